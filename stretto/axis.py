@@ -1,0 +1,155 @@
+"""What every answer to one of the five questions is: a small frozen value, checked when built, printed as typed."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import MISSING, Field, dataclass, fields
+from types import NoneType, UnionType
+from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
+
+from stretto.errors import RecipeError, explain
+
+
+@dataclass(frozen=True)
+class Range:
+    """The numbers that a field allows: `least <= x`, `above < x`, `most >= x`, `below > x`."""
+
+    least: float | None = None
+    above: float | None = None
+    most: float | None = None
+    below: float | None = None
+
+    def holds(self, x: float) -> bool:
+        """Whether x lies in the range; a NaN or an infinity lies in none."""
+        return (
+            (self.least is None or x >= self.least)
+            and (self.above is None or x > self.above)
+            and (self.most is None or x <= self.most)
+            and (self.below is None or x < self.below)
+            and abs(x) < float("inf")
+        )
+
+    def __str__(self) -> str:
+        signs = {"at least": self.least, "above": self.above, "at most": self.most, "below": self.below}
+        return " and ".join(f"{sign} {bound:g}" for sign, bound in signs.items() if bound is not None)
+
+
+class Answer:
+    """Base of all answers. Subclasses are frozen dataclasses whose fields are numbers, names or answers.
+
+    `str(answer)` is the text that `stretto.recipe.parse` reads: fields at their defaults are left out, fields
+    without a default stand first and without their name. Building one with a wrong field raises RecipeError.
+    """
+
+    papers: ClassVar[tuple[str, ...]] = ()
+    """Where the answer was published, as `Author year (arXiv number)`."""
+    axis: ClassVar[str] = ""
+
+    def __post_init__(self) -> None:
+        for name, kind in kinds(type(self)).items():
+            object.__setattr__(self, name, _checked(self, name, kind))
+
+    def __str__(self) -> str:
+        shown = [text for field in fields(self) if (text := _shown(self, field))]  # type: ignore[arg-type]
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+    __repr__ = __str__
+
+
+def kinds(answer: type[Answer]) -> dict[str, Any]:
+    """The field types of an answer, with their ranges."""
+    hints = get_type_hints(answer, include_extras=True)
+    return {field.name: hints[field.name] for field in fields(answer)}  # type: ignore[arg-type]
+
+
+def literal(value: object) -> str:
+    """A field's value as it is typed in a recipe."""
+    return '"' + value + '"' if isinstance(value, str) else str(value)
+
+
+def nearest(name: str, names: Iterable[str]) -> str | None:
+    """The name most like `name`, or None when none is near."""
+    near = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)
+    return near[0] if near else None
+
+
+def _shown(answer: Answer, field: Field[Any]) -> str:
+    value = getattr(answer, field.name)
+    if field.default is MISSING:
+        return literal(value)
+    return "" if value == field.default else f"{field.name}={literal(value)}"
+
+
+def _checked(answer: Answer, name: str, kind: Any) -> object:
+    value = getattr(answer, name)
+    fit, as_kind = _fit(value, kind)
+    if fit:
+        return as_kind
+    example = _example(type(answer), name)
+    raise RecipeError(
+        explain(
+            f"{name} of {type(answer).__name__} can't be {literal(value)}",
+            got=f"{literal(value)} ({type(value).__name__})",
+            expected=describe(kind),
+            to_type=example,
+        )
+    )
+
+
+def _fit(value: Any, kind: Any) -> tuple[bool, Any]:
+    """Whether the value is of the kind, and the value as that kind (an int where a float is wanted becomes one)."""
+    origin = get_origin(kind)
+    if origin is Annotated:
+        base, *ranges = get_args(kind)
+        fit, value = _fit(value, base)
+        return fit and all(range_.holds(value) for range_ in ranges if value is not None), value
+    if origin is Literal:
+        return value in get_args(kind), value
+    if origin in (Union, UnionType):
+        return next((found for one in get_args(kind) if (found := _fit(value, one))[0]), (False, value))
+    if kind is float:
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        return number, float(value) if number else value
+    return isinstance(value, kind) and not (kind is int and isinstance(value, bool)), value
+
+
+def describe(kind: Any) -> str:
+    """A field type in words."""
+    origin = get_origin(kind)
+    if origin is Annotated:
+        base, *ranges = get_args(kind)
+        return " ".join([describe(base), *(str(range_) for range_ in ranges)])
+    if origin is Literal:
+        return " or ".join(literal(choice) for choice in get_args(kind))
+    if origin in (Union, UnionType):
+        return " or ".join(describe(one) for one in get_args(kind))
+    plain = {
+        int: "a whole number",
+        float: "a number",
+        str: "a name in quotes",
+        bool: "True or False",
+        NoneType: "None",
+    }
+    return plain.get(kind) or f"an answer to {kind.axis!r}"
+
+
+def _example(answer: type[Answer], name: str) -> str:
+    """The answer with a value for `name` that would do."""
+    sample = _sample(kinds(answer)[name])
+    default = next(field.default for field in fields(answer) if field.name == name)  # type: ignore[arg-type]
+    return f"{answer.__name__}({sample})" if default is MISSING else f"{answer.__name__}({name}={sample})"
+
+
+def _sample(kind: Any) -> str:
+    origin = get_origin(kind)
+    if origin is Annotated:
+        base, *ranges = get_args(kind)
+        tries = (1, 16, 0.5, 2)
+        held = (x for x in tries if _fit(x, base)[0] and all(r.holds(x) for r in ranges))
+        return str(next(held, 1))
+    if origin is Literal:
+        return literal(get_args(kind)[0])
+    if origin in (Union, UnionType):
+        return _sample(get_args(kind)[0])
+    return {int: "1", float: "0.5", bool: "True"}.get(kind, f"{getattr(kind, 'example', 'exact()')}")

@@ -1,0 +1,63 @@
+"""The tree of errors, drawn by what a caller can do about it.
+
+StrettoError                   everything that Stretto raises on purpose
+├── RecipeError                a recipe that cannot be: got, expected, what to type
+├── ScriptError                the script and the library do not fit: the script must change
+│   ├── ModelError             the model or the optimizer cannot be distributed as it is
+│   ├── LoaderError            the loader cannot be shared out among workers
+│   └── EvaluateError          `evaluate` raised, or did not return numbers
+├── NotFiniteError             a NaN or an infinity reached the loss or the parameters
+├── ReplicasDifferError        replicas that must be equal are not: the tensor and the worker are named
+├── WireError                  another worker went away or did not come in time: look for its error first
+├── LaunchError                the run could not be started as it was asked for
+└── LogError                   the run folder cannot be written or read
+"""
+
+
+class StrettoError(Exception):
+    """Everything that Stretto raises on purpose; its text is meant for the user."""
+
+
+def explain(problem: str, *, got: object, expected: str, to_type: str) -> str:
+    """Lay out an error as three answers: what was got, what was expected, what to type."""
+    return f"{problem}\n  got: {got}\n  expected: {expected}\n  try: {to_type}"
+
+
+class RecipeError(StrettoError):
+    """A recipe that cannot be: its text has got, expected and try."""
+
+
+class ScriptError(StrettoError):
+    """The script and the library do not fit together."""
+
+
+class ModelError(ScriptError):
+    """The model or the optimizer cannot be distributed as it is."""
+
+
+class LoaderError(ScriptError):
+    """The loader cannot be shared out among the workers."""
+
+
+class EvaluateError(ScriptError):
+    """`evaluate` raised, or did not return a dict of numbers."""
+
+
+class NotFiniteError(StrettoError):
+    """A NaN or an infinity reached the loss, a gradient or the parameters."""
+
+
+class ReplicasDifferError(StrettoError):
+    """Replicas that must hold identical bits do not."""
+
+
+class WireError(StrettoError):
+    """Another worker went away or did not come in time."""
+
+
+class LaunchError(StrettoError):
+    """The run could not be started as it was asked for."""
+
+
+class LogError(StrettoError):
+    """The run folder cannot be written or read."""

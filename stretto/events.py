@@ -1,0 +1,95 @@
+"""One event, one line of `events.jsonl`: written by whoever trains, read by the report.
+
+Every event has `event` (its kind), `t` (seconds since the start of training, a zero that all workers share) and
+`worker`. The kinds and what else they carry:
+
+| kind | carries |
+| --- | --- |
+| start | workers, pid, host, device, threads, recipe |
+| notice | text: something that the user should know |
+| log | step, samples, values: what the script gave to `stretto.log` |
+| progress | step, samples, rounds, split, bytes_sent, bytes_received: this worker, from the start |
+| evaluation | epoch, step, samples, training_s, metrics: the agreed model (written by worker 0) |
+| epoch | epoch, step, samples, training_s, seen, drift, workers: one summary a worker (written by worker 0) |
+| check | step, round, equal: a comparison of replicas by hash (written by worker 0) |
+| error | kind, text, traceback, consequence (true when another worker's failure caused it) |
+| end | step, samples, rounds, split, bytes_sent, bytes_received, training_s, evaluate |
+
+`samples` of log, evaluation and epoch counts all workers, of progress and end this worker alone. `split` maps each of
+PHASES to seconds; they sum to `t`. `seen` maps once, twice, never and dropped to numbers of samples.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from stretto.errors import LogError
+
+PHASES = ("computing", "encoding", "exchanging", "waiting", "loading", "evaluating", "other")
+"""What a worker's time is spent on. `waiting` is for a later worker, `exchanging` for the bytes."""
+
+Event = dict[str, Any]
+FLUSH_BYTES = 1 << 15
+
+
+class EventLog:
+    """Appends events to a file, whole lines at a time, so that several processes can share it.
+
+    Lines are collected and written with one append each `FLUSH_BYTES` or at `flush`; `now` stamps each event.
+    A full disk raises LogError, which names the file.
+    """
+
+    def __init__(self, path: Path, worker: int) -> None:
+        self.path = path
+        self.worker = worker
+        self._lines = bytearray()
+        try:
+            self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise LogError(f"the event log {path} cannot be opened: {error.strerror}") from error
+
+    def write(self, kind: str, t: float, **carries: object) -> None:
+        """Add one event; it reaches the disk at the next flush."""
+        event = {"event": kind, "t": round(t, 6), "worker": self.worker, **carries}
+        self._lines += msgspec.json.encode(event) + b"\n"
+        if len(self._lines) >= FLUSH_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        """Append what has been collected."""
+        lines, self._lines = bytes(self._lines), bytearray()
+        if not lines:
+            return
+        try:
+            written = os.write(self._file, lines)
+        except OSError as error:
+            raise LogError(f"the event log {self.path} cannot be written: {error.strerror}") from error
+        if written < len(lines):
+            raise LogError(f"the event log {self.path} cannot be written: no space left on the device")
+
+    def close(self) -> None:
+        """Flush and close."""
+        self.flush()
+        os.close(self._file)
+
+
+def read_events(path: Path) -> Iterator[Event]:
+    """The events of a log in the order written. A torn last line, as a crash leaves it, is passed over."""
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise LogError(f"the event log {path} cannot be read: {error.strerror}") from error
+    for number, line in enumerate(lines, 1):
+        if not line:
+            continue
+        try:
+            yield msgspec.json.decode(line, type=Event)
+        except msgspec.DecodeError as error:
+            if number == len(lines):
+                return
+            raise LogError(f"line {number} of {path} is not an event: {error}") from error

@@ -1,0 +1,1 @@
+"""Who works on what: state machines without socket, clock or thread."""

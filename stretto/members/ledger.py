@@ -1,0 +1,118 @@
+"""The ledger of one pass: which samples were handed out, to whom, and which count.
+
+A pass is an order of samples, cut into batches. Workers lease batches, a lease is settled when the work on it is in
+the agreed state, and leases of a worker that leaves go back. So each sample counts exactly once, whatever happens.
+The ledger is a plain state machine: it knows positions in the order, not the samples that stand there.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """One batch in the hands of one worker: positions `start` to `stop` of the pass's order."""
+
+    batch: int
+    worker: int
+    start: int
+    stop: int
+
+    @property
+    def samples(self) -> int:
+        """How many samples it holds."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Audit:
+    """How often the samples of a pass were counted; honest bookkeeping has twice = never = 0."""
+
+    once: int
+    twice: int
+    never: int
+
+
+class Plan(Protocol):
+    """Says whose a batch is before anyone has asked for it."""
+
+    def owner(self, batch: int) -> int | None:
+        """The worker that the batch is kept for, or None: whoever asks first."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Dealt:
+    """The fixed plan: batches are dealt in turn, batch b to worker b mod N."""
+
+    workers: int
+
+    def owner(self, batch: int) -> int | None:
+        """Batch b is kept for worker b mod N."""
+        return batch % self.workers
+
+
+class Ledger:
+    """Leases the batches of one pass. `sizes` are their samples, in order.
+
+    A worker gets the first batch that is kept for it or for nobody. What a leaver gives back is anyone's.
+    Settling is idempotent: a lease that was settled or given back before is not counted again.
+    """
+
+    def __init__(self, sizes: Sequence[int], plan: Plan) -> None:
+        self._bounds = [0, *accumulate(sizes)]
+        self._kept: dict[int | None, list[int]] = {None: []}
+        for batch in range(len(sizes)):
+            self._kept.setdefault(plan.owner(batch), []).append(batch)
+        self._leased: dict[int, Lease] = {}
+        self._settled: set[int] = set()
+
+    def lease(self, worker: int) -> Lease | None:
+        """Hand the worker its next batch, or None when there is none for it."""
+        heaps = [heap for owner in (worker, None) if (heap := self._kept.get(owner))]
+        if not heaps:
+            return None
+        batch = heapq.heappop(min(heaps))
+        self._leased[batch] = Lease(batch, worker, self._bounds[batch], self._bounds[batch + 1])
+        return self._leased[batch]
+
+    def settle(self, lease: Lease) -> bool:
+        """Count the lease: its work is in the agreed state. False when it no longer is the worker's to settle."""
+        if self._leased.get(lease.batch) != lease:
+            return False
+        del self._leased[lease.batch]
+        self._settled.add(lease.batch)
+        return True
+
+    def give_back(self, worker: int) -> int:
+        """Take back all leases of a worker that leaves, for anyone to lease again. Returns their samples."""
+        back = [lease for lease in self._leased.values() if lease.worker == worker]
+        for lease in back:
+            heapq.heappush(self._kept[None], self._leased.pop(lease.batch).batch)
+        return sum(lease.samples for lease in back)
+
+    @property
+    def samples(self) -> int:
+        """The samples of the whole pass."""
+        return self._bounds[-1]
+
+    def counted(self) -> NDArray[np.uint8]:
+        """How often each position was settled here: 0 or 1, in the order of the pass."""
+        counts = np.zeros(self.samples, dtype=np.uint8)
+        for batch in self._settled:
+            counts[self._bounds[batch] : self._bounds[batch + 1]] = 1
+        return counts
+
+
+def audit(counts: Sequence[NDArray[np.uint8]]) -> Audit:
+    """Add up what several ledgers of the same pass have counted."""
+    total = np.sum(np.stack(list(counts)).astype(np.int64), axis=0)
+    return Audit(int((total == 1).sum()), int((total > 1).sum()), int((total == 0).sum()))

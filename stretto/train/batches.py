@@ -1,0 +1,254 @@
+"""The order of a pass: drawn once, by worker 0, and known to all; each worker loads its own batches of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
+
+from stretto.errors import LoaderError, explain
+from stretto.wire import Wire
+
+Batch = list[Any]
+"""The indices of one batch, as a batch sampler gives them."""
+
+
+ENDLESS = 50_000_000
+"""A sampler that gives more batches than this is taken for endless."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """The batches of one pass, in order. `dropped` samples of the data set are in none of them."""
+
+    batches: Sequence[Batch]
+    dropped: int
+
+    @property
+    def sizes(self) -> list[int]:
+        """The samples of each batch."""
+        return [len(batch) for batch in self.batches]
+
+
+class _Packed(msgspec.Struct):
+    """An order as it travels: sizes and indices as raw 64-bit numbers, or any indices one by one."""
+
+    dropped: int
+    sizes: bytes
+    numbers: bytes
+    others: list[Any] | None
+
+
+def draw(loader: DataLoader[Any], wire: Wire, join: int) -> Order:
+    """Draw the order of the next pass at worker 0 and tell it to all. `join` batches of the script make one."""
+    if wire.workers == 1:
+        return _drawn(loader, join)
+    told = wire.tell(_pack(_drawn(loader, join)) if wire.worker == 0 else b"")
+    return _unpack(told)
+
+
+def _drawn(loader: DataLoader[Any], join: int) -> Order:
+    batches: list[Batch] = [_as_list(batch) for batch in islice(_sampler(loader), ENDLESS + 1)]
+    if len(batches) > ENDLESS:
+        problem = "the sampler gives no end of batches, so a pass over it can't be shared out"
+        raise LoaderError(
+            explain(
+                problem,
+                got=f"more than {ENDLESS:,}",
+                expected="a sampler that ends",
+                to_type="a sampler with num_samples",
+            )
+        )
+    if join > 1:
+        batches = [list(chain(*batches[at : at + join])) for at in range(0, len(batches), join)]
+    drops = getattr(loader, "drop_last", False) or getattr(loader.batch_sampler, "drop_last", False)
+    handed = sum(len(batch) for batch in batches)
+    return Order(batches, max(len(loader.sampler) - handed, 0) if drops else 0)  # type: ignore[arg-type]
+
+
+def _sampler(loader: DataLoader[Any]) -> Iterable[Any]:
+    """What gives the loader its indices: batches, or single ones when it does not batch."""
+    return loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
+
+
+def _as_list(batch: Any) -> Batch:
+    return list(batch) if isinstance(batch, list | tuple) else [batch]
+
+
+def _pack(order: Order) -> bytes:
+    flat = [index for batch in order.batches for index in batch]
+    sizes = np.array(order.sizes, dtype=np.int64).tobytes()
+    if all(type(index) is int for index in flat):
+        numbers = np.array(flat, dtype=np.int64)
+        return msgspec.msgpack.encode(_Packed(order.dropped, sizes, _narrow(numbers), None))
+    try:
+        return msgspec.msgpack.encode(_Packed(order.dropped, sizes, b"", flat))
+    except TypeError as error:
+        problem = "the sampler gives indices that can't be told to other workers"
+        got = f"{type(flat[0]).__name__} ({error})"
+        raise LoaderError(
+            explain(
+                problem,
+                got=got,
+                expected="numbers, strings or tuples of them",
+                to_type="a sampler of numbers",
+            )
+        ) from None
+
+
+def _narrow(numbers: NDArray[np.int64]) -> bytes:
+    """32 bits a number where that is enough; the reader tells by the length."""
+    fits = numbers.size == 0 or (numbers.min() >= 0 and numbers.max() < 1 << 31)
+    return numbers.astype(np.int32).tobytes() if fits else numbers.tobytes()
+
+
+def _unpack(told: bytes) -> Order:
+    packed = msgspec.msgpack.decode(told, type=_Packed)
+    sizes = np.frombuffer(packed.sizes, dtype=np.int64).tolist()
+    flat = iter(packed.others or _wide(packed.numbers, sum(sizes)))
+    return Order([[_frozen(index) for index in islice(flat, size)] for size in sizes], packed.dropped)
+
+
+def _wide(numbers: bytes, count: int) -> list[int]:
+    kind = np.int32 if len(numbers) == 4 * count else np.int64
+    found: list[int] = np.frombuffer(numbers, dtype=kind).tolist()
+    return found
+
+
+def _frozen(index: Any) -> Any:
+    return tuple(_frozen(one) for one in index) if isinstance(index, list) else index
+
+
+class Share(BatchSampler):
+    """The batches that one worker loads. They are drawn anew in each pass, when the first is asked for.
+
+    So torch's loader draws from the random generator what it always draws, in the order in which it always does.
+    """
+
+    def __init__(self, draw: Callable[[], Order], worker: int, workers: int) -> None:
+        self._draw, self._worker, self._workers = draw, worker, workers
+        self._order: Order | None = None
+
+    def order(self) -> Order:
+        """The order of this pass."""
+        if self._order is None:
+            self._order = self._draw()
+        return self._order
+
+    def forget(self) -> None:
+        """The pass is over: the next order is drawn anew."""
+        self._order = None
+
+    def __iter__(self) -> Iterator[Batch]:
+        yield from islice(self.order().batches, self._worker, None, self._workers)
+
+    def __len__(self) -> int:
+        return len(range(self._worker, len(self.order().batches), self._workers))
+
+
+def rebuilt(loader: DataLoader[Any], share: Share) -> DataLoader[Any]:
+    """The script's loader with our batches in place of its own; all else as it was."""
+    bare = loader.batch_sampler is None
+    return DataLoader(
+        loader.dataset,
+        batch_sampler=share,
+        num_workers=loader.num_workers,
+        collate_fn=_Unbatched(loader.collate_fn) if bare else loader.collate_fn,
+        pin_memory=loader.pin_memory,
+        timeout=loader.timeout,
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context,
+        generator=loader.generator,
+        prefetch_factor=loader.prefetch_factor,
+        persistent_workers=loader.persistent_workers,
+    )
+
+
+@dataclass(frozen=True)
+class _Unbatched:
+    """For a loader that does not batch: one index, one item, converted as the script's loader would."""
+
+    convert: Any
+
+    def __call__(self, items: list[Any]) -> Any:
+        return self.convert(items[0])
+
+
+class _SampleShard(IterableDataset[Any]):
+    """Each N-th sample of a stream, for this worker."""
+
+    def __init__(self, stream: Dataset[Any], worker: int, workers: int) -> None:
+        self._stream, self._worker, self._workers = stream, worker, workers
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(iter(self._stream), self._worker, None, self._workers)
+
+
+def sharded_stream(loader: Any, worker: int, workers: int, join: int) -> Iterable[Any]:
+    """This worker's part of a loader without an order: each N-th sample of an IterableDataset, else each N-th batch.
+
+    Every worker reads the whole stream and must see it in the same order.
+    """
+    if not isinstance(loader, DataLoader):
+        return _joined(islice(iter(loader), worker, None, workers), join)
+    return DataLoader(
+        _SampleShard(loader.dataset, worker, workers),
+        batch_size=loader.batch_size and loader.batch_size * join,
+        num_workers=loader.num_workers,
+        collate_fn=loader.collate_fn,
+        pin_memory=loader.pin_memory,
+        drop_last=loader.drop_last,
+        timeout=loader.timeout,
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context,
+        generator=loader.generator,
+        prefetch_factor=loader.prefetch_factor,
+        persistent_workers=False,
+    )
+
+
+def _joined(batches: Iterator[Any], join: int) -> Iterator[Any]:
+    if join == 1:
+        yield from batches
+        return
+    while several := list(islice(batches, join)):
+        yield _concatenated(several)
+
+
+def _concatenated(batches: list[Any]) -> Any:
+    first = batches[0]
+    if isinstance(first, torch.Tensor):
+        return torch.cat(batches)
+    if isinstance(first, dict):
+        return {key: _concatenated([one[key] for one in batches]) for key in first}
+    return type(first)(_concatenated(list(column)) for column in zip(*batches, strict=True))
+
+
+def samples_in(batch: Any) -> int:
+    """How many samples a batch holds: the first dimension of the first tensor in it."""
+    found = _leading(batch)
+    if found is None:
+        problem = "a batch has no tensor that would tell how many samples it holds"
+        raise LoaderError(
+            explain(
+                problem,
+                got=type(batch).__name__,
+                expected="tensors, or tuples, lists or dicts of them",
+                to_type="a collate_fn that returns tensors",
+            )
+        )
+    return found
+
+
+def _leading(batch: Any) -> int | None:
+    if isinstance(batch, torch.Tensor | np.ndarray):
+        return int(batch.shape[0]) if batch.ndim else 1
+    parts = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, list | tuple) else ()
+    return next((found for one in parts if (found := _leading(one)) is not None), None)

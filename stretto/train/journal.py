@@ -1,0 +1,114 @@
+"""What one worker writes down about its run: events with a clock that all workers share."""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+import struct
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from stretto.errors import NotFiniteError
+from stretto.events import EventLog
+from stretto.wire import Wire
+
+FLUSH_EVERY_S = 0.5
+
+
+class Journal:
+    """Stamps events with the seconds since the start of training; without a run folder nothing is written."""
+
+    def __init__(self, folder: Path | None, wire: Wire, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self.worker = wire.worker
+        self._log = EventLog(folder / "events.jsonl", wire.worker) if folder is not None else None
+        self._zero = common_zero(wire, clock)
+        self._flushed = 0.0
+        self._late: list[tuple[float, int, int, dict[str, Any]]] = []
+
+    def t(self) -> float:
+        """Seconds since the start of training, on the clock that all workers share."""
+        return self._clock() - self._zero
+
+    def write(self, kind: str, **carries: object) -> None:
+        """Write an event."""
+        if self._log is not None:
+            self._log.write(kind, self.t(), **carries)
+
+    def notice(self, text: str) -> None:
+        """Say something to the user, once: worker 0 on its terminal and in the log."""
+        if self.worker == 0:
+            print(f"stretto: {text}", file=sys.stderr, flush=True)
+            self.write("notice", text=text)
+
+    def record(self, step: int, samples: int, values: dict[str, Any]) -> None:
+        """Take down the script's own numbers. A number on an accelerator is read at the next flush, not waited for."""
+        on_device = any(isinstance(value, Tensor) and value.device.type != "cpu" for value in values.values())
+        late = {name: value.detach() if isinstance(value, Tensor) else value for name, value in values.items()}
+        self._late.append((self.t(), step, samples, late))
+        if not on_device:
+            self._write_records()
+
+    def due(self) -> bool:
+        """Whether it is time for a progress event."""
+        return self.t() - self._flushed >= FLUSH_EVERY_S
+
+    def flush(self) -> None:
+        """Bring what there is to the disk."""
+        self._write_records()
+        self._flushed = self.t()
+        if self._log is not None:
+            self._log.flush()
+
+    def close(self) -> None:
+        """Flush and close the log."""
+        self._write_records()
+        if self._log is not None:
+            self._log.close()
+            self._log = None
+
+    def _write_records(self) -> None:
+        late, self._late = self._late, []
+        for t, step, samples, values in late:
+            numbers = {name: float(value) for name, value in values.items()}
+            if self._log is not None:
+                self._log.write("log", t, step=step, samples=samples, values=numbers)
+            for name, number in numbers.items():
+                if not math.isfinite(number):
+                    if self._log is not None:
+                        self._log.flush()
+                    raise NotFiniteError(f"{name} became {number} at step {step} on worker {self.worker}; {ADVICE}")
+
+
+ADVICE = "the usual causes are a learning rate that is too large, or data with NaN in it"
+
+
+def common_zero(wire: Wire, clock: Callable[[], float]) -> float:
+    """The reading of this worker's clock at a moment that all workers call zero.
+
+    Workers of one boot of one machine share the system's clock; others compare theirs as they leave a common exchange,
+    five times, and take the median, which is good to about the latency of the network.
+    """
+    told = wire.gather(_boot() + struct.pack("<d", clock()))
+    if all(one[:-8] == told[0][:-8] for one in told):
+        return float(struct.unpack("<d", told[0][-8:])[0])
+    offsets = []
+    for _ in range(5):
+        wire.gather(b"")
+        mine = clock()
+        lead: float = struct.unpack("<d", wire.gather(struct.pack("<d", mine))[0])[0]
+        offsets.append(mine - lead)
+    there: float = struct.unpack("<d", told[0][-8:])[0]
+    return there + statistics.median(offsets)
+
+
+def _boot() -> bytes:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()
+    except OSError:
+        return os.urandom(16)

@@ -1,0 +1,161 @@
+"""Evaluates the agreed model, closes a pass's books with the other workers, and keeps states for a comparison."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+from safetensors.torch import save_file
+from torch import nn
+
+from stretto.errors import LogError
+from stretto.members.ledger import audit
+from stretto.train.evaluation import Evaluate, run
+from stretto.train.exchange import Arrivals
+from stretto.train.hands import Hands, counted
+from stretto.train.journal import Journal
+from stretto.train.model import state_of
+from stretto.train.seat import Seat
+from stretto.train.stopwatch import Stopwatch
+from stretto.wire import Wire
+
+Predicted = NDArray[np.int32] | None
+
+
+class Judged(Protocol):
+    """What the referee sees of a trainer."""
+
+    model: nn.Module
+    wire: Wire
+    watch: Stopwatch
+    journal: Journal
+    arrivals: Arrivals
+    steps: int
+    samples: int
+    own_samples: int
+    hands_done: int
+
+    @property
+    def drift(self) -> float | None:
+        """How far this worker was from the agreed model."""
+
+    def look(self) -> None:
+        """Put the agreed model in place."""
+
+    def resume(self) -> None:
+        """Take up this worker's own parameters again."""
+
+    def training_s(self) -> float:
+        """Seconds of training so far."""
+
+    def measured(self) -> dict[str, Any]:
+        """This worker's cumulative figures."""
+
+
+class Referee:
+    """Judges a trainer's work: worker 0 evaluates, all wait; at the end of a pass all tell what they know."""
+
+    def __init__(self, trainer: Judged, seat: Seat, evaluate: Evaluate | None, every: int | None) -> None:
+        self._trainer, self._seat = trainer, seat
+        self._evaluate, self._every = evaluate, every
+        self._evaluated_at: int | None = None
+        self._predictions: Predicted = None
+        self._epoch = 0
+
+    def evaluate_if_due(self) -> None:
+        """Evaluate when so many steps have passed as the script asked for."""
+        steps = self._trainer.steps
+        if self._every is None or steps // self._every == (self._evaluated_at or 0) // self._every:
+            return
+        self._trainer.look()
+        self.evaluate()
+        self._trainer.resume()
+
+    def evaluate(self) -> None:
+        """Evaluate the model as it is now; worker 0 does, the others wait for it."""
+        trainer = self._trainer
+        if self._evaluate is None or self._evaluated_at == trainer.steps:
+            return
+        self._evaluated_at = trainer.steps
+        training_s = trainer.training_s()
+        with trainer.watch.on("evaluating"):
+            if trainer.wire.worker == 0:
+                metrics, self._predictions = run(self._evaluate, trainer.model)
+                carries = {"epoch": self._epoch, "step": trainer.steps, "samples": trainer.samples}
+                trainer.journal.write("evaluation", **carries, training_s=training_s, metrics=metrics)
+                self._keep(f"states/{trainer.samples:08d}")
+            trainer.wire.tell(b"evaluated")
+        trainer.journal.flush()
+
+    def close_pass(self, hands: Hands) -> None:
+        """The books of a pass: who did what, how long it took, and how often each sample counted."""
+        trainer = self._trainer
+        self._epoch += 1
+        with trainer.watch.on("waiting"):
+            trainer.wire.gather(b"")
+        trainer.arrivals.settle(trainer.watch)
+        training_s = trainer.training_s()
+        if self._every is None:
+            self.evaluate()
+        mine: dict[str, Any] = {"worker": trainer.wire.worker, "samples": trainer.own_samples, "steps": trainer.steps}
+        mine |= {"drift": trainer.drift, **trainer.measured()}
+        told = [msgspec.msgpack.decode(one) for one in trainer.wire.gather(msgspec.msgpack.encode(mine))]
+        seen = self._audit(hands)
+        if trainer.wire.worker == 0:
+            self._write_epoch(training_s, seen, told)
+        trainer.journal.flush()
+
+    def finish(self) -> None:
+        """A last evaluation of the model that the script ends with, and its state."""
+        if self._trainer.hands_done:
+            self.evaluate()
+        if self._trainer.wire.worker == 0:
+            self._keep("final", always=True)
+
+    def _write_epoch(self, training_s: float, seen: dict[str, int] | None, told: list[dict[str, Any]]) -> None:
+        trainer = self._trainer
+        drifts = [one.pop("drift") for one in told]
+        trainer.journal.write(
+            "epoch",
+            epoch=self._epoch,
+            step=trainer.steps,
+            samples=trainer.samples,
+            training_s=training_s,
+            seen=seen,
+            drift=max((one for one in drifts if one is not None), default=None),
+            workers=told,
+        )
+        self._keep(f"states/{trainer.samples:08d}")
+
+    def _audit(self, hands: Hands) -> dict[str, int] | None:
+        """How often each sample of the pass counted, over all workers."""
+        mine = counted(hands)
+        if mine is None:
+            return None
+        wire = self._trainer.wire
+        told = wire.gather(np.packbits(mine).tobytes())
+        counts = [np.unpackbits(np.frombuffer(one, np.uint8), count=mine.size) for one in told]
+        found = audit(counts)
+        return {"once": found.once, "twice": found.twice, "never": found.never, "dropped": hands.dropped}
+
+    def _keep(self, name: str, always: bool = False) -> None:
+        """Save the model as it is, when there is a folder for it and somebody wants it."""
+        folder = self._seat.run
+        if folder is None or not (always or self._seat.keep_states):
+            return
+        path = folder / name
+        try:
+            path.parent.mkdir(exist_ok=True)
+            _save(path, self._trainer.model, self._predictions)
+        except OSError as error:
+            raise LogError(f"{path} cannot be written: {error.strerror or error}") from error
+
+
+def _save(path: Path, model: nn.Module, predictions: Predicted) -> None:
+    floating = {name: one for name, one in state_of(model).items() if one.is_floating_point()}
+    save_file({name: one.cpu().contiguous().clone() for name, one in floating.items()}, f"{path}.safetensors")
+    if predictions is not None:
+        np.save(f"{path}.predictions.npy", predictions)

@@ -1,0 +1,123 @@
+"""The exchange of parameters or updates after local steps: one round, committed as a whole or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from stretto.errors import NotFiniteError
+from stretto.recipe import Recipe
+from stretto.then import Memory, OnParameters
+from stretto.train.arena import Arena, Part
+from stretto.train.state import FlatTensors, MovingBuffers, OptimizerState
+from stretto.train.stopwatch import Stopwatch
+from stretto.train.talk import Talk, finish
+from stretto.what import OfParameters, parameters
+from stretto.wire import Wire
+
+
+class _FlatRange:
+    """What a worker keeps for one part of the arena between rounds."""
+
+    def __init__(self, part: Part, recipe: Recipe) -> None:
+        self.part = part
+        self.memory = Memory(part.theta)
+        self.codec_memory = recipe.how.memory(part.theta)
+        self.scratch = torch.empty_like(part.theta)
+
+
+class RoundExchange:
+    """Exchanges what a recipe says about the parameters, and does with the answer what it says.
+
+    Nothing of the model changes before all answers are there and finite: a round commits as a whole or not at all.
+    One worker agrees with itself: its rounds run like any other and change nothing.
+    """
+
+    def __init__(
+        self,
+        arena: Arena,
+        recipe: Recipe,
+        wire: Wire,
+        watch: Stopwatch,
+        optimizer_state: OptimizerState,
+        buffers: MovingBuffers,
+        on_end: Callable[[float], None],
+    ) -> None:
+        assert isinstance(recipe.what, OfParameters)
+        assert isinstance(recipe.then, OnParameters)
+        self._what, self._then, self._how = recipe.what, recipe.then, recipe.how
+        self._wire, self._watch, self._on_end = wire, watch, on_end
+        self._optimizer_state, self._buffers = optimizer_state, buffers
+        self.ranges = [_FlatRange(part, recipe) for part in arena.parts]
+        self.drift: float | None = None
+
+    @property
+    def _state_rule(self) -> str:
+        return self._what.optimizer_state if isinstance(self._what, parameters) else "keep"
+
+    @torch.no_grad()
+    def run(self, share: float, measure_drift: bool = False) -> None:
+        """One round. `share` is this worker's part of the samples since the last; all shares sum to 1."""
+        before = self._watch.switch("encoding")
+        self._buffers.agree()
+        extras = [FlatTensors(self._buffers.floating())]
+        if self._state_rule == "average":
+            extras.append(self._optimizer_state.to_average())
+        talks = [self._ask(one, share) for one in self.ranges]
+        extra_talks = [extra.ask_mean(self._wire, share) for extra in extras]
+        answers, extra_answers = self._wait(talks, extra_talks)
+        self._refuse_not_finite(answers)
+        if measure_drift:
+            self.drift = _relative_distance(self.ranges, answers)
+        self._commit(answers)
+        for extra, means in zip(extras, extra_answers, strict=True):
+            extra.take(means)
+        self._watch.switch(before)
+
+    def _ask(self, one: _FlatRange, share: float) -> Talk:
+        self._what.bring(one.part.theta, one.memory.agreed, share, one.scratch)
+        return Talk(self._wire, self._how.converse(one.scratch, one.codec_memory))
+
+    def _wait(self, talks: list[Talk], extras: list[list[Talk]]) -> tuple[list[Tensor], list[list[Tensor]]]:
+        self._watch.switch("exchanging")
+        began = self._watch.spent["exchanging"]
+        answers = finish(talks)
+        extra_answers = [finish(one) for one in extras]
+        self._watch.switch("encoding")
+        self._on_end(self._watch.spent["exchanging"] - began)
+        return answers, extra_answers
+
+    def _commit(self, answers: list[Tensor]) -> None:
+        if self._wire.workers == 1:
+            return
+        for one, answer in zip(self.ranges, answers, strict=True):
+            self._then.apply(one.part.theta, answer, one.memory)
+        if self._state_rule == "reset":
+            self._optimizer_state.reset()
+
+    def _refuse_not_finite(self, answers: list[Tensor]) -> None:
+        for one, answer in zip(self.ranges, answers, strict=True):
+            if not torch.isfinite(answer.sum()):
+                raise NotFiniteError(_not_finite(one, answer, self._how))
+
+
+def _not_finite(one: _FlatRange, answer: Tensor, how: object) -> str:
+    for slot in one.part.slots:
+        wrong = answer[slot.start : slot.stop]
+        if not torch.isfinite(wrong).all():
+            own = one.part.theta[slot.start : slot.stop]
+            where = "this worker's own, too" if not torch.isfinite(own).all() else f"not this worker's (how={how})"
+            return f"the agreed change of {slot.name} is NaN or infinite; {where}; nothing was changed by this round"
+    return "the sum of an exchange is infinite; nothing was changed by this round"
+
+
+def _relative_distance(ranges: list[_FlatRange], answers: list[Tensor]) -> float | None:
+    """How far this worker was from the mean of all, relative to the mean."""
+    apart = whole = 0.0
+    for one, answer in zip(ranges, answers, strict=True):
+        mean = one.memory.agreed + answer
+        apart += float((one.part.theta - mean).double().square().sum())
+        whole += float(mean.double().square().sum())
+    return (apart / whole) ** 0.5 if whole else None

@@ -1,0 +1,78 @@
+"""What a worker does while others work on a batch and there is none for it.
+
+The others run the script's loop; this one can't, since there is no batch to give it. So in such a hand they tell what
+they do: an exchange begins, the optimizer steps, the hand ends. The idle worker joins the exchanges with a weight of
+zero, steps with the very gradients the others step with, and takes over what their schedulers have become.
+"""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from stretto.train.state import follow
+from stretto.wire import Wire
+
+EXCHANGE, STEP, END = b"exchange", b"step", b"end"
+Plain = dict[str, Any]
+
+
+def tell_gradients(wire: Wire, teller: int, parameters: list[nn.Parameter]) -> None:
+    """Give the idle workers the gradients that the optimizer is about to use, clipped and unscaled as they are."""
+    has = msgspec.msgpack.encode([one.grad is not None for one in parameters])
+    present = msgspec.msgpack.decode(wire.tell(has, teller), type=list[bool])
+    for parameter, held in zip(parameters, present, strict=True):
+        if held and parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        elif not held:
+            parameter.grad = None
+    follow(wire, [one.grad for one in parameters if one.grad is not None], teller)
+
+
+def tell_settings(wire: Wire, teller: int, optimizer: Optimizer) -> None:
+    """Give the idle workers the optimizer's settings and the state of its schedulers."""
+    mine = msgspec.msgpack.encode(
+        [[_plain(group) for group in optimizer.param_groups], [_plain(one) for one in _schedulers(optimizer)]]
+    )
+    groups, schedulers = msgspec.msgpack.decode(wire.tell(mine, teller), type=tuple[list[Plain], list[Plain]])
+    if wire.worker == teller:
+        return
+    for group, told in zip(optimizer.param_groups, groups, strict=True):
+        _take(group, told)
+    for scheduler, told in zip(_schedulers(optimizer), schedulers, strict=False):
+        _take(scheduler, told)
+
+
+def _schedulers(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """The attributes of an optimizer's learning-rate schedulers, in a fixed order.
+
+    Nobody keeps a list of them but the garbage collector, which is slow: it is asked only where a scheduler has left
+    its mark on the optimizer.
+    """
+    if not hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+        return []
+    referrers = gc.get_referrers(optimizer)
+    found = [vars(one) if isinstance(one, LRScheduler) else one for one in referrers]
+    mine = [one for one in found if isinstance(one, dict) and one.get("optimizer") is optimizer and "last_epoch" in one]
+    return sorted(mine, key=lambda one: sorted(_plain(one)))
+
+
+def _plain(settings: dict[str, Any]) -> Plain:
+    return {name: value for name, value in settings.items() if _is_plain(value)}
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(_is_plain(one) for one in value)
+    return isinstance(value, int | float | str | bool | None)
+
+
+def _take(settings: dict[str, Any], told: Plain) -> None:
+    for name, value in told.items():
+        settings[name] = tuple(value) if isinstance(settings.get(name), tuple) else value

@@ -1,0 +1,46 @@
+"""Where a worker's time goes: every moment belongs to exactly one phase."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from stretto.events import PHASES
+
+
+class Stopwatch:
+    """Books the time since the last switch to the phase that was on. The phases therefore sum to the whole."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._since = clock()
+        self.phase = "other"
+        self.spent = dict.fromkeys(PHASES, 0.0)
+
+    def switch(self, phase: str) -> str:
+        """Go over to a phase; returns the one that was on."""
+        now = self._clock()
+        self.spent[self.phase] += now - self._since
+        self._since = now
+        before, self.phase = self.phase, phase
+        return before
+
+    @contextmanager
+    def on(self, phase: str) -> Iterator[None]:
+        """Be in a phase for a while."""
+        before = self.switch(phase)
+        try:
+            yield
+        finally:
+            self.switch(before)
+
+    def move(self, source: str, target: str, seconds: float) -> None:
+        """Book time that turned out to belong elsewhere."""
+        seconds = min(max(seconds, 0.0), self.spent[source])
+        self.spent[source] -= seconds
+        self.spent[target] += seconds
+
+    def split(self) -> dict[str, float]:
+        """Seconds of each phase until now."""
+        self.switch(self.phase)
+        return {phase: round(seconds, 6) for phase, seconds in self.spent.items()}

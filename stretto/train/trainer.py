@@ -1,0 +1,375 @@
+"""One worker's training: ties the script's loop, by hooks and the loader, to a recipe and a wire."""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from stretto.errors import NotFiniteError
+from stretto.recipe import Recipe
+from stretto.train import shadow
+from stretto.train.agreement import Look
+from stretto.train.arena import Arena
+from stretto.train.evaluation import Evaluate
+from stretto.train.exchange import Arrivals, Weights
+from stretto.train.gradients import GradientExchange
+from stretto.train.hands import Dealer, Hand, Hands
+from stretto.train.journal import ADVICE, Journal
+from stretto.train.model import agree_on_model, part_random_states, plain_name, same_start, trainable
+from stretto.train.referee import Referee
+from stretto.train.replicas import compare
+from stretto.train.rounds import RoundExchange
+from stretto.train.seat import Seat
+from stretto.train.state import MovingBuffers, OptimizerState
+from stretto.train.stopwatch import Stopwatch
+from stretto.what import gradients
+
+CHECK_EVERY_ROUNDS = 100
+MEASURE_DRIFT_EVERY_S = 1.0
+
+
+class Trainer:
+    """Everything that happens to one worker between `distribute` and the end of the script.
+
+    `recipe` is None for a worker that is alone and exchanges nothing.
+    """
+
+    def __init__(
+        self,
+        seat: Seat,
+        model: nn.Module,
+        optimizer: Optimizer,
+        loader: Any,
+        recipe: Recipe | None,
+        evaluate: Evaluate | None,
+        evaluate_every: int | None,
+    ) -> None:
+        named = trainable(model, optimizer)
+        self.model, self.optimizer, self.recipe = model, optimizer, recipe
+        self.wire = seat.wire(named[0][1].device if named else torch.device("cpu"))
+        self.journal = Journal(seat.run, self.wire, seat.clock)
+        self.watch = Stopwatch(seat.clock)
+        agree_on_model(self.wire, model, recipe.spelled() if recipe else "")
+        same_start(self.wire, model)
+        part_random_states(self.wire)
+        self.dealer = Dealer(loader, self.wire, seat.join)
+        self.weights, self.arrivals = Weights(self.wire), Arrivals(self.wire)
+        self.optimizer_state = OptimizerState(optimizer, self.wire)
+        self.buffers = MovingBuffers(model, self.wire)
+        self.referee = Referee(self, seat, evaluate, evaluate_every)
+        self.arena: Arena | None = None
+        self.gradients: GradientExchange | None = None
+        self.rounds: RoundExchange | None = None
+        self.steps = self.hands_done = self.rounds_done = 0
+        self.samples = self.own_samples = 0
+        self.hands: Hands | None = None
+        self.hand: Hand | None = None
+        self._look: Look | None = None
+        self._leases: list[Any] = []
+        self._shadowing = False
+        self._accumulating = False
+        self._steps_before = 0
+        self._drift_at = 0.0
+        self._hooks = [optimizer.register_step_post_hook(self._after_step)]
+        self._prepare()
+        self._say_start(seat)
+
+    # --- passes -----------------------------------------------------------------------------------------------
+
+    def begin_pass(self) -> None:
+        """A pass over the loader begins; one that the script left early is ended first."""
+        self.end_pass()
+        self.resume()
+        self._prepare()
+        with self.watch.on("loading"):
+            self.hands = self.dealer.deal()
+
+    def next_batch(self) -> Any:
+        """End the hand before, and give this worker's next batch; None when the pass is over."""
+        self.end_hand()
+        assert self.hands is not None
+        while True:
+            self.watch.switch("loading")
+            hand = self.hands.next()
+            if hand is None:
+                self.watch.switch("other")
+                self.end_pass()
+                return None
+            self._begin_hand(hand)
+            if not hand.idle:
+                self.watch.switch("computing")
+                return hand.batch
+            self.watch.switch("waiting")
+            self._shadow(hand)
+            self.end_hand()
+
+    def end_pass(self) -> None:
+        """All workers look at the agreed model, are compared, evaluated, and settle what they know of each other."""
+        if self.hands is None:
+            return
+        self.end_hand()
+        self.look()
+        self._settle_leases()
+        self.check("at the end of a pass")
+        hands, self.hands = self.hands, None
+        self.referee.close_pass(hands)
+
+    def finish(self) -> None:
+        """The script is over: end what is open, and write the last words."""
+        self.end_pass()
+        self.referee.finish()
+        self.journal.write(
+            "end", step=self.steps, samples=self.own_samples, training_s=self.training_s(), **self.measured()
+        )
+        self.journal.close()
+        self.wire.close()
+
+    # --- hands ------------------------------------------------------------------------------------------------
+
+    def _begin_hand(self, hand: Hand) -> None:
+        self.hand = hand
+        self.hands_done += 1
+        self.weights.add(hand.weights)
+        self.samples += sum(hand.weights)
+        self.own_samples += hand.weights[self.wire.worker]
+        self._steps_before = self.steps
+        self._accumulated = False
+        if hand.lease is not None:
+            self._leases.append(hand.lease)
+
+    def end_hand(self) -> None:
+        """What follows on a hand at every worker alike: the end for the idle, an evaluation that is due, progress."""
+        if self.hand is None:
+            return
+        self.watch.switch("other")
+        hand, self.hand = self.hand, None
+        if not hand.idle:
+            self._make_up_for_a_skipped_step(hand)
+            self._announce(hand, shadow.END)
+            if hand.short:
+                shadow.tell_settings(self.wire, hand.teller, self.optimizer)
+        if self.gradients is None and self.rounds is None:
+            self._settle_leases()
+        if self.gradients is not None and self.rounds_done % CHECK_EVERY_ROUNDS == 1:
+            self.check(f"after exchange {self.rounds_done}")
+        self.referee.evaluate_if_due()
+        if self.journal.due():
+            self.journal.write("progress", step=self.steps, samples=self.own_samples, **self.measured())
+            self.journal.flush()
+
+    def _shadow(self, hand: Hand) -> None:
+        """Follow what the others do in a hand that has no batch for this worker."""
+        self._shadowing = True
+        while (word := self._hear(hand)) != shadow.END:
+            if word == shadow.EXCHANGE and self.gradients is not None:
+                self.gradients.take_part()
+            elif word == shadow.STEP:
+                if self.gradients is not None:
+                    shadow.tell_gradients(self.wire, hand.teller, self._stepped())
+                    self.optimizer.step()
+                else:
+                    self._count_step()
+        shadow.tell_settings(self.wire, hand.teller, self.optimizer)
+        self._shadowing = False
+
+    def _hear(self, hand: Hand) -> bytes:
+        with self.watch.on("waiting"):
+            return self.wire.tell(b"", hand.teller)
+
+    def _announce(self, hand: Hand | None, word: bytes) -> None:
+        if hand is not None and hand.short and not self._shadowing:
+            self.wire.tell(word, hand.teller)
+
+    def accumulate(self, on: bool) -> None:
+        """Hold exchanges back, or no longer: the script accumulates gradients."""
+        self._accumulating = on
+        self._accumulated = True
+        if self.gradients is not None:
+            self.gradients.paused = on
+
+    # --- steps and exchanges ----------------------------------------------------------------------------------
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """The optimizer's hook: a local step was done."""
+        before = self.watch.switch("other")
+        if getattr(optimizer, "found_inf", None) is None:
+            self._refuse_not_finite()
+        self._announce(self.hand, shadow.STEP)
+        if self.gradients is not None and self.hand is not None and self.hand.short and not self._shadowing:
+            shadow.tell_gradients(self.wire, self.hand.teller, self._stepped())
+        self._count_step()
+        self.watch.switch(before)
+
+    def _count_step(self) -> None:
+        self.steps += 1
+        if self.rounds is not None and self.recipe is not None and self.recipe.when.due(self.steps):  # type: ignore[attr-defined]
+            self._exchange_round()
+
+    def _exchange_round(self) -> None:
+        assert self.rounds is not None
+        now = self.journal.t()
+        measure = now - self._drift_at >= MEASURE_DRIFT_EVERY_S
+        try:
+            self.rounds.run(self.weights.share(), measure)
+        except NotFiniteError as error:
+            raise NotFiniteError(f"{error}; step {self.steps}, worker {self.wire.worker}; {ADVICE}") from None
+        if measure:
+            self._drift_at = now
+        self.weights.carried()
+        if self.rounds_done % CHECK_EVERY_ROUNDS == 1:
+            self.check(f"after exchange {self.rounds_done}")
+
+    def _exchange_begins(self) -> None:
+        self._announce(self.hand, shadow.EXCHANGE)
+
+    def _exchange_ended(self, blocked_s: float) -> None:
+        self.rounds_done += 1
+        self.arrivals.note(self.journal.t(), blocked_s)
+        self.weights.carried()
+        self._settle_leases()
+
+    def _make_up_for_a_skipped_step(self, hand: Hand) -> None:
+        """Count a step that a gradient scaler left out at this worker alone, lest the others wait for its exchange."""
+        if self.rounds is None or self.steps > self._steps_before or self._accumulated:
+            return
+        steps_each_hand = self.steps > 0 and self.steps == self.hands_done - 1
+        if steps_each_hand or self._has_wild_gradient():
+            self._announce(hand, shadow.STEP)
+            self._count_step()
+
+    def _has_wild_gradient(self) -> bool:
+        found = (one.grad for one in self._stepped() if one.grad is not None)
+        return any(not bool(torch.isfinite(grad.sum())) for grad in found)
+
+    def _refuse_not_finite(self) -> None:
+        """A NaN in the loss reaches the last parameter's gradient first; the optimizer has just used it."""
+        last = next((one for one in reversed(self._stepped()) if one.grad is not None), None)
+        if last is None or bool(torch.isfinite(last.grad.sum())):  # type: ignore[union-attr]
+            return
+        names = {id(one): plain_name(name) for name, one in self.model.named_parameters()}
+        self.journal.flush()
+        raise NotFiniteError(
+            f"the loss became NaN or infinite: the gradient of {names[id(last)]} is not finite "
+            f"at step {self.steps + 1} on worker {self.wire.worker}; {ADVICE}"
+        )
+
+    def _stepped(self) -> list[nn.Parameter]:
+        return [one for group in self.optimizer.param_groups for one in group["params"]]
+
+    # --- the agreed model -------------------------------------------------------------------------------------
+
+    def look(self) -> None:
+        """Put the agreed model in place of this worker's own, where the two differ."""
+        if self._look is not None:
+            return
+        if self.rounds is None or self.arena is None:
+            if self.gradients is not None:
+                self.buffers.agree()
+                self.buffers.follow_lead()
+        elif self.weights.open:
+            with self.watch.on("exchanging"):
+                self._look = Look(self.arena, self.buffers, self.wire, self.weights.share())
+
+    def resume(self) -> None:
+        """Go on with this worker's own parameters after a look."""
+        look, self._look = self._look, None
+        if look is not None and not look.resume():
+            self.journal.notice("the script changed the model after a pass; training goes on from its values")
+            self._rebuild()
+
+    @property
+    def drift(self) -> float | None:
+        """How far this worker was from the agreed model when that was last measured, relative to the model."""
+        if self._look is not None:
+            return self._look.drift
+        return self.rounds.drift if self.rounds is not None else None
+
+    def check(self, when: str) -> None:
+        """Compare the replicas of all workers, which must be equal now."""
+        if self.arena is None or self.wire.workers == 1:
+            return
+        wholes = {f"part {index}": part.theta for index, part in enumerate(self.arena.parts)}
+        compare(self.wire, wholes, {slot.name: slot.parameter for slot in self.arena.slots}, when)
+        if self.wire.worker == 0:
+            self.journal.write("check", step=self.steps, round=self.rounds_done, equal=True)
+
+    def _prepare(self) -> None:
+        """Lay the parameters into an arena, unless they lie there; a script may freeze, thaw or move them."""
+        if self.recipe is None:
+            return
+        named = trainable(self.model, self.optimizer)
+        if named and (self.arena is None or not self.arena.holds([one for _, one in named])):
+            self.arena = Arena(named)
+            self._rebuild()
+
+    def _rebuild(self) -> None:
+        """Make the exchange anew for the arena as it is."""
+        assert self.recipe is not None
+        assert self.arena is not None
+        if not isinstance(self.recipe.what, gradients):
+            self.rounds = RoundExchange(
+                self.arena,
+                self.recipe,
+                self.wire,
+                self.watch,
+                self.optimizer_state,
+                self.buffers,
+                self._exchange_ended,
+            )
+            return
+        if self.gradients is not None:
+            self.gradients.release()
+        self.gradients = GradientExchange(
+            self.arena,
+            self.wire,
+            self.recipe.how,
+            self.watch,
+            self.weights.share,
+            self._exchange_begins,
+            self._exchange_ended,
+        )
+
+    # --- what is known ----------------------------------------------------------------------------------------
+
+    def training_s(self) -> float:
+        """Seconds since the start, without those spent evaluating."""
+        return round(self.journal.t() - self.watch.split()["evaluating"], 6)
+
+    def measured(self) -> dict[str, Any]:
+        """This worker's cumulative figures."""
+        traffic = self.wire.traffic()
+        return {
+            "rounds": self.rounds_done,
+            "split": self.watch.split(),
+            "bytes_sent": traffic.bytes_sent,
+            "bytes_received": traffic.bytes_received,
+            "bytes_counted": traffic.counted,
+        }
+
+    def _settle_leases(self) -> None:
+        if self.hands is not None and self.hands.ledger is not None:
+            for lease in self._leases:
+                self.hands.ledger.settle(lease)
+        self._leases.clear()
+
+    def _say_start(self, seat: Seat) -> None:
+        self.journal.write(
+            "start",
+            workers=self.wire.workers,
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            device=str(next(self.model.parameters(), torch.empty(0)).device),
+            threads=torch.get_num_threads(),
+            recipe=str(self.recipe) if self.recipe else "alone",
+        )
+        if not self.dealer.leases and not (self.wire.workers == 1 and seat.join == 1):
+            self.journal.notice(
+                "the loader is a stream: every worker reads all of it and keeps each "
+                f"{self.wire.workers}-th sample; how often each sample counted can't be audited"
+            )
+        self.journal.flush()

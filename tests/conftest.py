@@ -1,0 +1,18 @@
+"""What all tests share."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+
+@pytest.fixture(autouse=True)
+def _same_start() -> None:
+    """Each test draws the same random numbers, whatever ran before it."""
+    torch.manual_seed(0)
+    torch.set_num_threads(1)

@@ -1,0 +1,57 @@
+"""The nevers that imports between our own rooms do not show."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import stretto
+
+HOUSE = Path(stretto.__file__).parent
+FILES = sorted(HOUSE.rglob("*.py"))
+
+
+def room(file: Path) -> str:
+    return file.relative_to(HOUSE).parts[0].removesuffix(".py")
+
+
+def imported(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        if isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def called(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            yield ast.unparse(node.func)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(HOUSE)))
+def test_the_nevers(file: Path) -> None:
+    tree = ast.parse(file.read_text())
+    names, calls = set(imported(tree)), set(called(tree))
+    if room(file) not in ("wire", "launch", "parallel"):
+        assert not {one for one in names if one.startswith("torch.distributed")}, "torch.distributed belongs to wire"
+    assert not names & {"pickle", "marshal", "shelve", "dill", "cloudpickle"}, "nothing is unpickled"
+    assert not calls & {"eval", "exec", "torch.load"}, "nothing that came from outside is run"
+    if room(file) not in ("train", "wire", "launch", "compare", "cli"):
+        assert not names & {"time", "random", "datetime.datetime.now"}, "no wall clock, no global random state here"
+    assert not names & {"stretto.utils", "stretto.common", "stretto.helpers", "stretto.misc"}
+
+
+def test_no_room_is_called_after_nothing() -> None:
+    assert not {room(file) for file in FILES} & {"utils", "common", "helpers", "misc"}
+
+
+def test_the_face_has_the_names_it_promises() -> None:
+    for name in stretto.__all__:
+        assert getattr(stretto, name) is not None
+    with pytest.raises(AttributeError, match="distribute"):
+        stretto.distribut  # noqa: B018
