@@ -14,8 +14,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from stretto.errors import ModelError, RecipeError, explain
-from stretto.train.replicas import crc
-from stretto.train.state import follow
+from stretto.train.state import crc, follow
 from stretto.wire import Wire
 
 Named = list[tuple[str, Parameter]]

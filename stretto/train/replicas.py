@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import struct
-import zlib
 from collections import Counter
 from collections.abc import Mapping
 
 from torch import Tensor
 
 from stretto.errors import ReplicasDifferError
-from stretto.train.state import octets
+from stretto.train.state import crc
 from stretto.wire import Wire
-
-
-def crc(tensor: Tensor) -> int:
-    """A checksum of the tensor's bits."""
-    return zlib.crc32(octets(tensor).data)
 
 
 def compare(wire: Wire, wholes: Mapping[str, Tensor], parts: Mapping[str, Tensor], when: str) -> None:

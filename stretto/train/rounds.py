@@ -61,7 +61,7 @@ class RoundExchange:
     def run(self, share: float, measure_drift: bool = False) -> None:
         """One round. `share` is this worker's part of the samples since the last; all shares sum to 1."""
         before = self._watch.switch("encoding")
-        self._buffers.agree()
+        self._buffers.agree(again=False)
         extras = [FlatTensors(self._buffers.floating())]
         if self._state_rule == "average":
             extras.append(self._optimizer_state.to_average())

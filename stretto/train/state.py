@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -102,12 +102,6 @@ def _digest(message: bytes) -> bytes:
     return hashlib.blake2b(message, digest_size=16).digest()
 
 
-@dataclass(frozen=True)
-class _Seen:
-    version: int
-    pointer: int
-
-
 class MovingBuffers:
     """The floating buffers that training changes, such as the statistics of batch-norm.
 
@@ -117,15 +111,17 @@ class MovingBuffers:
 
     def __init__(self, model: nn.Module, wire: Wire) -> None:
         self._model, self._wire = model, wire
-        self._first = {name: _seen(buffer) for name, buffer in model.named_buffers()}
+        self._first = {name: crc(buffer) for name, buffer in model.named_buffers()}
         self._moving: set[str] = set()
+        self._asked = False
 
-    def agree(self) -> None:
-        """Agree on which buffers move. A model without buffers asks nobody."""
-        if not self._first:
+    def agree(self, again: bool = True) -> None:
+        """Agree on which buffers move; not `again` if it was asked before. A model without buffers asks nobody."""
+        if not self._first or (self._asked and not again):
             return
-        now = dict(self._model.named_buffers())
-        changed = [name for name, first in self._first.items() if name in now and _seen(now[name]) != first]
+        self._asked = True
+        still = [(name, one) for name, one in self._model.named_buffers() if name not in self._moving]
+        changed = [name for name, one in still if crc(one) != self._first.get(name)]
         for names in self._wire.gather(msgspec.msgpack.encode(changed)):
             self._moving.update(msgspec.msgpack.decode(names, type=list[str]))
 
@@ -143,8 +139,9 @@ class MovingBuffers:
             follow(self._wire, moving)
 
 
-def _seen(buffer: Tensor) -> _Seen:
-    return _Seen(buffer._version, buffer.data_ptr())
+def crc(tensor: Tensor) -> int:
+    """A checksum of the tensor's bits."""
+    return zlib.crc32(octets(tensor).data)
 
 
 @torch.no_grad()
