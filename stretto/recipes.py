@@ -22,17 +22,15 @@ P = ParamSpec("P")
 
 
 def named(make: Callable[P, Recipe]) -> Callable[P, Recipe]:
-    """Let the recipe print as the call that made it, options at their defaults left out."""
+    """Let the recipe print as the call that made it."""
     signature = inspect.signature(make)
 
     @functools.wraps(make)
     def made(*args: P.args, **kwargs: P.kwargs) -> Recipe:
         recipe = make(*args, **kwargs)
         given = signature.bind(*args, **kwargs).arguments
-        shown = (
-            f"{name}={literal(value)}" for name, value in given.items() if value != signature.parameters[name].default
-        )
-        object.__setattr__(recipe, "called", f"{make.__name__}({', '.join(shown)})")
+        options = ", ".join(f"{name}={literal(value)}" for name, value in given.items())
+        object.__setattr__(recipe, "called", f"{make.__name__}({options})" if options else make.__name__)
         return recipe
 
     return made

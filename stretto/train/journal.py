@@ -27,13 +27,13 @@ class Journal:
         self._clock = clock
         self.worker = wire.worker
         self._log = EventLog(folder / "events.jsonl", wire.worker) if folder is not None else None
-        self._zero = common_zero(wire, clock)
+        self.zero = common_zero(wire, clock)
         self._flushed = 0.0
         self._late: list[tuple[float, int, int, dict[str, Any]]] = []
 
     def t(self) -> float:
         """Seconds since the start of training, on the clock that all workers share."""
-        return self._clock() - self._zero
+        return self._clock() - self.zero
 
     def write(self, kind: str, **carries: object) -> None:
         """Write an event."""

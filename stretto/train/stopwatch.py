@@ -11,9 +11,9 @@ from stretto.events import PHASES
 class Stopwatch:
     """Books the time since the last switch to the phase that was on. The phases therefore sum to the whole."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Callable[[], float], since: float | None = None) -> None:
         self._clock = clock
-        self._since = clock()
+        self._since = clock() if since is None else since
         self.phase = "other"
         self.spent = dict.fromkeys(PHASES, 0.0)
 

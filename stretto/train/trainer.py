@@ -53,7 +53,7 @@ class Trainer:
         self.model, self.optimizer, self.recipe = model, optimizer, recipe
         self.wire = seat.wire(named[0][1].device if named else torch.device("cpu"))
         self.journal = Journal(seat.run, self.wire, seat.clock)
-        self.watch = Stopwatch(seat.clock)
+        self.watch = Stopwatch(seat.clock, self.journal.zero)
         agree_on_model(self.wire, model, recipe.spelled() if recipe else "")
         same_start(self.wire, model)
         part_random_states(self.wire)

@@ -1,0 +1,159 @@
+"""Recipes: what can be typed, what is refused, and how it is said."""
+
+from __future__ import annotations
+
+import string
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stretto import recipes
+from stretto.errors import RecipeError
+from stretto.how import cast, exact
+from stretto.recipe import Recipe
+from stretto.then import add, constant, outer, replace, step
+from stretto.typed import WORDS, parse
+from stretto.what import gradients, parameters, updates
+from stretto.when import together
+from stretto.whom import everyone
+
+POSITIVE = st.floats(1e-6, 10)
+CODECS = st.one_of(st.just(exact()), st.sampled_from(["bf16", "fp16"]).map(cast))
+TOGETHER = st.builds(together, every=st.integers(1, 1000), after=st.integers(0, 50))
+OUTER = st.builds(outer, lr=POSITIVE, momentum=st.floats(0, 0.99), nesterov=st.booleans())
+RECIPES = st.one_of(
+    st.builds(Recipe, what=st.just(gradients()), when=st.just(together()), how=CODECS, then=st.just(step())),
+    st.builds(
+        Recipe,
+        what=st.sampled_from(["average", "keep", "reset"]).map(parameters),
+        when=TOGETHER,
+        how=CODECS,
+        then=st.just(replace()),
+    ),
+    st.builds(
+        Recipe,
+        what=st.just(updates()),
+        when=TOGETHER,
+        whom=st.just(everyone()),
+        how=CODECS,
+        then=st.one_of(OUTER, st.builds(add, weight=st.builds(constant, POSITIVE))),
+    ),
+)
+
+
+@given(RECIPES)
+def test_what_is_printed_can_be_typed_back(recipe: Recipe) -> None:
+    assert parse(str(recipe)) == recipe
+    assert parse(recipe.spelled()) == recipe
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "local_sgd(every=16)",
+        "allreduce",
+        "diloco(every=50, outer_lr=0.5)",
+        'local_sgd(every=4, optimizer_state="keep", after=7, how=cast("bf16"))',
+    ],
+)
+def test_named_recipes_print_as_they_are_typed(text: str) -> None:
+    recipe = parse(text)
+    assert str(recipe) == text
+    assert parse(recipe.spelled()) == recipe
+
+
+def test_names_need_no_brackets() -> None:
+    assert parse("allreduce") == parse("allreduce()") == Recipe()
+    assert parse("Recipe(what=gradients, then=step)") == Recipe()
+
+
+@given(st.text(alphabet=string.printable, max_size=60))
+def test_any_text_is_a_recipe_or_an_error_of_ours(text: str) -> None:
+    try:
+        assert isinstance(parse(text), Recipe)
+    except RecipeError as error:
+        assert all(word in str(error) for word in ("got:", "expected:", "try:"))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "__import__('os').system('true')",
+        "(lambda: 1)()",
+        "local_sgd(every=open('x'))",
+        "local_sgd(**{'every': 3})",
+        "[local_sgd() for _ in range(9)]",
+        "local_sgd.__globals__",
+        "local_sgd(every=2**99**99)",
+        "a" * 20_000,
+        "(" * 5_000,
+        "local_sgd(" * 500,
+        "",
+        "\x00",
+    ],
+    ids=range(12),
+)
+def test_code_is_never_run(text: str) -> None:
+    with pytest.raises(RecipeError):
+        parse(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("locl_sgd", "local_sgd"),
+        ("all_reduce()", "allreduce"),
+        ("local_sgd(evry=3)", "local_sgd(every=3)"),
+        ("diloco(outer_rate=0.1)", "diloco(outer_lr=0.1)"),
+        ("local_sgd(every=0)", "at least 1"),
+        ("local_sgd(every=-2)", "at least 1"),
+        ("local_sgd(every=1.5)", "a whole number"),
+        ("local_sgd(every=True)", "a whole number"),
+        ('local_sgd(every="16")', "a whole number"),
+        ('local_sgd(optimizer_state="avg")', '"average"'),
+        ("diloco(outer_momentum=1.0)", "below 1"),
+        ("diloco(outer_lr=1e999)", "a number above 0"),
+        ('allreduce(how=cast("int8"))', '"bf16" or "fp16"'),
+        ("allreduce(how=step())", "an answer to 'how'"),
+        ("cast", "missing a required argument: 'to'"),
+        ("exact()", "one of five"),
+        ("Recipe(what=gradients(), then=replace())", "then= one of step()"),
+        ("Recipe(what=updates(), then=step())", "add(), outer()"),
+        ("Recipe(what=parameters(), then=outer())", "replace()"),
+        ("Recipe(what=gradients(), when=together(every=4))", "no_sync"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_what_would(text: str, wanted: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        parse(text)
+    said = str(caught.value)
+    assert wanted in said
+    assert all(word in said for word in ("got:", "expected:", "try:"))
+
+
+def test_what_an_error_says_to_type_can_be_typed() -> None:
+    for text in ("Recipe(what=updates(), then=step())", "Recipe(what=parameters(), then=outer())"):
+        with pytest.raises(RecipeError) as caught:
+            parse(text)
+        parse(str(caught.value).partition("try: ")[2])
+
+
+def test_equal_answers_are_equal_recipes_whatever_they_are_called() -> None:
+    assert parse("local_sgd(every=5)") == parse("Recipe(what=parameters(), when=together(every=5), then=replace())")
+    assert len({parse("allreduce"), Recipe()}) == 1
+
+
+def test_the_catalogue_is_made_from_the_code() -> None:
+    entries = {entry.name: entry for entry in recipes.catalogue()}
+    assert set(entries) == set(recipes.NAMED) <= set(WORDS)
+    for entry in entries.values():
+        assert set(entry.words) == {"what", "when", "whom", "how", "then"}
+        assert entry.sentence.endswith(".")
+        assert parse(entry.signature) == recipes.NAMED[entry.name]()
+    assert "2311.08105" in " ".join(entries["diloco"].papers)
+
+
+def test_when_it_is_due() -> None:
+    assert [n for n in range(1, 13) if together(every=4).due(n)] == [4, 8, 12]
+    assert [n for n in range(1, 13) if together(every=4, after=3).due(n)] == [1, 2, 3, 7, 11]
