@@ -24,6 +24,7 @@ class cast(SingleRound):
     to: Literal["bf16", "fp16"]
 
     linear = True
+    elementwise = True
     papers = ("Micikevicius et al. 2018 (1710.03740)",)
 
     def encode(self, x: Tensor, memory: Any) -> Tensor:

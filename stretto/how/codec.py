@@ -19,6 +19,8 @@ class Codec(Answer):
 
     axis = "how"
     example: ClassVar[str] = "exact()"
+    elementwise: ClassVar[bool] = False
+    """Whether each number is encoded by itself, and small whole numbers exactly: then counts may travel along."""
 
     def memory(self, like: Tensor) -> Any:
         """A fresh memory for tensors like this one; None for codecs that remember nothing."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 from typing import Any
@@ -248,8 +249,8 @@ class Trainer:
 
     def _refuse_not_finite(self) -> None:
         """A NaN in the loss reaches the last parameter's gradient first; the optimizer has just used it."""
-        last = next((one for one in reversed(self._stepped()) if one.grad is not None), None)
-        if last is None or bool(torch.isfinite(last.grad.sum())):  # type: ignore[union-attr]
+        last = next((one for one in reversed(self.optimizer.param_groups[-1]["params"]) if one.grad is not None), None)
+        if last is None or math.isfinite(last.grad.sum()):
             return
         names = {id(one): plain_name(name) for name, one in self.model.named_parameters()}
         self.journal.flush()

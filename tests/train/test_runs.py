@@ -74,7 +74,9 @@ def test_an_epoch_is_audited(recipe: str, workers: int, tmp_path: Path) -> None:
 def test_a_pass_left_early_is_audited_honestly(tmp_path: Path) -> None:
     def early(worker: int) -> None:
         net = small_net()
-        for number, _ in enumerate(stretto.distribute(net, sgd(net.parameters()), DataLoader(regression(100), batch_size=8))):
+        for number, _ in enumerate(
+            stretto.distribute(net, sgd(net.parameters()), DataLoader(regression(100), batch_size=8))
+        ):
             if number == 1:
                 break
 
@@ -167,7 +169,9 @@ def test_states_and_predictions_are_kept_when_asked_for(tmp_path: Path) -> None:
     assert predictions.dtype == np.int32
 
 
-def test_the_recipe_of_the_command_line_wins_and_that_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_recipe_of_the_command_line_wins_and_that_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from stretto.recipes import diloco
 
     together(2, lambda worker: work(worker, recipe=diloco(every=7)), "local_sgd(every=3)", run=tmp_path)
@@ -195,7 +199,9 @@ def test_drift_between_exchanges_is_measured(tmp_path: Path) -> None:
     assert all(one["drift"] > 1e-4 for one in events(tmp_path, "epoch"))
 
 
-def test_without_a_run_logging_costs_nothing_and_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_run_logging_costs_nothing_and_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     stretto.log(loss=float("nan"))
     with stretto.no_sync():

@@ -424,9 +424,15 @@ def test_a_compiled_model() -> None:
 
 
 def test_a_channels_last_model_keeps_its_memory_format() -> None:
+    def make() -> nn.Module:
+        net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(64, 1))
+        return net.to(memory_format=torch.channels_last)
+
+    state = make().state_dict()
+
     def work(worker: int) -> Tensor:
-        torch.manual_seed(0)
-        net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(64, 1)).to(memory_format=torch.channels_last)
+        net = make()
+        net.load_state_dict(state)
         data = TensorDataset(torch.linspace(-1, 1, 12 * 108).view(12, 3, 6, 6), torch.ones(12, 1))
         found = loop(net, sgd(net.parameters()), data, batch=2)
         assert net[0].weight.is_contiguous(memory_format=torch.channels_last)
