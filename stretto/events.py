@@ -53,7 +53,7 @@ class EventLog:
         except OSError as error:
             raise LogError(f"the event log {path} cannot be opened: {error.strerror}") from error
 
-    def write(self, kind: str, t: float, **carries: object) -> None:
+    def write(self, kind: str, t: float, /, **carries: object) -> None:
         """Add one event; it reaches the disk at the next flush."""
         event = {"event": kind, "t": round(t, 6), "worker": self.worker, **carries}
         self._lines += msgspec.json.encode(event) + b"\n"

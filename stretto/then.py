@@ -7,12 +7,12 @@ parameters at an exchange, the mean change since they last agreed.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from stretto.axis import Answer, Range
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Memory:
@@ -93,7 +93,7 @@ class outer(OnParameters):
 
     def apply(self, theta: Tensor, answer: Tensor, memory: Memory) -> None:
         if memory.velocity is None:
-            memory.velocity = torch.zeros_like(answer)
+            memory.velocity = answer.new_zeros(answer.shape)
         memory.velocity.mul_(self.momentum).sub_(answer)
         if self.nesterov:
             memory.agreed.add_(answer, alpha=self.lr).sub_(memory.velocity, alpha=self.lr * self.momentum)

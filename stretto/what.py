@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from stretto.axis import Answer
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class What(Answer):
@@ -27,6 +27,8 @@ class OfParameters(What):
 
     def bring(self, theta: Tensor, agreed: Tensor, share: float, out: Tensor) -> None:
         """Write this worker's contribution, weighted by its share of the samples, into `out`."""
+        import torch
+
         torch.sub(theta, agreed, out=out).mul_(share)
 
 

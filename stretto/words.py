@@ -14,8 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -41,6 +43,6 @@ class Every:
 
 
 Ask = Mean | Every
-Answer = Tensor | Sequence[Tensor]
-Conversation = Generator[Ask, Answer, Tensor]
+Answer: TypeAlias = "Tensor | Sequence[Tensor]"
+Conversation: TypeAlias = "Generator[Ask, Answer, Tensor]"
 """Yields asks, is sent their answers (a tensor for Mean, a sequence for Every), returns the decoded result."""

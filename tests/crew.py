@@ -77,6 +77,20 @@ def small_net(dtype: torch.dtype = torch.float32, features: int = 6) -> nn.Modul
     return net
 
 
+class Branching(nn.Module):
+    """Uses `odd` only for batches whose first number is negative, `never` not at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.odd = nn.Linear(6, 1, dtype=torch.float64), nn.Linear(6, 1, dtype=torch.float64)
+        self.never = nn.Parameter(torch.ones(3, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x[:, 0] < -1.2
+        out = self.base(x)
+        return out + torch.where(rows[:, None], self.odd(x), 0.0) if rows.any() else out
+
+
 Make = Callable[[Any], torch.optim.Optimizer]
 
 

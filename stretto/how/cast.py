@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Literal
 
 from stretto.how.codec import SingleRound
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, repr=False)
@@ -28,10 +26,10 @@ class cast(SingleRound):
     papers = ("Micikevicius et al. 2018 (1710.03740)",)
 
     def encode(self, x: Tensor, memory: Any) -> Tensor:
-        return x.to(DTYPES[self.to])
+        return x.bfloat16() if self.to == "bf16" else x.half()
 
     def decode(self, message: Tensor, like: Tensor) -> Tensor:
         return like.copy_(message)
 
     def bytes_of(self, x: Tensor) -> int:
-        return x.numel() * DTYPES[self.to].itemsize
+        return 2 * x.numel()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from stretto.axis import Answer
 from stretto.words import Conversation, Every, Mean
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Codec(Answer):
@@ -57,8 +57,6 @@ class SingleRound(Codec):
     def converse(self, x: Tensor, memory: Any) -> Conversation:
         message = self.encode(x, memory)
         if self.linear:
-            total = yield Mean(message)
-            assert isinstance(total, Tensor)
-            return self.decode(total, x)
-        messages = yield Every(message)
-        return torch.stack([self.decode(one, x) for one in messages]).sum(0)
+            return self.decode(cast("Tensor", (yield Mean(message))), x)
+        first, *others = [self.decode(one, x) for one in (yield Every(message))]
+        return sum(others, start=first.clone())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from typing import Any, Literal
 
@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from stretto import typed
-from stretto.errors import ModelError, RecipeError, ScriptError, explain
+from stretto.errors import ModelError, RecipeError, ScriptError, StrettoError, explain
 from stretto.recipe import Recipe
 from stretto.train.evaluation import Evaluate, run
 from stretto.train.seat import Seat, find_seat, given_seat
@@ -131,6 +131,16 @@ def finish() -> None:
     _current.set(None)
     if isinstance(trainer, Trainer):
         trainer.finish()
+
+
+def abandon() -> float:
+    """The script has failed: bring the log to the disk; the seconds since the start of training."""
+    trainer = _current.get()
+    if not isinstance(trainer, Trainer):
+        return 0.0
+    with suppress(StrettoError):
+        trainer.journal.flush()
+    return trainer.journal.t()
 
 
 class SharedLoader:

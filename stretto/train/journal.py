@@ -35,7 +35,7 @@ class Journal:
         """Seconds since the start of training, on the clock that all workers share."""
         return self._clock() - self.zero
 
-    def write(self, kind: str, **carries: object) -> None:
+    def write(self, kind: str, /, **carries: object) -> None:
         """Write an event."""
         if self._log is not None:
             self._log.write(kind, self.t(), **carries)

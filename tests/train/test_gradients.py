@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from crew import alone, apart, flat, regression, small_net, together
-from test_scripts import Branching
+from crew import Branching, alone, apart, flat, regression, small_net, together
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 

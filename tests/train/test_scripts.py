@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from crew import alone, apart, flat, one_worker, regression, sgd, small_net, together, training
+from crew import Branching, alone, apart, flat, one_worker, regression, sgd, small_net, together, training
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset
 
@@ -112,20 +112,6 @@ def test_a_parameter_thawed_between_passes_is_exchanged_from_then_on() -> None:
 
     for recipe in EVERY_STEP:
         equal_to_one_machine(work, recipe)
-
-
-class Branching(nn.Module):
-    """Uses `odd` only for batches whose first number is negative, `never` not at all."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.base, self.odd = nn.Linear(6, 1, dtype=DOUBLE), nn.Linear(6, 1, dtype=DOUBLE)
-        self.never = nn.Parameter(torch.ones(3, dtype=DOUBLE))
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows = x[:, 0] < -1.2
-        out = self.base(x)
-        return out + torch.where(rows[:, None], self.odd(x), 0.0) if rows.any() else out
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])

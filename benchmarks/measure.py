@@ -1,0 +1,97 @@
+"""Medians, ratios, and where figures are kept."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A median and the quartiles beside it."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        """The spread of at least one value."""
+        if len(values) == 1:
+            return cls(values[0], values[0], values[0])
+        low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+        return cls(median, low, high)
+
+    def record(self) -> dict[str, float]:
+        """The same for the JSON."""
+        return {"median": self.median, "quartile_1": self.low, "quartile_3": self.high}
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """How much faster one side is: the median over several starts, and its standard error."""
+
+    median: float
+    error: float
+
+    @classmethod
+    def of(cls, ours_s: Sequence[Sequence[float]], theirs_s: Sequence[Sequence[float]]) -> Ratio:
+        """From the seconds of each start. Neighbours in time are compared: a slow minute touches both alike."""
+        by_start = [_neighbours(*one) for one in zip(ours_s, theirs_s, strict=True)]
+        spread = statistics.stdev(by_start) if len(by_start) > 1 else math.nan
+        return cls(statistics.median(by_start), spread / math.sqrt(len(by_start)))
+
+    def __str__(self) -> str:
+        return f"{self.median:.3f}" + ("" if math.isnan(self.error) else f" ± {self.error:.3f}")
+
+    def record(self) -> dict[str, float | None]:
+        """The same for the JSON."""
+        return {"median": self.median, "standard_error": None if math.isnan(self.error) else self.error}
+
+
+def _neighbours(ours_s: Sequence[float], theirs_s: Sequence[float]) -> float:
+    return statistics.median(theirs / ours for ours, theirs in zip(ours_s, theirs_s, strict=True))
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were taken on."""
+    return {
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "system": f"{platform.system()} {platform.release().partition('-')[0]}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.machine())
+
+
+def save(name: str, record: dict[str, Any], folder: Path = RESULTS) -> Path:
+    """Write results/NAME.json with the date and the machine."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.json"
+    taken = datetime.now(UTC).isoformat(timespec="seconds")
+    whole = {"benchmark": name, "taken": taken, "machine": machine(), **record}
+    path.write_text(json.dumps(whole, indent=1) + "\n")
+    return path

@@ -1,0 +1,210 @@
+"""The command `stretto`: the only room that knows all the others, so each is imported where it is used."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+from typer.exceptions import TyperException
+
+from stretto.compare.command import compare
+from stretto.errors import LaunchError, LogError, StrettoError, explain
+from stretto.launch.arguments import ScriptCommand
+from stretto.launch.folder import version
+from stretto.launch.local import Order, Stopped
+from stretto.launch.local import run as run_order
+from stretto.launch.order import Output
+from stretto.launch.watch import Watch
+
+app = typer.Typer(
+    name="stretto",
+    help="Train one plain PyTorch loop on many machines, and see honestly what it changes.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+USAGE, FAILED = 2, 1
+STANDARD_OUTPUT = "-"
+
+
+def main() -> None:
+    """Run the command line and exit: 1 for an error, 2 for a line that cannot be read, 128 + a signal."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored by some parents, which would hide how workers end
+    try:
+        sys.exit(command(sys.argv[1:]))
+    except BrokenPipeError:
+        sys.stderr.close()
+        sys.exit(FAILED)
+
+
+def command(arguments: Sequence[str]) -> int:
+    """Run a command line and return its exit code; errors are said on the standard error."""
+    try:
+        given = list(arguments) or ["--help"]
+        return int(typer.main.get_command(app).main(given, prog_name="stretto", standalone_mode=False) or 0)
+    except StrettoError as error:
+        return _complain(str(error), FAILED)
+    except TyperException as error:
+        return _complain(error.format_message(), USAGE)
+    except Stopped as stop:
+        return _complain(str(stop), stop.exit_code)
+    except KeyboardInterrupt:
+        return _complain("stopped", 128 + signal.SIGINT)
+
+
+def _complain(text: str, code: int) -> int:
+    print(f"stretto: {text}", file=sys.stderr, flush=True)
+    return code
+
+
+def whole_number(text: str | int) -> int:
+    """A number as typed, or what is wrong with it."""
+    try:
+        return int(text)
+    except ValueError:
+        expected = "a whole number"
+        raise typer.BadParameter(explain(f"{text} is no number", got=text, expected=expected, to_type="4")) from None
+
+
+def _say_version(wanted: bool) -> None:
+    if wanted:
+        print(f"stretto {version()}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Say the version.")
+    ] = False,
+) -> None:
+    """Options of the whole program."""
+
+
+@app.command(cls=ScriptCommand)
+def run(
+    script: Annotated[Path, typer.Argument(metavar="SCRIPT", help="The Python file to train with.")],
+    args: Annotated[list[str] | None, typer.Argument(metavar="[ARGS]...", help="Arguments of the script.")] = None,
+    *,
+    workers: Annotated[int, typer.Option("-n", "--workers", parser=whole_number, metavar="N", help="How many.")] = 1,
+    recipe: Annotated[
+        str | None, typer.Option(envvar="STRETTO_RECIPE", help="Wins over the recipe in the script.")
+    ] = None,
+    seed: Annotated[int, typer.Option(parser=whole_number, metavar="N", help="Shifts all seeds.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="The run folder; else runs/DATE-NAME.")] = None,
+    threads: Annotated[int | None, typer.Option(parser=whole_number, metavar="N", help="Per worker.")] = None,
+    port: Annotated[int | None, typer.Option(parser=whole_number, metavar="N", help="Where workers meet.")] = None,
+    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Limit of a wait on a worker.")] = 600.0,
+    output: Annotated[Output, typer.Option(help="Whose output is shown.")] = "lead",
+    quiet: Annotated[bool, typer.Option("--quiet", help="Only what the script says.")] = False,
+    json_to: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the record of the run; - for here.")
+    ] = None,
+) -> None:
+    """Run SCRIPT on workers of this machine.
+
+    Options that are not ours go to the script, as does everything after --.
+    """
+    order = Order(
+        script=script,
+        args=tuple(args or ()),
+        workers=workers,
+        recipe=recipe,
+        seed=seed,
+        out=out,
+        threads=threads,
+        port=port,
+        timeout_s=timeout,
+        output=output,
+    )
+    _check_target(json_to)
+    here = str(json_to) == STANDARD_OUTPUT
+    folder = run_order(order, Watch(quiet=quiet, out=2 if here else 1))
+    _conclude(folder, json_to, silent=quiet)
+
+
+def _check_target(target: Path | None) -> None:
+    """Refuse before the run what could not be written after it."""
+    if target is None or str(target) == STANDARD_OUTPUT:
+        return
+    if target.is_dir() or not target.parent.is_dir():
+        problem = f"{target} is a folder" if target.is_dir() else f"there is no folder {target.parent}"
+        expected = "a file in a folder that exists, or - for the standard output"
+        raise LaunchError(explain(problem, got=target, expected=expected, to_type="--json run.json"))
+
+
+def _conclude(folder: Path, json_to: Path | None, silent: bool) -> None:
+    """The record as JSON, the page, and a summary of both."""
+    from stretto.report import page
+    from stretto.report.record import record
+
+    found = record(folder)
+    written = page.write(folder)
+    here = str(json_to) == STANDARD_OUTPUT
+    if not silent:
+        print("\n".join([*_summary(found), f"page: {written}"]), file=sys.stderr if here else sys.stdout)
+    if json_to is not None:
+        _write_json(json_to, found)
+
+
+def _write_json(target: Path, found: object) -> None:
+    text = msgspec.json.format(msgspec.json.encode(found), indent=2).decode() + "\n"
+    if str(target) == STANDARD_OUTPUT:
+        sys.stdout.write(text)
+        return
+    try:
+        target.write_text(text)
+    except OSError as error:
+        raise LogError(f"{target} cannot be written: {error.strerror}") from error
+
+
+def _summary(found: dict[str, Any]) -> list[str]:
+    """A run in three lines."""
+    from stretto.report.figures import count, figure, percent, plural, seconds
+    from stretto.report.table import megabytes, share
+
+    speed = f"{seconds(found['seconds'])} of training, {count(found['samples_per_second'])} samples/s"
+    metrics = ", ".join(f"{name} {figure(value)}" for name, value in found["metrics"].items())
+    waiting, sent = percent(share(found, "waiting")), figure(megabytes(found["bytes_sent"]))
+    cost = f"waiting {waiting} of the time, {sent} MB sent per worker in {plural(found['rounds'], 'round')}"
+    lines = [f"{found['recipe']}, {plural(found['workers'], 'worker')}: {speed}", metrics, cost]
+    return [line for line in lines if line]
+
+
+app.command("compare", cls=ScriptCommand)(compare)
+
+
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders, or folders of a comparison.")],
+) -> None:
+    """Make the page of a run or a comparison again, from its log alone."""
+    from stretto.report import page
+
+    for folder in runs:
+        print(page.write(folder))
+
+
+@app.command()
+def recipes(as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False) -> None:
+    """List the recipes: their five words, and the papers they are from."""
+    from stretto.recipes import catalogue
+
+    entries = catalogue()
+    if as_json:
+        _write_json(Path(STANDARD_OUTPUT), [asdict(entry) for entry in entries])
+        return
+    for entry in entries:
+        words = [f"    {word:<5} {answer}" for word, answer in entry.words.items()]
+        papers = [f"    {paper}" for paper in entry.papers]
+        print("\n".join([entry.signature, f"    {entry.sentence}", *words, *papers, ""]))
+
+
+if __name__ == "__main__":
+    main()

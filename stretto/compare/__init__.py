@@ -1,0 +1,1 @@
+"""One script alone and under several recipes, on the same data and seeds, and what came of it."""

@@ -1,0 +1,180 @@
+"""What a comparison asks, and the runs that answer it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stretto.errors import LaunchError, explain
+from stretto.launch.order import Order, check
+from stretto.report.record import ALONE, JOINED
+from stretto.report.target import Target
+
+LONGEST_NAME = 80
+
+
+@dataclass(frozen=True)
+class Question:
+    """A script with its arguments, the recipes and numbers of workers to try it with, and how often."""
+
+    script: Path
+    args: tuple[str, ...]
+    workers: tuple[int, ...]
+    recipes: tuple[str, ...]
+    seeds: int = 1
+    target: Target | None = None
+    threads: int | None = None
+    timeout_s: float = 600.0
+
+    def command(self) -> list[str]:
+        """The command that asks this question again."""
+        counts = ",".join(map(str, self.workers))
+        typed = ["stretto", "compare", str(self.script), "-n", counts]
+        typed += [word for recipe in self.recipes for word in ("--recipe", recipe)]
+        typed += ["--target", str(self.target)] if self.target else []
+        typed += ["--seeds", str(self.seeds)] if self.seeds > 1 else []
+        typed += ["--threads", str(self.threads)] if self.threads else []
+        return typed + (["--", *self.args] if self.args else [])
+
+    def describe(self) -> dict[str, Any]:
+        """What compare.json keeps of it."""
+        return {
+            "script": str(self.script),
+            "args": list(self.args),
+            "workers": list(self.workers),
+            "recipes": list(self.recipes),
+            "seeds": self.seeds,
+            "target": str(self.target) if self.target else None,
+            "threads": self.threads,
+            "timeout_s": self.timeout_s,
+            "command": self.command(),
+        }
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One run: `name` is its folder, `reference` the trial whose state it ought to reach."""
+
+    name: str
+    recipe: str | None
+    workers: int
+    join: int
+    seed: int
+    reference: str | None
+
+    @property
+    def kind(self) -> str:
+        """What its record calls the recipe."""
+        return self.recipe or (JOINED if self.join > 1 else ALONE)
+
+    def order(self, question: Question, folder: Path) -> Order:
+        """What the launcher is told."""
+        return Order(
+            script=question.script,
+            args=question.args,
+            workers=self.workers,
+            recipe=self.recipe,
+            seed=self.seed,
+            alone=self.recipe is None,
+            join=self.join,
+            out=folder / self.name,
+            threads=question.threads,
+            timeout_s=question.timeout_s,
+            keep_states=True,
+            output="none",
+        )
+
+
+def ask(
+    script: Path,
+    args: Sequence[str],
+    *,
+    workers: str,
+    recipes: Sequence[str],
+    seeds: int,
+    target: str | None,
+    threads: int | None,
+    timeout_s: float,
+) -> Question:
+    """Build a question from what was typed; raises LaunchError or RecipeError before anything is started."""
+    from stretto.typed import parse  # and with it torch: only when there is something to compare
+
+    if not recipes:
+        raise LaunchError(
+            explain(
+                "there is nothing to compare with the run alone",
+                got="no --recipe",
+                expected="at least one recipe (see `stretto recipes`)",
+                to_type='--recipe allreduce --recipe "local_sgd(every=16)"',
+            )
+        )
+    question = Question(
+        script=script,
+        args=tuple(args),
+        workers=worker_counts(workers),
+        recipes=tuple(dict.fromkeys(str(parse(text)) for text in recipes)),
+        seeds=_at_least_one(seeds),
+        target=Target.parse(target) if target is not None else None,
+        threads=threads,
+        timeout_s=timeout_s,
+    )
+    for trial in trials(question):
+        check(trial.order(question, Path()))
+    return question
+
+
+def worker_counts(text: str) -> tuple[int, ...]:
+    """Numbers of workers as typed, `4` or `1,2,4`, in order and each once."""
+    words = [word.strip() for word in text.split(",")]
+    if all(word.isdecimal() and int(word) >= 1 for word in words):
+        return tuple(sorted({int(word) for word in words}))
+    raise LaunchError(
+        explain(
+            f"the number of workers cannot be {text}",
+            got=text,
+            expected="whole numbers, at least 1, with commas between",
+            to_type="-n 4, or --workers 1,2,4",
+        )
+    )
+
+
+def _at_least_one(seeds: int) -> int:
+    if seeds >= 1:
+        return seeds
+    expected = "a whole number, at least 1"
+    raise LaunchError(
+        explain(f"the number of seeds cannot be {seeds}", got=seeds, expected=expected, to_type="--seeds 3")
+    )
+
+
+def trials(question: Question) -> list[Trial]:
+    """All runs in order: seed by seed, first alone, then alone with the joined batches, then the recipes."""
+    return [trial for seed in range(question.seeds) for trial in _of_seed(question, seed)]
+
+
+def _of_seed(question: Question, seed: int) -> list[Trial]:
+    joins = [count for count in question.workers if count > 1]
+    alone = f"alone-seed{seed}"
+    joined = {join: f"alone-joined-{join}-seed{seed}" for join in joins}
+    references = {1: alone, **joined}
+    found = [Trial(alone, None, 1, 1, seed, joined[max(joins)] if joins else None)]
+    found += [Trial(joined[join], None, 1, join, seed, None) for join in joins]
+    names = _folder_names(question.recipes)
+    for workers in question.workers:
+        for recipe in question.recipes:
+            name = f"{names[recipe]}-n{workers}-seed{seed}"
+            found.append(Trial(name, recipe, workers, 1, seed, references[workers]))
+    return found
+
+
+def _folder_names(recipes: Sequence[str]) -> dict[str, str]:
+    """A folder name for each recipe; recipes that come out alike are numbered."""
+    names: dict[str, str] = {}
+    for recipe in recipes:
+        plain = re.sub(r"[^A-Za-z0-9_.]+", "-", recipe).strip("-.")[:LONGEST_NAME] or "recipe"
+        taken = sum(name == plain or name.startswith(f"{plain}~") for name in names.values())
+        names[recipe] = f"{plain}~{taken + 1}" if taken else plain
+    return names

@@ -1,0 +1,85 @@
+"""Why a run failed: of all that went wrong, the one thing that the rest followed from."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from stretto.events import Event
+from stretto.launch.crew import Exited
+
+TAIL_LINES = 20
+
+
+@dataclass(frozen=True)
+class Cause:
+    """What one worker's end was about. `root`: no other worker's failure led to it."""
+
+    worker: int
+    headline: str
+    details: str
+    root: bool
+    said_so: bool
+    """Whether the worker itself told what was wrong, so that the end of its output is not needed."""
+
+
+def first_cause(ends: Sequence[Exited], events: Iterable[Event]) -> Cause:
+    """The cause of a failed run: the first root in the order of the workers' ends.
+
+    A worker that has written its error but is still there counts after those that have ended. Without a root
+    the first that failed is the cause.
+    """
+    errors: dict[int, Event] = {}
+    for event in events:
+        if event.get("event") == "error":
+            errors.setdefault(event["worker"], event)
+    causes = [_of_end(end, errors.get(end.worker)) for end in ends if end.code != 0]
+    causes += [_of_error(error) for error in errors.values()]
+    return next((cause for cause in causes if cause.root), None) or _with_those_gone(causes[0], ends)
+
+
+def _with_those_gone(cause: Cause, ends: Sequence[Exited]) -> Cause:
+    """A worker that waited in vain may have waited for one that had left the loop in peace."""
+    gone = [str(end.worker) for end in ends if end.code == 0]
+    if not gone:
+        return cause
+    hint = f"ended before that without an error: worker {', '.join(gone)}; do all leave the loop at the same step?"
+    return replace(cause, details=f"{cause.details}\n{hint}".lstrip("\n"))
+
+
+def _of_end(end: Exited, error: Event | None) -> Cause:
+    if error is not None:
+        return _of_error(error)
+    return _of_signal(end) if end.code < 0 else _of_silence(end)
+
+
+def _of_error(error: Event) -> Cause:
+    headline = f"worker {error['worker']} failed: {error.get('kind')}: {error.get('text')}"
+    details = str(error.get("traceback") or "").rstrip("\n")
+    return Cause(error["worker"], headline.rstrip(": "), details, not error.get("consequence"), True)
+
+
+def _of_signal(end: Exited) -> Cause:
+    name = signal_name(-end.code)
+    hint = "nothing here sent it; a system that runs out of memory does" if name == "SIGKILL" else ""
+    return Cause(end.worker, f"worker {end.worker} was killed by {name}", hint, True, False)
+
+
+def _of_silence(end: Exited) -> Cause:
+    return Cause(end.worker, f"worker {end.worker} ended with exit code {end.code} and named no error", "", True, False)
+
+
+def signal_name(number: int) -> str:
+    """SIGKILL for 9."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def readable(cause: Cause, tail: Callable[[int], str], log: str) -> str:
+    """The cause as a person is told it: what, where it happened or what was last said, where to read on."""
+    said = [] if cause.said_so else tail(cause.worker).splitlines()[-TAIL_LINES:]
+    last = ["the last lines of its output:", *(f"  {line}" for line in said)] if said else []
+    return "\n".join(filter(None, [cause.headline, cause.details, *last, f"the whole log: {log}"]))

@@ -1,0 +1,125 @@
+"""The folder of a run, and `run.json` in it: what was asked, of which versions, on which machine."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import sys
+from datetime import datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from stretto.errors import LaunchError, LogError, explain
+from stretto.launch.order import Order, cores
+
+RUNS = Path("runs")
+GIB = 1 << 30
+
+
+def version(package: str = "stretto") -> str:
+    """The version of this package, or of an installed one, found without importing it."""
+    if package == "stretto":
+        return str(vars(sys.modules[package])["__version__"])
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def make_folder(name: str, out: Path | None = None, now: datetime | None = None) -> Path:
+    """Make and return `out`, or else a new `runs/DATE-NAME`. Raises LaunchError when `out` is not empty."""
+    started = now or datetime.now()
+    try:
+        return _chosen(out) if out is not None else _dated(RUNS, f"{started:%Y%m%d-%H%M%S}-{name}")
+    except OSError as error:
+        raise LogError(f"the run folder {error.filename} cannot be made: {error.strerror}") from error
+
+
+def _chosen(out: Path) -> Path:
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        problem = f"the run folder {out} exists" + (" and is not empty" if out.is_dir() else " and is a file")
+        expected = "a folder that is new or empty: a run never writes over another"
+        raise LaunchError(explain(problem, got=f"--out {out}", expected=expected, to_type=f"--out {_next(out)}"))
+    out.mkdir(parents=True, exist_ok=True)
+    return out
+
+
+def _next(out: Path) -> Path:
+    """The first of `out-2`, `out-3`, ... that does not exist."""
+    number = 2
+    while (free := out.parent / f"{out.name or 'run'}-{number}").exists():
+        number += 1
+    return free
+
+
+def _dated(base: Path, name: str) -> Path:
+    base.mkdir(parents=True, exist_ok=True)
+    folder = base / name
+    while True:
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            folder = _next(base / name)
+        else:
+            return folder
+
+
+def write_run(folder: Path, order: Order, now: datetime | None = None) -> None:
+    """Write `run.json`. Raises LogError when the disk does not take it."""
+    text = msgspec.json.format(msgspec.json.encode(describe(order, now or datetime.now())), indent=2)
+    try:
+        (folder / "run.json").write_bytes(text + b"\n")
+    except OSError as error:
+        raise LogError(f"{folder / 'run.json'} cannot be written: {error.strerror}") from error
+
+
+def describe(order: Order, now: datetime) -> dict[str, Any]:
+    """What `run.json` holds."""
+    return {
+        "stretto": version(),
+        "script": str(order.script),
+        "args": list(order.args),
+        "recipe": order.recipe,
+        "workers": order.workers,
+        "seed": order.seed,
+        "alone": order.alone,
+        "join": order.join,
+        "threads": order.threads_each(),
+        "started": now.astimezone().isoformat(timespec="seconds"),
+        "versions": {
+            "python": platform.python_version(),
+            "torch": version("torch"),
+            "numpy": version("numpy"),
+        },
+        "machine": machine(),
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+    }
+
+
+def machine() -> dict[str, Any]:
+    """The machine in four words."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {
+        "system": f"{platform.system()} {platform.release()}",
+        "processor": _processor(),
+        "cores": cores(),
+        "memory_gib": round(memory / GIB, 1),
+    }
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
+
+
+def shown(order: Order) -> str:
+    """The script with its arguments, as it would be typed."""
+    return shlex.join([str(order.script), *order.args])

@@ -1,0 +1,105 @@
+"""What to run: an order, and everything that can be wrong with it before a process is started."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from stretto.errors import LaunchError, explain
+
+Output = Literal["lead", "all", "none"]
+LARGEST_SEED = 2**32 - 1
+
+
+@dataclass(frozen=True)
+class Order:
+    """One run of a script on workers of this machine.
+
+    `recipe` is text and wins over the script's; `alone` switches every exchange off and `join` makes one
+    batch of so many of the script's. `threads` is per worker, `timeout_s` limits every wait on another
+    worker, and `output` says whose lines reach the terminal. The log of each worker holds all of them.
+    """
+
+    script: Path
+    args: tuple[str, ...] = ()
+    workers: int = 1
+    recipe: str | None = None
+    seed: int = 0
+    alone: bool = False
+    join: int = 1
+    out: Path | None = None
+    threads: int | None = None
+    port: int | None = None
+    timeout_s: float = 600.0
+    keep_states: bool = False
+    output: Output = "lead"
+
+    def threads_each(self) -> int:
+        """Threads of each worker: as asked, else the cores shared out, at least one."""
+        return self.threads or max(1, cores() // self.workers)
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def check(order: Order) -> None:
+    """Raise LaunchError or RecipeError when the order cannot be run as it is; nothing is started then."""
+    _check_script(order.script)
+    _check_numbers(order)
+    if order.alone and order.workers != 1:
+        raise LaunchError(explain("alone means one worker", got=order.workers, expected="1 worker", to_type="-n 1"))
+    if order.recipe is not None:
+        _check_recipe(order.recipe)
+
+
+def _check_numbers(order: Order) -> None:
+    _at_least_one("the number of workers", order.workers, "-n 4")
+    _at_least_one("the number of threads per worker", order.threads, "--threads 1")
+    _at_least_one("the number of joined batches", order.join, "join=4")
+    if not 0 <= order.seed <= LARGEST_SEED:
+        _refuse("the seed", order.seed, f"a whole number from 0 to {LARGEST_SEED}", "--seed 1")
+    if not (order.timeout_s > 0 and math.isfinite(order.timeout_s)):
+        _refuse("the limit of a wait", order.timeout_s, "seconds, more than 0", "--timeout 600")
+    if order.port is not None and not 0 <= order.port <= 65535:
+        _refuse("the port", order.port, "a port from 1 to 65535, or 0 for a free one", "leave --port away")
+
+
+def _at_least_one(what: str, got: int | None, to_type: str) -> None:
+    if got is not None and got < 1:
+        _refuse(what, got, "a whole number, at least 1", to_type)
+
+
+def _refuse(what: str, got: object, expected: str, to_type: str) -> None:
+    raise LaunchError(explain(f"{what} cannot be {got}", got=got, expected=expected, to_type=to_type))
+
+
+def _check_recipe(text: str) -> None:
+    from stretto.typed import parse
+
+    parse(text)
+
+
+def _check_script(script: Path) -> None:
+    if script.is_file():
+        return
+    problem = f"the script {script} is a folder" if script.is_dir() else f"there is no script {script}"
+    near = _near(script)
+    to_type = f"stretto run {near[0]}" if near else "stretto run path/to/train.py"
+    expected = "a Python file" + (f"; near it are {', '.join(near)}" if near else "")
+    raise LaunchError(explain(problem, got=script, expected=expected, to_type=to_type))
+
+
+def _near(script: Path) -> list[str]:
+    """Python files with a name like a missing script's: beside it, here, or in the examples."""
+    folders = dict.fromkeys((script if script.is_dir() else script.parent, Path(), Path("examples")))
+    files = [file for folder in folders for file in sorted(folder.glob("*.py"))]
+    names = difflib.get_close_matches(script.stem, [file.stem for file in files], n=3, cutoff=0.5)
+    return [str(file) for name in dict.fromkeys(names) for file in files if file.stem == name][:3]

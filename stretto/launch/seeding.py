@@ -1,0 +1,119 @@
+"""Random numbers that depend on the run's seed alone, whatever the script does or forgets to do about them.
+
+A library is seeded right after the script has imported it: importing it here would come before what the
+script sets for it (`CUDA_VISIBLE_DEVICES`, `MKL_NUM_THREADS`), and would cost its time where it is never
+used.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import random
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+Seed = Callable[..., Any]
+
+
+def sow(seed: int) -> None:
+    """Seed `random`, `numpy.random` and `torch`.
+
+    With a seed that is not 0, every seed that the script gives to `random.seed`, `numpy.random.seed` or
+    `torch.manual_seed` is shifted by it: three seeds are three trainings even of a script that pins its own.
+    Generators that the script makes for itself keep the seeds they are given.
+    """
+    _sow_random(random, seed)
+    after_import("numpy.random", lambda module: _sow_numpy(module, seed))
+    after_import("torch", lambda module: _sow_torch(module, seed))
+
+
+def _sow_random(module: Any, seed: int) -> None:
+    module.seed(seed)
+    if seed:
+        module.seed = _before(module.seed, lambda given: _shifted_any(given, seed))
+
+
+def _sow_numpy(module: Any, seed: int) -> None:
+    module.seed(seed)
+    if seed:
+        module.seed = _before(module.seed, lambda given: _shifted_words(given, seed))
+
+
+def _sow_torch(module: Any, seed: int) -> None:
+    module.manual_seed(seed)
+    if seed:
+        module.manual_seed = module.random.manual_seed = _before(
+            module.manual_seed, lambda given: (int(given) + seed) % 2**63
+        )
+
+
+def _shifted_any(given: Any, seed: int) -> Any:
+    """`random` takes any value for a seed; None is the system's own randomness."""
+    if given is None or isinstance(given, int):
+        return None if given is None else given + seed
+    return f"{given!r} + {seed}"
+
+
+def _shifted_words(given: Any, seed: int) -> Any:
+    """`numpy.random` takes a word of 32 bits, or several."""
+    if given is None:
+        return None
+    return [_word(one, seed) for one in given] if isinstance(given, Iterable) else _word(given, seed)
+
+
+def _word(given: Any, seed: int) -> int:
+    return (int(given) + seed) % 2**32
+
+
+def _before(function: Seed, change: Callable[[Any], Any]) -> Seed:
+    """The function with its first argument changed."""
+
+    @functools.wraps(function)
+    def changed(*args: Any, **named: Any) -> Any:
+        if args:
+            return function(change(args[0]), *args[1:], **named)
+        return function(**{name: change(value) if name in ("seed", "a") else value for name, value in named.items()})
+
+    return changed
+
+
+def after_import(name: str, then: Callable[[ModuleType], None]) -> None:
+    """Do something with a module right after its first import; at once if it has been imported."""
+    if name in sys.modules:
+        then(sys.modules[name])
+    else:
+        sys.meta_path.insert(0, _Afterwards(name, then))
+
+
+class _Afterwards(MetaPathFinder):
+    """Lets others find the module, and has its loader do one thing more. Used once."""
+
+    def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
+        self._name = name
+        self._then = then
+
+    def find_spec(
+        self, fullname: str, _path: Sequence[str] | None, _target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != self._name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            self._extend(spec.loader)
+        return spec
+
+    def _extend(self, loader: Any) -> None:
+        load = loader.exec_module
+
+        def load_and_more(module: ModuleType) -> None:
+            del loader.exec_module
+            load(module)
+            self._then(module)
+
+        loader.exec_module = load_and_more

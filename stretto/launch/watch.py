@@ -1,0 +1,165 @@
+"""What a person sees while a run goes on: a live line on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from stretto.events import Event
+from stretto.launch.order import Order
+from stretto.launch.progress import Progress
+
+PLAIN_S = 5.0
+"""Between two plain lines of progress."""
+
+
+class Tail:
+    """Reads what was appended to an event log since the last time. A line that is no event is passed over."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+        self._torn = b""
+
+    def read(self) -> list[Event]:
+        """The events that have become whole."""
+        *lines, self._torn = (self._torn + self._appended()).split(b"\n")
+        return [event for line in lines if line and (event := _event(line)) is not None]
+
+    def _appended(self) -> bytes:
+        with contextlib.suppress(FileNotFoundError), self._path.open("rb") as file:
+            file.seek(self._offset)
+            data = file.read()
+            self._offset += len(data)
+            return data
+        return b""
+
+
+def _event(line: bytes) -> Event | None:
+    with contextlib.suppress(msgspec.DecodeError):
+        return msgspec.json.decode(line, type=Event)
+    return None
+
+
+class Watch:
+    """Shows a run's progress on the standard error and what its workers say on `out`, a file descriptor.
+
+    `title` stands before the progress, for a comparison to say where it is. `quiet` leaves only what the
+    workers say. One thread at a time may call it.
+    """
+
+    def __init__(self, *, quiet: bool = False, title: str = "", out: int = 1) -> None:
+        self.title = title
+        self._quiet = quiet
+        self._out: int | None = out
+        self._begun = b""
+        self._live: Live | None = None
+        self._console = Console(stderr=True)
+        self._progress = Progress()
+        self._events = Tail(Path(os.devnull))
+        self._workers = 0
+        self._since = self._said = 0.0
+
+    def begin(self, folder: Path, order: Order) -> None:
+        """A run begins in a folder. The lead says notices itself, so they are only shown when it is not."""
+        self._progress = Progress(notices=order.output == "none")
+        self._events = Tail(folder / "events.jsonl")
+        self._workers = order.workers
+        self._since = self._said = time.monotonic()
+        sys.stdout.flush()
+        if self._console.is_terminal and not self._console.is_dumb_terminal and not self._quiet:
+            self._live = Live(
+                self._view(),
+                console=self._console,
+                auto_refresh=False,
+                transient=True,
+                redirect_stdout=False,
+                redirect_stderr=False,
+            )
+            self._live.start(refresh=True)
+
+    def say(self, data: bytes) -> None:
+        """Show what workers have said, as it is; below it, on a terminal, goes the live line."""
+        if self._live is not None and self._out is not None and os.isatty(self._out):
+            self._say_above(data)
+            return
+        try:
+            while self._out is not None and data:
+                data = data[os.write(self._out, data) :]
+        except OSError:
+            self._out = None
+
+    def _say_above(self, data: bytes) -> None:
+        """Print whole lines; what has no end yet, like a progress bar, stands above the live line."""
+        *lines, self._begun = (self._begun + data).split(b"\n")
+        for line in lines:
+            self._console.out(_last_written(line), highlight=False)
+
+    def note(self, text: str) -> None:
+        """Show a line of the library's own."""
+        if self._live is not None:
+            self._console.print(Text(text, style="dim"), soft_wrap=True)
+        elif not self._quiet:
+            print(f"stretto: {text}", file=sys.stderr, flush=True)
+
+    def poll(self) -> None:
+        """Take in what has happened and show it."""
+        for event in self._events.read():
+            if line := self._progress.take(event):
+                self.note(line)
+                self._said = time.monotonic()
+        if self._live is not None:
+            self._live.update(self._view(), refresh=True)
+        elif time.monotonic() - self._said >= PLAIN_S:
+            self._say_progress()
+
+    def _say_progress(self) -> None:
+        self._said = time.monotonic()
+        if self._progress.step and (facts := self._progress.facts()):
+            self.note(", ".join(facts))
+
+    def end(self) -> None:
+        """The run has ended; the live line goes."""
+        self.poll()
+        if self._live is not None:
+            if self._begun:
+                self._say_above(b"\n")
+            self._live.stop()
+            self._live = None
+
+    def _view(self) -> Text:
+        """What a line without an end holds so far, then the facts in as few lines as the width allows."""
+        seconds = int(time.monotonic() - self._since)
+        workers = f"{self._workers} worker{'s' * (self._workers != 1)}"
+        head = " · ".join(filter(None, [self.title, self._progress.recipe, workers]))
+        facts = [*(self._progress.facts() or ["starting"]), f"{seconds // 60}:{seconds % 60:02d}"]
+        view = Text("\n".join(_in_lines([head, *facts], self._console.width)))
+        view.stylize("bold", 0, len(head))
+        return Text.from_ansi(_last_written(self._begun) + "\n").append_text(view) if self._begun else view
+
+
+def _in_lines(facts: Sequence[str], width: int) -> list[str]:
+    """Facts side by side as long as they fit."""
+    lines = [""]
+    for fact in facts:
+        together = f"{lines[-1]} · {fact}" if lines[-1] else fact
+        if len(together) < width:
+            lines[-1] = together
+        else:
+            lines.append(fact)
+    return lines
+
+
+def _last_written(line: bytes) -> str:
+    """What of a line is left to see: a carriage return begins it anew."""
+    text = line.decode(errors="replace")
+    return text.rstrip("\r").rpartition("\r")[2]

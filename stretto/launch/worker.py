@@ -1,0 +1,143 @@
+"""One worker process: makes ready, runs the script as if it had been started plainly, and tells how it ended.
+
+Started as `python -P -m stretto.launch.worker SCRIPT ARGS`, with its place and its task in the environment.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import runpy
+import sys
+import sysconfig
+import traceback
+from pathlib import Path
+from types import FrameType, ModuleType, TracebackType
+from typing import NoReturn
+
+import msgspec
+
+from stretto.errors import StrettoError, WireError
+from stretto.events import Event
+from stretto.launch.seeding import sow
+
+PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
+TORCH = os.path.join(sysconfig.get_path("purelib"), "torch") + os.sep
+STARTERS = (__file__, "<frozen runpy>")
+
+
+def main() -> None:
+    """Run the script, then close the run. An error goes to the event log, and the process ends at once."""
+    script, *args = sys.argv[1:]
+    _speak_in_lines()
+    sow(int(os.environ["STRETTO_SEED"]))
+    sys.argv = [script, *args]
+    sys.path.insert(0, str(Path(script).resolve().parent))
+    try:
+        _run(str(Path(script).absolute()))
+        _finish()
+    except BaseException as error:
+        _fail(error)
+
+
+def _speak_in_lines() -> None:
+    """What is printed is seen at the end of a line, though the output is a pipe."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True)
+
+
+def _run(script: str) -> None:
+    """Run the script. Its names stay those of `__main__`, for whatever is still to be pickled by name."""
+    try:
+        names = runpy.run_path(script, run_name="__main__")
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            raise
+        names = _names_at(end.__traceback__, script)
+    main = ModuleType("__main__")
+    vars(main).update(names)
+    sys.modules["__main__"] = main
+
+
+def _names_at(trace: TracebackType | None, script: str) -> dict[str, object]:
+    while trace is not None:
+        frame: FrameType = trace.tb_frame
+        if frame.f_code.co_filename == script:
+            return frame.f_globals
+        trace = trace.tb_next
+    return {}
+
+
+def _finish() -> None:
+    from stretto.train import finish
+
+    finish()
+
+
+def _fail(error: BaseException) -> NoReturn:
+    """Write the error event and leave, without waiting for threads or exit handlers: they may hang."""
+    try:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        _append(msgspec.json.encode(_event(error, _leave_training())) + b"\n")
+    except BaseException as problem:
+        print(
+            f"{short(error)}{type(error).__name__}: {_text(error)}\nNot in the event log: {problem}",
+            file=sys.stderr,
+        )
+        sys.stderr.flush()
+    os._exit(1)
+
+
+def _leave_training() -> float:
+    """Bring the events of this worker's training to the disk; returns the time on their clock."""
+    leave = getattr(sys.modules.get("stretto.train"), "abandon", None)
+    return 0.0 if leave is None else float(leave())
+
+
+def _event(error: BaseException, t: float) -> Event:
+    said = {"kind": type(error).__name__, "text": _text(error), "traceback": short(error)}
+    consequence = isinstance(error, WireError)
+    return {"event": "error", "t": t, "worker": int(os.environ["RANK"]), **said, "consequence": consequence}
+
+
+def _append(line: bytes) -> None:
+    log = os.open(Path(os.environ["STRETTO_RUN"]) / "events.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    if os.write(log, line) < len(line):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _text(error: BaseException) -> str:
+    if isinstance(error, SystemExit) and not isinstance(error.code, str):
+        return f"the script called sys.exit({error.code!r})"
+    return str(error)
+
+
+def short(error: BaseException) -> str:
+    """The traceback from the script's own frame on, less a last line that repeats the error's name and text.
+
+    Of an error that Stretto raises on purpose only the script's side is told: neither our frames nor torch's.
+    """
+    whole = traceback.TracebackException.from_exception(error)
+    _shorten(whole, (*STARTERS, PACKAGE, TORCH) if isinstance(error, StrettoError) else STARTERS)
+    lines, last = list(whole.format()), list(whole.format_exception_only())
+    if len(last) == 1 and lines[-1:] == last:
+        lines.pop()
+    return "".join(lines) if len(lines) > 1 else ""
+
+
+def _shorten(part: traceback.TracebackException, without: tuple[str, ...]) -> None:
+    """Drop frames of the files that start so, and of earlier errors those that have no other."""
+    frames = [frame for frame in part.stack if not frame.filename.startswith(without)]
+    part.stack = traceback.StackSummary.from_list(frames)
+    for name in ("__cause__", "__context__"):
+        if (earlier := getattr(part, name)) is not None:
+            _shorten(earlier, without)
+            if PACKAGE in without and not earlier.stack:
+                setattr(part, name, None)
+
+
+if __name__ == "__main__":
+    main()

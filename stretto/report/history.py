@@ -1,0 +1,115 @@
+"""A run folder read once: what was asked for, and its events by kind."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from stretto.errors import LogError, explain
+from stretto.events import PHASES, Event, read_events
+
+Point = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class History:
+    """`run` is run.json; `events` maps a kind to its events in the order written."""
+
+    folder: Path
+    run: dict[str, Any]
+    events: dict[str, list[Event]]
+
+    def of(self, kind: str) -> list[Event]:
+        """The events of one kind."""
+        return self.events.get(kind, [])
+
+    @property
+    def workers(self) -> int:
+        """How many workers were asked for."""
+        return int(self.run.get("workers") or 1)
+
+    @property
+    def ended(self) -> bool:
+        """Whether every worker came to its end."""
+        return len({event["worker"] for event in self.of("end")}) >= self.workers
+
+    def counts(self, worker: int) -> list[Event]:
+        """The running counts of one worker, its end included, oldest first."""
+        both = [*self.of("progress"), *self.of("end")]
+        return sorted((event for event in both if event["worker"] == worker), key=lambda event: event["t"])
+
+    def last_counts(self) -> list[Event]:
+        """The last counts of every worker; an empty event for one that never counted."""
+        return [(self.counts(worker) or [{}])[-1] for worker in range(self.workers)]
+
+    @property
+    def failure(self) -> str | None:
+        """Why the run is not whole: the error that came first and was no consequence of another."""
+        errors = sorted(self.of("error"), key=lambda event: (bool(event.get("consequence")), event["t"]))
+        if errors:
+            first = errors[0]
+            return f"worker {first['worker']} failed: {first.get('kind')}: {first.get('text')}"
+        return None if self.ended else "the run did not come to its end"
+
+
+def read(folder: Path) -> History:
+    """Read a run folder. A missing log is an empty one: the run died before it wrote anything."""
+    events: dict[str, list[Event]] = defaultdict(list)
+    path = folder / "events.jsonl"
+    for event in read_events(path) if path.exists() else ():
+        if isinstance(event.get("event"), str) and isinstance(event.get("worker"), int):
+            events[event["event"]].append({**event, "t": number(event.get("t")) or 0.0})
+    return History(folder, read_json(folder / "run.json"), dict(events))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file of a run folder, or a LogError that says what the file should have been."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except OSError as error:
+        raise LogError(_unreadable(path, error.strerror or error)) from error
+    except msgspec.DecodeError as error:
+        raise LogError(_unreadable(path, error)) from error
+
+
+def _unreadable(path: Path, reason: object) -> str:
+    return explain(
+        f"{path.parent} cannot be read as a run folder",
+        got=f"{path.name}: {reason}",
+        expected="a folder that `stretto run` or `stretto compare` wrote",
+        to_type="stretto report runs/*",
+    )
+
+
+def number(value: object) -> float | None:
+    """A finite number, or None: the log writes NaN and infinities as null."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if math.isfinite(value) else None
+
+
+def split_of(event: Event) -> dict[str, float]:
+    """A time split with every phase in it."""
+    split = event.get("split") or {}
+    return {phase: number(split.get(phase)) or 0.0 for phase in PHASES}
+
+
+def interpolate(points: list[Point]) -> Callable[[float], float]:
+    """The line through points sorted by x, kept constant beyond both ends."""
+    xs = [x for x, _ in points]
+
+    def at(x: float) -> float:
+        after = bisect_left(xs, x)
+        if after == 0 or after == len(points):
+            return points[min(after, len(points) - 1)][1]
+        (x0, y0), (x1, y1) = points[after - 1], points[after]
+        return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
+
+    return at

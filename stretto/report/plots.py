@@ -1,0 +1,292 @@
+"""The pictures of a page: learning curves, where the time went, distance, scaling."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+
+from stretto.report import figures, ink
+from stretto.report.groups import Group, Measure
+from stretto.report.record import Record
+from stretto.report.series import Curve, Sample
+
+WIDTH = 11.0
+LEFT, RIGHT = 0.55, 1.75
+BETWEEN = 0.28
+TITLE, AXIS = 0.3, 0.42
+MOST_BARS = 8
+LOG_FROM = 20.0
+
+
+@dataclass(frozen=True)
+class Line:
+    """What one group draws in a panel: a curve for each seed."""
+
+    label: str
+    colour: str
+    curves: tuple[Curve, ...]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One quantity, drawn against each axis; `goal` is a level to mark."""
+
+    title: str
+    lines: tuple[Line, ...]
+    goal: float | None = None
+
+    def samples(self) -> list[Sample]:
+        """All points of all lines."""
+        return [sample for line in self.lines for curve in line.curves for sample in curve.samples]
+
+
+@dataclass(frozen=True)
+class Across:
+    """A horizontal axis: a field of Sample and what to write under it."""
+
+    field: str
+    label: str
+    log: bool = False
+
+
+SECONDS = Across("seconds", "training time, seconds")
+MEGABYTES = Across("megabytes", "MB sent by each worker, log scale", log=True)
+SAMPLES = Across("samples", "samples, all workers")
+
+
+def curves(name: str, rows: Sequence[Row]) -> str:
+    """Each quantity against time, bytes and samples; the lines named once a row, at the right."""
+    sent = any(sample.megabytes > 0 for row in rows for sample in row.samples())
+    columns = [SECONDS, MEGABYTES, SAMPLES] if sent else [SECONDS, SAMPLES]
+    tall = 1.75
+    height = len(rows) * (TITLE + tall) + AXIS
+    return ink.draw(name, WIDTH, height, partial(_paint_curves, rows=rows, columns=columns, tall=tall))
+
+
+def _paint_curves(figure: Figure, rows: Sequence[Row], columns: Sequence[Across], tall: float) -> None:
+    wide = (WIDTH - LEFT - RIGHT - BETWEEN * (len(columns) - 1)) / len(columns)
+    limits = [_limits(rows, across) for across in columns]
+    for i, row in enumerate(rows):
+        first: Axes | None = None
+        for j, across in enumerate(columns):
+            place = (LEFT + j * (wide + BETWEEN), TITLE + i * (TITLE + tall), wide, tall)
+            ax = ink.axes(figure, *place, beside=first)
+            first = first or ax
+            _panel(ax, row, across)
+            _across(ax, across, limits[j], last=i == len(rows) - 1)
+            ax.tick_params(labelleft=j == 0)
+        assert first is not None
+        first.set_title(row.title, loc="left", fontweight="bold", fontsize=9)
+        _up(first, row)
+        _goal(first, row)
+        ink.label_ends(ax, _ends(row), tall)
+
+
+def _panel(ax: Axes, row: Row, across: Across) -> None:
+    for line in row.lines:
+        alpha = 1.0 if len(line.curves) == 1 else 0.65
+        for curve in line.curves:
+            points = [(getattr(s, across.field), s.value) for s in curve.samples]
+            points = [point for point in points if not across.log or point[0] > 0]
+            if points:
+                xs, ys = zip(*points, strict=True)
+                ax.plot(xs, ys, color=line.colour, alpha=alpha, marker="o", markevery=[-1], ms=3)
+            elif curve.samples:
+                ax.axhline(curve.samples[-1].value, color=line.colour, lw=0.8, ls=(0, (1, 2)), alpha=alpha)
+
+
+def _limits(rows: Sequence[Row], across: Across) -> tuple[float, float]:
+    """The same range for all rows, so that they can be read as one."""
+    values = [getattr(s, across.field) for row in rows for line in row.lines for c in line.curves for s in c.samples]
+    if across.log:
+        values = [value for value in values if value > 0]
+        return min(values) / 1.3, max(values) * 1.3
+    return 0.0, max(values, default=1.0) * 1.02 or 1.0
+
+
+def _across(ax: Axes, across: Across, limits: tuple[float, float], last: bool) -> None:
+    if across.log:
+        ax.set_xscale("log")
+        ax.xaxis.set_major_locator(LogLocator(numticks=5))
+        ax.xaxis.set_minor_formatter(NullFormatter())
+    else:
+        ax.xaxis.set_major_locator(MaxNLocator(5))
+    ax.xaxis.set_major_formatter(FuncFormatter(_tick))
+    ax.set_xlim(*limits)
+    ax.tick_params(labelbottom=last)
+    if last:
+        ax.set_xlabel(across.label)
+
+
+def _tick(value: float, _place: object = None) -> str:
+    if value and abs(value) < 1e-3:
+        return f"{value:.0e}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:g}"
+
+
+def _up(ax: Axes, row: Row) -> None:
+    """A log scale where the values span much, fine ticks and plain numbers."""
+    values = [sample.value for sample in row.samples()]
+    if min(values) > 0 and max(values) / min(values) > LOG_FROM:
+        ax.set_yscale("log")
+        ax.yaxis.set_major_locator(LogLocator(numticks=5))
+        ax.yaxis.set_minor_formatter(NullFormatter())
+    else:
+        ax.yaxis.set_major_locator(MaxNLocator(5))
+    ax.yaxis.set_major_formatter(FuncFormatter(_tick))
+
+
+def _goal(ax: Axes, row: Row) -> None:
+    if row.goal is None:
+        return
+    for panel in ax.get_shared_y_axes().get_siblings(ax):
+        panel.axhline(row.goal, color=ink.QUIET, lw=0.8, ls=(0, (4, 3)), zorder=1)
+
+
+def _ends(row: Row) -> list[tuple[float, str, str]]:
+    ends = []
+    for line in row.lines:
+        last = [curve.samples[-1].value for curve in line.curves if curve.samples]
+        if last:
+            ends.append((sorted(last)[len(last) // 2], ink.short(line.label), line.colour))
+    return ends
+
+
+@dataclass(frozen=True)
+class Bar:
+    """The time split of one worker, or the mean of many."""
+
+    label: str
+    split: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Bars:
+    """The bars of one run under its name."""
+
+    title: str
+    colour: str
+    bars: tuple[Bar, ...]
+
+
+def bars_of(record: Record, title: str, colour: str) -> Bars:
+    """A bar for each worker, or one for all when they are many."""
+    splits = record["time_split"]
+    if len(splits) > MOST_BARS:
+        mean = {phase: sum(split[phase] for split in splits) / len(splits) for phase in ink.PHASES}
+        return Bars(title, colour, (Bar(f"mean of {len(splits)}", mean),))
+    return Bars(title, colour, tuple(Bar(f"worker {i}", split) for i, split in enumerate(splits)))
+
+
+BAR, GAP, KEY = 0.19, 0.12, 0.42
+BESIDE = 2.6
+NAMES = -BESIDE / (WIDTH - BESIDE - 0.2)
+DARK = ("computing", "exchanging", "waiting")
+
+
+def time_split(name: str, runs: Sequence[Bars]) -> str:
+    """Stacked bars in seconds: the length is the whole time, the parts sum to it."""
+    height = KEY + sum(len(run.bars) * BAR + GAP for run in runs) + AXIS
+    return ink.draw(name, WIDTH, height, partial(_paint_split, runs=runs, height=height))
+
+
+def _paint_split(figure: Figure, runs: Sequence[Bars], height: float) -> None:
+    ax = ink.axes(figure, BESIDE, KEY, WIDTH - BESIDE - 0.2, height - KEY - AXIS)
+    whole = max((sum(bar.split.values()) for run in runs for bar in run.bars), default=0.0) or 1.0
+    ax.set_xlim(0, whole)
+    ax.set_ylim(height - KEY - AXIS, 0)
+    top = 0.0
+    for run in runs:
+        ax.text(NAMES, top + BAR / 2, ink.short(run.title, 26), color=run.colour, **_left_of(ax))
+        for bar in run.bars:
+            _bar(ax, top, bar, whole)
+            top += BAR
+        top += GAP
+    _key(ax, height)
+    ax.set_yticks([])
+    ax.grid(True, axis="x")
+    ax.xaxis.set_major_formatter(FuncFormatter(_tick))
+    ax.set_xlabel("seconds since the start, evaluations included")
+
+
+def _left_of(ax: Axes) -> dict[str, Any]:
+    return {"transform": ax.get_yaxis_transform(), "va": "center", "linespacing": 1.05}
+
+
+def _bar(ax: Axes, top: float, bar: Bar, whole: float) -> None:
+    total, left, middle = sum(bar.split.values()), 0.0, top + BAR / 2
+    ax.text(-0.008, middle, bar.label, color=ink.QUIET, fontsize=7, ha="right", **_left_of(ax))
+    for phase, colour in ink.PHASES.items():
+        length = bar.split[phase]
+        ax.barh(middle, length, BAR * 0.86, left, color=colour, linewidth=0)
+        if total and length > 0.045 * whole:
+            shown, on = figures.percent(length / total), "white" if phase in DARK else ink.TEXT
+            ax.text(left + length / 2, middle, shown, ha="center", va="center", fontsize=6.5, color=on)
+        left += length
+
+
+def _key(ax: Axes, height: float) -> None:
+    """The phases in the order of the bars, each beside its colour."""
+    x, y = 0.0, 1 + 0.2 / (height - KEY - AXIS)
+    size = (0.013, 0.11 / (height - KEY - AXIS))
+    for phase, colour in ink.PHASES.items():
+        ax.add_patch(Rectangle((x, y), *size, transform=ax.transAxes, color=colour, clip_on=False, lw=0))
+        ax.text(x + 0.018, y + size[1] / 2, phase, transform=ax.transAxes, va="center")
+        x += 0.04 + 0.0105 * len(phase)
+
+
+def distance(name: str, rows: Sequence[Row]) -> str:
+    """How far each run was from one machine with the joined batch, while it trained."""
+    tall = 1.9
+    return ink.draw(name, WIDTH, TITLE + tall + AXIS, partial(_paint_distance, rows=rows, tall=tall))
+
+
+def _paint_distance(figure: Figure, rows: Sequence[Row], tall: float) -> None:
+    wide = (WIDTH - LEFT - 2 * RIGHT - BETWEEN) / 2
+    limits = _limits(rows, SAMPLES)
+    for j, row in enumerate(rows):
+        ax = ink.axes(figure, LEFT + j * (wide + RIGHT + BETWEEN), TITLE, wide, tall)
+        _panel(ax, row, SAMPLES)
+        _across(ax, SAMPLES, limits, last=True)
+        _up(ax, row)
+        if ax.get_yscale() == "linear":
+            ax.set_ylim(bottom=-0.02 * ax.get_ylim()[1])
+        ax.set_title(row.title, loc="left", fontweight="bold", fontsize=9)
+        ink.label_ends(ax, _ends(row), tall)
+
+
+def scaling(name: str, groups: Sequence[Group], colours: Mapping[str, str], measure: Measure) -> str:
+    """Speed-up over alone by the number of workers, beside the ideal."""
+    tall = 2.2
+    paint = partial(_paint_scaling, groups=groups, colours=colours, measure=measure, tall=tall)
+    return ink.draw(name, WIDTH, TITLE + tall + AXIS, paint)
+
+
+def _paint_scaling(
+    figure: Figure, groups: Sequence[Group], colours: Mapping[str, str], measure: Measure, tall: float
+) -> None:
+    ax = ink.axes(figure, LEFT, TITLE, WIDTH * 0.45, tall)
+    ends = []
+    most = max(group.workers for group in groups)
+    for recipe in dict.fromkeys(group.recipe for group in groups if not group.alone):
+        points = [(g.workers, value) for g in groups if g.recipe == recipe and (value := g.median(measure)) is not None]
+        if points:
+            xs, ys = zip(*sorted(points), strict=True)
+            ax.plot(xs, ys, color=colours[recipe], marker="o", ms=3)
+            ends.append((ys[-1], ink.short(recipe), colours[recipe]))
+    ax.plot((1, most), (1, most), color=ink.QUIET, lw=0.8, ls=(0, (4, 3)))
+    ends.append((float(most), "as many times as workers", ink.QUIET))
+    ax.yaxis.set_major_locator(MaxNLocator(5))
+    ax.yaxis.set_major_formatter(FuncFormatter(_tick))
+    ax.set_xticks(sorted({1, *(group.workers for group in groups)}))
+    ax.set_ylim(bottom=0)
+    ax.set_xlabel("workers")
+    ax.set_title("Speed-up over alone", loc="left", fontweight="bold", fontsize=9)
+    ink.label_ends(ax, ends, tall)

@@ -1,0 +1,118 @@
+"""One run as one flat record: what `--json` writes and every table is made of."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from stretto.report.history import History, number, read, split_of
+
+Record = dict[str, Any]
+
+ALONE = "alone"
+JOINED = "alone(joined)"
+
+
+def record(run_folder: Path) -> Record:
+    """The record of a run folder, from run.json and events.jsonl alone.
+
+    `seconds` is training time, evaluations not counted; `samples` counts all workers. `failed` is None for a
+    run that came to its end, and else the reason. What only a comparison knows stays None.
+    """
+    history = read(run_folder)
+    seconds, samples = _length(history)
+    return {
+        **_asked(history),
+        "failed": history.failure,
+        "metrics": _metrics(history),
+        "seconds": seconds,
+        "wall_seconds": _wall(history),
+        "samples": samples,
+        "samples_per_second": samples / seconds if seconds else None,
+        **_counted(history),
+        "samples_seen": [event.get("seen") for event in history.of("epoch")],
+        **BEYOND_ONE_RUN,
+        "deaths": [],
+        "folder": str(run_folder),
+    }
+
+
+BEYOND_ONE_RUN: Record = {
+    "compared_with": None,
+    "parameter_distance": None,
+    "prediction_disagreement": None,
+    "distances": [],
+    "reached": None,
+    "staleness": None,
+}
+"""What a record gets from a comparison, or from recipes to come."""
+
+
+def unstarted(*, recipe: str, workers: int, join: int, seed: int, script: str, folder: Path, failed: str) -> Record:
+    """The record of a run that left nothing to read."""
+    asked = {"recipe": recipe, "workers": workers, "join": join, "seed": seed, "script": script, "args": []}
+    nothing = dict.fromkeys(("threads", "cores", "seconds", "samples_per_second"))
+    counted = {
+        "wall_seconds": 0.0,
+        "samples": 0,
+        "steps": 0,
+        "rounds": 0,
+        "bytes_counted": True,
+        "metrics": {},
+    }
+    lists: Record = {name: [] for name in ("bytes_sent", "bytes_received", "time_split", "samples_seen", "deaths")}
+    return {**asked, **nothing, **counted, **lists, **BEYOND_ONE_RUN, "failed": failed, "folder": str(folder)}
+
+
+def _asked(history: History) -> Record:
+    run, start = history.run, (history.of("start") or [{}])[0]
+    return {
+        "recipe": _name(run, start),
+        "workers": history.workers,
+        "join": int(run.get("join") or 1),
+        "seed": run.get("seed", 0),
+        "script": run.get("script"),
+        "args": run.get("args", []),
+        "threads": start.get("threads") or run.get("threads"),
+        "cores": (run.get("machine") or {}).get("cores"),
+    }
+
+
+def _name(run: Record, start: Record) -> str:
+    if run.get("alone"):
+        return JOINED if (run.get("join") or 1) > 1 else ALONE
+    return str(start.get("recipe") or run.get("recipe") or ALONE)
+
+
+def _length(history: History) -> tuple[float | None, int]:
+    """Training seconds and samples of all workers, both taken at the same moment."""
+    counts = history.last_counts()
+    counted = sum(int(event.get("samples") or 0) for event in counts)
+    if history.of("epoch") and history.ended:
+        last = history.of("epoch")[-1]
+        return number(last.get("training_s")), counted or int(last.get("samples") or 0)
+    trained = [event["t"] - split_of(event)["evaluating"] for event in counts if event]
+    return (max(trained), counted) if trained else (None, counted)
+
+
+def _wall(history: History) -> float:
+    return max((event["t"] for events in history.events.values() for event in events), default=0.0)
+
+
+def _metrics(history: History) -> Record:
+    last: Record = {}
+    for event in history.of("evaluation"):
+        last |= {name: number(value) for name, value in (event.get("metrics") or {}).items()}
+    return last
+
+
+def _counted(history: History) -> Record:
+    counts = history.last_counts()
+    return {
+        "steps": max(int(event.get("step") or 0) for event in counts),
+        "rounds": max(int(event.get("rounds") or 0) for event in counts),
+        "bytes_sent": [int(event.get("bytes_sent") or 0) for event in counts],
+        "bytes_received": [int(event.get("bytes_received") or 0) for event in counts],
+        "bytes_counted": all(event.get("bytes_counted", True) for event in counts),
+        "time_split": [split_of(event) for event in counts],
+    }

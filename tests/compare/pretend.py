@@ -1,0 +1,38 @@
+"""A launcher that trains nothing: it writes the run folders that a real one would."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from report.synthetic import write_run
+from safetensors.torch import save_file
+
+from stretto.errors import LaunchError
+from stretto.launch.local import Order
+from stretto.launch.watch import Watch
+
+
+class Pretend:
+    """Runs orders at once. `failing` names folders whose run fails halfway; `at_once` those that never begin."""
+
+    def __init__(self, failing: tuple[str, ...] = (), at_once: tuple[str, ...] = ()) -> None:
+        self.failing, self.at_once = failing, at_once
+        self.orders: list[Order] = []
+
+    def __call__(self, order: Order, watch: Watch) -> Path:
+        self.orders.append(order)
+        assert order.out is not None
+        if order.out.name in self.at_once:
+            raise LaunchError("no port to be had")
+        recipe = None if order.alone else order.recipe
+        every = 1 if recipe is None or recipe.startswith("allreduce") else 10
+        write_run(order.out, recipe=recipe, workers=order.workers, join=order.join, seed=order.seed, every=every)
+        moved = 1.0 if order.alone else 1.0 + 0.01 * every
+        for place in ("states/00000800", "states/00001600", "final"):
+            path = order.out / f"{place}.safetensors"
+            path.parent.mkdir(exist_ok=True)
+            save_file({"w": moved * torch.ones(4)}, path)
+        if order.out.name in self.failing:
+            raise LaunchError("worker 1 failed: ValueError: boom\nTraceback")
+        return order.out

@@ -1,0 +1,103 @@
+"""The command says what it found, and exits as it should."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from compare.pretend import Pretend
+
+from stretto import cli
+from stretto.compare import command, runs
+
+RECIPES = ("--recipe", "allreduce", "--recipe", "local_sgd(every=10)")
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "train.py"
+    path.write_text("")
+    return path
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, run: Pretend) -> Pretend:
+    class Pretending(runs.Comparison):
+        def __init__(self, *given: object) -> None:
+            super().__init__(*given, run)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(command, "Comparison", Pretending)
+    return run
+
+
+def test_the_tables_the_sentence_the_page_and_the_json(
+    script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = pretend(monkeypatch, Pretend())
+    asked = ["compare", str(script), "--lr", "0.1", "-n", "2", *RECIPES, "--target", "test_accuracy>=0.9"]
+    assert cli.command([*asked, "--json", "found.json", "--out", "found"]) == 0
+    shown = capsys.readouterr()
+    for text in ("Same state?", "How fast?", "At what cost?", "Where did the time go?", "page: found/report.html"):
+        assert text in shown.out
+    assert "Stay on one machine" in shown.out
+    assert "[4 of 4]" in shown.err
+    found = json.loads(Path("found.json").read_text())
+    assert [one["folder"] for one in found][:1] == ["found/alone-seed0"]
+    assert len(found) == 4
+    assert run.orders[0].args == ("--lr", "0.1")
+    assert Path("found/report.html").stat().st_size < 1_000_000
+
+
+def test_several_numbers_of_workers(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = pretend(monkeypatch, Pretend())
+    assert cli.command(["compare", str(script), "--workers", "1,2", "--recipe", "allreduce", "--quiet"]) == 0
+    assert [(order.workers, order.join) for order in run.orders] == [(1, 1), (1, 2), (1, 1), (2, 1)]
+    assert len(list(Path("runs").glob("*-compare-train"))) == 1
+
+
+def test_a_failed_run_makes_the_exit_code(
+    script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pretend(monkeypatch, Pretend(failing=("allreduce-n2-seed0",)))
+    assert cli.command(["compare", str(script), "-n", "2", *RECIPES]) == 1
+    shown = capsys.readouterr()
+    assert "failed: allreduce-n2-seed0: worker 1 failed: ValueError: boom" in shown.out
+    assert "local_sgd(every=10)" in shown.out
+
+
+def test_json_on_the_standard_output_stands_alone(
+    script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pretend(monkeypatch, Pretend())
+    assert cli.command(["compare", str(script), "-n", "2", *RECIPES, "--json", "-"]) == 0
+    shown = capsys.readouterr()
+    assert len(json.loads(shown.out)) == 4
+    assert "Same state?" in shown.err
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ["--recipe", "alreduce"],
+        ["--recipe", "allreduce", "-n", "0"],
+        ["--recipe", "allreduce", "--target", "accuracy"],
+        ["--recipe", "allreduce", "--sedes", "3"],
+        ["--recipe", "allreduce", "--seeds", "three"],
+        ["--recipe", "allreduce", "--json", "no/such/folder.json"],
+        ["--recipe", "allreduce", "--out", "full"],
+        [],
+    ],
+)
+def test_bad_input_is_one_clear_error_and_nothing_starts(
+    script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], wrong: list[str]
+) -> None:
+    Path("full").mkdir()
+    Path("full/file").write_text("mine")
+    run = pretend(monkeypatch, Pretend())
+    assert cli.command(["compare", str(script), *wrong]) in (1, 2)
+    said = capsys.readouterr()
+    assert said.err.count("stretto: ") == 1
+    assert "Traceback" not in said.err
+    assert not run.orders
+    assert not Path("runs").exists()

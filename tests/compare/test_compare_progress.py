@@ -1,0 +1,50 @@
+"""Where a comparison is, and how long it may take."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from stretto.compare.plan import Question, trials
+from stretto.compare.progress import Progress, estimate
+
+QUESTION = Question(Path("train.py"), (), (2,), ("a()",), seeds=2)
+RECORD = {"failed": None, "seconds": 1.0, "metrics": {"acc": 0.5}}
+
+
+def test_nothing_is_known_before_the_first_run() -> None:
+    assert estimate(trials(QUESTION), []) is None
+
+
+def test_a_run_takes_as_long_as_its_like_took_and_else_as_the_others() -> None:
+    plan = trials(QUESTION)
+    assert estimate(plan[1:], [(plan[0], 3.0)]) == pytest.approx(15.0)
+    costs = list(zip(plan[:3], (1.0, 2.0, 6.0), strict=True))
+    assert estimate(plan[3:], costs) == pytest.approx(9.0)
+    assert estimate([], costs) == 0
+
+
+def test_every_run_gets_a_line_with_the_time_left() -> None:
+    now = iter((0.0, 10.0, 10.0, 30.0))
+    file = io.StringIO()
+    plan = trials(QUESTION)
+    progress = Progress(plan, Console(file=file, width=80, get_time=lambda: next(now)), quiet=False)
+    progress.begin(plan[0])
+    progress.end(plan[0], RECORD)
+    progress.begin(plan[1])
+    progress.end(plan[1], {**RECORD, "failed": "boom"})
+    lines = file.getvalue().splitlines()
+    assert lines[1] == "[1 of 6] alone, 1 worker, seed 0: 10.0 s, 1.00 s of training, acc 0.5000; about 50 s left"
+    assert lines[3].startswith("[2 of 6] alone(joined) ×2, 1 worker, seed 0: failed; about 1 min left")
+
+
+def test_quiet_says_nothing() -> None:
+    file = io.StringIO()
+    plan = trials(QUESTION)
+    progress = Progress(plan, Console(file=file), quiet=True)
+    progress.begin(plan[0])
+    progress.end(plan[0], RECORD)
+    assert file.getvalue() == ""

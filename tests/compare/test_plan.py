@@ -1,0 +1,118 @@
+"""The plan of a comparison is the question, spelled out run by run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stretto.compare.plan import Question, Trial, ask, trials, worker_counts
+from stretto.errors import LaunchError, RecipeError
+from stretto.typed import parse
+
+
+def question(**more: Any) -> Question:
+    known: dict[str, Any] = {"script": Path("train.py"), "args": (), "workers": (4,), "recipes": ("allreduce()",)}
+    return Question(**(known | more))
+
+
+def test_one_number_of_workers_and_one_seed() -> None:
+    assert trials(question()) == [
+        Trial("alone-seed0", None, 1, 1, 0, "alone-joined-4-seed0"),
+        Trial("alone-joined-4-seed0", None, 1, 4, 0, None),
+        Trial("allreduce-n4-seed0", "allreduce()", 4, 1, 0, "alone-joined-4-seed0"),
+    ]
+
+
+def test_every_number_of_workers_recipe_and_seed_once_and_seed_by_seed() -> None:
+    found = trials(question(workers=(1, 2, 4), recipes=("a()", "b(every=2)"), seeds=3))
+    assert len(found) == 3 * (1 + 2 + 3 * 2)
+    assert len({trial.name for trial in found}) == len(found)
+    assert [trial.seed for trial in found] == sorted(trial.seed for trial in found)
+    first = [(trial.kind, trial.workers, trial.join) for trial in found if trial.seed == 0]
+    assert first[:3] == [("alone", 1, 1), ("alone(joined)", 1, 2), ("alone(joined)", 1, 4)]
+    assert first[3:] == [(recipe, n, 1) for n in (1, 2, 4) for recipe in ("a()", "b(every=2)")]
+
+
+def test_each_run_is_measured_against_its_own_joined_batch_and_seed() -> None:
+    found = {trial.name: trial for trial in trials(question(workers=(1, 2, 4), seeds=2))}
+    assert found["allreduce-n1-seed1"].reference == "alone-seed1"
+    assert found["allreduce-n2-seed1"].reference == "alone-joined-2-seed1"
+    assert found["alone-seed0"].reference == "alone-joined-4-seed0"
+    assert all(trial.reference is None or trial.reference in found for trial in found.values())
+
+
+def test_alone_with_one_worker_only_has_no_joined_batch() -> None:
+    names = [trial.name for trial in trials(question(workers=(1,)))]
+    assert names == ["alone-seed0", "allreduce-n1-seed0"]
+
+
+def test_recipes_that_look_alike_get_folders_of_their_own() -> None:
+    found = trials(question(recipes=("a(b=1)", "a(b-1)", "a(b/1)", "../../etc")))
+    names = [trial.name for trial in found]
+    assert len(set(names)) == len(names)
+    assert all("/" not in name and not name.startswith(".") for name in names)
+
+
+def test_an_order_asks_for_what_the_trial_is(tmp_path: Path) -> None:
+    asked = question(args=("--lr", "0.1"), threads=2, timeout_s=9.0, seeds=2)
+    alone, joined, recipe = (trial.order(asked, tmp_path) for trial in trials(asked)[3:])
+    assert (alone.alone, alone.join, alone.workers, alone.recipe, alone.seed) == (True, 1, 1, None, 1)
+    assert (joined.alone, joined.join, joined.workers) == (True, 4, 1)
+    assert (recipe.alone, recipe.join, recipe.workers, recipe.recipe) == (False, 1, 4, "allreduce()")
+    for order in (alone, joined, recipe):
+        assert (order.args, order.threads, order.timeout_s) == (("--lr", "0.1"), 2, 9.0)
+        assert order.keep_states
+    assert recipe.out == tmp_path / "allreduce-n4-seed1"
+
+
+def test_the_numbers_of_workers_are_read_in_order_and_once() -> None:
+    assert worker_counts("4") == (4,)
+    assert worker_counts("4, 1,2,4") == (1, 2, 4)
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "two", "1,", "", "1.5", "1;2"])
+def test_other_numbers_of_workers_are_refused(text: str) -> None:
+    with pytest.raises(LaunchError, match="expected"):
+        worker_counts(text)
+
+
+def typed(tmp_path: Path, **more: Any) -> Question:
+    script = tmp_path / "train.py"
+    script.write_text("")
+    known = {"workers": "4", "recipes": ["allreduce"], "seeds": 1, "target": None, "threads": None, "timeout_s": 60.0}
+    return ask(**({"script": script, "args": ()} | known | more))
+
+
+def test_recipes_are_read_and_asked_once(tmp_path: Path) -> None:
+    asked = typed(tmp_path, recipes=["allreduce", "local_sgd(every=8)", "allreduce()"])
+    assert asked.recipes == (str(parse("allreduce")), "local_sgd(every=8)")
+
+
+@pytest.mark.parametrize(
+    ("more", "error", "says"),
+    [
+        ({"recipes": []}, LaunchError, "no --recipe"),
+        ({"recipes": ["alreduce"]}, RecipeError, "allreduce"),
+        ({"recipes": ["__import__('os').system('true')"]}, RecipeError, "expected"),
+        ({"seeds": 0}, LaunchError, "--seeds"),
+        ({"target": "accuracy"}, LaunchError, "--target"),
+        ({"threads": 0}, LaunchError, "threads"),
+        ({"timeout_s": 0.0}, LaunchError, "timeout"),
+        ({"script": Path("nowhere.py")}, LaunchError, "nowhere"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused_before_anything_starts(
+    tmp_path: Path, more: dict[str, Any], error: type[Exception], says: str
+) -> None:
+    with pytest.raises(error, match=says):
+        typed(tmp_path, **more)
+
+
+def test_the_command_asks_the_same_again() -> None:
+    asked = question(workers=(1, 2), recipes=("a()", "b(every=2)"), seeds=3, args=("--n", "1"))
+    assert asked.command() == [
+        *("stretto", "compare", "train.py", "-n", "1,2", "--recipe", "a()", "--recipe", "b(every=2)"),
+        *("--seeds", "3", "--", "--n", "1"),
+    ]

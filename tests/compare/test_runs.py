@@ -1,0 +1,130 @@
+"""A comparison keeps what is done, whatever happens to the rest."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from compare.pretend import Pretend
+
+from stretto.compare.plan import Question, Trial
+from stretto.compare.runs import Comparison
+from stretto.errors import LaunchError
+from stretto.launch.local import Order, Stopped
+from stretto.launch.watch import Watch
+from stretto.report import page
+from stretto.report.record import Record
+from stretto.report.target import Target
+
+
+class Hush:
+    """Is told and says nothing."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def begin(self, trial: Trial) -> Watch:
+        return Watch(quiet=True)
+
+    def end(self, trial: Trial, record: Record) -> None:
+        self.said.append(trial.name)
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+
+def made(folder: Path, run: Any, **more: Any) -> Comparison:
+    folder.mkdir()
+    asked: dict[str, Any] = {"workers": (2,), "recipes": ("allreduce()", "local_sgd(every=10)")}
+    question = Question(Path("train.py"), (), **(asked | more))
+    return Comparison(question, folder, Hush(), run)
+
+
+def kept(folder: Path) -> list[Record]:
+    runs: list[Record] = json.loads((folder / "compare.json").read_text())["runs"]
+    return runs
+
+
+def test_all_runs_are_made_in_order_and_kept(tmp_path: Path) -> None:
+    run = Pretend()
+    comparison = made(tmp_path / "c", run, seeds=2)
+    comparison.make()
+    assert [order.out.name for order in run.orders if order.out] == [trial.name for trial in comparison.trials]
+    assert [one["recipe"] for one in kept(tmp_path / "c")] == [
+        *("alone", "alone(joined)", "allreduce()", "local_sgd(every=10)") * 2
+    ]
+    assert not comparison.failed()
+
+
+def test_distances_are_to_the_joined_batch_and_states_are_gone_afterwards(tmp_path: Path) -> None:
+    made(tmp_path / "c", Pretend()).make()
+    alone, joined, allreduce, local = kept(tmp_path / "c")
+    assert alone["parameter_distance"] == 0.0
+    assert joined["parameter_distance"] is None
+    assert allreduce["parameter_distance"] == pytest.approx(0.01, rel=1e-4)
+    assert local["parameter_distance"] == pytest.approx(0.1, rel=1e-4)
+    assert local["compared_with"] == "alone-joined-2-seed0"
+    assert [one["samples"] for one in local["distances"]] == [800, 1600]
+    assert not list((tmp_path / "c").glob("*/states"))
+    assert len(list((tmp_path / "c").glob("*/final.safetensors"))) == 4
+
+
+def test_states_are_kept_only_while_a_run_to_come_needs_them(tmp_path: Path) -> None:
+    folder, seen = tmp_path / "c", []
+    pretend = Pretend()
+
+    def run(order: Order, watch: Watch) -> Path:
+        seen.append(sorted(path.parent.name for path in folder.glob("*/states")))
+        return pretend(order, watch)
+
+    made(folder, run, seeds=2).make()
+    first = "alone-seed0", "alone-joined-2-seed0"
+    assert seen[:5] == [[], [first[0]], [first[1]], [first[1]], []]
+
+
+def test_a_failed_run_is_marked_and_the_others_go_on(tmp_path: Path) -> None:
+    run = Pretend(failing=("allreduce-n2-seed0",), at_once=("alone-joined-2-seed0",))
+    comparison = made(tmp_path / "c", run)
+    comparison.make()
+    alone, joined, allreduce, local = kept(tmp_path / "c")
+    assert allreduce["failed"].startswith("worker 1 failed: ValueError: boom")
+    assert allreduce["samples"] > 0
+    assert joined["failed"] == "no port to be had"
+    assert joined["join"] == 2
+    assert [one["failed"] for one in (alone, local)] == [None, None]
+    assert local["parameter_distance"] is None
+    assert len(comparison.failed()) == 2
+    text = page.write(tmp_path / "c").read_text()
+    assert "Some runs failed" in text
+    assert "no port to be had" in text
+
+
+def test_the_target_is_looked_for_in_every_run(tmp_path: Path) -> None:
+    made(tmp_path / "c", Pretend(), target=Target("test_accuracy", ">=", 0.9)).make()
+    for one in kept(tmp_path / "c"):
+        assert one["reached"] == {"seconds": pytest.approx(2.0), "samples": 1600 if one["workers"] == 2 else 800}
+
+
+def test_a_target_unheard_of_ends_it_after_the_first_run(tmp_path: Path) -> None:
+    run = Pretend()
+    with pytest.raises(LaunchError, match="test_accuracy"):
+        made(tmp_path / "c", run, target=Target("accuracy", ">=", 0.9)).make()
+    assert len(run.orders) == 1
+    assert len(kept(tmp_path / "c")) == 1
+
+
+def test_what_is_done_is_readable_when_it_is_stopped(tmp_path: Path) -> None:
+    pretend = Pretend()
+
+    def run(order: Order, watch: Watch) -> Path:
+        if len(pretend.orders) == 2:
+            raise Stopped(2)
+        return pretend(order, watch)
+
+    with pytest.raises(Stopped):
+        made(tmp_path / "c", run).make()
+    assert [one["recipe"] for one in kept(tmp_path / "c")] == ["alone", "alone(joined)"]
+    assert not list((tmp_path / "c").glob("*/states"))
+    assert "No verdict" in page.write(tmp_path / "c").read_text()

@@ -1,0 +1,49 @@
+"""Ctrl-C ends a comparison with all its processes, soon, and leaves what is done readable."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+from stretto.report import page
+
+SCRIPT = """
+import pathlib, time
+pathlib.Path("began").write_text("yes")
+time.sleep(120)
+"""
+
+
+def test_ctrl_c_ends_everything_within_three_seconds(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    command = [sys.executable, "-c", "from stretto.cli import main; main()", "compare", "train.py", "-n", "2"]
+    command += ["--recipe", "allreduce", "--out", "found"]
+    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
+        _wait_for(tmp_path / "began", process)
+        workers = psutil.Process(process.pid).children(recursive=True)
+        began = time.monotonic()
+        os.kill(process.pid, signal.SIGINT)
+        _, said = process.communicate(timeout=30)
+        took = time.monotonic() - began
+    assert process.returncode == 130
+    assert took < 3
+    assert workers
+    assert not psutil.wait_procs(workers, timeout=1)[1]
+    assert "0 of 3 runs are done" in said
+    assert json.loads((tmp_path / "found/compare.json").read_text())["runs"] == []
+    assert "No run has been made yet" in page.write(tmp_path / "found").read_text()
+
+
+def _wait_for(path: Path, process: subprocess.Popen[str]) -> None:
+    until = time.monotonic() + 60
+    while not path.exists() and time.monotonic() < until:
+        assert process.poll() is None
+        time.sleep(0.05)
+    assert path.exists()

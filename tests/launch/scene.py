@@ -1,0 +1,87 @@
+"""A place where scripts are run for real: every wait has a limit, every process is ended by its number."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+import psutil
+
+from stretto.launch.local import Order, run
+from stretto.launch.watch import Watch
+
+MARK = "STRETTO_TEST_MARK"
+ROOT = Path(__file__).resolve().parents[2]
+
+STUB = """
+import sys, types
+train = types.ModuleType("stretto.train")
+train.finish = lambda: None
+sys.modules["stretto.train"] = train
+"""
+"""Stands in for the training, so that a script can end well without importing torch."""
+
+
+class Place:
+    """A folder with scripts, and all processes that were started from it."""
+
+    def __init__(self, folder: Path, mark: str) -> None:
+        self.folder = folder
+        self.mark = mark
+        self._started: list[subprocess.Popen[bytes]] = []
+
+    def script(self, text: str, name: str = "train.py") -> Path:
+        """Write a script. It begins with the stub of the training."""
+        (self.folder / "stub.py").write_text(STUB)
+        path = self.folder / name
+        path.write_text("import stub\n" + dedent(text))
+        return path
+
+    def run(self, text: str, *args: str, **order: Any) -> Path:
+        """Run a script in this process's hands and return the run folder."""
+        return run(Order(self.script(text), args=args, **order), Watch(quiet=True))
+
+    def stretto(self, *arguments: str | Path, **popen: Any) -> subprocess.Popen[bytes]:
+        """Start the command, as a shell would."""
+        command = [sys.executable, "-P", "-c", "import stretto.cli; stretto.cli.main()", *map(str, arguments)]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "start_new_session": True} | popen
+        heed = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731
+        process = subprocess.Popen(command, preexec_fn=heed, **pipes)
+        self._started.append(process)
+        return process
+
+    def left(self) -> list[psutil.Process]:
+        """Living processes that have their environment from this place."""
+        return [process for process in psutil.process_iter() if process.pid != os.getpid() and self._ours(process)]
+
+    def _ours(self, process: psutil.Process) -> bool:
+        try:
+            return process.environ().get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE
+        except psutil.Error:
+            return False
+
+    def end(self) -> None:
+        """End what a failed test has left."""
+        for process in self.left():
+            process.kill()
+        for started in self._started:
+            started.wait(timeout=5)
+            for pipe in (started.stdout, started.stderr):
+                if pipe is not None:
+                    pipe.close()
+
+
+def until(condition: Callable[[], object], limit_s: float = 10.0) -> None:
+    """Wait for a condition, and fail when it does not come true in time."""
+    limit = time.monotonic() + limit_s
+    while not condition():
+        if time.monotonic() > limit:
+            raise TimeoutError(f"not within {limit_s} s")
+        time.sleep(0.01)

@@ -1,0 +1,44 @@
+"""Laws of run folders."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+
+from stretto.errors import LaunchError
+from stretto.launch.folder import describe, make_folder
+from stretto.launch.order import Order
+
+NOW = datetime(2026, 11, 21, 10, 45)
+
+
+def test_runs_of_one_second_get_folders_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    made = [str(make_folder("train", None, NOW)) for _ in range(3)]
+    assert made == [f"runs/20261121-104500-train{suffix}" for suffix in ("", "-2", "-3")]
+
+
+def test_a_run_never_writes_over_another(tmp_path: Path) -> None:
+    out = tmp_path / "deep" / "here"
+    assert make_folder("train", out) == out
+    assert make_folder("train", out) == out  # still empty
+    (out / "run.json").write_text("{}")
+    with pytest.raises(LaunchError, match="exists and is not empty") as raised:
+        make_folder("train", out)
+    assert f"try: --out {out}-2" in str(raised.value)
+    with pytest.raises(LaunchError, match="is a file"):
+        make_folder("train", out / "run.json")
+
+
+def test_what_was_asked_is_written_down() -> None:
+    order = Order(Path("a/train.py"), args=("--lr", "1"), workers=2, recipe="diloco()", seed=3, threads=5)
+    asked = describe(order, NOW)
+    assert (asked["script"], asked["args"], asked["recipe"]) == ("a/train.py", ["--lr", "1"], "diloco()")
+    assert (asked["workers"], asked["seed"], asked["threads"]) == (2, 3, 5)
+    assert (asked["alone"], asked["join"]) == (False, 1)
+    assert asked["started"].startswith("2026-11-21T10:45:00")
+    assert set(asked["versions"]) == {"python", "torch", "numpy"}
+    assert asked["versions"]["torch"][0].isdigit()
+    assert asked["machine"]["memory_gib"] > 0

@@ -1,0 +1,75 @@
+"""What is shown of a run follows from its events."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from stretto.launch.progress import RECENT_S, Progress
+
+
+def counted(worker: int, t: float, samples: int, waiting: float = 0.0, evaluating: float = 0.0) -> dict[str, Any]:
+    split = {"waiting": waiting, "evaluating": evaluating, "computing": t - waiting - evaluating}
+    event = {"event": "progress", "t": t, "worker": worker, "step": samples // 8, "samples": samples}
+    return event | {"split": split, "bytes_sent": 1_500_000, "bytes_received": 0}
+
+
+def test_the_rate_is_that_of_all_workers_while_they_train() -> None:
+    progress = Progress()
+    for second in range(1, 5):
+        for worker in range(3):
+            progress.take(counted(worker, second * 2.0, second * 100, evaluating=second * 1.0))
+    assert progress.samples_per_second() == pytest.approx(300)
+
+
+def test_the_rate_forgets_what_is_long_ago() -> None:
+    progress = Progress()
+    progress.take(counted(0, 100.0, 100))
+    for second in range(1, 3 * int(RECENT_S)):
+        progress.take(counted(0, 100.0 + second, 100 + 1000 * second))
+    assert progress.samples_per_second() == pytest.approx(1000)
+
+
+def test_waiting_is_the_share_of_all_workers_time() -> None:
+    progress = Progress()
+    progress.take(counted(0, 10.0, 1, waiting=1.0))
+    progress.take(counted(1, 10.0, 1, waiting=4.0))
+    assert progress.waiting() == pytest.approx(0.25)
+
+
+def test_nothing_is_shown_that_is_not_known() -> None:
+    assert Progress().facts() == []
+    assert Progress().samples_per_second() is None
+
+
+def test_the_facts_in_their_order() -> None:
+    progress = Progress()
+    progress.take({"event": "start", "worker": 0, "recipe": "allreduce()"})
+    progress.take({"event": "epoch", "worker": 0, "epoch": 1, "step": 5})
+    progress.take({"event": "log", "worker": 0, "step": 9, "values": {"loss": 0.123456}})
+    progress.take({"event": "evaluation", "worker": 0, "epoch": 2, "step": 10, "metrics": {"accuracy": 0.5}})
+    progress.take(counted(0, 10.0, 80, waiting=5.0))
+    progress.take(counted(1, 10.0, 80))
+    assert progress.facts() == [
+        "epoch 2",
+        "step 10",
+        "16 samples/s",
+        "loss 0.1235",
+        "accuracy 0.5",
+        "waiting 25%",
+        "sent 3.0 MB",
+    ]
+
+
+def test_what_deserves_a_line() -> None:
+    progress = Progress()
+    notice = {"event": "notice", "worker": 0, "text": "mind this"}
+    assert progress.take(notice) == "note: mind this"
+    assert progress.take(notice | {"worker": 1}) is None
+    assert Progress(notices=False).take(notice) is None
+    evaluation = {"event": "evaluation", "worker": 0, "epoch": 1, "step": 7, "training_s": 1.25, "metrics": {"a": 0.5}}
+    assert progress.take(evaluation) == "epoch 1, step 7: a 0.5 (after 1.2 s of training)"
+    epoch = {"event": "epoch", "worker": 0, "epoch": 1, "step": 7, "samples": 1797, "training_s": 2.0}
+    assert progress.take(epoch) == "epoch 1 ended: step 7, 1,797 samples in 2.0 s of training"
+    assert progress.take({"event": "of a later version", "worker": 0}) is None

@@ -1,0 +1,98 @@
+"""Run folders as the launcher and the workers would write them, with figures that a test can know beforehand."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from stretto.events import PHASES
+from stretto.report.record import record
+
+Events = list[dict[str, Any]]
+MACHINE = {"system": "Linux 6.1", "processor": "Imaginary CPU", "cores": 4, "memory_gib": 16.0}
+
+
+def split(t: float, exchanging: float, evaluating: float) -> dict[str, float]:
+    """Seconds that sum to t."""
+    rest = t - exchanging - evaluating
+    parts = dict.fromkeys(PHASES, 0.0)
+    known = {"computing": 0.9 * rest, "loading": 0.06 * rest, "other": 0.04 * rest}
+    return parts | known | {"exchanging": exchanging, "evaluating": evaluating}
+
+
+def training(workers: int, step_s: float, bytes_a_round: int, every: int, best: float) -> Events:
+    """Three epochs of 50 steps with a batch of 8; an evaluation of 0.1 s after each."""
+    events: Events = [{"event": "start", "t": 0.0, "worker": w, "threads": 1} for w in range(workers)]
+    for step in range(1, 151):
+        epoch, evaluations = (step - 1) // 50, (step - 1) // 50
+        trained = step * step_s
+        t = trained + 0.1 * evaluations
+        rounds = step // every if every else 0
+        counts = {"samples": step * 8, "rounds": rounds, "bytes_sent": rounds * bytes_a_round}
+        counts |= {"bytes_received": counts["bytes_sent"], "split": split(t, 0.2 * trained, 0.1 * evaluations)}
+        for worker in range(workers):
+            loss = 2.3 * math.exp(-step / 40) + 0.1 + 0.02 * math.sin(7 * step + worker)
+            here = {"t": t, "worker": worker, "step": step}
+            events.append({"event": "log", **here, "samples": step * 8 * workers, "values": {"loss": loss}})
+            if step % 10 == 0:
+                events.append({"event": "progress", **here, **counts})
+        if step % 50 == 0:
+            lead = {"t": t + 0.1, "worker": 0, "epoch": epoch, "step": step, "samples": step * 8 * workers}
+            lead["training_s"] = trained
+            metrics = {"test_accuracy": best - 0.3 * math.exp(-step / 40), "test_loss": 0.2 + 30 / step / 10}
+            events.append({"event": "evaluation", **lead, "metrics": metrics})
+            seen = {"once": 50 * 8 * workers, "twice": 0, "never": 0, "dropped": 0}
+            events.append({"event": "epoch", **lead, "seen": seen, "drift": 0.0, "workers": []})
+    t = 150 * step_s + 0.3
+    end = counts | {"split": split(t, 0.2 * 150 * step_s, 0.3), "step": 150, "training_s": 150 * step_s}
+    return events + [{"event": "end", "t": t, "worker": w, "evaluate": True, **end} for w in range(workers)]
+
+
+def write_run(
+    folder: Path,
+    *,
+    recipe: str | None = None,
+    workers: int = 1,
+    join: int = 1,
+    seed: int = 0,
+    step_s: float = 0.02,
+    bytes_a_round: int = 1000,
+    every: int = 1,
+    best: float = 0.97,
+    events: Events | None = None,
+) -> Path:
+    """A run folder; `events` replaces the training's own. A run without a recipe is one alone."""
+    folder.mkdir(parents=True)
+    run = {"stretto": "0.1.0", "script": "train.py", "args": ["--hidden", "32"], "recipe": recipe, "workers": workers}
+    run |= {"seed": seed, "alone": recipe is None, "join": join, "threads": 1, "machine": MACHINE}
+    run |= {"started": "2026-11-21T10:45:00+00:00", "command": ["stretto", "run", "train.py"]}
+    run |= {"versions": {"python": "3.11.7", "torch": "2.13.0", "numpy": "2.4.6"}}
+    (folder / "run.json").write_text(json.dumps(run))
+    made = training(workers, step_s, bytes_a_round, every if recipe else 0, best) if events is None else events
+    (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in made))
+    return folder
+
+
+def write_comparison(
+    folder: Path, recipes: tuple[str, ...] = ("allreduce()", "local_sgd(every=16)"), seeds: int = 1
+) -> Path:
+    """A comparison of alone, the joined batch of two and some recipes on two workers."""
+    records: list[dict[str, Any]] = []
+    for seed in range(seeds):
+        write_run(folder / f"alone-{seed}", seed=seed, step_s=0.03)
+        write_run(folder / f"joined-{seed}", join=2, seed=seed, step_s=0.05)
+        records += [record(folder / f"{kind}-{seed}") for kind in ("alone", "joined")]
+        for place, recipe in enumerate(recipes):
+            asked = {"recipe": recipe, "workers": 2, "seed": seed, "every": 16**place, "best": 0.97 - 0.004 * place}
+            run = write_run(folder / f"recipe{place}-{seed}", **asked)
+            far = [{"samples": 800 * i, "parameter_distance": 0.1 / i} for i in (1, 2, 3)]
+            known = {"compared_with": f"joined-{seed}", "parameter_distance": 0.03, "distances": far}
+            records.append(record(run) | known)
+    for one in records:
+        one["folder"] = Path(one["folder"]).name
+    question = {"script": "train.py", "args": [], "workers": [2], "seeds": seeds, "target": None}
+    question["command"] = ["stretto", "compare", "train.py", "-n", "2"]
+    (folder / "compare.json").write_text(json.dumps({"question": question, "runs": records}))
+    return folder
