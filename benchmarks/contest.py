@@ -72,7 +72,7 @@ class Contest:
         for side, one in sides.items():
             wall, processor = one["ms_a_step"]["median"], one["processor_ms_a_step"]["median"]
             print(f"    {side:20} {wall:9.3f} ms a step, {processor:9.3f} ms of processors")
-        for side in self.sides[:1] + self.sides[2:]:
+        for side in (self.sides[0], *self.sides[2:]):
             asked = f", wanted at least {self.wanted:g}" if side == self.sides[0] else ""
             print(f"    speed of {side} / {self.sides[1]}: {speeds[side]}{asked}; by processor {savings[side]}")
 

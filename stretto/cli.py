@@ -15,8 +15,8 @@ from typer.exceptions import TyperException
 
 from stretto.compare.command import compare
 from stretto.errors import LaunchError, LogError, StrettoError, explain
+from stretto.folder import version
 from stretto.launch.arguments import ScriptCommand
-from stretto.launch.folder import version
 from stretto.launch.local import Order, Stopped
 from stretto.launch.local import run as run_order
 from stretto.launch.order import Output

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated
 
@@ -16,7 +17,7 @@ from stretto.compare.plan import Question, ask, trials
 from stretto.compare.progress import Progress
 from stretto.compare.runs import Comparison
 from stretto.errors import LaunchError, LogError, explain
-from stretto.launch.folder import make_folder
+from stretto.folder import make_folder
 from stretto.launch.local import Stopped
 from stretto.report.record import Record
 from stretto.report.table import show
@@ -62,7 +63,7 @@ def compare(
         threads=threads,
         timeout_s=timeout,
     )
-    folder = make_folder(f"compare-{script.stem}", out)
+    folder = make_folder(f"compare-{script.stem}", out, datetime.now())
     comparison = _made(question, folder, quiet)
     _conclude(comparison, json_to)
     if comparison.failed():

@@ -9,14 +9,15 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from types import FrameType
 
 from stretto.errors import LaunchError, explain
+from stretto.folder import make_folder, write_run
 from stretto.launch.cause import Cause, first_cause, readable
 from stretto.launch.crew import Crew, Exited, Inbox, Signalled
-from stretto.launch.folder import make_folder, write_run
 from stretto.launch.order import Order, check
 from stretto.launch.relay import Relay, log_of
 from stretto.launch.watch import Tail, Watch
@@ -47,8 +48,9 @@ def run(order: Order, watch: Watch) -> Path:
     check(order)
     inbox: Inbox = SimpleQueue()
     with _listening(order.port) as listener, _signals_to(inbox):
-        folder = make_folder(order.script.stem, order.out)
-        write_run(folder, order)
+        now = datetime.now()
+        folder = make_folder(order.script.stem, order.out, now)
+        write_run(folder, order.asked(), now)
         return _see_through(order, folder, listener, inbox, watch)
 
 

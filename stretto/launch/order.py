@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import difflib
 import math
-import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from stretto.errors import LaunchError, explain
+from stretto.folder import cores
 
 Output = Literal["lead", "all", "none"]
 LARGEST_SEED = 2**32 - 1
@@ -42,12 +42,18 @@ class Order:
         """Threads of each worker: as asked, else the cores shared out, at least one."""
         return self.threads or max(1, cores() // self.workers)
 
-
-def cores() -> int:
-    """Cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    def asked(self) -> dict[str, Any]:
+        """What `run.json` says was asked for."""
+        return {
+            "script": str(self.script),
+            "args": list(self.args),
+            "recipe": self.recipe,
+            "workers": self.workers,
+            "seed": self.seed,
+            "alone": self.alone,
+            "join": self.join,
+            "threads": self.threads_each(),
+        }
 
 
 def check(order: Order) -> None:

@@ -7,14 +7,16 @@ import os
 import statistics
 import struct
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from stretto.errors import NotFiniteError
+from stretto.errors import LogError, NotFiniteError
 from stretto.events import EventLog
+from stretto.folder import make_folder, write_run
 from stretto.wire import Wire
 
 FLUSH_EVERY_S = 0.5
@@ -83,6 +85,20 @@ class Journal:
                     if self._log is not None:
                         self._log.flush()
                     raise NotFiniteError(f"{name} became {number} at step {step} on worker {self.worker}; {ADVICE}")
+
+
+def open_folder(wire: Wire, asked: Mapping[str, Any]) -> Path:
+    """Make a run folder at worker 0, and one of the same name where another worker does not see that one."""
+    if wire.worker == 0:
+        now = datetime.now()
+        made = make_folder(Path(sys.argv[0]).stem or "train", None, now).absolute()
+        write_run(made, {"script": sys.argv[0], "args": sys.argv[1:], **asked}, now)
+    folder = Path(wire.tell(str(made).encode() if wire.worker == 0 else b"").decode())
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise LogError(f"the run folder {folder} cannot be made: {error.strerror}") from error
+    return folder
 
 
 ADVICE = "the usual causes are a learning rate that is too large, or data with NaN in it"

@@ -31,6 +31,8 @@ class Seat:
     wire: Callable[[torch.device], Wire] = _solo
     recipe: str | None = None
     run: Path | None = None
+    opens_folder: bool = False
+    """Whether worker 0 makes the run folder, since no launcher of ours has made one."""
     seed: int | None = None
     alone: bool = False
     join: int = 1
@@ -61,6 +63,7 @@ def find_seat(environment: Mapping[str, str] = os.environ) -> Seat | None:
         wire=_solo if workers == 1 else _collective(environment, worker, workers, timeout_s),
         recipe=environment.get("STRETTO_RECIPE") or None,
         run=Path(environment["STRETTO_RUN"]) if "STRETTO_RUN" in environment else None,
+        opens_folder="STRETTO_RUN" not in environment,
         seed=_number(environment, "STRETTO_SEED", 0) if "STRETTO_SEED" in environment else None,
         alone=environment.get("STRETTO_ALONE") == "1",
         join=_number(environment, "STRETTO_JOIN", 1),

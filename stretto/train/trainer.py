@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import socket
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from stretto.train.evaluation import Evaluate
 from stretto.train.exchange import Arrivals, Weights
 from stretto.train.gradients import GradientExchange
 from stretto.train.hands import Dealer, Hand, Hands
-from stretto.train.journal import ADVICE, Journal
+from stretto.train.journal import ADVICE, Journal, open_folder
 from stretto.train.model import agree_on_model, part_random_states, plain_name, same_start, trainable
 from stretto.train.referee import Referee
 from stretto.train.replicas import compare
@@ -53,6 +54,8 @@ class Trainer:
         named = trainable(model, optimizer)
         self.model, self.optimizer, self.recipe = model, optimizer, recipe
         self.wire = seat.wire(named[0][1].device if named else torch.device("cpu"))
+        if seat.opens_folder:
+            seat = replace(seat, run=open_folder(self.wire, self._asked(seat)))
         self.journal = Journal(seat.run, self.wire, seat.clock)
         self.watch = Stopwatch(seat.clock, self.journal.zero)
         agree_on_model(self.wire, model, recipe.spelled() if recipe else "")
@@ -357,6 +360,15 @@ class Trainer:
             for lease in self._leases:
                 self.hands.ledger.settle(lease)
         self._leases.clear()
+
+    def _asked(self, seat: Seat) -> dict[str, Any]:
+        recipe = str(self.recipe) if self.recipe else None
+        threads = torch.get_num_threads()
+        return {"recipe": recipe, "workers": seat.workers, "seed": seat.seed or 0} | {
+            "alone": seat.alone,
+            "join": seat.join,
+            "threads": threads,
+        }
 
     def _say_start(self, seat: Seat) -> None:
         self.journal.write(

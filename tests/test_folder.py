@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from stretto.errors import LaunchError
-from stretto.launch.folder import describe, make_folder
+from stretto.folder import describe, make_folder
 from stretto.launch.order import Order
 
 NOW = datetime(2026, 11, 21, 10, 45)
@@ -22,19 +22,19 @@ def test_runs_of_one_second_get_folders_of_their_own(tmp_path: Path, monkeypatch
 
 def test_a_run_never_writes_over_another(tmp_path: Path) -> None:
     out = tmp_path / "deep" / "here"
-    assert make_folder("train", out) == out
-    assert make_folder("train", out) == out  # still empty
+    assert make_folder("train", out, NOW) == out
+    assert make_folder("train", out, NOW) == out  # still empty
     (out / "run.json").write_text("{}")
     with pytest.raises(LaunchError, match="exists and is not empty") as raised:
-        make_folder("train", out)
+        make_folder("train", out, NOW)
     assert f"try: --out {out}-2" in str(raised.value)
     with pytest.raises(LaunchError, match="is a file"):
-        make_folder("train", out / "run.json")
+        make_folder("train", out / "run.json", NOW)
 
 
 def test_what_was_asked_is_written_down() -> None:
     order = Order(Path("a/train.py"), args=("--lr", "1"), workers=2, recipe="diloco()", seed=3, threads=5)
-    asked = describe(order, NOW)
+    asked = describe(order.asked(), NOW)
     assert (asked["script"], asked["args"], asked["recipe"]) == ("a/train.py", ["--lr", "1"], "diloco()")
     assert (asked["workers"], asked["seed"], asked["threads"]) == (2, 3, 5)
     assert (asked["alone"], asked["join"]) == (False, 1)

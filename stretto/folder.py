@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
-import shlex
 import sys
+from collections.abc import Mapping
 from datetime import datetime
 from importlib import metadata
 from pathlib import Path
@@ -14,7 +14,6 @@ from typing import Any
 import msgspec
 
 from stretto.errors import LaunchError, LogError, explain
-from stretto.launch.order import Order, cores
 
 RUNS = Path("runs")
 GIB = 1 << 30
@@ -30,11 +29,10 @@ def version(package: str = "stretto") -> str:
         return "not installed"
 
 
-def make_folder(name: str, out: Path | None = None, now: datetime | None = None) -> Path:
+def make_folder(name: str, out: Path | None, now: datetime) -> Path:
     """Make and return `out`, or else a new `runs/DATE-NAME`. Raises LaunchError when `out` is not empty."""
-    started = now or datetime.now()
     try:
-        return _chosen(out) if out is not None else _dated(RUNS, f"{started:%Y%m%d-%H%M%S}-{name}")
+        return _chosen(out) if out is not None else _dated(RUNS, f"{now:%Y%m%d-%H%M%S}-{name}")
     except OSError as error:
         raise LogError(f"the run folder {error.filename} cannot be made: {error.strerror}") from error
 
@@ -68,27 +66,20 @@ def _dated(base: Path, name: str) -> Path:
             return folder
 
 
-def write_run(folder: Path, order: Order, now: datetime | None = None) -> None:
+def write_run(folder: Path, asked: Mapping[str, Any], now: datetime) -> None:
     """Write `run.json`. Raises LogError when the disk does not take it."""
-    text = msgspec.json.format(msgspec.json.encode(describe(order, now or datetime.now())), indent=2)
+    text = msgspec.json.format(msgspec.json.encode(describe(asked, now)), indent=2)
     try:
         (folder / "run.json").write_bytes(text + b"\n")
     except OSError as error:
         raise LogError(f"{folder / 'run.json'} cannot be written: {error.strerror}") from error
 
 
-def describe(order: Order, now: datetime) -> dict[str, Any]:
-    """What `run.json` holds."""
+def describe(asked: Mapping[str, Any], now: datetime) -> dict[str, Any]:
+    """What `run.json` holds: what was asked, and with what it runs."""
     return {
         "stretto": version(),
-        "script": str(order.script),
-        "args": list(order.args),
-        "recipe": order.recipe,
-        "workers": order.workers,
-        "seed": order.seed,
-        "alone": order.alone,
-        "join": order.join,
-        "threads": order.threads_each(),
+        **asked,
         "started": now.astimezone().isoformat(timespec="seconds"),
         "versions": {
             "python": platform.python_version(),
@@ -98,6 +89,13 @@ def describe(order: Order, now: datetime) -> dict[str, Any]:
         "machine": machine(),
         "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
     }
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def machine() -> dict[str, Any]:
@@ -118,8 +116,3 @@ def _processor() -> str:
         lines = []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, platform.processor() or platform.machine())
-
-
-def shown(order: Order) -> str:
-    """The script with its arguments, as it would be typed."""
-    return shlex.join([str(order.script), *order.args])

@@ -1,0 +1,42 @@
+"""`python -m benchmarks [NAME ...]`: the quick benchmarks, or those that are named."""
+
+from __future__ import annotations
+
+import argparse
+
+from benchmarks import averaging, ddp, lab, line
+from benchmarks.race import WAYS
+
+QUICK = {"line": line.run, "ddp": ddp.run, "averaging": averaging.run}
+
+
+def main() -> None:
+    """Run what was asked for."""
+    asked = _options().parse_args()
+    for name in asked.names or QUICK:
+        if name == "lab":
+            lab.run(lab.Terms(seeds=range(asked.seeds), ways=tuple(asked.way or WAYS), limit_s=asked.limit))
+        else:
+            QUICK[name](asked.starts)
+
+
+def _options() -> argparse.ArgumentParser:
+    options = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    options.add_argument("names", nargs="*", metavar="NAME", choices=[*QUICK, "lab"], help=", ".join([*QUICK, "lab"]))
+    options.add_argument("--starts", type=_count, help="of the processes, for each side; fewer are quicker and noisier")
+    only = options.add_argument_group("lab")
+    only.add_argument("--seeds", type=_count, default=1, help="repeat with so many seeds (1)")
+    only.add_argument("--way", action="append", choices=WAYS, help="only this way; may be given several times")
+    only.add_argument("--limit", type=float, default=900.0, help="seconds after which a way is given up (900)")
+    return options
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is less than 1")
+    return number
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,204 @@
+"""How long do four hosts behind slow links take to learn MNIST?
+
+4 hosts, 100 Mbit/s each way, 0.8 M parameters, SGD with momentum 0.9 and learning rate 0.05, batch 32 a host, one
+thread a host: seconds to 97.5% of the test images, evaluations not counted. The bytes that each host sent are read off
+its link and compared with what Stretto says it sent.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.laboratory import Laboratory, Traffic
+from benchmarks.measure import save
+from benchmarks.race import WAYS, Way
+from stretto.events import read_events
+
+QUESTION = "seconds to a test accuracy of 97.5% on MNIST, 4 hosts at 100 Mbit/s, against the same written by hand"
+WANTED = 1.0
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What all ways have in common."""
+
+    hosts: int = 4
+    mbit: float = 100.0
+    target: float = 0.975
+    seeds: Sequence[int] = (0,)
+    ways: Sequence[str] = tuple(WAYS)
+    limit_s: float = 900.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One run. `seconds` is None when the target was not reached within the limit."""
+
+    way: str
+    seed: int
+    seconds: float | None
+    steps: int
+    ms_a_step: float
+    wall_seconds: float
+    sent_on_links: Sequence[int]
+    bytes_sent: Sequence[int] | None
+    evaluations: Sequence[Mapping[str, float]] = field(repr=False)
+
+    @property
+    def count_ratio(self) -> float | None:
+        """What the links saw, relative to what Stretto says it sent: above 1 by the heads of the frames."""
+        return sum(self.sent_on_links) / sum(self.bytes_sent) if self.bytes_sent and sum(self.bytes_sent) else None
+
+
+def run(terms: Terms = Terms()) -> dict[str, Any]:  # noqa: B008
+    """Take the figures, print them, keep them."""
+    print(f"lab: {QUESTION}", flush=True)
+    with Laboratory(terms.hosts, terms.mbit) as lab:
+        reached_mbit = lab.measure_mbit()
+        print(f"  one connection reaches {reached_mbit:.1f} Mbit/s on a link of {terms.mbit:g}", flush=True)
+        outcomes = [_report(race(lab, way, seed, terms)) for seed in terms.seeds for way in terms.ways]
+    ratios = _ratios(outcomes)
+    for way, one in ratios.items():
+        print(
+            f"  speed of {way} / {WAYS[way].against}: {one['a_step']:.3f} a step, {_shown(one['to_target'])} to target"
+        )
+    record = {
+        "question": QUESTION,
+        "wanted": WANTED,
+        "link_mbit": terms.mbit,
+        "reached_mbit": reached_mbit,
+        "hosts": terms.hosts,
+        "target": terms.target,
+        "limit_s": terms.limit_s,
+        "threads": 1,
+        "recipes": {way: WAYS[way].recipe for way in terms.ways if WAYS[way].recipe},
+        "seconds_to_target": {way: _median(outcomes, way, "seconds") for way in terms.ways},
+        "ms_a_step": {way: _median(outcomes, way, "ms_a_step") for way in terms.ways},
+        "speed_ratios": ratios,
+        "runs": [_record(one) for one in outcomes],
+    }
+    print(f"  kept in {save('lab', record)}")
+    return record
+
+
+def race(lab: Laboratory, way: str, seed: int, terms: Terms) -> Outcome:
+    """One way, from the start of its processes to their end."""
+    hosts = WAYS[way].hosts or terms.hosts
+    with tempfile.TemporaryDirectory(prefix="stretto-lab-") as folder:
+        before = [lab.traffic(host) for host in range(hosts)]
+        began = time.monotonic()
+        _train(lab, way, seed, hosts, Path(folder), terms)
+        wall_s = time.monotonic() - began
+        after = [lab.traffic(host) for host in range(hosts)]
+        traffic = [now.since(then) for now, then in zip(after, before, strict=True)]
+        return _outcome(way, seed, Path(folder), traffic, wall_s)
+
+
+def _train(lab: Laboratory, way: str, seed: int, hosts: int, folder: Path, terms: Terms) -> None:
+    """Run the way on its hosts. When the time is up the processes are ended; what was reached counts."""
+    command = [sys.executable, "-m", "benchmarks.race", way, str(folder), str(terms.target), str(seed)]
+    root = Path(__file__).resolve().parents[1]
+    logs = [(folder / f"host-{host}.log").open("w+b") for host in range(hosts)]
+    started = [
+        lab.start(host, command, {**lab.place(host, hosts), **_environment(folder, root)}, log)
+        for host, log in enumerate(logs)
+    ]
+    limit = time.monotonic() + terms.limit_s
+    try:
+        while any(one.poll() is None for one in started) and not any(one.poll() for one in started):
+            if time.monotonic() > limit:
+                return
+            time.sleep(0.05)
+        for host, one in enumerate(started):
+            if one.poll():
+                raise SystemExit(f"{way}: host {host} failed\n{(folder / f'host-{host}.log').read_text()[-3000:]}")
+    finally:
+        for one in started:
+            one.kill()
+            one.wait()
+        for log in logs:
+            log.close()
+
+
+def _environment(folder: Path, root: Path) -> dict[str, str]:
+    return {"OMP_NUM_THREADS": "1", "STRETTO_RUN": str(folder), "PYTHONPATH": str(root)}
+
+
+def _outcome(way: str, seed: int, folder: Path, traffic: Sequence[Traffic], wall_s: float) -> Outcome:
+    evaluations = [json.loads(line) for line in (folder / "evaluations.jsonl").read_text().splitlines()]
+    last = evaluations[-1]
+    return Outcome(
+        way=way,
+        seed=seed,
+        seconds=last["seconds"] if (folder / "reached").exists() else None,
+        steps=int(last["step"]),
+        ms_a_step=1000 * last["seconds"] / last["step"],
+        wall_seconds=wall_s,
+        sent_on_links=[one.sent for one in traffic],
+        bytes_sent=_said(folder / "events.jsonl"),
+        evaluations=evaluations,
+    )
+
+
+def _said(log: Path) -> list[int] | None:
+    """What each worker says in the end that it sent; None for ways that are not ours."""
+    if not log.exists():
+        return None
+    ends = {event["worker"]: event["bytes_sent"] for event in read_events(log) if event["event"] == "end"}
+    return [ends[worker] for worker in sorted(ends)]
+
+
+def _report(one: Outcome) -> Outcome:
+    megabytes = statistics.mean(one.sent_on_links) / 1e6
+    count = f", {one.count_ratio:.3f} of what it counted" if one.count_ratio else ""
+    print(
+        f"  {one.way:16} {_shown(one.seconds):>8} s, {one.steps:5} steps of {one.ms_a_step:7.2f} ms, "
+        f"{megabytes:8.1f} MB sent a host{count}",
+        flush=True,
+    )
+    return one
+
+
+def _shown(number: float | None) -> str:
+    return "-" if number is None else f"{number:.3f}" if number < 2 else f"{number:.1f}"
+
+
+def _ratios(outcomes: Sequence[Outcome]) -> dict[str, dict[str, float | None]]:
+    """Theirs / ours. Steps to the target depend on the order of the samples, the time of a step does not."""
+    ways = {one.way for one in outcomes}
+    pairs = {way: WAYS[way].against for way in WAYS if way in ways and WAYS[way].against in ways}
+    return {way: _against(outcomes, way, other) for way, other in pairs.items()}
+
+
+def _against(outcomes: Sequence[Outcome], way: str, other: str) -> dict[str, float | None]:
+    ours, theirs = _median(outcomes, way, "seconds"), _median(outcomes, other, "seconds")
+    a_step = [_median(outcomes, one, "ms_a_step") or 0.0 for one in (other, way)]
+    return {"a_step": a_step[0] / a_step[1], "to_target": theirs / ours if ours and theirs else None}
+
+
+def _median(outcomes: Sequence[Outcome], way: str, what: str) -> float | None:
+    """The median over the seeds; None when one of them did not get there."""
+    values = [getattr(one, what) for one in outcomes if one.way == way]
+    return None if None in values else float(statistics.median(values))
+
+
+def _record(one: Outcome) -> dict[str, Any]:
+    shown = {name: value for name, value in vars(one).items() if name != "evaluations"}
+    return {**shown, "count_ratio": one.count_ratio, "evaluations": list(one.evaluations)}
+
+
+def written_by_hand() -> list[str]:
+    """The ways that don't use Stretto."""
+    return [name for name, way in WAYS.items() if not _is_ours(way)]
+
+
+def _is_ours(way: Way) -> bool:
+    return bool(way.recipe)
