@@ -8,12 +8,12 @@ Every event has `event` (its kind), `t` (seconds since the start of training, a 
 | start | workers, pid, host, device, threads, recipe |
 | notice | text: something that the user should know |
 | log | step, samples, values: what the script gave to `stretto.log` |
-| progress | step, samples, rounds, split, bytes_sent, bytes_received: this worker, from the start |
+| progress | step, samples, rounds, split, bytes_sent, bytes_received, bytes_counted: this worker, from the start |
 | evaluation | epoch, step, samples, training_s, metrics: the agreed model (written by worker 0) |
 | epoch | epoch, step, samples, training_s, seen, drift, workers: one summary a worker (written by worker 0) |
 | check | step, round, equal: a comparison of replicas by hash (written by worker 0) |
 | error | kind, text, traceback, consequence (true when another worker's failure caused it) |
-| end | step, samples, rounds, split, bytes_sent, bytes_received, training_s, evaluate |
+| end | what progress carries, and training_s |
 
 `samples` of log, evaluation and epoch counts all workers, of progress and end this worker alone. `split` maps each of
 PHASES to seconds; they sum to `t`. `seen` maps once, twice, never and dropped to numbers of samples.

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -151,14 +152,31 @@ def environment_of(worker: int, order: Order, folder: Path, listener: socket) ->
     workers that walk through a set of names must do it in one order.
     """
     environment = {name: value for name, value in os.environ.items() if name not in OURS}
-    for name, value in {"GLOO_SOCKET_IFNAME": LOOPBACK, "PYTHONHASHSEED": str(order.seed)}.items():
+    for name, value in {**DEFAULTS, "PYTHONHASHSEED": str(order.seed)}.items():
         environment.setdefault(name, value)
+    if devices := gpus(environment):
+        environment["CUDA_VISIBLE_DEVICES"] = devices[worker % len(devices)]
     if order.threads or "OMP_NUM_THREADS" not in environment:
         environment["OMP_NUM_THREADS"] = str(order.threads_each())
     return environment | _place(worker, order, listener) | _task(order, folder) | _path(environment)
 
 
-LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
+DEFAULTS = {
+    "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
+    "OMP_WAIT_POLICY": "PASSIVE",
+}
+"""What the user may set otherwise. Threads that wait by spinning slow down whatever else runs on the machine, and a run
+alone most of all, which would make every recipe look fast beside it."""
+
+
+def gpus(environment: Mapping[str, str], devices: Path = Path("/dev")) -> list[str]:
+    """The GPUs that the workers share out among them, as CUDA_VISIBLE_DEVICES names them."""
+    if "CUDA_VISIBLE_DEVICES" in environment:
+        return [one for one in environment["CUDA_VISIBLE_DEVICES"].split(",") if one]
+    found = (one.name.removeprefix("nvidia") for one in devices.glob("nvidia[0-9]*"))
+    return sorted((one for one in found if one.isdigit()), key=int)
+
+
 OURS = ("STRETTO_RECIPE", "STRETTO_ALONE", "STRETTO_JOIN", "STRETTO_KEEP_STATES", "STRETTO_LISTEN_FD")
 
 

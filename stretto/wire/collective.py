@@ -7,6 +7,7 @@ and a later generation of workers can form its own.
 from __future__ import annotations
 
 import os
+import re
 import socket
 import struct
 import time
@@ -127,9 +128,9 @@ class CollectiveWire:
             raise self._broken(error, what, time.monotonic() - began) from error
 
     def _broken(self, error: Exception, what: str, waited_s: float = 0.0) -> WireError:
-        first = str(error).strip().partition("\n")[0]
+        why = reason(error)
         return WireError(
-            f"worker {self.worker} waited {waited_s:.1f} s for {what}; another worker is gone or too late: {first}"
+            f"worker {self.worker} waited {waited_s:.1f} s for {what}; another worker is gone or too late: {why}"
         )
 
 
@@ -165,10 +166,15 @@ def _form(kind: Any, store: Store, name: str, worker: int, workers: int, timeout
     try:
         return kind(PrefixStore(name, store), worker, workers, timedelta(seconds=timeout_s))
     except RuntimeError as error:
-        first = str(error).partition("\n")[0]
         raise WireError(
-            f"worker {worker} of {workers} could not meet the others within {timeout_s:g} s: {first}"
+            f"worker {worker} of {workers} could not meet the others within {timeout_s:g} s: {reason(error)}"
         ) from error
+
+
+def reason(error: Exception) -> str:
+    """What an engine says went wrong, in one line, without the places in its own source."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return re.sub(r"^(\[[^\]]*\]\s*)+", "", lines[0]).partition(". This ")[0]
 
 
 def _frame(message: bytes) -> Tensor:

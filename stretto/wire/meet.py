@@ -10,7 +10,7 @@ import torch
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from stretto.errors import LaunchError, WireError, explain
-from stretto.wire.collective import CollectiveWire
+from stretto.wire.collective import CollectiveWire, reason
 
 
 def meet_by_environment(
@@ -43,5 +43,4 @@ def _store(environment: Mapping[str, str], worker: int, workers: int, timeout_s:
         )
     except (RuntimeError, ValueError) as error:
         where = f"{environment['MASTER_ADDR']}:{environment['MASTER_PORT']}"
-        first = str(error).partition("\n")[0]
-        raise WireError(f"worker {worker} could not reach the meeting place {where}: {first}") from error
+        raise WireError(f"worker {worker} could not reach the meeting place {where}: {reason(error)}") from error

@@ -76,6 +76,21 @@ def test_cores_are_shared_out_unless_the_user_says_otherwise(tmp_path: Path, mon
     assert (threads(workers=2), threads(workers=2, threads=3)) == ("5", "3")
 
 
+def test_gpus_are_shared_out_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def devices(worker: int) -> str | None:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            given = crew.environment_of(worker, Order(Path("train.py"), workers=4), tmp_path, listener)
+        return given.get("CUDA_VISIBLE_DEVICES")
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-7,2")
+    assert [devices(worker) for worker in range(4)] == ["4", "GPU-7", "2", "4"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert devices(0) == ""
+    for name in ("nvidia0", "nvidia10", "nvidia2", "nvidiactl", "nvidia-caps"):
+        (tmp_path / name).touch()
+    assert crew.gpus({}, tmp_path) == ["0", "2", "10"]
+
+
 def test_the_workers_meet_at_the_socket_that_the_lead_inherits(place: Place) -> None:
     place.run(
         """
