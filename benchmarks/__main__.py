@@ -15,7 +15,8 @@ def main() -> None:
     asked = _options().parse_args()
     for name in asked.names or QUICK:
         if name == "lab":
-            lab.run(lab.Terms(seeds=range(asked.seeds), ways=tuple(asked.way or WAYS), limit_s=asked.limit))
+            ways = tuple(asked.way or WAYS)
+            lab.run(lab.Terms(seeds=range(asked.seeds), ways=ways, target=asked.target, limit_s=asked.limit))
         else:
             QUICK[name](asked.starts)
 
@@ -27,6 +28,7 @@ def _options() -> argparse.ArgumentParser:
     only = options.add_argument_group("lab")
     only.add_argument("--seeds", type=_count, default=1, help="repeat with so many seeds (1)")
     only.add_argument("--way", action="append", choices=WAYS, help="only this way; may be given several times")
+    only.add_argument("--target", type=float, default=0.975, help="test accuracy that ends a run (0.975)")
     only.add_argument("--limit", type=float, default=900.0, help="seconds after which a way is given up (900)")
     return options
 

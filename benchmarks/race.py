@@ -1,10 +1,10 @@
 """One host's program in the laboratory: trains on MNIST in one way until a test accuracy is reached.
 
-    python -m benchmarks.race "torch DDP" FOLDER TARGET
+    python -m benchmarks.race "torch DDP" FOLDER TARGET SEED
 
-All ways share the network, the optimizer, the batch and the clock: seconds since the first batch at host 0, less those
-in which it evaluates. The others wait meanwhile. After each evaluation host 0 writes a line to FOLDER/evaluations.jsonl;
-when the target is reached it writes FOLDER/reached and all end at the same step.
+All ways share the network, the optimizer, the order of the samples and the clock: seconds since the first batch at
+host 0, less those in which it evaluates; the others wait meanwhile. After each evaluation host 0 adds a line to
+FOLDER/evaluations.jsonl; when the target is reached it writes FOLDER/reached, and all end at the same step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, Sampler, TensorDataset
 
 import stretto
 from benchmarks.averaging import average
@@ -44,18 +44,16 @@ class Race:
         self.host, self.hosts = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self._folder, self._target = folder, target
         torch.manual_seed(seed)
-        self.seed = seed
+        self.order = Shuffled(len(self.data), seed)
         self.model = convolution()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=LR, momentum=MOMENTUM)
         self.steps = 0
         self._evaluating_s = 0.0
         self._began: float | None = None
 
-    def batches(self, loader: Any, sampler: DistributedSampler[Any] | None = None) -> Iterator[tuple[Tensor, Tensor]]:
+    def batches(self, loader: Any) -> Iterator[tuple[Tensor, Tensor]]:
         """The batches of as many passes as it takes to reach the target."""
-        for number in range(MOST_PASSES):
-            if sampler is not None:
-                sampler.set_epoch(number)
+        for _ in range(MOST_PASSES):
             for batch in loader:
                 if self._began is None:
                     self._began = time.perf_counter()
@@ -98,6 +96,36 @@ class Race:
                 dist.barrier()
 
 
+class Shuffled(Sampler[int]):
+    """All samples in an order that only the seed and the number of the pass decide."""
+
+    def __init__(self, samples: int, seed: int) -> None:
+        self._samples = samples
+        self._source = torch.Generator().manual_seed(seed)
+
+    def __iter__(self) -> Iterator[int]:
+        yield from torch.randperm(self._samples, generator=self._source).tolist()
+
+    def __len__(self) -> int:
+        return self._samples
+
+
+class Shard(Sampler[list[int]]):
+    """One host's batches of that order, dealt in turn, as Stretto deals them."""
+
+    def __init__(self, order: Shuffled, host: int, hosts: int) -> None:
+        self._order, self._host, self._hosts = order, host, hosts
+
+    def __iter__(self) -> Iterator[list[int]]:
+        indices = list(self._order)
+        for at in range(self._host * BATCH, len(self) * BATCH * self._hosts, BATCH * self._hosts):
+            yield indices[at : at + BATCH]
+
+    def __len__(self) -> int:
+        """Only rounds in which every host has a whole batch."""
+        return len(self._order) // (BATCH * self._hosts)
+
+
 def _learn(model: Callable[[Tensor], Tensor], optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> None:
     optimizer.zero_grad()
     cross_entropy(model(x), y).backward()
@@ -106,8 +134,7 @@ def _learn(model: Callable[[Tensor], Tensor], optimizer: torch.optim.Optimizer, 
 
 def alone(race: Race, way: Way) -> None:
     """One process on one host."""
-    loader = DataLoader(race.data, batch_size=BATCH, shuffle=True)
-    for x, y in race.batches(loader):
+    for x, y in race.batches(_shared(race)):
         _learn(race.model, race.optimizer, x, y)
         race.evaluate_if_due(race.model, way.evaluate_every)
 
@@ -118,8 +145,7 @@ def ddp(race: Race, way: Way) -> None:
     wrapped = DistributedDataParallel(race.model)
     if way.halves:
         wrapped.register_comm_hook(None, fp16_compress_hook)
-    loader, sampler = _shared(race.data, race.seed)
-    for x, y in race.batches(loader, sampler):
+    for x, y in race.batches(_shared(race)):
         _learn(wrapped, race.optimizer, x, y)
         race.evaluate_if_due(race.model, way.evaluate_every)
 
@@ -129,8 +155,7 @@ def averaging(race: Race, way: Way) -> None:
     dist.init_process_group("gloo")
     for one in race.model.parameters():
         dist.broadcast(one.data, 0)
-    loader, sampler = _shared(race.data, race.seed)
-    for x, y in race.batches(loader, sampler):
+    for x, y in race.batches(_shared(race)):
         _learn(race.model, race.optimizer, x, y)
         if race.steps % way.every == 0:
             average(race.model)
@@ -139,7 +164,7 @@ def averaging(race: Race, way: Way) -> None:
 
 def ours(race: Race, way: Way) -> None:
     """The loop as it is alone, with the one line."""
-    loader = DataLoader(race.data, batch_size=BATCH, shuffle=True)
+    loader = DataLoader(race.data, batch_size=BATCH, sampler=race.order)
     loader = stretto.distribute(
         race.model,
         race.optimizer,
@@ -152,9 +177,8 @@ def ours(race: Race, way: Way) -> None:
         _learn(race.model, race.optimizer, x, y)
 
 
-def _shared(data: Dataset[Any], seed: int) -> tuple[DataLoader[Any], DistributedSampler[Any]]:
-    sampler: DistributedSampler[Any] = DistributedSampler(data, seed=seed)
-    return DataLoader(data, batch_size=BATCH, sampler=sampler), sampler
+def _shared(race: Race) -> DataLoader[Any]:
+    return DataLoader(race.data, batch_sampler=Shard(race.order, race.host, race.hosts))
 
 
 @dataclass(frozen=True)

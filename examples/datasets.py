@@ -7,6 +7,7 @@ import gzip
 import hashlib
 import http.client
 import os
+import shlex
 import struct
 import sys
 import urllib.request
@@ -204,7 +205,7 @@ def _not_found(file: File, reasons: list[str]) -> str:
     given = os.environ.get("STRETTO_DATA")
     places = [f"$STRETTO_DATA ({given or 'not set'})", str(cache() / file.name), *reasons]
     looked = "\n".join(f"    {place}" for place in places)
-    command = f"STRETTO_DATA=FOLDER python {' '.join(sys.argv)}"
+    command = f"STRETTO_DATA=FOLDER python {shlex.join(sys.argv)}"
     return (
         f"the data {file.name} is not here and could not be downloaded\n"
         f"  looked in:\n{looked}\n"

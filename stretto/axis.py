@@ -46,6 +46,10 @@ class Answer:
     """Where the answer was published, as `Author year (arXiv number)`."""
     axis: ClassVar[str] = ""
 
+    def sources(self) -> tuple[str, ...]:
+        """The papers that this very answer goes back to."""
+        return self.papers
+
     def __post_init__(self) -> None:
         for name, kind in kinds(type(self)).items():
             object.__setattr__(self, name, _checked(self, name, kind))

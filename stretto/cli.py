@@ -192,11 +192,17 @@ def report(
 
 
 @app.command()
-def recipes(as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False) -> None:
+def recipes(
+    as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="As a table in Markdown.")] = False,
+) -> None:
     """List the recipes: their five words, and the papers they are from."""
-    from stretto.recipes import catalogue
+    from stretto.recipes import catalogue, markdown_table
 
     entries = catalogue()
+    if markdown:
+        print(markdown_table(entries))
+        return
     if as_json:
         _write_json(Path(STANDARD_OUTPUT), [asdict(entry) for entry in entries])
         return

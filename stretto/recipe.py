@@ -54,7 +54,7 @@ class Recipe(Answer):
 
     def sources(self) -> tuple[str, ...]:
         """The papers of its parts, each once."""
-        papers = (paper for one in _axes() for paper in getattr(self, one.name).papers)
+        papers = (paper for one in _axes() for paper in getattr(self, one.name).sources())
         return tuple(dict.fromkeys(papers))
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ParamSpec
 
@@ -100,3 +100,13 @@ def _entry(make: Callable[..., Recipe]) -> Entry:
     signature = ", ".join(f"{one.name}={literal(one.default)}" for one in options)
     sentence = (make.__doc__ or "").partition("\n")[0]
     return Entry(make.__name__, sentence, f"{make.__name__}({signature})", recipe.words(), recipe.sources())
+
+
+def markdown_table(entries: Sequence[Entry]) -> str:
+    """The recipes as a table in Markdown, as the README shows them."""
+    head = ["recipe", "what it does", "what", "when", "whom", "how", "then", "papers"]
+    rows = [
+        [f"`{one.signature}`", one.sentence, *(f"`{word}`" for word in one.words.values()), "; ".join(one.papers)]
+        for one in entries
+    ]
+    return "\n".join(f"| {' | '.join(row)} |" for row in [head, ["---"] * len(head), *rows])

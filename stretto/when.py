@@ -27,6 +27,10 @@ class together(When):
 
     papers = ("Lin et al. 2018 (1808.07217)",)
 
+    def sources(self) -> tuple[str, ...]:
+        """The paper of `after`, where that is used."""
+        return self.papers if self.after else ()
+
     def due(self, step: int) -> bool:
         """Whether an exchange follows local step `step`, counted from 1.
 

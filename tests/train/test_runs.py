@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader
 
 import stretto
 from stretto.events import PHASES, read_events
+from stretto.train import evaluation
 from stretto.train.seat import Seat, find_seat
 
 RECIPES = ["allreduce", "local_sgd(every=3)", "diloco(every=4)"]
@@ -123,6 +125,18 @@ def test_evaluate_sees_the_agreed_model_and_leaves_no_trace(recipe: str, tmp_pat
     found = events(tmp_path, "evaluation")
     assert [one["epoch"] for one in found] == [1, 2]
     assert found[-1]["metrics"]["norm"] == pytest.approx(float(flat(plain[0]).norm()))
+
+
+def test_evaluate_draws_no_random_number_of_the_training() -> None:
+    net = small_net()
+    draws = (lambda: torch.rand(1).item(), random.random, lambda: np.random.rand())
+    for seed in (torch.manual_seed, random.seed, np.random.seed):
+        seed(5)
+    wanted = [draw() for draw in draws]
+    for seed in (torch.manual_seed, random.seed, np.random.seed):
+        seed(5)
+    evaluation.run(lambda net: {"drawn": sum(draw() for draw in draws)}, net)
+    assert [draw() for draw in draws] == wanted
 
 
 @pytest.mark.parametrize("recipe", ["allreduce", "local_sgd(every=3)", "diloco(every=4)"])

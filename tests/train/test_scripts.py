@@ -433,9 +433,10 @@ def test_a_change_of_the_model_between_passes_stands() -> None:
 
     def work(worker: int) -> Tensor:
         net = small_net(DOUBLE)
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         loader = stretto.distribute(net, optimizer, DataLoader(regression(48, DOUBLE), batch_size=8))
         for epoch in range(2):
+            optimizer.param_groups[0]["lr"] = 0.0 if epoch else 0.1
             for x, y in loader:
                 optimizer.zero_grad()
                 nn.functional.mse_loss(net(x), y).backward()
@@ -446,7 +447,7 @@ def test_a_change_of_the_model_between_passes_stands() -> None:
                         one.fill_(0.25)
         return flat(net)
 
-    for recipe in ("local_sgd(every=100)", "diloco(every=100)", "allreduce"):
+    for recipe in ("local_sgd(every=100)", "diloco(every=100)", "local_sgd(every=2)", "diloco(every=2)", "allreduce"):
         assert torch.equal(together(2, work, recipe)[1], torch.full_like(flat(small_net()), 0.25))
 
 
