@@ -32,11 +32,6 @@ class Weights:
         """An exchange was done; a second one in the same hand has the same weights."""
         self._spent = True
 
-    @property
-    def open(self) -> bool:
-        """Whether there are samples that no exchange has carried."""
-        return not self._spent and any(self._pending)
-
 
 class Arrivals:
     """When this worker was ready for each exchange and how long it was blocked: what it waited for is known later."""

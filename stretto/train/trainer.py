@@ -76,7 +76,9 @@ class Trainer:
         self._look: Look | None = None
         self._leases: list[Any] = []
         self._shadowing = False
-        self._accumulating = False
+        self._apart = False
+        """Whether local steps have been done since the last exchange."""
+        self._accumulated = False
         self._steps_before = 0
         self._drift_at = 0.0
         self._hooks = [optimizer.register_step_post_hook(self._after_step)]
@@ -191,7 +193,6 @@ class Trainer:
 
     def accumulate(self, on: bool) -> None:
         """Hold exchanges back, or no longer: the script accumulates gradients."""
-        self._accumulating = on
         self._accumulated = True
         if self.gradients is not None:
             self.gradients.paused = on
@@ -211,6 +212,7 @@ class Trainer:
 
     def _count_step(self) -> None:
         self.steps += 1
+        self._apart = True
         if self.rounds is not None and self.recipe is not None and self.recipe.when.due(self.steps):  # type: ignore[attr-defined]
             self._exchange_round()
 
@@ -224,6 +226,7 @@ class Trainer:
             raise NotFiniteError(f"{error}; step {self.steps}, worker {self.wire.worker}; {ADVICE}") from None
         if measure:
             self._drift_at = now
+        self._apart = False
         self.weights.carried()
         if self.rounds_done % CHECK_EVERY_ROUNDS == 1:
             self.check(f"after exchange {self.rounds_done}")
@@ -275,7 +278,7 @@ class Trainer:
             if self.gradients is not None:
                 self.buffers.agree()
                 self.buffers.follow_lead()
-        elif self.weights.open:
+        elif self._apart:
             with self.watch.on("exchanging"):
                 self._look = Look(self.arena, self.buffers, self.wire, self.weights.share())
 
