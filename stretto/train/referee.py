@@ -18,6 +18,7 @@ from stretto.train.exchange import Arrivals
 from stretto.train.hands import Hands, counted
 from stretto.train.journal import Journal
 from stretto.train.model import state_of
+from stretto.train.replica import Replica
 from stretto.train.seat import Seat
 from stretto.train.stopwatch import Stopwatch
 from stretto.wire import Wire
@@ -33,20 +34,11 @@ class Judged(Protocol):
     watch: Stopwatch
     journal: Journal
     arrivals: Arrivals
+    replica: Replica
     steps: int
     samples: int
     own_samples: int
     hands_done: int
-
-    @property
-    def drift(self) -> float | None:
-        """How far this worker was from the agreed model."""
-
-    def look(self) -> None:
-        """Put the agreed model in place."""
-
-    def resume(self) -> None:
-        """Take up this worker's own parameters again."""
 
     def training_s(self) -> float:
         """Seconds of training so far."""
@@ -70,9 +62,9 @@ class Referee:
         steps = self._trainer.steps
         if self._every is None or steps // self._every == (self._evaluated_at or 0) // self._every:
             return
-        self._trainer.look()
+        self._trainer.replica.look()
         self.evaluate()
-        self._trainer.resume()
+        self._trainer.replica.resume()
 
     def evaluate(self) -> None:
         """Evaluate the model as it is now; worker 0 does, the others wait for it."""
@@ -101,7 +93,7 @@ class Referee:
         if self._every is None:
             self.evaluate()
         mine: dict[str, Any] = {"worker": trainer.wire.worker, "samples": trainer.own_samples, "steps": trainer.steps}
-        mine |= {"drift": trainer.drift, **trainer.measured()}
+        mine |= {"drift": trainer.replica.drift, **trainer.measured()}
         told = [msgspec.msgpack.decode(one) for one in trainer.wire.gather(msgspec.msgpack.encode(mine))]
         seen = self._audit(hands)
         if trainer.wire.worker == 0:

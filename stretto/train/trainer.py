@@ -15,24 +15,17 @@ from torch.optim import Optimizer
 from stretto.errors import NotFiniteError
 from stretto.recipe import Recipe
 from stretto.train import shadow
-from stretto.train.agreement import Look
-from stretto.train.arena import Arena
 from stretto.train.evaluation import Evaluate
 from stretto.train.exchange import Arrivals, Weights
-from stretto.train.gradients import GradientExchange
 from stretto.train.hands import Dealer, Hand, Hands
 from stretto.train.journal import ADVICE, Journal, open_folder
 from stretto.train.model import agree_on_model, part_random_states, plain_name, same_start, trainable
 from stretto.train.referee import Referee
-from stretto.train.replicas import compare
-from stretto.train.rounds import RoundExchange
+from stretto.train.replica import Replica
 from stretto.train.seat import Seat
-from stretto.train.state import MovingBuffers, OptimizerState
 from stretto.train.stopwatch import Stopwatch
-from stretto.what import gradients
 
 CHECK_EVERY_ROUNDS = 100
-MEASURE_DRIFT_EVERY_S = 1.0
 
 
 class Trainer:
@@ -63,26 +56,27 @@ class Trainer:
         part_random_states(self.wire)
         self.dealer = Dealer(loader, self.wire, seat.join)
         self.weights, self.arrivals = Weights(self.wire), Arrivals(self.wire)
-        self.optimizer_state = OptimizerState(optimizer, self.wire)
-        self.buffers = MovingBuffers(model, self.wire)
         self.referee = Referee(self, seat, evaluate, evaluate_every)
-        self.arena: Arena | None = None
-        self.gradients: GradientExchange | None = None
-        self.rounds: RoundExchange | None = None
         self.steps = self.hands_done = self.rounds_done = 0
         self.samples = self.own_samples = 0
         self.hands: Hands | None = None
         self.hand: Hand | None = None
-        self._look: Look | None = None
         self._leases: list[Any] = []
         self._shadowing = False
-        self._apart = False
-        """Whether local steps have been done since the last exchange."""
         self._accumulated = False
         self._steps_before = 0
-        self._drift_at = 0.0
         self._hooks = [optimizer.register_step_post_hook(self._after_step)]
-        self._prepare()
+        self.replica = Replica(
+            model,
+            optimizer,
+            recipe,
+            self.wire,
+            self.watch,
+            self.journal,
+            self.weights,
+            self._exchange_begins,
+            self._exchange_ended,
+        )
         self._say_start(seat)
 
     # --- passes -----------------------------------------------------------------------------------------------
@@ -90,8 +84,8 @@ class Trainer:
     def begin_pass(self) -> None:
         """A pass over the loader begins; one that the script left early is ended first."""
         self.end_pass()
-        self.resume()
-        self._prepare()
+        self.replica.resume()
+        self.replica.prepare()
         with self.watch.on("loading"):
             self.hands = self.dealer.deal()
 
@@ -119,7 +113,7 @@ class Trainer:
         if self.hands is None:
             return
         self.end_hand()
-        self.look()
+        self.replica.look()
         self._settle_leases()
         self.check("at the end of a pass")
         hands, self.hands = self.hands, None
@@ -159,9 +153,9 @@ class Trainer:
             self._announce(hand, shadow.END)
             if hand.short:
                 shadow.tell_settings(self.wire, hand.teller, self.optimizer)
-        if self.gradients is None and self.rounds is None:
+        if self.recipe is None:
             self._settle_leases()
-        if self.gradients is not None and self.rounds_done % CHECK_EVERY_ROUNDS == 1:
+        if self.replica.gradients is not None and self.rounds_done % CHECK_EVERY_ROUNDS == 1:
             self.check(f"after exchange {self.rounds_done}")
         self.referee.evaluate_if_due()
         if self.journal.due():
@@ -172,10 +166,10 @@ class Trainer:
         """Follow what the others do in a hand that has no batch for this worker."""
         self._shadowing = True
         while (word := self._hear(hand)) != shadow.END:
-            if word == shadow.EXCHANGE and self.gradients is not None:
-                self.gradients.take_part()
+            if word == shadow.EXCHANGE and self.replica.gradients is not None:
+                self.replica.gradients.take_part()
             elif word == shadow.STEP:
-                if self.gradients is not None:
+                if self.replica.gradients is not None:
                     shadow.tell_gradients(self.wire, hand.teller, self._stepped())
                     self.optimizer.step()
                 else:
@@ -194,8 +188,8 @@ class Trainer:
     def accumulate(self, on: bool) -> None:
         """Hold exchanges back, or no longer: the script accumulates gradients."""
         self._accumulated = True
-        if self.gradients is not None:
-            self.gradients.paused = on
+        if self.replica.gradients is not None:
+            self.replica.gradients.paused = on
 
     # --- steps and exchanges ----------------------------------------------------------------------------------
 
@@ -205,29 +199,19 @@ class Trainer:
         if getattr(optimizer, "found_inf", None) is None:
             self._refuse_not_finite()
         self._announce(self.hand, shadow.STEP)
-        if self.gradients is not None and self.hand is not None and self.hand.short and not self._shadowing:
+        if self.replica.gradients is not None and self.hand is not None and self.hand.short and not self._shadowing:
             shadow.tell_gradients(self.wire, self.hand.teller, self._stepped())
         self._count_step()
         self.watch.switch(before)
 
     def _count_step(self) -> None:
         self.steps += 1
-        self._apart = True
-        if self.rounds is not None and self.recipe is not None and self.recipe.when.due(self.steps):  # type: ignore[attr-defined]
-            self._exchange_round()
-
-    def _exchange_round(self) -> None:
-        assert self.rounds is not None
-        now = self.journal.t()
-        measure = now - self._drift_at >= MEASURE_DRIFT_EVERY_S
+        if not self.replica.stepped(self.steps):
+            return
         try:
-            self.rounds.run(self.weights.share(), measure)
+            self.replica.exchange()
         except NotFiniteError as error:
             raise NotFiniteError(f"{error}; step {self.steps}, worker {self.wire.worker}; {ADVICE}") from None
-        if measure:
-            self._drift_at = now
-        self._apart = False
-        self.weights.carried()
         if self.rounds_done % CHECK_EVERY_ROUNDS == 1:
             self.check(f"after exchange {self.rounds_done}")
 
@@ -242,7 +226,7 @@ class Trainer:
 
     def _make_up_for_a_skipped_step(self, hand: Hand) -> None:
         """Count a step that a gradient scaler left out at this worker alone, lest the others wait for its exchange."""
-        if self.rounds is None or self.steps > self._steps_before or self._accumulated:
+        if self.replica.rounds is None or self.steps > self._steps_before or self._accumulated:
             return
         steps_each_hand = self.steps > 0 and self.steps == self.hands_done - 1
         if steps_each_hand or self._has_wild_gradient():
@@ -268,80 +252,12 @@ class Trainer:
     def _stepped(self) -> list[nn.Parameter]:
         return [one for group in self.optimizer.param_groups for one in group["params"]]
 
-    # --- the agreed model -------------------------------------------------------------------------------------
-
-    def look(self) -> None:
-        """Put the agreed model in place of this worker's own, where the two differ."""
-        if self._look is not None:
-            return
-        if self.rounds is None or self.arena is None:
-            if self.gradients is not None:
-                self.buffers.agree()
-                self.buffers.follow_lead()
-        elif self._apart:
-            with self.watch.on("exchanging"):
-                self._look = Look(self.arena, self.buffers, self.wire, self.weights.share())
-
-    def resume(self) -> None:
-        """Go on with this worker's own parameters after a look."""
-        look, self._look = self._look, None
-        if look is not None and not look.resume():
-            self.journal.notice("the script changed the model after a pass; training goes on from its values")
-            self._rebuild()
-
-    @property
-    def drift(self) -> float | None:
-        """How far this worker was from the agreed model when that was last measured, relative to the model."""
-        if self._look is not None:
-            return self._look.drift
-        return self.rounds.drift if self.rounds is not None else None
+    # --- what is known ----------------------------------------------------------------------------------------
 
     def check(self, when: str) -> None:
         """Compare the replicas of all workers, which must be equal now."""
-        if self.arena is None or self.wire.workers == 1:
-            return
-        wholes = {f"part {index}": part.theta for index, part in enumerate(self.arena.parts)}
-        compare(self.wire, wholes, {slot.name: slot.parameter for slot in self.arena.slots}, when)
-        if self.wire.worker == 0:
+        if self.replica.check(when) and self.wire.worker == 0:
             self.journal.write("check", step=self.steps, round=self.rounds_done, equal=True)
-
-    def _prepare(self) -> None:
-        """Lay the parameters into an arena, unless they lie there; a script may freeze, thaw or move them."""
-        if self.recipe is None:
-            return
-        named = trainable(self.model, self.optimizer)
-        if named and (self.arena is None or not self.arena.holds([one for _, one in named])):
-            self.arena = Arena(named)
-            self._rebuild()
-
-    def _rebuild(self) -> None:
-        """Make the exchange anew for the arena as it is."""
-        assert self.recipe is not None
-        assert self.arena is not None
-        if not isinstance(self.recipe.what, gradients):
-            self.rounds = RoundExchange(
-                self.arena,
-                self.recipe,
-                self.wire,
-                self.watch,
-                self.optimizer_state,
-                self.buffers,
-                self._exchange_ended,
-            )
-            return
-        if self.gradients is not None:
-            self.gradients.release()
-        self.gradients = GradientExchange(
-            self.arena,
-            self.wire,
-            self.recipe.how,
-            self.watch,
-            self.weights.share,
-            self._exchange_begins,
-            self._exchange_ended,
-        )
-
-    # --- what is known ----------------------------------------------------------------------------------------
 
     def training_s(self) -> float:
         """Seconds since the start, without those spent evaluating."""

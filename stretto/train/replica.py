@@ -1,0 +1,133 @@
+"""This worker's copy of the model: laid flat, exchanged as the recipe says, looked at as agreed, compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import nn
+from torch.optim import Optimizer
+
+from stretto.recipe import Recipe
+from stretto.train.agreement import Look
+from stretto.train.arena import Arena
+from stretto.train.exchange import Weights
+from stretto.train.gradients import GradientExchange
+from stretto.train.journal import Journal
+from stretto.train.model import trainable
+from stretto.train.replicas import compare
+from stretto.train.rounds import RoundExchange
+from stretto.train.state import MovingBuffers, OptimizerState
+from stretto.train.stopwatch import Stopwatch
+from stretto.what import gradients
+from stretto.when import together
+from stretto.wire import Wire
+
+MEASURE_DRIFT_EVERY_S = 1.0
+
+
+class Replica:
+    """The model as one worker has it. `recipe` is None for a worker that exchanges nothing.
+
+    `on_begin` is called before gradients are exchanged, `on_end` after every exchange, with the seconds blocked by it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        recipe: Recipe | None,
+        wire: Wire,
+        watch: Stopwatch,
+        journal: Journal,
+        weights: Weights,
+        on_begin: Callable[[], None],
+        on_end: Callable[[float], None],
+    ) -> None:
+        self._model, self._optimizer, self._recipe = model, optimizer, recipe
+        self._wire, self._watch, self._journal, self._weights = wire, watch, journal, weights
+        self._on_begin, self._on_end = on_begin, on_end
+        self._optimizer_state = OptimizerState(optimizer, wire)
+        self._buffers = MovingBuffers(model, wire)
+        self._arena: Arena | None = None
+        self.gradients: GradientExchange | None = None
+        """The exchange of a recipe of gradients."""
+        self.rounds: RoundExchange | None = None
+        """The exchange of a recipe of parameters."""
+        self._look: Look | None = None
+        self._apart = False
+        self._drift_at = 0.0
+        self.prepare()
+
+    def prepare(self) -> None:
+        """Lay the parameters into an arena, unless they lie there; a script may freeze, thaw or move them."""
+        if self._recipe is None:
+            return
+        named = trainable(self._model, self._optimizer)
+        if named and (self._arena is None or not self._arena.holds([one for _, one in named])):
+            self._arena = Arena(named)
+            self._rebuild()
+
+    def stepped(self, steps: int) -> bool:
+        """The optimizer has done its `steps`-th step; whether an exchange is due now."""
+        self._apart = True
+        when = self._recipe.when if self._recipe is not None else None
+        return self.rounds is not None and isinstance(when, together) and when.due(steps)
+
+    def exchange(self) -> None:
+        """One round of a recipe of parameters."""
+        assert self.rounds is not None
+        now = self._journal.t()
+        measure = now - self._drift_at >= MEASURE_DRIFT_EVERY_S
+        self.rounds.run(self._weights.share(), measure)
+        if measure:
+            self._drift_at = now
+        self._apart = False
+
+    def look(self) -> None:
+        """Put the agreed model in place of this worker's own, where the two differ."""
+        if self._look is not None:
+            return
+        if self.gradients is not None:
+            self._buffers.agree()
+            self._buffers.follow_lead()
+        elif self._arena is not None and self._apart:
+            with self._watch.on("exchanging"):
+                self._look = Look(self._arena, self._buffers, self._wire, self._weights.share())
+
+    def resume(self) -> None:
+        """Go on with this worker's own parameters after a look."""
+        look, self._look = self._look, None
+        if look is not None and not look.resume():
+            self._journal.notice("the script changed the model after a pass; training goes on from its values")
+            self._rebuild()
+
+    @property
+    def drift(self) -> float | None:
+        """How far this worker was from the agreed model when that was last measured, relative to the model."""
+        if self._look is not None:
+            return self._look.drift
+        return self.rounds.drift if self.rounds is not None else None
+
+    def check(self, when: str) -> bool:
+        """Compare the replicas of all workers, which must be equal now; False when there is nothing to compare."""
+        if self._arena is None or self._wire.workers == 1:
+            return False
+        wholes = {f"part {index}": part.theta for index, part in enumerate(self._arena.parts)}
+        compare(self._wire, wholes, {slot.name: slot.parameter for slot in self._arena.slots}, when)
+        return True
+
+    def _rebuild(self) -> None:
+        """Make the exchange anew for the arena as it is."""
+        assert self._recipe is not None
+        assert self._arena is not None
+        if self.gradients is not None:
+            self.gradients.release()
+        if isinstance(self._recipe.what, gradients):
+            how, share = self._recipe.how, self._weights.share
+            self.gradients = GradientExchange(
+                self._arena, self._wire, how, self._watch, share, self._on_begin, self._on_end
+            )
+        else:
+            self.rounds = RoundExchange(
+                self._arena, self._recipe, self._wire, self._watch, self._optimizer_state, self._buffers, self._on_end
+            )
