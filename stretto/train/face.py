@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import atexit
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils.data import Dataset
 
 from stretto import typed
-from stretto.errors import ModelError, RecipeError, ScriptError, StrettoError, explain
+from stretto.errors import LoaderError, ModelError, RecipeError, ScriptError, StrettoError, explain
 from stretto.recipe import Recipe
 from stretto.train.evaluation import Evaluate, run
 from stretto.train.seat import Seat, find_seat, given_seat
@@ -63,7 +65,7 @@ def distribute(
         ...     torch.nn.functional.mse_loss(model(x), y).backward()
         ...     _ = optimizer.step()
     """
-    _check_arguments(model, optimizer, evaluate, evaluate_every)
+    _check_arguments(model, optimizer, loader, evaluate, evaluate_every)
     if _current.get() is not None:
         problem = "stretto.distribute was called twice"
         raise ScriptError(
@@ -220,13 +222,23 @@ def _chosen(seat: Seat, scripted: Recipe | None) -> Recipe | None:
     return typed.parse(seat.recipe) if seat.recipe else scripted or typed.parse("allreduce")
 
 
-def _check_arguments(model: object, optimizer: object, evaluate: object, every: object) -> None:
+def _check_arguments(model: object, optimizer: object, loader: object, evaluate: object, every: object) -> None:
     if not isinstance(model, nn.Module):
         problem = "stretto.distribute needs the model first"
         raise ModelError(explain(problem, got=type(model).__name__, expected="an nn.Module", to_type=_CALL))
     if not isinstance(optimizer, Optimizer):
         problem = "stretto.distribute needs the optimizer second"
         raise ModelError(explain(problem, got=type(optimizer).__name__, expected="a torch optimizer", to_type=_CALL))
+    if isinstance(model, DistributedDataParallel | DataParallel):
+        problem, wrapper = "the model is wrapped to be distributed already", type(model).__name__
+        raise ModelError(
+            explain(problem, got=wrapper, expected="the plain model", to_type="distribute the model itself")
+        )
+    if isinstance(loader, Dataset) or not isinstance(loader, Iterable):
+        problem, expected = "stretto.distribute needs the loader third", "a DataLoader, or an iterable of batches"
+        raise LoaderError(
+            explain(problem, got=type(loader).__name__, expected=expected, to_type="DataLoader(data, batch_size=32)")
+        )
     if evaluate is not None and not callable(evaluate):
         problem = "evaluate= can't be called"
         raise ScriptError(

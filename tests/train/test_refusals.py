@@ -90,6 +90,9 @@ def test_an_optimizer_without_the_models_parameters() -> None:
     [
         {"net": "no model"},
         {"optimizer": "no optimizer"},
+        {"net": nn.DataParallel(nn.Linear(6, 1))},
+        {"loader": regression(40)},
+        {"loader": 5},
         {"evaluate": 3},
         {"evaluate_every": 0},
         {"evaluate_every": 1.5},

@@ -511,14 +511,13 @@ LOADERS = {
     "no batches": lambda n: DataLoader(numbers(n), batch_size=None),
     "stream": lambda n: DataLoader(Counted(n), batch_size=4),
     "list of batches": lambda n: list(torch.arange(float(n)).split(4)),
-    "processes": lambda n: DataLoader(numbers(n), batch_size=4, num_workers=2),
 }
 
 
 @pytest.mark.parametrize("recipe", ["allreduce", "local_sgd(every=3)"])
 @pytest.mark.parametrize("samples", [5, 23, 48])
 @pytest.mark.parametrize("workers", [1, 2, 3, 4, 5])
-@pytest.mark.parametrize("kind", [kind for kind in LOADERS if kind != "processes"])
+@pytest.mark.parametrize("kind", LOADERS)
 def test_every_sample_is_seen_exactly_once(kind: str, workers: int, samples: int, recipe: str) -> None:
     found = together(workers, lambda worker: read(LOADERS[kind](samples)), recipe)
     for epoch in range(2):
