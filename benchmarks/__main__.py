@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from benchmarks import averaging, ddp, lab, line
+from benchmarks import averaging, ddp, figures, lab, line
 from benchmarks.race import WAYS
 
 QUICK = {"line": line.run, "ddp": ddp.run, "averaging": averaging.run}
@@ -17,13 +17,17 @@ def main() -> None:
         if name == "lab":
             ways = tuple(asked.way or WAYS)
             lab.run(lab.Terms(seeds=range(asked.seeds), ways=ways, target=asked.target, limit_s=asked.limit))
+        elif name == "figures":
+            figures.write()
         else:
             QUICK[name](asked.starts)
 
 
 def _options() -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    options.add_argument("names", nargs="*", metavar="NAME", choices=[*QUICK, "lab"], help=", ".join([*QUICK, "lab"]))
+    names = [*QUICK, "lab", "figures"]
+    about = f"{', '.join(names)}; without a name {', '.join(QUICK)}; figures writes docs/figures.md"
+    options.add_argument("names", nargs="*", metavar="NAME", choices=names, help=about)
     options.add_argument("--starts", type=_count, help="of the processes, for each side; fewer are quicker and noisier")
     only = options.add_argument_group("lab")
     only.add_argument("--seeds", type=_count, default=1, help="repeat with so many seeds (1)")

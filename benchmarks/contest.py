@@ -29,7 +29,7 @@ class Contest:
     def run(self, starts: int | None = None, **beside: Any) -> dict[str, Any]:
         """Take the figures, print them, keep them and what else belongs `beside` them.
 
-        `starts`: other than each case's own number.
+        `starts`: other than each case's own number, for a trial.
         """
         print(f"{self.name}: {self.question}", flush=True)
         record = {
@@ -41,7 +41,7 @@ class Contest:
             "cases": {case: self._case(case, starts or TASKS[case].starts) for case in self.cases},
             **beside,
         }
-        print(f"  kept in {save(self.name, record)}")
+        print(f"  kept in {save(self.name, record, trial=starts is not None)}")
         return record
 
     def _case(self, case: str, starts: int) -> dict[str, Any]:

@@ -38,6 +38,11 @@ class Terms:
     ways: Sequence[str] = tuple(WAYS)
     limit_s: float = 900.0
 
+    @property
+    def is_trial(self) -> bool:
+        """Whether this is less than the whole comparison."""
+        return tuple(self.ways) != tuple(WAYS) or self.target != Terms.target
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -66,7 +71,7 @@ def run(terms: Terms) -> dict[str, Any]:
     with Laboratory(terms.hosts, terms.mbit) as lab:
         reached_mbit = lab.measure_mbit()
         print(f"  one connection reaches {reached_mbit:.1f} Mbit/s on a link of {terms.mbit:g}", flush=True)
-        outcomes = [_report(race(lab, way, seed, terms)) for seed in terms.seeds for way in terms.ways]
+        outcomes = [_report(race(lab, way, seed, terms)) for way, seed in _turns(terms)]
     ratios = _ratios(outcomes)
     for way, one in ratios.items():
         print(
@@ -87,8 +92,15 @@ def run(terms: Terms) -> dict[str, Any]:
         "speed_ratios": ratios,
         "runs": [_record(one) for one in outcomes],
     }
-    print(f"  kept in {save('lab', record)}")
+    print(f"  kept in {save('lab', record, trial=terms.is_trial)}")
     return record
+
+
+def _turns(terms: Terms) -> list[tuple[str, int]]:
+    """All ways with each seed, forwards and backwards."""
+    forwards = list(terms.ways)
+    orders = [forwards if number % 2 == 0 else forwards[::-1] for number in range(len(terms.seeds))]
+    return [(way, seed) for seed, order in zip(terms.seeds, orders, strict=True) for way in order]
 
 
 def race(lab: Laboratory, way: str, seed: int, terms: Terms) -> Outcome:
@@ -179,17 +191,17 @@ def _shown(number: float | None) -> str:
     return "-" if number is None else f"{number:.3f}" if number < 2 else f"{number:.1f}"
 
 
-def _ratios(outcomes: Sequence[Outcome]) -> dict[str, dict[str, float | None]]:
+def _ratios(outcomes: Sequence[Outcome]) -> dict[str, dict[str, Any]]:
     """Theirs / ours. Steps to the target depend on the order of the samples, the time of a step does not."""
     ways = {one.way for one in outcomes}
     pairs = {way: WAYS[way].against for way in WAYS if way in ways and WAYS[way].against in ways}
     return {way: _against(outcomes, way, other) for way, other in pairs.items()}
 
 
-def _against(outcomes: Sequence[Outcome], way: str, other: str) -> dict[str, float | None]:
+def _against(outcomes: Sequence[Outcome], way: str, other: str) -> dict[str, Any]:
     ours, theirs = _median(outcomes, way, "seconds"), _median(outcomes, other, "seconds")
     a_step = [_median(outcomes, one, "ms_a_step") or 0.0 for one in (other, way)]
-    return {"a_step": a_step[0] / a_step[1], "to_target": theirs / ours if ours and theirs else None}
+    return {"against": other, "a_step": a_step[0] / a_step[1], "to_target": theirs / ours if ours and theirs else None}
 
 
 def _median(outcomes: Sequence[Outcome], way: str, what: str) -> float | None:

@@ -87,10 +87,10 @@ def _processor() -> str:
     return next(named, platform.machine())
 
 
-def save(name: str, record: dict[str, Any], folder: Path = RESULTS) -> Path:
-    """Write results/NAME.json with the date and the machine."""
+def save(name: str, record: dict[str, Any], *, trial: bool = False, folder: Path = RESULTS) -> Path:
+    """Write results/NAME.json with the date and the machine; a trial, which is less than asked for, beside it."""
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{name}.json"
+    path = folder / f"{name}{'-trial' * trial}.json"
     taken = datetime.now(UTC).isoformat(timespec="seconds")
     whole = {"benchmark": name, "taken": taken, "machine": machine(), **record}
     path.write_text(json.dumps(whole, indent=1) + "\n")

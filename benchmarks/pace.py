@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT_S = 300.0
@@ -76,11 +75,13 @@ class Pace:
 class Crew:
     """The worker processes of one side."""
 
-    def __init__(self, command: Sequence[str], workers: int, log: IO[bytes]) -> None:
-        self._log = log
+    def __init__(self, command: Sequence[str], workers: int) -> None:
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed in close)
+        self._folder = tempfile.TemporaryDirectory(prefix="stretto-pace-")
         port = str(free_port())
         common = {"WORLD_SIZE": str(workers), "LOCAL_WORLD_SIZE": str(workers), "MASTER_ADDR": "127.0.0.1"}
         common |= {"MASTER_PORT": port, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        common |= {"STRETTO_RUN": self._folder.name}
         places = [{"RANK": str(rank), "LOCAL_RANK": str(rank), **common} for rank in range(workers)]
         self._workers = [self._start(command, place if workers > 1 else {"OMP_NUM_THREADS": "1"}) for place in places]
 
@@ -121,6 +122,8 @@ class Crew:
             worker.kill()
         for worker in self._workers:
             worker.communicate()
+        self._log.close()
+        self._folder.cleanup()
 
 
 @contextmanager
@@ -129,9 +132,8 @@ def crews(module: str, sides: Sequence[str], case: str, segment: int, workers: i
     with ExitStack() as stack:
         started = {}
         for side in sides:
-            log = stack.enter_context(tempfile.TemporaryFile())
             command = [sys.executable, "-m", "benchmarks.pace", module, side, case, str(segment)]
-            started[side] = Crew(command, workers, log)
+            started[side] = Crew(command, workers)
             stack.callback(started[side].close)
         yield started
 

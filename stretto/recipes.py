@@ -48,7 +48,7 @@ def allreduce(how: Codec = exact()) -> Recipe:
 @named
 def local_sgd(
     every: int = 16,
-    optimizer_state: str = "average",
+    optimizer_state: str = "keep",
     after: int = 0,
     how: Codec = exact(),
 ) -> Recipe:

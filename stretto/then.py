@@ -7,7 +7,7 @@ parameters at an exchange, the mean change since they last agreed.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from stretto.axis import Answer, Range
 
@@ -21,6 +21,17 @@ class Memory:
     def __init__(self, theta: Tensor) -> None:
         self.agreed = theta.clone()
         self.velocity: Tensor | None = None
+
+
+PIECE = 1 << 16
+"""Numbers that are worked on at a time, so that the second operation finds them in the processor's cache."""
+
+
+def _add(theta: Tensor, answer: Tensor, agreed: Tensor, weight: float) -> None:
+    """`agreed += weight * answer; theta = agreed`."""
+    flat: tuple[Any, ...] = (theta, answer, agreed)
+    for now, change, before in zip(*(one.split(PIECE) for one in flat), strict=True):
+        now.copy_(before.add_(change, alpha=weight))
 
 
 class Then(Answer):
@@ -48,7 +59,7 @@ class replace(OnParameters):
     """Take the mean of the parameters: `theta = theta_old + answer`, where the answer is the mean change."""
 
     def apply(self, theta: Tensor, answer: Tensor, memory: Memory) -> None:
-        theta.copy_(memory.agreed.add_(answer))
+        _add(theta, answer, memory.agreed, 1.0)
 
 
 class Weight(Answer):
@@ -73,7 +84,7 @@ class add(OnParameters):
 
     def apply(self, theta: Tensor, answer: Tensor, memory: Memory) -> None:
         assert isinstance(self.weight, constant)
-        theta.copy_(memory.agreed.add_(answer, alpha=self.weight.c))
+        _add(theta, answer, memory.agreed, self.weight.c)
 
 
 @dataclass(frozen=True, repr=False)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from stretto.axis import Answer
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+PIECE = 1 << 16
+"""Numbers that are worked on at a time, so that the second operation finds them in the processor's cache."""
 
 
 class What(Answer):
@@ -29,7 +33,9 @@ class OfParameters(What):
         """Write this worker's contribution, weighted by its share of the samples, into `out`."""
         import torch
 
-        torch.sub(theta, agreed, out=out).mul_(share)
+        flat: tuple[Any, ...] = (theta, agreed, out)
+        for now, before, piece in zip(*(one.split(PIECE) for one in flat), strict=True):
+            torch.sub(now, before, out=piece).mul_(share)
 
 
 @dataclass(frozen=True, repr=False)
@@ -54,10 +60,10 @@ class updates(OfParameters):
 class parameters(OfParameters):
     """The parameters themselves: `theta = sum_i (n_i / n) theta_i`, sent as their change (see OfParameters).
 
-    optimizer_state says what becomes of the optimizer's state at an exchange: "average" it with the parameters
-    (2 to 3 times the bytes with Adam), "keep" it as each worker has it, or "reset" it.
+    optimizer_state says what becomes of the optimizer's state at an exchange: "keep" it as each worker has it,
+    "average" it with the parameters (twice the bytes with momentum, three times with Adam), or "reset" it to zero.
     """
 
-    optimizer_state: Literal["average", "keep", "reset"] = "average"
+    optimizer_state: Literal["average", "keep", "reset"] = "keep"
 
     papers = ("Su, Chen 2015 (1507.01239)",)

@@ -118,8 +118,11 @@ def _text(error: BaseException) -> str:
 def short(error: BaseException) -> str:
     """The traceback from the script's own frame on, less a last line that repeats the error's name and text.
 
-    Of an error that Stretto raises on purpose only the script's side is told: neither our frames nor torch's.
+    Of an error that Stretto raises on purpose only the script's side is told: neither our frames nor torch's. A script
+    that ends itself with a text has said what there is to say.
     """
+    if isinstance(error, SystemExit) and isinstance(error.code, str):
+        return ""
     whole = traceback.TracebackException.from_exception(error)
     _shorten(whole, (*STARTERS, PACKAGE, TORCH) if isinstance(error, StrettoError) else STARTERS)
     lines, last = list(whole.format()), list(whole.format_exception_only())

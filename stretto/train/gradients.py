@@ -121,7 +121,6 @@ class GradientExchange:
         for bucket in self.buckets:
             bucket.missing = len(bucket.places)
 
-    @torch.no_grad()
     def _write(self, place: Place) -> bool:
         """Put the gradient, weighted, into its place, and let it live there. False when there is none."""
         parameter = place.slot.parameter
@@ -131,7 +130,7 @@ class GradientExchange:
             return False
         if grad.layout is not torch.strided:
             raise ModelError(_sparse(place))
-        torch.mul(grad.detach(), self._weight, out=place.view)
+        torch.mul(grad.detach() if grad.requires_grad else grad, self._weight, out=place.view)
         parameter.grad = place.view
         return True
 
@@ -194,14 +193,13 @@ def cut(arena: Arena, codec: Codec) -> list[Bucket]:
 
 
 def _runs(part: Part, limit: int) -> list[list[Slot]]:
+    """The slots of each bucket; the one that reaches the limit is the bucket's last, so that it does not wait."""
     runs: list[list[Slot]] = [[]]
     for slot in part.slots:
-        run = runs[-1]
-        if run and (slot.stop - run[0].start) * part.theta.element_size() > limit:
-            runs.append([slot])
+        if runs[-1] and (runs[-1][-1].stop - runs[-1][0].start) * part.theta.element_size() >= limit:
+            runs.append([])
             limit = BUCKET_BYTES
-        else:
-            run.append(slot)
+        runs[-1].append(slot)
     return runs
 
 

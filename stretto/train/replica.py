@@ -22,7 +22,7 @@ from stretto.what import gradients
 from stretto.when import together
 from stretto.wire import Wire
 
-MEASURE_DRIFT_EVERY_S = 1.0
+MEASURE_DRIFT_EVERY_S = 5.0
 
 
 class Replica:

@@ -118,6 +118,6 @@ def _relative_distance(ranges: list[_FlatRange], answers: list[Tensor]) -> float
     apart = whole = 0.0
     for one, answer in zip(ranges, answers, strict=True):
         mean = one.memory.agreed + answer
-        apart += float((one.part.theta - mean).double().square().sum())
-        whole += float(mean.double().square().sum())
+        apart += float((one.part.theta - mean).norm()) ** 2
+        whole += float(mean.norm()) ** 2
     return (apart / whole) ** 0.5 if whole else None

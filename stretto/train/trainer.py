@@ -112,7 +112,7 @@ class Trainer:
         """All workers look at the agreed model, are compared, evaluated, and settle what they know of each other."""
         if self.hands is None:
             return
-        self.end_hand()
+        self.end_hand(left=True)
         self.replica.look()
         self._settle_leases()
         self.check("at the end of a pass")
@@ -142,14 +142,18 @@ class Trainer:
         if hand.lease is not None:
             self._leases.append(hand.lease)
 
-    def end_hand(self) -> None:
-        """What follows on a hand at every worker alike: the end for the idle, an evaluation that is due, progress."""
+    def end_hand(self, left: bool = False) -> None:
+        """What follows on a hand at every worker alike: the end for the idle, an evaluation that is due, progress.
+
+        `left` says that the script has left its pass in the middle of the hand.
+        """
         if self.hand is None:
             return
         self.watch.switch("other")
         hand, self.hand = self.hand, None
         if not hand.idle:
-            self._make_up_for_a_skipped_step(hand)
+            if not left:
+                self._make_up_for_a_skipped_step(hand)
             self._announce(hand, shadow.END)
             if hand.short:
                 shadow.tell_settings(self.wire, hand.teller, self.optimizer)

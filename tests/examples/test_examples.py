@@ -58,6 +58,27 @@ def test_shakespeare_runs_and_learns():
     assert last("validation_loss", ended.stderr) < 4.17  # less than a uniform guess among 65 characters
 
 
+STRETTO = "import sys; from stretto.cli import main; sys.exit(main())"
+
+
+@pytest.mark.parametrize(
+    ("script", "recipe", "options"),
+    [
+        ("digits.py", "local_sgd(every=4)", ["--epochs", "2"]),
+        ("mnist.py", "diloco(every=4)", ["--epochs", "1", "--samples", "640"]),
+        ("shakespeare.py", "allreduce", ["--layers", "1", "--width", "32", "--characters", "20000"]),
+    ],
+)
+def test_two_workers_run_it(script, recipe, options, tmp_path):
+    if script != "digits.py":
+        needs("mnist/train-images-idx3-ubyte.gz", "tinyshakespeare/input.txt")
+    command = [sys.executable, "-c", STRETTO, "run", str(EXAMPLES / script), "-n", "2", "--recipe", recipe]
+    command += ["--out", str(tmp_path / "run"), "--", *options]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert (tmp_path / "run" / "report.html").is_file()
+
+
 @pytest.mark.parametrize("script", ["mnist.py", "shakespeare.py"])
 def test_without_data_a_script_ends_with_one_error(script, tmp_path):
     closed = {"https_proxy": "http://127.0.0.1:9", "XDG_CACHE_HOME": str(tmp_path), "STRETTO_DATA": ""}

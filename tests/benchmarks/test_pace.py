@@ -1,0 +1,72 @@
+"""Sides take turns, and no worker outlives its crew or its parent."""
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from benchmarks.pace import ROOT, Crew, crews, take_turns
+
+PATIENCE_S = 20.0
+
+
+def gone(process: int) -> bool:
+    """Whether a process has ended, within the limit."""
+    until = time.monotonic() + PATIENCE_S
+    while time.monotonic() < until:
+        try:
+            os.kill(process, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def crew(code: str) -> Crew:
+    return Crew([sys.executable, "-c", code], 1)
+
+
+ECHO = """
+from benchmarks.pace import Pace
+pace = Pace(3)
+pace.begin()
+while True:
+    pace.step()
+"""
+
+
+def test_turns_are_counted_alike_and_the_workers_end():
+    first, second = crew(ECHO), crew(ECHO)
+    processes = [worker.pid for one in (first, second) for worker in one._workers]
+    try:
+        taken = take_turns({"first": first, "second": second}, 4)
+    finally:
+        first.close()
+        second.close()
+    assert {side: len(values) for side, values in taken.items()} == {"first": 4, "second": 4}
+    assert all(one.wall > 0 for values in taken.values() for one in values)
+    assert all(gone(process) for process in processes)
+
+
+def test_a_worker_that_fails_is_told_with_its_last_words():
+    broken = crew("raise ValueError('no such thing')")
+    try:
+        with pytest.raises(SystemExit, match="no such thing"):
+            broken.segment()
+    finally:
+        broken.close()
+
+
+def test_a_worker_ends_when_nobody_will_tell_it_to_go_on():
+    pipe = subprocess.PIPE
+    worker = subprocess.Popen([sys.executable, "-c", ECHO], stdin=pipe, stdout=pipe, cwd=ROOT)
+    worker.communicate(b"go\n", timeout=PATIENCE_S)
+    assert worker.returncode == 0
+
+
+def test_both_sides_of_a_contest_train():
+    with crews("benchmarks.averaging", ("stretto", "by hand"), "0.8 M", 16, 2) as started:
+        taken = take_turns(started, 1)
+    assert all(values[0].wall > 0 for values in taken.values())
