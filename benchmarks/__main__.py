@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Sequence
 
 from benchmarks import averaging, ddp, figures, lab, line
 from benchmarks.race import WAYS
@@ -27,7 +28,7 @@ def _options() -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     names = [*QUICK, "lab", "figures"]
     about = f"{', '.join(names)}; without a name {', '.join(QUICK)}; figures writes docs/figures.md"
-    options.add_argument("names", nargs="*", metavar="NAME", choices=names, help=about)
+    options.add_argument("names", nargs="*", metavar="NAME", type=_one_of(names), help=about)
     options.add_argument("--starts", type=_count, help="of the processes, for each side; fewer are quicker and noisier")
     only = options.add_argument_group("lab")
     only.add_argument("--seeds", type=_count, default=1, help="repeat with so many seeds (1)")
@@ -35,6 +36,15 @@ def _options() -> argparse.ArgumentParser:
     only.add_argument("--target", type=float, default=0.975, help="test accuracy that ends a run (0.975)")
     only.add_argument("--limit", type=float, default=900.0, help="seconds after which a way is given up (900)")
     return options
+
+
+def _one_of(names: Sequence[str]) -> Callable[[str], str]:
+    def name(text: str) -> str:
+        if text not in names:
+            raise argparse.ArgumentTypeError(f"there is no {text}; there are {', '.join(names)}")
+        return text
+
+    return name
 
 
 def _count(text: str) -> int:

@@ -1,0 +1,93 @@
+"""The one table of laws that every recipe passes; a new recipe is added to RECIPES and to nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from crew import apart, flat, regression, small_net, together
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import stretto
+from stretto.events import read_events
+from stretto.recipes import NAMED
+from stretto.typed import parse
+
+DOUBLE = torch.float64
+RECIPES = [
+    *NAMED,
+    "local_sgd(every=3)",
+    'local_sgd(every=4, optimizer_state="average")',
+    'local_sgd(every=3, optimizer_state="reset", after=4)',
+    "diloco(every=3)",
+    "Recipe(what=updates(), when=together(every=2), then=add(weight=constant(0.5)))",
+    'allreduce(how=cast("bf16"))',
+    'local_sgd(every=2, how=cast("fp16"))',
+]
+
+
+def momentum(net: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.5)
+
+
+def train(samples: int, epochs: int = 3, losses: list[float] | None = None) -> Any:
+    data = regression(samples, DOUBLE)
+
+    def work(worker: int) -> Tensor:
+        net = small_net(DOUBLE)
+        optimizer = momentum(net)
+        loader = stretto.distribute(net, optimizer, DataLoader(data, batch_size=8))
+        for _ in range(epochs):
+            for x, y in loader:
+                optimizer.zero_grad()
+                loss = nn.functional.mse_loss(net(x), y)
+                loss.backward()
+                optimizer.step()
+        if losses is not None:
+            losses.append(nn.functional.mse_loss(net(data.tensors[0]), data.tensors[1]).item())
+        return flat(net)
+
+    return work
+
+
+@pytest.fixture(params=RECIPES)
+def recipe(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def test_after_a_pass_all_workers_hold_the_same_bits(recipe: str) -> None:
+    found = together(4, train(100), recipe)
+    assert all(torch.equal(one, found[0]) for one in found)
+
+
+def test_the_same_run_gives_the_same_bits(recipe: str) -> None:
+    assert torch.equal(together(3, train(100), recipe)[0], together(3, train(100), recipe)[0])
+
+
+def test_a_worker_that_never_has_data_weighs_nothing(recipe: str) -> None:
+    """Two batches for two workers, or for three of whom one is idle."""
+    close = 1e-2 if "cast" in recipe else 1e-12
+    assert apart(together(3, train(16), recipe)[2], together(2, train(16), recipe)[0]) <= close
+
+
+def test_it_learns(recipe: str) -> None:
+    before, after = [], []
+    together(2, train(160, epochs=0, losses=before), recipe)
+    together(2, train(160, epochs=25, losses=after), recipe)
+    assert max(after) < 0.8 * min(before)
+
+
+def test_each_sample_counts_once_and_the_time_is_accounted_for(recipe: str, tmp_path: Path) -> None:
+    together(3, train(50), recipe, run=tmp_path)
+    events = list(read_events(tmp_path / "events.jsonl"))
+    seen = [one["seen"] for one in events if one["event"] == "epoch"]
+    assert seen == [{"once": 50, "twice": 0, "never": 0, "dropped": 0}] * 3
+    for end in (one for one in events if one["event"] == "end"):
+        assert sum(end["split"].values()) == pytest.approx(end["t"], rel=0.02)
+
+
+def test_it_prints_as_it_is_typed(recipe: str) -> None:
+    assert parse(str(parse(recipe))) == parse(parse(recipe).spelled()) == parse(recipe)
