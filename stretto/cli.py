@@ -9,18 +9,18 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
-import msgspec
 import typer
 from typer.exceptions import TyperException
 
 from stretto.compare.command import compare
-from stretto.errors import LaunchError, LogError, StrettoError, explain
+from stretto.errors import LaunchError, StrettoError, explain
 from stretto.folder import version
 from stretto.launch.arguments import ScriptCommand
 from stretto.launch.local import Order, Stopped
 from stretto.launch.local import run as run_order
 from stretto.launch.order import Output
 from stretto.launch.watch import Watch
+from stretto.report.record import STANDARD_OUTPUT, write_json
 
 app = typer.Typer(
     name="stretto",
@@ -30,7 +30,6 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 USAGE, FAILED = 2, 1
-STANDARD_OUTPUT = "-"
 
 
 def main() -> None:
@@ -150,18 +149,7 @@ def _conclude(folder: Path, json_to: Path | None, silent: bool) -> None:
     if not silent:
         print("\n".join([*_summary(found), f"page: {written}"]), file=sys.stderr if here else sys.stdout)
     if json_to is not None:
-        _write_json(json_to, found)
-
-
-def _write_json(target: Path, found: object) -> None:
-    text = msgspec.json.format(msgspec.json.encode(found), indent=2).decode() + "\n"
-    if str(target) == STANDARD_OUTPUT:
-        sys.stdout.write(text)
-        return
-    try:
-        target.write_text(text)
-    except OSError as error:
-        raise LogError(f"{target} cannot be written: {error.strerror}") from error
+        write_json(json_to, found)
 
 
 def _summary(found: dict[str, Any]) -> list[str]:
@@ -204,7 +192,7 @@ def recipes(
         print(markdown_table(entries))
         return
     if as_json:
-        _write_json(Path(STANDARD_OUTPUT), [asdict(entry) for entry in entries])
+        write_json(Path(STANDARD_OUTPUT), [asdict(entry) for entry in entries])
         return
     for entry in entries:
         words = [f"    {word:<5} {answer}" for word, answer in entry.words.items()]

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import typer
 from rich.console import Console
 from rich.text import Text
@@ -16,14 +13,13 @@ from rich.text import Text
 from stretto.compare.plan import Question, ask, trials
 from stretto.compare.progress import Progress
 from stretto.compare.runs import Comparison
-from stretto.errors import LaunchError, LogError, explain
+from stretto.errors import LaunchError, explain
 from stretto.folder import make_folder
 from stretto.launch.local import Stopped
-from stretto.report.record import Record
+from stretto.report.record import STANDARD_OUTPUT, write_json
 from stretto.report.table import show
 from stretto.report.verdict import verdict
 
-STANDARD_OUTPUT = "-"
 DEFAULT_WORKERS = "4"
 FAILED = 1
 
@@ -96,7 +92,7 @@ def _conclude(comparison: Comparison, json_to: Path | None) -> None:
         console.print(Text(f"failed: {failed['folder']}: {first}"), soft_wrap=True)
     console.print(Text(f"page: {written}"), soft_wrap=True)
     if json_to is not None:
-        _write_json(json_to, [{**one, "folder": str(comparison.folder / one["folder"])} for one in records])
+        write_json(json_to, [{**one, "folder": str(comparison.folder / one["folder"])} for one in records])
 
 
 def _check_json(target: Path | None) -> None:
@@ -106,14 +102,3 @@ def _check_json(target: Path | None) -> None:
     problem = f"{target} is a folder" if target.is_dir() else f"there is no folder {target.parent}"
     expected = "a file in a folder that exists, or - for the standard output"
     raise LaunchError(explain(problem, got=target, expected=expected, to_type="--json compare.json"))
-
-
-def _write_json(target: Path, records: Sequence[Record]) -> None:
-    text = msgspec.json.format(msgspec.json.encode(records), indent=2).decode() + "\n"
-    if str(target) == STANDARD_OUTPUT:
-        sys.stdout.write(text)
-        return
-    try:
-        target.write_text(text)
-    except OSError as error:
-        raise LogError(f"{target} cannot be written: {error.strerror}") from error

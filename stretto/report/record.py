@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from stretto.errors import LogError
 from stretto.report.history import History, number, read, split_of
 
 Record = dict[str, Any]
 
+STANDARD_OUTPUT = "-"
 ALONE = "alone"
 JOINED = "alone(joined)"
 
@@ -116,3 +121,15 @@ def _counted(history: History) -> Record:
         "bytes_counted": all(event.get("bytes_counted", True) for event in counts),
         "time_split": [split_of(event) for event in counts],
     }
+
+
+def write_json(target: Path, found: object) -> None:
+    """Write records, or whatever else is asked for as JSON, to a file or with "-" to the standard output."""
+    text = msgspec.json.format(msgspec.json.encode(found), indent=2).decode() + "\n"
+    if str(target) == STANDARD_OUTPUT:
+        sys.stdout.write(text)
+        return
+    try:
+        target.write_text(text)
+    except OSError as error:
+        raise LogError(f"{target} cannot be written: {error.strerror}") from error

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader
 
 from stretto.errors import LoaderError, explain
 from stretto.wire import Wire
@@ -181,37 +181,12 @@ class _Unbatched:
         return self.convert(items[0])
 
 
-class _SampleShard(IterableDataset[Any]):
-    """Each N-th sample of a stream, for this worker."""
+def sharded_stream(loader: Iterable[Any], worker: int, workers: int, join: int) -> Iterator[Any]:
+    """This worker's part of a loader without an order: every N-th batch, or every N-th set of `join` batches joined.
 
-    def __init__(self, stream: Dataset[Any], worker: int, workers: int) -> None:
-        self._stream, self._worker, self._workers = stream, worker, workers
-
-    def __iter__(self) -> Iterator[Any]:
-        return islice(iter(self._stream), self._worker, None, self._workers)
-
-
-def sharded_stream(loader: Any, worker: int, workers: int, join: int) -> Iterable[Any]:
-    """This worker's part of a loader without an order: each N-th sample of an IterableDataset, else each N-th batch.
-
-    Every worker reads the whole stream and must see it in the same order.
+    Every worker reads the whole stream, and must see it in the same order.
     """
-    if not isinstance(loader, DataLoader):
-        return _joined(islice(iter(loader), worker, None, workers), join)
-    return DataLoader(
-        _SampleShard(loader.dataset, worker, workers),
-        batch_size=loader.batch_size and loader.batch_size * join,
-        num_workers=loader.num_workers,
-        collate_fn=loader.collate_fn,
-        pin_memory=loader.pin_memory,
-        drop_last=loader.drop_last,
-        timeout=loader.timeout,
-        worker_init_fn=loader.worker_init_fn,
-        multiprocessing_context=loader.multiprocessing_context,
-        generator=loader.generator,
-        prefetch_factor=loader.prefetch_factor,
-        persistent_workers=False,
-    )
+    return islice(_joined(iter(loader), join), worker, None, workers)
 
 
 def _joined(batches: Iterator[Any], join: int) -> Iterator[Any]:

@@ -117,9 +117,8 @@ class Dealer:
         """Begin a pass."""
         if self._share is not None:
             return LeasedHands(self._rebuilt, self._share, self._wire)
-        return StreamedHands(
-            iter(sharded_stream(self._loader, self._wire.worker, self._wire.workers, self._join)), self._wire
-        )
+        stream = sharded_stream(self._loader, self._wire.worker, self._wire.workers, self._join)
+        return StreamedHands(stream, self._wire)
 
     def length(self) -> int:
         """The hands of a pass."""

@@ -305,7 +305,7 @@ class Trainer:
         )
         if not self.dealer.leases and not (self.wire.workers == 1 and seat.join == 1):
             self.journal.notice(
-                "the loader is a stream: every worker reads all of it and keeps each "
-                f"{self.wire.workers}-th sample; how often each sample counted can't be audited"
+                "the loader is a stream: every worker reads all of it and keeps one batch in "
+                f"{self.wire.workers}; how often each sample counted can't be audited"
             )
         self.journal.flush()
