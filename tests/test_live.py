@@ -164,6 +164,40 @@ def test_a_dataloader_with_processes_sees_every_sample_once_in_the_same_order(tm
     assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
 
 
+SCALED = """
+import torch, stretto
+torch.manual_seed(0)
+x = torch.randn(97, 6, dtype=torch.float64)
+y = torch.sin(x.sum(1, keepdim=True))
+net = torch.nn.Sequential(torch.nn.Linear(6, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1)).double()
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=3)
+loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=8)
+loader = stretto.distribute(net, optimizer, loader, recipe="allreduce")
+for epoch in range(5):
+    for a, b in loader:
+        optimizer.zero_grad()
+        scaler.scale(((net(a) - b) ** 2).mean()).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+        scaler.step(optimizer)
+        scaler.update()
+assert scaler.get_scale() > 64
+"""
+
+
+def test_scalers_stay_in_step_on_idle_workers_too(tmp_path: Path) -> None:
+    """A scale that grows at another step on one worker would make its gradient weigh another time as much."""
+    path = script(tmp_path, SCALED)
+    several = stretto_run(tmp_path, path, 4, "allreduce", "several")
+    (tmp_path / "joined").mkdir()
+    joined = {"STRETTO_RUN": "joined", "STRETTO_ALONE": "1", "STRETTO_JOIN": "4"}
+    done = call(tmp_path, sys.executable, str(path), **joined)
+    assert done.returncode == 0, done.stderr
+    one = load_file(tmp_path / "joined" / "final.safetensors")
+    assert all(torch.allclose(tensor, one[name], rtol=1e-9, atol=1e-12) for name, tensor in several.items())
+
+
 FAILING = {
     "raises before": ("LINE", "if RANK == 1: raise RuntimeError('boom before')\nLINE", "RuntimeError: boom before"),
     "raises during": (

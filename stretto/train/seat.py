@@ -33,6 +33,8 @@ class Seat:
     run: Path | None = None
     opens_folder: bool = False
     """Whether worker 0 makes the run folder, since no launcher of ours has made one."""
+    own_process: bool = False
+    """Whether no other worker sits in this process."""
     seed: int | None = None
     alone: bool = False
     join: int = 1
@@ -64,6 +66,7 @@ def find_seat(environment: Mapping[str, str] = os.environ) -> Seat | None:
         recipe=environment.get("STRETTO_RECIPE") or None,
         run=Path(environment["STRETTO_RUN"]) if "STRETTO_RUN" in environment else None,
         opens_folder="STRETTO_RUN" not in environment,
+        own_process=True,
         seed=_number(environment, "STRETTO_SEED", 0) if "STRETTO_SEED" in environment else None,
         alone=environment.get("STRETTO_ALONE") == "1",
         join=_number(environment, "STRETTO_JOIN", 1),

@@ -2,7 +2,7 @@
 
 The others run the script's loop; this one can't, since there is no batch to give it. So in such a hand they tell what
 they do: an exchange begins, the optimizer steps, the hand ends. The idle worker joins the exchanges with a weight of
-zero, steps with the very gradients the others step with, and takes over what their schedulers have become.
+zero, steps with the very gradients the others step with, and takes over what their schedulers and scalers have become.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import torch
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -35,18 +36,36 @@ def tell_gradients(wire: Wire, teller: int, parameters: list[nn.Parameter]) -> N
     follow(wire, [one.grad for one in parameters if one.grad is not None], teller)
 
 
-def tell_settings(wire: Wire, teller: int, optimizer: Optimizer) -> None:
-    """Give the idle workers the optimizer's settings and the state of its schedulers."""
-    mine = msgspec.msgpack.encode(
-        [[_plain(group) for group in optimizer.param_groups], [_plain(one) for one in _schedulers(optimizer)]]
-    )
-    groups, schedulers = msgspec.msgpack.decode(wire.tell(mine, teller), type=tuple[list[Plain], list[Plain]])
-    if wire.worker == teller:
-        return
-    for group, told in zip(optimizer.param_groups, groups, strict=True):
-        _take(group, told)
-    for scheduler, told in zip(_schedulers(optimizer), schedulers, strict=False):
-        _take(scheduler, told)
+class Settings:
+    """What steps besides the parameters: the optimizer's settings, its schedulers and the script's gradient scalers.
+
+    Scalers know nothing of their optimizer, so all of the process are followed, if the process is this worker's `own`.
+    """
+
+    def __init__(self, optimizer: Optimizer, own: bool) -> None:
+        self._optimizer, self._own = optimizer, own
+        self._scalers: list[GradScaler] = []
+        self._asked = 0
+
+    def tell(self, wire: Wire, teller: int) -> None:
+        """Bring the idle workers to where the teller is."""
+        mine = [self._optimizer.param_groups, _schedulers(self._optimizer), self._scaler_states()]
+        told = wire.tell(msgspec.msgpack.encode([[_plain(one) for one in kind] for kind in mine]), teller)
+        if wire.worker == teller:
+            return
+        groups, schedulers, scalers = msgspec.msgpack.decode(told, type=tuple[list[Plain], list[Plain], list[Plain]])
+        for setting, plain in [*zip(mine[0], groups, strict=True), *zip(mine[1], schedulers, strict=False)]:
+            _take(setting, plain)
+        for scaler, plain in zip(self._scalers, scalers, strict=False):
+            scaler.load_state_dict(plain)
+
+    def _scaler_states(self) -> list[Plain]:
+        """The collector, which is slow, is asked for scalers at the 1st, 2nd, 4th, 8th ... time until there is one."""
+        self._asked += 1
+        if self._own and not self._scalers and self._asked & (self._asked - 1) == 0:
+            found = [one for one in gc.get_referrers(GradScaler) if type(one) is GradScaler]
+            self._scalers = [one for one in found if one.is_enabled()]
+        return [one.state_dict() for one in self._scalers]
 
 
 def _schedulers(optimizer: Optimizer) -> list[dict[str, Any]]:

@@ -62,6 +62,7 @@ class Trainer:
         self.hands: Hands | None = None
         self.hand: Hand | None = None
         self._leases: list[Any] = []
+        self._settings = shadow.Settings(optimizer, seat.own_process)
         self._shadowing = False
         self._accumulated = False
         self._steps_before = 0
@@ -156,7 +157,7 @@ class Trainer:
                 self._make_up_for_a_skipped_step(hand)
             self._announce(hand, shadow.END)
             if hand.short:
-                shadow.tell_settings(self.wire, hand.teller, self.optimizer)
+                self._settings.tell(self.wire, hand.teller)
         if self.recipe is None:
             self._settle_leases()
         if self.replica.gradients is not None and self.rounds_done % CHECK_EVERY_ROUNDS == 1:
@@ -178,7 +179,7 @@ class Trainer:
                     self.optimizer.step()
                 else:
                     self._count_step()
-        shadow.tell_settings(self.wire, hand.teller, self.optimizer)
+        self._settings.tell(self.wire, hand.teller)
         self._shadowing = False
 
     def _hear(self, hand: Hand) -> bytes:

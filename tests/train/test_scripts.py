@@ -30,14 +30,12 @@ def loop(
     batch: int = 8,
     epochs: int = 2,
     set_to_none: bool = True,
-    forward: Any = None,
 ) -> Tensor:
     loader = stretto.distribute(net, optimizer, DataLoader(data, batch_size=batch))
     for _ in range(epochs):
         for x, y in loader:
             optimizer.zero_grad(set_to_none=set_to_none)
-            out = (forward or net)(x)
-            nn.functional.mse_loss(out, y).backward()
+            nn.functional.mse_loss(net(x), y).backward()
             optimizer.step()
     return flat(net)
 
@@ -399,11 +397,15 @@ def test_averaged_momentum_is_equal_everywhere_and_kept_momentum_is_not() -> Non
     assert torch.equal(reset[0], torch.zeros_like(reset[0]))
 
 
-def test_a_compiled_model() -> None:
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_compiled_model(in_place: bool) -> None:
     def work(worker: int) -> Tensor:
-        net = small_net(DOUBLE)
-        compiled = torch.compile(net, backend="aot_eager")
-        return loop(compiled, sgd(compiled.parameters()), regression(64, DOUBLE), forward=compiled)
+        net: Any = small_net(DOUBLE)
+        if in_place:
+            net.compile(backend="aot_eager")
+        else:
+            net = torch.compile(net, backend="aot_eager")
+        return loop(net, sgd(net.parameters()), regression(64, DOUBLE))
 
     one = one_worker(work, "allreduce")
     assert apart(one, alone(training(regression(64, DOUBLE), 8, dtype=DOUBLE))) <= CLOSE
