@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,8 @@ from stretto.recipe import Recipe
 
 EXAMPLE = "local_sgd(every=16)"
 LONGEST = 10_000
+_one_at_a_time = threading.Lock()
+"""Python 3.11 counts the depth of a syntax tree in one place for all threads, and fails when two build one at once."""
 
 
 def _answers() -> dict[str, Callable[..., Any]]:
@@ -37,7 +40,8 @@ def parse(text: str) -> Recipe:
     if len(text) > LONGEST:
         raise _not_a_recipe(text[:40] + "...", f"a text of {len(text)} characters")
     try:
-        tree = ast.parse(text.strip(), mode="eval").body
+        with _one_at_a_time:
+            tree = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
         raise _not_a_recipe(text, str(error)) from None
     value = _value(tree, text)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import string
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import given
@@ -139,6 +142,24 @@ def test_what_an_error_says_to_type_can_be_typed() -> None:
         with pytest.raises(RecipeError) as caught:
             parse(text)
         parse(str(caught.value).partition("try: ")[2])
+
+
+def test_many_threads_may_read_recipes_at_once() -> None:
+    """The collector's work between any two nodes of a syntax tree lets another thread go on with its own."""
+    text = 'Recipe(what=parameters(), when=together(every=5), how=cast("bf16"), then=replace())'
+    thresholds = gc.get_threshold()
+    gc.callbacks.append(_let_others_go_on)
+    gc.set_threshold(5)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            assert len(set(pool.map(lambda _: parse(text), range(100)))) == 1
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.callbacks.remove(_let_others_go_on)
+
+
+def _let_others_go_on(phase: str, info: dict[str, int]) -> None:
+    time.sleep(0)
 
 
 def test_equal_answers_are_equal_recipes_whatever_they_are_called() -> None:
