@@ -286,12 +286,13 @@ class Trainer:
         self._leases.clear()
 
     def _asked(self, seat: Seat) -> dict[str, Any]:
-        recipe = str(self.recipe) if self.recipe else None
-        threads = torch.get_num_threads()
-        return {"recipe": recipe, "workers": seat.workers, "seed": seat.seed or 0} | {
+        return {
+            "recipe": str(self.recipe) if self.recipe else None,
+            "workers": seat.workers,
+            "seed": seat.seed or 0,
             "alone": seat.alone,
             "join": seat.join,
-            "threads": threads,
+            "threads": torch.get_num_threads(),
         }
 
     def _say_start(self, seat: Seat) -> None:
