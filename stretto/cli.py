@@ -18,7 +18,7 @@ from stretto.folder import version
 from stretto.launch.arguments import ScriptCommand
 from stretto.launch.local import Order, Stopped
 from stretto.launch.local import run as run_order
-from stretto.launch.order import Output
+from stretto.launch.order import OnNan, Output
 from stretto.launch.watch import Watch
 from stretto.report.record import STANDARD_OUTPUT, write_json
 
@@ -101,6 +101,14 @@ def run(
     port: Annotated[int | None, typer.Option(parser=whole_number, metavar="N", help="Where workers meet.")] = None,
     timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Limit of a wait on a worker.")] = 600.0,
     output: Annotated[Output, typer.Option(help="Whose output is shown.")] = "lead",
+    servers: Annotated[
+        int | None, typer.Option(parser=whole_number, metavar="N", help="Put the recipe over a server of N shards.")
+    ] = None,
+    slow: Annotated[
+        str | None, typer.Option(metavar="WORKER:FACTOR,...", help='Slow workers down on purpose: "1:2.0,3:5.0".')
+    ] = None,
+    on_nan: Annotated[OnNan, typer.Option(help="What a server does with an update that is not finite.")] = "stop",
+    plain: Annotated[bool, typer.Option("--plain", help="Do not encrypt traffic with the parameter server.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Only what the script says.")] = False,
     json_to: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write the record of the run; - for here.")
@@ -121,6 +129,10 @@ def run(
         port=port,
         timeout_s=timeout,
         output=output,
+        servers=servers,
+        slow=slow,
+        on_nan=on_nan,
+        plain=plain,
     )
     _check_target(json_to)
     here = str(json_to) == STANDARD_OUTPUT
@@ -153,7 +165,8 @@ def _conclude(folder: Path, json_to: Path | None, silent: bool) -> None:
 
 
 def _summary(found: dict[str, Any]) -> list[str]:
-    """A run in three lines."""
+    """A run in three lines, or four when it was asynchronous."""
+    from stretto.report.asynchronous import in_words
     from stretto.report.figures import count, figure, percent, plural, seconds
     from stretto.report.table import megabytes, share
 
@@ -161,7 +174,7 @@ def _summary(found: dict[str, Any]) -> list[str]:
     metrics = ", ".join(f"{name} {figure(value)}" for name, value in found["metrics"].items())
     waiting, sent = percent(share(found, "waiting")), figure(megabytes(found["bytes_sent"]))
     cost = f"waiting {waiting} of the time, {sent} MB sent per worker in {plural(found['rounds'], 'round')}"
-    lines = [f"{found['recipe']}, {plural(found['workers'], 'worker')}: {speed}", metrics, cost]
+    lines = [f"{found['recipe']}, {plural(found['workers'], 'worker')}: {speed}", metrics, cost, in_words(found)]
     return [line for line in lines if line]
 
 

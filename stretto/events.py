@@ -5,11 +5,12 @@ Every event has `event` (its kind), `t` (seconds since the start of training, a 
 
 | kind | carries |
 | --- | --- |
-| start | workers, pid, host, device, threads, recipe |
+| start | workers, servers, pid, host, device, threads, recipe |
 | notice | text: something that the user should know |
 | log | step, samples, values: what the script gave to `stretto.log` |
-| progress | step, samples, rounds, split, bytes_sent, bytes_received, bytes_counted: this worker, from the start |
-| evaluation | epoch, step, samples, training_s, metrics: the agreed model (written by worker 0) |
+| progress | step, samples, rounds, split, bytes_sent, bytes_received, bytes_counted, held_s: this worker, until now |
+| applied | updates: [round, version, staleness, samples] of each update of this worker that the model took up |
+| evaluation | epoch, step, samples, training_s, metrics: the agreed model (written by worker 0); versions |
 | epoch | epoch, step, samples, training_s, seen, drift, workers: one summary a worker (written by worker 0) |
 | check | step, round, equal: a comparison of replicas by hash (written by worker 0) |
 | error | kind, text, traceback, consequence (true when another worker's failure caused it) |
@@ -17,6 +18,12 @@ Every event has `event` (its kind), `t` (seconds since the start of training, a 
 
 `samples` of log, evaluation and epoch counts all workers, of progress and end this worker alone. `split` maps each of
 PHASES to seconds; they sum to `t`. `seen` maps once, twice, never and dropped to numbers of samples.
+
+Only asynchronous runs have `applied` (about twice a second), `held_s` (seconds that the bound made this worker wait,
+part of `waiting`) and `versions` (of each shard of the server); in them `step` is that of the worker that writes.
+`round` is the worker's own count of exchanges, from 1; `version` the one that the update became part of; `staleness`
+how many versions came between the one it was computed on and that. `servers` is the number of shards; shard s writes
+its errors as worker -1 - s.
 """
 
 from __future__ import annotations

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import Field, dataclass, field, fields
+from dataclasses import replace as replaced
 from typing import Any
 
 from stretto.axis import Answer
 from stretto.errors import RecipeError, explain
-from stretto.how import Codec, exact
-from stretto.then import OnParameters, Then, add, outer, replace, step
+from stretto.how import Codec, SingleRound, exact
+from stretto.then import OnParameters, Then, add, constant, outer, pull, replace, step
 from stretto.what import What, gradients, parameters, updates
-from stretto.when import When, together
-from stretto.whom import Whom, everyone
+from stretto.when import When, on_arrival, together
+from stretto.whom import Whom, everyone, server
 
 
 @dataclass(frozen=True, repr=False)
@@ -37,8 +38,8 @@ class Recipe(Answer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_then(self)
-        _check_when(self)
+        for check in (_check_whom, _check_then, _check_weight, _check_when, _check_how):
+            check(self)
 
     def __str__(self) -> str:
         return self.called or self.spelled()
@@ -51,6 +52,16 @@ class Recipe(Answer):
     def words(self) -> dict[str, str]:
         """The five answers as text."""
         return {one.name: str(getattr(self, one.name)) for one in _axes()}
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether nobody waits: exchanges are applied by a server as they arrive."""
+        return isinstance(self.when, on_arrival)
+
+    @property
+    def shards(self) -> int:
+        """How many shards its parameter server has; 0 when it has none."""
+        return self.whom.shards if isinstance(self.whom, server) else 0
 
     def sources(self) -> tuple[str, ...]:
         """The papers of its parts, each once."""
@@ -66,29 +77,51 @@ def _differs(recipe: Recipe, name: str) -> bool:
     return bool(getattr(recipe, name) != Recipe.__dataclass_fields__[name].default)
 
 
-THENS: dict[type[What], tuple[type[Then], ...]] = {
-    gradients: (step,),
-    parameters: (replace,),
-    updates: (add, outer),
+THENS: dict[type[When], dict[type[What], tuple[type[Then], ...]]] = {
+    together: {gradients: (step,), parameters: (replace,), updates: (add, outer)},
+    on_arrival: {gradients: (add,), parameters: (pull, replace), updates: (add, outer)},
 }
 """What can be done with the answer to each kind of question: a gradient is not a set of parameters."""
 
 
-def _check_then(recipe: Recipe) -> None:
-    fitting = THENS[type(recipe.what)]
-    if isinstance(recipe.then, fitting):
+def _check_whom(recipe: Recipe) -> None:
+    if not recipe.asynchronous or recipe.shards:
         return
     raise RecipeError(
         explain(
-            f"what={recipe.what} and then={recipe.then} do not fit: {_reason(recipe.then)}",
-            got=f"what={recipe.what}, then={recipe.then}",
-            expected=f"with what={recipe.what}, then= one of " + ", ".join(f"{one.__name__}()" for one in fitting),
-            to_type=f"Recipe(what={recipe.what}, when={recipe.when}, then={fitting[0].__name__}())",
+            f"when={recipe.when} needs somebody for things to arrive at",
+            got=f"when={recipe.when}, whom={recipe.whom}",
+            expected="whom=server(shards=n)",
+            to_type=f"Recipe(what={recipe.what}, when={recipe.when}, whom=server(), then={_fitting_then(recipe)})",
         )
     )
 
 
-def _reason(then: Then) -> str:
+def _fitting_then(recipe: Recipe) -> str:
+    fitting = THENS[type(recipe.when)][type(recipe.what)]
+    return str(recipe.then) if isinstance(recipe.then, fitting) else f"{fitting[0].__name__}()"
+
+
+def _check_then(recipe: Recipe) -> None:
+    fitting = THENS[type(recipe.when)][type(recipe.what)]
+    if isinstance(recipe.then, fitting):
+        return
+    given = f"what={recipe.what}, when={recipe.when}"
+    whom = f", whom={recipe.whom}" if recipe.shards else ""
+    raise RecipeError(
+        explain(
+            f"what={recipe.what} and then={recipe.then} do not fit: {_reason(recipe)}",
+            got=f"{given}, then={recipe.then}",
+            expected=f"with {given}, then= one of " + ", ".join(f"{one.__name__}()" for one in fitting),
+            to_type=f"Recipe({given}{whom}, then={_fitting_then(recipe)})",
+        )
+    )
+
+
+def _reason(recipe: Recipe) -> str:
+    then = recipe.then
+    if isinstance(then, pull):
+        return "pull() is between a server's parameters and a worker's, as they arrive"
     if isinstance(then, replace):
         return "replace() takes the answer as the parameters"
     if isinstance(then, OnParameters):
@@ -96,14 +129,55 @@ def _reason(then: Then) -> str:
     return "step() gives the answer to the optimizer as a gradient"
 
 
-def _check_when(recipe: Recipe) -> None:
-    if not isinstance(recipe.what, gradients) or recipe.when == together():
+def _check_weight(recipe: Recipe) -> None:
+    if recipe.asynchronous or not isinstance(recipe.then, add) or isinstance(recipe.then.weight, constant):
         return
     raise RecipeError(
         explain(
-            f"gradients are exchanged in every backward pass, not {recipe.when}",
-            got=f"what={recipe.what}, when={recipe.when}",
-            expected="when=together(every=1) with gradients; to exchange less often, exchange updates or parameters",
-            to_type=f"Recipe(what=updates(), when={recipe.when}, then=add()), or accumulate with stretto.no_sync()",
+            f"nothing is stale under {recipe.when}, so {recipe.then.weight} has nothing to weigh",
+            got=f"when={recipe.when}, then={recipe.then}",
+            expected="a constant weight, or when=on_arrival()",
+            to_type=f"Recipe(what={recipe.what}, when=on_arrival(), whom=server(), then={recipe.then})",
+        )
+    )
+
+
+def _check_when(recipe: Recipe) -> None:
+    if isinstance(recipe.what, gradients) and recipe.when not in (together(), _every_step(recipe.when)):
+        expected = "every=1 with gradients; to exchange less often, exchange updates or parameters"
+        whom = f", whom={recipe.whom}" if recipe.shards else ""
+        raise RecipeError(
+            explain(
+                f"gradients are exchanged in every backward pass, not {recipe.when}",
+                got=f"what={recipe.what}, when={recipe.when}",
+                expected=expected,
+                to_type=f"Recipe(what=updates(), when={recipe.when}{whom}, then=add()), "
+                "or accumulate with stretto.no_sync()",
+            )
+        )
+    if recipe.asynchronous and isinstance(recipe.what, parameters) and recipe.what.optimizer_state != "keep":
+        raise RecipeError(
+            explain(
+                "a server on arrival knows no optimizer's state",
+                got=f"what={recipe.what}, when={recipe.when}",
+                expected='optimizer_state="keep"',
+                to_type=f"Recipe(what=parameters(), when={recipe.when}, whom={recipe.whom}, then={recipe.then})",
+            )
+        )
+
+
+def _every_step(when: When) -> When | None:
+    return replaced(when, every=1) if isinstance(when, on_arrival) else None
+
+
+def _check_how(recipe: Recipe) -> None:
+    if not recipe.asynchronous or isinstance(recipe.how, SingleRound):
+        return
+    raise RecipeError(
+        explain(
+            f"{recipe.how} needs all workers in one conversation, and on arrival there is none",
+            got=f"when={recipe.when}, how={recipe.how}",
+            expected="a codec that is a pair of encode and decode",
+            to_type=f"Recipe(what={recipe.what}, when={recipe.when}, whom={recipe.whom}, then={recipe.then})",
         )
     )

@@ -14,9 +14,11 @@ from typing import ParamSpec
 from stretto.axis import literal
 from stretto.how import Codec, exact
 from stretto.recipe import Recipe
-from stretto.then import outer, replace, step
+from stretto.then import add, constant, equal_share, inverse_staleness, outer, pull, replace, step
+from stretto.then import delay_compensated as compensated
 from stretto.what import gradients, parameters, updates
-from stretto.when import together
+from stretto.when import on_arrival, together
+from stretto.whom import server
 
 P = ParamSpec("P")
 
@@ -75,7 +77,112 @@ def diloco(
     return Recipe(what=updates(), when=together(every=every), how=how, then=then)
 
 
-NAMED: dict[str, Callable[..., Recipe]] = {make.__name__: make for make in (allreduce, local_sgd, diloco)}
+@named
+def async_sgd(weight: float = 1.0, shards: int = 1, overlap: bool = False, how: Codec = exact()) -> Recipe:
+    """Send the change of every step to a server, which adds it as it comes (asynchronous SGD).
+
+    `theta += c * D_i`, with D_i computed on parameters that are t versions old: about N - 1 with equal workers.
+    """
+    when = on_arrival(overlap=overlap)
+    return Recipe(what=updates(), when=when, whom=server(shards), how=how, then=add(constant(weight)))
+
+
+@named
+def downpour(
+    every: int = 5, weight: float = 1.0, shards: int = 1, overlap: bool = False, how: Codec = exact()
+) -> Recipe:
+    """Train alone for `every` steps, then send the change to a server, which adds it as it comes (Downpour SGD).
+
+    `theta += c * (theta_i - theta_old)`
+    """
+    when = on_arrival(every=every, overlap=overlap)
+    return Recipe(what=updates(), when=when, whom=server(shards), how=how, then=add(constant(weight)))
+
+
+@named
+def staleness_aware(collect: int = 1, shards: int = 1, overlap: bool = False, how: Codec = exact()) -> Recipe:
+    """Asynchronous SGD that weighs each update by the inverse of its staleness.
+
+    `theta += (1/s) sum_l D_l / max(t_l, 1)` over the s updates that are collected
+    """
+    when = on_arrival(collect=collect, overlap=overlap)
+    return Recipe(what=updates(), when=when, whom=server(shards), how=how, then=add(inverse_staleness()))
+
+
+@named
+def soft_sync(collect: int = 2, shards: int = 1, overlap: bool = False, how: Codec = exact()) -> Recipe:
+    """Apply the mean of the first `collect` updates that are there, whosever they are (soft synchronisation).
+
+    `theta += (1/s) sum_l D_l`; n-softsync of N workers collects s = N / n.
+    """
+    when = on_arrival(collect=collect, overlap=overlap)
+    return Recipe(what=updates(), when=when, whom=server(shards), how=how, then=add())
+
+
+@named
+def stale_synchronous(bound: int = 4, shards: int = 1, overlap: bool = False, how: Codec = exact()) -> Recipe:
+    """Asynchronous SGD in which a worker `bound` rounds ahead of the slowest is made to wait (SSP).
+
+    `theta += D_i / N`: one round of all workers adds up to their mean, and a bound of 0 is the barrier.
+    """
+    when = on_arrival(bound=bound, overlap=overlap)
+    return Recipe(what=updates(), when=when, whom=server(shards), how=how, then=add(equal_share()))
+
+
+@named
+def elastic_averaging(
+    every: int = 10, alpha: float = 0.1, shards: int = 1, overlap: bool = False, how: Codec = exact()
+) -> Recipe:
+    """Every `every` steps pull a worker and the server's parameters towards each other (elastic averaging SGD).
+
+    `e = alpha * (x_i - c);  x_i -= e;  c += e`; the server's c is the model that is evaluated.
+    """
+    when = on_arrival(every=every, overlap=overlap)
+    return Recipe(what=parameters(), when=when, whom=server(shards), how=how, then=pull(alpha))
+
+
+@named
+def delay_compensated(
+    lam: float = 2.0, m: float = 0.95, adaptive: bool = True, shards: int = 1, overlap: bool = False
+) -> Recipe:
+    """Asynchronous SGD whose server corrects each update for what has changed since (DC-ASGD).
+
+    `theta -= lr * (g + lambda * g * g * (theta - theta_old))`, with g the update divided by -lr: the gradient itself
+    with plain SGD.
+    """
+    then = add(compensated(lam=lam, m=m, adaptive=adaptive))
+    return Recipe(what=updates(), when=on_arrival(overlap=overlap), whom=server(shards), then=then)
+
+
+@named
+def async_diloco(
+    every: int = 500,
+    outer_lr: float = 0.7,
+    outer_momentum: float = 0.9,
+    shards: int = 1,
+    overlap: bool = False,
+    how: Codec = exact(),
+) -> Recipe:
+    """Train alone for `every` steps, then let the server step an outer SGD with delayed Nesterov momentum.
+
+    `d = theta_old - theta_i;  theta -= lr * d / N, and every N-th time the momentum too`
+    """
+    when, then = on_arrival(every=every, overlap=overlap), outer(lr=outer_lr, momentum=outer_momentum)
+    return Recipe(what=updates(), when=when, whom=server(shards), how=how, then=then)
+
+
+SYNCHRONOUS = (allreduce, local_sgd, diloco)
+ASYNCHRONOUS = (
+    async_sgd,
+    downpour,
+    staleness_aware,
+    soft_sync,
+    stale_synchronous,
+    elastic_averaging,
+    delay_compensated,
+    async_diloco,
+)
+NAMED: dict[str, Callable[..., Recipe]] = {make.__name__: make for make in (*SYNCHRONOUS, *ASYNCHRONOUS)}
 
 
 @dataclass(frozen=True)

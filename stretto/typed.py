@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import contextlib
+import dataclasses
 import inspect
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from stretto import how, recipes, then, what, when, whom
@@ -25,8 +27,10 @@ def _answers() -> dict[str, Callable[..., Any]]:
     return {one.__name__: one for one in leaves if one.__name__.islower()}
 
 
-WORDS: dict[str, Callable[..., Any]] = {**_answers(), "Recipe": Recipe, **recipes.NAMED}
-"""All names that may stand in a recipe."""
+ANSWERS = _answers()
+WORDS: dict[str, Callable[..., Any]] = {**ANSWERS, "Recipe": Recipe, **recipes.NAMED}
+"""All names that may stand in a recipe. A name that is both a recipe and an answer is the recipe where it stands first,
+the answer within brackets."""
 
 
 def parse(text: str) -> Recipe:
@@ -44,10 +48,13 @@ def parse(text: str) -> Recipe:
             tree = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
         raise _not_a_recipe(text, str(error)) from None
-    value = _value(tree, text)
+    value = _value(tree, text, WORDS)
     if isinstance(value, Recipe):
         return value
     raise _not_a_recipe(text, f"{value}, which is {_kind(value)}")
+
+
+_WITHIN = {**WORDS, **ANSWERS}
 
 
 def _kind(value: object) -> str:
@@ -65,30 +72,30 @@ def _not_a_recipe(text: str, got: str) -> RecipeError:
     )
 
 
-def _value(node: ast.expr, text: str) -> Any:
+def _value(node: ast.expr, text: str, words: Mapping[str, Callable[..., Any]]) -> Any:
     if isinstance(node, ast.Constant) and isinstance(node.value, int | float | str | None):
         return node.value
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         return _negative(node, text)
     if isinstance(node, ast.Name):
-        return _call(node.id, [], {})
+        return _call(words, node.id, [], {})
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
         if any(keyword.arg is None for keyword in node.keywords):
             raise _not_a_recipe(text, "an option without a name")
-        options = {str(keyword.arg): _value(keyword.value, text) for keyword in node.keywords}
-        return _call(node.func.id, [_value(one, text) for one in node.args], options)
+        options = {str(keyword.arg): _value(keyword.value, text, _WITHIN) for keyword in node.keywords}
+        return _call(words, node.func.id, [_value(one, text, _WITHIN) for one in node.args], options)
     raise _not_a_recipe(text, f"`{ast.unparse(node)}`, which is code, not a value")
 
 
 def _negative(node: ast.UnaryOp, text: str) -> int | float:
-    value = _value(node.operand, text)
+    value = _value(node.operand, text, _WITHIN)
     if isinstance(value, int | float):
         return -value
     raise _not_a_recipe(text, f"`{ast.unparse(node)}`")
 
 
-def _call(name: str, args: list[Any], options: dict[str, Any]) -> Any:
-    make = WORDS.get(name)
+def _call(words: Mapping[str, Callable[..., Any]], name: str, args: list[Any], options: dict[str, Any]) -> Any:
+    make = words.get(name)
     if make is None:
         raise _unknown_name(name)
     _check_options(name, make, args, options)
@@ -126,3 +133,22 @@ def _check_options(name: str, make: Callable[..., Any], args: list[Any], options
 
 def _options(allowed: list[str]) -> str:
     return "the options " + ", ".join(allowed) if allowed else "no options"
+
+
+def with_shards(text: str, shards: int) -> str:
+    """The text of a recipe over a parameter server of so many shards, as short as it can be.
+
+    >>> with_shards("async_sgd(weight=0.5)", 2)
+    'async_sgd(weight=0.5, shards=2)'
+    >>> with_shards("allreduce", 2)
+    'Recipe(whom=server(shards=2))'
+    """
+    recipe = parse(text)
+    wanted = dataclasses.replace(recipe, whom=whom.server(shards), called="")
+    with contextlib.suppress(RecipeError):
+        name, _, options = str(recipe).partition("(")
+        kept = [one for one in options.removesuffix(")").split(", ") if one and not one.startswith("shards=")]
+        short = f"{name}({', '.join([*kept, f'shards={shards}'])})"
+        if parse(short) == wanted:
+            return short
+    return str(wanted)

@@ -53,8 +53,6 @@ class updates(OfParameters):
     `D_i = theta_i - theta_old`, with theta_old the parameters last agreed. The optimizer's state stays local.
     """
 
-    papers = ("Douillard et al. 2023 (2311.08105)",)
-
 
 @dataclass(frozen=True, repr=False)
 class parameters(OfParameters):
@@ -65,5 +63,3 @@ class parameters(OfParameters):
     """
 
     optimizer_state: Literal["average", "keep", "reset"] = "keep"
-
-    papers = ("Su, Chen 2015 (1507.01239)",)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
-from stretto.axis import Answer
+from stretto.axis import Answer, Range
 
 
 class Whom(Answer):
@@ -21,3 +21,15 @@ class everyone(Whom):
 
     Cost: 2(N-1)/N times the bytes exchanged, per worker, on a ring.
     """
+
+
+@dataclass(frozen=True, repr=False)
+class server(Whom):
+    """With a parameter server, of so many shards: each holds a range of the parameters.
+
+    Cost: twice the bytes exchanged per worker, and N times them, divided by the shards, per shard.
+    """
+
+    shards: Annotated[int, Range(least=1, most=256)] = 1
+
+    papers = ("Li et al. 2014 (parameter server)",)

@@ -16,6 +16,8 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
+from stretto.errors import WireError
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -46,3 +48,25 @@ Ask = Mean | Every
 Answer: TypeAlias = "Tensor | Sequence[Tensor]"
 Conversation: TypeAlias = "Generator[Ask, Answer, Tensor]"
 """Yields asks, is sent their answers (a tensor for Mean, a sequence for Every), returns the decoded result."""
+
+
+def answer(asks: Sequence[Ask]) -> Answer:
+    """What the asks of all workers, in their order, are answered: the reference for every wire.
+
+    Raises WireError when they do not ask the same thing.
+    """
+    tensors = [ask.tensor for ask in asks]
+    if len({type(ask) for ask in asks}) > 1 or len({one.dtype for one in tensors}) > 1:
+        raise WireError(f"the workers ask different things: {', '.join(_shown(ask) for ask in asks)}")
+    if not isinstance(asks[0], Mean):
+        return [one.clone() for one in tensors]
+    if len({one.shape for one in tensors}) > 1:
+        raise WireError(f"the workers' tensors differ in shape: {', '.join(_shown(ask) for ask in asks)}")
+    total = tensors[0].clone()
+    for one in tensors[1:]:
+        total += one
+    return total
+
+
+def _shown(ask: Ask) -> str:
+    return f"{type(ask).__name__} of {tuple(ask.tensor.shape)} {str(ask.tensor.dtype).removeprefix('torch.')}"

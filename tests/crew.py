@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import stretto
-from stretto.train import finish
+from stretto.train import abandon, finish
 from stretto.train.seat import Seat, given_seat
 from stretto.wire import memory
 
@@ -26,8 +26,16 @@ def together(
 ) -> list[Any]:
     """What `work(worker)` returns at each worker of a crew; the first worker's error is raised."""
     ends = memory.wires(workers, TIMEOUT_S)
+    slow = seat.pop("slow", {})
     seats = [
-        Seat(worker, workers, lambda device, end=end: end, recipe=recipe, run=run, **seat)
+        Seat(
+            worker,
+            workers,
+            lambda device, end=end: end,
+            recipe=recipe,
+            run=run,
+            **{"timeout_s": TIMEOUT_S, "slow": slow.get(worker, 1.0)} | seat,
+        )
         for worker, end in enumerate(ends)
     ]
 
@@ -39,6 +47,7 @@ def together(
             return found
         except BaseException:
             ends[place.worker].close()
+            abandon()
             raise
 
     with ThreadPoolExecutor(workers) as pool:

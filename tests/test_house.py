@@ -41,7 +41,8 @@ def test_the_nevers(file: Path) -> None:
         assert not {one for one in names if one.startswith("torch.distributed")}, "torch.distributed belongs to wire"
     assert not names & {"pickle", "marshal", "shelve", "dill", "cloudpickle"}, "nothing is unpickled"
     assert not calls & {"eval", "exec", "torch.load"}, "nothing that came from outside is run"
-    if room(file) not in ("train", "wire", "launch", "compare", "cli"):
+    service = file.name == "service.py"
+    if room(file) not in ("train", "wire", "launch", "compare", "cli") and not service:
         assert not names & {"time", "random", "datetime.datetime.now"}, "no wall clock, no global random state here"
     assert not names & {"stretto.utils", "stretto.common", "stretto.helpers", "stretto.misc"}
 

@@ -42,6 +42,12 @@ def compare(
     out: Annotated[Path | None, typer.Option(help="The folder; else runs/DATE-compare-NAME.")] = None,
     threads: Annotated[int | None, typer.Option(metavar="N", help="Per worker.")] = None,
     timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Limit of a wait on a worker.")] = 600.0,
+    servers: Annotated[
+        int | None, typer.Option(metavar="N", help="Shards of the server, for recipes that have one.")
+    ] = None,
+    slow: Annotated[
+        str | None, typer.Option(metavar="WORKER:FACTOR,...", help='Slow workers down on purpose: "1:2.0,3:5.0".')
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Only the result.")] = False,
 ) -> None:
     """Run SCRIPT alone and under each recipe: same state? how fast? at what cost? worth it?
@@ -58,6 +64,8 @@ def compare(
         target=target,
         threads=threads,
         timeout_s=timeout,
+        servers=servers,
+        slow=slow,
     )
     folder = make_folder(f"compare-{script.stem}", out, datetime.now())
     comparison = _made(question, folder, quiet)

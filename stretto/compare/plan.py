@@ -28,6 +28,7 @@ class Question:
     target: Target | None = None
     threads: int | None = None
     timeout_s: float = 600.0
+    slow: str | None = None
 
     def command(self) -> list[str]:
         """The command that asks this question again."""
@@ -37,6 +38,7 @@ class Question:
         typed += ["--target", str(self.target)] if self.target else []
         typed += ["--seeds", str(self.seeds)] if self.seeds > 1 else []
         typed += ["--threads", str(self.threads)] if self.threads else []
+        typed += ["--slow", self.slow] if self.slow else []
         return typed + (["--", *self.args] if self.args else [])
 
     def describe(self) -> dict[str, Any]:
@@ -50,6 +52,7 @@ class Question:
             "target": str(self.target) if self.target else None,
             "threads": self.threads,
             "timeout_s": self.timeout_s,
+            "slow": self.slow,
             "command": self.command(),
         }
 
@@ -71,7 +74,7 @@ class Trial:
         return self.recipe or (JOINED if self.join > 1 else ALONE)
 
     def order(self, question: Question, folder: Path) -> Order:
-        """What the launcher is told."""
+        """What the launcher is told. A run alone is what the others are measured by, so nothing slows it down."""
         return Order(
             script=question.script,
             args=question.args,
@@ -84,6 +87,7 @@ class Trial:
             threads=question.threads,
             timeout_s=question.timeout_s,
             keep_states=True,
+            slow=None if self.recipe is None else question.slow,
             output="none",
         )
 
@@ -98,10 +102,13 @@ def ask(
     target: str | None,
     threads: int | None,
     timeout_s: float,
+    servers: int | None = None,
+    slow: str | None = None,
 ) -> Question:
-    """Build a question from what was typed; raises LaunchError or RecipeError before anything is started."""
-    from stretto.typed import parse  # and with it torch: only when there is something to compare
+    """Build a question from what was typed; raises LaunchError or RecipeError before anything is started.
 
+    `servers` goes into the recipes that have a server, so that each is named after what it is.
+    """
     if not recipes:
         raise LaunchError(
             explain(
@@ -115,15 +122,37 @@ def ask(
         script=script,
         args=tuple(args),
         workers=worker_counts(workers),
-        recipes=tuple(dict.fromkeys(str(parse(text)) for text in recipes)),
+        recipes=_read(recipes, servers),
         seeds=_at_least_one(seeds),
         target=Target.parse(target) if target is not None else None,
         threads=threads,
         timeout_s=timeout_s,
+        slow=slow,
     )
     for trial in trials(question):
         check(trial.order(question, Path()))
     return question
+
+
+def _read(recipes: Sequence[str], servers: int | None) -> tuple[str, ...]:
+    """The recipes as they are printed, each once, those with a server over so many shards as were asked for."""
+    from stretto.typed import parse, with_shards  # and with it torch: only when there is something to compare
+
+    if servers is None:
+        return tuple(dict.fromkeys(str(parse(text)) for text in recipes))
+    served = [text for text in recipes if parse(text).shards]
+    _check_servers(servers, served)
+    sharded = (with_shards(text, servers) if text in served else str(parse(text)) for text in recipes)
+    return tuple(dict.fromkeys(sharded))
+
+
+def _check_servers(servers: int, served: Sequence[str]) -> None:
+    if servers >= 1 and served:
+        return
+    problem = f"the number of servers cannot be {servers}" if served else "no recipe here has a parameter server"
+    expected = "a whole number, at least 1" if served else "a recipe with one (see `stretto recipes`)"
+    to_type = "--servers 2" if served else f"--recipe async_sgd --servers {max(1, servers)}"
+    raise LaunchError(explain(problem, got=f"--servers {servers}", expected=expected, to_type=to_type))
 
 
 def worker_counts(text: str) -> tuple[int, ...]:

@@ -51,7 +51,7 @@ class SingleRound(Codec):
         raise NotImplementedError
 
     def decode(self, message: Tensor, like: Tensor) -> Tensor:
-        """What a message says, as a tensor of the shape and dtype of `like`."""
+        """What a message says, as a tensor of the shape and dtype of `like`, which may be written over."""
         raise NotImplementedError
 
     def converse(self, x: Tensor, memory: Any) -> Conversation:

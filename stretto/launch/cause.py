@@ -8,20 +8,21 @@ from dataclasses import dataclass, replace
 
 from stretto.events import Event
 from stretto.launch.crew import Exited
+from stretto.launch.parts import called
 
 TAIL_LINES = 20
 
 
 @dataclass(frozen=True)
 class Cause:
-    """What one worker's end was about. `root`: no other worker's failure led to it."""
+    """What one process's end was about. `root`: no other's failure led to it."""
 
     worker: int
     headline: str
     details: str
     root: bool
     said_so: bool
-    """Whether the worker itself told what was wrong, so that the end of its output is not needed."""
+    """Whether the process itself told what was wrong, so that the end of its output is not needed."""
 
 
 def first_cause(ends: Sequence[Exited], events: Iterable[Event]) -> Cause:
@@ -34,14 +35,14 @@ def first_cause(ends: Sequence[Exited], events: Iterable[Event]) -> Cause:
     for event in events:
         if event.get("event") == "error":
             errors.setdefault(event["worker"], event)
-    causes = [_of_end(end, errors.get(end.worker)) for end in ends if end.code != 0]
+    causes = [_of_end(end, errors.get(end.worker)) for end in ends if end.failed]
     causes += [_of_error(error) for error in errors.values()]
     return next((cause for cause in causes if cause.root), None) or _with_those_gone(causes[0], ends)
 
 
 def _with_those_gone(cause: Cause, ends: Sequence[Exited]) -> Cause:
     """A worker that waited in vain may have waited for one that had left the loop in peace."""
-    gone = [str(end.worker) for end in ends if end.code == 0]
+    gone = [str(end.worker) for end in ends if not end.failed]
     if not gone:
         return cause
     hint = f"ended before that without an error: worker {', '.join(gone)}; do all leave the loop at the same step?"
@@ -55,7 +56,7 @@ def _of_end(end: Exited, error: Event | None) -> Cause:
 
 
 def _of_error(error: Event) -> Cause:
-    headline = f"worker {error['worker']} failed: {error.get('kind')}: {error.get('text')}"
+    headline = f"{called(error['worker'])} failed: {error.get('kind')}: {error.get('text')}"
     details = str(error.get("traceback") or "").rstrip("\n")
     return Cause(error["worker"], headline.rstrip(": "), details, not error.get("consequence"), True)
 
@@ -63,11 +64,12 @@ def _of_error(error: Event) -> Cause:
 def _of_signal(end: Exited) -> Cause:
     name = signal_name(-end.code)
     hint = "nothing here sent it; a system that runs out of memory does" if name == "SIGKILL" else ""
-    return Cause(end.worker, f"worker {end.worker} was killed by {name}", hint, True, False)
+    return Cause(end.worker, f"{called(end.worker)} was killed by {name}", hint, True, False)
 
 
 def _of_silence(end: Exited) -> Cause:
-    return Cause(end.worker, f"worker {end.worker} ended with exit code {end.code} and named no error", "", True, False)
+    headline = f"{called(end.worker)} ended with exit code {end.code} and named no error"
+    return Cause(end.worker, headline, "", True, False)
 
 
 def signal_name(number: int) -> str:

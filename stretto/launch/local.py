@@ -1,9 +1,8 @@
-"""A run on this machine: workers are started, watched over, and ended together."""
+"""A run on this machine: workers, and the servers they need, are started, watched over, and ended together."""
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import signal
 import socket
 import threading
@@ -14,17 +13,19 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from types import FrameType
 
-from stretto.errors import LaunchError, explain
+from stretto.errors import LaunchError
 from stretto.folder import make_folder, write_run
 from stretto.launch.cause import Cause, first_cause, readable
 from stretto.launch.crew import Crew, Exited, Inbox, Signalled
-from stretto.launch.order import Order, check
+from stretto.launch.order import Order, check, settled
+from stretto.launch.parts import parts
 from stretto.launch.relay import Relay, log_of
+from stretto.launch.servers import Servers, servers_for
+from stretto.launch.sockets import listening
 from stretto.launch.watch import Tail, Watch
 
 __all__ = ["Order", "Stopped", "run"]
 
-HOME = "127.0.0.1"
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 CAUSE_S = 1.0
 """How long after a failure that another one led to its cause is waited for."""
@@ -46,20 +47,24 @@ def run(order: Order, watch: Watch) -> Path:
     3 s, and even when this process is killed.
     """
     check(order)
+    order = settled(order)
     inbox: Inbox = SimpleQueue()
-    with _listening(order.port) as listener, _signals_to(inbox):
+    with listening(order.port) as listener, servers_for(order.servers or 0, order.plain) as servers, _signals_to(inbox):
         now = datetime.now()
         folder = make_folder(order.script.stem, order.out, now)
         write_run(folder, order.asked(), now)
-        return _see_through(order, folder, listener, inbox, watch)
+        return _see_through(order, folder, listener, servers, inbox, watch)
 
 
-def _see_through(order: Order, folder: Path, listener: socket.socket, inbox: Inbox, watch: Watch) -> Path:
+def _see_through(
+    order: Order, folder: Path, listener: socket.socket, servers: Servers, inbox: Inbox, watch: Watch
+) -> Path:
     crew, relay = Crew(inbox), Relay(folder, order.output, watch)
     try:
-        for worker in range(order.workers):
-            relay.listen(worker, crew.start(worker, order, folder, listener))
+        for part in parts(order, folder, listener, servers):
+            relay.listen(part.number, crew.start(part))
         listener.close()  # now only the lead has it: a meeting without the lead fails at once
+        servers.close()
         watch.begin(folder, order)
         relay.start()
         cause = _supervise(crew, order.workers, inbox, Tail(folder / "events.jsonl"))
@@ -72,7 +77,10 @@ def _see_through(order: Order, folder: Path, listener: socket.socket, inbox: Inb
 
 
 def _supervise(crew: Crew, workers: int, inbox: Inbox, log: Tail) -> Cause | None:
-    """Wait until all workers have ended well, or one has not: return the cause. Raises Stopped."""
+    """Wait until all workers have ended well, or a process has not: return the cause. Raises Stopped.
+
+    Servers are there as long as workers are: whatever it was that ended one, it was not asked to.
+    """
     ends: list[Exited] = []
     while len(ends) < workers:
         news = inbox.get()
@@ -80,7 +88,7 @@ def _supervise(crew: Crew, workers: int, inbox: Inbox, log: Tail) -> Cause | Non
             raise Stopped(news.number)
         crew.bury(news.worker)
         ends.append(news)
-        if news.code != 0:
+        if news.failed:
             return _find_cause(crew, ends, inbox, log)
     return None
 
@@ -103,26 +111,12 @@ def _find_cause(crew: Crew, ends: list[Exited], inbox: Inbox, log: Tail) -> Caus
 
 
 def _told(cause: Cause, relay: Relay, folder: Path) -> str:
-    """The readable text; what a worker has told of its error goes into its log as well."""
+    """The readable text; what a process has told of its error goes into its log as well."""
     log = log_of(folder, cause.worker)
     if cause.said_so:
         with contextlib.suppress(OSError), log.open("a") as file:
             file.write(f"{cause.headline}\n{cause.details}\n")
     return readable(cause, relay.tail, str(log))
-
-
-@contextlib.contextmanager
-def _listening(port: int | None) -> Iterator[socket.socket]:
-    """A socket that listens on a port, by default a free one. Raises LaunchError when the port is in use."""
-    try:
-        listener = socket.create_server((HOME, port or 0), backlog=1024)
-    except OSError as error:
-        used = error.errno == errno.EADDRINUSE
-        problem = f"port {port} is in use" if used else f"port {port} cannot be listened on: {error.strerror}"
-        to_type = "leave --port away: a free one is taken"
-        raise LaunchError(explain(problem, got=port, expected="a free port", to_type=to_type)) from error
-    with listener:
-        yield listener
 
 
 @contextlib.contextmanager

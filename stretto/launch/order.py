@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import difflib
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from stretto.errors import LaunchError, explain
 from stretto.folder import cores
+from stretto.launch.slow import factors
 
 Output = Literal["lead", "all", "none"]
+OnNan = Literal["stop", "skip"]
 LARGEST_SEED = 2**32 - 1
 
 
@@ -22,6 +24,10 @@ class Order:
     `recipe` is text and wins over the script's; `alone` switches every exchange off and `join` makes one
     batch of so many of the script's. `threads` is per worker, `timeout_s` limits every wait on another
     worker, and `output` says whose lines reach the terminal. The log of each worker holds all of them.
+
+    `servers` puts the recipe over a parameter server of so many shards, `on_nan` says what those do with an
+    update that is not finite, and `plain` leaves their traffic unencrypted. `slow` stretches the computing of
+    some workers: `1:2.0,3:5.0`.
     """
 
     script: Path
@@ -37,6 +43,10 @@ class Order:
     timeout_s: float = 600.0
     keep_states: bool = False
     output: Output = "lead"
+    servers: int | None = None
+    slow: str | None = None
+    on_nan: OnNan = "stop"
+    plain: bool = False
 
     def threads_each(self) -> int:
         """Threads of each worker: as asked, else the cores shared out, at least one."""
@@ -53,7 +63,20 @@ class Order:
             "alone": self.alone,
             "join": self.join,
             "threads": self.threads_each(),
+            "servers": self.servers or 0,
+            "slow": self.slow,
         }
+
+
+def settled(order: Order) -> Order:
+    """The same order with all that follows from it: the recipe over its servers, and how many those are."""
+    if order.recipe is None:
+        return replace(order, servers=0)
+    from stretto.typed import parse, with_shards
+
+    recipe = with_shards(order.recipe, order.servers) if order.servers else order.recipe
+    shards = parse(recipe).shards
+    return replace(order, recipe=recipe, servers=0 if order.alone else shards)
 
 
 def check(order: Order) -> None:
@@ -62,14 +85,17 @@ def check(order: Order) -> None:
     _check_numbers(order)
     if order.alone and order.workers != 1:
         raise LaunchError(explain("alone means one worker", got=order.workers, expected="1 worker", to_type="-n 1"))
-    if order.recipe is not None:
-        _check_recipe(order.recipe)
+    if order.servers and order.recipe is None:
+        raise _without_recipe(order.servers)
+    factors(order.slow, order.workers)
+    settled(order)
 
 
 def _check_numbers(order: Order) -> None:
     _at_least_one("the number of workers", order.workers, "-n 4")
     _at_least_one("the number of threads per worker", order.threads, "--threads 1")
     _at_least_one("the number of joined batches", order.join, "join=4")
+    _at_least_one("the number of servers", order.servers, "--servers 2")
     if not 0 <= order.seed <= LARGEST_SEED:
         _refuse("the seed", order.seed, f"a whole number from 0 to {LARGEST_SEED}", "--seed 1")
     if not (order.timeout_s > 0 and math.isfinite(order.timeout_s)):
@@ -87,10 +113,10 @@ def _refuse(what: str, got: object, expected: str, to_type: str) -> None:
     raise LaunchError(explain(f"{what} cannot be {got}", got=got, expected=expected, to_type=to_type))
 
 
-def _check_recipe(text: str) -> None:
-    from stretto.typed import parse
-
-    parse(text)
+def _without_recipe(servers: int) -> LaunchError:
+    got, expected = f"--servers {servers} alone", "a recipe to put over a parameter server"
+    to_type = f"--recipe async_sgd --servers {servers}"
+    return LaunchError(explain("--servers needs --recipe", got=got, expected=expected, to_type=to_type))
 
 
 def _check_script(script: Path) -> None:

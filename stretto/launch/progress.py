@@ -15,7 +15,10 @@ MEGABYTE = 1e6
 
 @dataclass
 class Progress:
-    """The state of a run. `take` an event; read off `facts`. `notices` says whether those deserve a line."""
+    """The state of a run. `take` an event; read off `facts`. `notices` says whether those deserve a line.
+
+    `staleness` is the sum over all `updates`, `stalest` the largest.
+    """
 
     notices: bool = True
     recipe: str = ""
@@ -24,6 +27,9 @@ class Progress:
     values: dict[str, Any] = field(default_factory=dict)
     metrics: dict[str, Any] = field(default_factory=dict)
     counts: dict[int, Event] = field(default_factory=dict)
+    updates: int = 0
+    staleness: int = 0
+    stalest: int = 0
     _recent: dict[int, deque[tuple[float, int]]] = field(default_factory=dict)
     _told: set[str] = field(default_factory=set)
 
@@ -40,6 +46,8 @@ class Progress:
         facts += [f"{name} {_number(value)}" for name, value in {**self.values, **self.metrics}.items()]
         if (waiting := self.waiting()) is not None:
             facts.append(f"waiting {waiting:.0%}")
+        if self.updates:
+            facts.append(f"staleness {self.staleness / self.updates:.1f} mean, {self.stalest} max")
         if sent := sum(event.get("bytes_sent", 0) for event in self.counts.values()):
             facts.append(f"sent {sent / MEGABYTE:,.1f} MB")
         return [fact for fact in facts if fact]
@@ -80,22 +88,29 @@ class Progress:
         while len(points) > 2 and points[-1][0] - points[1][0] > RECENT_S:
             points.popleft()
 
+    def _on_applied(self, event: Event) -> None:
+        found = [update[2] for update in event.get("updates", [])]
+        self.updates += len(found)
+        self.staleness += sum(found)
+        self.stalest = max(self.stalest, *found, 0)
+
     def _on_end(self, event: Event) -> None:
         self._on_progress(event)
 
     def _on_evaluation(self, event: Event) -> str:
-        self.step = event.get("step", self.step)
+        step = event.get("step", self.step)
+        self.step = max(self.step, step)
         self.metrics |= event.get("metrics", {})
         metrics = ", ".join(f"{name} {_number(value)}" for name, value in event.get("metrics", {}).items())
         training = f"after {event.get('training_s', 0.0):.1f} s of training"
-        return f"epoch {event.get('epoch')}, step {self.step}: {metrics} ({training})"
+        return f"epoch {event.get('epoch')}, step {step}: {metrics} ({training})"
 
     def _on_epoch(self, event: Event) -> str:
         """One has ended: the next is on."""
-        ended, self.step = event.get("epoch", self.epoch), event.get("step", self.step)
-        self.epoch = ended + 1
+        ended, step = event.get("epoch", self.epoch), event.get("step", self.step)
+        self.epoch, self.step = ended + 1, max(self.step, step)
         done = f"{event.get('samples', 0):,} samples in {event.get('training_s', 0.0):.1f} s of training"
-        return f"epoch {ended} ended: step {self.step}, {done}"
+        return f"epoch {ended} ended: step {step}, {done}"
 
 
 def _rate(points: deque[tuple[float, int]]) -> float | None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import IO
 
 from stretto.launch.order import Output
+from stretto.launch.parts import called
 from stretto.launch.watch import Watch
 
 CHUNK_BYTES = 1 << 16
@@ -29,13 +30,13 @@ DRAIN_S = 0.7
 
 
 def log_of(folder: Path, worker: int) -> Path:
-    """Where the output of a worker is kept."""
-    return folder / f"worker-{worker}.log"
+    """Where the output of a worker is kept, or a server's."""
+    return folder / f"{called(worker).replace(' ', '-')}.log"
 
 
 @dataclass
 class _Voice:
-    """The output of one worker."""
+    """The output of one worker, or of a server, which has a number below 0."""
 
     worker: int
     pipe: IO[bytes]
@@ -144,8 +145,9 @@ def _voice(worker: int, pipe: IO[bytes], folder: Path) -> _Voice:
 
 
 def _whole_lines(voice: _Voice, data: bytes) -> bytes:
-    """The lines that `data` completes, each with its worker; no data means that no more will come."""
+    """The lines that `data` completes, each with who said it; no data means that no more will come."""
     *lines, voice.begun = (voice.begun + data).split(b"\n")
     if not data and voice.begun:
         lines.append(voice.begun)
-    return b"".join(b"[%d] %s\n" % (voice.worker, line) for line in lines)
+    who = str(voice.worker) if voice.worker >= 0 else called(voice.worker)
+    return b"".join(b"[%s] %s\n" % (who.encode(), line) for line in lines)

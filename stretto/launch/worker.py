@@ -24,13 +24,13 @@ from stretto.launch.seeding import sow
 
 PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
 TORCH = os.path.join(sysconfig.get_path("purelib"), "torch") + os.sep
-STARTERS = (__file__, "<frozen runpy>")
+STARTERS = (__file__, str(Path(__file__).with_name("serve.py")), "<frozen runpy>")
 
 
 def main() -> None:
     """Run the script, then close the run. An error goes to the event log, and the process ends at once."""
     script, *args = sys.argv[1:]
-    _speak_in_lines()
+    speak_in_lines()
     sow(int(os.environ["STRETTO_SEED"]))
     sys.argv = [script, *args]
     sys.path.insert(0, str(Path(script).resolve().parent))
@@ -38,10 +38,10 @@ def main() -> None:
         _run(str(Path(script).absolute()))
         _finish()
     except BaseException as error:
-        _fail(error)
+        fail(error, int(os.environ["RANK"]))
 
 
-def _speak_in_lines() -> None:
+def speak_in_lines() -> None:
     """What is printed is seen at the end of a line, though the output is a pipe."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -76,12 +76,15 @@ def _finish() -> None:
     finish()
 
 
-def _fail(error: BaseException) -> NoReturn:
-    """Write the error event and leave, without waiting for threads or exit handlers: they may hang."""
+def fail(error: BaseException, number: int) -> NoReturn:
+    """Write the error event and leave, without waiting for threads or exit handlers: they may hang.
+
+    `number` is the worker's, or a server's.
+    """
     try:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
-        _append(msgspec.json.encode(_event(error, _leave_training())) + b"\n")
+        _append(msgspec.json.encode(_event(error, _leave_training(), number)) + b"\n")
     except BaseException as problem:
         print(
             f"{short(error)}{type(error).__name__}: {_text(error)}\nNot in the event log: {problem}",
@@ -97,10 +100,10 @@ def _leave_training() -> float:
     return 0.0 if leave is None else float(leave())
 
 
-def _event(error: BaseException, t: float) -> Event:
+def _event(error: BaseException, t: float, number: int) -> Event:
     said = {"kind": type(error).__name__, "text": _text(error), "traceback": short(error)}
     consequence = isinstance(error, WireError)
-    return {"event": "error", "t": t, "worker": int(os.environ["RANK"]), **said, "consequence": consequence}
+    return {"event": "error", "t": t, "worker": number, **said, "consequence": consequence}
 
 
 def _append(line: bytes) -> None:

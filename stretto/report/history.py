@@ -38,7 +38,7 @@ class History:
     @property
     def ended(self) -> bool:
         """Whether every worker came to its end."""
-        return len({event["worker"] for event in self.of("end")}) >= self.workers
+        return len({event["worker"] for event in self.of("end") if event["worker"] >= 0}) >= self.workers
 
     def counts(self, worker: int) -> list[Event]:
         """The running counts of one worker, its end included, oldest first."""
@@ -55,8 +55,13 @@ class History:
         errors = sorted(self.of("error"), key=lambda event: (bool(event.get("consequence")), event["t"]))
         if errors:
             first = errors[0]
-            return f"worker {first['worker']} failed: {first.get('kind')}: {first.get('text')}"
+            return f"{_called(first['worker'])} failed: {first.get('kind')}: {first.get('text')}"
         return None if self.ended else "the run did not come to its end"
+
+
+def _called(worker: int) -> str:
+    """Server s has the number -1-s, which no worker has."""
+    return f"worker {worker}" if worker >= 0 else f"server {-1 - worker}"
 
 
 def read(folder: Path) -> History:

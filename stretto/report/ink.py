@@ -59,6 +59,9 @@ STYLE: Any = {
     "lines.linewidth": 1.5,
     "lines.solid_capstyle": "round",
 }
+WIDTH = 11.0
+"""Inches that a drawing takes on a page."""
+
 WEB_FONT = "Helvetica Neue, Helvetica, Arial, Liberation Sans, sans-serif"
 SMALLEST_GAP_INCH = 0.155
 
@@ -130,6 +133,7 @@ def short(name: str, length: int = 22) -> str:
     """A recipe's name on one or two short lines."""
     if len(name) <= length:
         return name
-    cut = name.rfind(", ", 0, length + 2)
-    first, rest = (name[: cut + 1], name[cut + 2 :]) if cut > 0 else (name[:length], name[length:])
+    comma, bracket = name.rfind(", ", 0, length + 2) + 1, name.rfind("(", 0, length) + 1
+    cut = comma or bracket or length
+    first, rest = name[:cut], name[cut:].lstrip()
     return f"{first}\n{rest if len(rest) <= length else rest[: length - 1] + '…'}"

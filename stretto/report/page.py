@@ -12,7 +12,7 @@ from typing import Any
 import jinja2
 
 from stretto.errors import LogError
-from stretto.report import figures, history, ink
+from stretto.report import asynchronous, figures, history, ink
 from stretto.report.groups import grouped
 from stretto.report.history import History
 from stretto.report.pictures import LEARN, Album, Plot, pictures
@@ -149,7 +149,7 @@ def _single(folder: Path) -> str:
         headline=_summary(one),
         deck=(_figures(one),),
         failures=[one["failed"]] if one["failed"] else [],
-        sections=_sections([_passes(read)] if read.of("epoch") else [], pictures(album)),
+        sections=_sections(_tables(one, read), [*asynchronous.pictures(one, read), *pictures(album)]),
         colours={},
         facts=_facts([read], read.run.get("command") or [], [int(one["seed"] or 0)]),
         notices=_notices([read]),
@@ -166,7 +166,13 @@ def _figures(one: Record) -> str:
     pace = f"{figures.count(one['samples'])} samples at {figures.count(one['samples_per_second'])} a second"
     sent = figures.figure(megabytes(one["bytes_sent"]))
     rounds = figures.plural(one["rounds"], "exchange")
+    if one["staleness"]:
+        return f"{pace}; up to {rounds} of a worker, and {sent} MB sent by each on average."
     return f"{pace}; {rounds} and {sent} MB sent by each worker." if one["rounds"] else f"{pace}; nothing was sent."
+
+
+def _tables(one: Record, read: History) -> list[Sheet]:
+    return [*([_passes(read)] if read.of("epoch") else []), *asynchronous.sheet(one, read)]
 
 
 SEEN = ("once", "twice", "never", "dropped")

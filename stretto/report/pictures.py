@@ -11,7 +11,7 @@ from markupsafe import Markup
 from stretto.report import figures, ink, plots, series
 from stretto.report.groups import Group, Peers, at, grouped, worker_counts
 from stretto.report.history import History
-from stretto.report.plots import Line, Row
+from stretto.report.plots import SAMPLES, Line, Row
 from stretto.report.record import Record
 from stretto.report.series import Curve, Sample
 from stretto.report.table import FAST, STATE, WHERE, metric_names, speed_up
@@ -111,6 +111,8 @@ def _curves_caption(album: Album, groups: Sequence[Group], losses: Row) -> str:
     if steps:
         smoothed = f", smoothed: a point is the mean of up to {steps} steps" if steps > 1 else ""
         texts.append(f"Loss: mean over workers{smoothed}.")
+        if any(record.get("staleness") for record in _records(groups)):
+            texts.append("Asynchronous workers: mean of what they logged at about the same time.")
     if any(len(group.asked) > 1 for group in groups):
         texts.append("A line for each seed.")
     if any(group.alone for group in groups) and not all(group.alone for group in groups):
@@ -162,7 +164,7 @@ def _distance(groups: Sequence[Group], colours: Mapping[str, str], workers: int,
     if not rows:
         return None
     caption = "Against the run alone with the batches of all workers joined, after the same samples."
-    svg = Markup(plots.distance(f"distance{workers}", rows))
+    svg = Markup(plots.pair(f"distance{workers}", rows, SAMPLES))
     return Plot(STATE, svg, _with_workers(caption, workers, several))
 
 

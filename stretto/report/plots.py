@@ -17,7 +17,7 @@ from stretto.report.groups import Group, Measure
 from stretto.report.record import Record
 from stretto.report.series import Curve, Sample
 
-WIDTH = 11.0
+WIDTH = ink.WIDTH
 LEFT, RIGHT = 0.55, 1.75
 BETWEEN = 0.28
 TITLE, AXIS = 0.3, 0.42
@@ -242,19 +242,20 @@ def _key(ax: Axes, height: float) -> None:
         x += 0.04 + 0.0105 * len(phase)
 
 
-def distance(name: str, rows: Sequence[Row]) -> str:
-    """How far each run was from one machine with the joined batch, while it trained."""
+def pair(name: str, rows: Sequence[Row], across: Across) -> str:
+    """Two quantities side by side, each on its own scale, against the same axis."""
     tall = 1.9
-    return ink.draw(name, WIDTH, TITLE + tall + AXIS, partial(_paint_distance, rows=rows, tall=tall))
+    paint = partial(_paint_pair, rows=rows, across=across, tall=tall)
+    return ink.draw(name, WIDTH, TITLE + tall + AXIS, paint)
 
 
-def _paint_distance(figure: Figure, rows: Sequence[Row], tall: float) -> None:
+def _paint_pair(figure: Figure, rows: Sequence[Row], across: Across, tall: float) -> None:
     wide = (WIDTH - LEFT - 2 * RIGHT - BETWEEN) / 2
-    limits = _limits(rows, SAMPLES)
+    limits = _limits(rows, across)
     for j, row in enumerate(rows):
         ax = ink.axes(figure, LEFT + j * (wide + RIGHT + BETWEEN), TITLE, wide, tall)
-        _panel(ax, row, SAMPLES)
-        _across(ax, SAMPLES, limits, last=True)
+        _panel(ax, row, across)
+        _across(ax, across, limits, last=True)
         _up(ax, row)
         if ax.get_yscale() == "linear":
             ax.set_ylim(bottom=-0.02 * ax.get_ylim()[1])

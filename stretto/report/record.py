@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from stretto.errors import LogError
+from stretto.report import staleness
 from stretto.report.history import History, number, read, split_of
 
 Record = dict[str, Any]
@@ -22,7 +23,8 @@ def record(run_folder: Path) -> Record:
     """The record of a run folder, from run.json and events.jsonl alone.
 
     `seconds` is training time, evaluations not counted; `samples` counts all workers. `failed` is None for a
-    run that came to its end, and else the reason. What only a comparison knows stays None.
+    run that came to its end, and else the reason. What only a comparison knows stays None. `steps` and `rounds` are
+    those of the worker that made most; in asynchronous runs others made fewer.
     """
     history = read(run_folder)
     seconds, samples = _length(history)
@@ -35,6 +37,7 @@ def record(run_folder: Path) -> Record:
         "samples": samples,
         "samples_per_second": samples / seconds if seconds else None,
         **_counted(history),
+        **_uneven(history),
         "samples_seen": [event.get("seen") for event in history.of("epoch")],
         **BEYOND_ONE_RUN,
         "deaths": [],
@@ -48,15 +51,17 @@ BEYOND_ONE_RUN: Record = {
     "prediction_disagreement": None,
     "distances": [],
     "reached": None,
-    "staleness": None,
 }
-"""What a record gets from a comparison, or from recipes to come."""
+"""What a record gets from a comparison."""
+
+
+LISTS = ("bytes_sent", "bytes_received", "time_split", "samples_by_worker", "samples_seen", "deaths")
 
 
 def unstarted(*, recipe: str, workers: int, join: int, seed: int, script: str, folder: Path, failed: str) -> Record:
     """The record of a run that left nothing to read."""
     asked = {"recipe": recipe, "workers": workers, "join": join, "seed": seed, "script": script, "args": []}
-    nothing = dict.fromkeys(("threads", "cores", "seconds", "samples_per_second"))
+    nothing = dict.fromkeys(("threads", "cores", "seconds", "samples_per_second", "staleness", "held_seconds"))
     counted = {
         "wall_seconds": 0.0,
         "samples": 0,
@@ -65,7 +70,7 @@ def unstarted(*, recipe: str, workers: int, join: int, seed: int, script: str, f
         "bytes_counted": True,
         "metrics": {},
     }
-    lists: Record = {name: [] for name in ("bytes_sent", "bytes_received", "time_split", "samples_seen", "deaths")}
+    lists: Record = {name: [] for name in LISTS}
     return {**asked, **nothing, **counted, **lists, **BEYOND_ONE_RUN, "failed": failed, "folder": str(folder)}
 
 
@@ -120,6 +125,17 @@ def _counted(history: History) -> Record:
         "bytes_received": [int(event.get("bytes_received") or 0) for event in counts],
         "bytes_counted": all(event.get("bytes_counted", True) for event in counts),
         "time_split": [split_of(event) for event in counts],
+    }
+
+
+def _uneven(history: History) -> Record:
+    """What differs between workers that do not keep step."""
+    counts = history.last_counts()
+    held = [number(event.get("held_s")) for event in counts]
+    return {
+        "samples_by_worker": [int(event.get("samples") or 0) for event in counts],
+        "staleness": staleness.summary(history),
+        "held_seconds": None if all(one is None for one in held) else [one or 0.0 for one in held],
     }
 
 

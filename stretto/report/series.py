@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from stretto.events import Event
+from stretto.report import staleness as late
 from stretto.report.history import History, Point, interpolate, number, split_of
+from stretto.report.staleness import Update
 
 MOST_POINTS = 150
+Logged = tuple[Event, float]
 
 
 @dataclass(frozen=True)
@@ -41,16 +44,31 @@ def metric(history: History, name: str) -> Curve:
 
 
 def loss(history: History) -> Curve:
-    """The logged loss: the mean over workers at each step, thinned to means over several steps."""
-    name = _loss_name(history)
-    by_step: dict[int, list[tuple[Event, float]]] = defaultdict(list)
-    for event in history.of("log"):
-        value = number((event.get("values") or {}).get(name))
-        if value is not None:
-            by_step[int(event.get("step") or 0)].append((event, value))
-    place = _places(history)
-    steps = [_over_workers(place, by_step[step]) for step in sorted(by_step)]
-    return _thinned(steps)
+    """The logged loss: the mean over workers at each step, thinned to means over several steps.
+
+    Workers that do not keep step with each other log the same step at different times; of theirs, the mean is taken
+    of what was logged one after the other.
+    """
+    found, place = _logged(history, _loss_name(history)), _places(history)
+    together = _by_time(found, history.workers) if history.of("applied") else _by_step(found)
+    return _thinned([_over_workers(place, some) for some in together])
+
+
+def _logged(history: History, name: str | None) -> list[Logged]:
+    found = ((event, number((event.get("values") or {}).get(name))) for event in history.of("log"))
+    return [(event, value) for event, value in found if value is not None]
+
+
+def _by_step(found: Sequence[Logged]) -> list[Sequence[Logged]]:
+    by_step: dict[int, list[Logged]] = defaultdict(list)
+    for event, value in found:
+        by_step[int(event.get("step") or 0)].append((event, value))
+    return [by_step[step] for step in sorted(by_step)]
+
+
+def _by_time(found: Sequence[Logged], workers: int) -> list[Sequence[Logged]]:
+    ordered = sorted(found, key=lambda one: one[0]["t"])
+    return [ordered[start : start + workers] for start in range(0, len(ordered), workers)]
 
 
 def _loss_name(history: History) -> str | None:
@@ -58,7 +76,7 @@ def _loss_name(history: History) -> str | None:
     return next(iter(sorted((name for name in names if "loss" in name.lower()), key=len)), None)
 
 
-def _over_workers(place: Callable[[Event, float], Sample], found: Sequence[tuple[Event, float]]) -> Sample:
+def _over_workers(place: Callable[[Event, float], Sample], found: Sequence[Logged]) -> Sample:
     last = max((event for event, _ in found), key=lambda event: event["t"])
     return place(last, statistics.fmean(value for _, value in found))
 
@@ -76,6 +94,31 @@ def _size(samples: Sequence[Sample]) -> int:
 def _mean(chunk: Sequence[Sample]) -> Sample:
     columns = ("seconds", "samples", "megabytes", "value")
     return Sample(*(statistics.fmean(getattr(sample, name) for sample in chunk) for name in columns))
+
+
+UPDATES_A_POINT = 4
+FEWEST_POINTS, OF_THE_SLOWEST = 10, 2
+
+
+def staleness(history: History) -> tuple[Curve, Curve]:
+    """The mean and the largest staleness of the updates, over stretches of equal length."""
+    place, found = _places(history), _stretches(late.updates(history), history.workers)
+    ends = [(some, {"t": statistics.fmean(one.t for one in some)}) for some in found]
+    mean = (place(event, statistics.fmean(one.staleness for one in some)) for some, event in ends)
+    largest = (place(event, max(one.staleness for one in some)) for some, event in ends)
+    return Curve(tuple(mean)), Curve(tuple(largest))
+
+
+def _stretches(found: Sequence[Update], workers: int) -> list[list[Update]]:
+    """So few that each holds updates of the slowest worker too, as far as that leaves enough; empty ones left out."""
+    slowest = min(Counter(update.worker for update in found).values(), default=0)
+    most = min(MOST_POINTS, max(FEWEST_POINTS, slowest // OF_THE_SLOWEST))
+    count = min(most, max(1, len(found) // (UPDATES_A_POINT * workers)))
+    whole = found[-1].t if found else 0.0
+    stretches: list[list[Update]] = [[] for _ in range(count)]
+    for update in found:
+        stretches[min(int(update.t / whole * count), count - 1) if whole else 0].append(update)
+    return [some for some in stretches if some]
 
 
 def _places(history: History) -> Callable[[Event, float], Sample]:

@@ -15,6 +15,7 @@ from stretto.events import PHASES
 from stretto.report import figures
 from stretto.report.groups import Group, Measure, Peers, Spread, grouped
 from stretto.report.record import JOINED, Record
+from stretto.report.staleness import held_share
 from stretto.report.target import Target
 
 METRICS_A_SHEET = 2
@@ -48,7 +49,7 @@ class Column:
 
 
 def sheets(records: Sequence[Record], target: Target | None = None) -> list[Sheet]:
-    """The tables that answer: same state? how fast? at what cost? where did the time go?"""
+    """The tables that answer: same state? how fast? at what cost? how stale? where did the time go?"""
     groups, peers = grouped(records), Peers(records)
     names = metric_names(records)
     by_sheet = [names[i : i + METRICS_A_SHEET] for i in range(0, len(names), METRICS_A_SHEET)]
@@ -59,23 +60,29 @@ def sheets(records: Sequence[Record], target: Target | None = None) -> list[Shee
         _sheet(FAST, SPEED_NOTE, groups, _speed(peers)),
         *([_sheet(f"When was {target} reached?", TARGET_NOTE, groups, _target(peers))] if target else []),
         _sheet("At what cost?", _cost_note(records), groups, _cost()),
+        *_staleness(groups),
         _sheet(WHERE, SPLIT_NOTE, groups, _split()),
     ]
 
 
-STATE, FAST, WHERE = "Same state?", "How fast?", "Where did the time go?"
+STATE, FAST, STALE, WHERE = "Same state?", "How fast?", "How stale?", "Where did the time go?"
 STATE_NOTE = "Against one machine with the batches of all workers joined."
 METRICS_NOTE = "At the end, and the difference from one machine with the batches of all workers joined."
 SPEED_NOTE = "Training time, evaluations not counted. Speed-up: samples/s over alone. Efficiency: speed-up per worker."
 TARGET_NOTE = "The first evaluation that satisfied it: training time and samples of all workers until then."
 COST_NOTE = "Bytes as counted where they leave and enter a worker, mean over workers; 1 MB = 10⁶ bytes."
+STALE_NOTE = "Versions of the model between the one that an update was computed on and its own, over all updates."
+HELD_NOTE = " Lost to the bound: share of the time of all workers."
+SAMPLES_NOTE = " Samples: of the worker that took fewest, and most."
+UNEVEN_NOTE = " Rounds and steps: of the worker that made most."
 SPLIT_NOTE = "Share of the whole time, mean over workers."
 
 
 def _cost_note(records: Sequence[Record]) -> str:
     """Bytes that a wire could not count are said to be worked out."""
     counted = all(record.get("bytes_counted", True) for record in records)
-    return COST_NOTE if counted else COST_NOTE.replace("as counted where", "partly worked out, not counted, where")
+    note = COST_NOTE if counted else COST_NOTE.replace("as counted where", "partly worked out, not counted, where")
+    return note + (UNEVEN_NOTE if any(record.get("staleness") for record in records) else "")
 
 
 def metric_names(records: Sequence[Record]) -> list[str]:
@@ -211,6 +218,21 @@ def megabytes(per_worker: Sequence[float]) -> float | None:
 
 def _megabytes(value: float | None) -> str:
     return figures.figure(value) if value is None or value < 1000 else figures.count(value)
+
+
+def _staleness(groups: Sequence[Group]) -> list[Sheet]:
+    """A table of the asynchronous recipes, where there are any."""
+    stale = [group for group in groups if any(record.get("staleness") for record in group.asked)]
+    held = any(record.get("held_seconds") is not None for group in stale for record in group.asked)
+    columns = [
+        _measured("mean staleness", lambda r: (r.get("staleness") or {}).get("mean"), figures.figure),
+        _measured("largest staleness", lambda r: (r.get("staleness") or {}).get("max"), figures.count),
+        *([_measured("lost to the bound", held_share, figures.percent)] if held else []),
+        _measured("fewest samples", lambda r: min(r.get("samples_by_worker") or [], default=None), figures.count),
+        _measured("most samples", lambda r: max(r.get("samples_by_worker") or [], default=None), figures.count),
+    ]
+    note = STALE_NOTE + (HELD_NOTE if held else "") + SAMPLES_NOTE
+    return [_sheet(STALE, note, stale, columns)] if stale else []
 
 
 def _split() -> list[Column]:

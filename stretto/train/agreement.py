@@ -1,13 +1,14 @@
 """Looking at the agreed model between exchanges, without disturbing the training.
 
 Between two exchanges workers differ. To evaluate, to save or at the end of a pass, all of them look at the same model:
-the mean of their parameters, weighted by the samples since the last exchange. When training goes on each worker takes
-up its own parameters again, unless the script has changed the model meanwhile: then the script's change stands.
+the mean of their parameters, weighted by the samples since the last exchange, or a server's newest version. When
+training goes on each worker takes up its own parameters again, unless the script has changed the model meanwhile: then
+the script's change stands.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -19,13 +20,21 @@ from stretto.wire import Wire
 
 
 class Look:
-    """The agreed model in place of a worker's own, until `resume`. Cost: one exact exchange of the parameters."""
+    """The agreed model in place of a worker's own, until `resume`. Cost: one exact exchange of the parameters.
 
-    def __init__(self, arena: Arena, buffers: MovingBuffers, wire: Wire, share: float) -> None:
+    `read` puts the agreed parameters in place; without it they are the workers' mean. Buffers are averaged.
+    """
+
+    def __init__(
+        self, arena: Arena, buffers: MovingBuffers, wire: Wire, share: float, read: Callable[[], object] | None = None
+    ) -> None:
         buffers.agree()
-        self._tensors: Sequence[Tensor] = [*(part.theta for part in arena.parts), *buffers.floating()]
+        parameters = [part.theta for part in arena.parts]
+        self._tensors: Sequence[Tensor] = [*parameters, *buffers.floating()]
         self._own = [one.clone() for one in self._tensors]
-        flat = FlatTensors(self._tensors)
+        if read is not None:
+            read()
+        flat = FlatTensors(self._tensors if read is None else buffers.floating())
         flat.take(finish(flat.ask_mean(wire, share)))
         self._shown = [one.clone() for one in self._tensors]
 
@@ -38,10 +47,10 @@ class Look:
         return (apart / whole) ** 0.5 if whole else None
 
     @torch.no_grad()
-    def resume(self) -> bool:
-        """Take up the own parameters again. False when the script has changed the model: its values are kept."""
+    def resume(self, own: bool = True) -> bool:
+        """Take up the own parameters again, if so. False when the script has changed the model: its values are kept."""
         untouched = all(torch.equal(now, shown) for now, shown in zip(self._tensors, self._shown, strict=True))
-        if untouched:
-            for now, own in zip(self._tensors, self._own, strict=True):
-                now.copy_(own)
+        if untouched and own:
+            for now, before in zip(self._tensors, self._own, strict=True):
+                now.copy_(before)
         return untouched

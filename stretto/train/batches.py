@@ -153,7 +153,7 @@ class Share(BatchSampler):
         return len(range(self._worker, len(self.order().batches), self._workers))
 
 
-def rebuilt(loader: DataLoader[Any], share: Share) -> DataLoader[Any]:
+def rebuilt(loader: DataLoader[Any], share: BatchSampler) -> DataLoader[Any]:
     """The script's loader with our batches in place of its own; all else as it was."""
     bare = loader.batch_sampler is None
     return DataLoader(

@@ -19,8 +19,10 @@ from stretto import typed
 from stretto.errors import LoaderError, ModelError, RecipeError, ScriptError, StrettoError, explain
 from stretto.recipe import Recipe
 from stretto.train.evaluation import Evaluate, run
+from stretto.train.model import trainable
 from stretto.train.seat import Seat, find_seat, given_seat
 from stretto.train.trainer import Trainer
+from stretto.wire.server import ServerWire
 
 _current: ContextVar[Trainer | Literal["plain"] | None] = ContextVar("current", default=None)
 
@@ -81,13 +83,26 @@ def distribute(
     if seat is None:
         _current.set("plain")
         return PlainLoader(model, loader, evaluate, evaluate_every)
-    trainer = Trainer(seat, model, optimizer, loader, _chosen(seat, scripted), evaluate, evaluate_every)
+    trainer = _trainer(seat, model, optimizer, loader, _chosen(seat, scripted), evaluate, evaluate_every)
     _current.set(trainer)
     if seat.recipe and scripted is not None and trainer.recipe != scripted and not seat.alone:
         trainer.journal.notice(f"the recipe asked for, {trainer.recipe}, goes before the script's, {scripted}")
     if given_seat.get() is None:
         _finish_at_exit(trainer)
     return SharedLoader(trainer, loader)
+
+
+def _trainer(
+    seat: Seat, model: nn.Module, optimizer: Optimizer, loader: Any, recipe: Recipe | None, *evaluation: Any
+) -> Trainer:
+    named = trainable(model, optimizer)
+    wire = seat.wire_for(recipe, named[0][1].device if named else torch.device("cpu"))
+    try:
+        return Trainer(seat, wire, model, optimizer, loader, recipe, *evaluation)
+    except BaseException:
+        if isinstance(wire, ServerWire):
+            wire.close()
+        raise
 
 
 def log(**values: float | torch.Tensor) -> None:
@@ -136,12 +151,12 @@ def finish() -> None:
 
 
 def abandon() -> float:
-    """The script has failed: bring the log to the disk; the seconds since the start of training."""
+    """The script has failed: bring the log to the disk, leave a server; the seconds since the start of training."""
     trainer = _current.get()
     if not isinstance(trainer, Trainer):
         return 0.0
     with suppress(StrettoError):
-        trainer.journal.flush()
+        trainer.abandon()
     return trainer.journal.t()
 
 

@@ -1,10 +1,13 @@
-"""The hands of a pass: in each hand every worker gets one batch, or none, and all know how many samples each got."""
+"""The hands of a pass: what a worker gets to work on at a time.
+
+When all exchange together every worker gets one batch in each hand, or none, and all know how many samples each got.
+When nobody waits a worker's hand is its own: it gets the next batch as soon as it is free.
+"""
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,39 +17,33 @@ from torch.utils.data.distributed import DistributedSampler
 
 from stretto.errors import LoaderError, explain
 from stretto.members.ledger import Dealt, Lease, Ledger
-from stretto.train.batches import Share, draw, rebuilt, samples_in, sharded_stream
+from stretto.train.batches import Order, Share, draw, rebuilt, samples_in, sharded_stream
+from stretto.train.free import FreeHands, FreeShare
+from stretto.train.hand import Hand, refuse_too_few
 from stretto.wire import Wire
-
-
-@dataclass(frozen=True, slots=True)
-class Hand:
-    """One batch a worker. `batch` is None where this worker has none; `weights` are the samples of every worker."""
-
-    batch: Any
-    weights: tuple[int, ...]
-    lease: Lease | None
-
-    @property
-    def idle(self) -> bool:
-        """Whether there is nothing here for a worker: the script's loop does not see the hand."""
-        return self.batch is None
-
-    @property
-    def short(self) -> bool:
-        """Whether some workers have no batch."""
-        return 0 in self.weights
-
-    @property
-    def teller(self) -> int:
-        """The first worker with a batch: it tells the idle ones what happens."""
-        return next(worker for worker, weight in enumerate(self.weights) if weight)
+from stretto.wire.server import ServerWire
 
 
 class Hands(Protocol):
     """One pass, hand by hand."""
 
-    ledger: Ledger | None
     dropped: int
+
+    def meetings(self) -> int:
+        """How often all workers are to meet before the hand that was got last; asked once."""
+        ...
+
+    def ask_ahead(self) -> None:
+        """The next hand is wanted soon."""
+        ...
+
+    def settle(self, leases: Sequence[Lease]) -> None:
+        """The work on these is in the agreed state."""
+        ...
+
+    def counted(self) -> NDArray[np.uint8] | None:
+        """How often each sample of the pass was settled at this worker; None for streams."""
+        ...
 
     def next(self) -> Hand | None:
         """The next hand; None when no worker has anything left."""
@@ -62,10 +59,26 @@ class LeasedHands:
         order = share.order()
         self._sizes = order.sizes
         self._wire = wire
-        self._at = 0
+        self._at = self._handed = 0
         self.dropped = order.dropped
-        self.ledger: Ledger | None = Ledger(self._sizes, Dealt(wire.workers))
-        _refuse_too_few(sum(self._sizes), wire.workers)
+        self._ledger = Ledger(self._sizes, Dealt(wire.workers))
+        refuse_too_few(sum(self._sizes), wire.workers)
+
+    def meetings(self) -> int:
+        """All meet at every exchange."""
+        return 0
+
+    def ask_ahead(self) -> None:
+        """All is known."""
+
+    def settle(self, leases: Sequence[Lease]) -> None:
+        """Count them."""
+        for lease in leases:
+            self._ledger.settle(lease)
+
+    def counted(self) -> NDArray[np.uint8] | None:
+        """How often each sample was settled here."""
+        return self._ledger.counted()
 
     def next(self) -> Hand | None:
         """Lease this worker's batch of the next hand, and load it."""
@@ -74,39 +87,72 @@ class LeasedHands:
             next(self._batches, None)
             return None
         self._at += self._wire.workers
+        self._handed += sum(sizes)
         weights = tuple(sizes) + (0,) * (self._wire.workers - len(sizes))
-        if not weights[self._wire.worker]:
-            return Hand(None, weights, None)
-        assert self.ledger is not None
-        return Hand(next(self._batches), weights, self.ledger.lease(self._wire.worker))
+        own = weights[self._wire.worker]
+        if not own:
+            return Hand(None, weights, None, 0, self._handed)
+        return Hand(next(self._batches), weights, self._ledger.lease(self._wire.worker), own, self._handed)
 
 
 class StreamedHands:
-    """The hands of a stream, of unknown length: the workers tell each other in each hand what they got."""
+    """The hands of a stream, of unknown length: the workers tell each other in each hand what they got.
 
-    def __init__(self, stream: Iterator[Any], wire: Wire) -> None:
-        self._stream, self._wire = stream, wire
-        self.ledger: Ledger | None = None
-        self.dropped = 0
+    Workers that do not wait for each other (`free`) tell nothing, and know of nobody's samples but their own.
+    """
+
+    dropped = 0
+
+    def __init__(self, stream: Iterator[Any], wire: Wire, free: bool) -> None:
+        self._stream, self._wire, self._free = stream, wire, free
+        self._handed = 0
+
+    def meetings(self) -> int:
+        """Nobody knows when that would be."""
+        return 0
+
+    def ask_ahead(self) -> None:
+        """A stream is read as it comes."""
+
+    def settle(self, leases: Sequence[Lease]) -> None:
+        """Nothing is leased."""
+
+    def counted(self) -> NDArray[np.uint8] | None:
+        """Nobody knows."""
+        return None
 
     def next(self) -> Hand | None:
         """Read this worker's next batch and hear what the others have."""
         batch = next(self._stream, None)
-        mine = struct.pack("<q", samples_in(batch) if batch is not None else 0)
-        weights = tuple(struct.unpack("<q", one)[0] for one in self._wire.gather(mine))
-        return Hand(batch, weights, None) if any(weights) else None
+        own = samples_in(batch) if batch is not None else 0
+        weights = () if self._free else self._told(own)
+        self._handed += sum(weights) if weights else own
+        return Hand(batch, weights, None, own, self._handed) if own or any(weights) else None
+
+    def _told(self, own: int) -> tuple[int, ...]:
+        return tuple(struct.unpack("<q", one)[0] for one in self._wire.gather(struct.pack("<q", own)))
 
 
 class Dealer:
     """Begins passes over a script's loader."""
 
-    def __init__(self, loader: Any, wire: Wire, join: int) -> None:
-        self._loader, self._wire, self._join = loader, wire, join
-        self._share: Share | None = None
+    def __init__(self, loader: Any, wire: Wire, join: int, free: bool = False, meet: int | None = None) -> None:
+        self._loader, self._wire, self._join, self._free = loader, wire, join, free
+        self._share: Share | FreeShare | None = None
         if is_leasable(loader):
             _refuse_sharded(loader)
-            self._share = Share(lambda: draw(loader, wire, join), wire.worker, wire.workers)
+            self._share = self._make_share(meet)
             self._rebuilt = rebuilt(loader, self._share)
+
+    def _make_share(self, meet: int | None) -> Share | FreeShare:
+        def order() -> Order:
+            return draw(self._loader, self._wire, self._join)
+
+        if not self._free:
+            return Share(order, self._wire.worker, self._wire.workers)
+        if not isinstance(self._wire, ServerWire):
+            raise TypeError("batches are handed to whoever is free by a server")
+        return FreeShare(order, self._wire, meet)
 
     @property
     def leases(self) -> bool:
@@ -115,10 +161,12 @@ class Dealer:
 
     def deal(self) -> Hands:
         """Begin a pass."""
+        if isinstance(self._share, FreeShare):
+            return FreeHands(self._rebuilt, self._share)
         if self._share is not None:
             return LeasedHands(self._rebuilt, self._share, self._wire)
         stream = sharded_stream(self._loader, self._wire.worker, self._wire.workers, self._join)
-        return StreamedHands(stream, self._wire)
+        return StreamedHands(stream, self._wire, self._free)
 
     def length(self) -> int:
         """The hands of a pass."""
@@ -143,21 +191,3 @@ def _refuse_sharded(loader: DataLoader[Any]) -> None:
                 to_type="DataLoader(..., shuffle=True)",
             )
         )
-
-
-def _refuse_too_few(samples: int, workers: int) -> None:
-    if samples < workers:
-        problem = f"a pass has {samples} samples for {workers} workers"
-        raise LoaderError(
-            explain(
-                problem,
-                got=f"{samples} samples",
-                expected=f"at least one a worker, {workers}",
-                to_type=f"-n {max(samples, 1)}",
-            )
-        )
-
-
-def counted(hands: Hands) -> NDArray[np.uint8] | None:
-    """How often each sample of the pass was settled at this worker; None for streams."""
-    return hands.ledger.counted() if hands.ledger is not None else None

@@ -15,7 +15,7 @@ from stretto.errors import LogError
 from stretto.members.ledger import audit
 from stretto.train.evaluation import Evaluate, run
 from stretto.train.exchange import Arrivals
-from stretto.train.hands import Hands, counted
+from stretto.train.hands import Hands
 from stretto.train.journal import Journal
 from stretto.train.model import state_of
 from stretto.train.replica import Replica
@@ -69,14 +69,17 @@ class Referee:
     def evaluate(self) -> None:
         """Evaluate the model as it is now; worker 0 does, the others wait for it."""
         trainer = self._trainer
-        if self._evaluate is None or self._evaluated_at == trainer.steps:
+        at = trainer.steps if trainer.replica.arrival is None else trainer.samples
+        if self._evaluate is None or self._evaluated_at == at:
             return
-        self._evaluated_at = trainer.steps
+        self._evaluated_at = at
         training_s = trainer.training_s()
         with trainer.watch.on("evaluating"):
             if trainer.wire.worker == 0:
                 metrics, self._predictions = run(self._evaluate, trainer.model)
-                carries = {"epoch": self._epoch, "step": trainer.steps, "samples": trainer.samples}
+                carries: dict[str, Any] = {"epoch": self._epoch, "step": trainer.steps, "samples": trainer.samples}
+                if trainer.replica.arrival is not None:
+                    carries["versions"] = trainer.replica.arrival.versions_read
                 trainer.journal.write("evaluation", **carries, training_s=training_s, metrics=metrics)
                 self._keep(f"states/{trainer.samples:08d}")
             trainer.wire.tell(b"evaluated")
@@ -88,7 +91,8 @@ class Referee:
         self._epoch += 1
         with trainer.watch.on("waiting"):
             trainer.wire.gather(b"")
-        trainer.arrivals.settle(trainer.watch)
+        if trainer.replica.arrival is None:
+            trainer.arrivals.settle(trainer.watch)
         training_s = trainer.training_s()
         if self._every is None:
             self.evaluate()
@@ -124,7 +128,7 @@ class Referee:
 
     def _audit(self, hands: Hands) -> dict[str, int] | None:
         """How often each sample of the pass counted, over all workers."""
-        mine = counted(hands)
+        mine = hands.counted()
         if mine is None:
             return None
         wire = self._trainer.wire

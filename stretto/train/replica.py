@@ -7,9 +7,11 @@ from collections.abc import Callable
 from torch import nn
 from torch.optim import Optimizer
 
+from stretto.members.ledger import Lease
 from stretto.recipe import Recipe
 from stretto.train.agreement import Look
 from stretto.train.arena import Arena
+from stretto.train.arrival import ArrivalExchange
 from stretto.train.exchange import Weights
 from stretto.train.gradients import GradientExchange
 from stretto.train.journal import Journal
@@ -19,8 +21,9 @@ from stretto.train.rounds import RoundExchange
 from stretto.train.state import MovingBuffers, OptimizerState
 from stretto.train.stopwatch import Stopwatch
 from stretto.what import gradients
-from stretto.when import together
+from stretto.when import on_arrival, together
 from stretto.wire import Wire
+from stretto.wire.server import ServerWire
 
 MEASURE_DRIFT_EVERY_S = 5.0
 
@@ -28,7 +31,8 @@ MEASURE_DRIFT_EVERY_S = 5.0
 class Replica:
     """The model as one worker has it. `recipe` is None for a worker that exchanges nothing.
 
-    `on_begin` is called before gradients are exchanged, `on_end` after every exchange, with the seconds blocked by it.
+    `on_begin` is called before gradients are exchanged, `on_end` after every exchange, with the seconds blocked by it,
+    `on_settled` with the leases whose work a server has.
     """
 
     def __init__(
@@ -42,7 +46,9 @@ class Replica:
         weights: Weights,
         on_begin: Callable[[], None],
         on_end: Callable[[float], None],
+        on_settled: Callable[[list[Lease]], None],
     ) -> None:
+        self._on_settled = on_settled
         self._model, self._optimizer, self._recipe = model, optimizer, recipe
         self._wire, self._watch, self._journal, self._weights = wire, watch, journal, weights
         self._on_begin, self._on_end = on_begin, on_end
@@ -53,6 +59,9 @@ class Replica:
         """The exchange of a recipe of gradients."""
         self.rounds: RoundExchange | None = None
         """The exchange of a recipe of parameters."""
+        self.arrival: ArrivalExchange | None = None
+        """The exchange of a worker that does not wait for others."""
+        self._arenas = 0
         self._look: Look | None = None
         self._apart = False
         self._drift_at = 0.0
@@ -70,11 +79,13 @@ class Replica:
     def stepped(self, steps: int) -> bool:
         """The optimizer has done its `steps`-th step; whether an exchange is due now."""
         self._apart = True
+        if self.arrival is not None:
+            self.arrival.stepped()
         when = self._recipe.when if self._recipe is not None else None
-        return self.rounds is not None and isinstance(when, together) and when.due(steps)
+        return self.gradients is None and isinstance(when, together | on_arrival) and when.due(steps)
 
     def exchange(self) -> None:
-        """One round of a recipe of parameters."""
+        """One round of a recipe of parameters, among workers that wait for each other."""
         assert self.rounds is not None
         now = self._journal.t()
         measure = now - self._drift_at >= MEASURE_DRIFT_EVERY_S
@@ -87,17 +98,31 @@ class Replica:
         """Put the agreed model in place of this worker's own, where the two differ."""
         if self._look is not None:
             return
-        if self.gradients is not None:
+        if self.arrival is not None:
+            self._look_at_server(self.arrival)
+        elif self.gradients is not None:
             self._buffers.agree()
             self._buffers.follow_lead()
         elif self._arena is not None and self._apart:
             with self._watch.on("exchanging"):
                 self._look = Look(self._arena, self._buffers, self._wire, self._weights.share())
 
-    def resume(self) -> None:
-        """Go on with this worker's own parameters after a look."""
+    def _look_at_server(self, arrival: ArrivalExchange) -> None:
+        assert self._arena is not None
+        arrival.meet()
+        share = 1 / self._wire.workers
+        with self._watch.on("exchanging"):
+            self._look = Look(self._arena, self._buffers, self._wire, share, arrival.read)
+
+    def resume(self, own: bool = True) -> None:
+        """Go on after a look with this worker's own parameters, or else from what a server had."""
         look, self._look = self._look, None
-        if look is not None and not look.resume():
+        own = own or self.arrival is None or self.arrival.keeps_own
+        if look is None:
+            return
+        if not own and self.arrival is not None:
+            self.arrival.start_from_read()
+        if not look.resume(own):
             self._journal.notice("the script changed the model after a pass; training goes on from its values")
             self._rebuild()
 
@@ -122,7 +147,10 @@ class Replica:
         assert self._arena is not None
         if self.gradients is not None:
             self.gradients.release()
-        if isinstance(self._recipe.what, gradients):
+        self._arenas += 1
+        if self._recipe.asynchronous:
+            self.arrival = self._make_arrival(self._arena, self._recipe)
+        elif isinstance(self._recipe.what, gradients):
             how, share = self._recipe.how, self._weights.share
             self.gradients = GradientExchange(
                 self._arena, self._wire, how, self._watch, share, self._on_begin, self._on_end
@@ -131,3 +159,10 @@ class Replica:
             self.rounds = RoundExchange(
                 self._arena, self._recipe, self._wire, self._watch, self._optimizer_state, self._buffers, self._on_end
             )
+
+    def _make_arrival(self, arena: Arena, recipe: Recipe) -> ArrivalExchange:
+        if not isinstance(self._wire, ServerWire):
+            raise TypeError(f"{recipe} needs a wire to a server")
+        return ArrivalExchange(
+            arena, self._arenas, recipe, self._wire, self._watch, self._optimizer, self._on_settled, self._on_end
+        )

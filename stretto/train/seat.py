@@ -12,7 +12,11 @@ from pathlib import Path
 import torch
 
 from stretto.errors import LaunchError, explain
+from stretto.recipe import Recipe
+from stretto.server.service import WorkerKeys
 from stretto.wire import Wire
+from stretto.wire.hosted import meet_at_lead
+from stretto.wire.server import ServerWire
 from stretto.wire.solo import SoloWire
 
 DEFAULT_TIMEOUT_S = 600.0
@@ -41,6 +45,20 @@ class Seat:
     keep_states: bool = False
     timeout_s: float = DEFAULT_TIMEOUT_S
     clock: Callable[[], float] = time.perf_counter
+    server: Callable[[], ServerWire] | None = None
+    """How it reaches the parameter server that a launcher has started, if one has."""
+    slow: float = 1.0
+    """How much longer its computing is made to last."""
+    sleep: Callable[[float], None] = time.sleep
+    on_nan: str = "stop"
+
+    def wire_for(self, recipe: Recipe | None, device: torch.device) -> Wire:
+        """The wire that the recipe asks for. Without a server of a launcher's worker 0 keeps one in its process."""
+        if recipe is None or not recipe.shards:
+            return self.wire(device)
+        if self.server is not None:
+            return self.server()
+        return meet_at_lead(self.wire(torch.device("cpu")), recipe.shards, self.on_nan, self.timeout_s)
 
 
 given_seat: ContextVar[Seat | None] = ContextVar("given_seat", default=None)
@@ -72,7 +90,21 @@ def find_seat(environment: Mapping[str, str] = os.environ) -> Seat | None:
         join=_number(environment, "STRETTO_JOIN", 1),
         keep_states=environment.get("STRETTO_KEEP_STATES") == "1",
         timeout_s=timeout_s,
+        server=_server(environment, worker, workers, timeout_s),
+        slow=float(environment.get("STRETTO_SLOW", "1")),
+        on_nan=environment.get("STRETTO_ON_NAN", "stop"),
     )
+
+
+def _server(
+    environment: Mapping[str, str], worker: int, workers: int, timeout_s: float
+) -> Callable[[], ServerWire] | None:
+    if "STRETTO_SERVERS" not in environment:
+        return None
+    addresses = [f"tcp://{one}" for one in environment["STRETTO_SERVERS"].split(",")]
+    keys = environment.get("STRETTO_KEYS")
+    mine = WorkerKeys(*(key.encode() for key in keys.split(","))) if keys else None
+    return lambda: ServerWire(worker, workers, addresses, mine, timeout_s)
 
 
 def _number(environment: Mapping[str, str], name: str, otherwise: int) -> int:

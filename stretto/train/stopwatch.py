@@ -44,3 +44,19 @@ class Stopwatch:
         """Seconds of each phase until now."""
         self.switch(self.phase)
         return {phase: round(seconds, 6) for phase, seconds in self.spent.items()}
+
+
+class Stretch:
+    """Makes a worker slow on purpose: after some computing it sleeps, so that both together last `factor` as long."""
+
+    def __init__(self, factor: float, watch: Stopwatch, sleep: Callable[[float], None]) -> None:
+        self._factor, self._watch, self._sleep = factor, watch, sleep
+        self._until = 0.0
+
+    def go_on(self) -> None:
+        """Sleep for what was computed since the last time."""
+        if self._factor == 1.0:
+            return
+        with self._watch.on("computing"):
+            self._sleep((self._watch.spent["computing"] - self._until) * (self._factor - 1))
+        self._until = self._watch.spent["computing"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import socket
+import struct
 from dataclasses import replace
 from typing import Any
 
@@ -13,17 +14,21 @@ from torch import nn
 from torch.optim import Optimizer
 
 from stretto.errors import NotFiniteError
+from stretto.members.ledger import Lease
 from stretto.recipe import Recipe
 from stretto.train import shadow
 from stretto.train.evaluation import Evaluate
 from stretto.train.exchange import Arrivals, Weights
-from stretto.train.hands import Dealer, Hand, Hands
+from stretto.train.hand import Hand
+from stretto.train.hands import Dealer, Hands
 from stretto.train.journal import ADVICE, Journal, open_folder
-from stretto.train.model import agree_on_model, part_random_states, plain_name, same_start, trainable
+from stretto.train.model import agree_on_model, part_random_states, plain_name, same_start
 from stretto.train.referee import Referee
 from stretto.train.replica import Replica
 from stretto.train.seat import Seat
-from stretto.train.stopwatch import Stopwatch
+from stretto.train.stopwatch import Stopwatch, Stretch
+from stretto.wire import Wire
+from stretto.wire.server import ServerWire
 
 CHECK_EVERY_ROUNDS = 100
 
@@ -37,6 +42,7 @@ class Trainer:
     def __init__(
         self,
         seat: Seat,
+        wire: Wire,
         model: nn.Module,
         optimizer: Optimizer,
         loader: Any,
@@ -44,9 +50,8 @@ class Trainer:
         evaluate: Evaluate | None,
         evaluate_every: int | None,
     ) -> None:
-        named = trainable(model, optimizer)
         self.model, self.optimizer, self.recipe = model, optimizer, recipe
-        self.wire = seat.wire(named[0][1].device if named else torch.device("cpu"))
+        self.wire = wire
         if seat.opens_folder:
             seat = replace(seat, run=open_folder(self.wire, self._asked(seat)))
         self.journal = Journal(seat.run, self.wire, seat.clock)
@@ -54,18 +59,22 @@ class Trainer:
         agree_on_model(self.wire, model, recipe.spelled() if recipe else "")
         same_start(self.wire, model)
         part_random_states(self.wire)
-        self.dealer = Dealer(loader, self.wire, seat.join)
+        free = recipe is not None and recipe.asynchronous
+        meet = evaluate_every * self.wire.workers if evaluate_every and evaluate else None
+        self.dealer = Dealer(loader, self.wire, seat.join, free, meet)
         self.weights, self.arrivals = Weights(self.wire), Arrivals(self.wire)
         self.referee = Referee(self, seat, evaluate, evaluate_every)
         self.steps = self.hands_done = self.rounds_done = 0
         self.samples = self.own_samples = 0
         self.hands: Hands | None = None
         self.hand: Hand | None = None
-        self._leases: list[Any] = []
+        self._leases: list[Lease] = []
         self._settings = shadow.Settings(optimizer, seat.own_process)
         self._shadowing = False
         self._accumulated = False
-        self._steps_before = 0
+        self._steps_before = self._samples_before = self._samples_sent = 0
+        self._stretch = Stretch(seat.slow, self.watch, seat.sleep)
+        self._skips = seat.on_nan == "skip"
         self._hooks = [optimizer.register_step_post_hook(self._after_step)]
         self.replica = Replica(
             model,
@@ -77,6 +86,7 @@ class Trainer:
             self.weights,
             self._exchange_begins,
             self._exchange_ended,
+            self._settle,
         )
         self._say_start(seat)
 
@@ -85,8 +95,9 @@ class Trainer:
     def begin_pass(self) -> None:
         """A pass over the loader begins; one that the script left early is ended first."""
         self.end_pass()
-        self.replica.resume()
+        self.replica.resume(own=False)
         self.replica.prepare()
+        self._samples_before = self.samples
         with self.watch.on("loading"):
             self.hands = self.dealer.deal()
 
@@ -97,6 +108,7 @@ class Trainer:
         while True:
             self.watch.switch("loading")
             hand = self.hands.next()
+            self._meet(self.hands.meetings())
             if hand is None:
                 self.watch.switch("other")
                 self.end_pass()
@@ -114,30 +126,58 @@ class Trainer:
         if self.hands is None:
             return
         self.end_hand(left=True)
+        if self.replica.arrival is not None:
+            self.replica.arrival.finish(*self._unsent())
         self.replica.look()
+        if self.replica.arrival is not None:
+            self._count_all_samples()
         self._settle_leases()
         self.check("at the end of a pass")
         hands, self.hands = self.hands, None
         self.referee.close_pass(hands)
 
+    def _meet(self, times: int) -> None:
+        """Meet the other workers, when that is due, and evaluate what the server has."""
+        for _ in range(times):
+            self.watch.switch("other")
+            if self.replica.arrival is not None:
+                self.replica.look()
+            self._count_all_samples()
+            self.referee.evaluate()
+            self.replica.resume()
+
+    def _count_all_samples(self) -> None:
+        """Workers that do not wait for each other ask at meetings how far all are."""
+        told = self.wire.gather(struct.pack("<q", self.own_samples))
+        self.samples = sum(struct.unpack("<q", one)[0] for one in told)
+
     def finish(self) -> None:
         """The script is over: end what is open, and write the last words."""
         self.end_pass()
         self.referee.finish()
+        self._write_outcomes()
         self.journal.write(
             "end", step=self.steps, samples=self.own_samples, training_s=self.training_s(), **self.measured()
         )
         self.journal.close()
         self.wire.close()
 
+    def abandon(self) -> None:
+        """The script has failed: keep what is known, and let nobody at a server wait for this worker."""
+        if isinstance(self.wire, ServerWire):
+            self.wire.close()
+        self._write_outcomes()
+        self.journal.flush()
+
     # --- hands ------------------------------------------------------------------------------------------------
 
     def _begin_hand(self, hand: Hand) -> None:
         self.hand = hand
         self.hands_done += 1
-        self.weights.add(hand.weights)
-        self.samples += sum(hand.weights)
-        self.own_samples += hand.weights[self.wire.worker]
+        if hand.weights:
+            self.weights.add(hand.weights)
+        self.samples = self._samples_before + hand.handed
+        self.own_samples += hand.own
         self._steps_before = self.steps
         self._accumulated = False
         if hand.lease is not None:
@@ -151,6 +191,7 @@ class Trainer:
         if self.hand is None:
             return
         self.watch.switch("other")
+        self._stretch.go_on()
         hand, self.hand = self.hand, None
         if not hand.idle:
             if not left:
@@ -160,10 +201,14 @@ class Trainer:
                 self._settings.tell(self.wire, hand.teller)
         if self.recipe is None:
             self._settle_leases()
+        if self.replica.arrival is not None and self.steps > self._steps_before:
+            self.replica.arrival.glance()
         if self.replica.gradients is not None and self.rounds_done % CHECK_EVERY_ROUNDS == 1:
             self.check(f"after exchange {self.rounds_done}")
-        self.referee.evaluate_if_due()
+        if self.replica.arrival is None:
+            self.referee.evaluate_if_due()
         if self.journal.due():
+            self._write_outcomes()
             self.journal.write("progress", step=self.steps, samples=self.own_samples, **self.measured())
             self.journal.flush()
 
@@ -201,7 +246,8 @@ class Trainer:
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """The optimizer's hook: a local step was done."""
         before = self.watch.switch("other")
-        if getattr(optimizer, "found_inf", None) is None:
+        self._stretch.go_on()
+        if getattr(optimizer, "found_inf", None) is None and not self._skips:
             self._refuse_not_finite()
         self._announce(self.hand, shadow.STEP)
         if self.replica.gradients is not None and self.hand is not None and self.hand.short and not self._shadowing:
@@ -211,20 +257,36 @@ class Trainer:
 
     def _count_step(self) -> None:
         self.steps += 1
+        if self.hands is not None:
+            self.hands.ask_ahead()
         if not self.replica.stepped(self.steps):
             return
         try:
-            self.replica.exchange()
+            self._exchange()
         except NotFiniteError as error:
             raise NotFiniteError(f"{error}; step {self.steps}, worker {self.wire.worker}; {ADVICE}") from None
-        if self.rounds_done % CHECK_EVERY_ROUNDS == 1:
+        if self.replica.arrival is None and self.rounds_done % CHECK_EVERY_ROUNDS == 1:
             self.check(f"after exchange {self.rounds_done}")
+
+    def _exchange(self) -> None:
+        if self.replica.arrival is not None:
+            self.replica.arrival.run(*self._unsent())
+        else:
+            self.replica.exchange()
+
+    def _unsent(self) -> tuple[int, list[Lease]]:
+        """The samples and the leases whose work no exchange has carried yet."""
+        leases, self._leases = self._leases, []
+        samples, self._samples_sent = self.own_samples - self._samples_sent, self.own_samples
+        return samples, leases
 
     def _exchange_begins(self) -> None:
         self._announce(self.hand, shadow.EXCHANGE)
 
     def _exchange_ended(self, blocked_s: float) -> None:
         self.rounds_done += 1
+        if self.replica.arrival is not None:
+            return
         self.arrivals.note(self.journal.t(), blocked_s)
         self.weights.carried()
         self._settle_leases()
@@ -271,7 +333,10 @@ class Trainer:
     def measured(self) -> dict[str, Any]:
         """This worker's cumulative figures."""
         traffic = self.wire.traffic()
+        arrival = self.replica.arrival
+        held = {"held_s": round(arrival.held_s, 6)} if arrival is not None else {}
         return {
+            **held,
             "rounds": self.rounds_done,
             "split": self.watch.split(),
             "bytes_sent": traffic.bytes_sent,
@@ -280,10 +345,19 @@ class Trainer:
         }
 
     def _settle_leases(self) -> None:
-        if self.hands is not None and self.hands.ledger is not None:
-            for lease in self._leases:
-                self.hands.ledger.settle(lease)
-        self._leases.clear()
+        leases, self._leases = self._leases, []
+        self._settle(leases)
+
+    def _settle(self, leases: list[Lease]) -> None:
+        if self.hands is not None:
+            self.hands.settle(leases)
+
+    def _write_outcomes(self) -> None:
+        """Say which of this worker's updates were applied, and how stale they were."""
+        arrival = self.replica.arrival
+        if arrival is not None and arrival.outcomes:
+            self.journal.write("applied", updates=arrival.outcomes)
+            arrival.outcomes = []
 
     def _asked(self, seat: Seat) -> dict[str, Any]:
         return {
@@ -304,6 +378,7 @@ class Trainer:
             device=str(next(self.model.parameters(), torch.empty(0)).device),
             threads=torch.get_num_threads(),
             recipe=str(self.recipe) if self.recipe else "alone",
+            servers=self.recipe.shards if self.recipe else 0,
         )
         if not self.dealer.leases and not (self.wire.workers == 1 and seat.join == 1):
             self.journal.notice(

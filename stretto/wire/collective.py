@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import struct
 import time
 from collections.abc import Sequence
@@ -23,6 +22,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from stretto.errors import WireError
 from stretto.wire.seam import Traffic, as_bytes, nbytes
+from stretto.wire.tcp import tcp_bytes
 from stretto.words import Answer, Ask, Every, Mean
 
 FRAME = 256
@@ -215,26 +215,9 @@ def _is_socket(entry: str) -> bool:
         return False
 
 
-# Offsets into Linux's struct tcp_info (include/uapi/linux/tcp.h).
-TCP_INFO_BYTES = 256
-BYTES_RECEIVED_AT = 128
-BYTES_SENT_AT = 200
-
-
 def _counted(sockets: Sequence[int] | frozenset[int]) -> Traffic | None:
     """The bytes that the kernel saw leave and come on these sockets, repeats included; None where it does not tell."""
-    pairs = [pair for one in sockets if (pair := _tcp_bytes(one)) is not None]
+    pairs = [pair for one in sockets if (pair := tcp_bytes(one)) is not None]
     if not pairs:
         return None
     return Traffic(sum(sent for sent, _ in pairs), sum(received for _, received in pairs), counted=True)
-
-
-def _tcp_bytes(descriptor: int) -> tuple[int, int] | None:
-    try:
-        with socket.socket(fileno=os.dup(descriptor)) as one:
-            info = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_BYTES)
-    except (OSError, AttributeError):
-        return None
-    if len(info) < BYTES_SENT_AT + 8:
-        return None
-    return struct.unpack_from("<Q", info, BYTES_SENT_AT)[0], struct.unpack_from("<Q", info, BYTES_RECEIVED_AT)[0]

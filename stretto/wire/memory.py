@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from stretto.errors import WireError
-from stretto.wire.seam import Traffic, answer, nbytes
-from stretto.words import Answer, Ask, Mean
+from stretto.wire.seam import Traffic, nbytes
+from stretto.words import Answer, Ask, Mean, answer
 
 
 class _Table:

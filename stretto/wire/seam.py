@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from stretto.errors import WireError
-from stretto.words import Answer, Ask, Mean
+from stretto.words import Answer, Ask
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,28 +56,6 @@ class Wire(Protocol):
     def close(self) -> None:
         """Let go of the other workers. Idempotent."""
         ...
-
-
-def answer(asks: Sequence[Ask]) -> Answer:
-    """What the asks of all workers, in their order, are answered: the reference for every wire.
-
-    Raises WireError when they do not ask the same thing.
-    """
-    tensors = [ask.tensor for ask in asks]
-    if len({type(ask) for ask in asks}) > 1 or len({one.dtype for one in tensors}) > 1:
-        raise WireError(f"the workers ask different things: {', '.join(_shown(ask) for ask in asks)}")
-    if not isinstance(asks[0], Mean):
-        return [one.clone() for one in tensors]
-    if len({one.shape for one in tensors}) > 1:
-        raise WireError(f"the workers' tensors differ in shape: {', '.join(_shown(ask) for ask in asks)}")
-    total = tensors[0].clone()
-    for one in tensors[1:]:
-        total += one
-    return total
-
-
-def _shown(ask: Ask) -> str:
-    return f"{type(ask).__name__} of {tuple(ask.tensor.shape)} {str(ask.tensor.dtype).removeprefix('torch.')}"
 
 
 def nbytes(tensor: Tensor) -> int:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from stretto.wire.seam import Traffic, answer
-from stretto.words import Answer, Ask, Mean
+from stretto.wire.seam import Traffic
+from stretto.words import Answer, Ask, Mean, answer
 
 
 @dataclass(slots=True)

@@ -56,6 +56,14 @@ def test_several_numbers_of_workers(script: Path, monkeypatch: pytest.MonkeyPatc
     assert len(list(Path("runs").glob("*-compare-train"))) == 1
 
 
+def test_servers_and_slow_workers_reach_the_runs(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = pretend(monkeypatch, Pretend())
+    asked = ["--recipe", "allreduce", "--recipe", "async_sgd", "--servers", "2", "--slow", "1:3", "--quiet"]
+    assert cli.command(["compare", str(script), "-n", "2", *asked]) == 0
+    assert [order.slow for order in run.orders] == [None, None, "1:3", "1:3"]
+    assert run.orders[-1].recipe == "async_sgd(shards=2)"
+
+
 def test_a_failed_run_makes_the_exit_code(
     script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -86,6 +94,10 @@ def test_json_on_the_standard_output_stands_alone(
         ["--recipe", "allreduce", "--seeds", "three"],
         ["--recipe", "allreduce", "--json", "no/such/folder.json"],
         ["--recipe", "allreduce", "--out", "full"],
+        ["--recipe", "allreduce", "--servers", "2"],
+        ["--recipe", "async_sgd", "--servers", "two"],
+        ["--recipe", "async_sgd", "--servers", "0"],
+        ["--recipe", "allreduce", "--slow", "4:2"],
         [],
     ],
 )

@@ -90,6 +90,25 @@ def test_recipes_are_read_and_asked_once(tmp_path: Path) -> None:
     assert asked.recipes == (str(parse("allreduce")), "local_sgd(every=8)")
 
 
+def test_servers_are_for_recipes_that_have_one(tmp_path: Path) -> None:
+    recipes = ["allreduce", "async_sgd(weight=0.5)", "async_sgd(weight=0.5, shards=4)", "stale_synchronous"]
+    asked = typed(tmp_path, recipes=recipes, servers=3)
+    first, second, third = asked.recipes
+    assert first == str(parse("allreduce"))
+    assert [parse(text).shards for text in (second, third)] == [3, 3]
+    assert second == "async_sgd(weight=0.5, shards=3)"
+    names = {trial.recipe for trial in trials(asked)}
+    assert names == {None, first, second, third}
+    assert typed(tmp_path, recipes=recipes, servers=None).recipes[2] == "async_sgd(weight=0.5, shards=4)"
+
+
+def test_only_recipes_have_slow_workers(tmp_path: Path) -> None:
+    asked = typed(tmp_path, slow="1:2.0,3:5")
+    assert [trial.order(asked, tmp_path).slow for trial in trials(asked)] == [None, None, "1:2.0,3:5"]
+    assert asked.describe()["slow"] == "1:2.0,3:5"
+    assert asked.command()[-2:] == ["--slow", "1:2.0,3:5"]
+
+
 @pytest.mark.parametrize(
     ("more", "error", "says"),
     [
@@ -100,6 +119,12 @@ def test_recipes_are_read_and_asked_once(tmp_path: Path) -> None:
         ({"target": "accuracy"}, LaunchError, "--target"),
         ({"threads": 0}, LaunchError, "threads"),
         ({"timeout_s": 0.0}, LaunchError, "timeout"),
+        ({"servers": 2}, LaunchError, "no recipe here has a parameter server"),
+        ({"recipes": ["async_sgd"], "servers": 0}, LaunchError, "the number of servers cannot be 0"),
+        ({"recipes": ["async_sgd"], "servers": 300}, RecipeError, "at most 256"),
+        ({"slow": "4:2"}, LaunchError, "there is no worker 4 of 4"),
+        ({"slow": "3:2", "workers": "2,4"}, LaunchError, "there is no worker 3 of 2"),
+        ({"slow": "fast"}, LaunchError, "--slow cannot be"),
         ({"script": Path("nowhere.py")}, LaunchError, "nowhere"),
     ],
 )

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from textwrap import dedent
+from textwrap import dedent, indent
 from typing import Any
 
 import psutil
@@ -29,6 +29,31 @@ sys.modules["stretto.train"] = train
 """Stands in for the training, so that a script can end well without importing torch."""
 
 
+SERVICE = """
+import os, sys
+if "STRETTO_SHARD" in os.environ:
+    import dataclasses, pathlib, socket, time, types
+    @dataclasses.dataclass
+    class ShardPlace:
+        shard: int
+        shards: int
+        workers: int
+        listen_fd: int
+        coordinator_fd: int | None
+        keys: tuple[str, str, str] | None
+        on_nan: str
+        timeout_s: float
+    def serve(place):
+        pathlib.Path(f"server-{place.shard}.pid").write_text(str(os.getpid()))
+        run(place)
+    def run(place):
+{body}
+    sys.modules["stretto.server.service"] = service = types.ModuleType("stretto.server.service")
+    service.ShardPlace, service.serve = ShardPlace, serve
+"""
+"""Stands in for the service of a server; written as a `sitecustomize`, so that no process needs to be told of it."""
+
+
 class Place:
     """A folder with scripts, and all processes that were started from it."""
 
@@ -43,6 +68,19 @@ class Place:
         path = self.folder / name
         path.write_text("import stub\n" + dedent(text))
         return path
+
+    def service(self, body: str = "time.sleep(60)") -> None:
+        """What the servers that are started from here do, given a `place`; at first each writes its number down."""
+        (self.folder / "service").mkdir()
+        indented = indent(dedent(body).strip(), " " * 8)
+        (self.folder / "service/sitecustomize.py").write_text(SERVICE.replace("{body}", indented))
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(self.folder / "service"), str(ROOT)])
+
+    def server(self, shard: int = 0) -> int:
+        """The process of a server, once it serves."""
+        told = self.folder / f"server-{shard}.pid"
+        until(lambda: told.exists() and told.read_text())
+        return int(told.read_text())
 
     def run(self, text: str, *args: str, **order: Any) -> Path:
         """Run a script in this process's hands and return the run folder."""

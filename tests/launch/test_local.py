@@ -11,7 +11,7 @@ import pytest
 from scene import Place
 
 from stretto.errors import LaunchError, RecipeError, StrettoError
-from stretto.launch import crew
+from stretto.launch import crew, parts
 from stretto.launch.local import Order, run
 from stretto.launch.watch import Watch
 
@@ -46,18 +46,12 @@ def test_a_worker_finds_its_place_in_the_environment(place: Place) -> None:
 def test_what_another_run_has_left_in_the_environment_is_taken_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in (
-        "STRETTO_RECIPE",
-        "STRETTO_ALONE",
-        "STRETTO_JOIN",
-        "STRETTO_KEEP_STATES",
-        "STRETTO_LISTEN_FD",
-    ):
+    for name in parts.OURS:
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("STRETTO_DATA", "here")
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        given = crew.environment_of(1, Order(Path("train.py"), workers=2), tmp_path, listener)
-        alone = crew.environment_of(0, Order(Path("train.py"), alone=True, join=4), tmp_path, listener)
+        given = parts.environment_of(1, Order(Path("train.py"), workers=2), tmp_path, listener)
+        alone = parts.environment_of(0, Order(Path("train.py"), alone=True, join=4), tmp_path, listener)
     left = {name for name in given if name.startswith("STRETTO_") and name != "STRETTO_TEST_MARK"}
     assert left == {"STRETTO_RUN", "STRETTO_SEED", "STRETTO_TIMEOUT", "STRETTO_DATA"}
     assert (alone["STRETTO_ALONE"], alone["STRETTO_JOIN"]) == ("1", "4")
@@ -66,7 +60,7 @@ def test_what_another_run_has_left_in_the_environment_is_taken_out(
 def test_cores_are_shared_out_unless_the_user_says_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def threads(**order: int) -> str:
         with socket.create_server(("127.0.0.1", 0)) as listener:
-            given = crew.environment_of(0, Order(Path("train.py"), **order), tmp_path, listener)  # type: ignore[arg-type]
+            given = parts.environment_of(0, Order(Path("train.py"), **order), tmp_path, listener)  # type: ignore[arg-type]
         return given["OMP_NUM_THREADS"]
 
     monkeypatch.setattr("stretto.launch.order.cores", lambda: 8)
@@ -79,7 +73,7 @@ def test_cores_are_shared_out_unless_the_user_says_otherwise(tmp_path: Path, mon
 def test_gpus_are_shared_out_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def devices(worker: int) -> str | None:
         with socket.create_server(("127.0.0.1", 0)) as listener:
-            given = crew.environment_of(worker, Order(Path("train.py"), workers=4), tmp_path, listener)
+            given = parts.environment_of(worker, Order(Path("train.py"), workers=4), tmp_path, listener)
         return given.get("CUDA_VISIBLE_DEVICES")
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-7,2")
@@ -88,7 +82,7 @@ def test_gpus_are_shared_out_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert devices(0) == ""
     for name in ("nvidia0", "nvidia10", "nvidia2", "nvidiactl", "nvidia-caps"):
         (tmp_path / name).touch()
-    assert crew.gpus({}, tmp_path) == ["0", "2", "10"]
+    assert parts.gpus({}, tmp_path) == ["0", "2", "10"]
 
 
 def test_the_workers_meet_at_the_socket_that_the_lead_inherits(place: Place) -> None:
@@ -198,6 +192,11 @@ def test_lines_are_seen_when_they_are_ended(place: Place) -> None:
         ({"timeout_s": 0.0}, LaunchError, ("limit of a wait", "--timeout 600")),
         ({"port": 70000}, LaunchError, ("the port", "got: 70000")),
         ({"alone": True, "workers": 2}, LaunchError, ("alone means one worker", "got: 2")),
+        ({"servers": 2}, LaunchError, ("--servers needs --recipe", "got: --servers 2", "try: --recipe")),
+        ({"recipe": "async_sgd", "servers": 0}, LaunchError, ("number of servers", "got: 0", "try: --servers 2")),
+        ({"recipe": "async_sgd", "servers": -1}, LaunchError, ("number of servers", "got: -1")),
+        ({"recipe": "async_sgd", "servers": 300}, RecipeError, ("shards", "300", "at most 256")),
+        ({"slow": "1:2.0"}, LaunchError, ("there is no worker 1 of 1", "try: --slow")),
         ({"recipe": "local_sdg(every=4)"}, RecipeError, ("local_sdg", "try: ")),
         ({"recipe": "__import__('os').system('touch ran')"}, RecipeError, ("try: ",)),
         ({"out": Path("/dev/null/x")}, StrettoError, ("/dev/null/x",)),

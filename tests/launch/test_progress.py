@@ -62,6 +62,34 @@ def test_the_facts_in_their_order() -> None:
     ]
 
 
+def applied(worker: int, *staleness: int) -> dict[str, Any]:
+    updates = [[round_, round_, value, 8] for round_, value in enumerate(staleness, 1)]
+    return {"event": "applied", "t": 1.0, "worker": worker, "updates": updates}
+
+
+def test_staleness_is_that_of_all_updates_so_far() -> None:
+    progress = Progress()
+    progress.take(applied(0, 0, 3, 4))
+    progress.take(applied(1, 7))
+    assert progress.facts() == ["staleness 3.5 mean, 7 max"]
+    progress.take(applied(0))
+    assert progress.facts() == ["staleness 3.5 mean, 7 max"]
+
+
+def test_fresh_updates_are_worth_a_fact_too() -> None:
+    progress = Progress()
+    progress.take(applied(0, 0, 0))
+    assert progress.facts() == ["staleness 0.0 mean, 0 max"]
+
+
+def test_the_lead_of_the_fastest_is_not_lost_when_a_slow_one_evaluates() -> None:
+    progress = Progress()
+    progress.take(counted(1, 10.0, 800))
+    slow = {"event": "evaluation", "worker": 0, "epoch": 1, "step": 20, "training_s": 1.0, "metrics": {"a": 0.5}}
+    assert progress.take(slow) == "epoch 1, step 20: a 0.5 (after 1.0 s of training)"
+    assert progress.facts()[0] == "step 100"
+
+
 def test_what_deserves_a_line() -> None:
     progress = Progress()
     notice = {"event": "notice", "worker": 0, "text": "mind this"}

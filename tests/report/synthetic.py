@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,39 @@ def training(workers: int, step_s: float, bytes_a_round: int, every: int, best: 
     t = 150 * step_s + 0.3
     end = counts | {"split": split(t, 0.2 * 150 * step_s, 0.3), "step": 150, "training_s": 150 * step_s}
     return events + [{"event": "end", "t": t, "worker": w, "evaluate": True, **end} for w in range(workers)]
+
+
+def asynchronous(
+    staleness: Sequence[Sequence[int]], step_s: Sequence[float] = (), held: Sequence[float] | None = None
+) -> Events:
+    """One pass without a barrier: `staleness` of each worker's updates, one a step of 8 samples, logged every 4."""
+    paces = [*step_s, *[0.02] * (len(staleness) - len(step_s))]
+    events: Events = [{"event": "start", "t": 0.0, "worker": w, "servers": 1} for w in range(len(staleness))]
+    for worker, values in enumerate(staleness):
+        lost = {} if held is None else {"held_s": held[worker]}
+        events += _batches(worker, values, paces[worker], rate=sum(8 / pace for pace in paces))
+        t = len(values) * paces[worker]
+        counts = {"step": len(values), "rounds": len(values), "samples": 8 * len(values), **lost}
+        counts |= {"bytes_sent": 1000 * len(values), "bytes_received": 0, "split": split(t, 0.1 * t, 0.0)}
+        events.append({"event": "end", "t": t, "worker": worker, "training_s": t, **counts})
+    whole, t = 8 * sum(map(len, staleness)), max(event["t"] for event in events)
+    lead = {"t": t, "worker": 0, "epoch": 1, "step": len(staleness[0]), "samples": whole, "training_s": t}
+    events.append({"event": "evaluation", **lead, "versions": [7], "metrics": {"test_accuracy": 0.96}})
+    seen = {"once": whole, "twice": 0, "never": 0, "dropped": 0}
+    return sorted([*events, {"event": "epoch", **lead, "seen": seen, "workers": []}], key=lambda event: event["t"])
+
+
+def _batches(worker: int, values: Sequence[int], pace: float, rate: float) -> Events:
+    """What one worker says of its updates: four at a time, with the loss, which falls with time."""
+    events: Events = []
+    for start in range(0, len(values), 4):
+        some = values[start : start + 4]
+        t, done = (start + len(some)) * pace, start + len(some)
+        updates = [[start + i + 1, start + i + 1, value, 8] for i, value in enumerate(some)]
+        events.append({"event": "applied", "t": t, "worker": worker, "updates": updates})
+        here = {"t": t, "worker": worker, "step": done, "samples": round(rate * t)}
+        events.append({"event": "log", **here, "values": {"loss": 10.0 - t}})
+    return events
 
 
 def write_run(

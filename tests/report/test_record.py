@@ -109,7 +109,7 @@ def test_a_record_is_plain_json_and_has_the_promised_keys(tmp_path: Path) -> Non
     found = record(write_run(tmp_path / "run"))
     assert json.loads(json.dumps(found)) == found
     promised = "recipe workers seed metrics seconds steps samples bytes_sent parameter_distance time_split samples_seen"
-    promised += " prediction_disagreement reached staleness bytes_received deaths"
+    promised += " prediction_disagreement reached staleness bytes_received deaths samples_by_worker held_seconds"
     assert set(promised.split()) <= set(found)
 
 

@@ -98,3 +98,53 @@ def test_the_terminal_tables_stay_within_their_width_and_lose_nothing(tmp_path: 
     assert max(map(len, lines)) <= width
     for word in ("training", "outer_momentum=0.8)", "other", "samples", "speed-up"):
         assert any(word in line for line in lines), word
+
+
+def test_staleness_has_its_columns_only_where_there_is_some(tmp_path: Path) -> None:
+    found = records(tmp_path)
+    assert not [column for sheet in sheets(found) for column in sheet.columns if "stale" in column]
+    found[2]["staleness"] = {"mean": 2.875, "max": 7, "histogram": {}}
+    found[2]["samples_by_worker"] = [2000, 400]
+    stale = by_title(sheets(found))["How stale?"]
+    assert [row[0].text for row in stale.rows] == ["allreduce()"]
+    assert cell(stale, "allreduce()", "mean staleness") == ("2.88", "")
+    assert cell(stale, "allreduce()", "largest staleness") == ("7", "")
+    assert cell(stale, "allreduce()", "fewest samples") == ("400", "")
+    assert cell(stale, "allreduce()", "most samples") == ("2,000", "")
+
+
+def test_time_lost_to_the_bound_has_a_column_where_there_is_a_bound(tmp_path: Path) -> None:
+    found = records(tmp_path)
+    found[2]["staleness"] = {"mean": 2.875, "max": 7, "histogram": {}}
+    assert "lost to the bound" not in by_title(sheets(found))["How stale?"].columns
+    found[2] |= {"held_seconds": [0.66, 0.0], "time_split": [{"waiting": 3.3}, {"computing": 3.3}]}
+    assert cell(by_title(sheets(found))["How stale?"], "allreduce()", "lost to the bound")[0] == "10%"
+
+
+def test_steps_and_rounds_of_workers_that_did_not_do_the_same_are_said_to_be_the_most(tmp_path: Path) -> None:
+    found = records(tmp_path)
+    assert "most" not in by_title(sheets(found))["At what cost?"].note
+    found[2]["staleness"] = {"mean": 2.875, "max": 7, "histogram": {}}
+    assert "of the worker that made most" in by_title(sheets(found))["At what cost?"].note
+
+
+def test_records_of_an_earlier_version_are_still_shown(tmp_path: Path) -> None:
+    found = records(tmp_path)
+    for one in found:
+        for later in ("samples_by_worker", "held_seconds", "staleness"):
+            del one[later]
+    assert len(sheets(found)) == 5
+
+
+@pytest.mark.parametrize("seeds", [1, 3])
+def test_the_tables_of_asynchronous_runs_fit_a_terminal(tmp_path: Path, seeds: int) -> None:
+    found = records(tmp_path, seeds=seeds)
+    for one in found[2::4]:
+        one["staleness"] = {"mean": 123.456 + one["seed"], "max": 1234 + one["seed"], "histogram": {}}
+        one["samples_by_worker"] = [123_456_789_012 + one["seed"] * 10**9, 1000]
+        one["held_seconds"] = [0.1 * one["seed"], 0.0]
+    file = io.StringIO()
+    show(Console(file=file, width=80), found)
+    assert max(map(len, file.getvalue().splitlines())) <= 80
+    assert "staleness" in file.getvalue()
+    assert "123" in file.getvalue()

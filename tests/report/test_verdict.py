@@ -174,3 +174,20 @@ def test_more_than_n_times_as_fast_is_not_believed() -> None:
 def test_the_best_number_of_workers_is_named() -> None:
     judged = judge(run("alone", 10.0), run("a()", 6.0, workers=2), run("a()", 3.0, workers=4))
     assert "a() on 4 workers" in judged.sentence
+
+
+UNEQUAL = {"staleness": {"mean": 3.0, "max": 9, "histogram": {}}, "samples_by_worker": [600, 200, 100, 100]}
+
+
+def test_an_asynchronous_recipe_competes_like_any_other() -> None:
+    judged = judge(ALONE, JOINED, run("async_sgd()", 4.0, **UNEQUAL), run("allreduce()", 8.0))
+    assert judged.worth is True
+    assert judged.sentence.startswith(f"{WORTH}async_sgd() on 4 workers took 4.00 s")
+    worse = judge(run("alone", 10.0, 0.95), run("async_sgd()", 3.0, 0.80, **UNEQUAL))
+    assert worse.worth is False
+    assert judge(run("alone", 10.0), run("async_sgd()", 1.0, **UNEQUAL)).sentence.startswith(DOUBTFUL)
+
+
+def test_an_asynchronous_recipe_races_to_the_target() -> None:
+    judged = judge(ALONE, JOINED, run("async_sgd()", 4.0, reached=2.0, **UNEQUAL), run("a()", 4.0), target=TARGET)
+    assert judged.sentence.startswith(f"{WORTH}async_sgd() on 4 workers reached acc>=0.9 in 2.00 s")

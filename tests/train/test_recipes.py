@@ -26,7 +26,21 @@ RECIPES = [
     "Recipe(what=updates(), when=together(every=2), then=add(weight=constant(0.5)))",
     'allreduce(how=cast("bf16"))',
     'local_sgd(every=2, how=cast("fp16"))',
+    "Recipe(whom=server())",
+    'Recipe(what=parameters(optimizer_state="average"), when=together(every=3), whom=server(shards=2), then=replace())',
+    "async_sgd(shards=2, overlap=True)",
+    "downpour(every=3, weight=0.5)",
+    "staleness_aware(collect=3)",
+    "soft_sync(collect=4, shards=3)",
+    "stale_synchronous(bound=0)",
+    "stale_synchronous(bound=1, overlap=True)",
+    "elastic_averaging(every=2, alpha=0.3, overlap=True)",
+    "async_diloco(every=3, outer_lr=0.5)",
+    'async_sgd(how=cast("bf16"))',
+    "Recipe(what=updates(), when=on_arrival(collect=2, bound=2), whom=server(), then=add(weight=exponential(lam=0.2)))",
+    "Recipe(what=parameters(), when=on_arrival(every=2, collect=2), whom=server(), then=replace())",
 ]
+TOGETHER = [one for one in RECIPES if not parse(one).asynchronous]
 
 
 def momentum(net: nn.Module) -> torch.optim.Optimizer:
@@ -63,10 +77,12 @@ def test_after_a_pass_all_workers_hold_the_same_bits(recipe: str) -> None:
     assert all(torch.equal(one, found[0]) for one in found)
 
 
+@pytest.mark.parametrize("recipe", TOGETHER)
 def test_the_same_run_gives_the_same_bits(recipe: str) -> None:
     assert torch.equal(together(3, train(100), recipe)[0], together(3, train(100), recipe)[0])
 
 
+@pytest.mark.parametrize("recipe", TOGETHER)
 def test_a_worker_that_never_has_data_weighs_nothing(recipe: str) -> None:
     """Two batches for two workers, or for three of whom one is idle."""
     close = 1e-2 if "cast" in recipe else 1e-12

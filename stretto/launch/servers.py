@@ -1,0 +1,93 @@
+"""The parameter server of a run, before it is started: where it listens, and the keys that it and the workers have."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from socket import socket
+
+from stretto.errors import LaunchError, explain
+from stretto.launch.sockets import listening
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A key of two halves; the secret one is never printed."""
+
+    public: str
+    secret: str = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Keys:
+    """What the servers and the workers of one run know each other by: a pair for either side."""
+
+    server: Pair
+    worker: Pair
+
+
+@dataclass(frozen=True)
+class Servers:
+    """Listening sockets, the coordinator's first and then one a shard, or none at all; `keys` is None for plain."""
+
+    sockets: tuple[socket, ...] = ()
+    keys: Keys | None = None
+
+    @property
+    def shards(self) -> int:
+        """How many servers there are."""
+        return max(0, len(self.sockets) - 1)
+
+    def for_worker(self) -> dict[str, str]:
+        """What a worker has to know: where the servers are, and its side of the keys."""
+        if not self.shards:
+            return {}
+        told = {"STRETTO_SERVERS": ",".join("{}:{}".format(*one.getsockname()[:2]) for one in self.sockets)}
+        if self.keys is not None:
+            own = self.keys.worker
+            told["STRETTO_KEYS"] = ",".join((self.keys.server.public, own.public, own.secret))
+        return told
+
+    def for_server(self, shard: int) -> dict[str, str]:
+        """What the server of a shard has to know: its place, its sockets, and its side of the keys."""
+        told = {"STRETTO_SHARD": str(shard), "STRETTO_SHARDS": str(self.shards)}
+        names = ("STRETTO_LISTEN_FD", "STRETTO_COORDINATOR_FD")
+        told |= dict(zip(names, map(str, self.inherited(shard)), strict=False))
+        if self.keys is not None:
+            own = self.keys.server
+            told["STRETTO_SERVER_KEYS"] = ",".join((own.secret, own.public, self.keys.worker.public))
+        return told
+
+    def inherited(self, shard: int) -> list[int]:
+        """The sockets of a shard: its own, and for shard 0 the coordinator's."""
+        own = self.sockets[shard + 1].fileno()
+        return [own] if shard else [own, self.sockets[0].fileno()]
+
+    def close(self) -> None:
+        """Let go of the sockets: once the servers have them, one that is gone refuses whoever asks."""
+        for one in self.sockets:
+            one.close()
+
+
+@contextlib.contextmanager
+def servers_for(shards: int, plain: bool) -> Iterator[Servers]:
+    """Sockets for so many shards, and unless `plain` new keys."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(listening()) for _ in range(shards + 1 if shards else 0)]
+        yield Servers(tuple(sockets), None if plain or not shards else _new_keys())
+
+
+def _new_keys() -> Keys:
+    import zmq  # only where there is something to encrypt
+
+    try:
+        return Keys(Pair(*_halves(zmq.curve_keypair())), Pair(*_halves(zmq.curve_keypair())))
+    except zmq.ZMQError as error:
+        problem = f"no keys can be made: {error}"
+        expected = "a ZeroMQ with CURVE encryption"
+        raise LaunchError(explain(problem, got=zmq.zmq_version(), expected=expected, to_type="--plain")) from error
+
+
+def _halves(pair: tuple[bytes, bytes]) -> Iterator[str]:
+    return (half.decode("ascii") for half in pair)

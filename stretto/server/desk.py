@@ -1,0 +1,270 @@
+"""What each kind of service does with what it is told: the machines behind the sockets, still without a socket.
+
+A desk takes a parcel from a worker and returns the parcels to send. Its clock is given, since replies that the bound
+holds back say for how long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from stretto.errors import RecipeError
+from stretto.how import SingleRound
+from stretto.members.coordinator import Coordinator
+from stretto.recipe import Recipe
+from stretto.server import messages as m
+from stretto.server.meeting import Meeting, Told
+from stretto.server.parcels import DTYPES, ParcelError, Pieces, kind, whole
+from stretto.server.shard import Reply, Shard, Update
+from stretto.then import OnParameters
+from stretto.typed import parse
+from stretto.when import on_arrival
+from stretto.words import Ask, Every, Mean, answer
+
+NEWS = -1
+"""Stands for an exchange's number where a worker waits for news of its update."""
+
+
+@dataclass(frozen=True, slots=True)
+class Post:
+    """A parcel to send: to which worker, in reply to which of its parcels. `sent` is called when it has been read."""
+
+    worker: int
+    number: int
+    body: m.Body
+    tensors: Sequence[Tensor] = ()
+    sent: Callable[[], None] | None = None
+
+
+class Desk(Protocol):
+    """Takes what a worker says; returns what is to be sent."""
+
+    def expects(self, worker: int, head: m.Head) -> None:
+        """Look at a head before its tensors are taken in. Raises ParcelError when they would not fit."""
+        ...
+
+    def take(self, worker: int, head: m.Head, tensors: list[Pieces]) -> list[Post]:
+        """A whole parcel. Raises ParcelError when it makes no sense."""
+        ...
+
+    def leave(self, worker: int) -> list[Post]:
+        """A worker is gone."""
+        ...
+
+
+class _Asked:
+    """Which parcels are waiting for an answer, and since when."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._waiting: dict[tuple[int, int], tuple[int, float]] = {}
+
+    def note(self, worker: int, op: int, number: int) -> None:
+        self._waiting[worker, op] = number, self._clock()
+
+    def answer(self, worker: int, op: int) -> tuple[int, float]:
+        """The parcel's number, and how many seconds it has waited."""
+        number, since = self._waiting.pop((worker, op))
+        return number, self._clock() - since
+
+
+class _Together:
+    """Exchanges of all workers, of whatever kind."""
+
+    def __init__(self, workers: int, combine: Callable[[Sequence[Any]], Any], asked: _Asked) -> None:
+        self._meeting: Meeting[Any, Any] = Meeting(workers, combine)
+        self._asked = asked
+
+    def lay(self, worker: int, op: int, number: int, thing: object) -> list[Post]:
+        self._asked.note(worker, op, number)
+        return self._posts(self._meeting.lay(worker, op, thing))
+
+    def leave(self, worker: int) -> list[Post]:
+        return self._posts(self._meeting.leave(worker))
+
+    def _posts(self, told: Sequence[Told[Any]]) -> list[Post]:
+        return [self._post(one) for one in told]
+
+    def _post(self, told: Told[Any]) -> Post:
+        number, _ = self._asked.answer(told.worker, told.op)
+        if told.found is None:
+            return Post(told.worker, number, m.Refused(told.problem))
+        return Post(told.worker, number, m.Answered(), told.found)
+
+
+class ShardDesk:
+    """A shard of the parameters, and the exchanges of all workers that go through it."""
+
+    def __init__(self, workers: int, clock: Callable[[], float], on_nan: str) -> None:
+        self._workers, self._on_nan = workers, on_nan
+        self._asked = _Asked(clock)
+        self._together = _Together(workers, _answers, self._asked)
+        self._shard: Shard | None = None
+        self._recipe = Recipe()
+        self._arena = 0
+        self._wanted: list[tuple[str, int]] = []
+        """The kind and length of each tensor of an update."""
+
+    def expects(self, worker: int, head: m.Head) -> None:
+        """An update must have the numbers of this shard's ranges, in the recipe's encoding."""
+        if not isinstance(head.body, m.Push):
+            return
+        shard = self._opened(head.body.arena)
+        if worker not in shard.members:
+            raise ParcelError(f"worker {worker} has left")
+        if head.tensors != self._wanted:
+            raise ParcelError(f"an update of {_shown(head.tensors)} for a shard of {_shown(self._wanted)}")
+
+    def take(self, worker: int, head: m.Head, tensors: list[Pieces]) -> list[Post]:
+        """A whole parcel."""
+        body = head.body
+        if isinstance(body, m.Push):
+            return self._push(worker, head.number, body, tensors)
+        if isinstance(body, m.Ask):
+            return self._ask(worker, head, body, tensors)
+        if isinstance(body, m.Read):
+            return self._read(worker, head.number, body.flush)
+        if isinstance(body, m.Open):
+            return self._open(worker, head, body, tensors)
+        if isinstance(body, m.Rest):
+            return [
+                Post(worker, head.number, m.Answered()),
+                *self._goes(self._shard.rest(worker) if self._shard else []),
+            ]
+        raise ParcelError(f"a shard was told {type(body).__name__}")
+
+    def leave(self, worker: int) -> list[Post]:
+        """A worker is gone: nobody waits for it any more."""
+        replies = self._shard.leave(worker) if self._shard else []
+        return [*self._goes(replies), *self._together.leave(worker)]
+
+    @property
+    def _codec(self) -> SingleRound:
+        assert isinstance(self._recipe.how, SingleRound)
+        return self._recipe.how
+
+    def _opened(self, arena: int) -> Shard:
+        if self._shard is None or arena != self._arena:
+            raise ParcelError(f"no parameters {arena} were given to this shard (it has {self._arena})")
+        return self._shard
+
+    def _open(self, worker: int, head: m.Head, body: m.Open, tensors: list[Pieces]) -> list[Post]:
+        if worker != 0:
+            raise ParcelError(f"worker {worker} gives parameters; worker 0 does")
+        try:
+            recipe = parse(body.recipe)
+        except RecipeError as error:
+            raise ParcelError(str(error)) from None
+        if not isinstance(recipe.when, on_arrival) or not isinstance(recipe.then, OnParameters):
+            raise ParcelError(f"{recipe} applies nothing on arrival")
+        theta = [whole(pieces, dtype).clone() for pieces, (dtype, _) in zip(tensors, head.tensors, strict=True)]
+        self._shard = Shard(theta, recipe.when, recipe.then, self._workers)
+        self._recipe, self._arena = recipe, body.arena
+        self._wanted = [(kind(self._codec.encode(one[:0], None)), one.numel()) for one in theta]
+        return [Post(worker, head.number, m.Answered())]
+
+    def _push(self, worker: int, number: int, body: m.Push, tensors: list[Pieces]) -> list[Post]:
+        shard = self._opened(body.arena)
+        numbers = [self._decoded(one, like) for one, like in zip(tensors, shard.current.ranges, strict=True)]
+        freed = shard.push(Update(worker, body.seq, body.version, body.samples, numbers, body.lr))
+        self._asked.note(worker, NEWS, number)
+        return self._goes([*freed, *shard.pull(worker)])
+
+    def _decoded(self, pieces: Pieces, like: Tensor) -> Pieces:
+        """What the pieces say; a codec may write into what it is given to be like."""
+        if self._codec.elementwise:
+            return [self._codec.decode(one, like.new_empty(one.numel())) for one in pieces]
+        return [self._codec.decode(torch.cat(pieces), torch.empty_like(like))]
+
+    def _goes(self, replies: Sequence[Reply]) -> list[Post]:
+        return [self._go(one) for one in replies]
+
+    def _go(self, reply: Reply) -> Post:
+        number, held_s = self._asked.answer(reply.worker, NEWS)
+        if reply.refused and self._on_nan == "stop":
+            reply.version.done()
+            return Post(reply.worker, number, m.Refused("the update holds NaN or infinity"))
+        applied = [(one.seq, one.version, one.staleness, one.samples) for one in reply.applied]
+        body = m.Go(reply.version.number, applied, list(reply.refused), held_s)
+        return Post(reply.worker, number, body, reply.version.ranges, reply.version.done)
+
+    def _read(self, worker: int, number: int, flush: bool) -> list[Post]:
+        if self._shard is None:
+            raise ParcelError("this shard has no parameters")
+        if flush:
+            self._shard.flush()
+        version = self._shard.read()
+        applied = self._shard.told(worker)
+        body = m.Go(version.number, [(one.seq, one.version, one.staleness, one.samples) for one in applied])
+        return [Post(worker, number, body, version.ranges, version.done)]
+
+    def _ask(self, worker: int, head: m.Head, body: m.Ask, tensors: list[Pieces]) -> list[Post]:
+        if len(tensors) != 1:
+            raise ParcelError(f"{len(tensors)} tensors in an ask for one")
+        flat = whole(tensors[0], head.tensors[0][0])
+        return self._together.lay(worker, body.op, head.number, Mean(flat) if body.kind == "mean" else Every(flat))
+
+
+class CoordinatorDesk:
+    """Hands out batches, and lets workers tell each other bytes."""
+
+    def __init__(self, workers: int, clock: Callable[[], float]) -> None:
+        self._together = _Together(workers, _gathered, _Asked(clock))
+        self.coordinator = Coordinator()
+
+    def expects(self, worker: int, head: m.Head) -> None:
+        """Anything: what it brings is all the memory that it takes."""
+
+    def take(self, worker: int, head: m.Head, tensors: list[Pieces]) -> list[Post]:
+        """A whole parcel."""
+        body, number = head.body, head.number
+        if isinstance(body, m.Lease):
+            return [Post(worker, number, self._lease(worker, body))]
+        if isinstance(body, m.Settle):
+            self.coordinator.settle(worker, body.number, body.batches)
+            return []
+        if isinstance(body, m.Gather):
+            return self._together.lay(worker, body.op, number, (body.teller, _flat(head, tensors, torch.uint8)))
+        if isinstance(body, m.Begin):
+            self.coordinator.begin(body.number, _flat(head, tensors, torch.int64).tolist(), body.meet)
+            return [Post(worker, number, m.Answered())]
+        raise ParcelError(f"the coordinator was told {type(body).__name__}")
+
+    def leave(self, worker: int) -> list[Post]:
+        """A worker is gone: its batches go back."""
+        self.coordinator.leave(worker)
+        return self._together.leave(worker)
+
+    def _lease(self, worker: int, body: m.Lease) -> m.Leased:
+        handed = self.coordinator.lease(worker, body.number)
+        return m.Leased(handed.lease.batch if handed.lease else None, handed.samples, handed.meet)
+
+
+def _flat(head: m.Head, tensors: list[Pieces], dtype: torch.dtype) -> Tensor:
+    """The one tensor of a parcel."""
+    if len(tensors) != 1 or DTYPES[head.tensors[0][0]] is not dtype:
+        raise ParcelError(f"{_shown(head.tensors)} where one tensor of {dtype} belongs")
+    return whole(tensors[0], head.tensors[0][0])
+
+
+def _shown(tensors: Sequence[tuple[str, int]]) -> str:
+    return ", ".join(f"{length} {dtype}" for dtype, length in tensors) or "nothing"
+
+
+def _answers(asks: Sequence[Ask]) -> list[Tensor]:
+    found = answer(asks)
+    return [found] if isinstance(found, Tensor) else list(found)
+
+
+def _gathered(said: Sequence[tuple[int | None, Tensor]]) -> list[Tensor]:
+    """Everyone's bytes, or the teller's."""
+    tellers = {teller for teller, _ in said}
+    if len(tellers) > 1:
+        raise ValueError("the workers do different things: some gather, some tell")
+    teller = tellers.pop()
+    return [one for _, one in said] if teller is None else [said[teller][1]]

@@ -1,0 +1,297 @@
+"""The ZeroMQ side of a server: one socket, one thread, one desk. What comes is checked before it is taken in.
+
+A shard's process has the coordinator's socket too if it is the first. Every socket speaks CURVE with keys made for the
+run, unless it was asked not to; whoever has another key is refused in the handshake.
+"""
+
+from __future__ import annotations
+
+import socket
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import zmq
+import zmq.auth.thread
+
+from stretto.server import messages as m
+from stretto.server.desk import CoordinatorDesk, Desk, Post, ShardDesk
+from stretto.server.parcels import LARGEST_FRAME, Assembly, ParcelError, encode
+
+IDLE_MS = 200
+BACKLOG = 1024
+SMALL_BYTES = 1 << 15
+"""Frames that are cheaper to copy than to keep account of."""
+
+
+@dataclass(frozen=True)
+class ServerKeys:
+    """What a server must know: its own pair, and the public key of the run's workers."""
+
+    secret: bytes
+    public: bytes
+    workers: bytes
+
+
+@dataclass(frozen=True)
+class WorkerKeys:
+    """What a worker must know: the servers' public key, and the pair of the run's workers."""
+
+    servers: bytes
+    public: bytes
+    secret: bytes
+
+
+def new_keys() -> tuple[ServerKeys, WorkerKeys]:
+    """Keys for one run."""
+    server_public, server_secret = zmq.curve_keypair()
+    worker_public, worker_secret = zmq.curve_keypair()
+    return (
+        ServerKeys(server_secret, server_public, worker_public),
+        WorkerKeys(server_public, worker_public, worker_secret),
+    )
+
+
+@dataclass(frozen=True)
+class ShardPlace:
+    """One shard process's place in a run, and the listening sockets that it has inherited."""
+
+    shard: int
+    shards: int
+    workers: int
+    listen_fd: int
+    coordinator_fd: int | None
+    keys: tuple[str, str, str] | None
+    """Secret and public key of the servers, public key of the workers."""
+    on_nan: Literal["stop", "skip"]
+    timeout_s: float
+
+
+def serve(place: ShardPlace) -> None:
+    """Serve a shard, and the coordinator in the first shard's process, until the process is ended."""
+    torch.set_num_threads(1)
+    keys = ServerKeys(*(one.encode() for one in place.keys)) if place.keys else None
+    house = House(place.workers, keys)
+    if place.coordinator_fd is not None:
+        house.open(socket.socket(fileno=place.coordinator_fd), CoordinatorDesk(place.workers, time.monotonic))
+    house.open(socket.socket(fileno=place.listen_fd), ShardDesk(place.workers, time.monotonic, place.on_nan))
+    house.wait()
+
+
+class House:
+    """The services of one process, each with a thread; `close` ends them."""
+
+    def __init__(self, workers: int, keys: ServerKeys | None) -> None:
+        self._workers, self._keys = workers, keys
+        self._context = zmq.Context()
+        self._stop = threading.Event()
+        self._threads: list[threading.Thread] = []
+        self.services: list[Service] = []
+        self._doorman = _doorman(self._context, keys) if keys else None
+
+    def open(self, listener: socket.socket, desk: Desk) -> str:
+        """Serve a desk at a listening socket; returns its address."""
+        service = Service(self._context, listener, desk, self._workers, self._keys)
+        thread = threading.Thread(target=service.run, args=(self._stop,), name=service.address, daemon=True)
+        self.services.append(service)
+        self._threads.append(thread)
+        thread.start()
+        return service.address
+
+    def wait(self) -> None:
+        """Until all services have ended."""
+        for thread in self._threads:
+            thread.join()
+        for service in self.services:
+            if service.failure is not None:
+                raise service.failure
+
+    def await_leave(self, limit_s: float) -> None:
+        """Until all workers have left all services, but no longer than that."""
+        limit = time.monotonic() + limit_s
+        for service in self.services:
+            service.empty.wait(max(limit - time.monotonic(), 0.0))
+
+    def close(self) -> None:
+        """End all services. Idempotent."""
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
+        if self._doorman is not None:
+            self._doorman.stop()
+            self._doorman = None
+        self._context.destroy(linger=0)
+
+
+def _doorman(context: zmq.Context[Any], keys: ServerKeys) -> Any:
+    """Lets in who has the workers' key."""
+    doorman = zmq.auth.thread.ThreadAuthenticator(context)
+    doorman.start()
+    doorman.configure_curve_callback("*", credentials_provider=_Guests(keys.workers))
+    return doorman
+
+
+class _Guests:
+    """Says to the authenticator who may come in; says to the log who may not."""
+
+    def __init__(self, public: bytes) -> None:
+        self._public = public
+        self.refused = 0
+
+    def callback(self, _domain: str, key: bytes) -> bool:
+        if key == self._public:
+            return True
+        self.refused += 1
+        _log(f"an unknown key was refused ({self.refused} so far)")
+        return False
+
+
+class Service:
+    """Carries parcels between one socket and one desk."""
+
+    def __init__(
+        self,
+        context: zmq.Context[Any],
+        listener: socket.socket,
+        desk: Desk,
+        workers: int,
+        keys: ServerKeys | None,
+    ) -> None:
+        host, port = listener.getsockname()[:2]
+        self.address = f"tcp://{host}:{port}"
+        self._desk, self._workers = desk, workers
+        self._socket = _router(context, keys)
+        self._socket.setsockopt(zmq.USE_FD, listener.detach())
+        self._socket.bind(self.address)
+        self._assemblies = [Assembly() for _ in range(workers)]
+        self._sending: deque[tuple[Any, Callable[[], None]]] = deque()
+        self.refused = 0
+        """Messages that were not taken, for whatever reason."""
+        self.failure: BaseException | None = None
+        self.empty = threading.Event()
+        """Set once all workers have left."""
+        self._left: set[int] = set()
+
+    def run(self, stop: threading.Event) -> None:
+        """Serve until told to stop."""
+        try:
+            while not stop.is_set():
+                if self._socket.poll(1 if self._sending else IDLE_MS):
+                    self._take_all()
+                self._note_sent()
+        except BaseException as error:
+            self.failure = error
+            stop.set()
+        finally:
+            self._socket.close(linger=0)
+
+    def _take_all(self) -> None:
+        """Take in what has come, without waiting for more."""
+        for _ in range(1000):
+            try:
+                name, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            self._take(bytes(name), frames)
+
+    def _take(self, name: bytes, frames: Sequence[Any]) -> None:
+        worker = worker_of(name, self._workers)
+        if worker is None or not frames:
+            self._refuse(None, f"a message of {name!r:.40}, which is no worker's name")
+            return
+        number = 0
+        try:
+            posts, number = self._read(worker, frames)
+        except ParcelError as error:
+            number = self._assemblies[worker].number or number
+            self._refuse(Post(worker, number, m.Refused(str(error))), f"worker {worker}: {error}")
+            return
+        for post in posts:
+            self._send(post)
+
+    def _read(self, worker: int, frames: Sequence[Any]) -> tuple[list[Post], int]:
+        assembly = self._assemblies[worker]
+        if len(frames[0]):
+            head = assembly.begin(frames[0])
+            self._desk.expects(worker, head)
+        parcel = assembly.add(frames[1:])
+        if parcel is None:
+            return [], assembly.number
+        head, tensors = parcel
+        if isinstance(head.body, m.Leave):
+            return self._leave(worker), head.number
+        return self._desk.take(worker, head, tensors), head.number
+
+    def _leave(self, worker: int) -> list[Post]:
+        self._left.add(worker)
+        if len(self._left) == self._workers:
+            self.empty.set()
+        return self._desk.leave(worker)
+
+    def _refuse(self, post: Post | None, why: str) -> None:
+        self.refused += 1
+        _log(f"refused {why}")
+        if post is not None:
+            self._assemblies[post.worker].forget()
+            self._send(post)
+
+    def _send(self, post: Post) -> None:
+        tracker = None
+        try:
+            for message in encode(post.number, post.body, post.tensors):
+                tracker = self._socket.send_multipart([name_of(post.worker), *message], copy=False, track=True)
+        except zmq.ZMQError:
+            tracker = None  # the worker is gone
+        if post.sent is not None:
+            self._sending.append((tracker, post.sent))
+
+    def _note_sent(self) -> None:
+        """Let go of what has left. Messages to one worker leave in order; the last to be sent is looked at."""
+        for _ in range(len(self._sending)):
+            tracker, sent = self._sending.popleft()
+            if tracker is None or tracker.done:
+                sent()
+            else:
+                self._sending.append((tracker, sent))
+
+
+def name_of(worker: int) -> bytes:
+    """A worker's name at the sockets of a server."""
+    return b"worker %d" % worker
+
+
+def worker_of(name: bytes, workers: int) -> int | None:
+    """The worker of a name, if it is one of so many."""
+    number = name.removeprefix(b"worker ")
+    return int(number) if name != number and number.isdigit() and len(number) < 7 and int(number) < workers else None
+
+
+def _router(context: zmq.Context[Any], keys: ServerKeys | None) -> Any:
+    router = context.socket(zmq.ROUTER)
+    for option, value in {
+        zmq.SNDHWM: 0,
+        zmq.RCVHWM: 0,
+        zmq.MAXMSGSIZE: LARGEST_FRAME,
+        zmq.ROUTER_MANDATORY: 1,
+        zmq.BACKLOG: BACKLOG,
+    }.items():
+        router.setsockopt(option, value)
+    router.copy_threshold = SMALL_BYTES
+    if keys is not None:
+        router.curve_server = True
+        router.curve_secretkey, router.curve_publickey = keys.secret, keys.public
+    return router
+
+
+def _log(text: str) -> None:
+    print(f"stretto: server: {text}", file=sys.stderr, flush=True)
+
+
+def listening(host: str = "127.0.0.1") -> socket.socket:
+    """A listening socket at a free port."""
+    return socket.create_server((host, 0), backlog=BACKLOG)

@@ -1,0 +1,358 @@
+"""One shard of a parameter server: it owns ranges of the parameters and applies what arrives. A plain state machine.
+
+Versions count what was applied. A version's numbers never change once it is there, so a reader has one version whole
+however long it takes to read. Every update carries its worker, its number, the version it was computed on and the
+samples behind it; an update that comes twice is applied once.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from stretto.then import Arrived, OnParameters, Velocity, add, constant, delay_compensated, outer, pull, replace
+from stretto.when import on_arrival
+
+REMEMBERED = 256
+"""How many of a worker's own versions are remembered to tell its staleness."""
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What a worker sends: `numbers` are flat tensors, one for each range of the shard, each whole or cut in pieces.
+
+    `seq` counts the worker's updates from 1; `version` is the one that it was computed on; `lr` is the learning rate
+    inside it, for weights that need the gradient.
+    """
+
+    worker: int
+    seq: int
+    version: int
+    samples: int
+    numbers: Sequence[Sequence[Tensor]]
+    lr: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """One update has become part of version `version`; it was `staleness` versions old."""
+
+    seq: int
+    version: int
+    staleness: int
+    samples: int
+
+
+class Version:
+    """The numbers of a shard as they were after `number` applications. `held` counts those who still read them."""
+
+    __slots__ = ("held", "number", "ranges")
+
+    def __init__(self, number: int, ranges: Sequence[Tensor]) -> None:
+        self.number, self.ranges, self.held = number, list(ranges), 0
+
+    def done(self) -> None:
+        """One reader has read it."""
+        self.held -= 1
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A worker may go on, with this version; `applied` are its updates applied since its last reply.
+
+    Whoever has read the version calls its `done`.
+    """
+
+    worker: int
+    version: Version
+    applied: tuple[Applied, ...]
+    refused: tuple[int, ...] = ()
+    """The numbers of updates that held NaN or infinity, and were left out."""
+
+
+@dataclass(slots=True)
+class _Member:
+    """What a shard knows of one worker."""
+
+    done: int = 0
+    """All its updates up to this number have come: the rounds that it has ended."""
+    beyond: set[int] = field(default_factory=set)
+    own: deque[int] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
+    """Versions made of its updates alone: it had those before they were made."""
+    applied: list[Applied] = field(default_factory=list)
+    refused: list[int] = field(default_factory=list)
+    read: dict[int, Version] = field(default_factory=dict)
+    """The versions that it computes on, if the weight of updates asks for them."""
+    before: Version | None = None
+    """The version before its last update, if the rule moves worker and server by the same difference."""
+    waits: bool = False
+    rests: bool = False
+    """It has come to a meeting of all, and holds nobody back until that is over."""
+    since: int = 0
+    """Its rounds at the last meeting; the bound counts from there."""
+
+    @property
+    def clock(self) -> int:
+        return self.done - self.since
+
+    def knows(self, seq: int) -> bool:
+        return seq <= self.done or seq in self.beyond
+
+    def note(self, seq: int) -> None:
+        self.beyond.add(seq)
+        while self.done + 1 in self.beyond:
+            self.done += 1
+            self.beyond.remove(self.done)
+
+
+class Shard:
+    """Ranges of the parameters, the workers that change them, and the rule by which.
+
+    With one worker nothing is weighed or pulled: what it learned is taken as it is, so that it computes what it would
+    alone.
+    """
+
+    def __init__(self, theta: Sequence[Tensor], when: on_arrival, then: OnParameters, workers: int) -> None:
+        self._when, self._then, self._workers = when, then, workers
+        if workers == 1:
+            self._when = on_arrival(every=when.every, overlap=when.overlap)
+            self._then = then if isinstance(then, replace) else _alone(then)
+        self._weight = self._then.weight if isinstance(self._then, add) else constant(1.0)
+        self.members = {worker: _Member() for worker in range(workers)}
+        self.current = Version(0, theta)
+        self._retired: list[Version] = []
+        self._early: list[Update] = []
+        self._group: list[tuple[Update, int]] = []
+        self._sums: list[Tensor] = []
+        self._velocity = [Velocity(one) for one in theta] if isinstance(self._then, outer) else []
+        self._squares = self._mean_squares(theta)
+
+    @property
+    def version(self) -> int:
+        """How often something was applied."""
+        return self.current.number
+
+    # --- what workers say ---------------------------------------------------------------------------------------
+
+    def push(self, update: Update) -> list[Reply]:
+        """Take an update; apply it, once, when it is its time. Returns the replies that others were waiting for."""
+        member = self.members.get(update.worker)
+        if member is None or member.knows(update.seq):
+            return []
+        if self._is_early(update):
+            if all((one.worker, one.seq) != (update.worker, update.seq) for one in self._early):
+                self._early.append(update)
+            return []
+        if isinstance(self._then, pull) and member.before is None:
+            member.before = self.read()
+        self._take(member, update)
+        self._take_early()
+        return self._release()
+
+    def pull(self, worker: int) -> list[Reply]:
+        """A worker asks for the newest version, and whether it may go on; it is answered now, or when it may."""
+        if worker in self.members:
+            self.members[worker].waits = True
+        return self._release()
+
+    def read(self) -> Version:
+        """The newest version, for a reader who takes no part; it calls `done`."""
+        self.current.held += 1
+        return self.current
+
+    def told(self, worker: int) -> tuple[Applied, ...]:
+        """The worker's updates applied since it was last told."""
+        member = self.members.get(worker)
+        if member is None:
+            return ()
+        applied, member.applied = tuple(member.applied), []
+        return applied
+
+    def rest(self, worker: int) -> list[Reply]:
+        """A worker has come to a meeting of all: it holds nobody back. Once all have come the bound counts anew."""
+        if worker in self.members:
+            self.members[worker].rests = True
+        self._begin_anew()
+        self._take_early()
+        return self._release()
+
+    def _begin_anew(self) -> None:
+        if all(member.rests for member in self.members.values()):
+            for member in self.members.values():
+                member.rests, member.since = False, member.done
+
+    def flush(self) -> None:
+        """Apply what has been collected though it is less than what was to be collected."""
+        if self._group:
+            self._apply_group()
+
+    def leave(self, worker: int) -> list[Reply]:
+        """A worker has left, or died: it holds nobody back any more, and nothing more is taken from it."""
+        member = self.members.pop(worker, None)
+        if member is None:
+            return []
+        for version in (*member.read.values(), *([member.before] if member.before else [])):
+            version.done()
+        self._early = [one for one in self._early if one.worker != worker]
+        self._begin_anew()
+        self._take_early()
+        return self._release()
+
+    # --- the bound ----------------------------------------------------------------------------------------------
+
+    def _slowest(self) -> float:
+        """The rounds of the slowest of those that have not come to a meeting."""
+        return min((member.clock for member in self.members.values() if not member.rests), default=math.inf)
+
+    def _is_early(self, update: Update) -> bool:
+        """Whether its round, counted from 0, is beyond the bound."""
+        bound = self._when.bound
+        since = self.members[update.worker].since
+        return bound is not None and update.seq - 1 - since > self._slowest() + bound
+
+    def _take_early(self) -> None:
+        while (fits := next((one for one in self._early if not self._is_early(one)), None)) is not None:
+            self._early.remove(fits)
+            self._take(self.members[fits.worker], fits)
+
+    def _may_go_on(self, member: _Member) -> bool:
+        bound = self._when.bound
+        return bound is None or member.clock + self._when.ahead - self._slowest() <= bound
+
+    def _release(self) -> list[Reply]:
+        """Answer all that wait and may go on."""
+        free = [(worker, member) for worker, member in self.members.items() if member.waits]
+        return [self._reply(worker, member) for worker, member in free if self._may_go_on(member)]
+
+    def _reply(self, worker: int, member: _Member) -> Reply:
+        member.waits = False
+        applied = self.told(worker)
+        refused, member.refused = tuple(member.refused), []
+        if isinstance(self._weight, delay_compensated):
+            member.read[self.version] = self.read()
+        version, member.before = member.before or self.read(), None
+        return Reply(worker, version, applied, refused)
+
+    # --- applying -----------------------------------------------------------------------------------------------
+
+    def _take(self, member: _Member, update: Update) -> None:
+        member.note(update.seq)
+        if not all(map(_is_finite, update.numbers)):
+            member.refused.append(update.seq)
+            return
+        staleness = self._staleness(member, update)
+        if self._when.collect == 1 and isinstance(self._then, add):
+            self._add(member, update, staleness)
+        else:
+            self._collect(member, update, staleness)
+            if len(self._group) >= self._when.collect:
+                self._apply_group()
+        self._forget(member, update.version)
+
+    def _staleness(self, member: _Member, update: Update) -> int:
+        """Versions made since the one it was computed on, less those of its worker's own making."""
+        own = len(member.own) - bisect.bisect_right(member.own, update.version)
+        return max(self.version - update.version - own, 0)
+
+    def _add(self, member: _Member, update: Update, staleness: int) -> None:
+        """Asynchronous SGD: the next version in one pass over what came."""
+        weight = self._weight.of(staleness, self._workers)
+        following = self._spare()
+        numbers = self._compensated(member, update)
+        for now, pieces, out in zip(self.current.ranges, numbers, following.ranges, strict=True):
+            for at, piece in _placed(pieces):
+                stop = at + piece.numel()
+                torch.add(now[at:stop], piece, alpha=weight, out=out[at:stop])
+        self._publish(following)
+        member.own.append(self.version)
+        member.applied.append(Applied(update.seq, self.version, staleness, update.samples))
+
+    def _collect(self, member: _Member, update: Update, staleness: int) -> None:
+        """Add the update, weighted by its staleness and its samples, to what waits to be applied."""
+        if not self._sums:
+            self._sums = [torch.empty_like(one) for one in self.current.ranges]
+        if not self._group:
+            for total in self._sums:
+                total.zero_()
+        weight = self._weight.of(staleness, self._workers) * max(update.samples, 0)
+        for total, pieces in zip(self._sums, self._compensated(member, update), strict=True):
+            for at, piece in _placed(pieces):
+                total[at : at + piece.numel()].add_(piece, alpha=weight)
+        self._group.append((update, staleness))
+
+    def _apply_group(self) -> None:
+        group, self._group = self._group, []
+        samples = sum(update.samples for update, _ in group)
+        arrived = Arrived(len(group), self._when.collect, self._workers)
+        following = self._spare()
+        for index, (now, total, out) in enumerate(zip(self.current.ranges, self._sums, following.ranges, strict=True)):
+            mean = total.div_(samples) if samples else now if isinstance(self._then, replace) else total
+            self._then.arrive(now, mean, arrived, self._velocity[index] if self._velocity else None, out)
+        self._publish(following)
+        for update, staleness in group:
+            if member := self.members.get(update.worker):
+                member.applied.append(Applied(update.seq, self.version, staleness, update.samples))
+        if len({update.worker for update, _ in group}) == 1 and (only := self.members.get(group[0][0].worker)):
+            only.own.append(self.version)
+
+    # --- delay compensation ---------------------------------------------------------------------------------------
+
+    def _mean_squares(self, theta: Sequence[Tensor]) -> list[Tensor]:
+        weight = self._weight
+        adaptive = isinstance(weight, delay_compensated) and weight.adaptive
+        return [torch.zeros_like(one) for one in theta] if adaptive else []
+
+    def _compensated(self, member: _Member, update: Update) -> Sequence[Sequence[Tensor]]:
+        weight = self._weight
+        if not isinstance(weight, delay_compensated) or not update.lr:
+            return update.numbers
+        old = member.read.get(update.version, self.current)
+        whole = []
+        for index, pieces in enumerate(update.numbers):
+            squares = self._squares[index] if self._squares else None
+            flat = torch.cat(tuple(pieces)) if pieces else self.current.ranges[index].new_empty(0)
+            whole.append((weight.compensate(flat, update.lr, self.current.ranges[index], old.ranges[index], squares),))
+        return whole
+
+    def _forget(self, member: _Member, version: int) -> None:
+        """Nothing more will come that was computed on a version before this one."""
+        for number in [one for one in member.read if one < version]:
+            member.read.pop(number).done()
+
+    # --- versions -------------------------------------------------------------------------------------------------
+
+    def _spare(self) -> Version:
+        """Numbers to write the next version into: those of an old one that nobody reads any more, if there is one."""
+        free = next((one for one in self._retired if not one.held), None)
+        if free is None:
+            return Version(self.version + 1, [torch.empty_like(one) for one in self.current.ranges])
+        self._retired.remove(free)
+        free.number = self.version + 1
+        return free
+
+    def _publish(self, following: Version) -> None:
+        self._retired.append(self.current)
+        self.current = following
+
+
+def _alone(then: OnParameters) -> OnParameters:
+    return replace() if isinstance(then, pull) else add()
+
+
+def _placed(pieces: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
+    """Each piece with where it begins."""
+    placed, at = [], 0
+    for piece in pieces:
+        placed.append((at, piece))
+        at += piece.numel()
+    return placed
+
+
+def _is_finite(pieces: Sequence[Tensor]) -> bool:
+    return all(bool(torch.isfinite(one.sum())) or bool(torch.isfinite(one).all()) for one in pieces)

@@ -1,0 +1,306 @@
+"""The exchange of a worker that does not wait for others: its side of a parameter server.
+
+Let theta be the worker's parameters, and mark what they were when it last told the server of them, or heard. What it
+has learned since is `theta - mark`; the news of a version is `theta += version - mark; mark = version`, which keeps
+what was learned meanwhile. So sending and receiving can go on while the worker computes its next round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Optimizer
+
+from stretto.errors import ModelError, NotFiniteError, WireError, explain
+from stretto.how import SingleRound
+from stretto.members.ledger import Lease
+from stretto.recipe import Recipe
+from stretto.then import add, delay_compensated, pull
+from stretto.train.arena import Arena, Part
+from stretto.train.stopwatch import Stopwatch
+from stretto.what import gradients, parameters
+from stretto.when import on_arrival
+from stretto.wire.server import News, ServerWire, Ticket, Update
+
+Outcome = tuple[int, int, int, int]
+"""An update that was applied: round, version, staleness, samples."""
+
+
+class _FlatRange:
+    """What a worker keeps for one part of the arena between exchanges."""
+
+    def __init__(self, part: Part, how: SingleRound) -> None:
+        self.part = part
+        self.mark = part.theta.clone()
+        self.change = torch.empty_like(part.theta)
+        self.codec_memory = how.memory(part.theta)
+
+
+@dataclass(slots=True)
+class _Sent:
+    """An exchange under way: its number, and the leases whose work it carries."""
+
+    seq: int
+    ticket: Ticket
+    leases: list[Lease]
+
+
+class ArrivalExchange:
+    """Pushes what this worker learned and takes up the server's newest version, at once or while it computes on.
+
+    `on_settled` is called with the leases whose work has become part of the server's parameters, `on_end` after every
+    exchange with the seconds blocked by it. With one worker the server takes what the worker learned as it is.
+    """
+
+    def __init__(
+        self,
+        arena: Arena,
+        arena_number: int,
+        recipe: Recipe,
+        wire: ServerWire,
+        watch: Stopwatch,
+        optimizer: Optimizer,
+        on_settled: Callable[[list[Lease]], None],
+        on_end: Callable[[float], None],
+    ) -> None:
+        assert isinstance(recipe.when, on_arrival)
+        assert isinstance(recipe.how, SingleRound)
+        self._recipe, self._when, self._how = recipe, recipe.when, recipe.how
+        self._wire, self._watch, self._optimizer = wire, watch, optimizer
+        self._on_settled, self._on_end = on_settled, on_end
+        self._arena, self._arena_number = arena, arena_number
+        self._groups = _groups(optimizer)
+        self._elastic = isinstance(recipe.then, pull) and wire.workers > 1
+        self.ranges = [_FlatRange(part, recipe.how) for part in arena.parts]
+        self.versions = self._computed_on = [0] * wire.shards
+        self.versions_read = self.versions
+        """The version at each shard that was looked at last."""
+        self.outcomes: list[Outcome] = []
+        """What became of this worker's updates; whoever reads it clears it."""
+        self.skipped = 0
+        self.held_s = 0.0
+        self._sent: _Sent | None = None
+        self._seq = 0
+        self._fresh = True
+        """Whether nothing was computed since the last exchange."""
+        _refuse_optimizer(recipe, optimizer)
+        self._open()
+
+    def _open(self) -> None:
+        """Worker 0 gives the parameters to the server; nobody pushes before they are there."""
+        if self._wire.worker == 0:
+            self._wire.open(self._arena_number, self._recipe.spelled(), [one.part.theta for one in self.ranges])
+        self._wire.gather(b"open")
+
+    # --- exchanging ---------------------------------------------------------------------------------------------
+
+    def stepped(self) -> None:
+        """The optimizer has done a step."""
+        self._fresh = False
+
+    @torch.no_grad()
+    def run(self, samples: int, leases: list[Lease]) -> None:
+        """Push what was learned since the last exchange, the work on these leases."""
+        before = self._watch.switch("encoding")
+        began = self._watch.spent["exchanging"]
+        self._hear()
+        self._push(samples, leases)
+        if not self._when.ahead:
+            self._hear()
+        self._on_end(self._watch.spent["exchanging"] - began)
+        self._watch.switch(before)
+
+    @torch.no_grad()
+    def glance(self) -> None:
+        """Take up the news if they are there; never waits."""
+        if self._sent is not None and self._sent.ticket.is_there():
+            before = self._watch.switch("encoding")
+            self._hear()
+            self._watch.switch(before)
+
+    @torch.no_grad()
+    def finish(self, samples: int, leases: list[Lease]) -> None:
+        """Exchange what is left, and wait until it is the server's."""
+        before = self._watch.switch("encoding")
+        self._hear()
+        if not self._fresh or leases:
+            self._push(samples, leases)
+        self._hear()
+        self._watch.switch(before)
+
+    @torch.no_grad()
+    def meet(self) -> None:
+        """Wait until nothing of any worker is under way."""
+        with self._watch.on("encoding"):
+            self._hear()
+        with self._watch.on("waiting"):
+            self._wire.rest()
+            self._wire.gather(b"meet")
+
+    @torch.no_grad()
+    def read(self) -> list[int]:
+        """Put the server's newest version in place of the parameters; returns its number at each shard.
+
+        All workers do it, after they have met: so all have the same.
+        """
+        lengths = [one.part.theta.numel() for one in self.ranges]
+        with self._watch.on("exchanging"):
+            news = self._wire.read(lengths, flush=True).wait()
+        for one, pieces in zip(self.ranges, news.parts, strict=True):
+            for at, piece in pieces:
+                one.part.theta[at : at + piece.numel()].copy_(piece)
+        self._note(news)
+        self.versions_read = news.versions
+        return news.versions
+
+    @property
+    def keeps_own(self) -> bool:
+        """Whether a worker's parameters stay its own, and are only pulled towards the server's."""
+        return self._elastic
+
+    @torch.no_grad()
+    def start_from_read(self) -> None:
+        """Go on from the version that was read, which lies in the parameters' place."""
+        self.versions = self._computed_on = self.versions_read
+        for one in self.ranges:
+            one.mark.copy_(one.part.theta)
+
+    # --- the two halves -----------------------------------------------------------------------------------------
+
+    def _push(self, samples: int, leases: list[Lease]) -> None:
+        self._seq += 1
+        lr = self._bring()
+        parts = [self._how.encode(one.change, one.codec_memory) for one in self.ranges]
+        update = Update(self._seq, self._computed_on, samples, lr, parts)
+        self._sent = _Sent(self._seq, self._wire.push(self._arena_number, update), leases)
+        for one in self.ranges:
+            one.mark.copy_(one.part.theta)
+        self._computed_on, self._fresh = self.versions, True
+
+    def _bring(self) -> float:
+        """Write what is pushed into `change`; returns the learning rate in it, if there is one."""
+        what = self._recipe.what
+        for one in self.ranges:
+            if isinstance(what, parameters):
+                one.change.copy_(one.part.theta)
+            elif isinstance(what, gradients):
+                _descent(one, self._groups)
+            else:
+                torch.sub(one.part.theta, one.mark, out=one.change)
+        rates = {float(group["lr"]) for group in self._optimizer.param_groups if "lr" in group}
+        return rates.pop() if len(rates) == 1 else 0.0
+
+    def _hear(self) -> None:
+        """Wait for the reply to the last push, if there was none yet, and take it up."""
+        sent, self._sent = self._sent, None
+        if sent is None:
+            return
+        with self._watch.on("exchanging"):
+            news = self._news(sent)
+        self._watch.move("exchanging", "waiting", news.held_s)
+        self.held_s += news.held_s
+        self._note(news)
+        if sent.seq in news.refused:
+            self._drop(news)
+        else:
+            self._take_up(news)
+            self._on_settled(sent.leases)
+        self.versions = news.versions
+        if self._fresh:
+            self._computed_on = news.versions
+
+    def _news(self, sent: _Sent) -> News:
+        try:
+            return sent.ticket.wait()
+        except WireError as error:
+            raise self._not_finite() or error from None
+
+    def _note(self, news: News) -> None:
+        self.outcomes += news.applied
+
+    def _take_up(self, news: News) -> None:
+        for one, pieces in zip(self.ranges, news.parts, strict=True):
+            for at, version in pieces:
+                stop = at + version.numel()
+                version = version.to(one.part.theta.device)
+                self._take_piece(one.part.theta[at:stop], one.mark[at:stop], version)
+
+    def _take_piece(self, theta: Tensor, mark: Tensor, version: Tensor) -> None:
+        if self._elastic:
+            assert isinstance(self._recipe.then, pull)
+            theta.sub_(mark.sub_(version), alpha=self._recipe.then.alpha)
+        elif self._fresh:
+            theta.copy_(version)
+            mark.copy_(version)
+        else:
+            theta.add_(version - mark)
+            mark.copy_(version)
+
+    def _drop(self, news: News) -> None:
+        """The server has left this update out: begin anew from its version, and with an empty optimizer's state."""
+        self.skipped += 1
+        for one, pieces in zip(self.ranges, news.parts, strict=True):
+            for at, version in pieces:
+                one.part.theta[at : at + version.numel()].copy_(version)
+            one.mark.copy_(one.part.theta)
+        self._fresh = True
+        for state in self._optimizer.state.values():
+            for value in state.values():
+                if isinstance(value, Tensor) and value.dim():
+                    value.zero_()
+
+    def _not_finite(self) -> NotFiniteError | None:
+        """What a server's refusal was about, by name, if this worker pushed NaN or an infinity."""
+        for one in self.ranges:
+            for slot in one.part.slots:
+                if not bool(torch.isfinite(one.change[slot.start : slot.stop]).all()):
+                    return NotFiniteError(f"the update of {slot.name} is NaN or infinite, and the server refused it")
+        return None
+
+
+def _groups(optimizer: Optimizer) -> dict[int, dict[str, Any]]:
+    return {id(one): group for group in optimizer.param_groups for one in group["params"]}
+
+
+def _descent(one: _FlatRange, groups: dict[int, dict[str, Any]]) -> None:
+    """The step down the gradient, `-lr * g`, of every parameter."""
+    one.change.zero_()
+    for slot in one.part.slots:
+        gradient = slot.parameter.grad
+        if gradient is not None and slot.home is None:
+            dense = gradient.to_dense() if gradient.is_sparse else gradient
+            slot.view(one.change).copy_(dense).mul_(-float(groups[id(slot.parameter)]["lr"]))
+
+
+def _refuse_optimizer(recipe: Recipe, optimizer: Optimizer) -> None:
+    """A gradient says nothing of momentum, nor of any optimizer but plain SGD; some weights need one learning rate."""
+    keys = ("momentum", "weight_decay", "nesterov", "maximize")
+    plain = type(optimizer) is SGD and not any(group.get(key) for group in optimizer.param_groups for key in keys)
+    if isinstance(recipe.what, gradients) and not plain:
+        problem = f"{recipe} sends gradients to a server that steps with the learning rate alone"
+        raise ModelError(
+            explain(
+                problem,
+                got=f"{type(optimizer).__name__}{_settings(optimizer, keys)}",
+                expected="torch.optim.SGD without momentum and weight decay",
+                to_type=f"what=updates(), which holds whatever the optimizer does: {_with_updates(recipe)}",
+            )
+        )
+    rates = {group.get("lr") for group in optimizer.param_groups}
+    compensated = isinstance(recipe.then, add) and isinstance(recipe.then.weight, delay_compensated)
+    if compensated and len(rates) != 1:
+        problem, expected = f"{recipe.then} needs to know the learning rate", "one for all parameter groups"
+        raise ModelError(explain(problem, got=f"{sorted(map(str, rates))}", expected=expected, to_type="async_sgd"))
+
+
+def _settings(optimizer: Optimizer, keys: Sequence[str]) -> str:
+    shown = [f"{key}={optimizer.param_groups[0][key]}" for key in keys if optimizer.param_groups[0].get(key)]
+    return f"({', '.join(shown)})" if shown else ""
+
+
+def _with_updates(recipe: Recipe) -> str:
+    return f"Recipe(what=updates(), when={recipe.when}, whom={recipe.whom}, then={recipe.then})"

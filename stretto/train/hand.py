@@ -1,0 +1,53 @@
+"""What a worker gets to work on at a time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from stretto.errors import LoaderError, explain
+from stretto.members.ledger import Lease
+
+
+@dataclass(frozen=True, slots=True)
+class Hand:
+    """One batch a worker. `batch` is None where this worker has none; `weights` are the samples of every worker.
+
+    A hand of a worker that does not wait has no `weights`. `own` are this worker's samples, `handed` those that all
+    workers have got in the pass so far, this hand included.
+    """
+
+    batch: Any
+    weights: tuple[int, ...]
+    lease: Lease | None
+    own: int
+    handed: int
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing here for a worker: the script's loop does not see the hand."""
+        return self.batch is None
+
+    @property
+    def short(self) -> bool:
+        """Whether some workers have no batch."""
+        return 0 in self.weights
+
+    @property
+    def teller(self) -> int:
+        """The first worker with a batch: it tells the idle ones what happens."""
+        return next(worker for worker, weight in enumerate(self.weights) if weight)
+
+
+def refuse_too_few(samples: int, workers: int) -> None:
+    """A pass must have a sample for every worker."""
+    if samples < workers:
+        problem = f"a pass has {samples} samples for {workers} workers"
+        raise LoaderError(
+            explain(
+                problem,
+                got=f"{samples} samples",
+                expected=f"at least one a worker, {workers}",
+                to_type=f"-n {max(samples, 1)}",
+            )
+        )

@@ -1,0 +1,138 @@
+"""One worker's connection to one socket of a server: parcels out, their replies in, a limit on every wait."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import zmq
+from torch import Tensor
+from zmq.utils.monitor import parse_monitor_message
+
+from stretto.errors import WireError
+from stretto.server import messages as m
+from stretto.server.parcels import LARGEST_FRAME, Assembly, Pieces, encode
+from stretto.server.service import SMALL_BYTES, WorkerKeys, name_of
+from stretto.wire.tcp import tcp_bytes
+
+WATCHED = zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+
+
+class Link:
+    """A connection of one worker. `called` is who is at the other end, for what a person reads."""
+
+    def __init__(
+        self,
+        context: zmq.Context[Any],
+        address: str,
+        worker: int,
+        keys: WorkerKeys | None,
+        called: str,
+        timeout_s: float,
+    ) -> None:
+        self.called, self.address = called, address
+        self._timeout_s = timeout_s
+        self._assembly = Assembly()
+        self._numbers = 0
+        self._replies: dict[int, tuple[m.Body, list[Pieces]]] = {}
+        self._ended_traffic = (0, 0)
+        self._descriptor: int | None = None
+        self._problem = ""
+        self._socket = _dealer(context, worker, keys)
+        self._monitor = self._socket.get_monitor_socket(WATCHED)
+        self._socket.connect(address)
+
+    def send(self, body: m.Request, tensors: Sequence[Tensor] = ()) -> int:
+        """Send a parcel; returns its number, to wait for the reply with. Tensors may not change until that is there."""
+        self._numbers += 1
+        for message in encode(self._numbers, body, tensors):
+            self._socket.send_multipart(message, copy=False)
+        return self._numbers
+
+    def wait(self, number: int) -> tuple[m.Body, list[Pieces]]:
+        """The reply to a parcel. Raises WireError when it is a refusal, does not come in time, or never will."""
+        limit = time.monotonic() + self._timeout_s
+        while number not in self._replies:
+            self._receive(limit)
+        body, tensors = self._replies.pop(number)
+        if isinstance(body, m.Refused):
+            raise WireError(f"{self.called} refused: {body.text}")
+        return body, tensors
+
+    def is_there(self, number: int) -> bool:
+        """Whether the reply has come; never waits."""
+        while number not in self._replies and self._socket.poll(0):
+            self._take()
+        return number in self._replies
+
+    def traffic(self) -> tuple[int, int]:
+        """Bytes sent and received, as the kernel counts them."""
+        self._heed()
+        now = tcp_bytes(self._descriptor) if self._descriptor is not None else None
+        if now is not None:
+            self._ended_traffic = now
+        return self._ended_traffic
+
+    def close(self) -> None:
+        """Say good-bye, and let go. Idempotent."""
+        if self._socket.closed:
+            return
+        self.traffic()
+        if not self._problem:
+            self._socket.send_multipart(list(next(iter(encode(0, m.Leave())))))
+        self._descriptor = None
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._socket.close(linger=1000)
+
+    def _receive(self, limit: float) -> None:
+        """Take what comes next; before a problem is told, what came before it is taken."""
+        left_ms = max(int(1000 * (limit - time.monotonic())), 0)
+        if self._socket.poll(min(left_ms, 500)):
+            self._take()
+            return
+        self._heed()
+        if self._problem:
+            raise WireError(f"{self.called} at {self.address} {self._problem}")
+        if not left_ms:
+            raise WireError(f"{self.called} at {self.address} did not answer within {self._timeout_s:g} s")
+
+    def _take(self) -> None:
+        first, *chunks = self._socket.recv_multipart(copy=False)
+        if len(first):
+            self._assembly.begin(first)
+        parcel = self._assembly.add(chunks)
+        if parcel is not None:
+            head, tensors = parcel
+            self._replies[head.number] = head.body, tensors
+
+    def _heed(self) -> None:
+        """Learn what has become of the connection."""
+        while self._monitor.poll(0):
+            event = parse_monitor_message(self._monitor.recv_multipart())
+            if event["event"] == zmq.EVENT_CONNECTED:
+                self._descriptor = int(event["value"])
+            elif event["event"] == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                self._problem = "refused this worker's key"
+            else:
+                self._descriptor = None
+                self._problem = self._problem or "went away"
+
+
+def _dealer(context: zmq.Context[Any], worker: int, keys: WorkerKeys | None) -> Any:
+    dealer = context.socket(zmq.DEALER)
+    for option, value in {
+        zmq.IDENTITY: name_of(worker),
+        zmq.SNDHWM: 0,
+        zmq.RCVHWM: 0,
+        zmq.MAXMSGSIZE: LARGEST_FRAME,
+        zmq.RECONNECT_IVL: 20,
+        zmq.RECONNECT_IVL_MAX: 1000,
+    }.items():
+        dealer.setsockopt(option, value)
+    dealer.copy_threshold = SMALL_BYTES
+    if keys is not None:
+        dealer.curve_serverkey = keys.servers
+        dealer.curve_publickey, dealer.curve_secretkey = keys.public, keys.secret
+    return dealer

@@ -1,0 +1,252 @@
+"""A wire through a parameter server: what all say together, and what a worker says to the server alone."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import zmq
+from torch import Tensor
+
+from stretto.errors import WireError
+from stretto.server import messages as m
+from stretto.server.parcels import Pieces, whole
+from stretto.server.service import WorkerKeys
+from stretto.wire.link import Link
+from stretto.wire.seam import Traffic, as_bytes
+from stretto.words import Answer, Every, Mean
+from stretto.words import Ask as Asked
+
+ALIGNED = 64
+"""Shards begin at multiples of so many numbers."""
+
+
+def ranges(length: int, shards: int) -> list[tuple[int, int]]:
+    """Where each shard's part of a flat tensor begins and ends."""
+    step = -(-length // shards // ALIGNED) * ALIGNED
+    bounds = [min(shard * step, length) for shard in range(shards)] + [length]
+    return list(itertools.pairwise(bounds))
+
+
+@dataclass(slots=True)
+class _MeanTicket:
+    wire: ServerWire
+    tensor: Tensor
+    numbers: list[int]
+
+    def wait(self) -> Answer:
+        flat = self.tensor
+        found = [self.wire.answered(shard, number)[0] for shard, number in enumerate(self.numbers)]
+        for (start, stop), pieces in zip(ranges(flat.numel(), len(found)), found, strict=True):
+            _write(flat[start:stop], pieces)
+        return flat
+
+
+@dataclass(slots=True)
+class _EveryTicket:
+    wire: ServerWire
+    like: Tensor
+    shard: int
+    number: int
+
+    def wait(self) -> Answer:
+        kind = str(self.like.dtype).removeprefix("torch.")
+        found = self.wire.answered(self.shard, self.number)
+        return [whole(pieces, kind).to(self.like.device) for pieces in found]
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What a worker pushes: its contributions to every part of the parameters, encoded, and what stands behind them."""
+
+    seq: int
+    versions: Sequence[int]
+    samples: int
+    lr: float
+    parts: Sequence[Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """What the shards reply: their versions, and the newest numbers of each part, range by range, in pieces."""
+
+    versions: list[int]
+    applied: list[tuple[int, int, int, int]]
+    """Updates of this worker that were applied at the first shard: (seq, version, staleness, samples)."""
+    refused: set[int]
+    held_s: float
+    parts: list[list[tuple[int, Tensor]]]
+    """Of each part the pieces, each with where it begins."""
+
+
+@dataclass(slots=True)
+class Ticket:
+    """A push or a read that is under way."""
+
+    wire: ServerWire
+    numbers: list[int]
+    lengths: Sequence[int]
+    kept: Sequence[Tensor] = field(default_factory=list)
+    """What is being sent, kept until it is."""
+
+    def is_there(self) -> bool:
+        """Whether all shards have replied; never waits."""
+        return all(link.is_there(number) for link, number in zip(self.wire.links, self.numbers, strict=True))
+
+    def wait(self) -> News:
+        """Wait for all shards. Raises WireError when one refuses, is gone, or is too late."""
+        replies = [link.wait(number) for link, number in zip(self.wire.links, self.numbers, strict=True)]
+        goes = [body for body, _ in replies if isinstance(body, m.Go)]
+        parts: list[list[tuple[int, Tensor]]] = [[] for _ in self.lengths]
+        for shard, (_, tensors) in enumerate(replies):
+            for part, pieces in enumerate(tensors):
+                start, _ = ranges(self.lengths[part], len(replies))[shard]
+                parts[part] += _placed(start, pieces)
+        return News(
+            [one.version for one in goes],
+            goes[0].applied,
+            {seq for one in goes for seq in one.refused},
+            max(one.held_s for one in goes),
+            parts,
+        )
+
+
+class ServerWire:
+    """One worker's end of a parameter server. `addresses` are the coordinator's and the shards'."""
+
+    def __init__(
+        self, worker: int, workers: int, addresses: Sequence[str], keys: WorkerKeys | None, timeout_s: float
+    ) -> None:
+        self.worker, self.workers = worker, workers
+        self._context = zmq.Context()
+        self._context.set(zmq.IO_THREADS, 1)
+        names = ["the coordinator", *(f"server {shard}" for shard in range(len(addresses) - 1))]
+        links = [
+            Link(self._context, address, worker, keys, name, timeout_s)
+            for address, name in zip(addresses, names, strict=True)
+        ]
+        self._coordinator, self.links = links[0], links[1:]
+        self._op = 0
+        self._on_close: list[Callable[[], None]] = []
+
+    def when_closed(self, then: Callable[[], None]) -> None:
+        """What is to be done once this end is closed."""
+        self._on_close.append(then)
+
+    @property
+    def shards(self) -> int:
+        """How many shards the server has."""
+        return len(self.links)
+
+    # --- all together -------------------------------------------------------------------------------------------
+
+    def start(self, ask: Asked) -> _MeanTicket | _EveryTicket:
+        """Begin an ask: of a mean every shard adds up its range, of messages one shard gives all to all."""
+        self._op += 1
+        flat = ask.tensor.detach()
+        sent = flat.cpu().contiguous()
+        if isinstance(ask, Mean):
+            numbers = [
+                link.send(m.Ask(self._op, "mean"), [sent[start:stop]])
+                for link, (start, stop) in zip(self.links, ranges(sent.numel(), self.shards), strict=True)
+            ]
+            return _MeanTicket(self, flat, numbers)
+        assert isinstance(ask, Every)
+        shard = self._op % self.shards
+        return _EveryTicket(self, flat, shard, self.links[shard].send(m.Ask(self._op, "every"), [sent]))
+
+    def gather(self, message: bytes) -> list[bytes]:
+        """The message of every worker."""
+        return self._gathered(message, None)
+
+    def tell(self, message: bytes, teller: int = 0) -> bytes:
+        """The teller's message, at every worker."""
+        return self._gathered(message if self.worker == teller else b"", teller)[0]
+
+    def traffic(self) -> Traffic:
+        """The bytes of this worker's connections, as the kernel counts them."""
+        pairs = [link.traffic() for link in (self._coordinator, *self.links)]
+        return Traffic(sum(sent for sent, _ in pairs), sum(received for _, received in pairs), counted=True)
+
+    def close(self) -> None:
+        """Leave: nobody waits for this worker any more."""
+        for link in (self._coordinator, *self.links):
+            link.close()
+        self._context.term()
+        while self._on_close:
+            self._on_close.pop()()
+
+    # --- one by one ---------------------------------------------------------------------------------------------
+
+    def open(self, arena: int, recipe: str, parts: Sequence[Tensor]) -> None:
+        """Give the shards their ranges of the parameters, and the rule."""
+        body = m.Open(arena, recipe, self.workers)
+        for shard, link in enumerate(self.links):
+            link.wait(link.send(body, self._ranges_of(shard, parts)))
+
+    def push(self, arena: int, update: Update) -> Ticket:
+        """Send an update to all shards; the ticket brings the newest version once this worker may go on."""
+        numbers = []
+        for shard, link in enumerate(self.links):
+            body = m.Push(arena, update.seq, update.versions[shard], update.samples, update.lr)
+            numbers.append(link.send(body, self._ranges_of(shard, update.parts)))
+        return Ticket(self, numbers, [one.numel() for one in update.parts], update.parts)
+
+    def rest(self) -> None:
+        """Come to a meeting of all: no shard lets others wait for this worker until all have come."""
+        for link, number in [(link, link.send(m.Rest())) for link in self.links]:
+            link.wait(number)
+
+    def read(self, lengths: Sequence[int], flush: bool = False) -> Ticket:
+        """Ask for the newest version; `flush` applies what was being collected."""
+        return Ticket(self, [link.send(m.Read(flush)) for link in self.links], lengths)
+
+    def begin(self, number: int, sizes: Sequence[int], meet: int | None) -> None:
+        """Pass `number` begins, with batches of these sizes; workers meet after every `meet` of them."""
+        flat = torch.tensor(sizes, dtype=torch.int64)
+        self._coordinator.wait(self._coordinator.send(m.Begin(number, meet), [flat]))
+
+    def ask_lease(self, number: int) -> int:
+        """Ask for a batch; `lease` waits for the answer."""
+        return self._coordinator.send(m.Lease(number))
+
+    def lease(self, asked: int) -> m.Leased:
+        """The batch that was asked for."""
+        body, _ = self._coordinator.wait(asked)
+        if not isinstance(body, m.Leased):
+            raise WireError(f"the coordinator answered {type(body).__name__} to an ask for a batch")
+        return body
+
+    def settle(self, number: int, batches: Sequence[int]) -> None:
+        """The work on these batches is in the server's parameters."""
+        self._coordinator.send(m.Settle(number, list(batches)))
+
+    def answered(self, shard: int, number: int) -> list[Pieces]:
+        """The tensors of a reply."""
+        return self.links[shard].wait(number)[1]
+
+    def _ranges_of(self, shard: int, parts: Sequence[Tensor]) -> list[Tensor]:
+        found = []
+        for part in parts:
+            start, stop = ranges(part.numel(), self.shards)[shard]
+            found.append(part[start:stop].detach().cpu())
+        return found
+
+    def _gathered(self, message: bytes, teller: int | None) -> list[bytes]:
+        self._op += 1
+        number = self._coordinator.send(m.Gather(self._op, teller), [as_bytes(message)])
+        _, tensors = self._coordinator.wait(number)
+        return [bytes(whole(pieces, "uint8").numpy()) for pieces in tensors]
+
+
+def _placed(start: int, pieces: Pieces) -> Iterator[tuple[int, Tensor]]:
+    for piece in pieces:
+        yield start, piece
+        start += piece.numel()
+
+
+def _write(flat: Tensor, pieces: Pieces) -> None:
+    for at, piece in _placed(0, pieces):
+        flat[at : at + piece.numel()].copy_(piece)
