@@ -48,8 +48,16 @@ class Desk(Protocol):
         """Look at a head before its tensors are taken in. Raises ParcelError when they would not fit."""
         ...
 
+    def streams(self, worker: int, head: m.Head) -> bool:
+        """Whether a parcel that is still coming is to be given to `write` piece by piece."""
+        ...
+
+    def write(self, worker: int, index: int, at: int, piece: Tensor) -> None:
+        """A piece of tensor `index` has come, which begins there."""
+        ...
+
     def take(self, worker: int, head: m.Head, tensors: list[Pieces]) -> list[Post]:
-        """A whole parcel. Raises ParcelError when it makes no sense."""
+        """A whole parcel, less what was written before. Raises ParcelError when it makes no sense."""
         ...
 
     def leave(self, worker: int) -> list[Post]:
@@ -120,6 +128,18 @@ class ShardDesk:
         if head.tensors != self._wanted:
             raise ParcelError(f"an update of {_shown(head.tensors)} for a shard of {_shown(self._wanted)}")
 
+    def streams(self, worker: int, head: m.Head) -> bool:
+        """Updates that are added one by one are worked on as they come in."""
+        body = head.body
+        if not isinstance(body, m.Push) or not self._codec.elementwise or self._shard is None:
+            return False
+        return self._shard.draft(worker, body.seq, body.version)
+
+    def write(self, worker: int, index: int, at: int, piece: Tensor) -> None:
+        """A piece of an update."""
+        assert self._shard is not None
+        self._shard.write(worker, index, at, self._decoded_piece(piece, self._shard.current.ranges[index]))
+
     def take(self, worker: int, head: m.Head, tensors: list[Pieces]) -> list[Post]:
         """A whole parcel."""
         body = head.body
@@ -178,8 +198,11 @@ class ShardDesk:
     def _decoded(self, pieces: Pieces, like: Tensor) -> Pieces:
         """What the pieces say; a codec may write into what it is given to be like."""
         if self._codec.elementwise:
-            return [self._codec.decode(one, like.new_empty(one.numel())) for one in pieces]
-        return [self._codec.decode(torch.cat(pieces), torch.empty_like(like))]
+            return [self._decoded_piece(one, like) for one in pieces]
+        return [self._codec.decode(torch.cat(pieces), torch.empty_like(like))] if pieces else []
+
+    def _decoded_piece(self, piece: Tensor, like: Tensor) -> Tensor:
+        return self._codec.decode(piece, piece if piece.dtype == like.dtype else like.new_empty(piece.numel()))
 
     def _goes(self, replies: Sequence[Reply]) -> list[Post]:
         return [self._go(one) for one in replies]
@@ -219,6 +242,13 @@ class CoordinatorDesk:
 
     def expects(self, worker: int, head: m.Head) -> None:
         """Anything: what it brings is all the memory that it takes."""
+
+    def streams(self, worker: int, head: m.Head) -> bool:
+        """Nothing is of use before it is whole."""
+        return False
+
+    def write(self, worker: int, index: int, at: int, piece: Tensor) -> None:
+        """Never asked for."""
 
     def take(self, worker: int, head: m.Head, tensors: list[Pieces]) -> list[Post]:
         """A whole parcel."""

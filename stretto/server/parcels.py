@@ -66,7 +66,7 @@ def encode(number: int, body: Body, tensors: Sequence[Tensor] = ()) -> Iterator[
 
 def _chunks(tensor: Tensor) -> Iterator[memoryview]:
     if tensor.numel():
-        numbers: Any = tensor.detach().view(torch.uint8).numpy()
+        numbers: Any = tensor.view(torch.uint8).numpy()
         octets = memoryview(numbers)
         yield from (octets[at : at + CHUNK_BYTES] for at in range(0, len(octets), CHUNK_BYTES))
 
@@ -92,11 +92,19 @@ class Assembly:
         self._head: Head | None = None
         self._tensors: list[Pieces] = []
         self._missing: list[int] = []
+        self._drained: list[int] = []
 
     @property
     def number(self) -> int:
         """That of the parcel under way; 0 when there is none."""
         return self._head.number if self._head is not None else 0
+
+    @property
+    def head(self) -> Head:
+        """That of the parcel under way. Raises ParcelError when there is none."""
+        if self._head is None:
+            raise ParcelError("a chunk of no parcel")
+        return self._head
 
     def begin(self, frame: Any) -> Head:
         """A parcel begins with this head; one that was not whole is forgotten. Raises ParcelError."""
@@ -104,31 +112,41 @@ class Assembly:
         self._head = head = decode_head(frame)
         self._tensors = [[] for _ in head.tensors]
         self._missing = [length * DTYPES[dtype].itemsize for dtype, length in head.tensors]
+        self._drained = [0] * len(head.tensors)
         return head
+
+    def drain(self) -> Iterator[tuple[int, int, Tensor]]:
+        """The pieces that have come since the last time: of which tensor, where they begin. They are not kept."""
+        for index, pieces in enumerate(self._tensors):
+            for piece in pieces:
+                at = self._drained[index]
+                self._drained[index] += piece.numel()
+                yield index, at, piece
+            pieces.clear()
 
     def forget(self) -> None:
         """Drop the parcel under way, and what has come of it."""
         self._head, self._tensors, self._missing = None, [], []
 
-    def add(self, chunks: Sequence[Any]) -> tuple[Head, list[Pieces]] | None:
-        """Take chunks; returns the parcel when it is whole. Raises ParcelError."""
-        if self._head is None:
-            raise ParcelError("a chunk of no parcel")
+    def add(self, chunks: Sequence[Any]) -> bool:
+        """Take chunks; whether the parcel is whole now. Raises ParcelError."""
         for chunk in chunks:
             self._place(chunk)
-        if any(self._missing):
-            return None
-        head, tensors = self._head, self._tensors
+        return not any(self._missing)
+
+    def take(self) -> tuple[Head, list[Pieces]]:
+        """The whole parcel, less what was drained of it."""
+        head, tensors = self.head, self._tensors
         self.forget()
         return head, tensors
 
     def _place(self, chunk: Any) -> None:
         """A chunk belongs to the first tensor that is not whole yet."""
-        assert self._head is not None
+        head = self.head
         index = next((index for index, missing in enumerate(self._missing) if missing), None)
         if index is None or not 0 < len(chunk) <= self._missing[index]:
             raise ParcelError(f"a chunk of {len(chunk)} bytes where it does not fit")
-        dtype = DTYPES[self._head.tensors[index][0]]
+        dtype = DTYPES[head.tensors[index][0]]
         if len(chunk) % dtype.itemsize:
             raise ParcelError(f"a chunk of {len(chunk)} bytes in a tensor of {dtype}")
         self._missing[index] -= len(chunk)

@@ -169,6 +169,8 @@ class Service:
         self._socket.setsockopt(zmq.USE_FD, listener.detach())
         self._socket.bind(self.address)
         self._assemblies = [Assembly() for _ in range(workers)]
+        self._streams = [False] * workers
+        """Whether a worker's parcel is taken piece by piece as it comes."""
         self._sending: deque[tuple[Any, Callable[[], None]]] = deque()
         self.refused = 0
         """Messages that were not taken, for whatever reason."""
@@ -181,8 +183,8 @@ class Service:
         """Serve until told to stop."""
         try:
             while not stop.is_set():
-                if self._socket.poll(1 if self._sending else IDLE_MS):
-                    self._take_all()
+                self._socket.rcvtimeo = 1 if self._sending else IDLE_MS
+                self._take_all()
                 self._note_sent()
         except BaseException as error:
             self.failure = error
@@ -191,13 +193,15 @@ class Service:
             self._socket.close(linger=0)
 
     def _take_all(self) -> None:
-        """Take in what has come, without waiting for more."""
+        """Wait for something to come, and take in all that has."""
+        flags = 0
         for _ in range(1000):
             try:
-                name, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                name, *frames = self._socket.recv_multipart(flags, copy=False)
             except zmq.Again:
                 return
             self._take(bytes(name), frames)
+            flags = zmq.NOBLOCK
 
     def _take(self, name: bytes, frames: Sequence[Any]) -> None:
         worker = worker_of(name, self._workers)
@@ -217,12 +221,17 @@ class Service:
     def _read(self, worker: int, frames: Sequence[Any]) -> tuple[list[Post], int]:
         assembly = self._assemblies[worker]
         if len(frames[0]):
-            head = assembly.begin(frames[0])
-            self._desk.expects(worker, head)
-        parcel = assembly.add(frames[1:])
-        if parcel is None:
+            self._streams[worker] = False
+            self._desk.expects(worker, assembly.begin(frames[0]))
+        is_whole = assembly.add(frames[1:])
+        if len(frames[0]) and not is_whole:
+            self._streams[worker] = self._desk.streams(worker, assembly.head)
+        if self._streams[worker]:
+            for index, at, piece in assembly.drain():
+                self._desk.write(worker, index, at, piece)
+        if not is_whole:
             return [], assembly.number
-        head, tensors = parcel
+        head, tensors = assembly.take()
         if isinstance(head.body, m.Leave):
             return self._leave(worker), head.number
         return self._desk.take(worker, head, tensors), head.number
@@ -241,20 +250,23 @@ class Service:
             self._send(post)
 
     def _send(self, post: Post) -> None:
-        tracker = None
+        name, tracker = name_of(post.worker), None
+        small = sum(one.nbytes for one in post.tensors) < SMALL_BYTES
         try:
             for message in encode(post.number, post.body, post.tensors):
-                tracker = self._socket.send_multipart([name_of(post.worker), *message], copy=False, track=True)
+                tracker = self._socket.send_multipart([name, *message], copy=small, track=not small)
         except zmq.ZMQError:
             tracker = None  # the worker is gone
-        if post.sent is not None:
+        if post.sent is not None and tracker is not None:
             self._sending.append((tracker, post.sent))
+        elif post.sent is not None:
+            post.sent()
 
     def _note_sent(self) -> None:
         """Let go of what has left. Messages to one worker leave in order; the last to be sent is looked at."""
         for _ in range(len(self._sending)):
             tracker, sent = self._sending.popleft()
-            if tracker is None or tracker.done:
+            if tracker.done:
                 sent()
             else:
                 self._sending.append((tracker, sent))

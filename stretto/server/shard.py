@@ -12,6 +12,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +20,8 @@ from torch import Tensor
 from stretto.then import Arrived, OnParameters, Velocity, add, constant, delay_compensated, outer, pull, replace
 from stretto.when import on_arrival
 
+PIECE = 1 << 16
+"""Numbers that are worked on at a time, so that the second operation finds them in the processor's cache."""
 REMEMBERED = 256
 """How many of a worker's own versions are remembered to tell its staleness."""
 
@@ -77,8 +80,21 @@ class Reply:
 
 
 @dataclass(slots=True)
+class _Draft:
+    """The next version as it would be with one update, written while that is still coming in."""
+
+    seq: int
+    base: Version
+    weight: float
+    following: Version
+    finite: bool = True
+
+
+@dataclass(slots=True)
 class _Member:
     """What a shard knows of one worker."""
+
+    draft: _Draft | None = None
 
     done: int = 0
     """All its updates up to this number have come: the rounds that it has ended."""
@@ -132,6 +148,8 @@ class Shard:
         self._sums: list[Tensor] = []
         self._velocity = [Velocity(one) for one in theta] if isinstance(self._then, outer) else []
         self._squares = self._mean_squares(theta)
+        compensated = isinstance(self._weight, delay_compensated)
+        self._drafts = isinstance(self._then, add) and self._when.collect == 1 and not compensated
 
     @property
     def version(self) -> int:
@@ -145,7 +163,7 @@ class Shard:
         member = self.members.get(update.worker)
         if member is None or member.knows(update.seq):
             return []
-        if self._is_early(update):
+        if self._is_early(update.worker, update.seq):
             if all((one.worker, one.seq) != (update.worker, update.seq) for one in self._early):
                 self._early.append(update)
             return []
@@ -154,6 +172,36 @@ class Shard:
         self._take(member, update)
         self._take_early()
         return self._release()
+
+    def draft(self, worker: int, seq: int, version: int) -> bool:
+        """Whether an update that begins to come in may be written piece by piece; `push` it when it is whole.
+
+        Nothing of it is to be seen before that, and what others apply meanwhile is not lost.
+        """
+        self.drop(worker)
+        member = self.members.get(worker)
+        if member is None or member.knows(seq) or not self._drafts or self._is_early(worker, seq):
+            return False
+        staleness = self._staleness(member, version)
+        member.draft = _Draft(seq, self.read(), self._weight.of(staleness, self._workers), self._spare())
+        return True
+
+    def write(self, worker: int, index: int, at: int, piece: Tensor) -> None:
+        """A piece of the update has come: numbers `at` and following of a range."""
+        draft = self.members[worker].draft
+        assert draft is not None
+        stop = at + piece.numel()
+        draft.finite = draft.finite and is_finite((piece,))
+        now, out = draft.base.ranges[index][at:stop], draft.following.ranges[index][at:stop]
+        torch.add(now, piece, alpha=draft.weight, out=out)
+
+    def drop(self, worker: int) -> None:
+        """The rest of the update will not come: forget what has."""
+        member = self.members.get(worker)
+        if member is not None and (draft := member.draft) is not None:
+            member.draft = None
+            draft.base.done()
+            self._retired.append(draft.following)
 
     def pull(self, worker: int) -> list[Reply]:
         """A worker asks for the newest version, and whether it may go on; it is answered now, or when it may."""
@@ -194,6 +242,7 @@ class Shard:
 
     def leave(self, worker: int) -> list[Reply]:
         """A worker has left, or died: it holds nobody back any more, and nothing more is taken from it."""
+        self.drop(worker)
         member = self.members.pop(worker, None)
         if member is None:
             return []
@@ -210,14 +259,13 @@ class Shard:
         """The rounds of the slowest of those that have not come to a meeting."""
         return min((member.clock for member in self.members.values() if not member.rests), default=math.inf)
 
-    def _is_early(self, update: Update) -> bool:
-        """Whether its round, counted from 0, is beyond the bound."""
+    def _is_early(self, worker: int, seq: int) -> bool:
+        """Whether an update's round, counted from 0, is beyond the bound."""
         bound = self._when.bound
-        since = self.members[update.worker].since
-        return bound is not None and update.seq - 1 - since > self._slowest() + bound
+        return bound is not None and seq - 1 - self.members[worker].since > self._slowest() + bound
 
     def _take_early(self) -> None:
-        while (fits := next((one for one in self._early if not self._is_early(one)), None)) is not None:
+        while (fits := next((one for one in self._early if not self._is_early(one.worker, one.seq)), None)) is not None:
             self._early.remove(fits)
             self._take(self.members[fits.worker], fits)
 
@@ -243,11 +291,15 @@ class Shard:
 
     def _take(self, member: _Member, update: Update) -> None:
         member.note(update.seq)
-        if not all(map(_is_finite, update.numbers)):
+        draft = member.draft if member.draft is not None and member.draft.seq == update.seq else None
+        if not (draft.finite if draft is not None else all(map(is_finite, update.numbers))):
             member.refused.append(update.seq)
+            self.drop(update.worker)
             return
-        staleness = self._staleness(member, update)
-        if self._when.collect == 1 and isinstance(self._then, add):
+        staleness = self._staleness(member, update.version)
+        if draft is not None:
+            self._add_draft(member, update, draft, staleness)
+        elif self._when.collect == 1 and isinstance(self._then, add):
             self._add(member, update, staleness)
         else:
             self._collect(member, update, staleness)
@@ -255,10 +307,10 @@ class Shard:
                 self._apply_group()
         self._forget(member, update.version)
 
-    def _staleness(self, member: _Member, update: Update) -> int:
-        """Versions made since the one it was computed on, less those of its worker's own making."""
-        own = len(member.own) - bisect.bisect_right(member.own, update.version)
-        return max(self.version - update.version - own, 0)
+    def _staleness(self, member: _Member, version: int) -> int:
+        """Versions made since the one that was computed on, less those of the worker's own making."""
+        own = len(member.own) - bisect.bisect_right(member.own, version)
+        return max(self.version - version - own, 0)
 
     def _add(self, member: _Member, update: Update, staleness: int) -> None:
         """Asynchronous SGD: the next version in one pass over what came."""
@@ -269,6 +321,19 @@ class Shard:
             for at, piece in _placed(pieces):
                 stop = at + piece.numel()
                 torch.add(now[at:stop], piece, alpha=weight, out=out[at:stop])
+        self._publish_one(member, update, following, staleness)
+
+    def _add_draft(self, member: _Member, update: Update, draft: _Draft, staleness: int) -> None:
+        """The next version has been written already, but perhaps on one that is no longer the newest."""
+        member.draft = None
+        weight = self._weight.of(staleness, self._workers)
+        if draft.base is not self.current:
+            for base, now, out in zip(draft.base.ranges, self.current.ranges, draft.following.ranges, strict=True):
+                _rebase(out, base, now, weight / draft.weight)
+        draft.base.done()
+        self._publish_one(member, update, draft.following, staleness)
+
+    def _publish_one(self, member: _Member, update: Update, following: Version, staleness: int) -> None:
         self._publish(following)
         member.own.append(self.version)
         member.applied.append(Applied(update.seq, self.version, staleness, update.samples))
@@ -331,12 +396,12 @@ class Shard:
         """Numbers to write the next version into: those of an old one that nobody reads any more, if there is one."""
         free = next((one for one in self._retired if not one.held), None)
         if free is None:
-            return Version(self.version + 1, [torch.empty_like(one) for one in self.current.ranges])
+            return Version(-1, [torch.empty_like(one) for one in self.current.ranges])
         self._retired.remove(free)
-        free.number = self.version + 1
         return free
 
     def _publish(self, following: Version) -> None:
+        following.number = self.version + 1
         self._retired.append(self.current)
         self.current = following
 
@@ -354,5 +419,14 @@ def _placed(pieces: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
     return placed
 
 
-def _is_finite(pieces: Sequence[Tensor]) -> bool:
-    return all(bool(torch.isfinite(one.sum())) or bool(torch.isfinite(one).all()) for one in pieces)
+def is_finite(pieces: Sequence[Tensor]) -> bool:
+    """Whether there is no NaN and no infinity in them."""
+    return all(math.isfinite(one.sum()) or bool(torch.isfinite(one).all()) for one in pieces)
+
+
+def _rebase(out: Tensor, base: Tensor, now: Tensor, scale: float) -> None:
+    """`out = now + scale * (out - base)`: what was added to one version is added to another."""
+    flat: tuple[Any, ...] = (out, base, now)
+    for result, before, after in zip(*(one.split(PIECE) for one in flat), strict=True):
+        result.sub_(before)
+        torch.add(after, result, alpha=scale, out=result)

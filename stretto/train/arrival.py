@@ -19,6 +19,7 @@ from stretto.errors import ModelError, NotFiniteError, WireError, explain
 from stretto.how import SingleRound
 from stretto.members.ledger import Lease
 from stretto.recipe import Recipe
+from stretto.server.shard import is_finite
 from stretto.then import add, delay_compensated, pull
 from stretto.train.arena import Arena, Part
 from stretto.train.stopwatch import Stopwatch
@@ -53,7 +54,8 @@ class ArrivalExchange:
     """Pushes what this worker learned and takes up the server's newest version, at once or while it computes on.
 
     `on_settled` is called with the leases whose work has become part of the server's parameters, `on_end` after every
-    exchange with the seconds blocked by it. With one worker the server takes what the worker learned as it is.
+    exchange with the seconds blocked by it. An update that holds NaN or infinity is left out if this worker `skips`
+    such, and else ends the run. With one worker the server takes what the worker learned as it is.
     """
 
     def __init__(
@@ -66,12 +68,14 @@ class ArrivalExchange:
         optimizer: Optimizer,
         on_settled: Callable[[list[Lease]], None],
         on_end: Callable[[float], None],
+        skips: bool,
     ) -> None:
         assert isinstance(recipe.when, on_arrival)
         assert isinstance(recipe.how, SingleRound)
         self._recipe, self._when, self._how = recipe, recipe.when, recipe.how
         self._wire, self._watch, self._optimizer = wire, watch, optimizer
         self._on_settled, self._on_end = on_settled, on_end
+        self._skips = skips
         self._arena, self._arena_number = arena, arena_number
         self._groups = _groups(optimizer)
         self._elastic = isinstance(recipe.then, pull) and wire.workers > 1
@@ -149,10 +153,7 @@ class ArrivalExchange:
         """
         lengths = [one.part.theta.numel() for one in self.ranges]
         with self._watch.on("exchanging"):
-            news = self._wire.read(lengths, flush=True).wait()
-        for one, pieces in zip(self.ranges, news.parts, strict=True):
-            for at, piece in pieces:
-                one.part.theta[at : at + piece.numel()].copy_(piece)
+            news = self._wire.read(lengths, flush=True).wait(self._put)
         self._note(news)
         self.versions_read = news.versions
         return news.versions
@@ -175,6 +176,9 @@ class ArrivalExchange:
         self._seq += 1
         lr = self._bring()
         parts = [self._how.encode(one.change, one.codec_memory) for one in self.ranges]
+        if self._is_skipped(parts):
+            samples, leases = 0, []
+            parts = [torch.zeros_like(one) for one in parts]
         update = Update(self._seq, self._computed_on, samples, lr, parts)
         self._sent = _Sent(self._seq, self._wire.push(self._arena_number, update), leases)
         for one in self.ranges:
@@ -195,7 +199,7 @@ class ArrivalExchange:
         return rates.pop() if len(rates) == 1 else 0.0
 
     def _hear(self) -> None:
-        """Wait for the reply to the last push, if there was none yet, and take it up."""
+        """Wait for the reply to the last push, if there was none yet, and take it up as it comes."""
         sent, self._sent = self._sent, None
         if sent is None:
             return
@@ -204,32 +208,29 @@ class ArrivalExchange:
         self._watch.move("exchanging", "waiting", news.held_s)
         self.held_s += news.held_s
         self._note(news)
-        if sent.seq in news.refused:
-            self._drop(news)
-        else:
-            self._take_up(news)
-            self._on_settled(sent.leases)
+        self._on_settled(sent.leases)
         self.versions = news.versions
         if self._fresh:
             self._computed_on = news.versions
 
     def _news(self, sent: _Sent) -> News:
         try:
-            return sent.ticket.wait()
+            return sent.ticket.wait(self._take_up)
         except WireError as error:
             raise self._not_finite() or error from None
 
     def _note(self, news: News) -> None:
         self.outcomes += news.applied
 
-    def _take_up(self, news: News) -> None:
-        for one, pieces in zip(self.ranges, news.parts, strict=True):
-            for at, version in pieces:
-                stop = at + version.numel()
-                version = version.to(one.part.theta.device)
-                self._take_piece(one.part.theta[at:stop], one.mark[at:stop], version)
+    def _put(self, part: int, at: int, version: Tensor) -> None:
+        """Put a piece of a version in place of the parameters."""
+        self.ranges[part].part.theta[at : at + version.numel()].copy_(version)
 
-    def _take_piece(self, theta: Tensor, mark: Tensor, version: Tensor) -> None:
+    def _take_up(self, part: int, at: int, version: Tensor) -> None:
+        """Take up a piece of a version, and keep what was learned since the last exchange."""
+        one, stop = self.ranges[part], at + version.numel()
+        theta, mark = one.part.theta[at:stop], one.mark[at:stop]
+        version = version.to(theta.device)
         if self._elastic:
             assert isinstance(self._recipe.then, pull)
             theta.sub_(mark.sub_(version), alpha=self._recipe.then.alpha)
@@ -240,25 +241,29 @@ class ArrivalExchange:
             theta.add_(version - mark)
             mark.copy_(version)
 
-    def _drop(self, news: News) -> None:
-        """The server has left this update out: begin anew from its version, and with an empty optimizer's state."""
+    # --- what is not finite -------------------------------------------------------------------------------------
+
+    def _is_skipped(self, parts: Sequence[Tensor]) -> bool:
+        """Whether an update is left out because of a NaN or an infinity in it. Raises NotFiniteError if it may not."""
+        if is_finite(parts):
+            return False
+        if not self._skips:
+            raise self._not_finite() or NotFiniteError("an update is infinite in the encoding of the recipe")
         self.skipped += 1
-        for one, pieces in zip(self.ranges, news.parts, strict=True):
-            for at, version in pieces:
-                one.part.theta[at : at + version.numel()].copy_(version)
-            one.mark.copy_(one.part.theta)
-        self._fresh = True
+        for one in self.ranges:
+            one.part.theta.copy_(one.mark)
         for state in self._optimizer.state.values():
             for value in state.values():
                 if isinstance(value, Tensor) and value.dim():
                     value.zero_()
+        return True
 
     def _not_finite(self) -> NotFiniteError | None:
         """What a server's refusal was about, by name, if this worker pushed NaN or an infinity."""
         for one in self.ranges:
             for slot in one.part.slots:
                 if not bool(torch.isfinite(one.change[slot.start : slot.stop]).all()):
-                    return NotFiniteError(f"the update of {slot.name} is NaN or infinite, and the server refused it")
+                    return NotFiniteError(f"the update of {slot.name} is NaN or infinite; it was not sent")
         return None
 
 

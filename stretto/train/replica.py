@@ -32,7 +32,7 @@ class Replica:
     """The model as one worker has it. `recipe` is None for a worker that exchanges nothing.
 
     `on_begin` is called before gradients are exchanged, `on_end` after every exchange, with the seconds blocked by it,
-    `on_settled` with the leases whose work a server has.
+    `on_settled` with the leases whose work a server has. `skips`: an update with NaN is left out.
     """
 
     def __init__(
@@ -47,8 +47,9 @@ class Replica:
         on_begin: Callable[[], None],
         on_end: Callable[[float], None],
         on_settled: Callable[[list[Lease]], None],
+        skips: bool,
     ) -> None:
-        self._on_settled = on_settled
+        self._on_settled, self._skips = on_settled, skips
         self._model, self._optimizer, self._recipe = model, optimizer, recipe
         self._wire, self._watch, self._journal, self._weights = wire, watch, journal, weights
         self._on_begin, self._on_end = on_begin, on_end
@@ -164,5 +165,13 @@ class Replica:
         if not isinstance(self._wire, ServerWire):
             raise TypeError(f"{recipe} needs a wire to a server")
         return ArrivalExchange(
-            arena, self._arenas, recipe, self._wire, self._watch, self._optimizer, self._on_settled, self._on_end
+            arena,
+            self._arenas,
+            recipe,
+            self._wire,
+            self._watch,
+            self._optimizer,
+            self._on_settled,
+            self._on_end,
+            self._skips,
         )

@@ -87,6 +87,7 @@ class Trainer:
             self._exchange_begins,
             self._exchange_ended,
             self._settle,
+            self._skips,
         )
         self._say_start(seat)
 

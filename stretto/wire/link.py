@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import zmq
@@ -16,7 +16,13 @@ from stretto.server.parcels import LARGEST_FRAME, Assembly, Pieces, encode
 from stretto.server.service import SMALL_BYTES, WorkerKeys, name_of
 from stretto.wire.tcp import tcp_bytes
 
+LISTEN_MS = 200
+"""How long a message is waited for before it is asked what has become of the connection."""
 WATCHED = zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+
+
+Sink = Callable[[int, int, Tensor], None]
+"""Takes a piece: of which tensor, where it begins, and its numbers."""
 
 
 class Link:
@@ -36,6 +42,8 @@ class Link:
         self._assembly = Assembly()
         self._numbers = 0
         self._replies: dict[int, tuple[m.Body, list[Pieces]]] = {}
+        self._sink: tuple[int, Sink] | None = None
+        """Where the pieces of the reply that is waited for go."""
         self._ended_traffic = (0, 0)
         self._descriptor: int | None = None
         self._problem = ""
@@ -46,24 +54,32 @@ class Link:
     def send(self, body: m.Request, tensors: Sequence[Tensor] = ()) -> int:
         """Send a parcel; returns its number, to wait for the reply with. Tensors may not change until that is there."""
         self._numbers += 1
+        small = sum(one.nbytes for one in tensors) < SMALL_BYTES
         for message in encode(self._numbers, body, tensors):
-            self._socket.send_multipart(message, copy=False)
+            self._socket.send_multipart(message, copy=small)
         return self._numbers
 
-    def wait(self, number: int) -> tuple[m.Body, list[Pieces]]:
-        """The reply to a parcel. Raises WireError when it is a refusal, does not come in time, or never will."""
+    def wait(self, number: int, sink: Sink | None = None) -> tuple[m.Body, list[Pieces]]:
+        """The reply to a parcel. Raises WireError when it is a refusal, does not come in time, or never will.
+
+        With a `sink` its tensors go there piece by piece as they come, and are not returned.
+        """
         limit = time.monotonic() + self._timeout_s
+        self._sink = (number, sink) if sink is not None else None
         while number not in self._replies:
             self._receive(limit)
+        self._sink = None
         body, tensors = self._replies.pop(number)
         if isinstance(body, m.Refused):
             raise WireError(f"{self.called} refused: {body.text}")
+        if sink is not None:
+            _pour(tensors, sink)
         return body, tensors
 
     def is_there(self, number: int) -> bool:
         """Whether the reply has come; never waits."""
-        while number not in self._replies and self._socket.poll(0):
-            self._take()
+        while number not in self._replies and self._take(zmq.NOBLOCK):
+            pass
         return number in self._replies
 
     def traffic(self) -> tuple[int, int]:
@@ -88,24 +104,30 @@ class Link:
 
     def _receive(self, limit: float) -> None:
         """Take what comes next; before a problem is told, what came before it is taken."""
-        left_ms = max(int(1000 * (limit - time.monotonic())), 0)
-        if self._socket.poll(min(left_ms, 500)):
-            self._take()
+        if self._take():
             return
         self._heed()
         if self._problem:
             raise WireError(f"{self.called} at {self.address} {self._problem}")
-        if not left_ms:
+        if time.monotonic() > limit:
             raise WireError(f"{self.called} at {self.address} did not answer within {self._timeout_s:g} s")
 
-    def _take(self) -> None:
-        first, *chunks = self._socket.recv_multipart(copy=False)
+    def _take(self, flags: int = 0) -> bool:
+        """Take in a message; False when none came for a while, or at once with NOBLOCK."""
+        try:
+            first, *chunks = self._socket.recv_multipart(flags, copy=False)
+        except zmq.Again:
+            return False
         if len(first):
             self._assembly.begin(first)
-        parcel = self._assembly.add(chunks)
-        if parcel is not None:
-            head, tensors = parcel
+        is_whole = self._assembly.add(chunks)
+        if self._sink is not None and self._sink[0] == self._assembly.number:
+            for index, at, piece in self._assembly.drain():
+                self._sink[1](index, at, piece)
+        if is_whole:
+            head, tensors = self._assembly.take()
             self._replies[head.number] = head.body, tensors
+        return True
 
     def _heed(self) -> None:
         """Learn what has become of the connection."""
@@ -120,6 +142,15 @@ class Link:
                 self._problem = self._problem or "went away"
 
 
+def _pour(tensors: list[Pieces], sink: Sink) -> None:
+    """Give a reply that has come before it was waited for to a sink."""
+    for index, pieces in enumerate(tensors):
+        at = 0
+        for piece in pieces:
+            sink(index, at, piece)
+            at += piece.numel()
+
+
 def _dealer(context: zmq.Context[Any], worker: int, keys: WorkerKeys | None) -> Any:
     dealer = context.socket(zmq.DEALER)
     for option, value in {
@@ -127,6 +158,7 @@ def _dealer(context: zmq.Context[Any], worker: int, keys: WorkerKeys | None) -> 
         zmq.SNDHWM: 0,
         zmq.RCVHWM: 0,
         zmq.MAXMSGSIZE: LARGEST_FRAME,
+        zmq.RCVTIMEO: LISTEN_MS,
         zmq.RECONNECT_IVL: 20,
         zmq.RECONNECT_IVL_MAX: 1000,
     }.items():

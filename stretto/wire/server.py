@@ -14,7 +14,7 @@ from stretto.errors import WireError
 from stretto.server import messages as m
 from stretto.server.parcels import Pieces, whole
 from stretto.server.service import WorkerKeys
-from stretto.wire.link import Link
+from stretto.wire.link import Link, Sink
 from stretto.wire.seam import Traffic, as_bytes
 from stretto.words import Answer, Every, Mean
 from stretto.words import Ask as Asked
@@ -70,15 +70,13 @@ class Update:
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """What the shards reply: their versions, and the newest numbers of each part, range by range, in pieces."""
+    """What the shards reply: their versions, and what became of this worker's updates."""
 
     versions: list[int]
     applied: list[tuple[int, int, int, int]]
     """Updates of this worker that were applied at the first shard: (seq, version, staleness, samples)."""
     refused: set[int]
     held_s: float
-    parts: list[list[tuple[int, Tensor]]]
-    """Of each part the pieces, each with where it begins."""
 
 
 @dataclass(slots=True)
@@ -95,22 +93,23 @@ class Ticket:
         """Whether all shards have replied; never waits."""
         return all(link.is_there(number) for link, number in zip(self.wire.links, self.numbers, strict=True))
 
-    def wait(self) -> News:
-        """Wait for all shards. Raises WireError when one refuses, is gone, or is too late."""
-        replies = [link.wait(number) for link, number in zip(self.wire.links, self.numbers, strict=True)]
-        goes = [body for body, _ in replies if isinstance(body, m.Go)]
-        parts: list[list[tuple[int, Tensor]]] = [[] for _ in self.lengths]
-        for shard, (_, tensors) in enumerate(replies):
-            for part, pieces in enumerate(tensors):
-                start, _ = ranges(self.lengths[part], len(replies))[shard]
-                parts[part] += _placed(start, pieces)
-        return News(
-            [one.version for one in goes],
-            goes[0].applied,
-            {seq for one in goes for seq in one.refused},
-            max(one.held_s for one in goes),
-            parts,
-        )
+    def wait(self, take: Sink) -> News:
+        """Wait for all shards; `take` gets the newest numbers, as they come: of which part, where they begin.
+
+        Raises WireError when a shard refuses, is gone, or is too late.
+        """
+        goes = []
+        for shard, (link, number) in enumerate(zip(self.wire.links, self.numbers, strict=True)):
+            body, _ = link.wait(number, self._into(shard, take))
+            if isinstance(body, m.Go):
+                goes.append(body)
+        refused = {seq for one in goes for seq in one.refused}
+        held_s = max(one.held_s for one in goes)
+        return News([one.version for one in goes], goes[0].applied, refused, held_s)
+
+    def _into(self, shard: int, take: Sink) -> Sink:
+        starts = [ranges(length, self.wire.shards)[shard][0] for length in self.lengths]
+        return lambda part, at, piece: take(part, starts[part] + at, piece)
 
 
 class ServerWire:
