@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from stretto.members.ledger import Lease, Ledger
+from stretto.members.ledger import Dealt, Lease, Ledger
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,8 @@ class Handed:
 class Coordinator:
     """The batches of one pass after the other, handed to whoever is free."""
 
-    def __init__(self) -> None:
+    def __init__(self, workers: int) -> None:
+        self._workers = workers
         self._number = 0
         self._ledger = Ledger([], Free())
         self._leases: dict[int, Lease] = {}
@@ -50,12 +51,15 @@ class Coordinator:
         """The books of the pass."""
         return self._ledger
 
-    def begin(self, number: int, sizes: Sequence[int], meet: int | None = None) -> None:
-        """Pass `number` begins, with batches of these sizes; workers `meet` after so many. Said twice, done once."""
+    def begin(self, number: int, sizes: Sequence[int], meet: int | None = None, dealt: bool = False) -> None:
+        """Pass `number` begins, with batches of these sizes; workers `meet` after so many. Said twice, done once.
+
+        Batches that are `dealt` are not for whoever is free, but for the workers in turn.
+        """
         if number <= self._number:
             return
         self._number, self._meet = number, meet
-        self._ledger = Ledger(sizes, Free())
+        self._ledger = Ledger(sizes, Dealt(self._workers) if dealt else Free())
         self._leases, self._samples = {}, 0
 
     def lease(self, worker: int, number: int) -> Handed:

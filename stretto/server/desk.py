@@ -192,8 +192,13 @@ class ShardDesk:
         shard = self._opened(body.arena)
         numbers = [self._decoded(one, like) for one, like in zip(tensors, shard.current.ranges, strict=True)]
         freed = shard.push(Update(worker, body.seq, body.version, body.samples, numbers, body.lr))
-        self._asked.note(worker, NEWS, number)
-        return self._goes([*freed, *shard.pull(worker)])
+        replies = [*freed, *shard.pull(worker)]
+        at_once = next((one for one in replies if one.worker == worker), None)
+        if at_once is None:
+            self._asked.note(worker, NEWS, number)
+            return self._goes(replies)
+        replies.remove(at_once)
+        return [self._go(at_once, number, 0.0), *self._goes(replies)]
 
     def _decoded(self, pieces: Pieces, like: Tensor) -> Pieces:
         """What the pieces say; a codec may write into what it is given to be like."""
@@ -205,10 +210,10 @@ class ShardDesk:
         return self._codec.decode(piece, piece if piece.dtype == like.dtype else like.new_empty(piece.numel()))
 
     def _goes(self, replies: Sequence[Reply]) -> list[Post]:
-        return [self._go(one) for one in replies]
+        """The replies to those that had to wait."""
+        return [self._go(one, *self._asked.answer(one.worker, NEWS)) for one in replies]
 
-    def _go(self, reply: Reply) -> Post:
-        number, held_s = self._asked.answer(reply.worker, NEWS)
+    def _go(self, reply: Reply, number: int, held_s: float) -> Post:
         if reply.refused and self._on_nan == "stop":
             reply.version.done()
             return Post(reply.worker, number, m.Refused("the update holds NaN or infinity"))
@@ -238,7 +243,7 @@ class CoordinatorDesk:
 
     def __init__(self, workers: int, clock: Callable[[], float]) -> None:
         self._together = _Together(workers, _gathered, _Asked(clock))
-        self.coordinator = Coordinator()
+        self.coordinator = Coordinator(workers)
 
     def expects(self, worker: int, head: m.Head) -> None:
         """Anything: what it brings is all the memory that it takes."""
@@ -261,7 +266,7 @@ class CoordinatorDesk:
         if isinstance(body, m.Gather):
             return self._together.lay(worker, body.op, number, (body.teller, _flat(head, tensors, torch.uint8)))
         if isinstance(body, m.Begin):
-            self.coordinator.begin(body.number, _flat(head, tensors, torch.int64).tolist(), body.meet)
+            self.coordinator.begin(body.number, _flat(head, tensors, torch.int64).tolist(), body.meet, body.dealt)
             return [Post(worker, number, m.Answered())]
         raise ParcelError(f"the coordinator was told {type(body).__name__}")
 

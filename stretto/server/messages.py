@@ -58,10 +58,14 @@ class Gather(_Said):
 
 
 class Begin(_Said):
-    """Pass `number` begins. Its tensor is the samples of each batch; all meet after every `meet` batches."""
+    """Pass `number` begins. Its tensor is the samples of each batch; all meet after every `meet` batches.
+
+    Batches go to whoever is free, or are `dealt` in turn.
+    """
 
     number: int
     meet: int | None
+    dealt: bool
 
 
 class Lease(_Said):

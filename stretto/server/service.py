@@ -19,6 +19,7 @@ import torch
 import zmq
 import zmq.auth.thread
 
+from stretto.errors import LaunchError, explain
 from stretto.server import messages as m
 from stretto.server.desk import CoordinatorDesk, Desk, Post, ShardDesk
 from stretto.server.parcels import LARGEST_FRAME, Assembly, ParcelError, encode
@@ -305,5 +306,10 @@ def _log(text: str) -> None:
 
 
 def listening(host: str = "127.0.0.1") -> socket.socket:
-    """A listening socket at a free port."""
-    return socket.create_server((host, 0), backlog=BACKLOG)
+    """A listening socket at a free port. Raises LaunchError when the address is not one of this machine's."""
+    try:
+        return socket.create_server((host, 0), backlog=BACKLOG)
+    except OSError as error:
+        problem = f"a parameter server cannot listen at {host}: {error.strerror or error}"
+        expected = "an address of the machine of worker 0"
+        raise LaunchError(explain(problem, got=host, expected=expected, to_type="MASTER_ADDR=127.0.0.1")) from error

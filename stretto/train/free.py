@@ -20,11 +20,12 @@ from stretto.wire.server import ServerWire
 class FreeShare(BatchSampler):
     """The batches that this worker gets, one after the other, as long as there are any.
 
-    A loader that loads ahead leases ahead. `meet` is after how many batches all workers meet.
+    A loader that loads ahead leases ahead. `meet` is after how many batches all workers meet. Where they wait for each
+    other in every round the batches are `dealt` in turn, so that a round is the same as behind any other barrier.
     """
 
-    def __init__(self, draw: Callable[[], Order], wire: ServerWire, meet: int | None) -> None:
-        self._draw, self.wire, self._meet = draw, wire, meet
+    def __init__(self, draw: Callable[[], Order], wire: ServerWire, meet: int | None, dealt: bool) -> None:
+        self._draw, self.wire, self._meet, self._dealt = draw, wire, meet, dealt
         self._order: Order | None = None
         self._number = 0
         self._asked: int | None = None
@@ -44,7 +45,7 @@ class FreeShare(BatchSampler):
             self._order = self._draw()
             self._number += 1
             self._bounds = [0, *accumulate(self._order.sizes)]
-            self.wire.begin(self._number, self._order.sizes, self._meet)
+            self.wire.begin(self._number, self._order.sizes, self._meet, self._dealt)
         return self._order
 
     def ask_ahead(self) -> None:

@@ -20,6 +20,7 @@ from stretto.members.ledger import Dealt, Lease, Ledger
 from stretto.train.batches import Order, Share, draw, rebuilt, samples_in, sharded_stream
 from stretto.train.free import FreeHands, FreeShare
 from stretto.train.hand import Hand, refuse_too_few
+from stretto.when import When, on_arrival
 from stretto.wire import Wire
 from stretto.wire.server import ServerWire
 
@@ -136,23 +137,24 @@ class StreamedHands:
 class Dealer:
     """Begins passes over a script's loader."""
 
-    def __init__(self, loader: Any, wire: Wire, join: int, free: bool = False, meet: int | None = None) -> None:
-        self._loader, self._wire, self._join, self._free = loader, wire, join, free
+    def __init__(self, loader: Any, wire: Wire, join: int, when: When | None = None, meet: int | None = None) -> None:
+        self._loader, self._wire, self._join = loader, wire, join
+        self._free = isinstance(when, on_arrival)
         self._share: Share | FreeShare | None = None
         if is_leasable(loader):
             _refuse_sharded(loader)
-            self._share = self._make_share(meet)
+            self._share = self._make_share(when, meet)
             self._rebuilt = rebuilt(loader, self._share)
 
-    def _make_share(self, meet: int | None) -> Share | FreeShare:
+    def _make_share(self, when: When | None, meet: int | None) -> Share | FreeShare:
         def order() -> Order:
             return draw(self._loader, self._wire, self._join)
 
-        if not self._free:
+        if not isinstance(when, on_arrival):
             return Share(order, self._wire.worker, self._wire.workers)
         if not isinstance(self._wire, ServerWire):
             raise TypeError("batches are handed to whoever is free by a server")
-        return FreeShare(order, self._wire, meet)
+        return FreeShare(order, self._wire, meet, dealt=when.bound == 0)
 
     @property
     def leases(self) -> bool:

@@ -150,7 +150,7 @@ class Replica:
             self.gradients.release()
         self._arenas += 1
         if self._recipe.asynchronous:
-            self.arrival = self._make_arrival(self._arena, self._recipe)
+            self.arrival = self._make_arrival(self._arena, self._recipe, self.arrival)
         elif isinstance(self._recipe.what, gradients):
             how, share = self._recipe.how, self._weights.share
             self.gradients = GradientExchange(
@@ -161,10 +161,10 @@ class Replica:
                 self._arena, self._recipe, self._wire, self._watch, self._optimizer_state, self._buffers, self._on_end
             )
 
-    def _make_arrival(self, arena: Arena, recipe: Recipe) -> ArrivalExchange:
+    def _make_arrival(self, arena: Arena, recipe: Recipe, before: ArrivalExchange | None) -> ArrivalExchange:
         if not isinstance(self._wire, ServerWire):
             raise TypeError(f"{recipe} needs a wire to a server")
-        return ArrivalExchange(
+        arrival = ArrivalExchange(
             arena,
             self._arenas,
             recipe,
@@ -175,3 +175,6 @@ class Replica:
             self._on_end,
             self._skips,
         )
+        if before is not None:
+            arrival.held_s, arrival.outcomes = before.held_s, before.outcomes
+        return arrival

@@ -47,6 +47,8 @@ class Seat:
     clock: Callable[[], float] = time.perf_counter
     server: Callable[[], ServerWire] | None = None
     """How it reaches the parameter server that a launcher has started, if one has."""
+    lead_host: str = "127.0.0.1"
+    """Where worker 0 listens if it has to keep a parameter server itself."""
     slow: float = 1.0
     """How much longer its computing is made to last."""
     sleep: Callable[[float], None] = time.sleep
@@ -58,7 +60,8 @@ class Seat:
             return self.wire(device)
         if self.server is not None:
             return self.server()
-        return meet_at_lead(self.wire(torch.device("cpu")), recipe.shards, self.on_nan, self.timeout_s)
+        meeting = self.wire(torch.device("cpu"))
+        return meet_at_lead(meeting, recipe.shards, self.on_nan, self.timeout_s, self.lead_host)
 
 
 given_seat: ContextVar[Seat | None] = ContextVar("given_seat", default=None)
@@ -91,6 +94,7 @@ def find_seat(environment: Mapping[str, str] = os.environ) -> Seat | None:
         keep_states=environment.get("STRETTO_KEEP_STATES") == "1",
         timeout_s=timeout_s,
         server=_server(environment, worker, workers, timeout_s),
+        lead_host=environment.get("MASTER_ADDR", "127.0.0.1"),
         slow=float(environment.get("STRETTO_SLOW", "1")),
         on_nan=environment.get("STRETTO_ON_NAN", "stop"),
     )

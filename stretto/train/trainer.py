@@ -59,9 +59,8 @@ class Trainer:
         agree_on_model(self.wire, model, recipe.spelled() if recipe else "")
         same_start(self.wire, model)
         part_random_states(self.wire)
-        free = recipe is not None and recipe.asynchronous
         meet = evaluate_every * self.wire.workers if evaluate_every and evaluate else None
-        self.dealer = Dealer(loader, self.wire, seat.join, free, meet)
+        self.dealer = Dealer(loader, self.wire, seat.join, recipe.when if recipe else None, meet)
         self.weights, self.arrivals = Weights(self.wire), Arrivals(self.wire)
         self.referee = Referee(self, seat, evaluate, evaluate_every)
         self.steps = self.hands_done = self.rounds_done = 0

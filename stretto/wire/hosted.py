@@ -46,9 +46,12 @@ def host(workers: int, shards: int = 1, *, on_nan: str = "stop", plain: bool = F
     return Hosted(house, addresses, keys, workers)
 
 
-def meet_at_lead(meeting: Wire, shards: int, on_nan: str, timeout_s: float) -> ServerWire:
-    """Worker 0 keeps a server in its process and tells the others over the wire on which they met, which is let go."""
-    hosted = host(meeting.workers, shards, on_nan=on_nan) if meeting.worker == 0 else None
+def meet_at_lead(meeting: Wire, shards: int, on_nan: str, timeout_s: float, at: str = "127.0.0.1") -> ServerWire:
+    """Worker 0 keeps a server in its process and tells the others over the wire on which they met, which is let go.
+
+    It listens `at` the address where the workers met, and nowhere else. The keys travel as open as that wire is.
+    """
+    hosted = host(meeting.workers, shards, on_nan=on_nan, at=at) if meeting.worker == 0 else None
     told = meeting.tell(_pack(hosted) if hosted is not None else b"")
     addresses, keys = msgspec.msgpack.decode(told, type=tuple[list[str], tuple[bytes, bytes, bytes]])
     wire = ServerWire(meeting.worker, meeting.workers, addresses, WorkerKeys(*keys), timeout_s)

@@ -84,7 +84,8 @@ class Link:
 
     def traffic(self) -> tuple[int, int]:
         """Bytes sent and received, as the kernel counts them."""
-        self._heed()
+        if not self._socket.closed:
+            self._heed()
         now = tcp_bytes(self._descriptor) if self._descriptor is not None else None
         if now is not None:
             self._ended_traffic = now

@@ -202,10 +202,13 @@ class ServerWire:
         """Ask for the newest version; `flush` applies what was being collected."""
         return Ticket(self, [link.send(m.Read(flush)) for link in self.links], lengths)
 
-    def begin(self, number: int, sizes: Sequence[int], meet: int | None) -> None:
-        """Pass `number` begins, with batches of these sizes; workers meet after every `meet` of them."""
+    def begin(self, number: int, sizes: Sequence[int], meet: int | None, dealt: bool) -> None:
+        """Pass `number` begins, with batches of these sizes; workers meet after every `meet` of them.
+
+        They go to whoever is free, or are `dealt` in turn.
+        """
         flat = torch.tensor(sizes, dtype=torch.int64)
-        self._coordinator.wait(self._coordinator.send(m.Begin(number, meet), [flat]))
+        self._coordinator.wait(self._coordinator.send(m.Begin(number, meet, dealt), [flat]))
 
     def ask_lease(self, number: int) -> int:
         """Ask for a batch; `lease` waits for the answer."""
