@@ -170,6 +170,8 @@ class Service:
         self._socket.setsockopt(zmq.USE_FD, listener.detach())
         self._socket.bind(self.address)
         self._assemblies = [Assembly() for _ in range(workers)]
+        self._numbers = [0] * workers
+        """That of each worker's parcel under way, or the last."""
         self._streams = [False] * workers
         """Whether a worker's parcel is taken piece by piece as it comes."""
         self._sending: deque[tuple[Any, Callable[[], None]]] = deque()
@@ -209,21 +211,20 @@ class Service:
         if worker is None or not frames:
             self._refuse(None, f"a message of {name!r:.40}, which is no worker's name")
             return
-        number = 0
         try:
-            posts, number = self._read(worker, frames)
-        except ParcelError as error:
-            number = self._assemblies[worker].number or number
-            self._refuse(Post(worker, number, m.Refused(str(error))), f"worker {worker}: {error}")
-            return
-        for post in posts:
-            self._send(post)
+            for post in self._read(worker, frames):
+                self._send(post)
+        except Exception as error:
+            why = str(error) if isinstance(error, ParcelError) else f"{type(error).__name__}: {error}"
+            self._refuse(Post(worker, self._numbers[worker], m.Refused(why)), f"worker {worker}: {why}")
 
-    def _read(self, worker: int, frames: Sequence[Any]) -> tuple[list[Post], int]:
+    def _read(self, worker: int, frames: Sequence[Any]) -> list[Post]:
         assembly = self._assemblies[worker]
         if len(frames[0]):
-            self._streams[worker] = False
-            self._desk.expects(worker, assembly.begin(frames[0]))
+            self._streams[worker], self._numbers[worker] = False, 0
+            head = assembly.begin(frames[0])
+            self._numbers[worker] = head.number
+            self._desk.expects(worker, head)
         is_whole = assembly.add(frames[1:])
         if len(frames[0]) and not is_whole:
             self._streams[worker] = self._desk.streams(worker, assembly.head)
@@ -231,11 +232,11 @@ class Service:
             for index, at, piece in assembly.drain():
                 self._desk.write(worker, index, at, piece)
         if not is_whole:
-            return [], assembly.number
+            return []
         head, tensors = assembly.take()
         if isinstance(head.body, m.Leave):
-            return self._leave(worker), head.number
-        return self._desk.take(worker, head, tensors), head.number
+            return self._leave(worker)
+        return self._desk.take(worker, head, tensors)
 
     def _leave(self, worker: int) -> list[Post]:
         self._left.add(worker)

@@ -180,7 +180,7 @@ class Shard:
         """
         self.drop(worker)
         member = self.members.get(worker)
-        if member is None or member.knows(seq) or not self._drafts or self._is_early(worker, seq):
+        if member is None or seq != member.done + 1 or not self._drafts or self._is_early(worker, seq):
             return False
         staleness = self._staleness(member, version)
         member.draft = _Draft(seq, self.read(), self._weight.of(staleness, self._workers), self._spare())
@@ -291,10 +291,11 @@ class Shard:
 
     def _take(self, member: _Member, update: Update) -> None:
         member.note(update.seq)
-        draft = member.draft if member.draft is not None and member.draft.seq == update.seq else None
+        draft = self._draft_of(member, update)
         if not (draft.finite if draft is not None else all(map(is_finite, update.numbers))):
             member.refused.append(update.seq)
-            self.drop(update.worker)
+            if draft is not None:
+                self.drop(update.worker)
             return
         staleness = self._staleness(member, update.version)
         if draft is not None:
@@ -306,6 +307,14 @@ class Shard:
             if len(self._group) >= self._when.collect:
                 self._apply_group()
         self._forget(member, update.version)
+
+    def _draft_of(self, member: _Member, update: Update) -> _Draft | None:
+        """What was written of this update as it came in; forgotten if it has come whole after all."""
+        if member.draft is None or member.draft.seq != update.seq:
+            return None
+        if any(update.numbers):
+            self.drop(update.worker)
+        return member.draft
 
     def _staleness(self, member: _Member, version: int) -> int:
         """Versions made since the one that was computed on, less those of the worker's own making."""
@@ -329,7 +338,7 @@ class Shard:
         weight = self._weight.of(staleness, self._workers)
         if draft.base is not self.current:
             for base, now, out in zip(draft.base.ranges, self.current.ranges, draft.following.ranges, strict=True):
-                _rebase(out, base, now, weight / draft.weight)
+                _rebase(out, base, now, weight / draft.weight if draft.weight else 0.0)
         draft.base.done()
         self._publish_one(member, update, draft.following, staleness)
 

@@ -133,6 +133,7 @@ class ArrivalExchange:
         self._hear()
         if not self._fresh or leases:
             self._push(samples, leases)
+            self._on_end(0.0)
         self._hear()
         self._watch.switch(before)
 
