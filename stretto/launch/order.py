@@ -88,7 +88,22 @@ def check(order: Order) -> None:
     if order.servers and order.recipe is None:
         raise _without_recipe(order.servers)
     factors(order.slow, order.workers)
-    settled(order)
+    _check_server_options(order)
+
+
+def _check_server_options(order: Order) -> None:
+    """Refuse what would change nothing without a server."""
+    from stretto.typed import parse
+
+    recipe = settled(order).recipe
+    asked = parse(recipe) if recipe is not None else None
+    got = f"--recipe {recipe}" if recipe is not None else "no --recipe"
+    if order.on_nan == "skip" and not (asked and asked.asynchronous):
+        problem, expected = "only what arrives at a server can be left out", "a recipe on arrival, as async_sgd"
+        raise LaunchError(explain(problem, got=got, expected=expected, to_type="--recipe async_sgd --on-nan skip"))
+    if order.plain and not (asked and asked.shards):
+        problem, expected = "there is no server to speak plainly to", "a recipe with a server, as async_sgd"
+        raise LaunchError(explain(problem, got=got, expected=expected, to_type="--recipe async_sgd --plain"))
 
 
 def _check_numbers(order: Order) -> None:

@@ -69,8 +69,9 @@ class Progress:
         self.epoch = self.epoch or 1
 
     def _on_notice(self, event: Event) -> str | None:
+        """The lead says its own on its terminal."""
         text = str(event.get("text", ""))
-        if text in self._told or not self.notices:
+        if text in self._told or not (self.notices or event.get("worker")):
             return None
         self._told.add(text)
         return f"note: {text}"

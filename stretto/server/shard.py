@@ -366,7 +366,7 @@ class Shard:
         arrived = Arrived(len(group), self._when.collect, self._workers)
         following = self._spare()
         for index, (now, total, out) in enumerate(zip(self.current.ranges, self._sums, following.ranges, strict=True)):
-            mean = total.div_(samples) if samples else now if isinstance(self._then, replace) else total
+            mean = total.div_(samples) if samples else self._nothing(now, total)
             self._then.arrive(now, mean, arrived, self._velocity[index] if self._velocity else None, out)
         self._publish(following)
         for update, staleness in group:
@@ -374,6 +374,10 @@ class Shard:
                 member.applied.append(Applied(update.seq, self.version, staleness, update.samples))
         if len({update.worker for update, _ in group}) == 1 and (only := self.members.get(group[0][0].worker)):
             only.own.append(self.version)
+
+    def _nothing(self, now: Tensor, zeros: Tensor) -> Tensor:
+        """What no samples say: no change, or where parameters are sent, that they are right."""
+        return now if isinstance(self._then, replace | pull) else zeros
 
     # --- delay compensation ---------------------------------------------------------------------------------------
 

@@ -85,7 +85,6 @@ class ArrivalExchange:
         """The version at each shard that was looked at last."""
         self.outcomes: list[Outcome] = []
         """What became of this worker's updates; whoever reads it clears it."""
-        self.skipped = 0
         self.held_s = 0.0
         self._sent: _Sent | None = None
         self._seq = 0
@@ -107,16 +106,17 @@ class ArrivalExchange:
         self._fresh = False
 
     @torch.no_grad()
-    def run(self, samples: int, leases: list[Lease]) -> None:
-        """Push what was learned since the last exchange, the work on these leases."""
+    def run(self, samples: int, leases: list[Lease]) -> bool:
+        """Push what was learned since the last exchange, the work on these leases; False when it was left out."""
         before = self._watch.switch("encoding")
         began = self._watch.spent["exchanging"]
         self._hear()
-        self._push(samples, leases)
+        is_sent = self._push(samples, leases)
         if not self._when.ahead:
             self._hear()
         self._on_end(self._watch.spent["exchanging"] - began)
         self._watch.switch(before)
+        return is_sent
 
     @torch.no_grad()
     def glance(self) -> None:
@@ -127,15 +127,17 @@ class ArrivalExchange:
             self._watch.switch(before)
 
     @torch.no_grad()
-    def finish(self, samples: int, leases: list[Lease]) -> None:
-        """Exchange what is left, and wait until it is the server's."""
+    def finish(self, samples: int, leases: list[Lease]) -> bool:
+        """Exchange what is left, and wait until it is the server's; False when it was left out."""
         before = self._watch.switch("encoding")
         self._hear()
+        is_sent = True
         if not self._fresh or leases:
-            self._push(samples, leases)
+            is_sent = self._push(samples, leases)
             self._on_end(0.0)
         self._hear()
         self._watch.switch(before)
+        return is_sent
 
     @torch.no_grad()
     def meet(self) -> None:
@@ -173,18 +175,28 @@ class ArrivalExchange:
 
     # --- the two halves -----------------------------------------------------------------------------------------
 
-    def _push(self, samples: int, leases: list[Lease]) -> None:
+    def _push(self, samples: int, leases: list[Lease]) -> bool:
         self._seq += 1
         lr = self._bring()
         parts = [self._how.encode(one.change, one.codec_memory) for one in self.ranges]
-        if self._is_skipped(parts):
-            samples, leases = 0, []
-            parts = [torch.zeros_like(one) for one in parts]
+        is_left_out = self._is_skipped(parts)
+        if is_left_out:
+            samples, leases, parts = 0, [], self._nothing()
         update = Update(self._seq, self._computed_on, samples, lr, parts)
         self._sent = _Sent(self._seq, self._wire.push(self._arena_number, update), leases)
         for one in self.ranges:
             one.mark.copy_(one.part.theta)
         self._computed_on, self._fresh = self.versions, True
+        return not is_left_out
+
+    def _nothing(self) -> list[Tensor]:
+        """What is sent in place of an update that is left out: the round must be known to have ended."""
+        for one in self.ranges:
+            if isinstance(self._recipe.what, parameters):
+                one.change.copy_(one.part.theta)
+            else:
+                one.change.zero_()
+        return [self._how.encode(one.change, one.codec_memory) for one in self.ranges]
 
     def _bring(self) -> float:
         """Write what is pushed into `change`; returns the learning rate in it, if there is one."""
@@ -250,7 +262,6 @@ class ArrivalExchange:
             return False
         if not self._skips:
             raise self._not_finite() or NotFiniteError("an update is infinite in the encoding of the recipe")
-        self.skipped += 1
         for one in self.ranges:
             one.part.theta.copy_(one.mark)
         for state in self._optimizer.state.values():

@@ -6,6 +6,7 @@ import math
 import os
 import socket
 import struct
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -73,7 +74,7 @@ class Trainer:
         self._accumulated = False
         self._steps_before = self._samples_before = self._samples_sent = 0
         self._stretch = Stretch(seat.slow, self.watch, seat.sleep)
-        self._skips = seat.on_nan == "skip"
+        self._skips = seat.on_nan == "skip" and recipe is not None and recipe.asynchronous
         self._hooks = [optimizer.register_step_post_hook(self._after_step)]
         self.replica = Replica(
             model,
@@ -127,7 +128,7 @@ class Trainer:
             return
         self.end_hand(left=True)
         if self.replica.arrival is not None:
-            self.replica.arrival.finish(*self._unsent())
+            self._send(self.replica.arrival.finish)
         self.replica.look()
         if self.replica.arrival is not None:
             self._count_all_samples()
@@ -270,9 +271,17 @@ class Trainer:
 
     def _exchange(self) -> None:
         if self.replica.arrival is not None:
-            self.replica.arrival.run(*self._unsent())
+            self._send(self.replica.arrival.run)
         else:
             self.replica.exchange()
+
+    def _send(self, exchange: Callable[[int, list[Lease]], bool]) -> None:
+        """Exchange with a server what has not been sent yet."""
+        samples, leases = self._unsent()
+        if not exchange(samples, leases):
+            text = f"worker {self.wire.worker} left out an update with NaN or infinity: {samples} samples do not count"
+            self.journal.write("notice", text=text)
+            self.journal.flush()
 
     def _unsent(self) -> tuple[int, list[Lease]]:
         """The samples and the leases whose work no exchange has carried yet."""
