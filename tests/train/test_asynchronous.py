@@ -207,3 +207,74 @@ def test_the_same_recipe_over_more_shards_learns_the_same_task(recipe: str) -> N
     assert short.asynchronous
     assert bool((moved[:32] > 0).any())
     assert bool((moved[-16:] > 0).any())
+
+
+class Sum(nn.Module):
+    """Its gradient is 1 everywhere, whatever the parameters are: what was learned can be counted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(100, dtype=DOUBLE))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w.sum() + 0 * x[:, :1]
+
+
+def counted(recipe: str, workers: int, epochs: int = 3) -> tuple[Tensor, list[Tensor]]:
+    """The server's parameters after so many passes of 20 steps down a slope of 1, and each worker's own at its end."""
+    data = regression(160, DOUBLE)
+
+    def work(worker: int) -> tuple[Tensor, Tensor]:
+        net, own = Sum(), torch.zeros(100, dtype=DOUBLE)
+        optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+        for x, _ in _passes(stretto.distribute(net, optimizer, DataLoader(data, batch_size=8), recipe=recipe), epochs):
+            optimizer.zero_grad()
+            net(x).mean().backward()
+            optimizer.step()
+            own = flat(net)
+        return flat(net), own
+
+    found = together(workers, work)
+    return found[0][0], [own for _, own in found]
+
+
+def _passes(loader: Any, epochs: int) -> Any:
+    for _ in range(epochs):
+        yield from loader
+
+
+@pytest.mark.parametrize(
+    ("recipe", "steps"),
+    [
+        ("async_sgd", 60),
+        ("async_sgd(overlap=True, shards=2)", 60),
+        ("async_sgd(weight=0.25)", 15),
+        ("downpour(every=3)", 60),
+        ("downpour(every=7, overlap=True)", 60),
+        ("soft_sync(collect=2)", 30),
+        ("soft_sync(collect=4, overlap=True)", 15),
+        ("stale_synchronous(bound=2)", 20),
+        ("stale_synchronous(bound=3, overlap=True)", 20),
+    ],
+)
+def test_what_is_applied_is_what_was_learned(recipe: str, steps: int) -> None:
+    """Nothing is lost or counted twice: not between passes, not when a server collects less than it waits for."""
+    assert torch.allclose(counted(recipe, workers=3)[0], torch.full((100,), -float(steps), dtype=DOUBLE), atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    "recipe", ["elastic_averaging(every=1, alpha=0.3)", "elastic_averaging(every=1, overlap=True)"]
+)
+def test_elastic_averaging_moves_both_by_the_same(recipe: str) -> None:
+    """`sum_i x_i + c` changes by what is learned alone. The last reply under overlap is not in the worker's yet."""
+    workers = 3
+    centre, own = counted(recipe, workers)
+    whole = float((torch.stack(own).sum(0) + centre)[0])
+    assert whole == pytest.approx(-60.0, abs=1e-9 if "overlap" not in recipe else 3.0)
+
+
+def test_behind_a_bound_of_0_each_round_is_computed_on_one_version(tmp_path: Path) -> None:
+    """Of three updates that are applied one after the other the first is fresh, the last has missed two."""
+    together(3, training(regression(96), 8, recipe="stale_synchronous(bound=0)"), run=tmp_path)
+    stale = [staleness for one in events_of(tmp_path, "applied") for _, _, staleness, _ in one["updates"]]
+    assert sorted(stale) == sorted([0, 1, 2] * 8)
