@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import subprocess
 import sys
+import time
+import uuid
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
+from scene import MARK, ROOT, Place, until
 
 from stretto.events import read_events
 
@@ -244,3 +252,186 @@ def test_a_log_that_cannot_grow_ends_the_run_and_says_so(tmp_path: Path) -> None
     )
     assert done.returncode == 1
     assert "events.jsonl cannot be written" in done.stderr
+
+
+# Through a parameter server
+
+FREE = """
+import os, pathlib, time, torch, stretto
+torch.manual_seed(0)
+SAMPLES, BATCH, EPOCHS = 240, 8, 2
+x = torch.randn(SAMPLES, 6)
+y = torch.sin(x.sum(1, keepdim=True))
+net = torch.nn.Sequential(torch.nn.Linear(6, 32), torch.nn.BatchNorm1d(32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
+optimizer = torch.optim.SGD(net.parameters(), lr=0.02)
+data = torch.utils.data.TensorDataset(x, y)
+loader = torch.utils.data.DataLoader(data, batch_size=BATCH, OPTIONS)
+loader = stretto.distribute(net, optimizer, loader, MORE)
+for epoch in range(EPOCHS):
+    for step, (a, b) in enumerate(loader):
+        optimizer.zero_grad()
+        ((net(a) - b) ** 2).mean().backward()
+        optimizer.step()
+        BODY
+assert all(bool(torch.isfinite(one).all()) for one in net.state_dict().values())
+"""
+SAMPLES, BATCH, WITHIN_S = 240, 8, 6.0
+
+
+def free(
+    name: str = "free.py", more: str = "", body: str = "pass", options: str = "shuffle=True", epochs: int = 2
+) -> Path:
+    """A script in the current folder."""
+    told = FREE.replace("OPTIONS", options).replace("MORE", more).replace("BODY", body)
+    path = Path(name)
+    path.write_text(told.replace("240, 8, 2", f"240, 8, {epochs}"))
+    return path
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    """An empty current folder; afterwards nothing that was started there may be left."""
+    mark = uuid.uuid4().hex
+    for name, value in {MARK: mark, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("STRETTO_RECIPE", raising=False)
+    monkeypatch.chdir(tmp_path)
+    place = Place(tmp_path, mark)
+    try:
+        yield place
+        assert place.left() == []
+    finally:
+        place.end()
+
+
+def ended_well(process: subprocess.Popen[bytes]) -> str:
+    _, err = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 0, err.decode()
+    return err.decode()
+
+
+def run_free(place: Place, path: Path, *options: str, out: str = "run") -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The record and the events of a run that ends well."""
+    ended_well(place.stretto("run", path, *options, "--out", out, "--json", f"{out}.json"))
+    return json.loads(Path(f"{out}.json").read_text()), list(read_events(Path(out, "events.jsonl")))
+
+
+ALL_ONCE = {"once": SAMPLES, "twice": 0, "never": 0, "dropped": 0}
+LEAVE = "if epoch == 1 and step == 4: break"
+
+
+def left_after(batches: int) -> dict[str, int]:
+    """What an audit says of a pass that was left when so many batches had been worked on."""
+    return ALL_ONCE | {"once": batches * BATCH, "never": SAMPLES - batches * BATCH}
+
+
+def seen_in(events: list[dict[str, Any]]) -> list[Any]:
+    return [one["seen"] for one in events if one["event"] == "epoch"]
+
+
+def check_staleness(found: dict[str, Any], updates: int) -> None:
+    staleness = found["staleness"]
+    assert staleness.keys() == {"mean", "max", "histogram"}
+    counts = {int(late): count for late, count in staleness["histogram"].items()}
+    assert sum(counts.values()) == updates
+    assert max(late for late, count in counts.items() if count) == staleness["max"]
+    mean = sum(late * count for late, count in counts.items()) / updates
+    assert staleness["mean"] == pytest.approx(mean, abs=0.01)
+
+
+def test_asynchronous_sgd_counts_every_sample_once_and_evaluates_when_all_have_so_many(place: Place) -> None:
+    """With batch-norm, three workers, two shards; all meet after every 4 batches of each, 96 samples."""
+    more = "evaluate=lambda net: {'loss': ((net(x) - y) ** 2).mean()}, evaluate_every=4"
+    options = ["-n", "3", "--recipe", "async_sgd", "--servers", "2"]
+    found, events = run_free(place, free(more=more), *options)
+    check_staleness(found, updates=2 * SAMPLES // BATCH)
+    assert found["staleness"]["max"] > 0
+    assert sum(found["samples_by_worker"]) == 2 * SAMPLES
+    assert seen_in(events) == [ALL_ONCE] * 2
+    evaluations = [one for one in events if one["event"] == "evaluation"]
+    assert [one["samples"] for one in evaluations] == [96, 192, 288, 384, 480]
+    assert [one["versions"] for one in evaluations] == [[12 * k] * 2 for k in range(1, 6)]
+    assert {one["event"]: one["servers"] for one in events if one["event"] == "start"} == {"start": 2}
+
+
+def test_a_bound_with_a_loader_that_has_processes_and_is_left_early(place: Place) -> None:
+    """What the second pass had loaded ahead when it was left counts for nobody."""
+    path = free(options="shuffle=True, num_workers=2", body=LEAVE)
+    found, events = run_free(place, path, "-n", "3", "--recipe", "stale_synchronous(bound=2)", "--servers", "2")
+    worked = 3 * 5
+    check_staleness(found, updates=SAMPLES // BATCH + worked)
+    assert len(found["held_seconds"]) == 3
+    assert seen_in(events) == [ALL_ONCE, left_after(worked)]
+
+
+def test_a_synchronous_recipe_through_a_server(place: Place) -> None:
+    found, events = run_free(place, free(), "-n", "3", "--recipe", "Recipe(whom=server(shards=2))")
+    assert found["staleness"] is None
+    assert found["samples_by_worker"] == [2 * SAMPLES // 3] * 3
+    assert seen_in(events) == [ALL_ONCE] * 2
+
+
+def test_two_runs_at_once_one_with_a_slow_worker_one_that_keeps_its_server_itself(place: Place) -> None:
+    """The recipe of the second stands in the script alone: worker 0 keeps the server. Its loop is left early."""
+    slow = free("slow.py", body="time.sleep(0.01)")
+    own = free("own.py", more="recipe='async_sgd(shards=2)'", body=LEAVE)
+    first = place.stretto("run", slow, "-n", "2", "--recipe", "async_sgd", "--slow", "1:5", "--out", "slow")
+    second = place.stretto("run", own, "-n", "2", "--out", "own")
+    ended_well(first)
+    ended_well(second)
+    events = list(read_events(Path("slow/events.jsonl")))
+    by_worker = {one["worker"]: one["samples"] for one in events if one["event"] == "end"}
+    assert seen_in(events) == [ALL_ONCE] * 2
+    assert sum(by_worker.values()) == 2 * SAMPLES
+    assert by_worker[1] < by_worker[0] / 2.5
+    assert seen_in(list(read_events(Path("own/events.jsonl")))) == [ALL_ONCE, left_after(2 * 5)]
+    assert len(list(Path("slow").glob("server-*.log"))) == 1
+    assert not list(Path("own").glob("server-*.log"))
+
+
+def test_an_asynchronous_recipe_in_the_script_under_torchrun(place: Place) -> None:
+    path = free(more="recipe='async_sgd(shards=2)'")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = call(place.folder, *torchrun, str(path), OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stderr
+    (run,) = Path("runs").iterdir()
+    events = list(read_events(run / "events.jsonl"))
+    assert seen_in(events) == [ALL_ONCE] * 2
+    assert {one["worker"] for one in events if one["event"] == "applied"} == {0, 1}
+
+
+STREAM = """
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(zip(x, y))
+data = Stream()
+"""
+
+
+def test_a_stream_and_a_loop_that_is_left_early(place: Place) -> None:
+    """Every worker reads its share of a stream, and leaves the second pass after its third batch."""
+    path = free(body="if epoch == 1 and step == 2: break", options="")
+    path.write_text(path.read_text().replace("data = torch.utils.data.TensorDataset(x, y)", STREAM))
+    found, events = run_free(place, path, "-n", "2", "--recipe", "async_sgd")
+    assert seen_in(events) == [None, None]
+    assert found["samples_by_worker"] == [SAMPLES // 2 + 3 * BATCH] * 2
+    check_staleness(found, updates=SAMPLES // BATCH + 6)
+
+
+@pytest.mark.parametrize("ended", ["server", "worker", "launcher"])
+def test_whatever_is_ended_the_run_ends_with_one_error_and_leaves_nothing(place: Place, ended: str) -> None:
+    path = free(body="pathlib.Path('at-' + os.environ['RANK']).touch()", epochs=100_000)
+    process = place.stretto("run", path, "-n", "2", "--recipe", "async_sgd", "--servers", "2", "--out", "run")
+    until(lambda: Path("at-0").exists() and Path("at-1").exists(), LIMIT_S)
+    name = {"server": "STRETTO_SHARD", "worker": "RANK"}.get(ended)
+    victim = next((one for one in place.left() if name and one.environ().get(name) == "1"), None)
+    began = time.monotonic()
+    process.send_signal(signal.SIGINT) if victim is None else os.kill(victim.pid, signal.SIGKILL)
+    _, err = process.communicate(timeout=LIMIT_S)
+    assert time.monotonic() - began < WITHIN_S
+    assert place.left() == []
+    assert process.returncode == (130 if ended == "launcher" else 1)
+    if ended != "launcher":
+        assert err.decode().count(f"{ended} 1 was killed by SIGKILL") == 1
+    assert "Traceback" not in err.decode()
+    assert not [one for one in psutil.process_iter() if one.pid == getattr(victim, "pid", -1)]

@@ -75,6 +75,9 @@ class _Asked:
     def note(self, worker: int, op: int, number: int) -> None:
         self._waiting[worker, op] = number, self._clock()
 
+    def waits(self, worker: int, op: int) -> bool:
+        return (worker, op) in self._waiting
+
     def answer(self, worker: int, op: int) -> tuple[int, float]:
         """The parcel's number, and how many seconds it has waited."""
         number, since = self._waiting.pop((worker, op))
@@ -191,6 +194,8 @@ class ShardDesk:
     def _push(self, worker: int, number: int, body: m.Push, tensors: list[Pieces]) -> list[Post]:
         shard = self._opened(body.arena)
         numbers = [self._decoded(one, like) for one, like in zip(tensors, shard.current.ranges, strict=True)]
+        if self._asked.waits(worker, NEWS):
+            raise ParcelError(f"an update of worker {worker} while its last is held back")
         freed = shard.push(Update(worker, body.seq, body.version, body.samples, numbers, body.lr))
         replies = [*freed, *shard.pull(worker)]
         at_once = next((one for one in replies if one.worker == worker), None)
@@ -226,7 +231,7 @@ class ShardDesk:
             raise ParcelError("this shard has no parameters")
         if flush:
             self._shard.flush()
-        version = self._shard.read()
+        version = self._shard.read(worker)
         applied = self._shard.told(worker)
         body = m.Go(version.number, [(one.seq, one.version, one.staleness, one.samples) for one in applied])
         return [Post(worker, number, body, version.ranges, version.done)]
@@ -266,6 +271,8 @@ class CoordinatorDesk:
         if isinstance(body, m.Gather):
             return self._together.lay(worker, body.op, number, (body.teller, _flat(head, tensors, torch.uint8)))
         if isinstance(body, m.Begin):
+            if body.meet is not None and body.meet < 1:
+                raise ParcelError(f"a meeting after every {body.meet} batches")
             self.coordinator.begin(body.number, _flat(head, tensors, torch.int64).tolist(), body.meet, body.dealt)
             return [Post(worker, number, m.Answered())]
         raise ParcelError(f"the coordinator was told {type(body).__name__}")
@@ -302,4 +309,6 @@ def _gathered(said: Sequence[tuple[int | None, Tensor]]) -> list[Tensor]:
     if len(tellers) > 1:
         raise ValueError("the workers do different things: some gather, some tell")
     teller = tellers.pop()
+    if teller is not None and not 0 <= teller < len(said):
+        raise ValueError(f"there is no worker {teller} to tell anything")
     return [one for _, one in said] if teller is None else [said[teller][1]]

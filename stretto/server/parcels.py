@@ -77,7 +77,7 @@ def decode_head(frame: Any) -> Head:
         raise ParcelError(f"a head of {len(frame)} bytes")
     try:
         head = _decoder.decode(frame)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ParcelError(f"no head: {error}") from None
     for dtype, length in head.tensors:
         if dtype not in DTYPES or length < 0:

@@ -84,8 +84,9 @@ def _number(value: Any) -> float | None:
 
 @contextmanager
 def _untouched(model: nn.Module) -> Iterator[None]:
-    """Modes of the modules and the random states are after it what they were before it."""
+    """Modes and buffers of the modules and the random states are after it what they were before it."""
     modes = [(module, module.training) for module in model.modules()]
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     states = (torch.get_rng_state(), random.getstate(), np.random.get_state())
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else None
     try:
@@ -93,6 +94,9 @@ def _untouched(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
         torch.set_rng_state(states[0])
         random.setstate(states[1])
         np.random.set_state(states[2])

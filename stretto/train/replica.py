@@ -123,9 +123,15 @@ class Replica:
             return
         if not own and self.arrival is not None:
             self.arrival.start_from_read()
-        if not look.resume(own):
+        if self._is_changed(not look.resume(own)):
             self._journal.notice("the script changed the model after a pass; training goes on from its values")
             self._rebuild()
+
+    def _is_changed(self, here: bool) -> bool:
+        """Whether the script has changed the model; a server's parameters are given anew by all or by none."""
+        if self.arrival is None:
+            return here
+        return any(told == b"changed" for told in self._wire.gather(b"changed" if here else b""))
 
     @property
     def drift(self) -> float | None:
@@ -177,4 +183,6 @@ class Replica:
         )
         if before is not None:
             arrival.held_s, arrival.outcomes = before.held_s, before.outcomes
+            arrival.read()
+            arrival.start_from_read()
         return arrival

@@ -141,19 +141,22 @@ def test_evaluations_come_after_so_many_batches_of_all(recipe: str, tmp_path: Pa
     assert versions == sorted(versions)
 
 
-def test_what_a_script_changes_after_a_pass_stands() -> None:
+@pytest.mark.parametrize("by", [{0, 1, 2}, {0}])
+@pytest.mark.parametrize("recipe", ["async_sgd", "elastic_averaging(every=2)"])
+def test_what_a_script_changes_after_a_pass_stands(recipe: str, by: set[int]) -> None:
+    """Where the workers' scripts do different things worker 0's counts."""
     data = regression(96, DOUBLE)
 
     def work(worker: int) -> tuple[Tensor, Tensor]:
         net = small_net(DOUBLE)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
-        loader = stretto.distribute(net, optimizer, DataLoader(data, batch_size=8), recipe="async_sgd")
+        loader = stretto.distribute(net, optimizer, DataLoader(data, batch_size=8), recipe=recipe)
         for epoch in range(3):
             for x, y in loader:
                 optimizer.zero_grad()
                 nn.functional.mse_loss(net(x), y).backward()
                 optimizer.step()
-            if epoch == 0:
+            if epoch == 0 and worker in by:
                 with torch.no_grad():
                     for one in net.parameters():
                         one.mul_(0.5)

@@ -1,0 +1,68 @@
+"""A real parameter server in the threads of this process, and what tests say to it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stretto.wire.hosted import Hosted, host
+from stretto.wire.server import News, ServerWire, Ticket, Update
+
+ADDING = "downpour(every=1)"
+"""What comes is added as it is."""
+
+
+class Serving:
+    """Servers and the workers' ends; `end` closes them all."""
+
+    def __init__(self) -> None:
+        self._hosted: list[Hosted] = []
+        self._ends: list[ServerWire] = []
+
+    def host(self, workers: int, **options: Any) -> Hosted:
+        """A new server."""
+        self._hosted.append(host(workers, **options))
+        return self._hosted[-1]
+
+    def end_of(self, hosted: Hosted, worker: int, timeout_s: float = 20.0) -> ServerWire:
+        """One worker's end of it."""
+        self._ends.append(hosted.wire(worker, timeout_s))
+        return self._ends[-1]
+
+    def ends(self, hosted: Hosted, timeout_s: float = 20.0) -> list[ServerWire]:
+        """All workers' ends of it."""
+        return [self.end_of(hosted, worker, timeout_s) for worker in range(hosted.workers)]
+
+    def end(self) -> None:
+        """Leave none of them, and none of a service's errors unseen."""
+        for one in self._ends:
+            one.close()
+        for hosted in self._hosted:
+            hosted.house._stop.set()
+        for hosted in self._hosted:
+            hosted.close()
+        failures = [one.failure for hosted in self._hosted for one in hosted.house.services if one.failure]
+        if failures:
+            raise failures[0]
+
+
+def push(wire: ServerWire, seq: int, parts: Sequence[Tensor], version: int = 0, arena: int = 1) -> Ticket:
+    """Send an update of 8 samples."""
+    return wire.push(arena, Update(seq, [version] * wire.shards, 8, 0.1, parts))
+
+
+def hear(ticket: Ticket, like: Sequence[Tensor]) -> tuple[News, list[Tensor]]:
+    """What a ticket brings, each part whole; every number must come, and once."""
+    parts = [torch.full_like(one, torch.nan) for one in like]
+
+    def take(part: int, at: int, piece: Tensor) -> None:
+        there = parts[part][at : at + piece.numel()]
+        assert bool(there.isnan().all())
+        there.copy_(piece)
+
+    news = ticket.wait(take)
+    assert not any(bool(one.isnan().any()) for one in parts)
+    return news, parts
