@@ -5,10 +5,13 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 
-from benchmarks import averaging, ddp, figures, lab, line
+from benchmarks import against, averaging, ddp, figures, lab, line, server, unequal, updates
 from benchmarks.race import WAYS
 
 QUICK = {"line": line.run, "ddp": ddp.run, "averaging": averaging.run}
+LONG = {"server": server.run, "updates": updates.run, "peers": against.run, "unequal": unequal.run}
+
+STARTS = "of the processes, for each side, or seeds of unequal; fewer are quicker and noisier, and kept as a trial"
 
 
 def main() -> None:
@@ -21,15 +24,15 @@ def main() -> None:
         elif name == "figures":
             figures.write()
         else:
-            QUICK[name](asked.starts)
+            (QUICK | LONG)[name](asked.starts)
 
 
 def _options() -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    names = [*QUICK, "lab", "figures"]
+    names = [*QUICK, *LONG, "lab", "figures"]
     about = f"{', '.join(names)}; without a name {', '.join(QUICK)}; figures writes docs/figures.md"
     options.add_argument("names", nargs="*", metavar="NAME", type=_one_of(names), help=about)
-    options.add_argument("--starts", type=_count, help="of the processes, for each side; fewer are quicker and noisier")
+    options.add_argument("--starts", type=_count, help=STARTS)
     only = options.add_argument_group("lab")
     only.add_argument("--seeds", type=_count, default=1, help="repeat with so many seeds (1)")
     only.add_argument("--way", action="append", choices=WAYS, help="only this way; may be given several times")

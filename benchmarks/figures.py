@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.measure import RESULTS
+from benchmarks.tables import TABLES, ratio
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "figures.md"
 BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
@@ -35,6 +36,9 @@ def _page(results: Path) -> Iterator[str]:
         yield from _contest(name, _kept(results, name))
     lab = _kept(results, "lab")
     yield from _lab(lab) if lab else ["", "The laboratory: not taken yet. `python -m benchmarks lab`"]
+    for name, table in TABLES.items():
+        kept = _kept(results, name)
+        yield from table(kept) if kept else ["", f"{name}: not taken yet. `python -m benchmarks {name}`"]
     yield from _machines(results)
 
 
@@ -51,8 +55,8 @@ def _contest(name: str, record: Record | None) -> Iterator[str]:
     for case, one in record["cases"].items():
         ours, theirs = list(one["sides"].items())[:2]
         sides = f"{ours[0]} {_speed(ours[1])}, {theirs[0]} {_speed(theirs[1])}"
-        ratio, wanted = _ratio(one["ratio"]), f"at least {record['wanted']}"
-        yield f"| {record['question']} | {case} parameters | {ratio} | {wanted} | {sides} | {command} |"
+        speed, wanted = ratio(one["ratio"]), f"at least {record['wanted']}"
+        yield f"| {record['question']} | {case} parameters | {speed} | {wanted} | {sides} | {command} |"
     if "added_us_a_step" in record:
         added = f"{record['added_us_a_step']:.1f} µs added to a step"
         yield f"| the same | an empty loop | | | {added} | {command} |"
@@ -60,11 +64,6 @@ def _contest(name: str, record: Record | None) -> Iterator[str]:
 
 def _speed(side: Record) -> str:
     return f"{side['steps_a_second']:.3g} steps/s"
-
-
-def _ratio(one: Record) -> str:
-    error = one["standard_error"]
-    return f"{one['median']:.3f}" + (f" ± {error:.3f}" if error is not None else "")
 
 
 def _lab(record: Record) -> Iterator[str]:
@@ -77,8 +76,8 @@ def _lab(record: Record) -> Iterator[str]:
     for way, seconds in record["seconds_to_target"].items():
         runs = [run for run in record["runs"] if run["way"] == way]
         sent = sum(sum(run["sent_on_links"]) / len(run["sent_on_links"]) for run in runs) / len(runs) / 1e6
-        ratio = record["speed_ratios"].get(way)
-        against = [ratio["against"], _two(ratio["a_step"]), _two(ratio["to_target"])] if ratio else ["", "", ""]
+        speed = record["speed_ratios"].get(way)
+        against = [speed["against"], _two(speed["a_step"]), _two(speed["to_target"])] if speed else ["", "", ""]
         shown = f"{seconds:.1f}" if seconds else f"not in {record['limit_s']:.0f}"
         yield f"| {way} | {shown} | {record['ms_a_step'][way]:.1f} | {sent:.0f} | {' | '.join(against)} |"
     counts = [run["count_ratio"] for run in record["runs"] if run["count_ratio"]]
@@ -95,7 +94,7 @@ def _two(number: float | None) -> str:
 
 
 def _machines(results: Path) -> Iterator[str]:
-    for name in (*CONTESTS, "lab"):
+    for name in (*CONTESTS, "lab", *TABLES):
         record = _kept(results, name)
         if record is not None:
             one = record["machine"]

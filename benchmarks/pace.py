@@ -20,10 +20,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT_S = 300.0
 """Nothing that is waited for may take longer."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -140,14 +143,19 @@ def crews(module: str, sides: Sequence[str], case: str, segment: int, workers: i
 
 def take_turns(crews: Mapping[str, Crew], repetitions: int) -> dict[str, list[Seconds]]:
     """What each side's segments took, in turns, forwards and backwards; one segment before is not counted."""
-    for crew in crews.values():
-        crew.segment()
-    seconds: dict[str, list[Seconds]] = {side: [] for side in crews}
-    forwards = list(crews)
+    return in_turns({side: crew.segment for side, crew in crews.items()}, repetitions)
+
+
+def in_turns(sides: Mapping[str, Callable[[], T]], repetitions: int) -> dict[str, list[T]]:
+    """What each side returns, in turns, forwards and backwards; what it returned first is not counted."""
+    for side in sides.values():
+        side()
+    found: dict[str, list[T]] = {name: [] for name in sides}
+    forwards = list(sides)
     for number in range(repetitions):
-        for side in forwards if number % 2 else forwards[::-1]:
-            seconds[side].append(crews[side].segment())
-    return seconds
+        for name in forwards if number % 2 else forwards[::-1]:
+            found[name].append(sides[name]())
+    return found
 
 
 def free_port() -> int:

@@ -40,6 +40,14 @@ class Child:
             [sys.executable, "-c", code], bufsize=0, stdin=pipe, stdout=pipe, stderr=self._log, env=own, cwd=ROOT
         )
 
+    def tell(self, **order: Any) -> None:
+        """A line of JSON on its standard input."""
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write(json.dumps(order).encode() + b"\n")
+        except BrokenPipeError:
+            self.fail("ended before it was told more")
+
     def hear(self, limit_s: float = LIMIT_S, beside: Sequence[Child] = ()) -> dict[str, Any]:
         """The next line of JSON; other lines are passed over. None of those beside it may end before."""
         until = time.monotonic() + limit_s

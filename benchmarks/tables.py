@@ -1,0 +1,109 @@
+"""The parameter server's tables for docs/figures.md, from what its benchmarks kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+Record = Mapping[str, Any]
+
+
+def ratio(one: Record) -> str:
+    """A ratio with its standard error, if it has one."""
+    error = one["standard_error"]
+    return f"{one['median']:.3f}" + (f" ± {error:.3f}" if error is not None else "")
+
+
+def server(record: Record) -> Iterator[str]:
+    """What goes through a server, as a share of what a bare connection moves, and the round trip of 4 KB."""
+    yield from _head(f"Push and pull of {record['bytes'] / 1e6:.0f} MB over loopback, apply included", "server")
+    yield "| side | GB/s | share of the bare pair one way | share of the bare pair both ways | wanted |"
+    yield "| --- | --- | --- | --- | --- |"
+    for name, speed in record["bare"].items():
+        yield f"| {name} | {speed['median']:.2f} | | | |"
+    for name, one in record["ways"].items():
+        asked = f"at least {record['wanted']:g} of one way" if name.startswith("plain") else ""
+        shares = f"{ratio(one['of_one_way'])} | {ratio(one['of_both_ways'])}"
+        yield f"| {name} | {one['gb_per_s']['median']:.2f} | {shares} | {asked} |"
+    times = ", ".join(f"{name} {one['median']:.3f} ms" for name, one in record["round_trip_ms"].items())
+    yield ""
+    yield f"Ours count both directions. 4 KB there and back: {times}; wanted at most {record['wanted_ms']:g} ms."
+
+
+def updates(record: Record) -> Iterator[str]:
+    """Updates per second by workers, shards and encryption."""
+    about = f"Updates applied per second, {record['parameters'] / 1e6:g} M parameters, workers that only push"
+    yield from _head(about, "updates")
+    workers = sorted({case["workers"] for case in record["cases"]})
+    yield f"| server | {' | '.join(_several(number, 'worker') for number in workers)} |"
+    yield "| --- |" + " --- |" * len(workers)
+    found = {(one["curve"], one["shards"], one["workers"]): one["updates_per_s"]["median"] for one in record["cases"]}
+    for curve, shards in sorted({(curve, shards) for curve, shards, _ in found}):
+        speeds = [f"{found[curve, shards, number]:.0f}" for number in workers]
+        yield f"| {'CURVE' if curve else 'plain'}, {_several(shards, 'shard')} | {' | '.join(speeds)} |"
+
+
+def peers(record: Record) -> Iterator[str]:
+    """Ours against servers written with something else."""
+    yield from _head("Our parameter server against others, workers that only push", "peers")
+    yield f"| model | workers | side | updates/s | GB/s both ways | updates/s of {record['sides'][0]} / of it |"
+    yield "| --- | --- | --- | --- | --- | --- |"
+    for case in record["cases"]:
+        for name, one in case["sides"].items():
+            load = f"{case['parameters'] / 1e6:g} M | {case['workers']} | {name}"
+            speeds = f"{one['updates_per_s']['median']:.4g} | {one['gb_per_s']:.2f}"
+            yield f"| {load} | {speeds} | {'' if name == record['sides'][0] else ratio(one['ratio'])} |"
+    yield ""
+    yield "Torch's rpc and Ray use shared memory on one machine; TCP, as ours, only where it says so."
+
+
+def unequal(record: Record) -> Iterator[str]:
+    """What a slow worker costs each recipe."""
+    (slow, times), *_ = record["slow"].items()
+    yield from _head(f"{record['workers']} workers, worker {slow} computes {times:g} times slower", "unequal")
+    yield "| example | recipe | samples/s | ratio to the barrier's | wanted | seconds to the target | staleness |"
+    yield "| --- | --- | --- | --- | --- | --- | --- |"
+    for name, case in record["cases"].items():
+        for recipe, one in case["recipes"].items():
+            shown = ratio(one["ratio"]) if one["ratio"] and recipe != record["against"] else ""
+            asked = f"at least {record['wanted']:g}" if recipe in record["wanted_of"] else ""
+            example = f"{name}, {case['target']:.0%} | {recipe}"
+            numbers = f"{_number(one['samples_per_s'], 0)} | {shown} | {asked}"
+            yield f"| {example} | {numbers} | {_to_target(one)} | {_number(one['staleness'], 1)} |"
+    yield ""
+    yield from _stretches(record)
+
+
+def _stretches(record: Record) -> Iterator[str]:
+    told = "; ".join(f"{name}: `--slow {case['slow']}`" for name, case in record["cases"].items())
+    cores = record["machine"]["cores"]
+    yield f"{told}. As they are, {record['workers']} workers compute on {cores} cores, which bounds what can be gained;"
+    yield "as on 4 machines, all sleep most of the time. A bound makes the fast wait for the slow: that is its use."
+
+
+TABLES: Mapping[str, Callable[[Record], Iterator[str]]] = {
+    "server": server,
+    "updates": updates,
+    "peers": peers,
+    "unequal": unequal,
+}
+
+
+def _head(about: str, command: str) -> Iterator[str]:
+    yield ""
+    yield f"{about}: `python -m benchmarks {command}`"
+    yield ""
+
+
+def _several(number: int, thing: str) -> str:
+    return f"{number} {thing}" + ("s" if number > 1 else "")
+
+
+def _to_target(one: Record) -> str:
+    if one["seconds_to_target"] is None:
+        return f"reached in {one['reached']} of {one['runs']} runs"
+    return f"{one['seconds_to_target']:.1f}"
+
+
+def _number(number: float | None, digits: int) -> str:
+    return "" if number is None else f"{number:.{digits}f}"
