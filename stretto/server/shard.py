@@ -148,6 +148,8 @@ class Shard:
         self._sums: list[Tensor] = []
         self._velocity = [Velocity(one) for one in theta] if isinstance(self._then, outer) else []
         self._squares = self._mean_squares(theta)
+        for member in self.members.values():
+            self._remember(member)
         compensated = isinstance(self._weight, delay_compensated)
         self._drafts = isinstance(self._then, add) and self._when.collect == 1 and not compensated
 
@@ -209,8 +211,10 @@ class Shard:
             self.members[worker].waits = True
         return self._release()
 
-    def read(self) -> Version:
-        """The newest version, for a reader who takes no part; it calls `done`."""
+    def read(self, worker: int | None = None) -> Version:
+        """The newest version, for a reader that calls its `done`; a worker may compute its next update on it."""
+        if worker in self.members:
+            self._remember(self.members[worker])
         self.current.held += 1
         return self.current
 
@@ -282,8 +286,7 @@ class Shard:
         member.waits = False
         applied = self.told(worker)
         refused, member.refused = tuple(member.refused), []
-        if isinstance(self._weight, delay_compensated):
-            member.read[self.version] = self.read()
+        self._remember(member)
         version, member.before = member.before or self.read(), None
         return Reply(worker, version, applied, refused)
 
@@ -362,7 +365,7 @@ class Shard:
 
     def _apply_group(self) -> None:
         group, self._group = self._group, []
-        samples = sum(update.samples for update, _ in group)
+        samples = sum(max(update.samples, 0) for update, _ in group)
         arrived = Arrived(len(group), self._when.collect, self._workers)
         following = self._spare()
         for index, (now, total, out) in enumerate(zip(self.current.ranges, self._sums, following.ranges, strict=True)):
@@ -397,6 +400,11 @@ class Shard:
             flat = torch.cat(tuple(pieces)) if pieces else self.current.ranges[index].new_empty(0)
             whole.append((weight.compensate(flat, update.lr, self.current.ranges[index], old.ranges[index], squares),))
         return whole
+
+    def _remember(self, member: _Member) -> None:
+        """The worker has the newest version now; what it computes on that may have to be compensated."""
+        if isinstance(self._weight, delay_compensated) and self.version not in member.read:
+            member.read[self.version] = self.read()
 
     def _forget(self, member: _Member, version: int) -> None:
         """Nothing more will come that was computed on a version before this one."""
