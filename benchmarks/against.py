@@ -19,7 +19,7 @@ from benchmarks.peers import Rate, ray_server, rpc
 from benchmarks.push import measure_with
 
 QUESTION = "updates per second of our parameter server against others, with workers that only push"
-STARTS = 5
+STARTS = 2
 
 Measure = Callable[[int, int, float], Rate]
 """Of so many parameters, by so many workers, in so many seconds."""

@@ -28,7 +28,7 @@ WANTED_MS = 0.3
 """For an exchange of 4 KB."""
 LARGE = 25_000_000
 SMALL = 1000
-STARTS = 5
+STARTS = 3
 REPETITIONS = 6
 EXCHANGES = 3
 """Of 100 MB, in one turn."""

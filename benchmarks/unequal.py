@@ -35,7 +35,7 @@ RECIPES = (BARRIER, "local_sgd(every=16)", "soft_sync(collect=4)", "stale_synchr
 ASYNCHRONOUS = RECIPES[2:]
 WORKERS = 4
 SLOW_WORKER, TIMES = 1, 5.0
-SEEDS = 3
+SEEDS = 1
 LIMIT_S = 400.0
 """For one run."""
 END_S = 30.0
@@ -62,7 +62,7 @@ CASES = {
     "digits": Case("digits.py", ("--epochs", "30"), 0.95),
     "digits, as on 4 machines": Case("digits.py", ("--epochs", "30"), 0.95, 10.0),
     "mnist": Case("mnist.py", MNIST, 0.97),
-    "mnist, as on 4 machines": Case("mnist.py", MNIST, 0.97, 3.0),
+    "mnist, as on 4 machines": Case("mnist.py", MNIST, 0.97, 8.0),
 }
 
 

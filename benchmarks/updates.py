@@ -20,7 +20,7 @@ WORKERS = (1, 2, 4, 8, 16)
 SHARDS = (1, 2)
 CURVES = (False, True)
 SECONDS = 2.0
-STARTS = 3
+STARTS = 2
 
 Case = tuple[bool, int, int]
 """Encrypted or not, shards, workers."""

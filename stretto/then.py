@@ -238,7 +238,7 @@ class outer(OnParameters):
     Memory: the parameters last agreed and v.
 
     At a server, where updates are stale, v is refreshed only with every n-th application, n = N / collect, by the mean
-    d of those n (delayed Nesterov; 1 worker gives the rule above):
+    d of those n (delayed Nesterov, Liu et al. 2024, 2401.09135; n = 1 is the rule above):
 
     theta -= lr * d / n,  and with every n-th:  v = momentum * v + mean(d);  theta -= lr * momentum * v
     """

@@ -6,6 +6,7 @@ holds back say for how long.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -126,6 +127,8 @@ class ShardDesk:
         if not isinstance(head.body, m.Push):
             return
         shard = self._opened(head.body.arena)
+        if not math.isfinite(head.body.lr):
+            raise ParcelError(f"an update with a learning rate of {head.body.lr}")
         if worker not in shard.members:
             raise ParcelError(f"worker {worker} has left")
         if head.tensors != self._wanted:
@@ -185,6 +188,9 @@ class ShardDesk:
             raise ParcelError(str(error)) from None
         if not isinstance(recipe.when, on_arrival) or not isinstance(recipe.then, OnParameters):
             raise ParcelError(f"{recipe} applies nothing on arrival")
+        integers = [dtype for dtype, _ in head.tensors if not DTYPES[dtype].is_floating_point]
+        if integers:
+            raise ParcelError(f"parameters of {', '.join(integers)}, which can't be added to")
         theta = [whole(pieces, dtype).clone() for pieces, (dtype, _) in zip(tensors, head.tensors, strict=True)]
         self._shard = Shard(theta, recipe.when, recipe.then, self._workers)
         self._recipe, self._arena = recipe, body.arena

@@ -22,6 +22,7 @@ import zmq.auth.thread
 from stretto.errors import LaunchError, explain
 from stretto.server import messages as m
 from stretto.server.desk import CoordinatorDesk, Desk, Post, ShardDesk
+from stretto.server.memory import keep_freed_memory
 from stretto.server.parcels import LARGEST_FRAME, Assembly, ParcelError, encode
 
 IDLE_MS = 200
@@ -88,6 +89,7 @@ class House:
     """The services of one process, each with a thread; `close` ends them."""
 
     def __init__(self, workers: int, keys: ServerKeys | None) -> None:
+        keep_freed_memory()
         self._workers, self._keys = workers, keys
         self._context = zmq.Context()
         self._stop = threading.Event()

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from stretto.errors import WireError
 from stretto.server import messages as m
+from stretto.server.memory import keep_freed_memory
 from stretto.server.parcels import Pieces, whole
 from stretto.server.service import WorkerKeys
 from stretto.wire.link import Link, Sink
@@ -118,6 +119,7 @@ class ServerWire:
     def __init__(
         self, worker: int, workers: int, addresses: Sequence[str], keys: WorkerKeys | None, timeout_s: float
     ) -> None:
+        keep_freed_memory()
         self.worker, self.workers = worker, workers
         self._context = zmq.Context()
         self._context.set(zmq.IO_THREADS, 1)
