@@ -5,11 +5,17 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 
-from benchmarks import against, averaging, ddp, figures, lab, line, server, unequal, updates
+from benchmarks import against, averaging, ddp, figures, lab, line, overlap, server, unequal, updates
 from benchmarks.race import WAYS
 
 QUICK = {"line": line.run, "ddp": ddp.run, "averaging": averaging.run}
-LONG = {"server": server.run, "updates": updates.run, "peers": against.run, "unequal": unequal.run}
+LONG = {
+    "server": server.run,
+    "updates": updates.run,
+    "peers": against.run,
+    "overlap": overlap.run,
+    "unequal": unequal.run,
+}
 
 STARTS = "of the processes, for each side, or seeds of unequal; fewer are quicker and noisier, and kept as a trial"
 

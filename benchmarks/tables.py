@@ -57,6 +57,20 @@ def peers(record: Record) -> Iterator[str]:
     yield "Torch's rpc and Ray use shared memory on one machine; TCP, as ours, only where it says so."
 
 
+def overlap(record: Record) -> Iterator[str]:
+    """What computing on while an exchange is under way buys, and what it costs."""
+    yield from _head(record["question"][0].upper() + record["question"][1:], "overlap")
+    yield "| loopback | with / without | recipe | samples/s | mean staleness | test accuracy |"
+    yield "| --- | --- | --- | --- | --- | --- |"
+    for name, case in record["cases"].items():
+        for recipe, one in case["sides"].items():
+            shown = ratio(case["ratio"]) if "overlap" in recipe else ""
+            numbers = f"{one['samples_per_s']['median']:.0f} | {one['staleness']:.2f} | {one['accuracy']:.3f}"
+            yield f"| {name} | {shown} | {recipe} | {numbers} |"
+    yield ""
+    yield f"`{record['script']}`; medians over {record['starts']} runs each."
+
+
 def unequal(record: Record) -> Iterator[str]:
     """What a slow worker costs each recipe."""
     (slow, times), *_ = record["slow"].items()
@@ -85,6 +99,7 @@ TABLES: Mapping[str, Callable[[Record], Iterator[str]]] = {
     "server": server,
     "updates": updates,
     "peers": peers,
+    "overlap": overlap,
     "unequal": unequal,
 }
 

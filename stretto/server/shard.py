@@ -9,21 +9,20 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from stretto.server.member import Applied, Draft, Member
+from stretto.server.versions import Version, Versions
 from stretto.then import Arrived, OnParameters, Velocity, add, constant, delay_compensated, outer, pull, replace
 from stretto.when import on_arrival
 
 PIECE = 1 << 16
 """Numbers that are worked on at a time, so that the second operation finds them in the processor's cache."""
-REMEMBERED = 256
-"""How many of a worker's own versions are remembered to tell its staleness."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,29 +42,6 @@ class Update:
 
 
 @dataclass(frozen=True, slots=True)
-class Applied:
-    """One update has become part of version `version`; it was `staleness` versions old."""
-
-    seq: int
-    version: int
-    staleness: int
-    samples: int
-
-
-class Version:
-    """The numbers of a shard as they were after `number` applications. `held` counts those who still read them."""
-
-    __slots__ = ("held", "number", "ranges")
-
-    def __init__(self, number: int, ranges: Sequence[Tensor]) -> None:
-        self.number, self.ranges, self.held = number, list(ranges), 0
-
-    def done(self) -> None:
-        """One reader has read it."""
-        self.held -= 1
-
-
-@dataclass(frozen=True, slots=True)
 class Reply:
     """A worker may go on, with this version; `applied` are its updates applied since its last reply.
 
@@ -77,54 +53,6 @@ class Reply:
     applied: tuple[Applied, ...]
     refused: tuple[int, ...] = ()
     """The numbers of updates that held NaN or infinity, and were left out."""
-
-
-@dataclass(slots=True)
-class _Draft:
-    """The next version as it would be with one update, written while that is still coming in."""
-
-    seq: int
-    base: Version
-    weight: float
-    following: Version
-    finite: bool = True
-
-
-@dataclass(slots=True)
-class _Member:
-    """What a shard knows of one worker."""
-
-    draft: _Draft | None = None
-
-    done: int = 0
-    """All its updates up to this number have come: the rounds that it has ended."""
-    beyond: set[int] = field(default_factory=set)
-    own: deque[int] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
-    """Versions made of its updates alone: it had those before they were made."""
-    applied: list[Applied] = field(default_factory=list)
-    refused: list[int] = field(default_factory=list)
-    read: dict[int, Version] = field(default_factory=dict)
-    """The versions that it computes on, if the weight of updates asks for them."""
-    before: Version | None = None
-    """The version before its last update, if the rule moves worker and server by the same difference."""
-    waits: bool = False
-    rests: bool = False
-    """It has come to a meeting of all, and holds nobody back until that is over."""
-    since: int = 0
-    """Its rounds at the last meeting; the bound counts from there."""
-
-    @property
-    def clock(self) -> int:
-        return self.done - self.since
-
-    def knows(self, seq: int) -> bool:
-        return seq <= self.done or seq in self.beyond
-
-    def note(self, seq: int) -> None:
-        self.beyond.add(seq)
-        while self.done + 1 in self.beyond:
-            self.done += 1
-            self.beyond.remove(self.done)
 
 
 class Shard:
@@ -140,9 +68,8 @@ class Shard:
             self._when = on_arrival(every=when.every, overlap=when.overlap)
             self._then = then if isinstance(then, replace) else _alone(then)
         self._weight = self._then.weight if isinstance(self._then, add) else constant(1.0)
-        self.members = {worker: _Member() for worker in range(workers)}
-        self.current = Version(0, theta)
-        self._retired: list[Version] = []
+        self.members = {worker: Member() for worker in range(workers)}
+        self._versions = Versions(theta)
         self._early: list[Update] = []
         self._group: list[tuple[Update, int]] = []
         self._sums: list[Tensor] = []
@@ -152,6 +79,11 @@ class Shard:
             self._remember(member)
         compensated = isinstance(self._weight, delay_compensated)
         self._drafts = isinstance(self._then, add) and self._when.collect == 1 and not compensated
+
+    @property
+    def current(self) -> Version:
+        """The newest version."""
+        return self._versions.newest
 
     @property
     def version(self) -> int:
@@ -185,7 +117,7 @@ class Shard:
         if member is None or seq != member.done + 1 or not self._drafts or self._is_early(worker, seq):
             return False
         staleness = self._staleness(member, version)
-        member.draft = _Draft(seq, self.read(), self._weight.of(staleness, self._workers), self._spare())
+        member.draft = Draft(seq, self.read(), self._weight.of(staleness, self._workers), self._versions.spare())
         return True
 
     def write(self, worker: int, index: int, at: int, piece: Tensor) -> None:
@@ -203,7 +135,7 @@ class Shard:
         if member is not None and (draft := member.draft) is not None:
             member.draft = None
             draft.base.done()
-            self._retired.append(draft.following)
+            self._versions.give_back(draft.following)
 
     def pull(self, worker: int) -> list[Reply]:
         """A worker asks for the newest version, and whether it may go on; it is answered now, or when it may."""
@@ -215,8 +147,7 @@ class Shard:
         """The newest version, for a reader that calls its `done`; a worker may compute its next update on it."""
         if worker in self.members:
             self._remember(self.members[worker])
-        self.current.held += 1
-        return self.current
+        return self._versions.read()
 
     def told(self, worker: int) -> tuple[Applied, ...]:
         """The worker's updates applied since it was last told."""
@@ -273,7 +204,7 @@ class Shard:
             self._early.remove(fits)
             self._take(self.members[fits.worker], fits)
 
-    def _may_go_on(self, member: _Member) -> bool:
+    def _may_go_on(self, member: Member) -> bool:
         bound = self._when.bound
         return bound is None or member.clock + self._when.ahead - self._slowest() <= bound
 
@@ -282,7 +213,7 @@ class Shard:
         free = [(worker, member) for worker, member in self.members.items() if member.waits]
         return [self._reply(worker, member) for worker, member in free if self._may_go_on(member)]
 
-    def _reply(self, worker: int, member: _Member) -> Reply:
+    def _reply(self, worker: int, member: Member) -> Reply:
         member.waits = False
         applied = self.told(worker)
         refused, member.refused = tuple(member.refused), []
@@ -292,7 +223,7 @@ class Shard:
 
     # --- applying -----------------------------------------------------------------------------------------------
 
-    def _take(self, member: _Member, update: Update) -> None:
+    def _take(self, member: Member, update: Update) -> None:
         member.note(update.seq)
         draft = self._draft_of(member, update)
         if not (draft.finite if draft is not None else all(map(is_finite, update.numbers))):
@@ -311,7 +242,7 @@ class Shard:
                 self._apply_group()
         self._forget(member, update.version)
 
-    def _draft_of(self, member: _Member, update: Update) -> _Draft | None:
+    def _draft_of(self, member: Member, update: Update) -> Draft | None:
         """What was written of this update as it came in; forgotten if it has come whole after all."""
         if member.draft is None or member.draft.seq != update.seq:
             return None
@@ -319,15 +250,15 @@ class Shard:
             self.drop(update.worker)
         return member.draft
 
-    def _staleness(self, member: _Member, version: int) -> int:
+    def _staleness(self, member: Member, version: int) -> int:
         """Versions made since the one that was computed on, less those of the worker's own making."""
         own = len(member.own) - bisect.bisect_right(member.own, version)
         return max(self.version - version - own, 0)
 
-    def _add(self, member: _Member, update: Update, staleness: int) -> None:
+    def _add(self, member: Member, update: Update, staleness: int) -> None:
         """Asynchronous SGD: the next version in one pass over what came."""
         weight = self._weight.of(staleness, self._workers)
-        following = self._spare()
+        following = self._versions.spare()
         numbers = self._compensated(member, update)
         for now, pieces, out in zip(self.current.ranges, numbers, following.ranges, strict=True):
             for at, piece in _placed(pieces):
@@ -335,7 +266,7 @@ class Shard:
                 torch.add(now[at:stop], piece, alpha=weight, out=out[at:stop])
         self._publish_one(member, update, following, staleness)
 
-    def _add_draft(self, member: _Member, update: Update, draft: _Draft, staleness: int) -> None:
+    def _add_draft(self, member: Member, update: Update, draft: Draft, staleness: int) -> None:
         """The next version has been written already, but perhaps on one that is no longer the newest."""
         member.draft = None
         weight = self._weight.of(staleness, self._workers)
@@ -345,12 +276,12 @@ class Shard:
         draft.base.done()
         self._publish_one(member, update, draft.following, staleness)
 
-    def _publish_one(self, member: _Member, update: Update, following: Version, staleness: int) -> None:
-        self._publish(following)
+    def _publish_one(self, member: Member, update: Update, following: Version, staleness: int) -> None:
+        self._versions.publish(following)
         member.own.append(self.version)
         member.applied.append(Applied(update.seq, self.version, staleness, update.samples))
 
-    def _collect(self, member: _Member, update: Update, staleness: int) -> None:
+    def _collect(self, member: Member, update: Update, staleness: int) -> None:
         """Add the update, weighted by its staleness and its samples, to what waits to be applied."""
         if not self._sums:
             self._sums = [torch.empty_like(one) for one in self.current.ranges]
@@ -367,11 +298,11 @@ class Shard:
         group, self._group = self._group, []
         samples = sum(max(update.samples, 0) for update, _ in group)
         arrived = Arrived(len(group), self._when.collect, self._workers)
-        following = self._spare()
+        following = self._versions.spare()
         for index, (now, total, out) in enumerate(zip(self.current.ranges, self._sums, following.ranges, strict=True)):
             mean = total.div_(samples) if samples else self._nothing(now, total)
             self._then.arrive(now, mean, arrived, self._velocity[index] if self._velocity else None, out)
-        self._publish(following)
+        self._versions.publish(following)
         for update, staleness in group:
             if member := self.members.get(update.worker):
                 member.applied.append(Applied(update.seq, self.version, staleness, update.samples))
@@ -389,7 +320,7 @@ class Shard:
         adaptive = isinstance(weight, delay_compensated) and weight.adaptive
         return [torch.zeros_like(one) for one in theta] if adaptive else []
 
-    def _compensated(self, member: _Member, update: Update) -> Sequence[Sequence[Tensor]]:
+    def _compensated(self, member: Member, update: Update) -> Sequence[Sequence[Tensor]]:
         weight = self._weight
         if not isinstance(weight, delay_compensated) or not update.lr:
             return update.numbers
@@ -401,30 +332,15 @@ class Shard:
             whole.append((weight.compensate(flat, update.lr, self.current.ranges[index], old.ranges[index], squares),))
         return whole
 
-    def _remember(self, member: _Member) -> None:
+    def _remember(self, member: Member) -> None:
         """The worker has the newest version now; what it computes on that may have to be compensated."""
         if isinstance(self._weight, delay_compensated) and self.version not in member.read:
             member.read[self.version] = self.read()
 
-    def _forget(self, member: _Member, version: int) -> None:
+    def _forget(self, member: Member, version: int) -> None:
         """Nothing more will come that was computed on a version before this one."""
         for number in [one for one in member.read if one < version]:
             member.read.pop(number).done()
-
-    # --- versions -------------------------------------------------------------------------------------------------
-
-    def _spare(self) -> Version:
-        """Numbers to write the next version into: those of an old one that nobody reads any more, if there is one."""
-        free = next((one for one in self._retired if not one.held), None)
-        if free is None:
-            return Version(-1, [torch.empty_like(one) for one in self.current.ranges])
-        self._retired.remove(free)
-        return free
-
-    def _publish(self, following: Version) -> None:
-        following.number = self.version + 1
-        self._retired.append(self.current)
-        self.current = following
 
 
 def _alone(then: OnParameters) -> OnParameters:

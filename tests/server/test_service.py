@@ -601,4 +601,4 @@ def test_numbers_of_versions_that_were_read_are_used_again(serving: Serving, len
                 gone.send_multipart(next(encode(1, m.Read(False))))
         for seq in range(20 * turn + 1, 20 * turn + 21):
             hear(push(wire, seq, [torch.ones(length)], seq - 1), theta)
-    assert len(service._desk._shard._retired) < 20  # type: ignore[attr-defined]
+    assert len(service._desk._shard._versions._retired) < 20  # type: ignore[attr-defined]

@@ -17,7 +17,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 from torch import Tensor
 
-from stretto.server.shard import Applied, Reply, Shard, Update, Version
+from stretto.server.member import Applied
+from stretto.server.shard import Reply, Shard, Update
+from stretto.server.versions import Version
 from stretto.then import (
     Arrived,
     Memory,
