@@ -63,7 +63,7 @@ class Trainer:
         meet = evaluate_every * self.wire.workers if evaluate_every and evaluate else None
         self.dealer = Dealer(loader, self.wire, seat.join, recipe.when if recipe else None, meet)
         self.weights, self.arrivals = Weights(self.wire), Arrivals(self.wire)
-        self.referee = Referee(self, seat, evaluate, evaluate_every)
+        self.referee = Referee(self, seat, evaluate, self._evaluations(evaluate_every))
         self.steps = self.hands_done = self.rounds_done = 0
         self.samples = self.own_samples = 0
         self.hands: Hands | None = None
@@ -90,6 +90,16 @@ class Trainer:
             self._skips,
         )
         self._say_start(seat)
+
+    def _evaluations(self, every: int | None) -> int | None:
+        """After how many steps to evaluate; None is at the end of each pass. A stream knows no common step."""
+        if every is None or self.recipe is None or not self.recipe.asynchronous or self.dealer.leases:
+            return every
+        self.journal.notice(
+            "nobody hands out a stream's batches, so workers that do not wait can't meet after so many: "
+            "evaluate_every is left out, and the end of each pass is evaluated"
+        )
+        return None
 
     # --- passes -----------------------------------------------------------------------------------------------
 
