@@ -149,7 +149,7 @@ def _task(worker: int, order: Order, folder: Path) -> dict[str, str]:
         "STRETTO_JOIN": str(order.join) if order.join > 1 else None,
         "STRETTO_KEEP_STATES": "1" if order.keep_states else None,
         "STRETTO_SLOW": str(slow[worker]) if worker in slow else None,
-        "STRETTO_ON_NAN": order.on_nan,
+        "STRETTO_ON_NAN": order.on_nan if order.on_nan != "stop" else None,
     }
     return {name: value for name, value in asked.items() if value is not None}
 

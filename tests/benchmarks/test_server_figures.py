@@ -7,8 +7,8 @@ import sys
 import psutil
 import pytest
 
-from benchmarks import against, figures, push, server, tables, unequal, updates
-from benchmarks.measure import save
+from benchmarks import against, figures, overlap, push, server, tables, unequal, updates
+from benchmarks.measure import Ratio, save
 from benchmarks.pace import in_turns
 from benchmarks.peers import Rate, update_of
 from benchmarks.peers.processes import Child
@@ -125,6 +125,10 @@ def ended(recipe, seed, speed, seconds=1.0):
 
 
 def test_a_recipe_is_set_against_the_barrier_of_its_seed():
+    trained = {"samples_per_second": 80.0, "staleness": {"mean": 1.5}, "metrics": {"test_accuracy": 0.9}}
+    sides = {side: overlap._side([trained]) for side in overlap.SIDES.values()}
+    case = {"ratio": Ratio(1.25, 0.1).record(), "sides": sides}
+    save("overlap", {"question": "how fast", "script": "train.py", "starts": 1, "cases": {"slow": case}}, folder=folder)
     outcomes = [ended("allreduce", 0, 10.0), ended("allreduce", 1, 20.0)]
     outcomes += [ended("async_sgd", 0, 30.0), ended("async_sgd", 1, 60.0, None)]
     found = unequal.summary(outcomes, "async_sgd")
@@ -134,6 +138,10 @@ def test_a_recipe_is_set_against_the_barrier_of_its_seed():
 
 
 def test_a_run_that_failed_is_no_figure():
+    trained = {"samples_per_second": 80.0, "staleness": {"mean": 1.5}, "metrics": {"test_accuracy": 0.9}}
+    sides = {side: overlap._side([trained]) for side in overlap.SIDES.values()}
+    case = {"ratio": Ratio(1.25, 0.1).record(), "sides": sides}
+    save("overlap", {"question": "how fast", "script": "train.py", "starts": 1, "cases": {"slow": case}}, folder=folder)
     outcomes = [ended("allreduce", 0, 10.0), ended("async_sgd", 0, None, None)]
     assert unequal.summary(outcomes, "async_sgd")["ratio"] is None
 
@@ -167,6 +175,10 @@ def kept(folder):
     sides = {name: against._side([Rate(7.0, 1e9)], [Rate(21.0, 3e9)]) for name in (against.OURS, "other")}
     case = {"parameters": 25_000_000, "workers": 2, "sides": sides}
     save("peers", {"sides": [against.OURS, "other"], "cases": [case]}, folder=folder)
+    trained = {"samples_per_second": 80.0, "staleness": {"mean": 1.5}, "metrics": {"test_accuracy": 0.9}}
+    sides = {side: overlap._side([trained]) for side in overlap.SIDES.values()}
+    case = {"ratio": Ratio(1.25, 0.1).record(), "sides": sides}
+    save("overlap", {"question": "how fast", "script": "train.py", "starts": 1, "cases": {"slow": case}}, folder=folder)
     outcomes = [ended("allreduce", 0, 10.0), ended("async_sgd", 0, 30.0, None)]
     recipes = {recipe: unequal.summary(outcomes, recipe) for recipe in ("allreduce", "async_sgd")}
     about = {"wanted": 2.5, "wanted_of": ["async_sgd"], "against": "allreduce", "workers": 4, "slow": {"1": 5.0}}
@@ -185,6 +197,7 @@ def test_the_page_shows_the_servers_tables(tmp_path):
     assert "| CURVE, 1 shard | 100 | 200 |" in written
     assert "| 25 M | 2 | other | 7 | 1.00 | 3.000 |" in written
     assert "| digits, 95% | async_sgd | 30 | 3.000 | at least 2.5 | reached in 0 of 1 runs |  |" in written
+    assert "| slow | 1.250 ± 0.100 | downpour(every=8, overlap=True) | 80 | 1.50 | 0.900 |" in written
     assert all(f"\n{name}: 2" in written for name in tables.TABLES)
 
 

@@ -73,7 +73,8 @@ def test_servers_find_their_place_and_workers_find_them(place: Place) -> None:
     assert all(re.fullmatch(r"127\.0\.0\.1:\d+", one) for one in addresses)
     for one in workers:
         assert one["STRETTO_RECIPE"] == "async_sgd(shards=2)"
-        assert not {"STRETTO_SERVER_KEYS", "STRETTO_SHARD", "STRETTO_ON_NAN"} & set(one)
+        assert one["STRETTO_ON_NAN"] == "skip"
+        assert not {"STRETTO_SERVER_KEYS", "STRETTO_SHARD"} & set(one)
 
 
 def test_the_servers_inherit_the_sockets_that_workers_are_sent_to(place: Place) -> None:
@@ -436,11 +437,12 @@ def test_a_line_that_cannot_be_is_one_clear_error(
 
 def test_what_is_typed_reaches_the_servers(place: Place) -> None:
     place.service(TELL)
-    line = ["--recipe", "allreduce", "--servers", "2", "--on-nan", "skip", "--slow", "1:2", "-n2", "--lr", "0.1"]
+    line = ["--recipe", "async_sgd", "--servers", "2", "--on-nan", "skip", "--slow", "1:2", "-n2", "--lr", "0.1"]
     process = place.stretto("run", place.script(KEEP), *line, "--out", "here")
     _, err = process.communicate(timeout=15)
     assert process.returncode == 0, err
     assert "on_nan='skip'" in told(Path("here"), 1)[0]
-    assert environments(2)[1]["STRETTO_RECIPE"] == "Recipe(whom=server(shards=2))"
+    assert environments(2)[1]["STRETTO_RECIPE"] == "async_sgd(shards=2)"
+    assert environments(2)[1]["STRETTO_ON_NAN"] == "skip"
     asked = json.loads(Path("here/run.json").read_text())
     assert (asked["servers"], asked["slow"], asked["args"]) == (2, "1:2", ["--lr", "0.1"])
