@@ -125,10 +125,6 @@ def ended(recipe, seed, speed, seconds=1.0):
 
 
 def test_a_recipe_is_set_against_the_barrier_of_its_seed():
-    trained = {"samples_per_second": 80.0, "staleness": {"mean": 1.5}, "metrics": {"test_accuracy": 0.9}}
-    sides = {side: overlap._side([trained]) for side in overlap.SIDES.values()}
-    case = {"ratio": Ratio(1.25, 0.1).record(), "sides": sides}
-    save("overlap", {"question": "how fast", "script": "train.py", "starts": 1, "cases": {"slow": case}}, folder=folder)
     outcomes = [ended("allreduce", 0, 10.0), ended("allreduce", 1, 20.0)]
     outcomes += [ended("async_sgd", 0, 30.0), ended("async_sgd", 1, 60.0, None)]
     found = unequal.summary(outcomes, "async_sgd")
@@ -138,10 +134,6 @@ def test_a_recipe_is_set_against_the_barrier_of_its_seed():
 
 
 def test_a_run_that_failed_is_no_figure():
-    trained = {"samples_per_second": 80.0, "staleness": {"mean": 1.5}, "metrics": {"test_accuracy": 0.9}}
-    sides = {side: overlap._side([trained]) for side in overlap.SIDES.values()}
-    case = {"ratio": Ratio(1.25, 0.1).record(), "sides": sides}
-    save("overlap", {"question": "how fast", "script": "train.py", "starts": 1, "cases": {"slow": case}}, folder=folder)
     outcomes = [ended("allreduce", 0, 10.0), ended("async_sgd", 0, None, None)]
     assert unequal.summary(outcomes, "async_sgd")["ratio"] is None
 
