@@ -161,6 +161,13 @@ def _tensor(chunk: Any, dtype: torch.dtype) -> Tensor:
     return found.view(dtype)
 
 
+def placed(pieces: Sequence[Tensor], start: int = 0) -> Iterator[tuple[int, Tensor]]:
+    """Each piece with where it begins, the first at `start`."""
+    for piece in pieces:
+        yield start, piece
+        start += piece.numel()
+
+
 def whole(pieces: Pieces, dtype: str) -> Tensor:
     """A tensor in one piece."""
     if len(pieces) == 1:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from stretto.server.member import Applied, Draft, Member
+from stretto.server.parcels import placed
 from stretto.server.versions import Version, Versions
 from stretto.then import Arrived, OnParameters, Velocity, add, constant, delay_compensated, outer, pull, replace
 from stretto.when import on_arrival
@@ -261,7 +262,7 @@ class Shard:
         following = self._versions.spare()
         numbers = self._compensated(member, update)
         for now, pieces, out in zip(self.current.ranges, numbers, following.ranges, strict=True):
-            for at, piece in _placed(pieces):
+            for at, piece in placed(pieces):
                 stop = at + piece.numel()
                 torch.add(now[at:stop], piece, alpha=weight, out=out[at:stop])
         self._publish_one(member, update, following, staleness)
@@ -290,7 +291,7 @@ class Shard:
                 total.zero_()
         weight = self._weight.of(staleness, self._workers) * max(update.samples, 0)
         for total, pieces in zip(self._sums, self._compensated(member, update), strict=True):
-            for at, piece in _placed(pieces):
+            for at, piece in placed(pieces):
                 total[at : at + piece.numel()].add_(piece, alpha=weight)
         self._group.append((update, staleness))
 
@@ -345,15 +346,6 @@ class Shard:
 
 def _alone(then: OnParameters) -> OnParameters:
     return replace() if isinstance(then, pull) else add()
-
-
-def _placed(pieces: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
-    """Each piece with where it begins."""
-    placed, at = [], 0
-    for piece in pieces:
-        placed.append((at, piece))
-        at += piece.numel()
-    return placed
 
 
 def is_finite(pieces: Sequence[Tensor]) -> bool:

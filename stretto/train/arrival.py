@@ -43,9 +43,8 @@ class _FlatRange:
 
 @dataclass(slots=True)
 class _Sent:
-    """An exchange under way: its number, and the leases whose work it carries."""
+    """An exchange under way, and the leases whose work it carries."""
 
-    seq: int
     ticket: Ticket
     leases: list[Lease]
 
@@ -76,7 +75,7 @@ class ArrivalExchange:
         self._wire, self._watch, self._optimizer = wire, watch, optimizer
         self._on_settled, self._on_end = on_settled, on_end
         self._skips = skips
-        self._arena, self._arena_number = arena, arena_number
+        self._arena_number = arena_number
         self._groups = _groups(optimizer)
         self._elastic = isinstance(recipe.then, pull) and wire.workers > 1
         self.ranges = [_FlatRange(part, recipe.how) for part in arena.parts]
@@ -183,7 +182,7 @@ class ArrivalExchange:
         if is_left_out:
             samples, leases, parts = 0, [], self._nothing()
         update = Update(self._seq, self._computed_on, samples, lr, parts)
-        self._sent = _Sent(self._seq, self._wire.push(self._arena_number, update), leases)
+        self._sent = _Sent(self._wire.push(self._arena_number, update), leases)
         for one in self.ranges:
             one.mark.copy_(one.part.theta)
         self._computed_on, self._fresh = self.versions, True

@@ -12,7 +12,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from stretto.errors import WireError
 from stretto.server import messages as m
-from stretto.server.parcels import LARGEST_FRAME, Assembly, Pieces, encode
+from stretto.server.parcels import LARGEST_FRAME, Assembly, Pieces, encode, placed
 from stretto.server.service import SMALL_BYTES, WorkerKeys, name_of
 from stretto.wire.tcp import tcp_bytes
 
@@ -146,10 +146,8 @@ class Link:
 def _pour(tensors: list[Pieces], sink: Sink) -> None:
     """Give a reply that has come before it was waited for to a sink."""
     for index, pieces in enumerate(tensors):
-        at = 0
-        for piece in pieces:
+        for at, piece in placed(pieces):
             sink(index, at, piece)
-            at += piece.numel()
 
 
 def _dealer(context: zmq.Context[Any], worker: int, keys: WorkerKeys | None) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from stretto.errors import WireError
 from stretto.server import messages as m
 from stretto.server.memory import keep_freed_memory
-from stretto.server.parcels import Pieces, whole
+from stretto.server.parcels import Pieces, kind, placed, whole
 from stretto.server.service import WorkerKeys
 from stretto.wire.link import Link, Sink
 from stretto.wire.seam import Traffic, as_bytes
@@ -53,9 +53,8 @@ class _EveryTicket:
     number: int
 
     def wait(self) -> Answer:
-        kind = str(self.like.dtype).removeprefix("torch.")
         found = self.wire.answered(self.shard, self.number)
-        return [whole(pieces, kind).to(self.like.device) for pieces in found]
+        return [whole(pieces, kind(self.like)).to(self.like.device) for pieces in found]
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,12 +244,6 @@ class ServerWire:
         return [bytes(whole(pieces, "uint8").numpy()) for pieces in tensors]
 
 
-def _placed(start: int, pieces: Pieces) -> Iterator[tuple[int, Tensor]]:
-    for piece in pieces:
-        yield start, piece
-        start += piece.numel()
-
-
 def _write(flat: Tensor, pieces: Pieces) -> None:
-    for at, piece in _placed(0, pieces):
+    for at, piece in placed(pieces):
         flat[at : at + piece.numel()].copy_(piece)
