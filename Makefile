@@ -2,25 +2,36 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+READY_GPU := $(VENV)/.ready-gpu
+SOURCES := $(wildcard CMakeLists.txt stretto/kernels/*.?pp)
+# The second and third pin what the native kernels are built with, for pip from 25.3 on and before.
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
+export PIP_BUILD_CONSTRAINT := $(CURDIR)/constraints.txt
+export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 
 .PHONY: help install demo test check bench clean
 
 help:               ## this list
 	@grep -E '^[a-z]+: .*##' $(MAKEFILE_LIST) | sed -E 's/: .*## /\t/'
 
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml constraints.txt $(SOURCES)
 	@$(PYTHON) -c 'import sys; sys.exit("stretto needs Python 3.11 or newer, this is " + sys.version.split()[0] + "; try: make PYTHON=python3.11") if sys.version_info < (3, 11) else None'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[demo,dev]"
+	$(PIP) torch
+	$(PIP) -e ".[demo,dev]"
 	@touch $(READY)
+
+# The extra `gpu` without a second build: Triton's interpreter tests its kernels on machines without a GPU.
+$(READY_GPU): $(READY)
+	$(PIP) "triton>=3.2; platform_system == 'Linux' and platform_machine == 'x86_64'"
+	@touch $(READY_GPU)
 
 install: $(READY)   ## make the virtual environment
 
 demo: $(READY)      ## compare three recipes with one machine on the digits
 	$(BIN)/stretto compare examples/digits.py -n 4 --recipe allreduce --recipe "local_sgd(every=16)" --recipe "diloco(every=50)" --target "test_accuracy>=0.95"
 
-test: $(READY)      ## the laws
+test: $(READY_GPU)  ## the laws
 	$(BIN)/python -m pytest
 
 check: $(READY)     ## style, types and the house
@@ -33,4 +44,4 @@ bench: $(READY)     ## the figures of docs/figures.md
 	$(BIN)/python -m benchmarks
 
 clean:              ## remove what make made
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) build *.egg-info stretto/kernels/_native*.so

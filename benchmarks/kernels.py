@@ -1,0 +1,156 @@
+"""How fast are the native kernels against copying memory, and against the same in torch operations?
+
+One thread, 25 million numbers. GB/s count the gradient once, 4n bytes a pass, whatever is read and written besides: a
+kernel with the residual reads the gradient and the residual and writes the residual, memcpy reads and writes once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.measure import Ratio, Spread, save
+from stretto import kernels
+
+NUMBERS = 25_000_000
+ROUNDS = 15
+TIMES_TORCH = 10.0
+BUCKET = 2048
+TAU = 2.59
+"""One number in a hundred of the gradient and residual below is larger."""
+
+Pass = Callable[[Tensor, Tensor | None], Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kernel, the same as one writes it with torch, and the share of memcpy's speed it should reach."""
+
+    ours: Pass
+    torch: Callable[[Tensor, Tensor], Any]
+    wanted: float | None = None
+
+
+def torch_threshold(x: Tensor, owed: Tensor) -> tuple[Tensor, Tensor]:
+    """abs, nonzero, and what is sent is taken away."""
+    owed += x
+    indices = (owed.abs() >= TAU).nonzero().view(-1)
+    negative = owed[indices] < 0
+    owed[indices] -= torch.where(negative, -TAU, TAU)
+    return indices, negative
+
+
+def torch_top_k(x: Tensor, owed: Tensor) -> tuple[Tensor, Tensor]:
+    """torch.topk of the magnitudes."""
+    owed += x
+    indices = owed.abs().topk(owed.numel() // 100).indices.sort().values
+    values = owed[indices]
+    owed[indices] = 0
+    return indices, values
+
+
+def torch_top_k_of_chunks(x: Tensor, owed: Tensor) -> tuple[Tensor, Tensor]:
+    """torch.topk of every row."""
+    owed += x
+    rows = owed[: owed.numel() // 4096 * 4096].view(-1, 4096)
+    indices = rows.abs().topk(64, dim=1).indices
+    values = rows.gather(1, indices)
+    rows.scatter_(1, indices, 0.0)
+    return indices, values
+
+
+def torch_sign(x: Tensor, owed: Tensor) -> tuple[Tensor, Tensor]:
+    """Two means a bucket, bits packed by shifts."""
+    owed += x
+    rows = owed[: owed.numel() // BUCKET * BUCKET].view(-1, BUCKET)
+    bits = rows >= 0
+    count = bits.sum(1, keepdim=True)
+    high = rows.clamp(min=0).sum(1, keepdim=True) / count.clamp(min=1)
+    low = rows.clamp(max=0).sum(1, keepdim=True) / (BUCKET - count).clamp(min=1)
+    rows -= torch.where(bits, high, low)
+    eights = bits.view(-1, 8).to(torch.uint8) << torch.arange(8, dtype=torch.uint8)
+    return eights.sum(1, dtype=torch.uint8), torch.cat([low, high], 1)
+
+
+def torch_quantise(x: Tensor, owed: Tensor) -> tuple[Tensor, Tensor]:
+    """Levels of each bucket's largest, rounded at random."""
+    owed += x
+    rows = owed[: owed.numel() // BUCKET * BUCKET].view(-1, BUCKET)
+    scale = rows.abs().amax(1, keepdim=True)
+    levels = (rows / scale * 127).add_(torch.rand_like(rows)).floor_().clamp_(-127, 127)
+    rows -= levels * (scale / 127)
+    return levels.add_(127).to(torch.uint8), scale
+
+
+def cases() -> dict[str, Case]:
+    """What is measured, of the native kernels."""
+    from stretto.kernels import native as n
+
+    return {
+        "threshold 1%": Case(lambda x, owed: n.take_threshold(x, owed, TAU), torch_threshold, 0.5),
+        "top-k 1%": Case(lambda x, owed: n.take_largest(x, owed, x.numel() // 100), torch_top_k, 0.25),
+        "top-64 of 4096": Case(lambda x, owed: n.take_largest_per_chunk(x, owed, 4096, 64), torch_top_k_of_chunks),
+        "sign, two means": Case(lambda x, owed: n.sign_pack(x, owed, BUCKET, True), torch_sign, 0.5),
+        "8 bits, stochastic": Case(lambda x, owed: n.quantise(x, owed, 127, BUCKET, "max", 1), torch_quantise, 0.5),
+    }
+
+
+def run(rounds: int | None = None, numbers: int = NUMBERS) -> None:
+    """Measure, print, keep."""
+    reason = kernels.why_not_native()
+    if reason:
+        raise SystemExit(f"there are no native kernels to measure: {reason}")
+    torch.set_num_threads(1)
+    found = {name: _measured(case, rounds or ROUNDS, numbers) for name, case in cases().items()}
+    print("\n".join(_lines(found)))
+    trial = numbers < NUMBERS or (rounds or ROUNDS) < ROUNDS
+    path = save("kernels", {"numbers": numbers, "times_torch_wanted": TIMES_TORCH, "cases": found}, trial=trial)
+    print(f"kept in {path}")
+
+
+def _measured(case: Case, rounds: int, numbers: int) -> dict[str, Any]:
+    """The sides take turns; each finds the same residual, and memory that it has touched before."""
+    draw = torch.Generator().manual_seed(0)
+    x, kept = (torch.randn(numbers, generator=draw) * size for size in (1.0, 0.1))
+    owed, copy = kept.clone(), torch.empty(numbers)
+    sides: dict[str, Callable[[], Any]] = {
+        "memcpy": lambda: copy.copy_(x),
+        "with residual": lambda: case.ours(x, owed),
+        "without": lambda: case.ours(x, None),
+        "torch": lambda: case.torch(x, owed),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    for turn in range(rounds + 1):
+        for name in list(sides)[:: 1 if turn % 2 else -1]:
+            owed.copy_(kept)
+            begin = time.perf_counter()
+            sides[name]()
+            seconds[name].append(time.perf_counter() - begin)
+    return _record(case, {name: each[1:] for name, each in seconds.items()}, 4 * numbers / 1e9)
+
+
+def _record(case: Case, seconds: dict[str, list[float]], gb: float) -> dict[str, Any]:
+    def against(side: str, other: str) -> dict[str, float | None]:
+        return Ratio.of([[one] for one in seconds[side]], [[one] for one in seconds[other]]).record()
+
+    return {
+        "gb_per_s": {name: Spread.of([gb / one for one in each]).record() for name, each in seconds.items()},
+        "of_memcpy": against("with residual", "memcpy"),
+        "of_memcpy_without": against("without", "memcpy"),
+        "times_torch": against("with residual", "torch"),
+        "wanted": case.wanted,
+    }
+
+
+def _lines(found: dict[str, dict[str, Any]]) -> Iterator[str]:
+    for name, one in found.items():
+        speeds = ", ".join(f"{side} {speed['median']:.2f}" for side, speed in one["gb_per_s"].items())
+        yield f"{name}: {speeds} GB/s"
+        wanted = f" (wanted {one['wanted']:g} and {TIMES_TORCH:g})" if one["wanted"] else ""
+        share, times = one["of_memcpy"]["median"], one["times_torch"]["median"]
+        yield f"  with residual {share:.2f} of memcpy, {times:.1f} times torch{wanted}"

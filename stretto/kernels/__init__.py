@@ -1,0 +1,82 @@
+"""The passes over many numbers that codecs are made of, for each device: `on(tensor)` gives those that fit a tensor.
+
+`native` (C++: float32 on the CPU), `gpu` (Triton: float32 on CUDA) and `reference` (torch operations: everything) have
+the same functions and the same results. Where the native ones are not built, or are older than their source, the
+reference does their work, and one line on stderr says so. `STRETTO_KERNELS=reference` asks for it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from stretto.errors import StrettoError, explain
+from stretto.later import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+HOUSE = Path(__file__).parent
+
+
+def on(tensor: Tensor) -> ModuleType:
+    """The kernels that fit a tensor: its device, dtype and layout."""
+    from stretto.kernels import reference
+
+    if tensor.dtype != torch.float32 or not tensor.is_contiguous() or _reference_asked():
+        return reference
+    if tensor.device.type == "cpu":
+        return _of_cpu() or reference
+    return _of_cuda() or reference if tensor.device.type == "cuda" else reference
+
+
+def why_not_native(house: Path = HOUSE) -> str | None:
+    """Why the native kernels can't be used, or None where they can."""
+    try:
+        built = import_module("stretto.kernels._native").SOURCES
+    except ImportError as error:
+        missing = isinstance(error, ModuleNotFoundError)
+        return "they are not built" if missing else f"they can't be loaded ({error})"
+    return None if digest(house) in (built, None) else "they are older than their source, or newer"
+
+
+def digest(house: Path = HOUSE) -> str | None:
+    """What the sources beside this file are known by; None where there are none, as in a wheel."""
+    sources = sorted([*house.glob("*.cpp"), *house.glob("*.hpp")])
+    each = "".join(hashlib.sha256(one.read_bytes()).hexdigest() for one in sources)
+    return hashlib.sha256(each.encode()).hexdigest() if sources else None
+
+
+def _reference_asked() -> bool:
+    asked = os.environ.get("STRETTO_KERNELS", "")
+    if asked not in ("", "reference"):
+        expected = "reference, or nothing for the quickest that fit"
+        problem = "STRETTO_KERNELS names no kernels that can be asked for"
+        raise StrettoError(explain(problem, got=asked, expected=expected, to_type="STRETTO_KERNELS=reference"))
+    return asked == "reference"
+
+
+@cache
+def _of_cpu() -> ModuleType | None:
+    reason = why_not_native()
+    if reason is None:
+        return import_module("stretto.kernels.native")
+    if os.environ.get("RANK", "0") == "0":
+        sys.stderr.write(
+            f"stretto: without native kernels: {reason}. Codecs compute the same with torch operations, many times "
+            "slower. With a C++ compiler at hand `pip install .` builds them (`pip install -e .` in a clone).\n"
+        )
+    return None
+
+
+@cache
+def _of_cuda() -> ModuleType | None:
+    there = find_spec("triton") is not None and find_spec("stretto.kernels.gpu") is not None
+    return import_module("stretto.kernels.gpu") if there else None

@@ -1,0 +1,178 @@
+// The kernels for Python: tensors in, checked; tensors out. The interpreter's lock is free while they work.
+#include "kernels.hpp"
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+
+#include <optional>
+#include <stdexcept>
+
+namespace nb = nanobind;
+using namespace stretto;
+
+namespace {
+
+template <class T> using Flat = nb::ndarray<T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+template <class T> using Given = nb::ndarray<nb::pytorch, T, nb::ndim<1>>;
+using In = Flat<const float>;
+using Owed = std::optional<Flat<float>>;
+
+template <class T> Given<T> give(Array<T> array) {
+    size_t size = array.size();
+    T *data = array.release();
+    nb::capsule owner(data, [](void *memory) noexcept { std::free(memory); });
+    return Given<T>(data, {size}, owner);
+}
+
+template <class A, class B> nb::tuple give(A first, B second) {
+    return nb::make_tuple(give(std::move(first)), give(std::move(second)));
+}
+
+void require(bool holds, const char *what) {
+    if (!holds) throw std::invalid_argument(what);
+}
+
+size_t length(const In &x) {
+    require(x.size() < size_t{1} << 31, "a tensor has 2^31 numbers or more");
+    return x.size();
+}
+
+float *fitting(const In &x, const Owed &owed) {
+    if (!owed) return nullptr;
+    require(owed->size() == x.size(), "the residual has another length");
+    return owed->data();
+}
+
+size_t positive(int64_t number, const char *what) {
+    require(number >= 1, what);
+    return size_t(number);
+}
+
+size_t not_negative(int64_t number, const char *what) {
+    require(number >= 0, what);
+    return size_t(number);
+}
+
+template <class Work> auto unlocked(const Work &work) {
+    nb::gil_scoped_release release;
+    return work();
+}
+
+size_t buckets(size_t n, size_t bucket) { return (n + bucket - 1) / bucket; }
+
+int known(int levels) {
+    require(levels == 127 || levels == 7 || levels == 1, "levels are 127, 7 or 1");
+    return levels;
+}
+
+nb::tuple largest(In x, Owed owed, int64_t k, size_t threads) {
+    size_t n = length(x), wanted = not_negative(k, "k is negative");
+    float *residual = fitting(x, owed);
+    auto found = unlocked([&] { return take_largest(x.data(), residual, n, wanted, threads); });
+    return give(std::move(found.indices), std::move(found.values));
+}
+
+nb::tuple largest_per_chunk(In x, Owed owed, int64_t chunk, int64_t k, size_t threads) {
+    size_t n = length(x), wanted = not_negative(k, "k is negative"), size = positive(chunk, "a chunk holds nothing");
+    float *residual = fitting(x, owed);
+    auto found = unlocked([&] { return take_largest_per_chunk(x.data(), residual, n, size, wanted, threads); });
+    return give(std::move(found.indices), std::move(found.values));
+}
+
+nb::tuple above(In x, Owed owed, float tau, size_t threads) {
+    size_t n = length(x);
+    float *residual = fitting(x, owed);
+    auto found = unlocked([&] { return take_above(x.data(), residual, n, tau, threads); });
+    return give(std::move(found.indices), std::move(found.values));
+}
+
+nb::tuple moved_further(In x, Owed owed, In moved, float scale, size_t threads) {
+    size_t n = length(x);
+    float *residual = fitting(x, owed);
+    require(moved.size() == n, "what moved has another length");
+    auto found = unlocked([&] { return take_moved(x.data(), residual, moved.data(), n, scale, threads); });
+    return give(std::move(found.indices), std::move(found.values));
+}
+
+nb::tuple threshold(In x, Owed owed, float tau, size_t threads) {
+    size_t n = length(x);
+    float *residual = fitting(x, owed);
+    auto found = unlocked([&] { return take_threshold(x.data(), residual, n, tau, threads); });
+    return give(std::move(found.indices), std::move(found.negative));
+}
+
+Given<uint8_t> pack(Flat<const int32_t> indices, int64_t n) {
+    size_t places = not_negative(n, "n is negative");
+    return give(unlocked([&] { return pack_indices(indices.data(), indices.size(), places); }));
+}
+
+nb::tuple unpack(Flat<const uint8_t> message, int64_t n) {
+    size_t places = not_negative(n, "n is negative");
+    require(places < size_t{1} << 31, "a tensor has 2^31 numbers or more");
+    auto found = unlocked([&] { return unpack_indices(message.data(), message.size(), places); });
+    return nb::make_tuple(give(std::move(found.first)), found.second);
+}
+
+void add_values(Flat<float> total, Flat<const int32_t> indices, In values) {
+    require(indices.size() == values.size(), "there are not as many indices as values");
+    unlocked([&] { add_at(total.data(), total.size(), indices.data(), values.data(), values.size()); });
+}
+
+nb::tuple signs(In x, Owed owed, int64_t bucket, bool two, size_t threads) {
+    size_t n = length(x), size = positive(bucket, "a bucket holds nothing");
+    float *residual = fitting(x, owed);
+    auto coded = unlocked([&] { return sign_pack(x.data(), residual, n, size, two, threads); });
+    return give(std::move(coded.packed), std::move(coded.scales));
+}
+
+void add_signs(Flat<float> total, Flat<const uint8_t> packed, In scales, int64_t bucket, size_t threads) {
+    size_t n = total.size(), size = positive(bucket, "a bucket holds nothing");
+    require(packed.size() >= (n + 7) / 8 && scales.size() >= 2 * buckets(n, size), "signs or scales are missing");
+    unlocked([&] { add_sign(total.data(), n, packed.data(), scales.data(), size, threads); });
+}
+
+nb::tuple levels_of(In x, Owed owed, int levels, int64_t bucket, bool l2, bool stochastic, uint32_t seed,
+                    size_t threads) {
+    size_t n = length(x), size = positive(bucket, "a bucket holds nothing");
+    float *residual = fitting(x, owed);
+    known(levels);
+    auto coded = unlocked(
+        [&] { return quantise(x.data(), residual, n, levels, size, l2, stochastic, seed, threads); });
+    return give(std::move(coded.packed), std::move(coded.scales));
+}
+
+void add_levels(Flat<float> total, Flat<const uint8_t> packed, In scales, int levels, int64_t bucket, size_t threads) {
+    size_t n = total.size(), size = positive(bucket, "a bucket holds nothing");
+    require(packed.size() >= packed_bytes(n, known(levels)) && scales.size() >= buckets(n, size),
+            "codes or scales are missing");
+    unlocked([&] { add_quantised(total.data(), n, packed.data(), scales.data(), levels, size, threads); });
+}
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+    m.doc() = "The kernels in C++; stretto.kernels.native says what each does.";
+    auto x = [] { return nb::arg("x").noconvert(); };
+    auto owed = [] { return nb::arg("owed").noconvert().none(); };
+    m.attr("SOURCES") = STRETTO_SOURCES;
+    m.def("take_largest", &largest, x(), owed(), nb::arg("k"), nb::arg("threads"));
+    m.def("take_largest_per_chunk", &largest_per_chunk, x(), owed(), nb::arg("chunk"), nb::arg("k"),
+          nb::arg("threads"));
+    m.def("take_above", &above, x(), owed(), nb::arg("tau"), nb::arg("threads"));
+    m.def("take_moved", &moved_further, x(), owed(), nb::arg("moved").noconvert(), nb::arg("scale"),
+          nb::arg("threads"));
+    m.def("take_threshold", &threshold, x(), owed(), nb::arg("tau"), nb::arg("threads"));
+    m.def("pack_indices", &pack, nb::arg("indices").noconvert(), nb::arg("n"));
+    m.def("unpack_indices", &unpack, nb::arg("message").noconvert(), nb::arg("n"));
+    m.def("add_at", &add_values, nb::arg("total").noconvert(), nb::arg("indices").noconvert(),
+          nb::arg("values").noconvert());
+    m.def("sign_pack", &signs, x(), owed(), nb::arg("bucket"), nb::arg("two"), nb::arg("threads"));
+    m.def("add_sign", &add_signs, nb::arg("total").noconvert(), nb::arg("packed").noconvert(),
+          nb::arg("scales").noconvert(), nb::arg("bucket"), nb::arg("threads"));
+    m.def("quantise", &levels_of, x(), owed(), nb::arg("levels"), nb::arg("bucket"), nb::arg("l2"),
+          nb::arg("stochastic"), nb::arg("seed"), nb::arg("threads"));
+    m.def("add_quantised", &add_levels, nb::arg("total").noconvert(), nb::arg("packed").noconvert(),
+          nb::arg("scales").noconvert(), nb::arg("levels"), nb::arg("bucket"), nb::arg("threads"));
+}

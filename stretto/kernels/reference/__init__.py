@@ -1,0 +1,28 @@
+"""Every kernel in torch operations: any device, any float dtype. What the other kernels must agree with to the bit."""
+
+from stretto.kernels.reference.dense import add_quantised, add_sign, noise, quantise, sign_pack
+from stretto.kernels.reference.places import pack_indices, unpack_indices
+from stretto.kernels.reference.sparse import (
+    add_at,
+    take_above,
+    take_largest,
+    take_largest_per_chunk,
+    take_moved,
+    take_threshold,
+)
+
+__all__ = [
+    "add_at",
+    "add_quantised",
+    "add_sign",
+    "noise",
+    "pack_indices",
+    "quantise",
+    "sign_pack",
+    "take_above",
+    "take_largest",
+    "take_largest_per_chunk",
+    "take_moved",
+    "take_threshold",
+    "unpack_indices",
+]

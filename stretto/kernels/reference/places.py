@@ -1,0 +1,163 @@
+"""Ascending indices in few bytes: the gaps between them in Rice's code, or a bitmap, or the word "all".
+
+    message = empty                                            nothing
+            | 253                                              all n
+            | 254, n bits                                      bitmap, least significant bit first
+            | b in 0..30, count (LEB128), count codes, 0...    Rice's code of the gaps with b low bits
+
+A gap is `index - previous - 1`, with -1 before the first. Its code is `gap >> b` ones, a zero, and the low b bits of
+it, least significant first, in a little-endian stream of bits that ends with zeros to a whole byte. With count entries
+drawn at random from n the code is within 4% of the entropy, about `count * (log2(n / count) + 1.5)` bits.
+
+The shortest of the three is taken, Rice before bitmap, and "all" whenever count == n. So the bytes are at most
+`1 + ceil(n / 8)`. Of the b with the fewest bits the lowest is taken. It is one of floor(log2(mean gap)) (0 for a mean
+below 1) and its neighbours -1, +1, +2: `bits(b) = count (b + 1) + sum(gap >> b)` is convex in b, falls while
+2^b < mean / 3 and no longer falls where 2^b >= mean.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+ALL, BITMAP, MOST_LOW_BITS = 253, 254, 30
+"""The kinds of message that are not Rice's code, and the most low bits of one that is."""
+
+
+def pack_indices(indices: Tensor, n: int) -> Tensor:
+    """The message (uint8) that says which of `n` places `indices` are: int32, ascending, no two alike, all below n."""
+    count = indices.numel()
+    if count == 0:
+        return indices.new_empty(0, dtype=torch.uint8)
+    if count == n:
+        return indices.new_tensor([ALL], dtype=torch.uint8)
+    places = indices.long()
+    gaps = places.diff(prepend=places.new_tensor([-1])) - 1
+    bits, low = min((_rice_bits(gaps, low), low) for low in _low_bits_tried(int(places[-1]) + 1 - count, count))
+    head = [low, *_varint(count)]
+    if len(head) + (bits + 7) // 8 <= 1 + (n + 7) // 8:
+        return _joined(head, _rice(gaps, low, bits))
+    return _joined([BITMAP], places.new_zeros(n, dtype=torch.uint8).index_fill_(0, places, 1))
+
+
+def unpack_indices(message: Tensor, n: int) -> tuple[Tensor, int]:
+    """(indices (count,) int32 ascending, the bytes used of `message`); more bytes may follow those.
+
+    Raises ValueError where the message is cut off, names a place outside `n`, or has ones where it ends in zeros.
+    """
+    if message.numel() == 0:
+        return message.new_empty(0, dtype=torch.int32), 0
+    kind = int(message[0])
+    if kind == ALL and n > 0:
+        return torch.arange(n, dtype=torch.int32, device=message.device), 1
+    if kind == BITMAP:
+        return _from_bitmap(message, n)
+    if kind <= MOST_LOW_BITS:
+        return _from_rice(message, n, kind)
+    raise ValueError(f"{kind} is no kind of message about indices")
+
+
+def pack_bits(bits: Tensor) -> Tensor:
+    """Eight bits (uint8, 0 or 1) a byte, least significant first; the last byte is filled with zeros."""
+    padded = torch.nn.functional.pad(bits, (0, -bits.numel() % 8)).view(-1, 8)
+    return (padded << torch.arange(8, dtype=torch.uint8, device=bits.device)).sum(1, dtype=torch.uint8)
+
+
+def unpack_bits(packed: Tensor) -> Tensor:
+    """The bits (uint8, 0 or 1) of bytes, least significant first."""
+    return (packed[:, None] >> torch.arange(8, dtype=torch.uint8, device=packed.device) & 1).view(-1)
+
+
+def _joined(head: list[int], bits: Tensor) -> Tensor:
+    return torch.cat([bits.new_tensor(head), pack_bits(bits)])
+
+
+def _low_bits_tried(gaps: int, count: int) -> range:
+    middle = max((gaps // count).bit_length() - 1, 0)
+    return range(max(middle - 1, 0), min(middle + 2, MOST_LOW_BITS) + 1)
+
+
+def _rice_bits(gaps: Tensor, low: int) -> int:
+    return gaps.numel() * (low + 1) + int((gaps >> low).sum())
+
+
+def _rice(gaps: Tensor, low: int, bits: int) -> Tensor:
+    above = gaps >> low
+    zeros = (above + 1 + low).cumsum(0) - low - 1
+    stream = torch.ones(bits, dtype=torch.uint8, device=gaps.device)
+    stream[zeros] = 0
+    for bit in range(low):
+        stream[zeros + 1 + bit] = (gaps >> bit & 1).to(torch.uint8)
+    return stream
+
+
+def _varint(number: int) -> list[int]:
+    said = []
+    while number >= 128:
+        said.append(number & 127 | 128)
+        number >>= 7
+    return [*said, number]
+
+
+def _count(message: Tensor) -> tuple[int, int]:
+    """The number behind the first byte, in at most five bytes, and where it ends."""
+    number = 0
+    for at, byte in enumerate(message[1:6].tolist()):
+        number |= (byte & 127) << 7 * at
+        if byte < 128:
+            return number, at + 2
+    raise ValueError("a message about indices ends in its count, or the count does not end")
+
+
+def _from_bitmap(message: Tensor, n: int) -> tuple[Tensor, int]:
+    used = 1 + (n + 7) // 8
+    if message.numel() < used:
+        raise ValueError(f"a bitmap of {n} bits is cut off after {message.numel() - 1} bytes")
+    bits = unpack_bits(message[1:used])
+    if bool(bits[n:].any()):
+        raise ValueError(f"a bitmap of {n} bits has more ones behind its end")
+    return bits[:n].nonzero().view(-1).int(), used
+
+
+def _from_rice(message: Tensor, n: int, low: int) -> tuple[Tensor, int]:
+    count, start = _count(message)
+    if not 1 <= count <= n:
+        raise ValueError(f"a message about indices speaks of {count} entries of {n}")
+    most = count * (low + 1) + (n >> low)
+    bits = unpack_bits(message[start : start + (most + 7) // 8])
+    zeros = _next_zero(bits)
+    starts = _orbit((zeros + low + 1).clamp(max=bits.numel() + 1), count)
+    end = int(starts[count])
+    used = start + (end + 7) // 8
+    if end > bits.numel():
+        raise ValueError(f"a message about {count} indices is cut off or speaks of places outside {n}")
+    ends = zeros[starts[:-1]]
+    gaps = ends - starts[:-1] << low
+    for bit in range(low):
+        gaps |= bits[ends + 1 + bit].long() << bit
+    places = (gaps + 1).cumsum(0) - 1
+    if int(places[-1]) >= n or bool(bits[end : (used - start) * 8].any()):
+        raise ValueError(f"a message about indices names a place outside {n}, or ends in no zeros")
+    return places.int(), used
+
+
+def _next_zero(bits: Tensor) -> Tensor:
+    """For each position, and two behind the end, the first at or behind it that holds a zero."""
+    length = bits.numel()
+    at = torch.arange(length + 2, device=bits.device)
+    at[:length].masked_fill_(bits.bool(), length + 1)
+    return at.flip(0).cummin(0).values.flip(0)
+
+
+def _orbit(following: Tensor, count: int) -> Tensor:
+    """0, f(0), f(f(0)), ... to the count-th: in each turn twice as many, as f's power is squared."""
+    found = following.new_zeros(1)
+    while found.numel() <= count:
+        found = torch.cat([found, following[found]])
+        if found.numel() <= count:
+            following = following[following]
+    return found[: count + 1]

@@ -1,0 +1,39 @@
+"""The benchmark of the kernels: each side does the same work, and what is kept makes a table."""
+
+import json
+
+import pytest
+import torch
+
+from benchmarks import kernels, measure, tables
+
+pytestmark = pytest.mark.skipif(kernels.kernels.why_not_native() is not None, reason="no native kernels")
+NUMBERS = 409_600
+
+
+@pytest.mark.parametrize("name", ["threshold 1%", "top-k 1%", "top-64 of 4096", "sign, two means"])
+def test_torchs_way_leaves_what_ours_leaves(name):
+    case = kernels.cases()[name]
+    x = torch.randn(NUMBERS, generator=torch.Generator().manual_seed(1))
+    ours, theirs = (torch.full((NUMBERS,), 0.25) for _ in range(2))
+    case.ours(x, ours)
+    case.torch(x, theirs)
+    assert torch.allclose(ours, theirs, atol=1e-5)
+
+
+def test_eight_bits_leave_less_than_a_level_either_way():
+    case = kernels.cases()["8 bits, stochastic"]
+    x = torch.randn(NUMBERS, generator=torch.Generator().manual_seed(1))
+    for side in (case.ours, case.torch):
+        owed = torch.zeros(NUMBERS)
+        side(x, owed)
+        assert 0 < float(owed.abs().max()) <= float(x.abs().max()) / 127 * 1.001
+
+
+def test_a_trial_is_kept_and_makes_a_table(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(kernels, "save", lambda *about, **more: measure.save(*about, **more, folder=tmp_path))
+    kernels.run(rounds=1, numbers=NUMBERS)
+    assert "of memcpy" in capsys.readouterr().out
+    record = json.loads((tmp_path / "kernels-trial.json").read_text())
+    table = list(tables.kernels(record))
+    assert len([line for line in table if "at least 0.5" in line]) == 3
