@@ -90,13 +90,12 @@ def _checked(answer: Answer, name: str, kind: Any) -> object:
     fit, as_kind = _fit(value, kind)
     if fit:
         return as_kind
-    example = _example(type(answer), name)
     raise RecipeError(
         explain(
             f"{name} of {type(answer).__name__} can't be {literal(value)}",
             got=f"{literal(value)} ({type(value).__name__})",
             expected=describe(kind),
-            to_type=example,
+            to_type=_example(answer, name),
         )
     )
 
@@ -138,11 +137,17 @@ def describe(kind: Any) -> str:
     return plain.get(kind) or f"an answer to {kind.axis!r}"
 
 
-def _example(answer: type[Answer], name: str) -> str:
+def _example(answer: Answer, name: str) -> str:
     """The answer with a value for `name` that would do."""
-    sample = _sample(kinds(answer)[name])
-    default = next(field.default for field in fields(answer) if field.name == name)  # type: ignore[arg-type]
-    return f"{answer.__name__}({sample})" if default is MISSING else f"{answer.__name__}({name}={sample})"
+    made = type(answer)
+    sample = _sample(kinds(made)[name])
+    shown = []
+    for field in fields(made):  # type: ignore[arg-type]
+        if field.default is MISSING:
+            shown.append(sample if field.name == name else literal(getattr(answer, field.name)))
+        elif field.name == name:
+            shown.append(f"{name}={sample}")
+    return f"{made.__name__}({', '.join(shown)})"
 
 
 def _sample(kind: Any) -> str:

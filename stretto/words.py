@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from stretto.errors import WireError
 
@@ -48,6 +48,25 @@ Ask = Mean | Every
 Answer: TypeAlias = "Tensor | Sequence[Tensor]"
 Conversation: TypeAlias = "Generator[Ask, Answer, Tensor]"
 """Yields asks, is sent their answers (a tensor for Mean, a sequence for Every), returns the decoded result."""
+
+
+class Encoding(Protocol):
+    """What may be asked of a codec by those who do not choose it."""
+
+    def memory(self, like: Tensor, scene: Any) -> Any:
+        """A fresh memory for tensors like this one."""
+
+    def converse(self, x: Tensor, memory: Any) -> Conversation:
+        """The conversation that ends in the mean of everyone's `x`."""
+
+    def encode(self, x: Tensor, memory: Any) -> Tensor:
+        """The message for x."""
+
+    def decode(self, message: Tensor, like: Tensor) -> Tensor:
+        """What a message says."""
+
+    def exchange(self, message: Tensor, like: Tensor) -> Conversation:
+        """The conversation about messages that are there already."""
 
 
 def answer(asks: Sequence[Ask]) -> Answer:
