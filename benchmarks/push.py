@@ -26,7 +26,7 @@ from torch import Tensor
 from benchmarks.peers import WARM_UP_S, Outcome, Rate, show, total, update_of
 from benchmarks.peers.processes import LIMIT_S, Child, say, told_to_end
 from stretto.server.service import ShardPlace, WorkerKeys, listening, new_keys, serve
-from stretto.wire.server import ServerWire, Update
+from stretto.wire.server import ServerWire, Update, shared_out
 
 RECIPE = "async_sgd"
 ARENA = 1
@@ -216,8 +216,9 @@ class Pusher:
 
     def _exchange(self) -> None:
         self._pushed += 1
-        update = Update(self._pushed, self._versions, 1, 0.0, [self._update])
-        self._versions = self._wire.push(ARENA, update).wait(self._take).versions
+        messages = shared_out([self._update], self._wire.shards)
+        update = Update(self._pushed, self._versions, 1, 0.0, messages)
+        self._versions = self._wire.push(ARENA, update, [self._update.numel()]).wait(self._take).versions
 
     def _take(self, part: int, at: int, piece: Tensor) -> None:
         self._parameters[at : at + piece.numel()].copy_(piece)

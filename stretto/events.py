@@ -8,7 +8,8 @@ Every event has `event` (its kind), `t` (seconds since the start of training, a 
 | start | workers, servers, pid, host, device, threads, recipe |
 | notice | text: something that the user should know |
 | log | step, samples, values: what the script gave to `stretto.log` |
-| progress | step, samples, rounds, split, bytes_sent, bytes_received, bytes_counted, held_s: this worker, until now |
+| progress | step, samples, rounds, split, bytes_sent, bytes_received, bytes_counted, held_s: this worker, until now; |
+| | exchanged, entries, norms |
 | applied | updates: [round, version, staleness, samples] of each update of this worker that the model took up |
 | evaluation | epoch, step, samples, training_s, metrics: the agreed model (written by worker 0); versions |
 | epoch | epoch, step, samples, training_s, seen, drift, workers: one summary a worker (written by worker 0) |
@@ -18,6 +19,12 @@ Every event has `event` (its kind), `t` (seconds since the start of training, a 
 
 `samples` of log, evaluation and epoch counts all workers, of progress and end this worker alone. `split` maps each of
 PHASES to seconds; they sum to `t`. `seen` maps once, twice, never and dropped to numbers of samples.
+
+`exchanged` maps each purpose (gradients, updates, parameters, gradient_differences, momenta, state, counts, looks) to
+bytes until now [raw_sent, sent, raw_received, received]: as exact numbers, and as encoded, before a wire multiplies
+them or adds its heads (bytes_sent and bytes_received are those of the wire). `entries` are the numbers that this
+worker's messages spoke of, and of how many; `norms` those of what was last given to the codec and of what it owed then.
+A worker that is alone has none of the three, and `norms` is only there where a codec keeps a residual.
 
 Only asynchronous runs have `applied` (about twice a second), `held_s` (seconds that the bound made this worker wait,
 part of `waiting`) and `versions` (of each shard of the server); in them `step` is that of the worker that writes.

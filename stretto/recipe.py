@@ -8,9 +8,9 @@ from typing import Any
 
 from stretto.axis import Answer
 from stretto.errors import RecipeError, explain
-from stretto.how import Codec, SingleRound, exact
-from stretto.then import OnParameters, Then, add, constant, outer, pull, replace, step
-from stretto.what import What, gradients, parameters, updates
+from stretto.how import Codec, exact
+from stretto.then import OnParameters, Then, add, constant, frozen_variance, outer, pull, replace, step
+from stretto.what import What, gradient_differences, gradients, momenta, parameters, updates
 from stretto.when import When, on_arrival, together
 from stretto.whom import Whom, everyone, server
 
@@ -38,7 +38,7 @@ class Recipe(Answer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for check in (_check_whom, _check_then, _check_weight, _check_when, _check_how):
+        for check in (_check_whom, _check_differences, _check_then, _check_weight, _check_when, _check_how):
             check(self)
 
     def __str__(self) -> str:
@@ -78,7 +78,13 @@ def _differs(recipe: Recipe, name: str) -> bool:
 
 
 THENS: dict[type[When], dict[type[What], tuple[type[Then], ...]]] = {
-    together: {gradients: (step,), parameters: (replace,), updates: (add, outer)},
+    together: {
+        gradients: (step,),
+        gradient_differences: (step,),
+        momenta: (frozen_variance,),
+        parameters: (replace,),
+        updates: (add, outer),
+    },
     on_arrival: {gradients: (add,), parameters: (pull, replace), updates: (add, outer)},
 }
 """What can be done with the answer to each kind of question: a gradient is not a set of parameters."""
@@ -97,6 +103,34 @@ def _check_whom(recipe: Recipe) -> None:
     )
 
 
+def _check_differences(recipe: Recipe) -> None:
+    """A state that both sides keep needs everybody in every round, and messages that can be told apart."""
+    if not isinstance(recipe.what, gradient_differences | momenta):
+        return
+    if recipe.asynchronous:
+        raise RecipeError(
+            explain(
+                f"what={recipe.what} adds up states that all workers keep, so all must hear every message",
+                got=f"what={recipe.what}, when={recipe.when}",
+                expected="when=together()",
+                to_type=f"Recipe(what={recipe.what}, how={recipe.how})",
+            )
+        )
+    if isinstance(recipe.what, momenta):
+        return
+    silent = recipe.what.groups > 1
+    if not recipe.how.pair or (silent and recipe.how.linear):
+        raise RecipeError(
+            explain(
+                f"what={recipe.what} can't be sent as {recipe.how}",
+                got=f"what={recipe.what}, how={recipe.how}",
+                expected="a codec that is a pair of encode and decode"
+                + (", of messages that are not summed on the way: a worker may be silent" if silent else ""),
+                to_type=f"Recipe(what={recipe.what}, how=error_feedback(top_k(0.01)))",
+            )
+        )
+
+
 def _fitting_then(recipe: Recipe) -> str:
     fitting = THENS[type(recipe.when)][type(recipe.what)]
     return str(recipe.then) if isinstance(recipe.then, fitting) else f"{fitting[0].__name__}()"
@@ -104,7 +138,7 @@ def _fitting_then(recipe: Recipe) -> str:
 
 def _check_then(recipe: Recipe) -> None:
     fitting = THENS[type(recipe.when)][type(recipe.what)]
-    if isinstance(recipe.then, fitting):
+    if isinstance(recipe.then, fitting) and not _is_frozen_alone(recipe):
         return
     given = f"what={recipe.what}, when={recipe.when}"
     whom = f", whom={recipe.whom}" if recipe.shards else ""
@@ -118,8 +152,15 @@ def _check_then(recipe: Recipe) -> None:
     )
 
 
+def _is_frozen_alone(recipe: Recipe) -> bool:
+    """Whether a variance would be frozen though it is no momentum that is exchanged."""
+    return isinstance(recipe.then, frozen_variance) and not isinstance(recipe.what, momenta)
+
+
 def _reason(recipe: Recipe) -> str:
     then = recipe.then
+    if isinstance(then, frozen_variance) or isinstance(recipe.what, momenta):
+        return "frozen_variance() steps with a momentum, and only it does"
     if isinstance(then, pull):
         return "pull() is between a server's parameters and a worker's, as they arrive"
     if isinstance(then, replace):
@@ -171,13 +212,40 @@ def _every_step(when: When) -> When | None:
 
 
 def _check_how(recipe: Recipe) -> None:
-    if not recipe.asynchronous or isinstance(recipe.how, SingleRound):
-        return
-    raise RecipeError(
-        explain(
-            f"{recipe.how} needs all workers in one conversation, and on arrival there is none",
-            got=f"when={recipe.when}, how={recipe.how}",
-            expected="a codec that is a pair of encode and decode",
-            to_type=f"Recipe(what={recipe.what}, when={recipe.when}, whom={recipe.whom}, then={recipe.then})",
+    if recipe.how.needs_theta and not isinstance(recipe.what, gradients):
+        raise RecipeError(
+            explain(
+                f"{recipe.how} compares gradients with how far the parameters moved",
+                got=f"what={recipe.what}, how={recipe.how}",
+                expected="what=gradient_differences() or what=gradients()",
+                to_type=f"Recipe(what=gradient_differences(0.01), how={recipe.how})",
+            )
         )
-    )
+    if recipe.asynchronous and (not recipe.how.pair or recipe.how.needs_theta):
+        raise RecipeError(
+            explain(
+                f"{recipe.how} needs all workers in one conversation, and on arrival there is none",
+                got=f"when={recipe.when}, how={recipe.how}",
+                expected="a codec that is a pair of encode and decode",
+                to_type=f"Recipe(what={recipe.what}, when={recipe.when}, whom={recipe.whom}, then={recipe.then})",
+            )
+        )
+    whole = isinstance(recipe.what, parameters) and not (recipe.how.elementwise and recipe.how.reply is None)
+    if recipe.asynchronous and whole:
+        raise RecipeError(
+            explain(
+                "parameters travel whole to a server on arrival: a part of them says nothing of the rest",
+                got=f"what={recipe.what}, when={recipe.when}, how={recipe.how}",
+                expected="how=exact() or how=cast(), or what=updates()",
+                to_type=f"Recipe(what=updates(), when={recipe.when}, whom={recipe.whom}, how={recipe.how}, then=add())",
+            )
+        )
+    if recipe.how.reply is not None and not recipe.asynchronous:
+        raise RecipeError(
+            explain(
+                f"{recipe.how} encodes a server's replies, and under {recipe.when} no server replies",
+                got=f"when={recipe.when}, how={recipe.how}",
+                expected="when=on_arrival() and whom=server(), or the codec of one way",
+                to_type=f"Recipe(what=updates(), when=on_arrival(), whom=server(), how={recipe.how}, then=add())",
+            )
+        )

@@ -12,11 +12,25 @@ from dataclasses import dataclass
 from typing import ParamSpec
 
 from stretto.axis import literal
-from stretto.how import Codec, exact
+from stretto.how import (
+    Codec,
+    censored,
+    chain,
+    chunked,
+    difference_threshold,
+    error_feedback,
+    exact,
+    low_rank,
+    quantise,
+    sign,
+    threshold,
+    top_k,
+)
+from stretto.how import deep_gradient_compression as masked_momentum
 from stretto.recipe import Recipe
-from stretto.then import add, constant, equal_share, inverse_staleness, outer, pull, replace, step
+from stretto.then import add, constant, equal_share, frozen_variance, inverse_staleness, outer, pull, replace, step
 from stretto.then import delay_compensated as compensated
-from stretto.what import gradients, parameters, updates
+from stretto.what import gradient_differences, gradients, momenta, parameters, updates
 from stretto.when import on_arrival, together
 from stretto.whom import server
 
@@ -171,7 +185,117 @@ def async_diloco(
     return Recipe(what=updates(), when=when, whom=server(shards), how=how, then=then)
 
 
+@named
+def gd_sec(xi: float = 100.0, beta: float = 0.01, groups: int = 1) -> Recipe:
+    """Send only those components of the gradient that changed by more than the parameters' move excuses (GD-SEC).
+
+    `D_m = g_m - h_m + e_m`; sent where `|D_m| > (xi / M) |theta^k - theta^(k-1)|`. With minibatches it is SGD-SEC. Keep
+    `lr * beta * xi <= 1`: xi is in units of the gradient's change by the parameters' (the smoothness L).
+    """
+    how = error_feedback(difference_threshold(xi))
+    return Recipe(what=gradient_differences(beta, groups), how=how, then=step())
+
+
+@named
+def gd_soec(xi: float = 100.0, beta: float = 0.01, groups: int = 1) -> Recipe:
+    """GD-SEC without error correction: what was not sent is measured anew.
+
+    `D_m = g_m - h_m`
+    """
+    return Recipe(what=gradient_differences(beta, groups), how=difference_threshold(xi), then=step())
+
+
+@named
+def quantised_gd_sec(xi: float = 100.0, beta: float = 0.01, bits: int = 8, groups: int = 1) -> Recipe:
+    """GD-SEC whose surviving components are rounded to a few bits as well (QSGD-SEC).
+
+    What rounding leaves out stays in e_m.
+    """
+    how = error_feedback(chain(difference_threshold(xi), quantise(bits)))  # type: ignore[arg-type]
+    return Recipe(what=gradient_differences(beta, groups), how=how, then=step())
+
+
+@named
+def censoring(xi: float = 1.0) -> Recipe:
+    """Send the whole gradient or nothing: nothing while it changed less than the parameters' move excuses (CGD).
+
+    `|g_m - h_m| > (xi / M) |theta^k - theta^(k-1)|`, with h_m the gradient sent last
+    """
+    return Recipe(what=gradient_differences(1.0), how=censored(xi), then=step())
+
+
+@named
+def ef21(how: Codec = top_k(0.01)) -> Recipe:
+    """Send the compressed difference between the gradient and a state that both sides keep (EF21).
+
+    `h_m += C(g_m - h_m)`; all step with the sum of the h_m.
+    """
+    return Recipe(what=gradient_differences(1.0), how=how, then=step())
+
+
+@named
+def gradient_sharing(tau: float = 1e-3, every: int = 1) -> Recipe:
+    """Send only which components of the update have reached a threshold, and their sign (gradient sharing).
+
+    `r += D_i`; where `|r| >= tau` send `+-tau` and take it from r. tau adapts, so that 0.01% to 1% are sent.
+    """
+    how = error_feedback(threshold(tau, adaptive=True))
+    return Recipe(what=updates(), when=together(every=every), how=how, then=add())
+
+
+@named
+def deep_gradient_compression(ratio: float = 0.001, momentum: float = 0.9, warm_up: int = 0) -> Recipe:
+    """Send the 0.1% of the accumulated velocity that is largest; momentum lives in the codec, the optimizer has none.
+
+    `u = m u + g;  v += u`; send the largest of v, and set u = v = 0 there.
+    """
+    return Recipe(how=masked_momentum(ratio, momentum, warm_up))
+
+
+@named
+def one_bit(warm_up: int = 100, beta: float = 0.9) -> Recipe:
+    """Adam that exchanges the sign of its momentum, once its variance is good enough to be frozen (1-bit Adam).
+
+    `m = beta m + (1 - beta) g_i`, exchanged as signs and one mean with a residual; `theta -= lr m / (sqrt(v) + eps)`
+    """
+    how = error_feedback(sign(means="one"))
+    return Recipe(what=momenta(warm_up, beta), how=how, then=frozen_variance())
+
+
+@named
+def power_sgd(rank: int = 4) -> Recipe:
+    """Exchange the gradient of each matrix as two thin ones, found by one step of power iteration (PowerSGD).
+
+    `P = orthonormal(mean(M Q));  Q = mean(M^T P);  g = P Q^T`, with M the gradient and what is owed
+    """
+    return Recipe(how=error_feedback(low_rank(rank)))
+
+
+@named
+def sparse_loco(
+    every: int = 30, chunk: int = 4096, k: int = 64, bits: int = 2, decay: float = 0.95, outer_lr: float = 1.0
+) -> Recipe:
+    """Train alone for `every` steps, then exchange the largest of each chunk of the change in 2 bits (SparseLoCo).
+
+    `a = b e + D_i`; send C(a), the k largest of each chunk; `e = a - C(a);  theta = theta_old + alpha mean C(a)`
+    """
+    how = error_feedback(chunked(chunk, k, bits), decay=decay)  # type: ignore[arg-type]
+    return Recipe(what=updates(), when=together(every=every), how=how, then=add(constant(outer_lr)))
+
+
 SYNCHRONOUS = (allreduce, local_sgd, diloco)
+FEWER_BYTES = (
+    gd_sec,
+    gd_soec,
+    quantised_gd_sec,
+    censoring,
+    ef21,
+    gradient_sharing,
+    deep_gradient_compression,
+    one_bit,
+    power_sgd,
+    sparse_loco,
+)
 ASYNCHRONOUS = (
     async_sgd,
     downpour,
@@ -182,7 +306,7 @@ ASYNCHRONOUS = (
     delay_compensated,
     async_diloco,
 )
-NAMED: dict[str, Callable[..., Recipe]] = {make.__name__: make for make in (*SYNCHRONOUS, *ASYNCHRONOUS)}
+NAMED: dict[str, Callable[..., Recipe]] = {make.__name__: make for make in (*SYNCHRONOUS, *FEWER_BYTES, *ASYNCHRONOUS)}
 
 
 @dataclass(frozen=True)

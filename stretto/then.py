@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from stretto.axis import Answer, Range
+from stretto.later import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,13 +28,6 @@ class Memory:
 
 PIECE = 1 << 16
 """Numbers that are worked on at a time, so that the second operation finds them in the processor's cache."""
-
-
-def _torch() -> Any:
-    """Imported late: what is typed is read by programs that do not train."""
-    import torch
-
-    return torch
 
 
 def _add(theta: Tensor, answer: Tensor, agreed: Tensor, weight: float) -> None:
@@ -94,6 +88,17 @@ class Velocity:
 @dataclass(frozen=True, repr=False)
 class step(Then):
     """Let the optimizer use the answer as the gradient: whatever it does with a gradient it does with the mean."""
+
+
+@dataclass(frozen=True, repr=False)
+class frozen_variance(step):
+    """Step as Adam does until the answer is a momentum; from then on with that, over a variance that stays as it is.
+
+    theta -= lr * m / (sqrt(v / (1 - beta2^T)) + eps), with v and T those of the end of the warm-up; AdamW's decoupled
+    weight decay is kept.
+    """
+
+    papers = ("Tang et al. 2021 (1-bit Adam, 2102.02888)",)
 
 
 @dataclass(frozen=True, repr=False)
@@ -211,7 +216,7 @@ class add(OnParameters):
         _add(theta, answer, memory.agreed, self.weight.c)
 
     def arrive(self, now: Tensor, mean: Tensor, arrived: Arrived, velocity: Velocity | None, out: Tensor) -> None:
-        _torch().add(now, mean, alpha=arrived.part, out=out)
+        torch.add(now, mean, alpha=arrived.part, out=out)
 
 
 @dataclass(frozen=True, repr=False)
@@ -226,7 +231,7 @@ class pull(OnParameters):
     papers = ("Zhang, Choromanska, LeCun 2015 (elastic averaging SGD)",)
 
     def arrive(self, now: Tensor, mean: Tensor, arrived: Arrived, velocity: Velocity | None, out: Tensor) -> None:
-        _torch().lerp(now, mean, min(self.alpha * arrived.count, 1.0), out=out)
+        torch.lerp(now, mean, min(self.alpha * arrived.count, 1.0), out=out)
 
 
 @dataclass(frozen=True, repr=False)
@@ -263,7 +268,7 @@ class outer(OnParameters):
         assert velocity is not None
         n = max(arrived.workers // arrived.collect, 1)
         velocity.since.sub_(mean, alpha=arrived.part / n)
-        _torch().add(now, mean, alpha=self.lr * arrived.part / n if self.nesterov else 0.0, out=out)
+        torch.add(now, mean, alpha=self.lr * arrived.part / n if self.nesterov else 0.0, out=out)
         velocity.arrivals += 1
         if velocity.arrivals % n == 0:
             velocity.v.mul_(self.momentum).add_(velocity.since)

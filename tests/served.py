@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from stretto.wire.hosted import Hosted, host
-from stretto.wire.server import News, ServerWire, Ticket, Update
+from stretto.wire.server import News, ServerWire, Ticket, Update, shared_out
 
 ADDING = "downpour(every=1)"
 """What comes is added as it is."""
@@ -51,7 +51,8 @@ class Serving:
 
 def push(wire: ServerWire, seq: int, parts: Sequence[Tensor], version: int = 0, arena: int = 1) -> Ticket:
     """Send an update of 8 samples."""
-    return wire.push(arena, Update(seq, [version] * wire.shards, 8, 0.1, parts))
+    update = Update(seq, [version] * wire.shards, 8, 0.1, shared_out(parts, wire.shards))
+    return wire.push(arena, update, [one.numel() for one in parts])
 
 
 def hear(ticket: Ticket, like: Sequence[Tensor]) -> tuple[News, list[Tensor]]:

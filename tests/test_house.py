@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -56,3 +58,8 @@ def test_the_face_has_the_names_it_promises() -> None:
         assert getattr(stretto, name) is not None
     with pytest.raises(AttributeError, match="distribute"):
         stretto.distribut  # noqa: B018
+
+
+def test_what_is_typed_is_read_without_torch() -> None:
+    script = "import sys, stretto.typed; stretto.typed.parse('power_sgd'); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], timeout=60).returncode == 0

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from stretto.errors import RecipeError
-from stretto.how import SingleRound
+from stretto.errors import RecipeError, WireError
+from stretto.how import Codec, Scene
 from stretto.members.coordinator import Coordinator
 from stretto.recipe import Recipe
 from stretto.server import messages as m
@@ -109,6 +109,33 @@ class _Together:
         return Post(told.worker, number, m.Answered(), told.found)
 
 
+class Known:
+    """What one worker knows of a shard's parameters, which replies in this encoding have told it."""
+
+    def __init__(self, codec: Codec, theta: Sequence[Tensor], scene: Scene) -> None:
+        self._codec = codec
+        self._theta = [one.clone() for one in theta]
+        self._memories = [codec.memory(one, scene) for one in theta]
+
+    def tell(self, newest: Sequence[Tensor]) -> list[Tensor]:
+        """The messages that bring the worker nearer to the newest parameters; what they leave out is told later."""
+        return [
+            self._tell(known, now, memory)
+            for known, now, memory in zip(self._theta, newest, self._memories, strict=True)
+        ]
+
+    def told(self, newest: Sequence[Tensor]) -> None:
+        """The worker was given them as they are."""
+        for known, now in zip(self._theta, newest, strict=True):
+            known.copy_(now)
+
+    def _tell(self, known: Tensor, now: Tensor, memory: Any) -> Tensor:
+        message = self._codec.encode(now - known, memory)
+        if message.numel():
+            self._codec.add_to(known, message)
+        return message
+
+
 class ShardDesk:
     """A shard of the parameters, and the exchanges of all workers that go through it."""
 
@@ -120,7 +147,9 @@ class ShardDesk:
         self._recipe = Recipe()
         self._arena = 0
         self._wanted: list[tuple[str, int]] = []
-        """The kind and length of each tensor of an update."""
+        """The kind and length of each tensor of an update; the most that the length may be, if it varies."""
+        self._known: dict[int, Known] = {}
+        """What each worker knows of the parameters, if replies are encoded."""
 
     def expects(self, worker: int, head: m.Head) -> None:
         """An update must have the numbers of this shard's ranges, in the recipe's encoding."""
@@ -131,13 +160,21 @@ class ShardDesk:
             raise ParcelError(f"an update with a learning rate of {head.body.lr}")
         if worker not in shard.members:
             raise ParcelError(f"worker {worker} has left")
-        if head.tensors != self._wanted:
+        if not self._fits(head.tensors):
             raise ParcelError(f"an update of {_shown(head.tensors)} for a shard of {_shown(self._wanted)}")
+
+    def _fits(self, tensors: Sequence[tuple[str, int]]) -> bool:
+        if self._recipe.how.fixed:
+            return list(tensors) == self._wanted
+        return len(tensors) == len(self._wanted) and all(
+            kind == wanted and length <= most
+            for (kind, length), (wanted, most) in zip(tensors, self._wanted, strict=True)
+        )
 
     def streams(self, worker: int, head: m.Head) -> bool:
         """Updates that are added one by one are worked on as they come in."""
         body = head.body
-        if not isinstance(body, m.Push) or not self._codec.elementwise or self._shard is None:
+        if not isinstance(body, m.Push) or not self._recipe.how.elementwise or self._shard is None:
             return False
         return self._shard.draft(worker, body.seq, body.version)
 
@@ -169,11 +206,6 @@ class ShardDesk:
         replies = self._shard.leave(worker) if self._shard else []
         return [*self._goes(replies), *self._together.leave(worker)]
 
-    @property
-    def _codec(self) -> SingleRound:
-        assert isinstance(self._recipe.how, SingleRound)
-        return self._recipe.how
-
     def _opened(self, arena: int) -> Shard:
         if self._shard is None or arena != self._arena:
             raise ParcelError(f"no parameters {arena} were given to this shard (it has {self._arena})")
@@ -194,7 +226,10 @@ class ShardDesk:
         theta = [whole(pieces, dtype).clone() for pieces, (dtype, _) in zip(tensors, head.tensors, strict=True)]
         self._shard = Shard(theta, recipe.when, recipe.then, self._workers)
         self._recipe, self._arena = recipe, body.arena
-        self._wanted = [(kind(self._codec.encode(one[:0], None)), one.numel()) for one in theta]
+        self._wanted = [_wanted(recipe.how, one) for one in theta]
+        reply = recipe.how.reply
+        everyone = range(self._workers) if reply is not None else ()
+        self._known = {one: Known(reply, theta, Scene(one, self._workers)) for one in everyone if reply is not None}
         return [Post(worker, head.number, m.Answered())]
 
     def _push(self, worker: int, number: int, body: m.Push, tensors: list[Pieces]) -> list[Post]:
@@ -213,12 +248,18 @@ class ShardDesk:
 
     def _decoded(self, pieces: Pieces, like: Tensor) -> Pieces:
         """What the pieces say; a codec may write into what it is given to be like."""
-        if self._codec.elementwise:
+        how = self._recipe.how
+        if how.elementwise:
             return [self._decoded_piece(one, like) for one in pieces]
-        return [self._codec.decode(torch.cat(pieces), torch.empty_like(like))] if pieces else []
+        if not pieces:
+            return [torch.zeros_like(like)]
+        try:
+            return [how.decode(torch.cat(pieces), torch.empty_like(like))]
+        except (WireError, ValueError) as error:
+            raise ParcelError(f"an update that does not say {like.numel()} numbers as {how}: {error}") from None
 
     def _decoded_piece(self, piece: Tensor, like: Tensor) -> Tensor:
-        return self._codec.decode(piece, piece if piece.dtype == like.dtype else like.new_empty(piece.numel()))
+        return self._recipe.how.decode(piece, piece if piece.dtype == like.dtype else like.new_empty(piece.numel()))
 
     def _goes(self, replies: Sequence[Reply]) -> list[Post]:
         """The replies to those that had to wait."""
@@ -230,6 +271,10 @@ class ShardDesk:
             return Post(reply.worker, number, m.Refused("the update holds NaN or infinity"))
         applied = [(one.seq, one.version, one.staleness, one.samples) for one in reply.applied]
         body = m.Go(reply.version.number, applied, list(reply.refused), held_s)
+        if reply.worker in self._known:
+            messages = self._known[reply.worker].tell(reply.version.ranges)
+            reply.version.done()
+            return Post(reply.worker, number, body, messages)
         return Post(reply.worker, number, body, reply.version.ranges, reply.version.done)
 
     def _read(self, worker: int, number: int, flush: bool) -> list[Post]:
@@ -238,6 +283,8 @@ class ShardDesk:
         if flush:
             self._shard.flush()
         version = self._shard.read(worker)
+        if worker in self._known:
+            self._known[worker].told(version.ranges)
         applied = self._shard.told(worker)
         body = m.Go(version.number, [(one.seq, one.version, one.staleness, one.samples) for one in applied])
         return [Post(worker, number, body, version.ranges, version.done)]
@@ -291,6 +338,14 @@ class CoordinatorDesk:
     def _lease(self, worker: int, body: m.Lease) -> m.Leased:
         handed = self.coordinator.lease(worker, body.number)
         return m.Leased(handed.lease.batch if handed.lease else None, handed.samples, handed.meet)
+
+
+def _wanted(how: Codec, theta: Tensor) -> tuple[str, int]:
+    """The kind and the length, at most, of the message about a range."""
+    message = (
+        how.encode(theta[:0].clone(), None) if how.linear and how.elementwise else theta.new_empty(0, dtype=torch.uint8)
+    )
+    return kind(message), how.bytes_of(theta) // message.element_size()
 
 
 def _flat(head: m.Head, tensors: list[Pieces], dtype: torch.dtype) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor
 from stretto.train.arena import Arena
 from stretto.train.state import FlatTensors, MovingBuffers
 from stretto.train.talk import finish
+from stretto.train.tally import Account
 from stretto.wire import Wire
 
 
@@ -26,7 +27,13 @@ class Look:
     """
 
     def __init__(
-        self, arena: Arena, buffers: MovingBuffers, wire: Wire, share: float, read: Callable[[], object] | None = None
+        self,
+        arena: Arena,
+        buffers: MovingBuffers,
+        wire: Wire,
+        share: float,
+        account: Account | None,
+        read: Callable[[], object] | None = None,
     ) -> None:
         buffers.agree()
         parameters = [part.theta for part in arena.parts]
@@ -35,7 +42,7 @@ class Look:
         if read is not None:
             read()
         flat = FlatTensors(self._tensors if read is None else buffers.floating())
-        flat.take(finish(flat.ask_mean(wire, share)))
+        flat.take(finish(flat.ask_mean(wire, share, account)))
         self._shown = [one.clone() for one in self._tensors]
 
     @property

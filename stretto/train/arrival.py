@@ -16,17 +16,20 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from stretto.errors import ModelError, NotFiniteError, WireError, explain
-from stretto.how import SingleRound
+from stretto.how import Codec
 from stretto.members.ledger import Lease
 from stretto.recipe import Recipe
 from stretto.server.shard import is_finite
 from stretto.then import add, delay_compensated, pull
 from stretto.train.arena import Arena, Part
 from stretto.train.stopwatch import Stopwatch
+from stretto.train.tally import Tally
 from stretto.what import gradients, parameters
 from stretto.when import on_arrival
-from stretto.wire.server import News, ServerWire, Ticket, Update
+from stretto.wire.server import News, ServerWire, Ticket, Update, ranges
 
+Messages = list[list[Tensor]]
+"""For each shard a message for each part of its range."""
 Outcome = tuple[int, int, int, int]
 """An update that was applied: round, version, staleness, samples."""
 
@@ -34,11 +37,14 @@ Outcome = tuple[int, int, int, int]
 class _FlatRange:
     """What a worker keeps for one part of the arena between exchanges."""
 
-    def __init__(self, part: Part, how: SingleRound) -> None:
+    def __init__(self, part: Part, how: Codec, shards: int, tally: Tally) -> None:
         self.part = part
         self.mark = part.theta.clone()
         self.change = torch.empty_like(part.theta)
-        self.codec_memory = how.memory(part.theta)
+        self.bounds = ranges(part.theta.numel(), shards)
+        self.memories = [how.memory(part.theta[a:b], tally.scene(part, a, b)) for a, b in self.bounds]
+        self.known = part.theta.clone() if how.reply is not None else None
+        """The server's parameters as its encoded replies have told them."""
 
 
 @dataclass(slots=True)
@@ -64,21 +70,25 @@ class ArrivalExchange:
         recipe: Recipe,
         wire: ServerWire,
         watch: Stopwatch,
+        tally: Tally,
         optimizer: Optimizer,
         on_settled: Callable[[list[Lease]], None],
         on_end: Callable[[float], None],
         skips: bool,
     ) -> None:
         assert isinstance(recipe.when, on_arrival)
-        assert isinstance(recipe.how, SingleRound)
         self._recipe, self._when, self._how = recipe, recipe.when, recipe.how
         self._wire, self._watch, self._optimizer = wire, watch, optimizer
         self._on_settled, self._on_end = on_settled, on_end
+        self._tally, self._account = tally, tally.account(type(recipe.what).__name__)
+        self._looks = tally.account("looks")
         self._skips = skips
         self._arena_number = arena_number
         self._groups = _groups(optimizer)
         self._elastic = isinstance(recipe.then, pull) and wire.workers > 1
-        self.ranges = [_FlatRange(part, recipe.how) for part in arena.parts]
+        self.ranges = [_FlatRange(part, recipe.how, wire.shards, tally) for part in arena.parts]
+        self._lengths = [part.theta.numel() for part in arena.parts]
+        self._nbytes = sum(part.theta.nbytes for part in arena.parts)
         self.versions = self._computed_on = [0] * wire.shards
         self.versions_read = self.versions
         """The version at each shard that was looked at last."""
@@ -153,9 +163,14 @@ class ArrivalExchange:
 
         All workers do it, after they have met: so all have the same.
         """
-        lengths = [one.part.theta.numel() for one in self.ranges]
         with self._watch.on("exchanging"):
-            news = self._wire.read(lengths, flush=True).wait(self._put)
+            news = self._wire.read(self._lengths, flush=True).wait(self._put)
+        if self._looks is not None:
+            self._looks.received += self._nbytes
+            self._looks.raw_received += self._nbytes
+        for one in self.ranges:
+            if one.known is not None:
+                one.known.copy_(one.part.theta)
         self._note(news)
         self.versions_read = news.versions
         return news.versions
@@ -177,25 +192,54 @@ class ArrivalExchange:
     def _push(self, samples: int, leases: list[Lease]) -> bool:
         self._seq += 1
         lr = self._bring()
-        parts = [self._how.encode(one.change, one.codec_memory) for one in self.ranges]
-        is_left_out = self._is_skipped(parts)
-        if is_left_out:
-            samples, leases, parts = 0, [], self._nothing()
-        update = Update(self._seq, self._computed_on, samples, lr, parts)
-        self._sent = _Sent(self._wire.push(self._arena_number, update), leases)
+        messages = self._encoded()
+        is_left_out = messages is None
+        if messages is None:
+            samples, leases = 0, []
+            self._bring_nothing()
+            messages = self._encode()
+        update = Update(self._seq, self._computed_on, samples, lr, messages)
+        self._count(update)
+        self._sent = _Sent(self._wire.push(self._arena_number, update, self._lengths), leases)
         for one in self.ranges:
             one.mark.copy_(one.part.theta)
         self._computed_on, self._fresh = self.versions, True
         return not is_left_out
 
-    def _nothing(self) -> list[Tensor]:
+    def _encoded(self) -> Messages | None:
+        """What this worker says to each shard; None when it is left out, for a NaN or an infinity in it."""
+        changes = [one.change for one in self.ranges]
+        if not self._is_skipped(changes):
+            given = self._tally.norm_of(changes)
+            messages = self._encode()
+            if not self._is_skipped([one for each in messages for one in each if one.is_floating_point()]):
+                self._tally.owes(given, self._how, [memory for one in self.ranges for memory in one.memories])
+                return messages
+        return None
+
+    def _encode(self) -> Messages:
+        """A message to each shard about its range of every part."""
+        return [
+            [self._how.encode(one.change[slice(*one.bounds[shard])], one.memories[shard]) for one in self.ranges]
+            for shard in range(self._wire.shards)
+        ]
+
+    def _count(self, update: Update) -> None:
+        if self._account is None:
+            return
+        self._account.began(self._nbytes)
+        self._account.sent += update.nbytes
+        for shard, messages in enumerate(update.messages):
+            for one, message in zip(self.ranges, messages, strict=True):
+                self._tally.spoke(self._how, message, one.change[slice(*one.bounds[shard])])
+
+    def _bring_nothing(self) -> None:
         """What is sent in place of an update that is left out: the round must be known to have ended."""
         for one in self.ranges:
             if isinstance(self._recipe.what, parameters):
                 one.change.copy_(one.part.theta)
             else:
                 one.change.zero_()
-        return [self._how.encode(one.change, one.codec_memory) for one in self.ranges]
 
     def _bring(self) -> float:
         """Write what is pushed into `change`; returns the learning rate in it, if there is one."""
@@ -227,9 +271,29 @@ class ArrivalExchange:
 
     def _news(self, sent: _Sent) -> News:
         try:
-            return sent.ticket.wait(self._take_up)
+            if self._how.reply is not None:
+                return self._decoded_news(self._how.reply, sent.ticket)
+            news = sent.ticket.wait(self._take_up)
         except WireError as error:
             raise self._not_finite() or error from None
+        if self._account is not None:
+            self._account.received += self._nbytes
+        return news
+
+    def _decoded_news(self, reply: Codec, ticket: Ticket) -> News:
+        """Take up what the server's encoded replies say of the difference to what is known of its parameters."""
+        news, messages = ticket.messages()
+        for shard, found in enumerate(messages):
+            for part, (one, message) in enumerate(zip(self.ranges, found, strict=True)):
+                start, stop = one.bounds[shard]
+                assert one.known is not None
+                known = one.known[start:stop]
+                if message.numel():
+                    reply.add_to(known, message.to(known.device))
+                self._take_up(part, start, known)
+                if self._account is not None:
+                    self._account.received += message.nbytes
+        return news
 
     def _note(self, news: News) -> None:
         self.outcomes += news.applied

@@ -2,10 +2,15 @@
 
 Each parameter's hook writes its gradient, weighted, into a flat bucket; full buckets set off in a fixed order. The
 last act of the backward pass waits for all of them, so that clipping, scalers and the optimizer see agreed gradients.
+
+A codec that does not encode each number by itself gets all gradients of a part at once, and one more exchange carries
+how many workers have a gradient for each parameter, and how many have one that is not finite: such a gradient is not
+encoded, and all workers see NaN in its place, as they would without an encoding.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,11 +19,14 @@ from torch import Tensor
 from torch.autograd.variable import Variable
 from torch.nn import Parameter
 
-from stretto.errors import ModelError, explain
-from stretto.how import Codec, exact
+from stretto.errors import ModelError, NotFiniteError, explain
+from stretto.how import exact
+from stretto.recipe import Recipe
 from stretto.train.arena import Arena, Part, Slot
 from stretto.train.stopwatch import Stopwatch
 from stretto.train.talk import Talk, finish
+from stretto.train.tally import Tally
+from stretto.what import gradient_differences, gradients, momenta
 from stretto.wire import Wire
 
 FIRST_BUCKET_BYTES = 1 << 20
@@ -41,12 +49,25 @@ class Place:
 class Bucket:
     """A range of a part's gradients that is sent as one: its parameters' `places`, and a `tail` for counts."""
 
-    def __init__(self, flat: Tensor, slots: Sequence[Slot], codec: Codec, tail: int = 0) -> None:
-        self.flat = flat[slots[0].start : slots[-1].stop + tail]
-        self.tail = flat[slots[-1].stop : slots[-1].stop + tail]
+    def __init__(self, part: Part, flat: Tensor, slots: Sequence[Slot], tail: int = 0) -> None:
+        self.part, self.start, self.stop = part, slots[0].start, slots[-1].stop
+        self.flat = flat[self.start : self.stop + tail]
+        self.tail = flat[self.stop : self.stop + tail]
         self.places = [Place(slot, self, flat) for slot in slots]
-        self.memory = codec.memory(self.flat)
+        self._padding = _padding(slots).to(flat.device)
+        self.memory: Any = None
         self.missing = 0
+
+    def clear_padding(self) -> None:
+        """An answer may have put numbers between the parameters' places; they are no gradients."""
+        self.flat.index_fill_(0, self._padding, 0.0)
+
+
+def _padding(slots: Sequence[Slot]) -> Tensor:
+    """The numbers of a bucket that belong to no parameter."""
+    pairs = itertools.pairwise(slots)
+    gaps = [torch.arange(one.stop, following.start) for one, following in pairs]
+    return torch.cat([torch.empty(0, dtype=torch.int64), *gaps]) - slots[0].start
 
 
 class GradientExchange:
@@ -58,18 +79,24 @@ class GradientExchange:
     def __init__(
         self,
         arena: Arena,
+        recipe: Recipe,
         wire: Wire,
-        codec: Codec,
         watch: Stopwatch,
+        tally: Tally,
         share: Callable[[], float],
         on_begin: Callable[[], None],
         on_end: Callable[[float], None],
     ) -> None:
-        self._codec = codec if wire.workers > 1 else exact()
-        self._wire, self._watch, self._share = wire, watch, share
+        self._what, self._codec = (recipe.what, recipe.how) if wire.workers > 1 else (gradients(), exact())
+        self._wire, self._watch, self._tally, self._share = wire, watch, tally, share
         self._on_begin, self._on_end = on_begin, on_end
-        self.buckets = cut(arena, self._codec)
-        self._counts = self.buckets[-1].tail if self._codec.elementwise else torch.zeros(len(arena.slots))
+        self._account = tally.account(type(recipe.what).__name__)
+        self._counts_ride = self._codec.elementwise and not isinstance(self._what, gradient_differences | momenta)
+        self.buckets = cut(arena, self._counts_ride)
+        for bucket in self.buckets:
+            scene = tally.scene(bucket.part, bucket.start, bucket.stop)
+            bucket.memory = self._what.memory(self._codec, bucket.flat, scene)
+        self._counts = self.buckets[-1].tail if self._counts_ride else torch.zeros(len(arena.slots) + 1)
         """For each parameter, how many workers have a gradient for it; with the last bucket, if the codec lets it."""
         self._places = [place for bucket in self.buckets for place in bucket.places]
         self._place_of = {id(place.slot.parameter): place for place in self._places}
@@ -78,8 +105,16 @@ class GradientExchange:
         self._engine: Any = Variable._execution_engine
         self._running = False
         self._pass = 0
+        self._wild = False
+        """Whether a gradient of this worker's is not finite, and was not encoded."""
         self._launched: list[Talk] = []
         self.paused = False
+
+    @property
+    def is_warm(self) -> bool:
+        """Whether the last answer was a momentum, not a gradient."""
+        what = self._what
+        return isinstance(what, momenta) and all(one.memory.rounds > what.warm_up for one in self.buckets)
 
     def release(self) -> None:
         """Take the hooks off."""
@@ -117,6 +152,7 @@ class GradientExchange:
         self._running = True
         self._pass += 1
         self._launched = []
+        self._wild = False
         self._weight = self._share()
         for bucket in self.buckets:
             bucket.missing = len(bucket.places)
@@ -143,7 +179,25 @@ class GradientExchange:
             self._launch(bucket)
 
     def _launch(self, bucket: Bucket) -> None:
-        self._launched.append(Talk(self._wire, self._codec.converse(bucket.flat, bucket.memory)))
+        flat, codec = bucket.flat, self._codec
+        if not self._counts_ride:
+            bucket.clear_padding()
+        given = None if self._counts_ride else self._tally.norm_of([flat])
+        try:
+            talk = self._talk(bucket)
+        except NotFiniteError:
+            flat.zero_()
+            talk = self._talk(bucket)
+            self._wild = True
+        self._tally.owes(given, codec, [self._what.codec_memory(bucket.memory)])
+        self._launched.append(talk)
+
+    def _talk(self, bucket: Bucket) -> Talk:
+        talk = Talk(self._wire, self._what.converse(self._codec, bucket.flat, bucket.memory), self._account)
+        if self._account is not None and talk.ask is not None:
+            self._account.began(bucket.flat.nbytes)
+            self._tally.spoke(self._codec, talk.ask.tensor, bucket.flat)
+        return talk
 
     def _after_backward(self) -> None:
         """Send what backward did not reach, then wait for everything."""
@@ -153,7 +207,8 @@ class GradientExchange:
         self._counts.fill_(1.0)
         if absent:
             without = set(map(id, absent))
-            self._counts.copy_(torch.tensor([float(id(place) not in without) for place in self._places]))
+            counted = self._counts[: len(self._places)]
+            counted.copy_(torch.tensor([float(id(place) not in without) for place in self._places]))
         for bucket in self.buckets[len(self._launched) :]:
             self._launch(bucket)
         self._complete(absent)
@@ -161,34 +216,41 @@ class GradientExchange:
 
     def _complete(self, alone_with: Sequence[Place]) -> None:
         """Wait for all buckets. A parameter that this worker has no gradient for takes that of the others, or none."""
-        if not self._codec.elementwise:
-            self._launched.append(Talk(self._wire, exact().converse(self._counts, None)))
+        if not self._counts_ride:
+            self._counts[-1] = float(self._wild)
+            self._launched.append(Talk(self._wire, exact().converse(self._counts, None), self._tally.account("counts")))
         self._watch.switch("exchanging")
         began = self._watch.spent["exchanging"]
         results = finish(self._launched)
         self._watch.switch("encoding")
-        if not self._codec.elementwise:
+        if not self._counts_ride:
             self._counts = results.pop()
+            if self._counts[-1] > 0:
+                results = [one.fill_(torch.nan) for one in results]
         for bucket, result in zip(self.buckets, results, strict=True):
             if result.data_ptr() != bucket.flat.data_ptr():
                 bucket.flat.copy_(result)
         if alone_with:
-            anyone = dict(zip(map(id, self._places), self._counts.tolist(), strict=True))
+            anyone = dict(zip(map(id, self._places), self._counts[: len(self._places)].tolist(), strict=True))
             for place in alone_with:
                 place.slot.parameter.grad = place.view if anyone[id(place)] > 0 else None
         self._running = False
         self._on_end(self._watch.spent["exchanging"] - began)
 
 
-def cut(arena: Arena, codec: Codec) -> list[Bucket]:
-    """Cut the gradients of an arena into buckets: a small one first, then larger ones, counts behind the last."""
+def cut(arena: Arena, counts_ride: bool) -> list[Bucket]:
+    """Cut the gradients of an arena into buckets: a small one first, then larger ones, counts behind the last.
+
+    Where counts can't ride along numbers are not encoded one by one, and a part is one bucket: its largest are sought.
+    """
     last = arena.parts[-1]
     buckets: list[Bucket] = []
     for part in arena.parts:
-        tail = len(arena.slots) if part is last and codec.elementwise else 0
+        tail = len(arena.slots) if part is last and counts_ride else 0
         flat = part.theta.new_zeros(part.theta.numel() + tail)
-        runs = _runs(part, FIRST_BUCKET_BYTES if not buckets else BUCKET_BYTES)
-        buckets += [Bucket(flat, run, codec, tail if run is runs[-1] else 0) for run in runs]
+        first = FIRST_BUCKET_BYTES if not buckets else BUCKET_BYTES
+        runs = _runs(part, first) if counts_ride else [list(part.slots)]
+        buckets += [Bucket(part, flat, run, tail if run is runs[-1] else 0) for run in runs]
     return buckets
 
 

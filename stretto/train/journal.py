@@ -30,7 +30,7 @@ class Journal:
         self.worker = wire.worker
         self._log = EventLog(folder / "events.jsonl", wire.worker) if folder is not None else None
         self.zero = common_zero(wire, clock)
-        self._flushed = 0.0
+        self._progressed = 0.0
         self._late: list[tuple[float, int, int, dict[str, Any]]] = []
 
     def t(self) -> float:
@@ -39,6 +39,8 @@ class Journal:
 
     def write(self, kind: str, /, **carries: object) -> None:
         """Write an event."""
+        if kind == "progress":
+            self._progressed = self.t()
         if self._log is not None:
             self._log.write(kind, self.t(), **carries)
 
@@ -58,12 +60,11 @@ class Journal:
 
     def due(self) -> bool:
         """Whether it is time for a progress event."""
-        return self.t() - self._flushed >= FLUSH_EVERY_S
+        return self.t() - self._progressed >= FLUSH_EVERY_S
 
     def flush(self) -> None:
         """Bring what there is to the disk."""
         self._write_records()
-        self._flushed = self.t()
         if self._log is not None:
             self._log.flush()
 

@@ -13,6 +13,7 @@ from stretto.train.agreement import Look
 from stretto.train.arena import Arena
 from stretto.train.arrival import ArrivalExchange
 from stretto.train.exchange import Weights
+from stretto.train.frozen import FrozenVariance
 from stretto.train.gradients import GradientExchange
 from stretto.train.journal import Journal
 from stretto.train.model import trainable
@@ -20,7 +21,8 @@ from stretto.train.replicas import compare
 from stretto.train.rounds import RoundExchange
 from stretto.train.state import MovingBuffers, OptimizerState
 from stretto.train.stopwatch import Stopwatch
-from stretto.what import gradients
+from stretto.train.tally import Tally
+from stretto.what import gradients, momenta
 from stretto.when import on_arrival, together
 from stretto.wire import Wire
 from stretto.wire.server import ServerWire
@@ -43,6 +45,7 @@ class Replica:
         wire: Wire,
         watch: Stopwatch,
         journal: Journal,
+        tally: Tally,
         weights: Weights,
         on_begin: Callable[[], None],
         on_end: Callable[[float], None],
@@ -51,7 +54,7 @@ class Replica:
     ) -> None:
         self._on_settled, self._skips = on_settled, skips
         self._model, self._optimizer, self._recipe = model, optimizer, recipe
-        self._wire, self._watch, self._journal, self._weights = wire, watch, journal, weights
+        self._wire, self._watch, self._journal, self._tally, self._weights = wire, watch, journal, tally, weights
         self._on_begin, self._on_end = on_begin, on_end
         self._optimizer_state = OptimizerState(optimizer, wire)
         self._buffers = MovingBuffers(model, wire)
@@ -66,6 +69,8 @@ class Replica:
         self._look: Look | None = None
         self._apart = False
         self._drift_at = 0.0
+        if recipe is not None and isinstance(recipe.what, momenta) and wire.workers > 1:
+            self._frozen = FrozenVariance(optimizer, recipe.what, self._is_warm)
         self.prepare()
 
     def prepare(self) -> None:
@@ -76,6 +81,9 @@ class Replica:
         if named and (self._arena is None or not self._arena.holds([one for _, one in named])):
             self._arena = Arena(named)
             self._rebuild()
+
+    def _is_warm(self) -> bool:
+        return self.gradients is not None and self.gradients.is_warm
 
     def stepped(self, steps: int) -> bool:
         """The optimizer has done its `steps`-th step; whether an exchange is due now."""
@@ -106,14 +114,16 @@ class Replica:
             self._buffers.follow_lead()
         elif self._arena is not None and self._apart:
             with self._watch.on("exchanging"):
-                self._look = Look(self._arena, self._buffers, self._wire, self._weights.share())
+                account = self._tally.account("looks")
+                self._look = Look(self._arena, self._buffers, self._wire, self._weights.share(), account)
 
     def _look_at_server(self, arrival: ArrivalExchange) -> None:
         assert self._arena is not None
         arrival.meet()
         share = 1 / self._wire.workers
         with self._watch.on("exchanging"):
-            self._look = Look(self._arena, self._buffers, self._wire, share, arrival.read)
+            account = self._tally.account("looks")
+            self._look = Look(self._arena, self._buffers, self._wire, share, account, arrival.read)
 
     def resume(self, own: bool = True) -> None:
         """Go on after a look with this worker's own parameters, or else from what a server had."""
@@ -158,13 +168,26 @@ class Replica:
         if self._recipe.asynchronous:
             self.arrival = self._make_arrival(self._arena, self._recipe, self.arrival)
         elif isinstance(self._recipe.what, gradients):
-            how, share = self._recipe.how, self._weights.share
             self.gradients = GradientExchange(
-                self._arena, self._wire, how, self._watch, share, self._on_begin, self._on_end
+                self._arena,
+                self._recipe,
+                self._wire,
+                self._watch,
+                self._tally,
+                self._weights.share,
+                self._on_begin,
+                self._on_end,
             )
         else:
             self.rounds = RoundExchange(
-                self._arena, self._recipe, self._wire, self._watch, self._optimizer_state, self._buffers, self._on_end
+                self._arena,
+                self._recipe,
+                self._wire,
+                self._watch,
+                self._tally,
+                self._optimizer_state,
+                self._buffers,
+                self._on_end,
             )
 
     def _make_arrival(self, arena: Arena, recipe: Recipe, before: ArrivalExchange | None) -> ArrivalExchange:
@@ -176,6 +199,7 @@ class Replica:
             recipe,
             self._wire,
             self._watch,
+            self._tally,
             self._optimizer,
             self._on_settled,
             self._on_end,

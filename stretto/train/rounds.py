@@ -8,12 +8,14 @@ import torch
 from torch import Tensor
 
 from stretto.errors import NotFiniteError
+from stretto.how import Scene
 from stretto.recipe import Recipe
 from stretto.then import Memory, OnParameters
 from stretto.train.arena import Arena, Part
 from stretto.train.state import FlatTensors, MovingBuffers, OptimizerState
 from stretto.train.stopwatch import Stopwatch
 from stretto.train.talk import Talk, finish
+from stretto.train.tally import Tally
 from stretto.what import OfParameters, parameters
 from stretto.wire import Wire
 
@@ -21,10 +23,10 @@ from stretto.wire import Wire
 class _FlatRange:
     """What a worker keeps for one part of the arena between rounds."""
 
-    def __init__(self, part: Part, recipe: Recipe) -> None:
+    def __init__(self, part: Part, recipe: Recipe, scene: Scene) -> None:
         self.part = part
         self.memory = Memory(part.theta)
-        self.codec_memory = recipe.how.memory(part.theta)
+        self.codec_memory = recipe.how.memory(part.theta, scene)
         self.scratch = torch.empty_like(part.theta)
 
 
@@ -41,6 +43,7 @@ class RoundExchange:
         recipe: Recipe,
         wire: Wire,
         watch: Stopwatch,
+        tally: Tally,
         optimizer_state: OptimizerState,
         buffers: MovingBuffers,
         on_end: Callable[[float], None],
@@ -49,8 +52,9 @@ class RoundExchange:
         assert isinstance(recipe.then, OnParameters)
         self._what, self._then, self._how = recipe.what, recipe.then, recipe.how
         self._wire, self._watch, self._on_end = wire, watch, on_end
+        self._tally, self._account = tally, tally.account(type(recipe.what).__name__)
         self._optimizer_state, self._buffers = optimizer_state, buffers
-        self.ranges = [_FlatRange(part, recipe) for part in arena.parts]
+        self.ranges = [_FlatRange(part, recipe, tally.scene(part)) for part in arena.parts]
         self.drift: float | None = None
 
     @property
@@ -65,8 +69,9 @@ class RoundExchange:
         extras = [FlatTensors(self._buffers.floating())]
         if self._state_rule == "average":
             extras.append(self._optimizer_state.to_average())
-        talks = [self._ask(one, share) for one in self.ranges]
-        extra_talks = [extra.ask_mean(self._wire, share) for extra in extras]
+        talks = self._ask(share)
+        state = self._tally.account("state")
+        extra_talks = [extra.ask_mean(self._wire, share, state) for extra in extras]
         answers, extra_answers = self._wait(talks, extra_talks)
         self._refuse_not_finite(answers)
         if measure_drift:
@@ -76,9 +81,30 @@ class RoundExchange:
             extra.take(means)
         self._watch.switch(before)
 
-    def _ask(self, one: _FlatRange, share: float) -> Talk:
-        self._what.bring(one.part.theta, one.memory.agreed, share, one.scratch)
-        return Talk(self._wire, self._how.converse(one.scratch, one.codec_memory))
+    def _ask(self, share: float) -> list[Talk]:
+        for one in self.ranges:
+            self._what.bring(one.part.theta, one.memory.agreed, share, one.scratch)
+        given = self._tally.norm_of([one.scratch for one in self.ranges])
+        try:
+            talks = [self._talk(one) for one in self.ranges]
+        except NotFiniteError as error:
+            raise self._named() or error from None
+        self._tally.owes(given, self._how, [one.codec_memory for one in self.ranges])
+        return talks
+
+    def _talk(self, one: _FlatRange) -> Talk:
+        talk = Talk(self._wire, self._how.converse(one.scratch, one.codec_memory), self._account)
+        if self._account is not None and talk.ask is not None:
+            self._account.began(one.scratch.nbytes)
+            self._tally.spoke(self._how, talk.ask.tensor, one.scratch)
+        return talk
+
+    def _named(self) -> NotFiniteError | None:
+        """What this worker would have sent that is not finite, by name."""
+        for one in self.ranges:
+            if not torch.isfinite(one.scratch.sum()):
+                return NotFiniteError(_not_finite(one, one.scratch, self._how))
+        return None
 
     def _wait(self, talks: list[Talk], extras: list[list[Talk]]) -> tuple[list[Tensor], list[list[Tensor]]]:
         self._watch.switch("exchanging")

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from stretto.how import exact
 from stretto.train.talk import Talk
+from stretto.train.tally import Account
 from stretto.wire import Wire
 
 Layout = list[tuple[int, str, list[int], str, float | None]]
@@ -31,10 +32,12 @@ class FlatTensors:
             groups.setdefault((tensor.dtype, tensor.device), []).append(tensor)
         self._groups = list(groups.values())
 
-    def ask_mean(self, wire: Wire, share: float) -> list[Talk]:
-        """Set off the exact weighted mean of all."""
+    def ask_mean(self, wire: Wire, share: float, account: Account | None = None) -> list[Talk]:
+        """Set off the exact weighted mean of all, which is put to an account."""
         flats = [torch.cat([one.detach().reshape(-1) for one in group]).mul_(share) for group in self._groups]
-        return [Talk(wire, exact().converse(flat, None)) for flat in flats]
+        if account is not None:
+            account.began(sum(flat.nbytes for flat in flats))
+        return [Talk(wire, exact().converse(flat, None), account) for flat in flats]
 
     @torch.no_grad()
     def take(self, means: Sequence[Tensor]) -> None:

@@ -6,29 +6,41 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from stretto.train.tally import Account
 from stretto.wire import Ticket, Wire
-from stretto.words import Conversation
+from stretto.words import Ask, Conversation
 
 
 class Talk:
-    """One conversation under way; its first ask is out when this is made."""
+    """One conversation under way; its first ask is out when this is made. `account` counts what is said."""
 
-    def __init__(self, wire: Wire, conversation: Conversation) -> None:
+    def __init__(self, wire: Wire, conversation: Conversation, account: Account | None = None) -> None:
         self._wire = wire
         self._conversation = conversation
+        self._account = account
         self.result: Tensor | None = None
-        self._ticket: Ticket | None = wire.start(next(conversation))
+        self.ask: Ask | None = None
+        """The ask that is out."""
+        self._ticket: Ticket | None = self._start(next(conversation))
 
     def turn(self) -> bool:
         """Wait for the answer to the ask that is out and go on; True when the conversation is over."""
-        if self._ticket is None:
+        if self._ticket is None or self.ask is None:
             return True
         answer = self._ticket.wait()
+        if self._account is not None:
+            self._account.heard(self.ask, answer)
         try:
-            self._ticket = self._wire.start(self._conversation.send(answer))
+            self._ticket = self._start(self._conversation.send(answer))
         except StopIteration as end:
-            self._ticket, self.result = None, end.value
+            self._ticket, self.ask, self.result = None, None, end.value
         return self._ticket is None
+
+    def _start(self, ask: Ask) -> Ticket:
+        self.ask = ask
+        if self._account is not None:
+            self._account.said(ask)
+        return self._wire.start(ask)
 
 
 def finish(talks: Sequence[Talk]) -> list[Tensor]:

@@ -15,9 +15,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from stretto.errors import NotFiniteError
+from stretto.how import Scene
 from stretto.members.ledger import Lease
 from stretto.recipe import Recipe
 from stretto.train import shadow
+from stretto.train.advice import advice
 from stretto.train.evaluation import Evaluate
 from stretto.train.exchange import Arrivals, Weights
 from stretto.train.hand import Hand
@@ -28,6 +30,7 @@ from stretto.train.referee import Referee
 from stretto.train.replica import Replica
 from stretto.train.seat import Seat
 from stretto.train.stopwatch import Stopwatch, Stretch
+from stretto.train.tally import Tally
 from stretto.wire import Wire
 from stretto.wire.server import ServerWire
 
@@ -75,7 +78,7 @@ class Trainer:
         self._steps_before = self._samples_before = self._samples_sent = 0
         self._stretch = Stretch(seat.slow, self.watch, seat.sleep)
         self._skips = seat.on_nan == "skip" and recipe is not None and recipe.asynchronous
-        self._hooks = [optimizer.register_step_post_hook(self._after_step)]
+        self.tally = Tally(self._scene(seat))
         self.replica = Replica(
             model,
             optimizer,
@@ -83,13 +86,21 @@ class Trainer:
             self.wire,
             self.watch,
             self.journal,
+            self.tally,
             self.weights,
             self._exchange_begins,
             self._exchange_ended,
             self._settle,
             self._skips,
         )
+        optimizer.register_step_post_hook(self._after_step)
         self._say_start(seat)
+        for text in advice(recipe, optimizer) if recipe is not None and self.wire.workers > 1 else ():
+            self.journal.notice(text)
+
+    def _scene(self, seat: Seat) -> Scene:
+        wire, journal = self.wire, self.journal
+        return Scene(wire.worker, wire.workers, seat.seed or 0, clock=journal.t, notice=journal.notice)
 
     def _evaluations(self, every: int | None) -> int | None:
         """After how many steps to evaluate; None is at the end of each pass. A stream knows no common step."""
@@ -361,6 +372,7 @@ class Trainer:
             "bytes_sent": traffic.bytes_sent,
             "bytes_received": traffic.bytes_received,
             "bytes_counted": traffic.counted,
+            **self.tally.figures(),
         }
 
     def _settle_leases(self) -> None:

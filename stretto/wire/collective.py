@@ -51,6 +51,7 @@ class CollectiveWire:
             self._tensors = _form(dist.ProcessGroupNCCL, store, "tensors", worker, workers, timeout_s)
         self._opened = _sockets() - before
         self._worked_out = 0
+        self._tag = 0
         self._last = Traffic(0, 0, counted=False)
 
     def start(self, ask: Ask) -> _MeanTicket | _EveryTicket:
@@ -58,7 +59,8 @@ class CollectiveWire:
         self._worked_out += self._cost(ask)
         if isinstance(ask, Mean):
             return _MeanTicket(self, ask.tensor, self._begin("allreduce", [ask.tensor]))
-        return _EveryTicket(self, ask, *self._gather_sizes(ask))
+        self._tag += 1
+        return _EveryTicket(self, ask, *self._gather_sizes(ask), self._tag)
 
     def gather(self, message: bytes) -> list[bytes]:
         """The message of every worker; one round when all are short."""
@@ -151,14 +153,33 @@ class _EveryTicket:
     ask: Every
     sizes: list[Tensor]
     work: Any
+    tag: int
 
     def wait(self) -> Answer:
-        wire, message = self.wire, self.ask.tensor
-        wire._finish(self.work, "the sizes of every worker's message")
+        self.wire._finish(self.work, "the sizes of every worker's message")
         sizes = [int(size) for size in self.sizes]
-        padded = _padded(message, max(sizes))
+        message = self.ask.tensor
+        found = [message if one == self.wire.worker else message.new_empty(size) for one, size in enumerate(sizes)]
+        if self.wire._nccl:
+            return self._padded(sizes)
+        for work in [*self._sends(message), *self._receives(found)]:
+            self.wire._finish(work, "every worker's message")
+        return found
+
+    def _sends(self, message: Tensor) -> list[Any]:
+        """This worker's message to each of the others, as long as it is; nothing where it is empty."""
+        others = [one for one in range(self.wire.workers) if one != self.wire.worker] if message.numel() else []
+        return [self.wire._begin("send", [message], one, self.tag) for one in others]
+
+    def _receives(self, found: Sequence[Tensor]) -> list[Any]:
+        others = [one for one, into in enumerate(found) if one != self.wire.worker and into.numel()]
+        return [self.wire._begin("recv", [found[one]], one, self.tag) for one in others]
+
+    def _padded(self, sizes: Sequence[int]) -> Answer:
+        """All messages as long as the longest, which is what NCCL can gather."""
+        padded = _padded(self.ask.tensor, max(sizes))
         found = [torch.empty_like(padded) for _ in sizes]
-        wire._finish(wire._begin("allgather", [found], [padded]), "every worker's message")
+        self.wire._finish(self.wire._begin("allgather", [found], [padded]), "every worker's message")
         return [one[:size] for one, size in zip(found, sizes, strict=True)]
 
 

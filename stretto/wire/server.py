@@ -31,6 +31,12 @@ def ranges(length: int, shards: int) -> list[tuple[int, int]]:
     return list(itertools.pairwise(bounds))
 
 
+def shared_out(parts: Sequence[Tensor], shards: int) -> list[list[Tensor]]:
+    """For each shard its range of every part."""
+    bounds = [ranges(one.numel(), shards) for one in parts]
+    return [[one[slice(*each[shard])] for one, each in zip(parts, bounds, strict=True)] for shard in range(shards)]
+
+
 @dataclass(slots=True)
 class _MeanTicket:
     wire: ServerWire
@@ -59,13 +65,18 @@ class _EveryTicket:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """What a worker pushes: its contributions to every part of the parameters, encoded, and what stands behind them."""
+    """What a worker pushes, and what stands behind it: for each shard an encoded message for each part of its range."""
 
     seq: int
     versions: Sequence[int]
     samples: int
     lr: float
-    parts: Sequence[Tensor]
+    messages: Sequence[Sequence[Tensor]]
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all messages."""
+        return sum(one.nbytes for messages in self.messages for one in messages)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +96,8 @@ class Ticket:
 
     wire: ServerWire
     numbers: list[int]
-    lengths: Sequence[int]
-    kept: Sequence[Tensor] = field(default_factory=list)
+    lengths: Sequence[int] = ()
+    kept: Sequence[Sequence[Tensor]] = field(default_factory=list)
     """What is being sent, kept until it is."""
 
     def is_there(self) -> bool:
@@ -98,18 +109,24 @@ class Ticket:
 
         Raises WireError when a shard refuses, is gone, or is too late.
         """
-        goes = []
-        for shard, (link, number) in enumerate(zip(self.wire.links, self.numbers, strict=True)):
-            body, _ = link.wait(number, self._into(shard, take))
-            if isinstance(body, m.Go):
-                goes.append(body)
-        refused = {seq for one in goes for seq in one.refused}
-        held_s = max(one.held_s for one in goes)
-        return News([one.version for one in goes], goes[0].applied, refused, held_s)
+        pairs = enumerate(zip(self.wire.links, self.numbers, strict=True))
+        return _news([link.wait(number, self._into(shard, take))[0] for shard, (link, number) in pairs])
+
+    def messages(self) -> tuple[News, list[list[Tensor]]]:
+        """The same where replies are encoded: each shard's message for each part of its range."""
+        replies = [link.wait(number) for link, number in zip(self.wire.links, self.numbers, strict=True)]
+        return _news([body for body, _ in replies]), [[whole(one, "uint8") for one in found] for _, found in replies]
 
     def _into(self, shard: int, take: Sink) -> Sink:
         starts = [ranges(length, self.wire.shards)[shard][0] for length in self.lengths]
         return lambda part, at, piece: take(part, starts[part] + at, piece)
+
+
+def _news(replies: Sequence[m.Body]) -> News:
+    goes = [body for body in replies if isinstance(body, m.Go)]
+    refused = {seq for one in goes for seq in one.refused}
+    held_s = max(one.held_s for one in goes)
+    return News([one.version for one in goes], goes[0].applied, refused, held_s)
 
 
 class ServerWire:
@@ -183,16 +200,19 @@ class ServerWire:
     def open(self, arena: int, recipe: str, parts: Sequence[Tensor]) -> None:
         """Give the shards their ranges of the parameters, and the rule."""
         body = m.Open(arena, recipe, self.workers)
-        for shard, link in enumerate(self.links):
-            link.wait(link.send(body, self._ranges_of(shard, parts)))
+        for link, found in zip(self.links, shared_out(parts, self.shards), strict=True):
+            link.wait(link.send(body, [one.detach().cpu() for one in found]))
 
-    def push(self, arena: int, update: Update) -> Ticket:
-        """Send an update to all shards; the ticket brings the newest version once this worker may go on."""
+    def push(self, arena: int, update: Update, lengths: Sequence[int]) -> Ticket:
+        """Send an update to all shards; the ticket brings the newest version once this worker may go on.
+
+        `lengths` are those of the parts of the parameters.
+        """
         numbers = []
         for shard, link in enumerate(self.links):
             body = m.Push(arena, update.seq, update.versions[shard], update.samples, update.lr)
-            numbers.append(link.send(body, self._ranges_of(shard, update.parts)))
-        return Ticket(self, numbers, [one.numel() for one in update.parts], update.parts)
+            numbers.append(link.send(body, [one.detach().cpu() for one in update.messages[shard]]))
+        return Ticket(self, numbers, lengths, update.messages)
 
     def rest(self) -> None:
         """Come to a meeting of all: no shard lets others wait for this worker until all have come."""
@@ -229,13 +249,6 @@ class ServerWire:
     def answered(self, shard: int, number: int) -> list[Pieces]:
         """The tensors of a reply."""
         return self.links[shard].wait(number)[1]
-
-    def _ranges_of(self, shard: int, parts: Sequence[Tensor]) -> list[Tensor]:
-        found = []
-        for part in parts:
-            start, stop = ranges(part.numel(), self.shards)[shard]
-            found.append(part[start:stop].detach().cpu())
-        return found
 
     def _gathered(self, message: bytes, teller: int | None) -> list[bytes]:
         self._op += 1

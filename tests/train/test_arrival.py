@@ -9,9 +9,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from stretto import how
 from stretto.train.arena import Arena
 from stretto.train.arrival import ArrivalExchange
 from stretto.train.stopwatch import Stopwatch
+from stretto.train.tally import Tally
 from stretto.typed import parse
 from stretto.wire.server import News, Update
 
@@ -44,9 +46,9 @@ class Server:
     def gather(self, message: bytes) -> list[bytes]:
         return [message] * self.workers
 
-    def push(self, arena: int, update: Update) -> Ticket:
-        parts: Sequence[Tensor] = [one.clone() for one in update.parts]
-        self.pushed.append(Update(update.seq, list(update.versions), update.samples, update.lr, parts))
+    def push(self, arena: int, update: Update, lengths: Sequence[int]) -> Ticket:
+        messages: Sequence[Sequence[Tensor]] = [[one.clone() for one in each] for each in update.messages]
+        self.pushed.append(Update(update.seq, list(update.versions), update.samples, update.lr, messages))
         self.tickets.append(Ticket(self))
         return self.tickets[-1]
 
@@ -66,6 +68,7 @@ class Scene:
             parse(recipe),
             cast("Any", self.server),
             Stopwatch(lambda: 0.0),
+            Tally(how.Scene(1, 2)),
             optimizer,
             lambda leases: None,
             lambda blocked_s: None,
@@ -83,7 +86,7 @@ class Scene:
 
     def sent(self) -> tuple[list[int], float]:
         """The version that the last update was computed on, and what it says."""
-        return list(self.server.pushed[-1].versions), float(self.server.pushed[-1].parts[0][0])
+        return list(self.server.pushed[-1].versions), float(self.server.pushed[-1].messages[0][0][0])
 
 
 def test_overlap_computes_on_and_says_on_what() -> None:
@@ -122,8 +125,10 @@ def test_without_overlap_the_next_round_is_computed_on_the_reply() -> None:
         scene.learn(0.25)
         push = scene.server.push
 
-        def at_once(arena: int, update: Update, version: int = version, push: Any = push) -> Ticket:
-            ticket: Ticket = push(arena, update)
+        def at_once(
+            arena: int, update: Update, lengths: Sequence[int], version: int = version, push: Any = push
+        ) -> Ticket:
+            ticket: Ticket = push(arena, update, lengths)
             ticket.version = version
             return ticket
 
