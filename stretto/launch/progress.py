@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from stretto.events import Event
+from stretto.report import accounts, figures
 
 RECENT_S = 10.0
 """The samples of so many last seconds make the rate that is shown."""
@@ -50,6 +51,8 @@ class Progress:
             facts.append(f"staleness {self.staleness / self.updates:.1f} mean, {self.stalest} max")
         if sent := sum(event.get("bytes_sent", 0) for event in self.counts.values()):
             facts.append(f"sent {sent / MEGABYTE:,.1f} MB")
+        if (fewer := self.fewer()) is not None:
+            facts.append(f"encoded in {figures.times(fewer)} fewer bytes")
         return [fact for fact in facts if fact]
 
     def samples_per_second(self) -> float | None:
@@ -63,6 +66,12 @@ class Progress:
         splits = [event["split"] for event in self.counts.values() if event.get("split")]
         whole = sum(sum(split.values()) for split in splits)
         return sum(split.get("waiting", 0.0) for split in splits) / whole if whole else None
+
+    def fewer(self) -> float | None:
+        """How many times fewer bytes were said than as exact numbers; None where nothing was encoded."""
+        exchanged = [accounts.accounts(event) for event in self.counts.values()]
+        raw, sent = accounts.total(exchanged, "raw_sent"), accounts.total(exchanged, "sent")
+        return accounts.fewer(raw, sent) if raw != sent else None
 
     def _on_start(self, event: Event) -> None:
         self.recipe = str(event.get("recipe") or self.recipe)

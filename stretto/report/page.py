@@ -12,7 +12,7 @@ from typing import Any
 import jinja2
 
 from stretto.errors import LogError
-from stretto.report import asynchronous, figures, history, ink
+from stretto.report import asynchronous, exchanged, figures, history, ink
 from stretto.report.groups import grouped
 from stretto.report.history import History
 from stretto.report.pictures import LEARN, Album, Plot, pictures
@@ -100,7 +100,12 @@ def _comparison(folder: Path) -> str:
         headline=judged.sentence,
         deck=judged.caveats,
         failures=_failures(records),
-        sections=_sections(sheets(records, target), pictures(album)) if records else [],
+        sections=_sections(
+            exchanged.in_full(sheets(records, target), records),
+            [*pictures(album), *exchanged.of_album(album)],
+        )
+        if records
+        else [],
         colours=_colours(records),
         facts=_facts(list(album.histories.values()), question.get("command") or [], _seeds(records)),
         notices=_notices(album.histories.values()),
@@ -149,7 +154,10 @@ def _single(folder: Path) -> str:
         headline=_summary(one),
         deck=(_figures(one),),
         failures=[one["failed"]] if one["failed"] else [],
-        sections=_sections(_tables(one, read), [*asynchronous.pictures(one, read), *pictures(album)]),
+        sections=_sections(
+            _tables(one, read),
+            [*exchanged.pictures(one, read), *asynchronous.pictures(one, read), *pictures(album)],
+        ),
         colours={},
         facts=_facts([read], read.run.get("command") or [], [int(one["seed"] or 0)]),
         notices=_notices([read]),
@@ -172,7 +180,8 @@ def _figures(one: Record) -> str:
 
 
 def _tables(one: Record, read: History) -> list[Sheet]:
-    return [*([_passes(read)] if read.of("epoch") else []), *asynchronous.sheet(one, read)]
+    passes = [_passes(read)] if read.of("epoch") else []
+    return [*passes, *exchanged.sheet(one), *asynchronous.sheet(one, read)]
 
 
 SEEN = ("once", "twice", "never", "dropped")

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from stretto.errors import LogError
-from stretto.report import staleness
+from stretto.report import accounts, staleness
 from stretto.report.history import History, number, read, split_of
 
 Record = dict[str, Any]
@@ -24,7 +24,8 @@ def record(run_folder: Path) -> Record:
 
     `seconds` is training time, evaluations not counted; `samples` counts all workers. `failed` is None for a
     run that came to its end, and else the reason. What only a comparison knows stays None. `steps` and `rounds` are
-    those of the worker that made most; in asynchronous runs others made fewer.
+    those of the worker that made most; in asynchronous runs others made fewer. `bytes_sent` and `bytes_received` are
+    those of the wire; `accounts.fields` says what was exchanged raw and encoded, and what is owed.
     """
     history = read(run_folder)
     seconds, samples = _length(history)
@@ -37,6 +38,7 @@ def record(run_folder: Path) -> Record:
         "samples": samples,
         "samples_per_second": samples / seconds if seconds else None,
         **_counted(history),
+        **accounts.fields(history),
         **_uneven(history),
         "samples_seen": [event.get("seen") for event in history.of("epoch")],
         **BEYOND_ONE_RUN,
@@ -71,7 +73,8 @@ def unstarted(*, recipe: str, workers: int, join: int, seed: int, script: str, f
         "metrics": {},
     }
     lists: Record = {name: [] for name in LISTS}
-    return {**asked, **nothing, **counted, **lists, **BEYOND_ONE_RUN, "failed": failed, "folder": str(folder)}
+    unsaid = accounts.nothing()
+    return {**asked, **nothing, **counted, **lists, **unsaid, **BEYOND_ONE_RUN, "failed": failed, "folder": str(folder)}
 
 
 def _asked(history: History) -> Record:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from stretto.events import Event
+from stretto.report import accounts
 from stretto.report import staleness as late
 from stretto.report.history import History, Point, interpolate, number, split_of
 from stretto.report.staleness import Update
@@ -121,6 +122,53 @@ def _stretches(found: Sequence[Update], workers: int) -> list[list[Update]]:
     return [some for some in stretches if some]
 
 
+def exchanged(history: History, way: str) -> Curve:
+    """Megabytes in one of `accounts.WAYS` until then, looks left out: the mean over workers."""
+    return _counted(history, lambda event: float(accounts.total([accounts.accounts(event)], way)))
+
+
+def on_wire(history: History) -> Curve:
+    """Megabytes that had left a worker, by its wire: the mean over workers."""
+    return _counted(history, _bytes_sent)
+
+
+def _bytes_sent(event: Event) -> float:
+    return float(event.get("bytes_sent") or 0)
+
+
+def _counted(history: History, count: Callable[[Event], float]) -> Curve:
+    """A running count at the times that worker 0 gave its own, from the first that is above zero."""
+    lines = [interpolate(_counted_by(history, worker, count)) for worker in range(history.workers)]
+    place, own = _places(history), history.counts(0)
+    means = ((event, statistics.fmean(line(event["t"]) for line in lines) / 1e6) for event in own)
+    samples = [place(event, value) for event, value in means if value > 0]
+    return Curve(tuple(samples[:: -_size(samples)][::-1]))
+
+
+def _counted_by(history: History, worker: int, count: Callable[[Event], float]) -> list[Point]:
+    return sorted(({0.0: 0.0} | {event["t"]: count(event) for event in history.counts(worker)}).items())
+
+
+def owed(history: History) -> Curve:
+    """The norm of what is owed over that of what was given, over all workers, each time that they were measured."""
+    measured = [found for worker in range(history.workers) if (found := _measured(history, worker))]
+    lines = [[interpolate([(t, both[part]) for t, both in one]) for part in (0, 1)] for one in measured]
+    place, times = _places(history), [t for t, _ in measured[0]] if measured else []
+    shares = ((t, accounts.owed_share([(given(t), owed(t)) for given, owed in lines])) for t in times)
+    samples = [place({"t": t}, share) for t, share in shares if share is not None]
+    return Curve(tuple(samples[:: -_size(samples)][::-1]))
+
+
+def _measured(history: History, worker: int) -> list[tuple[float, tuple[float, float]]]:
+    """The norms of one worker where they are new: events repeat them until they are measured again."""
+    found: list[tuple[float, tuple[float, float]]] = []
+    for event in history.counts(worker):
+        both = accounts.measured(event)
+        if both is not None and (not found or found[-1][1] != both):
+            found.append((event["t"], both))
+    return found
+
+
 def _places(history: History) -> Callable[[Event, float], Sample]:
     """Where an event with a value belongs on the three axes."""
     clock, sent = _clock(history), _sent(history)
@@ -146,14 +194,8 @@ def _clock(history: History) -> Callable[[float], float]:
 
 def _sent(history: History) -> Callable[[float], float]:
     """From the time of an event to the megabytes that a worker had sent, mean over workers."""
-    lines = [interpolate(_sent_by(history, worker)) for worker in range(history.workers)]
+    lines = [interpolate(_counted_by(history, worker, _bytes_sent)) for worker in range(history.workers)]
     return lambda t: statistics.fmean(line(t) for line in lines) / 1e6
-
-
-def _sent_by(history: History, worker: int) -> list[Point]:
-    points = {0.0: 0.0}
-    points |= {event["t"]: float(event.get("bytes_sent") or 0) for event in history.counts(worker)}
-    return sorted(points.items())
 
 
 def not_finite(history: History) -> int:

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from stretto.events import PHASES
-from stretto.report import figures
+from stretto.report import accounts, figures
 from stretto.report.groups import Group, Measure, Peers, Spread, grouped
 from stretto.report.record import JOINED, Record
 from stretto.report.staleness import held_share
@@ -49,7 +49,7 @@ class Column:
 
 
 def sheets(records: Sequence[Record], target: Target | None = None) -> list[Sheet]:
-    """The tables that answer: same state? how fast? at what cost? how stale? where did the time go?"""
+    """The tables that answer: same state? how fast? at what cost? fewer bytes? how stale? where did the time go?"""
     groups, peers = grouped(records), Peers(records)
     names = metric_names(records)
     by_sheet = [names[i : i + METRICS_A_SHEET] for i in range(0, len(names), METRICS_A_SHEET)]
@@ -59,18 +59,27 @@ def sheets(records: Sequence[Record], target: Target | None = None) -> list[Shee
         *(_sheet("Same quality?", METRICS_NOTE, groups, _metrics(some, peers)) for some in by_sheet),
         _sheet(FAST, SPEED_NOTE, groups, _speed(peers)),
         *([_sheet(f"When was {target} reached?", TARGET_NOTE, groups, _target(peers))] if target else []),
-        _sheet("At what cost?", _cost_note(records), groups, _cost()),
+        _sheet(COST, _cost_note(records), groups, _cost()),
+        *_exchanged(groups),
         *_staleness(groups),
         _sheet(WHERE, SPLIT_NOTE, groups, _split()),
     ]
 
 
 STATE, FAST, STALE, WHERE = "Same state?", "How fast?", "How stale?", "Where did the time go?"
+COST, EXCHANGED = "At what cost?", "What was exchanged?"
 STATE_NOTE = "Against one machine with the batches of all workers joined."
 METRICS_NOTE = "At the end, and the difference from one machine with the batches of all workers joined."
 SPEED_NOTE = "Training time, evaluations not counted. Speed-up: samples/s over alone. Efficiency: speed-up per worker."
 TARGET_NOTE = "The first evaluation that satisfied it: training time and samples of all workers until then."
 COST_NOTE = "Bytes as counted where they leave and enter a worker, mean over workers; 1 MB = 10⁶ bytes."
+EXCHANGED_NOTE = (
+    "MB per worker, raw (exact numbers) and encoded, before the wire multiplies them or adds its own; "
+    "what only evaluations need (looks) is left out."
+)
+FEWER_NOTE = " Fewer: raw over encoded bytes sent."
+ENTRIES_NOTE = " Entries: share of the numbers that messages told."
+OWED_NOTE = " Owed: norm of what was not sent yet over that of what was given, measured last."
 STALE_NOTE = "Versions of the model between the one that an update was computed on and its own, over all updates."
 HELD_NOTE = " Lost to the bound: share of the time of all workers."
 SAMPLES_NOTE = " Samples: of the worker that took fewest, and most."
@@ -204,8 +213,8 @@ def _reached(heading: str, measure: Measure, write: Callable[[float | None], str
 
 def _cost() -> list[Column]:
     return [
-        _measured("MB sent per worker", lambda r: megabytes(r["bytes_sent"]), _megabytes),
-        _measured("MB received per worker", lambda r: megabytes(r["bytes_received"]), _megabytes),
+        _measured("MB sent per worker", lambda r: megabytes(r["bytes_sent"]), in_megabytes),
+        _measured("MB received per worker", lambda r: megabytes(r["bytes_received"]), in_megabytes),
         _measured("rounds", lambda r: r["rounds"], figures.count),
         _measured("steps per worker", lambda r: r["steps"], figures.count),
     ]
@@ -216,8 +225,35 @@ def megabytes(per_worker: Sequence[float]) -> float | None:
     return sum(per_worker) / len(per_worker) / 1e6 if per_worker else None
 
 
-def _megabytes(value: float | None) -> str:
+def in_megabytes(value: float | None) -> str:
+    """Megabytes, with no more digits than a person reads."""
     return figures.figure(value) if value is None or value < 1000 else figures.count(value)
+
+
+def _exchanged(groups: Sequence[Group]) -> list[Sheet]:
+    """A table of what was raw and what encoded, where any run encoded something."""
+    if not any(accounts.is_encoded(record) for group in groups for record in group.records):
+        return []
+    told = [group for group in groups if any(record.get("exchanged") for record in group.asked)]
+    entries, owed = (
+        any(record.get(name) is not None for group in told for record in group.records)
+        for name in ("entries_share", "owed_share")
+    )
+    columns = [
+        *(_measured(heading, partial(_accounted, way=way), in_megabytes) for heading, way in IN_WAYS.items()),
+        _measured("fewer", lambda r: (r.get("compression") or {}).get("sent"), figures.times),
+        *([_measured("entries sent", lambda r: r.get("entries_share"), figures.percent)] if entries else []),
+        *([_measured("owed", lambda r: r.get("owed_share"), partial(figures.figure, digits=2))] if owed else []),
+    ]
+    note = EXCHANGED_NOTE + FEWER_NOTE + (ENTRIES_NOTE if entries else "") + (OWED_NOTE if owed else "")
+    return [_sheet(EXCHANGED, note, told, columns)]
+
+
+IN_WAYS = {"raw": "raw_sent", "encoded, sent": "sent", "encoded, received": "received"}
+
+
+def _accounted(record: Record, way: str) -> float | None:
+    return accounts.megabytes(record.get("exchanged") or [], way)
 
 
 def _staleness(groups: Sequence[Group]) -> list[Sheet]:
@@ -289,6 +325,8 @@ NARROW = {
     "workers": "n",
     "MB sent per worker": "MB sent\nper worker",
     "MB received per worker": "MB received\nper worker",
+    "encoded, sent": "encoded,\nsent",
+    "encoded, received": "encoded,\nreceived",
     "computing": "com-\npute",
     "encoding": "en-\ncode",
     "exchanging": "ex-\nchange",

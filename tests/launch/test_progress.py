@@ -101,3 +101,18 @@ def test_what_deserves_a_line() -> None:
     epoch = {"event": "epoch", "worker": 0, "epoch": 1, "step": 7, "samples": 1797, "training_s": 2.0}
     assert progress.take(epoch) == "epoch 1 ended: step 7, 1,797 samples in 2.0 s of training"
     assert progress.take({"event": "of a later version", "worker": 0}) is None
+
+
+def test_an_encoding_says_how_many_times_fewer_bytes_it_needs() -> None:
+    progress = Progress()
+    progress.take(counted(0, 10.0, 80) | {"exchanged": {"gradients": [4000, 100, 4000, 300], "looks": [0, 9, 0, 9]}})
+    progress.take(counted(1, 10.0, 80) | {"exchanged": {"gradients": [4000, 300, 4000, 100]}})
+    assert progress.facts()[-1] == "encoded in 20.0× fewer bytes"
+
+
+def test_exact_numbers_need_as_many_bytes_as_they_are() -> None:
+    progress = Progress()
+    progress.take(counted(0, 10.0, 80) | {"exchanged": {"gradients": [4000, 4000, 4000, 4000]}})
+    progress.take(counted(1, 10.0, 80))
+    assert progress.fewer() is None
+    assert not [fact for fact in progress.facts() if "fewer" in fact]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,24 @@ def training(workers: int, step_s: float, bytes_a_round: int, every: int, best: 
     t = 150 * step_s + 0.3
     end = counts | {"split": split(t, 0.2 * 150 * step_s, 0.3), "step": 150, "training_s": 150 * step_s}
     return events + [{"event": "end", "t": t, "worker": w, "evaluate": True, **end} for w in range(workers)]
+
+
+def exchanging(
+    events: Events,
+    purposes: Mapping[str, Sequence[int]],
+    entries: Sequence[int] | None = None,
+    norms: Callable[[float, int], Sequence[float]] | None = None,
+) -> Events:
+    """The same events with what was exchanged: bytes and entries of a round, norms from the time and the worker."""
+    for event in events:
+        if event["event"] in ("progress", "end"):
+            rounds = event["rounds"]
+            event["exchanged"] = {name: [rounds * value for value in row] for name, row in purposes.items()}
+            if entries is not None:
+                event["entries"] = [rounds * value for value in entries]
+            if norms is not None:
+                event["norms"] = list(norms(event["t"], event["worker"]))
+    return events
 
 
 def asynchronous(
