@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 from typer.exceptions import TyperException
 
+from stretto.bits.command import bits
 from stretto.compare.command import compare
 from stretto.errors import LaunchError, StrettoError, explain
 from stretto.folder import version
@@ -165,7 +166,8 @@ def _conclude(folder: Path, json_to: Path | None, silent: bool) -> None:
 
 
 def _summary(found: dict[str, Any]) -> list[str]:
-    """A run in three lines, or four when it was asynchronous."""
+    """A run in three lines, and one more each where it encoded something or was asynchronous."""
+    from stretto.report.accounts import in_words as encoded
     from stretto.report.asynchronous import in_words
     from stretto.report.figures import count, figure, percent, plural, seconds
     from stretto.report.table import megabytes, share
@@ -174,22 +176,26 @@ def _summary(found: dict[str, Any]) -> list[str]:
     metrics = ", ".join(f"{name} {figure(value)}" for name, value in found["metrics"].items())
     waiting, sent = percent(share(found, "waiting")), figure(megabytes(found["bytes_sent"]))
     cost = f"waiting {waiting} of the time, {sent} MB sent per worker in {plural(found['rounds'], 'round')}"
-    lines = [f"{found['recipe']}, {plural(found['workers'], 'worker')}: {speed}", metrics, cost, in_words(found)]
+    name = f"{found['recipe']}, {plural(found['workers'], 'worker')}"
+    lines = [f"{name}: {speed}", metrics, cost, encoded(found), in_words(found)]
     return [line for line in lines if line]
 
 
 app.command("compare", cls=ScriptCommand)(compare)
+app.command("bits")(bits)
 
 
 @app.command()
 def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders, or folders of a comparison.")],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs, comparisons or `bits`.")],
 ) -> None:
     """Make the page of a run or a comparison again, from its log alone."""
+    from stretto.bits import page as bits_page
+    from stretto.bits.results import NAME as BITS
     from stretto.report import page
 
     for folder in runs:
-        print(page.write(folder))
+        print((bits_page if (folder / BITS).exists() else page).write(folder))
 
 
 @app.command()

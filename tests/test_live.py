@@ -86,6 +86,22 @@ def test_the_same_run_twice_gives_the_same_bits(recipe: str, tmp_path: Path) -> 
     assert all(torch.equal(tensor, two[name]) for name, tensor in one.items())
 
 
+WIDE = PLAIN.replace("32", "2000").replace("Adam(net.parameters(), lr=0.01)", "SGD(net.parameters(), lr=0.01)")
+
+
+def test_a_worker_that_is_silent_sends_no_bytes(tmp_path: Path) -> None:
+    """Each of three speaks in one round of three; on the wire is what was said, to two others, and little more."""
+    path = script(tmp_path, WIDE.replace("LINE", "loader = stretto.distribute(net, optimizer, loader)"))
+    stretto_run(tmp_path, path, 3, "Recipe(what=gradient_differences(1.0, groups=3), how=top_k(1.0))", "run")
+    ends = [one for one in read_events(tmp_path / "run" / "events.jsonl") if one["event"] == "end"]
+    assert len(ends) == 3
+    for end in ends:
+        raw, said, *_ = end["exchanged"]["gradient_differences"]
+        assert 0 < said < 0.5 * raw, "a third of what it would be"
+        assert end["bytes_counted"]
+        assert 2 * said < end["bytes_sent"] < 2.2 * said + 200_000
+
+
 def test_one_worker_of_stretto_run_computes_the_bits_of_the_plain_script(tmp_path: Path) -> None:
     assert call(tmp_path, sys.executable, str(script(tmp_path, PLAIN.replace("LINE", "")))).returncode == 0
     plain = torch.load(tmp_path / "net.pt")

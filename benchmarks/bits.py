@@ -1,0 +1,116 @@
+"""How many rounds and uplink bits do GD-SEC and others need on convex problems? The table of GD-SEC in FIELD, again.
+
+Logistic regression with l2 = 0.01 and steps of 1/L over workers in memory, as `stretto bits` runs it: gradients and
+parameters in float64, messages in float32 and counted as they are encoded. Nothing here depends on the machine but the
+rounding of its sums, so nothing is repeated. Needs $STRETTO_DATA with the folders a9a and mnist.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.measure import save
+from stretto.bits import data, problem
+from stretto.bits.methods import method
+from stretto.bits.optimum import optimum
+from stretto.bits.outcome import GD
+from stretto.bits.results import record
+from stretto.bits.work import Terms, descend
+
+QUESTION = "rounds and uplink bits to the target, against gradient descent"
+L2 = 0.01
+LATE = 2
+"""A method is given up after so many times the rounds of gradient descent."""
+
+METHODS = (
+    GD,
+    "gd_sec(beta=0.01, xi=100)",
+    "gd_sec(beta=0.01, xi=30)",
+    "quantised_gd_sec(beta=0.01, xi=100)",
+    "ef21(top_k(0.05))",
+    "censoring(xi=1)",
+    "Recipe(how=quantise(8))",
+    "Recipe(how=error_feedback(top_k(0.1)))",
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A problem, and what FIELD says of it: rounds of a method, share of the bits saved."""
+
+    file: str
+    rows: int
+    workers: int
+    target: float
+    labels: data.Labels | None
+    field: Mapping[str, tuple[int | None, float | None]]
+    wanted: float
+
+
+CASES = {
+    "MNIST, even or odd": Case(
+        "mnist",
+        2000,
+        5,
+        1e-6,
+        "even",
+        {GD: (3760, None), METHODS[1]: (3760, 0.9902), METHODS[2]: (None, 0.9812)},
+        wanted=0.985,
+    ),
+    "a9a": Case(
+        "a9a/a9a",
+        5000,
+        10,
+        1e-8,
+        None,
+        {GD: (756, None), METHODS[1]: (918, 0.9689), METHODS[2]: (847, 0.9337)},
+        wanted=0.96,
+    ),
+}
+
+
+def run(starts: int | None = None) -> dict[str, Any]:  # noqa: ARG001
+    """Take the figures, print them, keep them."""
+    print(f"bits: {QUESTION}", flush=True)
+    cases = {name: _case(name, case) for name, case in CASES.items()}
+    found = {"question": QUESTION, "l2": L2, "late": LATE, "cases": cases}
+    print(f"  kept in {save('bits', found)}")
+    return found
+
+
+def _case(name: str, case: Case) -> dict[str, Any]:
+    asked = problem.build("logistic", data.read(_folder() / case.file, case.rows), labels=case.labels, l2=L2)
+    best = optimum(asked, case.target)
+    gd = descend(asked, best, method(GD, asked.smoothness), Terms(case.workers, case.target, double=True))
+    terms = Terms(case.workers, case.target, LATE * gd.rounds, double=True)
+    records = []
+    for text in METHODS:
+        ran = gd if text == GD else descend(asked, best, method(text, asked.smoothness), terms)
+        one = record(ran, gd)
+        saved = "" if one["saved"] is None else f", {one['saved']:.2%} saved"
+        print(f"  {name}: {text}: {ran.rounds} rounds{'' if ran.reached else ', not reached'}{saved}", flush=True)
+        rounds, share = case.field.get(text, (None, None))
+        records.append({**one, "field_rounds": rounds, "field_saved": share})
+    return {
+        "rows": case.rows,
+        "features": asked.wide,
+        "workers": case.workers,
+        "target": case.target,
+        "smoothness": asked.smoothness,
+        "wanted": case.wanted,
+        "wanted_of": METHODS[1],
+        "methods": records,
+    }
+
+
+def _folder() -> Path:
+    given = os.environ.get("STRETTO_DATA")
+    if not given:
+        raise SystemExit(
+            "bits needs data: STRETTO_DATA=FOLDER python -m benchmarks bits, with FOLDER/a9a and FOLDER/mnist"
+        )
+    return Path(given)

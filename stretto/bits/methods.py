@@ -1,0 +1,104 @@
+"""The ways that are compared: recipes as they are typed, with xi in units of the problem's smoothness."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from typing import Any, cast
+
+from stretto.axis import Answer
+from stretto.bits.outcome import GD
+from stretto.errors import RecipeError, explain
+from stretto.how import Codec
+from stretto.recipe import Recipe
+from stretto.then import step
+from stretto.typed import parse
+from stretto.what import gradient_differences, gradients
+from stretto.when import together
+
+EXAMPLE = "gd_sec(beta=0.01, xi=100)"
+SCALED = "xi"
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to exchange gradients: what it was called, and its recipe, whose xi is in the problem's own units."""
+
+    name: str
+    recipe: Recipe
+    warning: str | None = None
+
+
+def method(text: str, smoothness: float) -> Method:
+    """The method that a text spells: `gd`, or a recipe that exchanges gradients in every round.
+
+    A threshold's xi is typed in units of the smoothness L. Raises RecipeError for what can't be compared here.
+    """
+    name = text.strip()
+    recipe = _parsed("allreduce" if name == GD else name)
+    _check(name, recipe)
+    how = scaled(recipe.how, smoothness)
+    return Method(name, replace(recipe, how=how, called=""), _unsteady(name, recipe))
+
+
+def _parsed(text: str) -> Recipe:
+    try:
+        return parse(text)
+    except RecipeError as error:
+        raise RecipeError(str(error).replace("--recipe", "--method")) from None
+
+
+def scaled(codec: Codec, smoothness: float) -> Codec:
+    """The codec with every xi in it, however deep, times L."""
+    changed: dict[str, object] = {
+        name: value * smoothness for name, value in _fields(codec) if name == SCALED and isinstance(value, float)
+    }
+    changed |= {name: scaled(value, smoothness) for name, value in _fields(codec) if isinstance(value, Codec)}
+    return cast("Codec", replace(cast("Any", codec), **changed)) if changed else codec
+
+
+def _fields(codec: Answer) -> Iterator[tuple[str, object]]:
+    return ((one.name, getattr(codec, one.name)) for one in fields(codec))  # type: ignore[arg-type]
+
+
+def thresholds(codec: Codec) -> list[float]:
+    """Every xi in a codec."""
+    inner = (value for _, value in _fields(codec) if isinstance(value, Codec))
+    own = [float(value) for name, value in _fields(codec) if name == SCALED and isinstance(value, float)]
+    return own + [xi for one in inner for xi in thresholds(one)]
+
+
+def _unsteady(name: str, recipe: Recipe) -> str | None:
+    """Why a method may not converge: alpha beta xi above 1, where alpha = 1/L and xi is in units of L."""
+    what = recipe.what
+    product = max(thresholds(recipe.how), default=0.0) * (what.beta if isinstance(what, gradient_differences) else 0.0)
+    if product <= 1:
+        return None
+    return (
+        f"{name}: alpha * beta * xi = {product:g} is above 1: what is left unsent may grow faster than it is "
+        f"sent, and it may not converge; a smaller beta or xi is safe"
+    )
+
+
+def _check(name: str, recipe: Recipe) -> None:
+    reason, got = _refusal(recipe)
+    if reason:
+        expected = "what=gradients() or gradient_differences(), when=together(), then=step()"
+        raise RecipeError(
+            explain(
+                f"{name} can't be compared here: {reason}", got=got, expected=expected, to_type=f'--method "{EXAMPLE}"'
+            )
+        )
+
+
+def _refusal(recipe: Recipe) -> tuple[str, str]:
+    """Why a recipe is none of those that this laboratory runs, and which of its answers is to blame; else nothing."""
+    if recipe.asynchronous:
+        return "it has no rounds to count, since nobody waits", f"when={recipe.when}"
+    if not isinstance(recipe.what, gradients | gradient_differences):
+        return "it does not exchange gradients", f"what={recipe.what}"
+    if recipe.when != together():
+        return "a round is one step here", f"when={recipe.when}"
+    if not isinstance(recipe.then, step):
+        return "gradient descent takes the step itself", f"then={recipe.then}"
+    return "", ""
