@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from stretto.how.codec import SingleRound
+from stretto.how.codec import SingleRound, refuse_not_finite
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+MOST = {"bf16": (2 - 2**-7) * 2.0**127, "fp16": 65504.0}
+"""The largest number of either kind."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -27,6 +30,15 @@ class cast(SingleRound):
 
     def encode(self, x: Tensor, memory: Any) -> Tensor:
         return x.bfloat16() if self.to == "bf16" else x.half()
+
+    def encode_owed(self, x: Tensor, owed: Tensor, memory: Any) -> Tensor:
+        """What is beyond the range of fp16 is owed, not infinite."""
+        refuse_not_finite(x, self)
+        owed.add_(x)
+        most = MOST[self.to]
+        message = self.encode(owed.clamp(-most, most), memory)
+        owed.sub_(message)
+        return message
 
     def decode(self, message: Tensor, like: Tensor) -> Tensor:
         return like.copy_(message)

@@ -106,3 +106,13 @@ def test_the_table_has_every_codec() -> None:
 def test_fp16_overflow_is_infinite_not_wrong() -> None:
     x = torch.full((4,), 1e6)
     assert torch.isinf(cast("fp16").decode(cast("fp16").encode(x, None), x.clone())).all()
+
+
+def test_what_is_beyond_fp16_is_owed() -> None:
+    codec = error_feedback(cast("fp16"))
+    memory = codec.memory(torch.zeros(2))
+    carried = torch.zeros(2)
+    for given in (torch.tensor([1e5, -1.0]), torch.zeros(2)):
+        carried += codec.decode(codec.encode(given, memory), torch.empty(2))
+    assert torch.equal(carried + memory.owed, torch.tensor([1e5, -1.0]))
+    assert float(memory.owed.abs().max()) < 100
