@@ -164,6 +164,10 @@ class Replica:
         assert self._arena is not None
         if self.gradients is not None:
             self.gradients.release()
+        if self._arenas and self._recipe.how.keeps_residual and self._wire.workers > 1:
+            self._journal.notice(
+                f"the parameters that train have changed: what was owed under {self._recipe} is dropped"
+            )
         self._arenas += 1
         if self._recipe.asynchronous:
             self.arrival = self._make_arrival(self._arena, self._recipe, self.arrival)

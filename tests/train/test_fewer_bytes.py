@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import stretto
-from stretto.errors import ModelError, NotFiniteError
+from stretto.errors import ModelError, NotFiniteError, RecipeError
 from stretto.events import read_events
 from stretto.how import Scene, difference_threshold, error_feedback, exact, top_k
 from stretto.how.check import hold
@@ -275,5 +275,54 @@ def test_replies_that_leave_nothing_out_are_exact_replies() -> None:
     assert apart(found, wanted) <= 1e-9
 
 
+CODECS = [
+    'cast("fp16")',
+    "quantise(4, bucket=16)",
+    "ternary(bucket=16)",
+    "error_feedback(sign(bucket=16))",
+    "error_feedback(top_k(0.2))",
+    "error_feedback(random_k(0.3))",
+    "error_feedback(threshold(0.001, adaptive=True, clip=5))",
+    "error_feedback(chunked(chunk=16, k=4))",
+    "error_feedback(chain(top_k(0.3), quantise(8)))",
+    "deep_gradient_compression(0.2, momentum=0.5, warm_up=2)",
+    "error_feedback(low_rank(1))",
+    "by_size(error_feedback(top_k(0.2)), least=30)",
+    "error_feedback(when_it_pays(quantise(8), rounds=4, again=6))",
+]
+PLACES = ["allreduce(how={})", "diloco(every=2, how={})", "Recipe(how={}, whom=server(shards=2))", "async_sgd(2.0, how={})"]
+
+
+@pytest.mark.parametrize("place", PLACES, ids=["gradients", "outer gradients", "through a server", "on arrival"])
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_codec_fits_wherever_there_is_a_how(codec: str, place: str) -> None:
+    if "async" in place and not parse(f"allreduce(how={codec})").how.pair:
+        with pytest.raises(RecipeError, match="pair of encode and decode"):
+            parse(place.format(codec))
+        return
+    found = together(3, training(regression(64), 8, 2), place.format(codec))
+    assert all(torch.equal(one, found[0]) for one in found)
+    assert bool(found[0].isfinite().all())
+
+
 def test_exact_is_a_codec_of_differences() -> None:
     assert gradient_differences().memory(exact(), torch.zeros(3), Scene()).own.tolist() == [0, 0, 0]
+
+
+def test_thawing_a_layer_says_that_what_was_owed_is_dropped(capfd: pytest.CaptureFixture[str]) -> None:
+    data = regression(64)
+
+    def work(worker: int) -> None:
+        net = small_net()
+        first = next(iter(net.parameters())).requires_grad_(False)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+        loader = stretto.distribute(net, optimizer, DataLoader(data, batch_size=8))
+        for epoch in range(2):
+            first.requires_grad_(epoch > 0)
+            for x, y in loader:
+                optimizer.zero_grad()
+                nn.functional.mse_loss(net(x), y).backward()
+                optimizer.step()
+
+    together(2, work, "allreduce(how=error_feedback(top_k(0.1)))")
+    assert capfd.readouterr().err.count("what was owed under") == 1
