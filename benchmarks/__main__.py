@@ -5,17 +5,36 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 
-from benchmarks import against, averaging, ddp, figures, lab, line, overlap, server, unequal, updates
-from benchmarks.race import WAYS
+from benchmarks import (
+    against,
+    averaging,
+    bits,
+    ddp,
+    fewer,
+    figures,
+    gpu_kernels,
+    kernels,
+    lab,
+    line,
+    overlap,
+    server,
+    unequal,
+    updates,
+)
+from benchmarks.ways import CONTESTS
 
 QUICK = {"line": line.run, "ddp": ddp.run, "averaging": averaging.run}
 LONG = {
+    "bits": bits.run,
+    "kernels": kernels.run,
+    "gpu": gpu_kernels.run,
     "server": server.run,
     "updates": updates.run,
     "peers": against.run,
     "overlap": overlap.run,
     "unequal": unequal.run,
 }
+LABORATORY = {"lab": lab.run, "fewer": fewer.run, "shakespeare": fewer.run}
 
 STARTS = "of the processes, for each side, or seeds of unequal; fewer are quicker and noisier, and kept as a trial"
 
@@ -24,25 +43,37 @@ def main() -> None:
     """Run what was asked for."""
     asked = _options().parse_args()
     for name in asked.names or QUICK:
-        if name == "lab":
-            ways = tuple(asked.way or WAYS)
-            lab.run(lab.Terms(seeds=range(asked.seeds), ways=ways, target=asked.target, limit_s=asked.limit))
+        if name in LABORATORY:
+            LABORATORY[name](_terms(name, asked))
         elif name == "figures":
             figures.write()
         else:
             (QUICK | LONG)[name](asked.starts)
 
 
+def _terms(contest: str, asked: argparse.Namespace) -> lab.Terms:
+    ways = tuple(asked.way or CONTESTS[contest])
+    target = None if contest == "shakespeare" else asked.target
+    return lab.Terms(target=target, seeds=range(asked.seeds), ways=ways, limit_s=asked.limit, contest=contest)
+
+
 def _options() -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    names = [*QUICK, *LONG, "lab", "figures"]
+    names = [*QUICK, *LONG, *LABORATORY, "figures"]
     about = f"{', '.join(names)}; without a name {', '.join(QUICK)}; figures writes docs/figures.md"
     options.add_argument("names", nargs="*", metavar="NAME", type=_one_of(names), help=about)
     options.add_argument("--starts", type=_count, help=STARTS)
-    only = options.add_argument_group("lab")
+    ways = sorted({way for contest in CONTESTS.values() for way in contest})
+    only = options.add_argument_group(", ".join(LABORATORY))
     only.add_argument("--seeds", type=_count, default=1, help="repeat with so many seeds (1)")
-    only.add_argument("--way", action="append", choices=WAYS, help="only this way; may be given several times")
-    only.add_argument("--target", type=float, default=0.975, help="test accuracy that ends a run (0.975)")
+    only.add_argument(
+        "--way",
+        action="append",
+        choices=ways,
+        metavar="WAY",
+        help=f"only this way; may be given several times: {', '.join(ways)}",
+    )
+    only.add_argument("--target", type=float, default=lab.Terms.target, help="test accuracy that ends a run (0.975)")
     only.add_argument("--limit", type=float, default=900.0, help="seconds after which a way is given up (900)")
     return options
 

@@ -1,19 +1,17 @@
-"""One host's program in the laboratory: trains on MNIST in one way until a test accuracy is reached.
+"""What one host does in the laboratory: it trains in one way until a target is reached.
 
-    python -m benchmarks.race "torch DDP" FOLDER TARGET SEED
-
-All ways share the network, the optimizer, the order of the samples and the clock: seconds since the first batch at
-host 0, less those in which it evaluates; the others wait meanwhile. After each evaluation host 0 adds a line to
-FOLDER/evaluations.jsonl; when the target is reached it writes FOLDER/reached, and all end at the same step.
+All ways of a contest share the network, the order of the samples, how they are judged, and the clock: seconds since the
+first batch at host 0, less those in which it evaluates; the others wait meanwhile. After each evaluation host 0 adds a
+line to FOLDER/evaluations.jsonl; when the target is reached it writes FOLDER/reached, and all end, those that keep
+step with each other at the same step.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,38 +20,41 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
-from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Sampler, TensorDataset
+from torch.utils.data import DataLoader, Sampler
 
 import stretto
 from benchmarks.averaging import average
-from benchmarks.tasks import BATCH, convolution
-from examples import datasets
+from benchmarks.courses import MNIST, Course
+from benchmarks.tasks import BATCH
+from stretto.train import finish
 
 LR, MOMENTUM = 0.05, 0.9
 MOST_PASSES = 20
+POLL_S = 0.005
+ONE_BUCKET_MB = 1024
 
 
 class Race:
     """This host's data, clock and finishing line. Host 0 is the referee."""
 
-    def __init__(self, folder: Path, target: float, seed: int) -> None:
-        train_x, train_y, self._test_x, self._test_y = datasets.mnist()
-        self.data = TensorDataset(train_x, train_y)
+    def __init__(self, way: Way, folder: Path, target: float, seed: int) -> None:
+        self.way, self.course = way, way.course
+        self.data, self._test = self.course.samples()
         self.host, self.hosts = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self._folder, self._target = folder, target
         torch.manual_seed(seed)
         self.order = Shuffled(len(self.data), seed)
-        self.model = convolution()
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=LR, momentum=MOMENTUM)
+        self.model = self.course.network()
+        self.optimizer = way.optimizer(self.model.parameters())
+        self._lr = self.optimizer.defaults["lr"]
         self.steps = 0
         self._evaluating_s = 0.0
         self._began: float | None = None
 
     def batches(self, loader: Any) -> Iterator[tuple[Tensor, Tensor]]:
         """The batches of as many passes as it takes to reach the target."""
-        for _ in range(MOST_PASSES):
+        for _ in range(self.way.passes):
             for batch in loader:
                 if self._began is None:
                     self._began = time.perf_counter()
@@ -64,34 +65,47 @@ class Race:
 
     def over(self) -> bool:
         """Whether the target is reached. It changes only while all hosts wait for host 0's evaluation."""
+        while self.host and self._pause.exists():
+            time.sleep(POLL_S)
         return (self._folder / "reached").exists()
 
+    def learn(self, model: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> None:
+        """One step."""
+        if self.course.pace is not None:
+            steps = self.way.passes * (len(self.order) // (BATCH * self.hosts))
+            for group in self.optimizer.param_groups:
+                group["lr"] = self._lr * self.course.pace(self.steps - 1, steps)
+        self.optimizer.zero_grad()
+        self.course.loss(model(x), y).backward()
+        if self.way.clip is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.way.clip)
+        self.optimizer.step()
+
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """The test accuracy, written down with the time it took to get there."""
+        """How good the model is, written down with the time it took to get there."""
         came = time.perf_counter()
         assert self._began is not None
         seconds = came - self._began - self._evaluating_s
-        accuracy = self._accuracy(model)
-        if self.over():
-            return {"test_accuracy": accuracy}
-        said = {"step": self.steps, "seconds": seconds, "accuracy": accuracy}
-        with (self._folder / "evaluations.jsonl").open("a") as lines:
-            lines.write(json.dumps(said) + "\n")
-        if accuracy >= self._target:
-            (self._folder / "reached").touch()
+        self._pause.touch()
+        found = self.course.judge(model, self._test)
+        if not (self._folder / "reached").exists():
+            said = {"step": self.steps, "seconds": seconds, "found": found}
+            with (self._folder / "evaluations.jsonl").open("a") as lines:
+                lines.write(json.dumps(said) + "\n")
+            if self.course.is_reached(found, self._target):
+                (self._folder / "reached").touch()
         self._evaluating_s += time.perf_counter() - came
-        return {"test_accuracy": accuracy}
+        self._pause.unlink()
+        return {"found": found}
 
-    @torch.no_grad()
-    def _accuracy(self, model: nn.Module) -> float:
-        model.eval()
-        answers = [model(x).argmax(1) for x in self._test_x.split(1000)]
-        model.train()
-        return float((torch.cat(answers) == self._test_y).float().mean())
+    @property
+    def _pause(self) -> Path:
+        """Is there while host 0 evaluates: where nobody waits for anyone, the others must."""
+        return self._folder / "evaluating"
 
-    def evaluate_if_due(self, model: nn.Module, every: int) -> None:
+    def evaluate_if_due(self, model: nn.Module) -> None:
         """For the ways written by hand: host 0 evaluates each so many steps, the others wait for it."""
-        if self.steps % every == 0:
+        if self.steps % self.way.evaluate_every == 0:
             if self.host == 0:
                 self.evaluate(model)
             if self.hosts > 1:
@@ -128,55 +142,65 @@ class Shard(Sampler[list[int]]):
         return len(self._order) // (BATCH * self._hosts)
 
 
-def _learn(model: Callable[[Tensor], Tensor], optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> None:
-    optimizer.zero_grad()
-    cross_entropy(model(x), y).backward()
-    optimizer.step()
-
-
-def alone(race: Race, way: Way) -> None:
+def alone(race: Race) -> None:
     """One process on one host."""
     for x, y in race.batches(_shared(race)):
-        _learn(race.model, race.optimizer, x, y)
-        race.evaluate_if_due(race.model, way.evaluate_every)
+        race.learn(race.model, x, y)
+        race.evaluate_if_due(race.model)
 
 
-def ddp(race: Race, way: Way) -> None:
-    """Torch's DistributedDataParallel, as it is or with its fp16 hook."""
+def ddp(race: Race) -> None:
+    """Torch's DistributedDataParallel, as it is or with one of its hooks."""
     dist.init_process_group("gloo")
-    wrapped = DistributedDataParallel(race.model)
-    if way.halves:
-        wrapped.register_comm_hook(None, fp16_compress_hook)
+    wrapped = race.way.wrap(race.model)
     for x, y in race.batches(_shared(race)):
-        _learn(wrapped, race.optimizer, x, y)
-        race.evaluate_if_due(race.model, way.evaluate_every)
+        race.learn(wrapped, x, y)
+        race.evaluate_if_due(race.model)
 
 
-def averaging(race: Race, way: Way) -> None:
+def in_halves(model: nn.Module) -> DistributedDataParallel:
+    """With the fp16 hook."""
+    wrapped = DistributedDataParallel(model)
+    wrapped.register_comm_hook(None, fp16_compress_hook)
+    return wrapped
+
+
+def in_low_rank(model: nn.Module, rank: int) -> DistributedDataParallel:
+    """With the PowerSGD hook, from the first step that it allows; in one bucket, since several hang with gloo."""
+    from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+
+    wrapped = DistributedDataParallel(model, bucket_cap_mb=ONE_BUCKET_MB)
+    state = PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=2)
+    wrapped.register_comm_hook(state, powerSGD_hook)
+    return wrapped
+
+
+def averaging(race: Race) -> None:
     """Averaging the parameters each so many steps, written by hand."""
     dist.init_process_group("gloo")
     for one in race.model.parameters():
         dist.broadcast(one.data, 0)
     for x, y in race.batches(_shared(race)):
-        _learn(race.model, race.optimizer, x, y)
-        if race.steps % way.every == 0:
+        race.learn(race.model, x, y)
+        if race.steps % race.way.every == 0:
             average(race.model)
-        race.evaluate_if_due(race.model, way.evaluate_every)
+        race.evaluate_if_due(race.model)
 
 
-def ours(race: Race, way: Way) -> None:
+def ours(race: Race) -> None:
     """The loop as it is alone, with the one line."""
     loader = DataLoader(race.data, batch_size=BATCH, sampler=race.order)
     loader = stretto.distribute(
         race.model,
         race.optimizer,
         loader,
-        recipe=way.recipe,
+        recipe=race.way.recipe,
         evaluate=race.evaluate,
-        evaluate_every=way.evaluate_every,
+        evaluate_every=race.way.evaluate_every,
     )
     for x, y in race.batches(loader):
-        _learn(race.model, race.optimizer, x, y)
+        race.learn(race.model, x, y)
+    finish()
 
 
 def _shared(race: Race) -> DataLoader[Any]:
@@ -184,56 +208,55 @@ def _shared(race: Race) -> DataLoader[Any]:
 
 
 @dataclass(frozen=True)
+class Sgd:
+    """SGD with momentum."""
+
+    lr: float = LR
+    momentum: float = MOMENTUM
+
+    def __call__(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=self.lr, momentum=self.momentum)
+
+    def __str__(self) -> str:
+        return f"SGD {self.lr:g}, momentum {self.momentum:g}" if self.momentum else f"SGD {self.lr:g}"
+
+
+@dataclass(frozen=True)
+class AdamW:
+    """AdamW as examples/shakespeare.py has it."""
+
+    lr: float = 3e-3
+
+    def __call__(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr=self.lr, betas=(0.9, 0.99), weight_decay=0.1)
+
+    def __str__(self) -> str:
+        return f"AdamW {self.lr:g}"
+
+
+@dataclass(frozen=True)
 class Way:
     """A way to train. `against`: the way written by hand that ours may not be slower than."""
 
-    train: Callable[[Race, Way], None]
+    train: Callable[[Race], None]
     recipe: str = ""
     every: int = 1
-    halves: bool = False
+    wrap: Callable[[nn.Module], DistributedDataParallel] = DistributedDataParallel
     hosts: int | None = None
     against: str = ""
+    course: Course = MNIST
+    optimizer: Sgd | AdamW = Sgd()
+    clip: float | None = None
+    passes: int = MOST_PASSES
+    """After which it is given up, and over which the learning rate follows the course's pace."""
+    least_between: int = 16
+
+    @property
+    def has_hook(self) -> bool:
+        """Whether it is DDP that sends fewer bytes."""
+        return self.train is ddp and self.wrap is not DistributedDataParallel
 
     @property
     def evaluate_every(self) -> int:
         """Steps between evaluations: where all hosts hold the same model."""
-        return max(16, self.every)
-
-
-def _ours(recipe: str, every: int = 1, against: str = "") -> Way:
-    return Way(ours, recipe=recipe, every=every, against=against)
-
-
-WAYS: Mapping[str, Way] = {
-    "alone": Way(alone, hosts=1),
-    "torch DDP": Way(ddp),
-    "allreduce": _ours("allreduce", against="torch DDP"),
-    "torch DDP fp16": Way(ddp, halves=True),
-    "allreduce fp16": _ours('allreduce(how=cast("fp16"))', against="torch DDP fp16"),
-    "allreduce bf16": _ours('allreduce(how=cast("bf16"))', against="torch DDP fp16"),
-    "averaging 16": Way(averaging, every=16),
-    "local_sgd 16": _ours('local_sgd(every=16, optimizer_state="keep")', 16, "averaging 16"),
-    "averaging 64": Way(averaging, every=64),
-    "local_sgd 64": _ours('local_sgd(every=64, optimizer_state="keep")', 64, "averaging 64"),
-    "diloco 64": _ours("diloco(every=64)", 64),
-}
-
-
-def main() -> None:
-    """Train the way that is named."""
-    _end_with_the_laboratory()
-    way, folder, target, seed = sys.argv[1:]
-    torch.set_num_threads(1)
-    race = Race(Path(folder), float(target), int(seed))
-    WAYS[way].train(race, WAYS[way])
-
-
-def _end_with_the_laboratory() -> None:
-    """Be killed when the process that started this one ends (Linux)."""
-    import ctypes
-
-    ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL
-
-
-if __name__ == "__main__":
-    main()
+        return max(self.least_between, self.every)

@@ -95,12 +95,105 @@ def _stretches(record: Record) -> Iterator[str]:
     yield "as on 4 machines, all sleep most of the time. A bound makes the fast wait for the slow: that is its use."
 
 
+def kernels(record: Record) -> Iterator[str]:
+    """What passes through each kernel, beside a copy of memory and the same in torch operations."""
+    yield from _head(
+        f"GB/s of gradient through each native kernel, one thread, {record['numbers']:,} numbers", "kernels"
+    )
+    yield "| kernel | with the residual | without | memcpy | torch | share of memcpy | wanted | times torch | wanted |"
+    yield "| --- | --- | --- | --- | --- | --- | --- | --- | --- |"
+    for name, one in record["cases"].items():
+        sides = ("with residual", "without", "memcpy", "torch")
+        speeds = " | ".join(f"{one['gb_per_s'][side]['median']:.2f}" for side in sides)
+        asked = f"at least {one['wanted']:g}" if one["wanted"] else ""
+        times = f"{ratio(one['times_torch'])} | " + (f"at least {record['times_torch_wanted']:g}" if asked else "")
+        yield f"| {name} | {speeds} | {ratio(one['of_memcpy'])} | {asked} | {times} |"
+    yield ""
+    yield "Shares and times are those of the pass with the residual, which reads two vectors and writes one."
+
+
+def gpu(record: Record) -> Iterator[str]:
+    """What passes through each kernel in Triton, beside a copy on the device."""
+    yield from _head(
+        f"GB/s of gradient through each kernel in Triton, {record['gpu']}, {record['numbers']:,} numbers", "gpu"
+    )
+    yield "| kernel | with the residual | without | copy | share of the copy with the residual | without |"
+    yield "| --- | --- | --- | --- | --- | --- |"
+    for name, one in record["cases"].items():
+        speeds = " | ".join(f"{one['gb_per_s'][side]['median']:.0f}" for side in ("with residual", "without", "copy"))
+        shares = " | ".join(ratio(one["of_copy"][side]) for side in ("with residual", "without"))
+        yield f"| {name} | {speeds} | {shares} |"
+
+
+def fewer(record: Record) -> Iterator[str]:
+    """Time and bytes to an accuracy behind slow links: DDP with its hooks beside our codecs."""
+    link = f"{record['hosts']} hosts at {record['link_mbit']:g} Mbit/s"
+    yield from _head(f"Seconds and bytes to {record['target']:.1%} of MNIST's test images, {link}", "fewer")
+    yield from _raced(record)
+    if record.get("best"):
+        one = record["best"]
+        yield ""
+        yield (
+            f"The best of ours, {one['ours']}, is {one['speed']:.2f} times as fast as the best of DDP's hooks, "
+            f"{one['theirs']}; wanted at least {record['wanted']:g}. {_alone(record)}"
+        )
+
+
+def _alone(record: Record) -> str:
+    """What bounds every way on this machine."""
+    cores, hosts, step_ms = record["machine"]["cores"], record["hosts"], record["ms_a_step"].get("alone")
+    if step_ms is None or cores >= hosts:
+        return ""
+    return f"{hosts} hosts share {cores} cores: computing takes at least {step_ms * hosts / cores:.1f} ms a step."
+
+
+def shakespeare(record: Record) -> Iterator[str]:
+    """Time, steps and bytes to the loss of allreduce."""
+    link = f"{record['hosts']} hosts at {record['link_mbit']:g} Mbit/s"
+    target = f"a held-out loss of {record['target']:.3f}, that of one pass of allreduce"
+    yield from _head(f"Shakespeare, {link}: what it takes to {target}", "shakespeare")
+    yield from _raced(record)
+
+
+def _raced(record: Record) -> Iterator[str]:
+    yield "| way | recipe | optimizer | seconds | steps | ms a step | MB sent a host |"
+    yield "| --- | --- | --- | --- | --- | --- | --- |"
+    for way, seconds in record["seconds_to_target"].items():
+        recipe = record["recipes"].get(way)
+        shown = f"`{recipe}`" if recipe else ""
+        took = f"{seconds:.1f}" if seconds else "not reached"
+        numbers = f"{record['steps'][way]:.0f} | {record['ms_a_step'][way]:.1f} | {record['megabytes_a_host'][way]:.1f}"
+        yield f"| {way} | {shown} | {record['optimizers'][way]} | {took} | {numbers} |"
+
+
+def bits(record: Record) -> Iterator[str]:
+    """Rounds and uplink bits of the methods on convex problems, beside what FIELD says of GD-SEC."""
+    yield from _head("GD-SEC and others on logistic regression: rounds and uplink bits to the target", "bits")
+    yield "| data, workers, F - F* | method | rounds | uplink bits | saved | FIELD: rounds | saved | wanted |"
+    yield "| --- | --- | --- | --- | --- | --- | --- | --- |"
+    for name, case in record["cases"].items():
+        for one in case["methods"]:
+            load = f"{name}, first {case['rows']}, {case['workers']}, {case['target']:g} | {one['method']}"
+            rounds = f"{one['rounds']}" + ("" if one["reached"] else ", not reached")
+            saved = "" if one["saved"] is None else f"{one['saved']:.2%}"
+            told = f"{one['field_rounds'] or ''} | " + (f"{one['field_saved']:.2%}" if one["field_saved"] else "")
+            asked = f"at least {case['wanted']:.1%}" if one["method"] == case["wanted_of"] else ""
+            yield f"| {load} | {rounds} | {one['uplink_bits']} | {saved} | {told} | {asked} |"
+    yield ""
+    yield f"Given up after {record['late']} times the rounds of gd. xi in units of L, l2 = {record['l2']:g}."
+
+
 TABLES: Mapping[str, Callable[[Record], Iterator[str]]] = {
+    "bits": bits,
+    "kernels": kernels,
+    "gpu": gpu,
     "server": server,
     "updates": updates,
     "peers": peers,
     "overlap": overlap,
     "unequal": unequal,
+    "fewer": fewer,
+    "shakespeare": shakespeare,
 }
 
 

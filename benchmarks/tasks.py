@@ -8,9 +8,11 @@ from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.data import Dataset
 
 BATCH = 32
+CONTEXT, HEADS = 64, 4
 DISTINCT = 2048
 
 
@@ -34,6 +36,53 @@ def perceptron(*widths: int) -> nn.Sequential:
     for before, after in pairwise(widths):
         layers += [nn.Linear(before, after), nn.ReLU()]
     return nn.Sequential(*layers[:-1])
+
+
+# Shapes: b batch, t time, c channels, h heads.
+class Block(nn.Module):
+    """Attention, then thinking."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.ask = nn.Linear(width, 3 * width, bias=False)
+        self.answer = nn.Linear(width, width, bias=False)
+        self.think = nn.Sequential(
+            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Of each character what those before it say about it (b, t, c)."""
+        x = x + self.attend(self.norm(x))
+        return x + self.think(x)
+
+    def attend(self, x: Tensor) -> Tensor:
+        """What each character asks of those before it (b, t, c)."""
+        b, t, c = x.shape
+        query, key, value = self.ask(x).view(b, t, 3, HEADS, c // HEADS).permute(2, 0, 3, 1, 4)
+        seen = scaled_dot_product_attention(query, key, value, is_causal=True)  # (b, h, t, c / h)
+        return self.answer(seen.transpose(1, 2).reshape(b, t, c))
+
+
+class Writer(nn.Module):
+    """0.6 M parameters: the network of examples/shakespeare.py."""
+
+    def __init__(self, characters: int = 65, layers: int = 3, width: int = 128) -> None:
+        super().__init__()
+        self.letters = nn.Embedding(characters, width)
+        self.places = nn.Embedding(CONTEXT, width)
+        self.blocks = nn.Sequential(*[Block(width) for _ in range(layers)])
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, characters, bias=False)
+        self.head.weight = self.letters.weight
+        for weight in self.parameters():
+            if weight.dim() == 2:
+                nn.init.normal_(weight, std=0.02)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """How likely each character is to come next (b, t, characters)."""
+        embedded = self.letters(x) + self.places.weight[: x.shape[1]]
+        return self.head(self.norm(self.blocks(embedded)))
 
 
 @dataclass(frozen=True)

@@ -190,7 +190,10 @@ def test_the_page_shows_the_servers_tables(tmp_path):
     assert "| 25 M | 2 | other | 7 | 1.00 | 3.000 |" in written
     assert "| digits, 95% | async_sgd | 30 | 3.000 | at least 2.5 | reached in 0 of 1 runs |  |" in written
     assert "| slow | 1.250 ± 0.100 | downpour(every=8, overlap=True) | 80 | 1.50 | 0.900 |" in written
-    assert all(f"\n{name}: 2" in written for name in tables.TABLES)
+    names = [one.stem for one in tmp_path.glob("*.json")]
+    assert set(names) <= set(tables.TABLES)
+    assert all(f"\n{name}: 2" in written for name in names)
+    assert all(f"{name}: not taken yet" in written for name in tables.TABLES if name not in names)
 
 
 def test_every_benchmark_has_its_name():
