@@ -416,6 +416,17 @@ def test_an_asynchronous_recipe_in_the_script_under_torchrun(place: Place) -> No
     assert {one["worker"] for one in events if one["event"] == "applied"} == {0, 1}
 
 
+def test_a_pass_that_is_left_under_torchrun_is_sent_at_exit(place: Place) -> None:
+    """What is left of a large update goes out when the interpreter already ends."""
+    path = free(more="recipe='async_sgd'", body="if epoch == 1 and step == 2: break")
+    path.write_text(path.read_text().replace("32", "20000").replace("lr=0.02", "lr=1e-6"))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = call(place.folder, *torchrun, str(path), OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stderr
+    (run,) = Path("runs").iterdir()
+    assert [one["event"] for one in read_events(run / "events.jsonl")].count("end") == 2
+
+
 STREAM = """
 class Stream(torch.utils.data.IterableDataset):
     def __iter__(self):

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import zmq
+import zmq.utils.garbage  # its handler at exit has to be registered before ours, which runs first and still sends
 from torch import Tensor
 from zmq.utils.monitor import parse_monitor_message
 
