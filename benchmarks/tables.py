@@ -167,9 +167,9 @@ def _raced(record: Record) -> Iterator[str]:
 
 
 def bits(record: Record) -> Iterator[str]:
-    """Rounds and uplink bits of the methods on convex problems, beside what FIELD says of GD-SEC."""
+    """Rounds and uplink bits of the methods on convex problems, beside those of a program written apart."""
     yield from _head("GD-SEC and others on logistic regression: rounds and uplink bits to the target", "bits")
-    yield "| data, workers, F - F* | method | rounds | uplink bits | saved | FIELD: rounds | saved | wanted |"
+    yield "| data, workers, F - F* | method | rounds | uplink bits | saved | written apart: rounds | saved | wanted |"
     yield "| --- | --- | --- | --- | --- | --- | --- | --- |"
     for name, case in record["cases"].items():
         for one in case["methods"]:
