@@ -1,4 +1,4 @@
-"""How many rounds and uplink bits do GD-SEC and others need on convex problems? As a program written apart had it, again.
+"""How many rounds and uplink bits do GD-SEC and others need on convex problems, beside a program written apart?
 
 Logistic regression with l2 = 0.01 and steps of 1/L over workers in memory, as `stretto bits` runs it: gradients and
 parameters in float64, messages in float32 and counted as they are encoded. Nothing here depends on the machine but the
