@@ -290,7 +290,12 @@ CODECS = [
     "by_size(error_feedback(top_k(0.2)), least=30)",
     "error_feedback(when_it_pays(quantise(8), rounds=4, again=6))",
 ]
-PLACES = ["allreduce(how={})", "diloco(every=2, how={})", "Recipe(how={}, whom=server(shards=2))", "async_sgd(2.0, how={})"]
+PLACES = [
+    "allreduce(how={})",
+    "diloco(every=2, how={})",
+    "Recipe(how={}, whom=server(shards=2))",
+    "async_sgd(2.0, how={})",
+]
 
 
 @pytest.mark.parametrize("place", PLACES, ids=["gradients", "outer gradients", "through a server", "on arrival"])
