@@ -197,7 +197,7 @@ class ShardDesk:
         if isinstance(body, m.Rest):
             return [
                 Post(worker, head.number, m.Answered()),
-                *self._goes(self._shard.rest(worker) if self._shard else []),
+                *self._goes(self._shard.rest(worker, body.seq) if self._shard else []),
             ]
         raise ParcelError(f"a shard was told {type(body).__name__}")
 

@@ -34,7 +34,9 @@ class Push(_Said):
 
 
 class Rest(_Said):
-    """A worker has come to a meeting of all: nobody is to wait for it until the meeting is over."""
+    """A worker has come to a meeting of all, after its update `seq`: nobody waits for it until the meeting is over."""
+
+    seq: int
 
 
 class Read(_Said):

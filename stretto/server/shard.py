@@ -158,18 +158,25 @@ class Shard:
         applied, member.applied = tuple(member.applied), []
         return applied
 
-    def rest(self, worker: int) -> list[Reply]:
-        """A worker has come to a meeting of all: it holds nobody back. Once all have come the bound counts anew."""
-        if worker in self.members:
-            self.members[worker].rests = True
+    def rest(self, worker: int, seq: int) -> list[Reply]:
+        """A worker has come to a meeting of all after its update `seq`: it holds nobody back until all have come.
+
+        From then on its rounds count anew.
+        """
+        if member := self.members.get(worker):
+            member.rests, member.since = True, max(seq, member.since)
         self._begin_anew()
         self._take_early()
         return self._release()
 
     def _begin_anew(self) -> None:
+        """Once all have come nobody rests any more. From where rounds count is each one's own, the same at all shards.
+
+        A death may be heard before the last has come at one shard, and after it at another.
+        """
         if all(member.rests for member in self.members.values()):
             for member in self.members.values():
-                member.rests, member.since = False, member.done
+                member.rests = False
 
     def flush(self) -> None:
         """Apply what has been collected though it is less than what was to be collected."""

@@ -154,7 +154,7 @@ class ArrivalExchange:
         with self._watch.on("encoding"):
             self._hear()
         with self._watch.on("waiting"):
-            self._wire.rest()
+            self._wire.rest(self._seq)
             self._wire.gather(b"meet")
 
     @torch.no_grad()

@@ -214,9 +214,9 @@ class ServerWire:
             numbers.append(link.send(body, [one.detach().cpu() for one in update.messages[shard]]))
         return Ticket(self, numbers, lengths, update.messages)
 
-    def rest(self) -> None:
-        """Come to a meeting of all: no shard lets others wait for this worker until all have come."""
-        for link, number in [(link, link.send(m.Rest())) for link in self.links]:
+    def rest(self, seq: int) -> None:
+        """Come to a meeting of all after update `seq`: no shard lets others wait for this worker till all have come."""
+        for link, number in [(link, link.send(m.Rest(seq))) for link in self.links]:
             link.wait(number)
 
     def read(self, lengths: Sequence[int], flush: bool = False) -> Ticket:

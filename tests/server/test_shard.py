@@ -152,9 +152,8 @@ class Place:
         clocks = [self.clock(one, taken) for one in self.live - self.rests]
         return min(clocks, default=math.inf) + self.when.bound
 
-    def meet(self, taken: set[Mark]) -> None:
+    def meet(self) -> None:
         if self.live and self.live <= self.rests:
-            self.since = {one: self.since[one] + self.clock(one, taken) for one in self.since}
             self.rests = set()
 
 
@@ -197,7 +196,7 @@ class Crowd(RuleBasedStateMachine):
     def come_to_meeting(self, worker: int) -> None:
         worker %= self.workers
         if worker in self.live:
-            self._tell(Said(worker, "rest"))
+            self._tell(Said(worker, "rest", self.sent[worker]))
 
     @rule(worker=st.integers(0, 4), luck=st.integers(0, 3))
     def die(self, worker: int, luck: int) -> None:
@@ -318,7 +317,7 @@ class Crowd(RuleBasedStateMachine):
                 if left[worker]:
                     self._send(worker)
                 else:
-                    self._tell(Said(worker, "rest"))
+                    self._tell(Said(worker, "rest", self.sent[worker]))
                 left[worker] = max(left[worker] - 1, 0)
             self._deliver_all()
         assert not any(left.values())
@@ -339,7 +338,7 @@ class Crowd(RuleBasedStateMachine):
         if said.kind == "push":
             self._push(place, said, place.numbers(said))
         elif said.kind == "rest":
-            self._rest(place, said.worker)
+            self._rest(place, said.worker, said.seq)
         else:
             self._leave(place, said.worker)
 
@@ -368,17 +367,18 @@ class Crowd(RuleBasedStateMachine):
             place.waiting.add(said.worker)
         self._call(place, lambda: place.shard.pull(said.worker))
 
-    def _rest(self, place: Place, worker: int) -> None:
+    def _rest(self, place: Place, worker: int, seq: int) -> None:
         if worker in place.live:
             place.rests.add(worker)
-        place.meet(place.taken())
-        self._call(place, lambda: place.shard.rest(worker))
+            place.since[worker] = max(place.since[worker], seq)
+        place.meet()
+        self._call(place, lambda: place.shard.rest(worker, seq))
 
     def _leave(self, place: Place, worker: int) -> None:
         place.live.discard(worker)
         place.rests.discard(worker)
         place.waiting.discard(worker)
-        place.meet(place.taken())
+        place.meet()
         self._call(place, lambda: place.shard.leave(worker))
 
     def _call(self, place: Place, act: Callable[[], list[Reply] | None], pushed: Mark | None = None) -> None:
@@ -574,13 +574,13 @@ def test_a_stream_is_not_disturbed_by_another_update_that_is_refused() -> None:
 
 def test_a_stream_that_a_meeting_has_made_too_early_is_not_lost() -> None:
     shard = shard_of(numbers(0), add(), workers=2, when=on_arrival(bound=0))
-    shard.rest(0)
+    shard.rest(0, 0)
     shard.push(update(1, 1, 0, numbers(1)))
     second = numbers(2)
     if shard.draft(0, 2, 0):
         shard.write(0, 0, 0, second)
         second = numbers()
-    shard.rest(1)
+    shard.rest(1, 1)
     shard.push(update(0, 2, 0, second))
     assert shard.draft(0, 1, 0)
     shard.write(0, 0, 0, numbers(4))
@@ -603,10 +603,10 @@ def test_whoever_rests_holds_nobody_back_and_after_the_meeting_the_bound_counts_
     shard = shard_of(numbers(0), add(), workers=2, when=on_arrival(bound=1))
     assert say(shard, update(0, 1, 0, numbers(1))) is not None
     assert say(shard, update(0, 2, 0, numbers(1))) is None
-    assert [one.worker for one in shard.rest(1)] == [0]
+    assert [one.worker for one in shard.rest(1, 0)] == [0]
     for seq in range(3, 9):
         assert say(shard, update(0, seq, 0, numbers(1))) is not None
-    shard.rest(0)
+    shard.rest(0, 8)
     assert say(shard, update(1, 1, 0, numbers(1))) is not None
     assert say(shard, update(1, 2, 0, numbers(1))) is None
     assert [one.worker for one in [*shard.push(update(0, 9, 0, numbers(1))), *shard.pull(0)]] == [1, 0]
@@ -615,8 +615,8 @@ def test_whoever_rests_holds_nobody_back_and_after_the_meeting_the_bound_counts_
 def test_a_meeting_is_over_when_the_last_who_had_not_come_dies() -> None:
     shard = shard_of(numbers(0), add(), workers=3, when=on_arrival(bound=0))
     shard.push(update(0, 1, 0, numbers(1)))
-    shard.rest(0)
-    shard.rest(1)
+    shard.rest(0, 1)
+    shard.rest(1, 0)
     shard.leave(2)
     assert say(shard, update(0, 2, 0, numbers(1))) is None
     assert say(shard, update(1, 1, 0, numbers(1))) is not None
