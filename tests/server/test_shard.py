@@ -612,6 +612,24 @@ def test_whoever_rests_holds_nobody_back_and_after_the_meeting_the_bound_counts_
     assert [one.worker for one in [*shard.push(update(0, 9, 0, numbers(1))), *shard.pull(0)]] == [1, 0]
 
 
+def test_shards_agree_from_where_rounds_count_whenever_they_hear_what() -> None:
+    """With a state of their own each would make another worker wait, and both workers wait for ever."""
+    shards = [shard_of(numbers(0), add(), workers=3, when=on_arrival(bound=0)) for _ in range(2)]
+    first, second = shards
+    first.push(update(0, 1, 0, numbers(1)))
+    first.rest(0, 1)
+    first.rest(1, 0)
+    first.leave(2)
+    second.leave(2)
+    second.rest(0, 1)
+    second.rest(1, 0)
+    second.push(update(0, 1, 0, numbers(1)))
+    assert [{worker: one.clock for worker, one in shard.members.items()} for shard in shards] == [{0: 0, 1: 0}] * 2
+    for shard in shards:
+        assert say(shard, update(0, 2, 0, numbers(1))) is None
+        assert say(shard, update(1, 1, 0, numbers(1))) is not None
+
+
 def test_a_meeting_is_over_when_the_last_who_had_not_come_dies() -> None:
     shard = shard_of(numbers(0), add(), workers=3, when=on_arrival(bound=0))
     shard.push(update(0, 1, 0, numbers(1)))
