@@ -76,13 +76,13 @@ class Child:
         """Ask it to end; kill it and all that it started if that takes too long. A second time nothing is done."""
         if self._log.closed:
             return
-        family = _marked(self._mark)
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.close()
-        psutil.wait_procs(family, timeout=patience_s)
-        for one in family:
-            _kill(one)
+        psutil.wait_procs(_marked(self._mark), timeout=patience_s)
+        while family := _marked(self._mark):  # a look misses who is just replacing its program: no environment yet
+            for one in family:
+                _kill(one)
         self.process.wait(END_S)
         self.process.stdout.close()
         self._log.close()
