@@ -26,7 +26,8 @@ from torch import Tensor
 from benchmarks.peers import WARM_UP_S, Outcome, Rate, show, total, update_of
 from benchmarks.peers.processes import LIMIT_S, Child, say, told_to_end
 from stretto.server.service import ShardPlace, WorkerKeys, listening, new_keys, serve
-from stretto.wire.server import ServerWire, Update, shared_out
+from stretto.wire.link import dial
+from stretto.wire.server import Update, shared_out
 
 RECIPE = "async_sgd"
 ARENA = 1
@@ -172,7 +173,7 @@ class Pusher:
         self, worker: int, workers: int, addresses: Sequence[str], keys: Sequence[str] | None, parameters: int
     ) -> None:
         known = WorkerKeys(*(one.encode() for one in keys)) if keys else None
-        self._wire = ServerWire(worker, workers, addresses, known, LIMIT_S)
+        self._wire = dial(worker, workers, addresses, known, LIMIT_S)
         self._update = torch.from_numpy(update_of(worker, parameters))
         self._parameters = torch.zeros(parameters)
         self._versions = [0] * self._wire.shards

@@ -7,21 +7,24 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from typer.exceptions import TyperException
 
 from stretto.bits.command import bits
 from stretto.compare.command import compare
-from stretto.errors import LaunchError, StrettoError, explain
+from stretto.errors import StrettoError, explain
 from stretto.folder import version
+from stretto.launch.anew import begin_anew
 from stretto.launch.arguments import ScriptCommand
 from stretto.launch.local import Order, Stopped
 from stretto.launch.local import run as run_order
 from stretto.launch.order import OnNan, Output
 from stretto.launch.watch import Watch
 from stretto.report.record import STANDARD_OUTPUT, write_json
+from stretto.report.summary import check_target, conclude
+from stretto.sim.command import command as simulate
 
 app = typer.Typer(
     name="stretto",
@@ -35,6 +38,8 @@ USAGE, FAILED = 2, 1
 
 def main() -> None:
     """Run the command line and exit: 1 for an error, 2 for a line that cannot be read, 128 + a signal."""
+    if sys.argv[1:2] == ["simulate"]:
+        begin_anew()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored by some parents, which would hide how workers end
     try:
         sys.exit(command(sys.argv[1:]))
@@ -135,53 +140,14 @@ def run(
         on_nan=on_nan,
         plain=plain,
     )
-    _check_target(json_to)
+    check_target(json_to)
     here = str(json_to) == STANDARD_OUTPUT
     folder = run_order(order, Watch(quiet=quiet, out=2 if here else 1))
-    _conclude(folder, json_to, silent=quiet)
-
-
-def _check_target(target: Path | None) -> None:
-    """Refuse before the run what could not be written after it."""
-    if target is None or str(target) == STANDARD_OUTPUT:
-        return
-    if target.is_dir() or not target.parent.is_dir():
-        problem = f"{target} is a folder" if target.is_dir() else f"there is no folder {target.parent}"
-        expected = "a file in a folder that exists, or - for the standard output"
-        raise LaunchError(explain(problem, got=target, expected=expected, to_type="--json run.json"))
-
-
-def _conclude(folder: Path, json_to: Path | None, silent: bool) -> None:
-    """The record as JSON, the page, and a summary of both."""
-    from stretto.report import page
-    from stretto.report.record import record
-
-    found = record(folder)
-    written = page.write(folder)
-    here = str(json_to) == STANDARD_OUTPUT
-    if not silent:
-        print("\n".join([*_summary(found), f"page: {written}"]), file=sys.stderr if here else sys.stdout)
-    if json_to is not None:
-        write_json(json_to, found)
-
-
-def _summary(found: dict[str, Any]) -> list[str]:
-    """A run in three lines, and one more each where it encoded something or was asynchronous."""
-    from stretto.report.accounts import in_words as encoded
-    from stretto.report.asynchronous import in_words
-    from stretto.report.figures import count, figure, percent, plural, seconds
-    from stretto.report.table import megabytes, share
-
-    speed = f"{seconds(found['seconds'])} of training, {count(found['samples_per_second'])} samples/s"
-    metrics = ", ".join(f"{name} {figure(value)}" for name, value in found["metrics"].items())
-    waiting, sent = percent(share(found, "waiting")), figure(megabytes(found["bytes_sent"]))
-    cost = f"waiting {waiting} of the time, {sent} MB sent per worker in {plural(found['rounds'], 'round')}"
-    name = f"{found['recipe']}, {plural(found['workers'], 'worker')}"
-    lines = [f"{name}: {speed}", metrics, cost, encoded(found), in_words(found)]
-    return [line for line in lines if line]
+    conclude(folder, json_to, silent=quiet)
 
 
 app.command("compare", cls=ScriptCommand)(compare)
+app.command("simulate", cls=ScriptCommand)(simulate)
 app.command("bits")(bits)
 
 

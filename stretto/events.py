@@ -51,21 +51,37 @@ Event = dict[str, Any]
 FLUSH_BYTES = 1 << 15
 
 
-class EventLog:
-    """Appends events to a file, whole lines at a time, so that several processes can share it.
+class LogFile:
+    """A file to which whole lines are appended, so that several can share it. A full disk raises LogError."""
 
-    Lines are collected and written with one append each `FLUSH_BYTES` or at `flush`; `now` stamps each event.
-    A full disk raises LogError, which names the file.
-    """
-
-    def __init__(self, path: Path, worker: int) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
-        self.worker = worker
-        self._lines = bytearray()
         try:
             self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
             raise LogError(f"the event log {path} cannot be opened: {error.strerror}") from error
+
+    def append(self, lines: bytes) -> None:
+        """Append lines, with one write."""
+        try:
+            written = os.write(self._file, lines)
+        except OSError as error:
+            raise LogError(f"the event log {self.path} cannot be written: {error.strerror}") from error
+        if written < len(lines):
+            raise LogError(f"the event log {self.path} cannot be written: no space left on the device")
+
+    def close(self) -> None:
+        """Let go of it."""
+        os.close(self._file)
+
+
+class EventLog:
+    """One worker's events: collected, and appended to a file each `FLUSH_BYTES` or at `flush`."""
+
+    def __init__(self, file: LogFile, worker: int) -> None:
+        self._file = file
+        self.worker = worker
+        self._lines = bytearray()
 
     def write(self, kind: str, t: float, /, **carries: object) -> None:
         """Add one event; it reaches the disk at the next flush."""
@@ -77,19 +93,13 @@ class EventLog:
     def flush(self) -> None:
         """Append what has been collected."""
         lines, self._lines = bytes(self._lines), bytearray()
-        if not lines:
-            return
-        try:
-            written = os.write(self._file, lines)
-        except OSError as error:
-            raise LogError(f"the event log {self.path} cannot be written: {error.strerror}") from error
-        if written < len(lines):
-            raise LogError(f"the event log {self.path} cannot be written: no space left on the device")
+        if lines:
+            self._file.append(lines)
 
     def close(self) -> None:
         """Flush and close."""
         self.flush()
-        os.close(self._file)
+        self._file.close()
 
 
 def read_events(path: Path) -> Iterator[Event]:

@@ -24,7 +24,7 @@ from stretto.launch.seeding import sow
 
 PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
 TORCH = os.path.join(sysconfig.get_path("purelib"), "torch") + os.sep
-STARTERS = (__file__, str(Path(__file__).with_name("serve.py")), "<frozen runpy>")
+STARTERS = (__file__, str(Path(__file__).with_name("serve.py")), PACKAGE + "sim", "<frozen runpy>")
 
 
 def main() -> None:
@@ -87,7 +87,7 @@ def fail(error: BaseException, number: int) -> NoReturn:
         _append(msgspec.json.encode(_event(error, _leave_training(), number)) + b"\n")
     except BaseException as problem:
         print(
-            f"{short(error)}{type(error).__name__}: {_text(error)}\nNot in the event log: {problem}",
+            f"{failure(error)}\nNot in the event log: {problem}",
             file=sys.stderr,
         )
         sys.stderr.flush()
@@ -116,6 +116,11 @@ def _text(error: BaseException) -> str:
     if isinstance(error, SystemExit) and not isinstance(error.code, str):
         return f"the script called sys.exit({error.code!r})"
     return str(error)
+
+
+def failure(error: BaseException) -> str:
+    """What a person reads of an error: the script's side of the traceback, its name and its text."""
+    return f"{short(error)}{type(error).__name__}: {_text(error)}"
 
 
 def short(error: BaseException) -> str:

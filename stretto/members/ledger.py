@@ -8,7 +8,7 @@ The ledger is a plain state machine: it knows positions in the order, not the sa
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol
@@ -112,7 +112,7 @@ class Ledger:
         return counts
 
 
-def audit(counts: Sequence[NDArray[np.uint8]]) -> Audit:
+def audit(counts: Iterable[NDArray[np.uint8]]) -> Audit:
     """Add up what several ledgers of the same pass have counted."""
-    total = np.sum(np.stack(list(counts)).astype(np.int64), axis=0)
+    total: NDArray[np.int64] = sum((one.astype(np.int64) for one in counts), np.zeros((), np.int64))
     return Audit(int((total == 1).sum()), int((total > 1).sum()), int((total == 0).sum()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -11,7 +12,7 @@ import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import BatchSampler, DataLoader, TensorDataset, default_collate
 
 from stretto.errors import LoaderError, explain
 from stretto.wire import Wire
@@ -31,7 +32,7 @@ class Order:
     batches: Sequence[Batch]
     dropped: int
 
-    @property
+    @functools.cached_property
     def sizes(self) -> list[int]:
         """The samples of each batch."""
         return [len(batch) for batch in self.batches]
@@ -109,7 +110,9 @@ def _narrow(numbers: NDArray[np.int64]) -> bytes:
     return numbers.astype(np.int32).tobytes() if fits else numbers.tobytes()
 
 
+@functools.lru_cache(maxsize=1)
 def _unpack(told: bytes) -> Order:
+    """The order that was told. Workers of one process that were told the same share it: nobody changes it."""
     packed = msgspec.msgpack.decode(told, type=_Packed)
     sizes = np.frombuffer(packed.sizes, dtype=np.int64).tolist()
     flat = iter(packed.others or _wide(packed.numbers, sum(sizes)))
@@ -153,22 +156,45 @@ class Share(BatchSampler):
         return len(range(self._worker, len(self.order().batches), self._workers))
 
 
-def rebuilt(loader: DataLoader[Any], share: BatchSampler) -> DataLoader[Any]:
-    """The script's loader with our batches in place of its own; all else as it was."""
+def rebuilt(loader: DataLoader[Any], share: BatchSampler, processes: int) -> DataLoader[Any]:
+    """The script's loader with our batches in place of its own, made in so many processes; all else as it was."""
     bare = loader.batch_sampler is None
+    ahead = processes > 0
+    data: Any = loader.dataset
+    collate = _Unbatched(loader.collate_fn) if bare else loader.collate_fn
+    if type(data) is TensorDataset and collate is default_collate and not ahead:
+        data, collate = _Rows(data.tensors), _as_it_is
     return DataLoader(
-        loader.dataset,
+        data,
         batch_sampler=share,
-        num_workers=loader.num_workers,
-        collate_fn=_Unbatched(loader.collate_fn) if bare else loader.collate_fn,
+        num_workers=processes,
+        collate_fn=collate,
         pin_memory=loader.pin_memory,
-        timeout=loader.timeout,
+        timeout=loader.timeout if ahead else 0,
         worker_init_fn=loader.worker_init_fn,
-        multiprocessing_context=loader.multiprocessing_context,
+        multiprocessing_context=loader.multiprocessing_context if ahead else None,
         generator=loader.generator,
-        prefetch_factor=loader.prefetch_factor,
-        persistent_workers=loader.persistent_workers,
+        prefetch_factor=loader.prefetch_factor if ahead else None,
+        persistent_workers=loader.persistent_workers and ahead,
     )
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """A TensorDataset that gives a batch at once: the rows, as taking them one by one and stacking them would."""
+
+    tensors: Sequence[torch.Tensor]
+
+    def __len__(self) -> int:
+        return len(self.tensors[0])
+
+    def __getitems__(self, indices: list[Any]) -> list[torch.Tensor]:
+        """All rows of a batch."""
+        return [one[indices] for one in self.tensors]
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
 
 
 @dataclass(frozen=True)

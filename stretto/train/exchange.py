@@ -4,29 +4,31 @@ from __future__ import annotations
 
 import struct
 
+import numpy as np
+
 from stretto.train.stopwatch import Stopwatch
 from stretto.wire import Wire
 
 
 class Weights:
-    """The samples behind what the workers are about to exchange: everyone knows everyone's."""
+    """The samples behind what the workers are about to exchange: everyone knows its own and the sum."""
 
     def __init__(self, wire: Wire) -> None:
-        self._worker, self._workers = wire.worker, wire.workers
-        self._pending = [0] * wire.workers
+        self._workers = wire.workers
+        self._own = self._total = 0
         self._spent = False
 
-    def add(self, weights: tuple[int, ...]) -> None:
+    def add(self, own: int, total: int) -> None:
         """A hand was dealt. What an exchange has carried before does not weigh again."""
         if self._spent:
-            self._pending = [0] * self._workers
+            self._own = self._total = 0
             self._spent = False
-        self._pending = [before + more for before, more in zip(self._pending, weights, strict=True)]
+        self._own += own
+        self._total += total
 
     def share(self) -> float:
         """This worker's part of the samples since the last exchange; the same for all when there were none."""
-        total = sum(self._pending)
-        return self._pending[self._worker] / total if total else 1 / self._workers
+        return self._own / self._total if self._total else 1 / self._workers
 
     def carried(self) -> None:
         """An exchange was done; a second one in the same hand has the same weights."""
@@ -50,7 +52,6 @@ class Arrivals:
         told = self._wire.gather(struct.pack(f"<{len(notes)}d", *(ready for ready, _ in notes)))
         if self._wire.workers == 1 or len({len(one) for one in told}) > 1:
             return
-        ready = [struct.unpack(f"<{len(notes)}d", one) for one in told]
-        last = [max(times) for times in zip(*ready, strict=True)]
+        last = np.frombuffer(b"".join(told)).reshape(self._wire.workers, len(notes)).max(0).tolist()
         waited = sum(min(blocked, max(late - mine, 0.0)) for (mine, blocked), late in zip(notes, last, strict=True))
         watch.move("exchanging", "waiting", waited)

@@ -90,9 +90,10 @@ class FreeHands:
         share.forget()
         self._batches: Iterator[Any] = iter(loader)
         order = share.order()
-        refuse_too_few(sum(order.sizes), share.wire.workers)
         self.dropped = order.dropped
-        self._counts = np.zeros(sum(order.sizes), dtype=np.uint8)
+        self.samples = sum(order.sizes)
+        self._counts = np.zeros(self.samples, dtype=np.uint8)
+        refuse_too_few(self.samples, share.wire.workers)
 
     def meetings(self) -> int:
         """How often all workers are to meet before the hand that was got last; asked once."""
@@ -120,4 +121,4 @@ class FreeHands:
         if batch is None:
             return None
         lease, handed = self._share.leased.popleft()
-        return Hand(batch, (), lease, lease.samples, handed)
+        return Hand(batch, lease, lease.samples, handed)

@@ -16,14 +16,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.variable import Variable
 from torch.nn import Parameter
 
 from stretto.errors import ModelError, NotFiniteError, explain
 from stretto.how import exact
 from stretto.recipe import Recipe
 from stretto.train.arena import Arena, Part, Slot
-from stretto.train.stopwatch import Stopwatch
+from stretto.train.stopwatch import Pace, Stopwatch
+from stretto.train.surroundings import Surroundings
 from stretto.train.talk import Talk, finish
 from stretto.train.tally import Tally
 from stretto.what import gradient_differences, gradients, momenta
@@ -32,6 +32,9 @@ from stretto.wire import Wire
 FIRST_BUCKET_BYTES = 1 << 20
 BUCKET_BYTES = 25 << 20
 """Bucket sizes as in DistributedDataParallel: a small one first, so that sending starts early."""
+
+FORWARD = 1 / 3
+"""The share of a step's computing that is over when backward begins: a product forward, and two backward."""
 
 
 class Place:
@@ -84,11 +87,14 @@ class GradientExchange:
         watch: Stopwatch,
         tally: Tally,
         share: Callable[[], float],
+        around: Surroundings,
+        pace: Pace,
         on_begin: Callable[[], None],
         on_end: Callable[[float], None],
     ) -> None:
         self._what, self._codec = (recipe.what, recipe.how) if wire.workers > 1 else (gradients(), exact())
         self._wire, self._watch, self._tally, self._share = wire, watch, tally, share
+        self._around, self._pace = around, pace
         self._on_begin, self._on_end = on_begin, on_end
         self._account = tally.account(type(recipe.what).__name__)
         self._counts_ride = self._codec.elementwise and not isinstance(self._what, gradient_differences | momenta)
@@ -102,7 +108,7 @@ class GradientExchange:
         self._place_of = {id(place.slot.parameter): place for place in self._places}
         parameters: list[Any] = [slot.parameter for slot in arena.slots]
         self._hooks = [one.register_post_accumulate_grad_hook(self._ready) for one in parameters]
-        self._engine: Any = Variable._execution_engine
+        self._length = sum(bucket.stop - bucket.start for bucket in self.buckets)
         self._running = False
         self._pass = 0
         self._wild = False
@@ -137,7 +143,7 @@ class GradientExchange:
         before = self._watch.switch("encoding")
         if not self._running:
             self._begin()
-            self._engine.queue_callback(self._after_backward)
+            self._around.after_backward(self._after_backward)
         place = self._place_of[id(parameter)]
         if place.passed == self._pass:
             raise ModelError(_twice(place))
@@ -176,6 +182,7 @@ class GradientExchange:
             bucket = self.buckets[len(self._launched)]
             if bucket.missing:
                 return
+            self._pace.go_on(FORWARD + (1 - FORWARD) * bucket.stop / self._length)
             self._launch(bucket)
 
     def _launch(self, bucket: Bucket) -> None:
@@ -202,6 +209,7 @@ class GradientExchange:
     def _after_backward(self) -> None:
         """Send what backward did not reach, then wait for everything."""
         before = self._watch.switch("encoding")
+        self._pace.go_on()
         late = [place for place in self._places if place.passed != self._pass]
         absent = [place for place in late if not self._write(place)]
         self._counts.fill_(1.0)

@@ -11,32 +11,26 @@ from stretto.members.ledger import Lease
 
 @dataclass(frozen=True, slots=True)
 class Hand:
-    """One batch a worker. `batch` is None where this worker has none; `weights` are the samples of every worker.
+    """One batch a worker. `batch` is None where this worker has none.
 
-    A hand of a worker that does not wait has no `weights`. `own` are this worker's samples, `handed` those that all
-    workers have got in the pass so far, this hand included.
+    `own` are this worker's samples, `total` those of all workers in this hand (0 for a worker that does not wait), and
+    `handed` those that all have got in the pass so far, this hand included.
     """
 
     batch: Any
-    weights: tuple[int, ...]
     lease: Lease | None
     own: int
     handed: int
+    total: int = 0
+    short: bool = False
+    """Whether some workers have no batch."""
+    teller: int = 0
+    """The first worker with a batch: it tells the idle ones what happens."""
 
     @property
     def idle(self) -> bool:
         """Whether there is nothing here for a worker: the script's loop does not see the hand."""
         return self.batch is None
-
-    @property
-    def short(self) -> bool:
-        """Whether some workers have no batch."""
-        return 0 in self.weights
-
-    @property
-    def teller(self) -> int:
-        """The first worker with a batch: it tells the idle ones what happens."""
-        return next(worker for worker, weight in enumerate(self.weights) if weight)
 
 
 def refuse_too_few(samples: int, workers: int) -> None:

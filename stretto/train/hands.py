@@ -20,6 +20,7 @@ from stretto.members.ledger import Dealt, Lease, Ledger
 from stretto.train.batches import Order, Share, draw, rebuilt, samples_in, sharded_stream
 from stretto.train.free import FreeHands, FreeShare
 from stretto.train.hand import Hand, refuse_too_few
+from stretto.train.surroundings import Surroundings
 from stretto.when import When, on_arrival
 from stretto.wire import Wire
 from stretto.wire.server import ServerWire
@@ -29,6 +30,8 @@ class Hands(Protocol):
     """One pass, hand by hand."""
 
     dropped: int
+    samples: int
+    """Those of the whole pass; 0 for streams."""
 
     def meetings(self) -> int:
         """How often all workers are to meet before the hand that was got last; asked once."""
@@ -63,7 +66,8 @@ class LeasedHands:
         self._at = self._handed = 0
         self.dropped = order.dropped
         self._ledger = Ledger(self._sizes, Dealt(wire.workers))
-        refuse_too_few(sum(self._sizes), wire.workers)
+        self.samples = self._ledger.samples
+        refuse_too_few(self.samples, wire.workers)
 
     def meetings(self) -> int:
         """All meet at every exchange."""
@@ -88,12 +92,12 @@ class LeasedHands:
             next(self._batches, None)
             return None
         self._at += self._wire.workers
-        self._handed += sum(sizes)
-        weights = tuple(sizes) + (0,) * (self._wire.workers - len(sizes))
-        own = weights[self._wire.worker]
-        if not own:
-            return Hand(None, weights, None, 0, self._handed)
-        return Hand(next(self._batches), weights, self._ledger.lease(self._wire.worker), own, self._handed)
+        total, short = sum(sizes), len(sizes) < self._wire.workers
+        self._handed += total
+        if self._wire.worker >= len(sizes):
+            return Hand(None, None, 0, self._handed, total, short)
+        own, lease = sizes[self._wire.worker], self._ledger.lease(self._wire.worker)
+        return Hand(next(self._batches), lease, own, self._handed, total, short)
 
 
 class StreamedHands:
@@ -102,7 +106,7 @@ class StreamedHands:
     Workers that do not wait for each other (`free`) tell nothing, and know of nobody's samples but their own.
     """
 
-    dropped = 0
+    dropped = samples = 0
 
     def __init__(self, stream: Iterator[Any], wire: Wire, free: bool) -> None:
         self._stream, self._wire, self._free = stream, wire, free
@@ -126,25 +130,34 @@ class StreamedHands:
         """Read this worker's next batch and hear what the others have."""
         batch = next(self._stream, None)
         own = samples_in(batch) if batch is not None else 0
-        weights = () if self._free else self._told(own)
-        self._handed += sum(weights) if weights else own
-        return Hand(batch, weights, None, own, self._handed) if own or any(weights) else None
-
-    def _told(self, own: int) -> tuple[int, ...]:
-        return tuple(struct.unpack("<q", one)[0] for one in self._wire.gather(struct.pack("<q", own)))
+        if self._free:
+            self._handed += own
+            return Hand(batch, None, own, self._handed) if own else None
+        told = [struct.unpack("<q", one)[0] for one in self._wire.gather(struct.pack("<q", own))]
+        total, teller = sum(told), next((worker for worker, samples in enumerate(told) if samples), 0)
+        self._handed += total
+        return Hand(batch, None, own, self._handed, total, 0 in told, teller) if total else None
 
 
 class Dealer:
     """Begins passes over a script's loader."""
 
-    def __init__(self, loader: Any, wire: Wire, join: int, when: When | None = None, meet: int | None = None) -> None:
+    def __init__(
+        self,
+        loader: Any,
+        wire: Wire,
+        join: int,
+        when: When | None = None,
+        meet: int | None = None,
+        around: Surroundings | None = None,
+    ) -> None:
         self._loader, self._wire, self._join = loader, wire, join
         self._free = isinstance(when, on_arrival)
         self._share: Share | FreeShare | None = None
         if is_leasable(loader):
             _refuse_sharded(loader)
             self._share = self._make_share(when, meet)
-            self._rebuilt = rebuilt(loader, self._share)
+            self._rebuilt = rebuilt(loader, self._share, (around or Surroundings()).loads(loader))
 
     def _make_share(self, when: When | None, meet: int | None) -> Share | FreeShare:
         def order() -> Order:

@@ -15,21 +15,19 @@ from typing import Any
 from torch import Tensor
 
 from stretto.errors import LogError, NotFiniteError
-from stretto.events import EventLog
 from stretto.folder import make_folder, write_run
+from stretto.train.surroundings import Surroundings
 from stretto.wire import Wire
-
-FLUSH_EVERY_S = 0.5
 
 
 class Journal:
     """Stamps events with the seconds since the start of training; without a run folder nothing is written."""
 
-    def __init__(self, folder: Path | None, wire: Wire, clock: Callable[[], float]) -> None:
-        self._clock = clock
+    def __init__(self, folder: Path | None, wire: Wire, around: Surroundings) -> None:
+        self._around, self._clock = around, around.clock
         self.worker = wire.worker
-        self._log = EventLog(folder / "events.jsonl", wire.worker) if folder is not None else None
-        self.zero = common_zero(wire, clock)
+        self._log = around.log(folder, wire.worker) if folder is not None else None
+        self.zero = common_zero(wire, around.clock)
         self._progressed = 0.0
         self._late: list[tuple[float, int, int, dict[str, Any]]] = []
 
@@ -60,7 +58,7 @@ class Journal:
 
     def due(self) -> bool:
         """Whether it is time for a progress event."""
-        return self.t() - self._progressed >= FLUSH_EVERY_S
+        return self.t() - self._progressed >= self._around.flush_every_s
 
     def flush(self) -> None:
         """Bring what there is to the disk."""
@@ -79,7 +77,7 @@ class Journal:
         late, self._late = self._late, []
         for t, step, samples, values in late:
             numbers = {name: float(value) for name, value in values.items()}
-            if self._log is not None:
+            if self._log is not None and self._around.records:
                 self._log.write("log", t, step=step, samples=samples, values=numbers)
             for name, number in numbers.items():
                 if not math.isfinite(number):

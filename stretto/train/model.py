@@ -101,7 +101,10 @@ def _shape(found: tuple[list[int], str] | None) -> str:
 def same_start(wire: Wire, model: nn.Module) -> int:
     """Bring all workers to worker 0's parameters and buffers; only tensors that differ travel. Returns how many did."""
     state = state_of(model)
-    sums = [msgspec.msgpack.decode(one, type=list[int]) for one in wire.gather(_sums(state))]
+    told = wire.gather(_sums(state))
+    if len(set(told)) == 1:
+        return 0
+    sums = [msgspec.msgpack.decode(one, type=list[int]) for one in told]
     apart = [one for one, values in zip(state.values(), zip(*sums, strict=True), strict=True) if len(set(values)) > 1]
     if apart:
         follow(wire, apart)

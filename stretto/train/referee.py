@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -98,10 +99,12 @@ class Referee:
             self.evaluate()
         mine: dict[str, Any] = {"worker": trainer.wire.worker, "samples": trainer.own_samples, "steps": trainer.steps}
         mine |= {"drift": trainer.replica.drift, **trainer.measured()}
-        told = [msgspec.msgpack.decode(one) for one in trainer.wire.gather(msgspec.msgpack.encode(mine))]
-        seen = self._audit(hands)
+        told = trainer.wire.gather(msgspec.msgpack.encode(mine))
+        counted = hands.counted()
+        counts = trainer.wire.gather(np.packbits(counted).tobytes()) if counted is not None else None
         if trainer.wire.worker == 0:
-            self._write_epoch(training_s, seen, told)
+            seen = _audited(counts, hands) if counts is not None else None
+            self._write_epoch(training_s, seen, [msgspec.msgpack.decode(one) for one in told])
         trainer.journal.flush()
 
     def finish(self) -> None:
@@ -126,17 +129,6 @@ class Referee:
         )
         self._keep(f"states/{trainer.samples:08d}")
 
-    def _audit(self, hands: Hands) -> dict[str, int] | None:
-        """How often each sample of the pass counted, over all workers."""
-        mine = hands.counted()
-        if mine is None:
-            return None
-        wire = self._trainer.wire
-        told = wire.gather(np.packbits(mine).tobytes())
-        counts = [np.unpackbits(np.frombuffer(one, np.uint8), count=mine.size) for one in told]
-        found = audit(counts)
-        return {"once": found.once, "twice": found.twice, "never": found.never, "dropped": hands.dropped}
-
     def _keep(self, name: str, always: bool = False) -> None:
         """Save the model as it is, when there is a folder for it and somebody wants it."""
         folder = self._seat.run
@@ -148,6 +140,13 @@ class Referee:
             _save(path, self._trainer.model, self._predictions)
         except OSError as error:
             raise LogError(f"{path} cannot be written: {error.strerror or error}") from error
+
+
+def _audited(told: Sequence[bytes], hands: Hands) -> dict[str, int]:
+    """How often each sample of the pass counted, over all workers."""
+    size = hands.samples
+    found = audit(np.unpackbits(np.frombuffer(one, np.uint8), count=size) for one in told)
+    return {"once": found.once, "twice": found.twice, "never": found.never, "dropped": hands.dropped}
 
 
 def _save(path: Path, model: nn.Module, predictions: Predicted) -> None:

@@ -20,7 +20,8 @@ from stretto.train.model import trainable
 from stretto.train.replicas import compare
 from stretto.train.rounds import RoundExchange
 from stretto.train.state import MovingBuffers, OptimizerState
-from stretto.train.stopwatch import Stopwatch
+from stretto.train.stopwatch import Pace, Stopwatch
+from stretto.train.surroundings import Surroundings
 from stretto.train.tally import Tally
 from stretto.what import gradients, momenta
 from stretto.when import on_arrival, together
@@ -47,6 +48,8 @@ class Replica:
         journal: Journal,
         tally: Tally,
         weights: Weights,
+        around: Surroundings,
+        pace: Pace,
         on_begin: Callable[[], None],
         on_end: Callable[[float], None],
         on_settled: Callable[[list[Lease]], None],
@@ -55,6 +58,7 @@ class Replica:
         self._on_settled, self._skips = on_settled, skips
         self._model, self._optimizer, self._recipe = model, optimizer, recipe
         self._wire, self._watch, self._journal, self._tally, self._weights = wire, watch, journal, tally, weights
+        self._around, self._pace = around, pace
         self._on_begin, self._on_end = on_begin, on_end
         self._optimizer_state = OptimizerState(optimizer, wire)
         self._buffers = MovingBuffers(model, wire)
@@ -179,6 +183,8 @@ class Replica:
                 self._watch,
                 self._tally,
                 self._weights.share,
+                self._around,
+                self._pace,
                 self._on_begin,
                 self._on_end,
             )

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -14,8 +13,10 @@ import torch
 from stretto.errors import LaunchError, explain
 from stretto.recipe import Recipe
 from stretto.server.service import WorkerKeys
+from stretto.train.surroundings import Surroundings
 from stretto.wire import Wire
 from stretto.wire.hosted import meet_at_lead
+from stretto.wire.link import dial
 from stretto.wire.server import ServerWire
 from stretto.wire.solo import SoloWire
 
@@ -37,21 +38,18 @@ class Seat:
     run: Path | None = None
     opens_folder: bool = False
     """Whether worker 0 makes the run folder, since no launcher of ours has made one."""
-    own_process: bool = False
-    """Whether no other worker sits in this process."""
     seed: int | None = None
     alone: bool = False
     join: int = 1
     keep_states: bool = False
     timeout_s: float = DEFAULT_TIMEOUT_S
-    clock: Callable[[], float] = time.perf_counter
+    around: Surroundings = field(default_factory=Surroundings)
     server: Callable[[], ServerWire] | None = None
     """How it reaches the parameter server that a launcher has started, if one has."""
     lead_host: str = "127.0.0.1"
     """Where worker 0 listens if it has to keep a parameter server itself."""
     slow: float = 1.0
     """How much longer its computing is made to last."""
-    sleep: Callable[[float], None] = time.sleep
     on_nan: str = "stop"
 
     def wire_for(self, recipe: Recipe | None, device: torch.device) -> Wire:
@@ -87,7 +85,7 @@ def find_seat(environment: Mapping[str, str] = os.environ) -> Seat | None:
         recipe=environment.get("STRETTO_RECIPE") or None,
         run=Path(environment["STRETTO_RUN"]) if "STRETTO_RUN" in environment else None,
         opens_folder="STRETTO_RUN" not in environment,
-        own_process=True,
+        around=Surroundings(own_process=True),
         seed=_number(environment, "STRETTO_SEED", 0) if "STRETTO_SEED" in environment else None,
         alone=environment.get("STRETTO_ALONE") == "1",
         join=_number(environment, "STRETTO_JOIN", 1),
@@ -108,7 +106,7 @@ def _server(
     addresses = [f"tcp://{one}" for one in environment["STRETTO_SERVERS"].split(",")]
     keys = environment.get("STRETTO_KEYS")
     mine = WorkerKeys(*(key.encode() for key in keys.split(","))) if keys else None
-    return lambda: ServerWire(worker, workers, addresses, mine, timeout_s)
+    return lambda: dial(worker, workers, addresses, mine, timeout_s)
 
 
 def _number(environment: Mapping[str, str], name: str, otherwise: int) -> int:

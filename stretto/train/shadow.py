@@ -8,6 +8,7 @@ zero, steps with the very gradients the others step with, and takes over what th
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -39,11 +40,11 @@ def tell_gradients(wire: Wire, teller: int, parameters: list[nn.Parameter]) -> N
 class Settings:
     """What steps besides the parameters: the optimizer's settings, its schedulers and the script's gradient scalers.
 
-    Scalers know nothing of their optimizer, so all of the process are followed, if the process is this worker's `own`.
+    `scalers` finds the script's.
     """
 
-    def __init__(self, optimizer: Optimizer, own: bool) -> None:
-        self._optimizer, self._own = optimizer, own
+    def __init__(self, optimizer: Optimizer, scalers: Callable[[], list[GradScaler]]) -> None:
+        self._optimizer, self._find = optimizer, scalers
         self._scalers: list[GradScaler] = []
         self._asked = 0
 
@@ -62,9 +63,8 @@ class Settings:
     def _scaler_states(self) -> list[Plain]:
         """The collector, which is slow, is asked for scalers at the 1st, 2nd, 4th, 8th ... time until there is one."""
         self._asked += 1
-        if self._own and not self._scalers and self._asked & (self._asked - 1) == 0:
-            found = [one for one in gc.get_referrers(GradScaler) if type(one) is GradScaler]
-            self._scalers = [one for one in found if one.is_enabled()]
+        if not self._scalers and self._asked & (self._asked - 1) == 0:
+            self._scalers = [one for one in self._find() if one.is_enabled()]
         return [one.state_dict() for one in self._scalers]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 from stretto.events import PHASES
 
@@ -46,6 +47,18 @@ class Stopwatch:
         return {phase: round(seconds, 6) for phase, seconds in self.spent.items()}
 
 
+class Pace(Protocol):
+    """Makes the computing of a worker last as long as it should."""
+
+    def begin(self) -> None:
+        """A hand begins that has a batch for this worker."""
+        ...
+
+    def go_on(self, progress: float = 1.0) -> None:
+        """So much of the hand's computing is done."""
+        ...
+
+
 class Stretch:
     """Makes a worker slow on purpose: after some computing it sleeps, so that both together last `factor` as long."""
 
@@ -53,7 +66,10 @@ class Stretch:
         self._factor, self._watch, self._sleep = factor, watch, sleep
         self._until = 0.0
 
-    def go_on(self) -> None:
+    def begin(self) -> None:
+        """Time passes by itself."""
+
+    def go_on(self, progress: float = 1.0) -> None:
         """Sleep for what was computed since the last time."""
         if self._factor == 1.0:
             return

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-import socket
 import struct
 from collections.abc import Callable
 from dataclasses import replace
@@ -29,7 +27,8 @@ from stretto.train.model import agree_on_model, part_random_states, plain_name, 
 from stretto.train.referee import Referee
 from stretto.train.replica import Replica
 from stretto.train.seat import Seat
-from stretto.train.stopwatch import Stopwatch, Stretch
+from stretto.train.stopwatch import Stopwatch
+from stretto.train.surroundings import Enough
 from stretto.train.tally import Tally
 from stretto.wire import Wire
 from stretto.wire.server import ServerWire
@@ -56,15 +55,16 @@ class Trainer:
     ) -> None:
         self.model, self.optimizer, self.recipe = model, optimizer, recipe
         self.wire = wire
+        seat.around.begins(model, loader)
         if seat.opens_folder:
             seat = replace(seat, run=open_folder(self.wire, self._asked(seat)))
-        self.journal = Journal(seat.run, self.wire, seat.clock)
-        self.watch = Stopwatch(seat.clock, self.journal.zero)
+        self.journal = Journal(seat.run, self.wire, seat.around)
+        self.watch = Stopwatch(seat.around.clock, self.journal.zero)
         agree_on_model(self.wire, model, recipe.spelled() if recipe else "")
         same_start(self.wire, model)
         part_random_states(self.wire)
         meet = evaluate_every * self.wire.workers if evaluate_every and evaluate else None
-        self.dealer = Dealer(loader, self.wire, seat.join, recipe.when if recipe else None, meet)
+        self.dealer = Dealer(loader, self.wire, seat.join, recipe.when if recipe else None, meet, seat.around)
         self.weights, self.arrivals = Weights(self.wire), Arrivals(self.wire)
         self.referee = Referee(self, seat, evaluate, self._evaluations(evaluate_every))
         self.steps = self.hands_done = self.rounds_done = 0
@@ -72,11 +72,12 @@ class Trainer:
         self.hands: Hands | None = None
         self.hand: Hand | None = None
         self._leases: list[Lease] = []
-        self._settings = shadow.Settings(optimizer, seat.own_process)
+        self._settings = shadow.Settings(optimizer, seat.around.scalers)
         self._shadowing = False
         self._accumulated = False
         self._steps_before = self._samples_before = self._samples_sent = 0
-        self._stretch = Stretch(seat.slow, self.watch, seat.sleep)
+        self._around = seat.around
+        self._pace = seat.around.pace(self.watch, seat.slow)
         self._skips = seat.on_nan == "skip" and recipe is not None and recipe.asynchronous
         self.tally = Tally(self._scene(seat))
         self.replica = Replica(
@@ -88,6 +89,8 @@ class Trainer:
             self.journal,
             self.tally,
             self.weights,
+            seat.around,
+            self._pace,
             self._exchange_begins,
             self._exchange_ended,
             self._settle,
@@ -128,6 +131,8 @@ class Trainer:
         self.end_hand()
         assert self.hands is not None
         while True:
+            if self._around.sees_enough(self.hands_done, self.samples, self.journal.t()):
+                raise Enough
             self.watch.switch("loading")
             hand = self.hands.next()
             self._meet(self.hands.meetings())
@@ -137,6 +142,7 @@ class Trainer:
                 return None
             self._begin_hand(hand)
             if not hand.idle:
+                self._pace.begin()
                 self.watch.switch("computing")
                 return hand.batch
             self.watch.switch("waiting")
@@ -196,8 +202,8 @@ class Trainer:
     def _begin_hand(self, hand: Hand) -> None:
         self.hand = hand
         self.hands_done += 1
-        if hand.weights:
-            self.weights.add(hand.weights)
+        if hand.total:
+            self.weights.add(hand.own, hand.total)
         self.samples = self._samples_before + hand.handed
         self.own_samples += hand.own
         self._steps_before = self.steps
@@ -213,7 +219,7 @@ class Trainer:
         if self.hand is None:
             return
         self.watch.switch("other")
-        self._stretch.go_on()
+        self._pace.go_on()
         hand, self.hand = self.hand, None
         if not hand.idle:
             if not left:
@@ -268,7 +274,7 @@ class Trainer:
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """The optimizer's hook: a local step was done."""
         before = self.watch.switch("other")
-        self._stretch.go_on()
+        self._pace.go_on()
         if getattr(optimizer, "found_inf", None) is None and not self._skips:
             self._refuse_not_finite()
         self._announce(self.hand, shadow.STEP)
@@ -404,8 +410,7 @@ class Trainer:
         self.journal.write(
             "start",
             workers=self.wire.workers,
-            pid=os.getpid(),
-            host=socket.gethostname(),
+            **self._around.facts(),
             device=str(next(self.model.parameters(), torch.empty(0)).device),
             threads=torch.get_num_threads(),
             recipe=str(self.recipe) if self.recipe else "alone",

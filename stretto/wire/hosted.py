@@ -9,6 +9,7 @@ import msgspec
 
 from stretto.server.desk import CoordinatorDesk, ShardDesk
 from stretto.server.service import House, WorkerKeys, listening, new_keys
+from stretto.wire.link import dial
 from stretto.wire.seam import Wire
 from stretto.wire.server import ServerWire
 
@@ -24,7 +25,7 @@ class Hosted:
 
     def wire(self, worker: int, timeout_s: float) -> ServerWire:
         """One worker's end."""
-        return ServerWire(worker, self.workers, self.addresses, self.keys, timeout_s)
+        return dial(worker, self.workers, self.addresses, self.keys, timeout_s)
 
     def close(self) -> None:
         """End the services. Idempotent."""
@@ -54,7 +55,7 @@ def meet_at_lead(meeting: Wire, shards: int, on_nan: str, timeout_s: float, at: 
     hosted = host(meeting.workers, shards, on_nan=on_nan, at=at) if meeting.worker == 0 else None
     told = meeting.tell(_pack(hosted) if hosted is not None else b"")
     addresses, keys = msgspec.msgpack.decode(told, type=tuple[list[str], tuple[bytes, bytes, bytes]])
-    wire = ServerWire(meeting.worker, meeting.workers, addresses, WorkerKeys(*keys), timeout_s)
+    wire = dial(meeting.worker, meeting.workers, addresses, WorkerKeys(*keys), timeout_s)
     wire.gather(b"here")
     meeting.close()
     if hosted is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import zmq
@@ -13,8 +13,10 @@ from zmq.utils.monitor import parse_monitor_message
 
 from stretto.errors import WireError
 from stretto.server import messages as m
+from stretto.server.memory import keep_freed_memory
 from stretto.server.parcels import LARGEST_FRAME, Assembly, Pieces, encode, placed
 from stretto.server.service import SMALL_BYTES, WorkerKeys, name_of
+from stretto.wire.server import ServerWire, Sink
 from stretto.wire.tcp import tcp_bytes
 
 LISTEN_MS = 200
@@ -22,12 +24,8 @@ LISTEN_MS = 200
 WATCHED = zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 
 
-Sink = Callable[[int, int, Tensor], None]
-"""Takes a piece: of which tensor, where it begins, and its numbers."""
-
-
-class Link:
-    """A connection of one worker. `called` is who is at the other end, for what a person reads."""
+class SocketLink:
+    """A connection of one worker over ZeroMQ. `called` is who is at the other end, for what a person reads."""
 
     def __init__(
         self,
@@ -53,7 +51,7 @@ class Link:
         self._socket.connect(address)
 
     def send(self, body: m.Request, tensors: Sequence[Tensor] = ()) -> int:
-        """Send a parcel; returns its number, to wait for the reply with. Tensors may not change until that is there."""
+        """Send a parcel; returns its number."""
         self._numbers += 1
         small = sum(one.nbytes for one in tensors) < SMALL_BYTES
         for message in encode(self._numbers, body, tensors):
@@ -61,10 +59,7 @@ class Link:
         return self._numbers
 
     def wait(self, number: int, sink: Sink | None = None) -> tuple[m.Body, list[Pieces]]:
-        """The reply to a parcel. Raises WireError when it is a refusal, does not come in time, or never will.
-
-        With a `sink` its tensors go there piece by piece as they come, and are not returned.
-        """
+        """The reply to a parcel."""
         limit = time.monotonic() + self._timeout_s
         self._sink = (number, sink) if sink is not None else None
         while number not in self._replies:
@@ -142,6 +137,21 @@ class Link:
             else:
                 self._descriptor = None
                 self._problem = self._problem or "went away"
+
+
+def dial(worker: int, workers: int, addresses: Sequence[str], keys: WorkerKeys | None, timeout_s: float) -> ServerWire:
+    """One worker's end of a parameter server. `addresses` are the coordinator's and the shards'."""
+    keep_freed_memory()
+    context = zmq.Context()
+    context.set(zmq.IO_THREADS, 1)
+    names = ["the coordinator", *(f"server {shard}" for shard in range(len(addresses) - 1))]
+    links = [
+        SocketLink(context, address, worker, keys, name, timeout_s)
+        for address, name in zip(addresses, names, strict=True)
+    ]
+    wire = ServerWire(worker, workers, links[0], links[1:])
+    wire.when_closed(context.term)
+    return wire
 
 
 def _pour(tensors: list[Pieces], sink: Sink) -> None:

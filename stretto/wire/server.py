@@ -1,27 +1,58 @@
-"""A wire through a parameter server: what all say together, and what a worker says to the server alone."""
+"""A wire through a parameter server: what all say together, and what a worker says to the server alone.
+
+It speaks over links, and does not know what those are made of: sockets, or a simulated network.
+"""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
-import zmq
 from torch import Tensor
 
 from stretto.errors import WireError
 from stretto.server import messages as m
-from stretto.server.memory import keep_freed_memory
 from stretto.server.parcels import Pieces, kind, placed, whole
-from stretto.server.service import WorkerKeys
-from stretto.wire.link import Link, Sink
 from stretto.wire.seam import Traffic, as_bytes
 from stretto.words import Answer, Every, Mean
 from stretto.words import Ask as Asked
 
 ALIGNED = 64
 """Shards begin at multiples of so many numbers."""
+
+
+Sink = Callable[[int, int, Tensor], None]
+"""Takes a piece: of which tensor, where it begins, and its numbers."""
+
+
+class Link(Protocol):
+    """A worker's connection to the coordinator, or to a shard: parcels out, their replies in."""
+
+    def send(self, body: m.Request, tensors: Sequence[Tensor] = ()) -> int:
+        """Send a parcel; returns its number, to wait for the reply with. Tensors may not change until that is there."""
+        ...
+
+    def wait(self, number: int, sink: Sink | None = None) -> tuple[m.Body, list[Pieces]]:
+        """The reply to a parcel. Raises WireError when it is a refusal, does not come in time, or never will.
+
+        With a `sink` its tensors go there piece by piece as they come, and are not returned.
+        """
+        ...
+
+    def is_there(self, number: int) -> bool:
+        """Whether the reply has come; never waits."""
+        ...
+
+    def traffic(self) -> tuple[int, int]:
+        """Bytes sent and received."""
+        ...
+
+    def close(self) -> None:
+        """Say good-bye, and let go. Idempotent."""
+        ...
 
 
 def ranges(length: int, shards: int) -> list[tuple[int, int]]:
@@ -130,21 +161,11 @@ def _news(replies: Sequence[m.Body]) -> News:
 
 
 class ServerWire:
-    """One worker's end of a parameter server. `addresses` are the coordinator's and the shards'."""
+    """One worker's end of a parameter server, over links to the coordinator and to every shard."""
 
-    def __init__(
-        self, worker: int, workers: int, addresses: Sequence[str], keys: WorkerKeys | None, timeout_s: float
-    ) -> None:
-        keep_freed_memory()
+    def __init__(self, worker: int, workers: int, coordinator: Link, shards: Sequence[Link]) -> None:
         self.worker, self.workers = worker, workers
-        self._context = zmq.Context()
-        self._context.set(zmq.IO_THREADS, 1)
-        names = ["the coordinator", *(f"server {shard}" for shard in range(len(addresses) - 1))]
-        links = [
-            Link(self._context, address, worker, keys, name, timeout_s)
-            for address, name in zip(addresses, names, strict=True)
-        ]
-        self._coordinator, self.links = links[0], links[1:]
+        self._coordinator, self.links = coordinator, shards
         self._op = 0
         self._on_close: list[Callable[[], None]] = []
 
@@ -183,7 +204,7 @@ class ServerWire:
         return self._gathered(message if self.worker == teller else b"", teller)[0]
 
     def traffic(self) -> Traffic:
-        """The bytes of this worker's connections, as the kernel counts them."""
+        """The bytes of this worker's connections, as its links count them."""
         pairs = [link.traffic() for link in (self._coordinator, *self.links)]
         return Traffic(sum(sent for sent, _ in pairs), sum(received for _, received in pairs), counted=True)
 
@@ -191,9 +212,8 @@ class ServerWire:
         """Leave: nobody waits for this worker any more."""
         for link in (self._coordinator, *self.links):
             link.close()
-        self._context.term()
         while self._on_close:
-            self._on_close.pop()()
+            self._on_close.pop(0)()
 
     # --- one by one ---------------------------------------------------------------------------------------------
 

@@ -28,7 +28,7 @@ from stretto.server import messages as m
 from stretto.server.parcels import CHUNK_BYTES, HEAD_BYTES, LARGEST_FRAME, decode_head, encode
 from stretto.server.service import WorkerKeys, name_of, new_keys
 from stretto.wire.hosted import Hosted
-from stretto.wire.link import Link
+from stretto.wire.link import SocketLink, dial
 from stretto.wire.server import ServerWire, ranges
 
 SLACK = 64 << 20
@@ -93,7 +93,7 @@ def test_a_foreign_key_is_refused_within_seconds_and_counted(
     )
     began = time.monotonic()
     with zmq.Context() as context:
-        link = Link(context, hosted.addresses[1], 1, keys, "server 0", 5.0)
+        link = SocketLink(context, hosted.addresses[1], 1, keys, "server 0", 5.0)
         with pytest.raises(WireError) as error:
             link.wait(link.send(m.Read(False)))
         link.close()
@@ -114,7 +114,7 @@ def test_without_a_key_nothing_is_said(serving: Serving) -> None:
         stranger.send_multipart(next(encode(1, m.Read(False))))
         assert not stranger.poll(500)
     with zmq.Context() as context:
-        link = Link(context, hosted.addresses[1], 1, None, "server 0", 1.0)
+        link = SocketLink(context, hosted.addresses[1], 1, None, "server 0", 1.0)
         with pytest.raises(WireError, match=r"server 0 at tcp.* (went away|did not answer within 1 s)"):
             link.wait(link.send(m.Read(False)))
         link.close()
@@ -503,7 +503,7 @@ def test_whoever_waits_for_a_server_that_is_gone_is_told_its_name(serving: Servi
     with subprocess.Popen(command, env=environment, pass_fds=list(fds.values())) as process:
         coordinator.close()
         listener.close()
-        wire = ServerWire(0, 2, addresses, None, 20.0)
+        wire = dial(0, 2, addresses, None, 20.0)
         try:
             wire.open(1, ADDING, [torch.zeros(100)])
             works(wire)

@@ -15,7 +15,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 import stretto
 from stretto import errors
-from stretto.events import EventLog, read_events
+from stretto.events import EventLog, LogFile, read_events
 from stretto.train.seat import given_seat
 
 
@@ -232,7 +232,7 @@ def test_sparse_gradients_are_refused_by_name() -> None:
 
 
 def test_a_full_disk_is_named() -> None:
-    log = EventLog(Path("/dev/full"), 0)
+    log = EventLog(LogFile(Path("/dev/full")), 0)
     log.write("notice", 0.0, text="something")
     with pytest.raises(errors.LogError, match="/dev/full cannot be written: No space left"):
         log.flush()
@@ -240,7 +240,7 @@ def test_a_full_disk_is_named() -> None:
 
 def test_a_log_that_cannot_be_opened_or_read(tmp_path: Path) -> None:
     with pytest.raises(errors.LogError, match="cannot be opened"):
-        EventLog(tmp_path / "no" / "such" / "folder", 0)
+        LogFile(tmp_path / "no" / "such" / "folder")
     with pytest.raises(errors.LogError, match="cannot be read"):
         list(read_events(tmp_path / "none"))
     (tmp_path / "torn").write_bytes(b'{"event":"end","t":1.0,"worker":0}\n{"event":"st')

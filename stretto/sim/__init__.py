@@ -1,0 +1,1 @@
+"""The simulator: many workers in one process, on a virtual clock."""

@@ -1,0 +1,129 @@
+"""What a simulated worker stands in: the world's clock, the world's pace, one log for all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import inf
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.utils.data import DataLoader
+
+from stretto.events import EventLog, LogFile
+from stretto.sim.speeds import Pace as Speed
+from stretto.sim.world import Worker
+from stretto.train.stopwatch import Pace, Stopwatch
+from stretto.train.surroundings import Surroundings
+
+RECORDING = 16
+"""Of so many workers the script's own numbers are kept."""
+LINES_PER_S = 16.0
+"""Progress of all workers together, in events per second of virtual time, where there are many."""
+
+
+class Limit:
+    """When a simulation ends before the script does: after so many samples of all, or so many virtual seconds.
+
+    Workers that exchange together end after the same hand: the first that none of them had begun when it was time.
+    """
+
+    def __init__(self, samples: float = inf, time_s: float = inf) -> None:
+        self._samples, self._time_s = samples, time_s
+        self._begun = 0
+        self._last: int | None = None
+        self._of: dict[int, int] = {}
+
+    def reached(self, worker: int, hands: int, samples: int, t: float, free: bool) -> bool:
+        """Whether this worker ends before its next hand, after so many. One that is `free` waits for nobody."""
+        if free:
+            self._of[worker] = samples
+            return t >= self._time_s or sum(self._of.values()) >= self._samples
+        if self._last is None and (t >= self._time_s or samples >= self._samples):
+            self._last = max(self._begun, hands)
+        if self._last is not None and hands >= self._last:
+            return True
+        self._begun = max(self._begun, hands + 1)
+        return False
+
+
+class SimPace:
+    """Lets a hand's computing last as long as this worker takes for it."""
+
+    def __init__(self, worker: Worker, speed: Speed, watch: Stopwatch) -> None:
+        self._worker, self._speed, self._watch = worker, speed, watch
+        self._step_s = self._done = 0.0
+
+    def begin(self) -> None:
+        """A hand begins."""
+        worker = self._worker
+        self._step_s = self._speed.step_s(worker.number, worker.steps, worker.now(), worker.tariff.step_s)
+        self._done = 0.0
+        worker.steps += 1
+
+    def go_on(self, progress: float = 1.0) -> None:
+        """So much of the hand's computing is done."""
+        seconds, self._done = (progress - self._done) * self._step_s, max(progress, self._done)
+        if seconds > 0:
+            self._work(seconds)
+
+    def _work(self, seconds: float) -> None:
+        if self._worker.in_backward:
+            self._worker.after_backward(lambda: self._work(seconds))
+            return
+        with self._watch.on("computing"):
+            self._worker.work(seconds)
+
+
+class SimAround(Surroundings):
+    """The surroundings of one worker."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        speed: Speed,
+        limit: Limit,
+        log: LogFile | None,
+        on_begin: Callable[[Worker, nn.Module, Any], None],
+        workers: int,
+    ) -> None:
+        super().__init__()
+        self._worker, self._speed, self._limit, self._log = worker, speed, limit, log
+        self._on_begin = on_begin
+        self.free = False
+        """Whether this worker waits for nobody."""
+        self.flush_every_s = max(Surroundings.flush_every_s, workers / LINES_PER_S)
+        self.records = worker.number < RECORDING
+
+    def clock(self) -> float:
+        """This worker's virtual time."""
+        return self._worker.now()
+
+    def pace(self, watch: Stopwatch, slow: float) -> Pace:
+        """The pace that the simulation asks for."""
+        return SimPace(self._worker, self._speed, watch)
+
+    def after_backward(self, then: Callable[[], None]) -> None:
+        """Behind the backward pass, when torch's engine is out of the way."""
+        self._worker.after_backward(then)
+
+    def log(self, folder: Path, worker: int) -> EventLog:
+        """The log that all share."""
+        assert self._log is not None
+        return EventLog(self._log, worker)
+
+    def facts(self) -> dict[str, Any]:
+        """A simulated worker is no process."""
+        return {"pid": 0, "host": "simulated"}
+
+    def loads(self, loader: DataLoader[Any]) -> int:
+        """Batches are made in this process."""
+        return 0
+
+    def begins(self, model: nn.Module, loader: Any) -> None:
+        """The script's data and model are known."""
+        self._on_begin(self._worker, model, loader)
+
+    def sees_enough(self, hands: int, samples: int, t: float) -> bool:
+        """Whether it is time to end."""
+        return self._limit.reached(self._worker.number, hands, samples, t, self.free)

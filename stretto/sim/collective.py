@@ -1,0 +1,228 @@
+"""The simulated wire between workers without a centre: real tensors, the live wire's bytes, the network's time."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from stretto.errors import WireError
+from stretto.sim import costs
+from stretto.sim.network import Links
+from stretto.sim.world import Worker, World
+from stretto.wire.seam import Traffic
+from stretto.words import Answer, Ask, Mean, answer
+
+_mean_bytes = functools.lru_cache(costs.mean_bytes)
+_tell_bytes = functools.lru_cache(costs.tell_bytes)
+
+
+@dataclass(slots=True)
+class _Round:
+    """One exchange: what was laid down, and the answer once it is there."""
+
+    laid: dict[int, Any] = field(default_factory=dict)
+    takes: list[Worker] = field(default_factory=list)
+    there: bool = False
+    answer: Any = None
+    problem: str = ""
+    left: int = 0
+
+
+class Table:
+    """Where all workers of a world meet. Exchange r begins when everyone has laid something down for it."""
+
+    def __init__(self, world: World, links: Links) -> None:
+        self._world, self._links = world, links
+        self.workers = len(world.workers)
+        self._rounds: dict[int, _Round] = {}
+
+    def wire(self, worker: Worker, limit_s: float) -> SimWire:
+        """One worker's end."""
+        return SimWire(worker, self, limit_s)
+
+    def lay(self, number: int, worker: int, thing: object) -> None:
+        """A worker has come to an exchange."""
+        round_ = self._round(number)
+        round_.laid[worker] = thing
+        if len(round_.laid) == self.workers:
+            self._begin(round_)
+
+    def is_there(self, number: int) -> bool:
+        """Whether the exchange is over."""
+        return self._round(number).there
+
+    def await_turn(self, number: int, worker: Worker) -> None:
+        """Wake the worker when it is."""
+        self._round(number).takes.append(worker)
+
+    def take(self, number: int) -> Any:
+        """The answer; the last worker to take it clears it away."""
+        round_ = self._rounds[number]
+        round_.left += 1
+        if round_.left == self.workers:
+            del self._rounds[number]
+        if round_.problem:
+            raise WireError(round_.problem)
+        return round_.answer
+
+    def missing(self, number: int) -> str:
+        """Who has not come, in words."""
+        laid = self._round(number).laid
+        absent = [str(one) for one in range(self.workers) if one not in laid]
+        if not absent:
+            return f"the network, in exchange {number}"
+        return f"worker {', '.join(absent[:8])}{' and others' if len(absent) > 8 else ''} in exchange {number}"
+
+    def _round(self, number: int) -> _Round:
+        return self._rounds.setdefault(number, _Round())
+
+    def _begin(self, round_: _Round) -> None:
+        things = [round_.laid[worker] for worker in range(self.workers)]
+        round_.laid.clear()
+        round_.laid.update(dict.fromkeys(range(self.workers)))
+        try:
+            round_.answer, (amount, path, latency_s) = self._combined(things)
+        except WireError as error:
+            round_.problem, amount, path, latency_s = str(error), 0.0, (), 0.0
+        self._world.net.flow(amount, path, latency_s, lambda: self._end(round_))
+
+    def _end(self, round_: _Round) -> None:
+        round_.there = True
+        for worker in round_.takes:
+            worker.wake()
+
+    def _combined(self, things: list[Any]) -> tuple[Any, tuple[float, tuple[int, ...], float]]:
+        if any(type(one) is not type(things[0]) for one in things):
+            kinds = sorted({type(one).__name__ for one in things})
+            raise WireError(f"the workers do different things at once: {', '.join(kinds)}")
+        found: tuple[Any, tuple[float, tuple[int, ...], float]] = things[0].combine(things, self._links)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    ask: Ask
+
+    def combine(self, things: list[_Asked], links: Links) -> Any:
+        asks = [one.ask for one in things]
+        if isinstance(self.ask, Mean):
+            return answer(asks), links.all_reduce(self.ask.tensor.nbytes)
+        found: Any = answer(asks)
+        sizes = [one.nbytes for one in found]
+        busiest = max((len(sizes) - 1) * max(sizes), sum(sizes) - min(sizes))
+        hops, path, latency_s = links.gather(costs.SIZE)
+        return found, (hops + busiest, path, latency_s + links.gather(0)[2] / max(len(sizes) - 1, 1))
+
+
+@dataclass(frozen=True, slots=True)
+class _Gathered:
+    message: bytes
+
+    def combine(self, things: list[_Gathered], links: Links) -> Any:
+        messages = [one.message for one in things]
+        longest = max(map(len, messages))
+        sent, path, latency_s = links.gather(costs.FRAME)
+        if longest > costs.FRAME - costs.SIZE:
+            more, _, again_s = links.gather(longest)
+            sent, latency_s = sent + more, latency_s + again_s
+        return messages, (sent, path, latency_s)
+
+
+@dataclass(frozen=True, slots=True)
+class _Told:
+    message: bytes
+    teller: int
+
+    def combine(self, things: list[_Told], links: Links) -> Any:
+        message = things[self.teller].message
+        length = costs.FRAME + (len(message) if len(message) > costs.FRAME - costs.SIZE else 0)
+        return message, links.broadcast(self.teller, length)
+
+
+@dataclass(frozen=True, slots=True)
+class _Ticket:
+    wire: SimWire
+    number: int
+    ask: Ask
+
+    def wait(self) -> Answer:
+        found = self.wire.taken(self.number)
+        self.wire.worked()
+        if isinstance(self.ask, Mean):
+            return self.ask.tensor.copy_(found)
+        self.wire.heard([one.nbytes for one in found])
+        answered: list[Tensor] = found
+        return answered
+
+
+class SimWire:
+    """One worker's end of a table. Its bytes are those that the live wire would put on its sockets."""
+
+    def __init__(self, worker: Worker, table: Table, limit_s: float) -> None:
+        self._self, self._table, self._limit_s = worker, table, limit_s
+        self.worker, self.workers = worker.number, table.workers
+        self._number = 0
+        self._sent, self._received = costs.forming_bytes(self.workers)
+
+    def start(self, ask: Ask) -> _Ticket:
+        """Lay the ask down for the others, when this worker's time has come."""
+        self.worked()
+        if isinstance(ask, Mean):
+            self._count(_mean_bytes(self.worker, self.workers, ask.tensor.nbytes, ask.tensor.element_size()))
+        return _Ticket(self, self._lay(_Asked(ask)), ask)
+
+    def gather(self, message: bytes) -> list[bytes]:
+        """The message of every worker."""
+        found: list[bytes] = self.taken(self._lay(_Gathered(message)))
+        self._count(costs.gather_bytes(self.workers, max(map(len, found))))
+        return found
+
+    def tell(self, message: bytes, teller: int = 0) -> bytes:
+        """The teller's message, at every worker. Within a backward pass, where nobody can wait, nothing comes back."""
+        number = self._lay(_Told(message, teller))
+        if self._self.in_backward:
+            self._self.after_backward(lambda: self._forget(number, teller))
+            return b""
+        found: bytes = self.taken(number)
+        self._count(_tell_bytes(self.worker, self.workers, teller, len(found)))
+        return found
+
+    def _forget(self, number: int, teller: int) -> None:
+        self._count(_tell_bytes(self.worker, self.workers, teller, len(self.taken(number))))
+
+    def traffic(self) -> Traffic:
+        """The bytes so far, as the live wire would count them."""
+        return Traffic(self._sent, self._received, counted=False)
+
+    def close(self) -> None:
+        """Nothing to let go of."""
+
+    def worked(self) -> None:
+        """This worker encodes or decodes one side of an ask."""
+        self._self.asks += 1
+        self._self.work(self._self.tariff.ask_s)
+
+    def heard(self, sizes: list[int]) -> None:
+        """Everyone's message, of these sizes, has come."""
+        self._count(costs.every_bytes(self.worker, sizes))
+
+    def taken(self, number: int) -> Any:
+        """Wait for an exchange to be over."""
+        table, worker = self._table, self._self
+        if not table.is_there(number):
+            table.await_turn(number, worker)
+            worker.until(lambda: table.is_there(number), lambda: table.missing(number), self._limit_s)
+        return table.take(number)
+
+    def _lay(self, thing: object) -> int:
+        self._number += 1
+        number = self._number
+        self._self.act(lambda: self._table.lay(number, self.worker, thing))
+        return number
+
+    def _count(self, moved: tuple[int, int]) -> None:
+        self._sent += moved[0]
+        self._received += moved[1]

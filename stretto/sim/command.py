@@ -1,0 +1,212 @@
+"""The command `stretto simulate`."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from math import inf, isfinite
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from stretto.errors import LaunchError, explain
+from stretto.launch.order import OnNan, Order, Output
+from stretto.launch.stopclock import seconds as stopclock
+from stretto.launch.stopclock import sparing
+from stretto.launch.watch import Watch
+from stretto.report.record import STANDARD_OUTPUT
+from stretto.sim import faults as faults_
+from stretto.sim import network as network_
+from stretto.sim import speeds as speeds_
+from stretto.sim.measure import measure
+from stretto.sim.run import Simulation, begin, check, simulate
+from stretto.sim.script import Heard
+from stretto.sim.speeds import seconds as typed_seconds
+from stretto.sim.sweep import SweepOrder
+from stretto.sim.sweep import run as run_sweep
+from stretto.sim.world import Tariff
+
+AUTO = "auto"
+
+
+def command(
+    script: Annotated[Path, typer.Argument(metavar="SCRIPT", help="The Python file to train with.")],
+    args: Annotated[list[str] | None, typer.Argument(metavar="[ARGS]...", help="Arguments of the script.")] = None,
+    *,
+    workers: Annotated[str, typer.Option("-n", "--workers", metavar="N", help="How many.")] = "8",
+    recipe: Annotated[
+        str | None, typer.Option(envvar="STRETTO_RECIPE", help="Wins over the recipe in the script.")
+    ] = None,
+    network: Annotated[
+        str, typer.Option(metavar="TEXT", help='"100Mbit/s 20ms", "hosts of 8 on 10Gbit/s, 1Gbit/s 1ms between", ...')
+    ] = "instant",
+    speeds: Annotated[
+        str, typer.Option(metavar="TEXT", help='equal, "lognormal(0.5)", exponential, "1,1,4", "slow(0.1, 5)", ...')
+    ] = "equal",
+    step_time: Annotated[
+        str, typer.Option(metavar="TIME", help='A step without its exchange: "5ms"; auto measures it here first.')
+    ] = AUTO,
+    faults: Annotated[
+        str,
+        typer.Option(metavar="TEXT", help='"pause worker 2 for 5s at 30s; slow link of worker 1 by 10 for 20s at 5s"'),
+    ] = "",
+    processors: Annotated[
+        float | None, typer.Option(metavar="N", help="Shared by all workers; else each has its own.")
+    ] = None,
+    until: Annotated[str | None, typer.Option(metavar="TEXT", help='End early: "samples=1e6" or "time=1h".')] = None,
+    servers: Annotated[str | None, typer.Option(metavar="N", help="Put the recipe over a server of N shards.")] = None,
+    on_nan: Annotated[OnNan, typer.Option(help="What a server does with an update that is not finite.")] = "stop",
+    plain: Annotated[bool, typer.Option("--plain", help="Count bytes without encryption.")] = False,
+    seed: Annotated[str, typer.Option(metavar="N", help="Of all that is drawn, and shifts the script's seeds.")] = "0",
+    sweep: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=VALUES", help='A grid: "workers=1,2,4,...,1024"; may be given again.'),
+    ] = None,
+    target: Annotated[
+        str | None, typer.Option(metavar="TEXT", help='What counts as done in a sweep: "test_accuracy>=0.95".')
+    ] = None,
+    jobs: Annotated[int | None, typer.Option(metavar="N", help="Simulations of a sweep at once.")] = None,
+    out: Annotated[Path | None, typer.Option(help="The run folder; else runs/DATE-NAME.")] = None,
+    output: Annotated[Output, typer.Option(help="Whose output is shown.")] = "lead",
+    quiet: Annotated[bool, typer.Option("--quiet", help="Only what the script says.")] = False,
+    json_to: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the record of the run; - for here.")
+    ] = None,
+) -> None:
+    """Run SCRIPT as N workers in this process, on a virtual clock and network: real gradients, modelled time.
+
+    The same seed gives the same run to the bit. Options that are not ours go to the script, as does everything after
+    --.
+    """
+    from stretto.report.summary import check_target
+
+    check_target(json_to)
+    options = {
+        "workers": workers,
+        "recipe": recipe,
+        "network": network,
+        "speeds": speeds,
+        "step_time": step_time,
+        "faults": faults,
+        "processors": None if processors is None else f"{processors:g}",
+        "until": until,
+        "servers": servers,
+        "seed": seed,
+    }
+    if sweep:
+        also = (*(["--plain"] if plain else []), *(["--on-nan", on_nan] if on_nan != "stop" else []))
+        given = {name: value for name, value in options.items() if value}
+        order = SweepOrder(script, tuple(sweep), tuple(args or ()), given, also, target, jobs, out, json_to, quiet)
+        run_sweep(order, lambda text: print(text, file=sys.stderr if _here(json_to) else sys.stdout))
+        return
+    if target is not None or jobs is not None:
+        raise _wrong("--target and --jobs are for a sweep", "no --sweep", "--sweep too", '--sweep "workers=1,2,4"')
+    order_ = Order(
+        script=script,
+        args=tuple(args or ()),
+        workers=_whole(workers, "the number of workers"),
+        recipe=recipe,
+        seed=_whole(seed, "the seed"),
+        output="none" if quiet else output,
+        servers=None if servers is None else _whole(servers, "the number of servers"),
+        on_nan=on_nan,
+        plain=plain,
+    )
+    simulation = Simulation(
+        order_,
+        Tariff(0.0),
+        network_.parse(network),
+        speeds_.parse(speeds),
+        faults_.parse(faults) if faults.strip() else (),
+        _some(processors),
+        **_ends(until),
+    )
+    _run(check(simulation), step_time, out, quiet, json_to)
+
+
+def _run(simulation: Simulation, step_time: str, out: Path | None, quiet: bool, json_to: Path | None) -> None:
+    watch = Watch(quiet=quiet, out=2 if _here(json_to) else 1)
+    if step_time == AUTO:
+        tariff = tariff_of(spelled(measure(simulation, stopclock, lambda: None)))
+        watch.note(f'measured: --step-time "{spelled(tariff)}"')
+    else:
+        tariff = tariff_of(step_time)
+    simulation = replace(simulation, tariff=tariff)
+    folder = begin(simulation, out)
+    watch.begin(folder, simulation.order)
+    try:
+        simulate(simulation, folder, Heard(watch.say), sparing(watch.poll))
+    finally:
+        watch.end()
+    from stretto.report.summary import conclude
+
+    conclude(folder, json_to, silent=quiet)
+
+
+def tariff_of(text: str) -> Tariff:
+    """What `--step-time` says: a time, and then what encoding and applying take.
+
+    >>> tariff_of("5ms, 0.2ms encoding, 0.1ms applying")
+    Tariff(step_s=0.005, ask_s=0.0002, take_s=0.0001)
+    """
+    found: dict[str, float] = {}
+    for part in text.split(","):
+        time, _, what = part.strip().partition(" ")
+        value, name = typed_seconds(time), what.strip()
+        if value is None or name not in ("", "encoding", "applying") or name in found:
+            expected = "a time, and maybe those of encoding an ask and of applying an update"
+            raise _wrong(f"--step-time cannot be {text!r}", part.strip() or "nothing", expected, EXAMPLE)
+        found[name] = value
+    if "" not in found:
+        raise _wrong(f"--step-time {text!r} has no time of a step", text, "a time first", EXAMPLE)
+    return Tariff(found[""], found.get("encoding", 0.0), found.get("applying", 0.0))
+
+
+EXAMPLE = '--step-time "5ms, 0.2ms encoding, 0.1ms applying"'
+
+
+def spelled(tariff: Tariff) -> str:
+    """The text that gives this tariff."""
+    named = ((tariff.step_s, ""), (tariff.ask_s, " encoding"), (tariff.take_s, " applying"))
+    return ", ".join(f"{1e3 * value:.4f}ms{name}" for value, name in named if value or not name)
+
+
+def _ends(until: str | None) -> dict[str, float]:
+    """When the run ends before the script does."""
+    if until is None:
+        return {}
+    name, _, value = until.partition("=")
+    read = typed_seconds(value.strip()) if name.strip() == "time" else _float(value)
+    if name.strip() not in ("samples", "time") or read is None or not (read > 0 and isfinite(read)):
+        problem, expected = f"--until cannot be {until!r}", "samples= with a number, or time= with a time"
+        raise _wrong(problem, until, expected, '--until "samples=1e6", or --until "time=1h"')
+    return {"time_s": read} if name.strip() == "time" else {"samples": read}
+
+
+def _float(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def _whole(text: str, what: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise _wrong(f"{what} cannot be {text}", text, "a whole number", "4") from None
+
+
+def _some(processors: float | None) -> float | None:
+    if processors is not None and not 0 < processors < inf:
+        raise _wrong(f"there cannot be {processors:g} processors", processors, "more than 0", "--processors 2")
+    return processors
+
+
+def _here(json_to: Path | None) -> bool:
+    return str(json_to) == STANDARD_OUTPUT
+
+
+def _wrong(problem: str, got: object, expected: str, to_type: str) -> LaunchError:
+    return LaunchError(explain(problem, got=got, expected=expected, to_type=to_type))

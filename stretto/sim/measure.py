@@ -1,0 +1,129 @@
+"""How long the work of a script takes on this machine: a few of its steps, for real, before they are simulated."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import replace
+from math import inf
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from stretto.sim.around import SimAround
+from stretto.sim.network import Links, Network
+from stretto.sim.outages import Outages
+from stretto.sim.run import Cast, Simulation
+from stretto.sim.script import Nowhere
+from stretto.sim.speeds import Equal
+from stretto.sim.world import Tariff, Worker, World
+from stretto.train.stopwatch import Pace, Stopwatch
+
+MOST_HANDS = 200
+LEAST_HANDS = 10
+LONGEST_S = 4.0
+"""It is measured for so many hands, but no longer than this if those are too slow."""
+WARM_UP = 3
+"""Hands that are not counted."""
+CREW = 2
+"""So many workers, if there are as many: what one says to itself is not encoded."""
+EXCHANGING = ("encoding", "exchanging", "waiting", "evaluating")
+
+
+def measure(simulation: Simulation, stopclock: Callable[[], float], tick: Callable[[], None]) -> Tariff:
+    """What a step of the script takes, and what encoding and applying take under its recipe: medians."""
+    order = simulation.order
+    small = replace(
+        simulation,
+        order=replace(order, workers=min(order.workers, CREW), keep_states=False),
+        tariff=Tariff(0.0),
+        network=Network(),
+        speeds=Equal(),
+        faults=(),
+        processors=None,
+        samples=inf,
+        time_s=inf,
+    )
+    cast = _Measuring(small, stopclock)
+    cast.world.run(cast.live, lambda one: cast.own(one, Nowhere()), tick=tick)
+    cast.commons.close()
+    lead = cast.paces[0]
+    updates = cast.world.updates
+    return Tariff(
+        step_s=statistics.median(lead.steps[WARM_UP:] or lead.steps),
+        ask_s=lead.encoding_s() / max(cast.world.workers[0].asks, 1),
+        take_s=statistics.median(updates) if updates else 0.0,
+    )
+
+
+class _Measured:
+    """Notes how long each hand took, all but the exchange."""
+
+    def __init__(self, watch: Stopwatch) -> None:
+        self._watch = watch
+        self._before: float | None = None
+        self.steps: list[float] = []
+
+    def begin(self) -> None:
+        """A hand begins: the one before has ended."""
+        now = self._busy()
+        if self._before is not None:
+            self.steps.append(now - self._before)
+        self._before = now
+
+    def go_on(self, progress: float = 1.0) -> None:
+        """Time passes by itself."""
+
+    def encoding_s(self) -> float:
+        """All that was spent on encoding."""
+        return self._watch.spent["encoding"]
+
+    def _busy(self) -> float:
+        self._watch.switch(self._watch.phase)
+        return sum(seconds for phase, seconds in self._watch.spent.items() if phase not in EXCHANGING)
+
+
+class _Measuring(Cast):
+    """Workers whose time is that of this machine."""
+
+    def __init__(self, simulation: Simulation, stopclock: Callable[[], float]) -> None:
+        self._stopclock = stopclock
+        self.paces: dict[int, _Measured] = {}
+        super().__init__(simulation, None, None)
+
+    def make_world(self, links: Links, outages: Outages, shards: int) -> World:
+        """One in which it is looked at how long things take."""
+        return World(self._simulation.order.workers, links, Tariff(0.0), outages, stopclock=self._stopclock)
+
+    def enough(self, hands: int, seen: bool) -> bool:
+        """Whether this is the hand after which all end: the first that none had begun when one had seen enough."""
+        return self._limit.reached(0, hands, hands if seen else 0, 0.0, free=False)
+
+    def around(self, worker: Worker) -> SimAround:
+        """Surroundings with the machine's clock."""
+        return _MeasuredAround(self, worker, self._stopclock)
+
+
+class _MeasuredAround(SimAround):
+    def __init__(self, cast: _Measuring, worker: Worker, stopclock: Callable[[], float]) -> None:
+        super().__init__(worker, cast._speed, cast._limit, None, cast.begins, cast._simulation.order.workers)
+        self._cast, self._stopclock = cast, stopclock
+        self._began = stopclock()
+
+    def clock(self) -> float:
+        """How long it was this worker's turn so far."""
+        return self._stopclock() - self._worker.away_s
+
+    def pace(self, watch: Stopwatch, slow: float) -> Pace:
+        """None: it is measured."""
+        self._cast.paces[self._worker.number] = found = _Measured(watch)
+        return found
+
+    def loads(self, loader: DataLoader[Any]) -> int:
+        """Batches are made in this process."""
+        return 0
+
+    def sees_enough(self, hands: int, samples: int, t: float) -> bool:
+        """Whether enough was seen; all see it after the same hand."""
+        long = self._stopclock() - self._began > LONGEST_S
+        return self._cast.enough(hands, (long and hands >= LEAST_HANDS) or hands >= MOST_HANDS)

@@ -1,0 +1,161 @@
+"""The simulated parameter server: the live desks, at the ends of simulated links."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from stretto.errors import WireError
+from stretto.server import messages as m
+from stretto.server.desk import CoordinatorDesk, Desk, Post, ShardDesk
+from stretto.server.parcels import ParcelError, Pieces, kind
+from stretto.sim import costs
+from stretto.sim.world import Worker, World
+from stretto.wire.server import ServerWire, Sink
+
+COORDINATOR = -1
+"""The coordinator sits with the first shard, whose end this is."""
+
+
+class Office:
+    """A desk, and whoever works at it: one parcel after the other."""
+
+    def __init__(self, world: World, desk: Desk, end: int, share: int, called: str) -> None:
+        self._world, self._desk, self._share = world, desk, share
+        self.end, self.called = end, called
+        self._free_at = 0.0
+
+    def come(self, link: SimLink, head: m.Head, tensors: list[Pieces]) -> None:
+        """A parcel has come; it is worked on when those before it are done."""
+        work_s = self._world.tariff.take_s if isinstance(head.body, m.Push) else 0.0
+        queue, processors = self._world.queue, self._world.processors
+        if processors is not None and work_s:
+            processors.start(work_s, (0, self._share), lambda: self._take(link, head, tensors))
+            return
+        self._free_at = max(self._free_at, queue.now) + work_s
+        queue.at(self._free_at, lambda: self._take(link, head, tensors), key=link.worker.number)
+
+    def _take(self, link: SimLink, head: m.Head, tensors: list[Pieces]) -> None:
+        stopclock = self._world.stopclock
+        began = stopclock() if stopclock is not None else 0.0
+        posts = self._posts(link.worker.number, head, tensors)
+        if stopclock is not None and isinstance(head.body, m.Push):
+            self._world.updates.append(stopclock() - began)
+        for post in posts:
+            link.beside[post.worker].reply(self, post)
+
+    def _posts(self, worker: int, head: m.Head, tensors: list[Pieces]) -> list[Post]:
+        if isinstance(head.body, m.Leave):
+            return self._desk.leave(worker)
+        try:
+            self._desk.expects(worker, head)
+            return self._desk.take(worker, head, tensors)
+        except Exception as error:
+            why = str(error) if isinstance(error, ParcelError) else f"{type(error).__name__}: {error}"
+            return [Post(worker, head.number, m.Refused(why))]
+
+
+class SimLink:
+    """A worker's connection to an office. `beside` are those of all workers to the same."""
+
+    def __init__(
+        self, world: World, worker: Worker, office: Office, beside: list[SimLink], encrypted: bool, limit_s: float
+    ) -> None:
+        self._world, self.worker, self._office = world, worker, office
+        self.beside = beside
+        self._encrypted, self._limit_s = encrypted, limit_s
+        self._numbers = 0
+        self._replies: dict[int, Post] = {}
+        self._sent, self._received = costs.handshake_bytes(worker.number, encrypted)
+        self._open = True
+
+    def send(self, body: m.Request, tensors: Sequence[Tensor] = ()) -> int:
+        """Send a parcel when this worker's time has come. What it holds is kept as it is now."""
+        self._numbers += 1
+        kinds = [(kind(one), one.numel()) for one in tensors]
+        head = m.Head(self._numbers, body, kinds)
+        nbytes = costs.parcel_bytes(head.number, body, kinds, self._encrypted)
+        self._sent += nbytes
+        pieces: list[Pieces] = [[one.detach().clone()] if one.numel() else [] for one in tensors]
+        if isinstance(body, m.Push | m.Ask):
+            self._worked()
+        self.worker.act(lambda: self._leave(nbytes, head, pieces))
+        return head.number
+
+    def wait(self, number: int, sink: Sink | None = None) -> tuple[m.Body, list[Pieces]]:
+        """The reply to a parcel."""
+        if number not in self._replies:
+            self.worker.until(lambda: number in self._replies, lambda: self._office.called, self._limit_s)
+        post = self._replies.pop(number)
+        if isinstance(post.body, m.Refused):
+            raise WireError(f"{self._office.called} refused: {post.body.text}")
+        if isinstance(post.body, m.Go | m.Answered) and post.tensors:
+            self._worked()
+        tensors: list[Pieces] = [] if sink is not None else [[one.clone()] for one in post.tensors]
+        for index, one in enumerate(post.tensors if sink is not None else ()):
+            sink(index, 0, one)  # type: ignore[misc]
+        if post.sent is not None:
+            post.sent()
+        return post.body, tensors
+
+    def is_there(self, number: int) -> bool:
+        """Whether the reply has come by this worker's time."""
+        self.worker.catch_up()
+        return number in self._replies
+
+    def reply(self, office: Office, post: Post) -> None:
+        """The office sends something back."""
+        kinds = [(kind(one), one.numel()) for one in post.tensors]
+        nbytes = costs.parcel_bytes(post.number, post.body, kinds, self._encrypted)
+        self._received += nbytes
+        self._world.net.send(office.end, self.worker.number, nbytes, lambda: self._come(post))
+
+    def traffic(self) -> tuple[int, int]:
+        """The bytes so far, as the live connection would count them."""
+        return self._sent, self._received
+
+    def close(self) -> None:
+        """Say good-bye."""
+        if self._open:
+            self._open, sent = False, self._sent
+            self.send(m.Leave())
+            self._sent = sent  # the live connection is counted before its last word
+
+    def _worked(self) -> None:
+        self.worker.asks += 1
+        self.worker.work(self._world.tariff.ask_s)
+
+    def _leave(self, nbytes: int, head: m.Head, pieces: list[Pieces]) -> None:
+        office = self._office
+        self._world.net.send(self.worker.number, office.end, nbytes, lambda: office.come(self, head, pieces))
+
+    def _come(self, post: Post) -> None:
+        self._replies[post.number] = post
+        self.worker.wake()
+
+
+class Offices:
+    """All offices of one parameter server, and the workers' links to them."""
+
+    def __init__(self, world: World, shards: int, on_nan: str, encrypted: bool, limit_s: float) -> None:
+        def clock() -> float:
+            return world.queue.now
+
+        workers = len(world.workers)
+        desks: list[Any] = [CoordinatorDesk(workers, clock)]
+        desks += [ShardDesk(workers, clock, on_nan) for _ in range(shards)]
+        names = ["the coordinator", *(f"server {shard}" for shard in range(shards))]
+        ends = [COORDINATOR, *(-1 - shard for shard in range(shards))]
+        self._links: list[list[SimLink]] = []
+        for number, (desk, end, name) in enumerate(zip(desks, ends, names, strict=True)):
+            office = Office(world, desk, end, world.shares + number, name)
+            beside: list[SimLink] = []
+            beside += [SimLink(world, one, office, beside, encrypted, limit_s) for one in world.workers]
+            self._links.append(beside)
+
+    def wire(self, worker: int) -> ServerWire:
+        """One worker's end: the live one."""
+        links = [beside[worker] for beside in self._links]
+        return ServerWire(worker, len(self._links[0]), links[0], links[1:])

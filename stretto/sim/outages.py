@@ -1,0 +1,113 @@
+"""Faults that happen in a world: what is due is drawn as the clock comes to it, or as a worker runs ahead of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import inf
+from typing import TYPE_CHECKING
+
+from stretto.errors import LaunchError
+from stretto.sim.faults import Happening
+
+if TYPE_CHECKING:
+    from stretto.sim.world import World
+
+FAULT = 0
+"""At one time a fault goes before all else."""
+
+
+class Outages:
+    """What goes wrong, in order of time; by default nothing."""
+
+    def __init__(self, plan: Iterable[tuple[float, Happening]] = ()) -> None:
+        self._plan = iter(plan)
+        self._next = next(self._plan, None)
+        self._pauses: dict[int, list[tuple[float, float]]] = {}
+        """Of each worker, from when to when it was stopped; the last may have no end yet."""
+        self._world: World | None = None
+        self.told: list[tuple[float, Happening]] = []
+        """What has happened."""
+
+    def bind(self, world: World) -> None:
+        """This is the world in which it happens."""
+        self._world = world
+        self._look_ahead()
+
+    def end_of_work(self, worker: int, start: float, seconds: float) -> float:
+        """When work of so many seconds ends that begins at `start`: pauses make it longer."""
+        at, left = self.awake(worker, start), seconds
+        while True:
+            self._draw(at + left)
+            pause = next(((a, b) for a, b in self._pauses.get(worker, ()) if at <= a < at + left), None)
+            if pause is None:
+                return at + left
+            left -= pause[0] - at
+            at = self._end_of_pause(worker, pause[0])
+
+    def awake(self, worker: int, now: float) -> float:
+        """The first moment from `now` on at which the worker is not stopped."""
+        self._draw(now)
+        for a, b in self._pauses.get(worker, ()):
+            if a <= now < b:
+                return self._end_of_pause(worker, a)
+        return now
+
+    def _end_of_pause(self, worker: int, began: float) -> float:
+        while True:
+            end = next(b for a, b in self._pauses[worker] if a == began)
+            if end < inf or self._next is None:
+                return end
+            self._draw(self._next[0])
+
+    def _draw(self, until: float) -> None:
+        """Take all that happens until then into account; it becomes so when the clock comes to it."""
+        while self._next is not None and self._next[0] <= until:
+            time, happening = self._next
+            self._next = next(self._plan, None)
+            self._note(time, happening)
+            self._schedule(time, happening)
+
+    def _look_ahead(self) -> None:
+        """Have the clock come to what happens next, even if nobody asks before."""
+        if self._next is not None and self._world is not None:
+            time = self._next[0]
+            self._world.queue.at(max(time, self._world.queue.now), lambda: self._come_to(time), FAULT)
+
+    def _come_to(self, time: float) -> None:
+        self._draw(time)
+        self._look_ahead()
+
+    def _note(self, time: float, happening: Happening) -> None:
+        if happening.kind != "worker":
+            return
+        for worker in happening.numbers:
+            pauses = self._pauses.setdefault(worker, [])
+            if happening.verb == "pause":
+                pauses.append((time, inf))
+            elif happening.verb == "go_on" and pauses:
+                pauses[-1] = pauses[-1][0], time
+
+    def _schedule(self, time: float, happening: Happening) -> None:
+        assert self._world is not None
+        queue = self._world.queue
+        queue.at(max(time, queue.now), lambda: self._happen(time, happening), FAULT)
+
+    def _happen(self, time: float, happening: Happening) -> None:
+        assert self._world is not None
+        self.told.append((time, happening))
+        ends = [one if happening.kind == "worker" else -1 - one for one in happening.numbers]
+        net = self._world.net
+        if happening.verb == "kill":
+            raise _killed(time, happening)
+        if happening.verb in ("cut", "slow"):
+            net.slow(ends, inf if happening.verb == "cut" else happening.factor)
+        elif happening.verb in ("heal", "restore"):
+            net.restore(ends, inf if happening.verb == "heal" else happening.factor)
+
+
+def _killed(time: float, happening: Happening) -> LaunchError:
+    who = happening.kind if happening.kind == "coordinator" else f"{happening.kind} {happening.numbers[0]}"
+    return LaunchError(
+        f"{who} was killed at {time:g} s of virtual time, as --faults asked; a run whose {happening.kind} dies "
+        "ends, live as here"
+    )

@@ -1,0 +1,322 @@
+"""The world of a simulation: workers that run real code one after the other, and a virtual clock for what they do.
+
+A worker is a greenlet. While it only computes it may run ahead of the clock: its own time is noted, what it says to
+others is said at that time, and before it looks at anything that comes from outside, the clock catches up. So a step
+costs one switch, and every event still happens in the order of time.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import copy_context
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from greenlet import GreenletExit, getcurrent, greenlet
+
+from stretto.errors import LaunchError, WireError
+from stretto.sim.clock import Queue
+from stretto.sim.flows import GO_ON, Flows, Net
+from stretto.sim.network import Links
+from stretto.sim.outages import Outages
+from stretto.sim.own import Own, Process
+
+TICK_EVENTS = 256
+"""How many events happen before the one who waits for the simulation is shown that it goes on."""
+
+
+@dataclass(frozen=True)
+class Tariff:
+    """What the work of a worker or a server takes, in seconds; `step_s` is all that happens in a step but exchanging.
+
+    `ask_s` is what it takes to encode one ask or update, and as much again to decode its answer; `take_s` what a server
+    works on one update.
+    """
+
+    step_s: float
+    ask_s: float = 0.0
+    take_s: float = 0.0
+
+
+class Worker:
+    """One simulated worker."""
+
+    def __init__(self, world: World, number: int) -> None:
+        self._world, self.number = world, number
+        self.own: Own | None = None
+        self.is_over = False
+        self.steps = self.asks = 0
+        """How many hands it has computed, and how many asks or updates it has encoded or decoded."""
+        self.away_s = 0.0
+        """How long, on the clock of the one who simulates, it was not its turn."""
+        self._local = 0.0
+        self._wakes = False
+        self._in_backward = False
+        self._deferred: deque[Callable[[], None]] = deque()
+        self._waits_for: Callable[[], str] = str
+        self.greenlet: greenlet | None = None
+
+    @property
+    def tariff(self) -> Tariff:
+        """What its work takes."""
+        return self._world.tariff
+
+    # --- time ---------------------------------------------------------------------------------------------------
+
+    def now(self) -> float:
+        """This worker's time."""
+        return max(self._local, self._world.queue.now)
+
+    def work(self, seconds: float) -> None:
+        """Work for so long, on a processor of its own or on its share of those there are."""
+        if not seconds:
+            return
+        if self._in_backward:
+            self._deferred.append(lambda: self.work(seconds))
+        elif self._world.processors is None:
+            self._local = self._world.outages.end_of_work(self.number, self.now(), seconds)
+        else:
+            self._share_processors(self._world.processors, seconds)
+
+    def _share_processors(self, processors: Flows, seconds: float) -> None:
+        self.catch_up()
+        done: list[bool] = []
+
+        def end() -> None:
+            done.append(True)
+            self.wake()
+
+        processors.start(seconds, (0, 1 + self.number), end)
+        self.until(lambda: bool(done), lambda: "a processor")
+
+    def sleep(self, seconds: float) -> None:
+        """Do nothing for so long."""
+        self._local = self.now() + seconds
+
+    def act(self, then: Callable[[], None]) -> None:
+        """Have something happen in the world at this worker's time."""
+        if self._in_backward:
+            self._deferred.append(lambda: self.act(then))
+        else:
+            self._world.queue.at(self.now(), then, GO_ON, self.number)
+
+    def after_backward(self, then: Callable[[], None]) -> None:
+        """Have this worker do something when its backward pass is over and what was put off has been done."""
+        self._deferred.append(then)
+
+    def catch_up(self) -> None:
+        """Let the world come to this worker's time: what has come by then is there."""
+        if self._local > self._world.queue.now:
+            at = self._local
+            self._world.queue.at(at, self.wake, GO_ON, self.number)
+            self.until(lambda: self._world.queue.now >= at, lambda: f"its own time, {at:g} s")
+
+    def until(self, is_so: Callable[[], bool], what: Callable[[], str], limit_s: float = float("inf")) -> None:
+        """Wait, and let others go on, until something is so. Raises WireError when it took longer than the limit."""
+        began = self.now()
+        while not is_so():
+            self._waits_for = what
+            self._world.leave(self)
+        waited = self.now() - began
+        if waited > limit_s:
+            raise WireError(f"worker {self.number} waited {waited:g} s for {what()}, longer than {limit_s:g} s")
+
+    def wake(self) -> None:
+        """What it waits for may be so now."""
+        if not self._wakes and not self.is_over:
+            self._wakes = True
+            awake = self._world.outages.awake(self.number, self._world.queue.now)
+            self._world.queue.at(awake, self._go_on, GO_ON, self.number)
+
+    def _go_on(self) -> None:
+        self._wakes = False
+        self._world.resume(self)
+
+    # --- the script's side --------------------------------------------------------------------------------------
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether torch's engine is at work, in which no other worker may take its turn."""
+        return self._in_backward
+
+    def backward(self, original: Callable[[], None]) -> None:
+        """A backward pass; what may not be done within it is done behind it, in the same order."""
+        self._in_backward = True
+        try:
+            original()
+        except BaseException:
+            self._deferred.clear()
+            raise
+        finally:
+            self._in_backward = False
+        while self._deferred:
+            self._deferred.popleft()()
+
+    def waiting(self) -> str:
+        """What it waits for, in words."""
+        return self._waits_for()
+
+
+class World:
+    """Workers, the clock and the network. `processors` are how many the workers share; None if each has its own.
+
+    `stopclock` is given to measure how long the workers' code takes here; then their time is that.
+    """
+
+    def __init__(
+        self,
+        workers: int,
+        links: Links,
+        tariff: Tariff,
+        outages: Outages | None = None,
+        processors: float | None = None,
+        servers: int = 0,
+        stopclock: Callable[[], float] | None = None,
+    ) -> None:
+        self.queue = Queue()
+        self.net = Net(self.queue, links)
+        self.tariff, self.stopclock = tariff, stopclock
+        self.processors: Flows | None = None
+        self.shares = 1 + workers
+        """The number of the coordinator's own share of the processors; those of the servers come behind it."""
+        if processors is not None:
+            self.processors = Flows(self.queue, [processors, *[1.0] * (workers + 1 + servers)])
+        self.workers = [Worker(self, number) for number in range(workers)]
+        self.outages = outages or Outages()
+        self.outages.bind(self)
+        self.updates: list[float] = []
+        """How long each update took a server, where that is measured."""
+        self.turns = 0
+        """How often a worker has taken its turn."""
+        self._hub: Any = None
+        self._now: Worker | None = None
+        self._last: Worker | None = None
+        self._failed: tuple[Worker, BaseException] | None = None
+
+    def run(
+        self,
+        live: Callable[[Worker], None],
+        own: Callable[[Worker], Own],
+        order: Sequence[int] | None = None,
+        tick: Callable[[], None] | None = None,
+    ) -> None:
+        """Let all workers live until each has come to its end. The first error of one ends all, and is raised.
+
+        `own` gives each what it has for itself. Workers are made in the `order` given, which changes nothing.
+        """
+        self._hub = getcurrent()
+        process = Process()
+        try:
+            with self._backwards_apart():
+                for number in order if order is not None else range(len(self.workers)):
+                    self._bear(self.workers[number], live, own)
+                self._go_round(tick or (lambda: None))
+        finally:
+            self._end_all()
+            process.restore()
+
+    def _bear(self, worker: Worker, live: Callable[[Worker], None], own: Callable[[Worker], Own]) -> None:
+        def course() -> None:
+            try:
+                live(worker)
+            except GreenletExit:
+                pass
+            except BaseException as error:
+                self._failed = self._failed or (worker, error)
+            finally:
+                worker.is_over = True
+
+        worker.own = own(worker)
+        worker.greenlet = greenlet(course)
+        worker.greenlet.gr_context = copy_context()
+        worker.wake()
+
+    def _go_round(self, tick: Callable[[], None]) -> None:
+        events = 0
+        while not all(one.is_over for one in self.workers):
+            if not self._go_on_for(TICK_EVENTS):
+                raise self._deadlock()
+            events += TICK_EVENTS
+            tick()
+
+    def _go_on_for(self, events: int) -> bool:
+        """Take so many events; False when there is none left, and workers still wait."""
+        for _ in range(events):
+            if not self.queue.step():
+                return all(one.is_over for one in self.workers)
+            if self._failed is not None:
+                raise self._failed[1]
+        return True
+
+    # --- turns --------------------------------------------------------------------------------------------------
+
+    @property
+    def now_on(self) -> Worker | None:
+        """The worker whose turn it is."""
+        return self._now
+
+    @property
+    def failed(self) -> Worker | None:
+        """The worker whose error ended the world."""
+        return self._failed[0] if self._failed is not None else None
+
+    def resume(self, worker: Worker) -> None:
+        """Give a worker its turn."""
+        if worker.is_over:
+            return
+        assert worker.greenlet is not None
+        if worker is not self._last:
+            if self._last is not None and self._last.own is not None:
+                self._last.own.keep()
+            if worker.own is not None:
+                worker.own.take()
+        self._now = self._last = worker
+        self.turns += 1
+        worker.greenlet.switch()
+        self._now = None
+
+    def leave(self, worker: Worker) -> None:
+        """A worker gives its turn back."""
+        if worker.in_backward:
+            raise RuntimeError(f"worker {worker.number} can't wait for {worker.waiting()} within a backward pass")
+        if self.stopclock is None:
+            self._hub.switch()
+            return
+        left = self.stopclock()
+        self._hub.switch()
+        worker.away_s += self.stopclock() - left
+
+    @contextmanager
+    def _backwards_apart(self) -> Iterator[None]:
+        """torch's engine keeps its place in the thread, so no two workers may be within a backward pass at once."""
+        original = torch.autograd.backward
+
+        def backward(*given: Any, **named: Any) -> None:
+            worker = self._now
+            if worker is None:
+                original(*given, **named)
+            else:
+                worker.backward(lambda: original(*given, **named))
+
+        torch.autograd.backward = backward
+        try:
+            yield
+        finally:
+            torch.autograd.backward = original
+
+    def _end_all(self) -> None:
+        for worker in self.workers:
+            if worker.greenlet is not None and not worker.is_over:
+                worker.greenlet.throw(GreenletExit)
+
+    def _deadlock(self) -> LaunchError:
+        waiting = [one for one in self.workers if not one.is_over]
+        shown = [f"  worker {one.number} waits for {one.waiting()}" for one in waiting[:8]]
+        more = [f"  and {len(waiting) - 8} others wait"] if len(waiting) > 8 else []
+        over = [str(one.number) for one in self.workers if one.is_over][:8]
+        ended = [f"  worker {', '.join(over)} has come to its end"] if over else []
+        head = f"nothing can happen any more at {self.queue.now:g} s of virtual time: everybody waits for another"
+        return LaunchError("\n".join([head, *shown, *more, *ended]))
