@@ -77,7 +77,10 @@ class Table:
         return f"worker {', '.join(absent[:8])}{' and others' if len(absent) > 8 else ''} in exchange {number}"
 
     def _round(self, number: int) -> _Round:
-        return self._rounds.setdefault(number, _Round())
+        found = self._rounds.get(number)
+        if found is None:
+            found = self._rounds[number] = _Round()
+        return found
 
     def _begin(self, round_: _Round) -> None:
         things = [round_.laid[worker] for worker in range(self.workers)]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from math import isfinite
+from dataclasses import dataclass
+from math import isfinite, prod
 
 from stretto.sim.clock import Event, Queue
 from stretto.sim.fluid import Fluid
@@ -12,6 +13,8 @@ from stretto.sim.network import Links
 
 ARRIVE, GO_ON, SETTLE = 1, 2, 3
 """What goes first at one time: what arrives, then workers, then what they have begun is shared out anew."""
+PACKET_BYTES = 1448
+"""What fits into one packet goes between the packets of others, at the speed of the links, and shares nothing."""
 Then = Callable[[], None]
 
 
@@ -25,13 +28,21 @@ class Flows:
         self._next: Event | None = None
         self._unsettled = False
 
-    def start(self, amount: float, path: Sequence[int], then: Then, key: int = 0) -> None:
-        """Begin a flow now; `then` is called when it has ended."""
+    def start(self, amount: float, path: Sequence[int], then: Then, key: int = 0) -> int:
+        """Begin a flow now, and return its number; `then` is called when it has ended."""
         self._fluid.advance(self._queue.now)
         self._number += 1
         self._then[self._number] = then, key
         self._fluid.start(self._number, amount, path)
         self._settle_later()
+        return self._number
+
+    def stop(self, number: int) -> float:
+        """Take a flow out; returns what is left of it."""
+        self._fluid.advance(self._queue.now)
+        del self._then[number]
+        self._settle_later()
+        return self._fluid.stop(number)
 
     def capacity(self, resource: int, per_s: float) -> None:
         """From now on a resource has this capacity."""
@@ -61,36 +72,53 @@ class Flows:
         self._settle_later()
 
 
+@dataclass(slots=True, eq=False)
+class _Transfer:
+    """Bytes on their way: from one end to another, or between all workers (`source` is None)."""
+
+    left: float
+    path: Sequence[int]
+    latency_s: float
+    then: Then
+    source: int | None = None
+    target: int | None = None
+    flow: int | None = None
+
+
 class Net:
     """Messages and exchanges over links. What one end says to another arrives in the order in which it was said."""
 
     def __init__(self, queue: Queue, links: Links) -> None:
         self._queue, self._links = queue, links
         self._flows = Flows(queue, links.capacities)
-        self._lines: dict[tuple[int, int], deque[tuple[float, Then]]] = {}
+        self._lines: dict[tuple[int, int], deque[_Transfer]] = {}
+        self._under_way: dict[int, _Transfer] = {}
         self._factors: dict[int, list[float]] = {}
-        """By which its links are slower now, for each end that has slow links; infinity is a cut."""
+        """By which its links are slower now, for each end that has slow links."""
+        self._slowed: dict[int, float] = {}
+        """What of their capacity is left to links that were slowed."""
+        self._cuts: list[frozenset[int]] = []
+        """The ends of each cut: between them and all others nothing goes."""
+        self._held: list[_Transfer] = []
 
     def send(self, source: int, target: int, nbytes: float, then: Then) -> None:
         """Send so many bytes from one end to another (workers from 0, shards from -1 down)."""
-        path, _ = self._links.path(source, target)
-        if not path:
-            self._arrive(source, target, then)
+        path, latency_s = self._links.path(source, target)
+        transfer = _Transfer(nbytes, path, latency_s, then, source, target)
+        if not path and not self._cuts:
+            self._arrive(transfer)
             return
         line = self._lines.setdefault((source, target), deque())
-        line.append((nbytes, then))
+        line.append(transfer)
         if len(line) == 1:
-            self._leave(source, target)
+            self._begin(transfer)
 
     def flow(self, amount: float, path: Sequence[int], latency_s: float, then: Then) -> None:
-        """An exchange of all, as one flow over all links that it uses."""
-        if not path or not amount:
-            self._queue.at(self._queue.now + latency_s, then, ARRIVE)
-            return
-        self._flows.start(amount, path, lambda: self._later(latency_s, then))
+        """An exchange of all workers, as one flow over all links that it uses."""
+        self._begin(_Transfer(amount, path, latency_s, then))
 
     def slow(self, ends: Iterable[int], factor: float) -> None:
-        """The links of these ends are slower by a factor; infinity cuts them off."""
+        """The links of these ends are slower by a factor."""
         for end in ends:
             self._factors.setdefault(end, []).append(factor)
             self._set(end)
@@ -101,29 +129,61 @@ class Net:
             self._factors[end].remove(factor)
             self._set(end)
 
+    def cut(self, ends: Iterable[int]) -> None:
+        """Nothing goes between these ends and all others; what is under way waits where it is."""
+        self._cuts.append(frozenset(ends))
+        for flow, transfer in list(self._under_way.items()):
+            if self._is_cut(transfer):
+                del self._under_way[flow]
+                transfer.left = self._flows.stop(flow)
+                self._held.append(transfer)
+
+    def heal(self, ends: Iterable[int]) -> None:
+        """One such cut has ended: what waited goes on."""
+        self._cuts.remove(frozenset(ends))
+        held, self._held = self._held, []
+        for transfer in held:
+            self._begin(transfer)
+
+    def _is_cut(self, transfer: _Transfer) -> bool:
+        if transfer.source is None:
+            return bool(self._cuts)
+        return any((transfer.source in cut) != (transfer.target in cut) for cut in self._cuts)
+
     def _set(self, end: int) -> None:
-        slower = 1.0
-        for factor in self._factors[end]:
-            slower *= factor
+        slower = prod(self._factors[end])
         for resource in {self._links.up(end), self._links.down(end)}:
-            if resource is not None:
-                self._flows.capacity(resource, self._links.capacities[resource] / slower)
+            self._slowed[resource] = self._links.capacities[resource] / slower
+            self._flows.capacity(resource, self._slowed[resource])
 
-    def _leave(self, source: int, target: int) -> None:
-        nbytes, _ = self._lines[source, target][0]
-        path, _ = self._links.path(source, target)
-        self._flows.start(nbytes, path, lambda: self._left(source, target), key=source)
+    def _begin(self, transfer: _Transfer) -> None:
+        if self._cuts and self._is_cut(transfer):
+            self._held.append(transfer)
+        elif transfer.path and transfer.left > PACKET_BYTES:
+            key = transfer.source if transfer.source is not None else 0
+            flow = self._flows.start(transfer.left, transfer.path, lambda: self._leave(transfer), key)
+            transfer.flow = flow
+            self._under_way[flow] = transfer
+        elif transfer.path and transfer.left:
+            last_s = transfer.left / min(self._capacity(one) for one in transfer.path)
+            self._queue.at(self._queue.now + last_s, lambda: self._leave(transfer), ARRIVE, transfer.source or 0)
+        else:
+            self._leave(transfer)
 
-    def _left(self, source: int, target: int) -> None:
-        line = self._lines[source, target]
-        _, then = line.popleft()
-        self._arrive(source, target, then)
-        if line:
-            self._leave(source, target)
+    def _capacity(self, resource: int) -> float:
+        return self._slowed.get(resource, self._links.capacities[resource])
 
-    def _arrive(self, source: int, target: int, then: Then) -> None:
-        _, latency_s = self._links.path(source, target)
-        self._queue.at(self._queue.now + latency_s, then, ARRIVE, source)
+    def _leave(self, transfer: _Transfer) -> None:
+        """Its last byte has left: behind it goes the next in the line."""
+        if transfer.flow is not None:
+            del self._under_way[transfer.flow]
+        self._arrive(transfer)
+        if transfer.source is not None and transfer.target is not None:
+            line = self._lines[transfer.source, transfer.target]
+            line.popleft()
+            if line:
+                self._begin(line[0])
 
-    def _later(self, latency_s: float, then: Then) -> None:
-        self._queue.at(self._queue.now + latency_s, then, ARRIVE)
+    def _arrive(self, transfer: _Transfer) -> None:
+        key = transfer.source if transfer.source is not None else 0
+        self._queue.at(self._queue.now + transfer.latency_s, transfer.then, ARRIVE, key)

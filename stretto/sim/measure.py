@@ -45,7 +45,7 @@ def measure(simulation: Simulation, stopclock: Callable[[], float], tick: Callab
         time_s=inf,
     )
     cast = _Measuring(small, stopclock)
-    cast.world.run(cast.live, lambda one: cast.own(one, Nowhere()), tick=tick)
+    cast.run(Nowhere(), tick)
     cast.commons.close()
     lead = cast.paces[0]
     updates = cast.world.updates

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from stretto.errors import WireError
@@ -85,7 +86,10 @@ class SimLink:
         return head.number
 
     def wait(self, number: int, sink: Sink | None = None) -> tuple[m.Body, list[Pieces]]:
-        """The reply to a parcel."""
+        """The reply to a parcel. Within a backward pass, where nobody can wait, nothing comes back of what is told."""
+        if self.worker.in_backward:
+            self.worker.after_backward(lambda: self._forget(number))
+            return m.Answered(), [[torch.empty(0, dtype=torch.uint8)]]
         if number not in self._replies:
             self.worker.until(lambda: number in self._replies, lambda: self._office.called, self._limit_s)
         post = self._replies.pop(number)
@@ -126,6 +130,9 @@ class SimLink:
     def _worked(self) -> None:
         self.worker.asks += 1
         self.worker.work(self._world.tariff.ask_s)
+
+    def _forget(self, number: int) -> None:
+        self.wait(number)
 
     def _leave(self, nbytes: int, head: m.Head, pieces: list[Pieces]) -> None:
         office = self._office

@@ -99,10 +99,14 @@ class Outages:
         net = self._world.net
         if happening.verb == "kill":
             raise _killed(time, happening)
-        if happening.verb in ("cut", "slow"):
-            net.slow(ends, inf if happening.verb == "cut" else happening.factor)
-        elif happening.verb in ("heal", "restore"):
-            net.restore(ends, inf if happening.verb == "heal" else happening.factor)
+        if happening.verb == "cut":
+            net.cut(ends)
+        elif happening.verb == "heal":
+            net.heal(ends)
+        elif happening.verb == "slow":
+            net.slow(ends, happening.factor)
+        elif happening.verb == "restore":
+            net.restore(ends, happening.factor)
 
 
 def _killed(time: float, happening: Happening) -> LaunchError:

@@ -5,14 +5,22 @@ from __future__ import annotations
 import ctypes
 import random
 import sys
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any, TextIO
 
 import numpy as np
 import torch
 
-WORDS_BYTES = 2500
-"""The state of numpy's Mersenne twister: 624 words and a position."""
+SEEDS: tuple[tuple[Any, str], ...] = (
+    (random, "seed"),
+    (np.random, "seed"),
+    (torch, "manual_seed"),
+    (torch.random, "manual_seed"),
+)
+"""What a seeded run puts others in the place of."""
+TWISTER_BYTES = 2500
+"""The state of a Mersenne twister: 624 words and a position."""
 
 
 class Own:
@@ -20,13 +28,13 @@ class Own:
 
     def __init__(self, main: ModuleType | None, arguments: list[str], out: TextIO) -> None:
         self._main, self._arguments, self._out = main, arguments, out
-        self._numpy = Numpy()
+        self._numpy, self._random = Kept(NUMPY), Kept(PYTHON)
         self.keep()
 
     def keep(self) -> None:
         """Note how it is now."""
         self._torch = torch.default_generator.get_state()
-        self._random = random.getstate()
+        self._random.keep()
         self._numpy.keep()
         self._grad = torch.is_grad_enabled()
         self._autocast = torch.is_autocast_enabled("cpu")
@@ -34,7 +42,7 @@ class Own:
     def take(self) -> None:
         """Put it in place."""
         torch.default_generator.set_state(self._torch)
-        random.setstate(self._random)
+        self._random.take()
         self._numpy.take()
         torch._C._set_grad_enabled(self._grad)
         if torch.is_autocast_enabled("cpu") != self._autocast:
@@ -49,54 +57,108 @@ class Process:
 
     def __init__(self) -> None:
         self._main, self._arguments, self._path = sys.modules["__main__"], sys.argv, list(sys.path)
+        self._threads = torch.get_num_threads()
+        self._seeds = [(module, name, getattr(module, name)) for module, name in SEEDS]
         self._states = Own(None, sys.argv, sys.stdout)
 
     def restore(self) -> None:
         """Put it back."""
         self._states.take()
         sys.modules["__main__"], sys.argv, sys.path[:] = self._main, self._arguments, self._path
+        torch.set_num_threads(self._threads)
+        for module, name, function in self._seeds:
+            setattr(module, name, function)
 
 
-class Numpy:
-    """The state of numpy's global generator.
+class Generator:
+    """A global random generator: how all of its state is had and set, and where its words lie, if that is known.
 
-    The words of its Mersenne twister are read and written where they lie, a hundred times faster than asking for all
-    of it. There is more to it only while the second of a pair of normals is kept back.
+    Words are read and written where they lie, far faster than asking for all of the state. There is more to it only
+    while the second of a pair of normals `is_pair_kept` back, which comes to be only as words are drawn.
     """
 
-    _pair_kept = False
-    """Whether the generator keeps a normal back, as far as it was left by a worker."""
+    def __init__(
+        self,
+        get: Callable[[], Any],
+        put: Callable[[Any], Any],
+        is_pair_kept: Callable[[Any], bool],
+        forget_pair: Callable[[], Any],
+        address: Callable[[], int | None],
+    ) -> None:
+        self.get, self.put, self.is_pair_kept, self.forget_pair = get, put, is_pair_kept, forget_pair
+        self.address = address
+        self.keeps_pair = True
+        """Whether it keeps a normal back now, as far as it is known."""
 
-    def __init__(self) -> None:
+
+class Kept:
+    """The state of a generator as a worker left it."""
+
+    def __init__(self, generator: Generator) -> None:
+        self._generator = generator
         self._words = b""
         self._whole: Any = None
         self.keep()
 
     def keep(self) -> None:
-        """Note how it is now. A normal comes to be kept back only as words are drawn."""
-        address = _address()
-        words = ctypes.string_at(address, WORDS_BYTES) if address is not None else b""
+        """Note how it is now."""
+        generator, address = self._generator, self._generator.address()
+        words = ctypes.string_at(address, TWISTER_BYTES) if address is not None else b""
         if words and words == self._words and self._whole is None:
             return
-        whole: Any = np.random.get_state(legacy=False)
-        self._words = words
-        self._whole = whole if not words or whole["has_gauss"] else None
-        Numpy._pair_kept = self._whole is not None
+        whole = generator.get()
+        generator.keeps_pair = not words or generator.is_pair_kept(whole)
+        self._words, self._whole = words, whole if generator.keeps_pair else None
 
     def take(self) -> None:
         """Put it in place."""
-        address = _address()
-        if self._whole is not None:
-            np.random.set_state(self._whole)
-        elif address is not None:
-            if Numpy._pair_kept:
-                np.random.seed(0)
-            ctypes.memmove(address, self._words, WORDS_BYTES)
-        Numpy._pair_kept = self._whole is not None
+        generator, address = self._generator, self._generator.address()
+        if self._whole is not None or address is None:
+            generator.put(self._whole)
+        else:
+            if generator.keeps_pair:
+                generator.forget_pair()
+            ctypes.memmove(address, self._words, TWISTER_BYTES)
+        generator.keeps_pair = self._whole is not None
 
 
-def _address() -> int | None:
-    """Where the words lie, if the global generator is still the Mersenne twister that it is by default."""
-    generator: Any = np.random.mtrand._rand
-    twister = generator._bit_generator
+def sow(seed: int) -> None:
+    """Set all random states to what they are at a script's beginning."""
+    _python.seed(seed)
+    _numpy.seed(seed)
+    torch.default_generator.manual_seed(seed)
+
+
+_python: Any = random._inst
+_numpy: Any = np.random.mtrand._rand
+
+
+def _numpy_address() -> int | None:
+    """Where numpy's words lie, if the global generator is still the Mersenne twister that it is by default."""
+    twister = _numpy._bit_generator
     return int(twister.ctypes.state_address) if isinstance(twister, np.random.MT19937) else None
+
+
+def _python_address() -> int | None:
+    """Where Python's position and words lie: behind the head of the object, if this Python keeps them there."""
+    at = id(_python) + object.__basicsize__
+    *words, position = _python.getstate()[1]
+    return at if list((ctypes.c_uint32 * 625).from_address(at)) == [position, *words] else None
+
+
+_lies_at = _python_address()
+
+NUMPY = Generator(
+    get=lambda: np.random.get_state(legacy=False),
+    put=np.random.set_state,
+    is_pair_kept=lambda state: bool(state["has_gauss"]),
+    forget_pair=lambda: _numpy.seed(0),
+    address=_numpy_address,
+)
+PYTHON = Generator(
+    get=random.getstate,
+    put=random.setstate,
+    is_pair_kept=lambda state: state[2] is not None,
+    forget_pair=lambda: _python.seed(0),
+    address=lambda: _lies_at,
+)

@@ -43,7 +43,7 @@ from stretto.wire import Wire
 
 MOST_SHARDS = 16
 """Of a server that only the script's recipe asks for."""
-TICKED = Callable[[], None]
+Ticked = Callable[[], None]
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def check(simulation: Simulation) -> Simulation:
 
 
 def simulate(
-    simulation: Simulation, folder: Path, out: TextIO, tick: TICKED, order: Sequence[int] | None = None
+    simulation: Simulation, folder: Path, out: TextIO, tick: Ticked | None = None, order: Sequence[int] | None = None
 ) -> World:
     """Run the simulation into a run folder; `out` takes what worker 0 says. Workers are made in the `order` given.
 
@@ -100,7 +100,7 @@ def simulate(
     log = _SharedLog(folder / "events.jsonl")
     cast = Cast(simulation, folder, log)
     try:
-        cast.world.run(cast.live, lambda one: cast.own(one, out), order, tick)
+        cast.run(out, tick, order)
     except LaunchError as error:
         log.append(_error_line(error, cast.world.failed, cast.world.queue.now))
         raise
@@ -152,9 +152,15 @@ class Cast:
         self._offices: Offices | None = None
         self._speed = Pace(simulation.speeds, order.workers, order.seed)
         self._limit = Limit(simulation.samples, simulation.time_s)
+
+    def run(self, out: TextIO, tick: Ticked | None = None, order: Sequence[int] | None = None) -> None:
+        """Let all live until they have come to their end. The process is as it was before, when they have."""
+        self.world.run(self.live, lambda one: self.own(one, out), order, tick, self._prepare)
+
+    def _prepare(self) -> None:
         torch.set_num_threads(1)
-        sow(order.seed)
-        importable(order.script)
+        sow(self._simulation.order.seed)
+        importable(self._simulation.order.script)
 
     def make_world(self, links: Links, outages: Outages, shards: int) -> World:
         """The world they live in."""

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import io
-import random
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import TextIO
 
-import numpy as np
-import torch
-
 from stretto.errors import LaunchError, explain
-from stretto.sim.own import Own
+from stretto.sim.own import Own, sow
 from stretto.sim.world import Worker
 from stretto.train import finish
 from stretto.train.surroundings import Enough
@@ -44,9 +40,7 @@ class Program:
         vars(main)["__file__"] = str(self.path)
         vars(main)["__builtins__"] = __builtins__
         self.mains[worker.number] = main
-        random.seed(self._seed)
-        np.random.seed(self._seed)
-        torch.manual_seed(self._seed)
+        sow(self._seed)
         return Own(main, list(self._arguments), out)
 
     def live(self, worker: Worker) -> None:

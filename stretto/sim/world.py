@@ -202,14 +202,18 @@ class World:
         own: Callable[[Worker], Own],
         order: Sequence[int] | None = None,
         tick: Callable[[], None] | None = None,
+        prepare: Callable[[], None] | None = None,
     ) -> None:
         """Let all workers live until each has come to its end. The first error of one ends all, and is raised.
 
-        `own` gives each what it has for itself. Workers are made in the `order` given, which changes nothing.
+        `own` gives each what it has for itself. Workers are made in the `order` given, which changes nothing. What
+        `prepare` does to the process before is undone behind it.
         """
         self._hub = getcurrent()
         process = Process()
         try:
+            if prepare is not None:
+                prepare()
             with self._backwards_apart():
                 for number in order if order is not None else range(len(self.workers)):
                     self._bear(self.workers[number], live, own)

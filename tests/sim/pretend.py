@@ -1,0 +1,85 @@
+"""A stand-in for `stretto simulate`: it takes the same words, trains nothing, and leaves a run folder by a formula.
+
+Of the script's arguments it heeds `--mode`: `fail` ends with an error, `torn` without one and without an end in the
+log, `hang` goes on until it is killed, `stubborn` even when it is asked to end. Every start adds a line to `starts`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import re
+import signal
+import sys
+from pathlib import Path
+
+SAMPLES = 20_000
+STEP_S = 0.001
+ROUND_S = 0.0001
+
+
+def seconds(workers: int, every: int) -> float:
+    """Virtual seconds of the whole: computing is shared out, and each exchange costs more with more workers."""
+    steps = SAMPLES / 20 / workers
+    return steps * STEP_S + (steps / every * ROUND_S * workers**1.5 if workers > 1 else 0.0)
+
+
+def accuracy(share: float, workers: int, every: int) -> float:
+    """After a share of the samples: many workers that rarely meet learn less."""
+    return (0.99 - 0.002 * math.log2(workers) * math.log2(every + 1)) * (1 - math.exp(-8 * share))
+
+
+def events(workers: int, every: int) -> list[dict[str, object]]:
+    """The log of one simulation with ten evaluations."""
+    whole = seconds(workers, every)
+    computing = SAMPLES / 20 / workers * STEP_S
+    found: list[dict[str, object]] = [{"event": "start", "t": 0.0, "worker": w} for w in range(workers)]
+    for part in range(1, 11):
+        at = {"t": whole * part / 10, "worker": 0, "epoch": 1, "step": part, "samples": SAMPLES * part // 10}
+        metrics = {"test_accuracy": accuracy(part / 10, workers, every)}
+        found.append({"event": "evaluation", **at, "training_s": whole * part / 10, "metrics": metrics})
+    found.append({"event": "epoch", **at, "training_s": whole, "seen": {}, "workers": []})
+    split = {"computing": computing, "waiting": whole - computing}
+    rounds = SAMPLES // 20 // workers // every
+    counts = {"step": 10, "rounds": rounds, "bytes_sent": 1000 * rounds, "bytes_received": 0, "split": split}
+    for w in range(workers):
+        updates = [[1, 1, workers - 1, 20]]
+        found.append({"event": "applied", "t": whole, "worker": w, "updates": updates})
+        found.append({"event": "end", "t": whole, "worker": w, "samples": SAMPLES // workers, **counts})
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    for name in ("--workers", "--seed"):
+        parser.add_argument(name, type=int, default=1)
+    for name in ("--recipe", "--network", "--out", "--mode", "--lr", "--step-time"):
+        parser.add_argument(name)
+    parser.add_argument("--quiet", action="store_true")
+    parser.add_argument("script")
+    words = [word for word in sys.argv[1:] if word != "--"]
+    asked = parser.parse_args(words)
+    folder = Path(asked.out)
+    with Path("starts").open("a") as starts:
+        starts.write(f"{folder.name} {os.getpid()} {os.environ['OMP_NUM_THREADS']}\n")
+    folder.mkdir()
+    if asked.mode == "fail":
+        print("a line before", file=sys.stderr)
+        sys.exit("stretto: the loss is not finite\n  got: nan")
+    if asked.mode in ("hang", "stubborn"):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN if asked.mode == "stubborn" else signal.SIG_DFL)
+        (folder / "began").touch()
+        while True:
+            signal.pause()
+    found = re.search(r"every=(\d+)", asked.recipe or "")
+    log = events(asked.workers, int(found[1]) if found else 1)
+    run = {"workers": asked.workers, "recipe": asked.recipe, "seed": asked.seed, "args": words}
+    (folder / "run.json").write_text(json.dumps(run))
+    kept = [event for event in log if not (asked.mode == "torn" and event["event"] == "end")]
+    (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in kept))
+
+
+if __name__ == "__main__":
+    main()
