@@ -16,9 +16,9 @@ from stretto.members.ledger import Dealt, Lease, Ledger
 class Free:
     """The plan of an asynchronous pass: every batch is for whoever asks first."""
 
-    def owner(self, batch: int) -> int | None:
-        """Nobody's."""
-        return None
+    def kept(self, owner: int | None, batches: int) -> Sequence[int]:
+        """All of them are anyone's."""
+        return () if owner is not None else range(batches)
 
 
 @dataclass(frozen=True, slots=True)

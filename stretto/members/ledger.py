@@ -8,6 +8,7 @@ The ledger is a plain state machine: it knows positions in the order, not the sa
 from __future__ import annotations
 
 import heapq
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -44,8 +45,8 @@ class Audit:
 class Plan(Protocol):
     """Says whose a batch is before anyone has asked for it."""
 
-    def owner(self, batch: int) -> int | None:
-        """The worker that the batch is kept for, or None: whoever asks first."""
+    def kept(self, owner: int | None, batches: int) -> Sequence[int]:
+        """Those of so many batches that are kept for a worker; for None those that are whoever's asks first."""
         ...
 
 
@@ -55,9 +56,9 @@ class Dealt:
 
     workers: int
 
-    def owner(self, batch: int) -> int | None:
+    def kept(self, owner: int | None, batches: int) -> Sequence[int]:
         """Batch b is kept for worker b mod N."""
-        return batch % self.workers
+        return range(owner, batches, self.workers) if owner is not None else ()
 
 
 class Ledger:
@@ -68,16 +69,15 @@ class Ledger:
     """
 
     def __init__(self, sizes: Sequence[int], plan: Plan) -> None:
-        self._bounds = [0, *accumulate(sizes)]
-        self._kept: dict[int | None, list[int]] = {None: []}
-        for batch in range(len(sizes)):
-            self._kept.setdefault(plan.owner(batch), []).append(batch)
+        self._bounds = array("q", [0, *accumulate(sizes)])
+        self._plan, self._batches = plan, len(sizes)
+        self._kept: dict[int | None, list[int]] = {}
         self._leased: dict[int, Lease] = {}
         self._settled: set[int] = set()
 
     def lease(self, worker: int) -> Lease | None:
         """Hand the worker its next batch, or None when there is none for it."""
-        heaps = [heap for owner in (worker, None) if (heap := self._kept.get(owner))]
+        heaps = [heap for owner in (worker, None) if (heap := self._heap(owner))]
         if not heaps:
             return None
         batch = heapq.heappop(min(heaps))
@@ -96,8 +96,14 @@ class Ledger:
         """Take back all leases of a worker that leaves, for anyone to lease again. Returns their samples."""
         back = [lease for lease in self._leased.values() if lease.worker == worker]
         for lease in back:
-            heapq.heappush(self._kept[None], self._leased.pop(lease.batch).batch)
+            heapq.heappush(self._heap(None), self._leased.pop(lease.batch).batch)
         return sum(lease.samples for lease in back)
+
+    def _heap(self, owner: int | None) -> list[int]:
+        """What is still kept for a worker, or for anyone."""
+        if owner not in self._kept:
+            self._kept[owner] = list(self._plan.kept(owner, self._batches))
+        return self._kept[owner]
 
     @property
     def samples(self) -> int:

@@ -7,6 +7,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +43,14 @@ class History:
 
     def counts(self, worker: int) -> list[Event]:
         """The running counts of one worker, its end included, oldest first."""
-        both = [*self.of("progress"), *self.of("end")]
-        return sorted((event for event in both if event["worker"] == worker), key=lambda event: event["t"])
+        return self._counts.get(worker, [])
+
+    @cached_property
+    def _counts(self) -> dict[int, list[Event]]:
+        found: dict[int, list[Event]] = defaultdict(list)
+        for event in [*self.of("progress"), *self.of("end")]:
+            found[event["worker"]].append(event)
+        return {worker: sorted(events, key=lambda event: event["t"]) for worker, events in found.items()}
 
     def last_counts(self) -> list[Event]:
         """The last counts of every worker; an empty event for one that never counted."""

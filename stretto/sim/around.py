@@ -32,13 +32,16 @@ class Limit:
         self._samples, self._time_s = samples, time_s
         self._begun = 0
         self._last: int | None = None
-        self._of: dict[int, int] = {}
+        self._handed = 0
 
-    def reached(self, worker: int, hands: int, samples: int, t: float, free: bool) -> bool:
-        """Whether this worker ends before its next hand, after so many. One that is `free` waits for nobody."""
+    def reached(self, hands: int, samples: int, t: float, free: bool) -> bool:
+        """Whether a worker ends before its next hand, after so many. `samples` are those of all, as far as it knows.
+
+        One that is `free` waits for nobody.
+        """
         if free:
-            self._of[worker] = samples
-            return t >= self._time_s or sum(self._of.values()) >= self._samples
+            self._handed = max(self._handed, samples)
+            return t >= self._time_s or self._handed >= self._samples
         if self._last is None and (t >= self._time_s or samples >= self._samples):
             self._last = max(self._begun, hands)
         if self._last is not None and hands >= self._last:
@@ -104,8 +107,8 @@ class SimAround(Surroundings):
         return SimPace(self._worker, self._speed, watch)
 
     def after_backward(self, then: Callable[[], None]) -> None:
-        """Behind the backward pass, when torch's engine is out of the way."""
-        self._worker.after_backward(then)
+        """Behind the backward pass, when torch's engine is out of the way, and all that it has set off has left."""
+        self._worker.at_end_of_backward(then)
 
     def log(self, folder: Path, worker: int) -> EventLog:
         """The log that all share."""
@@ -126,4 +129,4 @@ class SimAround(Surroundings):
 
     def sees_enough(self, hands: int, samples: int, t: float) -> bool:
         """Whether it is time to end."""
-        return self._limit.reached(self._worker.number, hands, samples, t, self.free)
+        return self._limit.reached(hands, samples, t, self.free)

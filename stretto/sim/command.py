@@ -6,7 +6,7 @@ import sys
 from dataclasses import replace
 from math import inf, isfinite
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -19,13 +19,14 @@ from stretto.report.record import STANDARD_OUTPUT
 from stretto.sim import faults as faults_
 from stretto.sim import network as network_
 from stretto.sim import speeds as speeds_
-from stretto.sim.measure import measure
-from stretto.sim.run import Simulation, begin, check, simulate
-from stretto.sim.script import Heard
 from stretto.sim.speeds import seconds as typed_seconds
 from stretto.sim.sweep import SweepOrder
 from stretto.sim.sweep import run as run_sweep
-from stretto.sim.world import Tariff
+from stretto.sim.tariff import Tariff
+from stretto.sim.tariff import parse as tariff_of
+
+if TYPE_CHECKING:
+    from stretto.sim.run import Simulation
 
 AUTO = "auto"
 
@@ -113,6 +114,8 @@ def command(
         on_nan=on_nan,
         plain=plain,
     )
+    from stretto.sim.run import Simulation, check
+
     simulation = Simulation(
         order_,
         Tariff(0.0),
@@ -126,10 +129,15 @@ def command(
 
 
 def _run(simulation: Simulation, step_time: str, out: Path | None, quiet: bool, json_to: Path | None) -> None:
+    from stretto.report.summary import conclude
+    from stretto.sim.measure import measure
+    from stretto.sim.run import begin, simulate
+    from stretto.sim.script import Heard
+
     watch = Watch(quiet=quiet, out=2 if _here(json_to) else 1)
     if step_time == AUTO:
-        tariff = tariff_of(spelled(measure(simulation, stopclock, lambda: None)))
-        watch.note(f'measured: --step-time "{spelled(tariff)}"')
+        tariff = tariff_of(str(measure(simulation, stopclock, lambda: None)))
+        watch.note(f'measured: --step-time "{tariff}"')
     else:
         tariff = tariff_of(step_time)
     simulation = replace(simulation, tariff=tariff)
@@ -139,37 +147,7 @@ def _run(simulation: Simulation, step_time: str, out: Path | None, quiet: bool, 
         simulate(simulation, folder, Heard(watch.say), sparing(watch.poll))
     finally:
         watch.end()
-    from stretto.report.summary import conclude
-
     conclude(folder, json_to, silent=quiet)
-
-
-def tariff_of(text: str) -> Tariff:
-    """What `--step-time` says: a time, and then what encoding and applying take.
-
-    >>> tariff_of("5ms, 0.2ms encoding, 0.1ms applying")
-    Tariff(step_s=0.005, ask_s=0.0002, take_s=0.0001)
-    """
-    found: dict[str, float] = {}
-    for part in text.split(","):
-        time, _, what = part.strip().partition(" ")
-        value, name = typed_seconds(time), what.strip()
-        if value is None or name not in ("", "encoding", "applying") or name in found:
-            expected = "a time, and maybe those of encoding an ask and of applying an update"
-            raise _wrong(f"--step-time cannot be {text!r}", part.strip() or "nothing", expected, EXAMPLE)
-        found[name] = value
-    if "" not in found:
-        raise _wrong(f"--step-time {text!r} has no time of a step", text, "a time first", EXAMPLE)
-    return Tariff(found[""], found.get("encoding", 0.0), found.get("applying", 0.0))
-
-
-EXAMPLE = '--step-time "5ms, 0.2ms encoding, 0.1ms applying"'
-
-
-def spelled(tariff: Tariff) -> str:
-    """The text that gives this tariff."""
-    named = ((tariff.step_s, ""), (tariff.ask_s, " encoding"), (tariff.take_s, " applying"))
-    return ", ".join(f"{1e3 * value:.4f}ms{name}" for value, name in named if value or not name)
 
 
 def _ends(until: str | None) -> dict[str, float]:

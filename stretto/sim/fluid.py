@@ -186,6 +186,8 @@ def max_min(capacity: Floats, path: Ints, hops: Ints, weight: Floats) -> Floats:
     (All such resources at once, not only the one with the smallest share of all; so in a star of links of 1,000
     different speeds a few rounds do.)
     """
+    if len(hops) == 1:
+        return np.array([capacity[path].min()])
     rate = np.zeros(len(hops))
     flows = np.arange(len(hops))
     room, share = capacity.copy(), np.zeros(len(capacity))

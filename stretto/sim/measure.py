@@ -16,7 +16,8 @@ from stretto.sim.outages import Outages
 from stretto.sim.run import Cast, Simulation
 from stretto.sim.script import Nowhere
 from stretto.sim.speeds import Equal
-from stretto.sim.world import Tariff, Worker, World
+from stretto.sim.tariff import Tariff
+from stretto.sim.world import Worker, World
 from stretto.train.stopwatch import Pace, Stopwatch
 
 MOST_HANDS = 200
@@ -97,7 +98,7 @@ class _Measuring(Cast):
 
     def enough(self, hands: int, seen: bool) -> bool:
         """Whether this is the hand after which all end: the first that none had begun when one had seen enough."""
-        return self._limit.reached(0, hands, hands if seen else 0, 0.0, free=False)
+        return self._limit.reached(hands, hands if seen else 0, 0.0, free=False)
 
     def around(self, worker: Worker) -> SimAround:
         """Surroundings with the machine's clock."""

@@ -35,7 +35,8 @@ from stretto.sim.own import Own
 from stretto.sim.script import Nowhere, Program, importable
 from stretto.sim.share import Commons
 from stretto.sim.speeds import Equal, Pace, Speeds
-from stretto.sim.world import Tariff, Worker, World
+from stretto.sim.tariff import Tariff
+from stretto.sim.world import Worker, World
 from stretto.train.face import abandon
 from stretto.train.seat import Seat, given_seat
 from stretto.typed import parse
@@ -87,6 +88,7 @@ def check(simulation: Simulation) -> Simulation:
     shards = parse(order.recipe).shards if order.recipe else MOST_SHARDS
     faults_.check(simulation.faults, order.workers, shards)
     Pace(simulation.speeds, order.workers, order.seed)
+    Program(order.script, order.args, order.seed)
     return replace(simulation, order=order)
 
 
@@ -105,7 +107,8 @@ def simulate(
         log.append(_error_line(error, cast.world.failed, cast.world.queue.now))
         raise
     except BaseException as error:
-        worker, now = cast.world.failed, cast.world.queue.now
+        worker = cast.world.failed
+        now = worker.now() if worker is not None else cast.world.queue.now
         log.append(_error_line(error, worker, now))
         if worker is None or isinstance(error, KeyboardInterrupt):
             raise
@@ -213,6 +216,7 @@ class Cast:
         if hasattr(loader, "dataset"):
             self.commons.loader(loader)
         self.commons.names(vars(self.program.mains[worker.number]))
+        self.commons.tidy()
         self._forecast.begun(model)
 
     def _say_once(self, worker: Worker, text: str) -> None:

@@ -18,9 +18,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from stretto.server.memory import trim_freed_memory
+
 LEAST_BYTES = 1 << 14
 """Smaller things are not worth a mapping."""
 DEEPEST = 3
+TIDY_EVERY = 32
+"""Workers that begin between two times that freed memory is given back."""
 
 
 class Commons:
@@ -30,6 +34,7 @@ class Commons:
         self._data: list[Tensor] | None = None
         self._files: dict[str, tuple[int, Any]] = {}
         """By the name in the script: a file with the bytes, and what the first worker had."""
+        self._begun = 0
         self.saved = 0
         """Bytes that are not kept twice."""
 
@@ -52,6 +57,12 @@ class Commons:
         for path, holder, key, value in list(_large(names)):
             self._share(path, holder, key, value)
 
+    def tidy(self) -> None:
+        """Give what was freed back to the system, every now and then: each script frees what others have as well."""
+        self._begun += 1
+        if self._begun % TIDY_EVERY == 0:
+            trim_freed_memory()
+
     def close(self) -> None:
         """Let go of the files; what is mapped stays."""
         for file, _ in self._files.values():
@@ -64,7 +75,7 @@ class Commons:
             self._files[path] = _written(value), value
             return
         file, first = known
-        if type(first) is not type(value) or not _same(first, value):
+        if type(first) is not type(value) or _lies_with(first, value) or not _same(first, value):
             return
         self.saved += value.nbytes
         mapped = np.frombuffer(_mapped(file, value.nbytes), dtype=np.uint8)
@@ -103,6 +114,10 @@ def _is_large(value: Any) -> bool:
         plain = type(value) is Tensor and value.device.type == "cpu" and value.layout is torch.strided
         return plain and not value.requires_grad and value.is_contiguous() and value.nbytes >= LEAST_BYTES
     return type(value) is np.ndarray and value.dtype.kind in "biuf" and value.nbytes >= LEAST_BYTES
+
+
+def _lies_with(one: Any, other: Any) -> bool:
+    return isinstance(one, Tensor) and one.data_ptr() == other.data_ptr()
 
 
 def _same(one: Any, other: Any) -> bool:

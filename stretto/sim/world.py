@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import copy_context
-from dataclasses import dataclass
+from contextvars import Context
 from typing import Any
 
 import torch
@@ -23,22 +22,10 @@ from stretto.sim.flows import GO_ON, Flows, Net
 from stretto.sim.network import Links
 from stretto.sim.outages import Outages
 from stretto.sim.own import Own, Process
+from stretto.sim.tariff import Tariff
 
 TICK_EVENTS = 256
 """How many events happen before the one who waits for the simulation is shown that it goes on."""
-
-
-@dataclass(frozen=True)
-class Tariff:
-    """What the work of a worker or a server takes, in seconds; `step_s` is all that happens in a step but exchanging.
-
-    `ask_s` is what it takes to encode one ask or update, and as much again to decode its answer; `take_s` what a server
-    works on one update.
-    """
-
-    step_s: float
-    ask_s: float = 0.0
-    take_s: float = 0.0
 
 
 class Worker:
@@ -56,6 +43,7 @@ class Worker:
         self._wakes = False
         self._in_backward = False
         self._deferred: deque[Callable[[], None]] = deque()
+        self._last: deque[Callable[[], None]] = deque()
         self._waits_for: Callable[[], str] = str
         self.greenlet: greenlet | None = None
 
@@ -104,8 +92,12 @@ class Worker:
             self._world.queue.at(self.now(), then, GO_ON, self.number)
 
     def after_backward(self, then: Callable[[], None]) -> None:
-        """Have this worker do something when its backward pass is over and what was put off has been done."""
+        """Have this worker do something behind its backward pass, and behind what was put off before."""
         self._deferred.append(then)
+
+    def at_end_of_backward(self, then: Callable[[], None]) -> None:
+        """Have this worker do something when all that its backward pass has put off is done."""
+        self._last.append(then)
 
     def catch_up(self) -> None:
         """Let the world come to this worker's time: what has come by then is there."""
@@ -149,11 +141,12 @@ class Worker:
             original()
         except BaseException:
             self._deferred.clear()
+            self._last.clear()
             raise
         finally:
             self._in_backward = False
-        while self._deferred:
-            self._deferred.popleft()()
+        while next_ := self._deferred or self._last:
+            next_.popleft()()
 
     def waiting(self) -> str:
         """What it waits for, in words."""
@@ -192,6 +185,7 @@ class World:
         self.turns = 0
         """How often a worker has taken its turn."""
         self._hub: Any = None
+        self._living = 0
         self._now: Worker | None = None
         self._last: Worker | None = None
         self._failed: tuple[Worker, BaseException] | None = None
@@ -232,28 +226,25 @@ class World:
                 self._failed = self._failed or (worker, error)
             finally:
                 worker.is_over = True
+                self._living -= 1
 
         worker.own = own(worker)
         worker.greenlet = greenlet(course)
-        worker.greenlet.gr_context = copy_context()
+        worker.greenlet.gr_context = Context()
+        self._living += 1
         worker.wake()
 
     def _go_round(self, tick: Callable[[], None]) -> None:
+        """What would happen when all workers are over does not happen."""
         events = 0
-        while not all(one.is_over for one in self.workers):
-            if not self._go_on_for(TICK_EVENTS):
-                raise self._deadlock()
-            events += TICK_EVENTS
-            tick()
-
-    def _go_on_for(self, events: int) -> bool:
-        """Take so many events; False when there is none left, and workers still wait."""
-        for _ in range(events):
+        while self._living:
             if not self.queue.step():
-                return all(one.is_over for one in self.workers)
+                raise self._deadlock()
             if self._failed is not None:
                 raise self._failed[1]
-        return True
+            events += 1
+            if events % TICK_EVENTS == 0:
+                tick()
 
     # --- turns --------------------------------------------------------------------------------------------------
 
