@@ -12,88 +12,87 @@ from torch._C._distributed_c10d import HashStore
 
 from stretto.wire.collective import CollectiveWire
 from stretto.wire.hosted import host
-from stretto.wire.seam import Wire
+from stretto.wire import Wire
 from stretto.words import Mean
 
 LIMIT_S = 60.0
-SMALL, LARGE = 60, 6
+SMALL, LARGE = 200, 6
 """How often a small exchange is measured, and a large one."""
-BYTES = 1 << 22
+NUMBERS = 1 << 20
+MEGABYTES = 4 * NUMBERS / 1e6
+"""What a large exchange is about."""
 
 
 @dataclass(frozen=True)
 class WireCosts:
-    """Seconds of a processor, at one end. The collective wire has exchanges, messages and bytes, a server's parcels."""
+    """Seconds of a processor, at one end: of an exchange without a centre, of its messages and bytes; of parcels."""
 
-    exchange_s: float = 0.0
-    message_s: float = 0.0
-    byte_s: float = 0.0
-    parcel_s: float = 0.0
-    parcel_byte_s: float = 0.0
+    exchange_s: float
+    message_s: float
+    megabyte_s: float
+    parcel_s: float
+    parcel_megabyte_s: float
 
 
-def here(workers: int, shards: int, plain: bool) -> WireCosts:
-    """What a run of so many workers will need to know, measured over this machine's loopback, all in this process."""
-    if workers == 1:
-        return WireCosts()
-    if shards:
-        hosted = host(1, plain=plain)
-        wire = hosted.wire(0, LIMIT_S)
-        try:
-            return of_server(wire, time.process_time)
-        finally:
-            wire.close()
-            hosted.see_out()
+def here(plain: bool) -> WireCosts:
+    """What both wires take, measured over this machine's loopback in this process alone; `plain` is not encrypted."""
     with ThreadPoolExecutor(2) as both:
         store = HashStore()
         wires = list(both.map(lambda one: CollectiveWire(store, one, 2, LIMIT_S), range(2)))
-        found = list(both.map(lambda one: of_collective(one, lambda: time.process_time() / 2), wires))
+        exchange_s, message_s, megabyte_s = list(both.map(lambda one: of_collective(one, _half), wires))[0]
         for one in wires:
             one.close()
-    return found[0]
+    hosted = host(1, plain=plain)
+    wire = hosted.wire(0, LIMIT_S)
+    try:
+        return WireCosts(exchange_s, message_s, megabyte_s, *of_server(wire, time.process_time))
+    finally:
+        wire.close()
+        hosted.see_out()
 
 
-def of_collective(wire: Wire, clock: Callable[[], float]) -> WireCosts:
-    """Of a collective wire between two workers, who both call this. `clock` is the time of a worker's processors.
+def _half() -> float:
+    return time.process_time() / 2
 
-    One number goes round in one message, four in four (see `stretto.sim.costs.mean_bytes`); each goes to the other and
-    back, so that a worker sees 2 ends and 8. Of a large tensor a worker sends and receives every byte once.
+
+def of_collective(wire: Wire, clock: Callable[[], float]) -> tuple[float, float, float]:
+    """Of an exchange, a message and a megabyte, on a wire between two workers who both call this.
+
+    `clock` is the time of one worker's processors. One number goes round in one message, four in four (see
+    `stretto.sim.costs.mean_bytes`), each to the other and back: a worker sees 2 and 8. Of a large tensor it sends and
+    receives every byte once. An exchange costs at least as much as a message.
     """
-    one = _processor_s(wire, 1, SMALL, clock)
-    four = _processor_s(wire, 4, SMALL, clock)
-    large = _processor_s(wire, BYTES // 4, LARGE, clock)
-    message_s = max(four - one, 0.0) / 6
-    return WireCosts(
-        exchange_s=max(one - 2 * message_s, 0.0),
-        message_s=message_s,
-        byte_s=max(large - four, 0.0) / (2 * BYTES),
-    )
+    one, four = (_mean_s(wire, numbers, SMALL, clock) for numbers in (1, 4))
+    large = _mean_s(wire, NUMBERS, LARGE, clock)
+    message_s = min(max(four - one, 0.0) / 6, one / 3)
+    return one - 2 * message_s, message_s, max(large - four, 0.0) / (2 * MEGABYTES)
 
 
-def of_server(wire: Wire, clock: Callable[[], float]) -> WireCosts:
-    """Of a wire to a server, whose workers all call this. `clock` is the time of all their processors, and its own.
+def of_server(wire: Wire, clock: Callable[[], float]) -> tuple[float, float]:
+    """Of a parcel and a megabyte of parcels, on a wire to a server whose workers all call this.
 
-    A message of each of N workers to all takes N parcels to the server and N back, each with two ends.
+    `clock` is the time of all their processors, and of the server's. A message of each of N workers to all takes N
+    parcels to the server and N back, each with two ends.
     """
-    small, large = (_gather_s(wire, bytes(size), times, clock) for size, times in ((1, SMALL), (BYTES, LARGE)))
-    workers = wire.workers
-    return WireCosts(
-        parcel_s=small / (4 * workers),
-        parcel_byte_s=max(large - small, 0.0) / (2 * BYTES * (workers + workers**2)),
-    )
+    small, large = (_gather_s(wire, size, times, clock) for size, times in ((1, SMALL), (4 * NUMBERS, LARGE)))
+    parcels = 2 * wire.workers
+    megabytes = MEGABYTES * (wire.workers + wire.workers**2)
+    return small / (2 * parcels), max(large - small, 0.0) / (2 * megabytes)
 
 
-def _processor_s(wire: Wire, numbers: int, times: int, clock: Callable[[], float]) -> float:
+def _mean_s(wire: Wire, numbers: int, times: int, clock: Callable[[], float]) -> float:
     """Of one mean of so many numbers."""
     tensor = torch.ones(numbers)
     return _each(lambda: wire.start(Mean(tensor)).wait(), times, clock)
 
 
-def _gather_s(wire: Wire, message: bytes, times: int, clock: Callable[[], float]) -> float:
+def _gather_s(wire: Wire, nbytes: int, times: int, clock: Callable[[], float]) -> float:
+    message = bytes(nbytes)
     return _each(lambda: wire.gather(message), times, clock)
 
 
 def _each(what: Callable[[], object], times: int, clock: Callable[[], float]) -> float:
+    """Of one, on the average; the first is not counted."""
     what()
     began = clock()
     for _ in range(times):

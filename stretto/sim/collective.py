@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,12 +11,13 @@ from torch import Tensor
 
 from stretto.errors import WireError
 from stretto.sim import costs
-from stretto.sim.network import Links
+from stretto.sim.network import Exchange, Links
 from stretto.sim.world import Worker, World
 from stretto.wire.seam import Traffic
 from stretto.words import Answer, Ask, Mean, answer
 
 _mean_bytes = functools.lru_cache(costs.mean_bytes)
+_mean_messages = functools.lru_cache(costs.mean_messages)
 _tell_bytes = functools.lru_cache(costs.tell_bytes)
 
 
@@ -87,21 +89,39 @@ class Table:
         round_.laid.clear()
         round_.laid.update(dict.fromkeys(range(self.workers)))
         try:
-            round_.answer, (amount, path, latency_s) = self._combined(things)
+            round_.answer, exchange, messages = self._combined(things)
+            self._carry(exchange, messages, lambda: self._end(round_))
         except WireError as error:
-            round_.problem, amount, path, latency_s = str(error), 0.0, (), 0.0
-        self._world.net.flow(amount, path, latency_s, lambda: self._end(round_))
+            round_.problem = str(error)
+            self._carry((0.0, (), 0.0), 0.0, lambda: self._end(round_))
+
+    def _carry(self, exchange: Exchange, messages: float, then: Callable[[], None]) -> None:
+        """Let the links carry the bytes while the processors of all work on them; messages wait for each other."""
+        world, tariff = self._world, self._world.tariff
+        amount, path, latency_s = exchange
+        work_s = tariff.wire_s(messages, 2 * amount)
+        left = 1 + (work_s > 0) * (self.workers if world.processors is not None else 1)
+
+        def part() -> None:
+            nonlocal left
+            left -= 1
+            if not left:
+                then()
+
+        world.net.flow(amount, path, latency_s + tariff.wire_s(messages, 0), part)
+        for worker in range(left - 1):
+            world.busy(1 + worker, work_s, part)
 
     def _end(self, round_: _Round) -> None:
         round_.there = True
         for worker in round_.takes:
             worker.wake()
 
-    def _combined(self, things: list[Any]) -> tuple[Any, tuple[float, tuple[int, ...], float]]:
+    def _combined(self, things: list[Any]) -> tuple[Any, Exchange, float]:
         if any(type(one) is not type(things[0]) for one in things):
             kinds = sorted({type(one).__name__ for one in things})
             raise WireError(f"the workers do different things at once: {', '.join(kinds)}")
-        found: tuple[Any, tuple[float, tuple[int, ...], float]] = things[0].combine(things, self._links)
+        found: tuple[Any, Exchange, float] = things[0].combine(things, self._links)
         return found
 
 
@@ -112,12 +132,15 @@ class _Asked:
     def combine(self, things: list[_Asked], links: Links) -> Any:
         asks = [one.ask for one in things]
         if isinstance(self.ask, Mean):
-            return answer(asks), links.all_reduce(self.ask.tensor.nbytes)
+            tensor = self.ask.tensor
+            messages = _mean_messages(0, len(things), tensor.nbytes, tensor.element_size())
+            return answer(asks), links.all_reduce(tensor.nbytes), messages
         found: Any = answer(asks)
         sizes = [one.nbytes for one in found]
         busiest = max((len(sizes) - 1) * max(sizes), sum(sizes) - min(sizes))
         hops, path, latency_s = links.gather(costs.SIZE)
-        return found, (hops + busiest, path, latency_s + links.gather(0)[2] / max(len(sizes) - 1, 1))
+        exchange = hops + busiest, path, latency_s + links.gather(0)[2] / max(len(sizes) - 1, 1)
+        return found, exchange, 6 * (len(things) - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,13 +148,14 @@ class _Gathered:
     message: bytes
 
     def combine(self, things: list[_Gathered], links: Links) -> Any:
-        messages = [one.message for one in things]
-        longest = max(map(len, messages))
+        told = [one.message for one in things]
+        longest = max(map(len, told))
         sent, path, latency_s = links.gather(costs.FRAME)
+        messages = 4 * (len(things) - 1)
         if longest > costs.FRAME - costs.SIZE:
             more, _, again_s = links.gather(longest)
-            sent, latency_s = sent + more, latency_s + again_s
-        return messages, (sent, path, latency_s)
+            sent, latency_s, messages = sent + more, latency_s + again_s, 2 * messages
+        return told, (sent, path, latency_s), messages
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +165,9 @@ class _Told:
 
     def combine(self, things: list[_Told], links: Links) -> Any:
         message = things[self.teller].message
-        length = costs.FRAME + (len(message) if len(message) > costs.FRAME - costs.SIZE else 0)
-        return message, links.broadcast(self.teller, length)
+        is_long = len(message) > costs.FRAME - costs.SIZE
+        length = costs.FRAME + len(message) * is_long
+        return message, links.broadcast(self.teller, length), 2 * (1 + is_long) * (1 - 1 / len(things))
 
 
 @dataclass(frozen=True, slots=True)

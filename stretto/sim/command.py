@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from math import inf, isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -22,13 +22,11 @@ from stretto.sim import speeds as speeds_
 from stretto.sim.speeds import seconds as typed_seconds
 from stretto.sim.sweep import SweepOrder
 from stretto.sim.sweep import run as run_sweep
-from stretto.sim.tariff import Tariff
+from stretto.sim.tariff import AUTO, Tariff
 from stretto.sim.tariff import parse as tariff_of
 
 if TYPE_CHECKING:
     from stretto.sim.run import Simulation
-
-AUTO = "auto"
 
 
 def command(
@@ -135,11 +133,10 @@ def _run(simulation: Simulation, step_time: str, out: Path | None, quiet: bool, 
     from stretto.sim.script import Heard
 
     watch = Watch(quiet=quiet, out=2 if _here(json_to) else 1)
-    if step_time == AUTO:
-        tariff = tariff_of(str(measure(simulation, stopclock, lambda: None)))
+    tariff = tariff_of(step_time, lambda: replace(measure(simulation, stopclock, lambda: None), **_wires(simulation)))
+    if step_time.startswith(AUTO):
+        tariff = tariff_of(str(tariff))
         watch.note(f'measured: --step-time "{tariff}"')
-    else:
-        tariff = tariff_of(step_time)
     simulation = replace(simulation, tariff=tariff)
     folder = begin(simulation, out)
     watch.begin(folder, simulation.order)
@@ -148,6 +145,15 @@ def _run(simulation: Simulation, step_time: str, out: Path | None, quiet: bool, 
     finally:
         watch.end()
     conclude(folder, json_to, silent=quiet)
+
+
+def _wires(simulation: Simulation) -> dict[str, float]:
+    """What the wires take of a processor here, where there is a network at all."""
+    from stretto.launch.wires import here
+
+    if simulation.order.workers == 1 or simulation.network == network_.Network():
+        return {}
+    return asdict(here(simulation.order.plain))
 
 
 def _ends(until: str | None) -> dict[str, float]:

@@ -65,6 +65,16 @@ def mean_bytes(worker: int, workers: int, nbytes: int, item: int = 4) -> tuple[i
     r+1; handing round, it sends all but r-1 and receives all but r. So with chunks of B/N bytes each worker moves
     2(N-1)/N * B both ways (Patarasuk and Yuan 2009), and the headers.
     """
+    return _moved(*_mean_moves(worker, workers, nbytes, item))
+
+
+def mean_messages(worker: int, workers: int, nbytes: int, item: int = 4) -> int:
+    """How many messages an all-reduce is for a worker, sent and received."""
+    out, into = _mean_moves(worker, workers, nbytes, item)
+    return out[0] + into[0]
+
+
+def _mean_moves(worker: int, workers: int, nbytes: int, item: int) -> tuple[tuple[int, int], tuple[int, int]]:
     per_chunk = -(-max(-(-nbytes // SEGMENT_BYTES), 2 * workers) // workers)
     segment = max(-(-nbytes // (per_chunk * workers) // item) * item, item)
 
@@ -74,7 +84,7 @@ def mean_bytes(worker: int, workers: int, nbytes: int, item: int = 4) -> tuple[i
 
     whole = (-(-nbytes // segment), nbytes)
     before, own, after = (chunk(worker + by) for by in (-1, 0, 1))
-    return _moved(_twice_less(whole, before, own), _twice_less(whole, own, after))
+    return _twice_less(whole, before, own), _twice_less(whole, own, after)
 
 
 def _twice_less(whole: tuple[int, int], one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:

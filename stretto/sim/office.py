@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ class Office:
     """A desk, and whoever works at it: one parcel after the other."""
 
     def __init__(self, world: World, desk: Desk, end: int, share: int, called: str) -> None:
-        self._world, self._desk, self._share = world, desk, share
+        self._world, self._desk, self.share = world, desk, share
         self.end, self.called = end, called
         self._free_at = 0.0
 
@@ -33,7 +33,7 @@ class Office:
         work_s = self._world.tariff.take_s if isinstance(head.body, m.Push) else 0.0
         queue, processors = self._world.queue, self._world.processors
         if processors is not None and work_s:
-            processors.start(work_s, (0, self._share), lambda: self._take(link, head, tensors))
+            processors.start(work_s, (0, self.share), lambda: self._take(link, head, tensors))
             return
         self._free_at = max(self._free_at, queue.now) + work_s
         queue.at(self._free_at, lambda: self._take(link, head, tensors), key=link.worker.number)
@@ -114,7 +114,7 @@ class SimLink:
         kinds = [(kind(one), one.numel()) for one in post.tensors]
         nbytes = costs.parcel_bytes(post.number, post.body, kinds, self._encrypted)
         self._received += nbytes
-        self._world.net.send(office.end, self.worker.number, nbytes, lambda: self._come(post))
+        self._carry(office.end, self.worker.number, nbytes, lambda: self._come(post))
 
     def traffic(self) -> tuple[int, int]:
         """The bytes so far, as the live connection would count them."""
@@ -136,7 +136,20 @@ class SimLink:
 
     def _leave(self, nbytes: int, head: m.Head, pieces: list[Pieces]) -> None:
         office = self._office
-        self._world.net.send(self.worker.number, office.end, nbytes, lambda: office.come(self, head, pieces))
+        self._carry(self.worker.number, office.end, nbytes, lambda: office.come(self, head, pieces))
+
+    def _carry(self, source: int, target: int, nbytes: int, then: Callable[[], None]) -> None:
+        """One end works on it, the links carry it, the other end works on it; each end takes one after another."""
+        world, office = self._world, self._office
+        post_s = world.tariff.post_s(nbytes)
+
+        def share(end: int) -> int:
+            return 1 + end if end >= 0 else office.share
+
+        def arrive() -> None:
+            world.handle(target, share(target), post_s, then)
+
+        world.handle(source, share(source), post_s, lambda: world.net.send(source, target, nbytes, arrive))
 
     def _come(self, post: Post) -> None:
         self._replies[post.number] = post

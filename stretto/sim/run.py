@@ -18,6 +18,7 @@ from torch import nn
 from stretto.errors import LaunchError
 from stretto.events import LogFile
 from stretto.folder import make_folder, write_run
+from stretto.launch.clocks import ScriptTime
 from stretto.launch.order import Order, settled
 from stretto.launch.order import check as check_order
 from stretto.launch.seeding import sow
@@ -32,6 +33,7 @@ from stretto.sim.network import Links, Network
 from stretto.sim.office import Offices
 from stretto.sim.outages import Outages
 from stretto.sim.own import Own
+from stretto.sim.readers import ReadOnce
 from stretto.sim.script import Nowhere, Program, importable
 from stretto.sim.share import Commons
 from stretto.sim.speeds import Equal, Pace, Speeds
@@ -150,6 +152,7 @@ class Cast:
         self.world = self.make_world(links, Outages(plan), shards)
         self.program = Program(order.script, order.args, order.seed)
         self.commons = Commons()
+        self._said: set[str] = set()
         self._forecast = Forecast(order.workers)
         self._table = Table(self.world, links)
         self._offices: Offices | None = None
@@ -158,9 +161,17 @@ class Cast:
 
     def run(self, out: TextIO, tick: Ticked | None = None, order: Sequence[int] | None = None) -> None:
         """Let all live until they have come to their end. The process is as it was before, when they have."""
-        self.world.run(self.live, lambda one: self.own(one, out), order, tick, self._prepare)
+        readers = ReadOnce()
+        clock = ScriptTime(str(self.program.path), self._script_time, self._script_sleeps, self._say_once)
+        clock.begin()
+        try:
+            self.world.run(self.live, lambda one: self.own(one, out), order, tick, lambda: self._prepare(readers))
+        finally:
+            readers.end()
+            clock.end()
 
-    def _prepare(self) -> None:
+    def _prepare(self, readers: ReadOnce) -> None:
+        readers.begin()
         torch.set_num_threads(1)
         sow(self._simulation.order.seed)
         importable(self._simulation.order.script)
@@ -212,16 +223,25 @@ class Cast:
     def begins(self, worker: Worker, model: nn.Module, loader: Any) -> None:
         """A script has said what it trains on what: what all have alike is kept once."""
         if processes := getattr(loader, "num_workers", 0):
-            self._say_once(worker, f"the loader's {processes} processes are left out: batches are made in this one")
+            self._say_once(f"the loader's {processes} processes are left out: batches are made in this one")
         if hasattr(loader, "dataset"):
             self.commons.loader(loader)
         self.commons.names(vars(self.program.mains[worker.number]))
         self.commons.tidy()
         self._forecast.begun(model)
 
-    def _say_once(self, worker: Worker, text: str) -> None:
-        if worker.number == 0:
+    def _say_once(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
             print(f"stretto: {text}", file=sys.stderr, flush=True)
+
+    def _script_time(self) -> float | None:
+        worker = self.world.now_on
+        return worker.now() if worker is not None else None
+
+    def _script_sleeps(self, seconds: float) -> None:
+        if self.world.now_on is not None:
+            self.world.now_on.sleep(seconds)
 
     def wire(self, worker: int, recipe: Recipe | None) -> Wire:
         """A worker's wire."""

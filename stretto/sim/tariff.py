@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from stretto.errors import LaunchError, explain
 from stretto.sim.speeds import seconds
 
+AUTO = "auto"
 EXAMPLE = '--step-time "5ms, 0.2ms encoding, 0.1ms applying"'
-NAMES = {"": "step_s", "encoding": "ask_s", "applying": "take_s"}
+NAMES = {
+    "": "step_s",
+    "encoding": "ask_s",
+    "applying": "take_s",
+    "per exchange": "exchange_s",
+    "per message": "message_s",
+    "per MB": "megabyte_s",
+    "per parcel": "parcel_s",
+    "per MB of parcels": "parcel_megabyte_s",
+}
+MEGABYTE = 1e6
 
 
 @dataclass(frozen=True)
@@ -16,12 +28,26 @@ class Tariff:
     """What the work of a worker or a server takes, in seconds; `step_s` is all that happens in a step but exchanging.
 
     `ask_s` is what it takes to encode one ask or update, and as much again to decode its answer; `take_s` what a server
-    works on one update.
+    works on one update. The others are what the wires take of a processor, at each end: without a centre for an
+    exchange, for each message of it and for its bytes; at a server for a parcel and for its bytes, encryption included.
     """
 
     step_s: float
     ask_s: float = 0.0
     take_s: float = 0.0
+    exchange_s: float = 0.0
+    message_s: float = 0.0
+    megabyte_s: float = 0.0
+    parcel_s: float = 0.0
+    parcel_megabyte_s: float = 0.0
+
+    def wire_s(self, messages: float, nbytes: float) -> float:
+        """What an exchange takes of the processor of one worker, who sends and receives so much."""
+        return self.exchange_s + self.message_s * messages + self.megabyte_s * nbytes / MEGABYTE
+
+    def post_s(self, nbytes: float) -> float:
+        """What sending a parcel takes, and receiving it again."""
+        return self.parcel_s + self.parcel_megabyte_s * nbytes / MEGABYTE
 
     def __str__(self) -> str:
         """The text that `parse` reads, to a tenth of a microsecond."""
@@ -29,21 +55,25 @@ class Tariff:
         return ", ".join(f"{1e3 * time:.4f}ms {name}".rstrip() for time, name in times if time or not name)
 
 
-def parse(text: str) -> Tariff:
-    """Read what was typed.
+def parse(text: str, measured: Callable[[], Tariff] | None = None) -> Tariff:
+    """Read what was typed. `auto` is what was `measured`; what is typed behind it goes before that.
 
     >>> parse("5ms, 0.2ms encoding, 0.1ms applying")
-    Tariff(step_s=0.005, ask_s=0.0002, take_s=0.0001)
+    Tariff(step_s=0.005, ask_s=0.0002, take_s=0.0001, exchange_s=0.0, ...)
 
     Raises LaunchError.
     """
     found: dict[str, float] = {}
-    for part in text.split(","):
-        time, _, name = part.strip().partition(" ")
+    parts = [part.strip() for part in text.split(",")]
+    is_auto = measured is not None and parts[0] == AUTO
+    for part in parts[is_auto:]:
+        time, _, name = part.partition(" ")
         value, field = seconds(time), NAMES.get(name.strip())
         if value is None or field is None or field in found:
-            raise _refused(text, part.strip() or "nothing")
+            raise _refused(text, part or "nothing")
         found[field] = value
+    if measured is not None and is_auto:
+        return replace(measured(), **found)
     if "step_s" not in found:
         raise _refused(text, "no time of a step")
     return Tariff(**found)

@@ -18,7 +18,7 @@ from greenlet import GreenletExit, getcurrent, greenlet
 
 from stretto.errors import LaunchError, WireError
 from stretto.sim.clock import Queue
-from stretto.sim.flows import GO_ON, Flows, Net
+from stretto.sim.flows import ARRIVE, GO_ON, Flows, Net
 from stretto.sim.network import Links
 from stretto.sim.outages import Outages
 from stretto.sim.own import Own, Process
@@ -180,6 +180,7 @@ class World:
         self.workers = [Worker(self, number) for number in range(workers)]
         self.outages = outages or Outages()
         self.outages.bind(self)
+        self._lines: dict[int, deque[tuple[int, float, Callable[[], None]]]] = {}
         self.updates: list[float] = []
         """How long each update took a server, where that is measured."""
         self.turns = 0
@@ -245,6 +246,36 @@ class World:
             events += 1
             if events % TICK_EVENTS == 0:
                 tick()
+
+    # --- processors ---------------------------------------------------------------------------------------------
+
+    def busy(self, share: int, seconds: float, then: Callable[[], None]) -> None:
+        """Have a processor work so long, as that of a worker or server with this share of them; then go on."""
+        if self.processors is None:
+            self.queue.at(self.queue.now + seconds, then, ARRIVE, share)
+        else:
+            self.processors.start(seconds, (0, share), then, share)
+
+    def handle(self, end: int, share: int, seconds: float, then: Callable[[], None]) -> None:
+        """The same behind what this end of links was given before: messages leave and come in their order."""
+        if not seconds:
+            then()
+            return
+        line = self._lines.setdefault(end, deque())
+        line.append((share, seconds, then))
+        if len(line) == 1:
+            self._handle_first(end)
+
+    def _handle_first(self, end: int) -> None:
+        share, seconds, _ = self._lines[end][0]
+        self.busy(share, seconds, lambda: self._handled(end))
+
+    def _handled(self, end: int) -> None:
+        line = self._lines[end]
+        _, _, then = line.popleft()
+        if line:
+            self._handle_first(end)
+        then()
 
     # --- turns --------------------------------------------------------------------------------------------------
 
