@@ -153,15 +153,21 @@ app.command("bits")(bits)
 
 @app.command()
 def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs, comparisons or `bits`.")],
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="RUN...", help="Folders of runs, comparisons, sweeps or `bits`.")
+    ],
 ) -> None:
     """Make the page of a run or a comparison again, from its log alone."""
     from stretto.bits import page as bits_page
     from stretto.bits.results import NAME as BITS
     from stretto.report import page
+    from stretto.sim.sweep import page as sweep_page
+    from stretto.sim.sweep.results import NAME as SWEEP
 
+    pages = {BITS: bits_page, SWEEP: sweep_page}
     for folder in runs:
-        print((bits_page if (folder / BITS).exists() else page).write(folder))
+        kind = next((one for name, one in pages.items() if (folder / name).exists()), page)
+        print(kind.write(folder))
 
 
 @app.command()

@@ -12,7 +12,7 @@ since all workers must say the same words in the same order.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
@@ -48,6 +48,18 @@ Ask = Mean | Every
 Answer: TypeAlias = "Tensor | Sequence[Tensor]"
 Conversation: TypeAlias = "Generator[Ask, Answer, Tensor]"
 """Yields asks, is sent their answers (a tensor for Mean, a sequence for Every), returns the decoded result."""
+
+
+class Messages(list["Tensor"]):
+    """Everyone's message, as one object that several workers are given: what all make of it alike is made `once`."""
+
+    def once(self, what: object, make: Callable[[], Tensor]) -> Tensor:
+        """What was made of the messages under this name; nobody may change it."""
+        if not hasattr(self, "_made"):
+            self._made: dict[object, Tensor] = {}
+        if what not in self._made:
+            self._made[what] = make()
+        return self._made[what]
 
 
 class Encoding(Protocol):

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from stretto.axis import Answer
 from stretto.errors import NotFiniteError
-from stretto.words import Conversation, Every, Mean
+from stretto.words import Answer as Answered
+from stretto.words import Conversation, Every, Mean, Messages
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -169,7 +170,12 @@ class SingleRound(Codec):
         if self.linear:
             return self.decode(cast("Tensor", (yield Mean(message))), like)
         messages = yield Every(message)
-        total = like.zero_()
+        if isinstance(messages, Messages):
+            return like.copy_(messages.once(self, lambda: self._sum(messages, like.new_empty(like.shape))))
+        return self._sum(messages, like)
+
+    def _sum(self, messages: Answered, total: Tensor) -> Tensor:
+        total.zero_()
         for one in messages:
             if one.numel():
                 self.add_to(total, one)

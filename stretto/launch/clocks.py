@@ -15,14 +15,14 @@ READ = ("time", "monotonic", "perf_counter", "process_time")
 class ScriptTime:
     """Puts other functions before those of `time`, for calls from one file; `end` takes them away.
 
-    `now` gives virtual seconds, or None when no worker has its turn; `sleep` lets a worker sleep for so long.
+    The time of day begins at 0, so that it is the same in every run. `now` gives virtual seconds, or None when no
+    worker has its turn; `sleep` lets a worker sleep for so long.
     """
 
     def __init__(
         self, file: str, now: Callable[[], float | None], sleep: Callable[[float], None], note: Callable[[str], None]
     ) -> None:
         self._file, self._now, self._sleep, self._note = file, now, sleep, note
-        self._zero = time.time()
         self._before: list[tuple[Any, str, Any]] = []
 
     def begin(self) -> None:
@@ -53,7 +53,7 @@ class ScriptTime:
             if (line := self._line()) is None:
                 return real()
             self._note(f"line {line} of the script reads a clock (time.{name}): it is told virtual time")
-            virtual = ((self._zero if name == "time" else 0.0) + (self._now() or 0.0)) * unit
+            virtual = (self._now() or 0.0) * unit
             return virtual if unit == 1.0 else int(virtual)
 
         return read

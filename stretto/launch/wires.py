@@ -16,7 +16,9 @@ from stretto.wire import Wire
 from stretto.words import Mean
 
 LIMIT_S = 60.0
-SMALL, LARGE = 200, 6
+CREW = 4
+"""So many workers meet without a centre."""
+SMALL, LARGE = 60, 6
 """How often a small exchange is measured, and a large one."""
 NUMBERS = 1 << 20
 MEGABYTES = 4 * NUMBERS / 1e6
@@ -36,10 +38,10 @@ class WireCosts:
 
 def here(plain: bool) -> WireCosts:
     """What both wires take, measured over this machine's loopback in this process alone; `plain` is not encrypted."""
-    with ThreadPoolExecutor(2) as both:
+    with ThreadPoolExecutor(CREW) as crew:
         store = HashStore()
-        wires = list(both.map(lambda one: CollectiveWire(store, one, 2, LIMIT_S), range(2)))
-        exchange_s, message_s, megabyte_s = list(both.map(lambda one: of_collective(one, _half), wires))[0]
+        wires = list(crew.map(lambda one: CollectiveWire(store, one, CREW, LIMIT_S), range(CREW)))
+        exchange_s, message_s, megabyte_s = next(crew.map(lambda one: of_collective(one, _share), wires))
         for one in wires:
             one.close()
     hosted = host(1, plain=plain)
@@ -51,21 +53,24 @@ def here(plain: bool) -> WireCosts:
         hosted.see_out()
 
 
-def _half() -> float:
-    return time.process_time() / 2
+def _share() -> float:
+    return time.process_time() / CREW
 
 
 def of_collective(wire: Wire, clock: Callable[[], float]) -> tuple[float, float, float]:
-    """Of an exchange, a message and a megabyte, on a wire between two workers who both call this.
+    """Of an exchange, a message and a megabyte, on a wire between workers who all call this.
 
-    `clock` is the time of one worker's processors. One number goes round in one message, four in four (see
-    `stretto.sim.costs.mean_bytes`), each to the other and back: a worker sees 2 and 8. Of a large tensor it sends and
-    receives every byte once. An exchange costs at least as much as a message.
+    `clock` is the time of one worker's processors. Gloo's ring sums up in N-1 steps and hands round in as many; in each
+    a worker sends two messages and receives two (`stretto.sim.costs.mean_bytes`). Of a single number there is but one
+    message in each step, of one worker to the next. An exchange costs at least as much as a message.
     """
-    one, four = (_mean_s(wire, numbers, SMALL, clock) for numbers in (1, 4))
+    single, small = (_mean_s(wire, numbers, SMALL, clock) for numbers in (1, 1000))
     large = _mean_s(wire, NUMBERS, LARGE, clock)
-    message_s = min(max(four - one, 0.0) / 6, one / 3)
-    return one - 2 * message_s, message_s, max(large - four, 0.0) / (2 * MEGABYTES)
+    steps = 2 * (wire.workers - 1)
+    least = 2 * steps / wire.workers
+    message_s = min(max(small - single, 0.0) / (4 * steps - least), single / (1 + least))
+    megabytes = 2 * steps / wire.workers * MEGABYTES
+    return single - least * message_s, message_s, max(large - small, 0.0) / megabytes
 
 
 def of_server(wire: Wire, clock: Callable[[], float]) -> tuple[float, float]:

@@ -167,7 +167,12 @@ def _single(folder: Path) -> str:
 def _summary(one: Record) -> str:
     metrics = ", ".join(f"{name} {figures.figure(value, 4)}" for name, value in one["metrics"].items())
     who = f"{one['recipe']} on {figures.plural(one['workers'], 'worker')}"
-    return f"{who}: {metrics or 'not evaluated'} after {figures.seconds(one['seconds'])} of training"
+    return f"{who}: {metrics or 'not evaluated'} after {figures.seconds(one['seconds'])} of {of_what(one)}"
+
+
+def of_what(one: Record) -> str:
+    """What the seconds of a record are seconds of."""
+    return "virtual time, simulated" if one.get("simulated") else "training"
 
 
 def _figures(one: Record) -> str:
@@ -214,6 +219,7 @@ def _facts(histories: Sequence[History], command: Sequence[str], seeds: Sequence
     threads = dict.fromkeys(f"{read.workers} × {read.run.get('threads')}" for read in histories)
     facts = [
         Fact("Ask again", (shlex.join(map(str, command)),) if command else (), typed=True),
+        Fact("Simulated", _simulated(run.get("simulated") or {})),
         Fact("Seeds", (", ".join(map(str, seeds)),)),
         Fact("Machine", _machine(machine)),
         Fact("Workers × threads", (", ".join(threads),) if threads else ()),
@@ -221,6 +227,11 @@ def _facts(histories: Sequence[History], command: Sequence[str], seeds: Sequence
         Fact("Started", (str(run["started"]),) if run.get("started") else ()),
     ]
     return [fact for fact in facts if any(fact.texts)]
+
+
+def _simulated(asked: dict[str, Any]) -> tuple[str, ...]:
+    """The world in which it was simulated, option by option as it is typed."""
+    return tuple(f"--{name.replace('_', '-')} {shlex.quote(str(text))}" for name, text in asked.items() if text)
 
 
 def _machine(machine: dict[str, Any]) -> tuple[str, ...]:

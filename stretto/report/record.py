@@ -22,7 +22,7 @@ JOINED = "alone(joined)"
 def record(run_folder: Path) -> Record:
     """The record of a run folder, from run.json and events.jsonl alone.
 
-    `seconds` is training time, evaluations not counted; `samples` counts all workers. `failed` is None for a
+    `seconds` is training time, evaluations not counted, and virtual where something is `simulated`; `samples` counts all workers. `failed` is None for a
     run that came to its end, and else the reason. What only a comparison knows stays None. `steps` and `rounds` are
     those of the worker that made most; in asynchronous runs others made fewer. `bytes_sent` and `bytes_received` are
     those of the wire; `accounts.fields` says what was exchanged raw and encoded, and what is owed.
@@ -63,7 +63,7 @@ LISTS = ("bytes_sent", "bytes_received", "time_split", "samples_by_worker", "sam
 def unstarted(*, recipe: str, workers: int, join: int, seed: int, script: str, folder: Path, failed: str) -> Record:
     """The record of a run that left nothing to read."""
     asked = {"recipe": recipe, "workers": workers, "join": join, "seed": seed, "script": script, "args": []}
-    nothing = dict.fromkeys(("threads", "cores", "seconds", "samples_per_second", "staleness", "held_seconds"))
+    nothing = dict.fromkeys(("threads", "cores", "simulated", "seconds", "samples_per_second", "staleness", "held_seconds"))
     counted = {
         "wall_seconds": 0.0,
         "samples": 0,
@@ -88,6 +88,7 @@ def _asked(history: History) -> Record:
         "args": run.get("args", []),
         "threads": start.get("threads") or run.get("threads"),
         "cores": (run.get("machine") or {}).get("cores"),
+        "simulated": run.get("simulated"),
     }
 
 

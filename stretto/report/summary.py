@@ -38,7 +38,7 @@ def conclude(folder: Path, json_to: Path | None, silent: bool) -> None:
 
 def _summary(found: dict[str, Any]) -> list[str]:
     """A run in three lines, and one more each where it encoded something or was asynchronous."""
-    speed = f"{seconds(found['seconds'])} of training, {count(found['samples_per_second'])} samples/s"
+    speed = f"{seconds(found['seconds'])} of {page.of_what(found)}, {count(found['samples_per_second'])} samples/s"
     metrics = ", ".join(f"{name} {figure(value)}" for name, value in found["metrics"].items())
     waiting, sent = percent(share(found, "waiting")), figure(megabytes(found["bytes_sent"]))
     cost = f"waiting {waiting} of the time, {sent} MB sent per worker in {plural(found['rounds'], 'round')}"

@@ -14,7 +14,7 @@ from stretto.sim import costs
 from stretto.sim.network import Exchange, Links
 from stretto.sim.world import Worker, World
 from stretto.wire.seam import Traffic
-from stretto.words import Answer, Ask, Mean, answer
+from stretto.words import Answer, Ask, Mean, Messages, answer
 
 _mean_bytes = functools.lru_cache(costs.mean_bytes)
 _mean_messages = functools.lru_cache(costs.mean_messages)
@@ -135,7 +135,7 @@ class _Asked:
             tensor = self.ask.tensor
             messages = _mean_messages(0, len(things), tensor.nbytes, tensor.element_size())
             return answer(asks), links.all_reduce(tensor.nbytes), messages
-        found: Any = answer(asks)
+        found = Messages(answer(asks))
         sizes = [one.nbytes for one in found]
         busiest = max((len(sizes) - 1) * max(sizes), sum(sizes) - min(sizes))
         hops, path, latency_s = links.gather(costs.SIZE)

@@ -22,6 +22,8 @@ from stretto.sim import speeds as speeds_
 from stretto.sim.speeds import seconds as typed_seconds
 from stretto.sim.sweep import SweepOrder
 from stretto.sim.sweep import run as run_sweep
+from stretto.sim.sweep.results import NAME as SWEEP
+from stretto.sim.sweep.results import read as read_sweep
 from stretto.sim.tariff import AUTO, Tariff
 from stretto.sim.tariff import parse as tariff_of
 
@@ -93,13 +95,7 @@ def command(
         "servers": servers,
         "seed": seed,
     }
-    if sweep:
-        also = (*(["--plain"] if plain else []), *(["--on-nan", on_nan] if on_nan != "stop" else []))
-        given = {name: value for name, value in options.items() if value}
-        order = SweepOrder(script, tuple(sweep), tuple(args or ()), given, also, target, jobs, out, json_to, quiet)
-        run_sweep(order, lambda text: print(text, file=sys.stderr if _here(json_to) else sys.stdout))
-        return
-    if target is not None or jobs is not None:
+    if not sweep and (target is not None or jobs is not None):
         raise _wrong("--target and --jobs are for a sweep", "no --sweep", "--sweep too", '--sweep "workers=1,2,4"')
     order_ = Order(
         script=script,
@@ -123,19 +119,34 @@ def command(
         _some(processors),
         **_ends(until),
     )
-    _run(check(simulation), step_time, out, quiet, json_to)
+    simulation = check(simulation)
+    if not sweep:
+        _run(simulation, step_time, out, quiet, json_to)
+        return
+    if step_time.startswith(AUTO):
+        options["step_time"] = _asked_before(out) or str(_measured(simulation, step_time))
+    also = (*(["--plain"] if plain else []), *(["--on-nan", on_nan] if on_nan != "stop" else []))
+    given = {name: value for name, value in options.items() if value}
+    grid = SweepOrder(script, tuple(sweep), tuple(args or ()), given, also, target, jobs, out, json_to, quiet)
+    run_sweep(grid, lambda text: print(text, file=sys.stderr if _here(json_to) else sys.stdout))
+
+
+def _asked_before(out: Path | None) -> str | None:
+    """The time of a step that a sweep was begun with which this one goes on."""
+    if out is None or not (out / SWEEP).exists():
+        return None
+    text: str | None = read_sweep(out)["asked"]["options"].get("step_time")
+    return text
 
 
 def _run(simulation: Simulation, step_time: str, out: Path | None, quiet: bool, json_to: Path | None) -> None:
     from stretto.report.summary import conclude
-    from stretto.sim.measure import measure
     from stretto.sim.run import begin, simulate
     from stretto.sim.script import Heard
 
     watch = Watch(quiet=quiet, out=2 if _here(json_to) else 1)
-    tariff = tariff_of(step_time, lambda: replace(measure(simulation, stopclock, lambda: None), **_wires(simulation)))
+    tariff = _measured(simulation, step_time)
     if step_time.startswith(AUTO):
-        tariff = tariff_of(str(tariff))
         watch.note(f'measured: --step-time "{tariff}"')
     simulation = replace(simulation, tariff=tariff)
     folder = begin(simulation, out)
@@ -145,6 +156,14 @@ def _run(simulation: Simulation, step_time: str, out: Path | None, quiet: bool, 
     finally:
         watch.end()
     conclude(folder, json_to, silent=quiet)
+
+
+def _measured(simulation: Simulation, step_time: str) -> Tariff:
+    """What was typed, or else what is measured, as its text has it: so the text gives the same run again."""
+    from stretto.sim.measure import measure
+
+    found = tariff_of(step_time, lambda: replace(measure(simulation, stopclock, lambda: None), **_wires(simulation)))
+    return tariff_of(str(found))
 
 
 def _wires(simulation: Simulation) -> dict[str, float]:

@@ -12,12 +12,36 @@ from stretto.errors import WireError
 from stretto.server import messages as m
 from stretto.server.desk import CoordinatorDesk, Desk, Post, ShardDesk
 from stretto.server.parcels import ParcelError, Pieces, kind
-from stretto.sim import costs
+from stretto.sim.costs import handshake_bytes, parcel_bytes
 from stretto.sim.world import Worker, World
 from stretto.wire.server import ServerWire, Sink
 
 COORDINATOR = -1
 """The coordinator sits with the first shard, whose end this is."""
+
+
+class _Said:
+    """The tensors of a reply, looked at once though many workers are sent the same."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.tensors = tensors
+        self.kinds = [(kind(one), one.numel()) for one in tensors]
+        self.pieces: list[Pieces] = [[one] for one in tensors]
+        self._messages: list[bytes] | None = None
+        self._nbytes: dict[int, int] = {}
+
+    def nbytes(self, post: Post, encrypted: bool) -> int:
+        """The bytes of the parcel, which differ by the length of its number alone."""
+        length = post.number.bit_length()
+        if length not in self._nbytes:
+            self._nbytes[length] = parcel_bytes(post.number, post.body, self.kinds, encrypted)
+        return self._nbytes[length]
+
+    def messages(self) -> list[bytes]:
+        """What the tensors say, as bytes."""
+        if self._messages is None:
+            self._messages = [bytes(one.numpy()) for one in self.tensors]
+        return self._messages
 
 
 class Office:
@@ -27,6 +51,13 @@ class Office:
         self._world, self._desk, self.share = world, desk, share
         self.end, self.called = end, called
         self._free_at = 0.0
+        self._said = _Said(())
+
+    def said(self, tensors: Sequence[Tensor]) -> _Said:
+        """The tensors of a reply; those of the last one are known."""
+        if self._said.tensors is not tensors:
+            self._said = _Said(tensors)
+        return self._said
 
     def come(self, link: SimLink, head: m.Head, tensors: list[Pieces]) -> None:
         """A parcel has come; it is worked on when those before it are done."""
@@ -68,8 +99,10 @@ class SimLink:
         self.beside = beside
         self._encrypted, self._limit_s = encrypted, limit_s
         self._numbers = 0
-        self._replies: dict[int, Post] = {}
-        self._sent, self._received = costs.handshake_bytes(worker.number, encrypted)
+        self._replies: dict[int, tuple[Post, _Said]] = {}
+        self.last = _Said(())
+        """What the last reply that was waited for said."""
+        self._sent, self._received = handshake_bytes(worker.number, encrypted)
         self._open = True
 
     def send(self, body: m.Request, tensors: Sequence[Tensor] = ()) -> int:
@@ -77,7 +110,7 @@ class SimLink:
         self._numbers += 1
         kinds = [(kind(one), one.numel()) for one in tensors]
         head = m.Head(self._numbers, body, kinds)
-        nbytes = costs.parcel_bytes(head.number, body, kinds, self._encrypted)
+        nbytes = parcel_bytes(head.number, body, kinds, self._encrypted)
         self._sent += nbytes
         pieces: list[Pieces] = [[one.detach().clone()] if one.numel() else [] for one in tensors]
         if isinstance(body, m.Push | m.Ask):
@@ -92,17 +125,16 @@ class SimLink:
             return m.Answered(), [[torch.empty(0, dtype=torch.uint8)]]
         if number not in self._replies:
             self.worker.until(lambda: number in self._replies, lambda: self._office.called, self._limit_s)
-        post = self._replies.pop(number)
+        post, self.last = self._replies.pop(number)
         if isinstance(post.body, m.Refused):
             raise WireError(f"{self._office.called} refused: {post.body.text}")
         if isinstance(post.body, m.Go | m.Answered) and post.tensors:
             self._worked()
-        tensors: list[Pieces] = [] if sink is not None else [[one.clone()] for one in post.tensors]
         for index, one in enumerate(post.tensors if sink is not None else ()):
             sink(index, 0, one)  # type: ignore[misc]
         if post.sent is not None:
             post.sent()
-        return post.body, tensors
+        return post.body, [] if sink is not None else self.last.pieces
 
     def is_there(self, number: int) -> bool:
         """Whether the reply has come by this worker's time."""
@@ -111,10 +143,12 @@ class SimLink:
 
     def reply(self, office: Office, post: Post) -> None:
         """The office sends something back."""
-        kinds = [(kind(one), one.numel()) for one in post.tensors]
-        nbytes = costs.parcel_bytes(post.number, post.body, kinds, self._encrypted)
+        said = office.said(post.tensors)
+        same = isinstance(post.body, m.Answered)
+        encrypted = self._encrypted
+        nbytes = said.nbytes(post, encrypted) if same else parcel_bytes(post.number, post.body, said.kinds, encrypted)
         self._received += nbytes
-        self._carry(office.end, self.worker.number, nbytes, lambda: self._come(post))
+        self._carry(office.end, self.worker.number, nbytes, lambda: self._come(post, said))
 
     def traffic(self) -> tuple[int, int]:
         """The bytes so far, as the live connection would count them."""
@@ -151,8 +185,8 @@ class SimLink:
 
         world.handle(source, share(source), post_s, lambda: world.net.send(source, target, nbytes, arrive))
 
-    def _come(self, post: Post) -> None:
-        self._replies[post.number] = post
+    def _come(self, post: Post, said: _Said) -> None:
+        self._replies[post.number] = post, said
         self.worker.wake()
 
 
@@ -178,4 +212,13 @@ class Offices:
     def wire(self, worker: int) -> ServerWire:
         """One worker's end: the live one."""
         links = [beside[worker] for beside in self._links]
-        return ServerWire(worker, len(self._links[0]), links[0], links[1:])
+        return _SimWire(worker, len(self._links[0]), links[0], links[1:])
+
+
+class _SimWire(ServerWire):
+    """The live wire, which need not read what others have read already."""
+
+    def _told(self, tensors: Sequence[Pieces]) -> list[bytes]:
+        link = self._coordinator
+        assert isinstance(link, SimLink)
+        return link.last.messages() if link.last.pieces is tensors else super()._told(tensors)

@@ -68,16 +68,14 @@ class Simulation:
 
     def asked(self) -> dict[str, Any]:
         """What `run.json` says was asked for."""
+        ends = [f"samples={self.samples:g}"] * (self.samples < inf) + [f"time={self.time_s:g}s"] * (self.time_s < inf)
         simulated = {
             "network": str(self.network),
             "speeds": str(self.speeds),
-            "faults": "; ".join(map(str, self.faults)),
-            "step_time_s": self.tariff.step_s,
-            "ask_time_s": self.tariff.ask_s,
-            "take_time_s": self.tariff.take_s,
+            "step_time": str(self.tariff),
+            "faults": "; ".join(map(str, self.faults)) or None,
             "processors": self.processors,
-            "samples": self.samples if self.samples < inf else None,
-            "time_s": self.time_s if self.time_s < inf else None,
+            "until": " ".join(ends) or None,
         }
         return {**self.order.asked(), "threads": 1, "simulated": simulated}
 

@@ -273,7 +273,10 @@ class ServerWire:
     def _gathered(self, message: bytes, teller: int | None) -> list[bytes]:
         self._op += 1
         number = self._coordinator.send(m.Gather(self._op, teller), [as_bytes(message)])
-        _, tensors = self._coordinator.wait(number)
+        return self._told(self._coordinator.wait(number)[1])
+
+    def _told(self, tensors: Sequence[Pieces]) -> list[bytes]:
+        """The bytes in the tensors of a reply."""
         return [bytes(whole(pieces, "uint8").numpy()) for pieces in tensors]
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from report.synthetic import asynchronous, write_run
 from report.test_page import Well
 
-from stretto.cli import _summary
+from stretto.report.summary import _summary
 from stretto.report import history, series, staleness
 from stretto.report.histograms import MOST_BINS, Bins, bins
 from stretto.report.page import write
