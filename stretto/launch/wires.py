@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch._C._distributed_c10d import HashStore
 
+from stretto.wire import Wire
 from stretto.wire.collective import CollectiveWire
 from stretto.wire.hosted import host
-from stretto.wire import Wire
 from stretto.words import Mean
 
 LIMIT_S = 60.0

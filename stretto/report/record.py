@@ -22,10 +22,11 @@ JOINED = "alone(joined)"
 def record(run_folder: Path) -> Record:
     """The record of a run folder, from run.json and events.jsonl alone.
 
-    `seconds` is training time, evaluations not counted, and virtual where something is `simulated`; `samples` counts all workers. `failed` is None for a
-    run that came to its end, and else the reason. What only a comparison knows stays None. `steps` and `rounds` are
-    those of the worker that made most; in asynchronous runs others made fewer. `bytes_sent` and `bytes_received` are
-    those of the wire; `accounts.fields` says what was exchanged raw and encoded, and what is owed.
+    `seconds` is training time, evaluations not counted, and virtual where something is `simulated`; `samples` counts
+    all workers. `failed` is None for a run that came to its end, and else the reason. What only a comparison knows
+    stays None. `steps` and `rounds` are those of the worker that made most; in asynchronous runs others made fewer.
+    `bytes_sent` and `bytes_received` are those of the wire; `accounts.fields` says what was exchanged raw and encoded,
+    and what is owed.
     """
     history = read(run_folder)
     seconds, samples = _length(history)

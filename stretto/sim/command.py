@@ -46,7 +46,7 @@ def command(
         str, typer.Option(metavar="TEXT", help='equal, "lognormal(0.5)", exponential, "1,1,4", "slow(0.1, 5)", ...')
     ] = "equal",
     step_time: Annotated[
-        str, typer.Option(metavar="TIME", help='A step without its exchange: "5ms"; auto measures it here first.')
+        str, typer.Option(metavar="TIME", help='A step without its exchange: "5ms"; auto measures it, and the wires.')
     ] = AUTO,
     faults: Annotated[
         str,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import isfinite, prod
@@ -83,6 +83,39 @@ class _Transfer:
     source: int | None = None
     target: int | None = None
     flow: int | None = None
+    is_begun: bool = False
+
+
+class Buckets:
+    """What links may carry at once: tokens come in at a link's own rate while it rests, up to a burst of bytes.
+
+    A link that carries something spends what comes in. Over several links at once goes no more than the emptiest has.
+    """
+
+    def __init__(self, queue: Queue, burst: float, rate: Callable[[int], float]) -> None:
+        self._queue, self._burst, self._rate = queue, burst, rate
+        self._held: dict[int, float] = {}
+        self._rested: dict[int, float] = {}
+        self._busy: Counter[int] = Counter()
+
+    def begin(self, path: Sequence[int], nbytes: float) -> float:
+        """These links begin to carry so much; returns how much of it goes at once."""
+        for link in path if self._burst else ():
+            if not self._busy[link] and link in self._held:
+                came = (self._queue.now - self._rested[link]) * self._rate(link)
+                self._held[link] = min(self._held[link] + came, self._burst)
+            self._busy[link] += 1
+        free = min((self._held.setdefault(link, self._burst) for link in path), default=0.0) if self._burst else 0.0
+        free = min(free, nbytes)
+        for link in path if free else ():
+            self._held[link] -= free
+        return free
+
+    def end(self, path: Sequence[int]) -> None:
+        """It has been carried."""
+        for link in path if self._burst else ():
+            self._busy[link] -= 1
+            self._rested[link] = self._queue.now
 
 
 class Net:
@@ -100,6 +133,7 @@ class Net:
         self._cuts: list[frozenset[int]] = []
         """The ends of each cut: between them and all others nothing goes."""
         self._held: list[_Transfer] = []
+        self._buckets = Buckets(queue, links.burst, self._capacity)
 
     def send(self, source: int, target: int, nbytes: float, then: Then) -> None:
         """Send so many bytes from one end to another (workers from 0, shards from -1 down)."""
@@ -159,7 +193,11 @@ class Net:
     def _begin(self, transfer: _Transfer) -> None:
         if self._cuts and self._is_cut(transfer):
             self._held.append(transfer)
-        elif transfer.path and transfer.left > PACKET_BYTES:
+            return
+        if not transfer.is_begun:
+            transfer.is_begun = True
+            transfer.left -= self._buckets.begin(transfer.path, transfer.left)
+        if transfer.path and transfer.left > PACKET_BYTES:
             key = transfer.source if transfer.source is not None else 0
             flow = self._flows.start(transfer.left, transfer.path, lambda: self._leave(transfer), key)
             transfer.flow = flow
@@ -175,6 +213,7 @@ class Net:
 
     def _leave(self, transfer: _Transfer) -> None:
         """Its last byte has left: behind it goes the next in the line."""
+        self._buckets.end(transfer.path)
         if transfer.flow is not None:
             del self._under_way[transfer.flow]
         self._arrive(transfer)

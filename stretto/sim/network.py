@@ -11,6 +11,7 @@ Parts go by commas, in any order. Speeds are in bit/s, kbit/s, Mbit/s, Gbit/s or
 | `1Gbit/s 1ms between` | with hosts: the uplink and the downlink that all workers of one host share |
 | `server 1Gbit/s 5ms` | the link of each shard of the parameter server; default: as a worker's, or a host's |
 | `servers with workers` | shard s is on the machine of worker s and has no link of its own |
+| `burst 32kB` | after a rest a link carries so many bytes at once, as one behind a token bucket does (Linux's tbf) |
 | `loss 1%` | lost packets: a link carries that much less |
 | `ring`, `tree` | how an all-reduce goes; default: ring |
 
@@ -34,12 +35,13 @@ from stretto.errors import LaunchError, explain
 EXAMPLE = '--network "100Mbit/s 20ms"'
 RATES: Final = {"tbit/s": 12, "gbit/s": 9, "mbit/s": 6, "kbit/s": 3, "bit/s": 0}
 TIMES: Final = {"s": 0, "ms": -3, "us": -6}
-SHOWN: Final = {"tbit/s": "Tbit/s", "gbit/s": "Gbit/s", "mbit/s": "Mbit/s"}
+SIZES: Final = {"mb": 6, "kb": 3, "b": 0}
+SHOWN: Final = {"tbit/s": "Tbit/s", "gbit/s": "Gbit/s", "mbit/s": "Mbit/s", "mb": "MB", "kb": "kB", "b": "B"}
 """The units whose usual spelling has a capital."""
 
 NUMBER = r"[0-9]+(?:\.[0-9]*)?"
 QUANTITY = re.compile(rf"({NUMBER}) *([a-z/%]+)", re.ASCII)
-WORD = re.compile(rf"{NUMBER} *(?:[kmgt]?bit/s|[mu]?s|%)(?![^\s,])|,|[^\s,]+", re.ASCII | re.IGNORECASE)
+WORD = re.compile(rf"{NUMBER} *(?:[kmgt]?bit/s|[km]?b|[mu]?s|%)(?![^\s,])|,|[^\s,]+", re.ASCII | re.IGNORECASE)
 
 Route = tuple[tuple[int, ...], float]
 """Resources, and one-way latency in seconds."""
@@ -80,6 +82,8 @@ class Network:
     loss: float = 0.0
     """The part of packets that is lost."""
     reduce: Literal["ring", "tree"] = "ring"
+    burst: float = 0.0
+    """The bytes that every link carries at once after it has carried nothing for a while."""
 
     def __str__(self) -> str:
         """The canonical text."""
@@ -88,6 +92,7 @@ class Network:
         parts += [f"{between.typed(link.latency)} between"] if between else []
         parts += [f"server {server.typed((between or link).latency)}"] if server else []
         parts += ["servers with workers"] if self.with_workers else []
+        parts += [f"burst {_written(self.burst, SIZES)}"] if self.burst else []
         parts += [f"loss {_plain(Decimal(repr(self.loss)).scaleb(2))}%"] if self.loss else []
         parts += [self.reduce] if self.reduce != "ring" else []
         return ", ".join(parts)
@@ -141,6 +146,8 @@ class Links:
     def __init__(self, network: Network, workers: int, shards: int = 0) -> None:
         self.capacities: list[float] = []
         """Bytes per second of each resource."""
+        self.burst = network.burst
+        """The bytes that each carries at once after a rest."""
         self._network = network
         self._workers = workers
         self._first: list[int] = []
@@ -320,7 +327,7 @@ class _Parts:
         self._at: dict[str, int] = {}
         self._link = self._between = self._server = _Typed(inf, inf, None)
         self._hosts = 0
-        self._loss = 0.0
+        self._loss = self._burst = 0.0
         self._reduce: Literal["ring", "tree"] = "ring"
 
     def read(self) -> None:
@@ -348,12 +355,17 @@ class _Parts:
         if words.skip("loss"):
             self._loss = words.quantity({"%": -2}, lambda part: 0 <= part < 1, "from 0% to less than 100%")
             return ("loss",)
+        if words.skip("burst"):
+            self._burst = words.quantity(SIZES, lambda size: 0 <= size < inf, "a number of bytes, like 32kB")
+            return ("burst",)
         if words.skip("tree"):
             self._reduce = "tree"
             return ("ring or tree",)
         if words.skip("ring"):
             return ("ring or tree",)
-        link = self._typed("a speed above 0 (like 100Mbit/s), instant, hosts, server, servers, loss, ring or tree")
+        link = self._typed(
+            "a speed above 0 (like 100Mbit/s), instant, hosts, server, servers, burst, loss, ring or tree"
+        )
         if words.skip("between"):
             self._between = link
             return ("between",)
@@ -370,7 +382,7 @@ class _Parts:
         between = self._between.link(link.latency) if "between" in self._at else None
         server = self._server.link((between or link).latency) if "server" in self._at else None
         together = "servers with workers" in self._at
-        return Network(link, self._hosts, between, server, together, self._loss, self._reduce)
+        return Network(link, self._hosts, between, server, together, self._loss, self._reduce, self._burst)
 
     def _typed(self, expected: str) -> _Typed:
         words = self._words

@@ -44,6 +44,10 @@ class Outages:
             left -= pause[0] - at
             at = self._end_of_pause(worker, pause[0])
 
+    def paused(self, worker: int, start: float, stop: float) -> float:
+        """For how long the worker was stopped between two moments."""
+        return sum(max(min(b, stop) - max(a, start), 0.0) for a, b in self._pauses.get(worker, ()))
+
     def awake(self, worker: int, now: float) -> float:
         """The first moment from `now` on at which the worker is not stopped."""
         self._draw(now)

@@ -24,6 +24,8 @@ from stretto.sim.outages import Outages
 from stretto.sim.own import Own, Process
 from stretto.sim.tariff import Tariff
 
+IDLE_EVENTS = 200_000
+"""So many events in which no worker takes its turn are faults that come again and again, and nothing else."""
 TICK_EVENTS = 256
 """How many events happen before the one who waits for the simulation is shown that it goes on."""
 
@@ -71,14 +73,16 @@ class Worker:
 
     def _share_processors(self, processors: Flows, seconds: float) -> None:
         self.catch_up()
-        done: list[bool] = []
+        queue, outages = self._world.queue, self._world.outages
+        began, ended = queue.now, list[float]()
 
         def end() -> None:
-            done.append(True)
+            ended.append(queue.now)
             self.wake()
 
         processors.start(seconds, (0, 1 + self.number), end)
-        self.until(lambda: bool(done), lambda: "a processor")
+        self.until(lambda: bool(ended), lambda: "a processor")
+        self._local = outages.end_of_work(self.number, queue.now, outages.paused(self.number, began, ended[0]))
 
     def sleep(self, seconds: float) -> None:
         """Do nothing for so long."""
@@ -237,9 +241,11 @@ class World:
 
     def _go_round(self, tick: Callable[[], None]) -> None:
         """What would happen when all workers are over does not happen."""
-        events = 0
+        events = turns = idle = 0
         while self._living:
-            if not self.queue.step():
+            idle = idle + 1 if self.turns == turns else 0
+            turns = self.turns
+            if not self.queue.step() or idle > IDLE_EVENTS:
                 raise self._deadlock()
             if self._failed is not None:
                 raise self._failed[1]

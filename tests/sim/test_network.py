@@ -21,6 +21,7 @@ plain = st.builds(
     server=st.none() | links,
     loss=st.floats(0, 1, exclude_max=True),
     reduce=st.sampled_from(["ring", "tree"]),
+    burst=st.floats(min_value=0, allow_infinity=False),
 )
 hosted = st.builds(
     lambda one, size, link: replace(one, hosts=size, between=link), plain, st.integers(1, 10**9 - 1), links

@@ -163,14 +163,14 @@ def test_the_order_in_which_workers_are_made_changes_nothing() -> None:
 
 @settings(deadline=None)
 @given(
-    TENTHS.map(lambda start: start + 0.1),
+    TENTHS.map(lambda start: start + 0.05),
     st.lists(st.tuples(TENTHS, TENTHS.map(lambda long: long + 0.1)), max_size=4),
     st.lists(TENTHS, min_size=1, max_size=4),
 )
 def test_a_pause_makes_work_last_longer_by_what_of_it_falls_into_the_work(
     start: float, pauses: list[tuple[float, float]], works: list[float]
 ) -> None:
-    """One pause after another, so that none meets a worker that is paused already."""
+    """One pause after another, and none at the very moment when some work ends."""
     spans, at = [], start
     for gap, long in pauses:
         spans.append((at, at + long))

@@ -1,0 +1,229 @@
+"""What wires take of processors, and what a link carries at once: closed forms, order, and what is measured here."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from math import inf
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stretto.errors import LaunchError
+from stretto.launch import wires
+from stretto.server.messages import Ask
+from stretto.sim import costs, network, tariff
+from stretto.sim.clock import Queue
+from stretto.sim.collective import Table
+from stretto.sim.flows import Net
+from stretto.sim.network import Links
+from stretto.sim.office import Offices
+from stretto.sim.outages import Outages
+from stretto.sim.own import Own
+from stretto.sim.tariff import Tariff
+from stretto.sim.world import Worker, World
+from stretto.wire.server import ServerWire
+from stretto.words import Mean
+
+NUMBERS = 100_000
+BYTES = 4 * NUMBERS
+RATE = 1e6
+"""Bytes per second of 8 Mbit/s."""
+
+
+class Scene:
+    """A world whose workers live, each with a wire."""
+
+    def __init__(self, workers: int, net: str, cost: Tariff, processors: float | None, shards: int = 0) -> None:
+        links = Links(network.parse(net), workers, shards)
+        self.world = World(workers, links, cost, Outages(iter(())), processors, shards)
+        table, offices = Table(self.world, links), None
+        if shards:
+            offices = Offices(self.world, shards, "stop", True, inf)
+        self._wires = [offices.wire(one.number) if offices else table.wire(one, inf) for one in self.world.workers]
+
+    def seconds(self, live: Callable[[Any], None]) -> float:
+        """How long it takes until all have done it."""
+        ends = []
+
+        def course(worker: Worker) -> None:
+            live(self._wires[worker.number])
+            ends.append(worker.now())
+
+        self.world.run(course, lambda one: Own(ModuleType("__main__"), [], io.StringIO()))
+        return max(ends)
+
+
+def mean_s(workers: int, net: str = "instant", processors: float | None = None, **cost: float) -> float:
+    """Virtual seconds of one all-reduce."""
+    return Scene(workers, net, Tariff(0.0, **cost), processors).seconds(
+        lambda wire: wire.start(Mean(torch.ones(NUMBERS))).wait()
+    )
+
+
+times = st.floats(0, 1, allow_subnormal=False)
+
+
+@given(st.builds(Tariff, times, times, times, times, times, times, times, times))
+def test_what_is_printed_can_be_typed(one: Tariff) -> None:
+    again = tariff.parse(str(one))
+    for field, value in vars(one).items():
+        assert getattr(again, field) == pytest.approx(value, abs=1e-7)
+
+
+def test_what_is_typed_behind_auto_goes_before_what_was_measured() -> None:
+    measured = Tariff(0.005, ask_s=0.001, message_s=0.002)
+    assert tariff.parse("auto", lambda: measured) == measured
+    found = tariff.parse("auto, 3ms per message, 4ms per MB", lambda: measured)
+    assert found == Tariff(0.005, ask_s=0.001, message_s=0.003, megabyte_s=0.004)
+
+
+@pytest.mark.parametrize(
+    "text", ["auto", "3ms per MB", "5ms, auto", "5ms, 1ms per mile", "5ms, 1ms per MB, 2ms per MB"]
+)
+def test_what_cannot_be_a_tariff_is_refused(text: str) -> None:
+    with pytest.raises(LaunchError, match="--step-time"):
+        tariff.parse(text)
+
+
+@pytest.mark.parametrize("workers", [2, 3, 4, 7])
+def test_messages_and_bytes_are_those_that_are_counted(workers: int) -> None:
+    """Every message has three headers, of which each end sees all: what is left are the numbers themselves."""
+    payload = pytest.approx(4 * BYTES * (workers - 1) / workers, rel=0.01)
+    for worker in range(workers):
+        sent, received = costs.mean_bytes(worker, workers, BYTES)
+        messages = costs.mean_messages(worker, workers, BYTES)
+        assert messages == 8 * (workers - 1)
+        assert sent + received - 3 * costs.ANNOUNCED * messages == payload
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+def test_an_exchange_takes_its_messages_and_the_longer_of_links_and_processors(workers: int) -> None:
+    moved = 4 * BYTES * (workers - 1) / workers
+    messages = 8 * (workers - 1)
+    on_links = moved / 2 / 1e6
+    assert mean_s(workers) == pytest.approx(0)
+    assert mean_s(workers, exchange_s=0.5, message_s=0.01) == pytest.approx(0.5 + 0.01 * messages)
+    assert mean_s(workers, "8Mbit/s", message_s=0.01) == pytest.approx(on_links + 0.01 * messages)
+    assert mean_s(workers, "8Mbit/s", megabyte_s=0.1) == pytest.approx(on_links)
+    assert mean_s(workers, "8Mbit/s", megabyte_s=2.0) == pytest.approx(2.0 * moved / 1e6)
+
+
+@pytest.mark.parametrize("processors", [0.5, 1.0, 2.0, 8.0])
+def test_workers_share_the_processors_that_their_exchange_needs(processors: float) -> None:
+    took = mean_s(4, megabyte_s=1.0, processors=processors)
+    assert took == pytest.approx(max(4 / processors, 1.0) * 3 * BYTES / 1e6)
+
+
+def gather_s(processors: float | None = None, **cost: float) -> float:
+    """Virtual seconds until a server has told each of two workers what both have said."""
+    return Scene(2, "instant", Tariff(0.0, **cost), processors, 1).seconds(lambda wire: wire.gather(b"x"))
+
+
+def test_a_parcel_is_worked_on_at_both_ends_one_after_another_at_the_server() -> None:
+    """Each worker's goes out at once; the server takes in two, then sends two; each worker takes in one."""
+    assert gather_s() == pytest.approx(0)
+    assert gather_s(parcel_s=0.1) == pytest.approx(0.1 + 2 * 0.1 + 2 * 0.1 + 0.1)
+    assert gather_s(parcel_s=0.1, processors=1.0) == pytest.approx(0.8)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.integers(0, 300_000), min_size=2, max_size=12))
+def test_parcels_of_all_lengths_arrive_in_the_order_in_which_they_left(lengths: list[int]) -> None:
+    came = []
+
+    def live(wire: ServerWire) -> None:
+        (link,) = wire.links
+        asks = [link.send(Ask(op, "mean"), [torch.ones(length // 4)]) for op, length in enumerate(lengths, 1)]
+        for place, number in enumerate(asks):
+            link.wait(number)
+            came.append(number)
+            assert not any(link.is_there(one) for one in asks[place + 1 :])
+
+    cost = Tariff(0.0, parcel_s=0.001, parcel_megabyte_s=1.0)
+    Scene(1, "8Mbit/s 1ms", cost, None, 1).seconds(live)
+    assert came == sorted(came)
+
+
+# --- bursts -------------------------------------------------------------------------------------------------------
+
+
+def arrivals(net: str, sends: list[tuple[float, int, int, float]]) -> list[float]:
+    """When each of these has come: (at, from, to, bytes)."""
+    queue = Queue()
+    links = Net(queue, Links(network.parse(net), 3))
+    came = [0.0] * len(sends)
+    for number, (at, source, target, nbytes) in enumerate(sends):
+
+        def arrived(number: int = number) -> None:
+            came[number] = queue.now
+
+        def go(source: int = source, target: int = target, nbytes: float = nbytes, then: object = arrived) -> None:
+            links.send(source, target, nbytes, then)
+
+        queue.at(at, go)
+    while queue.step():
+        pass
+    return came
+
+
+@pytest.mark.parametrize(("nbytes", "seconds"), [(1_000_000, 0.9), (100_000, 0.0), (100_500, 0.0005), (50_000, 0.0)])
+def test_after_a_rest_a_burst_goes_at_once(nbytes: float, seconds: float) -> None:
+    assert arrivals("8Mbit/s, burst 100kB", [(0.0, 0, 1, nbytes)]) == pytest.approx([seconds])
+
+
+def test_a_burst_comes_back_while_the_link_rests_and_not_while_it_carries() -> None:
+    """A burst and 0.1 s; rests 0.02 s, in which 20 kB come in; then rests for long."""
+    sends = [(0.0, 0, 1, 200_000), (0.12, 0, 1, 100_000), (5.0, 0, 1, 200_000)]
+    assert arrivals("8Mbit/s, burst 100kB", sends) == pytest.approx([0.1, 0.2, 5.1])
+
+
+def test_the_emptiest_link_of_a_way_tells_what_goes_at_once() -> None:
+    """What goes from 0 to 1 empties the one's way out and the other's way in, but not the way out of 2."""
+    sends = [(0.0, 0, 1, 100_000), (0.0, 2, 1, 100_000), (0.0, 0, 2, 100_000)]
+    assert arrivals("8Mbit/s, burst 100kB", sends) == pytest.approx([0.0, 0.1, 0.1])
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.floats(0, 3), st.integers(1, 400_000)), min_size=1, max_size=8), st.integers(0, 200))
+def test_no_link_carries_more_than_its_rate_and_one_burst(sends: list[tuple[float, int]], kilobytes: int) -> None:
+    came = arrivals(f"8Mbit/s, burst {kilobytes}kB", [(at, 0, 1, nbytes) for at, nbytes in sorted(sends)])
+    first = min(at for at, _ in sends)
+    carried = RATE * (max(came) - first) + 1e3 * kilobytes
+    assert carried >= sum(nbytes for _, nbytes in sends) * (1 - 1e-9) - 1
+
+
+# --- measured -----------------------------------------------------------------------------------------------------
+
+
+def test_the_wires_of_this_machine_are_measured() -> None:
+    found = vars(wires.here(plain=True))
+    assert all(0 <= value < 1 for value in found.values())
+    assert found["exchange_s"] > 0
+    assert found["parcel_s"] > 0
+
+
+@pytest.mark.parametrize("truth", [(3e-4, 5e-5, 2e-3), (1e-4, 0.0, 0.0)])
+def test_from_three_exchanges_all_three_costs_are_found(truth: tuple[float, float, float]) -> None:
+    """A wire that takes just that: what is found is what it takes."""
+
+    class Wire:
+        workers, spent = 4, 0.0
+
+        def start(self, ask: Mean) -> Wire:
+            moved = [costs.mean_bytes(one, 4, ask.tensor.nbytes) for one in range(4)]
+            messages = sum(costs.mean_messages(one, 4, ask.tensor.nbytes) for one in range(4)) / 4
+            payload = sum(map(sum, moved)) / 4 - 3 * costs.ANNOUNCED * messages
+            self.spent += truth[0] + truth[1] * messages + truth[2] * payload / 1e6
+            return self
+
+        def wait(self) -> None:
+            """It is over."""
+
+    wire = Wire()
+    found = wires.of_collective(wire, lambda: wire.spent)
+    assert found == pytest.approx(truth, rel=0.03, abs=1e-8)
