@@ -371,7 +371,7 @@ def test_a_run_ends_early_after_so_many_samples_or_so_much_time() -> None:
         ended = simulated(2, stepping(80, passes=2), recipe, time_s=0.105)
         assert 0.105 <= ended.seconds <= 0.105 + 2 * STEP_S
     apart = simulated(3, stepping(90), "local_sgd(every=4)", speed="1,3,2", time_s=0.17)
-    assert len({len(times) for times in apart.found}) == 1, "those that exchange together end after the same step"
+    assert len({one["step"] for one in apart.of("end")}) == 1, "those that exchange together end after the same step"
 
 
 # --- bytes --------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import random
 import sys
@@ -106,7 +107,7 @@ def test_no_time_runs_back_and_everything_arrives_once_in_order_and_not_too_earl
     """Workers send to each other, and look for what has come, in whatever order they are made."""
     net = "8kbit/s 100ms"
     said: dict[tuple[int, int], list[float]] = {}
-    come: dict[tuple[int, int], list[float]] = {}
+    come: dict[tuple[int, int], list[tuple[int, float]]] = {}
     times: list[float] = []
     scene = Scene(len(lives), net, "pause worker 1 for 3s at 1s" if is_paused else "")
     world = scene.world
@@ -116,8 +117,10 @@ def test_no_time_runs_back_and_everything_arrives_once_in_order_and_not_too_earl
         pair = worker.number, target
 
         def leave() -> None:
-            said.setdefault(pair, []).append(world.queue.now)
-            world.net.send(*pair, 1000.0, lambda: come.setdefault(pair, []).append(world.queue.now))
+            left = said.setdefault(pair, [])
+            left.append(world.queue.now)
+            number = len(left)
+            world.net.send(*pair, 1000.0, lambda: come.setdefault(pair, []).append((number, world.queue.now)))
 
         worker.act(leave)
 
@@ -138,9 +141,24 @@ def test_no_time_runs_back_and_everything_arrives_once_in_order_and_not_too_earl
     assert all(one <= other for seen in (times, *own_times) for one, other in pairwise(seen))
     assert said.keys() == come.keys()
     for pair, left in said.items():
-        assert len(left) == len(come[pair]), "each once"
-        assert all(there - here >= 1.1 - 1e-9 for here, there in zip(left, come[pair], strict=True))
+        assert [number for number, _ in come[pair]] == list(range(1, len(left) + 1))
+        assert all(there - here >= 1.1 - 1e-9 for here, (_, there) in zip(left, come[pair], strict=True))
         assert come[pair] == sorted(come[pair])
+
+
+def test_what_is_said_while_something_is_under_way_waits_for_it_in_line() -> None:
+    scene = Scene(2, "8kbit/s 100ms")
+    world, come = scene.world, []
+
+    def live(worker: Worker, wire: SimWire) -> None:
+        for number in range(3 if worker.number == 0 else 0):
+            send = functools.partial(come.append, number)
+            worker.act(lambda send=send: world.net.send(0, 1, 1000.0, lambda: (send(), come.append(world.queue.now))))
+        worker.sleep(10.0)
+        worker.catch_up()
+
+    scene.lived(live)
+    assert come == pytest.approx([0, 1.1, 1, 2.1, 2, 3.1])
 
 
 def test_the_order_in_which_workers_are_made_changes_nothing() -> None:
@@ -257,6 +275,17 @@ def test_a_deadlock_says_who_waits_for_what() -> None:
     ]
 
 
+def test_faults_without_end_do_not_hide_a_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stretto.sim.world.IDLE_EVENTS", 1000)
+
+    def live(worker: Worker, wire: SimWire) -> None:
+        if worker.number:
+            wire.gather(b"")
+
+    with pytest.raises(LaunchError, match="worker 1 waits for worker 0"):
+        Scene(2, "1Mbit/s", "slow link of worker 0 by 2 for 1s every 2s").lived(live)
+
+
 def test_workers_that_do_different_things_are_told_so() -> None:
     def live(worker: Worker, wire: SimWire) -> None:
         wire.start((Mean, Every)[worker.number](torch.ones(3))).wait()
@@ -292,7 +321,10 @@ def test_a_wait_within_a_backward_pass_is_refused_by_name() -> None:
         scene.lived(lambda worker, wire: Waiting.apply(torch.ones(1, requires_grad=True)).sum().backward())
 
 
-@pytest.mark.parametrize("ended", ["well", "with an error", "in a deadlock", "killed"])
+WHY = {"with an error": "of worker 1", "in a deadlock": "everybody waits", "killed": "worker 2 was killed at 0.5 s"}
+
+
+@pytest.mark.parametrize("ended", ["well", *WHY])
 def test_afterwards_nobody_is_left_and_the_process_is_as_before(ended: str) -> None:
     def live(worker: Worker, wire: SimWire) -> None:
         torch.rand(3), np.random.rand(3), random.random()
@@ -322,7 +354,7 @@ def test_afterwards_nobody_is_left_and_the_process_is_as_before(ended: str) -> N
     if ended == "well":
         scene.lived(live)
     else:
-        with pytest.raises((KeyError, LaunchError), match="of worker 1|everybody waits|worker 2 was killed at 0.5 s"):
+        with pytest.raises((KeyError, LaunchError), match=WHY[ended]):
             scene.lived(live)
     assert here() == before
     assert sorted(ends) == [0, 1, 2]
