@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import jinja2
 from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -19,12 +18,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-import stretto.report
 from stretto.bits import results
 from stretto.bits.outcome import GD
-from stretto.errors import LogError
 from stretto.report import figures, ink
-from stretto.report.page import NAME, Fact, Section
+from stretto.report.page import Fact, Section, put, render
 from stretto.report.pictures import Plot
 from stretto.report.table import Cell, Sheet
 
@@ -105,15 +102,8 @@ def _text(cell: Cell) -> Text:
 
 def write(folder: Path) -> Path:
     """Make report.html in a folder from its bits.json, and return where it is."""
-    found, page = results.read(folder), folder / NAME
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(*stretto.report.__path__)),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    text = environment.get_template("page.html").render(
+    found = results.read(folder)
+    text = render(
         kicker=f"{found['problem']} · {found['data']} · {figures.plural(found['workers'], 'worker')}",
         headline=results.verdict(found["methods"], found["target"]),
         deck=tuple(found["warnings"]),
@@ -123,11 +113,7 @@ def write(folder: Path) -> Path:
         facts=_facts(found),
         notices=(),
     )
-    try:
-        page.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise LogError(f"{page} can't be written: {error.strerror}") from error
-    return page
+    return put(folder, text)
 
 
 def _facts(found: Found) -> list[Fact]:

@@ -46,6 +46,11 @@ class Fact:
 def write(folder: Path) -> Path:
     """Make report.html in a run folder or a comparison folder, and return where it is."""
     text = _comparison(folder) if (folder / "compare.json").exists() else _single(folder)
+    return put(folder, text)
+
+
+def put(folder: Path, text: str) -> Path:
+    """Write a page into a folder, and return where it is."""
     page = folder / NAME
     try:
         page.write_text(text, encoding="utf-8")
@@ -54,7 +59,8 @@ def write(folder: Path) -> Path:
     return page
 
 
-def _render(**fills: object) -> str:
+def render(**fills: object) -> str:
+    """The page that every command writes, filled in."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -95,7 +101,7 @@ def _comparison(folder: Path) -> str:
     target = Target.parse(question["target"]) if question.get("target") else None
     judged = verdict(records, target) if records else Verdict(None, "No run has been made yet.")
     album = Album(records, _histories(folder, records), target)
-    return _render(
+    return render(
         kicker=_kicker(question),
         headline=judged.sentence,
         deck=judged.caveats,
@@ -149,7 +155,7 @@ def _histories(folder: Path, records: Iterable[Record]) -> dict[str, History]:
 def _single(folder: Path) -> str:
     one, read = record(folder), history.read(folder)
     album = Album([one], {Path(one["folder"]).name: read})
-    return _render(
+    return render(
         kicker=f"{shlex.join([str(one['script']), *map(str, one['args'])])} · seed {one['seed']}",
         headline=_summary(one),
         deck=(_figures(one),),

@@ -64,7 +64,8 @@ LISTS = ("bytes_sent", "bytes_received", "time_split", "samples_by_worker", "sam
 def unstarted(*, recipe: str, workers: int, join: int, seed: int, script: str, folder: Path, failed: str) -> Record:
     """The record of a run that left nothing to read."""
     asked = {"recipe": recipe, "workers": workers, "join": join, "seed": seed, "script": script, "args": []}
-    nothing = dict.fromkeys(("threads", "cores", "simulated", "seconds", "samples_per_second", "staleness", "held_seconds"))
+    unknown = ("threads", "cores", "simulated", "seconds", "samples_per_second", "staleness", "held_seconds")
+    nothing = dict.fromkeys(unknown)
     counted = {
         "wall_seconds": 0.0,
         "samples": 0,

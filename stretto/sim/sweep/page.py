@@ -9,16 +9,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import jinja2
 from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-import stretto.report
-from stretto.errors import LogError
 from stretto.report import figures, ink
-from stretto.report.page import NAME, Fact, Section
+from stretto.report.page import Fact, Section, put, render
 from stretto.report.pictures import Plot
 from stretto.report.quality import main_metric
 from stretto.report.table import Cell, Sheet, in_megabytes
@@ -34,16 +31,9 @@ MEASURED = "Each point measured the time of a step for itself, beside others; --
 
 def write(folder: Path) -> Path:
     """Make report.html in a folder from its sweep.json, and return where it is."""
-    found, page = results.read(folder), folder / NAME
+    found = results.read(folder)
     headline, *deck = sentences(found)
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(*stretto.report.__path__)),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    text = environment.get_template("page.html").render(
+    text = render(
         kicker=_kicker(found),
         headline=headline,
         deck=deck,
@@ -53,11 +43,7 @@ def write(folder: Path) -> Path:
         facts=_facts(found),
         notices=(),
     )
-    try:
-        page.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise LogError(f"{page} cannot be written: {error.strerror}") from error
-    return page
+    return put(folder, text)
 
 
 def _kicker(found: Found) -> str:
