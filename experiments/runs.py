@@ -1,0 +1,133 @@
+"""One simulation of an experiment: its command line, and what it found.
+
+Simulations run one after another in this process, which saves the start and the page of each. They give what their
+command lines give: `tests/experiments` compares both.
+"""
+
+from __future__ import annotations
+
+import shlex
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from stretto.errors import LaunchError
+from stretto.folder import write_run
+from stretto.launch.order import Order
+from stretto.report import history, record
+from stretto.report.target import Target
+from stretto.sim import network, speeds, tariff
+from stretto.sim.run import Simulation, check, simulate
+from stretto.sim.script import Nowhere
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPT = Path("experiments") / "task.py"
+BEGAN = datetime(2000, 1, 1)
+"""A run folder wants a date; no result depends on it."""
+
+CHANCE = 0.1
+"""The accuracy of a model of ten classes that knows nothing, and of a run whose numbers are no longer finite."""
+
+Found = dict[str, Any]
+Values = Mapping[str, str | float]
+
+
+@dataclass(frozen=True)
+class Point:
+    """A simulation of `task.py`; `values` says where it lies in the experiment's grid."""
+
+    values: Values
+    workers: int
+    recipe: str
+    args: str
+    seed: int = 0
+    network: str = "instant"
+    speeds: str = "equal"
+    step_time: str = "5ms"
+    target: str = field(default="")
+
+    def words(self) -> list[str]:
+        """What is typed after `stretto`, the recipe's options as they are typed."""
+        named = (("--recipe", self.recipe), ("--network", self.network), ("--speeds", self.speeds))
+        options = [word for name, value in named if value not in ("instant", "equal") for word in (name, value)]
+        timed = ["--step-time", self.step_time, "--seed", str(self.seed)]
+        return ["simulate", str(SCRIPT), "-n", str(self.workers), *options, *timed, "--", *self.args.split()]
+
+    def command(self) -> str:
+        """The command line."""
+        return shlex.join(["stretto", *self.words()])
+
+    def simulation(self) -> Simulation:
+        """The same for this process."""
+        script, args = ROOT / SCRIPT, tuple(self.args.split())
+        order = Order(script, args, self.workers, recipe=self.recipe, seed=self.seed, output="none")
+        costs, links = tariff.parse(self.step_time), network.parse(self.network)
+        return check(Simulation(order, costs, links, speeds.parse(self.speeds)))
+
+    def run(self) -> Found:
+        """Simulate, and return what was found."""
+        with tempfile.TemporaryDirectory() as folder:
+            return self._run(Path(folder))
+
+    def _run(self, folder: Path) -> Found:
+        simulation = self.simulation()
+        write_run(folder, simulation.asked(), BEGAN)
+        try:
+            simulate(simulation, folder, Nowhere(), lambda: None)
+        except LaunchError as error:
+            if "finite" not in str(error):
+                raise
+        return {**self._place(), **measured(folder, self.target)}
+
+    def _place(self) -> Found:
+        return {"values": dict(self.values), "seed": self.seed, "workers": self.workers, "command": self.command()}
+
+
+def measured(folder: Path, target: str = "") -> Found:
+    """What the experiments keep of a run folder. Seconds are virtual; `drift` is the mean over the ends of passes.
+
+    The drift is the largest relative distance of a worker's parameters from the mean of all, `|x_i - x| / |x|`.
+    """
+    found, told = record.record(folder), history.read(folder)
+    reached = Target.parse(target).reached(told.of("evaluation")) if target else None
+    drifts = [event["drift"] for event in told.of("epoch") if event.get("drift") is not None]
+    sent = found["bytes_sent"]
+    return {
+        "finite": found["failed"] is None,
+        "accuracy": CHANCE if found["failed"] else found["metrics"].get("test_accuracy"),
+        "loss": None if found["failed"] else found["metrics"].get("test_loss"),
+        "seconds": found["seconds"],
+        "seconds_to_target": reached and reached["seconds"],
+        "samples_to_target": reached and reached["samples"],
+        "samples_per_second": found["samples_per_second"],
+        "samples": found["samples"],
+        "staleness": found["staleness"],
+        "drift": fmean(drifts) if drifts else None,
+        "megabytes_a_worker": sum(sent) / len(sent) / 1e6,
+    }
+
+
+def where(points: Iterable[Found], values: Values) -> list[Found]:
+    """The points that lie there: one for each seed."""
+    return [one for one in points if all(one["values"].get(name) == value for name, value in values.items())]
+
+
+def distinct(points: Iterable[Found], name: str) -> list[Any]:
+    """The values of one name, in the order of the grid."""
+    return list(dict.fromkeys(one["values"][name] for one in points if name in one["values"]))
+
+
+def mean(points: Sequence[Found], what: str) -> float | None:
+    """The mean over these points, None when one of them has none."""
+    numbers = [one[what] for one in points]
+    return None if not numbers or None in numbers else fmean(numbers)
+
+
+def spread(points: Sequence[Found], what: str) -> float:
+    """The standard deviation over these points, 0 for one."""
+    numbers = [one[what] for one in points]
+    return stdev(numbers) if len(numbers) > 1 else 0.0
