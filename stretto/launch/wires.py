@@ -18,9 +18,10 @@ from stretto.words import Mean
 LIMIT_S = 60.0
 CREW = 4
 """So many workers meet without a centre."""
-SMALL, LARGE = 60, 6
+SMALL, LARGE = 40, 6
 """How often a small exchange is measured, and a large one."""
 PAUSE_S = 0.002
+"""Between two of them; without it nobody falls asleep, and half of what it takes is not seen."""
 NUMBERS = 1 << 20
 MEGABYTES = 4 * NUMBERS / 1e6
 """What a large exchange is about."""

@@ -190,7 +190,8 @@ class _Rows:
 
     def __getitems__(self, indices: list[Any]) -> list[torch.Tensor]:
         """All rows of a batch."""
-        return [one[indices] for one in self.tensors]
+        rows = torch.tensor(indices)
+        return [one[rows] for one in self.tensors]
 
 
 def _as_it_is(batch: Any) -> Any:
