@@ -18,6 +18,8 @@ from benchmarks import (
     line,
     overlap,
     server,
+    simulated,
+    simulator,
     unequal,
     updates,
 )
@@ -33,6 +35,8 @@ LONG = {
     "peers": against.run,
     "overlap": overlap.run,
     "unequal": unequal.run,
+    "simulator": simulator.run,
+    "simulated": simulated.run,
 }
 LABORATORY = {"lab": lab.run, "fewer": fewer.run, "shakespeare": fewer.run}
 

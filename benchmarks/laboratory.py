@@ -121,10 +121,18 @@ class Laboratory:
     def measure_mbit(self, sender: int = 0, receiver: int = 1, seconds: float = 1.0) -> float:
         """The rate that one TCP connection between two hosts really reaches, in Mbit/s."""
         size = str(int(self.mbit * 1e6 / 8 * seconds))
+        return self._said(sender, receiver, _SENDER, [size], _RECEIVER, 30 + 10 * seconds)
+
+    def measure_there_and_back_s(self, sender: int = 0, receiver: int = 1) -> float:
+        """How long a byte takes from one host to another and back, from program to program: the median of many."""
+        return self._said(sender, receiver, _CALLER, [], _ECHO, 30)
+
+    def _said(self, sender: int, receiver: int, sends: str, told: Sequence[str], listens: str, limit_s: float) -> float:
+        """The number that one of two programs says, the first of which calls the other."""
         with tempfile.TemporaryFile() as log:
-            listens = self.start(receiver, [sys.executable, "-c", _RECEIVER], {}, log)
-            sends = self.start(sender, [sys.executable, "-c", _SENDER, address(receiver), size], {}, log)
-            codes = [one.wait(30 + 10 * seconds) for one in (sends, listens)]
+            there = self.start(receiver, [sys.executable, "-c", listens], {}, log)
+            here = self.start(sender, [sys.executable, "-c", _CONNECT + sends, address(receiver), *told], {}, log)
+            codes = [one.wait(limit_s) for one in (here, there)]
             log.seek(0)
             said = log.read().decode()
         if any(codes):
@@ -144,7 +152,7 @@ with socket.create_server(("", 7)) as server:
         size += len(piece)
     print(size * 8 / 1e6 / (time.perf_counter() - began))
 """
-_SENDER = """
+_CONNECT = """
 import socket, sys, time
 until = time.monotonic() + 20
 while True:
@@ -155,8 +163,31 @@ while True:
         if time.monotonic() > until:
             raise
         time.sleep(0.02)
+"""
+_SENDER = """
 with one:
     one.sendall(bytes(int(sys.argv[2])))
+"""
+_CALLER = """
+one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+times = []
+for _ in range(500):
+    began = time.perf_counter()
+    one.sendall(b"?")
+    one.recv(1)
+    times.append(time.perf_counter() - began)
+one.close()
+print(sorted(times)[250])
+"""
+_ECHO = """
+import socket
+with socket.create_server(("", 7)) as server:
+    server.settimeout(20)
+    one, _ = server.accept()
+    one.settimeout(20)
+    one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    while said := one.recv(1):
+        one.sendall(said)
 """
 
 

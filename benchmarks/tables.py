@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -183,6 +184,50 @@ def bits(record: Record) -> Iterator[str]:
     yield f"Given up after {record['late']} times the rounds of gd. xi in units of L, l2 = {record['l2']:g}."
 
 
+def simulated(record: Record) -> Iterator[str]:
+    """What the simulator predicts beside what the laboratory measured."""
+    about = (
+        f"Predicted by `stretto simulate` and measured: {record['hosts']} hosts, which share the cores of one machine"
+    )
+    yield from _head(about, "simulated")
+    yield "| case | Mbit/s | ms a step predicted | measured | ratio | bytes predicted / sent |"
+    yield "| --- | --- | --- | --- | --- | --- |"
+    for case in record["cases"]:
+        sides = (
+            statistics.median(run[side]["ms_a_step"] for run in case["runs"]) for side in ("simulated", "measured")
+        )
+        numbers = " | ".join(f"{one:.2f}" for one in sides)
+        name = f"{case['script']}, {case['recipe']} | {case['link_mbit']:g}"
+        yield f"| {name} | {numbers} | {case['time_ratio']:.2f} | {case['bytes_ratio']:.4f} |"
+    good = sum(abs(case["time_ratio"] - 1) <= record["wanted"] for case in record["cases"])
+    exact = sum(abs(case["bytes_ratio"] - 1) <= record["wanted_bytes"] for case in record["cases"])
+    yield ""
+    yield (
+        f"Time within {record['wanted']:.0%} in {good} of {len(record['cases'])} cases, "
+        f"bytes within {record['wanted_bytes']:.0%} in {exact}."
+    )
+
+
+def simulator(record: Record) -> Iterator[str]:
+    """The simulator's speed and memory."""
+    about = f"{record['workers']} simulated workers of a perceptron of 5 K parameters, one by one on one core"
+    yield from _head(about, "simulator")
+    yield "| recipe | worker steps/s | plain loop, steps/s | ratio | wanted |"
+    yield "| --- | --- | --- | --- | --- |"
+    for name, case in record["cases"].items():
+        speeds = " | ".join(f"{case['steps_a_second'][side]:.0f}" for side in ("simulated", "plain"))
+        yield f"| {name} | {speeds} | {ratio(case['ratio'])} | at least {record['wanted_steps']:.0f} steps/s |"
+    memory, rounds = record["memory"], record["rounds"]
+    yield ""
+    yield (
+        f"{memory['workers']} workers: {memory['mib']:.0f} MiB at the peak, wanted at most {record['wanted_mib']:.0f}; "
+        f"{memory['kib_a_worker']:.0f} KiB a worker."
+    )
+    theirs = f", in Flower's simulation engine {rounds['flower']:.3f} s" if "flower" in rounds else ""
+    about = f"A round of {record['workers']} clients with {record['every']} steps each"
+    yield f"{about}: {rounds['stretto']:.3f} s{theirs}."
+
+
 TABLES: Mapping[str, Callable[[Record], Iterator[str]]] = {
     "bits": bits,
     "kernels": kernels,
@@ -194,6 +239,8 @@ TABLES: Mapping[str, Callable[[Record], Iterator[str]]] = {
     "unequal": unequal,
     "fewer": fewer,
     "shakespeare": shakespeare,
+    "simulated": simulated,
+    "simulator": simulator,
 }
 
 

@@ -104,11 +104,17 @@ def run(starts: int | None = None, only: Sequence[str] = ()) -> dict[str, Any]:
 
 def able() -> list[str]:
     """The cases whose data is here; the others are named."""
+    here = scripts()
+    return [name for name, case in CASES.items() if case.script in here]
+
+
+def scripts() -> list[str]:
+    """The examples whose data is here; the others are named."""
     missing = {"digits.py": _without_digits(), "mnist.py": _without_mnist()}
     for script, why in missing.items():
         if why:
             print(f"  without {script.removesuffix('.py')}: {why}", flush=True)
-    return [name for name, case in CASES.items() if not missing[case.script]]
+    return [script for script, why in missing.items() if not why]
 
 
 def _without_digits() -> str:
