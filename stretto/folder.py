@@ -87,8 +87,13 @@ def describe(asked: Mapping[str, Any], now: datetime) -> dict[str, Any]:
             "numpy": version("numpy"),
         },
         "machine": machine(),
-        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "command": [_program(Path(sys.argv[0])), *sys.argv[1:]],
     }
+
+
+def _program(path: Path) -> str:
+    """What is typed to start this program."""
+    return "stretto" if path == Path(__file__).with_name("cli.py") else path.name
 
 
 def cores() -> int:

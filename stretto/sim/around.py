@@ -57,6 +57,10 @@ class SimPace:
         self._worker, self._speed, self._watch = worker, speed, watch
         self._step_s = self._done = 0.0
 
+    def begin_pass(self) -> None:
+        """A pass begins: so long it takes to make the loader's batches anew, and the books of the one before."""
+        self._worker.work(self._worker.tariff.pass_s)
+
     def begin(self) -> None:
         """A hand begins."""
         worker = self._worker

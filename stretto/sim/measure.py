@@ -52,6 +52,7 @@ def measure(simulation: Simulation, stopclock: Callable[[], float], tick: Callab
     updates = cast.world.updates
     return Tariff(
         step_s=statistics.median(lead.steps[WARM_UP:] or lead.steps),
+        pass_s=lead.pass_s(),
         ask_s=lead.encoding_s() / max(cast.world.workers[0].asks, 1),
         take_s=statistics.median(updates) if updates else 0.0,
     )
@@ -63,14 +64,26 @@ class _Measured:
     def __init__(self, watch: Stopwatch) -> None:
         self._watch = watch
         self._before: float | None = None
+        self._crossed = False
         self.steps: list[float] = []
+        self.crossings: list[float] = []
+        """Those between whose beginnings a pass ended and another began."""
+
+    def begin_pass(self) -> None:
+        """The step that is going on ends in another pass."""
+        self._crossed = True
+
+    def pass_s(self) -> float:
+        """What a pass takes besides its steps."""
+        over = [one - statistics.median(self.steps) for one in self.crossings]
+        return max(statistics.median(over), 0.0) if over and self.steps else 0.0
 
     def begin(self) -> None:
         """A hand begins: the one before has ended."""
         now = self._busy()
         if self._before is not None:
-            self.steps.append(now - self._before)
-        self._before = now
+            (self.crossings if self._crossed else self.steps).append(now - self._before)
+        self._before, self._crossed = now, False
 
     def go_on(self, progress: float = 1.0) -> None:
         """Time passes by itself."""

@@ -12,6 +12,7 @@ AUTO = "auto"
 EXAMPLE = '--step-time "5ms, 0.2ms encoding, 0.1ms applying"'
 NAMES = {
     "": "step_s",
+    "per pass": "pass_s",
     "encoding": "ask_s",
     "applying": "take_s",
     "per exchange": "exchange_s",
@@ -27,9 +28,10 @@ MEGABYTE = 1e6
 class Tariff:
     """What the work of a worker or a server takes, in seconds; `step_s` is all that happens in a step but exchanging.
 
-    `ask_s` is what it takes to encode one ask or update, and as much again to decode its answer; `take_s` what a server
-    works on one update. The others are what the wires take of a processor, at each end: without a centre for an
-    exchange, for each message of it and for its bytes; at a server for a parcel and for its bytes, encryption included.
+    `pass_s` is what a pass over the data takes besides its steps, `ask_s` what it takes to encode one ask or update,
+    and as much again to decode its answer; `take_s` what a server works on one update. The others are what the wires
+    take of a processor, at each end: without a centre for an exchange, for each message of it and for its bytes; at a
+    server for a parcel and for its bytes, encryption included.
     """
 
     step_s: float
@@ -40,6 +42,7 @@ class Tariff:
     megabyte_s: float = 0.0
     parcel_s: float = 0.0
     parcel_megabyte_s: float = 0.0
+    pass_s: float = 0.0
 
     def wire_s(self, messages: float, nbytes: float) -> float:
         """What an exchange takes of the processor of one worker, who sends and receives so much."""

@@ -50,6 +50,10 @@ class Stopwatch:
 class Pace(Protocol):
     """Makes the computing of a worker last as long as it should."""
 
+    def begin_pass(self) -> None:
+        """A pass over the loader begins."""
+        ...
+
     def begin(self) -> None:
         """A hand begins that has a batch for this worker."""
         ...
@@ -65,6 +69,9 @@ class Stretch:
     def __init__(self, factor: float, watch: Stopwatch, sleep: Callable[[float], None]) -> None:
         self._factor, self._watch, self._sleep = factor, watch, sleep
         self._until = 0.0
+
+    def begin_pass(self) -> None:
+        """Time passes by itself."""
 
     def begin(self) -> None:
         """Time passes by itself."""

@@ -124,6 +124,7 @@ class Trainer:
         self.replica.prepare()
         self._samples_before = self.samples
         with self.watch.on("loading"):
+            self._pace.begin_pass()
             self.hands = self.dealer.deal()
 
     def next_batch(self) -> Any:
