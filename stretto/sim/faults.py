@@ -20,6 +20,16 @@ from stretto.sim.speeds import marked, numeric, seconds, spelled
 
 Kind = Literal["worker", "server", "coordinator"]
 Verb = Literal["kill", "back", "pause", "go_on", "cut", "heal", "slow", "restore"]
+SAID: dict[Verb, str] = {
+    "kill": "killed:",
+    "back": "started again:",
+    "pause": "stopped:",
+    "go_on": "goes on:",
+    "cut": "cut off:",
+    "heal": "no longer cut off:",
+    "slow": "slow link of",
+    "restore": "whole link of",
+}
 STREAM = 2
 """Keeps these draws apart from others of the same seed."""
 SHORTEST_S = 1e-6
@@ -145,6 +155,12 @@ class Happening:
     kind: Kind
     numbers: tuple[int, ...]
     factor: float = 1.0
+
+    def __str__(self) -> str:
+        """What a person reads of it."""
+        who = self.kind if self.kind == "coordinator" else f"{self.kind} {_ranges(self.numbers)}"
+        by = f" by {spelled(self.factor)}" if self.verb == "slow" else ""
+        return f"{SAID[self.verb]} {who}{by}"
 
 
 def parse(text: str) -> tuple[Fault, ...]:

@@ -12,7 +12,6 @@ from torch.utils.data import DataLoader
 
 from stretto.sim.around import SimAround
 from stretto.sim.network import Links, Network
-from stretto.sim.outages import Outages
 from stretto.sim.run import Cast, Simulation
 from stretto.sim.script import Nowhere
 from stretto.sim.speeds import Equal
@@ -105,9 +104,9 @@ class _Measuring(Cast):
         self.paces: dict[int, _Measured] = {}
         super().__init__(simulation, None, None)
 
-    def make_world(self, links: Links, outages: Outages, shards: int) -> World:
+    def make_world(self, links: Links, shards: int) -> World:
         """One in which it is looked at how long things take."""
-        return World(self._simulation.order.workers, links, Tariff(0.0), outages, stopclock=self._stopclock)
+        return World(self._simulation.order.workers, links, Tariff(0.0), stopclock=self._stopclock)
 
     def enough(self, hands: int, seen: bool) -> bool:
         """Whether this is the hand after which all end: the first that none had begun when one had seen enough."""

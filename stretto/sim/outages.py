@@ -2,35 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable
 from math import inf
-from typing import TYPE_CHECKING
 
 from stretto.errors import LaunchError
+from stretto.sim.clock import Queue
 from stretto.sim.faults import Happening
-
-if TYPE_CHECKING:
-    from stretto.sim.world import World
+from stretto.sim.flows import Net
 
 FAULT = 0
 """At one time a fault goes before all else."""
 
 
 class Outages:
-    """What goes wrong, in order of time; by default nothing."""
+    """What goes wrong, as a plan has it in order of time."""
 
-    def __init__(self, plan: Iterable[tuple[float, Happening]] = ()) -> None:
+    def __init__(self, queue: Queue, net: Net, plan: Iterable[tuple[float, Happening]]) -> None:
+        self._queue, self._net = queue, net
         self._plan = iter(plan)
         self._next = next(self._plan, None)
         self._pauses: dict[int, list[tuple[float, float]]] = {}
         """Of each worker, from when to when it was stopped; the last may have no end yet."""
-        self._world: World | None = None
-        self.told: list[tuple[float, Happening]] = []
-        """What has happened."""
-
-    def bind(self, world: World) -> None:
-        """This is the world in which it happens."""
-        self._world = world
+        self.tell: Callable[[float, Happening], None] = lambda time, happening: None
+        """Called with all that happens."""
         self._look_ahead()
 
     def end_of_work(self, worker: int, start: float, seconds: float) -> float:
@@ -69,13 +64,13 @@ class Outages:
             time, happening = self._next
             self._next = next(self._plan, None)
             self._note(time, happening)
-            self._schedule(time, happening)
+            self._queue.at(max(time, self._queue.now), functools.partial(self._happen, time, happening), FAULT)
 
     def _look_ahead(self) -> None:
         """Have the clock come to what happens next, even if nobody asks before."""
-        if self._next is not None and self._world is not None:
+        if self._next is not None:
             time = self._next[0]
-            self._world.queue.at(max(time, self._world.queue.now), lambda: self._come_to(time), FAULT)
+            self._queue.at(max(time, self._queue.now), lambda: self._come_to(time), FAULT)
 
     def _come_to(self, time: float) -> None:
         self._draw(time)
@@ -91,16 +86,10 @@ class Outages:
             elif happening.verb == "go_on" and pauses:
                 pauses[-1] = pauses[-1][0], time
 
-    def _schedule(self, time: float, happening: Happening) -> None:
-        assert self._world is not None
-        queue = self._world.queue
-        queue.at(max(time, queue.now), lambda: self._happen(time, happening), FAULT)
-
     def _happen(self, time: float, happening: Happening) -> None:
-        assert self._world is not None
-        self.told.append((time, happening))
+        self.tell(time, happening)
         ends = [one if happening.kind == "worker" else -1 - one for one in happening.numbers]
-        net = self._world.net
+        net = self._net
         if happening.verb == "kill":
             raise _killed(time, happening)
         if happening.verb == "cut":

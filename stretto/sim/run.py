@@ -31,7 +31,6 @@ from stretto.sim.faults import Fault
 from stretto.sim.forecast import Forecast
 from stretto.sim.network import Links, Network
 from stretto.sim.office import Offices
-from stretto.sim.outages import Outages
 from stretto.sim.own import Own
 from stretto.sim.readers import ReadOnce
 from stretto.sim.script import Nowhere, Program, importable
@@ -101,6 +100,7 @@ def simulate(
     """
     log = _SharedLog(folder / "events.jsonl")
     cast = Cast(simulation, folder, log)
+    cast.world.outages.tell = lambda time, what: log.append(_line("notice", 0, time, text=f"{what}, at {time:g} s"))
     try:
         cast.run(out, tick, order)
     except LaunchError as error:
@@ -146,8 +146,7 @@ class Cast:
         self._simulation, self._folder, self._log = simulation, folder, log
         shards = parse(order.recipe).shards if order.recipe else MOST_SHARDS
         links = Links(simulation.network, order.workers, shards)
-        plan = faults_.schedule(simulation.faults, order.workers, shards, order.seed)
-        self.world = self.make_world(links, Outages(plan), shards)
+        self.world = self.make_world(links, shards)
         self.program = Program(order.script, order.args, order.seed)
         self.commons = Commons()
         self._said: set[str] = set()
@@ -174,10 +173,11 @@ class Cast:
         sow(self._simulation.order.seed)
         importable(self._simulation.order.script)
 
-    def make_world(self, links: Links, outages: Outages, shards: int) -> World:
+    def make_world(self, links: Links, shards: int) -> World:
         """The world they live in."""
-        one = self._simulation
-        return World(one.order.workers, links, one.tariff, outages, one.processors, shards)
+        one, order = self._simulation, self._simulation.order
+        plan = faults_.schedule(one.faults, order.workers, shards, order.seed)
+        return World(order.workers, links, one.tariff, plan, one.processors, shards)
 
     def own(self, worker: Worker, out: TextIO) -> Own:
         """What a worker has for itself."""
@@ -267,5 +267,8 @@ class SimSeat(Seat):
 
 def _error_line(error: BaseException, worker: Worker | None, t: float) -> bytes:
     said = {"kind": type(error).__name__, "text": str(error), "traceback": "", "consequence": False}
-    number = worker.number if worker is not None else 0
-    return msgspec.json.encode({"event": "error", "t": round(t, 6), "worker": number, **said}) + b"\n"
+    return _line("error", worker.number if worker is not None else 0, t, **said)
+
+
+def _line(kind: str, worker: int, t: float, /, **carries: object) -> bytes:
+    return msgspec.json.encode({"event": kind, "t": round(t, 6), "worker": worker, **carries}) + b"\n"

@@ -8,7 +8,7 @@ costs one switch, and every event still happens in the order of time.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import Context
 from typing import Any
@@ -18,6 +18,7 @@ from greenlet import GreenletExit, getcurrent, greenlet
 
 from stretto.errors import LaunchError, WireError
 from stretto.sim.clock import Queue
+from stretto.sim.faults import Happening
 from stretto.sim.flows import ARRIVE, GO_ON, Flows, Net
 from stretto.sim.network import Links
 from stretto.sim.outages import Outages
@@ -168,7 +169,7 @@ class World:
         workers: int,
         links: Links,
         tariff: Tariff,
-        outages: Outages | None = None,
+        plan: Iterable[tuple[float, Happening]] = (),
         processors: float | None = None,
         servers: int = 0,
         stopclock: Callable[[], float] | None = None,
@@ -182,8 +183,7 @@ class World:
         if processors is not None:
             self.processors = Flows(self.queue, [processors, *[1.0] * (workers + 1 + servers)])
         self.workers = [Worker(self, number) for number in range(workers)]
-        self.outages = outages or Outages()
-        self.outages.bind(self)
+        self.outages = Outages(self.queue, self.net, plan)
         self._lines: dict[int, deque[tuple[int, float, Callable[[], None]]]] = {}
         self.updates: list[float] = []
         """How long each update took a server, where that is measured."""

@@ -22,7 +22,6 @@ from stretto.sim.collective import Table
 from stretto.sim.flows import Net
 from stretto.sim.network import Links
 from stretto.sim.office import Offices
-from stretto.sim.outages import Outages
 from stretto.sim.own import Own
 from stretto.sim.tariff import Tariff
 from stretto.sim.world import Worker, World
@@ -40,7 +39,7 @@ class Scene:
 
     def __init__(self, workers: int, net: str, cost: Tariff, processors: float | None, shards: int = 0) -> None:
         links = Links(network.parse(net), workers, shards)
-        self.world = World(workers, links, cost, Outages(iter(())), processors, shards)
+        self.world = World(workers, links, cost, (), processors, shards)
         table, offices = Table(self.world, links), None
         if shards:
             offices = Offices(self.world, shards, "stop", True, inf)
