@@ -24,7 +24,7 @@ class Outages:
         self._next = next(self._plan, None)
         self._pauses: dict[int, list[tuple[float, float]]] = {}
         """Of each worker, from when to when it was stopped; the last may have no end yet."""
-        self.tell: Callable[[float, Happening], None] = lambda time, happening: None
+        self.tell: Callable[[float, Happening], None] = lambda *_: None
         """Called with all that happens."""
         self._look_ahead()
 
