@@ -100,11 +100,11 @@ def command(
     order_ = Order(
         script=script,
         args=tuple(args or ()),
-        workers=_whole(workers, "the number of workers"),
+        workers=_whole(workers, "the number of workers", "-n 4"),
         recipe=recipe,
-        seed=_whole(seed, "the seed"),
-        output="none" if quiet else output,
-        servers=None if servers is None else _whole(servers, "the number of servers"),
+        seed=_whole(seed, "the seed", "--seed 1"),
+        output=output,
+        servers=None if servers is None else _whole(servers, "the number of servers", "--servers 2"),
         on_nan=on_nan,
         plain=plain,
     )
@@ -194,11 +194,11 @@ def _float(text: str) -> float | None:
         return None
 
 
-def _whole(text: str, what: str) -> int:
+def _whole(text: str, what: str, to_type: str) -> int:
     try:
         return int(text)
     except ValueError:
-        raise _wrong(f"{what} cannot be {text}", text, "a whole number", "4") from None
+        raise _wrong(f"{what} cannot be {text}", text, "a whole number", to_type) from None
 
 
 def _some(processors: float | None) -> float | None:

@@ -132,6 +132,8 @@ class Net:
         """What of their capacity is left to links that were slowed."""
         self._cuts: list[frozenset[int]] = []
         """The ends of each cut: between them and all others nothing goes."""
+        self._stopped = 0
+        """How many workers are stopped: those that exchange with all the others hold all of them up."""
         self._held: list[_Transfer] = []
         self._buckets = Buckets(queue, links.burst, self._capacity)
 
@@ -166,22 +168,38 @@ class Net:
     def cut(self, ends: Iterable[int]) -> None:
         """Nothing goes between these ends and all others; what is under way waits where it is."""
         self._cuts.append(frozenset(ends))
-        for flow, transfer in list(self._under_way.items()):
-            if self._is_cut(transfer):
-                del self._under_way[flow]
-                transfer.left = self._flows.stop(flow)
-                self._held.append(transfer)
+        self._hold()
 
     def heal(self, ends: Iterable[int]) -> None:
         """One such cut has ended: what waited goes on."""
         self._cuts.remove(frozenset(ends))
+        self._go_on()
+
+    def stop(self) -> None:
+        """A worker stands still: no exchange of all goes on. What it has sent to a server is under way."""
+        self._stopped += 1
+        self._hold()
+
+    def go_on(self) -> None:
+        """It goes on."""
+        self._stopped -= 1
+        self._go_on()
+
+    def _hold(self) -> None:
+        for flow, transfer in list(self._under_way.items()):
+            if self._is_cut(transfer):
+                del self._under_way[flow]
+                transfer.left, transfer.flow = self._flows.stop(flow), None
+                self._held.append(transfer)
+
+    def _go_on(self) -> None:
         held, self._held = self._held, []
         for transfer in held:
             self._begin(transfer)
 
     def _is_cut(self, transfer: _Transfer) -> bool:
         if transfer.source is None:
-            return bool(self._cuts)
+            return bool(self._cuts) or self._stopped > 0
         return any((transfer.source in cut) != (transfer.target in cut) for cut in self._cuts)
 
     def _set(self, end: int) -> None:
@@ -189,20 +207,22 @@ class Net:
         for resource in {self._links.up(end), self._links.down(end)}:
             self._slowed[resource] = self._links.capacities[resource] / slower
             self._flows.capacity(resource, self._slowed[resource])
+            if slower == 1.0:
+                del self._slowed[resource]
 
     def _begin(self, transfer: _Transfer) -> None:
-        if self._cuts and self._is_cut(transfer):
+        if (self._cuts or self._stopped) and self._is_cut(transfer):
             self._held.append(transfer)
             return
         if not transfer.is_begun:
             transfer.is_begun = True
             transfer.left -= self._buckets.begin(transfer.path, transfer.left)
-        if transfer.path and transfer.left > PACKET_BYTES:
+        if transfer.path and (transfer.left > PACKET_BYTES or (transfer.left and self._slowed)):
             key = transfer.source if transfer.source is not None else 0
             flow = self._flows.start(transfer.left, transfer.path, lambda: self._leave(transfer), key)
             transfer.flow = flow
             self._under_way[flow] = transfer
-        elif transfer.path and transfer.left:
+        elif transfer.path and transfer.left and not self._slowed:
             last_s = transfer.left / min(self._capacity(one) for one in transfer.path)
             self._queue.at(self._queue.now + last_s, lambda: self._leave(transfer), ARRIVE, transfer.source or 0)
         else:

@@ -92,7 +92,11 @@ class Outages:
         net = self._net
         if happening.verb == "kill":
             raise _killed(time, happening)
-        if happening.verb == "cut":
+        if happening.verb == "pause":
+            net.stop()
+        elif happening.verb == "go_on":
+            net.go_on()
+        elif happening.verb == "cut":
             net.cut(ends)
         elif happening.verb == "heal":
             net.heal(ends)

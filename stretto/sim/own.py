@@ -26,8 +26,8 @@ TWISTER_BYTES = 2500
 class Own:
     """One worker's part. `take` puts it in place when the worker goes on, `keep` notes it when another one does."""
 
-    def __init__(self, main: ModuleType | None, arguments: list[str], out: TextIO) -> None:
-        self._main, self._arguments, self._out = main, arguments, out
+    def __init__(self, main: ModuleType | None, arguments: list[str], out: TextIO, err: TextIO) -> None:
+        self._main, self._arguments, self._out, self._err = main, arguments, out, err
         self._numpy, self._random = Kept(NUMPY), Kept(PYTHON)
         self.keep()
 
@@ -49,7 +49,7 @@ class Own:
             torch.set_autocast_enabled("cpu", self._autocast)
         if self._main is not None:
             sys.modules["__main__"], sys.argv = self._main, self._arguments
-        sys.stdout = self._out
+        sys.stdout, sys.stderr = self._out, self._err
 
 
 class Process:
@@ -59,7 +59,7 @@ class Process:
         self._main, self._arguments, self._path = sys.modules["__main__"], sys.argv, list(sys.path)
         self._threads = torch.get_num_threads()
         self._seeds = [(module, name, getattr(module, name)) for module, name in SEEDS]
-        self._states = Own(None, sys.argv, sys.stdout)
+        self._states = Own(None, sys.argv, sys.stdout, sys.stderr)
 
     def restore(self) -> None:
         """Put it back."""

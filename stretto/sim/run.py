@@ -15,7 +15,7 @@ import msgspec
 import torch
 from torch import nn
 
-from stretto.errors import LaunchError
+from stretto.errors import LaunchError, explain
 from stretto.events import LogFile
 from stretto.folder import make_folder, write_run
 from stretto.launch.clocks import ScriptTime
@@ -86,9 +86,23 @@ def check(simulation: Simulation) -> Simulation:
     order = settled(order)
     shards = parse(order.recipe).shards if order.recipe else MOST_SHARDS
     faults_.check(simulation.faults, order.workers, shards)
+    for fault in simulation.faults:
+        _refuse_idle(fault, simulation.network)
     Pace(simulation.speeds, order.workers, order.seed)
     Program(order.script, order.args, order.seed)
     return replace(simulation, order=order)
+
+
+def _refuse_idle(fault: Fault, network: Network) -> None:
+    """Raise LaunchError for a fault that would change nothing here."""
+    if isinstance(fault, faults_.Pause) and fault.who.kind != "worker":
+        problem, to_type = f"a {fault.who.kind} can't be paused in a simulation", "pause worker 1 for 5s at 30s"
+        raise LaunchError(explain(problem, got=fault, expected="a pause of a worker", to_type=f'--faults "{to_type}"'))
+    if isinstance(fault, faults_.Slow) and network == Network():
+        problem, expected = "there is no link to be slow", "a network whose links have a speed"
+        raise LaunchError(
+            explain(problem, got="--network instant", expected=expected, to_type='--network "1Gbit/s 1ms"')
+        )
 
 
 def simulate(
@@ -149,6 +163,7 @@ class Cast:
         self.world = self.make_world(links, shards)
         self.program = Program(order.script, order.args, order.seed)
         self.commons = Commons()
+        self._err = sys.stderr
         self._said: set[str] = set()
         self._forecast = Forecast(order.workers)
         self._table = Table(self.world, links)
@@ -182,7 +197,8 @@ class Cast:
     def own(self, worker: Worker, out: TextIO) -> Own:
         """What a worker has for itself."""
         shown = worker.number == 0 and self._simulation.order.output == "lead"
-        return self.program.own(worker, out if shown or self._simulation.order.output == "all" else Nowhere())
+        heard = shown or self._simulation.order.output == "all"
+        return self.program.own(worker, *((out, self._err) if heard else (Nowhere(), Nowhere())))
 
     def live(self, worker: Worker) -> None:
         """A worker's life."""
@@ -231,7 +247,7 @@ class Cast:
     def _say_once(self, text: str) -> None:
         if text not in self._said:
             self._said.add(text)
-            print(f"stretto: {text}", file=sys.stderr, flush=True)
+            print(f"stretto: {text}", file=self._err, flush=True)
 
     def _script_time(self) -> float | None:
         worker = self.world.now_on

@@ -34,14 +34,14 @@ class Program:
         self.mains: dict[int, ModuleType] = {}
         """The names of each worker's script."""
 
-    def own(self, worker: Worker, out: TextIO) -> Own:
+    def own(self, worker: Worker, out: TextIO, err: TextIO) -> Own:
         """What a worker begins with: `__main__`, the arguments, and random states that depend on the seed alone."""
         main = ModuleType("__main__")
         vars(main)["__file__"] = str(self.path)
         vars(main)["__builtins__"] = __builtins__
         self.mains[worker.number] = main
         sow(self._seed)
-        return Own(main, list(self._arguments), out)
+        return Own(main, list(self._arguments), out, err)
 
     def live(self, worker: Worker) -> None:
         """Run the script, then close the run."""

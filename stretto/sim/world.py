@@ -7,9 +7,10 @@ costs one switch, and every event still happens in the order of time.
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from contextvars import Context
 from typing import Any
 
@@ -140,7 +141,13 @@ class Worker:
         return self._in_backward
 
     def backward(self, original: Callable[[], None]) -> None:
-        """A backward pass; what may not be done within it is done behind it, in the same order."""
+        """A backward pass; what may not be done within it is done behind it, in the same order.
+
+        One within another, as reentrant checkpointing makes it, is a part of that.
+        """
+        if self._in_backward:
+            original()
+            return
         self._in_backward = True
         try:
             original()
@@ -190,6 +197,7 @@ class World:
         self.turns = 0
         """How often a worker has taken its turn."""
         self._hub: Any = None
+        self._out, self._err = sys.stdout, sys.stderr
         self._living = 0
         self._now: Worker | None = None
         self._last: Worker | None = None
@@ -251,7 +259,12 @@ class World:
                 raise self._failed[1]
             events += 1
             if events % TICK_EVENTS == 0:
-                tick()
+                self._show(tick)
+
+    def _show(self, tick: Callable[[], None]) -> None:
+        """Let whoever waits for the simulation look at it, with the output of this process in place."""
+        with redirect_stdout(self._out), redirect_stderr(self._err):
+            tick()
 
     # --- processors ---------------------------------------------------------------------------------------------
 

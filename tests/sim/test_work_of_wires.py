@@ -53,7 +53,7 @@ class Scene:
             live(self._wires[worker.number])
             ends.append(worker.now())
 
-        self.world.run(course, lambda one: Own(ModuleType("__main__"), [], io.StringIO()))
+        self.world.run(course, lambda one: Own(ModuleType("__main__"), [], io.StringIO(), io.StringIO()))
         return max(ends)
 
 

@@ -48,7 +48,7 @@ class Scene:
         torch.manual_seed(worker.number)
         np.random.seed(worker.number)
         random.seed(worker.number)
-        return Own(ModuleType("__main__"), [str(worker.number)], io.StringIO())
+        return Own(ModuleType("__main__"), [str(worker.number)], io.StringIO(), io.StringIO())
 
 
 def doing_nothing(worker: Worker, wire: SimWire) -> None:
@@ -243,7 +243,7 @@ def test_a_fault_costs_exactly_what_it_should(fault: str, seconds: float) -> Non
     assert Scene(2, NET, fault).lived(meeting).queue.now == pytest.approx(seconds, abs=1e-6)
 
 
-def test_a_worker_that_is_stopped_hears_only_when_it_goes_on() -> None:
+def test_a_worker_that_is_stopped_holds_an_exchange_of_all_up() -> None:
     heard = {}
 
     def live(worker: Worker, wire: SimWire) -> None:
@@ -252,7 +252,48 @@ def test_a_worker_that_is_stopped_hears_only_when_it_goes_on() -> None:
         heard[worker.number] = worker.now()
 
     Scene(2, fault="pause worker 0 for 5s at 1.5s").lived(live)
-    assert heard == {0: 6.5, 1: 2.0}
+    assert heard == {0: 6.5, 1: 6.5}
+
+
+@pytest.mark.parametrize("left", [100, 20_000])
+def test_what_was_cut_goes_on_with_what_is_left(left: int) -> None:
+    """Whether it then fits into a packet or not."""
+    moment = 1.0 - left / 1e6
+    fault = f"cut worker 0 for 2s at {moment:.6f}s; slow link of worker 1 by 2 for 1s at 10s"
+    scene = Scene(2, "8Mbit/s", fault)
+    told: list[float] = []
+    scene.world.net.send(0, 1, 1_000_000, lambda: told.append(scene.world.queue.now))
+    scene.lived(lambda worker, wire: worker.sleep(5.0) or worker.catch_up())  # type: ignore[func-returns-value]
+    assert told == pytest.approx([3.0])
+
+
+def test_a_packet_that_begins_on_a_slow_link_is_quick_when_that_is_over() -> None:
+    scene = Scene(2, "8Mbit/s", "slow link of worker 0 by 100000 for 10ms at 0s")
+    told: list[float] = []
+
+    def live(worker: Worker, wire: SimWire) -> None:
+        if worker.number == 0:
+            worker.sleep(0.001)
+            worker.act(lambda: scene.world.net.send(0, 1, 1000, lambda: told.append(scene.world.queue.now)))
+        worker.sleep(1.0)
+        worker.catch_up()
+
+    scene.lived(live)
+    assert told == pytest.approx([0.011], abs=1e-4)
+
+
+def test_a_backward_pass_within_another_is_a_part_of_it() -> None:
+    done: list[str] = []
+
+    def live(worker: Worker, wire: SimWire) -> None:
+        def inner() -> None:
+            worker.backward(lambda: worker.after_backward(lambda: done.append("behind")))
+            done.append("outer")
+
+        worker.backward(inner)
+
+    Scene(1).lived(live)
+    assert done == ["outer", "behind"]
 
 
 # --- ends ---------------------------------------------------------------------------------------------------------
