@@ -242,17 +242,42 @@ def look_at(lab: Laboratory) -> Link:
 
 
 def free_processors() -> float:
-    """How many processors as many busy processes as there are hosts really get."""
-    started = [subprocess.Popen([sys.executable, "-c", _SPIN], stdout=subprocess.PIPE) for _ in range(HOSTS)]
+    """How many processors' work as many busy processes as there are hosts get done, in that of one process alone.
+
+    Less than there are cores where cores share their parts, as two threads of one core do, or where others are at work.
+    """
+    alone = _steps_done(1)
+    return _steps_done(HOSTS) / alone
+
+
+def _steps_done(processes: int) -> float:
+    """The steps of training a second that so many processes do at once."""
+    command = [sys.executable, "-c", _STEPS]
+    started = [subprocess.Popen(command, stdout=subprocess.PIPE, env=_environment()) for _ in range(processes)]
     return sum(float(one.communicate(timeout=LIMIT_S)[0]) for one in started)
 
 
-_SPIN = """
+_STEPS = """
 import time
-while time.perf_counter() % 4 > 0.1: pass
-began, used = time.perf_counter(), time.process_time()
-while time.perf_counter() - began < 2: pass
-print((time.process_time() - used) / 2)
+import torch
+
+torch.set_num_threads(1)
+net = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 10))
+x = torch.randn(32, 64)
+
+def step():
+    net.zero_grad()
+    net(x).square().mean().backward()
+
+for _ in range(20):
+    step()
+while time.time() % 8 > 0.1:
+    time.sleep(0.01)
+began, steps = time.perf_counter(), 0
+while time.perf_counter() - began < 3:
+    step()
+    steps += 1
+print(steps / 3)
 """
 
 

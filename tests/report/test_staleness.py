@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from report.synthetic import asynchronous, write_run
 from report.test_page import Well
 
-from stretto.report.summary import _summary
 from stretto.report import history, series, staleness
 from stretto.report.histograms import MOST_BINS, Bins, bins
 from stretto.report.page import write
 from stretto.report.record import record
 from stretto.report.staleness import Tally, updates
+from stretto.report.summary import _summary
 
 FAST, SLOW = [1, 2, 3, 2] * 5, [7, 9, 8, 0]
 """Twenty updates of a worker and four of one that is five times slower."""
