@@ -20,7 +20,8 @@ from stretto.sim.sweep import SweepOrder, results, run, work
 
 COMMAND = (sys.executable, "-S", "-E", pretend.__file__)
 STOPPABLE = """
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs are born deaf to it
 from pathlib import Path
 from stretto.sim.sweep import SweepOrder, run, work
 command, work.PATIENCE_S = tuple(sys.argv[1].split(":")), float(sys.argv[2])
@@ -213,7 +214,10 @@ def _stopped(number: signal.Signals, *sweep: str, patience_s: float = work.PATIE
         _until(iter(lambda: len(list(Path().glob("swept/points/*/began"))) == 2, None))
         began = time.monotonic()
         os.kill(process.pid, number)
-        said, _ = process.communicate(timeout=30)
+        try:
+            said, _ = process.communicate(timeout=30)
+        finally:
+            process.kill()
     return process.returncode, said, time.monotonic() - began
 
 
