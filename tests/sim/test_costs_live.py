@@ -11,6 +11,7 @@ import socket
 import struct
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -108,6 +109,10 @@ def _measure(worker: int, folder: str) -> list[dict[str, Any]]:
         apart.gather(b"all are here")
         of_the_store = [one for one in _sockets() if _port(one) == store.port]
         of_the_group = wire._opened.difference(of_the_store)
+        limit = time.monotonic() + 20.0
+        while sum(_counts(of_the_group)) < sum(costs.forming_bytes(workers)):
+            assert time.monotonic() < limit, "a greeting never came"
+            time.sleep(0.001)
         before, counts = wire.traffic(), [_counts(of_the_group)]
         for do, _ in EXCHANGES:
             do(wire)
