@@ -22,8 +22,8 @@ from stretto.launch.local import Order, Stopped
 from stretto.launch.local import run as run_order
 from stretto.launch.order import OnNan, Output
 from stretto.launch.watch import Watch
-from stretto.report.record import STANDARD_OUTPUT, write_json
-from stretto.report.summary import check_target, conclude
+from stretto.report.record import STANDARD_OUTPUT, check_target, write_json
+from stretto.report.summary import conclude
 from stretto.sim.command import command as simulate
 
 app = typer.Typer(
@@ -140,7 +140,7 @@ def run(
         on_nan=on_nan,
         plain=plain,
     )
-    check_target(json_to)
+    check_target(json_to, "run.json")
     here = str(json_to) == STANDARD_OUTPUT
     folder = run_order(order, Watch(quiet=quiet, out=2 if here else 1))
     conclude(folder, json_to, silent=quiet)

@@ -15,10 +15,9 @@ from rich.text import Text
 
 from stretto.bits.outcome import GD, Outcome
 from stretto.bits.progress import Progress
-from stretto.errors import LaunchError, explain
 from stretto.folder import describe, make_folder
 from stretto.launch.local import Stopped
-from stretto.report.record import STANDARD_OUTPUT, write_json
+from stretto.report.record import STANDARD_OUTPUT, check_target, write_json
 
 if TYPE_CHECKING:
     from stretto.bits.methods import Method
@@ -84,7 +83,7 @@ def bits(
     from stretto.bits.methods import method as read_method
     from stretto.bits.work import Terms
 
-    _check_json(json_to)
+    check_target(json_to, "bits.json")
     asked = problems.build(problem, files.read(data, rows), labels=labels, l2=l2, l1=l1)
     terms = Terms(workers, target, rounds, float64, live)
     terms.check(asked)
@@ -189,12 +188,3 @@ def _conclude(results: Results, json_to: Path | None) -> None:
     console.print(Text(f"page: {page.write(results.folder)}"), soft_wrap=True)
     if json_to is not None:
         write_json(json_to, results.records())
-
-
-def _check_json(target: Path | None) -> None:
-    """Refuse before the work what could not be written after it."""
-    if target is None or str(target) == STANDARD_OUTPUT or (target.parent.is_dir() and not target.is_dir()):
-        return
-    problem = f"{target} is a folder" if target.is_dir() else f"there is no folder {target.parent}"
-    expected = "a file in a folder that exists, or - for the standard output"
-    raise LaunchError(explain(problem, got=target, expected=expected, to_type="--json bits.json"))

@@ -13,10 +13,9 @@ from rich.text import Text
 from stretto.compare.plan import Question, ask, trials
 from stretto.compare.progress import Progress
 from stretto.compare.runs import Comparison
-from stretto.errors import LaunchError, explain
 from stretto.folder import make_folder
 from stretto.launch.local import Stopped
-from stretto.report.record import STANDARD_OUTPUT, write_json
+from stretto.report.record import STANDARD_OUTPUT, check_target, write_json
 from stretto.report.table import show
 from stretto.report.verdict import verdict
 
@@ -54,7 +53,7 @@ def compare(
 
     Options that are not ours go to the script, as does everything after --.
     """
-    _check_json(json_to)
+    check_target(json_to, "compare.json")
     question = ask(
         script,
         args or (),
@@ -101,12 +100,3 @@ def _conclude(comparison: Comparison, json_to: Path | None) -> None:
     console.print(Text(f"page: {written}"), soft_wrap=True)
     if json_to is not None:
         write_json(json_to, [{**one, "folder": str(comparison.folder / one["folder"])} for one in records])
-
-
-def _check_json(target: Path | None) -> None:
-    """Refuse before the runs what could not be written after them."""
-    if target is None or str(target) == STANDARD_OUTPUT or (target.parent.is_dir() and not target.is_dir()):
-        return
-    problem = f"{target} is a folder" if target.is_dir() else f"there is no folder {target.parent}"
-    expected = "a file in a folder that exists, or - for the standard output"
-    raise LaunchError(explain(problem, got=target, expected=expected, to_type="--json compare.json"))

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from stretto.errors import LogError
+from stretto.errors import LaunchError, LogError, explain
 from stretto.report import accounts, staleness
 from stretto.report.history import History, number, read, split_of
 
@@ -143,6 +143,15 @@ def _uneven(history: History) -> Record:
         "staleness": staleness.summary(history),
         "held_seconds": None if all(one is None for one in held) else [one or 0.0 for one in held],
     }
+
+
+def check_target(target: Path | None, example: str) -> None:
+    """Refuse before a run what `write_json` could not write after it. Raises LaunchError; `example` is a good name."""
+    if target is None or str(target) == STANDARD_OUTPUT or (target.parent.is_dir() and not target.is_dir()):
+        return
+    problem = f"{target} is a folder" if target.is_dir() else f"there is no folder {target.parent}"
+    expected = "a file in a folder that exists, or - for the standard output"
+    raise LaunchError(explain(problem, got=target, expected=expected, to_type=f"--json {example}"))
 
 
 def write_json(target: Path, found: object) -> None:

@@ -6,23 +6,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from stretto.errors import LaunchError, explain
 from stretto.report import page
 from stretto.report.accounts import in_words as encoded
 from stretto.report.asynchronous import in_words
 from stretto.report.figures import count, figure, percent, plural, seconds
 from stretto.report.record import STANDARD_OUTPUT, record, write_json
 from stretto.report.table import megabytes, share
-
-
-def check_target(target: Path | None) -> None:
-    """Refuse before the run what could not be written after it."""
-    if target is None or str(target) == STANDARD_OUTPUT:
-        return
-    if target.is_dir() or not target.parent.is_dir():
-        problem = f"{target} is a folder" if target.is_dir() else f"there is no folder {target.parent}"
-        expected = "a file in a folder that exists, or - for the standard output"
-        raise LaunchError(explain(problem, got=target, expected=expected, to_type="--json run.json"))
 
 
 def conclude(folder: Path, json_to: Path | None, silent: bool) -> None:

@@ -6,9 +6,6 @@ import statistics
 from collections.abc import Callable
 from dataclasses import replace
 from math import inf
-from typing import Any
-
-from torch.utils.data import DataLoader
 
 from stretto.sim.around import SimAround
 from stretto.sim.network import Links, Network
@@ -131,10 +128,6 @@ class _MeasuredAround(SimAround):
         """None: it is measured."""
         self._cast.paces[self._worker.number] = found = _Measured(watch)
         return found
-
-    def loads(self, loader: DataLoader[Any]) -> int:
-        """Batches are made in this process."""
-        return 0
 
     def sees_enough(self, hands: int, samples: int, t: float) -> bool:
         """Whether enough was seen; all see it after the same hand."""
