@@ -15,7 +15,7 @@ from stretto.launch.order import OnNan, Order, Output
 from stretto.launch.stopclock import seconds as stopclock
 from stretto.launch.stopclock import sparing
 from stretto.launch.watch import Watch
-from stretto.report.record import STANDARD_OUTPUT
+from stretto.report.record import STANDARD_OUTPUT, check_target
 from stretto.sim import faults as faults_
 from stretto.sim import network as network_
 from stretto.sim import speeds as speeds_
@@ -80,9 +80,7 @@ def command(
     The same seed gives the same run to the bit. Options that are not ours go to the script, as does everything after
     --.
     """
-    from stretto.report.summary import check_target
-
-    check_target(json_to)
+    check_target(json_to, "run.json")
     options = {
         "workers": workers,
         "recipe": recipe,
@@ -97,7 +95,7 @@ def command(
     }
     if not sweep and (target is not None or jobs is not None):
         raise _wrong("--target and --jobs are for a sweep", "no --sweep", "--sweep too", '--sweep "workers=1,2,4"')
-    order_ = Order(
+    order = Order(
         script=script,
         args=tuple(args or ()),
         workers=_whole(workers, "the number of workers", "-n 4"),
@@ -108,10 +106,18 @@ def command(
         on_nan=on_nan,
         plain=plain,
     )
+    if sweep:
+        if step_time.startswith(AUTO):
+            options["step_time"] = _asked_before(out) or _measured_once(order, network, step_time)
+        also = (*(["--plain"] if plain else []), *(["--on-nan", on_nan] if on_nan != "stop" else []))
+        given = {name: value for name, value in options.items() if value}
+        grid = SweepOrder(script, tuple(sweep), order.args, given, also, target, jobs, out, json_to, quiet)
+        run_sweep(grid, lambda text: print(text, file=sys.stderr if _here(json_to) else sys.stdout))
+        return
     from stretto.sim.run import Simulation, check
 
     simulation = Simulation(
-        order_,
+        order,
         Tariff(0.0),
         network_.parse(network),
         speeds_.parse(speeds),
@@ -119,16 +125,14 @@ def command(
         _some(processors),
         **_ends(until),
     )
-    simulation = check(simulation)
-    if not sweep:
-        _run(simulation, step_time, out, quiet, json_to)
-        return
-    if step_time.startswith(AUTO):
-        options["step_time"] = _asked_before(out) or str(_measured(simulation, step_time))
-    also = (*(["--plain"] if plain else []), *(["--on-nan", on_nan] if on_nan != "stop" else []))
-    given = {name: value for name, value in options.items() if value}
-    grid = SweepOrder(script, tuple(sweep), tuple(args or ()), given, also, target, jobs, out, json_to, quiet)
-    run_sweep(grid, lambda text: print(text, file=sys.stderr if _here(json_to) else sys.stdout))
+    _run(check(simulation), step_time, out, quiet, json_to)
+
+
+def _measured_once(order: Order, network: str, step_time: str) -> str:
+    """The time of a step for all points of a sweep; what they may say of speeds and faults is theirs."""
+    from stretto.sim.run import Simulation, check
+
+    return str(_measured(check(Simulation(order, Tariff(0.0), network_.parse(network))), step_time))
 
 
 def _asked_before(out: Path | None) -> str | None:
