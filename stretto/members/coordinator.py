@@ -1,50 +1,53 @@
 """Who gets which batch when nobody waits, and when all meet after all. A plain state machine.
 
 A pass begins when a worker says so; whoever is free gets the next batch. All workers meet at the end of the pass, and
-after every so many batches if they are to: each is told so once, before it gets a batch beyond.
+after every so many batches if they are to: each is told so once, before it gets a batch beyond. A pass is over when
+nobody holds a batch any more; so whoever has none left waits until that is so, or until one comes back.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from stretto.members.ledger import Dealt, Lease, Ledger
-
-
-@dataclass(frozen=True, slots=True)
-class Free:
-    """The plan of an asynchronous pass: every batch is for whoever asks first."""
-
-    def kept(self, owner: int | None, batches: int) -> Sequence[int]:
-        """All of them are anyone's."""
-        return () if owner is not None else range(batches)
+from stretto.members.ledger import Dealt, DealtAmong, Free, Lease, Ledger
 
 
 @dataclass(frozen=True, slots=True)
 class Handed:
     """What a worker that asked is told: its lease, or to meet the others, or with neither that nothing is left.
 
-    `samples` counts those handed out in the pass so far.
+    `samples` counts those handed out in the pass so far. `cut` says that the meeting is only for keeping what there is.
     """
 
     lease: Lease | None
     samples: int
     meet: bool = False
+    cut: bool = False
 
 
 class Coordinator:
     """The batches of one pass after the other, handed to whoever is free."""
 
     def __init__(self, workers: int) -> None:
-        self._workers = workers
-        self._number = 0
+        self.members = set(range(workers))
+        self.number = 0
+        self._all = workers
         self._ledger = Ledger([], Free())
         self._leases: dict[int, Lease] = {}
         self._meet: int | None = None
         self._handed = self._samples = 0
-        self._met: dict[int, int] = {}
-        """How many meetings each worker has been told of, over all passes, as `_handed` counts batches of all."""
+        self.called: list[bool] = []
+        """The meetings that were called, over all passes: whether each is only a cut."""
+        self.may_call = True
+        """Whether more of them may be called: not while somebody waits at the end of the pass."""
+        self._heard: dict[int, int] = {}
+        """Of how many of them each worker has been told."""
+        self._due = 0
+        """How many of them come of the batches handed out."""
+        self._waiting: set[int] = set()
+        """Those that have nothing left, and wait for the end of the pass."""
 
     @property
     def ledger(self) -> Ledger:
@@ -56,44 +59,111 @@ class Coordinator:
 
         Batches that are `dealt` are not for whoever is free, but for the workers in turn.
         """
-        if number <= self._number:
+        if number <= self.number:
             return
-        self._number, self._meet = number, meet
-        self._ledger = Ledger(sizes, Dealt(self._workers) if dealt else Free())
+        self.number, self._meet = number, meet
+        among = Dealt(self._all) if len(self.members) == self._all else DealtAmong(sorted(self.members))
+        self._ledger = Ledger(sizes, among if dealt else Free())
         self._leases, self._samples = {}, 0
+        self._waiting.clear()
 
     def lease(self, worker: int, number: int) -> Handed:
         """A worker is free. What it asks of a pass that is over, it gets nothing for."""
-        if number != self._number:
+        if number != self.number or worker not in self.members:
             return Handed(None, self._samples)
-        if self._is_to_meet(worker):
-            return Handed(None, self._samples, meet=True)
+        heard = self._heard.get(worker, 0)
+        if heard < len(self.called):
+            self._heard[worker] = heard + 1
+            return Handed(None, self._samples, meet=True, cut=self.called[heard])
         lease = self._ledger.lease(worker)
         if lease is not None:
             self._leases[lease.batch] = lease
             self._handed += 1
             self._samples += lease.samples
+            self._call_due()
         return Handed(lease, self._samples)
+
+    def call(self, worker: int) -> None:
+        """All are to meet for a cut, if there still is a batch for the worker that asks."""
+        if self.may_call and self._ledger.has(worker):
+            self.called.append(True)
 
     def settle(self, worker: int, number: int, batches: Sequence[int]) -> int:
         """Work on these batches is in the agreed state; returns how many counted."""
-        if number != self._number:
+        if number != self.number:
             return 0
         found = [lease for batch in batches if (lease := self._leases.get(batch)) and lease.worker == worker]
         return sum(self._ledger.settle(lease) for lease in found)
 
+    def wait(self, worker: int, number: int) -> None:
+        """A worker has nothing left, and waits for the end of the pass. What it has not settled it never will."""
+        if worker in self.members and number == self.number:
+            self._ledger.drop(worker)
+            self._waiting.add(worker)
+
+    def release(self, all_known: bool = True) -> dict[int, bool]:
+        """Those that wait no more: whether the pass is over for them, or there are batches again.
+
+        It is not over before `all_known`, for some may have been called to a meeting that is not known of.
+        """
+        again = {worker: False for worker in self._waiting if self._ledger.has(worker) or self._is_called(worker)}
+        told = again or (dict.fromkeys(self._waiting, True) if self.is_over and all_known else {})
+        self._waiting -= told.keys()
+        return told
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nobody holds a batch of the pass, and none is left."""
+        return not self._ledger.outstanding and not any(map(self._ledger.has, self.members))
+
     def leave(self, worker: int) -> int:
         """A worker has left: its batches go back. Returns their samples."""
+        self.members.discard(worker)
+        self._waiting.discard(worker)
+        self._heard.pop(worker, None)
         back = self._ledger.give_back(worker)
         self._samples -= back
         return back
 
-    def _is_to_meet(self, worker: int) -> bool:
-        """Whether so many batches are out that a meeting is due which the worker has not been told of."""
-        if self._meet is None:
-            return False
-        told = self._met.get(worker, 0)
-        if told >= self._handed // self._meet:
-            return False
-        self._met[worker] = told + 1
-        return True
+    def join(self, worker: int, met: int) -> None:
+        """A newcomer is there, which need not come to the first `met` meetings."""
+        self.members.add(worker)
+        self._heard[worker] = met
+
+    def called_at_least(self, count: int, cut: bool) -> None:
+        """Somebody has come to the meeting of this number."""
+        self.called += [cut] * (count - len(self.called))
+
+    def heard(self, worker: int, called: Sequence[bool]) -> None:
+        """A worker has been told of these meetings, perhaps by one that is no more."""
+        if len(called) > len(self.called):
+            self.called = list(called)
+            self._due = self.called.count(False)
+            self._handed = max(self._handed, self._due * (self._meet or 0))
+        self._heard[worker] = max(self._heard.get(worker, 0), len(called))
+
+    # --- going back ---------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """What has to be known to come back to this moment."""
+        return {"number": self.number, "settled": self._ledger.settled}
+
+    def go_back(self, state: dict[str, Any]) -> None:
+        """Back to such a moment: what was settled after it is not, and everybody's leases are void.
+
+        A moment of a pass that is over is the end of it, before the first batch of this one.
+        """
+        settled = state["settled"] if state["number"] == self.number else ()
+        self._ledger.go_back(settled)
+        self._leases = {}
+        self._waiting.clear()
+
+    def _is_called(self, worker: int) -> bool:
+        return self._heard.get(worker, 0) < len(self.called)
+
+    def _call_due(self) -> None:
+        """Call the meetings that the batches handed out so far ask for."""
+        while self._meet is not None and self._due < self._handed // self._meet:
+            self._due += 1
+            if self.may_call:
+                self.called.append(False)

@@ -26,6 +26,8 @@ class Lease:
     worker: int
     start: int
     stop: int
+    age: int = 0
+    """How often the servers had gone back to a cut when it was got; what is of an older age is void."""
 
     @property
     def samples(self) -> int:
@@ -51,6 +53,15 @@ class Plan(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Free:
+    """The plan of those who do not wait: every batch is for whoever asks first."""
+
+    def kept(self, owner: int | None, batches: int) -> Sequence[int]:
+        """All of them are anyone's."""
+        return () if owner is not None else range(batches)
+
+
+@dataclass(frozen=True, slots=True)
 class Dealt:
     """The fixed plan: batches are dealt in turn, batch b to worker b mod N."""
 
@@ -61,11 +72,24 @@ class Dealt:
         return range(owner, batches, self.workers) if owner is not None else ()
 
 
+@dataclass(frozen=True, slots=True)
+class DealtAmong:
+    """The fixed plan where some workers may be gone: batches are dealt in turn to those who are there."""
+
+    members: Sequence[int]
+
+    def kept(self, owner: int | None, batches: int) -> Sequence[int]:
+        """Batch b is kept for member b mod N; who came later has nothing kept for it."""
+        if owner not in self.members:
+            return ()
+        return range(self.members.index(owner), batches, len(self.members))
+
+
 class Ledger:
     """Leases the batches of one pass. `sizes` are their samples, in order.
 
-    A worker gets the first batch that is kept for it or for nobody. What a leaver gives back is anyone's.
-    Settling is idempotent: a lease that was settled or given back before is not counted again.
+    A worker gets the first batch that is kept for it or for nobody. What a leaver gives back is anyone's, and so is
+    what was kept for it. Settling is idempotent: a lease that was settled or given back before is not counted again.
     """
 
     def __init__(self, sizes: Sequence[int], plan: Plan) -> None:
@@ -96,8 +120,38 @@ class Ledger:
         """Take back all leases of a worker that leaves, for anyone to lease again. Returns their samples."""
         back = [lease for lease in self._leased.values() if lease.worker == worker]
         for lease in back:
-            heapq.heappush(self._heap(None), self._leased.pop(lease.batch).batch)
+            del self._leased[lease.batch]
+        kept, self._kept[worker] = self._heap(worker), []
+        self._free([*kept, *(lease.batch for lease in back)])
         return sum(lease.samples for lease in back)
+
+    def drop(self, worker: int) -> None:
+        """The worker's leases will not be settled, and are nobody's: their samples never count."""
+        self._leased = {batch: lease for batch, lease in self._leased.items() if lease.worker != worker}
+
+    def has(self, worker: int) -> bool:
+        """Whether there is a batch for the worker."""
+        return bool(self._heap(worker) or self._heap(None))
+
+    @property
+    def outstanding(self) -> bool:
+        """Whether anybody holds a batch that is not settled."""
+        return bool(self._leased)
+
+    @property
+    def settled(self) -> list[int]:
+        """The batches that count."""
+        return sorted(self._settled)
+
+    def go_back(self, settled: Iterable[int]) -> None:
+        """Only these count; all others are anyone's, whoever had them."""
+        self._settled, self._leased = set(settled), {}
+        self._plan = Free()
+        self._kept = {None: [batch for batch in range(self._batches) if batch not in self._settled]}
+
+    def _free(self, batches: Iterable[int]) -> None:
+        for batch in batches:
+            heapq.heappush(self._heap(None), batch)
 
     def _heap(self, owner: int | None) -> list[int]:
         """What is still kept for a worker, or for anyone."""

@@ -1,0 +1,133 @@
+"""What workers and the coordinator say to each other about who is in. Small structs; nothing else is ever decoded.
+
+A *generation* is a set of workers that exchange with each other; generations are numbered and only grow. A *life* is
+one process of a worker: a worker that is started again has the same number and a greater life.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import msgspec
+
+
+class _Said(msgspec.Struct, array_like=True, tag=True, frozen=True):
+    pass
+
+
+# --- a worker says --------------------------------------------------------------------------------------------------
+
+
+class Hello(_Said, frozen=True):
+    """A process has begun, or has found its way back to the coordinator."""
+
+    host: str
+    pid: int
+
+
+class Beat(_Said, frozen=True):
+    """It is alive, in this generation, doing this for so many seconds."""
+
+    generation: int
+    doing: str
+    for_s: float
+    hand: int
+
+
+class Broken(_Said, frozen=True):
+    """Its exchange in this generation has failed: somebody is gone."""
+
+    generation: int
+    why: str
+
+
+class Here(_Said, frozen=True):
+    """It stands still and exchanges nothing until it is told a new generation. Said again until that comes.
+
+    `generation` is the one it comes from, at most 0 for a worker without history, which takes and never gives.
+    `commits` are the exchanges that it has ended, `rounds` those of them that carried samples, and `hand` the batches
+    that it has been dealt. `at_rest` says that it stands between two hands with nothing unfinished (under a Hold), and
+    not in the middle of an exchange. `store` is an address at which it can keep a store for others to meet at.
+    """
+
+    generation: int
+    commits: int = 0
+    hand: int = 0
+    at_rest: bool = False
+    store: str = ""
+    rounds: int = 0
+
+
+class Quit(_Said, frozen=True):
+    """It was asked to end soon, and wants to leave in good order."""
+
+
+class Leave(_Said, frozen=True):
+    """It has done with everything."""
+
+
+# --- the coordinator says -------------------------------------------------------------------------------------------
+
+
+class Welcome(_Said, frozen=True):
+    """The settings of the run, the same for all, and the generation that there is."""
+
+    settings: dict[str, Any]
+    generation: int
+
+
+class Abort(_Said, frozen=True):
+    """This generation is over: stand still and say Here."""
+
+    generation: int
+    why: str
+
+
+class Hold(_Said, frozen=True):
+    """Stand still at the next rest between two hands, and say Here. Nothing is broken off."""
+
+    generation: int
+
+
+class GoOn(_Said, frozen=True):
+    """Others have come further: go on to the first rest at or behind this hand, and say Here again."""
+
+    generation: int
+    hand: int
+
+
+class Member(msgspec.Struct, array_like=True, frozen=True):
+    """One member of a generation, and where it stood."""
+
+    worker: int
+    life: int
+    here: Here
+
+
+class Form(_Said, frozen=True):
+    """The next generation: its members in the order of their numbers; a generation that is already there goes on.
+
+    `gone` are those that were in the last one and are not in this. `save` asks for a checkpoint first.
+    """
+
+    generation: int
+    members: list[Member]
+    gone: list[int] = []
+    why: str = ""
+    save: bool = False
+
+
+class Out(_Said, frozen=True):
+    """This life is no member any more: what it has is not the run's."""
+
+    why: str
+
+
+class Stop(_Said, frozen=True):
+    """The run can't go on."""
+
+    why: str
+
+
+Said: TypeAlias = Hello | Beat | Broken | Here | Quit | Leave
+Told: TypeAlias = Welcome | Abort | Hold | GoOn | Form | Out | Stop
