@@ -6,13 +6,14 @@ run, unless it was asked not to; whoever has another key is refused in the hands
 
 from __future__ import annotations
 
+import re
 import socket
-import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -21,42 +22,16 @@ import zmq.auth.thread
 
 from stretto.errors import LaunchError, explain
 from stretto.server import messages as m
+from stretto.server.cuts import Folder
 from stretto.server.desk import CoordinatorDesk, Desk, Post, ShardDesk
+from stretto.server.doors import BACKLOG, SMALL_BYTES, ServerKeys, doorman, log, router
 from stretto.server.memory import keep_freed_memory
-from stretto.server.parcels import LARGEST_FRAME, Assembly, ParcelError, encode
+from stretto.server.parcels import LARGEST_FRAME, Assembly, ParcelError, decode_head, encode
 
 IDLE_MS = 200
-BACKLOG = 1024
-SMALL_BYTES = 1 << 15
-"""Frames that are cheaper to copy than to keep account of."""
-
-
-@dataclass(frozen=True)
-class ServerKeys:
-    """What a server must know: its own pair, and the public key of the run's workers."""
-
-    secret: bytes
-    public: bytes
-    workers: bytes
-
-
-@dataclass(frozen=True)
-class WorkerKeys:
-    """What a worker must know: the servers' public key, and the pair of the run's workers."""
-
-    servers: bytes
-    public: bytes
-    secret: bytes
-
-
-def new_keys() -> tuple[ServerKeys, WorkerKeys]:
-    """Keys for one run."""
-    server_public, server_secret = zmq.curve_keypair()
-    worker_public, worker_secret = zmq.curve_keypair()
-    return (
-        ServerKeys(server_secret, server_public, worker_public),
-        WorkerKeys(server_public, worker_public, worker_secret),
-    )
+HERALD = b"herald"
+"""The name of whoever tells the services that a worker is dead."""
+_NAME = re.compile(rb"worker (\d{1,6})(?:\.(\d{1,6}))?")
 
 
 @dataclass(frozen=True)
@@ -72,6 +47,9 @@ class ShardPlace:
     """Secret and public key of the servers, public key of the workers."""
     on_nan: Literal["stop", "skip"]
     timeout_s: float
+    cuts: Path | None = None
+    """Where the desks keep what they can come back to; None where nobody starts them again."""
+    cut_every_s: float | None = None
 
 
 def serve(place: ShardPlace) -> None:
@@ -79,9 +57,12 @@ def serve(place: ShardPlace) -> None:
     torch.set_num_threads(1)
     keys = ServerKeys(*(one.encode() for one in place.keys)) if place.keys else None
     house = House(place.workers, keys)
+    own, shared = (Folder(place.cuts, name) if place.cuts else None for name in (f"shard{place.shard}", "coordinator"))
     if place.coordinator_fd is not None:
-        house.open(socket.socket(fileno=place.coordinator_fd), CoordinatorDesk(place.workers, time.monotonic))
-    house.open(socket.socket(fileno=place.listen_fd), ShardDesk(place.workers, time.monotonic, place.on_nan))
+        desk = CoordinatorDesk(place.workers, time.monotonic, shared, place.cut_every_s)
+        house.open(socket.socket(fileno=place.coordinator_fd), desk)
+    shard = ShardDesk(place.workers, time.monotonic, place.on_nan, own, time.monotonic_ns())
+    house.open(socket.socket(fileno=place.listen_fd), shard)
     house.wait()
 
 
@@ -95,7 +76,7 @@ class House:
         self._stop = threading.Event()
         self._threads: list[threading.Thread] = []
         self.services: list[Service] = []
-        self._doorman = _doorman(self._context, keys) if keys else None
+        self._doorman = doorman(self._context, keys) if keys else None
 
     def open(self, listener: socket.socket, desk: Desk) -> str:
         """Serve a desk at a listening socket; returns its address."""
@@ -131,29 +112,6 @@ class House:
         self._context.destroy(linger=0)
 
 
-def _doorman(context: zmq.Context[Any], keys: ServerKeys) -> Any:
-    """Lets in who has the workers' key."""
-    doorman = zmq.auth.thread.ThreadAuthenticator(context)
-    doorman.start()
-    doorman.configure_curve_callback("*", credentials_provider=_Guests(keys.workers))
-    return doorman
-
-
-class _Guests:
-    """Says to the authenticator who may come in; says to the log who may not."""
-
-    def __init__(self, public: bytes) -> None:
-        self._public = public
-        self.refused = 0
-
-    def callback(self, _domain: str, key: bytes) -> bool:
-        if key == self._public:
-            return True
-        self.refused += 1
-        _log(f"an unknown key was refused ({self.refused} so far)")
-        return False
-
-
 class Service:
     """Carries parcels between one socket and one desk."""
 
@@ -168,9 +126,14 @@ class Service:
         host, port = listener.getsockname()[:2]
         self.address = f"tcp://{host}:{port}"
         self._desk, self._workers = desk, workers
-        self._socket = _router(context, keys)
+        self._socket = router(context, keys, LARGEST_FRAME)
         self._socket.setsockopt(zmq.USE_FD, listener.detach())
         self._socket.bind(self.address)
+        self._lives = [0] * workers
+        """The life of each worker that is heard; what an older one still says is refused."""
+        self._is_in = [True] * workers
+        self._is_heard = [False] * workers
+        """Whether this process has heard of the worker: a service that was started again does not know its life."""
         self._assemblies = [Assembly() for _ in range(workers)]
         self._numbers = [0] * workers
         """That of each worker's parcel under way, or the last."""
@@ -209,11 +172,20 @@ class Service:
             flags = zmq.NOBLOCK
 
     def _take(self, name: bytes, frames: Sequence[Any]) -> None:
-        worker = worker_of(name, self._workers)
+        if name == HERALD and frames:
+            self._hear_of_death(frames)
+            return
+        worker, life = worker_of(name, self._workers)
         if worker is None or not frames:
             self._refuse(None, f"a message of {name!r:.40}, which is no worker's name")
             return
+        if life < self._lives[worker]:
+            self._refuse(None, f"a message of worker {worker}, which is not its process {life} any more")
+            return
         try:
+            if life > self._lives[worker] and self._is_heard[worker]:
+                self._bury(worker, life)
+            self._lives[worker], self._is_in[worker], self._is_heard[worker] = life, True, True
             for post in self._read(worker, frames):
                 self._send(post)
         except Exception as error:
@@ -238,23 +210,58 @@ class Service:
         head, tensors = assembly.take()
         if isinstance(head.body, m.Leave):
             return self._leave(worker)
+        if isinstance(head.body, m.Quit):
+            self._note_left(worker)
         return self._desk.take(worker, head, tensors)
 
+    def _hear_of_death(self, frames: Sequence[Any]) -> None:
+        """Somebody who knows says that a life of a worker is over; what this desk has of its work is answered."""
+        try:
+            head = decode_head(frames[0])
+        except ParcelError as error:
+            self._refuse(None, f"news that are none: {error}")
+            return
+        gone = head.body
+        if not isinstance(gone, m.Gone) or not 0 <= gone.worker < self._workers:
+            self._refuse(None, f"news of {type(gone).__name__}")
+            return
+        try:
+            left = self._desk.work_of(gone.worker) if gone.life + 1 >= self._lives[gone.worker] else m.Left(0, [])
+            if gone.life >= self._lives[gone.worker]:
+                self._bury(gone.worker, gone.life + 1, gone.number, gone.batches)
+                self._note_left(gone.worker)
+            self._socket.send_multipart([HERALD, *next(encode(head.number, left))])
+        except Exception as error:
+            self._refuse(None, f"news of the death of worker {gone.worker}: {type(error).__name__}: {error}")
+
+    def _bury(self, worker: int, life: int, number: int = 0, batches: Sequence[int] = ()) -> None:
+        """A worker's life before this one is over, if it was in."""
+        self._lives[worker] = life
+        self._assemblies[worker].forget()
+        self._left.discard(worker)
+        if self._is_in[worker]:
+            self._is_in[worker] = False
+            for post in self._desk.gone(worker, number, batches):
+                self._send(post)
+
     def _leave(self, worker: int) -> list[Post]:
+        self._note_left(worker)
+        return self._desk.leave(worker)
+
+    def _note_left(self, worker: int) -> None:
         self._left.add(worker)
         if len(self._left) == self._workers:
             self.empty.set()
-        return self._desk.leave(worker)
 
     def _refuse(self, post: Post | None, why: str) -> None:
         self.refused += 1
-        _log(f"refused {why}")
+        log(f"refused {why}")
         if post is not None:
             self._assemblies[post.worker].forget()
             self._send(post)
 
     def _send(self, post: Post) -> None:
-        name, tracker = name_of(post.worker), None
+        name, tracker = name_of(post.worker, self._lives[post.worker]), None
         small = sum(one.nbytes for one in post.tensors) < SMALL_BYTES
         try:
             for message in encode(post.number, post.body, post.tensors):
@@ -276,36 +283,21 @@ class Service:
                 self._sending.append((tracker, sent))
 
 
-def name_of(worker: int) -> bytes:
-    """A worker's name at the sockets of a server."""
-    return b"worker %d" % worker
+def name_of(worker: int, life: int = 0) -> bytes:
+    """A worker's name at the sockets of a server; each life has its own.
+
+    >>> name_of(3), name_of(3, 1)
+    (b'worker 3', b'worker 3.1')
+    """
+    return b"worker %d.%d" % (worker, life) if life else b"worker %d" % worker
 
 
-def worker_of(name: bytes, workers: int) -> int | None:
-    """The worker of a name, if it is one of so many."""
-    number = name.removeprefix(b"worker ")
-    return int(number) if name != number and number.isdigit() and len(number) < 7 and int(number) < workers else None
-
-
-def _router(context: zmq.Context[Any], keys: ServerKeys | None) -> Any:
-    router = context.socket(zmq.ROUTER)
-    for option, value in {
-        zmq.SNDHWM: 0,
-        zmq.RCVHWM: 0,
-        zmq.MAXMSGSIZE: LARGEST_FRAME,
-        zmq.ROUTER_MANDATORY: 1,
-        zmq.BACKLOG: BACKLOG,
-    }.items():
-        router.setsockopt(option, value)
-    router.copy_threshold = SMALL_BYTES
-    if keys is not None:
-        router.curve_server = True
-        router.curve_secretkey, router.curve_publickey = keys.secret, keys.public
-    return router
-
-
-def _log(text: str) -> None:
-    print(f"stretto: server: {text}", file=sys.stderr, flush=True)
+def worker_of(name: bytes, workers: int) -> tuple[int | None, int]:
+    """The worker of a name, if it is one of so many, and its life."""
+    found = _NAME.fullmatch(name)
+    if found is None or int(found[1]) >= workers:
+        return None, 0
+    return int(found[1]), int(found[2] or 0)
 
 
 def listening(host: str = "127.0.0.1") -> socket.socket:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from stretto.errors import WireError
 from stretto.sim import costs
+from stretto.sim.flows import ARRIVE
 from stretto.sim.network import Exchange, Links
 from stretto.sim.world import Worker, World
-from stretto.wire.seam import Traffic
+from stretto.wire.seam import Message, Traffic, made
 from stretto.words import Answer, Ask, Mean, Messages, answer
 
 _mean_bytes = functools.lru_cache(costs.mean_bytes)
@@ -31,6 +32,13 @@ class _Round:
     answer: Any = None
     problem: str = ""
     left: int = 0
+
+
+class _Load(NamedTuple):
+    """What an exchange is for each worker: so many messages, sent and received, and how often words are made of it."""
+
+    messages: float
+    tellings: int = 0
 
 
 class Table:
@@ -89,26 +97,29 @@ class Table:
         round_.laid.clear()
         round_.laid.update(dict.fromkeys(range(self.workers)))
         try:
-            round_.answer, exchange, messages = self._combined(things)
-            self._carry(exchange, messages, lambda: self._end(round_))
+            round_.answer, exchange, load = self._combined(things)
+            self._carry(exchange, load, lambda: self._end(round_))
         except WireError as error:
             round_.problem = str(error)
-            self._carry((0.0, (), 0.0), 0.0, lambda: self._end(round_))
+            self._carry((0.0, (), 0.0), _Load(0.0), lambda: self._end(round_))
 
-    def _carry(self, exchange: Exchange, messages: float, then: Callable[[], None]) -> None:
-        """Let the links carry the bytes while the processors of all work on them; messages wait for each other."""
+    def _carry(self, exchange: Exchange, load: _Load, then: Callable[[], None]) -> None:
+        """Let the links carry the bytes while the processors of all work on them.
+
+        Messages wait for each other, so nothing is gained from what is late; nobody works then.
+        """
         world, tariff = self._world, self._world.tariff
         amount, path, latency_s = exchange
-        work_s = tariff.wire_s(messages, 2 * amount)
+        work_s = tariff.wire_s(load.messages, 2 * amount, load.tellings)
         left = 1 + (work_s > 0) * (self.workers if world.processors is not None else 1)
 
         def part() -> None:
             nonlocal left
             left -= 1
             if not left:
-                then()
+                world.queue.at(world.queue.now + latency_s, then, ARRIVE)
 
-        world.net.flow(amount, path, latency_s + tariff.wire_s(messages, 0), part)
+        world.net.flow(amount, path, tariff.wire_s(load.messages, 0, load.tellings), part)
         for worker in range(left - 1):
             world.busy(1 + worker, work_s, part)
 
@@ -117,11 +128,11 @@ class Table:
         for worker in round_.takes:
             worker.wake()
 
-    def _combined(self, things: list[Any]) -> tuple[Any, Exchange, float]:
+    def _combined(self, things: list[Any]) -> tuple[Any, Exchange, _Load]:
         if any(type(one) is not type(things[0]) for one in things):
             kinds = sorted({type(one).__name__ for one in things})
             raise WireError(f"the workers do different things at once: {', '.join(kinds)}")
-        found: tuple[Any, Exchange, float] = things[0].combine(things, self._links)
+        found: tuple[Any, Exchange, _Load] = things[0].combine(things, self._links)
         return found
 
 
@@ -134,13 +145,13 @@ class _Asked:
         if isinstance(self.ask, Mean):
             tensor = self.ask.tensor
             messages = _mean_messages(0, len(things), tensor.nbytes, tensor.element_size())
-            return answer(asks), links.all_reduce(tensor.nbytes), messages
+            return answer(asks), links.all_reduce(tensor.nbytes), _Load(messages)
         found = Messages(answer(asks))
         sizes = [one.nbytes for one in found]
         busiest = max((len(sizes) - 1) * max(sizes), sum(sizes) - min(sizes))
         hops, path, latency_s = links.gather(costs.SIZE)
         exchange = hops + busiest, path, latency_s + links.gather(0)[2] / max(len(sizes) - 1, 1)
-        return found, exchange, 6 * (len(things) - 1)
+        return found, exchange, _Load(6 * (len(things) - 1), 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,11 +162,12 @@ class _Gathered:
         told = [one.message for one in things]
         longest = max(map(len, told))
         sent, path, latency_s = links.gather(costs.FRAME)
-        messages = 4 * (len(things) - 1)
-        if longest > costs.FRAME - costs.SIZE:
+        is_long = longest > costs.FRAME - costs.SIZE
+        if is_long:
             more, _, again_s = links.gather(longest)
-            sent, latency_s, messages = sent + more, latency_s + again_s, 2 * messages
-        return told, (sent, path, latency_s), messages
+            sent, latency_s = sent + more, latency_s + again_s
+        load = _Load(4 * (1 + is_long) * (len(things) - 1), 1 + is_long)
+        return told, (sent, path, latency_s), load
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +179,8 @@ class _Told:
         message = things[self.teller].message
         is_long = len(message) > costs.FRAME - costs.SIZE
         length = costs.FRAME + len(message) * is_long
-        return message, links.broadcast(self.teller, length), 2 * (1 + is_long) * (1 - 1 / len(things))
+        load = _Load(2 * (1 + is_long) * (1 - 1 / len(things)), 1 + is_long)
+        return message, links.broadcast(self.teller, length), load
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,15 +215,15 @@ class SimWire:
             self._count(_mean_bytes(self.worker, self.workers, ask.tensor.nbytes, ask.tensor.element_size()))
         return _Ticket(self, self._lay(_Asked(ask)), ask)
 
-    def gather(self, message: bytes) -> list[bytes]:
+    def gather(self, message: Message) -> list[bytes]:
         """The message of every worker."""
-        found: list[bytes] = self.taken(self._lay(_Gathered(message)))
+        found: list[bytes] = self.taken(self._lay(_Gathered(made(message))))
         self._count(costs.gather_bytes(self.workers, max(map(len, found))))
         return found
 
-    def tell(self, message: bytes, teller: int = 0) -> bytes:
+    def tell(self, message: Message, teller: int = 0) -> bytes:
         """The teller's message, at every worker. Within a backward pass, where nobody can wait, nothing comes back."""
-        number = self._lay(_Told(message, teller))
+        number = self._lay(_Told(made(message) if self.worker == teller else b"", teller))
         if self._self.in_backward:
             self._self.after_backward(lambda: self._forget(number, teller))
             return b""

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import msgspec
 
 from stretto.server.desk import CoordinatorDesk, ShardDesk
-from stretto.server.service import House, WorkerKeys, listening, new_keys
+from stretto.server.doors import WorkerKeys, new_keys
+from stretto.server.service import House, listening
 from stretto.wire.link import dial
 from stretto.wire.seam import Wire
 from stretto.wire.server import ServerWire
@@ -23,9 +24,9 @@ class Hosted:
     keys: WorkerKeys | None
     workers: int
 
-    def wire(self, worker: int, timeout_s: float) -> ServerWire:
-        """One worker's end."""
-        return dial(worker, self.workers, self.addresses, self.keys, timeout_s)
+    def wire(self, worker: int, timeout_s: float, life: int = 0) -> ServerWire:
+        """One worker's end; a later life joins a run that is under way."""
+        return dial(worker, self.workers, self.addresses, self.keys, timeout_s, life)
 
     def close(self) -> None:
         """End the services. Idempotent."""

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from stretto.errors import WireError
-from stretto.wire.seam import Traffic, nbytes
+from stretto.wire.seam import Message, Traffic, made, nbytes
 from stretto.words import Answer, Ask, Mean, answer
 
 
@@ -91,15 +91,17 @@ class MemoryWire:
         factor = 2 * (self.workers - 1) / self.workers if isinstance(ask, Mean) else self.workers - 1
         return _Ticket(self, self._lay(ask, factor * nbytes(ask.tensor)))
 
-    def gather(self, message: bytes) -> list[bytes]:
+    def gather(self, message: Message) -> list[bytes]:
         """The message of every worker."""
+        message = made(message)
         round_ = self._lay(message, (self.workers - 1) * len(message))
         gathered: list[bytes] = self.table.take(round_, list)
         return gathered
 
-    def tell(self, message: bytes, teller: int = 0) -> bytes:
+    def tell(self, message: Message, teller: int = 0) -> bytes:
         """The teller's message, at every worker."""
-        round_ = self._lay(message, (self.workers - 1) * len(message) if self.worker == teller else 0)
+        message = made(message) if self.worker == teller else b""
+        round_ = self._lay(message, (self.workers - 1) * len(message))
         told: bytes = self.table.take(round_, lambda messages: messages[teller])
         return told
 

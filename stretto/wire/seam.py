@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
 from stretto.words import Answer, Ask
+
+Message: TypeAlias = bytes | Callable[[], bytes]
+"""What a worker says, or what makes it: of a tell it is called at the teller alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,19 +38,29 @@ class Wire(Protocol):
     Every wait has the limit that the wire was made with; what goes wrong is a WireError.
     """
 
-    worker: int
-    workers: int
+    @property
+    def worker(self) -> int:
+        """This worker's place among those that are there."""
+        ...
+
+    @property
+    def workers(self) -> int:
+        """How many are there."""
+        ...
 
     def start(self, ask: Ask) -> Ticket:
         """Begin an ask without waiting for it; its tensor may not be touched until the answer is there."""
         ...
 
-    def gather(self, message: bytes) -> list[bytes]:
-        """The message of every worker, in their order."""
+    def gather(self, message: Message) -> list[bytes]:
+        """The message of every worker, in their order. Where it is asked for anew it is made anew."""
         ...
 
-    def tell(self, message: bytes, teller: int = 0) -> bytes:
-        """The message of the teller, at every worker; what the others pass is not looked at."""
+    def tell(self, message: Message, teller: int = 0) -> bytes:
+        """The message of the teller, at every worker; what the others pass is not looked at, or made.
+
+        Where workers may die another one becomes the teller when the teller is gone; then it makes the message.
+        """
         ...
 
     def traffic(self) -> Traffic:
@@ -56,6 +70,11 @@ class Wire(Protocol):
     def close(self) -> None:
         """Let go of the other workers. Idempotent."""
         ...
+
+
+def made(message: Message) -> bytes:
+    """A teller's message."""
+    return message if isinstance(message, bytes) else message()
 
 
 def nbytes(tensor: Tensor) -> int:

@@ -5,18 +5,22 @@ It speaks over links, and does not know what those are made of: sockets, or a si
 
 from __future__ import annotations
 
+import bisect
 import itertools
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import msgspec
 import torch
 from torch import Tensor
 
-from stretto.errors import WireError
+from stretto.errors import BrokenWireError, WireError
 from stretto.server import messages as m
+from stretto.server.meeting import GENERATION
 from stretto.server.parcels import Pieces, kind, placed, whole
-from stretto.wire.seam import Traffic, as_bytes
+from stretto.wire.seam import Message, Traffic, as_bytes, made
 from stretto.words import Answer, Every, Mean
 from stretto.words import Ask as Asked
 
@@ -26,6 +30,12 @@ ALIGNED = 64
 
 Sink = Callable[[int, int, Tensor], None]
 """Takes a piece: of which tensor, where it begins, and its numbers."""
+REMEMBERED = 64
+"""So many exchanges of all are remembered, to be said again to a service that was started again."""
+
+
+class AnewError(WireError):
+    """A server was lost, and begins anew from a cut: `ServerWire.recover`, and go on from there."""
 
 
 class Link(Protocol):
@@ -44,6 +54,22 @@ class Link(Protocol):
 
     def is_there(self, number: int) -> bool:
         """Whether the reply has come; never waits."""
+        ...
+
+    def awaits(self, number: int) -> bool:
+        """Whether a parcel has had no reply yet."""
+        ...
+
+    def mutter(self, body: m.Request, tensors: Sequence[Tensor] = ()) -> None:
+        """Send a parcel whose reply nobody waits for."""
+        ...
+
+    def abort(self) -> None:
+        """Break off what is waited for; from any thread."""
+        ...
+
+    def forget(self) -> None:
+        """Nothing that was asked is waited for any more, and what comes now is."""
         ...
 
     def traffic(self) -> tuple[int, int]:
@@ -73,13 +99,26 @@ class _MeanTicket:
     wire: ServerWire
     tensor: Tensor
     numbers: list[int]
+    expected: int
+    """How many were to give; each gave its share of the mean of so many."""
 
     def wait(self) -> Answer:
         flat = self.tensor
-        found = [self.wire.answered(shard, number)[0] for shard, number in enumerate(self.numbers)]
-        for (start, stop), pieces in zip(ranges(flat.numel(), len(found)), found, strict=True):
+        found = [link.wait(number) for link, number in zip(self.wire.links, self.numbers, strict=True)]
+        bounds = ranges(flat.numel(), len(found))
+        for (start, stop), (body, (pieces, *_)) in zip(bounds, found, strict=True):
             _write(flat[start:stop], pieces)
+            if isinstance(body, m.Among) and len(body.members) < self.expected:
+                flat[start:stop] *= self.expected / len(body.members)
         return flat
+
+
+@dataclass(slots=True)
+class _BrokenTicket:
+    """An ask on a wire that was broken off."""
+
+    def wait(self) -> Answer:
+        raise BrokenWireError("the exchange was broken off")
 
 
 @dataclass(slots=True)
@@ -103,6 +142,8 @@ class Update:
     samples: int
     lr: float
     messages: Sequence[Sequence[Tensor]]
+    batches: Sequence[int] = ()
+    """The work in it: batches of the pass."""
 
     @property
     def nbytes(self) -> int:
@@ -161,13 +202,57 @@ def _news(replies: Sequence[m.Body]) -> News:
 
 
 class ServerWire:
-    """One worker's end of a parameter server, over links to the coordinator and to every shard."""
+    """One worker's end of a parameter server, over links to the coordinator and to every shard.
 
-    def __init__(self, worker: int, workers: int, coordinator: Link, shards: Sequence[Link]) -> None:
-        self.worker, self.workers = worker, workers
+    `worker` and `workers` are this worker's place among those that are there, and how many those are. They change with
+    the answer of an exchange of all, the same for all. `number` is this worker's own for good.
+    """
+
+    def __init__(
+        self, worker: int, workers: int, coordinator: Link, shards: Sequence[Link], endures: bool = False
+    ) -> None:
+        self.number, self.members, self.expected = worker, list(range(workers)), workers
         self._coordinator, self.links = coordinator, shards
-        self._op = 0
+        self.endures = endures
+        """Whether servers that are lost come back, so that there must be cuts to go back to."""
+        self.age = 0
+        """How often the servers went back to a cut."""
+        self.cut_at = -1
+        """The cut that they went back to last."""
+        self.joined: m.Joined | None = None
+        """Where the run stood, for a worker that came when it was under way."""
+        self.order: tuple[int, bytes] = 0, b""
+        """The order of a pass as it was told, and of which pass."""
+        self.keeps: int | None = None
+        """What is told next is the order of this pass, and is kept for newcomers."""
+        self.calls: list[bool] = []
+        """The meetings that this worker was told of: whether each is for a cut alone."""
+        self.met = 0
+        """How many of them it has been to."""
+        self.doing: Callable[[str, int], None] = lambda _text, _hand: None
+        """Told what this worker does, for those who ask, and with which hand."""
+        self.on_cut: Callable[[], bool] = lambda: True
+        """Comes to a meeting for a cut, with nothing of this worker under way; whether the pass was over then."""
+        self.on_recovered: Callable[[], None] = lambda: None
+        """Takes up the servers' parameters, after they went back."""
+        self._op = self._pushed = 0
+        self._is_apart = False
+        self._begun: tuple[m.Begin, Tensor] | None = None
+        self._settled: list[int] = []
+        self._said: deque[tuple[Link, int, m.Request, list[Tensor]]] = deque(maxlen=REMEMBERED)
+        """The last exchanges of all; another worker may lack an answer that this one has."""
+        self._aborted = False
         self._on_close: list[Callable[[], None]] = []
+
+    @property
+    def worker(self) -> int:
+        """This worker's place among those that are there."""
+        return bisect.bisect_left(self.members, self.number)
+
+    @property
+    def workers(self) -> int:
+        """How many are there."""
+        return len(self.members)
 
     def when_closed(self, then: Callable[[], None]) -> None:
         """What is to be done once this end is closed."""
@@ -180,33 +265,89 @@ class ServerWire:
 
     # --- all together -------------------------------------------------------------------------------------------
 
-    def start(self, ask: Asked) -> _MeanTicket | _EveryTicket:
+    def start(self, ask: Asked) -> _MeanTicket | _EveryTicket | _BrokenTicket:
         """Begin an ask: of a mean every shard adds up its range, of messages one shard gives all to all."""
+        if self._aborted:
+            return _BrokenTicket()
         self._op += 1
+        self._is_apart = False
         flat = ask.tensor.detach()
         sent = flat.cpu().contiguous()
         if isinstance(ask, Mean):
             numbers = [
-                link.send(m.Ask(self._op, "mean"), [sent[start:stop]])
+                self._say(link, m.Ask(self._op, "mean"), [sent[start:stop]])
                 for link, (start, stop) in zip(self.links, ranges(sent.numel(), self.shards), strict=True)
             ]
-            return _MeanTicket(self, flat, numbers)
+            return _MeanTicket(self, flat, numbers, self.workers)
         assert isinstance(ask, Every)
         shard = self._op % self.shards
-        return _EveryTicket(self, flat, shard, self.links[shard].send(m.Ask(self._op, "every"), [sent]))
+        return _EveryTicket(self, flat, shard, self._say(self.links[shard], m.Ask(self._op, "every"), [sent]))
 
-    def gather(self, message: bytes) -> list[bytes]:
-        """The message of every worker."""
-        return self._gathered(message, None)
+    def gather(self, message: Message) -> list[bytes]:
+        """The message of every worker, in their order."""
+        return self._gathered(m.Gather(self._op + 1, None), made(message))
 
-    def tell(self, message: bytes, teller: int = 0) -> bytes:
-        """The teller's message, at every worker."""
-        return self._gathered(message if self.worker == teller else b"", teller)[0]
+    def tell(self, message: Message, teller: int = 0) -> bytes:
+        """The teller's message, at every worker. When the teller is gone the first of those that are left tells."""
+        while True:
+            if self.keeps is not None and self.order[0] == self.keeps:
+                return self.order[1]  # it was told before this worker came
+            one = self.members[teller]
+            op, keeps = self._op + 1, self.keeps
+            body = m.Gather(op, one) if keeps is None else m.Keep(op, one, keeps)
+            found = self._gathered(body, made(message) if one == self.number else b"")
+            if found:
+                if self.endures:  # the others may hear it from this worker too, when the teller is gone
+                    self._said[-1] = (*self._said[-1][:3], [as_bytes(found[0])])
+                self.order = (keeps, found[0]) if keeps is not None else self.order
+                return found[0]
+            teller = 0
+
+    def _gathered(self, body: m.Request, message: bytes) -> list[bytes]:
+        if self._aborted:
+            raise BrokenWireError("the exchange was broken off")
+        self._op += 1
+        self._is_apart = False
+        reply, tensors = self._coordinator.wait(self._say(self._coordinator, body, [as_bytes(message)]))
+        if isinstance(reply, m.Among):
+            self.members = list(reply.members)
+        return self._told(tensors)
+
+    def _say(self, link: Link, body: m.Request, tensors: list[Tensor]) -> int:
+        """Say something in an exchange of all."""
+        number = link.send(body, tensors)
+        if self.endures:
+            self._said.append((link, number, body, [one.clone() for one in tensors]))
+        return number
+
+    # --- generations --------------------------------------------------------------------------------------------
+
+    def abort(self) -> None:
+        """Break off what is under way. From any thread, at any time; who waits gets BrokenWireError."""
+        self._aborted = True
+        for link in (self._coordinator, *self.links):
+            link.abort()
+
+    def regroup(self, generation: int, members: Sequence[int], me: int) -> None:
+        """Exchange with these from now on; what was under way before is forgotten."""
+        self.members, self.number = sorted(members), me
+        self._op = generation * GENERATION
+        self._said.clear()
+        for link in (self._coordinator, *self.links):
+            link.forget()
+            link.send(m.Group(generation, self.members))
+        self._aborted = False
 
     def traffic(self) -> Traffic:
         """The bytes of this worker's connections, as its links count them."""
         pairs = [link.traffic() for link in (self._coordinator, *self.links)]
         return Traffic(sum(sent for sent, _ in pairs), sum(received for _, received in pairs), counted=True)
+
+    def quit(self) -> None:
+        """Leave in good order: the others go on without this worker."""
+        for link in (*self.links, self._coordinator):
+            link.send(m.Quit())
+        self.close()
 
     def close(self) -> None:
         """Leave: nobody waits for this worker any more."""
@@ -219,7 +360,14 @@ class ServerWire:
 
     def open(self, arena: int, recipe: str, parts: Sequence[Tensor]) -> None:
         """Give the shards their ranges of the parameters, and the rule."""
-        body = m.Open(arena, recipe, self.workers)
+        cut = self._op + 1
+        while self.endures:
+            try:
+                self._coordinator.wait(self._coordinator.send(m.Cut(cut, self.age)))
+                break
+            except AnewError:
+                self.recover()
+        body = m.Open(arena, recipe, self.expected, cut, self.age)
         for link, found in zip(self.links, shared_out(parts, self.shards), strict=True):
             link.wait(link.send(body, [one.detach().cpu() for one in found]))
 
@@ -229,51 +377,189 @@ class ServerWire:
         `lengths` are those of the parts of the parameters.
         """
         numbers = []
+        self._pushed = update.seq
         for shard, link in enumerate(self.links):
-            body = m.Push(arena, update.seq, update.versions[shard], update.samples, update.lr)
+            about = self._begun[0].number if self._begun else 0, list(update.batches)
+            body = m.Push(arena, update.seq, update.versions[shard], update.samples, update.lr, self.age, *about)
             numbers.append(link.send(body, [one.detach().cpu() for one in update.messages[shard]]))
         return Ticket(self, numbers, lengths, update.messages)
 
-    def rest(self, seq: int) -> None:
-        """Come to a meeting of all after update `seq`: no shard lets others wait for this worker till all have come."""
-        for link, number in [(link, link.send(m.Rest(seq))) for link in self.links]:
-            link.wait(number)
+    def meet(self, seq: int) -> bool:
+        """Come together with all, after update `seq`; no shard lets others wait for this worker till all have come.
+
+        What there is then is kept. Whether the pass was over: it may not be any more, if servers went back to a cut.
+        """
+        self._ask_all([m.Rest(seq)] * self.shards)
+        called = self.met < len(self.calls)
+        about = (self.met + 1, self.calls[self.met]) if called else (0, False)
+        self._op += 1
+        self._is_apart = False
+        reply, _ = self._coordinator.wait(self._say(self._coordinator, m.Meet(self._op, *about), []))
+        self.met += called
+        if isinstance(reply, m.Among):
+            self.members = list(reply.members)
+        return self.cut()
+
+    def cut(self) -> bool:
+        """Keep what there is after an exchange of all, at every service; whether the pass was over then."""
+        while self.endures:
+            links = (self._coordinator, *self.links)
+            asked = [(link, link.send(m.Cut(self._op, self.age))) for link in links]
+            try:
+                found, *_ = [link.wait(number)[0] for link, number in asked]
+                return isinstance(found, m.Closed) and found.over
+            except AnewError:
+                self.recover()
+                self._ask_all([m.Rest(self._pushed)] * self.shards)
+        return True
+
+    def apart(self) -> None:
+        """This worker has done with the meeting of all, and goes on by itself."""
+        if not self._is_apart:
+            self._is_apart = True
+            self._coordinator.send(m.Apart(self._op))
 
     def read(self, lengths: Sequence[int], flush: bool = False) -> Ticket:
         """Ask for the newest version; `flush` applies what was being collected."""
-        return Ticket(self, [link.send(m.Read(flush)) for link in self.links], lengths)
+        return Ticket(self, [link.send(m.Read(flush, self.age)) for link in self.links], lengths)
 
     def begin(self, number: int, sizes: Sequence[int], meet: int | None, dealt: bool) -> None:
         """Pass `number` begins, with batches of these sizes; workers meet after every `meet` of them.
 
         They go to whoever is free, or are `dealt` in turn.
         """
-        flat = torch.tensor(sizes, dtype=torch.int64)
-        self._coordinator.wait(self._coordinator.send(m.Begin(number, meet, dealt), [flat]))
+        self._begun = m.Begin(number, meet, dealt), torch.tensor(sizes, dtype=torch.int64)
+        self._settled = []
+        self._begin()
+        if self.joined is None or self.joined.number != number:
+            self.cut()
+        self.apart()
+
+    def keep_order(self, number: int, order: bytes) -> None:
+        """Keep an order that was not told to anybody, for newcomers."""
+        self.order = number, order
+        self._coordinator.send(m.Kept(number), [as_bytes(order)])
+
+    def _begin(self) -> None:
+        assert self._begun is not None
+        body, sizes = self._begun
+        self._coordinator.wait(self._coordinator.send(body, [sizes]))
+        if self.endures:
+            self._coordinator.send(m.Kept(self.order[0]), [as_bytes(self.order[1])])
 
     def ask_lease(self, number: int) -> int:
         """Ask for a batch; `lease` waits for the answer."""
-        return self._coordinator.send(m.Lease(number))
+        return self._coordinator.send(m.Lease(number, self.age))
 
     def lease(self, asked: int) -> m.Leased:
         """The batch that was asked for."""
         body, _ = self._coordinator.wait(asked)
         if not isinstance(body, m.Leased):
             raise WireError(f"the coordinator answered {type(body).__name__} to an ask for a batch")
+        if body.meet:
+            self.calls.append(body.cut)
         return body
 
     def settle(self, number: int, batches: Sequence[int]) -> None:
         """The work on these batches is in the server's parameters."""
-        self._coordinator.send(m.Settle(number, list(batches)))
+        self._settled += batches
+        self._coordinator.send(m.Settle(number, list(batches), self.age))
+
+    def is_over(self, number: int) -> bool:
+        """Wait until nobody holds a batch of the pass any more, and hold nobody back meanwhile.
+
+        False when there are batches again.
+        """
+        self.apart()
+        self._ask_all([m.Rest(self._pushed, True)] * self.shards)
+        body, _ = self._coordinator.wait(self._coordinator.send(m.Close(number, self.age)))
+        return not isinstance(body, m.Closed) or body.over
+
+    def counted(self, number: int) -> Tensor:
+        """How often each sample of the pass counted, at all workers; empty for a pass that is over."""
+        while True:
+            try:
+                _, (pieces,) = self._coordinator.wait(self._coordinator.send(m.Count(number, self.age)))
+                return whole(pieces, "uint8")
+            except AnewError:
+                self.recover()
 
     def answered(self, shard: int, number: int) -> list[Pieces]:
         """The tensors of a reply."""
         return self.links[shard].wait(number)[1]
 
-    def _gathered(self, message: bytes, teller: int | None) -> list[bytes]:
-        self._op += 1
-        number = self._coordinator.send(m.Gather(self._op, teller), [as_bytes(message)])
-        return self._told(self._coordinator.wait(number)[1])
+    # --- coming late, and going back ----------------------------------------------------------------------------
+
+    def join(self) -> None:
+        """Come to a run that is under way: wait until no member is in a meeting, and learn where it stands."""
+        try:
+            body, tensors = self._coordinator.wait(self._coordinator.send(m.Join()))
+        except AnewError:
+            self.recover()
+            self.join()
+            return
+        if not isinstance(body, m.Joined):
+            raise WireError(f"the coordinator answered {type(body).__name__} to a newcomer")
+        self.members, self.age, self._op = list(body.members), body.age, body.op
+        self.met, self.calls = body.met, list(body.calls)
+        here = self._joined_shards()
+        while any(one.age < 0 for one in here):  # one was started again, and has no parameters yet
+            self.recover()
+            here = self._joined_shards()
+        if not body.number:
+            return
+        self.order = body.number, self._told(tensors)[0]
+        self._is_apart = True
+        clock = min(one.clock for one in here)
+        self._ask_all([m.Enter(clock)] * self.shards)
+        self.joined = msgspec.structs.replace(body, arena=here[0].arena, clock=clock)
+
+    def _joined_shards(self) -> list[m.Joined]:
+        return [self._joined(one) for one, _ in self._ask_all([m.Join()] * self.shards)]
+
+    @staticmethod
+    def _joined(body: m.Body) -> m.Joined:
+        if not isinstance(body, m.Joined):
+            raise WireError(f"a server answered {type(body).__name__} to a newcomer")
+        return body
+
+    def recover(self) -> None:
+        """Go back to the cut from which the servers begin anew, with all workers. What was settled since is undone."""
+        while not self._go_back():
+            pass
+        self._settled, self._pushed = [], 0
+        if self._begun is not None:
+            self._begin()
+        if self.cut_at >= 0:
+            self.on_recovered()
+
+    def _go_back(self) -> bool:
+        """Agree with the others, through the coordinator, on a cut that all shards have; False to look again."""
+        has = [body for body, _ in self._ask_all([m.Cuts()] * self.shards) if isinstance(body, m.Has)]
+        least = max(one.age for one in has)
+        cuts = sorted(set.intersection(*(set(one.cuts) for one in has)))
+        back = m.Back(self.age, least, cuts, [one.birth for one in has], self.calls, self.met)
+        begun, _ = self._coordinator.wait(self._coordinator.send(back))
+        assert isinstance(begun, m.Begun)
+        self.age, self.cut_at = begun.age, begun.cut
+        try:
+            self._ask_all([m.GoBack(begun.age, begun.cut, birth) for birth in begun.births])
+        except AnewError:
+            return False
+        return True
+
+    def _ask_all(self, bodies: Sequence[m.Request]) -> list[tuple[m.Body, list[Pieces]]]:
+        """The replies of all shards, each to what it is asked."""
+        numbers = [link.send(body) for link, body in zip(self.links, bodies, strict=True)]
+        return [link.wait(number) for link, number in zip(self.links, numbers, strict=True)]
+
+    def say_again(self, link: Link) -> None:
+        """Tell a service that was started again what it may need: the last exchanges of all, and what was settled."""
+        if link is self._coordinator and self._settled and self._begun is not None:
+            link.mutter(m.Settle(self._begun[0].number, self._settled, self.age))
+        for to, number, body, tensors in self._said:
+            if to is link and not link.awaits(number):
+                link.mutter(body, tensors)
 
     def _told(self, tensors: Sequence[Pieces]) -> list[bytes]:
         """The bytes in the tensors of a reply."""

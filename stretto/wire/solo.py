@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from stretto.wire.seam import Traffic
+from stretto.wire.seam import Message, Traffic, made
 from stretto.words import Answer, Ask, Mean, answer
 
 
 @dataclass(slots=True)
-class _Answered:
+class Answered:
+    """An ask that is answered when it is made."""
+
     ask: Ask
 
     def wait(self) -> Answer:
+        """The answer."""
         return self.ask.tensor if isinstance(self.ask, Mean) else answer([self.ask])
 
 
@@ -22,17 +25,17 @@ class SoloWire:
     worker = 0
     workers = 1
 
-    def start(self, ask: Ask) -> _Answered:
+    def start(self, ask: Ask) -> Answered:
         """Answer at once."""
-        return _Answered(ask)
+        return Answered(ask)
 
-    def gather(self, message: bytes) -> list[bytes]:
+    def gather(self, message: Message) -> list[bytes]:
         """The one message."""
-        return [message]
+        return [made(message)]
 
-    def tell(self, message: bytes, teller: int = 0) -> bytes:
+    def tell(self, message: Message, teller: int = 0) -> bytes:
         """The message."""
-        return message
+        return made(message)
 
     def traffic(self) -> Traffic:
         """Nothing."""

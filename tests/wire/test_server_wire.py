@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from served import ADDING, Serving, hear, push
 
-from stretto.errors import WireError
+from stretto.errors import BrokenWireError, WireError
 from stretto.server import messages as m
 from stretto.wire.check import check_wire
+from stretto.wire.link import Herald
 from stretto.wire.server import ranges
 from stretto.words import Mean
 
@@ -121,3 +123,55 @@ def test_asking_different_things_is_an_error_not_a_wrong_mean(serving: Serving) 
     wires[1].start(Mean(torch.ones(3)))
     with pytest.raises(WireError, match="differ in shape"):
         ticket.wait()
+
+
+# Those who come and go
+
+
+def test_who_waits_is_answered_without_the_dead(serving: Serving) -> None:
+    hosted = serving.host(3, shards=2)
+    wires = serving.ends(hosted)
+    herald = Herald(hosted.addresses, hosted.keys)
+    ask = wires[2].start(Mean(torch.full((200,), 1 / 3)))
+    other = wires[0].start(Mean(torch.full((200,), 1 / 3)))
+    with ThreadPoolExecutor(2) as crew:
+        told = [crew.submit(wires[one].tell, lambda one=one: f"of {one}".encode(), 1) for one in (0, 2)]
+        assert herald.gone(1, 0)
+        assert [one.result(10.0) for one in told] == [b"of 0", b"of 0"], "the first of those who are left tells"
+    for one in (ask, other):
+        torch.testing.assert_close(one.wait(), torch.ones(200))
+    assert [(wire.worker, wire.workers) for wire in (wires[0], wires[2])] == [(0, 2), (1, 2)]
+    herald.close()
+
+
+def test_a_life_that_is_over_is_not_heard_any_more(serving: Serving) -> None:
+    hosted = serving.host(2)
+    one, other = serving.ends(hosted, timeout_s=1.0)
+    herald = Herald(hosted.addresses, hosted.keys)
+    assert herald.gone(1, 0)
+    with pytest.raises(WireError, match="did not answer"):
+        other.start(Mean(torch.ones(4))).wait()
+    assert torch.equal(one.start(Mean(torch.ones(4))).wait(), torch.ones(4) * 2), "scaled from two to one"
+    herald.close()
+
+
+def test_abort_wakes_who_waits_and_the_next_generation_goes_on(serving: Serving) -> None:
+    wires = serving.ends(serving.host(3, shards=2))
+    for wire in wires:
+        wire.regroup(1, [0, 1, 2], wire.number)
+    with ThreadPoolExecutor(2) as crew:
+        waiting = [crew.submit(wires[one].start(Mean(torch.ones(500))).wait) for one in (0, 1)]
+        time.sleep(0.1)
+        began = time.monotonic()
+        for wire in wires[:2]:
+            wire.abort()
+        for one in waiting:
+            with pytest.raises(BrokenWireError):
+                one.result(5.0)
+        assert time.monotonic() - began < 0.2
+    with pytest.raises(BrokenWireError):
+        wires[0].start(Mean(torch.ones(2))).wait()
+    for wire in wires[:2]:
+        wire.regroup(2, [0, 1], wire.number)
+    asks = [wire.start(Mean(torch.full((500,), 0.5))) for wire in wires[:2]]
+    assert all(torch.equal(ask.wait(), torch.ones(500)) for ask in asks)

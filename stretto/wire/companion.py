@@ -1,0 +1,406 @@
+"""A worker's line to the coordinator: a thread that shows that the worker lives, and hears what has become of the rest.
+
+`Attendance` is what the worker's side knows, without a socket or a clock; `Companion` is the thread around it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import zmq
+import zmq.utils.garbage  # its handler at exit has to be registered before ours, which runs first
+from zmq.utils.monitor import parse_monitor_message
+
+from stretto.errors import MemberOutError, WireError
+from stretto.members.messages import (
+    Abort,
+    Beat,
+    Broken,
+    Form,
+    GoOn,
+    Hello,
+    Here,
+    Hold,
+    Leave,
+    Out,
+    Quit,
+    Said,
+    Stop,
+    Told,
+    Welcome,
+)
+from stretto.members.roll import rested
+from stretto.server.doors import WorkerKeys
+
+LARGEST_TOLD = 1 << 24
+WATCHED = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+LINGER_MS = 1000
+"""How long the last word may take to leave."""
+
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER = msgspec.msgpack.Decoder(Told)
+
+
+class Attendance:
+    """What a worker knows of its membership, and what it says; a plain state machine.
+
+    `news` is told of each Abort that ends the generation that this worker is in, and of Out and Stop.
+    """
+
+    def __init__(self, worker: int, life: int, news: Callable[[int, str], None]) -> None:
+        self._me = worker, life
+        self._news = news
+        self.settings: dict[str, Any] | None = None
+        self.generation = 0
+        """The last one that this worker was in."""
+        self.aborted = 0
+        """The last one that is known to be over."""
+        self.held = False
+        """Whether the worker is to stand still at its next rest."""
+        self.out: str | None = None
+        self.stopped: str | None = None
+        self.answer: Form | GoOn | None = None
+        """What the worker that stands was told."""
+        self._standing: Here | None = None
+        self._rested = -1
+        """The hand at which this generation began, or rested last."""
+
+    def stand(self, here: Here) -> None:
+        """The worker stands still, until `answer` is there."""
+        sign = 1 if here.generation > 0 else -1
+        here = msgspec.structs.replace(here, generation=sign * self.generation, at_rest=here.at_rest and sign > 0)
+        self.answer, self._standing = None, here
+        if here.at_rest and self.aborted >= self.generation:
+            self._standing = msgspec.structs.replace(here, at_rest=False)
+        elif here.at_rest and here.hand <= self._rested:
+            self._reply(GoOn(self.generation, self._rested + 1))
+
+    def says(self) -> list[Said]:
+        """What is to be said now, and again until there is an answer."""
+        if self._standing is None:
+            return []
+        is_broken = self.generation > self.aborted and not self._standing.at_rest
+        return [*([Broken(self.generation, "it stands still")] if is_broken else []), self._standing]
+
+    def told(self, told: Told) -> bool:
+        """The coordinator says something; True when there is something to be said at once."""
+        match told:
+            case Welcome():
+                self.settings = told.settings
+            case Abort():
+                return self._abort(told.generation, told.why)
+            case Hold():
+                news = told.generation == self.generation > self.aborted and not self.held
+                self.held = self.held or news
+                return news
+            case GoOn():
+                here = self._standing
+                if here is not None and here.at_rest and here.generation == told.generation and here.hand < told.hand:
+                    self._reply(told)
+            case Form():
+                return self._form(told)
+            case Out():
+                self.out = self.out or told.why
+                self._news(self.generation, told.why)
+            case Stop():
+                self.stopped = self.stopped or told.why
+                self._news(self.generation, told.why)
+        return False
+
+    def _abort(self, generation: int, why: str) -> bool:
+        if generation < max(self.generation, self.aborted):
+            return False
+        is_first, here = generation > self.aborted, self._standing
+        self.aborted, self.held = generation, False
+        if here is not None and here.at_rest:
+            self._standing = msgspec.structs.replace(here, at_rest=False)
+        self._news(generation, why)
+        return is_first and here is not None
+
+    def _form(self, form: Form) -> bool:
+        here = self._standing
+        if here is None:
+            return False
+        mine = next((one for one in form.members if (one.worker, one.life) == self._me), None)
+        if mine is None:
+            self._reply(form)
+        elif form.generation == self.generation:
+            if here.at_rest and mine.here == here:
+                self._enter(form)
+        elif form.generation > self.generation:
+            if form.generation > self.aborted:
+                self._enter(form)
+                return False
+            self.generation = form.generation  # over before it began
+            sign = 1 if here.generation > 0 else -1
+            self._standing = msgspec.structs.replace(here, generation=sign * form.generation, at_rest=False)
+            return True
+        return False
+
+    def _enter(self, form: Form) -> None:
+        self.generation, self.held, self._rested = form.generation, False, rested(form)
+        self._reply(form)
+
+    def _reply(self, answer: Form | GoOn) -> None:
+        self.answer, self._standing = answer, None
+
+
+class Companion:
+    """A worker's connection to the coordinator, in a thread of its own.
+
+    Made, it has said Hello and has been welcomed: `settings` are those of the run. Raises WireError when no
+    coordinator answers for `limit_s`.
+    """
+
+    def __init__(
+        self,
+        worker: int,
+        life: int,
+        address: str,
+        keys: WorkerKeys | None,
+        patience_s: float,
+        limit_s: float = 60.0,
+        on_abort: Callable[[int, str], None] = lambda _generation, _why: None,
+    ) -> None:
+        self.on_abort = on_abort
+        """Called from the thread when the worker's generation is over, or the worker is out: with it and the reason."""
+        self._attendance = Attendance(worker, life, self._news)
+        self._me = f"worker {worker}"
+        self._address, self._patience_s = address, patience_s
+        self._every_s = min(patience_s / 5, 1.0)
+        self._doing = ("starting", 0, time.monotonic())
+        self._broken: tuple[int, str] | None = None
+        self._quits = self._leaves = self._ends = False
+        self._heard = time.monotonic()
+        self._problem = ""
+        self._changed = threading.Condition()
+        self._nudge, self._nudged = socket.socketpair()
+        self._nudge.setblocking(False)
+        self._nudged.setblocking(False)
+        self._context = zmq.Context()
+        self._dealer = _dealer(self._context, b"worker %d.%d" % (worker, life), keys, patience_s)
+        self._monitor = self._dealer.get_monitor_socket(WATCHED)
+        self._dealer.connect(address if "://" in address else f"tcp://{address}")
+        self._thread = threading.Thread(target=self._run, name="companion", daemon=True)
+        self._thread.start()
+        try:
+            self._wait(lambda: self._attendance.settings is not None, limit_s)
+        except BaseException:
+            self.close()
+            raise
+
+    # --- what the worker's main thread says --------------------------------------------------------------------------
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings of the run, the same for all."""
+        return self._attendance.settings or {}
+
+    @property
+    def generation(self) -> int:
+        """The last generation that this worker was in."""
+        return self._attendance.generation
+
+    @property
+    def aborted(self) -> int:
+        """The last generation that is known to be over: one that is just being formed may be over before it is."""
+        return self._attendance.aborted
+
+    @property
+    def held(self) -> bool:
+        """Whether this worker is to stand still at its next rest."""
+        return self._attendance.held
+
+    def stand(self, here: Here) -> Form:
+        """Stand still until the next generation is formed. A form without this worker asks it to leave.
+
+        Raises MemberOutError when this life is no member any more, or no coordinator is there for `patience_s`;
+        WireError when the run cannot go on.
+        """
+        answer = self._stand(msgspec.structs.replace(here, at_rest=False))
+        assert isinstance(answer, Form)
+        return answer
+
+    def at_rest(self, here: Here) -> Form | GoOn:
+        """Stand still between two hands, because `held`. Raises as `stand` does."""
+        return self._stand(msgspec.structs.replace(here, at_rest=True))
+
+    def broken(self, generation: int, why: str) -> None:
+        """The exchange of this generation has failed."""
+        self._broken = (generation, why)
+        self._wake()
+
+    def doing(self, text: str, hand: int) -> None:
+        """What this worker is about to do, with the hand that it was dealt last; others wait for it if need be."""
+        is_further = hand != self._doing[1]
+        self._doing = (text, hand, time.monotonic())
+        if is_further and self._attendance.held:
+            self._wake()
+
+    def quit(self) -> None:
+        """Ask to leave in good order, at the next rest. May be called by a signal's handler."""
+        self._quits = True
+        self._wake()
+
+    def leave(self) -> None:
+        """Say that this worker has done with everything."""
+        self._leaves = True
+        self._wake()
+
+    def close(self) -> None:
+        """End the thread, once what was said has left. Idempotent."""
+        self._ends = True
+        self._wake()
+        self._thread.join()
+        self._nudge.close()
+
+    # --- waiting -----------------------------------------------------------------------------------------------------
+
+    def _stand(self, here: Here) -> Form | GoOn:
+        with self._changed:
+            self._attendance.stand(here)
+            self._wake()
+        self._heard = max(self._heard, time.monotonic() - self._every_s)
+        self._wait(lambda: self._attendance.answer is not None, self._patience_s)
+        answer = self._attendance.answer
+        assert answer is not None
+        return answer
+
+    def _wait(self, until: Callable[[], bool], limit_s: float) -> None:
+        """Wait until something has become so, as long as the coordinator answers."""
+        with self._changed:
+            while not until():
+                self._raise_if_over()
+                if (left := self._heard + limit_s - time.monotonic()) <= 0:
+                    raise self._unanswered(limit_s)
+                self._changed.wait(left)
+
+    def _raise_if_over(self) -> None:
+        if self._attendance.out is not None:
+            raise MemberOutError(f"{self._me} is no member any more: {self._attendance.out}")
+        if self._attendance.stopped is not None:
+            raise WireError(f"the run cannot go on: {self._attendance.stopped}")
+        if self._problem:
+            raise WireError(f"the coordinator at {self._address} {self._problem}")
+
+    def _unanswered(self, limit_s: float) -> WireError:
+        text = f"no coordinator answered {self._me} at {self._address} for {limit_s:g} s"
+        return WireError(text) if self._attendance.settings is None else MemberOutError(text)
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):  # it is awake, or has ended
+            self._nudge.send(b"!")
+
+    def _news(self, generation: int, why: str) -> None:
+        self.on_abort(generation, why)
+
+    # --- the thread --------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        for one in (self._dealer, self._monitor, self._nudged.fileno()):
+            poller.register(one, zmq.POLLIN)
+        try:
+            due = time.monotonic()
+            while not self._ends:
+                if time.monotonic() >= due:
+                    due = time.monotonic() + self._every_s
+                    self._speak(with_beat=True)
+                ready = dict(poller.poll(max(int((due - time.monotonic()) * 1000) + 1, 0)))
+                is_nudged = self._nudged.fileno() in ready and self._drain()
+                is_new = self._heed()
+                if self._listen() or is_new or is_nudged:
+                    self._speak(with_beat=is_new or self._attendance.held)
+            self._speak(with_beat=False)
+        except BaseException as error:
+            self._problem = f"cannot be spoken to: {type(error).__name__}: {error}"
+            raise
+        finally:
+            with self._changed:
+                self._changed.notify_all()
+            self._nudged.close()
+            self._dealer.disable_monitor()
+            self._monitor.close(linger=0)
+            self._dealer.close(linger=LINGER_MS)
+            self._context.term()
+
+    def _drain(self) -> bool:
+        return bool(self._nudged.recv(4096))
+
+    def _heed(self) -> bool:
+        """Learn what has become of the connection; True when it is there anew."""
+        is_new = False
+        while self._monitor.poll(0):
+            event = parse_monitor_message(self._monitor.recv_multipart())["event"]
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                is_new = True
+                self._say(Hello(socket.gethostname(), os.getpid()))
+            elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                self._problem = "refused this worker's key"
+                with self._changed:
+                    self._changed.notify_all()
+        return is_new
+
+    def _listen(self) -> bool:
+        """Take in all that has come; True when there is something to be said to it."""
+        is_to_answer = False
+        while True:
+            try:
+                frame = self._dealer.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return is_to_answer
+            with self._changed:
+                self._heard = time.monotonic()
+                if frame:
+                    is_to_answer |= self._attendance.told(_DECODER.decode(frame))
+                    self._changed.notify_all()
+
+    def _speak(self, with_beat: bool) -> None:
+        """Say what is to be said, as often as it takes."""
+        with self._changed:
+            said = self._attendance.says()
+            generation, aborted = self._attendance.generation, self._attendance.aborted
+            is_welcome = self._attendance.settings is not None
+        if with_beat:
+            doing, hand, since = self._doing
+            self._say(Beat(generation, doing, time.monotonic() - since, hand))
+            if not is_welcome:
+                self._say(Hello(socket.gethostname(), os.getpid()))
+        if self._broken is not None and self._broken[0] > aborted:
+            self._say(Broken(*self._broken))
+        if self._quits:
+            self._say(Quit())
+        for one in said:
+            self._say(one)
+        if self._leaves:
+            self._say(Leave())
+
+    def _say(self, said: Said) -> None:
+        with contextlib.suppress(zmq.Again):  # nobody is there; what matters is said again
+            self._dealer.send(_ENCODER.encode(said), zmq.NOBLOCK)
+
+
+def _dealer(context: zmq.Context[Any], name: bytes, keys: WorkerKeys | None, patience_s: float) -> Any:
+    dealer = context.socket(zmq.DEALER)
+    for option, value in {
+        zmq.IDENTITY: name,
+        zmq.IMMEDIATE: 1,
+        zmq.MAXMSGSIZE: LARGEST_TOLD,
+        zmq.RECONNECT_IVL: 20,
+        zmq.RECONNECT_IVL_MAX: 500,
+        zmq.HEARTBEAT_IVL: max(int(patience_s * 200), 1),
+        zmq.HEARTBEAT_TIMEOUT: max(int(patience_s * 1000), 1),
+        zmq.HANDSHAKE_IVL: 0,
+    }.items():
+        dealer.setsockopt(option, value)
+    if keys is not None:
+        dealer.curve_serverkey = keys.servers
+        dealer.curve_publickey, dealer.curve_secretkey = keys.public, keys.secret
+    return dealer
