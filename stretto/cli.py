@@ -18,10 +18,12 @@ from stretto.errors import StrettoError, explain
 from stretto.folder import version
 from stretto.launch.anew import begin_anew
 from stretto.launch.arguments import ScriptCommand
+from stretto.launch.export import command as export
 from stretto.launch.local import Order, Stopped
 from stretto.launch.local import run as run_order
-from stretto.launch.order import OnNan, Output
+from stretto.launch.order import Batch, OnNan, Output
 from stretto.launch.watch import Watch
+from stretto.quantities import seconds
 from stretto.report.record import STANDARD_OUTPUT, check_target, write_json
 from stretto.report.summary import conclude
 from stretto.sim.command import command as simulate
@@ -77,6 +79,15 @@ def whole_number(text: str | int) -> int:
         raise typer.BadParameter(explain(f"{text} is no number", got=text, expected=expected, to_type="4")) from None
 
 
+def duration(text: str | float) -> float:
+    """The seconds of a time as typed, or what is wrong with it."""
+    found = text if isinstance(text, float) else seconds(text)
+    if found is None:
+        expected = "a time such as 500ms, 10s, 2m"
+        raise typer.BadParameter(explain(f"{text} is no time", got=text, expected=expected, to_type="10s"))
+    return found
+
+
 def _say_version(wanted: bool) -> None:
     if wanted:
         print(f"stretto {version()}")
@@ -115,6 +126,37 @@ def run(
     ] = None,
     on_nan: Annotated[OnNan, typer.Option(help="What a server does with an update that is not finite.")] = "stop",
     plain: Annotated[bool, typer.Option("--plain", help="Do not encrypt traffic with the parameter server.")] = False,
+    patience: Annotated[
+        float,
+        typer.Option(
+            parser=duration, metavar="TIME", show_default="10s", help="Who is not heard of so long is taken for dead."
+        ),
+    ] = 10.0,
+    min_workers: Annotated[
+        int, typer.Option(parser=whole_number, metavar="N", help="With fewer the run ends instead of going on.")
+    ] = 1,
+    max_workers: Annotated[
+        int | None, typer.Option(parser=whole_number, metavar="N", help="No more are let in; else as many as come.")
+    ] = None,
+    restarts: Annotated[
+        int, typer.Option(parser=whole_number, metavar="N", help="How often a process that dies is started again.")
+    ] = 3,
+    keep_batch: Annotated[
+        Batch, typer.Option(help="When workers go or come: that of each worker, or the joined one of all.")
+    ] = "local",
+    checkpoint_every: Annotated[
+        str | None, typer.Option(metavar="TIME|ROUNDS", help='Write a checkpoint so often: 5m, "20 rounds".')
+    ] = None,
+    keep: Annotated[
+        int | None, typer.Option(parser=whole_number, metavar="N", help="So many checkpoints are kept; else 3.")
+    ] = None,
+    resume: Annotated[
+        Path | None, typer.Option(metavar="RUN", help="Go on from the newest whole checkpoint of this run.")
+    ] = None,
+    chaos: Annotated[
+        str | None,
+        typer.Option(metavar="FAULTS", help='Done to processes on purpose: "kill worker every 20s".'),
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Only what the script says.")] = False,
     json_to: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write the record of the run; - for here.")
@@ -139,6 +181,15 @@ def run(
         slow=slow,
         on_nan=on_nan,
         plain=plain,
+        patience_s=patience,
+        min_workers=min_workers,
+        max_workers=max_workers,
+        restarts=restarts,
+        batch=keep_batch,
+        checkpoint_every=checkpoint_every,
+        keep=keep,
+        resume=resume,
+        chaos=chaos,
     )
     check_target(json_to, "run.json")
     here = str(json_to) == STANDARD_OUTPUT
@@ -149,6 +200,7 @@ def run(
 app.command("compare", cls=ScriptCommand)(compare)
 app.command("simulate", cls=ScriptCommand)(simulate)
 app.command("bits")(bits)
+app.command("export")(export)
 
 
 @app.command()

@@ -16,6 +16,11 @@ Every event has `event` (its kind), `t` (seconds since the start of training, a 
 | check | step, round, equal: a comparison of replicas by hash (written by worker 0) |
 | error | kind, text, traceback, consequence (true when another worker's failure caused it) |
 | end | what progress carries, and training_s |
+| member | what (joined, gone, left, slow or formed), life, generation, why, at; of formed: members |
+| chaos | verb, kind, numbers, text, at: what was done to a process on purpose |
+| reissued | of, life, samples: what others do again for a worker that is gone |
+| regrouped | generation, gone, came, members: others exchange from now on |
+| checkpoint | step, round, samples: the state is being written |
 
 `samples` of log, evaluation and epoch counts all workers, of progress and end this worker alone. `split` maps each of
 PHASES to seconds; they sum to `t`. `seen` maps once, twice, never and dropped to numbers of samples.
@@ -30,7 +35,11 @@ Only asynchronous runs have `applied` (about twice a second), `held_s` (seconds 
 part of `waiting`) and `versions` (of each shard of the server); in them `step` is that of the worker that writes.
 `round` is the worker's own count of exchanges, from 1; `version` the one that the update became part of; `staleness`
 how many versions came between the one it was computed on and that. `servers` is the number of shards; shard s writes
-its errors as worker -1 - s.
+its errors as worker -1 - s, the coordinator its own as worker -1000.
+
+`worker` of member and chaos is whom they are about, -1000 where a generation is formed. They are written by who does
+not train, with a zero of their own: `at` is the machine's clock, and where `start` carries it too the zeros can be
+compared.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from stretto.events import Event
 from stretto.launch.crew import Exited
 from stretto.launch.parts import called
+from stretto.launch.worker import AGAIN
 
 TAIL_LINES = 20
 
@@ -25,11 +26,11 @@ class Cause:
     """Whether the process itself told what was wrong, so that the end of its output is not needed."""
 
 
-def first_cause(ends: Sequence[Exited], events: Iterable[Event]) -> Cause:
+def first_cause(ends: Sequence[Exited], events: Iterable[Event], deaths: Sequence[Exited] = ()) -> Cause:
     """The cause of a failed run: the first root in the order of the workers' ends.
 
-    A worker that has written its error but is still there counts after those that have ended. Without a root
-    the first that failed is the cause.
+    A worker that has written its error but is still there counts after those that have ended, and last count `deaths`
+    that the run had gone on after. Without a root the first that failed is the cause.
     """
     errors: dict[int, Event] = {}
     for event in events:
@@ -37,6 +38,7 @@ def first_cause(ends: Sequence[Exited], events: Iterable[Event]) -> Cause:
             errors.setdefault(event["worker"], event)
     causes = [_of_end(end, errors.get(end.worker)) for end in ends if end.failed]
     causes += [_of_error(error) for error in errors.values()]
+    causes += [_of_end(death, None) for death in reversed(deaths)]
     return next((cause for cause in causes if cause.root), None) or _with_those_gone(causes[0], ends)
 
 
@@ -52,6 +54,8 @@ def _with_those_gone(cause: Cause, ends: Sequence[Exited]) -> Cause:
 def _of_end(end: Exited, error: Event | None) -> Cause:
     if error is not None:
         return _of_error(error)
+    if end.code == AGAIN and end.worker >= 0:
+        return Cause(end.worker, f"{called(end.worker)} {in_words(end)}", "", True, False)
     return _of_signal(end) if end.code < 0 else _of_silence(end)
 
 
@@ -70,6 +74,18 @@ def _of_signal(end: Exited) -> Cause:
 def _of_silence(end: Exited) -> Cause:
     headline = f"{called(end.worker)} ended with exit code {end.code} and named no error"
     return Cause(end.worker, headline, "", True, False)
+
+
+def in_words(end: Exited) -> str:
+    """How a process came to its end.
+
+    >>> in_words(Exited(1, -9)), in_words(Exited(1, 75)), in_words(Exited(-1, 0))
+    ('killed by SIGKILL', 'was taken for dead and stopped by itself', 'ended with exit code 0')
+    """
+    if end.code < 0:
+        return f"killed by {signal_name(-end.code)}"
+    again = end.code == AGAIN and end.worker >= 0
+    return "was taken for dead and stopped by itself" if again else f"ended with exit code {end.code}"
 
 
 def signal_name(number: int) -> str:

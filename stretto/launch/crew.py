@@ -89,6 +89,10 @@ class Crew:
         process.wait()
         self._tell_warden(f"-{process.pid}\n")
 
+    def strike(self, number: int, what: signal.Signals) -> None:
+        """Send a signal to one process, not to what it has started."""
+        os.kill(self._alive[number].pid, what)
+
     def end(self) -> None:
         """End all: ask, wait for `GRACE_S` or the next signal, kill."""
         for process in self._alive.values():

@@ -10,33 +10,24 @@ import time
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from types import FrameType
 
 from stretto.errors import LaunchError
 from stretto.folder import make_folder, write_run
-from stretto.launch.cause import Cause, first_cause, readable
-from stretto.launch.crew import Crew, Exited, Inbox, Signalled
-from stretto.launch.order import Order, check, settled
-from stretto.launch.parts import parts
+from stretto.launch.cause import Cause, readable
+from stretto.launch.crew import Crew, Inbox, Signalled
+from stretto.launch.order import Order, check, planned, settled
+from stretto.launch.parts import Cast
 from stretto.launch.relay import Relay, log_of
 from stretto.launch.servers import Servers, servers_for
 from stretto.launch.sockets import listening
-from stretto.launch.watch import Tail, Watch
+from stretto.launch.supervise import Stopped, Supervisor
+from stretto.launch.watch import Watch
 
 __all__ = ["Order", "Stopped", "run"]
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-CAUSE_S = 1.0
-"""How long after a failure that another one led to its cause is waited for."""
-
-
-class Stopped(BaseException):
-    """The launcher was told to end, and has ended its workers. No Exception: it is not a failed run."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(f"stopped by {signal.Signals(number).name}")
-        self.exit_code = 128 + number
 
 
 def run(order: Order, watch: Watch) -> Path:
@@ -49,7 +40,11 @@ def run(order: Order, watch: Watch) -> Path:
     check(order)
     order = settled(order)
     inbox: Inbox = SimpleQueue()
-    with listening(order.port) as listener, servers_for(order.servers or 0, order.plain) as servers, _signals_to(inbox):
+    with (
+        listening(order.port) as listener,
+        servers_for(order.servers or 0, order.plain, order.endures) as servers,
+        _signals_to(inbox),
+    ):
         now = datetime.now()
         folder = make_folder(order.script.stem, order.out, now)
         write_run(folder, order.asked(), now)
@@ -60,54 +55,23 @@ def _see_through(
     order: Order, folder: Path, listener: socket.socket, servers: Servers, inbox: Inbox, watch: Watch
 ) -> Path:
     crew, relay = Crew(inbox), Relay(folder, order.output, watch)
+    cast = Cast(order, folder, listener, servers, zero=time.perf_counter())
+    supervisor = Supervisor(cast, crew, relay, inbox, planned(order))
     try:
-        for part in parts(order, folder, listener, servers):
-            relay.listen(part.number, crew.start(part))
-        listener.close()  # now only the lead has it: a meeting without the lead fails at once
-        servers.close()
+        supervisor.start()
+        if not order.endures:
+            listener.close()  # now only the lead has it: a meeting without the lead fails at once
+            servers.close()
         watch.begin(folder, order)
         relay.start()
-        cause = _supervise(crew, order.workers, inbox, Tail(folder / "events.jsonl"))
+        cause = supervisor.see_through()
     finally:
         crew.end()
+        supervisor.close()
         relay.close()
     if cause is None:
         return folder
     raise LaunchError(_told(cause, relay, folder))
-
-
-def _supervise(crew: Crew, workers: int, inbox: Inbox, log: Tail) -> Cause | None:
-    """Wait until all workers have ended well, or a process has not: return the cause. Raises Stopped.
-
-    Servers are there as long as workers are: whatever it was that ended one, it was not asked to.
-    """
-    ends: list[Exited] = []
-    while len(ends) < workers:
-        news = inbox.get()
-        if isinstance(news, Signalled):
-            raise Stopped(news.number)
-        crew.bury(news.worker)
-        ends.append(news)
-        if news.failed:
-            return _find_cause(crew, ends, inbox, log)
-    return None
-
-
-def _find_cause(crew: Crew, ends: list[Exited], inbox: Inbox, log: Tail) -> Cause:
-    """The cause of a failure. If another worker's led to it, that one is waited for a little."""
-    events, limit = log.read(), time.monotonic() + CAUSE_S
-    while True:
-        cause = first_cause(ends, events)
-        left_s = limit - time.monotonic()
-        if cause.root or left_s <= 0:
-            return cause
-        with contextlib.suppress(Empty):
-            news = inbox.get(timeout=min(0.05, left_s))
-            if isinstance(news, Signalled):
-                raise Stopped(news.number)
-            crew.bury(news.worker)
-            ends.append(news)
-        events += log.read()
 
 
 def _told(cause: Cause, relay: Relay, folder: Path) -> str:

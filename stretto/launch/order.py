@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from stretto.chaos import Fault, Happening, Kill, Pause, check_live, parse, schedule
+from stretto.chaos import check as check_faults
 from stretto.errors import LaunchError, explain
 from stretto.folder import cores
+from stretto.launch.often import often
 from stretto.launch.slow import factors
+from stretto.quantities import spelled
 
+Batch = Literal["local", "joined"]
 Output = Literal["lead", "all", "none"]
 OnNan = Literal["stop", "skip"]
 LARGEST_SEED = 2**32 - 1
+SHORTEST_PATIENCE_S = 0.1
+CHECKPOINTS = "checkpoints"
+"""The folder of a run's checkpoints, in its own."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +38,12 @@ class Order:
     `servers` puts the recipe over a parameter server of so many shards, `on_nan` says what those do with an
     update that is not finite, and `plain` leaves their traffic unencrypted. `slow` stretches the computing of
     some workers: `1:2.0,3:5.0`.
+
+    Who is not heard of for `patience_s` is taken for dead. A worker that dies is started again up to `restarts` times;
+    the others go on meanwhile, at least `min_workers` and with those that come back at most `max_workers`, and `batch`
+    says what becomes of the batch. `chaos` kills and pauses processes on purpose. A checkpoint is written
+    `checkpoint_every` so often (`5m`, `20 rounds`) and the newest `keep` are kept; `resume` is the folder of a run that
+    is continued from its newest.
     """
 
     script: Path
@@ -47,6 +63,20 @@ class Order:
     slow: str | None = None
     on_nan: OnNan = "stop"
     plain: bool = False
+    patience_s: float = 10.0
+    min_workers: int = 1
+    max_workers: int | None = None
+    restarts: int = 3
+    checkpoint_every: str | None = None
+    keep: int | None = None
+    resume: Path | None = None
+    batch: Batch = "local"
+    chaos: str | None = None
+
+    @property
+    def endures(self) -> bool:
+        """Whether the run goes on without a worker that has died: it has a coordinator then."""
+        return self.workers > 1 and not self.alone and os.environ.get("STRETTO_MEMBERS") != "0"
 
     def threads_each(self) -> int:
         """Threads of each worker: as asked, else the cores shared out, at least one."""
@@ -65,6 +95,15 @@ class Order:
             "threads": self.threads_each(),
             "servers": self.servers or 0,
             "slow": self.slow,
+            "patience_s": self.patience_s,
+            "min_workers": self.min_workers,
+            "max_workers": self.max_workers,
+            "restarts": self.restarts,
+            "checkpoint_every": self.checkpoint_every,
+            "keep": self.keep,
+            "resume": str(self.resume) if self.resume else None,
+            "batch": self.batch,
+            "chaos": self.chaos,
         }
 
 
@@ -79,6 +118,15 @@ def settled(order: Order) -> Order:
     return replace(order, recipe=recipe, servers=0 if order.alone else shards)
 
 
+def is_free(order: Order) -> bool:
+    """Whether the recipe of a settled order lets nobody wait for others."""
+    if order.recipe is None:
+        return False
+    from stretto.typed import parse
+
+    return parse(order.recipe).asynchronous
+
+
 def check(order: Order) -> None:
     """Raise LaunchError or RecipeError when the order cannot be run as it is; nothing is started then."""
     _check_script(order.script)
@@ -89,6 +137,9 @@ def check(order: Order) -> None:
         raise _without_recipe(order.servers)
     factors(order.slow, order.workers)
     _check_server_options(order)
+    _check_survival(order)
+    _check_chaos(order)
+    _check_checkpoints(order)
 
 
 def _check_server_options(order: Order) -> None:
@@ -101,7 +152,7 @@ def _check_server_options(order: Order) -> None:
     if order.on_nan == "skip" and not (asked and asked.asynchronous):
         problem, expected = "only what arrives at a server can be left out", "a recipe on arrival, as async_sgd"
         raise LaunchError(explain(problem, got=got, expected=expected, to_type="--recipe async_sgd --on-nan skip"))
-    if order.plain and not (asked and asked.shards):
+    if order.plain and not (asked and asked.shards) and not order.endures:
         problem, expected = "there is no server to speak plainly to", "a recipe with a server, as async_sgd"
         raise LaunchError(explain(problem, got=got, expected=expected, to_type="--recipe async_sgd --plain"))
 
@@ -117,6 +168,67 @@ def _check_numbers(order: Order) -> None:
         _refuse("the limit of a wait", order.timeout_s, "seconds, more than 0", "--timeout 600")
     if order.port is not None and not 0 <= order.port <= 65535:
         _refuse("the port", order.port, "a port from 1 to 65535, or 0 for a free one", "leave --port away")
+
+
+def _check_survival(order: Order) -> None:
+    """Refuse numbers that no run can have."""
+    least, most = order.min_workers, order.max_workers
+    if not (order.patience_s >= SHORTEST_PATIENCE_S and math.isfinite(order.patience_s)):
+        _refuse("the patience", f"{spelled(order.patience_s)}s", "a time, at least 100ms", "--patience 10s")
+    if not 1 <= least <= order.workers:
+        started = f"a number from 1 to {order.workers}, as many as are started"
+        _refuse("the least number of workers", least, started, f"--min-workers {order.workers}")
+    if most is not None and most < order.workers:
+        started = f"at least {order.workers}, as many as are started"
+        _refuse("the largest number of workers", most, started, f"--max-workers {order.workers}")
+    if order.restarts < 0:
+        _refuse("the number of restarts", order.restarts, "a whole number, 0 or more", "--restarts 3")
+
+
+def _check_chaos(order: Order) -> None:
+    if order.chaos is not None:
+        faults = parse(order.chaos)
+        check_faults(faults, order.workers, settled(order).servers or 0)
+        check_live(faults, order.restarts)
+        if not order.endures and any(_strikes_coordinator(fault) for fault in faults):
+            problem, expected = "there is no coordinator to strike", "at least 2 workers"
+            raise LaunchError(explain(problem, got=f"--chaos {order.chaos!r}", expected=expected, to_type="-n 4"))
+
+
+def _strikes_coordinator(fault: Fault) -> bool:
+    return isinstance(fault, Kill | Pause) and fault.who.kind == "coordinator"
+
+
+def planned(order: Order) -> Iterator[tuple[float, Happening]]:
+    """What is done to the processes of a settled order on purpose, and how many seconds after their start."""
+    faults = parse(order.chaos) if order.chaos is not None else ()
+    return schedule(faults, order.workers, order.servers or 0, order.seed, supervised=order.endures)
+
+
+def _check_checkpoints(order: Order) -> None:
+    _at_least_one("the number of checkpoints kept", order.keep, "--keep 3")
+    if order.checkpoint_every is not None:
+        often(order.checkpoint_every)
+    elif order.keep is not None:
+        problem, expected = "--keep changes nothing without --checkpoint-every", "how often a checkpoint is written"
+        to_type = f"--checkpoint-every 5m --keep {order.keep}"
+        raise LaunchError(explain(problem, got=f"--keep {order.keep} alone", expected=expected, to_type=to_type))
+    if order.resume is not None and not (order.resume / CHECKPOINTS).is_dir():
+        _refuse_resume(order.resume)
+
+
+def _refuse_resume(run: Path) -> None:
+    near = sorted(path.parent for path in run.absolute().parent.glob(f"*/{CHECKPOINTS}"))
+    problem = f"{run} has no checkpoints" if run.is_dir() else f"there is no run {run}"
+    expected = "the folder of a run with checkpoints" + (f"; near it are {_names(near)}" if near else "")
+    to_type = (
+        f"--resume {run.parent / near[-1].name}" if near else "--resume runs/RUN, of a run with --checkpoint-every 5m"
+    )
+    raise LaunchError(explain(problem, got=f"--resume {run}", expected=expected, to_type=to_type))
+
+
+def _names(paths: list[Path]) -> str:
+    return ", ".join(path.name for path in paths[-3:])
 
 
 def _at_least_one(what: str, got: int | None, to_type: str) -> None:

@@ -1,11 +1,13 @@
 """The parts of a run: for each process its number, its command, its environment and the sockets it inherits.
 
 Workers are numbered from 0. Servers have numbers below 0, so that both fit into one crew: server 0 is -1, server 1
-is -2.
+is -2. The coordinator is far below, for no run has so many servers. Started again a part keeps its number; its life is
+one more.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import site
 import sys
@@ -14,11 +16,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from socket import socket
 
-from stretto.launch.order import Order
+from stretto.launch.often import often
+from stretto.launch.order import Order, is_free
 from stretto.launch.servers import Servers
 from stretto.launch.slow import factors
+from stretto.members.roll import COORDINATOR
 
 ROOT = Path(__file__).resolve().parents[2]
+CUT_EVERY_S = "10"
+"""How often all shards keep what they hold, to come back to when one of them has died."""
+KEPT = 3
+"""So many checkpoints, unless the user says otherwise."""
 
 
 @dataclass(frozen=True)
@@ -32,15 +40,17 @@ class Part:
     fds: list[int] = field(default_factory=list)
 
     def __str__(self) -> str:
-        return f"{called(self.number)} of {self.of}"
+        return called(self.number) if self.number == COORDINATOR else f"{called(self.number)} of {self.of}"
 
 
 def called(number: int) -> str:
     """What a process is called before a person.
 
-    >>> called(3), called(-1)
-    ('worker 3', 'server 0')
+    >>> called(3), called(-1), called(COORDINATOR)
+    ('worker 3', 'server 0', 'the coordinator')
     """
+    if number == COORDINATOR:
+        return "the coordinator"
     return f"worker {number}" if number >= 0 else f"server {shard_of(number)}"
 
 
@@ -49,33 +59,80 @@ def shard_of(number: int) -> int:
     return -1 - number
 
 
-def parts(order: Order, folder: Path, listener: socket, servers: Servers) -> Iterator[Part]:
-    """All processes of a run. Workers come first: they have more to do before they meet than servers have."""
-    for number in range(order.workers):
-        yield worker(number, order, folder, listener, servers)
-    for shard in range(servers.shards):
-        yield server(shard, order, folder, servers)
+@dataclass(frozen=True)
+class Cast:
+    """What the processes of a run are made from; `zero` is when it began, by the machine's clock."""
+
+    order: Order
+    folder: Path
+    listener: socket
+    servers: Servers
+    zero: float = 0.0
+
+    def all(self) -> Iterator[Part]:
+        """All processes. The coordinator is first, for all ask it first; workers are before servers, since they have
+        more to do before they meet.
+        """
+        numbers = [*range(self.order.workers), *map(shard_of, range(self.servers.shards))]
+        if self.servers.coordinator is not None:
+            numbers.insert(0, COORDINATOR)
+        return map(self.part, numbers)
+
+    def part(self, number: int, life: int = 0) -> Part:
+        """One of them, for the first time or again."""
+        if number == COORDINATOR:
+            return self._coordinator()
+        return self._worker(number, life) if number >= 0 else self._server(shard_of(number), life)
+
+    def _worker(self, number: int, life: int) -> Part:
+        """The lead inherits the listening socket at which all will meet, so no port can be lost to another."""
+        order, listener = self.order, self.listener
+        command = [sys.executable, "-P", "-m", "stretto.launch.worker", str(order.script), *order.args]
+        environment = environment_of(number, order, self.folder, listener) | self.servers.for_worker()
+        if order.endures:
+            environment["STRETTO_LIFE"] = str(life)
+        return Part(number, order.workers, command, environment, [] if number else [listener.fileno()])
+
+    def _server(self, shard: int, life: int) -> Part:
+        """The launcher's environment and its place; no recipe, for that comes from the workers."""
+        order, servers = self.order, self.servers
+        task = {
+            "STRETTO_TIMEOUT": str(order.timeout_s),
+            "STRETTO_ON_NAN": order.on_nan,
+            "WORLD_SIZE": str(max(order.workers, order.max_workers or 0)),
+        }
+        if order.endures:
+            task |= {"STRETTO_PATIENCE": str(order.patience_s)}
+            task |= {"STRETTO_CUTS": str(self.folder.resolve() / "cuts"), "STRETTO_CUT_EVERY": CUT_EVERY_S}
+        task |= {"STRETTO_RESTORE": "1"} if life else {}
+        command, environment = self._service("serve", task | servers.for_server(shard))
+        return Part(shard_of(shard), servers.shards, command, environment, servers.inherited(shard))
+
+    def _coordinator(self) -> Part:
+        """Workers can't disagree on settings that it holds for them."""
+        assert self.servers.coordinator is not None
+        settings = {"STRETTO_SETTINGS": json.dumps(settings_of(self.order, self.zero))}
+        command, environment = self._service("coordinate", settings | self.servers.for_coordinator())
+        return Part(COORDINATOR, 1, command, environment, [self.servers.coordinator.fileno()])
+
+    def _service(self, module: str, task: dict[str, str]) -> tuple[list[str], dict[str, str]]:
+        """How a process that serves the workers is started, and with what."""
+        common = _common(self.order) | {"OMP_NUM_THREADS": "1", "STRETTO_RUN": str(self.folder.resolve())}
+        return [sys.executable, "-P", "-m", f"stretto.launch.{module}"], common | task | _path(common)
 
 
-def worker(number: int, order: Order, folder: Path, listener: socket, servers: Servers) -> Part:
-    """A worker. The lead inherits the listening socket at which all will meet, so no port can be lost to another."""
-    command = [sys.executable, "-P", "-m", "stretto.launch.worker", str(order.script), *order.args]
-    environment = environment_of(number, order, folder, listener) | servers.for_worker()
-    return Part(number, order.workers, command, environment, [] if number else [listener.fileno()])
-
-
-def server(shard: int, order: Order, folder: Path, servers: Servers) -> Part:
-    """A server: the launcher's environment and its place; no recipe, for that comes from the workers."""
-    command = [sys.executable, "-P", "-m", "stretto.launch.serve"]
-    common = _common(order) | {"OMP_NUM_THREADS": "1"}
-    task = {
-        "STRETTO_RUN": str(folder.resolve()),
-        "STRETTO_TIMEOUT": str(order.timeout_s),
-        "STRETTO_ON_NAN": order.on_nan,
-        "WORLD_SIZE": str(order.workers),
+def settings_of(order: Order, zero: float) -> dict[str, object]:
+    """What the coordinator is told of a run. `free`: nobody waits for a worker that has died."""
+    return {
+        "expected": order.workers,
+        "min_workers": order.min_workers,
+        "max_workers": order.max_workers,
+        "free": is_free(order),
+        "patience_s": order.patience_s,
+        "zero": zero,
+        "batch": order.batch,
+        "checkpoint": often(order.checkpoint_every) if order.checkpoint_every else None,
     }
-    environment = common | task | servers.for_server(shard) | _path(common)
-    return Part(shard_of(shard), servers.shards, command, environment, servers.inherited(shard))
 
 
 def environment_of(number: int, order: Order, folder: Path, listener: socket) -> dict[str, str]:
@@ -127,6 +184,17 @@ OURS = (
     "STRETTO_COORDINATOR_FD",
     "STRETTO_SERVER_KEYS",
     "STRETTO_ON_NAN",
+    "STRETTO_COORDINATOR",
+    "STRETTO_SETTINGS",
+    "STRETTO_LIFE",
+    "STRETTO_PATIENCE",
+    "STRETTO_BATCH",
+    "STRETTO_CHECKPOINT",
+    "STRETTO_KEEP",
+    "STRETTO_RESUME",
+    "STRETTO_RESTORE",
+    "STRETTO_CUTS",
+    "STRETTO_CUT_EVERY",
 )
 
 
@@ -150,6 +218,11 @@ def _task(worker: int, order: Order, folder: Path) -> dict[str, str]:
         "STRETTO_KEEP_STATES": "1" if order.keep_states else None,
         "STRETTO_SLOW": str(slow[worker]) if worker in slow else None,
         "STRETTO_ON_NAN": order.on_nan if order.on_nan != "stop" else None,
+        "STRETTO_PATIENCE": str(order.patience_s) if order.endures else None,
+        "STRETTO_BATCH": order.batch if order.endures else None,
+        "STRETTO_CHECKPOINT": often(order.checkpoint_every) if order.checkpoint_every else None,
+        "STRETTO_KEEP": str(order.keep or KEPT) if order.checkpoint_every else None,
+        "STRETTO_RESUME": str(order.resume.resolve()) if order.resume else None,
     }
     return {name: value for name, value in asked.items() if value is not None}
 

@@ -85,6 +85,9 @@ class Progress:
         self._told.add(text)
         return f"note: {text}"
 
+    def _on_chaos(self, event: Event) -> str:
+        return f"chaos: {event.get('text')}"
+
     def _on_log(self, event: Event) -> None:
         self.step = max(self.step, event.get("step", 0))
         self.values |= event.get("values", {})

@@ -9,6 +9,7 @@ import contextlib
 import os
 import signal
 import sys
+from pathlib import Path
 from types import FrameType
 from typing import Literal, NoReturn, cast
 
@@ -40,6 +41,8 @@ def _serve() -> None:
         keys=_keys(given.pop("STRETTO_SERVER_KEYS", None)),
         on_nan=cast(Literal["stop", "skip"], given["STRETTO_ON_NAN"]),
         timeout_s=float(given["STRETTO_TIMEOUT"]),
+        cuts=Path(given["STRETTO_CUTS"]) if "STRETTO_CUTS" in given else None,
+        cut_every_s=float(given["STRETTO_CUT_EVERY"]) if "STRETTO_CUT_EVERY" in given else None,
     )
     serve(place)
 

@@ -1,4 +1,7 @@
-"""The parameter server of a run, before it is started: where it listens, and the keys that it and the workers have."""
+"""The services of a run, before they are started: where they listen, and the keys that they and the workers have.
+
+They are the parameter server, and the coordinator that knows who is in.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +32,14 @@ class Keys:
 
 @dataclass(frozen=True)
 class Servers:
-    """Listening sockets, the coordinator's first and then one a shard, or none at all; `keys` is None for plain."""
+    """Listening sockets of a parameter server, the first for who deals batches and then one a shard, or none at all.
+
+    `keys` is None for plain, `coordinator` where a run does without.
+    """
 
     sockets: tuple[socket, ...] = ()
     keys: Keys | None = None
+    coordinator: socket | None = None
 
     @property
     def shards(self) -> int:
@@ -41,9 +48,11 @@ class Servers:
 
     def for_worker(self) -> dict[str, str]:
         """What a worker has to know: where the servers are, and its side of the keys."""
-        if not self.shards:
-            return {}
-        told = {"STRETTO_SERVERS": ",".join("{}:{}".format(*one.getsockname()[:2]) for one in self.sockets)}
+        told = {}
+        if self.shards:
+            told["STRETTO_SERVERS"] = ",".join(map(address, self.sockets))
+        if self.coordinator is not None:
+            told["STRETTO_COORDINATOR"] = address(self.coordinator)
         if self.keys is not None:
             own = self.keys.worker
             told["STRETTO_KEYS"] = ",".join((self.keys.server.public, own.public, own.secret))
@@ -53,11 +62,18 @@ class Servers:
         """What the server of a shard has to know: its place, its sockets, and its side of the keys."""
         told = {"STRETTO_SHARD": str(shard), "STRETTO_SHARDS": str(self.shards)}
         names = ("STRETTO_LISTEN_FD", "STRETTO_COORDINATOR_FD")
-        told |= dict(zip(names, map(str, self.inherited(shard)), strict=False))
-        if self.keys is not None:
-            own = self.keys.server
-            told["STRETTO_SERVER_KEYS"] = ",".join((own.secret, own.public, self.keys.worker.public))
-        return told
+        return told | dict(zip(names, map(str, self.inherited(shard)), strict=False)) | self._own_keys()
+
+    def for_coordinator(self) -> dict[str, str]:
+        """What the coordinator has to know: its socket, both sides of the keys, and whom to tell of who is gone."""
+        assert self.coordinator is not None
+        return self.for_worker() | {"STRETTO_LISTEN_FD": str(self.coordinator.fileno())} | self._own_keys()
+
+    def _own_keys(self) -> dict[str, str]:
+        if self.keys is None:
+            return {}
+        own = self.keys.server
+        return {"STRETTO_SERVER_KEYS": ",".join((own.secret, own.public, self.keys.worker.public))}
 
     def inherited(self, shard: int) -> list[int]:
         """The sockets of a shard: its own, and for shard 0 the coordinator's."""
@@ -70,12 +86,19 @@ class Servers:
             one.close()
 
 
+def address(listener: socket) -> str:
+    """Where a socket listens, as `host:port`."""
+    return "{}:{}".format(*listener.getsockname()[:2])
+
+
 @contextlib.contextmanager
-def servers_for(shards: int, plain: bool) -> Iterator[Servers]:
-    """Sockets for so many shards, and unless `plain` new keys."""
+def servers_for(shards: int, plain: bool, coordinated: bool = False) -> Iterator[Servers]:
+    """Sockets for so many shards, for a coordinator if there is to be one, and unless `plain` new keys."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(listening()) for _ in range(shards + 1 if shards else 0)]
-        yield Servers(tuple(sockets), None if plain or not shards else _new_keys())
+        coordinator = stack.enter_context(listening()) if coordinated else None
+        keys = None if plain or not (shards or coordinated) else _new_keys()
+        yield Servers(tuple(sockets), keys, coordinator)
 
 
 def _new_keys() -> Keys:

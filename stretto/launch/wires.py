@@ -8,11 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
 from stretto.wire import Wire
 from stretto.wire.collective import CollectiveWire
 from stretto.wire.hosted import host
+from stretto.wire.server import ServerWire
 from stretto.words import Mean
 
 LIMIT_S = 60.0
@@ -29,11 +31,15 @@ MEGABYTES = 4 * NUMBERS / 1e6
 
 @dataclass(frozen=True)
 class WireCosts:
-    """Seconds of a processor, at one end: of an exchange without a centre, of its messages and bytes; of parcels."""
+    """Seconds of a processor, at one end: of an exchange without a centre, of its messages and bytes; of parcels.
+
+    `telling_s` is what words take besides, which are made into an exchange and read from it.
+    """
 
     exchange_s: float
     message_s: float
     megabyte_s: float
+    telling_s: float
     parcel_s: float
     parcel_megabyte_s: float
 
@@ -43,13 +49,13 @@ def here(plain: bool) -> WireCosts:
     with ThreadPoolExecutor(CREW) as crew:
         store = HashStore()
         wires = list(crew.map(lambda one: CollectiveWire(store, one, CREW, LIMIT_S), range(CREW)))
-        exchange_s, message_s, megabyte_s = next(crew.map(lambda one: of_collective(one, _share), wires))
+        collective = next(crew.map(lambda one: of_collective(one, _share), wires))
         for one in wires:
             one.close()
     hosted = host(1, plain=plain)
     wire = hosted.wire(0, LIMIT_S)
     try:
-        return WireCosts(exchange_s, message_s, megabyte_s, *of_server(wire, time.process_time))
+        return WireCosts(*collective, *of_server(wire, time.process_time))
     finally:
         wire.close()
         hosted.see_out()
@@ -59,43 +65,54 @@ def _share() -> float:
     return time.process_time() / CREW
 
 
-def of_collective(wire: Wire, clock: Callable[[], float]) -> tuple[float, float, float]:
-    """Of an exchange, a message and a megabyte, on a wire between workers who all call this.
+def of_collective(
+    wire: Wire, clock: Callable[[], float], passing: Callable[[], float] | None = None
+) -> tuple[float, float, float, float]:
+    """Of an exchange, a message, a megabyte, and of telling words, on a wire between workers who all call this.
 
-    `clock` is the time of one worker's processors. Gloo's ring sums up in N-1 steps and hands round in as many; in each
-    a worker sends two messages and receives two (`stretto.sim.costs.mean_bytes`). Of a single number there is but one
-    message in each step, of one worker to the next. An exchange costs at least as much as a message.
+    `clock` is the time of one worker's processors; `passing`, where workers share processors, its part of all of their
+    time, idle or not: small messages wait for each other, and for whoever is to be awakened. Gloo's ring sums up in
+    N-1 steps and hands round in as many; in each a worker sends two messages and receives two
+    (`stretto.sim.costs.mean_bytes`). Of a single number there is but one message in each step, of one worker to the
+    next. An exchange costs at least as much as a message.
     """
-    single, small = (_mean_s(wire, numbers, SMALL, clock) for numbers in (1, 1000))
-    large = _mean_s(wire, NUMBERS, LARGE, clock)
+    passing = passing or clock
+    single, small = (_mean_s(wire, numbers, SMALL, passing) for numbers in (1, 1000))
     steps = 2 * (wire.workers - 1)
     least = 2 * steps / wire.workers
     message_s = min(max(small - single, 0.0) / (4 * steps - least), single / (1 + least))
+    exchange_s = single - least * message_s
+    gathered = _each(lambda: wire.gather(b""), SMALL, passing) - 2 * steps * message_s
+    told = _each(lambda: wire.tell(b""), SMALL, passing) - 2 * (1 - 1 / wire.workers) * message_s
+    telling_s = max((gathered + told) / 2 - exchange_s, 0.0)
+    light, heavy = (_mean_s(wire, numbers, LARGE, clock) for numbers in (1000, NUMBERS))
     megabytes = 2 * steps / wire.workers * MEGABYTES
-    return single - least * message_s, message_s, max(large - small, 0.0) / megabytes
+    return exchange_s, message_s, max(heavy - light, 0.0) / megabytes, telling_s
 
 
-def of_server(wire: Wire, clock: Callable[[], float]) -> tuple[float, float]:
+def of_server(wire: ServerWire, clock: Callable[[], float]) -> tuple[float, float]:
     """Of a parcel and a megabyte of parcels, on a wire to a server whose workers all call this.
 
     `clock` is the time of all their processors, and of the server's. A message of each of N workers to all takes N
-    parcels to the server and N back, each with two ends.
+    parcels to the server and N back, each with two ends, and so does reading what the server has.
     """
-    small, large = (_gather_s(wire, size, times, clock) for size, times in ((1, SMALL), (4 * NUMBERS, LARGE)))
-    parcels = 2 * wire.workers
-    megabytes = MEGABYTES * (wire.workers + wire.workers**2)
-    return small / (2 * parcels), max(large - small, 0.0) / (2 * megabytes)
+    numbers = torch.ones(NUMBERS)
+    if wire.worker == 0:
+        wire.open(1, "async_sgd", [numbers])
+
+    def take(_part: int, at: int, piece: Tensor) -> None:
+        numbers[at : at + piece.numel()].copy_(piece)
+
+    ends = 4 * wire.workers
+    parcel_s = _each(lambda: wire.gather(b""), SMALL, clock) / ends
+    read_s = _each(lambda: wire.read([NUMBERS]).wait(take), LARGE, clock) / ends
+    return parcel_s, 2 * max(read_s - parcel_s, 0.0) / MEGABYTES
 
 
 def _mean_s(wire: Wire, numbers: int, times: int, clock: Callable[[], float]) -> float:
     """Of one mean of so many numbers."""
     tensor = torch.ones(numbers)
     return _each(lambda: wire.start(Mean(tensor)).wait(), times, clock)
-
-
-def _gather_s(wire: Wire, nbytes: int, times: int, clock: Callable[[], float]) -> float:
-    message = bytes(nbytes)
-    return _each(lambda: wire.gather(message), times, clock)
 
 
 def _each(what: Callable[[], object], times: int, clock: Callable[[], float]) -> float:

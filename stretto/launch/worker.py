@@ -18,10 +18,12 @@ from typing import NoReturn
 
 import msgspec
 
-from stretto.errors import StrettoError, WireError
+from stretto.errors import BrokenWireError, MemberOutError, StrettoError, WireError
 from stretto.events import Event
 from stretto.launch.seeding import sow
 
+AGAIN = 75
+"""The exit code of a worker that is no member any more, and wants to be started again."""
 PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
 TORCH = os.path.join(sysconfig.get_path("purelib"), "torch") + os.sep
 STARTERS = (__file__, str(Path(__file__).with_name("serve.py")), PACKAGE + "sim", "<frozen runpy>")
@@ -79,19 +81,21 @@ def _finish() -> None:
 def fail(error: BaseException, number: int) -> NoReturn:
     """Write the error event and leave, without waiting for threads or exit handlers: they may hang.
 
-    `number` is the worker's, or a server's.
+    `number` is the worker's, or a server's. Being no member any more is no failure of the run: a word of it is enough.
     """
+    is_out = isinstance(error, MemberOutError | BrokenWireError)
     try:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
-        _append(msgspec.json.encode(_event(error, _leave_training(), number)) + b"\n")
+        tell = _notice if is_out else _event
+        _append(msgspec.json.encode(tell(error, _leave_training(), number)) + b"\n")
     except BaseException as problem:
         print(
             f"{failure(error)}\nNot in the event log: {problem}",
             file=sys.stderr,
         )
         sys.stderr.flush()
-    os._exit(1)
+    os._exit(AGAIN if is_out else 1)
 
 
 def _leave_training() -> float:
@@ -104,6 +108,10 @@ def _event(error: BaseException, t: float, number: int) -> Event:
     said = {"kind": type(error).__name__, "text": _text(error), "traceback": short(error)}
     consequence = isinstance(error, WireError)
     return {"event": "error", "t": t, "worker": number, **said, "consequence": consequence}
+
+
+def _notice(error: BaseException, t: float, number: int) -> Event:
+    return {"event": "notice", "t": t, "worker": number, "text": f"worker {number} stops by itself: {error}"}
 
 
 def _append(line: bytes) -> None:

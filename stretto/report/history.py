@@ -17,6 +17,9 @@ from stretto.errors import LogError, explain
 from stretto.events import PHASES, Event, read_events
 
 Point = tuple[float, float]
+COORDINATOR = -1000
+FATES = ("joined", "gone", "left")
+"""What events of members say of who is in, and who is not."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +41,14 @@ class History:
 
     @property
     def ended(self) -> bool:
-        """Whether every worker came to its end."""
-        return len({event["worker"] for event in self.of("end") if event["worker"] >= 0}) >= self.workers
+        """Whether every worker came to its end, but for those that the others have gone on without."""
+        ended = {event["worker"] for event in self.of("end") if event["worker"] >= 0}
+        return bool(ended) and len(ended | self._away()) >= self.workers
+
+    def _away(self) -> set[int]:
+        """Workers that died or left, and did not come back."""
+        last = {event["worker"]: event.get("what") for event in self.of("member") if event.get("what") in FATES}
+        return {worker for worker, what in last.items() if worker >= 0 and what != "joined"}
 
     def counts(self, worker: int) -> list[Event]:
         """The running counts of one worker, its end included, oldest first."""
@@ -58,16 +67,26 @@ class History:
 
     @property
     def failure(self) -> str | None:
-        """Why the run is not whole: the error that came first and was no consequence of another."""
-        errors = sorted(self.of("error"), key=lambda event: (bool(event.get("consequence")), event["t"]))
+        """Why the run is not whole: the error that came first and was no consequence of another.
+
+        A coordinator that was started again after its own is none.
+        """
+        found = [event for event in self.of("error") if not (event["worker"] == COORDINATOR and self.ended)]
+        errors = sorted(found, key=lambda event: (bool(event.get("consequence")), event["t"]))
         if errors:
             first = errors[0]
-            return f"{_called(first['worker'])} failed: {first.get('kind')}: {first.get('text')}"
+            return f"{called(first['worker'])} failed: {first.get('kind')}: {first.get('text')}"
         return None if self.ended else "the run did not come to its end"
 
 
-def _called(worker: int) -> str:
-    """Server s has the number -1-s, which no worker has."""
+def called(worker: int) -> str:
+    """What a process is called: server s has the number -1-s, which no worker has, and the coordinator one of its own.
+
+    >>> called(2), called(-1), called(-1000)
+    ('worker 2', 'server 0', 'the coordinator')
+    """
+    if worker == COORDINATOR:
+        return "the coordinator"
     return f"worker {worker}" if worker >= 0 else f"server {-1 - worker}"
 
 
@@ -78,7 +97,19 @@ def read(folder: Path) -> History:
     for event in read_events(path) if path.exists() else ():
         if isinstance(event.get("event"), str) and isinstance(event.get("worker"), int):
             events[event["event"]].append({**event, "t": number(event.get("t")) or 0.0})
+    _on_one_clock(events)
     return History(folder, read_json(folder / "run.json"), dict(events))
+
+
+def _on_one_clock(events: dict[str, list[Event]]) -> None:
+    """Who does not train counts time from another zero; by the machine's clock it is told in the workers' time."""
+    zeros = (event["at"] - event["t"] for event in events.get("start", []) if number(event.get("at")) is not None)
+    zero = next(zeros, None)
+    for kind in ("member", "chaos"):
+        for event in events.get(kind, []):
+            if zero is not None and number(event.get("at")) is not None:
+                event["t"] = event["at"] - zero
+        events.get(kind, []).sort(key=lambda event: event["t"])
 
 
 def read_json(path: Path) -> dict[str, Any]:

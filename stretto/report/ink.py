@@ -19,6 +19,7 @@ TEXT, QUIET, FAINT = "#222222", "#666666", "#dddddd"
 RECIPES = ("#0072b2", "#d55e00", "#009e73", "#b8568f", "#2f8fc4", "#b57d00")
 """After Okabe and Ito, told apart by the colour-blind too; the light ones darkened, for text in them."""
 
+LOST = "#b23a1e"
 ALONES = ("#222222", "#8a8a8a")
 PHASES = {
     "computing": "#3c5a76",

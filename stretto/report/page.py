@@ -12,9 +12,10 @@ from typing import Any
 import jinja2
 
 from stretto.errors import LogError
-from stretto.report import asynchronous, exchanged, figures, history, ink
+from stretto.report import asynchronous, exchanged, fates, figures, history, ink, series
+from stretto.report.fates import Fate
 from stretto.report.groups import grouped
-from stretto.report.history import History
+from stretto.report.history import History, called
 from stretto.report.pictures import LEARN, Album, Plot, pictures
 from stretto.report.record import Record, record
 from stretto.report.table import Cell, Sheet, megabytes, sheets
@@ -154,7 +155,7 @@ def _histories(folder: Path, records: Iterable[Record]) -> dict[str, History]:
 
 def _single(folder: Path) -> str:
     one, read = record(folder), history.read(folder)
-    album = Album([one], {Path(one["folder"]).name: read})
+    album = Album([one], {Path(one["folder"]).name: read}, moments=series.moments(read))
     return render(
         kicker=f"{shlex.join([str(one['script']), *map(str, one['args'])])} · seed {one['seed']}",
         headline=_summary(one),
@@ -192,7 +193,7 @@ def _figures(one: Record) -> str:
 
 def _tables(one: Record, read: History) -> list[Sheet]:
     passes = [_passes(read)] if read.of("epoch") else []
-    return [*passes, *exchanged.sheet(one), *asynchronous.sheet(one, read)]
+    return [*_fates(read), *passes, *exchanged.sheet(one), *asynchronous.sheet(one, read)]
 
 
 SEEN = ("once", "twice", "never", "dropped")
@@ -211,6 +212,28 @@ def _pass(event: dict[str, Any]) -> tuple[Cell, ...]:
     seen = event.get("seen") or {}
     times = (figures.count(event.get("samples")), figures.seconds(history.number(event.get("training_s"))))
     return tuple(map(Cell, (str(event.get("epoch")), *times, *(figures.count(seen.get(word)) for word in SEEN))))
+
+
+DIED = "What died, and what happened?"
+MOST_FATES = 40
+
+
+def _fates(read: History) -> list[Sheet]:
+    """A row for each thing that happened to a process; nothing where nothing did."""
+    found = fates.fates(read)
+    if not found:
+        return []
+    note = "Time since the start of training; below 0 the workers had not met yet."
+    if len(found) > MOST_FATES:
+        note += f" The last {MOST_FATES} of {len(found)}."
+    counted = any(one.again is not None for one in found)
+    columns = ("who", "when", "what", "what next", *(("samples done again",) * counted))
+    return [Sheet(DIED, note, columns, tuple(_fate(one, counted) for one in found[-MOST_FATES:]))]
+
+
+def _fate(one: Fate, counted: bool) -> tuple[Cell, ...]:
+    texts = (called(one.worker), figures.seconds(one.t), one.what, one.next)
+    return tuple(map(Cell, (*texts, *((figures.count(one.again),) * counted))))
 
 
 # The small print

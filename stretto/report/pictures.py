@@ -13,7 +13,7 @@ from stretto.report.groups import Group, Peers, at, grouped, worker_counts
 from stretto.report.history import History
 from stretto.report.plots import SAMPLES, Line, Row
 from stretto.report.record import Record
-from stretto.report.series import Curve, Sample
+from stretto.report.series import Curve, Moment, Sample
 from stretto.report.table import FAST, STATE, WHERE, metric_names, speed_up
 from stretto.report.target import Target
 
@@ -40,6 +40,8 @@ class Album:
     records: Sequence[Record]
     histories: Histories
     target: Target | None = None
+    moments: tuple[Moment, ...] = ()
+    """When somebody was lost, or came; of a single run."""
 
     def groups(self) -> list[Group]:
         """The groups that have anything to show, failed runs included."""
@@ -84,7 +86,7 @@ def _curves(
     rows = [row for row in (losses, *metrics) if row.lines]
     if not rows:
         return None
-    svg = Markup(plots.curves(f"curves{workers}", rows))
+    svg = Markup(plots.curves(f"curves{workers}", rows, album.moments))
     return Plot(LEARN, svg, _with_workers(_curves_caption(album, groups, losses), workers, several))
 
 
@@ -117,6 +119,8 @@ def _curves_caption(album: Album, groups: Sequence[Group], losses: Row) -> str:
         texts.append("A line for each seed.")
     if any(group.alone for group in groups) and not all(group.alone for group in groups):
         texts.append("Dotted: where a run ended that sends nothing.")
+    if album.moments:
+        texts.append("Upright lines: somebody was lost or stopped (red), or came back (grey).")
     lost = sum(series.not_finite(one) for record in _records(groups) if (one := album.history(record)))
     if lost:
         texts.append(f"{lost} logged or evaluated values were not finite and are left out.")

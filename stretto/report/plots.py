@@ -15,7 +15,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormat
 from stretto.report import figures, ink
 from stretto.report.groups import Group, Measure
 from stretto.report.record import Record
-from stretto.report.series import Curve, Sample
+from stretto.report.series import Curve, Moment, Sample
 
 WIDTH = ink.WIDTH
 LEFT, RIGHT = 0.55, 1.75
@@ -23,6 +23,7 @@ BETWEEN = 0.28
 TITLE, AXIS = 0.3, 0.42
 MOST_BARS = 8
 LOG_FROM = 20.0
+MOST_NAMED = 12
 
 
 @dataclass(frozen=True)
@@ -61,16 +62,21 @@ MEGABYTES = Across("megabytes", "MB sent by each worker, log scale", log=True)
 SAMPLES = Across("samples", "samples, all workers")
 
 
-def curves(name: str, rows: Sequence[Row]) -> str:
-    """Each quantity against time, bytes and samples; the lines named once a row, at the right."""
+def curves(name: str, rows: Sequence[Row], moments: Sequence[Moment] = ()) -> str:
+    """Each quantity against time, bytes and samples; the lines named once a row, at the right.
+
+    `moments` are marked on the axis of time.
+    """
     sent = any(sample.megabytes > 0 for row in rows for sample in row.samples())
     columns = [SECONDS, MEGABYTES, SAMPLES] if sent else [SECONDS, SAMPLES]
     tall = 1.75
     height = len(rows) * (TITLE + tall) + AXIS
-    return ink.draw(name, WIDTH, height, partial(_paint_curves, rows=rows, columns=columns, tall=tall))
+    return ink.draw(name, WIDTH, height, partial(_paint_curves, rows=rows, columns=columns, tall=tall, moments=moments))
 
 
-def _paint_curves(figure: Figure, rows: Sequence[Row], columns: Sequence[Across], tall: float) -> None:
+def _paint_curves(
+    figure: Figure, rows: Sequence[Row], columns: Sequence[Across], tall: float, moments: Sequence[Moment]
+) -> None:
     wide = (WIDTH - LEFT - RIGHT - BETWEEN * (len(columns) - 1)) / len(columns)
     limits = [_limits(rows, across) for across in columns]
     for i, row in enumerate(rows):
@@ -86,7 +92,18 @@ def _paint_curves(figure: Figure, rows: Sequence[Row], columns: Sequence[Across]
         first.set_title(row.title, loc="left", fontweight="bold", fontsize=9)
         _up(first, row)
         _goal(first, row)
+        _mark(first, moments, named=i == 0 and len(moments) <= MOST_NAMED)
         ink.label_ends(ax, _ends(row), tall)
+
+
+def _mark(ax: Axes, moments: Sequence[Moment], named: bool) -> None:
+    """Upright lines where somebody was lost or came; of few it is said who."""
+    for one in moments:
+        colour = ink.LOST if one.lost else ink.QUIET
+        ax.axvline(one.seconds, color=colour, lw=0.8, alpha=0.7, ls="-" if one.lost else (0, (1, 2)))
+        if named:
+            style: dict[str, Any] = {"color": colour, "fontsize": 6, "rotation": 90, "va": "top", "ha": "right"}
+            ax.text(one.seconds, 0.98, one.who, transform=ax.get_xaxis_transform(), **style)
 
 
 def _panel(ax: Axes, row: Row, across: Across) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from stretto.errors import LaunchError, LogError, explain
-from stretto.report import accounts, staleness
+from stretto.report import accounts, fates, staleness
 from stretto.report.history import History, number, read, split_of
 
 Record = dict[str, Any]
@@ -43,7 +43,7 @@ def record(run_folder: Path) -> Record:
         **_uneven(history),
         "samples_seen": [event.get("seen") for event in history.of("epoch")],
         **BEYOND_ONE_RUN,
-        "deaths": [],
+        "deaths": fates.deaths(history),
         "folder": str(run_folder),
     }
 

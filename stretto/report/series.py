@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from stretto.events import Event
-from stretto.report import accounts
+from stretto.report import accounts, fates
 from stretto.report import staleness as late
 from stretto.report.history import History, Point, interpolate, number, split_of
 from stretto.report.staleness import Update
@@ -167,6 +167,21 @@ def _measured(history: History, worker: int) -> list[tuple[float, tuple[float, f
         if both is not None and (not found or found[-1][1] != both):
             found.append((event["t"], both))
     return found
+
+
+@dataclass(frozen=True)
+class Moment:
+    """When somebody was lost, or came: in seconds of training."""
+
+    seconds: float
+    who: str
+    lost: bool
+
+
+def moments(history: History) -> tuple[Moment, ...]:
+    """When somebody was gone or stopped, and when somebody came back."""
+    clock = _clock(history)
+    return tuple(Moment(clock(max(t, 0.0)), who, lost) for t, who, lost in fates.moments(history))
 
 
 def _places(history: History) -> Callable[[Event, float], Sample]:

@@ -9,7 +9,9 @@ from typing import Any
 from stretto.report import page
 from stretto.report.accounts import in_words as encoded
 from stretto.report.asynchronous import in_words
+from stretto.report.fates import in_lines
 from stretto.report.figures import count, figure, percent, plural, seconds
+from stretto.report.history import read
 from stretto.report.record import STANDARD_OUTPUT, record, write_json
 from stretto.report.table import megabytes, share
 
@@ -20,7 +22,10 @@ def conclude(folder: Path, json_to: Path | None, silent: bool) -> None:
     written = page.write(folder)
     here = str(json_to) == STANDARD_OUTPUT
     if not silent:
-        print("\n".join([*_summary(found), f"page: {written}"]), file=sys.stderr if here else sys.stdout)
+        print(
+            "\n".join([*_summary(found), *in_lines(read(folder)), f"page: {written}"]),
+            file=sys.stderr if here else sys.stdout,
+        )
     if json_to is not None:
         write_json(json_to, found)
 

@@ -21,6 +21,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     for name in ("STRETTO_RECIPE", "PYTHONUNBUFFERED"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("STRETTO_MEMBERS", "0")
     monkeypatch.chdir(tmp_path)
     place = Place(tmp_path, mark)
     try:
@@ -31,14 +32,15 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
 
 
 @pytest.fixture(autouse=True)
-def limited() -> Iterator[None]:
-    """No test may hang."""
+def limited(request: pytest.FixtureRequest) -> Iterator[None]:
+    """No test may hang. One whose processes import torch says how long it may take."""
+    limit_s = getattr(request.function, "limit_s", LIMIT_S)
 
     def too_long(_number: int, _frame: object) -> None:
-        raise TimeoutError(f"the test took more than {LIMIT_S} s")
+        raise TimeoutError(f"the test took more than {limit_s} s")
 
     before = signal.signal(signal.SIGALRM, too_long)
-    signal.setitimer(signal.ITIMER_REAL, LIMIT_S)
+    signal.setitimer(signal.ITIMER_REAL, limit_s)
     yield
     signal.setitimer(signal.ITIMER_REAL, 0)
     signal.signal(signal.SIGALRM, before)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -43,6 +44,8 @@ if "STRETTO_SHARD" in os.environ:
         keys: tuple[str, str, str] | None
         on_nan: str
         timeout_s: float
+        cuts: pathlib.Path | None
+        cut_every_s: float | None
     def serve(place):
         pathlib.Path(f"server-{place.shard}.pid").write_text(str(os.getpid()))
         run(place)
@@ -52,6 +55,29 @@ if "STRETTO_SHARD" in os.environ:
     service.ShardPlace, service.serve = ShardPlace, serve
 """
 """Stands in for the service of a server; written as a `sitecustomize`, so that no process needs to be told of it."""
+
+COORDINATOR = """
+import os
+if "STRETTO_SETTINGS" in os.environ:
+    import json, socket, sys, time, msgspec, zmq
+    listener = socket.socket(fileno=int(os.environ["STRETTO_LISTEN_FD"]))
+    router = zmq.Context().socket(zmq.ROUTER)
+    if "STRETTO_SERVER_KEYS" in os.environ:
+        secret, public, _ = os.environ["STRETTO_SERVER_KEYS"].split(",")
+        router.curve_server, router.curve_secretkey, router.curve_publickey = True, secret.encode(), public.encode()
+    address = "tcp://%s:%d" % listener.getsockname()
+    router.setsockopt(zmq.USE_FD, listener.detach())
+    router.bind(address)
+    with open("coordinators", "a") as file:
+        file.write(f"{os.getpid()} {os.environ['STRETTO_SETTINGS']}\\n")
+    while True:
+        name, said = router.recv_multipart()
+        with open("heard", "a") as file:
+            file.write(json.dumps([os.getpid(), name.decode(), msgspec.msgpack.decode(said)]) + "\\n")
+        print("stretto: heard it", flush=True)
+        print("and more", flush=True)
+"""
+"""Stands in for the coordinator: writes down its process and its settings, and what it is told."""
 
 
 class Place:
@@ -75,6 +101,24 @@ class Place:
         indented = indent(dedent(body).strip(), " " * 8)
         (self.folder / "service/sitecustomize.py").write_text(SERVICE.replace("{body}", indented))
         os.environ["PYTHONPATH"] = os.pathsep.join([str(self.folder / "service"), str(ROOT)])
+
+    def coordinator(self) -> None:
+        """Runs of two and more that are started from here have a coordinator that writes down what it hears."""
+        (self.folder / "service").mkdir(exist_ok=True)
+        with (self.folder / "service/sitecustomize.py").open("a") as file:
+            file.write(COORDINATOR)
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(self.folder / "service"), str(ROOT)])
+        os.environ["STRETTO_MEMBERS"] = "1"
+
+    def coordinators(self) -> list[int]:
+        """The processes of coordinators, in the order of their lives."""
+        told = self.folder / "coordinators"
+        return [int(line.split()[0]) for line in told.read_text().splitlines()] if told.exists() else []
+
+    def heard(self) -> list[list[Any]]:
+        """What coordinators were told: by which process, from whom, and what."""
+        told = self.folder / "heard"
+        return [json.loads(line) for line in told.read_text().splitlines()] if told.exists() else []
 
     def server(self, shard: int = 0) -> int:
         """The process of a server, once it serves."""
@@ -114,6 +158,14 @@ class Place:
             for pipe in (started.stdout, started.stderr):
                 if pipe is not None:
                     pipe.close()
+
+
+def staff() -> int:
+    """How many processes of a run of several workers are neither workers nor servers.
+
+    They are the launcher, its warden, and the coordinator where there is one.
+    """
+    return 2 + (os.environ["STRETTO_MEMBERS"] == "1")
 
 
 def until(condition: Callable[[], object], limit_s: float = 10.0) -> None:

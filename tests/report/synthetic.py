@@ -148,3 +148,42 @@ def write_comparison(
     question["command"] = ["stretto", "compare", "train.py", "-n", "2"]
     (folder / "compare.json").write_text(json.dumps({"question": question, "runs": records}))
     return folder
+
+
+def with_deaths(events: Events) -> Events:
+    """The same training of three workers, of which 1 is killed on purpose and comes back, and 2 is gone for good.
+
+    Who tells of it began 1.5 s before the training did.
+    """
+    began, zero = 1.5, 1000.0
+    for event in events:
+        if event["event"] == "start":
+            event["at"] = zero + event["t"]
+
+    def told(event: str, worker: int, t: float, /, **carries: Any) -> dict[str, Any]:
+        return {"event": event, "t": t + began, "at": zero + t, "worker": worker, **carries}
+
+    def member(what: str, worker: int, life: int, t: float, generation: int, **carries: Any) -> dict[str, Any]:
+        return told("member", worker, t, what=what, life=life, generation=generation, **carries)
+
+    kill = {"verb": "kill", "kind": "worker", "numbers": [1], "text": "killed: worker 1"}
+    pause = {"verb": "pause", "kind": "worker", "numbers": [2], "text": "stopped: worker 2"}
+    happened = [
+        member("formed", -1000, 0, -0.5, 1, members=[0, 1, 2], why="all are there"),
+        told("chaos", 1, 0.5, **kill),
+        member("gone", 1, 0, 0.51, 1, why="killed by SIGKILL"),
+        member("formed", -1000, 0, 0.75, 2, members=[0, 2], why="worker 1 is gone"),
+        {"event": "reissued", "t": 0.8, "worker": 0, "of": 1, "life": 0, "samples": 24},
+        member("joined", 1, 1, 1.51, 3, why="started again"),
+        member("formed", -1000, 0, 1.51, 3, members=[0, 1, 2], why="worker 1 is in"),
+        told("chaos", 2, 2.0, **pause),
+        member("slow", 2, 0, 2.3, 3, why="not heard of for 0.3 s"),
+        member("gone", 2, 0, 2.5, 3, why="not heard of for 0.5 s"),
+        member("formed", -1000, 0, 2.6, 4, members=[0, 1], why="worker 2 is gone"),
+        member("left", 0, 0, 3.3, 4, why=LEFT),
+    ]
+    kept = [event for event in events if not (event["event"] == "end" and event["worker"] == 2)]
+    return sorted([*kept, *happened], key=lambda event: event["t"])
+
+
+LEFT = "it has left the loop"

@@ -1,0 +1,127 @@
+"""What died, and what happened, is told from the log alone: to a program, on the terminal and on the page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from report.synthetic import training, with_deaths, write_run
+
+from stretto.report import series
+from stretto.report.fates import fates, in_lines
+from stretto.report.history import read
+from stretto.report.page import write
+from stretto.report.record import record
+
+
+@pytest.fixture
+def died(tmp_path: Path) -> Path:
+    events = with_deaths(training(3, 0.02, 1000, 1, 0.9))
+    return write_run(tmp_path / "run", recipe="allreduce()", workers=3, events=events)
+
+
+def test_each_death_is_told_with_what_came_next(died: Path) -> None:
+    back = "2 workers went on after 0.240 s as generation 2, back after 1.00 s"
+    lost = "2 workers went on after 0.100 s as generation 4, did not come back"
+    assert [str(fate) for fate in fates(read(died))] == [
+        f"worker 1, at 0.510 s: gone (killed by SIGKILL, on purpose); {back}",
+        "worker 2, at 2.00 s: stopped (on purpose)",
+        "worker 2, at 2.30 s: slow (not heard of for 0.3 s)",
+        f"worker 2, at 2.50 s: gone (not heard of for 0.5 s); {lost}",
+    ]
+
+
+def test_the_record_holds_the_deaths(died: Path) -> None:
+    found = record(died)
+    assert [(one["who"], one["life"], one["samples_done_again"]) for one in found["deaths"]] == [
+        ("worker 1", 0, 24),
+        ("worker 2", 0, None),
+    ]
+    assert found["deaths"][0]["seconds"] == pytest.approx(0.51)
+    assert found["deaths"][0]["back_after_seconds"] == pytest.approx(1.0)
+    assert found["deaths"][1]["back_after_seconds"] is None
+
+
+def test_a_run_that_went_on_without_the_dead_is_whole(died: Path, tmp_path: Path) -> None:
+    assert record(died)["failed"] is None
+    events = [one for one in with_deaths(training(3, 0.02, 1000, 1, 0.9)) if one["event"] != "end"]
+    torn = write_run(tmp_path / "torn", recipe="allreduce()", workers=3, events=events)
+    assert record(torn)["failed"] == "the run did not come to its end"
+
+
+def test_who_came_back_has_to_come_to_its_end(tmp_path: Path) -> None:
+    events = [
+        one for one in with_deaths(training(3, 0.02, 1000, 1, 0.9)) if (one["event"], one["worker"]) != ("end", 1)
+    ]
+    folder = write_run(tmp_path / "run", recipe="allreduce()", workers=3, events=events)
+    assert record(folder)["failed"] == "the run did not come to its end"
+
+
+def test_times_are_those_of_the_workers_clock(died: Path) -> None:
+    whole = [(one.seconds, one.who, one.lost) for one in series.moments(read(died))]
+    lost = [(who, lost) for _, who, lost in whole]
+    assert lost == [("worker 1", True), ("worker 1 is in", False), ("worker 2", True), ("worker 2", True)]
+    assert [t for t, _, _ in whole] == pytest.approx([0.51, 1.41, 1.9, 2.3], abs=0.1)  # less the evaluations before
+
+
+def test_without_a_common_clock_times_stay_as_they_were_told(tmp_path: Path) -> None:
+    events = with_deaths(training(3, 0.02, 1000, 1, 0.9))
+    for event in events:
+        event.pop("at", None)
+    folder = write_run(tmp_path / "run", recipe="allreduce()", workers=3, events=events)
+    assert fates(read(folder))[0].t == pytest.approx(2.01)
+
+
+def test_the_page_has_a_table_and_marks(died: Path, tmp_path: Path) -> None:
+    text = write(died).read_text()
+    for word in ("What died, and what happened?", "samples done again", "worker 1 is in", "was lost or stopped (red)"):
+        assert word in text
+    assert ">24<" in text
+    peaceful = write(write_run(tmp_path / "other", recipe="allreduce()", workers=3)).read_text()
+    assert "What died" not in peaceful
+    assert "Upright lines" not in peaceful
+
+
+def test_very_many_deaths_are_cut_short(tmp_path: Path) -> None:
+    gone = {"event": "member", "worker": 1, "what": "gone", "generation": 1, "why": "killed by SIGKILL"}
+    many = [{**gone, "t": 0.01 * life, "life": life} for life in range(200)]
+    folder = write_run(tmp_path / "run", workers=2, recipe="allreduce()", events=training(2, 0.02, 1000, 1, 0.9) + many)
+    text = write(folder).read_text()
+    assert "The last 40 of 200" in text
+    assert len(text.encode()) < 400_000
+    assert in_lines(read(folder))[-1] == "and 195 more; all are on the page"
+    assert len(in_lines(read(folder))) == 6
+
+
+def test_what_services_have_suffered_is_told_too(tmp_path: Path) -> None:
+    gone = {"event": "member", "t": 1.0, "worker": -1, "life": 0, "what": "gone", "why": "killed by SIGKILL"}
+    back = {**gone, "t": 1.4, "life": 1, "what": "joined"}
+    other = [{**one, "worker": -1000, "t": one["t"] + 0.1} for one in (gone, back)]
+    events = [*training(2, 0.02, 1000, 1, 0.9), gone, back, *other]
+    folder = write_run(tmp_path / "run", workers=2, recipe="allreduce()", events=events)
+    assert in_lines(read(folder)) == [
+        "server 0, at 1.00 s: gone (killed by SIGKILL); back after 0.400 s",
+        "the coordinator, at 1.10 s: gone (killed by SIGKILL); back after 0.400 s",
+    ]
+    assert record(folder)["failed"] is None
+
+
+def test_an_error_of_a_coordinator_that_came_back_is_no_failure(tmp_path: Path) -> None:
+    error = {"event": "error", "t": 1.0, "worker": -1000, "kind": "OSError", "text": "no space"}
+    events = [*training(2, 0.02, 1000, 1, 0.9), error]
+    assert record(write_run(tmp_path / "whole", workers=2, recipe="a()", events=events))["failed"] is None
+    torn = [one for one in events if one["event"] != "end"]
+    failed = record(write_run(tmp_path / "torn", workers=2, recipe="a()", events=torn))["failed"]
+    assert failed == "the coordinator failed: OSError: no space"
+
+
+def test_a_log_with_odd_events_still_has_a_page(tmp_path: Path) -> None:
+    odd = [
+        {"event": "member", "worker": 0, "t": 1.0},
+        {"event": "member", "worker": 0, "t": None, "what": "gone", "life": None, "why": None},
+        {"event": "member", "worker": 5, "t": 2.0, "what": "unheard of"},
+        {"event": "chaos", "worker": 0, "t": 1.0},
+        {"event": "chaos", "worker": 0, "t": 1.0, "verb": "pause"},
+    ]
+    events = [*training(2, 0.02, 1000, 1, 0.9), *odd]
+    assert "What died" in write(write_run(tmp_path / "run", workers=2, recipe="a()", events=events)).read_text()
