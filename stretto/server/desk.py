@@ -6,8 +6,9 @@ holds back say for how long.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,6 +20,7 @@ from stretto.how import Codec, Scene
 from stretto.members.coordinator import Coordinator
 from stretto.recipe import Recipe
 from stretto.server import messages as m
+from stretto.server.cuts import Shelf
 from stretto.server.meeting import Meeting, Told
 from stretto.server.parcels import DTYPES, ParcelError, Pieces, kind, whole
 from stretto.server.shard import Reply, Shard, Update
@@ -27,6 +29,10 @@ from stretto.typed import parse
 from stretto.when import on_arrival
 from stretto.words import Ask, Every, Mean, answer
 
+REMEMBERED, SMALL_BYTES = 64, 1 << 16
+"""So many answers are remembered, if they are no larger."""
+SKIPPED = 1000
+"""Nobody knows how far the dead had come; the exchanges of those who come after them have numbers far beyond."""
 NEWS = -1
 """Stands for an exchange's number where a worker waits for news of its update."""
 
@@ -62,7 +68,15 @@ class Desk(Protocol):
         ...
 
     def leave(self, worker: int) -> list[Post]:
-        """A worker is gone."""
+        """A worker has left on purpose: those who wait for it are told that it won't come."""
+        ...
+
+    def gone(self, worker: int, number: int = 0, batches: Sequence[int] = ()) -> list[Post]:
+        """A worker is gone: the others go on without it. `batches` of pass `number` are its work that counts."""
+        ...
+
+    def work_of(self, worker: int) -> m.Left:
+        """What this desk has of a worker's work."""
         ...
 
 
@@ -84,29 +98,82 @@ class _Asked:
         number, since = self._waiting.pop((worker, op))
         return number, self._clock() - since
 
+    def forget(self, worker: int) -> None:
+        """Nobody is there to be answered."""
+        self._waiting = {asked: since for asked, since in self._waiting.items() if asked[0] != worker}
+
 
 class _Together:
-    """Exchanges of all workers, of whatever kind."""
+    """Exchanges of all members, of whatever kind."""
 
-    def __init__(self, workers: int, combine: Callable[[Sequence[Any]], Any], asked: _Asked) -> None:
-        self._meeting: Meeting[Any, Any] = Meeting(workers, combine)
+    def __init__(self, workers: int, combine: Callable[[Mapping[int, Any]], Any], asked: _Asked) -> None:
+        self._meeting: Meeting[Any, Any] = Meeting(range(workers), combine)
         self._asked = asked
+        self._says_who = False
+        """Whether answers say who gave: once members have changed all do, for nobody may have heard the last."""
+        self._answers: dict[int, tuple[m.Body, list[Tensor]]] = {}
+        """The last answers, if they are small: an answer that was lost may be asked for again."""
+
+    @property
+    def members(self) -> set[int]:
+        return self._meeting.members
+
+    @property
+    def left(self) -> set[int]:
+        return self._meeting.left
 
     def lay(self, worker: int, op: int, number: int, thing: object) -> list[Post]:
+        if op in self._answers:
+            return [Post(worker, number, *self._answers[op])] if worker in self._meeting.members else []
         self._asked.note(worker, op, number)
         return self._posts(self._meeting.lay(worker, op, thing))
 
     def leave(self, worker: int) -> list[Post]:
         return self._posts(self._meeting.leave(worker))
 
-    def _posts(self, told: Sequence[Told[Any]]) -> list[Post]:
-        return [self._post(one) for one in told]
+    def gone(self, worker: int) -> list[Post]:
+        self._asked.forget(worker)
+        self._says_who = True
+        return self._posts(self._meeting.drop(worker))
 
-    def _post(self, told: Told[Any]) -> Post:
+    def join(self, worker: int) -> None:
+        self._meeting.join(worker)
+
+    def tell_anew(self) -> None:
+        """Answers say who gave from now on."""
+        self._says_who = True
+
+    def group(self, generation: int, members: Sequence[int]) -> None:
+        if self._meeting.group(generation, members):
+            self._says_who = False
+            self._answers.clear()
+
+    def _posts(self, told: Sequence[Told[Any]]) -> list[Post]:
+        """The answers of one exchange or several; all of one exchange come together."""
+        posts = []
+        for _, answers in itertools.groupby(told, key=lambda one: one.op):
+            together = list(answers)
+            gave = sorted(one.worker for one in together)
+            found = together[0].found
+            body: m.Body = m.Answered()
+            if found is not None and self._says_who:
+                body = m.Among(gave)
+            if found is not None and sum(one.nbytes for one in found) <= SMALL_BYTES:
+                self._answers[together[0].op] = body, found
+            posts += [self._post(one, body) for one in together]
+        while len(self._answers) > REMEMBERED:
+            del self._answers[min(self._answers)]
+        return posts
+
+    def _post(self, told: Told[Any], body: m.Body) -> Post:
         number, _ = self._asked.answer(told.worker, told.op)
         if told.found is None:
             return Post(told.worker, number, m.Refused(told.problem))
-        return Post(told.worker, number, m.Answered(), told.found)
+        return Post(told.worker, number, body, told.found)
+
+
+NOBODY: list[Tensor] = []
+"""What is answered when the teller was lost."""
 
 
 class Known:
@@ -136,24 +203,63 @@ class Known:
         return message
 
 
+class _Work:
+    """What a worker's updates of the pass were about."""
+
+    def __init__(self, worker: int) -> None:
+        self._worker = worker
+        self._number = 0
+        self._batches: dict[int, list[int]] = {}
+        self._left: m.Left | None = None
+
+    def note(self, body: m.Push) -> None:
+        """An update has come, which may have to wait."""
+        if body.number != self._number:
+            self._number, self._batches = body.number, {}
+        self._batches[body.seq] = body.batches
+
+    def left(self, shard: Shard | None) -> m.Left:
+        """The batches whose work is in the parameters, or will be though the worker is gone."""
+        if self._left is not None:
+            return self._left
+        member = shard.members.get(self._worker) if shard is not None else None
+        taken = [one for seq, found in self._batches.items() if member and member.knows(seq) for one in found]
+        return m.Left(self._number, taken)
+
+    def end(self, shard: Shard | None) -> None:
+        """The worker is gone, and soon forgotten: remember what it left."""
+        self._left = self.left(shard)
+
+
 class ShardDesk:
     """A shard of the parameters, and the exchanges of all workers that go through it."""
 
-    def __init__(self, workers: int, clock: Callable[[], float], on_nan: str) -> None:
+    def __init__(
+        self, workers: int, clock: Callable[[], float], on_nan: str, shelf: Shelf | None = None, birth: int = 0
+    ) -> None:
         self._workers, self._on_nan = workers, on_nan
+        self._shelf, self._birth = shelf, birth
+        self._age = -1 if shelf is not None and shelf.cuts() else 0
+        """How often the servers went back to a cut; -1 for a process that has not been told yet."""
+        self._members = set(range(workers))
+        self._works = {worker: _Work(worker) for worker in range(workers)}
         self._asked = _Asked(clock)
         self._together = _Together(workers, _answers, self._asked)
+        if self._age < 0:
+            self._together.tell_anew()
         self._shard: Shard | None = None
         self._recipe = Recipe()
         self._arena = 0
         self._wanted: list[tuple[str, int]] = []
         """The kind and length of each tensor of an update; the most that the length may be, if it varies."""
+        self._cut_at = -1
+        """The newest cut that this process has made."""
         self._known: dict[int, Known] = {}
         """What each worker knows of the parameters, if replies are encoded."""
 
     def expects(self, worker: int, head: m.Head) -> None:
         """An update must have the numbers of this shard's ranges, in the recipe's encoding."""
-        if not isinstance(head.body, m.Push):
+        if not isinstance(head.body, m.Push) or head.body.age != self._age:
             return
         shard = self._opened(head.body.arena)
         if not math.isfinite(head.body.lr):
@@ -176,6 +282,8 @@ class ShardDesk:
         body = head.body
         if not isinstance(body, m.Push) or not self._recipe.how.elementwise or self._shard is None:
             return False
+        if body.age != self._age:
+            return False
         return self._shard.draft(worker, body.seq, body.version)
 
     def write(self, worker: int, index: int, at: int, piece: Tensor) -> None:
@@ -185,26 +293,127 @@ class ShardDesk:
 
     def take(self, worker: int, head: m.Head, tensors: list[Pieces]) -> list[Post]:
         """A whole parcel."""
-        body = head.body
+        body, number = head.body, head.number
+        if isinstance(body, m.Push | m.Read | m.Cut) and body.age != self._age:
+            return [Post(worker, number, m.Anew(self._age))]
         if isinstance(body, m.Push):
-            return self._push(worker, head.number, body, tensors)
+            return self._push(worker, number, body, tensors)
         if isinstance(body, m.Ask):
             return self._ask(worker, head, body, tensors)
         if isinstance(body, m.Read):
-            return self._read(worker, head.number, body.flush)
+            return self._read(worker, number, body.flush)
         if isinstance(body, m.Open):
             return self._open(worker, head, body, tensors)
         if isinstance(body, m.Rest):
-            return [
-                Post(worker, head.number, m.Answered()),
-                *self._goes(self._shard.rest(worker, body.seq) if self._shard else []),
-            ]
+            replies = self._shard.rest(worker, body.seq, body.outside) if self._shard else []
+            return [Post(worker, number, m.Answered()), *self._goes(replies)]
+        if isinstance(body, m.Group):
+            self._together.group(body.generation, body.members)
+            return []
+        return self._of_members(worker, number, body)
+
+    def _of_members(self, worker: int, number: int, body: m.Body) -> list[Post]:
+        """What is said of who is there, and of going back."""
+        if isinstance(body, m.Quit):
+            return self.gone(worker)
+        if isinstance(body, m.Join):
+            return self._join(worker, number)
+        if isinstance(body, m.Enter):
+            if self._shard is not None:
+                self._shard.enter(worker, body.clock)
+            return [Post(worker, number, m.Answered())]
+        if isinstance(body, m.Cut):
+            self._cut(body.op)
+            return [Post(worker, number, m.Answered())]
+        if isinstance(body, m.Cuts):
+            return [Post(worker, number, m.Has(self._shelf.cuts() if self._shelf else [], self._birth, self._age))]
+        if isinstance(body, m.GoBack):
+            age = self._age
+            reply = self._go_back(body)
+            return [Post(worker, number, reply), *(self._anew() if self._age != age else [])]
         raise ParcelError(f"a shard was told {type(body).__name__}")
 
     def leave(self, worker: int) -> list[Post]:
-        """A worker is gone: nobody waits for it any more."""
+        """A worker has left: nobody waits for its updates any more."""
         replies = self._shard.leave(worker) if self._shard else []
         return [*self._goes(replies), *self._together.leave(worker)]
+
+    def gone(self, worker: int, number: int = 0, batches: Sequence[int] = ()) -> list[Post]:
+        """A worker is gone: nobody waits for it any more."""
+        self._works[worker].end(self._shard)
+        self._members.discard(worker)
+        replies = self._shard.leave(worker) if self._shard else []
+        return [*self._together.gone(worker), *self._goes(replies)]
+
+    def work_of(self, worker: int) -> m.Left:
+        """What the worker's updates of this pass were about, as far as they are in the parameters."""
+        return self._works[worker].left(self._shard)
+
+    # --- who is there -------------------------------------------------------------------------------------------
+
+    def _join(self, worker: int, number: int) -> list[Post]:
+        """A newcomer: what was known of its last life is forgotten."""
+        self._asked.forget(worker)
+        self._members.add(worker)
+        self._works[worker] = _Work(worker)
+        self._together.join(worker)
+        if self._shard is None:
+            return [Post(worker, number, m.Joined(self._age))]
+        replies = self._shard.join(worker)
+        self._know(worker, self._shard.current.ranges)
+        body = m.Joined(self._age, arena=self._arena, clock=self._shard.slowest())
+        return [Post(worker, number, body), *self._goes(replies)]
+
+    def _know(self, worker: int, theta: Sequence[Tensor]) -> None:
+        reply = self._recipe.how.reply
+        if reply is not None:
+            self._known[worker] = Known(reply, theta, Scene(worker, self._workers))
+
+    # --- going back ---------------------------------------------------------------------------------------------
+
+    def _cut(self, cut: int) -> None:
+        """Keep what there is, once."""
+        if self._shelf is None or self._shard is None or cut <= self._cut_at:
+            return
+        facts, tensors = self._shard.state()
+        self._shelf.put(cut, {"arena": self._arena, "recipe": self._recipe.spelled(), **facts}, tensors)
+        self._cut_at = cut
+
+    def _go_back(self, body: m.GoBack) -> m.Body:
+        """A new age begins, once. A process that was started meanwhile is not the one that was counted on."""
+        if body.birth != self._birth or body.age < self._age:
+            return m.Anew(self._age)
+        if body.age == self._age:
+            return m.Answered()
+        kept = self._shelf.get(body.cut) if self._shelf is not None else None
+        if self._shelf is None or kept is None:
+            return m.Anew(self._age)
+        facts, tensors = kept
+        self._shelf.forget(body.cut)
+        self._age, self._cut_at = body.age, body.cut
+        theta = [one.clone() for one in tensors[: facts["ranges"]]]
+        self._begin_anew(parse(facts["recipe"]), facts["arena"], theta)
+        assert self._shard is not None
+        self._shard.restore(facts, tensors)
+        self._shard.all_outside()
+        return m.Answered()
+
+    def _anew(self) -> list[Post]:
+        """Tell those whose update was held back that it is of an age that is over."""
+        held = [worker for worker in range(self._workers) if self._asked.waits(worker, NEWS)]
+        return [Post(worker, self._asked.answer(worker, NEWS)[0], m.Anew(self._age)) for worker in held]
+
+    def _begin_anew(self, recipe: Recipe, arena: int, theta: list[Tensor]) -> None:
+        assert isinstance(recipe.when, on_arrival)
+        assert isinstance(recipe.then, OnParameters)
+        self._shard = Shard(theta, recipe.when, recipe.then, self._workers)
+        for worker in set(range(self._workers)) - self._members:
+            self._shard.leave(worker)
+        self._recipe, self._arena = recipe, arena
+        self._wanted = [_wanted(recipe.how, one) for one in theta]
+        self._known, self._works = {}, {worker: _Work(worker) for worker in range(self._workers)}
+        for worker in sorted(self._members):
+            self._know(worker, theta)
 
     def _opened(self, arena: int) -> Shard:
         if self._shard is None or arena != self._arena:
@@ -212,8 +421,8 @@ class ShardDesk:
         return self._shard
 
     def _open(self, worker: int, head: m.Head, body: m.Open, tensors: list[Pieces]) -> list[Post]:
-        if worker != 0:
-            raise ParcelError(f"worker {worker} gives parameters; worker 0 does")
+        if worker != min(self._together.members, default=0):
+            raise ParcelError(f"worker {worker} gives parameters; worker {min(self._together.members)} does")
         try:
             recipe = parse(body.recipe)
         except RecipeError as error:
@@ -224,20 +433,21 @@ class ShardDesk:
         if integers:
             raise ParcelError(f"parameters of {', '.join(integers)}, which can't be added to")
         theta = [whole(pieces, dtype).clone() for pieces, (dtype, _) in zip(tensors, head.tensors, strict=True)]
-        self._shard = Shard(theta, recipe.when, recipe.then, self._workers)
-        self._recipe, self._arena = recipe, body.arena
-        self._wanted = [_wanted(recipe.how, one) for one in theta]
-        reply = recipe.how.reply
-        everyone = range(self._workers) if reply is not None else ()
-        self._known = {one: Known(reply, theta, Scene(one, self._workers)) for one in everyone if reply is not None}
+        self._begin_anew(recipe, body.arena, theta)
+        self._age = body.age
+        self._cut(body.cut)
         return [Post(worker, head.number, m.Answered())]
 
     def _push(self, worker: int, number: int, body: m.Push, tensors: list[Pieces]) -> list[Post]:
         shard = self._opened(body.arena)
         numbers = [self._decoded(one, like) for one, like in zip(tensors, shard.current.ranges, strict=True)]
+        if self._asked.waits(worker, NEWS) and shard.has(worker, body.seq):
+            self._asked.note(worker, NEWS, number)
+            return []
         if self._asked.waits(worker, NEWS):
             raise ParcelError(f"an update of worker {worker} while its last is held back")
         freed = shard.push(Update(worker, body.seq, body.version, body.samples, numbers, body.lr))
+        self._works[worker].note(body)
         replies = [*freed, *shard.pull(worker)]
         at_once = next((one for one in replies if one.worker == worker), None)
         if at_once is None:
@@ -297,11 +507,40 @@ class ShardDesk:
 
 
 class CoordinatorDesk:
-    """Hands out batches, and lets workers tell each other bytes."""
+    """Hands out batches, lets workers tell each other bytes, and lets newcomers in when nobody is in a meeting."""
 
-    def __init__(self, workers: int, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        workers: int,
+        clock: Callable[[], float],
+        shelf: Shelf | None = None,
+        cut_every_s: float | None = None,
+    ) -> None:
+        self._clock, self._shelf, self._cut_every_s = clock, shelf, cut_every_s
         self._together = _Together(workers, _gathered, _Asked(clock))
         self.coordinator = Coordinator(workers)
+        self._age = -1 if shelf is not None and shelf.cuts() else 0
+        if self._age < 0:
+            self._together.tell_anew()
+        self._begun = m.Begun(0, -1, [])
+        """How the age began."""
+        self._cut_at, self._called_at = -1, clock()
+        self._is_over = False
+        """Whether the pass was over at the last cut."""
+        self._order: tuple[int, Tensor] = 0, torch.empty(0, dtype=torch.uint8)
+        """The order of a pass, as it was told, and which pass that is."""
+        self._begin_said: tuple[int, list[int], int | None, bool] = 0, [], None, False
+        self._seen = set(range(workers)) if self._age == 0 else set()
+        """The members that this process has heard of: the others may have been called to a meeting."""
+        self._ending: set[int] = set()
+        """The members that are in the meeting at the end of the pass, or on their way to it."""
+        self._apart: set[int] = set()
+        """The members that are in no meeting."""
+        self._op = self._met = 0
+        self._joining: dict[int, int] = {}
+        self._closing: dict[int, int] = {}
+        self._last: dict[int, tuple[int, m.Leased]] = {}
+        """The last lease of each worker, which may be asked for again."""
 
     def expects(self, worker: int, head: m.Head) -> None:
         """Anything: what it brings is all the memory that it takes."""
@@ -316,28 +555,209 @@ class CoordinatorDesk:
     def take(self, worker: int, head: m.Head, tensors: list[Pieces]) -> list[Post]:
         """A whole parcel."""
         body, number = head.body, head.number
+        if isinstance(body, m.Lease | m.Close | m.Cut | m.Count) and body.age != self._age:
+            return [Post(worker, number, m.Anew(self._age))]
         if isinstance(body, m.Lease):
-            return [Post(worker, number, self._lease(worker, body))]
+            return [Post(worker, number, self._lease(worker, number, body)), *self._release()]
         if isinstance(body, m.Settle):
-            self.coordinator.settle(worker, body.number, body.batches)
-            return []
-        if isinstance(body, m.Gather):
-            return self._together.lay(worker, body.op, number, (body.teller, _flat(head, tensors, torch.uint8)))
+            if body.age == self._age:
+                self.coordinator.settle(worker, body.number, body.batches)
+            return self._release()
+        if isinstance(body, m.Gather | m.Keep | m.Meet):
+            return self._meet(worker, head, tensors)
         if isinstance(body, m.Begin):
-            if body.meet is not None and body.meet < 1:
-                raise ParcelError(f"a meeting after every {body.meet} batches")
-            self.coordinator.begin(body.number, _flat(head, tensors, torch.int64).tolist(), body.meet, body.dealt)
-            return [Post(worker, number, m.Answered())]
+            return self._begin(worker, head, body, tensors)
+        if isinstance(body, m.Close) and body.number != self.coordinator.number:
+            return [Post(worker, number, m.Closed(True))]
+        if isinstance(body, m.Close):
+            self._closing[worker] = number
+            self.coordinator.wait(worker, body.number)
+            return self._release()
+        return [*self._of_members(worker, head, tensors), *self._admit()]
+
+    def _of_members(self, worker: int, head: m.Head, tensors: list[Pieces]) -> list[Post]:
+        """What is said of who is there, and of going back."""
+        body, number = head.body, head.number
+        if isinstance(body, m.Apart):
+            self._op = max(self._op, body.op)
+            self._apart.add(worker)
+            return []
+        if isinstance(body, m.Kept):
+            self._keep(body.number, _flat(head, tensors, torch.uint8))
+            return []
+        if isinstance(body, m.Group):
+            self._together.group(body.generation, body.members)
+            return []
+        if isinstance(body, m.Join):
+            before = self.gone(worker) if worker in self._together.members else []
+            self._joining[worker] = number
+            return before
+        if isinstance(body, m.Quit):
+            return self.gone(worker)
+        if isinstance(body, m.Count):
+            counted = self.coordinator.ledger.counted() if body.number == self.coordinator.number else ()
+            return [Post(worker, number, m.Answered(), [torch.tensor(counted, dtype=torch.uint8)])]
+        if isinstance(body, m.Cut):
+            self._cut(body.op)
+            return [Post(worker, number, m.Closed(self._is_over))]
+        if isinstance(body, m.Back):
+            posts = self._back(worker, body)
+            return [*posts, Post(worker, number, self._begun), *self._release()]
         raise ParcelError(f"the coordinator was told {type(body).__name__}")
 
     def leave(self, worker: int) -> list[Post]:
-        """A worker is gone: its batches go back."""
+        """A worker has left: its batches go back."""
         self.coordinator.leave(worker)
-        return self._together.leave(worker)
+        self._closing.pop(worker, None)
+        return [*self._together.leave(worker), *self._release(), *self._admit()]
 
-    def _lease(self, worker: int, body: m.Lease) -> m.Leased:
+    def gone(self, worker: int, number: int = 0, batches: Sequence[int] = ()) -> list[Post]:
+        """A worker is gone: what it did counts, what it had not done goes back, and the others go on without it."""
+        self.coordinator.settle(worker, number, batches)
+        self.coordinator.leave(worker)
+        for kept in (self._closing, self._joining, self._last):
+            kept.pop(worker, None)
+        self._apart.discard(worker)
+        self._ending.discard(worker)
+        return [*self._together.gone(worker), *self._release(), *self._admit()]
+
+    def work_of(self, worker: int) -> m.Left:
+        """Nothing is worked on here."""
+        return m.Left(0, [])
+
+    # --- batches ------------------------------------------------------------------------------------------------
+
+    def _lease(self, worker: int, number: int, body: m.Lease) -> m.Leased:
+        asked, leased = self._last.get(worker, (0, None))
+        if leased is not None and asked == number:
+            return leased
+        self._ending.discard(worker)
+        self.coordinator.may_call = not self._ending and self._together.members <= self._seen
+        self._call_due(worker)
         handed = self.coordinator.lease(worker, body.number)
-        return m.Leased(handed.lease.batch if handed.lease else None, handed.samples, handed.meet)
+        leased = m.Leased(handed.lease.batch if handed.lease else None, handed.samples, handed.meet, handed.cut)
+        self._last[worker] = number, leased
+        return leased
+
+    def _call_due(self, worker: int) -> None:
+        """Call all to a cut, when it is time and no other meeting makes one."""
+        if self._shelf is None or self._cut_every_s is None or self._begin_said[2] is not None:
+            return
+        if self._clock() - self._called_at >= self._cut_every_s:
+            self._called_at = self._clock()
+            self.coordinator.call(worker)
+
+    def _release(self) -> list[Post]:
+        """Answer those that wait for the end of the pass, if it has come, or if there are batches again."""
+        told = self.coordinator.release(self._together.members <= self._seen)
+        self._ending |= {one for one, over in told.items() if over}
+        return [Post(one, self._closing.pop(one), m.Closed(over)) for one, over in told.items() if one in self._closing]
+
+    def _begin(self, worker: int, head: m.Head, body: m.Begin, tensors: list[Pieces]) -> list[Post]:
+        if body.meet is not None and body.meet < 1:
+            raise ParcelError(f"a meeting after every {body.meet} batches")
+        sizes = _flat(head, tensors, torch.int64).tolist()
+        if body.number > self.coordinator.number:
+            self.coordinator.begin(body.number, sizes, body.meet, body.dealt)
+            self._begin_said = body.number, sizes, body.meet, body.dealt
+        return [Post(worker, head.number, m.Answered())]
+
+    # --- meetings, and who may come -----------------------------------------------------------------------------
+
+    def _meet(self, worker: int, head: m.Head, tensors: list[Pieces]) -> list[Post]:
+        """Everyone's bytes, or the teller's."""
+        body = head.body
+        assert isinstance(body, m.Gather | m.Keep | m.Meet)
+        self._op = max(self._op, body.op)
+        self._apart.discard(worker)
+        if head.number:  # what is said again tells nothing of where it stands now
+            self._seen.add(worker)
+            self._ending.discard(worker)
+            self._ending |= {worker} if isinstance(body, m.Meet) and not body.call else set()
+        if isinstance(body, m.Meet):
+            self.coordinator.called_at_least(body.call, body.cut)
+            self._met = max(self._met, body.call)
+            posts = self._together.lay(worker, body.op, head.number, (None, torch.empty(0, dtype=torch.uint8)))
+            return [*[Post(one.worker, one.number, one.body) for one in posts], *self._release()]
+        flat = _flat(head, tensors, torch.uint8)
+        posts = self._together.lay(worker, body.op, head.number, (body.teller, flat))
+        if isinstance(body, m.Keep) and posts and posts[0].tensors:
+            self._keep(body.number, posts[0].tensors[0])
+        return posts
+
+    def _keep(self, number: int, order: Tensor) -> None:
+        if number > self._order[0]:
+            self._order = number, order.clone()
+
+    def _admit(self) -> list[Post]:
+        """Let newcomers in while no member is in a meeting, so that all are at the same exchange."""
+        members, left = self._together.members, self._together.left
+        if self._age < 0 and not members:  # nobody is left to say that a server was lost, but those who come
+            joining, self._joining = self._joining, {}
+            return [Post(one, parcel, m.Anew(self._age)) for one, parcel in joining.items()]
+        if not self._joining or self._age < 0 or members - left - self._apart:
+            return []
+        joining, self._joining = self._joining, {}
+        if members and members <= left:
+            return [Post(one, parcel, m.Refused("the run is over")) for one, parcel in joining.items()]
+        number, order = self._order
+        if not members:
+            self._op += SKIPPED
+        for worker in joining:
+            self._together.join(worker)
+            self.coordinator.join(worker, self._met)
+            self._last.pop(worker, None)
+            self._seen.add(worker)
+            if number:
+                self._apart.add(worker)
+        here = sorted(self._together.members)
+        self._together.tell_anew()
+        body = m.Joined(self._age, number, self._op, self._met, here, self.coordinator.called[: self._met])
+        return [Post(worker, parcel, body, [order]) for worker, parcel in joining.items()]
+
+    # --- going back ---------------------------------------------------------------------------------------------
+
+    def _cut(self, cut: int) -> None:
+        """Keep what there is, once."""
+        if self._shelf is None or cut <= self._cut_at:
+            return
+        number, sizes, meet, dealt = self._begin_said
+        self._is_over = self.coordinator.is_over
+        facts = {"begin": [number, meet, dealt], "order": self._order[0], "age": self._age, "over": self._is_over}
+        facts |= self.coordinator.state()
+        self._shelf.put(cut, facts, [torch.tensor(sizes, dtype=torch.int64), self._order[1]])
+        self._cut_at = cut
+
+    def _back(self, worker: int, body: m.Back) -> list[Post]:
+        """A server was lost: the first to say so says to which cut all go back. All that wait for a batch are told."""
+        self._met = max(self._met, body.met)
+        self._seen.add(worker)
+        self.coordinator.heard(worker, body.calls)
+        if self._shelf is None or body.age < self._age:
+            return []
+        usable = [cut for cut in body.cuts if cut in self._shelf.cuts()]
+        if not body.cuts and body.least == 0 and len(self._shelf.cuts()) < 2:  # no shard has got its parameters yet
+            self._age, self._begun = 0, m.Begun(0, -1, body.births)
+            return []
+        if not usable:
+            raise ParcelError("a server was lost, and there is no cut that all of them have")
+        kept = self._shelf.get(usable[-1])
+        assert kept is not None
+        facts, (sizes, order) = kept
+        number, meet, dealt = facts["begin"]
+        if number > self.coordinator.number:
+            self.coordinator.begin(number, sizes.tolist(), meet, dealt)
+            self._begin_said = number, sizes.tolist(), meet, dealt
+        self._keep(facts["order"], order)
+        self._shelf.forget(usable[-1])
+        self.coordinator.go_back(facts)
+        self._is_over = facts["over"]
+        self._age, self._cut_at = max(body.age, body.least, facts["age"]) + 1, usable[-1]
+        self._shelf.put(usable[-1], {**facts, "age": self._age}, [sizes, order])
+        self._begun = m.Begun(self._age, usable[-1], body.births)
+        waiting, self._closing = self._closing, {}
+        self._last.clear()
+        return [Post(one, parcel, m.Anew(self._age)) for one, parcel in waiting.items()]
 
 
 def _wanted(how: Codec, theta: Tensor) -> tuple[str, int]:
@@ -359,17 +779,19 @@ def _shown(tensors: Sequence[tuple[str, int]]) -> str:
     return ", ".join(f"{length} {dtype}" for dtype, length in tensors) or "nothing"
 
 
-def _answers(asks: Sequence[Ask]) -> list[Tensor]:
-    found = answer(asks)
+def _answers(asks: Mapping[int, Ask]) -> list[Tensor]:
+    found = answer(list(asks.values()))
     return [found] if isinstance(found, Tensor) else list(found)
 
 
-def _gathered(said: Sequence[tuple[int | None, Tensor]]) -> list[Tensor]:
-    """Everyone's bytes, or the teller's."""
-    tellers = {teller for teller, _ in said}
+def _gathered(said: Mapping[int, tuple[int | None, Tensor]]) -> list[Tensor]:
+    """Everyone's bytes, or the teller's; `NOBODY` when that is gone."""
+    tellers = {teller for teller, _ in said.values()}
     if len(tellers) > 1:
         raise ValueError("the workers do different things: some gather, some tell")
     teller = tellers.pop()
-    if teller is not None and not 0 <= teller < len(said):
-        raise ValueError(f"there is no worker {teller} to tell anything")
-    return [one for _, one in said] if teller is None else [said[teller][1]]
+    if teller is None:
+        return [one for _, one in said.values()]
+    if teller in said:
+        return [said[teller][1]]
+    return next(([one] for _, one in said.values() if one.numel()), NOBODY)  # some may have heard it

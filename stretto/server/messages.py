@@ -16,33 +16,94 @@ class _Said(msgspec.Struct, array_like=True, tag=True):
 
 
 class Open(_Said):
-    """Worker 0 gives a shard its ranges of the parameters, and the rule; whatever it had before is gone."""
+    """The first worker gives a shard its ranges of the parameters, and the rule; whatever it had before is gone.
+
+    They are the first thing to come back to, as this `cut`.
+    """
 
     arena: int
     recipe: str
     workers: int
+    cut: int = 0
+    age: int = 0
 
 
 class Push(_Said):
-    """A worker's update, encoded as the recipe says; it asks for the newest version in return."""
+    """A worker's update, encoded as the recipe says; it asks for the newest version in return.
+
+    `batches` of pass `number` are the work in it. `age` counts how often the servers went back to a cut.
+    """
 
     arena: int
     seq: int
     version: int
     samples: int
     lr: float
+    age: int = 0
+    number: int = 0
+    batches: list[int] = []
+
+
+class Cut(_Said):
+    """All have met in exchange `op`, and nothing is under way: keep what there is, to come back to it."""
+
+    op: int
+    age: int
+
+
+class Cuts(_Said):
+    """Which cuts are there?"""
+
+
+class Back(_Said):
+    """A server was lost in this `age`: to which of these cuts, that all shards have, do we go back?
+
+    `births` are the shards' processes as this worker found them, `least` the greatest age that one of them is of.
+    """
+
+    age: int
+    least: int
+    cuts: list[int]
+    births: list[int]
+    calls: list[bool]
+    """The meetings that this worker was told of so far: whether each was for a cut."""
+    met: int
+    """How many of them it has been to."""
+
+
+class GoBack(_Said):
+    """A new age begins at this cut, if this shard's process still is the one of this `birth`."""
+
+    age: int
+    cut: int
+    birth: int
+
+
+class Join(_Said):
+    """A process that was started while the run is under way: where does it stand?"""
+
+
+class Enter(_Said):
+    """A newcomer counts its rounds from this one."""
+
+    clock: int
 
 
 class Rest(_Said):
-    """A worker has come to a meeting of all, after its update `seq`: nobody waits for it until the meeting is over."""
+    """A worker has come to a meeting of all, after its update `seq`: nobody waits for it until the meeting is over.
+
+    Or it has nothing to do, and nobody waits for it until its next update: then it is `outside`.
+    """
 
     seq: int
+    outside: bool = False
 
 
 class Read(_Said):
     """The newest version, after what waited to be collected has been applied if `flush`."""
 
     flush: bool
+    age: int = 0
 
 
 class Ask(_Said):
@@ -57,6 +118,44 @@ class Gather(_Said):
 
     op: int
     teller: int | None
+
+
+class Keep(_Said):
+    """The order of pass `number`, as the `teller` tells it in exchange `op`; it is kept for newcomers."""
+
+    op: int
+    teller: int
+    number: int
+
+
+class Meet(_Said):
+    """All come together in exchange `op`, with nothing under way.
+
+    It is the `call`-th meeting that they were called to, perhaps for a `cut` alone, or that at the end of a pass if 0.
+    """
+
+    op: int
+    call: int
+    cut: bool = False
+
+
+class Apart(_Said):
+    """A worker has done with the meeting after exchange `op`, and goes on by itself."""
+
+    op: int
+
+
+class Kept(_Said):
+    """The order of pass `number`, once more, for a coordinator that may have lost it."""
+
+    number: int
+
+
+class Group(_Said):
+    """The worker exchanges with these from now on; what waits in older generations is dropped."""
+
+    generation: int
+    members: list[int]
 
 
 class Begin(_Said):
@@ -74,6 +173,21 @@ class Lease(_Said):
     """A worker is free: it asks for a batch of the pass."""
 
     number: int
+    age: int = 0
+
+
+class Close(_Said):
+    """A worker has nothing left of the pass, and has settled all: it waits until that is so everywhere."""
+
+    number: int
+    age: int
+
+
+class Count(_Said):
+    """How often did each sample of the pass count?"""
+
+    number: int
+    age: int
 
 
 class Settle(_Said):
@@ -81,10 +195,24 @@ class Settle(_Said):
 
     number: int
     batches: list[int]
+    age: int = 0
 
 
 class Leave(_Said):
     """A worker has done with everything."""
+
+
+class Quit(_Said):
+    """A worker leaves in good order: the others go on without it."""
+
+
+class Gone(_Said):
+    """A life of a worker is over. `batches` of pass `number` are the work of it that is in the parameters."""
+
+    worker: int
+    life: int
+    number: int = 0
+    batches: list[int] = []
 
 
 class Go(_Said):
@@ -100,12 +228,73 @@ class Answered(_Said):
     """The tensors that were asked for."""
 
 
+class Among(_Said):
+    """The same where members were lost since the last answer: who gave. Without tensors the teller was lost."""
+
+    members: list[int]
+
+
 class Leased(_Said):
-    """A batch of the pass; None when none is left, or when all are to `meet`. `handed` counts samples handed out."""
+    """A batch of the pass; None when none is left, or when all are to `meet`. `handed` counts samples handed out.
+
+    A meeting may be for a `cut` alone.
+    """
 
     batch: int | None
     handed: int
     meet: bool = False
+    cut: bool = False
+
+
+class Closed(_Said):
+    """Whether the pass is over, or there are batches again."""
+
+    over: bool
+
+
+class Joined(_Said):
+    """Where a newcomer stands. From the coordinator: the pass, the next exchange, how many meetings have been.
+
+    From a shard: the arena, and the rounds of the slowest.
+    """
+
+    age: int
+    number: int = 0
+    op: int = 0
+    met: int = 0
+    members: list[int] = []
+    calls: list[bool] = []
+    arena: int = 0
+    clock: int = 0
+
+
+class Has(_Said):
+    """The cuts that a shard has, which process of it this is, and its age."""
+
+    cuts: list[int]
+    birth: int
+    age: int
+
+
+class Anew(_Said):
+    """What was said is of another age than the one that is here, or that of a process which knows of none yet."""
+
+    age: int
+
+
+class Begun(_Said):
+    """The age that is now began at this cut, with these processes of the shards."""
+
+    age: int
+    cut: int
+    births: list[int]
+
+
+class Left(_Said):
+    """What a dead worker's updates here were about."""
+
+    number: int
+    batches: list[int]
 
 
 class Refused(_Said):
@@ -114,8 +303,36 @@ class Refused(_Said):
     text: str
 
 
-Request: TypeAlias = Open | Push | Rest | Read | Ask | Gather | Begin | Lease | Settle | Leave
-Reply: TypeAlias = Go | Answered | Leased | Refused
+Request: TypeAlias = (
+    Open
+    | Push
+    | Rest
+    | Read
+    | Ask
+    | Gather
+    | Keep
+    | Kept
+    | Meet
+    | Apart
+    | Group
+    | Begin
+    | Lease
+    | Settle
+    | Close
+    | Count
+    | Leave
+    | Quit
+    | Gone
+    | Join
+    | Enter
+    | Cut
+    | Cuts
+    | Back
+    | GoBack
+)
+Reply: TypeAlias = Go | Answered | Among | Leased | Closed | Joined | Has | Anew | Begun | Left | Refused
+SILENT = (Settle, Leave, Quit, Apart, Kept, Group)
+"""What is not replied to."""
 Body: TypeAlias = Request | Reply
 
 

@@ -98,6 +98,8 @@ class Shard:
         member = self.members.get(update.worker)
         if member is None or member.knows(update.seq):
             return []
+        if member.outside or (member.rests and update.seq > member.since):
+            member.rests = member.outside = False  # whoever goes on has met all
         if self._is_early(update.worker, update.seq):
             if all((one.worker, one.seq) != (update.worker, update.seq) for one in self._early):
                 self._early.append(update)
@@ -158,13 +160,14 @@ class Shard:
         applied, member.applied = tuple(member.applied), []
         return applied
 
-    def rest(self, worker: int, seq: int) -> list[Reply]:
+    def rest(self, worker: int, seq: int, outside: bool = False) -> list[Reply]:
         """A worker has come to a meeting of all after its update `seq`: it holds nobody back until all have come.
 
-        From then on its rounds count anew.
+        From then on its rounds count anew. One that is `outside` only waits for what comes, and then goes on.
         """
         if member := self.members.get(worker):
-            member.rests, member.since = True, max(seq, member.since)
+            member.rests, member.outside = True, outside
+            member.since = member.since if outside else max(seq, member.since)
         self._begin_anew()
         self._take_early()
         return self._release()
@@ -174,7 +177,7 @@ class Shard:
 
         A death may be heard before the last has come at one shard, and after it at another.
         """
-        if all(member.rests for member in self.members.values()):
+        if all(member.rests and not member.outside for member in self.members.values()):
             for member in self.members.values():
                 member.rests = False
 
@@ -182,6 +185,33 @@ class Shard:
         """Apply what has been collected though it is less than what was to be collected."""
         if self._group:
             self._apply_group()
+
+    def join(self, worker: int) -> list[Reply]:
+        """A newcomer, or a worker that begins anew; until it enters it holds nobody back."""
+        replies = self.leave(worker)
+        member = self.members[worker] = Member(rests=True, outside=True)
+        self._remember(member)
+        return replies
+
+    def all_outside(self) -> None:
+        """All begin anew, and hold nobody back before they are heard of."""
+        for member in self.members.values():
+            member.rests = member.outside = True
+
+    def has(self, worker: int, seq: int) -> bool:
+        """Whether this update has come, though it may have to wait."""
+        member = self.members.get(worker)
+        early = any((one.worker, one.seq) == (worker, seq) for one in self._early)
+        return early or (member is not None and member.knows(seq))
+
+    def slowest(self) -> int:
+        """The rounds of the slowest, where a newcomer may enter."""
+        return int(found) if (found := self._slowest()) < math.inf else 0
+
+    def enter(self, worker: int, clock: int) -> None:
+        """A newcomer counts its rounds from there on, and others may have to wait for it."""
+        if (member := self.members.get(worker)) is not None and member.outside:
+            member.since, member.rests, member.outside = member.done - clock, False, False
 
     def leave(self, worker: int) -> list[Reply]:
         """A worker has left, or died: it holds nobody back any more, and nothing more is taken from it."""
@@ -194,9 +224,39 @@ class Shard:
         self._early = [one for one in self._early if one.worker != worker]
         self._begin_anew()
         self._take_early()
+        if self._group and len(self._group) >= self._enough:
+            self._apply_group()
         return self._release()
 
+    # --- a moment to come back to -------------------------------------------------------------------------------
+
+    def state(self) -> tuple[dict[str, Any], list[Tensor]]:
+        """What has to be kept to come back to this moment, when nothing of any worker is under way."""
+        self.flush()
+        momenta = [one for each in self._velocity for one in (each.v, each.since)]
+        arrivals = [one.arrivals for one in self._velocity]
+        facts = {"ranges": len(self.current.ranges), "version": self.version, "arrivals": arrivals}
+        return facts, [*self.current.ranges, *momenta, *self._squares]
+
+    def restore(self, facts: dict[str, Any], tensors: Sequence[Tensor]) -> None:
+        """Take up what was kept, in a shard that is new; its versions are counted on from there."""
+        self.current.number = facts["version"]
+        momenta = [one for each in self._velocity for one in (each.v, each.since)]
+        for one, kept in zip([*self.current.ranges, *momenta, *self._squares], tensors, strict=True):
+            one.copy_(kept)
+        for velocity, arrivals in zip(self._velocity, facts["arrivals"], strict=True):
+            velocity.arrivals = arrivals
+        for member in self.members.values():
+            member.read.clear()
+            self._remember(member)
+
     # --- the bound ----------------------------------------------------------------------------------------------
+
+    @property
+    def _enough(self) -> int:
+        """How many updates are applied at once: nobody waits for those of workers that are gone."""
+        collect = self._when.collect
+        return collect if collect > self._workers else min(collect, max(len(self.members), 1))
 
     def _slowest(self) -> float:
         """The rounds of the slowest of those that have not come to a meeting."""
@@ -204,8 +264,8 @@ class Shard:
 
     def _is_early(self, worker: int, seq: int) -> bool:
         """Whether an update's round, counted from 0, is beyond the bound."""
-        bound = self._when.bound
-        return bound is not None and seq - 1 - self.members[worker].since > self._slowest() + bound
+        bound, member = self._when.bound, self.members[worker]
+        return bound is not None and not member.outside and seq - 1 - member.since > self._slowest() + bound
 
     def _take_early(self) -> None:
         while (fits := next((one for one in self._early if not self._is_early(one.worker, one.seq)), None)) is not None:
@@ -214,7 +274,7 @@ class Shard:
 
     def _may_go_on(self, member: Member) -> bool:
         bound = self._when.bound
-        return bound is None or member.clock + self._when.ahead - self._slowest() <= bound
+        return bound is None or member.outside or member.clock + self._when.ahead - self._slowest() <= bound
 
     def _release(self) -> list[Reply]:
         """Answer all that wait and may go on."""
@@ -246,7 +306,7 @@ class Shard:
             self._add(member, update, staleness)
         else:
             self._collect(member, update, staleness)
-            if len(self._group) >= self._when.collect:
+            if len(self._group) >= self._enough:
                 self._apply_group()
         self._forget(member, update.version)
 

@@ -26,7 +26,7 @@ from stretto.train.stopwatch import Stopwatch
 from stretto.train.tally import Tally
 from stretto.what import gradients, parameters
 from stretto.when import on_arrival
-from stretto.wire.server import News, ServerWire, Ticket, Update, ranges
+from stretto.wire.server import AnewError, News, ServerWire, Ticket, Update, ranges
 
 Messages = list[list[Tensor]]
 """For each shard a message for each part of its range."""
@@ -85,7 +85,7 @@ class ArrivalExchange:
         self._skips = skips
         self._arena_number = arena_number
         self._groups = _groups(optimizer)
-        self._elastic = isinstance(recipe.then, pull) and wire.workers > 1
+        self._elastic = isinstance(recipe.then, pull) and wire.expected > 1
         self.ranges = [_FlatRange(part, recipe.how, wire.shards, tally) for part in arena.parts]
         self._lengths = [part.theta.numel() for part in arena.parts]
         self._nbytes = sum(part.theta.nbytes for part in arena.parts)
@@ -96,17 +96,29 @@ class ArrivalExchange:
         """What became of this worker's updates; whoever reads it clears it."""
         self.held_s = 0.0
         self._sent: _Sent | None = None
-        self._seq = 0
+        self._seq, self._age = 0, wire.age
         self._fresh = True
         """Whether nothing was computed since the last exchange."""
+        wire.on_cut, wire.on_recovered = self.meet, self._follow
         _refuse_optimizer(recipe, optimizer)
         self._open()
 
     def _open(self) -> None:
-        """Worker 0 gives the parameters to the server; nobody pushes before they are there."""
-        if self._wire.worker == 0:
-            self._wire.open(self._arena_number, self._recipe.spelled(), [one.part.theta for one in self.ranges])
-        self._wire.gather(b"open")
+        """The first worker gives the parameters to the server; nobody pushes before they are there.
+
+        A worker that came later reads them.
+        """
+        joined = self._wire.joined
+        if joined is not None and joined.arena == self._arena_number:
+            self.read()
+            self.start_from_read()
+            return
+        is_open = False
+        while not is_open:
+            first = self._wire.worker == 0
+            if first:
+                self._wire.open(self._arena_number, self._recipe.spelled(), [one.part.theta for one in self.ranges])
+            is_open = b"open" in self._wire.gather(b"open" if first else b"")
 
     # --- exchanging ---------------------------------------------------------------------------------------------
 
@@ -119,8 +131,7 @@ class ArrivalExchange:
         """Push what was learned since the last exchange, the work on these leases; False when it was left out."""
         before = self._watch.switch("encoding")
         began = self._watch.spent["exchanging"]
-        self._hear()
-        is_sent = self._push(samples, leases)
+        is_sent = not self._hear() or self._push_valid(samples, leases)
         if not self._when.ahead:
             self._hear()
         self._on_end(self._watch.spent["exchanging"] - began)
@@ -139,23 +150,28 @@ class ArrivalExchange:
     def finish(self, samples: int, leases: list[Lease]) -> bool:
         """Exchange what is left, and wait until it is the server's; False when it was left out."""
         before = self._watch.switch("encoding")
-        self._hear()
-        is_sent = True
-        if not self._fresh or leases:
-            is_sent = self._push(samples, leases)
+        is_sent, went_on = True, self._hear()
+        if went_on and (not self._fresh or leases):
+            is_sent = self._push_valid(samples, leases)
             self._on_end(0.0)
         self._hear()
         self._watch.switch(before)
         return is_sent
 
     @torch.no_grad()
-    def meet(self) -> None:
-        """Wait until nothing of any worker is under way."""
+    def meet(self) -> bool:
+        """Wait until nothing of any worker is under way; whether the pass was over then."""
         with self._watch.on("encoding"):
             self._hear()
         with self._watch.on("waiting"):
-            self._wire.rest(self._seq)
-            self._wire.gather(b"meet")
+            return self._wire.meet(self._seq)
+
+    @torch.no_grad()
+    def _follow(self) -> None:
+        """The servers went back to a cut: go on from there, what was learned since is done again."""
+        self._sent, self._seq, self._age, self._fresh = None, 0, self._wire.age, True
+        self.read()
+        self.start_from_read()
 
     @torch.no_grad()
     def read(self) -> list[int]:
@@ -163,8 +179,13 @@ class ArrivalExchange:
 
         All workers do it, after they have met: so all have the same.
         """
-        with self._watch.on("exchanging"):
-            news = self._wire.read(self._lengths, flush=True).wait(self._put)
+        news = None
+        while news is None:
+            try:
+                with self._watch.on("exchanging"):
+                    news = self._wire.read(self._lengths, flush=True).wait(self._put)
+            except AnewError:
+                self._wire.recover()
         if self._looks is not None:
             self._looks.received += self._nbytes
             self._looks.raw_received += self._nbytes
@@ -189,7 +210,20 @@ class ArrivalExchange:
 
     # --- the two halves -----------------------------------------------------------------------------------------
 
+    def _push_valid(self, samples: int, leases: list[Lease]) -> bool:
+        """Push what was learned, unless it was learned before the servers went back to a cut."""
+        valid = [lease for lease in leases if lease.age == self._age]
+        if len(valid) < len(leases):
+            samples = sum(lease.samples for lease in valid)
+        if valid or not leases:
+            return self._push(samples, valid)
+        for one in self.ranges:
+            one.part.theta.copy_(one.mark)
+        self._fresh = True
+        return True
+
     def _push(self, samples: int, leases: list[Lease]) -> bool:
+        self._wire.apart()
         self._seq += 1
         lr = self._bring()
         messages = self._encoded()
@@ -198,7 +232,8 @@ class ArrivalExchange:
             samples, leases = 0, []
             self._bring_nothing()
             messages = self._encode()
-        update = Update(self._seq, self._computed_on, samples, lr, messages)
+        batches = [lease.batch for lease in leases]
+        update = Update(self._seq, self._computed_on, samples, lr, messages, batches)
         self._count(update)
         self._sent = _Sent(self._wire.push(self._arena_number, update, self._lengths), leases)
         for one in self.ranges:
@@ -254,11 +289,20 @@ class ArrivalExchange:
         rates = {float(group["lr"]) for group in self._optimizer.param_groups if "lr" in group}
         return rates.pop() if len(rates) == 1 else 0.0
 
-    def _hear(self) -> None:
-        """Wait for the reply to the last push, if there was none yet, and take it up as it comes."""
-        sent, self._sent = self._sent, None
-        if sent is None:
-            return
+    def _hear(self) -> bool:
+        """Wait for the reply to the last push, if there was none yet, and take it up as it comes.
+
+        False when the servers went back to a cut meanwhile.
+        """
+        age, sent, self._sent = self._age, self._sent, None
+        if sent is not None:
+            try:
+                self._take_news(sent)
+            except AnewError:
+                self._wire.recover()
+        return self._age == age
+
+    def _take_news(self, sent: _Sent) -> None:
         with self._watch.on("exchanging"):
             news = self._news(sent)
         self._watch.move("exchanging", "waiting", news.held_s)
@@ -274,6 +318,8 @@ class ArrivalExchange:
             if self._how.reply is not None:
                 return self._decoded_news(self._how.reply, sent.ticket)
             news = sent.ticket.wait(self._take_up)
+        except AnewError:
+            raise
         except WireError as error:
             raise self._not_finite() or error from None
         if self._account is not None:

@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 from torch.utils.data import BatchSampler, DataLoader
 
 from stretto.members.ledger import Lease
-from stretto.train.batches import Batch, Order
+from stretto.server.messages import Leased
+from stretto.train.batches import Batch, Order, pack, unpack
 from stretto.train.hand import Hand, refuse_too_few
-from stretto.wire.server import ServerWire
+from stretto.wire.server import AnewError, ServerWire
 
 
 class FreeShare(BatchSampler):
@@ -27,12 +28,14 @@ class FreeShare(BatchSampler):
     def __init__(self, draw: Callable[[], Order], wire: ServerWire, meet: int | None, dealt: bool) -> None:
         self._draw, self.wire, self._meet, self._dealt = draw, wire, meet, dealt
         self._order: Order | None = None
-        self._number = 0
+        self._number = wire.joined.number - 1 if wire.joined is not None else 0
         self._asked: int | None = None
         self._bounds: list[int] = []
         self.leased: deque[tuple[Lease, int]] = deque()
         """Batches on their way through the loader, with the samples that all workers had got then."""
         self.meetings = 0
+        self.cuts = 0
+        """How many meetings for a cut alone are due."""
 
     def forget(self) -> None:
         """The pass is over: the next order is drawn anew."""
@@ -42,11 +45,24 @@ class FreeShare(BatchSampler):
     def order(self) -> Order:
         """The order of this pass, drawn with all workers when it is first asked for; then batches can be leased."""
         if self._order is None:
-            self._order = self._draw()
             self._number += 1
+            self._order = self._found()
             self._bounds = [0, *accumulate(self._order.sizes)]
             self.wire.begin(self._number, self._order.sizes, self._meet, self._dealt)
         return self._order
+
+    def _found(self) -> Order:
+        """The order of this pass: drawn with all, or kept by the coordinator for a worker that comes later."""
+        wire, number = self.wire, self._number
+        if wire.order[0] == number:
+            return unpack(wire.order[1])
+        keeps = wire.endures or wire.expected > 1
+        wire.keeps = number if keeps else None
+        order = self._draw()
+        wire.keeps = None
+        if keeps and wire.order[0] != number:
+            wire.keep_order(number, pack(order))
+        return order
 
     def ask_ahead(self) -> None:
         """Ask for the next batch; the answer is waited for when it is needed."""
@@ -55,8 +71,21 @@ class FreeShare(BatchSampler):
 
     def settle(self, leases: Sequence[Lease]) -> None:
         """The work on these is in the server's parameters."""
-        if leases:
-            self.wire.settle(self._number, [lease.batch for lease in leases])
+        if batches := [lease.batch for lease in leases if lease.age == self.wire.age]:
+            self.wire.settle(self._number, batches)
+
+    def is_over(self) -> bool:
+        """Wait until nobody holds a batch of the pass any more; False when there are batches again."""
+        self._asked = None
+        try:
+            return self.wire.is_over(self._number)
+        except AnewError:
+            self.wire.recover()
+            return False
+
+    def counted(self) -> NDArray[np.uint8]:
+        """How often each sample was settled, as the coordinator knows."""
+        return self.wire.counted(self._number).numpy()
 
     def __iter__(self) -> Iterator[Batch]:
         order = self.order()
@@ -68,31 +97,45 @@ class FreeShare(BatchSampler):
 
     def _lease(self) -> Lease | None:
         while True:
-            self.ask_ahead()
-            assert self._asked is not None
-            told, self._asked = self.wire.lease(self._asked), None
-            if told.meet:
+            told = self._told()
+            if told.cut:
+                self.cuts += 1
+            elif told.meet:
                 self.meetings += 1
             elif told.batch is None:
                 return None
             else:
-                bounds = self._bounds[told.batch : told.batch + 2]
-                self.leased.append((Lease(told.batch, self.wire.worker, *bounds), told.handed))
+                start, stop = self._bounds[told.batch : told.batch + 2]
+                self.leased.append((Lease(told.batch, self.wire.number, start, stop, self.wire.age), told.handed))
                 return self.leased[-1][0]
+
+    def _told(self) -> Leased:
+        """What was answered, by the coordinator that there is now."""
+        while True:
+            self.ask_ahead()
+            assert self._asked is not None
+            asked, self._asked = self._asked, None
+            try:
+                return self.wire.lease(asked)
+            except AnewError:
+                self.wire.recover()
 
 
 class FreeHands:
     """One pass of a worker that does not wait for others."""
 
     def __init__(self, loader: DataLoader[Any], share: FreeShare) -> None:
-        self._share = share
+        self._loader, self._share = loader, share
         self._loads_ahead = loader.num_workers > 0
+        self.finish: Callable[[], None] | None = None
+        """Brings what this worker has computed to the server, and waits until it is there."""
+        self.meet: Callable[[int], None] | None = None
+        """Meets the others so many times; whoever gives none has to ask for `meetings` after each hand."""
         share.forget()
         self._batches: Iterator[Any] = iter(loader)
         order = share.order()
         self.dropped = order.dropped
         self.samples = sum(order.sizes)
-        self._counts = np.zeros(self.samples, dtype=np.uint8)
         refuse_too_few(self.samples, share.wire.workers)
 
     def meetings(self) -> int:
@@ -106,19 +149,34 @@ class FreeHands:
             self._share.ask_ahead()
 
     def settle(self, leases: Sequence[Lease]) -> None:
-        """Count them, here and at the coordinator."""
-        for lease in leases:
-            self._counts[lease.start : lease.stop] += 1
+        """Count them at the coordinator."""
         self._share.settle(leases)
 
     def counted(self) -> NDArray[np.uint8] | None:
-        """How often each sample was settled here."""
-        return self._counts
+        """How often each sample was settled: the first worker asks the coordinator for all of them."""
+        return self._share.counted() if self._share.wire.worker == 0 else np.zeros(self.samples, np.uint8)
 
     def next(self) -> Hand | None:
-        """The next batch of this worker, or None when there are none left for anybody."""
-        batch = next(self._batches, None)
-        if batch is None:
-            return None
-        lease, handed = self._share.leased.popleft()
-        return Hand(batch, lease, lease.samples, handed)
+        """The next batch of this worker, or None when there are none left for anybody, and nobody has one."""
+        while True:
+            batch = next(self._batches, None)
+            while self._share.cuts:
+                self._share.cuts -= 1
+                self._share.wire.on_cut()
+            if self.meet is not None:
+                self.meet(self.meetings())
+            if batch is None and self._is_over():
+                return None
+            if batch is None:
+                self._batches = iter(self._loader)
+                continue
+            lease, handed = self._share.leased.popleft()
+            if lease.age == self._share.wire.age:
+                return Hand(batch, lease, lease.samples, handed)
+
+    def _is_over(self) -> bool:
+        """Bring what this worker has, and wait for the others, who may die and leave theirs to be done again."""
+        if self.finish is None:
+            return True
+        self.finish()
+        return self._share.is_over() and self._share.wire.on_cut()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,11 @@ from hypothesis import strategies as st
 
 from stretto.server.meeting import Meeting, Told
 from stretto.words import Answer, Ask, Every, Mean, answer
+
+
+def over(combine: Callable[[Sequence[Any]], Any]) -> Callable[[Mapping[int, Any]], Any]:
+    """Combines what there is, whosever it is."""
+    return lambda laid: combine(list(laid.values()))
 
 
 def contributions(workers: int, seed: int) -> tuple[list[torch.Tensor], torch.Tensor]:
@@ -33,7 +39,7 @@ def test_the_weighted_mean_is_the_same_bit_for_bit_in_any_order(
     given_, mean = contributions(workers, seed)
     found: list[torch.Tensor] = []
     for _ in range(3):
-        meeting: Meeting[Ask, Answer] = Meeting(workers, answer)
+        meeting: Meeting[Ask, Answer] = Meeting(range(workers), over(answer))
         said = list(range(workers)) + [shuffle.randrange(workers) for _ in range(3)]
         shuffle.shuffle(said)
         told = [one for worker in said for one in meeting.lay(worker, 1, Mean(given_[worker].clone()))]
@@ -47,7 +53,7 @@ def test_the_weighted_mean_is_the_same_bit_for_bit_in_any_order(
 @given(st.integers(1, 5), st.permutations(range(5)))
 @settings(deadline=None, max_examples=40)
 def test_every_message_comes_in_the_order_of_the_workers(workers: int, order: Sequence[int]) -> None:
-    meeting: Meeting[Ask, Answer] = Meeting(workers, answer)
+    meeting: Meeting[Ask, Answer] = Meeting(range(workers), over(answer))
     here = [worker for worker in order if worker < workers]
     told = [one for worker in here for one in meeting.lay(worker, 3, Every(torch.arange(worker + 1)))]
     assert len(told) == workers
@@ -62,7 +68,7 @@ def test_exchanges_in_any_order_are_each_answered_once_to_each(
     laid: list[tuple[int, int]], dies: int, victim: int
 ) -> None:
     """Several at once, things laid twice, and a death: whoever has laid something down is told once, or waits."""
-    meeting: Meeting[int, int] = Meeting(4, sum)
+    meeting: Meeting[int, int] = Meeting(range(4), over(sum))
     told: list[Told[int]] = []
     first: dict[tuple[int, int], int] = {}
     for at, (worker, op) in enumerate(laid):
@@ -90,7 +96,7 @@ def test_exchanges_in_any_order_are_each_answered_once_to_each(
 
 
 def test_all_who_left_are_named() -> None:
-    meeting: Meeting[int, int] = Meeting(4, sum)
+    meeting: Meeting[int, int] = Meeting(range(4), over(sum))
     meeting.leave(3)
     meeting.leave(1)
     (told,) = meeting.lay(0, 1, 5)
@@ -98,7 +104,7 @@ def test_all_who_left_are_named() -> None:
 
 
 def test_different_asks_are_refused_to_all_and_the_next_exchange_goes_on() -> None:
-    meeting: Meeting[Ask, Answer] = Meeting(2, answer)
+    meeting: Meeting[Ask, Answer] = Meeting(range(2), over(answer))
     asks = [
         (Mean(torch.ones(2)), Every(torch.ones(2)), "ask different things"),
         (Mean(torch.ones(2)), Mean(torch.ones(3)), "differ in shape"),
@@ -117,19 +123,19 @@ def test_a_mistake_in_the_program_is_not_swallowed() -> None:
     def broken(things: Sequence[int]) -> int:
         raise KeyError("a mistake")
 
-    meeting: Meeting[int, int] = Meeting(1, broken)
+    meeting: Meeting[int, int] = Meeting(range(1), over(broken))
     with pytest.raises(KeyError, match="a mistake"):
         meeting.lay(0, 1, 1)
 
 
 def test_what_is_laid_twice_counts_as_it_was_laid_first() -> None:
-    meeting: Meeting[int, int] = Meeting(2, sum)
+    meeting: Meeting[int, int] = Meeting(range(2), over(sum))
     assert [meeting.lay(0, 1, thing) for thing in (5, 7)] == [[], []]
     assert [one.found for one in meeting.lay(1, 1, 6)] == [11, 11]
 
 
 def test_who_is_no_worker_has_no_say() -> None:
-    meeting: Meeting[int, int] = Meeting(2, sum)
+    meeting: Meeting[int, int] = Meeting(range(2), over(sum))
     meeting.lay(0, 1, 5)
     for nobody, op in itertools.product((-1, 2, 99), (1, 2)):
         assert meeting.lay(nobody, op, 100) == []
@@ -138,7 +144,7 @@ def test_who_is_no_worker_has_no_say() -> None:
 
 def test_what_is_over_is_not_kept() -> None:
     """Late duplicates of recent exchanges are known; a million exchanges take no more room than a thousand."""
-    meeting: Meeting[int, int] = Meeting(1, sum)
+    meeting: Meeting[int, int] = Meeting(range(1), over(sum))
     for op in range(5000):
         assert meeting.lay(0, op, op)[0].found == op
         assert meeting.lay(0, op, op) == []

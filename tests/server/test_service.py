@@ -25,8 +25,9 @@ from served import ADDING, Serving, hear, push
 
 from stretto.errors import WireError
 from stretto.server import messages as m
+from stretto.server.doors import WorkerKeys, new_keys
 from stretto.server.parcels import CHUNK_BYTES, HEAD_BYTES, LARGEST_FRAME, decode_head, encode
-from stretto.server.service import WorkerKeys, name_of, new_keys
+from stretto.server.service import name_of
 from stretto.wire.hosted import Hosted
 from stretto.wire.link import SocketLink, dial
 from stretto.wire.server import ServerWire, ranges

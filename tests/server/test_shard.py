@@ -362,6 +362,8 @@ class Crowd(RuleBasedStateMachine):
 
     def _push(self, place: Place, said: Said, pieces: Sequence[Sequence[Tensor]]) -> None:
         one = Update(said.worker, said.seq, said.version, 1, pieces)
+        if (said.worker, said.seq) not in place.taken() and said.seq > place.since.get(said.worker, 0):
+            place.rests.discard(said.worker)  # whoever goes on has met all
         self._call(place, lambda: place.shard.push(one), (said.worker, said.seq))
         if said.worker in place.live:
             place.waiting.add(said.worker)
@@ -376,6 +378,7 @@ class Crowd(RuleBasedStateMachine):
 
     def _leave(self, place: Place, worker: int) -> None:
         place.live.discard(worker)
+        place.flushed = True  # fewer may be all that there are to collect
         place.rests.discard(worker)
         place.waiting.discard(worker)
         place.meet()

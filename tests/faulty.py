@@ -1,0 +1,318 @@
+"""A parameter server whose desks, links and workers can die at any point: real machines, a model of all around them.
+
+Workers are greenlets; one random number after another says which message arrives next, and what dies.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import greenlet
+from torch import Tensor
+
+from stretto.errors import WireError
+from stretto.server import messages as m
+from stretto.server.cuts import Memory
+from stretto.server.desk import CoordinatorDesk, Desk, Post, ShardDesk
+from stretto.server.parcels import ParcelError, Pieces, kind
+from stretto.wire.server import AnewError, ServerWire, Sink
+
+Parcel = tuple[m.Head, list[Pieces]]
+
+
+class Service:
+    """One desk, and the lives that it listens to, as the real service does."""
+
+    def __init__(self, crew: Crew, make: Callable[[], Desk], workers: int) -> None:
+        self._crew, self._make, self._workers = crew, make, workers
+        self.links: dict[tuple[int, int], FaultyLink] = {}
+        self.start()
+
+    def start(self) -> None:
+        """A process begins; what another knew is lost."""
+        self.desk = self._make()
+        self._lives, self._is_in = [0] * self._workers, [True] * self._workers
+        self._is_heard = [False] * self._workers
+
+    def hear(self, worker: int, life: int, head: m.Head, tensors: list[Pieces]) -> None:
+        if life < self._lives[worker]:
+            return
+        if life > self._lives[worker] and self._is_heard[worker]:
+            self._bury(worker, life)
+        self._lives[worker], self._is_in[worker], self._is_heard[worker] = life, True, True
+        if isinstance(head.body, m.Leave):
+            self._post(self.desk.leave(worker))
+            return
+        try:
+            self.desk.expects(worker, head)
+            self._post(self.desk.take(worker, head, tensors))
+        except (ParcelError, WireError) as error:
+            self._post([Post(worker, head.number, m.Refused(str(error)))])
+
+    def gone(self, gone: m.Gone) -> m.Left:
+        left = self.desk.work_of(gone.worker) if gone.life + 1 >= self._lives[gone.worker] else m.Left(0, [])
+        if gone.life >= self._lives[gone.worker]:
+            self._bury(gone.worker, gone.life + 1, gone.number, gone.batches)
+        return left
+
+    def _bury(self, worker: int, life: int, number: int = 0, batches: Sequence[int] = ()) -> None:
+        self._lives[worker] = life
+        if self._is_in[worker]:
+            self._is_in[worker] = False
+            self._post(self.desk.gone(worker, number, batches))
+
+    def _post(self, posts: Sequence[Post]) -> None:
+        for post in posts:
+            pieces = [one.clone() for one in post.tensors]
+            if post.sent is not None:
+                post.sent()
+            link = self.links.get((post.worker, self._lives[post.worker]))
+            if link is not None and link.is_up:
+                link.coming.append((post.number, post.body, pieces))
+
+
+class FaultyLink:
+    """A worker's link to a service: messages arrive in order, when the crew says so; a break loses some."""
+
+    def __init__(self, crew: Crew, service: Service, worker: int, life: int) -> None:
+        self._crew, self.service, self.worker, self.life = crew, service, worker, life
+        self._numbers = 0
+        self.asked: dict[int, tuple[m.Request, Sequence[Tensor]]] = {}
+        self.replies: dict[int, tuple[m.Body, list[Tensor]]] = {}
+        self.going: deque[Parcel] = deque()
+        self.coming: deque[tuple[int, m.Body, list[Tensor]]] = deque()
+        self.again: Callable[[], None] = lambda: None
+        self.is_up = True
+        service.links[worker, life] = self
+
+    def send(self, body: m.Request, tensors: Sequence[Tensor] = ()) -> int:
+        self._numbers += 1
+        if not isinstance(body, m.SILENT):
+            self.asked[self._numbers] = body, tensors
+        self._send(self._numbers, body, tensors)
+        return self._numbers
+
+    def _send(self, number: int, body: m.Request, tensors: Sequence[Tensor]) -> None:
+        head = m.Head(number, body, [(kind(one), one.numel()) for one in tensors])
+        self.going.append((head, [[one.detach().clone()] if one.numel() else [] for one in tensors]))
+
+    def wait(self, number: int, sink: Sink | None = None) -> tuple[m.Body, list[Pieces]]:
+        while number not in self.replies:
+            self._crew.hub.switch()
+        body, tensors = self.replies.pop(number)
+        if isinstance(body, m.Refused):
+            raise WireError(f"refused: {body.text}")
+        if isinstance(body, m.Anew):
+            raise AnewError("anew")
+        if sink is not None:
+            for index, one in enumerate(tensors):
+                sink(index, 0, one)
+        return body, [[one] for one in tensors]
+
+    def is_there(self, number: int) -> bool:
+        return number in self.replies
+
+    def awaits(self, number: int) -> bool:
+        return number in self.asked
+
+    def mutter(self, body: m.Request, tensors: Sequence[Tensor] = ()) -> None:
+        self._send(0, body, tensors)
+
+    def abort(self) -> None:
+        pass
+
+    def forget(self) -> None:
+        self.asked.clear()
+
+    def traffic(self) -> tuple[int, int]:
+        return 0, 0
+
+    def close(self) -> None:
+        self.send(m.Leave())
+
+    def arrive(self) -> None:
+        """The next message reaches the service."""
+        head, tensors = self.going.popleft()
+        self.service.hear(self.worker, self.life, head, tensors)
+
+    def come(self) -> None:
+        """The next reply reaches the worker."""
+        number, body, tensors = self.coming.popleft()
+        if self.asked.pop(number, None) is not None:
+            self.replies[number] = body, tensors
+
+    def snap(self) -> None:
+        """What is under way is lost; what had no reply is asked again."""
+        self.going.clear()
+        self.coming.clear()
+        self.again()
+        for number, (body, tensors) in list(self.asked.items()):
+            self._send(number, body, tensors)
+
+
+class Worker:
+    """One life of a worker."""
+
+    def __init__(self, crew: Crew, number: int, life: int, run: Callable[[Worker], None]) -> None:
+        self.crew, self.number, self.life = crew, number, life
+        self.links = [FaultyLink(crew, one, number, life) for one in crew.services]
+        self._run = run
+        self._greenlet = greenlet.greenlet(self._work, crew.hub)
+        self.wire: Any = None
+
+    def _work(self) -> None:
+        self.wire = ServerWire(self.number, self.crew.workers, self.links[0], self.links[1:], endures=True)
+        for one in self.links:
+            one.again = lambda one=one: self.wire.say_again(one)  # type: ignore[misc]
+        if self._comes_in_time():
+            self._run(self)
+
+    def _comes_in_time(self) -> bool:
+        """Whether the run is not over yet."""
+        try:
+            if self.life:
+                self.wire.join()
+        except WireError as error:
+            if "the run is over" not in str(error):
+                raise
+            return False
+        return True
+
+    @property
+    def is_done(self) -> bool:
+        return self._greenlet.dead
+
+    def go_on(self) -> None:
+        if not self._greenlet.dead:
+            self._greenlet.switch()
+
+    def die(self, lost: int) -> None:
+        """Some of the last words are lost, the others may still arrive."""
+        self._greenlet.throw(greenlet.GreenletExit)
+        for link in self.links:
+            link.is_up = False
+            link.coming.clear()
+            for _ in range(min(lost, len(link.going))):
+                link.going.pop()
+
+
+class Crew:
+    """All services and workers of one run."""
+
+    def __init__(self, workers: int, shards: int, seed: int, run: Callable[[Worker], None], cut_every: int) -> None:
+        self.random, self.workers, self.now = random.Random(seed), workers, 0.0
+        self.hub = greenlet.getcurrent()
+        self._births = 0
+        shelves = [Memory() for _ in range(shards + 1)]
+
+        def coordinator() -> Desk:
+            return CoordinatorDesk(workers, lambda: self.now, shelves[0], cut_every)
+
+        def shard(number: int) -> Callable[[], Desk]:
+            def make() -> Desk:
+                self._births += 1
+                return ShardDesk(workers, lambda: self.now, "stop", shelves[number], self._births)
+
+            return make
+
+        self.services = [Service(self, coordinator, workers)]
+        self.services += [Service(self, shard(number), workers) for number in range(1, shards + 1)]
+        self._run = run
+        self.crew = [Worker(self, number, 0, run) for number in range(workers)]
+        self._old: list[FaultyLink] = []
+        self._dead: dict[int, int] = {}
+        self._news: list[tuple[int, int]] = []
+        self._returning: list[int] = []
+        self.happened: list[str] = []
+
+    # --- what happens -------------------------------------------------------------------------------------------
+
+    def step(self) -> bool:
+        """One message arrives somewhere; False when none is under way."""
+        self.now += 1.0
+        links = [link for one in self.crew for link in one.links]
+        acts: list[Callable[[], None]] = [link.arrive for link in [*links, *self._old] if link.going]
+        acts += [link.come for link in links if link.coming]
+        if not acts:
+            return False
+        self.random.choice(acts)()
+        for one in self.crew:
+            one.go_on()
+        return True
+
+    def kill(self, number: int) -> None:
+        """A worker's process dies; who tells of it does so later."""
+        one = self.crew[number]
+        if one.is_done or any(number == dead for dead, _ in self._news) or number in self._returning:
+            return
+        one.die(self.random.randrange(4))
+        self._old += one.links
+        self._news.append((number, one.life))
+        self.happened.append(f"{self.now:g}: worker {number}.{one.life} dies")
+
+    def tell(self) -> None:
+        """A death is told, and the worker comes back later."""
+        if self._news:
+            number, life = self._news.pop(0)
+            self._dead[number] = life
+            self._herald(number, life)
+            self._returning.append(number)
+
+    def come_back(self) -> None:
+        """A dead worker is started again."""
+        if self._returning:
+            number = self._returning.pop(0)
+            self._dead.pop(number, None)
+            self.happened.append(f"{self.now:g}: worker {number}.{self.crew[number].life + 1} begins")
+            self.crew[number] = Worker(self, number, self.crew[number].life + 1, self._run)
+            self.crew[number].go_on()
+
+    def kill_server(self, shard: int) -> None:
+        """The process of a shard dies, with the coordinator if it is the first, and is started again at once.
+
+        The first does not once a worker has come to its end: a new coordinator would not know of that, and those who
+        still lack the answer to the last exchange would wait for that worker.
+        """
+        if shard == 0 and any(one.is_done for one in self.crew):
+            return
+        self.happened.append(f"{self.now:g}: server {shard} dies")
+        for service in [self.services[shard + 1], *([self.services[0]] if shard == 0 else [])]:
+            service.start()
+            for link in service.links.values():
+                link.going.clear()
+        for number, life in self._dead.items():
+            self._herald(number, life)
+        for one in self.crew:
+            for link in one.links if not one.is_done else []:
+                if link.service.desk is self.services[shard + 1].desk or (shard == 0 and link is one.links[0]):
+                    link.snap()
+
+    def snap(self) -> None:
+        """A connection breaks."""
+        link = self.random.choice([link for one in self.crew if not one.is_done for link in one.links] or [None])
+        if link is not None:
+            link.snap()
+
+    def _herald(self, number: int, life: int) -> None:
+        found = [service.gone(m.Gone(number, life)) for service in self.services[1:]]
+        pass_ = max(one.number for one in found)
+        batches = set.intersection(*(set(one.batches) if one.number == pass_ else set() for one in found))
+        self.services[0].gone(m.Gone(number, life, pass_, sorted(batches)))
+
+    def start(self) -> None:
+        for one in self.crew:
+            one.go_on()
+
+    def settle_all(self) -> None:
+        """Whatever is still to be told is told."""
+        while self._news:
+            self.tell()
+        while self._returning:
+            self.come_back()
+
+    @property
+    def is_done(self) -> bool:
+        return all(one.is_done for one in self.crew)

@@ -1,0 +1,224 @@
+"""Runs over a parameter server in which workers and servers die at any point: every batch counts once, nobody hangs.
+
+The coordinator's process does not die once a worker has come to its end: see `Crew.kill_server`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import numpy as np
+import torch
+from faulty import Crew, Worker
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from stretto import how
+from stretto.train.arena import Arena
+from stretto.train.arrival import ArrivalExchange
+from stretto.train.batches import draw
+from stretto.train.free import FreeHands, FreeShare
+from stretto.train.stopwatch import Stopwatch
+from stretto.train.tally import Tally
+from stretto.typed import parse
+
+BATCHES, SIZE, PASSES = 12, 2, 3
+APART = 16
+"""The numbers of two batches are so far apart, so that every shard has some."""
+STEPS = 20_000
+"""So many messages are enough for any run here."""
+
+
+class Books:
+    """What the workers of a run wrote down."""
+
+    def __init__(self) -> None:
+        self.counted: dict[int, list[int]] = {}
+        self.last: torch.Tensor | None = None
+
+
+def script(recipe: str, meet: int | None, books: Books) -> Any:
+    """What a worker does: each batch adds 1 to a number of its own, so that the sum tells what was applied."""
+
+    def run(worker: Worker) -> None:
+        wire, net = worker.wire, nn.Module()
+        net.w = nn.Parameter(torch.zeros(BATCHES * APART))
+        arena = Arena([("w", cast("nn.Parameter", net.w))])
+        data = TensorDataset(torch.arange(BATCHES * SIZE) // SIZE)
+        leases: list[Any] = []
+        hands: list[FreeHands] = []
+
+        def unsent() -> tuple[int, list[Any]]:
+            now, leases[:] = list(leases), []
+            return sum(one.samples for one in now), now
+
+        exchange = ArrivalExchange(
+            arena,
+            1,
+            parse(recipe),
+            wire,
+            Stopwatch(lambda: 0.0),
+            Tally(how.Scene(worker.number, worker.crew.workers)),
+            torch.optim.SGD([cast("nn.Parameter", net.w)], lr=1.0),
+            lambda found: hands[0].settle(found),
+            lambda blocked_s: None,
+            False,
+        )
+
+        def meet_all(times: int) -> None:
+            for _ in range(times):
+                exchange.meet()
+                exchange.read()
+                told = wire.gather(b"at a meeting")
+                assert set(told) == {b"at a meeting"}
+                exchange.start_from_read()
+
+        loader = DataLoader(data, batch_size=SIZE, shuffle=False)
+        share = FreeShare(lambda: draw(loader, wire, 1), wire, meet, dealt=parse(recipe).when.bound == 0)
+        mine = DataLoader(data, batch_sampler=share)
+        for number in range(share._number + 1, PASSES + 1):
+            hands[:] = [FreeHands(mine, share)]
+            hands[0].finish = lambda: exchange.finish(*unsent()) and None
+            hands[0].meet = meet_all
+            while True:
+                hand = hands[0].next()
+                meet_all(hands[0].meetings())
+                if hand is None:
+                    break
+                with torch.no_grad():
+                    arena.parts[0].theta[APART * int(hand.batch[0][0])] += 1.0
+                leases.append(hand.lease)
+                exchange.stepped()
+                exchange.run(*unsent())
+                hands[0].ask_ahead()
+            exchange.finish(*unsent())
+            exchange.meet()
+            exchange.read()
+            wire.gather(b"end of the pass")
+            counted = hands[0].counted()  # asked by whoever is the first when the books are written
+            assert counted is not None
+            assert counted.all() == (wire.worker == 0)
+            books.counted[number] = wire.counted(number).tolist()
+            books.last = arena.parts[0].theta[: BATCHES * APART : APART].clone()
+            told = wire.tell(lambda: b"evaluated")
+            assert told == b"evaluated"
+            exchange.start_from_read()
+        wire.close()
+
+    return run
+
+
+RECIPES = [
+    "downpour(every=1)",
+    "async_sgd",
+    "async_sgd(overlap=True)",
+    "stale_synchronous(bound=1)",
+    "stale_synchronous(bound=0)",
+]
+
+
+def follow(crew: Crew, faults: list[tuple[int, str, int]]) -> None:
+    """Run to the end, with these faults at these steps; it must come within so many messages."""
+    crew.start()
+    due = sorted(faults)
+    for at in range(STEPS):
+        while due and due[0][0] <= at:
+            _, what, number = due.pop(0)
+            happen(crew, what, number)
+        if not crew.step():
+            crew.settle_all()
+            if not crew.step() and crew.is_done:
+                return
+        if at % 40 == 0:
+            crew.tell() if at % 80 else crew.come_back()
+    waiting = {f"{one.number}.{one.life}": [list(link.asked.values()) for link in one.links] for one in crew.crew}
+    raise AssertionError(f"no end: {crew.happened}; {waiting}")
+
+
+def happen(crew: Crew, what: str, number: int) -> None:
+    if what == "worker":
+        crew.kill(number % crew.workers)
+    elif what == "server":
+        crew.kill_server(number % (len(crew.services) - 1))
+    else:
+        crew.snap()
+
+
+def faults(*kinds: str, most: int = 4) -> st.SearchStrategy[list[tuple[int, str, int]]]:
+    return st.lists(st.tuples(st.integers(0, 1500), st.sampled_from(kinds), st.integers(0, 3)), max_size=most)
+
+
+def run(
+    seed: int, workers: int, shards: int, recipe: str, meet: int | None, planned: list[tuple[int, str, int]]
+) -> Books:
+    books = Books()
+    crew = Crew(workers, shards, seed, script(recipe, meet, books), cut_every=60)
+    grads = torch.is_grad_enabled()
+    try:
+        follow(crew, planned)
+    finally:
+        torch.set_grad_enabled(grads)  # a worker may have died where it was off, for all greenlets
+    return books
+
+
+PLACE = {
+    "seed": st.integers(0, 10_000),
+    "workers": st.integers(1, 4),
+    "shards": st.integers(1, 2),
+    "recipe": st.sampled_from(RECIPES),
+    "meet": st.sampled_from([None, 5]),
+}
+SETTINGS = settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+Faults = list[tuple[int, str, int]]
+
+
+def all_count_once(books: Books) -> None:
+    assert books.counted == {number: [1] * (BATCHES * SIZE) for number in range(1, PASSES + 1)}
+
+
+@given(**PLACE, planned=faults("server", "link"))
+@SETTINGS
+def test_servers_die_and_what_came_after_the_cut_is_undone_and_done_again(
+    seed: int, workers: int, shards: int, recipe: str, meet: int | None, planned: Faults
+) -> None:
+    """Every batch counts once, and is in the parameters once in each pass."""
+    books = run(seed, workers, shards, recipe, meet, planned)
+    all_count_once(books)
+    assert books.last is not None
+    share = 1 / workers if recipe.startswith("stale") else 1.0
+    np.testing.assert_allclose(books.last.numpy(), np.full(BATCHES, PASSES * share), rtol=1e-5)
+
+
+@given(**PLACE, planned=faults("worker"))
+@SETTINGS
+def test_workers_die_and_come_back_and_every_batch_counts_once(
+    seed: int, workers: int, shards: int, recipe: str, meet: int | None, planned: Faults
+) -> None:
+    all_count_once(run(seed, workers, shards, recipe, meet, planned))
+
+
+LATE = [(627, "worker", 0), (746, "server", 0), (1196, "link", 0)]
+DEALT = [(470, "worker", 0), (681, "server", 0)]
+JOINING = [(572, "worker", 0), (637, "worker", 0), (648, "server", 0)]
+TELLER = [(739, "server", 0), (740, "worker", 0)]
+ENDING = [(466, "worker", 0), (636, "server", 0)]
+AGAIN = [(381, "worker", 0), (570, "worker", 0), (597, "server", 2), (694, "server", 0)]
+NOBODY = [(277, "worker", 0), (298, "worker", 1), (299, "server", 0)]
+
+
+@given(**PLACE, planned=faults("worker", "server", "link"))
+@example(seed=34, workers=3, shards=1, recipe="async_sgd", meet=None, planned=LATE)
+@example(seed=60, workers=3, shards=2, recipe="stale_synchronous(bound=0)", meet=None, planned=DEALT)
+@example(seed=124, workers=3, shards=1, recipe="async_sgd", meet=None, planned=JOINING)
+@example(seed=5024, workers=3, shards=1, recipe="stale_synchronous(bound=1)", meet=None, planned=TELLER)
+@example(seed=5060, workers=3, shards=1, recipe="async_sgd(overlap=True)", meet=None, planned=ENDING)
+@example(seed=690, workers=4, shards=1, recipe="async_sgd", meet=None, planned=AGAIN)
+@example(seed=5064, workers=2, shards=1, recipe="async_sgd", meet=None, planned=NOBODY)
+@example(seed=203, workers=2, shards=2, recipe="stale_synchronous(bound=1)", meet=None, planned=[(2, "server", 0)])
+@SETTINGS
+def test_all_of_them_die_in_any_order(
+    seed: int, workers: int, shards: int, recipe: str, meet: int | None, planned: Faults
+) -> None:
+    all_count_once(run(seed, workers, shards, recipe, meet, planned))
