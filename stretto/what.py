@@ -69,6 +69,11 @@ class Differences:
         self.codec = codec
         self.turn = worker
 
+    def regroup(self, workers: int, joined: bool) -> None:
+        """Others exchange now: the sum of all states would keep those of who is gone, so all begin at 0 again."""
+        self.own.zero_()
+        self.all.zero_()
+
 
 @dataclass(frozen=True, repr=False)
 class gradient_differences(gradients):
@@ -118,6 +123,12 @@ class Momentum:
         self.rounds = 0
         self.workers = workers
         self.codec = codec
+
+    common = ("m", "rounds")
+
+    def regroup(self, workers: int, joined: bool) -> None:
+        """Others exchange now."""
+        self.workers = workers
 
 
 @dataclass(frozen=True, repr=False)

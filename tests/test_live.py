@@ -446,7 +446,11 @@ def test_a_stream_and_a_loop_that_is_left_early(place: Place) -> None:
 
 
 @pytest.mark.parametrize("ended", ["server", "worker", "launcher"])
-def test_whatever_is_ended_the_run_ends_with_one_error_and_leaves_nothing(place: Place, ended: str) -> None:
+def test_whatever_is_ended_the_run_ends_with_one_error_and_leaves_nothing(
+    place: Place, ended: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a coordinator, that is, as where another launcher starts the workers."""
+    monkeypatch.setenv("STRETTO_MEMBERS", "0")
     path = free(body="pathlib.Path('at-' + os.environ['RANK']).touch()", epochs=100_000)
     process = place.stretto("run", path, "-n", "2", "--recipe", "async_sgd", "--servers", "2", "--out", "run")
     until(lambda: Path("at-0").exists() and Path("at-1").exists(), LIMIT_S)

@@ -23,6 +23,10 @@ class Moves:
         self.before = theta.clone()
         self.workers = workers
 
+    def regroup(self, workers: int, joined: bool) -> None:
+        """Others exchange now."""
+        self.workers = workers
+
     def moved(self, like: Tensor) -> Tensor:
         """theta - theta^before (nothing in the first round), and theta is the next round's theta^before."""
         moved = self.theta - self.before

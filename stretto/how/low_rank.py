@@ -105,6 +105,11 @@ class Bases:
         source = torch.Generator().manual_seed(((self.seed << 24) + self.round) % (1 << 63))
         return orthonormal([_filled(q, source) for q in self.q])
 
+    def regroup(self, workers: int, joined: bool) -> None:
+        """Others exchange now: all begin anew if one of them does not know the bases."""
+        if joined:
+            self.q, self.round = [torch.zeros_like(one) for one in self.q], 0
+
     def keep(self, q: list[Tensor]) -> None:
         """Remember what was agreed."""
         self.q, self.round = [one.clone() for one in q], self.round + 1

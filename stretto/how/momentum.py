@@ -27,6 +27,12 @@ class Momentum:
         self.workers = workers
         self.round = 0
 
+    common = ("round",)
+
+    def regroup(self, workers: int, joined: bool) -> None:
+        """Others exchange now."""
+        self.workers = workers
+
 
 @dataclass(frozen=True, repr=False)
 class deep_gradient_compression(Sparse):

@@ -23,6 +23,8 @@ class Rounds:
     def __init__(self) -> None:
         self.round = 0
 
+    common = ("round",)
+
 
 @dataclass(frozen=True, repr=False)
 class random_k(Sparse):

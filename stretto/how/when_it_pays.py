@@ -110,6 +110,10 @@ class Trial:
         self.seconds: tuple[list[float], list[float]] = ([], [])
         """Of whole exchanges, exactly and encoded."""
 
+    def regroup(self, workers: int, joined: bool) -> None:
+        """Others exchange now: they try both ways anew."""
+        self.round, self.encodes, self.seconds = 0, True, ([], [])
+
     def read(self) -> float:
         """The time now; 0 without a clock."""
         return self.clock() if self.clock else 0.0

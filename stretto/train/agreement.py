@@ -18,6 +18,7 @@ from stretto.train.state import FlatTensors, MovingBuffers
 from stretto.train.talk import finish
 from stretto.train.tally import Account
 from stretto.wire import Wire
+from stretto.wire.enduring import attempted
 
 
 class Look:
@@ -31,7 +32,7 @@ class Look:
         arena: Arena,
         buffers: MovingBuffers,
         wire: Wire,
-        share: float,
+        share: Callable[[], float],
         account: Account | None,
         read: Callable[[], object] | None = None,
     ) -> None:
@@ -42,7 +43,7 @@ class Look:
         if read is not None:
             read()
         flat = FlatTensors(self._tensors if read is None else buffers.floating())
-        flat.take(finish(flat.ask_mean(wire, share, account)))
+        flat.take(attempted(wire, lambda: finish(flat.ask_mean(wire, share(), account))))
         self._shown = [one.clone() for one in self._tensors]
 
     @property

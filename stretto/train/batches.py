@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -15,7 +16,9 @@ from numpy.typing import NDArray
 from torch.utils.data import BatchSampler, DataLoader, TensorDataset, default_collate
 
 from stretto.errors import LoaderError, explain
+from stretto.members.deal import Deal, Pieces, bounds_of
 from stretto.wire import Wire
+from stretto.wire.enduring import EnduringWire
 
 Batch = list[Any]
 """The indices of one batch, as a batch sampler gives them."""
@@ -37,6 +40,16 @@ class Order:
         """The samples of each batch."""
         return [len(batch) for batch in self.batches]
 
+    @functools.cached_property
+    def bounds(self) -> array[int]:
+        """Where each batch begins, and the last one ends, among all samples."""
+        return bounds_of(self.sizes)
+
+    @functools.cached_property
+    def flat(self) -> Batch:
+        """The indices of all samples."""
+        return list(chain.from_iterable(self.batches))
+
 
 class _Packed(msgspec.Struct):
     """An order as it travels: sizes and indices as raw 64-bit numbers, or any indices one by one."""
@@ -49,10 +62,9 @@ class _Packed(msgspec.Struct):
 
 def draw(loader: DataLoader[Any], wire: Wire, join: int) -> Order:
     """Draw the order of the next pass at worker 0 and tell it to all. `join` batches of the script make one."""
-    if wire.workers == 1:
+    if wire.workers == 1 and not isinstance(wire, EnduringWire):
         return _drawn(loader, join)
-    told = wire.tell(_pack(_drawn(loader, join)) if wire.worker == 0 else b"")
-    return _unpack(told)
+    return unpack(wire.tell(lambda: pack(_drawn(loader, join))))
 
 
 def _drawn(loader: DataLoader[Any], join: int) -> Order:
@@ -83,7 +95,8 @@ def _as_list(batch: Any) -> Batch:
     return list(batch) if isinstance(batch, list | tuple) else [batch]
 
 
-def _pack(order: Order) -> bytes:
+def pack(order: Order) -> bytes:
+    """An order as bytes, to be told. Raises LoaderError when its indices can't be."""
     flat = [index for batch in order.batches for index in batch]
     sizes = np.array(order.sizes, dtype=np.int64).tobytes()
     if all(type(index) is int for index in flat):
@@ -111,7 +124,7 @@ def _narrow(numbers: NDArray[np.int64]) -> bytes:
 
 
 @functools.lru_cache(maxsize=1)
-def _unpack(told: bytes) -> Order:
+def unpack(told: bytes) -> Order:
     """The order that was told. Workers of one process that were told the same share it: nobody changes it."""
     packed = msgspec.msgpack.decode(told, type=_Packed)
     sizes = np.frombuffer(packed.sizes, dtype=np.int64).tolist()
@@ -130,30 +143,62 @@ def _frozen(index: Any) -> Any:
 
 
 class Share(BatchSampler):
-    """The batches that one worker loads. They are drawn anew in each pass, when the first is asked for.
+    """The batches that one worker loads. Their order is drawn anew in each pass, when the first is asked for.
 
     So torch's loader draws from the random generator what it always draws, in the order in which it always does.
+    `deals` makes the deal of an order that was drawn.
     """
 
-    def __init__(self, draw: Callable[[], Order], worker: int, workers: int) -> None:
-        self._draw, self._worker, self._workers = draw, worker, workers
-        self._order: Order | None = None
+    def __init__(self, draw: Callable[[], Order], deals: Callable[[Order], Deal], worker: int) -> None:
+        self._draw, self._deals, self._worker = draw, deals, worker
+        self._dealt: tuple[Order, Deal] | None = None
+        self._ahead: Iterator[Pieces] | None = None
 
+    def begin(self, order: Order | None = None, deal: Deal | None = None) -> None:
+        """A pass begins: its order is drawn when it is asked for, unless it is known, with the deal so far."""
+        self._dealt, self._ahead = None, None
+        if order is not None and deal is not None:
+            self._dealt = order, deal
+            self.look_ahead()
+
+    def look_ahead(self) -> None:
+        """What this worker gets from here on is known anew: who iterates from now on sees it."""
+        self._ahead = self.deal.ahead(self._worker)
+
+    @property
     def order(self) -> Order:
         """The order of this pass."""
-        if self._order is None:
-            self._order = self._draw()
-        return self._order
+        return self._drawn()[0]
 
-    def forget(self) -> None:
-        """The pass is over: the next order is drawn anew."""
-        self._order = None
+    def extend(self, indices: Batch) -> Order:
+        """Put further samples behind the order of this pass."""
+        order, deal = self._drawn()
+        self._dealt = Order([*order.batches, indices], order.dropped), deal
+        return self._dealt[0]
+
+    @property
+    def deal(self) -> Deal:
+        """Who gets what of it."""
+        return self._drawn()[1]
+
+    def _drawn(self) -> tuple[Order, Deal]:
+        if self._dealt is None:
+            order = self._draw()
+            self._dealt = order, self._deals(order)
+            self.look_ahead()
+        return self._dealt
 
     def __iter__(self) -> Iterator[Batch]:
-        yield from islice(self.order().batches, self._worker, None, self._workers)
+        return self._indices(self._ahead)
+
+    def _indices(self, ahead: Iterator[Pieces] | None) -> Iterator[Batch]:
+        flat = self.order.flat
+        for pieces in ahead or self._ahead or ():
+            if pieces:
+                yield [index for start, stop in pieces for index in flat[start:stop]]
 
     def __len__(self) -> int:
-        return len(range(self._worker, len(self.order().batches), self._workers))
+        return sum(1 for pieces in self.deal.ahead(self._worker) if pieces)
 
 
 def rebuilt(loader: DataLoader[Any], share: BatchSampler, processes: int) -> DataLoader[Any]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import struct
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -14,21 +16,33 @@ class Weights:
     """The samples behind what the workers are about to exchange: everyone knows its own and the sum."""
 
     def __init__(self, wire: Wire) -> None:
-        self._workers = wire.workers
+        self._wire = wire
         self._own = self._total = 0
+        self._parts: Counter[int] = Counter()
         self._spent = False
 
-    def add(self, own: int, total: int) -> None:
+    def add(self, own: int, total: int, parts: Mapping[int, int]) -> None:
         """A hand was dealt. What an exchange has carried before does not weigh again."""
         if self._spent:
             self._own = self._total = 0
+            self._parts.clear()
             self._spent = False
         self._own += own
         self._total += total
+        self._parts.update(parts)
+
+    def lose(self, gone: Sequence[int]) -> None:
+        """These workers can't bring what they were dealt any more."""
+        self._total -= sum(self._parts.pop(worker, 0) for worker in gone)
+
+    @property
+    def is_carried(self) -> bool:
+        """Whether an exchange has carried all there is."""
+        return self._spent or not self._total
 
     def share(self) -> float:
         """This worker's part of the samples since the last exchange; the same for all when there were none."""
-        return self._own / self._total if self._total else 1 / self._workers
+        return self._own / self._total if self._total else 1 / self._wire.workers
 
     def carried(self) -> None:
         """An exchange was done; a second one in the same hand has the same weights."""
@@ -52,6 +66,6 @@ class Arrivals:
         told = self._wire.gather(struct.pack(f"<{len(notes)}d", *(ready for ready, _ in notes)))
         if self._wire.workers == 1 or len({len(one) for one in told}) > 1:
             return
-        last = np.frombuffer(b"".join(told)).reshape(self._wire.workers, len(notes)).max(0).tolist()
+        last = np.frombuffer(b"".join(told)).reshape(len(told), len(notes)).max(0).tolist()
         waited = sum(min(blocked, max(late - mine, 0.0)) for (mine, blocked), late in zip(notes, last, strict=True))
         watch.move("exchanging", "waiting", waited)

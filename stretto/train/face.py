@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import atexit
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
@@ -83,8 +85,14 @@ def distribute(
     if seat is None:
         _current.set("plain")
         return PlainLoader(model, loader, evaluate, evaluate_every)
-    trainer = _trainer(seat, model, optimizer, loader, _chosen(seat, scripted), evaluate, evaluate_every)
+    try:
+        trainer = _trainer(seat, model, optimizer, loader, _chosen(seat, scripted), evaluate, evaluate_every)
+    except SystemExit:
+        _current.set("plain")  # it came too late: the others need nobody any more
+        raise
     _current.set(trainer)
+    if seat.around.own_process:
+        _leave_when_asked(trainer)
     if seat.recipe and scripted is not None and trainer.recipe != scripted and not seat.alone:
         trainer.journal.notice(f"the recipe asked for, {trainer.recipe}, goes before the script's, {scripted}")
     if given_seat.get() is None:
@@ -103,6 +111,14 @@ def _trainer(
         if isinstance(wire, ServerWire):
             wire.close()
         raise
+
+
+def _leave_when_asked(trainer: Trainer) -> None:
+    """SIGTERM, as a spot machine gets it before it is taken away: leave in good order, where others can go on."""
+    if not trainer.presence.can_leave or threading.current_thread() is not threading.main_thread():
+        return
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, lambda _number, _frame: trainer.presence.ask_to_leave())
 
 
 def log(**values: float | torch.Tensor) -> None:

@@ -22,12 +22,14 @@ from stretto.errors import ModelError, NotFiniteError, explain
 from stretto.how import exact
 from stretto.recipe import Recipe
 from stretto.train.arena import Arena, Part, Slot
+from stretto.train.memories import Undo, regroup
 from stretto.train.stopwatch import Pace, Stopwatch
 from stretto.train.surroundings import Surroundings
 from stretto.train.talk import Talk, finish
 from stretto.train.tally import Tally
 from stretto.what import gradient_differences, gradients, momenta
 from stretto.wire import Wire
+from stretto.wire.enduring import EnduringWire, attempted
 
 FIRST_BUCKET_BYTES = 1 << 20
 BUCKET_BYTES = 25 << 20
@@ -73,10 +75,22 @@ def _padding(slots: Sequence[Slot]) -> Tensor:
     return torch.cat([torch.empty(0, dtype=torch.int64), *gaps]) - slots[0].start
 
 
+class Board:
+    """Where the gradients of one pass lie: buckets, and the places and counts in them."""
+
+    def __init__(self, arena: Arena, counts_ride: bool) -> None:
+        self.buckets = cut(arena, counts_ride)
+        self.places = [place for bucket in self.buckets for place in bucket.places]
+        self.place_of = {id(place.slot.parameter): place for place in self.places}
+        self.counts = self.buckets[-1].tail if counts_ride else torch.zeros(len(arena.slots) + 1)
+        """For each parameter, how many workers have a gradient for it; with the last bucket, if the codec lets it."""
+
+
 class GradientExchange:
     """Exchanges the gradients of an arena's parameters. `share` gives this worker's weight in the mean.
 
-    What one worker says to itself is not encoded.
+    What one worker says to itself is not encoded. Where workers may die two boards are written in turn, since somebody
+    may lack the answers of the pass before, and this worker's own gradients are kept until the exchange has ended.
     """
 
     def __init__(
@@ -98,14 +112,19 @@ class GradientExchange:
         self._on_begin, self._on_end = on_begin, on_end
         self._account = tally.account(type(recipe.what).__name__)
         self._counts_ride = self._codec.elementwise and not isinstance(self._what, gradient_differences | momenta)
-        self.buckets = cut(arena, self._counts_ride)
-        for bucket in self.buckets:
+        self._endures = isinstance(wire, EnduringWire)
+        self._boards = [Board(arena, self._counts_ride) for _ in range(2 if self._endures else 1)]
+        for bucket, *others in zip(*(one.buckets for one in self._boards), strict=True):
             scene = tally.scene(bucket.part, bucket.start, bucket.stop)
             bucket.memory = self._what.memory(self._codec, bucket.flat, scene)
-        self._counts = self.buckets[-1].tail if self._counts_ride else torch.zeros(len(arena.slots) + 1)
-        """For each parameter, how many workers have a gradient for it; with the last bucket, if the codec lets it."""
-        self._places = [place for bucket in self.buckets for place in bucket.places]
-        self._place_of = {id(place.slot.parameter): place for place in self._places}
+            for other in others:
+                other.memory = bucket.memory
+        self._undo = Undo([bucket.memory for bucket in self.buckets])
+        self._kept: dict[int, Tensor] = {}
+        """This worker's own gradients in this pass, by their place, as long as they may be needed again."""
+        self._absent: list[Place] = []
+        self._idle = False
+        self._later: tuple[int, bool] | None = None
         parameters: list[Any] = [slot.parameter for slot in arena.slots]
         self._hooks = [one.register_post_accumulate_grad_hook(self._ready) for one in parameters]
         self._length = sum(bucket.stop - bucket.start for bucket in self.buckets)
@@ -114,13 +133,36 @@ class GradientExchange:
         self._wild = False
         """Whether a gradient of this worker's is not finite, and was not encoded."""
         self._launched: list[Talk] = []
+        self._began = 0.0
         self.paused = False
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """Those of this pass."""
+        return self._boards[0].buckets
+
+    @property
+    def memories(self) -> list[Any]:
+        """What is remembered of each bucket."""
+        return [bucket.memory for bucket in self.buckets]
 
     @property
     def is_warm(self) -> bool:
         """Whether the last answer was a momentum, not a gradient."""
         what = self._what
         return isinstance(what, momenta) and all(one.memory.rounds > what.warm_up for one in self.buckets)
+
+    def regroup(self, workers: int, joined: bool, later: bool) -> None:
+        """Others exchange from now on; `later`: once this exchange, which the others have ended, has ended here."""
+        if later:
+            self._later = (workers, joined)
+            return
+        if self._running:
+            self._undo.restore()
+        for one in self.memories:
+            regroup(one, workers, joined)
+        if self._running:
+            self._undo.keep()
 
     def release(self) -> None:
         """Take the hooks off."""
@@ -129,12 +171,9 @@ class GradientExchange:
 
     def take_part(self) -> None:
         """Join an exchange without a gradient of one's own: with zeros that weigh nothing."""
-        self._begin()
-        for bucket in self.buckets:
-            bucket.flat.zero_()
-            self._launch(bucket)
-        self._counts.zero_()
-        self._complete(alone_with=self._places)
+        self._begin(idle=True)
+        self._write_all()
+        self._complete()
 
     def _ready(self, parameter: Parameter) -> None:
         """A parameter's gradient of this backward pass is there."""
@@ -144,7 +183,7 @@ class GradientExchange:
         if not self._running:
             self._begin()
             self._around.after_backward(self._after_backward)
-        place = self._place_of[id(parameter)]
+        place = self._boards[0].place_of[id(parameter)]
         if place.passed == self._pass:
             raise ModelError(_twice(place))
         self._write(place)
@@ -153,9 +192,14 @@ class GradientExchange:
         self._launch_full()
         self._watch.switch(before)
 
-    def _begin(self) -> None:
+    def _begin(self, idle: bool = False) -> None:
         self._on_begin()
-        self._running = True
+        self._running, self._idle = True, idle
+        self._absent = []
+        if self._endures:
+            self._boards.reverse()
+            self._kept.clear()
+            self._undo.keep()
         self._pass += 1
         self._launched = []
         self._wild = False
@@ -172,7 +216,10 @@ class GradientExchange:
             return False
         if grad.layout is not torch.strided:
             raise ModelError(_sparse(place))
-        torch.mul(grad.detach() if grad.requires_grad else grad, self._weight, out=place.view)
+        grad = grad.detach() if grad.requires_grad else grad
+        torch.mul(grad, self._weight, out=place.view)
+        if self._endures:
+            self._kept[id(place)] = grad
         parameter.grad = place.view
         return True
 
@@ -210,40 +257,74 @@ class GradientExchange:
         """Send what backward did not reach, then wait for everything."""
         before = self._watch.switch("encoding")
         self._pace.go_on()
-        late = [place for place in self._places if place.passed != self._pass]
-        absent = [place for place in late if not self._write(place)]
-        self._counts.fill_(1.0)
-        if absent:
-            without = set(map(id, absent))
-            counted = self._counts[: len(self._places)]
-            counted.copy_(torch.tensor([float(id(place) not in without) for place in self._places]))
-        for bucket in self.buckets[len(self._launched) :]:
-            self._launch(bucket)
-        self._complete(absent)
+        late = [place for place in self._boards[0].places if place.passed != self._pass]
+        self._absent = [place for place in late if not self._write(place)]
+        self._count()
+        self._launch_all()
+        self._complete()
         self._watch.switch(before)
 
-    def _complete(self, alone_with: Sequence[Place]) -> None:
+    def _count(self) -> None:
+        """Say which parameters have a gradient here; an idle worker has none."""
+        counts, places = self._boards[0].counts, self._boards[0].places
+        counts.fill_(0.0 if self._idle else 1.0)
+        if self._absent and not self._idle:
+            without = set(map(id, self._absent))
+            counted = counts[: len(places)]
+            counted.copy_(torch.tensor([float(id(place) not in without) for place in places]))
+
+    def _write_all(self) -> None:
+        """Write and send all buckets: with what this worker has kept of its gradients, and zeros elsewhere."""
+        for bucket in self.buckets:
+            bucket.flat.zero_()
+        for place in self._boards[0].places:
+            grad = self._kept.get(id(place))
+            if grad is not None:
+                torch.mul(grad, self._weight, out=place.view)
+        self._count()
+        self._launch_all()
+
+    def _launch_all(self) -> None:
+        """Send the buckets that have not been sent, and behind them what does not ride with the last one."""
+        for bucket in self.buckets[len(self._launched) :]:
+            self._launch(bucket)
+        if not self._counts_ride:
+            counts = self._boards[0].counts
+            counts[-1] = float(self._wild)
+            self._launched.append(Talk(self._wire, exact().converse(counts, None), self._tally.account("counts")))
+
+    def _complete(self) -> None:
         """Wait for all buckets. A parameter that this worker has no gradient for takes that of the others, or none."""
-        if not self._counts_ride:
-            self._counts[-1] = float(self._wild)
-            self._launched.append(Talk(self._wire, exact().converse(self._counts, None), self._tally.account("counts")))
         self._watch.switch("exchanging")
-        began = self._watch.spent["exchanging"]
-        results = finish(self._launched)
+        self._began = self._watch.spent["exchanging"]
+        results = attempted(self._wire, lambda: finish(self._launched), self._again)
         self._watch.switch("encoding")
+        counts = self._boards[0].counts
         if not self._counts_ride:
-            self._counts = results.pop()
-            if self._counts[-1] > 0:
+            counts = results.pop()
+            if counts[-1] > 0:
                 results = [one.fill_(torch.nan) for one in results]
         for bucket, result in zip(self.buckets, results, strict=True):
             if result.data_ptr() != bucket.flat.data_ptr():
                 bucket.flat.copy_(result)
-        if alone_with:
-            anyone = dict(zip(map(id, self._places), self._counts[: len(self._places)].tolist(), strict=True))
+        places = self._boards[0].places
+        if alone_with := places if self._idle else self._absent:
+            anyone = dict(zip(map(id, places), counts[: len(places)].tolist(), strict=True))
             for place in alone_with:
                 place.slot.parameter.grad = place.view if anyone[id(place)] > 0 else None
         self._running = False
-        self._on_end(self._watch.spent["exchanging"] - began)
+        self._kept.clear()
+        if self._later is not None:
+            later, self._later = self._later, None
+            self.regroup(*later, later=False)
+        self._on_end(self._watch.spent["exchanging"] - self._began)
+
+    def _again(self) -> list[Tensor]:
+        """The exchange from its beginning, with the weights of those who are left."""
+        self._undo.restore()
+        self._launched, self._wild, self._weight = [], False, self._share()
+        self._write_all()
+        return finish(self._launched)
 
 
 def cut(arena: Arena, counts_ride: bool) -> list[Bucket]:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from stretto.errors import LoaderError, explain
+from stretto.members.deal import Pieces
 from stretto.members.ledger import Lease
+
+Held = Lease | Pieces
+"""What a worker works on: a batch that it asked for, or its pieces of a pass that is dealt to all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +23,7 @@ class Hand:
     """
 
     batch: Any
-    lease: Lease | None
+    lease: Held | None
     own: int
     handed: int
     total: int = 0
@@ -26,6 +31,8 @@ class Hand:
     """Whether some workers have no batch."""
     teller: int = 0
     """The first worker with a batch: it tells the idle ones what happens."""
+    parts: Mapping[int, int] = field(default_factory=dict)
+    """The samples of each worker by its number, where workers may go."""
 
     @property
     def idle(self) -> bool:

@@ -7,8 +7,8 @@ When nobody waits a worker's hand is its own: it gets the next batch as soon as 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,14 +16,18 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from stretto.errors import LoaderError, explain
-from stretto.members.ledger import Dealt, Lease, Ledger
+from stretto.members.deal import Deal, Pieces, Range
 from stretto.train.batches import Order, Share, draw, rebuilt, samples_in, sharded_stream
 from stretto.train.free import FreeHands, FreeShare
 from stretto.train.hand import Hand, refuse_too_few
 from stretto.train.surroundings import Surroundings
 from stretto.when import When, on_arrival
 from stretto.wire import Wire
+from stretto.wire.enduring import Change, EnduringWire
 from stretto.wire.server import ServerWire
+
+Rule = Literal["local", "joined"]
+"""What stays under a changed membership: each worker's batch, or the joined one."""
 
 
 class Hands(Protocol):
@@ -41,7 +45,7 @@ class Hands(Protocol):
         """The next hand is wanted soon."""
         ...
 
-    def settle(self, leases: Sequence[Lease]) -> None:
+    def settle(self, leases: Sequence[Any]) -> None:
         """The work on these is in the agreed state."""
         ...
 
@@ -55,19 +59,29 @@ class Hands(Protocol):
 
 
 class LeasedHands:
-    """The hands of a map-style loader: all is known beforehand."""
+    """The hands of a map-style loader: all is known beforehand, but for who will be there.
 
-    def __init__(self, loader: DataLoader[Any], share: Share, wire: Wire) -> None:
-        share.forget()
+    `found` is the order of a pass that others have begun, and the deal so far.
+    """
+
+    def __init__(
+        self, loader: DataLoader[Any], share: Share, wire: Wire, found: tuple[Order, Deal] | None = None
+    ) -> None:
+        share.begin(*found or ())
+        self._loader, self._share, self._me = loader, share, number_of(wire)
         self._batches: Iterator[Any] = iter(loader)
-        order = share.order()
-        self._sizes = order.sizes
-        self._wire = wire
-        self._at = self._handed = 0
-        self.dropped = order.dropped
-        self._ledger = Ledger(self._sizes, Dealt(wire.workers))
-        self.samples = self._ledger.samples
-        refuse_too_few(self.samples, wire.workers)
+        self.order, self.deal = share.order, share.deal
+        self.dropped, self.samples = self.order.dropped, self.deal.samples
+        self._handed = int(self.deal.departed().sum()) if found is not None else 0
+        self._settled: list[Range] = []
+        self._parts = isinstance(wire, EnduringWire)
+        self.committed = self.deal.hand
+        """The hands whose work is in the agreed state."""
+        self._since, self._changed = self.deal.hand, found is not None
+        self.is_over = False
+        """Whether all hands are dealt."""
+        if found is None:
+            refuse_too_few(self.samples, wire.workers)
 
     def meetings(self) -> int:
         """All meet at every exchange."""
@@ -76,28 +90,97 @@ class LeasedHands:
     def ask_ahead(self) -> None:
         """All is known."""
 
-    def settle(self, leases: Sequence[Lease]) -> None:
-        """Count them."""
+    def settle(self, leases: Sequence[Any]) -> None:
+        """Count them. All that was dealt so far is in the agreed state now, the work of the others too."""
         for lease in leases:
-            self._ledger.settle(lease)
+            self._settled += lease
+        self.deal.commit()
+        self.committed = self.deal.hand
 
     def counted(self) -> NDArray[np.uint8] | None:
         """How often each sample was settled here."""
-        return self._ledger.counted()
+        counts = np.zeros(len(self.order.flat), np.uint8)
+        for start, stop in self._settled:
+            counts[start:stop] += 1
+        return counts
+
+    def books(self) -> bytes:
+        """What was settled by workers that are not there any more, behind the hand from which on this one knows.
+
+        Nothing when nobody has gone or come in this pass. The smallest is that of the worker that was there longest.
+        """
+        if not self._changed:
+            return b""
+        return struct.pack(">q", self._since) + np.packbits(self.deal.departed()).tobytes()
+
+    def change(self, change: Change, after: int, committed: int) -> dict[int, int]:
+        """Deal to other members behind hand `after`; returns how many samples of whom go back."""
+        back = {one: self.deal.pending(one) for one in change.gone} if committed < self.deal.hand else {}
+        self._regroup(change, after, committed)
+        self._share.look_ahead()
+        self._batches = iter(self._loader)
+        self._handed -= sum(back.values())
+        return back
+
+    def uncommitted(self) -> dict[int, list[list[Any]]]:
+        """By worker, the batches of this pass whose work no exchange has carried."""
+        return {one: self._indices(self.deal.uncommitted(one)) for one in self.deal.members}
+
+    def reopen(self) -> None:
+        """Something was given back when all seemed to be dealt: the pass goes on."""
+        self.is_over = False
+        self._share.look_ahead()
+        self._batches = iter(self._loader)
+
+    def undealt(self) -> list[list[Any]]:
+        """What was given back so late that it was not dealt again in this pass."""
+        return self._indices(self.deal.undealt())
+
+    def _indices(self, pieces: Pieces) -> list[list[Any]]:
+        return [self.order.flat[start:stop] for start, stop in pieces]
+
+    def extend(self, batches: list[list[Any]]) -> None:
+        """Deal these too, behind all others."""
+        for one in batches:
+            self.order = self._share.extend(one)
+            self.deal.extend(len(one))
+        self._share.look_ahead()
+        self._batches = iter(self._loader)
+
+    def close_with(self, change: Change) -> None:
+        """The same when all is dealt: what those who are gone have not brought is left over."""
+        self._regroup(change, self.deal.hand, self.committed)
+
+    def _regroup(self, change: Change, after: int, committed: int) -> None:
+        self.deal.change([one for one in change.members if one not in change.came], after, committed)
+        if change.came:
+            self.deal.change(change.members, after, committed)
+        self._changed = True
 
     def next(self) -> Hand | None:
-        """Lease this worker's batch of the next hand, and load it."""
-        sizes = self._sizes[self._at : self._at + self._wire.workers]
-        if not sizes:
+        """Deal the next hand, and load this worker's batch of it."""
+        portion = self.deal.next(self._me)
+        if portion is None:
+            self.is_over = True
+            self.deal.end()
             next(self._batches, None)
             return None
-        self._at += self._wire.workers
-        total, short = sum(sizes), len(sizes) < self._wire.workers
-        self._handed += total
-        if self._wire.worker >= len(sizes):
-            return Hand(None, None, 0, self._handed, total, short)
-        own, lease = sizes[self._wire.worker], self._ledger.lease(self._wire.worker)
-        return Hand(next(self._batches), lease, own, self._handed, total, short)
+        self._handed += portion.total
+        parts = self.deal.parts() if self._parts else {}
+        if not portion.own:
+            return Hand(None, None, 0, self._handed, portion.total, portion.short, parts=parts)
+        batch = next(self._batches)
+        return Hand(batch, portion.own, portion.samples, self._handed, portion.total, portion.short, parts=parts)
+
+
+def number_of(wire: Wire) -> int:
+    """A worker's number for good; its rank where nobody can go."""
+    return wire.number if isinstance(wire, EnduringWire | ServerWire) else wire.worker
+
+
+def members_of(wire: Wire) -> tuple[int, ...]:
+    """The numbers of all workers that are there."""
+    return tuple(wire.members) if isinstance(wire, EnduringWire | ServerWire) else tuple(range(wire.workers))
 
 
 class StreamedHands:
@@ -119,7 +202,7 @@ class StreamedHands:
     def ask_ahead(self) -> None:
         """A stream is read as it comes."""
 
-    def settle(self, leases: Sequence[Lease]) -> None:
+    def settle(self, leases: Sequence[Any]) -> None:
         """Nothing is leased."""
 
     def counted(self) -> NDArray[np.uint8] | None:
@@ -150,8 +233,13 @@ class Dealer:
         when: When | None = None,
         meet: int | None = None,
         around: Surroundings | None = None,
+        rule: Rule = "local",
+        base: int | None = None,
     ) -> None:
-        self._loader, self._wire, self._join = loader, wire, join
+        self._loader, self._wire, self._join, self._rule = loader, wire, join, rule
+        self._base = base or wire.workers
+        self.members: Callable[[], Sequence[int]] = lambda: members_of(wire)
+        """Whom a pass that begins is dealt to."""
         self._free = isinstance(when, on_arrival)
         self._share: Share | FreeShare | None = None
         if is_leasable(loader):
@@ -163,8 +251,11 @@ class Dealer:
         def order() -> Order:
             return draw(self._loader, self._wire, self._join)
 
+        def deals(drawn: Order) -> Deal:
+            return Deal((), self.members(), self._rule, self._base, drawn.bounds)
+
         if not isinstance(when, on_arrival):
-            return Share(order, self._wire.worker, self._wire.workers)
+            return Share(order, deals, number_of(self._wire))
         if not isinstance(self._wire, ServerWire):
             raise TypeError("batches are handed to whoever is free by a server")
         return FreeShare(order, self._wire, meet, dealt=when.bound == 0)
@@ -174,12 +265,12 @@ class Dealer:
         """Whether samples are leased and audited, or come from a stream."""
         return self._share is not None
 
-    def deal(self) -> Hands:
-        """Begin a pass."""
+    def deal(self, found: tuple[Order, Deal] | None = None) -> Hands:
+        """Begin a pass, or take part in one that others have begun."""
         if isinstance(self._share, FreeShare):
             return FreeHands(self._rebuilt, self._share)
         if self._share is not None:
-            return LeasedHands(self._rebuilt, self._share, self._wire)
+            return LeasedHands(self._rebuilt, self._share, self._wire, found)
         stream = sharded_stream(self._loader, self._wire.worker, self._wire.workers, self._join)
         return StreamedHands(stream, self._wire, self._free)
 

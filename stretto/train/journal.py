@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import statistics
@@ -15,6 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from stretto.errors import LogError, NotFiniteError
+from stretto.events import read_events
 from stretto.folder import make_folder, write_run
 from stretto.train.surroundings import Surroundings
 from stretto.wire import Wire
@@ -23,13 +25,17 @@ from stretto.wire import Wire
 class Journal:
     """Stamps events with the seconds since the start of training; without a run folder nothing is written."""
 
-    def __init__(self, folder: Path | None, wire: Wire, around: Surroundings) -> None:
-        self._around, self._clock = around, around.clock
-        self.worker = wire.worker
-        self._log = around.log(folder, wire.worker) if folder is not None else None
-        self.zero = common_zero(wire, around.clock)
+    def __init__(self, folder: Path | None, wire: Wire, around: Surroundings, number: int, comes_late: bool) -> None:
+        self._around, self._clock, self._wire = around, around.clock, wire
+        self.worker = number
+        self._log = around.log(folder, number) if folder is not None else None
+        self.zero = around.clock() if comes_late else common_zero(wire, around.clock)
         self._progressed = 0.0
         self._late: list[tuple[float, int, int, dict[str, Any]]] = []
+
+    def start_at(self, t: float, zero: float | None, boot: bytes) -> None:
+        """Take over the clock of a run that is at `t`: of the same machine by its zero, which is exact."""
+        self.zero = zero if zero is not None and boot == boot_id() else self._clock() - t
 
     def t(self) -> float:
         """Seconds since the start of training, on the clock that all workers share."""
@@ -43,8 +49,8 @@ class Journal:
             self._log.write(kind, self.t(), **carries)
 
     def notice(self, text: str) -> None:
-        """Say something to the user, once: worker 0 on its terminal and in the log."""
-        if self.worker == 0:
+        """Say something to the user, once: the first worker on its terminal and in the log."""
+        if self._wire.worker == 0:
             print(f"stretto: {text}", file=sys.stderr, flush=True)
             self.write("notice", text=text)
 
@@ -88,11 +94,14 @@ class Journal:
 
 def open_folder(wire: Wire, asked: Mapping[str, Any]) -> Path:
     """Make a run folder at worker 0, and one of the same name where another worker does not see that one."""
-    if wire.worker == 0:
+
+    def made() -> bytes:
         now = datetime.now()
-        made = make_folder(Path(sys.argv[0]).stem or "train", None, now).absolute()
-        write_run(made, {"script": sys.argv[0], "args": sys.argv[1:], **asked}, now)
-    folder = Path(wire.tell(str(made).encode() if wire.worker == 0 else b"").decode())
+        here = make_folder(Path(sys.argv[0]).stem or "train", None, now).absolute()
+        write_run(here, {"script": sys.argv[0], "args": sys.argv[1:], **asked}, now)
+        return str(here).encode()
+
+    folder = Path(wire.tell(made).decode())
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -109,7 +118,7 @@ def common_zero(wire: Wire, clock: Callable[[], float]) -> float:
     Workers of one boot of one machine share the system's clock; others compare theirs as they leave a common exchange,
     five times, and take the median, which is good to about the latency of the network.
     """
-    told = wire.gather(_boot() + struct.pack("<d", clock()))
+    told = wire.gather(boot_id() + struct.pack("<d", clock()))
     if all(one[:-8] == told[0][:-8] for one in told):
         return float(struct.unpack("<d", told[0][-8:])[0])
     offsets = []
@@ -122,7 +131,16 @@ def common_zero(wire: Wire, clock: Callable[[], float]) -> float:
     return there + statistics.median(offsets)
 
 
-def _boot() -> bytes:
+def zero_of(folder: Path) -> float | None:
+    """The zero of a run on this machine, as the start of one of its workers tells it."""
+    starts = (one for one in read_events(folder / "events.jsonl") if one["event"] == "start" and "at" in one)
+    first = next(starts, None)
+    return None if first is None else first["at"] - first["t"]
+
+
+@functools.cache
+def boot_id() -> bytes:
+    """What tells this start of this machine from all others; workers that share it share a clock."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()
     except OSError:

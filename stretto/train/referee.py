@@ -16,7 +16,8 @@ from stretto.errors import LogError
 from stretto.members.ledger import audit
 from stretto.train.evaluation import Evaluate, run
 from stretto.train.exchange import Arrivals
-from stretto.train.hands import Hands
+from stretto.train.free import FreeHands
+from stretto.train.hands import Hands, LeasedHands
 from stretto.train.journal import Journal
 from stretto.train.model import state_of
 from stretto.train.replica import Replica
@@ -25,6 +26,13 @@ from stretto.train.stopwatch import Stopwatch
 from stretto.wire import Wire
 
 Predicted = NDArray[np.int32] | None
+
+
+class Doing(Protocol):
+    """Says what a worker does."""
+
+    def doing(self, text: str) -> None:
+        """What it does now."""
 
 
 class Judged(Protocol):
@@ -36,6 +44,7 @@ class Judged(Protocol):
     journal: Journal
     arrivals: Arrivals
     replica: Replica
+    presence: Doing
     steps: int
     samples: int
     own_samples: int
@@ -58,6 +67,14 @@ class Referee:
         self._predictions: Predicted = None
         self._epoch = 0
 
+    def state(self) -> list[int | None]:
+        """How far it has come: passes closed, and where it evaluated last."""
+        return [self._epoch, self._evaluated_at]
+
+    def restore(self, state: list[int | None]) -> None:
+        """Go on from there."""
+        self._epoch, self._evaluated_at = state[0] or 0, state[1]
+
     def evaluate_if_due(self) -> None:
         """Evaluate when so many steps have passed as the script asked for."""
         steps = self._trainer.steps
@@ -76,15 +93,21 @@ class Referee:
         self._evaluated_at = at
         training_s = trainer.training_s()
         with trainer.watch.on("evaluating"):
-            if trainer.wire.worker == 0:
-                metrics, self._predictions = run(self._evaluate, trainer.model)
-                carries: dict[str, Any] = {"epoch": self._epoch, "step": trainer.steps, "samples": trainer.samples}
-                if trainer.replica.arrival is not None:
-                    carries["versions"] = trainer.replica.arrival.versions_read
-                trainer.journal.write("evaluation", **carries, training_s=training_s, metrics=metrics)
-                self._keep(f"states/{trainer.samples:08d}")
-            trainer.wire.tell(b"evaluated")
+            trainer.wire.tell(lambda: self._judge(training_s))
         trainer.journal.flush()
+
+    def _judge(self, training_s: float) -> bytes:
+        """The first worker's part of an evaluation."""
+        trainer = self._trainer
+        assert self._evaluate is not None
+        trainer.presence.doing("evaluating")
+        metrics, self._predictions = run(self._evaluate, trainer.model)
+        carries: dict[str, Any] = {"epoch": self._epoch, "step": trainer.steps, "samples": trainer.samples}
+        if trainer.replica.arrival is not None:
+            carries["versions"] = trainer.replica.arrival.versions_read
+        trainer.journal.write("evaluation", **carries, training_s=training_s, metrics=metrics)
+        self._keep(f"states/{trainer.samples:08d}")
+        return b"evaluated"
 
     def close_pass(self, hands: Hands) -> None:
         """The books of a pass: who did what, how long it took, and how often each sample counted."""
@@ -97,12 +120,18 @@ class Referee:
         training_s = trainer.training_s()
         if self._every is None:
             self.evaluate()
-        mine: dict[str, Any] = {"worker": trainer.wire.worker, "samples": trainer.own_samples, "steps": trainer.steps}
+        mine: dict[str, Any] = {
+            "worker": trainer.journal.worker,
+            "samples": trainer.own_samples,
+            "steps": trainer.steps,
+        }
         mine |= {"drift": trainer.replica.drift, **trainer.measured()}
         told = trainer.wire.gather(msgspec.msgpack.encode(mine))
         counted = hands.counted()
-        counts = trainer.wire.gather(np.packbits(counted).tobytes()) if counted is not None else None
+        counts = trainer.wire.gather(lambda: _books(hands)) if counted is not None else None
         if trainer.wire.worker == 0:
+            if isinstance(hands, FreeHands):  # the coordinator knows all; who asked it before may be gone
+                counts = [_books(hands)]
             seen = _audited(counts, hands) if counts is not None else None
             self._write_epoch(training_s, seen, [msgspec.msgpack.decode(one) for one in told])
         trainer.journal.flush()
@@ -142,11 +171,27 @@ class Referee:
             raise LogError(f"{path} cannot be written: {error.strerror or error}") from error
 
 
+def _books(hands: Hands) -> bytes:
+    """How often each sample was settled by this worker, and by those who are gone."""
+    counted = hands.counted()
+    assert counted is not None
+    return np.packbits(counted).tobytes() + (hands.books() if isinstance(hands, LeasedHands) else b"")
+
+
 def _audited(told: Sequence[bytes], hands: Hands) -> dict[str, int]:
-    """How often each sample of the pass counted, over all workers."""
-    size = hands.samples
-    found = audit(np.unpackbits(np.frombuffer(one, np.uint8), count=size) for one in told)
-    return {"once": found.once, "twice": found.twice, "never": found.never, "dropped": hands.dropped}
+    """How often each sample of the pass counted, over all workers.
+
+    Of those who are not there any more the worker that has been there longest knows.
+    """
+    size = len(hands.order.flat) if isinstance(hands, LeasedHands) else hands.samples
+    length = -(-size // 8)
+    books = [one[length:] for one in told if one[length:]]
+    packed = [*(one[:length] for one in told), *([min(books)[8:]] if books else [])]
+    counts = [np.unpackbits(np.frombuffer(one, np.uint8), count=size) for one in packed]
+    found, late = audit(one[: hands.samples] for one in counts), audit(one[hands.samples :] for one in counts)
+    facts = {"once": found.once, "twice": found.twice + late.twice, "never": found.never + late.never}
+    made_up = {"made_up": late.once} if size > hands.samples else {}
+    return {**facts, "dropped": hands.dropped, **made_up}
 
 
 def _save(path: Path, model: nn.Module, predictions: Predicted) -> None:

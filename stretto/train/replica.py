@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from stretto.members.ledger import Lease
 from stretto.recipe import Recipe
+from stretto.train import memories
 from stretto.train.agreement import Look
 from stretto.train.arena import Arena
 from stretto.train.arrival import ArrivalExchange
@@ -69,7 +71,8 @@ class Replica:
         """The exchange of a recipe of parameters."""
         self.arrival: ArrivalExchange | None = None
         """The exchange of a worker that does not wait for others."""
-        self._arenas = 0
+        joined = wire.joined if isinstance(wire, ServerWire) else None
+        self._arenas = max(joined.arena - 1, 0) if joined is not None else 0
         self._look: Look | None = None
         self._apart = False
         self._drift_at = 0.0
@@ -102,7 +105,7 @@ class Replica:
         assert self.rounds is not None
         now = self._journal.t()
         measure = now - self._drift_at >= MEASURE_DRIFT_EVERY_S
-        self.rounds.run(self._weights.share(), measure)
+        self.rounds.run(self._weights.share, measure)
         if measure:
             self._drift_at = now
         self._apart = False
@@ -119,15 +122,17 @@ class Replica:
         elif self._arena is not None and self._apart:
             with self._watch.on("exchanging"):
                 account = self._tally.account("looks")
-                self._look = Look(self._arena, self._buffers, self._wire, self._weights.share(), account)
+                self._look = Look(self._arena, self._buffers, self._wire, self._weights.share, account)
 
     def _look_at_server(self, arrival: ArrivalExchange) -> None:
         assert self._arena is not None
         arrival.meet()
-        share = 1 / self._wire.workers
         with self._watch.on("exchanging"):
             account = self._tally.account("looks")
-            self._look = Look(self._arena, self._buffers, self._wire, share, account, arrival.read)
+            self._look = Look(self._arena, self._buffers, self._wire, self._equal_share, account, arrival.read)
+
+    def _equal_share(self) -> float:
+        return 1 / self._wire.workers
 
     def resume(self, own: bool = True) -> None:
         """Go on after a look with this worker's own parameters, or else from what a server had."""
@@ -146,6 +151,94 @@ class Replica:
         if self.arrival is None:
             return here
         return any(told == b"changed" for told in self._wire.gather(b"changed" if here else b""))
+
+    # --- what others take over ----------------------------------------------------------------------------------
+
+    @property
+    def recipe(self) -> Recipe | None:
+        """The recipe that it is exchanged by."""
+        return self._recipe
+
+    @property
+    def keeps_own_optimizer(self) -> bool:
+        """Whether the optimizer's state differs from worker to worker."""
+        return self.gradients is None
+
+    @property
+    def _memories(self) -> list[Any]:
+        exchange = self.gradients or self.rounds
+        return exchange.memories if exchange is not None else []
+
+    def regroup(self, workers: int, joined: bool, later: bool) -> None:
+        """Others exchange from now on; see the exchanges."""
+        exchange = self.gradients or self.rounds
+        if exchange is not None:
+            exchange.regroup(workers, joined, later)
+
+    def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """What is the same at all workers besides the model and the optimizer: numbers and tensors."""
+        facts: dict[str, Any] = {"moving": self._buffers.state(), "common": {}}
+        tensors: dict[str, Tensor] = {}
+        for index, memory in enumerate(self._memories):
+            _sort(memories.common(memory), f"common/{index}", facts["common"], tensors)
+        for index, one in enumerate(self.rounds.ranges if self.rounds is not None else ()):
+            _sort(memories.leaves(one.memory), f"agreed/{index}", facts["common"], tensors)
+        return facts, tensors
+
+    def own_state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """What this worker has for itself: what its codecs remember, and buffers that are not exchanged."""
+        facts: dict[str, Any] = {}
+        tensors: dict[str, Tensor] = {f"buffer/{name}": one for name, one in self._model.named_buffers()}
+        for index, memory in enumerate(self._memories):
+            _sort(memories.leaves(memory), f"memory/{index}", facts, tensors)
+        return facts, tensors | self.owed()
+
+    def take(
+        self,
+        facts: dict[str, Any],
+        tensors: Mapping[str, Tensor],
+        own: tuple[dict[str, Any], dict[str, Tensor]] | None,
+        orphans: Sequence[tuple[dict[str, Any], dict[str, Tensor]]],
+    ) -> None:
+        """Take over what others have; `own` is what this worker had, `orphans` what those had who are not there."""
+        self._buffers.restore(facts["moving"])
+        found: dict[str, Any] = facts["common"] | dict(tensors)
+        for index, memory in enumerate(self._memories):
+            memories.put(memory, _under(found, f"common/{index}"))
+        for index, one in enumerate(self.rounds.ranges if self.rounds is not None else ()):
+            memories.put(one.memory, _under(found, f"agreed/{index}"))
+        if own is not None:
+            kept = own[0]["memories"] | own[1]
+            for index, memory in enumerate(self._memories):
+                memories.put(memory, _under(kept, f"memory/{index}"))
+            for name, buffer in self._model.named_buffers():
+                buffer.copy_(kept[f"buffer/{name}"])
+        for _, theirs in orphans:
+            self.add_owed(theirs)
+
+    def open_again(self) -> None:
+        """Give a server the parameters that were taken over."""
+        if self.arrival is not None:
+            self._rebuild()
+
+    def owed(self) -> dict[str, Tensor]:
+        """What this worker still owes, by range."""
+        if self._recipe is None:
+            return {}
+        codec = self._recipe.how
+        kept = [(index, codec.residual(self._codec_memory(one))) for index, one in enumerate(self._memories)]
+        return {f"owed/{index}": one for index, one in kept if one is not None}
+
+    def add_owed(self, owed: Mapping[str, Tensor]) -> None:
+        """Take on what another worker owed, as far as what is kept here can hold it."""
+        for name, mine in self.owed().items():
+            theirs = owed.get(name)
+            if theirs is not None and theirs.shape == mine.shape:
+                mine.add_(theirs.to(mine.device))
+
+    def _codec_memory(self, memory: Any) -> Any:
+        what = self._recipe.what if self._recipe is not None else None
+        return what.codec_memory(memory) if isinstance(what, gradients) else memory
 
     @property
     def drift(self) -> float | None:
@@ -220,3 +313,16 @@ class Replica:
             arrival.read()
             arrival.start_from_read()
         return arrival
+
+
+def _sort(leaves: Mapping[str, Any], where: str, facts: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """Numbers to the facts, tensors to the tensors."""
+    for path, value in leaves.items():
+        if isinstance(value, Tensor):
+            tensors[where + path] = value
+        else:
+            facts[where + path] = value
+
+
+def _under(found: Mapping[str, Any], where: str) -> dict[str, Any]:
+    return {path.removeprefix(where): value for path, value in found.items() if path.startswith(f"{where}/")}

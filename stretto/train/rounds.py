@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,12 +13,14 @@ from stretto.how import Scene
 from stretto.recipe import Recipe
 from stretto.then import Memory, OnParameters
 from stretto.train.arena import Arena, Part
+from stretto.train.memories import Undo, regroup
 from stretto.train.state import FlatTensors, MovingBuffers, OptimizerState
 from stretto.train.stopwatch import Stopwatch
 from stretto.train.talk import Talk, finish
 from stretto.train.tally import Tally
 from stretto.what import OfParameters, parameters
 from stretto.wire import Wire
+from stretto.wire.enduring import EnduringWire, attempted
 
 
 class _FlatRange:
@@ -28,6 +31,12 @@ class _FlatRange:
         self.memory = Memory(part.theta)
         self.codec_memory = recipe.how.memory(part.theta, scene)
         self.scratch = torch.empty_like(part.theta)
+        self._other: Tensor | None = None
+
+    def turn(self) -> None:
+        """Write the next round elsewhere: the answers of the last one may lie here, and somebody may lack them."""
+        other = torch.empty_like(self.scratch) if self._other is None else self._other
+        self.scratch, self._other = other, self.scratch
 
 
 class RoundExchange:
@@ -56,30 +65,77 @@ class RoundExchange:
         self._optimizer_state, self._buffers = optimizer_state, buffers
         self.ranges = [_FlatRange(part, recipe, tally.scene(part)) for part in arena.parts]
         self.drift: float | None = None
+        self._began = 0.0
+        self._undo = Undo(self.memories)
+        self._running = False
+        self._later: tuple[int, bool] | None = None
+        self._was_alone = wire.workers == 1
+
+    @property
+    def memories(self) -> list[Any]:
+        """What is remembered of the encoding of each range."""
+        return [one.codec_memory for one in self.ranges]
+
+    def regroup(self, workers: int, joined: bool, later: bool) -> None:
+        """Others exchange from now on; `later`: once this round, which the others have ended, has ended here."""
+        if later:
+            self._later = (workers, joined)
+            return
+        if self._running:
+            self._undo.restore()
+        for one in self.ranges:
+            regroup(one.codec_memory, workers, joined)
+            if joined and self._was_alone:
+                one.memory.agreed.copy_(one.part.theta)
+        self._was_alone = workers == 1
+        if self._running:
+            self._undo.keep()
 
     @property
     def _state_rule(self) -> str:
         return self._what.optimizer_state if isinstance(self._what, parameters) else "keep"
 
     @torch.no_grad()
-    def run(self, share: float, measure_drift: bool = False) -> None:
-        """One round. `share` is this worker's part of the samples since the last; all shares sum to 1."""
+    def run(self, share: Callable[[], float], measure_drift: bool = False) -> None:
+        """One round. `share` is this worker's part of the samples since the last; all shares sum to 1.
+
+        When a worker is lost on the way, those who are left do the round again from its beginning.
+        """
         before = self._watch.switch("encoding")
         self._buffers.agree(again=False)
         extras = [FlatTensors(self._buffers.floating())]
         if self._state_rule == "average":
             extras.append(self._optimizer_state.to_average())
-        talks = self._ask(share)
-        state = self._tally.account("state")
-        extra_talks = [extra.ask_mean(self._wire, share, state) for extra in extras]
-        answers, extra_answers = self._wait(talks, extra_talks)
+        if isinstance(self._wire, EnduringWire):
+            self._undo.keep()
+            for one in self.ranges:
+                one.turn()
+        self._running = True
+        answers, extra_answers = attempted(
+            self._wire, lambda: self._answers(share(), extras), lambda: self._answers_again(share(), extras)
+        )
+        self._on_end(self._watch.spent["exchanging"] - self._began)
         self._refuse_not_finite(answers)
         if measure_drift:
             self.drift = _relative_distance(self.ranges, answers)
         self._commit(answers)
         for extra, means in zip(extras, extra_answers, strict=True):
             extra.take(means)
+        self._running = False
+        if self._later is not None:
+            later, self._later = self._later, None
+            self.regroup(*later, later=False)
         self._watch.switch(before)
+
+    def _answers(self, share: float, extras: list[FlatTensors]) -> tuple[list[Tensor], list[list[Tensor]]]:
+        """What all say to what this worker has learned."""
+        talks = self._ask(share)
+        state = self._tally.account("state")
+        return self._wait(talks, [extra.ask_mean(self._wire, share, state) for extra in extras])
+
+    def _answers_again(self, share: float, extras: list[FlatTensors]) -> tuple[list[Tensor], list[list[Tensor]]]:
+        self._undo.restore()
+        return self._answers(share, extras)
 
     def _ask(self, share: float) -> list[Talk]:
         for one in self.ranges:
@@ -108,11 +164,10 @@ class RoundExchange:
 
     def _wait(self, talks: list[Talk], extras: list[list[Talk]]) -> tuple[list[Tensor], list[list[Tensor]]]:
         self._watch.switch("exchanging")
-        began = self._watch.spent["exchanging"]
+        self._began = self._watch.spent["exchanging"]
         answers = finish(talks)
         extra_answers = [finish(one) for one in extras]
         self._watch.switch("encoding")
-        self._on_end(self._watch.spent["exchanging"] - began)
         return answers, extra_answers
 
     def _commit(self, answers: list[Tensor]) -> None:

@@ -10,17 +10,23 @@ from pathlib import Path
 
 import torch
 
-from stretto.errors import LaunchError, explain
+from stretto.errors import LaunchError, WireError, explain
+from stretto.members.messages import Here
 from stretto.recipe import Recipe
-from stretto.server.service import WorkerKeys
+from stretto.server.doors import WorkerKeys
+from stretto.train.checkpoint import Every, every
+from stretto.train.hands import Rule
 from stretto.train.surroundings import Surroundings
 from stretto.wire import Wire
+from stretto.wire.companion import Companion
+from stretto.wire.enduring import EnduringWire
 from stretto.wire.hosted import meet_at_lead
 from stretto.wire.link import dial
-from stretto.wire.server import ServerWire
 from stretto.wire.solo import SoloWire
 
 DEFAULT_TIMEOUT_S = 600.0
+OVER = "the run is over"
+"""What a server says to a worker that comes when the others have done with everything."""
 
 
 def _solo(device: torch.device) -> Wire:  # noqa: ARG001
@@ -44,20 +50,27 @@ class Seat:
     keep_states: bool = False
     timeout_s: float = DEFAULT_TIMEOUT_S
     around: Surroundings = field(default_factory=Surroundings)
-    server: Callable[[], ServerWire] | None = None
+    server: Callable[[Recipe], Wire] | None = None
     """How it reaches the parameter server that a launcher has started, if one has."""
     lead_host: str = "127.0.0.1"
     """Where worker 0 listens if it has to keep a parameter server itself."""
     slow: float = 1.0
     """How much longer its computing is made to last."""
     on_nan: str = "stop"
+    life: int = 0
+    """How often this worker was started before."""
+    rule: Rule = "local"
+    checkpoint: Every | None = None
+    keep: int = 3
+    resume: Path | None = None
+    """The folder of a run to go on from."""
 
     def wire_for(self, recipe: Recipe | None, device: torch.device) -> Wire:
         """The wire that the recipe asks for. Without a server of a launcher's worker 0 keeps one in its process."""
         if recipe is None or not recipe.shards:
             return self.wire(device)
         if self.server is not None:
-            return self.server()
+            return self.server(recipe)
         meeting = self.wire(torch.device("cpu"))
         return meet_at_lead(meeting, recipe.shards, self.on_nan, self.timeout_s, self.lead_host)
 
@@ -81,7 +94,7 @@ def find_seat(environment: Mapping[str, str] = os.environ) -> Seat | None:
     return Seat(
         worker=worker,
         workers=workers,
-        wire=_solo if workers == 1 else _collective(environment, worker, workers, timeout_s),
+        wire=_way_to_others(environment, worker, workers, timeout_s),
         recipe=environment.get("STRETTO_RECIPE") or None,
         run=Path(environment["STRETTO_RUN"]) if "STRETTO_RUN" in environment else None,
         opens_folder="STRETTO_RUN" not in environment,
@@ -95,18 +108,86 @@ def find_seat(environment: Mapping[str, str] = os.environ) -> Seat | None:
         lead_host=environment.get("MASTER_ADDR", "127.0.0.1"),
         slow=float(environment.get("STRETTO_SLOW", "1")),
         on_nan=environment.get("STRETTO_ON_NAN", "stop"),
+        life=_number(environment, "STRETTO_LIFE", 0),
+        rule="joined" if environment.get("STRETTO_BATCH") == "joined" else "local",
+        checkpoint=every(environment["STRETTO_CHECKPOINT"]) if environment.get("STRETTO_CHECKPOINT") else None,
+        keep=_number(environment, "STRETTO_KEEP", 3),
+        resume=_resumed(environment),
     )
+
+
+def _resumed(environment: Mapping[str, str]) -> Path | None:
+    """The run to go on from; a worker that is started again without others goes on from its own run."""
+    if environment.get("STRETTO_RESUME"):
+        return Path(environment["STRETTO_RESUME"])
+    again = environment.get("STRETTO_LIFE", "0") != "0" and "STRETTO_RUN" in environment
+    return Path(environment["STRETTO_RUN"]) if again else None
+
+
+def _way_to_others(
+    environment: Mapping[str, str], worker: int, workers: int, timeout_s: float
+) -> Callable[[torch.device], Wire]:
+    if workers == 1:
+        return _solo
+    if "STRETTO_COORDINATOR" in environment:
+        return _enduring(environment, worker, timeout_s)
+    return _collective(environment, worker, workers, timeout_s)
+
+
+def _enduring(environment: Mapping[str, str], worker: int, timeout_s: float) -> Callable[[torch.device], Wire]:
+    def meet(device: torch.device) -> Wire:
+        from stretto.wire.former import GroupFormer
+
+        patience_s = float(environment.get("STRETTO_PATIENCE", "10"))
+        return EnduringWire(worker, _companion(environment, worker), GroupFormer(patience_s, timeout_s, device))
+
+    return meet
+
+
+def _keys(environment: Mapping[str, str]) -> WorkerKeys | None:
+    keys = environment.get("STRETTO_KEYS")
+    return WorkerKeys(*(key.encode() for key in keys.split(","))) if keys else None
 
 
 def _server(
     environment: Mapping[str, str], worker: int, workers: int, timeout_s: float
-) -> Callable[[], ServerWire] | None:
+) -> Callable[[Recipe], Wire] | None:
+    """Through the servers of a launcher. With a coordinator the run goes on without those that die."""
     if "STRETTO_SERVERS" not in environment:
         return None
     addresses = [f"tcp://{one}" for one in environment["STRETTO_SERVERS"].split(",")]
-    keys = environment.get("STRETTO_KEYS")
-    mine = WorkerKeys(*(key.encode() for key in keys.split(","))) if keys else None
-    return lambda: dial(worker, workers, addresses, mine, timeout_s)
+    keys, life = _keys(environment), _number(environment, "STRETTO_LIFE", 0)
+    endures = "STRETTO_COORDINATOR" in environment
+    patience_s = float(environment.get("STRETTO_PATIENCE", "10")) if endures else None
+
+    def reach(recipe: Recipe) -> Wire:
+        if not endures:
+            return dial(worker, workers, addresses, keys, timeout_s)
+        standing = _companion(environment, worker)
+        if not recipe.asynchronous:
+            from stretto.wire.former import ServerFormer
+
+            wire = dial(worker, workers, addresses, keys, timeout_s, 0, patience_s)
+            return EnduringWire(worker, standing, ServerFormer(wire))
+        standing.stand(Here(0))
+        try:
+            free = dial(worker, workers, addresses, keys, timeout_s, life, patience_s)
+        except WireError as error:
+            if life and OVER in str(error):
+                raise SystemExit(0) from None
+            raise
+        standing.on_abort = lambda _generation, _why: free.abort()
+        free.doing = standing.doing
+        free.when_closed(standing.leave)
+        free.when_closed(standing.close)
+        return free
+
+    return reach
+
+
+def _companion(environment: Mapping[str, str], worker: int) -> Companion:
+    life, patience_s = _number(environment, "STRETTO_LIFE", 0), float(environment.get("STRETTO_PATIENCE", "10"))
+    return Companion(worker, life, environment["STRETTO_COORDINATOR"], _keys(environment), patience_s)
 
 
 def _number(environment: Mapping[str, str], name: str, otherwise: int) -> int:

@@ -50,15 +50,31 @@ class Settings:
 
     def tell(self, wire: Wire, teller: int) -> None:
         """Bring the idle workers to where the teller is."""
-        mine = [self._optimizer.param_groups, _schedulers(self._optimizer), self._scaler_states()]
-        told = wire.tell(msgspec.msgpack.encode([[_plain(one) for one in kind] for kind in mine]), teller)
-        if wire.worker == teller:
-            return
-        groups, schedulers, scalers = msgspec.msgpack.decode(told, type=tuple[list[Plain], list[Plain], list[Plain]])
+        tells: list[bool] = []
+
+        def mine() -> bytes:
+            tells.append(True)
+            return msgspec.msgpack.encode(self.state())
+
+        told = wire.tell(mine, teller)
+        if not tells:
+            self.take(msgspec.msgpack.decode(told, type=list[list[Plain]]))
+
+    def state(self) -> list[list[Plain]]:
+        """What the optimizer's groups, the schedulers and the scalers are at: plain values."""
+        return [[_plain(one) for one in kind] for kind in self._kinds()]
+
+    def take(self, state: list[list[Plain]]) -> None:
+        """Be where another worker is, or was."""
+        groups, schedulers, scalers = state
+        mine = self._kinds()
         for setting, plain in [*zip(mine[0], groups, strict=True), *zip(mine[1], schedulers, strict=False)]:
             _take(setting, plain)
         for scaler, plain in zip(self._scalers, scalers, strict=False):
             scaler.load_state_dict(plain)
+
+    def _kinds(self) -> list[list[Plain]]:
+        return [self._optimizer.param_groups, _schedulers(self._optimizer), self._scaler_states()]
 
     def _scaler_states(self) -> list[Plain]:
         """The collector, which is slow, is asked for scalers at the 1st, 2nd, 4th, 8th ... time until there is one."""

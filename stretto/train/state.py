@@ -118,6 +118,14 @@ class MovingBuffers:
         self._moving: set[str] = set()
         self._asked = False
 
+    def state(self) -> tuple[list[str], bool]:
+        """Which are known to move, and whether all were asked."""
+        return sorted(self._moving), self._asked
+
+    def restore(self, state: tuple[list[str], bool]) -> None:
+        """Know what others know."""
+        self._moving, self._asked = set(state[0]), state[1]
+
     def agree(self, again: bool = True) -> None:
         """Agree on which buffers move; not `again` if it was asked before. A model without buffers asks nobody."""
         if not self._first or (self._asked and not again):
@@ -150,9 +158,14 @@ def crc(tensor: Tensor) -> int:
 @torch.no_grad()
 def follow(wire: Wire, tensors: Sequence[Tensor], teller: int = 0) -> None:
     """Take the values of these tensors from one worker, bit for bit."""
-    mine = b"".join(octets(one).tobytes() for one in tensors) if wire.worker == teller else b""
+    tells: list[bool] = []
+
+    def mine() -> bytes:
+        tells.append(True)
+        return b"".join(octets(one).tobytes() for one in tensors)
+
     told = wire.tell(mine, teller)
-    if wire.worker == teller:
+    if tells:
         return
     at = 0
     for one in tensors:

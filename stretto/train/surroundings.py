@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import socket
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,36 @@ from stretto.train.stopwatch import Pace, Stopwatch, Stretch
 
 class Enough(BaseException):
     """Whoever runs the script has seen enough of it: the run ends here, in good order. No Exception: nothing failed."""
+
+
+class _Scalers:
+    """All gradient scalers of this process, in the order in which they were made.
+
+    The garbage collector, which is slow, is asked once; those made later tell of themselves.
+    """
+
+    def __init__(self) -> None:
+        self._known: list[weakref.ref[GradScaler]] | None = None
+
+    def all(self) -> list[GradScaler]:
+        """Those that there are now."""
+        if self._known is None:
+            self._known = [weakref.ref(one) for one in gc.get_referrers(GradScaler) if type(one) is GradScaler]
+            self._listen(self._known)
+        return [scaler for one in self._known if (scaler := one()) is not None]
+
+    def _listen(self, known: list[weakref.ref[GradScaler]]) -> None:
+        make = GradScaler.__init__
+
+        @functools.wraps(make)
+        def told(scaler: GradScaler, *given: Any, **named: Any) -> None:
+            make(scaler, *given, **named)
+            known.append(weakref.ref(scaler))
+
+        GradScaler.__init__ = told  # type: ignore[method-assign, assignment]
+
+
+_scalers = _Scalers()
 
 
 class Surroundings:
@@ -64,7 +96,7 @@ class Surroundings:
 
     def scalers(self) -> list[GradScaler]:
         """The gradient scalers of this worker's script, which know nothing of its optimizer."""
-        return [one for one in gc.get_referrers(GradScaler) if type(one) is GradScaler] if self.own_process else []
+        return _scalers.all() if self.own_process else []
 
     def sees_enough(self, hands: int, samples: int, t: float) -> bool:
         """Whether the run ends before the next hand, after so many hands, samples and seconds."""

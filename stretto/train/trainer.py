@@ -20,10 +20,12 @@ from stretto.train import shadow
 from stretto.train.advice import advice
 from stretto.train.evaluation import Evaluate
 from stretto.train.exchange import Arrivals, Weights
+from stretto.train.free import FreeHands
 from stretto.train.hand import Hand
-from stretto.train.hands import Dealer, Hands
+from stretto.train.hands import Dealer, Hands, number_of
 from stretto.train.journal import ADVICE, Journal, open_folder
 from stretto.train.model import agree_on_model, part_random_states, plain_name, same_start
+from stretto.train.presence import Presence, comes_late
 from stretto.train.referee import Referee
 from stretto.train.replica import Replica
 from stretto.train.seat import Seat
@@ -58,24 +60,33 @@ class Trainer:
         seat.around.begins(model, loader)
         if seat.opens_folder:
             seat = replace(seat, run=open_folder(self.wire, self._asked(seat)))
-        self.journal = Journal(seat.run, self.wire, seat.around)
+        self.loader = loader
+        self.journal = Journal(seat.run, self.wire, seat.around, number_of(self.wire), comes_late(self.wire))
         self.watch = Stopwatch(seat.around.clock, self.journal.zero)
-        agree_on_model(self.wire, model, recipe.spelled() if recipe else "")
-        same_start(self.wire, model)
-        part_random_states(self.wire)
+        if not comes_late(self.wire):
+            agree_on_model(self.wire, model, recipe.spelled() if recipe else "")
+            same_start(self.wire, model)
+            part_random_states(self.wire)
         meet = evaluate_every * self.wire.workers if evaluate_every and evaluate else None
-        self.dealer = Dealer(loader, self.wire, seat.join, recipe.when if recipe else None, meet, seat.around)
+        when = recipe.when if recipe else None
+        self.dealer = Dealer(loader, self.wire, seat.join, when, meet, seat.around, seat.rule, seat.workers)
         self.weights, self.arrivals = Weights(self.wire), Arrivals(self.wire)
         self.referee = Referee(self, seat, evaluate, self._evaluations(evaluate_every))
-        self.steps = self.hands_done = self.rounds_done = 0
-        self.samples = self.own_samples = 0
+        self.steps = self.hands_done = self.rounds_done = self.passes = 0
+        self.samples = self.own_samples = self.samples_before = 0
+        self.turns = self.turns_before = 0
+        """How often a hand was asked for: the ends of passes, which have none, count."""
         self.hands: Hands | None = None
+        self.closing: Hands | None = None
+        """Those of a pass whose books are being closed."""
         self.hand: Hand | None = None
-        self._leases: list[Lease] = []
-        self._settings = shadow.Settings(optimizer, seat.around.scalers)
+        self._leases: list[Any] = []
+        self.settings = shadow.Settings(optimizer, seat.around.scalers)
         self._shadowing = False
         self._accumulated = False
-        self._steps_before = self._samples_before = self._samples_sent = 0
+        self._stepped_last = True
+        """Whether the optimizer has stepped in the hand before."""
+        self._steps_before = self._samples_sent = 0
         self._around = seat.around
         self._pace = seat.around.pace(self.watch, seat.slow)
         self._skips = seat.on_nan == "skip" and recipe is not None and recipe.asynchronous
@@ -97,6 +108,9 @@ class Trainer:
             self._skips,
         )
         optimizer.register_step_post_hook(self._after_step)
+        self.presence = Presence(self, seat)
+        self.dealer.members = self.presence.members
+        self.presence.arrive()
         self._say_start(seat)
         for text in advice(recipe, optimizer) if recipe is not None and self.wire.workers > 1 else ():
             self.journal.notice(text)
@@ -118,29 +132,46 @@ class Trainer:
     # --- passes -----------------------------------------------------------------------------------------------
 
     def begin_pass(self) -> None:
-        """A pass over the loader begins; one that the script left early is ended first."""
+        """A pass over the loader begins; one that the script left early is ended first.
+
+        A pass that was over before this worker came is empty.
+        """
         self.end_pass()
+        self.passes += 1
+        if self.presence.is_over(self.passes):
+            return
         self.replica.resume(own=False)
         self.replica.prepare()
-        self._samples_before = self.samples
+        found = self.presence.found(self.passes)
+        if found is None:
+            self.samples_before, self.turns_before = self.samples, self.turns
         with self.watch.on("loading"):
             self._pace.begin_pass()
-            self.hands = self.dealer.deal()
+            self.hands = self.dealer.deal(found)
+        if isinstance(self.hands, FreeHands):
+            self.hands.finish, self.hands.meet = self.bring_all, self._meet
+            self.samples_before = (self.passes - 1) * self.hands.samples
+        self.presence.pass_begun()
 
     def next_batch(self) -> Any:
         """End the hand before, and give this worker's next batch; None when the pass is over."""
         self.end_hand()
-        assert self.hands is not None
+        if self.hands is None:
+            return None
         while True:
+            self.presence.rest()
             if self._around.sees_enough(self.hands_done, self.samples, self.journal.t()):
                 raise Enough
             self.watch.switch("loading")
             hand = self.hands.next()
+            self.turns += 1
+            self.presence.dealt()
             self._meet(self.hands.meetings())
             if hand is None:
                 self.watch.switch("other")
-                self.end_pass()
-                return None
+                if self.end_pass(left=False):
+                    return None
+                continue
             self._begin_hand(hand)
             if not hand.idle:
                 self._pace.begin()
@@ -150,20 +181,36 @@ class Trainer:
             self._shadow(hand)
             self.end_hand()
 
-    def end_pass(self) -> None:
-        """All workers look at the agreed model, are compared, evaluated, and settle what they know of each other."""
+    def end_pass(self, left: bool = True) -> bool:
+        """All workers look at the agreed model, are compared, evaluated, and settle what they know of each other.
+
+        False when the pass goes on, since somebody has died with work that was not exchanged; unless the script has
+        `left` it.
+        """
         if self.hands is None:
-            return
+            return True
         self.end_hand(left=True)
-        if self.replica.arrival is not None:
-            self._send(self.replica.arrival.finish)
+        self.bring_all()
         self.replica.look()
+        if self.presence.reopens(self.hands) and not left:
+            self.replica.resume()
+            return False
         if self.replica.arrival is not None:
             self._count_all_samples()
+        if not self.weights.is_carried:
+            self.presence.keep_tail(self.hands)
         self._settle_leases()
         self.check("at the end of a pass")
-        hands, self.hands = self.hands, None
-        self.referee.close_pass(hands)
+        self.closing, self.hands = self.hands, None
+        self.referee.close_pass(self.closing)
+        self.closing = None
+        self.presence.pass_ended()
+        return True
+
+    def bring_all(self) -> None:
+        """Bring to a server what has not been sent yet, and wait until it is there."""
+        if self.replica.arrival is not None:
+            self._send(self.replica.arrival.finish)
 
     def _meet(self, times: int) -> None:
         """Meet the other workers, when that is due, and evaluate what the server has."""
@@ -176,14 +223,17 @@ class Trainer:
             self.replica.resume()
 
     def _count_all_samples(self) -> None:
-        """Workers that do not wait for each other ask at meetings how far all are."""
-        told = self.wire.gather(struct.pack("<q", self.own_samples))
-        self.samples = sum(struct.unpack("<q", one)[0] for one in told)
+        """Workers that do not wait for each other ask at meetings how far all are: who was dealt last knows."""
+        mine = self.samples if self.dealer.leases else self.own_samples
+        told = [struct.unpack("<q", one)[0] for one in self.wire.gather(struct.pack("<q", mine))]
+        self.samples = max(told) if self.dealer.leases else sum(told)
 
     def finish(self) -> None:
         """The script is over: end what is open, and write the last words."""
-        self.end_pass()
-        self.referee.finish()
+        if not self.presence.left:
+            self.end_pass()
+            self.referee.finish()
+            self.presence.finish()
         self._write_outcomes()
         self.journal.write(
             "end", step=self.steps, samples=self.own_samples, training_s=self.training_s(), **self.measured()
@@ -204,8 +254,8 @@ class Trainer:
         self.hand = hand
         self.hands_done += 1
         if hand.total:
-            self.weights.add(hand.own, hand.total)
-        self.samples = self._samples_before + hand.handed
+            self.weights.add(hand.own, hand.total, hand.parts)
+        self.samples = self.samples_before + hand.handed
         self.own_samples += hand.own
         self._steps_before = self.steps
         self._accumulated = False
@@ -222,12 +272,13 @@ class Trainer:
         self.watch.switch("other")
         self._pace.go_on()
         hand, self.hand = self.hand, None
+        self._stepped_last = hand.idle or self.steps > self._steps_before
         if not hand.idle:
             if not left:
                 self._make_up_for_a_skipped_step(hand)
             self._announce(hand, shadow.END)
             if hand.short:
-                self._settings.tell(self.wire, hand.teller)
+                self.settings.tell(self.wire, hand.teller)
         if self.recipe is None:
             self._settle_leases()
         if self.replica.arrival is not None and self.steps > self._steps_before:
@@ -253,12 +304,12 @@ class Trainer:
                     self.optimizer.step()
                 else:
                     self._count_step()
-        self._settings.tell(self.wire, hand.teller)
+        self.settings.tell(self.wire, hand.teller)
         self._shadowing = False
 
     def _hear(self, hand: Hand) -> bytes:
         with self.watch.on("waiting"):
-            return self.wire.tell(b"", hand.teller)
+            return self.wire.tell(lambda: shadow.END, hand.teller)
 
     def _announce(self, hand: Hand | None, word: bytes) -> None:
         if hand is not None and hand.short and not self._shadowing:
@@ -269,6 +320,10 @@ class Trainer:
         self._accumulated = True
         if self.replica.gradients is not None:
             self.replica.gradients.paused = on
+
+    def is_at_rest(self) -> bool:
+        """Whether nothing that was computed waits to be exchanged, or to be stepped with."""
+        return self.weights.is_carried and (self.hand is None) and self._stepped_last
 
     # --- steps and exchanges ----------------------------------------------------------------------------------
 
@@ -326,6 +381,7 @@ class Trainer:
             return
         self.arrivals.note(self.journal.t(), blocked_s)
         self.weights.carried()
+        self.presence.carried()
         self._settle_leases()
 
     def _make_up_for_a_skipped_step(self, hand: Hand) -> None:
@@ -416,6 +472,7 @@ class Trainer:
             threads=torch.get_num_threads(),
             recipe=str(self.recipe) if self.recipe else "alone",
             servers=self.recipe.shards if self.recipe else 0,
+            at=round(self._around.clock(), 6),
         )
         if not self.dealer.leases and not (self.wire.workers == 1 and seat.join == 1):
             self.journal.notice(

@@ -1,0 +1,454 @@
+"""One worker among others that may die, leave or come: where all stand still, what it takes over, what it hands over.
+
+Between two hands, when nothing that the optimizer has done waits to be exchanged, a worker is *at rest*: then others
+may come in, this one may leave, and a checkpoint is the whole state of the run.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import random
+from queue import SimpleQueue
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from stretto.errors import LaunchError, explain
+from stretto.members.deal import Deal
+from stretto.train import handover
+from stretto.train.batches import Order, pack, unpack
+from stretto.train.checkpoint import BackgroundWriter, Checkpoints, Snapshots, State
+from stretto.train.exchange import Weights
+from stretto.train.hands import Hands, LeasedHands, members_of, number_of
+from stretto.train.journal import Journal, boot_id, zero_of
+from stretto.train.referee import Referee
+from stretto.train.replica import Replica
+from stretto.train.seat import Seat
+from stretto.train.shadow import Settings
+from stretto.wire import Wire
+from stretto.wire.enduring import Change, EnduringWire
+from stretto.wire.server import ServerWire
+
+
+class Present(Protocol):
+    """What is seen of a trainer."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    loader: Any
+    wire: Wire
+    journal: Journal
+    replica: Replica
+    referee: Referee
+    weights: Weights
+    settings: Settings
+    hands: Hands | None
+    closing: Hands | None
+    steps: int
+    turns: int
+    hands_done: int
+    rounds_done: int
+    samples: int
+    own_samples: int
+    passes: int
+    samples_before: int
+    turns_before: int
+
+    def bring_all(self) -> None:
+        """Bring to a server what has not been sent yet, and wait until it is there."""
+
+    def is_at_rest(self) -> bool:
+        """Whether nothing waits to be exchanged."""
+
+
+class Presence:
+    """What one worker knows of who is there. `quits` is asked now and then whether it is to leave."""
+
+    def __init__(self, trainer: Present, seat: Seat) -> None:
+        self._trainer, self._seat = trainer, seat
+        self._taken: State | None = None
+        """The state to go on from, until the pass that it is of has begun."""
+        self._late: tuple[Change, tuple[int, ...]] | None = None
+        """A change that others have heard of in a pass that this worker has not begun."""
+        self._passes_over, self._asked = 0, False
+        self.left = False
+        """Whether this worker has left the others."""
+        self._saves = copy.copy(seat.checkpoint)
+        self._saved_at = 0
+        """The rounds at the last checkpoint."""
+        self._writer: BackgroundWriter | None = None
+        self._snapshots = Snapshots()
+        self._notices: SimpleQueue[str] = SimpleQueue()
+        """What the writer has to say, in its own thread."""
+        self._members = members_of(trainer.wire)
+        self._tail: dict[int, list[list[Any]]] = {}
+        """By worker, batches of passes that are over whose work no exchange has carried."""
+        self._asks = False
+        """Whether all are being asked if the pass goes on."""
+        self._lost: list[list[Any]] = []
+        """Those of workers that are gone."""
+        if isinstance(trainer.wire, EnduringWire):
+            trainer.wire.position = lambda: (trainer.turns, trainer.rounds_done)
+            trainer.wire.on_change = self._changed
+
+    # --- coming in ----------------------------------------------------------------------------------------------
+
+    def arrive(self) -> None:
+        """Take over the state of those who are there, or of a checkpoint, if there is one."""
+        wire = self._trainer.wire
+        if isinstance(wire, EnduringWire) and wire.arrives:
+            self._take(handover.unpack(wire.tell_state(b"")))
+            wire.arrived()
+            self._draw_otherwise()
+        elif isinstance(wire, ServerWire) and comes_late(wire):
+            self._join(wire)
+        elif self._seat.resume is not None:
+            self._take(handover.unpack(wire.tell(self._read)))
+
+    def _join(self, wire: ServerWire) -> None:
+        """Take part in a run over a server from where it stands; its parameters have been read."""
+        assert wire.joined is not None
+        self._passes_over = wire.joined.number - 1
+        self._trainer.referee.restore([self._passes_over, None])
+        if self._seat.run is not None and (zero := zero_of(self._seat.run)) is not None:
+            self._trainer.journal.zero = zero
+        self._draw_otherwise()
+
+    def _read(self) -> bytes:
+        """The newest whole checkpoint of the run that is gone on from."""
+        assert self._seat.resume is not None
+        folder = self._seat.resume / "checkpoints"
+        found = Checkpoints(folder).newest(self._trainer.journal.notice) if folder.is_dir() else None
+        if found is None:
+            if self._seat.life:
+                return handover.pack(State({}, {}))
+            problem, expected = f"there is no whole checkpoint in {folder}", "a run with --checkpoint-every"
+            got, to_type = "nothing to go on from", "stretto run without --resume, with --checkpoint-every"
+            raise LaunchError(explain(problem, got=got, expected=expected, to_type=to_type))
+        number, state = found
+        self._trainer.journal.notice(f"goes on from the checkpoint of round {number} in {folder}")
+        return handover.pack(State(handover.from_text(state.facts), state.tensors, state.own))
+
+    def _take(self, state: State) -> None:
+        if not state.facts:
+            return
+        trainer, facts = self._trainer, state.facts
+        self._taken = state
+        handover.take_model(trainer.model, state.tensors)
+        own = state.own.get(number_of(trainer.wire)) if self._is_same_crew(state) else None
+        handover.take_optimizer(trainer.optimizer, own[1] if own and facts["own_optimizer"] else state.tensors)
+        trainer.steps, trainer.turns, trainer.hands_done = facts["steps"], facts["turns"], facts["hands"]
+        trainer.rounds_done, trainer.samples = facts["rounds"], facts["samples"]
+        trainer.samples_before, trainer.turns_before = facts["samples_before"], facts["turns_before"]
+        trainer.referee.restore(facts["referee"])
+        self._saved_at = facts["saved"]
+        trainer.journal.start_at(facts["t"], facts["zero"] if comes_late(trainer.wire) else None, facts["boot"])
+        trainer.replica.take(facts["replica"], state.tensors, own, self._orphans(state))
+        trainer.replica.open_again()
+
+    def _is_same_crew(self, state: State) -> bool:
+        return sorted(state.own) == sorted(members_of(self._trainer.wire))
+
+    def _orphans(self, state: State) -> list[handover.Own]:
+        """What workers had for themselves that are not there: their debts go to the first of those who are."""
+        if self._is_same_crew(state) or self._trainer.wire.worker:
+            return []
+        return list(state.own.values())
+
+    def _draw_otherwise(self) -> None:
+        """Random states of this life's own."""
+        mine = f"{self._seat.seed}:{self._seat.worker}:{self._seat.life}"
+        own = int.from_bytes(hashlib.blake2b(mine.encode(), digest_size=8).digest(), "little") >> 1
+        torch.manual_seed(own)
+        random.seed(own)
+        np.random.seed(own % (1 << 32))
+
+    # --- passes -------------------------------------------------------------------------------------------------
+
+    def is_over(self, number: int) -> bool:
+        """Whether a pass was over before this worker came."""
+        if number <= self._passes_over:
+            return True
+        if self._taken is None:
+            return False
+        facts = self._taken.facts
+        return bool(number < facts["passes"] or (number == facts["passes"] and facts["order"] is None))
+
+    def found(self, number: int) -> tuple[Order, Deal] | None:
+        """The order and the deal of a pass that others have begun."""
+        if self._taken is None or number != self._taken.facts["passes"]:
+            return None
+        facts = self._taken.facts
+        return unpack(facts["order"]), Deal.restored(facts["deal"], members_of(self._trainer.wire))
+
+    def members(self) -> tuple[int, ...]:
+        """Whom a pass that begins is dealt to: as those did who have begun it already."""
+        if self._late is not None and self._late[0].hand > self._trainer.turns:
+            return self._late[1]
+        return members_of(self._trainer.wire)
+
+    def pass_begun(self) -> None:
+        """The hands of a pass are there: what others knew of it before is told to them."""
+        late, self._late = self._late, None
+        hands, wire = self._trainer.hands, self._trainer.wire
+        if late is not None and isinstance(hands, LeasedHands) and late[0].hand > self._trainer.turns_before:
+            hands.change(late[0], late[0].hand - self._trainer.turns_before, 0)
+        self._lose(())
+        if self._taken is not None and self._trainer.passes >= self._taken.facts["passes"]:
+            state, self._taken = self._taken, None
+            self._go_on_from(state, number_of(wire))
+
+    def _go_on_from(self, state: State, number: int) -> None:
+        """Settings and random states as they were when the state was taken, whatever the script did on its way here."""
+        self._trainer.settings.take(state.facts["settings"])
+        own = state.own.get(number) if self._is_same_crew(state) else None
+        if own is not None:
+            handover.take_random_states(own, self._trainer.loader)
+
+    # --- leaving ------------------------------------------------------------------------------------------------
+
+    @property
+    def can_leave(self) -> bool:
+        """Whether others can go on without this worker."""
+        wire = self._trainer.wire
+        return isinstance(wire, EnduringWire) or (isinstance(wire, ServerWire) and wire.endures)
+
+    def ask_to_leave(self) -> None:
+        """Leave in good order as soon as that is possible; a signal's handler may ask."""
+        self._asked = True
+        if isinstance(self._trainer.wire, EnduringWire):
+            self._trainer.wire.quit()
+
+    def dealt(self) -> None:
+        """A hand was dealt: others wait for this worker until it has ended it."""
+        while not self._notices.empty():
+            self._trainer.journal.notice(self._notices.get())
+        self.doing("computing")
+
+    def doing(self, text: str) -> None:
+        """What this worker does, for those who ask."""
+        wire = self._trainer.wire
+        if isinstance(wire, EnduringWire | ServerWire):
+            wire.doing(text, self._trainer.turns)
+
+    # --- at rest ------------------------------------------------------------------------------------------------
+
+    def rest(self) -> None:
+        """Between two hands: stand still if all are to, and let others in; write a checkpoint if one is due."""
+        wire = self._trainer.wire
+        if self._asked and isinstance(wire, ServerWire):
+            self._trainer.bring_all()
+            wire.quit()
+            self.left = True
+            raise SystemExit(0)
+        if isinstance(wire, EnduringWire):
+            while wire.is_to_rest() and self._trainer.is_at_rest():
+                change = wire.rest()
+                if change is None:
+                    return
+                self._rested(change)
+        if self._saves is not None and self._is_to_save():
+            self._save()
+
+    def _rested(self, change: Change) -> None:
+        wire = self._trainer.wire
+        assert isinstance(wire, EnduringWire)
+        if wire.number in change.gone and wire.number not in change.members:
+            self._leave()
+        if change.came:
+            wire.tell_state(lambda: handover.pack(self._state({})))
+        if change.save:
+            self._save()
+
+    def _leave(self) -> None:
+        """Leave in good order: what this worker owes is left where the others find it."""
+        self.left = True
+        if self._seat.run is not None and (owed := self._trainer.replica.owed()):
+            folder = self._seat.run / "handed"
+            folder.mkdir(exist_ok=True)
+            told = handover.pack_own(({}, owed))
+            (folder / f"worker-{self._seat.worker}.part").write_bytes(told)
+            (folder / f"worker-{self._seat.worker}.part").rename(folder / f"worker-{self._seat.worker}.owed")
+        raise SystemExit(0)
+
+    def _inherit(self, gone: tuple[int, ...]) -> None:
+        """The first worker takes on what leavers owe."""
+        if self._seat.run is None or self._trainer.wire.worker:
+            return
+        for worker in gone:
+            path = self._seat.run / "handed" / f"worker-{worker}.owed"
+            if path.is_file():
+                self._trainer.replica.add_owed(handover.unpack_own(path.read_bytes())[1])
+                path.unlink()
+
+    # --- a change of members ------------------------------------------------------------------------------------
+
+    def _changed(self, change: Change) -> None:
+        """Others exchange from now on. A worker that is a round behind does that round first as it was."""
+        trainer = self._trainer
+        behind = trainer.rounds_done < change.rounds
+        before, self._members = self._members, change.members
+        back: dict[int, int] = {}
+        ahead = change.hand - trainer.turns_before
+        if isinstance(trainer.hands, LeasedHands) and trainer.hands.is_over:
+            if self._asks and change.behind:  # the others have closed the pass with what is looked at now
+                self._lost += [piece for one in change.gone for piece in trainer.hands.uncommitted().get(one, ())]
+                trainer.hands.committed = trainer.hands.deal.hand
+            trainer.hands.close_with(change)
+        elif isinstance(trainer.hands, LeasedHands):
+            deal = trainer.hands.deal
+            back = trainer.hands.change(change, max(ahead, deal.hand), deal.hand if behind else trainer.hands.committed)
+            trainer.samples -= sum(back.values())
+        if isinstance(trainer.closing, LeasedHands):
+            trainer.closing.close_with(change)
+        if trainer.hands is None and change.hand > trainer.turns:
+            self._late = (change, before)
+        if not behind:
+            trainer.weights.lose(change.gone)
+            self._lose(change.gone)
+        trainer.replica.regroup(len(change.members), bool(change.came), behind)
+        self._inherit(change.gone)
+        self._say(change, back)
+
+    def _say(self, change: Change, back: dict[int, int]) -> None:
+        """The first worker writes down who is there from now on, and what others do again."""
+        if self._trainer.wire.worker:
+            return
+        journal = self._trainer.journal
+        facts = {"generation": change.generation, "gone": list(change.gone), "came": list(change.came)}
+        journal.write("regrouped", **facts, members=list(change.members))
+        for worker, life in zip(change.gone, change.lives, strict=True):
+            journal.write("reissued", of=worker, life=life, samples=back.get(worker, 0))
+        journal.flush()
+
+    # --- what was left over in a pass --------------------------------------------------------------------------
+
+    def keep_tail(self, hands: Hands | None) -> None:
+        """A pass ends with work that no exchange has carried: who dies before the next one has not done it."""
+        if not isinstance(self._trainer.wire, EnduringWire) or not isinstance(hands, LeasedHands):
+            return
+        for worker, pieces in hands.uncommitted().items():
+            self._tail.setdefault(worker, []).extend(pieces)
+        self._lost += hands.undealt()
+
+    def reopens(self, hands: Hands) -> bool:
+        """Whether something was given back when all was dealt: all ask each other, so that all know the same."""
+        wire = self._trainer.wire
+        is_dealt = self._trainer.replica.rounds is not None
+        if not isinstance(wire, EnduringWire) or not isinstance(hands, LeasedHands) or not is_dealt:
+            return False
+        self._asks = True
+        told = wire.gather(lambda: b"more" if hands.undealt() else b"")
+        self._asks = False
+        if b"more" not in told:
+            return False
+        hands.reopen()
+        self._trainer.turns_before += 1
+        return True
+
+    def carried(self) -> None:
+        """An exchange has carried all there was."""
+        self._tail.clear()
+
+    def _lose(self, gone: tuple[int, ...]) -> None:
+        """What those who are gone had left over from earlier passes is done again in this one, or the next."""
+        for worker in gone:
+            self._lost += self._tail.pop(worker, [])
+        hands = self._trainer.hands
+        if self._lost and isinstance(hands, LeasedHands) and not hands.is_over:
+            hands.extend(self._lost)
+            self._lost = []
+
+    # --- the state ----------------------------------------------------------------------------------------------
+
+    def _state(self, own: dict[int, handover.Own]) -> State:
+        trainer = self._trainer
+        hands = trainer.hands if isinstance(trainer.hands, LeasedHands) else None
+        replica, tensors = trainer.replica.state()
+        facts: dict[str, Any] = {
+            "recipe": str(trainer.replica.recipe),
+            "workers": list(members_of(trainer.wire)),
+            "passes": trainer.passes,
+            "order": pack(hands.order) if hands is not None else None,
+            "deal": hands.deal.state() if hands is not None else None,
+            "steps": trainer.steps,
+            "turns": trainer.turns,
+            "hands": trainer.hands_done,
+            "rounds": trainer.rounds_done,
+            "samples": trainer.samples,
+            "samples_before": trainer.samples_before,
+            "turns_before": trainer.turns_before,
+            "referee": trainer.referee.state(),
+            "settings": trainer.settings.state(),
+            "replica": replica,
+            "own_optimizer": trainer.replica.keeps_own_optimizer,
+            "saved": self._saved_at,
+            "t": trainer.journal.t(),
+            "zero": trainer.journal.zero,
+            "boot": boot_id(),
+        }
+        tensors |= handover.model_tensors(trainer.model) | handover.optimizer_tensors(trainer.optimizer)
+        return State(facts, tensors, own)
+
+    def _own(self) -> handover.Own:
+        facts, tensors = handover.random_states(self._trainer.loader)
+        memories, kept = self._trainer.replica.own_state()
+        if self._trainer.replica.keeps_own_optimizer:
+            tensors |= handover.optimizer_tensors(self._trainer.optimizer)
+        return facts | {"memories": memories}, tensors | kept
+
+    # --- checkpoints --------------------------------------------------------------------------------------------
+
+    def _is_to_save(self) -> bool:
+        """Whether one is due by the number of rounds, or of seconds where nobody else must be told."""
+        trainer, due = self._trainer, self._saves
+        if due is None or trainer.replica.arrival is not None or not trainer.is_at_rest():
+            return False
+        if due.rounds is not None:
+            return trainer.rounds_done - self._saved_at >= due.rounds
+        return not isinstance(trainer.wire, EnduringWire) and due.due(trainer.journal.t(), trainer.rounds_done)
+
+    def pass_ended(self) -> None:
+        """Workers that do not wait are all there at the end of a pass, and look at the server's model: it is saved."""
+        trainer = self._trainer
+        if self._saves is None or trainer.replica.arrival is None:
+            return
+        due, t = self._saves, trainer.journal.t()
+        if trainer.wire.tell(lambda: b"save" if due.due(t, trainer.rounds_done) else b"") == b"save":
+            self._save()
+
+    def _save(self) -> None:
+        """All tell what they have for themselves; the first writes everything down, behind the training."""
+        trainer = self._trainer
+        self._saved_at = trainer.rounds_done
+        told = trainer.wire.gather(handover.pack_own(self._own()))
+        if trainer.wire.worker or self._seat.run is None:
+            return
+        own = dict(zip(members_of(trainer.wire), map(handover.unpack_own, told), strict=True))
+        state = self._state(own)
+        kept = State(handover.as_text(state.facts), self._snapshots.copied(state.tensors), state.own)
+        if self._writer is None:
+            folder = self._seat.run / "checkpoints"
+            self._writer = BackgroundWriter(Checkpoints(folder, self._seat.keep), self._notices.put)
+        self._writer.submit(kept, trainer.rounds_done)
+        trainer.journal.write("checkpoint", step=trainer.steps, round=trainer.rounds_done, samples=trainer.samples)
+
+    def finish(self) -> None:
+        """The script is over: the last state, whole, if states are kept at all."""
+        if self._saves is not None and not self.left and self._trainer.hands_done:
+            self._save()
+        if self._writer is not None:
+            self._writer.close(60.0)
+        while not self._notices.empty():
+            self._trainer.journal.notice(self._notices.get())
+
+
+def comes_late(wire: Wire) -> bool:
+    """Whether a worker comes to others that have begun: it asks nobody what was settled at the beginning."""
+    if isinstance(wire, EnduringWire):
+        return wire.arrives
+    return isinstance(wire, ServerWire) and wire.joined is not None and wire.joined.arena > 0
