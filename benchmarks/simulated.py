@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from benchmarks.unequal import scripts
 from stretto.events import read_events
 from stretto.launch import wires
 from stretto.launch.wires import WireCosts
-from stretto.sim.tariff import Tariff
+from stretto.sim.tariff import AUTO, NAMES
 from stretto.train.seat import find_seat
 from stretto.wire import Wire
 from stretto.wire.hosted import meet_at_lead
@@ -89,7 +89,8 @@ class Link:
     @property
     def step_time(self) -> str:
         """What `--step-time` is told: the step is measured, the wires have been."""
-        return f"auto, {Tariff(0.0, **asdict(self.costs))}".replace(" 0.0000ms,", "")
+        named = {field: name for name, field in NAMES.items()}
+        return ", ".join([AUTO, *(f"{1e3 * time:.4f}ms {named[of]}" for of, time in asdict(self.costs).items())])
 
     @property
     def network(self) -> str:
@@ -139,7 +140,7 @@ def arguments(script: str, recipe: str, mbit: float) -> tuple[str, ...]:
 def _case(lab: Laboratory, link: Link, case: Case, starts: int) -> dict[str, Any]:
     """In turns: simulated beside measured, since the machine is not as fast in each minute."""
     print(f"  {case.name}", flush=True)
-    pairs = [(simulated(case, link), measured(lab, case)) for _ in range(starts)]
+    pairs = [_pair(lab, link, case) for _ in range(starts)]
     ratios = [here.step_s / there.step_s for here, there in pairs]
     heavier = [here.mean_bytes / there.mean_bytes for here, there in pairs]
     one, other = pairs[-1]
@@ -159,6 +160,11 @@ def _case(lab: Laboratory, link: Link, case: Case, starts: int) -> dict[str, Any
         "bytes_ratio": statistics.median(heavier),
         "runs": [{"simulated": _record(here), "measured": _record(there)} for here, there in pairs],
     }
+
+
+def _pair(lab: Laboratory, link: Link, case: Case) -> tuple[Figures, Figures]:
+    """Simulated with the processors that are free now, and measured."""
+    return simulated(case, replace(link, processors=free_processors())), measured(lab, case)
 
 
 def _record(one: Figures) -> dict[str, Any]:
@@ -236,58 +242,42 @@ def look_at(lab: Laboratory) -> Link:
     """What a laboratory is made of."""
     with tempfile.TemporaryDirectory(prefix="stretto-simulated-") as place:
         folder = Path(place)
-        _see_out(lab, [sys.executable, "-m", "benchmarks.simulated", place], _environment(), folder)
+        processors = free_processors()
+        _see_out(lab, [sys.executable, "-m", "benchmarks.simulated", place, str(processors)], _environment(), folder)
         said = json.loads((folder / "wires.json").read_text())
-    return Link(lab.measure_mbit(), lab.measure_there_and_back_s(), WireCosts(**said), free_processors())
+    return Link(lab.measure_mbit(), lab.measure_there_and_back_s(), WireCosts(**said), processors)
 
 
 def free_processors() -> float:
-    """How many processors' work as many busy processes as there are hosts get done, in that of one process alone.
-
-    Less than there are cores where cores share their parts, as two threads of one core do, or where others are at work.
-    """
-    alone = _steps_done(1)
-    return _steps_done(HOSTS) / alone
-
-
-def _steps_done(processes: int) -> float:
-    """The steps of training a second that so many processes do at once."""
-    command = [sys.executable, "-c", _STEPS]
-    started = [subprocess.Popen(command, stdout=subprocess.PIPE, env=_environment()) for _ in range(processes)]
+    """How many processors as many busy processes as there are hosts have; fewer than are here if others are at work."""
+    command = [sys.executable, "-c", _BUSY]
+    started = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(HOSTS)]
     return sum(float(one.communicate(timeout=LIMIT_S)[0]) for one in started)
 
 
-_STEPS = """
+_BUSY = """
 import time
-import torch
 
-torch.set_num_threads(1)
-net = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 10))
-x = torch.randn(32, 64)
-
-def step():
-    net.zero_grad()
-    net(x).square().mean().backward()
-
-for _ in range(20):
-    step()
-while time.time() % 8 > 0.1:
+while time.time() % 2 > 0.1:
     time.sleep(0.01)
-began, steps = time.perf_counter(), 0
-while time.perf_counter() - began < 3:
-    step()
-    steps += 1
-print(steps / 3)
+began, worked = time.perf_counter(), time.process_time()
+while time.perf_counter() - began < 1.5:
+    pass
+print((time.process_time() - worked) / (time.perf_counter() - began))
 """
 
 
-def probe(folder: Path) -> None:
-    """What one host does to learn what the wires take."""
+def probe(folder: Path, processors: float) -> None:
+    """What one host does to learn what the wires take, where all hosts have so many processors."""
     torch.set_num_threads(1)
     seat = find_seat()
     assert seat is not None
     wire = seat.wire(torch.device("cpu"))
-    collective = _means(wire, wires.of_collective(wire, time.process_time))
+
+    def passing() -> float:
+        return time.perf_counter() * min(processors / HOSTS, 1.0)
+
+    collective = _means(wire, wires.of_collective(wire, time.process_time, passing))
     served = meet_at_lead(wire, 1, "stop", LIMIT_S, seat.lead_host)
     parcels = _means(served, wires.of_server(served, lambda: HOSTS * time.process_time()))
     if served.worker == 0:
@@ -302,4 +292,4 @@ def _means(wire: Wire, values: Sequence[float]) -> list[float]:
 
 
 if __name__ == "__main__":
-    probe(Path(sys.argv[1]))
+    probe(Path(sys.argv[1]), float(sys.argv[2]))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from stretto.errors import LaunchError, explain
+from stretto.launch import crowd
 from stretto.launch.order import OnNan, Order, Output
 from stretto.launch.stopclock import seconds as stopclock
 from stretto.launch.stopclock import sparing
@@ -108,7 +109,7 @@ def command(
     )
     if sweep:
         if step_time.startswith(AUTO):
-            options["step_time"] = _asked_before(out) or _measured_once(order, network, step_time)
+            options["step_time"] = _asked_before(out) or _measured_once(order, network, step_time, processors)
         also = (*(["--plain"] if plain else []), *(["--on-nan", on_nan] if on_nan != "stop" else []))
         given = {name: value for name, value in options.items() if value}
         grid = SweepOrder(script, tuple(sweep), order.args, given, also, target, jobs, out, json_to, quiet)
@@ -128,11 +129,12 @@ def command(
     _run(check(simulation), step_time, out, quiet, json_to)
 
 
-def _measured_once(order: Order, network: str, step_time: str) -> str:
+def _measured_once(order: Order, network: str, step_time: str, processors: float | None) -> str:
     """The time of a step for all points of a sweep; what they may say of speeds and faults is theirs."""
     from stretto.sim.run import Simulation, check
 
-    return str(_measured(check(Simulation(order, Tariff(0.0), network_.parse(network))), step_time))
+    simulation = Simulation(order, Tariff(0.0), network_.parse(network), processors=_some(processors))
+    return str(_measured(check(simulation), step_time))
 
 
 def _asked_before(out: Path | None) -> str | None:
@@ -164,10 +166,23 @@ def _run(simulation: Simulation, step_time: str, out: Path | None, quiet: bool, 
 
 def _measured(simulation: Simulation, step_time: str) -> Tariff:
     """What was typed, or else what is measured, as its text has it: so the text gives the same run again."""
+    found = tariff_of(step_time, lambda: replace(_work(simulation), **_wires(simulation)))
+    return tariff_of(str(found))
+
+
+def _work(simulation: Simulation) -> Tariff:
+    """What the script's work takes here; where workers share processors, while others are at the same work."""
     from stretto.sim.measure import measure
 
-    found = tariff_of(step_time, lambda: replace(measure(simulation, stopclock, lambda: None), **_wires(simulation)))
-    return tariff_of(str(found))
+    processors, workers = simulation.processors, simulation.order.workers
+    if processors is None or processors >= workers:
+        return measure(simulation, stopclock, lambda: None)
+
+    def act() -> Tariff:
+        return measure(simulation, crowd.seconds, lambda: None)
+
+    with crowd.beside(crowd.copies(workers, processors), act):
+        return act()
 
 
 def _wires(simulation: Simulation) -> dict[str, float]:

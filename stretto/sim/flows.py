@@ -28,12 +28,12 @@ class Flows:
         self._next: Event | None = None
         self._unsettled = False
 
-    def start(self, amount: float, path: Sequence[int], then: Then, key: int = 0) -> int:
+    def start(self, amount: float, path: Sequence[int], then: Then, key: int = 0, weight: float = 1.0) -> int:
         """Begin a flow now, and return its number; `then` is called when it has ended."""
         self._fluid.advance(self._queue.now)
         self._number += 1
         self._then[self._number] = then, key
-        self._fluid.start(self._number, amount, path)
+        self._fluid.start(self._number, amount, path, weight)
         self._settle_later()
         return self._number
 

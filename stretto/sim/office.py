@@ -11,7 +11,7 @@ from torch import Tensor
 from stretto.errors import WireError
 from stretto.server import messages as m
 from stretto.server.desk import CoordinatorDesk, Desk, Post, ShardDesk
-from stretto.server.parcels import ParcelError, Pieces, kind
+from stretto.server.parcels import CHUNK_BYTES, ParcelError, Pieces, kind
 from stretto.sim.costs import handshake_bytes, parcel_bytes
 from stretto.sim.world import Worker, World
 from stretto.wire.server import ServerWire, Sink
@@ -62,9 +62,9 @@ class Office:
     def come(self, link: SimLink, head: m.Head, tensors: list[Pieces]) -> None:
         """A parcel has come; it is worked on when those before it are done."""
         work_s = self._world.tariff.take_s if isinstance(head.body, m.Push) else 0.0
-        queue, processors = self._world.queue, self._world.processors
-        if processors is not None and work_s:
-            processors.start(work_s, (0, self.share), lambda: self._take(link, head, tensors))
+        queue = self._world.queue
+        if self._world.processors is not None and work_s:
+            self._world.busy(self.share, work_s, lambda: self._take(link, head, tensors))
             return
         self._free_at = max(self._free_at, queue.now) + work_s
         queue.at(self._free_at, lambda: self._take(link, head, tensors), key=link.worker.number)
@@ -128,7 +128,7 @@ class SimLink:
         post, self.last = self._replies.pop(number)
         if isinstance(post.body, m.Refused):
             raise WireError(f"{self._office.called} refused: {post.body.text}")
-        if isinstance(post.body, m.Go | m.Answered) and post.tensors:
+        if isinstance(post.body, m.Go | m.Answered | m.Among) and post.tensors:
             self._worked()
         for index, one in enumerate(post.tensors if sink is not None else ()):
             sink(index, 0, one)  # type: ignore[misc]
@@ -154,6 +154,19 @@ class SimLink:
         """The bytes so far, as the live connection would count them."""
         return self._sent, self._received
 
+    def awaits(self, number: int) -> bool:
+        """Nothing is lost between here and there."""
+        return False
+
+    def mutter(self, body: m.Request, tensors: Sequence[Tensor] = ()) -> None:
+        """Nothing is said again."""
+
+    def abort(self) -> None:
+        """Nobody breaks anything off."""
+
+    def forget(self) -> None:
+        """What comes is what was waited for."""
+
     def close(self) -> None:
         """Say good-bye."""
         if self._open:
@@ -173,17 +186,31 @@ class SimLink:
         self._carry(self.worker.number, office.end, nbytes, lambda: office.come(self, head, pieces))
 
     def _carry(self, source: int, target: int, nbytes: int, then: Callable[[], None]) -> None:
-        """One end works on it, the links carry it, the other end works on it; each end takes one after another."""
+        """One end works on it, the links carry it, the other end works on it; each end takes one after another.
+
+        It goes in chunks: from the first one on all three are at work at once, until the last one has come.
+        """
         world, office = self._world, self._office
-        post_s = world.tariff.post_s(nbytes)
+        rest = max(nbytes - CHUNK_BYTES, 0)
+        chunk_s = world.tariff.post_s(nbytes - rest)
+        rest_s = world.tariff.post_s(nbytes) - chunk_s
+        left = 2
 
         def share(end: int) -> int:
             return 1 + end if end >= 0 else office.share
 
-        def arrive() -> None:
-            world.handle(target, share(target), post_s, then)
+        def part() -> None:
+            nonlocal left
+            left -= 1
+            if not left:
+                world.handle(target, share(target), chunk_s, then)
 
-        world.handle(source, share(source), post_s, lambda: world.net.send(source, target, nbytes, arrive))
+        def set_off() -> None:
+            world.handle(target, share(target), rest_s, lambda: None)
+            world.net.send(source, target, nbytes, part)
+
+        world.handle(source, share(source), chunk_s, set_off)
+        world.handle(source, share(source), rest_s, part)
 
     def _come(self, post: Post, said: _Said) -> None:
         self._replies[post.number] = post, said

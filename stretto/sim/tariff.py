@@ -16,6 +16,7 @@ NAMES = {
     "encoding": "ask_s",
     "applying": "take_s",
     "per exchange": "exchange_s",
+    "per telling": "telling_s",
     "per message": "message_s",
     "per MB": "megabyte_s",
     "per parcel": "parcel_s",
@@ -30,8 +31,8 @@ class Tariff:
 
     `pass_s` is what a pass over the data takes besides its steps, `ask_s` what it takes to encode one ask or update,
     and as much again to decode its answer; `take_s` what a server works on one update. The others are what the wires
-    take of a processor, at each end: without a centre for an exchange, for each message of it and for its bytes; at a
-    server for a parcel and for its bytes, encryption included.
+    take of a processor, at each end: without a centre for an exchange, for each message of it and for its bytes, and
+    besides for telling words; at a server for a parcel and for its bytes, encryption included.
     """
 
     step_s: float
@@ -43,10 +44,12 @@ class Tariff:
     parcel_s: float = 0.0
     parcel_megabyte_s: float = 0.0
     pass_s: float = 0.0
+    telling_s: float = 0.0
 
-    def wire_s(self, messages: float, nbytes: float) -> float:
+    def wire_s(self, messages: float, nbytes: float, tellings: int = 0) -> float:
         """What an exchange takes of the processor of one worker, who sends and receives so much."""
-        return self.exchange_s + self.message_s * messages + self.megabyte_s * nbytes / MEGABYTE
+        own = self.exchange_s + self.telling_s * tellings
+        return own + self.message_s * messages + self.megabyte_s * nbytes / MEGABYTE
 
     def post_s(self, nbytes: float) -> float:
         """What sending a parcel takes, and receiving it again."""

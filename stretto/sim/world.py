@@ -28,6 +28,8 @@ from stretto.sim.tariff import Tariff
 
 IDLE_EVENTS = 200_000
 """So many events in which no worker takes its turn are faults that come again and again, and nothing else."""
+BEFORE = 1e3
+"""By so much those who work on a message go before those who compute: who was asleep is let in first."""
 TICK_EVENTS = 256
 """How many events happen before the one who waits for the simulation is shown that it goes on."""
 
@@ -269,11 +271,11 @@ class World:
     # --- processors ---------------------------------------------------------------------------------------------
 
     def busy(self, share: int, seconds: float, then: Callable[[], None]) -> None:
-        """Have a processor work so long, as that of a worker or server with this share of them; then go on."""
+        """Have a processor work so long on a message, as that of a worker or server with this share; then go on."""
         if self.processors is None:
             self.queue.at(self.queue.now + seconds, then, ARRIVE, share)
         else:
-            self.processors.start(seconds, (0, share), then, share)
+            self.processors.start(seconds, (0, share), then, share, BEFORE)
 
     def handle(self, end: int, share: int, seconds: float, then: Callable[[], None]) -> None:
         """The same behind what this end of links was given before: messages leave and come in their order."""

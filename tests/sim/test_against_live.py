@@ -42,6 +42,8 @@ for epoch in range(2):
 """Draws its numbers without a seed of its own, as does dropout: a run's seed is all that they depend on."""
 
 WORKERS = {"local_sgd(every=4)": 3, "power_sgd(rank=2)": 2, "staleness_aware": 3}
+ON_ITS_WAY = 4096
+"""Bytes that a live worker may not have received yet when it reads its counters for the last time."""
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +93,7 @@ def test_the_same_parameters_and_bytes_as_a_real_run(recipe: str, live: dict[str
     here, there = record(tmp_path / "run"), record(live[recipe])
     for name in ("samples", "steps", "rounds", "samples_seen", "samples_by_worker"):
         assert here[name] == there[name], name
-    assert here["bytes_received"] == pytest.approx(there["bytes_received"], rel=0.01)
+    assert here["bytes_received"] == pytest.approx(there["bytes_received"], rel=0.01, abs=ON_ITS_WAY)
     assert here["bytes_sent"] == pytest.approx(there["bytes_sent"], rel=0.05), "which may hold repeats of TCP"
     assert here["metrics"].keys() == there["metrics"].keys()
     said = [{one["event"] for one in read_events(run / "events.jsonl")} for run in (tmp_path / "run", live[recipe])]

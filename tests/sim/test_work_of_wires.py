@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from stretto.errors import LaunchError
 from stretto.launch import wires
 from stretto.server.messages import Ask
+from stretto.server.parcels import CHUNK_BYTES
 from stretto.sim import costs, network, tariff
 from stretto.sim.clock import Queue
 from stretto.sim.collective import Table
@@ -26,7 +27,7 @@ from stretto.sim.own import Own
 from stretto.sim.tariff import Tariff
 from stretto.sim.world import Worker, World
 from stretto.wire.server import ServerWire
-from stretto.words import Mean
+from stretto.words import Every, Mean
 
 NUMBERS = 100_000
 BYTES = 4 * NUMBERS
@@ -67,7 +68,7 @@ def mean_s(workers: int, net: str = "instant", processors: float | None = None, 
 times = st.floats(0, 1, allow_subnormal=False)
 
 
-@given(st.builds(Tariff, times, times, times, times, times, times, times, times))
+@given(st.builds(Tariff, times, times, times, times, times, times, times, times, times, times))
 def test_what_is_printed_can_be_typed(one: Tariff) -> None:
     again = tariff.parse(str(one))
     for field, value in vars(one).items():
@@ -112,6 +113,27 @@ def test_an_exchange_takes_its_messages_and_the_longer_of_links_and_processors(w
     assert mean_s(workers, "8Mbit/s", megabyte_s=2.0) == pytest.approx(2.0 * moved / 1e6)
 
 
+@pytest.mark.parametrize("net", ["instant", "8Mbit/s 10ms"])
+def test_what_is_late_comes_on_top_of_what_is_worked_and_carried(net: str) -> None:
+    late = 2 * 3 * network.parse(net).link.latency
+    moved = 3 * BYTES
+    assert mean_s(4, net, megabyte_s=1.0) == pytest.approx(late + moved / 1e6)
+    assert mean_s(4, net, megabyte_s=1.0, processors=2.0) == pytest.approx(late + 2 * moved / 1e6)
+
+
+def test_words_take_their_telling_besides_once_for_each_round_of_them() -> None:
+    def told_s(act: Callable[[Any], object], **cost: float) -> float:
+        return Scene(4, "instant", Tariff(0.0, **cost), None).seconds(act)
+
+    short, long = b"x", bytes(1000)
+    assert told_s(lambda wire: wire.gather(short), telling_s=0.1) == pytest.approx(0.1)
+    assert told_s(lambda wire: wire.gather(long), telling_s=0.1) == pytest.approx(0.2)
+    assert told_s(lambda wire: wire.tell(short), telling_s=0.1) == pytest.approx(0.1)
+    assert told_s(lambda wire: wire.tell(long), telling_s=0.1) == pytest.approx(0.2)
+    assert told_s(lambda wire: wire.start(Every(torch.ones(9))).wait(), telling_s=0.1) == pytest.approx(0.1)
+    assert mean_s(4, telling_s=0.1) == 0
+
+
 @pytest.mark.parametrize("processors", [0.5, 1.0, 2.0, 8.0])
 def test_workers_share_the_processors_that_their_exchange_needs(processors: float) -> None:
     took = mean_s(4, megabyte_s=1.0, processors=processors)
@@ -130,8 +152,41 @@ def test_a_parcel_is_worked_on_at_both_ends_one_after_another_at_the_server() ->
     assert gather_s(parcel_s=0.1, processors=1.0) == pytest.approx(0.8)
 
 
+def push_s(nbytes: int, net: str, **cost: float) -> float:
+    """Virtual seconds of a parcel of so many bytes, and the answer to it, from a worker to a server."""
+
+    def live(wire: ServerWire) -> None:
+        wire.links[0].wait(wire.links[0].send(Ask(1, "mean"), [torch.ones(nbytes // 4)]))
+
+    return Scene(1, net, Tariff(0.0, **cost), None, 1).seconds(live)
+
+
+def test_of_a_large_parcel_chunks_are_made_carried_and_taken_in_at_once() -> None:
+    """Two chunks each way: the first is made, then carried while the second is, then the last one is taken in."""
+    megabytes = 2 * CHUNK_BYTES / 1e6
+    close = {"rel": 1e-3}
+    assert push_s(2 * CHUNK_BYTES, "instant", parcel_megabyte_s=1.0) == pytest.approx(2 * 1.5 * megabytes, **close)
+    assert push_s(2 * CHUNK_BYTES, "8Mbit/s", parcel_megabyte_s=0.1) == pytest.approx(2 * 1.1 * megabytes, **close)
+    assert push_s(CHUNK_BYTES // 2, "8Mbit/s", parcel_megabyte_s=1.0) == pytest.approx(2 * 3 * megabytes / 4, **close)
+
+
+def test_who_works_on_a_message_goes_before_those_who_compute() -> None:
+    world = World(2, Links(network.Network(), 2), Tariff(0.0), (), 1.0)
+    ends = {}
+
+    def course(worker: Worker) -> None:
+        if worker.number:
+            world.busy(1 + worker.number, 1.0, lambda: ends.update(message=world.queue.now))
+        worker.work(3.0)
+        ends[worker.number] = worker.now()
+
+    world.run(course, lambda one: Own(ModuleType("__main__"), [], io.StringIO(), io.StringIO()))
+    assert ends["message"] == pytest.approx(1.0, rel=0.01)
+    assert max(ends.values()) == pytest.approx(7.0)
+
+
 @settings(deadline=None, max_examples=40)
-@given(st.lists(st.integers(0, 300_000), min_size=2, max_size=12))
+@given(st.lists(st.integers(0, 3_000_000), min_size=2, max_size=12))
 def test_parcels_of_all_lengths_arrive_in_the_order_in_which_they_left(lengths: list[int]) -> None:
     came = []
 
@@ -206,8 +261,8 @@ def test_the_wires_of_this_machine_are_measured() -> None:
     assert found["parcel_s"] > 0
 
 
-@pytest.mark.parametrize("truth", [(3e-4, 5e-5, 2e-3), (1e-4, 0.0, 0.0)])
-def test_from_three_exchanges_all_three_costs_are_found(truth: tuple[float, float, float]) -> None:
+@pytest.mark.parametrize("truth", [(3e-4, 5e-5, 2e-3, 4e-4), (1e-4, 0.0, 0.0, 0.0)])
+def test_from_a_few_exchanges_all_costs_are_found(truth: tuple[float, float, float, float]) -> None:
     """A wire that takes just that: what is found is what it takes."""
 
     class Wire:
@@ -222,6 +277,12 @@ def test_from_three_exchanges_all_three_costs_are_found(truth: tuple[float, floa
 
         def wait(self) -> None:
             """It is over."""
+
+        def gather(self, message: bytes) -> None:
+            self.spent += truth[0] + truth[1] * 12 + truth[3]
+
+        def tell(self, message: bytes) -> None:
+            self.spent += truth[0] + truth[1] * 1.5 + truth[3]
 
     wire = Wire()
     found = wires.of_collective(wire, lambda: wire.spent)
