@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from benchmarks import (
     against,
@@ -17,16 +18,20 @@ from benchmarks import (
     lab,
     line,
     overlap,
+    recovery,
     server,
     simulated,
     simulator,
+    soak,
+    survival,
     unequal,
     updates,
+    upkeep,
 )
 from benchmarks.ways import CONTESTS
 
-QUICK = {"line": line.run, "ddp": ddp.run, "averaging": averaging.run}
-LONG = {
+QUICK: dict[str, Callable[[int | None], Any]] = {"line": line.run, "ddp": ddp.run, "averaging": averaging.run}
+LONG: dict[str, Callable[[int | None], Any]] = {
     "bits": bits.run,
     "kernels": kernels.run,
     "gpu": gpu_kernels.run,
@@ -37,6 +42,9 @@ LONG = {
     "unequal": unequal.run,
     "simulator": simulator.run,
     "simulated": simulated.run,
+    "survival": survival.run,
+    "recovery": recovery.run,
+    "upkeep": upkeep.run,
 }
 LABORATORY = {"lab": lab.run, "fewer": fewer.run, "shakespeare": fewer.run}
 
@@ -49,6 +57,8 @@ def main() -> None:
     for name in asked.names or QUICK:
         if name in LABORATORY:
             LABORATORY[name](_terms(name, asked))
+        elif name == "soak":
+            soak.run(asked.minutes)
         elif name == "figures":
             figures.write()
         else:
@@ -63,10 +73,11 @@ def _terms(contest: str, asked: argparse.Namespace) -> lab.Terms:
 
 def _options() -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    names = [*QUICK, *LONG, *LABORATORY, "figures"]
+    names = [*QUICK, *LONG, "soak", *LABORATORY, "figures"]
     about = f"{', '.join(names)}; without a name {', '.join(QUICK)}; figures writes docs/figures.md"
     options.add_argument("names", nargs="*", metavar="NAME", type=_one_of(names), help=about)
     options.add_argument("--starts", type=_count, help=STARTS)
+    options.add_argument("--minutes", type=float, help=f"of soak ({soak.MINUTES:g}); fewer are kept as a trial")
     ways = sorted({way for contest in CONTESTS.values() for way in contest})
     only = options.add_argument_group(", ".join(LABORATORY))
     only.add_argument("--seeds", type=_count, default=1, help="repeat with so many seeds (1)")

@@ -25,7 +25,8 @@ from torch import Tensor
 
 from benchmarks.peers import WARM_UP_S, Outcome, Rate, show, total, update_of
 from benchmarks.peers.processes import LIMIT_S, Child, say, told_to_end
-from stretto.server.service import ShardPlace, WorkerKeys, listening, new_keys, serve
+from stretto.server.doors import WorkerKeys, new_keys
+from stretto.server.service import ShardPlace, listening, serve
 from stretto.wire.link import dial
 from stretto.wire.server import Update, shared_out
 

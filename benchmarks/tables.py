@@ -228,7 +228,104 @@ def simulator(record: Record) -> Iterator[str]:
     yield f"{about}: {rounds['stretto']:.3f} s{theirs}."
 
 
+def recovery(record: Record) -> Iterator[str]:
+    """How long a death stops those who are left, beside a restart of everyone."""
+    yield from _head(record["question"][0].upper() + record["question"][1:], "recovery")
+    yield "| model | worker | side | median s | quartiles | worst | deaths | ms a step | wanted |"
+    yield "| --- | --- | --- | --- | --- | --- | --- | --- | --- |"
+    for model, case in record["cases"].items():
+        for victim, sides in case["victims"].items():
+            for name, one in sides.items():
+                asked = f"at most {record['wanted_s']:g}" if name == "stretto" else ""
+                yield f"| {model} | {victim} killed | {name} | {_costs(one)} | {case['step_ms'][name]:.1f} | {asked} |"
+    gone = record["vanished"]
+    patience = f"{gone['patience_s']:g}"
+    yield (
+        f"| {gone['model']} | {gone['victim']} paused | stretto, `--patience {patience}s` | {_costs(gone)} | "
+        f"| at most {patience} |"
+    )
+    yield ""
+    yield (
+        "torchrun starts all processes again, from the beginning: its script keeps no checkpoint and reads none. "
+        f"{record['workers']} workers share {record['machine']['cores']} cores."
+    )
+
+
+def _costs(one: Record) -> str:
+    spread = one["s"]
+    quartiles = f"{spread['quartile_1']:.3f} to {spread['quartile_3']:.3f}"
+    return f"{spread['median']:.3f} | {quartiles} | {one['worst']:.3f} | {one['deaths']}"
+
+
+def upkeep(record: Record) -> Iterator[str]:
+    """What being ready for a death costs, and what checkpoints cost."""
+    yield from _head(record["question"][0].upper() + record["question"][1:], "upkeep")
+    yield "| model | recipe | ratio | wanted | by processor | ready, steps/s | not ready, steps/s |"
+    yield "| --- | --- | --- | --- | --- | --- | --- |"
+    for one in record["cases"]:
+        speeds = " | ".join(f"{speed:.1f}" for speed in one["steps_a_second"].values())
+        ratios = f"{ratio(one['ratio'])} | at least {record['wanted']:g} | {ratio(one['processor_ratio'])}"
+        yield f"| {one['case']} | {one['recipe']} | {ratios} | {speeds} |"
+    yield ""
+    yield f"| model | recipe | checkpoints | seconds that one costs | share, one every {record['asked_s']} s | wanted |"
+    yield "| --- | --- | --- | --- | --- | --- |"
+    for one in record["checkpoints"]:
+        seconds = {"median": one["s_a_checkpoint"], "standard_error": one["error_s"]}
+        each = f"{ratio(seconds)} | {one['share']:.1%}" if one["checkpoints"] else "none was written |"
+        costs = f"{one['checkpoints']} | {each}"
+        yield f"| {one['case']} | {one['recipe']} | {costs} | at most {record['wanted_share']:.0%} |"
+    yield ""
+    yield (
+        f"Checkpoints were written every {record['every_s']} s; the share is what one costs, of {record['asked_s']} s. "
+        f"{record['workers']} workers on {record['machine']['cores']} cores."
+    )
+
+
+def soak(record: Record) -> Iterator[str]:
+    """How every recipe came through a long time of deaths."""
+    about = f"{record['minutes']:g} minutes of deaths and pauses, one every {record['every_s']:g} s in the mean"
+    yield from _head(about, "soak")
+    yield "| run | recipe | completed | rounds | struck | deaths | samples once | twice | never | done again |"
+    yield "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |"
+    for one in record["runs"]:
+        seen, whole = one["seen"], "yes" if one["completed"] else f"no: {one['why']}"
+        struck = f"{one['rounds']} | {one['struck']} | {sum(one['deaths'].values())}"
+        counts = " | ".join(str(seen[name]) for name in ("once", "twice", "never", "made_up"))
+        yield f"| {one['run']} | {one['recipe']} | {whole} | {struck} | {counts} |"
+    yield ""
+    yield "| run | accuracy | undisturbed | longest life, s | MB at its beginning | at its end | most |"
+    yield "| --- | --- | --- | --- | --- | --- | --- |"
+    for one in record["runs"]:
+        memory = one["memory"]
+        sizes = [memory["life_s"], *(memory[name] for name in ("early_mb", "late_mb", "most_mb"))] if memory else []
+        numbers = " | ".join(_number(number, 0) for number in sizes) if memory else "| | |"
+        found = f"{_number(one['accuracy'], 3)} | {_number(one['undisturbed'], 3)}"
+        yield f"| {one['run']} | {found} | {numbers} |"
+    good = sum(one["completed"] for one in record["runs"])
+    lost = sum(one["seen"]["never"] + one["seen"]["twice"] for one in record["runs"])
+    yield ""
+    yield (
+        f"{good} of {len(record['runs'])} runs completed, {lost} samples lost or counted twice. Done again are samples "
+        "of an earlier pass whose work was lost with a worker."
+    )
+
+
+def survival(record: Record) -> Iterator[str]:
+    """Of each recipe and victim how many phases and signals were survived."""
+    yield ""
+    yield f"{record['question']} {record['workers']} workers. `python -m benchmarks survival`"
+    yield ""
+    yield "| recipe | who | survived | what did not |"
+    yield "| --- | --- | --- | --- |"
+    taken = record["cases"]
+    for recipe, who in sorted({(one["recipe"], one["who"]) for one in taken}):
+        mine = [one for one in taken if (one["recipe"], one["who"]) == (recipe, who)]
+        failed = [f"{one['phase']}, SIG{one['signal']}" for one in mine if not one["survived"]]
+        yield f"| {recipe} | {who} | {len(mine) - len(failed)} of {len(mine)} | {'; '.join(failed)} |"
+
+
 TABLES: Mapping[str, Callable[[Record], Iterator[str]]] = {
+    "survival": survival,
     "bits": bits,
     "kernels": kernels,
     "gpu": gpu,
@@ -241,6 +338,9 @@ TABLES: Mapping[str, Callable[[Record], Iterator[str]]] = {
     "shakespeare": shakespeare,
     "simulated": simulated,
     "simulator": simulator,
+    "recovery": recovery,
+    "upkeep": upkeep,
+    "soak": soak,
 }
 
 

@@ -12,7 +12,7 @@ from stretto.launch.wires import WireCosts
 from stretto.sim import network, tariff
 from stretto.typed import parse
 
-COSTS = WireCosts(5e-4, 8e-5, 3e-3, 7e-5, 2e-3)
+COSTS = WireCosts(5e-4, 8e-5, 3e-3, 4e-4, 7e-5, 2e-3)
 LINK = Link(95.66, 24e-6, COSTS, 1.97)
 
 
@@ -64,6 +64,7 @@ def test_a_case_is_judged_by_its_ratios(monkeypatch):
 
     monkeypatch.setattr(simulated, "simulated", figures)
     monkeypatch.setattr(simulated, "measured", figures)
+    monkeypatch.setattr(simulated, "free_processors", lambda: 2.0)
     case = simulated._case(None, LINK, Case("digits.py", (), "allreduce", 100.0), 2)
     assert case["time_ratio"] == pytest.approx(1.15)
     assert case["bytes_ratio"] == pytest.approx(1.0)

@@ -1,0 +1,59 @@
+"""A loop that never ends, whose processes write down when each of their steps has ended: for what a death costs.
+
+Each process appends the readings of the machine's clock to a file of its own, STEPS/RANK-BEGAN-PID, eight bytes each.
+`--ddp` is the same loop as torch's tutorials write it, under torchrun, which starts everyone again after a death.
+"""
+
+import argparse
+import os
+import struct
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+parser = argparse.ArgumentParser()
+parser.add_argument("steps", type=Path)
+parser.add_argument("--width", type=int, default=128, help="of the two layers within; 2200 makes 5 M parameters")
+parser.add_argument("--ddp", action="store_true")
+asked = parser.parse_args()
+
+torch.manual_seed(0)
+torch.set_num_threads(1)
+digits = load_digits()
+data = TensorDataset(torch.tensor(digits.data / 16, dtype=torch.float32), torch.tensor(digits.target))
+width = asked.width
+model: nn.Module = nn.Sequential(
+    nn.Linear(64, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10)
+)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+
+if asked.ddp:
+    # The agent's store outlives a restart, and with it the addresses of the dead: each group has a part of its own.
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    common = TCPStore(address, port, is_master=False)
+    store = PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], common)
+    dist.init_process_group("gloo", store=store, rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
+    model = DistributedDataParallel(model)
+    loader = DataLoader(data, batch_size=32, sampler=DistributedSampler(data))
+else:
+    import stretto
+
+    loader = stretto.distribute(model, optimizer, DataLoader(data, batch_size=32, shuffle=True), recipe="allreduce")
+
+name = f"{os.environ['RANK']}-{time.perf_counter_ns():020d}-{os.getpid()}"
+log = os.open(asked.steps / name, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+for _ in range(sys.maxsize):
+    for x, y in loader:
+        optimizer.zero_grad()
+        cross_entropy(model(x), y).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        os.write(log, struct.pack("<d", time.perf_counter()))

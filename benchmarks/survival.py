@@ -1,0 +1,146 @@
+"""What survives: every family of recipes, whoever dies, in whatever phase, by whatever signal, in real processes.
+
+Each case is a run of its own. It survives when it ends with exit code 0, every sample of every pass was counted
+exactly once, the workers that were there at the end hold the same bits (where the recipe promises that), and the
+accuracy is within a point of the undisturbed run's. The laws of tests/test_survival.py are some of these cases.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.measure import save
+from stretto.events import read_events
+
+QUESTION = "a process is struck: does the run go on, and is the result the same?"
+SCRIPT = Path(__file__).with_name("scripts") / "mortal.py"
+WORKERS = 3
+LIMIT_S = 150
+RECIPES = ("allreduce", "local_sgd(every=4)", "power_sgd(rank=2)", "gradient_sharing(tau=0.001)", "async_sgd(shards=2)")
+PHASES = ("start", "computing", "exchanging", "evaluating", "checkpointing", "epoch end")
+SIGNALS = ("KILL", "STOP", "TERM")
+WHO = ("worker 0", "another worker", "two at once", "server", "coordinator")
+STATE = re.compile(r"state ([0-9a-f]{16})")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to be struck. Servers and the coordinator are struck from outside, at a moment of the run."""
+
+    recipe: str
+    who: str
+    phase: str
+    signal: str
+
+    @property
+    def options(self) -> list[str]:
+        """What is typed for it."""
+        if self.who in ("server", "coordinator"):
+            when = {"start": 2, "computing": 6, "exchanging": 7, "evaluating": 8, "checkpointing": 9, "epoch end": 10}
+            return ["--chaos", f"kill {self.who} at {when[self.phase]}s"]
+        return []
+
+    @property
+    def strike(self) -> list[str]:
+        """What the script is told."""
+        numbers = {"worker 0": "0", "another worker": "1", "two at once": "0,2"}
+        if self.who not in numbers:
+            return []
+        who = "0" if self.phase == "evaluating" and self.who == "another worker" else numbers[self.who]
+        return ["--strike", f"{who}:{self.signal}:{self.phase}"]
+
+    def __str__(self) -> str:
+        """What a person calls it."""
+        return f"{self.recipe}: {self.who}, {self.phase}, SIG{self.signal}"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run has ended."""
+
+    code: int
+    once: bool
+    equal: bool
+    accuracy: float
+    deaths: int
+    told: str
+
+    @property
+    def survived(self) -> bool:
+        """Whether all of it is as it should be, but for the accuracy, which is compared."""
+        return self.code == 0 and self.once and self.equal
+
+
+def cases(seed: int = 0) -> list[Case]:
+    """All that make sense, in an order that is drawn: any beginning of it covers everything evenly."""
+    every = [Case(*one) for one in itertools.product(RECIPES, WHO, PHASES, SIGNALS)]
+    kept = [one for one in every if _makes_sense(one)]
+    random.Random(seed).shuffle(kept)
+    return kept
+
+
+def _makes_sense(case: Case) -> bool:
+    if case.who == "server" and "shards" not in case.recipe:
+        return False
+    return case.signal == "KILL" or case.who not in ("server", "coordinator")
+
+
+def one(case: Case | None, recipe: str, folder: Path, environment: Mapping[str, str]) -> Outcome:
+    """Run a case, or the undisturbed run when there is none."""
+    options = ["--recipe", recipe, "--patience", "4s", "--restarts", "3", "--checkpoint-every", "1s"]
+    options += ["--output", "all", "--out", str(folder), *(case.options if case else [])]
+    command = [sys.executable, "-m", "stretto.cli", "run", str(SCRIPT), "-n", str(WORKERS), *options]
+    asked = [*command, "--", *(case.strike if case else [])]
+    done = subprocess.run(asked, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    return _outcome(done.returncode, folder, done.stdout, done.stderr, "async" in recipe)
+
+
+def _outcome(code: int, folder: Path, out: str, said: str, differ: bool) -> Outcome:
+    log = folder / "events.jsonl"
+    events = list(read_events(log)) if log.exists() else []
+    seen = [event["seen"] for event in events if event["event"] == "epoch"]
+    states = set(STATE.findall(out))
+    accuracy = [event["metrics"]["test_accuracy"] for event in events if event["event"] == "evaluation"]
+    gone = sum(event["event"] == "member" and event.get("what") == "gone" for event in events)
+    once = bool(seen) and all(not event["twice"] and not event["never"] for event in seen)
+    return Outcome(code, once, differ or len(states) == 1, accuracy[-1] if accuracy else 0.0, gone, said[-600:])
+
+
+def run(starts: int | None = None) -> dict[str, Any]:
+    """Take so many cases (all of them otherwise), print them, keep them."""
+    import os
+
+    print(f"survival: {QUESTION}", flush=True)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    undisturbed: dict[str, float] = {}
+    found: list[dict[str, Any]] = []
+    for case in itertools.islice(cases(), starts):
+        with tempfile.TemporaryDirectory(prefix="stretto-survival-") as place:
+            if case.recipe not in undisturbed:
+                calm = one(None, case.recipe, Path(place) / "calm", environment)
+                undisturbed[case.recipe] = calm.accuracy
+            outcome = one(case, case.recipe, Path(place) / "run", environment)
+        less = undisturbed[case.recipe] - outcome.accuracy
+        good = outcome.survived and less <= 0.01
+        print(f"  {'ok  ' if good else 'FAIL'} {case}: {_shown(outcome, less)}", flush=True)
+        kept = {name: value for name, value in asdict(outcome).items() if name != "told"}
+        found.append({**asdict(case), **kept, "less": less, "survived": good})
+    record = {"question": QUESTION, "workers": WORKERS, "undisturbed": undisturbed, "cases": found}
+    print(f"  kept in {save('survival', record, trial=starts is not None)}")
+    return record
+
+
+def _shown(outcome: Outcome, less: float) -> str:
+    facts = [f"accuracy {outcome.accuracy:.3f} ({-less:+.3f})", f"{outcome.deaths} deaths"]
+    wrong = [(outcome.code != 0, f"exit code {outcome.code}"), (not outcome.once, "not once each")]
+    facts += [text for is_so, text in [*wrong, (not outcome.equal, "replicas differ")] if is_so]
+    return ", ".join(facts) + (f"\n{outcome.told}" if outcome.code else "")

@@ -1,0 +1,228 @@
+"""What does it cost to be ready for a death that does not come?
+
+`stretto run` of one script on two workers with the coordinator, heartbeats, the ledger and its messages, and without
+them: both runs are alive at once, and take turns, a segment of steps each. Then checkpoints in the background: the
+same with a checkpoint every 3 s and without one; what a checkpoint costs is the time that its side takes longer,
+divided by the checkpoints that came to lie in its segments.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import select
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.measure import Ratio, Spread, save
+from benchmarks.pace import LIMIT_S, ROOT, Seconds, in_turns
+from stretto.train.checkpoint import NAME
+
+QUESTION = "steps per second ready for a death against not ready for it, 2 workers"
+WANTED, WANTED_SHARE = 0.99, 0.03
+WORKERS = 2
+RECIPES = ("allreduce", "local_sgd(every=16)")
+STARTS, REPETITIONS = 4, 8
+SEGMENTS: Mapping[str, int] = {"0.8 M": 64, "5 M": 32}
+"""Steps of a segment; a whole number of rounds."""
+LONG_SEGMENTS: Mapping[str, int] = {"0.8 M": 640, "5 M": 256}
+LONG_REPETITIONS, LONG_STARTS = 4, 2
+EVERY_S, ASKED_S = 3, 30
+"""How often a checkpoint is written, and how often it is to be in the share that is wanted."""
+REST_S = 1.0
+"""After a segment with checkpoints: the last of them is brought to the disk in the background."""
+SCRIPT = ROOT / "benchmarks" / "scripts" / "paced.py"
+
+
+@dataclass(frozen=True)
+class Segment:
+    """What a segment took, and how many checkpoints were written meanwhile."""
+
+    took: Seconds
+    checkpoints: int
+
+
+@dataclass(frozen=True)
+class Side:
+    """How `stretto run` is started; `rests` when something goes on after its segments."""
+
+    members: bool
+    options: Sequence[str] = ()
+    rests: bool = False
+
+
+READY, NOT_READY = "ready", "not ready"
+SIDES: Mapping[str, Side] = {READY: Side(True), NOT_READY: Side(False)}
+SAVING, NOT_SAVING = "checkpoints", "none"
+OFTEN = ("--checkpoint-every", f"{EVERY_S}s", "--keep", "1000")
+LONG_SIDES: Mapping[str, Side] = {SAVING: Side(True, OFTEN, rests=True), NOT_SAVING: Side(True)}
+
+
+class Run:
+    """`stretto run` of the script, held between segments."""
+
+    def __init__(self, side: Side, recipe: str, case: str, segment: int, segments: int) -> None:
+        self._side = side
+        self._stack = ExitStack()
+        self._folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="stretto-upkeep-")))
+        self._log = self._stack.enter_context((self._folder / "log").open("wb"))
+        self._go, self._took = self._pipes("go"), self._pipes("took")
+        command = [sys.executable, "-m", "stretto.cli", "run", "-n", str(WORKERS), "--threads", "1", "--recipe", recipe]
+        command += ["--quiet", "--out", str(self._folder / "run"), *side.options]
+        command += [str(SCRIPT), str(self._folder), case, str(segment), str(segments)]
+        environment = {**os.environ, "STRETTO_MEMBERS": str(int(side.members)), "PYTHONPATH": str(ROOT)}
+        environment["OMP_NUM_THREADS"] = "1"
+        self._launcher = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=self._log, stderr=self._log)
+
+    def _pipes(self, name: str) -> list[int]:
+        """One for each worker, open at both ends so that opening it waits for nobody."""
+        paths = [self._folder / f"{rank}.{name}" for rank in range(WORKERS)]
+        for path in paths:
+            os.mkfifo(path)
+        pipes = [os.open(path, os.O_RDWR | os.O_CLOEXEC) for path in paths]
+        for pipe in pipes:
+            self._stack.callback(os.close, pipe)
+        return pipes
+
+    def segment(self) -> Segment:
+        """Let the run go on for a segment."""
+        before = self._checkpoints()
+        for pipe in self._go:
+            os.write(pipe, b"go\n")
+        took = [self._report(pipe) for pipe in self._took]
+        if self._side.rests:
+            time.sleep(REST_S)
+        together = Seconds(max(one.wall for one in took), sum(one.processor for one in took))
+        return Segment(together, self._checkpoints() - before)
+
+    def _checkpoints(self) -> int:
+        folder = self._folder / "run" / "checkpoints"
+        return sum(NAME.fullmatch(one.name) is not None for one in folder.iterdir()) if folder.is_dir() else 0
+
+    def _report(self, pipe: int) -> Seconds:
+        limit = time.monotonic() + LIMIT_S
+        while not select.select([pipe], [], [], 0.5)[0]:
+            if self._launcher.poll() is not None or time.monotonic() > limit:
+                words = (self._folder / "log").read_text(errors="replace")[-2000:]
+                raise SystemExit(f"upkeep: a run has ended, or says nothing; its last words:\n{words}")
+        wall, processor = os.read(pipe, 4096).split()
+        return Seconds(float(wall), float(processor))
+
+    def close(self) -> None:
+        """End the run; it is not waited for to agree."""
+        self._launcher.terminate()
+        try:
+            self._launcher.wait(timeout=20)
+        except subprocess.TimeoutExpired:
+            self._launcher.kill()
+            self._launcher.wait()
+        self._stack.close()
+
+
+Taken = Mapping[str, Sequence[Sequence[Segment]]]
+"""For each side and start the segments."""
+
+
+def run(starts: int | None = None) -> dict[str, Any]:
+    """Take the figures, print them, keep them."""
+    print(f"upkeep: {QUESTION}", flush=True)
+    asked = [(case, recipe) for case in SEGMENTS for recipe in RECIPES]
+    cases = [_case(case, recipe, starts or STARTS) for case, recipe in asked]
+    saves = [_saves(case, starts or LONG_STARTS) for case in LONG_SEGMENTS]
+    record = {
+        "question": QUESTION,
+        "wanted": WANTED,
+        "wanted_share": WANTED_SHARE,
+        "workers": WORKERS,
+        "threads": 1,
+        "cases": cases,
+        "every_s": EVERY_S,
+        "asked_s": ASKED_S,
+        "checkpoints": saves,
+    }
+    print(f"  kept in {save('upkeep', record, trial=starts is not None)}")
+    return record
+
+
+def _case(case: str, recipe: str, starts: int) -> dict[str, Any]:
+    taken = _take(SIDES, recipe, case, SEGMENTS[case], REPETITIONS, starts)
+    speed, processor = (_ratio(taken, READY, NOT_READY, clock) for clock in ("wall", "processor"))
+    steps = {name: SEGMENTS[case] / Spread.of(_flat(one)).median for name, one in taken.items()}
+    shown = ", ".join(f"{name} {one:.1f} steps/s" for name, one in steps.items())
+    print(f"  {case} {recipe}: {speed} (by processor {processor}); {shown}", flush=True)
+    return {
+        "case": case,
+        "recipe": recipe,
+        "starts": starts,
+        "segments": REPETITIONS,
+        "steps": SEGMENTS[case],
+        "ratio": speed.record(),
+        "processor_ratio": processor.record(),
+        "steps_a_second": steps,
+    }
+
+
+def _saves(case: str, starts: int) -> dict[str, Any]:
+    taken = _take(LONG_SIDES, RECIPES[0], case, LONG_SEGMENTS[case], LONG_REPETITIONS, starts)
+    one = cost(taken[SAVING], taken[NOT_SAVING], ASKED_S)
+    taken_s = f"{one['s_with']:.0f} s with {one['checkpoints']} checkpoints, {one['s_without']:.0f} s without"
+    costs = f": {shown_s(one)} s each, {one['share']:.1%} of {ASKED_S} s" if one["checkpoints"] else ""
+    print(f"  {case} {RECIPES[0]}: {taken_s}{costs}", flush=True)
+    return {"case": case, "recipe": RECIPES[0], "starts": starts, **one}
+
+
+def cost(with_s: Sequence[Sequence[Segment]], without: Sequence[Sequence[Segment]], every_s: float) -> dict[str, Any]:
+    """Seconds that a checkpoint costs, and the share of the time that these are if one is written so often.
+
+    The error is that of so many pairs of segments. All three are None when no checkpoint was written.
+    """
+    written = sum(one.checkpoints for start in with_s for one in start)
+    longer = [ours - theirs for ours, theirs in zip(_flat(with_s), _flat(without), strict=True)]
+    found: dict[str, Any] = {"checkpoints": written, "s_with": sum(_flat(with_s)), "s_without": sum(_flat(without))}
+    found |= {"s_a_checkpoint": None, "error_s": None, "share": None}
+    if written:
+        each, error = sum(longer) / written, math.nan
+        if len(longer) > 1:
+            error = statistics.stdev(longer) * math.sqrt(len(longer)) / written
+        found |= {"s_a_checkpoint": each, "error_s": None if math.isnan(error) else error, "share": each / every_s}
+    return found
+
+
+def shown_s(one: Mapping[str, Any]) -> str:
+    """The seconds of a checkpoint, with their error."""
+    error = one["error_s"]
+    return f"{one['s_a_checkpoint']:.3f}" + (f" ± {error:.3f}" if error is not None else "")
+
+
+def _take(
+    sides: Mapping[str, Side], recipe: str, case: str, segment: int, repetitions: int, starts: int
+) -> dict[str, list[list[Segment]]]:
+    """Both runs are alive, and one of them goes on."""
+    taken: dict[str, list[list[Segment]]] = {name: [] for name in sides}
+    for _ in range(starts):
+        with ExitStack() as stack:
+            runs = {
+                name: stack.enter_context(contextlib.closing(Run(side, recipe, case, segment, repetitions + 1)))
+                for name, side in sides.items()
+            }
+            for name, segments in in_turns({name: one.segment for name, one in runs.items()}, repetitions).items():
+                taken[name].append(segments)
+    return taken
+
+
+def _ratio(taken: Taken, ours: str, theirs: str, clock: str) -> Ratio:
+    sides = ([[getattr(one.took, clock) for one in start] for start in taken[name]] for name in (ours, theirs))
+    return Ratio.of(*sides)
+
+
+def _flat(starts: Sequence[Sequence[Segment]]) -> list[float]:
+    return [one.took.wall for start in starts for one in start]
