@@ -16,11 +16,11 @@ from stretto.launch.order import OnNan, Order, Output
 from stretto.launch.stopclock import seconds as stopclock
 from stretto.launch.stopclock import sparing
 from stretto.launch.watch import Watch
+from stretto.quantities import seconds as typed_seconds
 from stretto.report.record import STANDARD_OUTPUT, check_target
 from stretto.sim import faults as faults_
 from stretto.sim import network as network_
 from stretto.sim import speeds as speeds_
-from stretto.sim.speeds import seconds as typed_seconds
 from stretto.sim.sweep import SweepOrder
 from stretto.sim.sweep import run as run_sweep
 from stretto.sim.sweep.results import NAME as SWEEP

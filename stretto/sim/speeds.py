@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from stretto.axis import nearest
 from stretto.errors import LaunchError, explain
+from stretto.quantities import marked, numeric, seconds, spelled
 
 BLOCK = 256
 """So many steps of one worker are drawn at once."""
@@ -30,9 +31,6 @@ WIDEST = 10.0
 """The largest sigma: beyond it nearly every factor is 0."""
 TINY = 5e-324
 """The smallest number above 0."""
-NUMBER = r"(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:e[+-]?[0-9]+)?"
-ALONE = re.compile(NUMBER, re.ASCII | re.IGNORECASE)
-DURATION = re.compile(rf"({NUMBER})(ms|s|m|h)", re.ASCII | re.IGNORECASE)
 CALL = re.compile(r"\s*([A-Za-z_]+)\s*(?:\((.*)\)\s*)?", re.ASCII | re.DOTALL)
 
 Course = Callable[[int, float, float], float]
@@ -272,46 +270,6 @@ def _rng(seed: int, worker: int, block: int = 0) -> np.random.Generator:
 @lru_cache(maxsize=1)
 def _some(seed: int, workers: int, count: int) -> frozenset[int]:
     return frozenset(_rng(seed, 0).permutation(workers)[:count].tolist())
-
-
-def marked(text: str, start: int, stop: int) -> str:
-    """A text for the second line of an error, with marks under the place that is wrong.
-
-    >>> print("  got: " + marked("equl", 0, 4))
-      got: equl
-           ^^^^
-    """
-    shown = "".join(letter if letter.isprintable() else " " for letter in text)
-    return f"{shown}\n{' ' * (len('  got: ') + start)}{'^' * max(1, stop - start)}"
-
-
-def spelled(number: float) -> str:
-    """The shortest text that reads back as this number.
-
-    >>> spelled(2.0), spelled(0.1)
-    ('2', '0.1')
-    """
-    return repr(float(number)).removesuffix(".0")
-
-
-def numeric(text: str) -> float | None:
-    """The finite number, 0 or more, that a text spells, or None."""
-    value = float(text) if ALONE.fullmatch(text) else inf
-    return value if value < inf else None
-
-
-def seconds(text: str) -> float | None:
-    """The seconds that a text spells, or None.
-
-    >>> seconds("500ms"), seconds("10s"), seconds("2m"), seconds("1h"), seconds("10")
-    (0.5, 10.0, 120.0, 3600.0, None)
-    """
-    match = DURATION.fullmatch(text)
-    value = numeric(match[1]) if match else None
-    if match is None or value is None:
-        return None
-    unit = match[2].lower()
-    return numeric(spelled(value / 1000 if unit == "ms" else value * {"s": 1, "m": 60, "h": 3600}[unit]))
 
 
 def parse(text: str) -> Speeds:

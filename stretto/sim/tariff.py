@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from stretto.errors import LaunchError, explain
-from stretto.sim.speeds import seconds
+from stretto.quantities import seconds
 
 AUTO = "auto"
 EXAMPLE = '--step-time "5ms, 0.2ms encoding, 0.1ms applying"'
