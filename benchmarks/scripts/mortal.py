@@ -47,7 +47,7 @@ digits = load_digits()
 images = torch.tensor(digits.data / 16, dtype=torch.float32)
 labels = torch.tensor(digits.target)
 model = nn.Sequential(nn.Linear(64, 700), nn.ReLU(), nn.Linear(700, 700), nn.ReLU(), nn.Linear(700, 10))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
 data = torch.utils.data.TensorDataset(images[:1500], labels[:1500])
 loader = torch.utils.data.DataLoader(data, batch_size=16, shuffle=True)
 

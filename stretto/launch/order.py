@@ -127,8 +127,11 @@ def is_free(order: Order) -> bool:
     return parse(order.recipe).asynchronous
 
 
-def check(order: Order) -> None:
-    """Raise LaunchError or RecipeError when the order cannot be run as it is; nothing is started then."""
+def check(order: Order, live: bool = True) -> None:
+    """Raise LaunchError or RecipeError when the order cannot be run as it is; nothing is started then.
+
+    A run that is not `live` is simulated: it has no coordinator to speak to.
+    """
     _check_script(order.script)
     _check_numbers(order)
     if order.alone and order.workers != 1:
@@ -136,13 +139,13 @@ def check(order: Order) -> None:
     if order.servers and order.recipe is None:
         raise _without_recipe(order.servers)
     factors(order.slow, order.workers)
-    _check_server_options(order)
+    _check_server_options(order, live)
     _check_survival(order)
     _check_chaos(order)
     _check_checkpoints(order)
 
 
-def _check_server_options(order: Order) -> None:
+def _check_server_options(order: Order, live: bool) -> None:
     """Refuse what would change nothing without a server."""
     from stretto.typed import parse
 
@@ -152,7 +155,7 @@ def _check_server_options(order: Order) -> None:
     if order.on_nan == "skip" and not (asked and asked.asynchronous):
         problem, expected = "only what arrives at a server can be left out", "a recipe on arrival, as async_sgd"
         raise LaunchError(explain(problem, got=got, expected=expected, to_type="--recipe async_sgd --on-nan skip"))
-    if order.plain and not (asked and asked.shards) and not order.endures:
+    if order.plain and not (asked and asked.shards) and not (live and order.endures):
         problem, expected = "there is no server to speak plainly to", "a recipe with a server, as async_sgd"
         raise LaunchError(explain(problem, got=got, expected=expected, to_type="--recipe async_sgd --plain"))
 

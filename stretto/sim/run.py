@@ -82,7 +82,7 @@ class Simulation:
 def check(simulation: Simulation) -> Simulation:
     """The same simulation with all that follows from it. Raises LaunchError or RecipeError when it cannot be run."""
     order = simulation.order
-    check_order(order)
+    check_order(order, live=False)
     order = settled(order)
     shards = parse(order.recipe).shards if order.recipe else MOST_SHARDS
     faults_.check(simulation.faults, order.workers, shards)

@@ -63,7 +63,7 @@ def _start(folder: Path, recipe: str, workers: int) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         [sys.executable, "-m", "stretto.cli", "run", "train.py", *options, "--threads", "1"],
         cwd=folder,
-        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
+        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "STRETTO_MEMBERS": "0"},  # as a simulation: no coordinator
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     )

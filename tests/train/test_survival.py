@@ -178,9 +178,9 @@ def test_other_workers_and_another_recipe_go_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dies", [0, 1])
 @pytest.mark.parametrize("recipe", ["allreduce", "local_sgd(every=3, optimizer_state='average')", *RECIPES[5:8]])
 def test_who_has_the_answer_gives_it_to_who_lacks_it(recipe: str, dies: int, tmp_path: Path) -> None:
-    op, ends = 0, False
+    op, ends = dies, False
     while not ends:
-        op += 1
+        op += 2
         hall = Hall(3, Cut(op, dies, 2))
         run = tmp_path / str(op)
         found, _ = crew(3, training(epochs=2, samples=41), recipe, run, hall=hall)
