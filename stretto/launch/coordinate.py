@@ -26,6 +26,7 @@ from stretto.launch.serve import _keys, _leave
 from stretto.launch.worker import fail, speak_in_lines
 from stretto.members.journal import Journal, read
 from stretto.members.roll import COORDINATOR, Event, Roll
+from stretto.often import every
 
 AGAIN_S = 2.0
 """How often those who are gone are told of again: a service that was started again has forgotten."""
@@ -58,13 +59,8 @@ def _coordinate() -> None:
         ServerKeys(*(one.encode() for one in keys)) if keys else None,
         settings["patience_s"],
         _Publisher(LogFile(folder / "events.jsonl"), settings["zero"], _messenger(settings, given)).publish,
-        _seconds(settings.get("checkpoint")),
+        every(settings["checkpoint"]).seconds if settings.get("checkpoint") else None,
     ).run(threading.Event())
-
-
-def _seconds(checkpoint: str | None) -> float | None:
-    """After how many seconds there is to be a checkpoint; workers count rounds by themselves."""
-    return float(checkpoint[:-1]) if checkpoint and checkpoint.endswith("s") else None
 
 
 def _messenger(settings: dict[str, Any], given: Mapping[str, str]) -> _Messenger | None:

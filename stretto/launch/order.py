@@ -14,8 +14,8 @@ from stretto.chaos import Fault, Happening, Kill, Pause, check_live, parse, sche
 from stretto.chaos import check as check_faults
 from stretto.errors import LaunchError, explain
 from stretto.folder import cores
-from stretto.launch.often import often
 from stretto.launch.slow import factors
+from stretto.often import every
 from stretto.quantities import spelled
 
 Batch = Literal["local", "joined"]
@@ -211,7 +211,7 @@ def planned(order: Order) -> Iterator[tuple[float, Happening]]:
 def _check_checkpoints(order: Order) -> None:
     _at_least_one("the number of checkpoints kept", order.keep, "--keep 3")
     if order.checkpoint_every is not None:
-        often(order.checkpoint_every)
+        every(order.checkpoint_every)
     elif order.keep is not None:
         problem, expected = "--keep changes nothing without --checkpoint-every", "how often a checkpoint is written"
         to_type = f"--checkpoint-every 5m --keep {order.keep}"

@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from socket import socket
 
-from stretto.launch.often import often
 from stretto.launch.order import Order, is_free
 from stretto.launch.servers import Servers
 from stretto.launch.slow import factors
 from stretto.members.roll import COORDINATOR
+from stretto.often import every
 
 ROOT = Path(__file__).resolve().parents[2]
 CUT_EVERY_S = "10"
@@ -131,7 +131,7 @@ def settings_of(order: Order, zero: float) -> dict[str, object]:
         "patience_s": order.patience_s,
         "zero": zero,
         "batch": order.batch,
-        "checkpoint": often(order.checkpoint_every) if order.checkpoint_every else None,
+        "checkpoint": str(every(order.checkpoint_every)) if order.checkpoint_every else None,
     }
 
 
@@ -220,7 +220,7 @@ def _task(worker: int, order: Order, folder: Path) -> dict[str, str]:
         "STRETTO_ON_NAN": order.on_nan if order.on_nan != "stop" else None,
         "STRETTO_PATIENCE": str(order.patience_s) if order.endures else None,
         "STRETTO_BATCH": order.batch if order.endures else None,
-        "STRETTO_CHECKPOINT": often(order.checkpoint_every) if order.checkpoint_every else None,
+        "STRETTO_CHECKPOINT": str(every(order.checkpoint_every)) if order.checkpoint_every else None,
         "STRETTO_KEEP": str(order.keep or KEPT) if order.checkpoint_every else None,
         "STRETTO_RESUME": str(order.resume.resolve()) if order.resume else None,
     }

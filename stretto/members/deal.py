@@ -313,6 +313,11 @@ class Deal:
         return self._bounds[-1]
 
     @property
+    def committed(self) -> int:
+        """The hands whose work is in the agreed state."""
+        return self._committed
+
+    @property
     def members(self) -> tuple[int, ...]:
         """Who gets something in the next hand."""
         return self._members

@@ -57,6 +57,11 @@ class Here(_Said, frozen=True):
     store: str = ""
     rounds: int = 0
 
+    @property
+    def has_history(self) -> bool:
+        """Whether it can give its state to others."""
+        return self.generation > 0
+
 
 class Quit(_Said, frozen=True):
     """It was asked to end soon, and wants to leave in good order."""
@@ -115,6 +120,16 @@ class Form(_Said, frozen=True):
     gone: list[int] = []
     why: str = ""
     save: bool = False
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The members' numbers."""
+        return tuple(one.worker for one in self.members)
+
+    @property
+    def first(self) -> int:
+        """The rank of the first member with a history, who gives to the others; of the first where nobody has one."""
+        return next((rank for rank, one in enumerate(self.members) if one.here.has_history), 0)
 
 
 class Out(_Said, frozen=True):

@@ -699,7 +699,7 @@ class CoordinatorDesk:
             return []
         joining, self._joining = self._joining, {}
         if members and members <= left:
-            return [Post(one, parcel, m.Refused("the run is over")) for one, parcel in joining.items()]
+            return [Post(one, parcel, m.Refused(m.OVER)) for one, parcel in joining.items()]
         number, order = self._order
         if not members:
             self._op += SKIPPED

@@ -331,6 +331,8 @@ Request: TypeAlias = (
     | GoBack
 )
 Reply: TypeAlias = Go | Answered | Among | Leased | Closed | Joined | Has | Anew | Begun | Left | Refused
+OVER = "the run is over"
+"""What is said to a worker that comes when the others have done with everything."""
 SILENT = (Settle, Leave, Quit, Apart, Kept, Group)
 """What is not replied to."""
 Body: TypeAlias = Request | Reply

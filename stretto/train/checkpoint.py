@@ -29,8 +29,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from stretto.errors import LaunchError, LogError, explain
-from stretto.quantities import seconds, spelled
+from stretto.errors import LogError
 from stretto.train.state import octets
 
 Notice = Callable[[str], object]
@@ -44,7 +43,6 @@ OPENING, CLOSING = b'{"blake2b": "%s", "checkpoint": ', b"}\n"
 """What stands in a manifest around its body."""
 CHECKSUM = 32
 """Letters of a checksum."""
-ROUNDS = re.compile(r"([1-9][0-9]{0,8})\s*(?:r|rounds?)", re.ASCII | re.IGNORECASE)
 CHUNK_BYTES = 1 << 20
 NICENESS = 10
 KINDS = {
@@ -466,42 +464,3 @@ def _step_back() -> None:
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
-
-
-# --- how often -------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Every:
-    """A time or a number of rounds that comes again and again; printed as it can be typed."""
-
-    seconds: float | None = None
-    rounds: int | None = None
-    _last: tuple[float, int] | None = field(default=None, init=False, repr=False, compare=False)
-
-    def due(self, now: float, rounds: int) -> bool:
-        """Whether so much has passed since it last was due. The first call only starts the count."""
-        last = self._last = self._last or (now, rounds)
-        due = now - last[0] >= self.seconds if self.seconds is not None else rounds - last[1] >= (self.rounds or 1)
-        if due:
-            self._last = now, rounds
-        return due
-
-    def __str__(self) -> str:
-        return f"{spelled(self.seconds)}s" if self.seconds is not None else f"{self.rounds}r"
-
-
-def every(text: str) -> Every:
-    """Read a time or a number of rounds. Raises LaunchError for what is neither.
-
-    >>> str(every("5m")), str(every("500ms")), str(every("20 rounds")), str(every("20r"))
-    ('300s', '0.5s', '20r', '20r')
-    """
-    words = text.strip()
-    rounds, time = ROUNDS.fullmatch(words), seconds(words)
-    if rounds is not None:
-        return Every(rounds=int(rounds[1]))
-    if time:
-        return Every(seconds=time)
-    problem, expected = f"a checkpoint cannot be written every {text!r}", "a time (30s, 5m) or rounds (20 rounds, 20r)"
-    raise LaunchError(explain(problem, got=words or "nothing", expected=expected, to_type="--checkpoint-every 5m"))

@@ -22,7 +22,7 @@ from stretto.errors import ModelError, NotFiniteError, explain
 from stretto.how import exact
 from stretto.recipe import Recipe
 from stretto.train.arena import Arena, Part, Slot
-from stretto.train.memories import Undo, regroup
+from stretto.train.memories import Remembered
 from stretto.train.stopwatch import Pace, Stopwatch
 from stretto.train.surroundings import Surroundings
 from stretto.train.talk import Talk, finish
@@ -119,12 +119,11 @@ class GradientExchange:
             bucket.memory = self._what.memory(self._codec, bucket.flat, scene)
             for other in others:
                 other.memory = bucket.memory
-        self._undo = Undo([bucket.memory for bucket in self.buckets])
+        self.remembered = Remembered([bucket.memory for bucket in self.buckets], self._endures)
         self._kept: dict[int, Tensor] = {}
         """This worker's own gradients in this pass, by their place, as long as they may be needed again."""
         self._absent: list[Place] = []
         self._idle = False
-        self._later: tuple[int, bool] | None = None
         parameters: list[Any] = [slot.parameter for slot in arena.slots]
         self._hooks = [one.register_post_accumulate_grad_hook(self._ready) for one in parameters]
         self._length = sum(bucket.stop - bucket.start for bucket in self.buckets)
@@ -142,27 +141,14 @@ class GradientExchange:
         return self._boards[0].buckets
 
     @property
-    def memories(self) -> list[Any]:
-        """What is remembered of each bucket."""
-        return [bucket.memory for bucket in self.buckets]
-
-    @property
     def is_warm(self) -> bool:
         """Whether the last answer was a momentum, not a gradient."""
         what = self._what
         return isinstance(what, momenta) and all(one.memory.rounds > what.warm_up for one in self.buckets)
 
     def regroup(self, workers: int, joined: bool, later: bool) -> None:
-        """Others exchange from now on; `later`: once this exchange, which the others have ended, has ended here."""
-        if later:
-            self._later = (workers, joined)
-            return
-        if self._running:
-            self._undo.restore()
-        for one in self.memories:
-            regroup(one, workers, joined)
-        if self._running:
-            self._undo.keep()
+        """Others exchange from now on."""
+        self.remembered.regroup(workers, joined, later)
 
     def release(self) -> None:
         """Take the hooks off."""
@@ -199,7 +185,7 @@ class GradientExchange:
         if self._endures:
             self._boards.reverse()
             self._kept.clear()
-            self._undo.keep()
+        self.remembered.begin()
         self._pass += 1
         self._launched = []
         self._wild = False
@@ -314,14 +300,12 @@ class GradientExchange:
                 place.slot.parameter.grad = place.view if anyone[id(place)] > 0 else None
         self._running = False
         self._kept.clear()
-        if self._later is not None:
-            later, self._later = self._later, None
-            self.regroup(*later, later=False)
+        self.remembered.end()
         self._on_end(self._watch.spent["exchanging"] - self._began)
 
     def _again(self) -> list[Tensor]:
         """The exchange from its beginning, with the weights of those who are left."""
-        self._undo.restore()
+        self.remembered.restore()
         self._launched, self._wild, self._weight = [], False, self._share()
         self._write_all()
         return finish(self._launched)

@@ -75,8 +75,6 @@ class LeasedHands:
         self._handed = int(self.deal.departed().sum()) if found is not None else 0
         self._settled: list[Range] = []
         self._parts = isinstance(wire, EnduringWire)
-        self.committed = self.deal.hand
-        """The hands whose work is in the agreed state."""
         self._since, self._changed = self.deal.hand, found is not None
         self.is_over = False
         """Whether all hands are dealt."""
@@ -95,7 +93,6 @@ class LeasedHands:
         for lease in leases:
             self._settled += lease
         self.deal.commit()
-        self.committed = self.deal.hand
 
     def counted(self) -> NDArray[np.uint8] | None:
         """How often each sample was settled here."""
@@ -117,8 +114,7 @@ class LeasedHands:
         """Deal to other members behind hand `after`; returns how many samples of whom go back."""
         back = {one: self.deal.pending(one) for one in change.gone} if committed < self.deal.hand else {}
         self._regroup(change, after, committed)
-        self._share.look_ahead()
-        self._batches = iter(self._loader)
+        self._load_anew()
         self._handed -= sum(back.values())
         return back
 
@@ -129,8 +125,7 @@ class LeasedHands:
     def reopen(self) -> None:
         """Something was given back when all seemed to be dealt: the pass goes on."""
         self.is_over = False
-        self._share.look_ahead()
-        self._batches = iter(self._loader)
+        self._load_anew()
 
     def undealt(self) -> list[list[Any]]:
         """What was given back so late that it was not dealt again in this pass."""
@@ -144,12 +139,16 @@ class LeasedHands:
         for one in batches:
             self.order = self._share.extend(one)
             self.deal.extend(len(one))
+        self._load_anew()
+
+    def _load_anew(self) -> None:
+        """Load what is this worker's from here on."""
         self._share.look_ahead()
         self._batches = iter(self._loader)
 
     def close_with(self, change: Change) -> None:
         """The same when all is dealt: what those who are gone have not brought is left over."""
-        self._regroup(change, self.deal.hand, self.committed)
+        self._regroup(change, self.deal.hand, self.deal.committed)
 
     def _regroup(self, change: Change, after: int, committed: int) -> None:
         self.deal.change([one for one in change.members if one not in change.came], after, committed)

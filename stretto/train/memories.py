@@ -125,6 +125,48 @@ class Undo:
             tensor.copy_(copy)
 
 
+class Remembered:
+    """The memories of an exchange that may be done again, among workers that change.
+
+    They are only copied where workers may die (`endures`).
+    """
+
+    def __init__(self, memories: Sequence[Any], endures: bool) -> None:
+        self.memories, self._endures = memories, endures
+        self._undo = Undo(memories)
+        self._running = False
+        self._later: tuple[int, bool] | None = None
+
+    def begin(self) -> None:
+        """A round begins."""
+        self._running = True
+        if self._endures:
+            self._undo.keep()
+
+    def restore(self) -> None:
+        """The round is done again from its beginning."""
+        self._undo.restore()
+
+    def end(self) -> None:
+        """The round has ended here: what had to wait for it follows."""
+        self._running = False
+        if self._later is not None:
+            (workers, joined), self._later = self._later, None
+            self.regroup(workers, joined, later=False)
+
+    def regroup(self, workers: int, joined: bool, later: bool) -> None:
+        """Others exchange from now on; `later`: once this round, which the others have ended, has ended here."""
+        if later:
+            self._later = (workers, joined)
+            return
+        if self._running:
+            self._undo.restore()
+        for one in self.memories:
+            regroup(one, workers, joined)
+        if self._running:
+            self._undo.keep()
+
+
 def _state(owner: Any) -> list[tuple[str, Any]]:
     return [(name, value) for name, value in vars(owner).items() if name not in NOT_STATE]
 

@@ -123,8 +123,12 @@ def part_random_states(wire: Wire) -> None:
     told = wire.tell(str(torch.initial_seed()).encode())
     if wire.worker == 0:
         return
-    digest = hashlib.blake2b(told + f":{wire.worker}".encode(), digest_size=8).digest()
-    own = int.from_bytes(digest, "little") >> 1
+    draw_from(told + f":{wire.worker}".encode())
+
+
+def draw_from(text: bytes) -> None:
+    """Put all random generators of this process where this text says."""
+    own = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
     torch.default_generator.manual_seed(own)
     if torch.cuda.is_available():
         torch.cuda.manual_seed(own)

@@ -7,13 +7,9 @@ may come in, this one may leave, and a checkpoint is the whole state of the run.
 from __future__ import annotations
 
 import copy
-import hashlib
-import random
 from queue import SimpleQueue
 from typing import Any, Protocol
 
-import numpy as np
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -25,6 +21,7 @@ from stretto.train.checkpoint import BackgroundWriter, Checkpoints, Snapshots, S
 from stretto.train.exchange import Weights
 from stretto.train.hands import Hands, LeasedHands, members_of, number_of
 from stretto.train.journal import Journal, boot_id, zero_of
+from stretto.train.model import draw_from
 from stretto.train.referee import Referee
 from stretto.train.replica import Replica
 from stretto.train.seat import Seat
@@ -53,7 +50,6 @@ class Present(Protocol):
     hands_done: int
     rounds_done: int
     samples: int
-    own_samples: int
     passes: int
     samples_before: int
     turns_before: int
@@ -66,7 +62,7 @@ class Present(Protocol):
 
 
 class Presence:
-    """What one worker knows of who is there. `quits` is asked now and then whether it is to leave."""
+    """What one worker knows of who is there, and does about it."""
 
     def __init__(self, trainer: Present, seat: Seat) -> None:
         self._trainer, self._seat = trainer, seat
@@ -161,11 +157,7 @@ class Presence:
 
     def _draw_otherwise(self) -> None:
         """Random states of this life's own."""
-        mine = f"{self._seat.seed}:{self._seat.worker}:{self._seat.life}"
-        own = int.from_bytes(hashlib.blake2b(mine.encode(), digest_size=8).digest(), "little") >> 1
-        torch.manual_seed(own)
-        random.seed(own)
-        np.random.seed(own % (1 << 32))
+        draw_from(f"{self._seat.seed}:{self._seat.worker}:{self._seat.life}".encode())
 
     # --- passes -------------------------------------------------------------------------------------------------
 
@@ -297,11 +289,11 @@ class Presence:
         if isinstance(trainer.hands, LeasedHands) and trainer.hands.is_over:
             if self._asks and change.behind:  # the others have closed the pass with what is looked at now
                 self._lost += [piece for one in change.gone for piece in trainer.hands.uncommitted().get(one, ())]
-                trainer.hands.committed = trainer.hands.deal.hand
+                trainer.hands.deal.commit()
             trainer.hands.close_with(change)
         elif isinstance(trainer.hands, LeasedHands):
             deal = trainer.hands.deal
-            back = trainer.hands.change(change, max(ahead, deal.hand), deal.hand if behind else trainer.hands.committed)
+            back = trainer.hands.change(change, max(ahead, deal.hand), deal.hand if behind else deal.committed)
             trainer.samples -= sum(back.values())
         if isinstance(trainer.closing, LeasedHands):
             trainer.closing.close_with(change)

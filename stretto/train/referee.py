@@ -127,8 +127,7 @@ class Referee:
         }
         mine |= {"drift": trainer.replica.drift, **trainer.measured()}
         told = trainer.wire.gather(msgspec.msgpack.encode(mine))
-        counted = hands.counted()
-        counts = trainer.wire.gather(lambda: _books(hands)) if counted is not None else None
+        counts = trainer.wire.gather(lambda: _books(hands)) if hands.samples else None  # of streams nobody knows
         if trainer.wire.worker == 0:
             if isinstance(hands, FreeHands):  # the coordinator knows all; who asked it before may be gone
                 counts = [_books(hands)]

@@ -165,9 +165,9 @@ class Replica:
         return self.gradients is None
 
     @property
-    def _memories(self) -> list[Any]:
+    def _memories(self) -> Sequence[Any]:
         exchange = self.gradients or self.rounds
-        return exchange.memories if exchange is not None else []
+        return exchange.remembered.memories if exchange is not None else []
 
     def regroup(self, workers: int, joined: bool, later: bool) -> None:
         """Others exchange from now on; see the exchanges."""

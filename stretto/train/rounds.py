@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +12,7 @@ from stretto.how import Scene
 from stretto.recipe import Recipe
 from stretto.then import Memory, OnParameters
 from stretto.train.arena import Arena, Part
-from stretto.train.memories import Undo, regroup
+from stretto.train.memories import Remembered
 from stretto.train.state import FlatTensors, MovingBuffers, OptimizerState
 from stretto.train.stopwatch import Stopwatch
 from stretto.train.talk import Talk, finish
@@ -66,30 +65,17 @@ class RoundExchange:
         self.ranges = [_FlatRange(part, recipe, tally.scene(part)) for part in arena.parts]
         self.drift: float | None = None
         self._began = 0.0
-        self._undo = Undo(self.memories)
-        self._running = False
-        self._later: tuple[int, bool] | None = None
+        self._endures = isinstance(wire, EnduringWire)
+        self.remembered = Remembered([one.codec_memory for one in self.ranges], self._endures)
         self._was_alone = wire.workers == 1
 
-    @property
-    def memories(self) -> list[Any]:
-        """What is remembered of the encoding of each range."""
-        return [one.codec_memory for one in self.ranges]
-
     def regroup(self, workers: int, joined: bool, later: bool) -> None:
-        """Others exchange from now on; `later`: once this round, which the others have ended, has ended here."""
-        if later:
-            self._later = (workers, joined)
-            return
-        if self._running:
-            self._undo.restore()
-        for one in self.ranges:
-            regroup(one.codec_memory, workers, joined)
-            if joined and self._was_alone:
+        """Others exchange from now on. What a worker that was alone has is agreed, when one comes to it."""
+        self.remembered.regroup(workers, joined, later)
+        if joined and self._was_alone:
+            for one in self.ranges:
                 one.memory.agreed.copy_(one.part.theta)
         self._was_alone = workers == 1
-        if self._running:
-            self._undo.keep()
 
     @property
     def _state_rule(self) -> str:
@@ -106,11 +92,9 @@ class RoundExchange:
         extras = [FlatTensors(self._buffers.floating())]
         if self._state_rule == "average":
             extras.append(self._optimizer_state.to_average())
-        if isinstance(self._wire, EnduringWire):
-            self._undo.keep()
-            for one in self.ranges:
-                one.turn()
-        self._running = True
+        self.remembered.begin()
+        for one in self.ranges if self._endures else ():
+            one.turn()
         answers, extra_answers = attempted(
             self._wire, lambda: self._answers(share(), extras), lambda: self._answers_again(share(), extras)
         )
@@ -121,10 +105,7 @@ class RoundExchange:
         self._commit(answers)
         for extra, means in zip(extras, extra_answers, strict=True):
             extra.take(means)
-        self._running = False
-        if self._later is not None:
-            later, self._later = self._later, None
-            self.regroup(*later, later=False)
+        self.remembered.end()
         self._watch.switch(before)
 
     def _answers(self, share: float, extras: list[FlatTensors]) -> tuple[list[Tensor], list[list[Tensor]]]:
@@ -134,7 +115,7 @@ class RoundExchange:
         return self._wait(talks, [extra.ask_mean(self._wire, share, state) for extra in extras])
 
     def _answers_again(self, share: float, extras: list[FlatTensors]) -> tuple[list[Tensor], list[list[Tensor]]]:
-        self._undo.restore()
+        self.remembered.restore()
         return self._answers(share, extras)
 
     def _ask(self, share: float) -> list[Talk]:

@@ -12,9 +12,10 @@ import torch
 
 from stretto.errors import LaunchError, WireError, explain
 from stretto.members.messages import Here
+from stretto.often import Every, every
 from stretto.recipe import Recipe
 from stretto.server.doors import WorkerKeys
-from stretto.train.checkpoint import Every, every
+from stretto.server.messages import OVER
 from stretto.train.hands import Rule
 from stretto.train.surroundings import Surroundings
 from stretto.wire import Wire
@@ -25,8 +26,6 @@ from stretto.wire.link import dial
 from stretto.wire.solo import SoloWire
 
 DEFAULT_TIMEOUT_S = 600.0
-OVER = "the run is over"
-"""What a server says to a worker that comes when the others have done with everything."""
 
 
 def _solo(device: torch.device) -> Wire:  # noqa: ARG001

@@ -18,7 +18,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from stretto.train.state import follow
+from stretto.train.state import follow, heard
 from stretto.wire import Wire
 
 EXCHANGE, STEP, END = b"exchange", b"step", b"end"
@@ -50,14 +50,8 @@ class Settings:
 
     def tell(self, wire: Wire, teller: int) -> None:
         """Bring the idle workers to where the teller is."""
-        tells: list[bool] = []
-
-        def mine() -> bytes:
-            tells.append(True)
-            return msgspec.msgpack.encode(self.state())
-
-        told = wire.tell(mine, teller)
-        if not tells:
+        told = heard(wire, lambda: msgspec.msgpack.encode(self.state()), teller)
+        if told is not None:
             self.take(msgspec.msgpack.decode(told, type=list[list[Plain]]))
 
     def state(self) -> list[list[Plain]]:

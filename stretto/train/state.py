@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -155,17 +155,23 @@ def crc(tensor: Tensor) -> int:
     return zlib.crc32(octets(tensor).data)
 
 
-@torch.no_grad()
-def follow(wire: Wire, tensors: Sequence[Tensor], teller: int = 0) -> None:
-    """Take the values of these tensors from one worker, bit for bit."""
+def heard(wire: Wire, make: Callable[[], bytes], teller: int) -> bytes | None:
+    """What the teller tells; None at whoever has told it, which may be another when that one is gone."""
     tells: list[bool] = []
 
     def mine() -> bytes:
         tells.append(True)
-        return b"".join(octets(one).tobytes() for one in tensors)
+        return make()
 
     told = wire.tell(mine, teller)
-    if tells:
+    return None if tells else told
+
+
+@torch.no_grad()
+def follow(wire: Wire, tensors: Sequence[Tensor], teller: int = 0) -> None:
+    """Take the values of these tensors from one worker, bit for bit."""
+    told = heard(wire, lambda: b"".join(octets(one).tobytes() for one in tensors), teller)
+    if told is None:
         return
     at = 0
     for one in tensors:

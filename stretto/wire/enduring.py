@@ -8,16 +8,13 @@ group breaks; it keeps the answers of its last one, and gives them to those behi
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
-
-import msgspec
-from torch import Tensor
 
 from stretto.errors import BrokenWireError, MemberOutError
 from stretto.members.messages import Form, GoOn, Here
-from stretto.wire.packed import Packed, packed, unpacked
+from stretto.wire.attempts import Attempt, pack, unpack
 from stretto.wire.seam import Message, Ticket, Traffic, Wire
 from stretto.words import Answer, Ask, Mean
 
@@ -110,7 +107,6 @@ class Change:
     """The furthest hand that any member has been dealt."""
     rounds: int
     """The most rounds that any member has ended."""
-    why: str = ""
     save: bool = False
     lives: tuple[int, ...] = ()
     """Those of the `gone` that have ended."""
@@ -119,39 +115,17 @@ class Change:
 
 
 @dataclass(slots=True)
-class _Attempt:
-    """The answers of one attempt; those that lie in tensors of others with the state in which they were given."""
-
-    number: int
-    answers: list[Any] = field(default_factory=list)
-    versions: list[int | None] = field(default_factory=list)
-
-    def add(self, answer: Any) -> None:
-        self.answers.append(answer)
-        self.versions.append(answer._version if isinstance(answer, Tensor) else None)
-
-    @property
-    def intact(self) -> bool:
-        """Whether nobody has changed the answers since."""
-        return all(
-            version is None or one._version == version for one, version in zip(self.answers, self.versions, strict=True)
-        )
-
-    def keep_copies(self) -> None:
-        self.answers = [one.clone() if isinstance(one, Tensor) else one for one in self.answers]
-        self.versions = [None] * len(self.answers)
-
-
-@dataclass(slots=True)
 class _Noted:
     """An ask under way, whose answer is kept."""
 
-    wire: EnduringWire
+    attempt: Attempt
     place: int
     ticket: Ticket
 
     def wait(self) -> Answer:
-        return self.wire._note(self.place, self.ticket.wait())
+        answer = self.ticket.wait()
+        self.attempt.note(self.place, answer)
+        return answer
 
 
 @dataclass(slots=True)
@@ -172,8 +146,6 @@ class EnduringWire:
     first, before anything is exchanged in it.
     """
 
-    endures = True
-
     def __init__(self, number: int, standing: Standing, former: Former) -> None:
         self.number = number
         self._standing, self._former = standing, former
@@ -184,17 +156,17 @@ class EnduringWire:
         self._generation = 0
         """The one whose state this worker has; 0 while it has none."""
         self._commits = 0
-        self._open = _Attempt(1)
-        self._kept: list[_Attempt] = []
+        self._open = Attempt(1)
+        self._kept: list[Attempt] = []
         """Its last attempts, from the last one that took all workers on."""
         self._copies = False
-        self._given: deque[_Attempt] = deque()
+        self._given: deque[Attempt] = deque()
         """Attempts that others have ended before this worker."""
         self._go_on = 0
         self._ended = Traffic(0, 0, counted=True)
         standing.on_abort = self._abort
         self._meet_again()
-        self.arrives = any(one.here.generation > 0 for one in self._form.members)
+        self.arrives = any(one.here.has_history for one in self._form.members)
         """Whether it comes to workers that have begun: it takes their state first."""
         if not self.arrives:
             self._generation = self._form.generation
@@ -214,21 +186,13 @@ class EnduringWire:
     @property
     def members(self) -> tuple[int, ...]:
         """Their numbers."""
-        return tuple(one.worker for one in self._form.members)
-
-    @property
-    def generation(self) -> int:
-        """The number of this generation."""
-        return self._form.generation
+        return self._form.numbers
 
     def start(self, ask: Ask) -> Ticket:
         """Begin an ask of the present attempt."""
         if self._given:
             return self._repeated(ask)
-        self._open.answers.append(None)
-        self._open.versions.append(None)
-        place = len(self._open.answers) - 1
-        return _Noted(self, place, self._wire().start(ask))
+        return _Noted(self._open, self._open.ask(), self._wire().start(ask))
 
     def gather(self, message: Message) -> list[bytes]:
         """The message of every worker."""
@@ -299,20 +263,18 @@ class EnduringWire:
             self._go_on = told.hand
             return None
         if told.generation == self._form.generation:
-            return Change(told.generation, self.members, (), (), hand, rounds, told.why, told.save)
-        if self.number not in [one.worker for one in told.members]:
+            return Change(told.generation, self.members, (), (), hand, rounds, told.save)
+        if self.number not in told.numbers:
             self._let_go()
-            return Change(told.generation, tuple(one.worker for one in told.members), (self.number,), (), hand, rounds)
+            return Change(told.generation, told.numbers, (self.number,), (), hand, rounds)
         return self._take(told) or self._meet_again()
 
     def tell_state(self, message: Message) -> bytes:
         """What the first worker with a history tells those that have come."""
 
-        def told() -> bytes:
-            first = next((rank for rank, one in enumerate(self._form.members) if one.here.generation > 0), 0)
-            return self._wire().tell(message, first)
-
-        found: bytes = self.attempt(lambda: self._single(told), alone=True)
+        found: bytes = self.attempt(
+            lambda: self._single(lambda: self._wire().tell(message, self._form.first)), alone=True
+        )
         return found
 
     def arrived(self) -> None:
@@ -345,7 +307,7 @@ class EnduringWire:
         change = None
         while change is None:
             form = self._standing.stand(self._here())
-            if self.number not in [one.worker for one in form.members]:
+            if self.number not in form.numbers:
                 self._standing.close()
                 raise SystemExit(0)  # the others have done with everything, or this worker was asked to leave
             change = self._take(form)
@@ -381,15 +343,15 @@ class EnduringWire:
         return inner
 
     def _change(self, before: Form, form: Form) -> Change:
-        old = {one.worker for one in before.members}
-        came = tuple(one.worker for one in form.members if one.here.generation <= 0)
-        gone = tuple(sorted(old - {one.worker for one in form.members} | (old & set(came))))
-        with_state = [one.here for one in form.members if one.here.generation > 0]
+        old = set(before.numbers)
+        came = tuple(one.worker for one in form.members if not one.here.has_history)
+        gone = tuple(sorted(old - set(form.numbers) | (old & set(came))))
+        with_state = [one.here for one in form.members if one.here.has_history]
         hand = max((one.hand for one in with_state), default=0)
         rounds = max((one.rounds for one in with_state), default=0)
         behind = bool(self._given)
         lives = tuple(one.life for number in gone for one in before.members if one.worker == number)
-        return Change(form.generation, self.members, gone, came, hand, rounds, form.why, form.save, lives, behind)
+        return Change(form.generation, self.members, gone, came, hand, rounds, form.save, lives, behind)
 
     def _let_go(self) -> None:
         if self._inner is not None:
@@ -402,42 +364,35 @@ class EnduringWire:
 
     def _catch_up(self, form: Form) -> None:
         """Those ahead give the answers that others lack."""
-        self._open = _Attempt(self._commits + 1)
-        known = [(rank, one.here.commits) for rank, one in enumerate(form.members) if one.here.generation > 0]
+        self._open = Attempt(self._commits + 1)
+        known = [(rank, one.here.commits) for rank, one in enumerate(form.members) if one.here.has_history]
         most = max((commits for _, commits in known), default=0)
         least = min((commits for _, commits in known), default=0)
         if not self._generation:
-            self._commits, self._open = most, _Attempt(most + 1)
+            self._commits, self._open = most, Attempt(most + 1)
         if least == most:
             return
         teller = next(rank for rank, commits in known if commits == most)
-        told = self._wire().tell(lambda: _pack(self._since(least)), teller)
+        told = self._wire().tell(lambda: pack(self._since(least)), teller)
         if self._generation and self._commits < most:
-            found = [one for one in _unpack(told) if one.number > self._commits]
+            found = [one for one in unpack(told) if one.number > self._commits]
             if [one.number for one in found] != list(range(self._commits + 1, most + 1)):
                 raise MemberOutError("the answers that this worker lacks are not there any more")
             self._given = deque(found)
 
-    def _since(self, commits: int) -> list[_Attempt]:
+    def _since(self, commits: int) -> list[Attempt]:
         kept = [one for one in self._kept if one.number > commits]
         return kept if all(one.intact for one in kept) else []
 
     def _repeated(self, ask: Ask) -> Ticket:
         """What others were answered in this attempt."""
-        answer = self._given[0].answers[len(self._open.answers)]
-        self._open.answers.append(answer)
-        self._open.versions.append(None)
+        answer = self._given[0].answers[self._open.ask()]
         return _Given(answer.to(ask.tensor.device) if isinstance(ask, Mean) else answer)
 
     def _single(self, act: Callable[[], Any]) -> Any:
         """An attempt of one gather or tell."""
         answer = self._given[0].answers[0] if self._given else act()
-        self._open = _Attempt(self._commits + 1, [answer], [None])
-        return answer
-
-    def _note(self, place: int, answer: Answer) -> Answer:
-        self._open.answers[place] = answer
-        self._open.versions[place] = answer._version if isinstance(answer, Tensor) else None
+        self._open = Attempt(self._commits + 1, [answer], [None])
         return answer
 
     def _commit(self, alone: bool) -> None:
@@ -445,7 +400,7 @@ class EnduringWire:
         if self._given:
             self._given.popleft()
         ended, self._commits = self._open, self._commits + 1
-        self._open = _Attempt(self._commits + 1)
+        self._open = Attempt(self._commits + 1)
         if self._kept and not self._copies and not self._kept[-1].intact:
             self._copies = True
         if self._copies:
@@ -464,43 +419,3 @@ def _sum(one: Traffic, other: Traffic) -> Traffic:
     return Traffic(
         one.bytes_sent + other.bytes_sent, one.bytes_received + other.bytes_received, one.counted and other.counted
     )
-
-
-# --- answers as bytes ---------------------------------------------------------------------------------------------
-
-
-_Answer = tuple[str, list[Packed], list[bytes]]
-"""One of "tensor", "tensors", "bytes" and "messages"; the tensors; the messages."""
-
-
-class _Told(msgspec.Struct):
-    """Attempts as they travel: of each its number and its answers."""
-
-    attempts: list[tuple[int, list[_Answer]]]
-
-
-def _pack(attempts: Sequence[_Attempt]) -> bytes:
-    told = [(one.number, [_packed(found) for found in one.answers]) for one in attempts]
-    return msgspec.msgpack.encode(_Told(told))
-
-
-def _packed(answer: Any) -> _Answer:
-    if isinstance(answer, Tensor):
-        return "tensor", [packed(answer)], []
-    if isinstance(answer, bytes):
-        return "bytes", [], [answer]
-    if answer and isinstance(answer[0], Tensor):
-        return "tensors", [packed(one) for one in answer], []
-    return "messages", [], list(answer)
-
-
-def _unpack(told: bytes) -> list[_Attempt]:
-    attempts = msgspec.msgpack.decode(told, type=_Told).attempts
-    return [_Attempt(number, [_unpacked(*one) for one in found], [None] * len(found)) for number, found in attempts]
-
-
-def _unpacked(sort: str, tensors: list[Packed], messages: list[bytes]) -> Any:
-    if sort in ("bytes", "messages"):
-        return messages[0] if sort == "bytes" else messages
-    found = [unpacked(one) for one in tensors]
-    return found[0] if sort == "tensor" else found

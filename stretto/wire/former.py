@@ -60,10 +60,11 @@ class GroupFormer:
         """Meet the members at the store of the first that has a history, or else of the first."""
         if len(members.members) == 1:
             return LoneWire()
-        keeper = next((at for at, one in enumerate(members.members) if one.here.generation > 0), 0)
-        store, size = members.members[keeper].here.store, len(members.members)
+        store, size = members.members[members.first].here.store, len(members.members)
         self._prefix = f"stretto/{members.generation}"
-        return form(store, rank == keeper, self._prefix, rank, size, self._patience_s, self._timeout_s, self._device)
+        return form(
+            store, rank == members.first, self._prefix, rank, size, self._patience_s, self._timeout_s, self._device
+        )
 
     def abort(self) -> None:
         """Break off the forming that is going on, or the group that it has given."""
@@ -117,8 +118,7 @@ class ServerFormer:
 
     def form(self, members: Form, rank: int) -> Breakable:
         """Tell the services who exchanges from now on."""
-        numbers = [one.worker for one in members.members]
-        self._wire.regroup(members.generation, numbers, numbers[rank])
+        self._wire.regroup(members.generation, members.numbers, members.numbers[rank])
         return _OfGeneration(self._wire)
 
     def abort(self) -> None:

@@ -53,7 +53,14 @@ def test_what_another_run_has_left_in_the_environment_is_taken_out(
         given = parts.environment_of(1, Order(Path("train.py"), workers=2), tmp_path, listener)
         alone = parts.environment_of(0, Order(Path("train.py"), alone=True, join=4), tmp_path, listener)
     left = {name for name in given if name.startswith("STRETTO_") and name != "STRETTO_TEST_MARK"}
-    assert left == {"STRETTO_RUN", "STRETTO_SEED", "STRETTO_TIMEOUT", "STRETTO_DATA"}
+    assert left == {
+        "STRETTO_RUN",
+        "STRETTO_SEED",
+        "STRETTO_TIMEOUT",
+        "STRETTO_DATA",
+        "STRETTO_PATIENCE",
+        "STRETTO_BATCH",
+    }
     assert (alone["STRETTO_ALONE"], alone["STRETTO_JOIN"]) == ("1", "4")
 
 

@@ -25,8 +25,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from torch import Tensor
 
 from stretto.errors import LaunchError
+from stretto.often import Every, every
 from stretto.train import checkpoint
-from stretto.train.checkpoint import BackgroundWriter, Checkpoints, Every, Snapshots, State, every, write_tensors
+from stretto.train.checkpoint import BackgroundWriter, Checkpoints, Snapshots, State, write_tensors
 from stretto.train.state import octets
 
 LIMIT_S = 60

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 import stretto
 from stretto.events import read_events
-from stretto.train.checkpoint import every
+from stretto.often import every
 
 RECIPES = [
     "allreduce",
