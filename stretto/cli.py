@@ -19,7 +19,8 @@ from stretto.folder import version
 from stretto.launch.anew import begin_anew
 from stretto.launch.arguments import ScriptCommand
 from stretto.launch.export import command as export
-from stretto.launch.local import Order, Stopped
+from stretto.launch.local import Guests, Order, Stopped
+from stretto.launch.local import join as join_run
 from stretto.launch.local import run as run_order
 from stretto.launch.order import Batch, OnNan, Output
 from stretto.launch.watch import Watch
@@ -153,6 +154,10 @@ def run(
     resume: Annotated[
         Path | None, typer.Option(metavar="RUN", help="Go on from the newest whole checkpoint of this run.")
     ] = None,
+    host: Annotated[
+        str | None,
+        typer.Option(metavar="ADDRESS", help="Let `stretto join` of other machines in, at this address of ours."),
+    ] = None,
     chaos: Annotated[
         str | None,
         typer.Option(metavar="FAULTS", help='Done to processes on purpose: "kill worker every 20s".'),
@@ -189,12 +194,31 @@ def run(
         checkpoint_every=checkpoint_every,
         keep=keep,
         resume=resume,
+        host=host,
         chaos=chaos,
     )
     check_target(json_to, "run.json")
     here = str(json_to) == STANDARD_OUTPUT
     folder = run_order(order, Watch(quiet=quiet, out=2 if here else 1))
     conclude(folder, json_to, silent=quiet)
+
+
+@app.command()
+def join(
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN", help="The folder of the run, on a disk that both machines see.")
+    ],
+    *,
+    workers: Annotated[int, typer.Option("-n", "--workers", parser=whole_number, metavar="N", help="How many.")] = 1,
+    threads: Annotated[int | None, typer.Option(parser=whole_number, metavar="N", help="Per worker.")] = None,
+    output: Annotated[Output, typer.Option(help="Whose output is shown.")] = "none",
+    restarts: Annotated[
+        int, typer.Option(parser=whole_number, metavar="N", help="How often a process that dies is started again.")
+    ] = 3,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Only what the script says.")] = False,
+) -> None:
+    """Join a run that was started with --host: add workers of this machine to it."""
+    join_run(Guests(run, workers, threads, output, restarts), Watch(quiet=quiet))
 
 
 app.command("compare", cls=ScriptCommand)(compare)

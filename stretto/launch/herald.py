@@ -7,30 +7,30 @@ from typing import Any
 
 import msgspec
 
-from stretto.launch.servers import Servers, address
+from stretto.launch.servers import Servers
 from stretto.members.roll import Gone
 
-NAME = b"launcher"
 RECONNECT_MS = 20
 
 
 class Herald:
     """Tells the coordinator who is gone. What it has told is told again to one that was started again."""
 
-    def __init__(self, servers: Servers) -> None:
+    def __init__(self, servers: Servers, first: int = 0) -> None:
+        """`first` is the lowest number of this launcher's workers, which tells it from others."""
         import zmq  # only where there is a coordinator
 
-        assert servers.coordinator is not None
+        assert servers.coordinator_at is not None
         self._context = zmq.Context()
         self._socket: Any = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.IDENTITY, NAME)
+        self._socket.setsockopt(zmq.IDENTITY, b"launcher %d" % first)
         self._socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
         self._socket.setsockopt(zmq.SNDTIMEO, 0)
         if servers.keys is not None:
             own = servers.keys.worker
             self._socket.curve_serverkey = servers.keys.server.public.encode()
             self._socket.curve_publickey, self._socket.curve_secretkey = own.public.encode(), own.secret.encode()
-        self._socket.connect(f"tcp://{address(servers.coordinator)}")
+        self._socket.connect(f"tcp://{servers.coordinator_at}")
         self._said: dict[int, bytes] = {}
         self._full = zmq.Again
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -17,15 +16,16 @@ from stretto.errors import LaunchError
 from stretto.folder import make_folder, write_run
 from stretto.launch.cause import Cause, readable
 from stretto.launch.crew import Crew, Inbox, Signalled
+from stretto.launch.join import Guests, cast_of, invite
 from stretto.launch.order import Order, check, planned, settled
 from stretto.launch.parts import Cast
 from stretto.launch.relay import Relay, log_of
-from stretto.launch.servers import Servers, servers_for
+from stretto.launch.servers import servers_for
 from stretto.launch.sockets import listening
 from stretto.launch.supervise import Stopped, Supervisor
 from stretto.launch.watch import Watch
 
-__all__ = ["Order", "Stopped", "run"]
+__all__ = ["Guests", "Order", "Stopped", "join", "run"]
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -42,26 +42,39 @@ def run(order: Order, watch: Watch) -> Path:
     inbox: Inbox = SimpleQueue()
     with (
         listening(order.port) as listener,
-        servers_for(order.servers or 0, order.plain, order.endures) as servers,
+        servers_for(order.servers or 0, order.plain, order.endures, order.host) as servers,
         _signals_to(inbox),
     ):
         now = datetime.now()
         folder = make_folder(order.script.stem, order.out, now)
         write_run(folder, order.asked(), now)
-        return _see_through(order, folder, listener, servers, inbox, watch)
+        if order.host is not None:
+            invite(folder, order, servers)
+        _see_through(Cast(order, folder, listener, servers, time.perf_counter()), inbox, watch)
+        return folder
 
 
-def _see_through(
-    order: Order, folder: Path, listener: socket.socket, servers: Servers, inbox: Inbox, watch: Watch
-) -> Path:
+def join(guests: Guests, watch: Watch) -> Path:
+    """Add workers of this machine to a run of another, and return its folder when they have ended.
+
+    Raises LaunchError and Stopped as `run` does; the run goes on without its guests.
+    """
+    inbox: Inbox = SimpleQueue()
+    with _signals_to(inbox):
+        cast = cast_of(guests)
+        _see_through(cast, inbox, watch)
+        return cast.folder
+
+
+def _see_through(cast: Cast, inbox: Inbox, watch: Watch) -> None:
+    order, folder = cast.order, cast.folder
     crew, relay = Crew(inbox), Relay(folder, order.output, watch)
-    cast = Cast(order, folder, listener, servers, zero=time.perf_counter())
     supervisor = Supervisor(cast, crew, relay, inbox, planned(order))
     try:
         supervisor.start()
-        if not order.endures:
-            listener.close()  # now only the lead has it: a meeting without the lead fails at once
-            servers.close()
+        if cast.listener is not None and not order.endures:
+            cast.listener.close()  # now only the lead has it: a meeting without the lead fails at once
+            cast.servers.close()
         watch.begin(folder, order)
         relay.start()
         cause = supervisor.see_through()
@@ -69,9 +82,8 @@ def _see_through(
         crew.end()
         supervisor.close()
         relay.close()
-    if cause is None:
-        return folder
-    raise LaunchError(_told(cause, relay, folder))
+    if cause is not None:
+        raise LaunchError(_told(cause, relay, folder))
 
 
 def _told(cause: Cause, relay: Relay, folder: Path) -> str:

@@ -41,7 +41,8 @@ class Order:
 
     Who is not heard of for `patience_s` is taken for dead. A worker that dies is started again up to `restarts` times;
     the others go on meanwhile, at least `min_workers` and with those that come back at most `max_workers`, and `batch`
-    says what becomes of the batch. `chaos` kills and pauses processes on purpose. A checkpoint is written
+    says what becomes of the batch. Workers of other machines may come too where `host` is an address of this one that
+    they reach. `chaos` kills and pauses processes on purpose. A checkpoint is written
     `checkpoint_every` so often (`5m`, `20 rounds`) and the newest `keep` are kept; `resume` is the folder of a run that
     is continued from its newest.
     """
@@ -71,12 +72,14 @@ class Order:
     keep: int | None = None
     resume: Path | None = None
     batch: Batch = "local"
+    host: str | None = None
     chaos: str | None = None
 
     @property
     def endures(self) -> bool:
         """Whether the run goes on without a worker that has died: it has a coordinator then."""
-        return self.workers > 1 and not self.alone and os.environ.get("STRETTO_MEMBERS") != "0"
+        several = self.workers > 1 or self.host is not None
+        return several and not self.alone and os.environ.get("STRETTO_MEMBERS") != "0"
 
     def threads_each(self) -> int:
         """Threads of each worker: as asked, else the cores shared out, at least one."""
@@ -103,6 +106,7 @@ class Order:
             "keep": self.keep,
             "resume": str(self.resume) if self.resume else None,
             "batch": self.batch,
+            "host": self.host,
             "chaos": self.chaos,
         }
 
@@ -141,6 +145,7 @@ def check(order: Order, live: bool = True) -> None:
     factors(order.slow, order.workers)
     _check_server_options(order, live)
     _check_survival(order)
+    _check_host(order)
     _check_chaos(order)
     _check_checkpoints(order)
 
@@ -186,6 +191,18 @@ def _check_survival(order: Order) -> None:
         _refuse("the largest number of workers", most, started, f"--max-workers {order.workers}")
     if order.restarts < 0:
         _refuse("the number of restarts", order.restarts, "a whole number, 0 or more", "--restarts 3")
+
+
+def _check_host(order: Order) -> None:
+    """Workers that join later meet the others; they can't have a part of a server, whose workers are counted."""
+    if order.host is None:
+        return
+    if order.alone:
+        _refuse("the host of a run alone", order.host, "a run that others can join", "leave --host away")
+    if settled(order).servers:
+        problem, expected = "nobody can join a run over a parameter server", "a recipe without a server, as allreduce"
+        got, to_type = f"--host {order.host} --recipe {order.recipe}", "--recipe allreduce, or leave --host away"
+        raise LaunchError(explain(problem, got=got, expected=expected, to_type=to_type))
 
 
 def _check_chaos(order: Order) -> None:

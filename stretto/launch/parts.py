@@ -19,6 +19,7 @@ from socket import socket
 from stretto.launch.order import Order, is_free
 from stretto.launch.servers import Servers
 from stretto.launch.slow import factors
+from stretto.launch.sockets import OWN, interface_of
 from stretto.members.roll import COORDINATOR
 from stretto.often import every
 
@@ -61,19 +62,23 @@ def shard_of(number: int) -> int:
 
 @dataclass(frozen=True)
 class Cast:
-    """What the processes of a run are made from; `zero` is when it began, by the machine's clock."""
+    """What the processes of a run are made from; `zero` is when it began, by the machine's clock.
+
+    Those of a run that another launcher has begun are `guests`, by their numbers, and nothing else.
+    """
 
     order: Order
     folder: Path
-    listener: socket
+    listener: socket | None
     servers: Servers
     zero: float = 0.0
+    guests: tuple[int, ...] = ()
 
     def all(self) -> Iterator[Part]:
         """All processes. The coordinator is first, for all ask it first; workers are before servers, since they have
         more to do before they meet.
         """
-        numbers = [*range(self.order.workers), *map(shard_of, range(self.servers.shards))]
+        numbers = [*(self.guests or range(self.order.workers)), *map(shard_of, range(self.servers.shards))]
         if self.servers.coordinator is not None:
             numbers.insert(0, COORDINATOR)
         return map(self.part, numbers)
@@ -86,12 +91,13 @@ class Cast:
 
     def _worker(self, number: int, life: int) -> Part:
         """The lead inherits the listening socket at which all will meet, so no port can be lost to another."""
-        order, listener = self.order, self.listener
+        order, listener = self.order, None if number else self.listener
         command = [sys.executable, "-P", "-m", "stretto.launch.worker", str(order.script), *order.args]
-        environment = environment_of(number, order, self.folder, listener) | self.servers.for_worker()
+        environment = environment_of(number, order, self.folder, self.listener) | self.servers.for_worker()
         if order.endures:
             environment["STRETTO_LIFE"] = str(life)
-        return Part(number, order.workers, command, environment, [] if number else [listener.fileno()])
+        of = max(order.workers, *(one + 1 for one in self.guests or (0,)))
+        return Part(number, of, command, environment, [listener.fileno()] if listener is not None else [])
 
     def _server(self, shard: int, life: int) -> Part:
         """The launcher's environment and its place; no recipe, for that comes from the workers."""
@@ -135,9 +141,11 @@ def settings_of(order: Order, zero: float) -> dict[str, object]:
     }
 
 
-def environment_of(number: int, order: Order, folder: Path, listener: socket) -> dict[str, str]:
+def environment_of(number: int, order: Order, folder: Path, listener: socket | None) -> dict[str, str]:
     """The environment of a worker: the launcher's, torchrun's names, ours, and threads that share the cores."""
     environment = _common(order)
+    if order.host is not None:
+        environment["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", interface_of(order.host))
     if devices := gpus(environment):
         environment["CUDA_VISIBLE_DEVICES"] = devices[number % len(devices)]
     if order.threads or "OMP_NUM_THREADS" not in environment:
@@ -155,7 +163,7 @@ def _common(order: Order) -> dict[str, str]:
 
 
 DEFAULTS = {
-    "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
+    "GLOO_SOCKET_IFNAME": OWN,
     "OMP_WAIT_POLICY": "PASSIVE",
 }
 """What the user may set otherwise. Threads that wait by spinning slow down whatever else runs on the machine, and a run
@@ -198,10 +206,12 @@ OURS = (
 )
 
 
-def _place(worker: int, order: Order, listener: socket) -> dict[str, str]:
+def _place(worker: int, order: Order, listener: socket | None) -> dict[str, str]:
     number, of = str(worker), str(order.workers)
-    address, port = listener.getsockname()[:2]
     place = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": of, "LOCAL_WORLD_SIZE": of}
+    if listener is None:
+        return place
+    address, port = listener.getsockname()[:2]
     meeting = {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
     return place | meeting | ({} if worker else {"STRETTO_LISTEN_FD": str(listener.fileno())})
 

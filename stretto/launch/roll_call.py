@@ -23,8 +23,8 @@ from stretto.members.roll import Event, Gone, Post, Roll, Save
 from stretto.server.doors import ServerKeys, doorman, router
 
 LARGEST_SAID = 1 << 16
-LAUNCHER = b"launcher"
 _NAME = re.compile(rb"worker (0|[1-9]\d{0,6})\.(0|[1-9]\d{0,6})")
+_LAUNCHER = re.compile(rb"launcher (0|[1-9]\d{0,6})")
 _ENCODER = msgspec.msgpack.Encoder()
 _SAID = msgspec.msgpack.Decoder(Said)
 _REPORTED = msgspec.msgpack.Decoder(Gone | Save)
@@ -109,7 +109,7 @@ class RollCall:
             if match is not None:
                 worker, life = int(match[1]), int(match[2])
                 posts = self._roll.hear(worker, life, _SAID.decode(frames[0]), time.monotonic())
-            elif name == LAUNCHER:
+            elif _LAUNCHER.fullmatch(name):
                 posts = self._report(_REPORTED.decode(frames[0]))
             else:
                 raise ValueError("nobody's name")

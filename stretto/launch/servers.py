@@ -34,12 +34,19 @@ class Keys:
 class Servers:
     """Listening sockets of a parameter server, the first for who deals batches and then one a shard, or none at all.
 
-    `keys` is None for plain, `coordinator` where a run does without.
+    `keys` is None for plain, `coordinator` where a run does without; `elsewhere` is the address of one that another
+    launcher has started.
     """
 
     sockets: tuple[socket, ...] = ()
     keys: Keys | None = None
     coordinator: socket | None = None
+    elsewhere: str | None = None
+
+    @property
+    def coordinator_at(self) -> str | None:
+        """The address of the coordinator, if there is one."""
+        return address(self.coordinator) if self.coordinator is not None else self.elsewhere
 
     @property
     def shards(self) -> int:
@@ -51,8 +58,8 @@ class Servers:
         told = {}
         if self.shards:
             told["STRETTO_SERVERS"] = ",".join(map(address, self.sockets))
-        if self.coordinator is not None:
-            told["STRETTO_COORDINATOR"] = address(self.coordinator)
+        if self.coordinator_at is not None:
+            told["STRETTO_COORDINATOR"] = self.coordinator_at
         if self.keys is not None:
             own = self.keys.worker
             told["STRETTO_KEYS"] = ",".join((self.keys.server.public, own.public, own.secret))
@@ -92,11 +99,11 @@ def address(listener: socket) -> str:
 
 
 @contextlib.contextmanager
-def servers_for(shards: int, plain: bool, coordinated: bool = False) -> Iterator[Servers]:
-    """Sockets for so many shards, for a coordinator if there is to be one, and unless `plain` new keys."""
+def servers_for(shards: int, plain: bool, coordinated: bool = False, host: str | None = None) -> Iterator[Servers]:
+    """Sockets for so many shards, for a coordinator (at `host`) if there is to be one, and unless `plain` new keys."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(listening()) for _ in range(shards + 1 if shards else 0)]
-        coordinator = stack.enter_context(listening()) if coordinated else None
+        coordinator = stack.enter_context(listening(host=host)) if coordinated else None
         keys = None if plain or not (shards or coordinated) else _new_keys()
         yield Servers(tuple(sockets), keys, coordinator)
 

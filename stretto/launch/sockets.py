@@ -5,23 +5,53 @@ from __future__ import annotations
 import contextlib
 import errno
 import socket
+import sys
 from collections.abc import Iterator
+
+import psutil
 
 from stretto.errors import LaunchError, explain
 
 HOME = "127.0.0.1"
+OWN = "lo" if sys.platform == "linux" else "lo0"
+"""The interface that leads nowhere else."""
 BACKLOG = 1024
 
 
 @contextlib.contextmanager
-def listening(port: int | None = None) -> Iterator[socket.socket]:
-    """A socket that listens on a port, by default a free one. Raises LaunchError when it cannot."""
+def listening(port: int | None = None, host: str | None = None) -> Iterator[socket.socket]:
+    """A socket that listens on a port, by default a free one, of this machine's address `host`, by default one that
+    only this machine reaches. Raises LaunchError when it cannot.
+    """
     try:
-        listener = socket.create_server((HOME, port or 0), backlog=BACKLOG)
+        listener = socket.create_server((host or HOME, port or 0), backlog=BACKLOG)
     except OSError as error:
+        if host is not None and error.errno not in (errno.EADDRINUSE, errno.EACCES):
+            raise _not_ours(host) from error
         raise _refused(port, error) from error
     with listener:
         yield listener
+
+
+def interface_of(address: str) -> str:
+    """The network interface of this machine that has an address, or else the one of the machine's own."""
+    for name, ends in psutil.net_if_addrs().items():
+        if any(one.address == address for one in ends):
+            return str(name)
+    return OWN
+
+
+def address_toward(host: str) -> str:
+    """This machine's address on the way to another. Raises OSError where there is no way."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))
+        return str(probe.getsockname()[0])
+
+
+def _not_ours(host: str) -> LaunchError:
+    known = [one.address for ends in psutil.net_if_addrs().values() for one in ends if one.family == socket.AF_INET]
+    problem, expected = f"{host} is no address of this machine", f"one of {', '.join(known)}"
+    return LaunchError(explain(problem, got=f"--host {host}", expected=expected, to_type=f"--host {known[-1]}"))
 
 
 def _refused(port: int | None, error: OSError) -> LaunchError:

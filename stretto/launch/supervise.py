@@ -83,7 +83,8 @@ class Supervisor:
         self._deaths: list[Exited] = []
         """Those that the run has gone on after."""
         self._processes: dict[int, _Process] = {}
-        self._herald = Herald(cast.servers) if cast.servers.coordinator is not None else None
+        first = min(cast.guests, default=0)
+        self._herald = Herald(cast.servers, first) if cast.servers.coordinator_at is not None else None
 
     def start(self) -> None:
         """Start all processes."""
@@ -165,8 +166,8 @@ class Supervisor:
 
     def _too_few(self, end: Exited) -> Cause | None:
         """The cause if too few are left after an end for good."""
-        lost, least = self._in("lost"), self._order.min_workers
-        left = self._order.workers - len(lost)
+        least = 1 if self._cast.guests else self._order.min_workers
+        left = len(self._in("there", "away", "done"))
         if end.worker >= 0 and (left >= least or not self._in("there", "away")):
             return None
         cause = first_cause([end], self._read())

@@ -10,6 +10,9 @@ from typing import Any, TypeAlias
 
 import msgspec
 
+EXCHANGING = "exchanging"
+"""What a worker does that waits for others."""
+
 
 class _Said(msgspec.Struct, array_like=True, tag=True, frozen=True):
     pass

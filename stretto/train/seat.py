@@ -26,6 +26,8 @@ from stretto.wire.link import dial
 from stretto.wire.solo import SoloWire
 
 DEFAULT_TIMEOUT_S = 600.0
+FIRST_S = 60.0
+"""How long a worker waits for the first word of a coordinator."""
 
 
 def _solo(device: torch.device) -> Wire:  # noqa: ARG001
@@ -126,10 +128,10 @@ def _resumed(environment: Mapping[str, str]) -> Path | None:
 def _way_to_others(
     environment: Mapping[str, str], worker: int, workers: int, timeout_s: float
 ) -> Callable[[torch.device], Wire]:
-    if workers == 1:
-        return _solo
     if "STRETTO_COORDINATOR" in environment:
         return _enduring(environment, worker, timeout_s)
+    if workers == 1:
+        return _solo
     return _collective(environment, worker, workers, timeout_s)
 
 
@@ -138,7 +140,8 @@ def _enduring(environment: Mapping[str, str], worker: int, timeout_s: float) -> 
         from stretto.wire.former import GroupFormer
 
         patience_s = float(environment.get("STRETTO_PATIENCE", "10"))
-        return EnduringWire(worker, _companion(environment, worker), GroupFormer(patience_s, timeout_s, device))
+        companion = _companion(environment, worker, timeout_s)
+        return EnduringWire(worker, companion, GroupFormer(patience_s, timeout_s, device))
 
     return meet
 
@@ -162,7 +165,7 @@ def _server(
     def reach(recipe: Recipe) -> Wire:
         if not endures:
             return dial(worker, workers, addresses, keys, timeout_s)
-        standing = _companion(environment, worker)
+        standing = _companion(environment, worker, timeout_s)
         if not recipe.asynchronous:
             from stretto.wire.former import ServerFormer
 
@@ -184,9 +187,11 @@ def _server(
     return reach
 
 
-def _companion(environment: Mapping[str, str], worker: int) -> Companion:
+def _companion(environment: Mapping[str, str], worker: int, timeout_s: float) -> Companion:
+    """A worker that comes back may do so before the network does."""
     life, patience_s = _number(environment, "STRETTO_LIFE", 0), float(environment.get("STRETTO_PATIENCE", "10"))
-    return Companion(worker, life, environment["STRETTO_COORDINATOR"], _keys(environment), patience_s)
+    at, limit_s = environment["STRETTO_COORDINATOR"], timeout_s if life else FIRST_S
+    return Companion(worker, life, at, _keys(environment), patience_s, limit_s)
 
 
 def _number(environment: Mapping[str, str], name: str, otherwise: int) -> int:

@@ -1,6 +1,6 @@
 """A worker's line to the coordinator: a thread that shows that the worker lives, and hears what has become of the rest.
 
-`Attendance` is what the worker's side knows, without a socket or a clock; `Companion` is the thread around it.
+`stretto.members.attendance` is what the worker's side knows, without a socket or a clock; this is the thread around it.
 """
 
 from __future__ import annotations
@@ -19,24 +19,8 @@ import zmq.utils.garbage  # its handler at exit has to be registered before ours
 from zmq.utils.monitor import parse_monitor_message
 
 from stretto.errors import MemberOutError, WireError
-from stretto.members.messages import (
-    Abort,
-    Beat,
-    Broken,
-    Form,
-    GoOn,
-    Hello,
-    Here,
-    Hold,
-    Leave,
-    Out,
-    Quit,
-    Said,
-    Stop,
-    Told,
-    Welcome,
-)
-from stretto.members.roll import rested
+from stretto.members.attendance import Attendance
+from stretto.members.messages import EXCHANGING, Beat, Broken, Form, GoOn, Hello, Here, Leave, Quit, Said, Told
 from stretto.server.doors import WorkerKeys
 
 LARGEST_TOLD = 1 << 24
@@ -46,110 +30,6 @@ LINGER_MS = 1000
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(Told)
-
-
-class Attendance:
-    """What a worker knows of its membership, and what it says; a plain state machine.
-
-    `news` is told of each Abort that ends the generation that this worker is in, and of Out and Stop.
-    """
-
-    def __init__(self, worker: int, life: int, news: Callable[[int, str], None]) -> None:
-        self._me = worker, life
-        self._news = news
-        self.settings: dict[str, Any] | None = None
-        self.generation = 0
-        """The last one that this worker was in."""
-        self.aborted = 0
-        """The last one that is known to be over."""
-        self.held = False
-        """Whether the worker is to stand still at its next rest."""
-        self.out: str | None = None
-        self.stopped: str | None = None
-        self.answer: Form | GoOn | None = None
-        """What the worker that stands was told."""
-        self._standing: Here | None = None
-        self._rested = -1
-        """The hand at which this generation began, or rested last."""
-
-    def stand(self, here: Here) -> None:
-        """The worker stands still, until `answer` is there."""
-        sign = 1 if here.generation > 0 else -1
-        here = msgspec.structs.replace(here, generation=sign * self.generation, at_rest=here.at_rest and sign > 0)
-        self.answer, self._standing = None, here
-        if here.at_rest and self.aborted >= self.generation:
-            self._standing = msgspec.structs.replace(here, at_rest=False)
-        elif here.at_rest and here.hand <= self._rested:
-            self._reply(GoOn(self.generation, self._rested + 1))
-
-    def says(self) -> list[Said]:
-        """What is to be said now, and again until there is an answer."""
-        if self._standing is None:
-            return []
-        is_broken = self.generation > self.aborted and not self._standing.at_rest
-        return [*([Broken(self.generation, "it stands still")] if is_broken else []), self._standing]
-
-    def told(self, told: Told) -> bool:
-        """The coordinator says something; True when there is something to be said at once."""
-        match told:
-            case Welcome():
-                self.settings = told.settings
-            case Abort():
-                return self._abort(told.generation, told.why)
-            case Hold():
-                news = told.generation == self.generation > self.aborted and not self.held
-                self.held = self.held or news
-                return news
-            case GoOn():
-                here = self._standing
-                if here is not None and here.at_rest and here.generation == told.generation and here.hand < told.hand:
-                    self._reply(told)
-            case Form():
-                return self._form(told)
-            case Out():
-                self.out = self.out or told.why
-                self._news(self.generation, told.why)
-            case Stop():
-                self.stopped = self.stopped or told.why
-                self._news(self.generation, told.why)
-        return False
-
-    def _abort(self, generation: int, why: str) -> bool:
-        if generation < max(self.generation, self.aborted):
-            return False
-        is_first, here = generation > self.aborted, self._standing
-        self.aborted, self.held = generation, False
-        if here is not None and here.at_rest:
-            self._standing = msgspec.structs.replace(here, at_rest=False)
-        self._news(generation, why)
-        return is_first and here is not None
-
-    def _form(self, form: Form) -> bool:
-        here = self._standing
-        if here is None:
-            return False
-        mine = next((one for one in form.members if (one.worker, one.life) == self._me), None)
-        if mine is None:
-            self._reply(form)
-        elif form.generation == self.generation:
-            if here.at_rest and mine.here == here:
-                self._enter(form)
-        elif form.generation > self.generation:
-            if form.generation > self.aborted:
-                self._enter(form)
-                return False
-            self.generation = form.generation  # over before it began
-            sign = 1 if here.generation > 0 else -1
-            self._standing = msgspec.structs.replace(here, generation=sign * form.generation, at_rest=False)
-            return True
-        return False
-
-    def _enter(self, form: Form) -> None:
-        self.generation, self.held, self._rested = form.generation, False, rested(form)
-        self._reply(form)
-
-    def _reply(self, answer: Form | GoOn) -> None:
-        self.answer, self._standing = answer, None
 
 
 class Companion:
@@ -313,6 +193,7 @@ class Companion:
                 if time.monotonic() >= due:
                     due = time.monotonic() + self._every_s
                     self._speak(with_beat=True)
+                    self._mind_silence()
                 ready = dict(poller.poll(max(int((due - time.monotonic()) * 1000) + 1, 0)))
                 is_nudged = self._nudged.fileno() in ready and self._drain()
                 is_new = self._heed()
@@ -330,6 +211,12 @@ class Companion:
             self._monitor.close(linger=0)
             self._dealer.close(linger=LINGER_MS)
             self._context.term()
+
+    def _mind_silence(self) -> None:
+        """Who waits for others, and for a coordinator, longer than the patience is cut off from them."""
+        doing, _, since = self._doing
+        if doing == EXCHANGING and time.monotonic() - max(since, self._heard) > self._patience_s:
+            self._news(self._attendance.generation, "neither the others nor the coordinator were heard")
 
     def _drain(self) -> bool:
         return bool(self._nudged.recv(4096))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from stretto.errors import BrokenWireError, MemberOutError
-from stretto.members.messages import Form, GoOn, Here
+from stretto.members.messages import EXCHANGING, Form, GoOn, Here
 from stretto.wire.attempts import Attempt, pack, unpack
 from stretto.wire.seam import Message, Ticket, Traffic, Wire
 from stretto.words import Answer, Ask, Mean
@@ -215,7 +215,7 @@ class EnduringWire:
         `alone` says that one worker can be done with it before others have begun.
         """
         todo = act
-        self.doing("exchanging", self.position()[0])
+        self.doing(EXCHANGING, self.position()[0])
         while True:
             try:
                 found = todo()

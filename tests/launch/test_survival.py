@@ -45,7 +45,7 @@ def crew(place: Place) -> Place:
 
 def told(place: Place) -> list[Any]:
     """What the coordinators were told."""
-    return [what for _, name, what in place.heard() if name == "launcher"]
+    return [what for _, name, what in place.heard() if name == "launcher 0"]
 
 
 def failure(place: Place, text: str, **order: Any) -> str:
@@ -273,7 +273,7 @@ until("well-0", "well-1")
 """
     folder = crew.run(HEAD + text, workers=2)
     first, second = crew.coordinators()
-    assert crew.heard() == [[pid, "launcher", ["Gone", 1, 0, "killed by SIGKILL", True]] for pid in (first, second)]
+    assert crew.heard() == [[pid, "launcher 0", ["Gone", 1, 0, "killed by SIGKILL", True]] for pid in (first, second)]
     assert Path("well-0").read_text() == Path("well-1").read_text()
     events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
     assert [(one["worker"], one["what"], one["life"]) for one in events] == [(-1000, "gone", 0), (-1000, "joined", 1)]

@@ -11,9 +11,9 @@ import hypothesis.strategies as st
 from hypothesis import example, given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
+from stretto.members.attendance import Attendance
 from stretto.members.messages import Beat, Broken, Form, GoOn, Hello, Here, Leave, Quit, Said, Stop
 from stretto.members.roll import Post, Roll
-from stretto.wire.companion import Attendance
 
 PATIENCE_S = 10.0
 STRIKES = (*["kill", "begin"] * 3, "pause", "go on", "crash", "restart", "save", "quit", "leave")

@@ -432,7 +432,7 @@ class Crowd(RuleBasedStateMachine):
 
 
 def test_any_order() -> None:
-    run_state_machine_as_test(Crowd, settings=settings(deadline=None, max_examples=80, stateful_step_count=50))
+    run_state_machine_as_test(Crowd, settings=settings(deadline=None, max_examples=40, stateful_step_count=50))
 
 
 # --- exactly what was sent ------------------------------------------------------------------------------------------

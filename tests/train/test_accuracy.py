@@ -1,4 +1,4 @@
-"""Training in few bytes reaches what training exactly does: the digits, four workers, the same epochs, three seeds."""
+"""Training in few bytes reaches what training exactly does: the digits, four workers, the same epochs, two seeds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import stretto
 
-SEEDS = (0, 1, 2)
+SEEDS = (0, 1)
 EPOCHS = 10
 POINT = 0.01
 LEARNING: dict[str, Callable[[Any], torch.optim.Optimizer]] = {

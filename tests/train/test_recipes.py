@@ -125,7 +125,7 @@ def test_a_worker_that_never_has_data_weighs_nothing(recipe: str) -> None:
 def test_it_learns(recipe: str) -> None:
     before, after = [], []
     together(2, train(recipe, 160, epochs=0, losses=before), recipe)
-    together(2, train(recipe, 160, epochs=25, losses=after), recipe)
+    together(2, train(recipe, 160, epochs=25 if "soft" in recipe or "weight" in recipe else 15, losses=after), recipe)
     assert max(after) < 0.8 * min(before)
 
 

@@ -92,7 +92,7 @@ class Scene:
         return [one.result(LIMIT_S) for one in [self.pool.submit(one.stand, here) for one in crew]]
 
     def launcher(self) -> Any:
-        return self.dealer(b"launcher")
+        return self.dealer(b"launcher 0")
 
     def dealer(self, name: bytes) -> Any:
         """A socket of somebody, with the workers' key."""
@@ -250,7 +250,7 @@ def test_garbage_and_unknown_names_are_refused_and_counted(scene) -> None:
         (b"worker 0.0", [b"", b""]),
         (b"worker -1.0", [msgspec.msgpack.encode(Here(0))]),
         (b"somebody", [msgspec.msgpack.encode(Here(0))]),
-        (b"launcher", [msgspec.msgpack.encode(Here(0))]),
+        (b"launcher 0", [msgspec.msgpack.encode(Here(0))]),
     ):
         before = there.call.refused
         there.dealer(name).send_multipart(frames)
