@@ -32,7 +32,7 @@ demo: $(READY)      ## compare three recipes with one machine on the digits
 	$(BIN)/stretto compare examples/digits.py -n 4 --recipe allreduce --recipe "local_sgd(every=16)" --recipe "diloco(every=50)" --target "test_accuracy>=0.95"
 
 # Two halves at once, each about one core's work: what computes in one process, and what starts others.
-COMPUTING := tests/train tests/how tests/kernels tests/server
+COMPUTING := tests/train tests/how tests/kernels tests/server tests/sim
 test: $(READY_GPU)  ## the laws
 	@$(BIN)/python -m pytest $(COMPUTING) & first=$$!; \
 	$(BIN)/python -m pytest $(addprefix --ignore=,$(COMPUTING)); second=$$?; \

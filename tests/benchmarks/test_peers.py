@@ -71,7 +71,7 @@ def check(outcome: Outcome, workers: int) -> None:
     assert outcome.change == outcome.pushed
 
 
-@pytest.mark.parametrize("tcp", [False, True], ids=["default", "tcp"])
+@pytest.mark.parametrize("tcp", [True])
 def test_rpc_applies_what_is_pushed(tcp):
     check(rpc.run(PARAMETERS, 2, 0.3, tcp), 2)
 

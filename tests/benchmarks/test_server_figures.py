@@ -24,7 +24,7 @@ def test_turns_go_forwards_and_backwards_and_the_first_is_not_counted():
     assert found == {"a": [4, 5, 8], "b": [3, 6, 7]}
 
 
-@pytest.mark.parametrize(("curve", "shards"), [(False, 1), (True, 2)])
+@pytest.mark.parametrize(("curve", "shards"), [(True, 2)])
 def test_what_our_server_is_pushed_it_applies(curve, shards):
     with push.team(2) as team:
         processes = [one.process for one in team._all]

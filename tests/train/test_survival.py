@@ -143,7 +143,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(recipe: str, tmp_path: Path) -> 
             optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
             schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
             source = torch.Generator().manual_seed(3)
-            loader: Any = DataLoader(regression(97), batch_size=4, shuffle=True, generator=source)
+            loader: Any = DataLoader(regression(65), batch_size=4, shuffle=True, generator=source)
             loader = stretto.distribute(net, optimizer, loader)
             for _ in range(epochs):
                 for x, y in loader:
