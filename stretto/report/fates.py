@@ -31,7 +31,8 @@ class Fate:
 
     def __str__(self) -> str:
         """In one line."""
-        return f"{called(self.worker)}, at {figures.seconds(self.t)}: {self.what}" + f"; {self.next}" * bool(self.next)
+        when = f"at {figures.seconds(self.t)}" if self.t >= 0 else f"{figures.seconds(-self.t)} before it began"
+        return f"{called(self.worker)}, {when}: {self.what}" + f"; {self.next}" * bool(self.next)
 
 
 def fates(history: History) -> list[Fate]:
@@ -94,7 +95,8 @@ def _others(event: Event, history: History) -> str:
         return ""
     count, generation = len(formed[0].get("members") or []), formed[0].get("generation")
     after = figures.seconds(formed[0]["t"] - event["t"])
-    return f"{figures.plural(count, 'worker')} went on after {after} as generation {generation}" if count else ""
+    went = "began" if generation == 1 else "went on"
+    return f"{figures.plural(count, 'worker')} {went} after {after} as generation {generation}" if count else ""
 
 
 def _again(event: Event, history: History) -> int | None:

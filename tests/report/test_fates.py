@@ -31,6 +31,17 @@ def test_each_death_is_told_with_what_came_next(died: Path) -> None:
     ]
 
 
+def test_who_was_gone_before_the_first_generation_has_interrupted_nothing(tmp_path: Path) -> None:
+    early = {"event": "member", "what": "gone", "worker": 1, "life": 0, "generation": 0, "why": "killed by SIGKILL"}
+    events = with_deaths(training(3, 0.02, 1000, 1, 0.9))
+    begun = next(one for one in events if one.get("what") == "formed")
+    shift = {name: begun[name] - 2.0 for name in ("t", "at")}
+    folder = write_run(tmp_path / "run", recipe="allreduce()", workers=3, events=[{**early, **shift}, *events])
+    told = str(fates(read(folder))[0])
+    assert told.startswith("worker 1, 2.50 s before it began: gone (killed by SIGKILL")
+    assert "3 workers began after 2.00 s as generation 1" in told
+
+
 def test_the_record_holds_the_deaths(died: Path) -> None:
     found = record(died)
     assert [(one["who"], one["life"], one["samples_done_again"]) for one in found["deaths"]] == [
