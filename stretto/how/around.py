@@ -45,6 +45,9 @@ class Around(Codec):
     def residual(self, memory: Any) -> Tensor | None:
         return self.inner.residual(memory)
 
+    def take_on(self, memory: Any, owed: Tensor) -> None:
+        self.inner.take_on(memory, owed)
+
     def converse(self, x: Tensor, memory: Any, owed: Tensor | None = None) -> Conversation:
         return self.inner.converse(x, memory, owed)
 

@@ -95,6 +95,11 @@ class by_size(Placed):
             part.scatter(owed, whole)
         return whole
 
+    def take_on(self, memory: Any, owed: Tensor) -> None:
+        parts: list[Part] = memory
+        for part in parts:
+            part.codec.take_on(part.memory, part.gather(owed))
+
     def bytes_of(self, x: Tensor, scene: Scene = ALONE) -> int:
         parts = self.memory(x, scene)
         return sum(bytes_in(part.codec, part.gather(x), part.scene) for part in parts)

@@ -16,7 +16,7 @@ What a codec promises beyond these is tried where it has the attribute:
 - `linear`: a typed message may be summed with others on the way
 - `splits: bool` (False): each number is carried exactly or owed wholly: carried + owed is the input to the bit
 - `conserves: bool` (True): nothing is lost on purpose; False for clipped residuals, decay, momentum
-- `keeps_residual`: it takes no `owed`; what `residual(memory)` shows is what it owes
+- `keeps_residual`: it takes no `owed`; what `residual(memory)` shows is what it owes, and `take_on` adds to that
 - `unbiased: bool` (False): the expectation of decode(encode(x)) is x
 - `contraction(n) -> float | None`: the delta of E ||a - C(a)||^2 <= (1 - delta) ||a||^2 for n numbers
 - `needs_theta`: it is shown parameters that move
@@ -57,6 +57,7 @@ def check_codec(
             for workers in (1, 2, 3):
                 _check_mean(codec, dtype, length, workers, tolerance)
                 _check_owed(codec, dtype, length, workers, tolerance)
+            _check_handed_over(codec, dtype, length)
         _check_kinds(codec, dtype, tolerance, huge)
         _check_refuses(codec, dtype)
         if codec.pair:
@@ -303,6 +304,22 @@ def _held(thing: object) -> Iterator[tuple[str, Any]]:
     names = [name for kind in type(thing).__mro__ for name in getattr(kind, "__slots__", ())]
     yield from ((name, getattr(thing, name)) for name in names if hasattr(thing, name))
     yield from getattr(thing, "__dict__", {}).items()
+
+
+def _check_handed_over(codec: Codec, dtype: torch.dtype, length: int) -> None:
+    """What one worker owes another can take on: all of it, and nothing else."""
+    for in_blocks in (False, True):
+        crew = _Crew(codec, dtype, length, 2, in_blocks)
+        crew.round(crew.contributions(_normal))
+        mine, theirs = (codec.residual(one) for one in crew.memories)
+        if mine is None or theirs is None:
+            return
+        together, left = mine + theirs, theirs.clone()
+        codec.take_on(crew.memories[0], left)
+        found = codec.residual(crew.memories[0])
+        assert found is not None, f"{crew}: nothing is owed any more"
+        assert torch.equal(found, together), f"{crew}: what another owed was not taken on whole"
+        assert torch.equal(left, theirs), f"{crew}: what was taken on was changed"
 
 
 def _check_owed(codec: Codec, dtype: torch.dtype, length: int, workers: int, tolerance: float) -> None:

@@ -118,6 +118,12 @@ class Codec(Answer):
         """What is still owed, if the codec keeps that."""
         return None
 
+    def take_on(self, memory: Any, owed: Tensor) -> None:
+        """Owe this as well, which another worker has left: e <- e + owed. A codec that keeps nothing lets it go."""
+        mine = self.residual(memory)
+        if mine is not None:
+            mine.add_(owed)
+
     def entries(self, message: Tensor, like: Tensor) -> int:
         """How many numbers of `like` a message speaks of."""
         return like.numel()

@@ -71,6 +71,9 @@ class error_feedback(Around):
     def residual(self, memory: Owed) -> Tensor:
         return memory.owed
 
+    def take_on(self, memory: Owed, owed: Tensor) -> None:
+        memory.owed.add_(owed)
+
     def converse(self, x: Tensor, memory: Owed, owed: Tensor | None = None) -> Conversation:
         self._fade(x, memory)
         return (yield from self.codec.converse(x, memory.inner, owed=memory.owed))

@@ -28,6 +28,7 @@ from stretto.train.tally import Tally
 from stretto.what import gradients, momenta
 from stretto.when import on_arrival, together
 from stretto.wire import Wire
+from stretto.wire.enduring import has_others
 from stretto.wire.server import ServerWire
 
 MEASURE_DRIFT_EVERY_S = 5.0
@@ -76,7 +77,7 @@ class Replica:
         self._look: Look | None = None
         self._apart = False
         self._drift_at = 0.0
-        if recipe is not None and isinstance(recipe.what, momenta) and wire.workers > 1:
+        if recipe is not None and isinstance(recipe.what, momenta) and has_others(wire):
             self._frozen = FrozenVariance(optimizer, recipe.what, self._is_warm)
         self.prepare()
 
@@ -231,10 +232,13 @@ class Replica:
 
     def add_owed(self, owed: Mapping[str, Tensor]) -> None:
         """Take on what another worker owed, as far as what is kept here can hold it."""
-        for name, mine in self.owed().items():
-            theirs = owed.get(name)
-            if theirs is not None and theirs.shape == mine.shape:
-                mine.add_(theirs.to(mine.device))
+        if self._recipe is None:
+            return
+        codec, kept = self._recipe.how, self.owed()
+        for index, memory in enumerate(self._memories):
+            mine, theirs = kept.get(f"owed/{index}"), owed.get(f"owed/{index}")
+            if mine is not None and theirs is not None and theirs.shape == mine.shape:
+                codec.take_on(self._codec_memory(memory), theirs.to(mine.device))
 
     def _codec_memory(self, memory: Any) -> Any:
         what = self._recipe.what if self._recipe is not None else None
