@@ -29,7 +29,7 @@ from stretto.train.talk import Talk, finish
 from stretto.train.tally import Tally
 from stretto.what import gradient_differences, gradients, momenta
 from stretto.wire import Wire
-from stretto.wire.enduring import EnduringWire, attempted
+from stretto.wire.enduring import EnduringWire, attempted, has_others
 
 FIRST_BUCKET_BYTES = 1 << 20
 BUCKET_BYTES = 25 << 20
@@ -106,7 +106,7 @@ class GradientExchange:
         on_begin: Callable[[], None],
         on_end: Callable[[float], None],
     ) -> None:
-        self._what, self._codec = (recipe.what, recipe.how) if wire.workers > 1 else (gradients(), exact())
+        self._what, self._codec = (recipe.what, recipe.how) if has_others(wire) else (gradients(), exact())
         self._wire, self._watch, self._tally, self._share = wire, watch, tally, share
         self._around, self._pace = around, pace
         self._on_begin, self._on_end = on_begin, on_end

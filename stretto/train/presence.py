@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from torch import nn
 from torch.optim import Optimizer
 
-from stretto.errors import LaunchError, explain
+from stretto.errors import LaunchError, MemberOutError, explain
 from stretto.members.deal import Deal
 from stretto.train import handover
 from stretto.train.batches import Order, pack, unpack
@@ -97,7 +97,9 @@ class Presence:
         """Take over the state of those who are there, or of a checkpoint, if there is one."""
         wire = self._trainer.wire
         if isinstance(wire, EnduringWire) and wire.arrives:
-            self._take(handover.unpack(wire.tell_state(b"")))
+            if not (told := wire.tell_state(b"")):
+                raise MemberOutError("nobody is left who knows the state of the run; this worker begins anew")
+            self._take(handover.unpack(told))
             wire.arrived()
             self._draw_otherwise()
         elif isinstance(wire, ServerWire) and comes_late(wire):
@@ -360,6 +362,8 @@ class Presence:
     def _state(self, own: dict[int, handover.Own]) -> State:
         trainer = self._trainer
         hands = trainer.hands if isinstance(trainer.hands, LeasedHands) else None
+        if hands is not None:
+            hands.deal.commit()  # at a rest those who are there have nothing left, though the last hand's may be gone
         replica, tensors = trainer.replica.state()
         facts: dict[str, Any] = {
             "recipe": str(trainer.replica.recipe),

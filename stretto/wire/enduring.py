@@ -410,6 +410,11 @@ class EnduringWire:
         self._kept.append(ended)
 
 
+def has_others(wire: Wire) -> bool:
+    """Whether there is somebody to exchange with, or may be one day."""
+    return wire.workers > 1 or isinstance(wire, EnduringWire)
+
+
 def attempted(wire: Wire, act: Callable[[], Found], again: Callable[[], Found] | None = None) -> Found:
     """Do asks that belong together; over a wire whose workers may die they are done again when one does."""
     return wire.attempt(act, again) if isinstance(wire, EnduringWire) else act()

@@ -175,6 +175,15 @@ def test_other_workers_and_another_recipe_go_on(tmp_path: Path) -> None:
     assert audits(tmp_path / "two")[-1] == {"once": 97, "twice": 0, "never": 0, "dropped": 0}
 
 
+def test_the_only_one_to_begin_anew_encodes_as_those_who_will_come(tmp_path: Path) -> None:
+    """It owes what the others did, and speaks their recipe, though at first to nobody."""
+    recipe = "power_sgd(rank=1)"
+    crew(3, training(epochs=1), recipe, tmp_path / "one", checkpoint=every("4 rounds"))
+    found, _ = crew(1, training(epochs=2), recipe, tmp_path / "two", resume=tmp_path / "one")
+    assert len(found) == 1
+    assert audits(tmp_path / "two")[-1] == {"once": 97, "twice": 0, "never": 0, "dropped": 0}
+
+
 @pytest.mark.parametrize("dies", [0, 1])
 @pytest.mark.parametrize("recipe", ["allreduce", "local_sgd(every=3, optimizer_state='average')", *RECIPES[5:8]])
 def test_who_has_the_answer_gives_it_to_who_lacks_it(recipe: str, dies: int, tmp_path: Path) -> None:
