@@ -31,7 +31,9 @@ CAUSE_S = 1.0
 LOOK_S = 0.2
 """How often it is looked who is missed, once a worker has come to its end."""
 FIRST_S, LONGEST_S = 0.2, 10.0
-"""Before a process is started again for the first time, and at most; each time it is twice as long."""
+"""Before a process is started again for the first time, and at most; each time it is twice as long, until a process has
+lived longer than that.
+"""
 STRIKES = {"kill": signal.SIGKILL, "pause": signal.SIGSTOP, "go_on": signal.SIGCONT}
 State = Literal["there", "away", "lost", "done"]
 """A process is there; or has died and will be started again, or not; or has ended well."""
@@ -56,10 +58,14 @@ def pause_s(restart: int) -> float:
 
 @dataclass
 class _Process:
-    """A process of the run, over all its lives. `back_after_s` is how long it was asked to stay away this time."""
+    """A process of the run, over all its lives. `back_after_s` is how long it was asked to stay away this time,
+    `hasty` how many lives in a row were short.
+    """
 
     number: int
+    began: float
     life: int = 0
+    hasty: int = 0
     state: State = "there"
     back_after_s: float | None = None
 
@@ -90,7 +96,7 @@ class Supervisor:
         """Start all processes."""
         for part in self._cast.all():
             self._relay.listen(part.number, self._crew.start(part))
-            self._processes[part.number] = _Process(part.number)
+            self._processes[part.number] = _Process(part.number, time.perf_counter())
         self._strike_next()
 
     def see_through(self) -> Cause | None:
@@ -149,8 +155,10 @@ class Supervisor:
         self._crew.bury(one.number)
         self._deaths.append(end)
         if returns:
-            wait_s = pause_s(one.life) if one.back_after_s is None else one.back_after_s
-            self._later(time.perf_counter() + wait_s, lambda: self._start_again(one))
+            now = time.perf_counter()
+            one.hasty = 0 if now - one.began > LONGEST_S else one.hasty
+            wait_s = pause_s(one.hasty) if one.back_after_s is None else one.back_after_s
+            self._later(now + wait_s, lambda: self._start_again(one))
             return None
         return self._too_few(end)
 
@@ -209,7 +217,8 @@ class Supervisor:
             heapq.heappop(self._due)[2]()
 
     def _start_again(self, one: _Process) -> None:
-        one.life, one.state, one.back_after_s = one.life + 1, "there", None
+        one.life, one.hasty, one.state, one.back_after_s = one.life + 1, one.hasty + 1, "there", None
+        one.began = time.perf_counter()
         self._relay.listen(one.number, self._crew.start(self._cast.part(one.number, one.life)), one.life)
         if one.number < 0:
             self._write("member", one.number, what="joined", life=one.life, generation=0, why="started again")

@@ -26,6 +26,8 @@ from stretto.wire.link import dial
 from stretto.wire.solo import SoloWire
 
 DEFAULT_TIMEOUT_S = 600.0
+RETURN_S = 30.0
+"""How long a launcher may take to start a server again: its pause before that, and until a process has begun."""
 FIRST_S = 60.0
 """How long a worker waits for the first word of a coordinator."""
 
@@ -160,7 +162,7 @@ def _server(
     addresses = [f"tcp://{one}" for one in environment["STRETTO_SERVERS"].split(",")]
     keys, life = _keys(environment), _number(environment, "STRETTO_LIFE", 0)
     endures = "STRETTO_COORDINATOR" in environment
-    patience_s = float(environment.get("STRETTO_PATIENCE", "10")) if endures else None
+    away_s = float(environment.get("STRETTO_PATIENCE", "10")) + RETURN_S if endures else None
 
     def reach(recipe: Recipe) -> Wire:
         if not endures:
@@ -169,11 +171,11 @@ def _server(
         if not recipe.asynchronous:
             from stretto.wire.former import ServerFormer
 
-            wire = dial(worker, workers, addresses, keys, timeout_s, 0, patience_s)
+            wire = dial(worker, workers, addresses, keys, timeout_s, 0, away_s)
             return EnduringWire(worker, standing, ServerFormer(wire))
         standing.stand(Here(0))
         try:
-            free = dial(worker, workers, addresses, keys, timeout_s, life, patience_s)
+            free = dial(worker, workers, addresses, keys, timeout_s, life, away_s)
         except WireError as error:
             if life and OVER in str(error):
                 raise SystemExit(0) from None
