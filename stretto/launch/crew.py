@@ -26,10 +26,14 @@ LAST_S = 1.0
 
 @dataclass(frozen=True)
 class Exited:
-    """A worker has ended, or a server, which has a number below 0; `code` is negative for a signal."""
+    """A worker has ended, or a server, which has a number below 0; `code` is negative for a signal.
+
+    `struck` says that this launcher has sent it one on purpose.
+    """
 
     worker: int
     code: int
+    struck: bool = False
 
     @property
     def failed(self) -> bool:
@@ -53,6 +57,7 @@ class Crew:
     def __init__(self, inbox: Inbox) -> None:
         self._inbox = inbox
         self._alive: dict[int, subprocess.Popen[bytes]] = {}
+        self._struck: set[subprocess.Popen[bytes]] = set()
         self._warden = _start_warden()
 
     def start(self, part: Part) -> IO[bytes]:
@@ -80,7 +85,7 @@ class Crew:
         ended = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         assert ended is not None
         code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
-        self._inbox.put(Exited(worker, code))
+        self._inbox.put(Exited(worker, code, process in self._struck))
 
     def bury(self, worker: int) -> None:
         """Kill what an ended worker has left running, and reap it."""
@@ -91,7 +96,9 @@ class Crew:
 
     def strike(self, number: int, what: signal.Signals) -> None:
         """Send a signal to one process, not to what it has started."""
-        os.kill(self._alive[number].pid, what)
+        process = self._alive[number]
+        self._struck.add(process)
+        os.kill(process.pid, what)
 
     def end(self) -> None:
         """End all: ask, wait for `GRACE_S` or the next signal, kill."""

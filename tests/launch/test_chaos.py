@@ -180,5 +180,5 @@ while len(pathlib.Path("coordinators").read_text().splitlines()) < 2 if pathlib.
 
 def test_without_survival_a_kill_ends_the_run(place: Place) -> None:
     text = "import time\ntime.sleep(60)"
-    with pytest.raises(LaunchError, match="worker 0 was killed by SIGKILL"):
+    with pytest.raises(LaunchError, match="worker 0 was killed by SIGKILL\n--chaos sent it"):
         place.run(text, chaos="kill worker at 500ms")
