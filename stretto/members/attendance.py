@@ -27,6 +27,8 @@ class Attendance:
         """The last one that is known to be over."""
         self.held = False
         """Whether the worker is to stand still at its next rest."""
+        self.is_alone = False
+        """Whether nobody else is in its generation."""
         self.out: str | None = None
         self.stopped: str | None = None
         self.answer: Form | GoOn | None = None
@@ -109,6 +111,7 @@ class Attendance:
 
     def _enter(self, form: Form) -> None:
         self.generation, self.held, self._rested = form.generation, False, rested(form)
+        self.is_alone = len(form.members) == 1
         self._reply(form)
 
     def _reply(self, answer: Form | GoOn) -> None:

@@ -25,6 +25,8 @@ from stretto.server.doors import WorkerKeys
 
 LARGEST_TOLD = 1 << 24
 WATCHED = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+ALONE = 0.7
+"""The share of the patience for which a worker goes on alone without a word of the coordinator."""
 LINGER_MS = 1000
 """How long the last word may take to leave."""
 
@@ -213,10 +215,16 @@ class Companion:
             self._context.term()
 
     def _mind_silence(self) -> None:
-        """Who waits for others, and for a coordinator, longer than the patience is cut off from them."""
+        """Who waits for others, and for a coordinator, longer than the patience is cut off from them.
+
+        One that is alone waits for nobody: it stops before others that it can't see are let begin without it.
+        """
         doing, _, since = self._doing
-        if doing == EXCHANGING and time.monotonic() - max(since, self._heard) > self._patience_s:
-            self._news(self._attendance.generation, "neither the others nor the coordinator were heard")
+        alone = self._attendance.is_alone and not self.settings.get("free", False)
+        limit_s = ALONE * self._patience_s if alone else self._patience_s
+        silent_s = time.monotonic() - (self._heard if alone else max(since, self._heard))
+        if silent_s > limit_s and (alone or doing == EXCHANGING):
+            self._news(self._attendance.generation, "the coordinator was not heard")
 
     def _drain(self) -> bool:
         return bool(self._nudged.recv(4096))

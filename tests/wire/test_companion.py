@@ -280,6 +280,25 @@ def test_a_worker_that_computes_is_not_taken_for_dead_and_hears_at_once(scene) -
     assert told and told[0] - start < 2.4
 
 
+def test_who_is_alone_and_cut_off_stops_before_others_can_begin_without_it(scene) -> None:
+    there = scene(1, patience_s=2.0)
+    there.crew(1)
+    there.stop.set()
+    there.thread.join(LIMIT_S)
+    assert until(lambda: there.aborts == [(0, 1)] * len(there.aborts) != []) < 2.0
+
+
+def test_who_waits_for_others_and_is_cut_off_breaks_that_off_and_who_computes_goes_on(scene) -> None:
+    there = scene(2, patience_s=1.0)
+    crew = there.crew(2)
+    crew[0].doing("exchanging", 3)
+    crew[1].doing("computing", 3)
+    there.stop.set()
+    there.thread.join(LIMIT_S)
+    assert until(lambda: (0, 1) in there.aborts) > 0.7
+    assert (1, 1) not in there.aborts
+
+
 def test_without_a_coordinator_a_worker_stops_by_itself() -> None:
     with socket.create_server(("127.0.0.1", 0)) as nobody, pytest.raises(WireError, match="no coordinator answered"):
         Companion(0, 0, "{}:{}".format(*nobody.getsockname()), WORKER_KEYS, 1.0, limit_s=0.5)
