@@ -629,8 +629,10 @@ class Roll:
         return sum(one.state == "left" and one.why != ASKED for one in self._all.values())
 
     def _unseen(self) -> int:
-        """How many of the first generation have not been heard of yet."""
-        return sum(worker not in self._all for worker in range(self._began.expected)) if not self.generation else 0
+        """How many of those who were expected at first have not been heard of yet."""
+        if self.generation and not self._began.free:
+            return 0
+        return sum(worker not in self._all for worker in range(self._began.expected))
 
     def _lost(self) -> list[int]:
         """Members that are gone, and did not leave in good order."""

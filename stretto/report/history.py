@@ -34,10 +34,10 @@ class History:
         """The events of one kind."""
         return self.events.get(kind, [])
 
-    @property
+    @cached_property
     def workers(self) -> int:
-        """How many workers were asked for."""
-        return int(self.run.get("workers") or 1)
+        """How many workers were asked for, and joined later."""
+        return max(int(self.run.get("workers") or 1), *(1 + event["worker"] for event in self.of("start")), 1)
 
     @property
     def ended(self) -> bool:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from stretto.errors import WireError
+from stretto.errors import BrokenWireError, WireError
 from stretto.sim import costs
-from stretto.sim.flows import ARRIVE
+from stretto.sim.flows import ARRIVE, Transfer
 from stretto.sim.network import Exchange, Links
 from stretto.sim.world import Worker, World
 from stretto.wire.seam import Message, Traffic, made
@@ -32,6 +33,7 @@ class _Round:
     answer: Any = None
     problem: str = ""
     left: int = 0
+    transfer: Transfer | None = None
 
 
 class _Load(NamedTuple):
@@ -42,12 +44,22 @@ class _Load(NamedTuple):
 
 
 class Table:
-    """Where all workers of a world meet. Exchange r begins when everyone has laid something down for it."""
+    """Where all workers of a world meet, or some `members`: exchange r begins when each has laid something down for it.
 
-    def __init__(self, world: World, links: Links) -> None:
-        self._world, self._links = world, links
-        self.workers = len(world.workers)
+    Workers are called by their ranks among those that meet.
+    """
+
+    def __init__(self, world: World, links: Links, members: Sequence[int] | None = None) -> None:
+        self._world, self.links = world, links
+        self.members = tuple(range(len(world.workers))) if members is None else tuple(members)
+        self.among = members
+        self._ends = None if members is None else frozenset(members)
+        self.workers = len(self.members)
         self._rounds: dict[int, _Round] = {}
+        self._is_over = False
+        """Whether nothing that has not ended will."""
+        self._is_broken = False
+        """Whether those who wait are told so."""
 
     def wire(self, worker: Worker, limit_s: float) -> SimWire:
         """One worker's end."""
@@ -57,20 +69,22 @@ class Table:
         """A worker has come to an exchange."""
         round_ = self._round(number)
         round_.laid[worker] = thing
-        if len(round_.laid) == self.workers:
+        if not self._is_over and len(round_.laid) == self.workers:
             self._begin(round_)
 
     def is_there(self, number: int) -> bool:
-        """Whether the exchange is over."""
-        return self._round(number).there
+        """Whether the exchange is over, or never will be."""
+        return self._round(number).there or self._is_broken
 
     def await_turn(self, number: int, worker: Worker) -> None:
         """Wake the worker when it is."""
         self._round(number).takes.append(worker)
 
     def take(self, number: int) -> Any:
-        """The answer; the last worker to take it clears it away."""
+        """The answer; the last worker to take it clears it away. Raises BrokenWireError if there will be none."""
         round_ = self._rounds[number]
+        if not round_.there:
+            raise BrokenWireError(f"exchange {number} was broken off")
         round_.left += 1
         if round_.left == self.workers:
             del self._rounds[number]
@@ -78,10 +92,24 @@ class Table:
             raise WireError(round_.problem)
         return round_.answer
 
+    def end(self) -> None:
+        """Somebody is gone: no exchange ends any more, though those who wait have not been told."""
+        self._is_over = True
+        for round_ in self._rounds.values():
+            if round_.transfer is not None:
+                self._world.net.lose(round_.transfer)
+
+    def abort(self) -> None:
+        """Break off whatever is not over. Idempotent."""
+        self.end()
+        self._is_broken = True
+        for round_ in self._rounds.values():
+            self._wake(round_)
+
     def missing(self, number: int) -> str:
         """Who has not come, in words."""
         laid = self._round(number).laid
-        absent = [str(one) for one in range(self.workers) if one not in laid]
+        absent = [str(one) for rank, one in enumerate(self.members) if rank not in laid]
         if not absent:
             return f"the network, in exchange {number}"
         return f"worker {', '.join(absent[:8])}{' and others' if len(absent) > 8 else ''} in exchange {number}"
@@ -98,12 +126,12 @@ class Table:
         round_.laid.update(dict.fromkeys(range(self.workers)))
         try:
             round_.answer, exchange, load = self._combined(things)
-            self._carry(exchange, load, lambda: self._end(round_))
         except WireError as error:
             round_.problem = str(error)
-            self._carry((0.0, (), 0.0), _Load(0.0), lambda: self._end(round_))
+            exchange, load = (0.0, (), 0.0), _Load(0.0)
+        round_.transfer = self._carry(exchange, load, lambda: self._end(round_))
 
-    def _carry(self, exchange: Exchange, load: _Load, then: Callable[[], None]) -> None:
+    def _carry(self, exchange: Exchange, load: _Load, then: Callable[[], None]) -> Transfer:
         """Let the links carry the bytes while the processors of all work on them.
 
         Messages wait for each other, so nothing is gained from what is late; nobody works then.
@@ -119,12 +147,16 @@ class Table:
             if not left:
                 world.queue.at(world.queue.now + latency_s, then, ARRIVE)
 
-        world.net.flow(amount, path, tariff.wire_s(load.messages, 0, load.tellings), part)
-        for worker in range(left - 1):
+        transfer = world.net.flow(amount, path, tariff.wire_s(load.messages, 0, load.tellings), part, self._ends)
+        for worker in self.members[: left - 1]:
             world.busy(1 + worker, work_s, part)
+        return transfer
 
     def _end(self, round_: _Round) -> None:
-        round_.there = True
+        round_.there = not self._is_broken
+        self._wake(round_)
+
+    def _wake(self, round_: _Round) -> None:
         for worker in round_.takes:
             worker.wake()
 
@@ -132,7 +164,7 @@ class Table:
         if any(type(one) is not type(things[0]) for one in things):
             kinds = sorted({type(one).__name__ for one in things})
             raise WireError(f"the workers do different things at once: {', '.join(kinds)}")
-        found: tuple[Any, Exchange, _Load] = things[0].combine(things, self._links)
+        found: tuple[Any, Exchange, _Load] = things[0].combine(things, self)
         return found
 
 
@@ -140,17 +172,17 @@ class Table:
 class _Asked:
     ask: Ask
 
-    def combine(self, things: list[_Asked], links: Links) -> Any:
+    def combine(self, things: list[_Asked], table: Table) -> Any:
         asks = [one.ask for one in things]
         if isinstance(self.ask, Mean):
             tensor = self.ask.tensor
             messages = _mean_messages(0, len(things), tensor.nbytes, tensor.element_size())
-            return answer(asks), links.all_reduce(tensor.nbytes), _Load(messages)
+            return answer(asks), table.links.all_reduce(tensor.nbytes, table.among), _Load(messages)
         found = Messages(answer(asks))
         sizes = [one.nbytes for one in found]
         busiest = max((len(sizes) - 1) * max(sizes), sum(sizes) - min(sizes))
-        hops, path, latency_s = links.gather(costs.SIZE)
-        exchange = hops + busiest, path, latency_s + links.gather(0)[2] / max(len(sizes) - 1, 1)
+        hops, path, latency_s = table.links.gather(costs.SIZE, table.among)
+        exchange = hops + busiest, path, latency_s + table.links.gather(0, table.among)[2] / max(len(sizes) - 1, 1)
         return found, exchange, _Load(6 * (len(things) - 1), 1)
 
 
@@ -158,13 +190,13 @@ class _Asked:
 class _Gathered:
     message: bytes
 
-    def combine(self, things: list[_Gathered], links: Links) -> Any:
+    def combine(self, things: list[_Gathered], table: Table) -> Any:
         told = [one.message for one in things]
         longest = max(map(len, told))
-        sent, path, latency_s = links.gather(costs.FRAME)
+        sent, path, latency_s = table.links.gather(costs.FRAME, table.among)
         is_long = longest > costs.FRAME - costs.SIZE
         if is_long:
-            more, _, again_s = links.gather(longest)
+            more, _, again_s = table.links.gather(longest, table.among)
             sent, latency_s = sent + more, latency_s + again_s
         load = _Load(4 * (1 + is_long) * (len(things) - 1), 1 + is_long)
         return told, (sent, path, latency_s), load
@@ -175,12 +207,22 @@ class _Told:
     message: bytes
     teller: int
 
-    def combine(self, things: list[_Told], links: Links) -> Any:
+    def combine(self, things: list[_Told], table: Table) -> Any:
         message = things[self.teller].message
         is_long = len(message) > costs.FRAME - costs.SIZE
         length = costs.FRAME + len(message) * is_long
         load = _Load(2 * (1 + is_long) * (1 - 1 / len(things)), 1 + is_long)
-        return message, links.broadcast(self.teller, length), load
+        return message, table.links.broadcast(table.members[self.teller], length, table.among), load
+
+
+@dataclass(frozen=True, slots=True)
+class _Came:
+    """A worker has come to where the others of its generation meet, which takes so long when all have."""
+
+    seconds: float
+
+    def combine(self, things: list[_Came], table: Table) -> Any:
+        return None, (0.0, (), self.seconds), _Load(0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +246,7 @@ class SimWire:
 
     def __init__(self, worker: Worker, table: Table, limit_s: float) -> None:
         self._self, self._table, self._limit_s = worker, table, limit_s
-        self.worker, self.workers = worker.number, table.workers
+        self.worker, self.workers = table.members.index(worker.number), table.workers
         self._number = 0
         self._sent, self._received = costs.forming_bytes(self.workers)
 
@@ -222,17 +264,28 @@ class SimWire:
         return found
 
     def tell(self, message: Message, teller: int = 0) -> bytes:
-        """The teller's message, at every worker. Within a backward pass, where nobody can wait, nothing comes back."""
-        number = self._lay(_Told(made(message) if self.worker == teller else b"", teller))
+        """The teller's message, at every worker. Within a backward pass, where nobody can wait, all know it."""
         if self._self.in_backward:
+            said = made(message)
+            number = self._lay(_Told(said, teller))
             self._self.after_backward(lambda: self._forget(number, teller))
-            return b""
+            return said
+        number = self._lay(_Told(made(message) if self.worker == teller else b"", teller))
         found: bytes = self.taken(number)
         self._count(_tell_bytes(self.worker, self.workers, teller, len(found)))
         return found
 
     def _forget(self, number: int, teller: int) -> None:
-        self._count(_tell_bytes(self.worker, self.workers, teller, len(self.taken(number))))
+        with suppress(BrokenWireError):  # the next exchange says so to one who can wait
+            self._count(_tell_bytes(self.worker, self.workers, teller, len(self.taken(number))))
+
+    def meet(self, seconds: float) -> None:
+        """Wait for the others to come, which takes so long when all have. Raises BrokenWireError."""
+        self.taken(self._lay(_Came(seconds)))
+
+    def abort(self) -> None:
+        """Break off whatever waits, at all that meet here."""
+        self._table.abort()
 
     def traffic(self) -> Traffic:
         """The bytes so far, as the live wire would count them."""

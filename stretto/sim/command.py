@@ -12,11 +12,12 @@ import typer
 
 from stretto.errors import LaunchError, explain
 from stretto.launch import crowd
-from stretto.launch.order import OnNan, Order, Output
+from stretto.launch.order import Batch, OnNan, Order, Output
 from stretto.launch.stopclock import seconds as stopclock
 from stretto.launch.stopclock import sparing
 from stretto.launch.watch import Watch
 from stretto.quantities import seconds as typed_seconds
+from stretto.quantities import spelled
 from stretto.report.record import STANDARD_OUTPUT, check_target
 from stretto.sim import faults as faults_
 from stretto.sim import network as network_
@@ -51,7 +52,9 @@ def command(
     ] = AUTO,
     faults: Annotated[
         str,
-        typer.Option(metavar="TEXT", help='"pause worker 2 for 5s at 30s; slow link of worker 1 by 10 for 20s at 5s"'),
+        typer.Option(
+            metavar="TEXT", help='"kill worker 2 at 30s, back after 5s; slow link of worker 1 by 10 for 20s at 5s"'
+        ),
     ] = "",
     processors: Annotated[
         float | None, typer.Option(metavar="N", help="Shared by all workers; else each has its own.")
@@ -60,6 +63,16 @@ def command(
     servers: Annotated[str | None, typer.Option(metavar="N", help="Put the recipe over a server of N shards.")] = None,
     on_nan: Annotated[OnNan, typer.Option(help="What a server does with an update that is not finite.")] = "stop",
     plain: Annotated[bool, typer.Option("--plain", help="Count bytes without encryption.")] = False,
+    patience: Annotated[
+        str, typer.Option(metavar="TIME", help="Who is not heard of so long is taken for dead.")
+    ] = "10s",
+    min_workers: Annotated[str, typer.Option(metavar="N", help="With fewer the run ends instead of going on.")] = "1",
+    max_workers: Annotated[
+        str | None, typer.Option(metavar="N", help="No more are let in; else as many as come.")
+    ] = None,
+    keep_batch: Annotated[
+        Batch, typer.Option(help="When workers go or come: that of each worker, or the joined one of all.")
+    ] = "local",
     seed: Annotated[str, typer.Option(metavar="N", help="Of all that is drawn, and shifts the script's seeds.")] = "0",
     sweep: Annotated[
         list[str] | None,
@@ -106,11 +119,15 @@ def command(
         servers=None if servers is None else _whole(servers, "the number of servers", "--servers 2"),
         on_nan=on_nan,
         plain=plain,
+        patience_s=_time(patience, "the patience", "--patience 10s"),
+        min_workers=_whole(min_workers, "the least number of workers", "--min-workers 2"),
+        max_workers=None if max_workers is None else _whole(max_workers, "the largest number", "--max-workers 8"),
+        batch=keep_batch,
     )
     if sweep:
         if step_time.startswith(AUTO):
             options["step_time"] = _asked_before(out) or _measured_once(order, network, step_time, processors)
-        also = (*(["--plain"] if plain else []), *(["--on-nan", on_nan] if on_nan != "stop" else []))
+        also = (*(["--plain"] if plain else []), *(["--on-nan", on_nan] if on_nan != "stop" else []), *_survival(order))
         given = {name: value for name, value in options.items() if value}
         grid = SweepOrder(script, tuple(sweep), order.args, given, also, target, jobs, out, json_to, quiet)
         run_sweep(grid, lambda text: print(text, file=sys.stderr if _here(json_to) else sys.stdout))
@@ -127,6 +144,17 @@ def command(
         **_ends(until),
     )
     _run(check(simulation), step_time, out, quiet, json_to)
+
+
+def _survival(order: Order) -> list[str]:
+    """What was said of workers that die, as it is typed."""
+    most = ["--max-workers", str(order.max_workers)] if order.max_workers is not None else []
+    said = {
+        "--patience": (f"{spelled(order.patience_s)}s", order.patience_s != Order.patience_s),
+        "--min-workers": (str(order.min_workers), order.min_workers != Order.min_workers),
+        "--keep-batch": (order.batch, order.batch != Order.batch),
+    }
+    return [word for name, (value, is_said) in said.items() if is_said for word in (name, value)] + most
 
 
 def _measured_once(order: Order, network: str, step_time: str, processors: float | None) -> str:
@@ -218,6 +246,12 @@ def _whole(text: str, what: str, to_type: str) -> int:
         return int(text)
     except ValueError:
         raise _wrong(f"{what} cannot be {text}", text, "a whole number", to_type) from None
+
+
+def _time(text: str, what: str, to_type: str) -> float:
+    if (found := typed_seconds(text)) is None:
+        raise _wrong(f"{what} cannot be {text}", text, "a time such as 500ms, 10s, 2m", to_type)
+    return found
 
 
 def _some(processors: float | None) -> float | None:

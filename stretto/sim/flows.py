@@ -38,9 +38,10 @@ class Flows:
         return self._number
 
     def stop(self, number: int) -> float:
-        """Take a flow out; returns what is left of it."""
+        """Take a flow out; returns what is left of it, nothing of one that has just ended."""
         self._fluid.advance(self._queue.now)
-        del self._then[number]
+        if self._then.pop(number, None) is None:
+            return 0.0
         self._settle_later()
         return self._fluid.stop(number)
 
@@ -73,8 +74,8 @@ class Flows:
 
 
 @dataclass(slots=True, eq=False)
-class _Transfer:
-    """Bytes on their way: from one end to another, or between all workers (`source` is None)."""
+class Transfer:
+    """Bytes on their way: from one end to another, or `among` workers, None for all of them (`source` is None)."""
 
     left: float
     path: Sequence[int]
@@ -82,8 +83,11 @@ class _Transfer:
     then: Then
     source: int | None = None
     target: int | None = None
+    among: frozenset[int] | None = None
     flow: int | None = None
     is_begun: bool = False
+    has_left: bool = False
+    is_lost: bool = False
 
 
 class Buckets:
@@ -124,23 +128,23 @@ class Net:
     def __init__(self, queue: Queue, links: Links) -> None:
         self._queue, self._links = queue, links
         self._flows = Flows(queue, links.capacities)
-        self._lines: dict[tuple[int, int], deque[_Transfer]] = {}
-        self._under_way: dict[int, _Transfer] = {}
+        self._lines: dict[tuple[int, int], deque[Transfer]] = {}
+        self._under_way: dict[int, Transfer] = {}
         self._factors: dict[int, list[float]] = {}
         """By which its links are slower now, for each end that has slow links."""
         self._slowed: dict[int, float] = {}
         """What of their capacity is left to links that were slowed."""
         self._cuts: list[frozenset[int]] = []
         """The ends of each cut: between them and all others nothing goes."""
-        self._stopped = 0
-        """How many workers are stopped: those that exchange with all the others hold all of them up."""
-        self._held: list[_Transfer] = []
+        self._stopped: set[int] = set()
+        """The workers that are stopped: those that exchange with others hold all of them up."""
+        self._held: list[Transfer] = []
         self._buckets = Buckets(queue, links.burst, self._capacity)
 
     def send(self, source: int, target: int, nbytes: float, then: Then) -> None:
         """Send so many bytes from one end to another (workers from 0, shards from -1 down)."""
         path, latency_s = self._links.path(source, target)
-        transfer = _Transfer(nbytes, path, latency_s, then, source, target)
+        transfer = Transfer(nbytes, path, latency_s, then, source, target)
         if not path and not self._cuts:
             self._arrive(transfer)
             return
@@ -149,9 +153,38 @@ class Net:
         if len(line) == 1:
             self._begin(transfer)
 
-    def flow(self, amount: float, path: Sequence[int], latency_s: float, then: Then) -> None:
-        """An exchange of all workers, as one flow over all links that it uses."""
-        self._begin(_Transfer(amount, path, latency_s, then))
+    def flow(
+        self, amount: float, path: Sequence[int], latency_s: float, then: Then, among: frozenset[int] | None = None
+    ) -> Transfer:
+        """An exchange of all workers, or of those `among` them, as one flow over all links that it uses."""
+        transfer = Transfer(amount, path, latency_s, then, among=among)
+        self._begin(transfer)
+        return transfer
+
+    def lose(self, transfer: Transfer) -> None:
+        """What has not left of it never will."""
+        if transfer.is_lost:
+            return
+        transfer.is_lost = True
+        if transfer.flow in self._under_way:
+            del self._under_way[transfer.flow]
+            self._flows.stop(transfer.flow)
+        if transfer in self._held:
+            self._held.remove(transfer)
+        if transfer.is_begun and not transfer.has_left:
+            self._buckets.end(transfer.path)
+
+    def leave(self, end: int) -> None:
+        """An end is gone: what has not left it is lost, and so is what is on its way there."""
+        for pair, line in self._lines.items():
+            for transfer in line if end in pair else ():
+                self.lose(transfer)
+            if end in pair:
+                line.clear()
+
+    def is_cut_off(self, end: int) -> bool:
+        """Whether an end is on the far side of a cut."""
+        return any(end in cut for cut in self._cuts)
 
     def slow(self, ends: Iterable[int], factor: float) -> None:
         """The links of these ends are slower by a factor."""
@@ -175,14 +208,14 @@ class Net:
         self._cuts.remove(frozenset(ends))
         self._go_on()
 
-    def stop(self) -> None:
-        """A worker stands still: no exchange of all goes on. What it has sent to a server is under way."""
-        self._stopped += 1
+    def stop(self, ends: Iterable[int]) -> None:
+        """Workers stand still: no exchange with them goes on. What they have sent to a server is under way."""
+        self._stopped.update(ends)
         self._hold()
 
-    def go_on(self) -> None:
-        """It goes on."""
-        self._stopped -= 1
+    def go_on(self, ends: Iterable[int]) -> None:
+        """They go on."""
+        self._stopped.difference_update(ends)
         self._go_on()
 
     def _hold(self) -> None:
@@ -197,9 +230,12 @@ class Net:
         for transfer in held:
             self._begin(transfer)
 
-    def _is_cut(self, transfer: _Transfer) -> bool:
+    def _is_cut(self, transfer: Transfer) -> bool:
         if transfer.source is None:
-            return bool(self._cuts) or self._stopped > 0
+            among = transfer.among
+            if among is None:
+                return bool(self._cuts or self._stopped)
+            return not among.isdisjoint(self._stopped) or any(among - cut and among & cut for cut in self._cuts)
         return any((transfer.source in cut) != (transfer.target in cut) for cut in self._cuts)
 
     def _set(self, end: int) -> None:
@@ -210,7 +246,7 @@ class Net:
             if slower == 1.0:
                 del self._slowed[resource]
 
-    def _begin(self, transfer: _Transfer) -> None:
+    def _begin(self, transfer: Transfer) -> None:
         if (self._cuts or self._stopped) and self._is_cut(transfer):
             self._held.append(transfer)
             return
@@ -231,8 +267,11 @@ class Net:
     def _capacity(self, resource: int) -> float:
         return self._slowed.get(resource, self._links.capacities[resource])
 
-    def _leave(self, transfer: _Transfer) -> None:
+    def _leave(self, transfer: Transfer) -> None:
         """Its last byte has left: behind it goes the next in the line."""
+        if transfer.is_lost:
+            return
+        transfer.has_left = True
         self._buckets.end(transfer.path)
         if transfer.flow is not None:
             del self._under_way[transfer.flow]
@@ -243,6 +282,6 @@ class Net:
             if line:
                 self._begin(line[0])
 
-    def _arrive(self, transfer: _Transfer) -> None:
+    def _arrive(self, transfer: Transfer) -> None:
         key = transfer.source if transfer.source is not None else 0
         self._queue.at(self._queue.now + transfer.latency_s, transfer.then, ARRIVE, key)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from stretto.errors import WireError
+from stretto.errors import BrokenWireError, WireError
 from stretto.server import messages as m
+from stretto.server.cuts import Memory
 from stretto.server.desk import CoordinatorDesk, Desk, Post, ShardDesk
 from stretto.server.parcels import CHUNK_BYTES, ParcelError, Pieces, kind
 from stretto.sim.costs import handshake_bytes, parcel_bytes
 from stretto.sim.world import Worker, World
+from stretto.wire.seam import Message, made
 from stretto.wire.server import ServerWire, Sink
 
 COORDINATOR = -1
@@ -52,6 +55,23 @@ class Office:
         self.end, self.called = end, called
         self._free_at = 0.0
         self._said = _Said(())
+        self._lives = [0] * len(world.workers)
+        """The life of each worker that is heard; what an older one still says is not."""
+        self._is_in = [True] * len(world.workers)
+
+    def work_of(self, worker: int, life: int) -> m.Left:
+        """What the desk has of the work of a life that is over."""
+        return self._desk.work_of(worker) if life + 1 >= self._lives[worker] else m.Left(0, [])
+
+    def bury(self, link: SimLink, life: int, number: int = 0, batches: Sequence[int] = ()) -> None:
+        """The lives of a worker before this one are over."""
+        worker = link.worker.number
+        if life <= self._lives[worker]:
+            return
+        self._lives[worker] = life
+        if self._is_in[worker]:
+            self._is_in[worker] = False
+            self._send(link, self._desk.gone(worker, number, batches))
 
     def said(self, tensors: Sequence[Tensor]) -> _Said:
         """The tensors of a reply; those of the last one are known."""
@@ -70,11 +90,19 @@ class Office:
         queue.at(self._free_at, lambda: self._take(link, head, tensors), key=link.worker.number)
 
     def _take(self, link: SimLink, head: m.Head, tensors: list[Pieces]) -> None:
+        worker = link.worker.number
+        if link.life < self._lives[worker]:
+            return
+        self.bury(link, link.life)
+        self._is_in[worker] = True
         stopclock = self._world.stopclock
         began = stopclock() if stopclock is not None else 0.0
-        posts = self._posts(link.worker.number, head, tensors)
+        posts = self._posts(worker, head, tensors)
         if stopclock is not None and isinstance(head.body, m.Push):
             self._world.updates.append(stopclock() - began)
+        self._send(link, posts)
+
+    def _send(self, link: SimLink, posts: Sequence[Post]) -> None:
         for post in posts:
             link.beside[post.worker].reply(self, post)
 
@@ -90,16 +118,32 @@ class Office:
 
 
 class SimLink:
-    """A worker's connection to an office. `beside` are those of all workers to the same."""
+    """A connection of a worker's `life` to an office. `beside` are those of all workers to the same.
+
+    Its parcels are numbered behind those of the life `before`, whose replies are nobody's.
+    """
 
     def __init__(
-        self, world: World, worker: Worker, office: Office, beside: list[SimLink], encrypted: bool, limit_s: float
+        self,
+        world: World,
+        worker: Worker,
+        office: Office,
+        beside: list[SimLink],
+        encrypted: bool,
+        limit_s: float,
+        before: SimLink | None = None,
+        life: int = 0,
     ) -> None:
-        self._world, self.worker, self._office = world, worker, office
+        self._world, self.worker, self._office, self.life = world, worker, office, life
         self.beside = beside
         self._encrypted, self._limit_s = encrypted, limit_s
-        self._numbers = 0
+        self._numbers: int = before._numbers if before is not None else 0
+        self._first = self._numbers
+        """Replies to parcels up to the first number are not waited for."""
         self._replies: dict[int, tuple[Post, _Said]] = {}
+        self._unread: dict[int, Callable[[], None]] = {}
+        """What is to be called when a reply has been read, or never will be."""
+        self._is_aborted = False
         self.last = _Said(())
         """What the last reply that was waited for said."""
         self._sent, self._received = handshake_bytes(worker.number, encrypted)
@@ -124,7 +168,11 @@ class SimLink:
             self.worker.after_backward(lambda: self._forget(number))
             return m.Answered(), [[torch.empty(0, dtype=torch.uint8)]]
         if number not in self._replies:
-            self.worker.until(lambda: number in self._replies, lambda: self._office.called, self._limit_s)
+            self.worker.until(
+                lambda: number in self._replies or self._is_aborted, lambda: self._office.called, self._limit_s
+            )
+        if number not in self._replies:
+            raise BrokenWireError(f"the exchange at {self._office.called} was broken off")
         post, self.last = self._replies.pop(number)
         if isinstance(post.body, m.Refused):
             raise WireError(f"{self._office.called} refused: {post.body.text}")
@@ -132,8 +180,8 @@ class SimLink:
             self._worked()
         for index, one in enumerate(post.tensors if sink is not None else ()):
             sink(index, 0, one)  # type: ignore[misc]
-        if post.sent is not None:
-            post.sent()
+        if (read := self._unread.pop(number, None)) is not None:
+            read()
         return post.body, [] if sink is not None else self.last.pieces
 
     def is_there(self, number: int) -> bool:
@@ -143,6 +191,12 @@ class SimLink:
 
     def reply(self, office: Office, post: Post) -> None:
         """The office sends something back."""
+        if self.worker.is_dead or post.number <= self._first:
+            if post.sent is not None:
+                post.sent()
+            return
+        if post.sent is not None:
+            self._unread[post.number] = post.sent
         said = office.said(post.tensors)
         same = isinstance(post.body, m.Answered)
         encrypted = self._encrypted
@@ -162,10 +216,17 @@ class SimLink:
         """Nothing is said again."""
 
     def abort(self) -> None:
-        """Nobody breaks anything off."""
+        """Break off what is waited for."""
+        self._is_aborted = True
+        self.worker.wake()
 
     def forget(self) -> None:
-        """What comes is what was waited for."""
+        """Nothing that was asked is waited for any more, and what comes now is."""
+        self._is_aborted, self._first = False, self._numbers
+        self._replies.clear()
+        for read in self._unread.values():
+            read()
+        self._unread.clear()
 
     def close(self) -> None:
         """Say good-bye."""
@@ -179,7 +240,8 @@ class SimLink:
         self.worker.work(self._world.tariff.ask_s)
 
     def _forget(self, number: int) -> None:
-        self.wait(number)
+        with suppress(BrokenWireError):  # the next exchange says so to one who can wait
+            self.wait(number)
 
     def _leave(self, nbytes: int, head: m.Head, pieces: list[Pieces]) -> None:
         office = self._office
@@ -206,6 +268,8 @@ class SimLink:
                 world.handle(target, share(target), chunk_s, then)
 
         def set_off() -> None:
+            if self.worker.is_dead:
+                return
             world.handle(target, share(target), rest_s, lambda: None)
             world.net.send(source, target, nbytes, part)
 
@@ -213,37 +277,79 @@ class SimLink:
         world.handle(source, share(source), rest_s, part)
 
     def _come(self, post: Post, said: _Said) -> None:
-        self._replies[post.number] = post, said
-        self.worker.wake()
+        if post.number > self._first:
+            self._replies[post.number] = post, said
+            self.worker.wake()
 
 
 class Offices:
-    """All offices of one parameter server, and the workers' links to them."""
+    """All offices of one parameter server, and the workers' links to them.
 
-    def __init__(self, world: World, shards: int, on_nan: str, encrypted: bool, limit_s: float) -> None:
+    Where workers may die it `endures` as live: there are cuts to go back to.
+    """
+
+    def __init__(
+        self, world: World, shards: int, on_nan: str, encrypted: bool, limit_s: float, endures: bool = False
+    ) -> None:
         def clock() -> float:
             return world.queue.now
 
         workers = len(world.workers)
-        desks: list[Any] = [CoordinatorDesk(workers, clock)]
-        desks += [ShardDesk(workers, clock, on_nan) for _ in range(shards)]
+        desks: list[Any] = [CoordinatorDesk(workers, clock, Memory() if endures else None)]
+        desks += [ShardDesk(workers, clock, on_nan, Memory() if endures else None) for _ in range(shards)]
         names = ["the coordinator", *(f"server {shard}" for shard in range(shards))]
         ends = [COORDINATOR, *(-1 - shard for shard in range(shards))]
+        self._world, self._encrypted, self._limit_s, self._endures = world, encrypted, limit_s, endures
+        self._offices: list[Office] = []
         self._links: list[list[SimLink]] = []
         for number, (desk, end, name) in enumerate(zip(desks, ends, names, strict=True)):
             office = Office(world, desk, end, world.shares + number, name)
             beside: list[SimLink] = []
             beside += [SimLink(world, one, office, beside, encrypted, limit_s) for one in world.workers]
+            self._offices.append(office)
             self._links.append(beside)
 
-    def wire(self, worker: int) -> ServerWire:
-        """One worker's end: the live one."""
+    def wire(self, worker: Worker, life: int = 0) -> ServerWire:
+        """One worker's end: the live one. The services know it by this `life`."""
+        for office, beside in zip(self._offices, self._links, strict=True):
+            before = beside[worker.number]
+            if before.worker is not worker or before.life != life:
+                beside[worker.number] = SimLink(
+                    self._world, worker, office, beside, self._encrypted, self._limit_s, before, life
+                )
+        links = [beside[worker.number] for beside in self._links]
+        return _SimWire(worker.number, len(self._links[0]), links[0], links[1:], self._endures)
+
+    def lose(self, worker: int) -> None:
+        """A worker was killed: nobody reads what was sent to it."""
+        for beside in self._links:
+            beside[worker].forget()
+
+    def gone(self, worker: int, life: int) -> None:
+        """The services are told that a life is over: first the shards, who know what its work came to."""
         links = [beside[worker] for beside in self._links]
-        return _SimWire(worker, len(self._links[0]), links[0], links[1:])
+        coordinator, *shards = zip(self._offices, links, strict=True)
+        found = [office.work_of(worker, life) for office, _ in shards]
+        for office, link in shards:
+            office.bury(link, life + 1)
+        number = max(one.number for one in found)
+        batches = set.intersection(*(set(one.batches) if one.number == number else set() for one in found))
+        coordinator[0].bury(coordinator[1], life + 1, number, sorted(batches))
 
 
 class _SimWire(ServerWire):
     """The live wire, which need not read what others have read already."""
+
+    def tell(self, message: Message, teller: int = 0) -> bytes:
+        """The teller's message, at every worker. Within a backward pass, where nobody can wait, all know it."""
+        link = self._coordinator
+        assert isinstance(link, SimLink)
+        if not link.worker.in_backward:
+            return super().tell(message, teller)
+        said = made(message)
+        if not self._aborted:
+            super().tell(said, teller)
+        return said
 
     def _told(self, tensors: Sequence[Pieces]) -> list[bytes]:
         link = self._coordinator

@@ -26,6 +26,10 @@ class Outages:
         """Of each worker, from when to when it was stopped; the last may have no end yet."""
         self.tell: Callable[[float, Happening], None] = lambda *_: None
         """Called with all that happens."""
+        self.kill: Callable[[float, Happening], None] = refuse
+        """Called with each kill."""
+        self.back: Callable[[Happening], None] = lambda _: None
+        """Called with each process that is started again."""
         self._look_ahead()
 
     def end_of_work(self, worker: int, start: float, seconds: float) -> float:
@@ -83,7 +87,7 @@ class Outages:
             pauses = self._pauses.setdefault(worker, [])
             if happening.verb == "pause":
                 pauses.append((time, inf))
-            elif happening.verb == "go_on" and pauses:
+            elif happening.verb in ("go_on", "kill") and pauses and pauses[-1][1] == inf:
                 pauses[-1] = pauses[-1][0], time
 
     def _happen(self, time: float, happening: Happening) -> None:
@@ -91,11 +95,14 @@ class Outages:
         ends = [one if happening.kind == "worker" else -1 - one for one in happening.numbers]
         net = self._net
         if happening.verb == "kill":
-            raise _killed(time, happening)
-        if happening.verb == "pause":
-            net.stop()
+            net.go_on(ends)
+            self.kill(time, happening)
+        elif happening.verb == "back":
+            self.back(happening)
+        elif happening.verb == "pause":
+            net.stop(ends)
         elif happening.verb == "go_on":
-            net.go_on()
+            net.go_on(ends)
         elif happening.verb == "cut":
             net.cut(ends)
         elif happening.verb == "heal":
@@ -106,9 +113,10 @@ class Outages:
             net.restore(ends, happening.factor)
 
 
-def _killed(time: float, happening: Happening) -> LaunchError:
+def refuse(time: float, happening: Happening) -> None:
+    """Raise LaunchError for the death of somebody who cannot be done without."""
     who = happening.kind if happening.kind == "coordinator" else f"{happening.kind} {happening.numbers[0]}"
-    return LaunchError(
-        f"{who} was killed at {time:g} s of virtual time, as --faults asked; a run whose {happening.kind} dies "
-        "ends, live as here"
+    raise LaunchError(
+        f"{who} was killed at {time:g} s of virtual time, as --faults asked; simulated runs go on without workers "
+        "that others can do without, but neither without a server nor without their only worker"
     )

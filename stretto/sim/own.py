@@ -61,6 +61,10 @@ class Process:
         self._seeds = [(module, name, getattr(module, name)) for module, name in SEEDS]
         self._states = Own(None, sys.argv, sys.stdout, sys.stderr)
 
+    def modes(self) -> None:
+        """Put random states, torch's modes and the output back, for one who begins."""
+        self._states.take()
+
     def restore(self) -> None:
         """Put it back."""
         self._states.take()

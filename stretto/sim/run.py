@@ -15,22 +15,29 @@ import msgspec
 import torch
 from torch import nn
 
-from stretto.errors import LaunchError, explain
-from stretto.events import LogFile
+from stretto.errors import BrokenWireError, LaunchError, MemberOutError, WireError, explain
+from stretto.events import Event, LogFile
 from stretto.folder import make_folder, write_run
 from stretto.launch.clocks import ScriptTime
 from stretto.launch.order import Order, settled
 from stretto.launch.order import check as check_order
 from stretto.launch.seeding import sow
 from stretto.launch.worker import failure
+from stretto.members.messages import Here
+from stretto.members.roll import COORDINATOR
 from stretto.recipe import Recipe
+from stretto.server.messages import OVER
 from stretto.sim import faults as faults_
 from stretto.sim.around import Limit, SimAround
 from stretto.sim.collective import Table
-from stretto.sim.faults import Fault
+from stretto.sim.faults import Fault, Happening
+from stretto.sim.flows import ARRIVE
 from stretto.sim.forecast import Forecast
+from stretto.sim.generations import Generations, TableFormer
+from stretto.sim.members import Members, beat_s
 from stretto.sim.network import Links, Network
 from stretto.sim.office import Offices
+from stretto.sim.outages import refuse
 from stretto.sim.own import Own
 from stretto.sim.readers import ReadOnce
 from stretto.sim.script import Nowhere, Program, importable
@@ -42,7 +49,12 @@ from stretto.train.face import abandon
 from stretto.train.seat import Seat, given_seat
 from stretto.typed import parse
 from stretto.wire import Wire
+from stretto.wire.enduring import EnduringWire
+from stretto.wire.former import ServerFormer
+from stretto.wire.server import ServerWire
 
+STRIKES = ("kill", "pause", "go_on")
+"""What is done to processes, and not to links."""
 MOST_SHARDS = 16
 """Of a server that only the script's recipe asks for."""
 Ticked = Callable[[], None]
@@ -64,6 +76,15 @@ class Simulation:
     processors: float | None = None
     samples: float = inf
     time_s: float = inf
+
+    @property
+    def is_mortal(self) -> bool:
+        """Whether what goes wrong may change who exchanges: workers die, or are taken for dead."""
+        order = self.order
+        silent_s = sum(one.for_s for one in self.faults if isinstance(one, faults_.Pause | faults_.Cut))
+        dies = any(isinstance(one, faults_.Kill) and one.who.kind != "server" for one in self.faults)
+        is_missed = silent_s + beat_s(order.patience_s) > order.patience_s
+        return order.workers > 1 and not order.alone and (dies or is_missed)
 
     def asked(self) -> dict[str, Any]:
         """What `run.json` says was asked for."""
@@ -114,7 +135,6 @@ def simulate(
     """
     log = _SharedLog(folder / "events.jsonl")
     cast = Cast(simulation, folder, log)
-    cast.world.outages.tell = lambda time, what: log.append(_line("notice", 0, time, text=f"{what}, at {time:g} s"))
     try:
         cast.run(out, tick, order)
     except LaunchError as error:
@@ -168,6 +188,14 @@ class Cast:
         self._forecast = Forecast(order.workers)
         self._table = Table(self.world, links)
         self._offices: Offices | None = None
+        self._generations = Generations(self.world, links)
+        self._members: Members | None = None
+        self.world.outages.tell = self._happens
+        if simulation.is_mortal:
+            self._members = Members(self.world, links, order, self._publish, self._say, self._bury)
+            self.world.is_mortal = True
+            self.world.outages.kill = self._kill
+            self.world.outages.back = lambda happening: self._mortals.back(happening.numbers[0])
         self._speed = Pace(simulation.speeds, order.workers, order.seed)
         self._limit = Limit(simulation.samples, simulation.time_s)
 
@@ -205,10 +233,68 @@ class Cast:
         given_seat.set(self.seat(worker))
         try:
             self.program.live(worker)
-        except BaseException:
-            with suppress(Exception):
-                abandon()
-            raise
+        except BaseException as error:
+            is_out = self._members is not None and isinstance(error, MemberOutError | BrokenWireError)
+            if not worker.is_dead:
+                with suppress(Exception):
+                    abandon()
+            if not is_out:
+                raise
+            self._stop(worker, error)
+        else:
+            if self._members is not None:
+                self._members.ended()
+
+    # --- who may die --------------------------------------------------------------------------------------------
+
+    @property
+    def _mortals(self) -> Members:
+        assert self._members is not None
+        return self._members
+
+    def _happens(self, time: float, happening: Happening) -> None:
+        """Write down what goes wrong, and who can speak again."""
+        number = happening.numbers[0]
+        one = self.world.workers[number] if happening.kind == "worker" else None
+        if happening.verb == "back" or (one is not None and one.is_over and happening.verb in STRIKES):
+            return
+        who = {"worker": number, "server": -1 - number, "coordinator": COORDINATOR}[happening.kind]
+        self._publish({"event": "chaos", "worker": who, **happening.words()})
+        if self._members is not None and happening.verb in ("go_on", "heal"):
+            self.world.queue.at(self.world.queue.now, lambda: self._mortals.again(happening.numbers), ARRIVE)
+
+    def _publish(self, event: Event) -> None:
+        now = self.world.queue.now
+        assert self._log is not None
+        self._log.append(msgspec.json.encode({**event, "t": round(now, 6), "at": round(now, 6)}) + b"\n")
+
+    def _kill(self, time: float, happening: Happening) -> None:
+        if happening.kind == "server":
+            refuse(time, happening)
+        elif happening.kind == "coordinator":
+            self._mortals.coordinator_killed(happening.back_after_s)
+        elif not (worker := self.world.workers[happening.numbers[0]]).is_over:
+            self.world.kill(worker)
+            self._lose(worker)
+            self._mortals.killed(worker, happening.back_after_s is not None)
+
+    def _stop(self, worker: Worker, error: BaseException) -> None:
+        """A worker has found out that it is no member any more."""
+        worker.is_dead = True
+        self._publish({"event": "notice", "worker": worker.number, "text": f"worker {worker.number} stops: {error}"})
+        self._lose(worker)
+        self._mortals.stopped(worker)
+
+    def _lose(self, worker: Worker) -> None:
+        """What a worker that is dead had to do with others is over."""
+        self.world.net.leave(worker.number)
+        self._generations.lose(worker.number)
+        if self._offices is not None:
+            self._offices.lose(worker.number)
+
+    def _bury(self, worker: int, life: int) -> None:
+        if self._offices is not None:
+            self._offices.gone(worker, life)
 
     def seat(self, worker: Worker) -> Seat:
         """A worker's place."""
@@ -226,6 +312,8 @@ class Cast:
             timeout_s=order.timeout_s,
             around=around,
             on_nan=order.on_nan,
+            life=worker.life,
+            rule=order.batch,
             cast=self,
         )
 
@@ -247,7 +335,10 @@ class Cast:
     def _say_once(self, text: str) -> None:
         if text not in self._said:
             self._said.add(text)
-            print(f"stretto: {text}", file=self._err, flush=True)
+            self._say(text)
+
+    def _say(self, text: str) -> None:
+        print(f"stretto: {text}", file=self._err, flush=True)
 
     def _script_time(self) -> float | None:
         worker = self.world.now_on
@@ -259,12 +350,37 @@ class Cast:
 
     def wire(self, worker: int, recipe: Recipe | None) -> Wire:
         """A worker's wire."""
-        order, one = self._simulation.order, self.world.workers[worker]
+        one, limit_s = self.world.workers[worker], self._simulation.order.timeout_s
+        if self._members is not None and recipe is not None:
+            return self._enduring(one, recipe)
         if recipe is None or not recipe.shards:
-            return self._table.wire(one, order.timeout_s)
+            return self._table.wire(one, limit_s)
+        return self._server(recipe).wire(one)
+
+    def _server(self, recipe: Recipe) -> Offices:
+        order = self._simulation.order
         if self._offices is None:
-            self._offices = Offices(self.world, recipe.shards, order.on_nan, not order.plain, order.timeout_s)
-        return self._offices.wire(worker)
+            endures = self._members is not None and recipe.asynchronous
+            self._offices = Offices(self.world, recipe.shards, order.on_nan, not order.plain, order.timeout_s, endures)
+        return self._offices
+
+    def _enduring(self, worker: Worker, recipe: Recipe) -> Wire:
+        """A wire of a worker that may die, or whose peers may: what the live seat makes, of simulated parts."""
+        self._mortals.free = recipe.asynchronous
+        line = self._mortals.line(worker)
+        if not recipe.shards:
+            former = TableFormer(self._generations, worker, self._simulation.order.timeout_s)
+            return EnduringWire(worker.number, line, former)
+        if not recipe.asynchronous:
+            return EnduringWire(worker.number, line, ServerFormer(self._server(recipe).wire(worker)))
+        line.stand(Here(0))
+        wire = self._server(recipe).wire(worker, worker.life)
+        line.on_abort = lambda _generation, _why: wire.abort()
+        wire.doing = line.doing
+        wire.when_closed(line.leave)
+        if worker.life:
+            _join(wire)
+        return wire
 
 
 @dataclass(frozen=True)
@@ -279,6 +395,16 @@ class SimSeat(Seat):
         assert isinstance(self.around, SimAround)
         self.around.free = recipe is not None and recipe.asynchronous
         return self.cast.wire(self.worker, recipe)
+
+
+def _join(wire: ServerWire) -> None:
+    """Join a run that is under way; one that is over needs nobody."""
+    try:
+        wire.join()
+    except WireError as error:
+        if OVER in str(error):
+            raise SystemExit(0) from None
+        raise
 
 
 def _error_line(error: BaseException, worker: Worker | None, t: float) -> bytes:

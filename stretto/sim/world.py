@@ -35,16 +35,19 @@ TICK_EVENTS = 256
 
 
 class Worker:
-    """One simulated worker."""
+    """One life of a simulated worker, which had so many before; `steps` are those of all."""
 
-    def __init__(self, world: World, number: int) -> None:
-        self._world, self.number = world, number
+    def __init__(self, world: World, number: int, life: int = 0, steps: int = 0) -> None:
+        self._world, self.number, self.life = world, number, life
         self.own: Own | None = None
-        self.is_over = False
-        self.steps = self.asks = 0
+        self.is_over = self.is_dead = False
+        """Whether it has come to its end, and whether it was killed."""
+        self.steps, self.asks = steps, 0
         """How many hands it has computed, and how many asks or updates it has encoded or decoded."""
         self.away_s = 0.0
         """How long, on the clock of the one who simulates, it was not its turn."""
+        self.job: int | None = None
+        """What it works on, where processors are shared."""
         self._local = 0.0
         self._wakes = False
         self._in_backward = False
@@ -70,10 +73,17 @@ class Worker:
             return
         if self._in_backward:
             self._deferred.append(lambda: self.work(seconds))
-        elif self._world.processors is None:
+            return
+        if self._world.processors is None:
             self._local = self._world.outages.end_of_work(self.number, self.now(), seconds)
         else:
             self._share_processors(self._world.processors, seconds)
+        self._live_through()
+
+    def _live_through(self) -> None:
+        """Who may die meanwhile does not run ahead of the clock."""
+        if self._world.is_mortal and not self._in_backward:
+            self.catch_up()
 
     def _share_processors(self, processors: Flows, seconds: float) -> None:
         self.catch_up()
@@ -84,20 +94,21 @@ class Worker:
             ended.append(queue.now)
             self.wake()
 
-        processors.start(seconds, (0, 1 + self.number), end)
+        self.job = processors.start(seconds, (0, 1 + self.number), end)
         self.until(lambda: bool(ended), lambda: "a processor")
         self._local = outages.end_of_work(self.number, queue.now, outages.paused(self.number, began, ended[0]))
 
     def sleep(self, seconds: float) -> None:
         """Do nothing for so long."""
         self._local = self.now() + seconds
+        self._live_through()
 
     def act(self, then: Callable[[], None]) -> None:
-        """Have something happen in the world at this worker's time."""
+        """Have something happen in the world at this worker's time, if it lives to see it."""
         if self._in_backward:
             self._deferred.append(lambda: self.act(then))
-        else:
-            self._world.queue.at(self.now(), then, GO_ON, self.number)
+            return
+        self._world.queue.at(self.now(), lambda: None if self.is_dead else then(), GO_ON, self.number)
 
     def after_backward(self, then: Callable[[], None]) -> None:
         """Have this worker do something behind its backward pass, and behind what was put off before."""
@@ -192,6 +203,10 @@ class World:
         if processors is not None:
             self.processors = Flows(self.queue, [processors, *[1.0] * (workers + 1 + servers)])
         self.workers = [Worker(self, number) for number in range(workers)]
+        self.is_mortal = False
+        """Whether workers may die, and others be born in their place."""
+        self.goes_on: Callable[[], bool] = lambda: False
+        """Whether there will be somebody again when nobody is."""
         self.outages = Outages(self.queue, self.net, plan)
         self._lines: dict[int, deque[tuple[int, float, Callable[[], None]]]] = {}
         self.updates: list[float] = []
@@ -218,41 +233,65 @@ class World:
         `own` gives each what it has for itself. Workers are made in the `order` given, which changes nothing. What
         `prepare` does to the process before is undone behind it.
         """
-        self._hub = getcurrent()
-        process = Process()
+        self._hub, self._live, self._own = getcurrent(), live, own
+        self._process = process = Process()
         try:
             if prepare is not None:
                 prepare()
             with self._backwards_apart():
                 for number in order if order is not None else range(len(self.workers)):
-                    self._bear(self.workers[number], live, own)
+                    self._begin(self.workers[number])
                 self._go_round(tick or (lambda: None))
         finally:
             self._end_all()
             process.restore()
 
-    def _bear(self, worker: Worker, live: Callable[[Worker], None], own: Callable[[Worker], Own]) -> None:
+    def _begin(self, worker: Worker) -> None:
         def course() -> None:
             try:
-                live(worker)
+                self._live(worker)
             except GreenletExit:
                 pass
             except BaseException as error:
-                self._failed = self._failed or (worker, error)
+                if not worker.is_dead:
+                    self._failed = self._failed or (worker, error)
             finally:
-                worker.is_over = True
-                self._living -= 1
+                self._end(worker)
 
-        worker.own = own(worker)
+        worker.own = self._own(worker)
         worker.greenlet = greenlet(course)
         worker.greenlet.gr_context = Context()
         self._living += 1
         worker.wake()
 
+    def _end(self, worker: Worker) -> None:
+        """Once: a worker that never had its turn has no course to end."""
+        self._living -= not worker.is_over
+        worker.is_over = True
+
+    def kill(self, worker: Worker) -> None:
+        """End a life, wherever it is: nothing more comes of it."""
+        worker.is_dead = True
+        assert worker.greenlet is not None
+        self._hand_over(worker)
+        worker.greenlet.throw(GreenletExit)
+        self._end(worker)
+        if self.processors is not None and worker.job is not None:
+            self.processors.stop(worker.job)
+        self._hand_over(None)
+
+    def bear(self, number: int) -> None:
+        """Begin another life of a worker."""
+        before = self.workers[number]
+        self.workers[number] = Worker(self, number, before.life + 1, before.steps)
+        self._hand_over(None)
+        self._process.modes()
+        self._begin(self.workers[number])
+
     def _go_round(self, tick: Callable[[], None]) -> None:
         """What would happen when all workers are over does not happen."""
         events = turns = idle = 0
-        while self._living:
+        while self._living or self.goes_on():
             idle = idle + 1 if self.turns == turns else 0
             turns = self.turns
             if not self.queue.step() or idle > IDLE_EVENTS:
@@ -316,17 +355,24 @@ class World:
             return
         assert worker.greenlet is not None
         if worker is not self._last:
-            if self._last is not None and self._last.own is not None:
-                self._last.own.keep()
-            if worker.own is not None:
-                worker.own.take()
-        self._now = self._last = worker
+            self._hand_over(worker)
+        self._now = worker
         self.turns += 1
         worker.greenlet.switch()
         self._now = None
 
+    def _hand_over(self, worker: Worker | None) -> None:
+        """Keep what the last worker has for itself, and put that of the next one in its place, if there is one."""
+        if self._last is not None and self._last.own is not None:
+            self._last.own.keep()
+        if worker is not None and worker.own is not None:
+            worker.own.take()
+        self._last = worker
+
     def leave(self, worker: Worker) -> None:
-        """A worker gives its turn back."""
+        """A worker gives its turn back; one that is dead has none to give."""
+        if worker.is_dead:
+            raise GreenletExit
         if worker.in_backward:
             raise RuntimeError(f"worker {worker.number} can't wait for {worker.waiting()} within a backward pass")
         if self.stopclock is None:

@@ -534,6 +534,13 @@ def test_who_is_slow_is_named_once_until_it_is_heard_again() -> None:
     assert len([one for one in roll.notices if "worker 0 has not been heard of" in one]) == 1
 
 
+def test_in_a_free_roll_those_who_were_started_and_not_yet_heard_of_are_counted_as_there() -> None:
+    roll = Roll({}, 3, 3, free=True, patience_s=5.0)
+    roll.hear(0, 0, Hello("here", 1), 0.0)
+    roll.hear(0, 0, Here(0), 0.0)
+    assert roll.phase == "running"
+
+
 def test_in_a_free_roll_generations_grow_and_nobody_is_stopped_by_a_death_or_by_a_restart() -> None:
     roll = formed(1, free=True)
     disk = roll.records()

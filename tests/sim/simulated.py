@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from textwrap import dedent
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -62,14 +63,18 @@ def simulated(
     args: tuple[str, ...] = (),
     folder: Path | None = None,
     seed: int = 0,
+    asks: Mapping[str, Any] = MappingProxyType({}),
     **more: Any,
 ) -> Ended:
-    """Simulate a function of the worker's number, or the text of a script; the first error is raised."""
+    """Simulate a function of the worker's number, or the text of a script; the first error is raised.
+
+    `asks` goes with the order.
+    """
     with TemporaryDirectory() as temporary:
         place = folder or Path(temporary)
         script = place / "train.py"
         script.write_text(dedent(work) if isinstance(work, str) else ACTING)
-        asked = Order(script=script, workers=workers, recipe=recipe, args=args, seed=seed)
+        asked = Order(script=script, workers=workers, recipe=recipe, args=args, seed=seed, **asks)
         settings = network.parse(net), speeds.parse(speed), faults.parse(fault) if fault else ()
         simulation = check(Simulation(asked, tariff, *settings, **more))
         run, said = begin(simulation, place / "run"), io.StringIO()

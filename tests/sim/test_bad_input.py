@@ -14,7 +14,9 @@ from greenlet import getcurrent, greenlet
 
 from stretto.cli import FAILED, USAGE, command
 from stretto.events import read_events
+from stretto.launch.order import Order
 from stretto.sim import forecast
+from stretto.sim.command import _survival
 
 SCRIPT = """
 import torch, stretto
@@ -103,6 +105,11 @@ def test_a_good_one_is_simulated(simulate: Simulate) -> None:
         (["--step-time", "soon"], FAILED, ["--step-time cannot be 'soon'", "5ms"]),
         (["--step-time", "1ms encoding"], FAILED, ["no time of a step"]),
         (["--step-time", "-1ms"], FAILED, ["--step-time cannot be"]),
+        (["--patience", "soon"], FAILED, ["the patience cannot be soon", "a time such as 500ms"]),
+        (["--patience", "1ms"], FAILED, ["the patience cannot be 0.001s", "at least 100ms"]),
+        (["--min-workers", "few"], FAILED, ["the least number of workers cannot be few"]),
+        (["--min-workers", "3"], FAILED, ["the least number of workers cannot be 3", "from 1 to 2"]),
+        (["--max-workers", "1"], FAILED, ["the largest number of workers cannot be 1"]),
         (["-n", "0"], FAILED, ["the number of workers cannot be 0", "at least 1"]),
         (["-n", "many"], FAILED, ["the number of workers cannot be many"]),
         (["--seed", "x"], FAILED, ["the seed cannot be x"]),
@@ -176,11 +183,26 @@ def test_workers_that_part_within_a_pass_are_told_so(simulate: Simulate) -> None
     assert not living()
 
 
-@pytest.mark.parametrize("who", ["worker 1", "coordinator", "server 0"])
-def test_a_kill_ends_the_run_with_its_time(simulate: Simulate, who: str) -> None:
-    code, _, wrong = simulate("--recipe", "async_sgd", "--faults", f"kill {who} at 15ms")
+def test_too_few_survivors_end_the_run_with_one_error(simulate: Simulate) -> None:
+    code, _, wrong = simulate("--recipe", "allreduce", "--faults", "kill worker 1 at 15ms", "--min-workers", "2")
     assert code == FAILED
-    assert f"{who} was killed at 0.015 s of virtual time, as --faults asked" in wrong
+    assert "too few workers are left" in wrong
+    assert "expected: at least 2" in wrong
+    assert len(errors()) == 1
+    assert not living()
+
+
+def test_a_sweep_is_told_what_was_said_of_workers_that_die() -> None:
+    order = Order(Path("train.py"), workers=4, patience_s=2.5, min_workers=2, max_workers=8, batch="joined")
+    said = ["--patience", "2.5s", "--min-workers", "2", "--keep-batch", "joined", "--max-workers", "8"]
+    assert _survival(order) == said
+    assert _survival(Order(Path("train.py"))) == []
+
+
+def test_a_kill_of_a_server_ends_the_run_with_its_time(simulate: Simulate) -> None:
+    code, _, wrong = simulate("--recipe", "async_sgd", "--faults", "kill server 0 at 15ms")
+    assert code == FAILED
+    assert "server 0 was killed at 0.015 s of virtual time, as --faults asked" in wrong
     assert len(errors()) == 1
     assert not living()
 

@@ -44,7 +44,7 @@ class Scene:
         table, offices = Table(self.world, links), None
         if shards:
             offices = Offices(self.world, shards, "stop", True, inf)
-        self._wires = [offices.wire(one.number) if offices else table.wire(one, inf) for one in self.world.workers]
+        self._wires = [offices.wire(one) if offices else table.wire(one, inf) for one in self.world.workers]
 
     def seconds(self, live: Callable[[Any], None]) -> float:
         """How long it takes until all have done it."""

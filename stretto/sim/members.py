@@ -1,0 +1,321 @@
+"""Who is in a simulated world whose workers may die: the live program's roll, on the virtual clock.
+
+Messages between workers and the coordinator take the network's latency, and those across a cut are lost; what is not
+answered is said again with the next beat, as live.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from stretto.errors import LaunchError, MemberOutError, explain
+from stretto.launch.order import Order
+from stretto.launch.supervise import pause_s
+from stretto.members.attendance import Attendance
+from stretto.members.messages import Beat, Broken, Form, GoOn, Hello, Here, Leave, Quit, Said, Told
+from stretto.members.roll import COORDINATOR, Event, Post, Roll
+from stretto.sim.flows import ARRIVE
+from stretto.sim.network import Links
+from stretto.sim.world import Worker, World
+
+NOTICED_S = 0.01
+"""From the end of a process until the coordinator knows of it: seen live, on one machine."""
+MOST_BEATS_S = 1.0
+"""At least so often each worker says that it is there, and five times within the patience."""
+DESK = -1
+"""The coordinator sits with the first server, whose end this is."""
+
+
+def beat_s(patience_s: float) -> float:
+    """Seconds between two beats of a worker."""
+    return min(patience_s / 5, MOST_BEATS_S)
+
+
+class Line:
+    """A worker's line to the coordinator; what `stretto.wire.companion` is live."""
+
+    def __init__(self, members: Members, worker: Worker) -> None:
+        self._members, self.worker, self.life = members, worker, worker.life
+        self.on_abort: Callable[[int, str], None] = lambda _generation, _why: None
+        """Called with the generation that is over, and why."""
+        self.attendance = Attendance(worker.number, worker.life, lambda generation, why: self.on_abort(generation, why))
+        self._doing = ("starting", 0, worker.now())
+        self._broken = 0, ""
+        self._leaves = False
+
+    @property
+    def held(self) -> bool:
+        """Whether all are asked to stand still at their next rest."""
+        return self.attendance.held
+
+    @property
+    def aborted(self) -> int:
+        """The last generation that is known to be over."""
+        return self.attendance.aborted
+
+    def stand(self, here: Here) -> Form:
+        """Stand still until the next generation. Raises MemberOutError when there is none for this worker."""
+        answer = self._stand(msgspec.structs.replace(here, at_rest=False))
+        assert isinstance(answer, Form)
+        return answer
+
+    def at_rest(self, here: Here) -> Form | GoOn:
+        """The same at a rest; others may have come further."""
+        return self._stand(msgspec.structs.replace(here, at_rest=True))
+
+    def broken(self, generation: int, why: str) -> None:
+        """An exchange of this generation has failed here."""
+        self._broken = generation, why
+        self.speak()
+
+    def doing(self, text: str, hand: int) -> None:
+        """What goes with the next beats; whoever waits for a further hand is told of it."""
+        is_further = hand != self._doing[1]
+        self._doing = text, hand, self.worker.now()
+        if is_further and self.held:
+            self.speak(with_beat=True)
+
+    def quit(self) -> None:
+        """Ask to leave at the next rest."""
+        self._members.say(self, Quit())
+
+    def leave(self) -> None:
+        """The run is over for this worker."""
+        self._leaves = True
+        self.speak()
+
+    def close(self) -> None:
+        """There is nothing to let go of."""
+
+    def speak(self, with_beat: bool = False) -> None:
+        """Say what is to be said, as often as it takes."""
+        if with_beat:
+            doing, hand, since = self._doing
+            self._members.say(self, Beat(self.attendance.generation, doing, self._members.now - since, hand))
+        if self._broken[0] > self.aborted:
+            self._members.say(self, Broken(*self._broken))
+        for one in self.attendance.says():
+            self._members.say(self, one)
+        if self._leaves:
+            self._members.say(self, Leave())
+
+    def hear(self, told: Told) -> None:
+        """The coordinator says something."""
+        if self.attendance.told(told):
+            self.speak(with_beat=self.held)
+        self.worker.wake()
+
+    def _stand(self, here: Here) -> Form | GoOn:
+        known = self.attendance
+        known.stand(here)
+        self.speak()
+        self.worker.until(
+            lambda: known.answer is not None or known.out is not None, lambda: "the coordinator to say who goes on"
+        )
+        if known.answer is None:
+            raise MemberOutError(f"worker {self.worker.number} is no member any more: {known.out}")
+        return known.answer
+
+
+class Members:
+    """The coordinator of a world, and what the launcher is live: it sees who dies, and has another life begin.
+
+    `publish` writes an event; `say` shows a line to a person; `on_gone` hears of each life that is over where workers
+    are `free`, which is known once the first script has named its recipe.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        links: Links,
+        order: Order,
+        publish: Callable[[Event], None],
+        say: Callable[[str], None],
+        on_gone: Callable[[int, int], None],
+    ) -> None:
+        self._world, self._links, self._order = world, links, order
+        self._publish, self._say, self._on_gone = publish, say, on_gone
+        self.free = False
+        """Whether nobody waits for others."""
+        self._made: Roll | None = None
+        self._records: list[bytes] = []
+        self._lines: dict[int, Line] = {}
+        self._dead: dict[int, tuple[int, str, bool]] = {}
+        """Whom the launcher has told of: the life that was over, why, and whether there would be another."""
+        self._unnoticed = 0
+        self._coming: set[int] = set()
+        self._is_away = False
+        self._life = 0
+        """Of the coordinator's process."""
+        self._every_s, self._beats_s = min(order.patience_s / 10, 0.2), beat_s(order.patience_s)
+        self._beat_at = 0.0
+        self._has_ended = False
+        """Whether somebody has come to its end: then nobody is started again."""
+        world.goes_on = lambda: not self._has_ended and bool(self._unnoticed or self._coming)
+        world.queue.at(self._every_s, self._tick, ARRIVE)
+
+    @property
+    def now(self) -> float:
+        """The time."""
+        return self._world.queue.now
+
+    def line(self, worker: Worker) -> Line:
+        """A worker's line."""
+        found = self._lines[worker.number] = Line(self, worker)
+        return found
+
+    # --- what the launcher is live ------------------------------------------------------------------------------
+
+    def killed(self, worker: Worker, returns: bool) -> None:
+        """A worker's process was killed, and another one is to begin or not."""
+        self._ended(worker, "killed by SIGKILL", returns)
+
+    def stopped(self, worker: Worker) -> None:
+        """A worker has found out that it is no member any more: its process ends, and another one begins."""
+        self._ended(worker, "was taken for dead and stopped by itself", True)
+        self._world.queue.at(self.now + pause_s(worker.life), lambda: self.back(worker.number), ARRIVE)
+
+    def ended(self) -> None:
+        """A worker has come to its end."""
+        self._has_ended = True
+
+    def back(self, number: int) -> None:
+        """Another life of a worker begins, unless others have come to their end meanwhile."""
+        if number in self._coming and not self._has_ended:
+            self._coming.discard(number)
+            self._world.bear(number)
+
+    def coordinator_killed(self, back_after_s: float | None) -> None:
+        """The coordinator's process was killed: it begins again from its journal."""
+        if self._is_away:
+            return
+        self._is_away = True
+        self._note(COORDINATOR, "gone", self._life, "killed by SIGKILL")
+        wait_s = pause_s(self._life) if back_after_s is None else back_after_s
+        self._world.queue.at(self.now + wait_s, self._restart, ARRIVE)
+
+    def _ended(self, worker: Worker, why: str, returns: bool) -> None:
+        returns = returns and not self._has_ended
+        self._unnoticed += 1
+        if returns:
+            self._coming.add(worker.number)
+        self._world.queue.at(self.now + NOTICED_S, lambda: self._notice(worker, why, returns), ARRIVE, worker.number)
+
+    def _notice(self, worker: Worker, why: str, returns: bool) -> None:
+        self._unnoticed -= 1
+        self._dead[worker.number] = worker.life, why, returns
+        self._tell_dead(worker.number)
+
+    def _tell_dead(self, number: int) -> None:
+        if not self._is_away:
+            life, why, returns = self._dead[number]
+            self._tell(self._roll.gone(number, life, self.now, returns, why))
+
+    def _restart(self) -> None:
+        self._is_away, self._life = False, self._life + 1
+        self._note(COORDINATOR, "joined", self._life, "started again")
+        if self._records:
+            self._made = Roll.restored(self._records, self.now)
+        for number in self._dead:
+            self._tell_dead(number)
+        for line in self._there():
+            line.speak(with_beat=True)
+
+    def _note(self, worker: int, what: str, life: int, why: str) -> None:
+        self._publish({"event": "member", "worker": worker, "what": what, "life": life, "generation": 0, "why": why})
+
+    def again(self, numbers: Sequence[int]) -> None:
+        """These workers can speak again, and do."""
+        for number in numbers:
+            if (line := self._lines.get(number)) is not None and self._is_there(line):
+                line.speak(with_beat=True)
+
+    # --- the coordinator ----------------------------------------------------------------------------------------
+
+    @property
+    def _roll(self) -> Roll:
+        if self._made is None:
+            order = self._order
+            self._made = Roll(
+                {}, order.workers, order.min_workers, order.max_workers, self.free, patience_s=order.patience_s
+            )
+            for one in self._world.workers:
+                if not one.is_dead:
+                    self._made.hear(one.number, one.life, Hello("simulated", 0), self.now)
+        return self._made
+
+    def say(self, line: Line, said: Said) -> None:
+        """A worker says something to the coordinator."""
+        if self._is_there(line):
+            number, life = line.worker.number, line.life
+            self._later(line, lambda: self._hear(number, life, said))
+
+    def _hear(self, worker: int, life: int, said: Said) -> None:
+        if not self._is_away:
+            self._tell(self._roll.hear(worker, life, said, self.now))
+
+    def _tick(self) -> None:
+        """Time has passed: whoever lives and can be heard says so, and the coordinator looks who has not."""
+        self._world.queue.at(self.now + self._every_s, self._tick, ARRIVE)
+        if self.now >= self._beat_at:
+            self._beat_at = self.now + self._beats_s
+            for line in self._there():
+                line.speak(with_beat=True)
+        if not self._is_away:
+            self._tell(self._roll.tick(self.now))
+
+    def _tell(self, posts: Sequence[Post]) -> None:
+        roll = self._roll
+        self._records += roll.records()
+        for post in posts:
+            line = self._lines.get(post.worker)
+            if line is not None and line.life == post.life and self._is_there(line, awake=False):
+                self._later(line, self._told(line, post.told))
+        notices, roll.notices = roll.notices, []
+        events, roll.events = roll.events, []
+        for notice in notices:
+            self._say(notice)
+        for event in events:
+            self._publish(event)
+            if self.free and event["what"] == "gone":
+                self._on_gone(event["worker"], event["life"])
+        if roll.phase == "stopped":
+            raise self._few()
+
+    def _told(self, line: Line, told: Told) -> Callable[[], None]:
+        def come() -> None:
+            awake = self._world.outages.awake(line.worker.number, self.now)
+            if awake > self.now:
+                self._world.queue.at(awake, come, ARRIVE, line.worker.number)
+            elif self._is_there(line):
+                line.hear(told)
+
+        return come
+
+    def _few(self) -> LaunchError:
+        living = sum(not one.is_over for one in self._world.workers)
+        problem = f"the run cannot go on at {self.now:g} s of virtual time: too few workers are left"
+        least = max(self._order.min_workers, 1)
+        to_type = '--faults "kill worker 1 at 3s, back after 2s"' + " or --min-workers 1" * (least > 1)
+        return LaunchError(
+            explain(problem, got=f"{living} of {self._order.workers}", expected=f"at least {least}", to_type=to_type)
+        )
+
+    # --- the way between ----------------------------------------------------------------------------------------
+
+    def _there(self) -> list[Line]:
+        return [line for line in self._lines.values() if self._is_there(line)]
+
+    def _is_there(self, line: Line, awake: bool = True) -> bool:
+        """Whether a worker can be heard now."""
+        if line.worker.is_dead or self._world.net.is_cut_off(line.worker.number):
+            return False
+        return not awake or self._world.outages.awake(line.worker.number, self.now) <= self.now
+
+    def _later(self, line: Line, then: Callable[[], None]) -> None:
+        """Behind the latency. The run begins when its first workers have found each other."""
+        number, is_first = line.worker.number, not line.life and not line.attendance.generation
+        latency_s = 0.0 if is_first else self._links.path(number, DESK)[1]
+        self._world.queue.at(self.now + latency_s, then, ARRIVE, number)
