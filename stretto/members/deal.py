@@ -313,6 +313,11 @@ class Deal:
         return self._bounds[-1]
 
     @property
+    def handed(self) -> int:
+        """Those that were dealt and not given back, with what was put behind the batches."""
+        return self._bounds[self._batch] + self._more - _samples(self.undealt())
+
+    @property
     def committed(self) -> int:
         """The hands whose work is in the agreed state."""
         return self._committed

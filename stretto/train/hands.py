@@ -72,7 +72,6 @@ class LeasedHands:
         self._batches: Iterator[Any] = iter(loader)
         self.order, self.deal = share.order, share.deal
         self.dropped, self.samples = self.order.dropped, self.deal.samples
-        self._handed = int(self.deal.departed().sum()) if found is not None else 0
         self._settled: list[Range] = []
         self._parts = isinstance(wire, EnduringWire)
         self._since, self._changed = self.deal.hand, found is not None
@@ -80,6 +79,11 @@ class LeasedHands:
         """Whether all hands are dealt."""
         if found is None:
             refuse_too_few(self.samples, wire.workers)
+
+    @property
+    def handed(self) -> int:
+        """The samples that all have got in this pass, less what was given back."""
+        return self.deal.handed
 
     def meetings(self) -> int:
         """All meet at every exchange."""
@@ -112,10 +116,8 @@ class LeasedHands:
 
     def change(self, change: Change, after: int, committed: int) -> dict[int, int]:
         """Deal to other members behind hand `after`; returns how many samples of whom go back."""
-        back = {one: self.deal.pending(one) for one in change.gone} if committed < self.deal.hand else {}
-        self._regroup(change, after, committed)
+        back = self._regroup(change, after, committed)
         self._load_anew()
-        self._handed -= sum(back.values())
         return back
 
     def uncommitted(self) -> dict[int, list[list[Any]]]:
@@ -146,15 +148,17 @@ class LeasedHands:
         self._share.look_ahead()
         self._batches = iter(self._loader)
 
-    def close_with(self, change: Change) -> None:
+    def close_with(self, change: Change) -> dict[int, int]:
         """The same when all is dealt: what those who are gone have not brought is left over."""
-        self._regroup(change, self.deal.hand, self.deal.committed)
+        return self._regroup(change, self.deal.hand, self.deal.committed)
 
-    def _regroup(self, change: Change, after: int, committed: int) -> None:
+    def _regroup(self, change: Change, after: int, committed: int) -> dict[int, int]:
+        back = {one: self.deal.pending(one) for one in change.gone} if committed < self.deal.hand else {}
         self.deal.change([one for one in change.members if one not in change.came], after, committed)
         if change.came:
             self.deal.change(change.members, after, committed)
         self._changed = True
+        return back
 
     def next(self) -> Hand | None:
         """Deal the next hand, and load this worker's batch of it."""
@@ -164,12 +168,11 @@ class LeasedHands:
             self.deal.end()
             next(self._batches, None)
             return None
-        self._handed += portion.total
         parts = self.deal.parts() if self._parts else {}
         if not portion.own:
-            return Hand(None, None, 0, self._handed, portion.total, portion.short, parts=parts)
+            return Hand(None, None, 0, self.handed, portion.total, portion.short, parts=parts)
         batch = next(self._batches)
-        return Hand(batch, portion.own, portion.samples, self._handed, portion.total, portion.short, parts=parts)
+        return Hand(batch, portion.own, portion.samples, self.handed, portion.total, portion.short, parts=parts)
 
 
 def number_of(wire: Wire) -> int:

@@ -290,20 +290,23 @@ class Presence:
         ahead = change.hand - trainer.turns_before
         if isinstance(trainer.hands, LeasedHands) and trainer.hands.is_over:
             if self._asks and change.behind:  # the others have closed the pass with what is looked at now
-                self._lost += [piece for one in change.gone for piece in trainer.hands.uncommitted().get(one, ())]
+                left = trainer.hands.uncommitted()
+                back = {one: self._give_up(left.get(one, [])) for one in change.gone}
                 trainer.hands.deal.commit()
-            trainer.hands.close_with(change)
+            back |= trainer.hands.close_with(change)
         elif isinstance(trainer.hands, LeasedHands):
             deal = trainer.hands.deal
             back = trainer.hands.change(change, max(ahead, deal.hand), deal.hand if behind else deal.committed)
-            trainer.samples -= sum(back.values())
         if isinstance(trainer.closing, LeasedHands):
             trainer.closing.close_with(change)
         if trainer.hands is None and change.hand > trainer.turns:
             self._late = (change, before)
         if not behind:
             trainer.weights.lose(change.gone)
-            self._lose(change.gone)
+            for one, samples in self._lose(change.gone).items():
+                back[one] = back.get(one, 0) + samples
+        if isinstance(trainer.hands, LeasedHands):
+            trainer.samples = trainer.samples_before + trainer.hands.handed
         trainer.replica.regroup(len(change.members), bool(change.came), behind)
         self._inherit(change.gone)
         self._say(change, back)
@@ -348,14 +351,25 @@ class Presence:
         """An exchange has carried all there was."""
         self._tail.clear()
 
-    def _lose(self, gone: tuple[int, ...]) -> None:
-        """What those who are gone had left over from earlier passes is done again in this one, or the next."""
-        for worker in gone:
-            self._lost += self._tail.pop(worker, [])
+    def _give_up(self, pieces: list[list[Any]]) -> int:
+        """Work that was counted is to be done again; returns its samples."""
+        samples = sum(map(len, pieces))
+        self._lost += pieces
+        self._trainer.samples -= samples
+        self._trainer.samples_before -= samples
+        return samples
+
+    def _lose(self, gone: tuple[int, ...]) -> dict[int, int]:
+        """What those who are gone had left over from earlier passes is done again in this one, or the next.
+
+        Returns how many samples of whom that are.
+        """
+        lost = {worker: self._give_up(self._tail.pop(worker, [])) for worker in gone}
         hands = self._trainer.hands
         if self._lost and isinstance(hands, LeasedHands) and not hands.is_over:
             hands.extend(self._lost)
             self._lost = []
+        return lost
 
     # --- the state ----------------------------------------------------------------------------------------------
 

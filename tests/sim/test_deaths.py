@@ -78,6 +78,12 @@ def is_whole(ended: Ended, recipe: str, epochs: int = 2) -> None:
     found = [one for one in ended.found if one is not None]
     assert found
     assert parse(recipe).asynchronous or all(torch.equal(one, found[0]) for one in found)
+    assert parse(recipe).asynchronous or told_of_samples(ended) == SAMPLES * epochs
+
+
+def told_of_samples(ended: Ended) -> int:
+    """The running count at the end of the last pass, with what had to be done again by then counted once."""
+    return int(ended.of("epoch")[-1]["samples"])
 
 
 def told(ended: Ended, what: str) -> list[tuple[int, int]]:
