@@ -41,7 +41,7 @@ class Service:
         if life < self._lives[worker]:
             return
         if life > self._lives[worker] and self._is_heard[worker]:
-            self._bury(worker, life)
+            self._bury(m.Gone(worker, life - 1, torn=True))
         self._lives[worker], self._is_in[worker], self._is_heard[worker] = life, True, True
         if isinstance(head.body, m.Leave):
             self._post(self.desk.leave(worker))
@@ -55,14 +55,15 @@ class Service:
     def gone(self, gone: m.Gone) -> m.Left:
         left = self.desk.work_of(gone.worker) if gone.life + 1 >= self._lives[gone.worker] else m.Left(0, [])
         if gone.life >= self._lives[gone.worker]:
-            self._bury(gone.worker, gone.life + 1, gone.number, gone.batches)
+            self._bury(gone)
         return left
 
-    def _bury(self, worker: int, life: int, number: int = 0, batches: Sequence[int] = ()) -> None:
-        self._lives[worker] = life
+    def _bury(self, gone: m.Gone) -> None:
+        worker = gone.worker
+        self._lives[worker] = gone.life + 1
         if self._is_in[worker]:
             self._is_in[worker] = False
-            self._post(self.desk.gone(worker, number, batches))
+            self._post(self.desk.gone(worker, gone.number, gone.batches, gone.torn))
 
     def _post(self, posts: Sequence[Post]) -> None:
         for post in posts:
@@ -131,6 +132,7 @@ class FaultyLink:
         return 0, 0
 
     def close(self) -> None:
+        self.wait(self.send(m.End()))
         self.send(m.Leave())
 
     def arrive(self) -> None:
@@ -162,6 +164,7 @@ class Worker:
         self._run = run
         self._greenlet = greenlet.greenlet(self._work, crew.hub)
         self.wire: Any = None
+        self.is_to_quit = False
 
     def _work(self) -> None:
         self.wire = ServerWire(self.number, self.crew.workers, self.links[0], self.links[1:], endures=True)
@@ -206,10 +209,10 @@ class Crew:
         self.random, self.workers, self.now = random.Random(seed), workers, 0.0
         self.hub = greenlet.getcurrent()
         self._births = 0
-        shelves = [Memory() for _ in range(shards + 1)]
+        shelves, ends = [Memory() for _ in range(shards + 1)], Memory()
 
         def coordinator() -> Desk:
-            return CoordinatorDesk(workers, lambda: self.now, shelves[0], cut_every)
+            return CoordinatorDesk(workers, lambda: self.now, shelves[0], cut_every, ends)
 
         def shard(number: int) -> Callable[[], Desk]:
             def make() -> Desk:
@@ -270,14 +273,13 @@ class Crew:
             self.crew[number] = Worker(self, number, self.crew[number].life + 1, self._run)
             self.crew[number].go_on()
 
-    def kill_server(self, shard: int) -> None:
-        """The process of a shard dies, with the coordinator if it is the first, and is started again at once.
+    def ask_to_quit(self, number: int) -> None:
+        """A worker is to leave in good order; the first stays."""
+        self.crew[number].is_to_quit = number > 0
+        self.happened.append(f"{self.now:g}: worker {number} is to quit")
 
-        The first does not once a worker has come to its end: a new coordinator would not know of that, and those who
-        still lack the answer to the last exchange would wait for that worker.
-        """
-        if shard == 0 and any(one.is_done for one in self.crew):
-            return
+    def kill_server(self, shard: int) -> None:
+        """The process of a shard dies, with the coordinator if it is the first, and is started again at once."""
         self.happened.append(f"{self.now:g}: server {shard} dies")
         for service in [self.services[shard + 1], *([self.services[0]] if shard == 0 else [])]:
             service.start()
@@ -298,9 +300,7 @@ class Crew:
 
     def _herald(self, number: int, life: int) -> None:
         found = [service.gone(m.Gone(number, life)) for service in self.services[1:]]
-        pass_ = max(one.number for one in found)
-        batches = set.intersection(*(set(one.batches) if one.number == pass_ else set() for one in found))
-        self.services[0].gone(m.Gone(number, life, pass_, sorted(batches)))
+        self.services[0].gone(m.told_of(number, life, found, len(found)))
 
     def start(self) -> None:
         for one in self.crew:

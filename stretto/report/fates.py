@@ -63,7 +63,8 @@ def _told(event: Event, history: History, kills: Sequence[Event]) -> Fate:
     back = f"back after {figures.seconds(back_s)}" if back_s is not None else "did not come back"
     texts = (_others(event, history) if what != "slow" else "", back if ends else "")
     came = ", ".join(text for text in texts if text)
-    return Fate(event["t"], event["worker"], _life(event), said, came, ends, back_s, _again(event, history) if ends else None)
+    again = _again(event, history) if ends else None
+    return Fate(event["t"], event["worker"], _life(event), said, came, ends, back_s, again)
 
 
 def _was_struck(event: Event, history: History, kills: Sequence[Event]) -> bool:

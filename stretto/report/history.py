@@ -37,7 +37,8 @@ class History:
     @cached_property
     def workers(self) -> int:
         """How many workers were asked for, and joined later."""
-        return max(int(self.run.get("workers") or 1), *(1 + event["worker"] for event in self.of("start")), 1)
+        there = (1 + int(event["worker"]) for event in self.of("start"))
+        return max(int(self.run.get("workers") or 1), *there, 1)
 
     @property
     def ended(self) -> bool:

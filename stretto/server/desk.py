@@ -71,8 +71,11 @@ class Desk(Protocol):
         """A worker has left on purpose: those who wait for it are told that it won't come."""
         ...
 
-    def gone(self, worker: int, number: int = 0, batches: Sequence[int] = ()) -> list[Post]:
-        """A worker is gone: the others go on without it. `batches` of pass `number` are its work that counts."""
+    def gone(self, worker: int, number: int = 0, batches: Sequence[int] = (), torn: bool = False) -> list[Post]:
+        """A worker is gone: the others go on without it. `batches` of pass `number` are its work that counts.
+
+        Its last update is `torn` if only some shards have it.
+        """
         ...
 
     def work_of(self, worker: int) -> m.Left:
@@ -106,13 +109,18 @@ class _Asked:
 class _Together:
     """Exchanges of all members, of whatever kind."""
 
-    def __init__(self, workers: int, combine: Callable[[Mapping[int, Any]], Any], asked: _Asked) -> None:
+    def __init__(
+        self, workers: int, combine: Callable[[Mapping[int, Any]], Any], asked: _Asked, keeps_last: bool = False
+    ) -> None:
+        self._keeps_last = keeps_last
         self._meeting: Meeting[Any, Any] = Meeting(range(workers), combine)
         self._asked = asked
         self._says_who = False
         """Whether answers say who gave: once members have changed all do, for nobody may have heard the last."""
         self._answers: dict[int, tuple[m.Body, list[Tensor]]] = {}
         """The last answers, if they are small: an answer that was lost may be asked for again."""
+        self.last: tuple[int, m.Body, list[Tensor]] = 0, m.Answered(), []
+        """The very last, if it is to be kept, however large; and the number of its exchange."""
 
     @property
     def members(self) -> set[int]:
@@ -143,6 +151,11 @@ class _Together:
         """Answers say who gave from now on."""
         self._says_who = True
 
+    def take_up(self, op: int, body: m.Body, found: list[Tensor]) -> None:
+        """This was the last answer of another process."""
+        self._answers[op] = body, found
+        self.last = op, body, found
+
     def group(self, generation: int, members: Sequence[int]) -> None:
         if self._meeting.group(generation, members):
             self._says_who = False
@@ -160,6 +173,8 @@ class _Together:
                 body = m.Among(gave)
             if found is not None and sum(one.nbytes for one in found) <= SMALL_BYTES:
                 self._answers[together[0].op] = body, found
+            if found is not None and self._keeps_last:
+                self.last = together[0].op, body, found
             posts += [self._post(one, body) for one in together]
         while len(self._answers) > REMEMBERED:
             del self._answers[min(self._answers)]
@@ -305,7 +320,8 @@ class ShardDesk:
         if isinstance(body, m.Open):
             return self._open(worker, head, body, tensors)
         if isinstance(body, m.Rest):
-            replies = self._shard.rest(worker, body.seq, body.outside) if self._shard else []
+            is_now = self._shard is not None and body.age == self._age  # of another age: it is outside until it hears
+            replies = self._shard.rest(worker, body.seq, body.meeting) if self._shard and is_now else []
             return [Post(worker, number, m.Answered()), *self._goes(replies)]
         if isinstance(body, m.Group):
             self._together.group(body.generation, body.members)
@@ -314,8 +330,8 @@ class ShardDesk:
 
     def _of_members(self, worker: int, number: int, body: m.Body) -> list[Post]:
         """What is said of who is there, and of going back."""
-        if isinstance(body, m.Quit):
-            return self.gone(worker)
+        if isinstance(body, m.End | m.Quit):
+            return [Post(worker, number, m.Answered()), *(self.gone(worker) if isinstance(body, m.Quit) else [])]
         if isinstance(body, m.Join):
             return self._join(worker, number)
         if isinstance(body, m.Enter):
@@ -338,7 +354,7 @@ class ShardDesk:
         replies = self._shard.leave(worker) if self._shard else []
         return [*self._goes(replies), *self._together.leave(worker)]
 
-    def gone(self, worker: int, number: int = 0, batches: Sequence[int] = ()) -> list[Post]:
+    def gone(self, worker: int, number: int = 0, batches: Sequence[int] = (), torn: bool = False) -> list[Post]:
         """A worker is gone: nobody waits for it any more."""
         self._works[worker].end(self._shard)
         self._members.discard(worker)
@@ -515,15 +531,20 @@ class CoordinatorDesk:
         clock: Callable[[], float],
         shelf: Shelf | None = None,
         cut_every_s: float | None = None,
+        ends: Shelf | None = None,
     ) -> None:
         self._clock, self._shelf, self._cut_every_s = clock, shelf, cut_every_s
-        self._together = _Together(workers, _gathered, _Asked(clock))
+        self._ends = ends
+        """Keeps who has come to an end, and the last answer that those who are left may lack."""
+        self._together = _Together(workers, _gathered, _Asked(clock), keeps_last=ends is not None)
         self.coordinator = Coordinator(workers)
         self._age = -1 if shelf is not None and shelf.cuts() else 0
         if self._age < 0:
             self._together.tell_anew()
         self._begun = m.Begun(0, -1, [])
         """How the age began."""
+        self._is_torn = False
+        """Whether all have to go back, for only some shards have an update."""
         self._cut_at, self._called_at = -1, clock()
         self._is_over = False
         """Whether the pass was over at the last cut."""
@@ -541,6 +562,9 @@ class CoordinatorDesk:
         self._closing: dict[int, int] = {}
         self._last: dict[int, tuple[int, m.Leased]] = {}
         """The last lease of each worker, which may be asked for again."""
+        self._ended: dict[int, bool] = {}
+        """The workers that have come to an end, and whether they quit: the others go on, and others may come."""
+        self._take_up_ends()
 
     def expects(self, worker: int, head: m.Head) -> None:
         """Anything: what it brings is all the memory that it takes."""
@@ -555,7 +579,7 @@ class CoordinatorDesk:
     def take(self, worker: int, head: m.Head, tensors: list[Pieces]) -> list[Post]:
         """A whole parcel."""
         body, number = head.body, head.number
-        if isinstance(body, m.Lease | m.Close | m.Cut | m.Count) and body.age != self._age:
+        if isinstance(body, m.Lease | m.Close | m.Cut | m.Count) and (self._is_torn or body.age != self._age):
             return [Post(worker, number, m.Anew(self._age))]
         if isinstance(body, m.Lease):
             return [Post(worker, number, self._lease(worker, number, body)), *self._release()]
@@ -592,8 +616,9 @@ class CoordinatorDesk:
             before = self.gone(worker) if worker in self._together.members else []
             self._joining[worker] = number
             return before
-        if isinstance(body, m.Quit):
-            return self.gone(worker)
+        if isinstance(body, m.End | m.Quit):
+            self._note_end(worker, isinstance(body, m.Quit))
+            return [Post(worker, number, m.Answered()), *self._go_without(worker)]
         if isinstance(body, m.Count):
             counted = self.coordinator.ledger.counted() if body.number == self.coordinator.number else ()
             return [Post(worker, number, m.Answered(), [torch.tensor(counted, dtype=torch.uint8)])]
@@ -611,8 +636,12 @@ class CoordinatorDesk:
         self._closing.pop(worker, None)
         return [*self._together.leave(worker), *self._release(), *self._admit()]
 
-    def gone(self, worker: int, number: int = 0, batches: Sequence[int] = ()) -> list[Post]:
-        """A worker is gone: what it did counts, what it had not done goes back, and the others go on without it."""
+    def gone(self, worker: int, number: int = 0, batches: Sequence[int] = (), torn: bool = False) -> list[Post]:
+        """A worker is gone: what it did counts, what it had not done goes back, and the others go on without it.
+
+        Where some shards have its last update and others do not, all go back to the last cut: there all have the same.
+        """
+        self._is_torn = self._is_torn or (torn and self._shelf is not None)
         self.coordinator.settle(worker, number, batches)
         self.coordinator.leave(worker)
         for kept in (self._closing, self._joining, self._last):
@@ -692,14 +721,13 @@ class CoordinatorDesk:
     def _admit(self) -> list[Post]:
         """Let newcomers in while no member is in a meeting, so that all are at the same exchange."""
         members, left = self._together.members, self._together.left
-        if self._age < 0 and not members:  # nobody is left to say that a server was lost, but those who come
-            joining, self._joining = self._joining, {}
-            return [Post(one, parcel, m.Anew(self._age)) for one, parcel in joining.items()]
-        if not self._joining or self._age < 0 or members - left - self._apart:
+        is_over = False in self._ended.values() or (bool(members) and members <= left)
+        if not self._joining or (members and not is_over and (self._age < 0 or members - left - self._apart)):
             return []
         joining, self._joining = self._joining, {}
-        if members and members <= left:
-            return [Post(one, parcel, m.Refused(m.OVER)) for one, parcel in joining.items()]
+        if is_over or self._age < 0:  # if nobody is left to say that a server was lost those who come do
+            body: m.Body = m.Refused(m.OVER) if is_over else m.Anew(self._age)
+            return [Post(one, parcel, body) for one, parcel in joining.items()]
         number, order = self._order
         if not members:
             self._op += SKIPPED
@@ -708,12 +736,42 @@ class CoordinatorDesk:
             self.coordinator.join(worker, self._met)
             self._last.pop(worker, None)
             self._seen.add(worker)
+            self._ended.pop(worker, None)
             if number:
                 self._apart.add(worker)
         here = sorted(self._together.members)
         self._together.tell_anew()
-        body = m.Joined(self._age, number, self._op, self._met, here, self.coordinator.called[: self._met])
-        return [Post(worker, parcel, body, [order]) for worker, parcel in joining.items()]
+        joined = m.Joined(self._age, number, self._op, self._met, here, self.coordinator.called[: self._met])
+        return [Post(worker, parcel, joined, [order]) for worker, parcel in joining.items()]
+
+    # --- who has come to an end ---------------------------------------------------------------------------------
+
+    def _note_end(self, worker: int, quits: bool) -> None:
+        """Keep who has come to an end: it says nothing again to a process that is started after this one."""
+        self._ended.setdefault(worker, quits)
+        if self._ends is None:
+            return
+        op, body, found = self._together.last
+        gave = body.members if isinstance(body, m.Among) else None
+        number = max(self._ends.cuts(), default=0) + 1
+        self._ends.put(number, {"ended": sorted(self._ended.items()), "op": op, "gave": gave}, found)
+
+    def _go_without(self, worker: int) -> list[Post]:
+        """A worker has come to an end."""
+        return self.gone(worker) if self._ended[worker] else self.leave(worker)
+
+    def _take_up_ends(self) -> None:
+        """What was kept of them by another process."""
+        kept = self._ends.get(max(self._ends.cuts(), default=0)) if self._ends is not None else None
+        if kept is None:
+            return
+        facts, found = kept
+        self._ended = dict(facts["ended"])
+        for worker in self._ended:
+            self._seen.add(worker)
+            self._go_without(worker)
+        body = m.Answered() if facts["gave"] is None else m.Among(facts["gave"])
+        self._together.take_up(facts["op"], body, found)
 
     # --- going back ---------------------------------------------------------------------------------------------
 
@@ -737,7 +795,7 @@ class CoordinatorDesk:
             return []
         usable = [cut for cut in body.cuts if cut in self._shelf.cuts()]
         if not body.cuts and body.least == 0 and len(self._shelf.cuts()) < 2:  # no shard has got its parameters yet
-            self._age, self._begun = 0, m.Begun(0, -1, body.births)
+            self._age, self._begun, self._is_torn = 0, m.Begun(0, -1, body.births), False
             return []
         if not usable:
             raise ParcelError("a server was lost, and there is no cut that all of them have")
@@ -754,7 +812,7 @@ class CoordinatorDesk:
         self._is_over = facts["over"]
         self._age, self._cut_at = max(body.age, body.least, facts["age"]) + 1, usable[-1]
         self._shelf.put(usable[-1], {**facts, "age": self._age}, [sizes, order])
-        self._begun = m.Begun(self._age, usable[-1], body.births)
+        self._begun, self._is_torn = m.Begun(self._age, usable[-1], body.births), False
         waiting, self._closing = self._closing, {}
         self._last.clear()
         return [Post(one, parcel, m.Anew(self._age)) for one, parcel in waiting.items()]

@@ -99,8 +99,8 @@ class Meeting(Generic[Thing, Found]):
         try:
             found = self._combine(laid)
         except (ValueError, WireError) as error:
-            return [Told(one, op, None, str(error)) for one in laid]
-        return [Told(one, op, found) for one in laid]
+            return [Told(one, op, None, str(error)) for one in laid if one not in round_.told]
+        return [Told(one, op, found) for one in laid if one not in round_.told]
 
     def _refused(self, op: int) -> list[Told[Found]]:
         """Tell those that wait, once, that it won't become whole."""

@@ -51,6 +51,8 @@ class Member:
     waits: bool = False
     rests: bool = False
     """It has come to a meeting of all, and holds nobody back until that is over."""
+    meeting: int = -1
+    """The last meeting that it has come to."""
     outside: bool = False
     """It holds nobody back, and nobody holds it back, until it sends its next update."""
     since: int = 0

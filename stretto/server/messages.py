@@ -6,6 +6,7 @@ that a receiver knows what is to come before it comes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
 import msgspec
@@ -90,13 +91,14 @@ class Enter(_Said):
 
 
 class Rest(_Said):
-    """A worker has come to a meeting of all, after its update `seq`: nobody waits for it until the meeting is over.
+    """A worker comes to the `meeting` of all, after its update `seq`: nobody waits for it until the meeting is over.
 
-    Or it has nothing to do, and nobody waits for it until its next update: then it is `outside`.
+    Without a meeting it has nothing to do, and nobody waits for it until its next update.
     """
 
     seq: int
-    outside: bool = False
+    meeting: int | None = None
+    age: int = 0
 
 
 class Read(_Said):
@@ -202,17 +204,25 @@ class Leave(_Said):
     """A worker has done with everything."""
 
 
+class End(_Said):
+    """The same, before it leaves: answered once a coordinator that is started again would know of it."""
+
+
 class Quit(_Said):
     """A worker leaves in good order: the others go on without it."""
 
 
 class Gone(_Said):
-    """A life of a worker is over. `batches` of pass `number` are the work of it that is in the parameters."""
+    """A life of a worker is over. `batches` of pass `number` are the work of it that is in the parameters.
+
+    Its last update is `torn` if only some shards have it, or if nobody knows.
+    """
 
     worker: int
     life: int
     number: int = 0
     batches: list[int] = []
+    torn: bool = False
 
 
 class Go(_Said):
@@ -297,6 +307,14 @@ class Left(_Said):
     batches: list[int]
 
 
+def told_of(worker: int, life: int, found: Sequence[Left], shards: int) -> Gone:
+    """What the coordinator is told of a dead worker, after what those of so many shards have said that did."""
+    number = max((one.number for one in found), default=0)
+    sets = {frozenset(one.batches) if one.number == number else frozenset() for one in found}
+    common = sorted(frozenset.intersection(*sets)) if len(found) == shards and sets else []
+    return Gone(worker, life, number, common, torn=len(found) < shards or len(sets) > 1)
+
+
 class Refused(_Said):
     """What was wrong with what was said."""
 
@@ -321,6 +339,7 @@ Request: TypeAlias = (
     | Close
     | Count
     | Leave
+    | End
     | Quit
     | Gone
     | Join
@@ -333,7 +352,7 @@ Request: TypeAlias = (
 Reply: TypeAlias = Go | Answered | Among | Leased | Closed | Joined | Has | Anew | Begun | Left | Refused
 OVER = "the run is over"
 """What is said to a worker that comes when the others have done with everything."""
-SILENT = (Settle, Leave, Quit, Apart, Kept, Group)
+SILENT = (Settle, Leave, Apart, Kept, Group)
 """What is not replied to."""
 Body: TypeAlias = Request | Reply
 

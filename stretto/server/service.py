@@ -57,9 +57,10 @@ def serve(place: ShardPlace) -> None:
     torch.set_num_threads(1)
     keys = ServerKeys(*(one.encode() for one in place.keys)) if place.keys else None
     house = House(place.workers, keys)
-    own, shared = (Folder(place.cuts, name) if place.cuts else None for name in (f"shard{place.shard}", "coordinator"))
+    names = (f"shard{place.shard}", "coordinator", "ends")
+    own, shared, ends = (Folder(place.cuts, name) if place.cuts else None for name in names)
     if place.coordinator_fd is not None:
-        desk = CoordinatorDesk(place.workers, time.monotonic, shared, place.cut_every_s)
+        desk = CoordinatorDesk(place.workers, time.monotonic, shared, place.cut_every_s, ends)
         house.open(socket.socket(fileno=place.coordinator_fd), desk)
     shard = ShardDesk(place.workers, time.monotonic, place.on_nan, own, time.monotonic_ns())
     house.open(socket.socket(fileno=place.listen_fd), shard)
@@ -184,7 +185,7 @@ class Service:
             return
         try:
             if life > self._lives[worker] and self._is_heard[worker]:
-                self._bury(worker, life)
+                self._bury(m.Gone(worker, life - 1, torn=True))
             self._lives[worker], self._is_in[worker], self._is_heard[worker] = life, True, True
             for post in self._read(worker, frames):
                 self._send(post)
@@ -228,20 +229,21 @@ class Service:
         try:
             left = self._desk.work_of(gone.worker) if gone.life + 1 >= self._lives[gone.worker] else m.Left(0, [])
             if gone.life >= self._lives[gone.worker]:
-                self._bury(gone.worker, gone.life + 1, gone.number, gone.batches)
+                self._bury(gone)
                 self._note_left(gone.worker)
             self._socket.send_multipart([HERALD, *next(encode(head.number, left))])
         except Exception as error:
             self._refuse(None, f"news of the death of worker {gone.worker}: {type(error).__name__}: {error}")
 
-    def _bury(self, worker: int, life: int, number: int = 0, batches: Sequence[int] = ()) -> None:
-        """A worker's life before this one is over, if it was in."""
-        self._lives[worker] = life
+    def _bury(self, gone: m.Gone) -> None:
+        """A worker's life is over, if it was in."""
+        worker = gone.worker
+        self._lives[worker] = gone.life + 1
         self._assemblies[worker].forget()
         self._left.discard(worker)
         if self._is_in[worker]:
             self._is_in[worker] = False
-            for post in self._desk.gone(worker, number, batches):
+            for post in self._desk.gone(worker, gone.number, gone.batches, gone.torn):
                 self._send(post)
 
     def _leave(self, worker: int) -> list[Post]:

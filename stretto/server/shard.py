@@ -160,26 +160,28 @@ class Shard:
         applied, member.applied = tuple(member.applied), []
         return applied
 
-    def rest(self, worker: int, seq: int, outside: bool = False) -> list[Reply]:
+    def rest(self, worker: int, seq: int, meeting: int | None) -> list[Reply]:
         """A worker has come to a meeting of all after its update `seq`: it holds nobody back until all have come.
 
-        From then on its rounds count anew. One that is `outside` only waits for what comes, and then goes on.
+        From then on its rounds count anew. Without a meeting it only waits for what comes, and then goes on.
         """
         if member := self.members.get(worker):
-            member.rests, member.outside = True, outside
-            member.since = member.since if outside else max(seq, member.since)
+            member.rests, member.outside = True, meeting is None
+            if meeting is not None:
+                member.since, member.meeting = max(seq, member.since), max(meeting, member.meeting)
         self._begin_anew()
         self._take_early()
         return self._release()
 
     def _begin_anew(self) -> None:
-        """Once all have come nobody rests any more. From where rounds count is each one's own, the same at all shards.
+        """Whoever waited for all to come to its meeting rests no more once they have come to it, or to a later one.
 
-        A death may be heard before the last has come at one shard, and after it at another.
+        From where rounds count is each one's own, the same at all shards: a death may be heard before the last has come
+        at one shard, and after it at another.
         """
-        if all(member.rests and not member.outside for member in self.members.values()):
-            for member in self.members.values():
-                member.rests = False
+        all_met = min((member.meeting for member in self.members.values()), default=0)
+        for member in self.members.values():
+            member.rests = member.rests and (member.outside or member.meeting > all_met)
 
     def flush(self) -> None:
         """Apply what has been collected though it is less than what was to be collected."""

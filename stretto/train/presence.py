@@ -30,6 +30,9 @@ from stretto.wire import Wire
 from stretto.wire.enduring import Change, EnduringWire
 from stretto.wire.server import ServerWire
 
+CHECKPOINTS = "checkpoints"
+"""The folder of a run's checkpoints, in its own."""
+
 
 class Present(Protocol):
     """What is seen of a trainer."""
@@ -104,7 +107,7 @@ class Presence:
             self._draw_otherwise()
         elif isinstance(wire, ServerWire) and comes_late(wire):
             self._join(wire)
-        elif self._seat.resume is not None:
+        elif self._seat.resume is not None or self._begins_again:
             self._take(handover.unpack(wire.tell(self._read)))
 
     def _join(self, wire: ServerWire) -> None:
@@ -116,20 +119,27 @@ class Presence:
             self._trainer.journal.zero = zero
         self._draw_otherwise()
 
+    @property
+    def _begins_again(self) -> bool:
+        """Whether all begin anew, and some have lived before: the run may have checkpoints of its own."""
+        wire = self._trainer.wire
+        return isinstance(wire, EnduringWire) and wire.begins_again
+
     def _read(self) -> bytes:
-        """The newest whole checkpoint of the run that is gone on from."""
-        assert self._seat.resume is not None
-        folder = self._seat.resume / "checkpoints"
-        found = Checkpoints(folder).newest(self._trainer.journal.notice) if folder.is_dir() else None
-        if found is None:
-            if self._seat.life:
-                return handover.pack(State({}, {}))
-            problem, expected = f"there is no whole checkpoint in {folder}", "a run with --checkpoint-every"
-            got, to_type = "nothing to go on from", "stretto run without --resume, with --checkpoint-every"
-            raise LaunchError(explain(problem, got=got, expected=expected, to_type=to_type))
-        number, state = found
-        self._trainer.journal.notice(f"goes on from the checkpoint of round {number} in {folder}")
-        return handover.pack(State(handover.from_text(state.facts), state.tensors, state.own))
+        """The newest whole checkpoint of this run, if it begins again, or else of the run that is gone on from."""
+        runs = [self._seat.run] * self._begins_again + [self._seat.resume]
+        folders = [run / CHECKPOINTS for run in runs if run is not None]
+        for folder in folders:
+            found = Checkpoints(folder).newest(self._trainer.journal.notice) if folder.is_dir() else None
+            if found is not None:
+                number, state = found
+                self._trainer.journal.notice(f"goes on from the checkpoint of round {number} in {folder}")
+                return handover.pack(State(handover.from_text(state.facts), state.tensors, state.own))
+        if self._seat.resume is None:
+            return handover.pack(State({}, {}))
+        problem, expected = f"there is no whole checkpoint in {folders[-1]}", "a run with --checkpoint-every"
+        got, to_type = "nothing to go on from", "stretto run without --resume, with --checkpoint-every"
+        raise LaunchError(explain(problem, got=got, expected=expected, to_type=to_type))
 
     def _take(self, state: State) -> None:
         if not state.facts:
@@ -307,6 +317,7 @@ class Presence:
                 back[one] = back.get(one, 0) + samples
         if isinstance(trainer.hands, LeasedHands):
             trainer.samples = trainer.samples_before + trainer.hands.handed
+        trainer.referee.lose(change.gone)
         trainer.replica.regroup(len(change.members), bool(change.came), behind)
         self._inherit(change.gone)
         self._say(change, back)
@@ -442,7 +453,7 @@ class Presence:
         state = self._state(own)
         kept = State(handover.as_text(state.facts), self._snapshots.copied(state.tensors), state.own)
         if self._writer is None:
-            folder = self._seat.run / "checkpoints"
+            folder = self._seat.run / CHECKPOINTS
             self._writer = BackgroundWriter(Checkpoints(folder, self._seat.keep), self._notices.put)
         self._writer.submit(kept, trainer.rounds_done)
         trainer.journal.write("checkpoint", step=trainer.steps, round=trainer.rounds_done, samples=trainer.samples)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,11 +14,12 @@ from safetensors.torch import save_file
 from torch import nn
 
 from stretto.errors import LogError
+from stretto.events import read_events
 from stretto.members.ledger import audit
 from stretto.train.evaluation import Evaluate, run
 from stretto.train.exchange import Arrivals
 from stretto.train.free import FreeHands
-from stretto.train.hands import Hands, LeasedHands
+from stretto.train.hands import Hands, LeasedHands, members_of
 from stretto.train.journal import Journal
 from stretto.train.model import state_of
 from stretto.train.replica import Replica
@@ -57,6 +59,20 @@ class Judged(Protocol):
         """This worker's cumulative figures."""
 
 
+@dataclass(frozen=True)
+class Line:
+    """What there is to be written of a pass, by whom: what all told of themselves, and of each sample."""
+
+    epoch: int
+    writer: int
+    step: int
+    samples: int
+    training_s: float
+    hands: Hands
+    counts: list[bytes] | None
+    told: list[bytes]
+
+
 class Referee:
     """Judges a trainer's work: worker 0 evaluates, all wait; at the end of a pass all tell what they know."""
 
@@ -66,6 +82,8 @@ class Referee:
         self._evaluated_at: int | None = None
         self._predictions: Predicted = None
         self._epoch = 0
+        self._line: Line | None = None
+        """The last pass, for the case that who wrote of it has died before it did."""
 
     def state(self) -> list[int | None]:
         """How far it has come: passes closed, and where it evaluated last."""
@@ -111,7 +129,7 @@ class Referee:
 
     def close_pass(self, hands: Hands) -> None:
         """The books of a pass: who did what, how long it took, and how often each sample counted."""
-        trainer = self._trainer
+        trainer, samples = self._trainer, self._trainer.samples
         self._epoch += 1
         with trainer.watch.on("waiting"):
             trainer.wire.gather(b"")
@@ -128,12 +146,23 @@ class Referee:
         mine |= {"drift": trainer.replica.drift, **trainer.measured()}
         told = trainer.wire.gather(msgspec.msgpack.encode(mine))
         counts = trainer.wire.gather(lambda: _books(hands)) if hands.samples else None  # of streams nobody knows
+        if isinstance(hands, FreeHands) and trainer.wire.worker == 0:
+            counts = [_books(hands)]  # the coordinator knows all; who asked it before may be gone
+        writer = members_of(trainer.wire)[0]
+        self._line = Line(self._epoch, writer, trainer.steps, samples, training_s, hands, counts, told)
         if trainer.wire.worker == 0:
-            if isinstance(hands, FreeHands):  # the coordinator knows all; who asked it before may be gone
-                counts = [_books(hands)]
-            seen = _audited(counts, hands) if counts is not None else None
-            self._write_epoch(training_s, seen, [msgspec.msgpack.decode(one) for one in told])
+            self._write_epoch(self._line)
         trainer.journal.flush()
+
+    def lose(self, gone: Sequence[int]) -> None:
+        """These are gone. If one of them was to write of the last pass, and has not, the first of the others does."""
+        line, run = self._line, self._seat.run
+        if line is None or line.writer not in gone or self._trainer.wire.worker or run is None:
+            return
+        written = (one for one in read_events(run / "events.jsonl") if one.get("event") == "epoch")
+        if all(one.get("epoch") != line.epoch for one in written):
+            self._write_epoch(line)
+            self._trainer.journal.flush()
 
     def finish(self) -> None:
         """A last evaluation of the model that the script ends with, and its state."""
@@ -142,20 +171,20 @@ class Referee:
         if self._trainer.wire.worker == 0:
             self._keep("final", always=True)
 
-    def _write_epoch(self, training_s: float, seen: dict[str, int] | None, told: list[dict[str, Any]]) -> None:
-        trainer = self._trainer
+    def _write_epoch(self, line: Line) -> None:
+        told = [msgspec.msgpack.decode(one) for one in line.told]
         drifts = [one.pop("drift") for one in told]
-        trainer.journal.write(
+        self._trainer.journal.write(
             "epoch",
-            epoch=self._epoch,
-            step=trainer.steps,
-            samples=trainer.samples,
-            training_s=training_s,
-            seen=seen,
+            epoch=line.epoch,
+            step=line.step,
+            samples=line.samples,
+            training_s=line.training_s,
+            seen=_audited(line.counts, line.hands) if line.counts is not None else None,
             drift=max((one for one in drifts if one is not None), default=None),
             workers=told,
         )
-        self._keep(f"states/{trainer.samples:08d}")
+        self._keep(f"states/{line.samples:08d}")
 
     def _keep(self, name: str, always: bool = False) -> None:
         """Save the model as it is, when there is a folder for it and somebody wants it."""

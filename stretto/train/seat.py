@@ -115,16 +115,8 @@ def find_seat(environment: Mapping[str, str] = os.environ) -> Seat | None:
         rule="joined" if environment.get("STRETTO_BATCH") == "joined" else "local",
         checkpoint=every(environment["STRETTO_CHECKPOINT"]) if environment.get("STRETTO_CHECKPOINT") else None,
         keep=_number(environment, "STRETTO_KEEP", 3),
-        resume=_resumed(environment),
+        resume=Path(environment["STRETTO_RESUME"]) if environment.get("STRETTO_RESUME") else None,
     )
-
-
-def _resumed(environment: Mapping[str, str]) -> Path | None:
-    """The run to go on from; a worker that is started again without others goes on from its own run."""
-    if environment.get("STRETTO_RESUME"):
-        return Path(environment["STRETTO_RESUME"])
-    again = environment.get("STRETTO_LIFE", "0") != "0" and "STRETTO_RUN" in environment
-    return Path(environment["STRETTO_RUN"]) if again else None
 
 
 def _way_to_others(

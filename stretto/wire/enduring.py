@@ -168,6 +168,8 @@ class EnduringWire:
         self._meet_again()
         self.arrives = any(one.here.has_history for one in self._form.members)
         """Whether it comes to workers that have begun: it takes their state first."""
+        self.begins_again = any(one.life for one in self._form.members)
+        """Whether some of those who begin together have lived before."""
         if not self.arrives:
             self._generation = self._form.generation
 

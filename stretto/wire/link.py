@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 import time
@@ -136,10 +137,16 @@ class SocketLink:
         return self._sum(self._earlier_traffic, self._ended_traffic)
 
     def close(self) -> None:
-        """Say good-bye, and let go. Idempotent."""
+        """Say good-bye, and let go. Idempotent.
+
+        A service that may be started again has to know of it: who is not there any more can't say it again.
+        """
         if self._socket.closed:
             return
         self.traffic()
+        if self._patience_s is not None and not self._aborted.is_set():
+            with contextlib.suppress(WireError):
+                self.wait(self.send(m.End()))
         if not self._problem:
             self._socket.send_multipart(list(next(iter(encode(0, m.Leave())))))
         self._hang_up(1000)
@@ -268,10 +275,7 @@ class Herald:
         self._dead[worker] = max(life, self._dead.get(worker, 0))
         limit = time.monotonic() + limit_s
         found = self._tell(self._sockets[1:], m.Gone(worker, life), limit)
-        number = max((one.number for one in found), default=0)
-        sets = [set(one.batches) if one.number == number else set() for one in found]
-        batches = sorted(set.intersection(*sets)) if len(found) == len(self._sockets) - 1 and sets else []
-        told = self._tell(self._sockets[:1], m.Gone(worker, life, number, batches), limit)
+        told = self._tell(self._sockets[:1], m.told_of(worker, life, found, len(self._sockets) - 1), limit)
         return len(found) + len(told) == len(self._sockets)
 
     def back(self, worker: int) -> None:

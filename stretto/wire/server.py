@@ -6,6 +6,7 @@ It speaks over links, and does not know what those are made of: sockets, or a si
 from __future__ import annotations
 
 import bisect
+import contextlib
 import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -345,8 +346,10 @@ class ServerWire:
 
     def quit(self) -> None:
         """Leave in good order: the others go on without this worker."""
-        for link in (*self.links, self._coordinator):
-            link.send(m.Quit())
+        links = (*self.links, self._coordinator)
+        for link, number in [(link, link.send(m.Quit())) for link in links]:
+            with contextlib.suppress(WireError):
+                link.wait(number)
         self.close()
 
     def close(self) -> None:
@@ -389,10 +392,10 @@ class ServerWire:
 
         What there is then is kept. Whether the pass was over: it may not be any more, if servers went back to a cut.
         """
-        self._ask_all([m.Rest(seq)] * self.shards)
         called = self.met < len(self.calls)
         about = (self.met + 1, self.calls[self.met]) if called else (0, False)
         self._op += 1
+        self._rest(seq, self._op)
         self._is_apart = False
         reply, _ = self._coordinator.wait(self._say(self._coordinator, m.Meet(self._op, *about), []))
         self.met += called
@@ -410,8 +413,12 @@ class ServerWire:
                 return isinstance(found, m.Closed) and found.over
             except AnewError:
                 self.recover()
-                self._ask_all([m.Rest(self._pushed)] * self.shards)
+                self._rest(self._pushed, self._op)
         return True
+
+    def _rest(self, seq: int, meeting: int | None) -> None:
+        """Let no shard hold others back for this worker."""
+        self._ask_all([m.Rest(seq, meeting, self.age)] * self.shards)
 
     def apart(self) -> None:
         """This worker has done with the meeting of all, and goes on by itself."""
@@ -443,9 +450,9 @@ class ServerWire:
     def _begin(self) -> None:
         assert self._begun is not None
         body, sizes = self._begun
-        self._coordinator.wait(self._coordinator.send(body, [sizes]))
         if self.endures:
             self._coordinator.send(m.Kept(self.order[0]), [as_bytes(self.order[1])])
+        self._coordinator.wait(self._coordinator.send(body, [sizes]))
 
     def ask_lease(self, number: int) -> int:
         """Ask for a batch; `lease` waits for the answer."""
@@ -471,7 +478,7 @@ class ServerWire:
         False when there are batches again.
         """
         self.apart()
-        self._ask_all([m.Rest(self._pushed, True)] * self.shards)
+        self._rest(self._pushed, None)
         body, _ = self._coordinator.wait(self._coordinator.send(m.Close(number, self.age)))
         return not isinstance(body, m.Closed) or body.over
 
@@ -554,7 +561,9 @@ class ServerWire:
         return [link.wait(number) for link, number in zip(self.links, numbers, strict=True)]
 
     def say_again(self, link: Link) -> None:
-        """Tell a service that was started again what it may need: the last exchanges of all, and what was settled."""
+        """Tell a service that was started again what it may need: the order, what was settled, the last exchanges."""
+        if link is self._coordinator and self.order[0]:
+            link.mutter(m.Kept(self.order[0]), [as_bytes(self.order[1])])
         if link is self._coordinator and self._settled and self._begun is not None:
             link.mutter(m.Settle(self._begun[0].number, self._settled, self.age))
         for to, number, body, tensors in self._said:

@@ -103,6 +103,14 @@ def test_all_who_left_are_named() -> None:
     assert told == Told(0, 1, None, "worker 1, 3 left (exchange 1)")
 
 
+def test_who_was_told_that_another_left_is_not_told_again_when_that_one_dies() -> None:
+    meeting: Meeting[int, int] = Meeting(range(3), lambda laid: sum(laid.values()))
+    assert meeting.lay(0, 1, 10) == []
+    assert [(one.worker, one.found) for one in meeting.leave(1)] == [(0, None)]
+    assert [(one.worker, one.found) for one in meeting.lay(2, 1, 20)] == [(2, None)]
+    assert meeting.drop(1) == []
+
+
 def test_different_asks_are_refused_to_all_and_the_next_exchange_goes_on() -> None:
     meeting: Meeting[Ask, Answer] = Meeting(range(2), over(answer))
     asks = [

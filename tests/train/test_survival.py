@@ -175,6 +175,23 @@ def test_other_workers_and_another_recipe_go_on(tmp_path: Path) -> None:
     assert audits(tmp_path / "two")[-1] == {"once": 97, "twice": 0, "never": 0, "dropped": 0}
 
 
+@pytest.mark.parametrize("kept", [False, True])
+def test_those_who_begin_together_agree_from_where_though_some_have_lived_before(kept: bool, tmp_path: Path) -> None:
+    """One was killed before all had met; or all were, and one that joins has never lived. The run's own checkpoint is
+    newer than the one of the run that was gone on from.
+    """
+    run, asked = tmp_path / "run", {"checkpoint": every("4 rounds")}
+    if kept:
+        crew(3, training(epochs=1), "allreduce", tmp_path / "first", **asked)
+        crew(3, training(epochs=2), "allreduce", run, resume=tmp_path / "first", **asked)
+    hall = Hall(3)
+    hall.lives[1] = 1
+    found, _ = crew(3, training(epochs=2 + kept), "allreduce", run, hall=hall, **asked)
+    assert all_equal(found)
+    assert len(audits(run)) == 2
+    assert audits(run)[-1] == {"once": 97, "twice": 0, "never": 0, "dropped": 0}
+
+
 def test_the_only_one_to_begin_anew_encodes_as_those_who_will_come(tmp_path: Path) -> None:
     """It owes what the others did, and speaks their recipe, though at first to nobody."""
     recipe = "power_sgd(rank=1)"
