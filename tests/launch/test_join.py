@@ -43,8 +43,7 @@ for epoch in range(60):
             time.sleep(0.03)
 """
 PATIENCE_S = 1.0
-HUB = "stretto-hub"
-HOSTS = ("stretto-here", "stretto-there")
+HUB, *HOSTS = (f"stretto-{os.getpid()}-{name}" for name in ("hub", "here", "there"))
 
 
 def ip(*words: str) -> None:

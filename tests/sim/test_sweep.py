@@ -22,6 +22,7 @@ COMMAND = (sys.executable, "-S", "-E", pretend.__file__)
 STOPPABLE = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs are born deaf to it
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # and so to this under nohup
 from pathlib import Path
 from stretto.sim.sweep import SweepOrder, run, work
 command, work.PATIENCE_S = tuple(sys.argv[1].split(":")), float(sys.argv[2])
