@@ -15,9 +15,11 @@ from torch import Tensor
 
 from stretto.errors import WireError
 from stretto.server import messages as m
+from stretto.server.coordinator_desk import CoordinatorDesk
 from stretto.server.cuts import Memory
-from stretto.server.desk import CoordinatorDesk, Desk, Post, ShardDesk
+from stretto.server.desk import Desk, Post
 from stretto.server.parcels import ParcelError, Pieces, kind
+from stretto.server.shard_desk import ShardDesk
 from stretto.wire.server import AnewError, ServerWire, Sink
 
 Parcel = tuple[m.Head, list[Pieces]]

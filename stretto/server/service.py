@@ -22,11 +22,13 @@ import zmq.auth.thread
 
 from stretto.errors import LaunchError, explain
 from stretto.server import messages as m
+from stretto.server.coordinator_desk import CoordinatorDesk
 from stretto.server.cuts import Folder
-from stretto.server.desk import CoordinatorDesk, Desk, Post, ShardDesk
+from stretto.server.desk import Desk, Post
 from stretto.server.doors import BACKLOG, SMALL_BYTES, ServerKeys, doorman, log, router
 from stretto.server.memory import keep_freed_memory
 from stretto.server.parcels import LARGEST_FRAME, Assembly, ParcelError, decode_head, encode
+from stretto.server.shard_desk import ShardDesk
 
 IDLE_MS = 200
 HERALD = b"herald"

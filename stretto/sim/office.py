@@ -11,9 +11,11 @@ from torch import Tensor
 
 from stretto.errors import BrokenWireError, WireError
 from stretto.server import messages as m
+from stretto.server.coordinator_desk import CoordinatorDesk
 from stretto.server.cuts import Memory
-from stretto.server.desk import CoordinatorDesk, Desk, Post, ShardDesk
+from stretto.server.desk import Desk, Post
 from stretto.server.parcels import CHUNK_BYTES, ParcelError, Pieces, kind
+from stretto.server.shard_desk import ShardDesk
 from stretto.sim.costs import handshake_bytes, parcel_bytes
 from stretto.sim.world import Worker, World
 from stretto.wire.seam import Message, made

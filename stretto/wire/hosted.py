@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import msgspec
 
-from stretto.server.desk import CoordinatorDesk, ShardDesk
+from stretto.server.coordinator_desk import CoordinatorDesk
 from stretto.server.doors import WorkerKeys, new_keys
 from stretto.server.service import House, listening
+from stretto.server.shard_desk import ShardDesk
 from stretto.wire.link import dial
 from stretto.wire.seam import Wire
 from stretto.wire.server import ServerWire
