@@ -25,6 +25,8 @@ QUESTION = "a process is struck: does the run go on, and is the result the same?
 SCRIPT = Path(__file__).with_name("scripts") / "mortal.py"
 WORKERS = 3
 LIMIT_S = 150
+FEW_EPOCHS, EPOCHS = 4, 12
+"""Enough to go on after a death, and to learn the task so well that accuracies can be compared."""
 RECIPES = ("allreduce", "local_sgd(every=4)", "power_sgd(rank=2)", "gradient_sharing(tau=0.001)", "async_sgd(shards=2)")
 PHASES = ("start", "computing", "exchanging", "evaluating", "checkpointing", "epoch end")
 SIGNALS = ("KILL", "STOP", "TERM")
@@ -94,12 +96,14 @@ def _makes_sense(case: Case) -> bool:
     return case.signal == "KILL" or case.who not in ("server", "coordinator")
 
 
-def one(case: Case | None, recipe: str, folder: Path, environment: Mapping[str, str]) -> Outcome:
+def one(
+    case: Case | None, recipe: str, folder: Path, environment: Mapping[str, str], epochs: int = FEW_EPOCHS
+) -> Outcome:
     """Run a case, or the undisturbed run when there is none."""
     options = ["--recipe", recipe, "--patience", "4s", "--restarts", "3", "--checkpoint-every", "1s"]
     options += ["--output", "all", "--out", str(folder), *(case.options if case else [])]
     command = [sys.executable, "-m", "stretto.cli", "run", str(SCRIPT), "-n", str(WORKERS), *options]
-    asked = [*command, "--", *(case.strike if case else [])]
+    asked = [*command, "--", "--epochs", str(epochs), *(case.strike if case else [])]
     done = subprocess.run(asked, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     return _outcome(done.returncode, folder, done.stdout, done.stderr, "async" in recipe)
 
@@ -126,9 +130,9 @@ def run(starts: int | None = None) -> dict[str, Any]:
     for case in itertools.islice(cases(), starts):
         with tempfile.TemporaryDirectory(prefix="stretto-survival-") as place:
             if case.recipe not in undisturbed:
-                calm = one(None, case.recipe, Path(place) / "calm", environment)
+                calm = one(None, case.recipe, Path(place) / "calm", environment, EPOCHS)
                 undisturbed[case.recipe] = calm.accuracy
-            outcome = one(case, case.recipe, Path(place) / "run", environment)
+            outcome = one(case, case.recipe, Path(place) / "run", environment, EPOCHS)
         less = undisturbed[case.recipe] - outcome.accuracy
         good = outcome.survived and less <= 0.01
         print(f"  {'ok  ' if good else 'FAIL'} {case}: {_shown(outcome, less)}", flush=True)
