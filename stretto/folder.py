@@ -16,6 +16,8 @@ import msgspec
 from stretto.errors import LaunchError, LogError, explain
 
 RUNS = Path("runs")
+CHECKPOINTS = "checkpoints"
+"""The folder of a run's checkpoints, in its own."""
 GIB = 1 << 30
 
 

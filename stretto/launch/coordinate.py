@@ -22,7 +22,7 @@ import msgspec
 
 from stretto.errors import LogError
 from stretto.events import LogFile
-from stretto.launch.serve import _keys, _leave
+from stretto.launch.serve import keys_in, leave
 from stretto.launch.worker import fail, speak_in_lines
 from stretto.members.journal import Journal, read
 from stretto.members.roll import COORDINATOR, Event, Roll
@@ -34,7 +34,7 @@ AGAIN_S = 2.0
 
 def main() -> None:
     """Serve until SIGTERM. An error goes to the event log, and the process ends at once."""
-    signal.signal(signal.SIGTERM, _leave)
+    signal.signal(signal.SIGTERM, leave)
     speak_in_lines()
     try:
         _coordinate()
@@ -48,7 +48,7 @@ def _coordinate() -> None:
 
     given = os.environ
     folder, settings = Path(given["STRETTO_RUN"]), json.loads(given["STRETTO_SETTINGS"])
-    keys = _keys(given.pop("STRETTO_SERVER_KEYS", None))
+    keys = keys_in(given.pop("STRETTO_SERVER_KEYS", None))
     place = folder / "journal"
     records = read(place)
     roll = Roll.restored(records, time.monotonic()) if records else _begun(settings)
@@ -99,11 +99,10 @@ class _Messenger(threading.Thread):
 
     def run(self) -> None:
         """Pass on what comes."""
-        from stretto.server.doors import WorkerKeys
+        from stretto.server.doors import worker_keys
         from stretto.wire.link import Herald
 
-        keys = WorkerKeys(*(key.encode() for key in self._keys.split(","))) if self._keys else None
-        herald = Herald(self._addresses, keys)
+        herald = Herald(self._addresses, worker_keys(self._keys))
         while True:
             try:
                 event = self._events.get(timeout=AGAIN_S)

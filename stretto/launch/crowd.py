@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from stretto.folder import cores
+
 CROWDED = 2.0
 """Busy processes on each processor; more would change nothing."""
 
@@ -19,8 +21,7 @@ def seconds() -> float:
 
 def copies(workers: int, processors: float) -> int:
     """How many copies of one worker make it as crowded here as so many workers do on so many processors."""
-    here = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(round(min(workers / processors, CROWDED) * here) - 1, 0)
+    return max(round(min(workers / processors, CROWDED) * cores()) - 1, 0)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from stretto.errors import LaunchError, LogError, explain
-from stretto.launch.order import CHECKPOINTS
+from stretto.folder import CHECKPOINTS
 from stretto.report.record import STANDARD_OUTPUT, check_target, write_json
 
 if TYPE_CHECKING:

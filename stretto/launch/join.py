@@ -18,7 +18,6 @@ from stretto.folder import cores
 from stretto.launch.order import Order, Output
 from stretto.launch.parts import Cast
 from stretto.launch.servers import Keys, Pair, Servers
-from stretto.launch.sockets import address_toward
 
 INVITATION = "invitation.json"
 GUESTS = "guests"
@@ -107,6 +106,8 @@ def _path(wanted: type, value: Any) -> Any:
 
 def _call(coordinator: str) -> str:
     """This machine's address toward a coordinator that answers."""
+    from stretto.server.doors import address_toward  # and with it zmq
+
     host, _, port = coordinator.rpartition(":")
     try:
         socket.create_connection((host, int(port)), CALL_S).close()

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from stretto.chaos import Fault, Happening, Kill, Pause, check_live, parse, schedule
 from stretto.chaos import check as check_faults
 from stretto.errors import LaunchError, explain
-from stretto.folder import cores
+from stretto.folder import CHECKPOINTS, cores
 from stretto.launch.slow import factors
 from stretto.often import every
 from stretto.quantities import spelled
@@ -23,8 +23,6 @@ Output = Literal["lead", "all", "none"]
 OnNan = Literal["stop", "skip"]
 LARGEST_SEED = 2**32 - 1
 SHORTEST_PATIENCE_S = 0.1
-CHECKPOINTS = "checkpoints"
-"""The folder of a run's checkpoints, in its own."""
 
 
 @dataclass(frozen=True)

@@ -19,13 +19,13 @@ from stretto.launch.worker import fail, speak_in_lines
 
 def main() -> None:
     """Serve until SIGTERM. An error goes to the event log, and the process ends at once."""
-    signal.signal(signal.SIGTERM, _leave)
+    signal.signal(signal.SIGTERM, leave)
     speak_in_lines()
     try:
         _serve()
     except BaseException as error:
         fail(error, shard_of(int(os.environ["STRETTO_SHARD"])))
-    _leave()
+    leave()
 
 
 def _serve() -> None:
@@ -38,7 +38,7 @@ def _serve() -> None:
         workers=int(given["WORLD_SIZE"]),
         listen_fd=int(given["STRETTO_LISTEN_FD"]),
         coordinator_fd=int(given["STRETTO_COORDINATOR_FD"]) if "STRETTO_COORDINATOR_FD" in given else None,
-        keys=_keys(given.pop("STRETTO_SERVER_KEYS", None)),
+        keys=keys_in(given.pop("STRETTO_SERVER_KEYS", None)),
         on_nan=cast(Literal["stop", "skip"], given["STRETTO_ON_NAN"]),
         timeout_s=float(given["STRETTO_TIMEOUT"]),
         cuts=Path(given["STRETTO_CUTS"]) if "STRETTO_CUTS" in given else None,
@@ -47,7 +47,7 @@ def _serve() -> None:
     serve(place)
 
 
-def _keys(text: str | None) -> tuple[str, str, str] | None:
+def keys_in(text: str | None) -> tuple[str, str, str] | None:
     """The server's secret and public keys and the workers' public one; None when nothing is encrypted."""
     if text is None:
         return None
@@ -55,7 +55,7 @@ def _keys(text: str | None) -> tuple[str, str, str] | None:
     return secret, public, workers
 
 
-def _leave(_number: int = 0, _frame: FrameType | None = None) -> NoReturn:
+def leave(_number: int = 0, _frame: FrameType | None = None) -> NoReturn:
     """End in peace, at once: neither a thread nor an exit handler may hold it up."""
     with contextlib.suppress(OSError, RuntimeError, ValueError):
         sys.stdout.flush()

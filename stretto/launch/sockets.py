@@ -41,13 +41,6 @@ def interface_of(address: str) -> str:
     return OWN
 
 
-def address_toward(host: str) -> str:
-    """This machine's address on the way to another. Raises OSError where there is no way."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 9))
-        return str(probe.getsockname()[0])
-
-
 def _not_ours(host: str) -> LaunchError:
     known = [one.address for ends in psutil.net_if_addrs().values() for one in ends if one.family == socket.AF_INET]
     problem, expected = f"{host} is no address of this machine", f"one of {', '.join(known)}"

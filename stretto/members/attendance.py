@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -116,3 +117,37 @@ class Attendance:
 
     def _reply(self, answer: Form | GoOn) -> None:
         self.answer, self._standing = answer, None
+
+
+class Attending(ABC):
+    """A worker's line to the coordinator, whatever carries what is said."""
+
+    def __init__(self, attendance: Attendance) -> None:
+        self.attendance = attendance
+
+    @property
+    def held(self) -> bool:
+        """Whether all are asked to stand still at their next rest."""
+        return self.attendance.held
+
+    @property
+    def aborted(self) -> int:
+        """The last generation that is known to be over: one that is just being formed may be over before it is."""
+        return self.attendance.aborted
+
+    def stand(self, here: Here) -> Form:
+        """Stand still until the next generation is formed. A form without this worker asks it to leave.
+
+        Raises MemberOutError when this life is no member any more, and what else the line raises.
+        """
+        answer = self._stand(msgspec.structs.replace(here, at_rest=False))
+        assert isinstance(answer, Form)
+        return answer
+
+    def at_rest(self, here: Here) -> Form | GoOn:
+        """Stand still between two hands, because `held`; others may have come further. Raises as `stand` does."""
+        return self._stand(msgspec.structs.replace(here, at_rest=True))
+
+    @abstractmethod
+    def _stand(self, here: Here) -> Form | GoOn:
+        """Say where the worker stands, and wait for the answer."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +33,11 @@ class WorkerKeys:
     secret: bytes
 
 
+def worker_keys(text: str | None) -> WorkerKeys | None:
+    """The keys as an environment holds them, `,` between; None when nothing is encrypted."""
+    return WorkerKeys(*(key.encode() for key in text.split(","))) if text else None
+
+
 def new_keys() -> tuple[ServerKeys, WorkerKeys]:
     """Keys for one run."""
     server_public, server_secret = zmq.curve_keypair()
@@ -40,6 +46,14 @@ def new_keys() -> tuple[ServerKeys, WorkerKeys]:
         ServerKeys(server_secret, server_public, worker_public),
         WorkerKeys(server_public, worker_public, worker_secret),
     )
+
+
+def address_toward(host: str) -> str:
+    """This machine's address on the way to another. Raises OSError where there is no way."""
+    family = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0][0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))
+        return str(probe.getsockname()[0])
 
 
 def doorman(context: zmq.Context[Any], keys: ServerKeys) -> Any:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from stretto import chaos
 from stretto.errors import LaunchError, explain
 from stretto.launch import crowd
 from stretto.launch.order import Batch, OnNan, Order, Output
@@ -19,7 +20,6 @@ from stretto.launch.watch import Watch
 from stretto.quantities import seconds as typed_seconds
 from stretto.quantities import spelled
 from stretto.report.record import STANDARD_OUTPUT, check_target
-from stretto.sim import faults as faults_
 from stretto.sim import network as network_
 from stretto.sim import speeds as speeds_
 from stretto.sim.sweep import SweepOrder
@@ -139,7 +139,7 @@ def command(
         Tariff(0.0),
         network_.parse(network),
         speeds_.parse(speeds),
-        faults_.parse(faults) if faults.strip() else (),
+        chaos.parse(faults) if faults.strip() else (),
         _some(processors),
         **_ends(until),
     )

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import msgspec
-
 from stretto.errors import LaunchError, MemberOutError, explain
 from stretto.launch.order import Order
 from stretto.launch.supervise import pause_s
-from stretto.members.attendance import Attendance
+from stretto.members.attendance import Attendance, Attending
 from stretto.members.messages import Beat, Broken, Form, GoOn, Hello, Here, Leave, Quit, Said, Told
 from stretto.members.roll import COORDINATOR, Event, Post, Roll
 from stretto.sim.flows import ARRIVE
@@ -33,37 +31,18 @@ def beat_s(patience_s: float) -> float:
     return min(patience_s / 5, MOST_BEATS_S)
 
 
-class Line:
+class Line(Attending):
     """A worker's line to the coordinator; what `stretto.wire.companion` is live."""
 
     def __init__(self, members: Members, worker: Worker) -> None:
         self._members, self.worker, self.life = members, worker, worker.life
         self.on_abort: Callable[[int, str], None] = lambda _generation, _why: None
         """Called with the generation that is over, and why."""
-        self.attendance = Attendance(worker.number, worker.life, lambda generation, why: self.on_abort(generation, why))
+        known = Attendance(worker.number, worker.life, lambda generation, why: self.on_abort(generation, why))
+        super().__init__(known)
         self._doing = ("starting", 0, worker.now())
         self._broken = 0, ""
         self._leaves = False
-
-    @property
-    def held(self) -> bool:
-        """Whether all are asked to stand still at their next rest."""
-        return self.attendance.held
-
-    @property
-    def aborted(self) -> int:
-        """The last generation that is known to be over."""
-        return self.attendance.aborted
-
-    def stand(self, here: Here) -> Form:
-        """Stand still until the next generation. Raises MemberOutError when there is none for this worker."""
-        answer = self._stand(msgspec.structs.replace(here, at_rest=False))
-        assert isinstance(answer, Form)
-        return answer
-
-    def at_rest(self, here: Here) -> Form | GoOn:
-        """The same at a rest; others may have come further."""
-        return self._stand(msgspec.structs.replace(here, at_rest=True))
 
     def broken(self, generation: int, why: str) -> None:
         """An exchange of this generation has failed here."""

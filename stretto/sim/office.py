@@ -334,9 +334,8 @@ class Offices:
         found = [office.work_of(worker, life) for office, _ in shards]
         for office, link in shards:
             office.bury(link, life + 1)
-        number = max(one.number for one in found)
-        batches = set.intersection(*(set(one.batches) if one.number == number else set() for one in found))
-        coordinator[0].bury(coordinator[1], life + 1, number, sorted(batches))
+        told = m.told_of(worker, life, found, len(shards))
+        coordinator[0].bury(coordinator[1], life + 1, told.number, told.batches)
 
 
 class _SimWire(ServerWire):

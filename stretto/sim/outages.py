@@ -6,9 +6,9 @@ import functools
 from collections.abc import Callable, Iterable
 from math import inf
 
+from stretto.chaos import Happening
 from stretto.errors import LaunchError
 from stretto.sim.clock import Queue
-from stretto.sim.faults import Happening
 from stretto.sim.flows import Net
 
 FAULT = 0

@@ -15,6 +15,8 @@ import msgspec
 import torch
 from torch import nn
 
+from stretto import chaos
+from stretto.chaos import Fault, Happening
 from stretto.errors import BrokenWireError, LaunchError, MemberOutError, WireError, explain
 from stretto.events import Event, LogFile
 from stretto.folder import make_folder, write_run
@@ -27,10 +29,8 @@ from stretto.members.messages import Here
 from stretto.members.roll import COORDINATOR
 from stretto.recipe import Recipe
 from stretto.server.messages import OVER
-from stretto.sim import faults as faults_
 from stretto.sim.around import Limit, SimAround
 from stretto.sim.collective import Table
-from stretto.sim.faults import Fault, Happening
 from stretto.sim.flows import ARRIVE
 from stretto.sim.forecast import Forecast
 from stretto.sim.generations import Generations, TableFormer
@@ -81,8 +81,8 @@ class Simulation:
     def is_mortal(self) -> bool:
         """Whether what goes wrong may change who exchanges: workers die, or are taken for dead."""
         order = self.order
-        silent_s = sum(one.for_s for one in self.faults if isinstance(one, faults_.Pause | faults_.Cut))
-        dies = any(isinstance(one, faults_.Kill) and one.who.kind != "server" for one in self.faults)
+        silent_s = sum(one.for_s for one in self.faults if isinstance(one, chaos.Pause | chaos.Cut))
+        dies = any(isinstance(one, chaos.Kill) and one.who.kind != "server" for one in self.faults)
         is_missed = silent_s + beat_s(order.patience_s) > order.patience_s
         return order.workers > 1 and not order.alone and (dies or is_missed)
 
@@ -106,7 +106,7 @@ def check(simulation: Simulation) -> Simulation:
     check_order(order, live=False)
     order = settled(order)
     shards = parse(order.recipe).shards if order.recipe else MOST_SHARDS
-    faults_.check(simulation.faults, order.workers, shards)
+    chaos.check(simulation.faults, order.workers, shards)
     for fault in simulation.faults:
         _refuse_idle(fault, simulation.network)
     Pace(simulation.speeds, order.workers, order.seed)
@@ -116,10 +116,10 @@ def check(simulation: Simulation) -> Simulation:
 
 def _refuse_idle(fault: Fault, network: Network) -> None:
     """Raise LaunchError for a fault that would change nothing here."""
-    if isinstance(fault, faults_.Pause) and fault.who.kind != "worker":
+    if isinstance(fault, chaos.Pause) and fault.who.kind != "worker":
         problem, to_type = f"a {fault.who.kind} can't be paused in a simulation", "pause worker 1 for 5s at 30s"
         raise LaunchError(explain(problem, got=fault, expected="a pause of a worker", to_type=f'--faults "{to_type}"'))
-    if isinstance(fault, faults_.Slow) and network == Network():
+    if isinstance(fault, chaos.Slow) and network == Network():
         problem, expected = "there is no link to be slow", "a network whose links have a speed"
         raise LaunchError(
             explain(problem, got="--network instant", expected=expected, to_type='--network "1Gbit/s 1ms"')
@@ -219,7 +219,7 @@ class Cast:
     def make_world(self, links: Links, shards: int) -> World:
         """The world they live in."""
         one, order = self._simulation, self._simulation.order
-        plan = faults_.schedule(one.faults, order.workers, shards, order.seed)
+        plan = chaos.schedule(one.faults, order.workers, shards, order.seed)
         return World(order.workers, links, one.tariff, plan, one.processors, shards)
 
     def own(self, worker: Worker, out: TextIO) -> Own:

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from greenlet import GreenletExit, getcurrent, greenlet
 
+from stretto.chaos import Happening
 from stretto.errors import LaunchError, WireError
 from stretto.sim.clock import Queue
-from stretto.sim.faults import Happening
 from stretto.sim.flows import ARRIVE, GO_ON, Flows, Net
 from stretto.sim.network import Links
 from stretto.sim.outages import Outages

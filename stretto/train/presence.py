@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from stretto.errors import LaunchError, MemberOutError, explain
+from stretto.folder import CHECKPOINTS
 from stretto.members.deal import Deal
 from stretto.train import handover
 from stretto.train.batches import Order, pack, unpack
@@ -29,9 +30,6 @@ from stretto.train.shadow import Settings
 from stretto.wire import Wire
 from stretto.wire.enduring import Change, EnduringWire
 from stretto.wire.server import ServerWire
-
-CHECKPOINTS = "checkpoints"
-"""The folder of a run's checkpoints, in its own."""
 
 
 class Present(Protocol):

@@ -14,7 +14,7 @@ from stretto.errors import LaunchError, WireError, explain
 from stretto.members.messages import Here
 from stretto.often import Every, every
 from stretto.recipe import Recipe
-from stretto.server.doors import WorkerKeys
+from stretto.server.doors import worker_keys
 from stretto.server.messages import OVER
 from stretto.train.hands import Rule
 from stretto.train.surroundings import Surroundings
@@ -133,16 +133,10 @@ def _enduring(environment: Mapping[str, str], worker: int, timeout_s: float) -> 
     def meet(device: torch.device) -> Wire:
         from stretto.wire.former import GroupFormer
 
-        patience_s = float(environment.get("STRETTO_PATIENCE", "10"))
         companion = _companion(environment, worker, timeout_s)
-        return EnduringWire(worker, companion, GroupFormer(patience_s, timeout_s, device))
+        return EnduringWire(worker, companion, GroupFormer(_patience_s(environment), timeout_s, device))
 
     return meet
-
-
-def _keys(environment: Mapping[str, str]) -> WorkerKeys | None:
-    keys = environment.get("STRETTO_KEYS")
-    return WorkerKeys(*(key.encode() for key in keys.split(","))) if keys else None
 
 
 def _server(
@@ -152,9 +146,9 @@ def _server(
     if "STRETTO_SERVERS" not in environment:
         return None
     addresses = [f"tcp://{one}" for one in environment["STRETTO_SERVERS"].split(",")]
-    keys, life = _keys(environment), _number(environment, "STRETTO_LIFE", 0)
+    keys, life = worker_keys(environment.get("STRETTO_KEYS")), _number(environment, "STRETTO_LIFE", 0)
     endures = "STRETTO_COORDINATOR" in environment
-    away_s = float(environment.get("STRETTO_PATIENCE", "10")) + RETURN_S if endures else None
+    away_s = _patience_s(environment) + RETURN_S if endures else None
 
     def reach(recipe: Recipe) -> Wire:
         if not endures:
@@ -183,9 +177,13 @@ def _server(
 
 def _companion(environment: Mapping[str, str], worker: int, timeout_s: float) -> Companion:
     """A worker that comes back may do so before the network does."""
-    life, patience_s = _number(environment, "STRETTO_LIFE", 0), float(environment.get("STRETTO_PATIENCE", "10"))
-    at, limit_s = environment["STRETTO_COORDINATOR"], timeout_s if life else FIRST_S
-    return Companion(worker, life, at, _keys(environment), patience_s, limit_s)
+    life = _number(environment, "STRETTO_LIFE", 0)
+    at, keys = environment["STRETTO_COORDINATOR"], worker_keys(environment.get("STRETTO_KEYS"))
+    return Companion(worker, life, at, keys, _patience_s(environment), timeout_s if life else FIRST_S)
+
+
+def _patience_s(environment: Mapping[str, str]) -> float:
+    return float(environment.get("STRETTO_PATIENCE", "10"))
 
 
 def _number(environment: Mapping[str, str], name: str, otherwise: int) -> int:

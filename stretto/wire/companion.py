@@ -19,7 +19,7 @@ import zmq.utils.garbage  # its handler at exit has to be registered before ours
 from zmq.utils.monitor import parse_monitor_message
 
 from stretto.errors import MemberOutError, WireError
-from stretto.members.attendance import Attendance
+from stretto.members.attendance import Attendance, Attending
 from stretto.members.messages import EXCHANGING, Beat, Broken, Form, GoOn, Hello, Here, Leave, Quit, Said, Told
 from stretto.server.doors import WorkerKeys
 
@@ -34,11 +34,12 @@ _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(Told)
 
 
-class Companion:
+class Companion(Attending):
     """A worker's connection to the coordinator, in a thread of its own.
 
     Made, it has said Hello and has been welcomed: `settings` are those of the run. Raises WireError when no
-    coordinator answers for `limit_s`.
+    coordinator answers for `limit_s`. Who stands gets a MemberOutError when no coordinator is there for `patience_s`,
+    and a WireError when the run cannot go on.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class Companion:
     ) -> None:
         self.on_abort = on_abort
         """Called from the thread when the worker's generation is over, or the worker is out: with it and the reason."""
-        self._attendance = Attendance(worker, life, self._news)
+        super().__init__(Attendance(worker, life, self._news))
         self._me = f"worker {worker}"
         self._address, self._patience_s = address, patience_s
         self._every_s = min(patience_s / 5, 1.0)
@@ -73,7 +74,7 @@ class Companion:
         self._thread = threading.Thread(target=self._run, name="companion", daemon=True)
         self._thread.start()
         try:
-            self._wait(lambda: self._attendance.settings is not None, limit_s)
+            self._wait(lambda: self.attendance.settings is not None, limit_s)
         except BaseException:
             self.close()
             raise
@@ -83,36 +84,12 @@ class Companion:
     @property
     def settings(self) -> dict[str, Any]:
         """The settings of the run, the same for all."""
-        return self._attendance.settings or {}
+        return self.attendance.settings or {}
 
     @property
     def generation(self) -> int:
         """The last generation that this worker was in."""
-        return self._attendance.generation
-
-    @property
-    def aborted(self) -> int:
-        """The last generation that is known to be over: one that is just being formed may be over before it is."""
-        return self._attendance.aborted
-
-    @property
-    def held(self) -> bool:
-        """Whether this worker is to stand still at its next rest."""
-        return self._attendance.held
-
-    def stand(self, here: Here) -> Form:
-        """Stand still until the next generation is formed. A form without this worker asks it to leave.
-
-        Raises MemberOutError when this life is no member any more, or no coordinator is there for `patience_s`;
-        WireError when the run cannot go on.
-        """
-        answer = self._stand(msgspec.structs.replace(here, at_rest=False))
-        assert isinstance(answer, Form)
-        return answer
-
-    def at_rest(self, here: Here) -> Form | GoOn:
-        """Stand still between two hands, because `held`. Raises as `stand` does."""
-        return self._stand(msgspec.structs.replace(here, at_rest=True))
+        return self.attendance.generation
 
     def broken(self, generation: int, why: str) -> None:
         """The exchange of this generation has failed."""
@@ -123,7 +100,7 @@ class Companion:
         """What this worker is about to do, with the hand that it was dealt last; others wait for it if need be."""
         is_further = hand != self._doing[1]
         self._doing = (text, hand, time.monotonic())
-        if is_further and self._attendance.held:
+        if is_further and self.attendance.held:
             self._wake()
 
     def quit(self) -> None:
@@ -147,11 +124,11 @@ class Companion:
 
     def _stand(self, here: Here) -> Form | GoOn:
         with self._changed:
-            self._attendance.stand(here)
+            self.attendance.stand(here)
             self._wake()
         self._heard = max(self._heard, time.monotonic() - self._every_s)
-        self._wait(lambda: self._attendance.answer is not None, self._patience_s)
-        answer = self._attendance.answer
+        self._wait(lambda: self.attendance.answer is not None, self._patience_s)
+        answer = self.attendance.answer
         assert answer is not None
         return answer
 
@@ -165,16 +142,16 @@ class Companion:
                 self._changed.wait(left)
 
     def _raise_if_over(self) -> None:
-        if self._attendance.out is not None:
-            raise MemberOutError(f"{self._me} is no member any more: {self._attendance.out}")
-        if self._attendance.stopped is not None:
-            raise WireError(f"the run cannot go on: {self._attendance.stopped}")
+        if self.attendance.out is not None:
+            raise MemberOutError(f"{self._me} is no member any more: {self.attendance.out}")
+        if self.attendance.stopped is not None:
+            raise WireError(f"the run cannot go on: {self.attendance.stopped}")
         if self._problem:
             raise WireError(f"the coordinator at {self._address} {self._problem}")
 
     def _unanswered(self, limit_s: float) -> WireError:
         text = f"no coordinator answered {self._me} at {self._address} for {limit_s:g} s"
-        return WireError(text) if self._attendance.settings is None else MemberOutError(text)
+        return WireError(text) if self.attendance.settings is None else MemberOutError(text)
 
     def _wake(self) -> None:
         with contextlib.suppress(OSError):  # it is awake, or has ended
@@ -200,7 +177,7 @@ class Companion:
                 is_nudged = self._nudged.fileno() in ready and self._drain()
                 is_new = self._heed()
                 if self._listen() or is_new or is_nudged:
-                    self._speak(with_beat=is_new or self._attendance.held)
+                    self._speak(with_beat=is_new or self.attendance.held)
             self._speak(with_beat=False)
         except BaseException as error:
             self._problem = f"cannot be spoken to: {type(error).__name__}: {error}"
@@ -220,11 +197,11 @@ class Companion:
         One that is alone waits for nobody: it stops before others that it can't see are let begin without it.
         """
         doing, _, since = self._doing
-        alone = self._attendance.is_alone and not self.settings.get("free", False)
+        alone = self.attendance.is_alone and not self.settings.get("free", False)
         limit_s = ALONE * self._patience_s if alone else self._patience_s
         silent_s = time.monotonic() - (self._heard if alone else max(since, self._heard))
         if silent_s > limit_s and (alone or doing == EXCHANGING):
-            self._news(self._attendance.generation, "the coordinator was not heard")
+            self._news(self.attendance.generation, "the coordinator was not heard")
 
     def _drain(self) -> bool:
         return bool(self._nudged.recv(4096))
@@ -254,15 +231,15 @@ class Companion:
             with self._changed:
                 self._heard = time.monotonic()
                 if frame:
-                    is_to_answer |= self._attendance.told(_DECODER.decode(frame))
+                    is_to_answer |= self.attendance.told(_DECODER.decode(frame))
                     self._changed.notify_all()
 
     def _speak(self, with_beat: bool) -> None:
         """Say what is to be said, as often as it takes."""
         with self._changed:
-            said = self._attendance.says()
-            generation, aborted = self._attendance.generation, self._attendance.aborted
-            is_welcome = self._attendance.settings is not None
+            said = self.attendance.says()
+            generation, aborted = self.attendance.generation, self.attendance.aborted
+            is_welcome = self.attendance.settings is not None
         if with_beat:
             doing, hand, since = self._doing
             self._say(Beat(generation, doing, time.monotonic() - since, hand))

@@ -15,6 +15,7 @@ import torch
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from stretto.errors import BrokenWireError, WireError
+from stretto.server.doors import address_toward
 from stretto.server.memory import trim_freed_memory
 from stretto.wire.collective import CollectiveWire, drop_parked, reason
 from stretto.wire.sockets import shut_connections_to
@@ -49,10 +50,7 @@ def own_address(toward: str) -> str:
     for one in psutil.net_if_addrs().get(interface or "", []):
         if one.family == socket.AF_INET:
             return str(one.address)
-    family = socket.getaddrinfo(toward, 9, type=socket.SOCK_DGRAM)[0][0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((toward, 9))
-        return str(probe.getsockname()[0])
+    return address_toward(toward)
 
 
 @functools.cache

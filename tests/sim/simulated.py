@@ -13,9 +13,10 @@ from typing import Any
 
 import msgspec
 
+from stretto import chaos
 from stretto.events import Event
 from stretto.launch.order import Order
-from stretto.sim import faults, network, speeds
+from stretto.sim import network, speeds
 from stretto.sim.run import Simulation, begin, check, simulate
 from stretto.sim.world import Tariff
 from stretto.train.seat import given_seat
@@ -75,7 +76,7 @@ def simulated(
         script = place / "train.py"
         script.write_text(dedent(work) if isinstance(work, str) else ACTING)
         asked = Order(script=script, workers=workers, recipe=recipe, args=args, seed=seed, **asks)
-        settings = network.parse(net), speeds.parse(speed), faults.parse(fault) if fault else ()
+        settings = network.parse(net), speeds.parse(speed), chaos.parse(fault) if fault else ()
         simulation = check(Simulation(asked, tariff, *settings, **more))
         run, said = begin(simulation, place / "run"), io.StringIO()
         _found.clear()

@@ -20,11 +20,12 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import stretto
+from stretto import chaos
 from stretto.errors import BrokenWireError, LaunchError
 from stretto.launch.order import Order
 from stretto.report import fates
 from stretto.report.history import read
-from stretto.sim import faults, network
+from stretto.sim import network
 from stretto.sim.collective import Table
 from stretto.sim.generations import FORMED_S
 from stretto.sim.members import NOTICED_S
@@ -291,7 +292,7 @@ def test_workers_do_not_miss_a_coordinator_that_dies(recipe: str) -> None:
 )
 def test_runs_whose_members_cannot_change_are_as_they_were(fault: str, mortal: bool) -> None:
     order = Order(script=Path("train.py"), workers=2)
-    simulation = Simulation(order, Tariff(STEP_S), faults=faults.parse(fault) if fault else ())
+    simulation = Simulation(order, Tariff(STEP_S), faults=chaos.parse(fault) if fault else ())
     assert simulation.is_mortal == mortal
     assert not replace(simulation, order=replace(order, workers=1)).is_mortal
 

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stretto.errors import LaunchError
-from stretto.sim.faults import (
+from stretto.chaos import (
     At,
     Cut,
     Every,
@@ -26,6 +25,7 @@ from stretto.sim.faults import (
     parse,
     schedule,
 )
+from stretto.errors import LaunchError
 
 WORKERS, SHARDS = 5, 2
 Played = list[tuple[float, Happening]]

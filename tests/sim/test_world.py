@@ -18,8 +18,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stretto import chaos
 from stretto.errors import LaunchError, WireError
-from stretto.sim import faults, network
+from stretto.sim import network
 from stretto.sim.collective import SimWire, Table
 from stretto.sim.network import Links
 from stretto.sim.own import Own
@@ -34,7 +35,7 @@ class Scene:
 
     def __init__(self, workers: int, net: str = "instant", fault: str = "", limit_s: float = inf, **more: Any) -> None:
         links = Links(network.parse(net), workers)
-        plan = faults.schedule(faults.parse(fault) if fault else (), workers, 0, 0)
+        plan = chaos.schedule(chaos.parse(fault) if fault else (), workers, 0, 0)
         self.world = World(workers, links, Tariff(0.0), plan, **more)
         table = Table(self.world, links)
         self._wires = [table.wire(one, limit_s) for one in self.world.workers]
