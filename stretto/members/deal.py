@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import accumulate, chain, groupby, pairwise
@@ -246,10 +246,13 @@ class Deal:
         self._more += samples
         (self._coming[-1].back if self._coming else self._pool).append((start, start + samples))
 
-    def parts(self) -> dict[int, int]:
-        """The samples of each member in the last hand, less what was given back."""
-        run = self._runs[-1]
-        return {worker: _samples(self._piece(run, self.hand, worker)) for worker in run.members}
+    def parts(self) -> Callable[[int], int]:
+        """Tells of each worker its samples in the last hand, less what was given back until now.
+
+        Nothing is computed before somebody is asked for: that is seldom, and there may be many workers.
+        """
+        run, number, lost = self._runs[-1], self.hand, self._lost.get(self.hand, ())
+        return lambda worker: 0 if worker in lost else _samples(self._dealt(run, number, worker))
 
     def departed(self) -> NDArray[np.uint8]:
         """How often the committed work of ended lives has each position, and all work from before this machine.
@@ -373,10 +376,11 @@ class Deal:
 
     def _piece(self, run: _Run, number: int, worker: int) -> Pieces:
         """What a worker got in a hand and has not given back."""
+        return () if worker in self._lost.get(number, ()) else self._dealt(run, number, worker)
+
+    def _dealt(self, run: _Run, number: int, worker: int) -> Pieces:
         rank = bisect_left(run.members, worker)
-        if run.members[rank : rank + 1] != (worker,) or worker in self._lost.get(number, ()):
-            return ()
-        return self._shape(run, number).piece(rank)
+        return self._shape(run, number).piece(rank) if run.members[rank : rank + 1] == (worker,) else ()
 
     def _portion(self, me: int) -> Portion:
         """What `me` gets of the last hand."""

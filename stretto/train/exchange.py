@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import struct
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
+from stretto.train.hand import Parts
 from stretto.train.stopwatch import Stopwatch
 from stretto.wire import Wire
 
@@ -18,22 +18,28 @@ class Weights:
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
         self._own = self._total = 0
-        self._parts: Counter[int] = Counter()
+        self._parts: list[Parts] = []
+        self._lost: dict[int, int] = {}
+        """By worker that was lost: how many of the parts have been taken off."""
         self._spent = False
 
-    def add(self, own: int, total: int, parts: Mapping[int, int]) -> None:
+    def add(self, own: int, total: int, parts: Parts | None) -> None:
         """A hand was dealt. What an exchange has carried before does not weigh again."""
         if self._spent:
             self._own = self._total = 0
             self._parts.clear()
+            self._lost.clear()
             self._spent = False
         self._own += own
         self._total += total
-        self._parts.update(parts)
+        if parts is not None:
+            self._parts.append(parts)
 
     def lose(self, gone: Sequence[int]) -> None:
         """These workers can't bring what they were dealt any more."""
-        self._total -= sum(self._parts.pop(worker, 0) for worker in gone)
+        for worker in gone:
+            self._total -= sum(part(worker) for part in self._parts[self._lost.get(worker, 0) :])
+            self._lost[worker] = len(self._parts)
 
     @property
     def is_carried(self) -> bool:

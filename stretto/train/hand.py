@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from stretto.errors import LoaderError, explain
@@ -12,6 +12,8 @@ from stretto.members.ledger import Lease
 
 Held = Lease | Pieces
 """What a worker works on: a batch that it asked for, or its pieces of a pass that is dealt to all."""
+
+Parts = Callable[[int], int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +33,8 @@ class Hand:
     """Whether some workers have no batch."""
     teller: int = 0
     """The first worker with a batch: it tells the idle ones what happens."""
-    parts: Mapping[int, int] = field(default_factory=dict)
-    """The samples of each worker by its number, where workers may go."""
+    parts: Parts | None = None
+    """Tells the samples of a worker by its number, where workers may go."""
 
     @property
     def idle(self) -> bool:

@@ -168,7 +168,7 @@ class LeasedHands:
             self.deal.end()
             next(self._batches, None)
             return None
-        parts = self.deal.parts() if self._parts else {}
+        parts = self.deal.parts() if self._parts else None
         if not portion.own:
             return Hand(None, None, 0, self.handed, portion.total, portion.short, parts=parts)
         batch = next(self._batches)
