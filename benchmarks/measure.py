@@ -87,11 +87,15 @@ def _processor() -> str:
     return next(named, platform.machine())
 
 
+def now() -> str:
+    """The time, as it stands in the figures."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
 def save(name: str, record: dict[str, Any], *, trial: bool = False, folder: Path = RESULTS) -> Path:
     """Write results/NAME.json with the date and the machine; a trial, which is less than asked for, beside it."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}{'-trial' * trial}.json"
-    taken = datetime.now(UTC).isoformat(timespec="seconds")
-    whole = {"benchmark": name, "taken": taken, "machine": machine(), **record}
+    whole = {"benchmark": name, "taken": now(), "machine": machine(), **record}
     path.write_text(json.dumps(whole, indent=1) + "\n")
     return path

@@ -8,23 +8,30 @@ accuracy is within a point of the undisturbed run's. The laws of tests/test_surv
 from __future__ import annotations
 
 import itertools
+import json
+import os
 import random
 import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measure import save
+from benchmarks.measure import RESULTS, now, save
 from stretto.events import read_events
 
 QUESTION = "a process is struck: does the run go on, and is the result the same?"
 SCRIPT = Path(__file__).with_name("scripts") / "mortal.py"
 WORKERS = 3
 LIMIT_S = 150
+AT_ONCE = 3
+"""Cases that run beside each other: they mostly wait."""
+WORSE = 0.01
+"""How much lower the accuracy may be: a point."""
 FEW_EPOCHS, EPOCHS = 4, 12
 """Enough to go on after a death, and to learn the task so well that accuracies can be compared."""
 RECIPES = ("allreduce", "local_sgd(every=4)", "power_sgd(rank=2)", "gradient_sharing(tau=0.001)", "async_sgd(shards=2)")
@@ -120,26 +127,71 @@ def _outcome(code: int, folder: Path, out: str, said: str, differ: bool) -> Outc
 
 
 def run(starts: int | None = None) -> dict[str, Any]:
-    """Take so many cases (all of them otherwise), print them, keep them."""
-    import os
+    """Take so many cases that have not been taken (all of them otherwise), print them, keep them.
 
+    What was taken is a trial until it is all: the next call goes on from it.
+    """
     print(f"survival: {QUESTION}", flush=True)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    undisturbed: dict[str, float] = {}
-    found: list[dict[str, Any]] = []
-    for case in itertools.islice(cases(), starts):
-        with tempfile.TemporaryDirectory(prefix="stretto-survival-") as place:
-            if case.recipe not in undisturbed:
-                calm = one(None, case.recipe, Path(place) / "calm", environment, EPOCHS)
-                undisturbed[case.recipe] = calm.accuracy
-            outcome = one(case, case.recipe, Path(place) / "run", environment, EPOCHS)
-        less = undisturbed[case.recipe] - outcome.accuracy
-        good = outcome.survived and less <= 0.01
-        print(f"  {'ok  ' if good else 'FAIL'} {case}: {_shown(outcome, less)}", flush=True)
-        kept = {name: value for name, value in asdict(outcome).items() if name != "told"}
-        found.append({**asdict(case), **kept, "less": less, "survived": good})
-    record = {"question": QUESTION, "workers": WORKERS, "undisturbed": undisturbed, "cases": found}
-    print(f"  kept in {save('survival', record, trial=starts is not None)}")
+    before = _before()
+    taken = {_case_of(one): one for one in before.get("cases", ())}
+    missing = [case for case in cases() if case not in taken][:starts]
+    undisturbed: dict[str, float] = before.get("undisturbed", {})
+    with ThreadPoolExecutor(AT_ONCE) as pool, tempfile.TemporaryDirectory(prefix="stretto-survival-") as place:
+        unknown = sorted({case.recipe for case in missing} - undisturbed.keys())
+        calm = pool.map(lambda recipe: _in_folder(None, recipe, Path(place)).accuracy, unknown)
+        undisturbed |= dict(zip(unknown, calm, strict=True))
+        running = {pool.submit(_in_folder, case, case.recipe, Path(place)): case for case in missing}
+        try:
+            for done in as_completed(running):
+                case = running[done]
+                taken[case] = _kept(case, done.result(), undisturbed[case.recipe])
+                _write(undisturbed, taken)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    record = _write(undisturbed, taken)
+    print(f"  {len(taken)} of {len(cases())} cases, {sum(one['survived'] for one in taken.values())} survived")
+    return record
+
+
+def _in_folder(case: Case | None, recipe: str, place: Path) -> Outcome:
+    with tempfile.TemporaryDirectory(dir=place) as folder:
+        return one(case, recipe, Path(folder) / "run", {**os.environ, "OMP_NUM_THREADS": "1"}, EPOCHS)
+
+
+def _kept(case: Case, outcome: Outcome, undisturbed: float) -> dict[str, Any]:
+    """What is kept of a case; it is printed."""
+    less = undisturbed - outcome.accuracy
+    good = outcome.survived and less <= WORSE
+    print(f"  {'ok  ' if good else 'FAIL'} {case}: {_shown(outcome, less)}", flush=True)
+    kept = {name: value for name, value in asdict(outcome).items() if name != "told"}
+    return {**asdict(case), **kept, "less": less, "survived": good, "taken": now()}
+
+
+def _before() -> dict[str, Any]:
+    """What was taken of a matrix that is not whole yet."""
+    path = RESULTS / "survival-trial.json"
+    return dict(json.loads(path.read_text())) if path.exists() else {}
+
+
+def _case_of(kept: Mapping[str, Any]) -> Case:
+    return Case(*(kept[field.name] for field in fields(Case)))
+
+
+def _write(undisturbed: Mapping[str, float], taken: Mapping[Case, Mapping[str, Any]]) -> dict[str, Any]:
+    every = cases()
+    record = {
+        "question": QUESTION,
+        "workers": WORKERS,
+        "worse": WORSE,
+        "of": len(every),
+        "undisturbed": undisturbed,
+        "cases": [taken[case] for case in every if case in taken],
+    }
+    is_whole = len(taken) == len(every)
+    save("survival", record, trial=not is_whole)
+    if is_whole:
+        (RESULTS / "survival-trial.json").unlink(missing_ok=True)
     return record
 
 
