@@ -28,6 +28,8 @@ QUESTION = "a process is struck: does the run go on, and is the result the same?
 SCRIPT = Path(__file__).with_name("scripts") / "mortal.py"
 WORKERS = 3
 LIMIT_S = 150
+LATE = 124
+"""The exit code of a run that was not over by then, as `timeout` has it."""
 AT_ONCE = 3
 """Cases that run beside each other: they mostly wait."""
 WORSE = 0.01
@@ -111,7 +113,10 @@ def one(
     options += ["--output", "all", "--out", str(folder), *(case.options if case else [])]
     command = [sys.executable, "-m", "stretto.cli", "run", str(SCRIPT), "-n", str(WORKERS), *options]
     asked = [*command, "--", "--epochs", str(epochs), *(case.strike if case else [])]
-    done = subprocess.run(asked, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    try:
+        done = subprocess.run(asked, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    except subprocess.TimeoutExpired as late:
+        return _outcome(LATE, folder, "", f"not over after {late.timeout:g} s", "async" in recipe)
     return _outcome(done.returncode, folder, done.stdout, done.stderr, "async" in recipe)
 
 

@@ -219,14 +219,15 @@ class Hall:
         number = self._form.generation + (not same)
         members = [Member(worker, self.lives[worker], here[worker]) for worker in sorted(here)]
         gone = sorted(self.members - set(here))
-        form = Form(number, members, gone, "", self._save and rested)
+        saves = self._save and same
+        form = Form(number, members, gone, "", saves)
         for worker in [*here, *(self._quits if rested else ())]:
             self._replies[worker] = form
             self._here.pop(worker, None)
         if rested:
             self.alive -= self._quits
             self._quits.clear()
-            self._hold = self._save = False
+            self._hold = self._save = self._save and not saves
         self._form = form
         self.forms.append(form)
         self._turn.notify_all()

@@ -115,7 +115,8 @@ class Member(msgspec.Struct, array_like=True, frozen=True):
 class Form(_Said, frozen=True):
     """The next generation: its members in the order of their numbers; a generation that is already there goes on.
 
-    `gone` are those that were in the last one and are not in this. `save` asks for a checkpoint first.
+    `gone` are those that were in the last one and are not in this. `save` asks for a checkpoint first,
+    where a generation goes on.
     """
 
     generation: int

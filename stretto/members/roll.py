@@ -417,7 +417,7 @@ class Roll:
         return True
 
     def _form_at_rest(self, now: float) -> bool:
-        """Bring all to one hand; when they stand there, newcomers come in, quitters leave, and a checkpoint is made."""
+        """Bring all to one hand; when they stand there newcomers come in, quitters leave, or a checkpoint is made."""
         members = {worker: self._all[worker] for worker in self.members}
         if not members:
             self._phase = "running"
@@ -545,7 +545,7 @@ class Roll:
         former = {one.worker: one.life for one in self._formed.members}
         members = [Member(worker, self._all[worker].life, _shown(self._all[worker].here)) for worker in workers]
         gone = sorted(worker for worker in former if worker not in workers)
-        form = Form(self.generation + 1, members, gone, why, self._saves and self._phase == "holding")
+        form = Form(self.generation + 1, members, gone, why)  # no checkpoint: who has just come would not make it
         told = [*workers, *(left or [])]
         joined = [one for one in members if former.get(one.worker) != one.life]
         self._record(Formed(form, left or []))

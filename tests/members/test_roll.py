@@ -218,6 +218,7 @@ class World:
             return
         if last is None:
             assert form.generation > max(self.forms, default=-1), "generations only grow"
+            assert not form.save, "who has just come does not know of a checkpoint"
         else:
             assert [(one.worker, one.life) for one in last.members] == [(one.worker, one.life) for one in form.members]
             assert all(one.here.at_rest and one.here.generation == form.generation for one in form.members)
