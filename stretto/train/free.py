@@ -29,7 +29,8 @@ class FreeShare(BatchSampler):
         self._draw, self.wire, self._meet, self._dealt = draw, wire, meet, dealt
         self._order: Order | None = None
         self._number = wire.joined.number - 1 if wire.joined is not None else 0
-        self._asked: int | None = None
+        self._asked: tuple[int, int] | None = None
+        """What was asked ahead, and at which age of the servers."""
         self._bounds: list[int] = []
         self.leased: deque[tuple[Lease, int]] = deque()
         """Batches on their way through the loader, with the samples that all workers had got then."""
@@ -67,7 +68,7 @@ class FreeShare(BatchSampler):
     def ask_ahead(self) -> None:
         """Ask for the next batch; the answer is waited for when it is needed."""
         if self._asked is None:
-            self._asked = self.wire.ask_lease(self._number)
+            self._asked = self.wire.ask_lease(self._number), self.wire.age
 
     def settle(self, leases: Sequence[Lease]) -> None:
         """The work on these is in the server's parameters."""
@@ -97,7 +98,7 @@ class FreeShare(BatchSampler):
 
     def _lease(self) -> Lease | None:
         while True:
-            told = self._told()
+            told, age = self._told()
             if told.cut:
                 self.cuts += 1
             elif told.meet:
@@ -106,19 +107,20 @@ class FreeShare(BatchSampler):
                 return None
             else:
                 start, stop = self._bounds[told.batch : told.batch + 2]
-                self.leased.append((Lease(told.batch, self.wire.number, start, stop, self.wire.age), told.handed))
+                self.leased.append((Lease(told.batch, self.wire.number, start, stop, age), told.handed))
                 return self.leased[-1][0]
 
-    def _told(self) -> Leased:
-        """What was answered, by the coordinator that there is now."""
+    def _told(self) -> tuple[Leased, int]:
+        """What was answered, and at which age it was asked; one that is over is gone back from once."""
         while True:
             self.ask_ahead()
             assert self._asked is not None
-            asked, self._asked = self._asked, None
+            (asked, age), self._asked = self._asked, None
             try:
-                return self.wire.lease(asked)
+                return self.wire.lease(asked), age
             except AnewError:
-                self.wire.recover()
+                if age == self.wire.age:
+                    self.wire.recover()
 
 
 class FreeHands:

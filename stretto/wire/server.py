@@ -240,6 +240,8 @@ class ServerWire:
         self._is_apart = False
         self._begun: tuple[m.Begin, Tensor] | None = None
         self._settled: list[int] = []
+        self._group: m.Group | None = None
+        """Who exchanges from the last generation on."""
         self._said: deque[tuple[Link, int, m.Request, list[Tensor]]] = deque(maxlen=REMEMBERED)
         """The last exchanges of all; another worker may lack an answer that this one has."""
         self._aborted = False
@@ -334,9 +336,10 @@ class ServerWire:
         self.members, self.number = sorted(members), me
         self._op = generation * GENERATION
         self._said.clear()
+        self._group = m.Group(generation, self.members)
         for link in (self._coordinator, *self.links):
             link.forget()
-            link.send(m.Group(generation, self.members))
+            link.send(self._group)
         self._aborted = False
 
     def traffic(self) -> Traffic:
@@ -561,7 +564,9 @@ class ServerWire:
         return [link.wait(number) for link, number in zip(self.links, numbers, strict=True)]
 
     def say_again(self, link: Link) -> None:
-        """Tell a service that was started again what it may need: the order, what was settled, the last exchanges."""
+        """Tell a service that was started again what it may need: who is there, the order, what was settled or said."""
+        if self._group is not None:
+            link.mutter(self._group)
         if link is self._coordinator and self.order[0]:
             link.mutter(m.Kept(self.order[0]), [as_bytes(self.order[1])])
         if link is self._coordinator and self._settled and self._begun is not None:
