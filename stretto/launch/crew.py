@@ -14,6 +14,8 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import IO
 
+import psutil
+
 from stretto.errors import LaunchError
 from stretto.launch.parts import Part
 
@@ -99,6 +101,17 @@ class Crew:
         process = self._alive[number]
         self._struck.add(process)
         os.kill(process.pid, what)
+
+    def is_stopped(self, number: int) -> bool:
+        """Whether a process stands still, as SIGSTOP has it."""
+        try:
+            return bool(psutil.Process(self._alive[number].pid).status() == psutil.STATUS_STOPPED)
+        except psutil.Error:
+            return False
+
+    def kill(self, number: int) -> None:
+        """End one process at once; what becomes of it comes with its end."""
+        os.kill(self._alive[number].pid, signal.SIGKILL)
 
     def end(self) -> None:
         """End all: ask, wait for `GRACE_S` or the next signal, kill."""

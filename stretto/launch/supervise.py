@@ -30,6 +30,8 @@ CAUSE_S = 1.0
 """How long after a failure that another one led to its cause is waited for."""
 LOOK_S = 0.2
 """How often it is looked who is missed, once a worker has come to its end."""
+STILL_S = 0.5
+"""How often it is looked who stands still before it is in."""
 FIRST_S, LONGEST_S = 0.2, 10.0
 """Before a process is started again for the first time, and at most; each time it is twice as long, until a process has
 lived longer than that.
@@ -59,7 +61,7 @@ def pause_s(restart: int) -> float:
 @dataclass
 class _Process:
     """A process of the run, over all its lives. `back_after_s` is how long it was asked to stay away this time,
-    `hasty` how many lives in a row were short.
+    `hasty` how many lives in a row were short, `still_s` for how long it was seen to stand still before it was in.
     """
 
     number: int
@@ -68,6 +70,7 @@ class _Process:
     hasty: int = 0
     state: State = "there"
     back_after_s: float | None = None
+    still_s: float = 0.0
 
 
 class Supervisor:
@@ -98,6 +101,8 @@ class Supervisor:
             self._relay.listen(part.number, self._crew.start(part))
             self._processes[part.number] = _Process(part.number, time.perf_counter())
         self._strike_next()
+        if self._order.endures:
+            self._look_who_stands_still()
 
     def see_through(self) -> Cause | None:
         """Wait for the end of the run: None for a good one, else its cause. Raises Stopped."""
@@ -151,7 +156,8 @@ class Supervisor:
         """Tell of a death, and see to it that somebody comes back; the cause if the run can't go on."""
         returns = one.life < self._order.restarts and not (one.number >= 0 and self._is_ending())
         one.state = "away" if returns else "lost"
-        self._tell(one, in_words(end), returns)
+        stood = f"stood still for {one.still_s:g} s before it was in, and was {in_words(end)}"
+        self._tell(one, stood if one.still_s > self._order.patience_s else in_words(end), returns)
         self._crew.bury(one.number)
         self._deaths.append(end)
         if returns:
@@ -216,8 +222,19 @@ class Supervisor:
         while self._due and self._due[0][0] <= time.perf_counter():
             heapq.heappop(self._due)[2]()
 
+    def _look_who_stands_still(self) -> None:
+        """A worker that is stopped before it is in is missed by the launcher alone: it is killed after the patience."""
+        self._later(time.perf_counter() + STILL_S, self._look_who_stands_still)
+        known = self._told("joined")
+        for one in self._in("there"):
+            if (one.number, one.life) not in known:
+                one.still_s = one.still_s + STILL_S if self._crew.is_stopped(one.number) else 0.0
+                if one.still_s > self._order.patience_s:
+                    self._crew.kill(one.number)
+
     def _start_again(self, one: _Process) -> None:
         one.life, one.hasty, one.state, one.back_after_s = one.life + 1, one.hasty + 1, "there", None
+        one.still_s = 0.0
         one.began = time.perf_counter()
         self._relay.listen(one.number, self._crew.start(self._cast.part(one.number, one.life)), one.life)
         if one.number < 0:
