@@ -353,7 +353,8 @@ def schedule(
     each cut its `heal`, each slow its `restore`, and each pause its `go_on`, unless the process is killed before. Cuts
     and slow links may overlap: a link is whole again when all of them have ended.
     A fault ends for good when everybody whom it could strike is gone for good. Where processes are `supervised`, nobody
-    is: who is killed and has no `back` of its own is soon started again by somebody else.
+    is: who is killed and has no `back` of its own is soon started again by somebody else. So are servers and the
+    coordinator everywhere.
 
     >>> plan = schedule(parse("kill worker 1 at 10s, back after 5s"), workers=4, shards=0, seed=0)
     >>> [(time, happening.verb, happening.numbers) for time, happening in plan]
@@ -373,7 +374,8 @@ def schedule(
         fault, rng = faults[turn.fault], rngs[turn.fault]
         happening, lasts_s = crew.struck(fault, rng), _lasts_s(fault)
         if happening is not None:
-            crew.begin(happening, turn, gone=not supervised or lasts_s is not None, for_good=lasts_s is None)
+            returns = supervised or happening.kind != "worker"
+            crew.begin(happening, turn, gone=not returns or lasts_s is not None, for_good=lasts_s is None)
             yield turn.time, happening
         if happening is not None and lasts_s is not None:
             ends = replace(happening, verb=fault.ends, back_after_s=None)

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import settings
+
+settings.register_profile("patient", deadline=None)  # a slow machine is no failure
+settings.load_profile("patient")
 
 
 @pytest.fixture(autouse=True)

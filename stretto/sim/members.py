@@ -171,9 +171,7 @@ class Members:
         if self._is_away:
             return
         self._is_away = True
-        self._note(COORDINATOR, "gone", self._life, "killed by SIGKILL")
-        wait_s = pause_s(self._life) if back_after_s is None else back_after_s
-        self._world.queue.at(self.now + wait_s, self._restart, ARRIVE)
+        self.begin_again(COORDINATOR, self._life, back_after_s, self._restart)
 
     def _ended(self, worker: Worker, why: str, returns: bool) -> None:
         returns = returns and not self._has_ended
@@ -194,7 +192,6 @@ class Members:
 
     def _restart(self) -> None:
         self._is_away, self._life = False, self._life + 1
-        self._note(COORDINATOR, "joined", self._life, "started again")
         if self._records:
             self._made = Roll.restored(self._records, self.now)
         for number in self._dead:
@@ -202,8 +199,16 @@ class Members:
         for line in self._there():
             line.speak(with_beat=True)
 
-    def _note(self, worker: int, what: str, life: int, why: str) -> None:
-        self._publish({"event": "member", "worker": worker, "what": what, "life": life, "generation": 0, "why": why})
+    def begin_again(self, number: int, life: int, back_after_s: float | None, then: Callable[[], object]) -> None:
+        """The life of a process that serves the workers was ended; another one begins, and does something."""
+        about = {"event": "member", "worker": number, "generation": 0}
+
+        def begin() -> None:
+            self._publish({**about, "what": "joined", "life": life + 1, "why": "started again"})
+            then()
+
+        self._publish({**about, "what": "gone", "life": life, "why": "killed by SIGKILL"})
+        self._world.queue.at(self.now + (pause_s(life) if back_after_s is None else back_after_s), begin, ARRIVE)
 
     def again(self, numbers: Sequence[int]) -> None:
         """These workers can speak again, and do."""

@@ -2,101 +2,120 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from stretto.errors import BrokenWireError, WireError
+from stretto.launch.parts import CUT_EVERY_S
 from stretto.server import messages as m
 from stretto.server.coordinator_desk import CoordinatorDesk
 from stretto.server.cuts import Memory
 from stretto.server.desk import Desk, Post
-from stretto.server.parcels import CHUNK_BYTES, ParcelError, Pieces, kind
+from stretto.server.parcels import ParcelError, Pieces
 from stretto.server.shard_desk import ShardDesk
-from stretto.sim.costs import handshake_bytes, parcel_bytes
+from stretto.sim.link import Said, SimLink
 from stretto.sim.world import Worker, World
 from stretto.wire.seam import Message, made
-from stretto.wire.server import ServerWire, Sink
+from stretto.wire.server import ServerWire
 
 COORDINATOR = -1
 """The coordinator sits with the first shard, whose end this is."""
 
 
-class _Said:
-    """The tensors of a reply, looked at once though many workers are sent the same."""
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self.tensors = tensors
-        self.kinds = [(kind(one), one.numel()) for one in tensors]
-        self.pieces: list[Pieces] = [[one] for one in tensors]
-        self._messages: list[bytes] | None = None
-        self._nbytes: dict[int, int] = {}
-
-    def nbytes(self, post: Post, encrypted: bool) -> int:
-        """The bytes of the parcel, which differ by the length of its number alone."""
-        length = post.number.bit_length()
-        if length not in self._nbytes:
-            self._nbytes[length] = parcel_bytes(post.number, post.body, self.kinds, encrypted)
-        return self._nbytes[length]
-
-    def messages(self) -> list[bytes]:
-        """What the tensors say, as bytes."""
-        if self._messages is None:
-            self._messages = [bytes(one.numpy()) for one in self.tensors]
-        return self._messages
-
-
 class Office:
-    """A desk, and whoever works at it: one parcel after the other."""
+    """A desk, and whoever works at it: one parcel after the other. One that is lost begins again at a new desk."""
 
-    def __init__(self, world: World, desk: Desk, end: int, share: int, called: str) -> None:
-        self._world, self._desk, self.share = world, desk, share
+    def __init__(self, world: World, make: Callable[[int], Desk], end: int, share: int, called: str) -> None:
+        self._world, self._make, self.share = world, make, share
         self.end, self.called = end, called
+        self.is_away = False
+        self._life = 0
+        self._paused: list[Callable[[], None]] | None = None
+        """What waits until the process goes on, if it is stopped."""
+        self._begin()
+
+    def _begin(self) -> None:
+        workers = len(self._world.workers)
+        self._desk = self._make(self._life)
         self._free_at = 0.0
-        self._said = _Said(())
-        self._lives = [0] * len(world.workers)
+        self._said = Said(())
+        self._lives = [0] * workers
         """The life of each worker that is heard; what an older one still says is not."""
-        self._is_in = [True] * len(world.workers)
+        self._is_in, self._is_heard = [True] * workers, [False] * workers
+        """Who is in, and of whom this process has heard: one that was started again does not know their lives."""
+
+    # --- its process ----------------------------------------------------------------------------------------------
+
+    def lose(self) -> None:
+        """The process is gone, with what it knew, and with what is on its way to it and from it."""
+        self.is_away, self._paused = True, None
+        self._life += 1
+
+    def begin_again(self) -> None:
+        """Another process is there, and knows what the last one has kept."""
+        self.is_away = False
+        self._begin()
+
+    def stop(self) -> None:
+        """The process stands still: what comes waits."""
+        if not self.is_away:
+            self._paused = []
+
+    def go_on(self) -> None:
+        """It does what has waited."""
+        waiting, self._paused = self._paused or [], None
+        for one in waiting:
+            one()
+
+    def unless_lost(self, then: Callable[[], None]) -> Callable[[], None]:
+        """What happens if the process is still the one of now."""
+        life = self._life
+        return lambda: then() if self._life == life else None
+
+    # --- what comes -----------------------------------------------------------------------------------------------
 
     def work_of(self, worker: int, life: int) -> m.Left:
         """What the desk has of the work of a life that is over."""
         return self._desk.work_of(worker) if life + 1 >= self._lives[worker] else m.Left(0, [])
 
-    def bury(self, link: SimLink, life: int, number: int = 0, batches: Sequence[int] = ()) -> None:
-        """The lives of a worker before this one are over."""
-        worker = link.worker.number
-        if life <= self._lives[worker]:
+    def bury(self, link: SimLink, gone: m.Gone) -> None:
+        """A life of a worker is over, with all before it."""
+        worker = gone.worker
+        if self.is_away or gone.life < self._lives[worker]:
             return
-        self._lives[worker] = life
+        self._lives[worker] = gone.life + 1
         if self._is_in[worker]:
             self._is_in[worker] = False
-            self._send(link, self._desk.gone(worker, number, batches))
+            self._send(link, self._desk.gone(worker, gone.number, gone.batches, gone.torn))
 
-    def said(self, tensors: Sequence[Tensor]) -> _Said:
+    def said(self, tensors: Sequence[Tensor]) -> Said:
         """The tensors of a reply; those of the last one are known."""
         if self._said.tensors is not tensors:
-            self._said = _Said(tensors)
+            self._said = Said(tensors)
         return self._said
 
     def come(self, link: SimLink, head: m.Head, tensors: list[Pieces]) -> None:
         """A parcel has come; it is worked on when those before it are done."""
         work_s = self._world.tariff.take_s if isinstance(head.body, m.Push) else 0.0
-        queue = self._world.queue
+        queue, take = self._world.queue, self.unless_lost(lambda: self._take(link, head, tensors))
         if self._world.processors is not None and work_s:
-            self._world.busy(self.share, work_s, lambda: self._take(link, head, tensors))
+            self._world.busy(self.share, work_s, take)
             return
         self._free_at = max(self._free_at, queue.now) + work_s
-        queue.at(self._free_at, lambda: self._take(link, head, tensors), key=link.worker.number)
+        queue.at(self._free_at, take, key=link.worker.number)
 
     def _take(self, link: SimLink, head: m.Head, tensors: list[Pieces]) -> None:
-        worker = link.worker.number
-        if link.life < self._lives[worker]:
+        if self._paused is not None:
+            self._paused.append(self.unless_lost(lambda: self._take(link, head, tensors)))
             return
-        self.bury(link, link.life)
-        self._is_in[worker] = True
+        worker, life = link.worker.number, link.life
+        if life < self._lives[worker]:
+            return
+        if life > self._lives[worker] and self._is_heard[worker]:
+            self.bury(link, m.Gone(worker, life - 1, torn=True))
+        self._lives[worker], self._is_in[worker], self._is_heard[worker] = life, True, True
         stopclock = self._world.stopclock
         began = stopclock() if stopclock is not None else 0.0
         posts = self._posts(worker, head, tensors)
@@ -119,208 +138,62 @@ class Office:
             return [Post(worker, head.number, m.Refused(why))]
 
 
-class SimLink:
-    """A connection of a worker's `life` to an office. `beside` are those of all workers to the same.
-
-    Its parcels are numbered behind those of the life `before`, whose replies are nobody's.
-    """
-
-    def __init__(
-        self,
-        world: World,
-        worker: Worker,
-        office: Office,
-        beside: list[SimLink],
-        encrypted: bool,
-        limit_s: float,
-        before: SimLink | None = None,
-        life: int = 0,
-    ) -> None:
-        self._world, self.worker, self._office, self.life = world, worker, office, life
-        self.beside = beside
-        self._encrypted, self._limit_s = encrypted, limit_s
-        self._numbers: int = before._numbers if before is not None else 0
-        self._first = self._numbers
-        """Replies to parcels up to the first number are not waited for."""
-        self._replies: dict[int, tuple[Post, _Said]] = {}
-        self._unread: dict[int, Callable[[], None]] = {}
-        """What is to be called when a reply has been read, or never will be."""
-        self._is_aborted = False
-        self.last = _Said(())
-        """What the last reply that was waited for said."""
-        self._sent, self._received = handshake_bytes(worker.number, encrypted)
-        self._open = True
-
-    def send(self, body: m.Request, tensors: Sequence[Tensor] = ()) -> int:
-        """Send a parcel when this worker's time has come. What it holds is kept as it is now."""
-        self._numbers += 1
-        kinds = [(kind(one), one.numel()) for one in tensors]
-        head = m.Head(self._numbers, body, kinds)
-        nbytes = parcel_bytes(head.number, body, kinds, self._encrypted)
-        self._sent += nbytes
-        pieces: list[Pieces] = [[one.detach().clone()] if one.numel() else [] for one in tensors]
-        if isinstance(body, m.Push | m.Ask):
-            self._worked()
-        self.worker.act(lambda: self._leave(nbytes, head, pieces))
-        return head.number
-
-    def wait(self, number: int, sink: Sink | None = None) -> tuple[m.Body, list[Pieces]]:
-        """The reply to a parcel. Within a backward pass, where nobody can wait, nothing comes back of what is told."""
-        if self.worker.in_backward:
-            self.worker.after_backward(lambda: self._forget(number))
-            return m.Answered(), [[torch.empty(0, dtype=torch.uint8)]]
-        if number not in self._replies:
-            self.worker.until(
-                lambda: number in self._replies or self._is_aborted, lambda: self._office.called, self._limit_s
-            )
-        if number not in self._replies:
-            raise BrokenWireError(f"the exchange at {self._office.called} was broken off")
-        post, self.last = self._replies.pop(number)
-        if isinstance(post.body, m.Refused):
-            raise WireError(f"{self._office.called} refused: {post.body.text}")
-        if isinstance(post.body, m.Go | m.Answered | m.Among) and post.tensors:
-            self._worked()
-        for index, one in enumerate(post.tensors if sink is not None else ()):
-            sink(index, 0, one)  # type: ignore[misc]
-        if (read := self._unread.pop(number, None)) is not None:
-            read()
-        return post.body, [] if sink is not None else self.last.pieces
-
-    def is_there(self, number: int) -> bool:
-        """Whether the reply has come by this worker's time."""
-        self.worker.catch_up()
-        return number in self._replies
-
-    def reply(self, office: Office, post: Post) -> None:
-        """The office sends something back."""
-        if self.worker.is_dead or post.number <= self._first:
-            if post.sent is not None:
-                post.sent()
-            return
-        if post.sent is not None:
-            self._unread[post.number] = post.sent
-        said = office.said(post.tensors)
-        same = isinstance(post.body, m.Answered)
-        encrypted = self._encrypted
-        nbytes = said.nbytes(post, encrypted) if same else parcel_bytes(post.number, post.body, said.kinds, encrypted)
-        self._received += nbytes
-        self._carry(office.end, self.worker.number, nbytes, lambda: self._come(post, said))
-
-    def traffic(self) -> tuple[int, int]:
-        """The bytes so far, as the live connection would count them."""
-        return self._sent, self._received
-
-    def awaits(self, number: int) -> bool:
-        """Nothing is lost between here and there."""
-        return False
-
-    def mutter(self, body: m.Request, tensors: Sequence[Tensor] = ()) -> None:
-        """Nothing is said again."""
-
-    def abort(self) -> None:
-        """Break off what is waited for."""
-        self._is_aborted = True
-        self.worker.wake()
-
-    def forget(self) -> None:
-        """Nothing that was asked is waited for any more, and what comes now is."""
-        self._is_aborted, self._first = False, self._numbers
-        self._replies.clear()
-        for read in self._unread.values():
-            read()
-        self._unread.clear()
-
-    def close(self) -> None:
-        """Say good-bye."""
-        if self._open:
-            self._open, sent = False, self._sent
-            self.send(m.Leave())
-            self._sent = sent  # the live connection is counted before its last word
-
-    def _worked(self) -> None:
-        self.worker.asks += 1
-        self.worker.work(self._world.tariff.ask_s)
-
-    def _forget(self, number: int) -> None:
-        with suppress(BrokenWireError):  # the next exchange says so to one who can wait
-            self.wait(number)
-
-    def _leave(self, nbytes: int, head: m.Head, pieces: list[Pieces]) -> None:
-        office = self._office
-        self._carry(self.worker.number, office.end, nbytes, lambda: office.come(self, head, pieces))
-
-    def _carry(self, source: int, target: int, nbytes: int, then: Callable[[], None]) -> None:
-        """One end works on it, the links carry it, the other end works on it; each end takes one after another.
-
-        It goes in chunks: from the first one on all three are at work at once, until the last one has come.
-        """
-        world, office = self._world, self._office
-        rest = max(nbytes - CHUNK_BYTES, 0)
-        chunk_s = world.tariff.post_s(nbytes - rest)
-        rest_s = world.tariff.post_s(nbytes) - chunk_s
-        left = 2
-
-        def share(end: int) -> int:
-            return 1 + end if end >= 0 else office.share
-
-        def part() -> None:
-            nonlocal left
-            left -= 1
-            if not left:
-                world.handle(target, share(target), chunk_s, then)
-
-        def set_off() -> None:
-            if self.worker.is_dead:
-                return
-            world.handle(target, share(target), rest_s, lambda: None)
-            world.net.send(source, target, nbytes, part)
-
-        world.handle(source, share(source), chunk_s, set_off)
-        world.handle(source, share(source), rest_s, part)
-
-    def _come(self, post: Post, said: _Said) -> None:
-        if post.number > self._first:
-            self._replies[post.number] = post, said
-            self.worker.wake()
-
-
 class Offices:
     """All offices of one parameter server, and the workers' links to them.
 
-    Where workers may die it `endures` as live: there are cuts to go back to.
+    Where processes may die it `endures` as live: there are cuts to go back to, and what was lost is asked again.
     """
 
     def __init__(
         self, world: World, shards: int, on_nan: str, encrypted: bool, limit_s: float, endures: bool = False
     ) -> None:
-        def clock() -> float:
-            return world.queue.now
-
-        workers = len(world.workers)
-        desks: list[Any] = [CoordinatorDesk(workers, clock, Memory() if endures else None)]
-        desks += [ShardDesk(workers, clock, on_nan, Memory() if endures else None) for _ in range(shards)]
-        names = ["the coordinator", *(f"server {shard}" for shard in range(shards))]
-        ends = [COORDINATOR, *(-1 - shard for shard in range(shards))]
         self._world, self._encrypted, self._limit_s, self._endures = world, encrypted, limit_s, endures
         self._offices: list[Office] = []
         self._links: list[list[SimLink]] = []
-        for number, (desk, end, name) in enumerate(zip(desks, ends, names, strict=True)):
-            office = Office(world, desk, end, world.shares + number, name)
-            beside: list[SimLink] = []
-            beside += [SimLink(world, one, office, beside, encrypted, limit_s) for one in world.workers]
-            self._offices.append(office)
-            self._links.append(beside)
+        self._lives = [0] * shards
+        self._dead: dict[int, int] = {}
+        """The last life of each worker that is dead."""
+        self._add("the coordinator", COORDINATOR, self._coordinator())
+        for shard in range(shards):
+            self._add(f"server {shard}", -1 - shard, self._shard(on_nan))
+
+    def _add(self, called: str, end: int, make: Callable[[int], Desk]) -> None:
+        office = Office(self._world, make, end, self._world.shares + len(self._offices), called)
+        beside: list[SimLink] = []
+        beside += [self._link(one, office, beside) for one in self._world.workers]
+        self._offices.append(office)
+        self._links.append(beside)
+
+    def _link(self, worker: Worker, office: Office, beside: list[SimLink], *before: Any) -> SimLink:
+        return SimLink(self._world, worker, office, beside, self._encrypted, self._limit_s, self._endures, *before)
+
+    def _coordinator(self) -> Callable[[int], Desk]:
+        """Desks that share what they keep."""
+        workers = len(self._world.workers)
+        kept, ends = (Memory(), Memory()) if self._endures else (None, None)
+        return lambda _: CoordinatorDesk(
+            workers, self._clock, kept, float(CUT_EVERY_S) if self._endures else None, ends
+        )
+
+    def _shard(self, on_nan: str) -> Callable[[int], Desk]:
+        workers, kept = len(self._world.workers), Memory() if self._endures else None
+        return lambda life: ShardDesk(workers, self._clock, on_nan, kept, life)
+
+    def _clock(self) -> float:
+        return self._world.queue.now
 
     def wire(self, worker: Worker, life: int = 0) -> ServerWire:
         """One worker's end: the live one. The services know it by this `life`."""
+        self._dead.pop(worker.number, None)
         for office, beside in zip(self._offices, self._links, strict=True):
             before = beside[worker.number]
             if before.worker is not worker or before.life != life:
-                beside[worker.number] = SimLink(
-                    self._world, worker, office, beside, self._encrypted, self._limit_s, before, life
-                )
+                beside[worker.number] = self._link(worker, office, beside, before, life)
         links = [beside[worker.number] for beside in self._links]
-        return _SimWire(worker.number, len(self._links[0]), links[0], links[1:], self._endures)
+        wire = _SimWire(worker.number, len(self._links[0]), links[0], links[1:], self._endures)
+        for link in links:
+            link.again = functools.partial(wire.say_again, link)
+        return wire
 
     def lose(self, worker: int) -> None:
         """A worker was killed: nobody reads what was sent to it."""
@@ -329,13 +202,54 @@ class Offices:
 
     def gone(self, worker: int, life: int) -> None:
         """The services are told that a life is over: first the shards, who know what its work came to."""
+        self._dead[worker] = life
         links = [beside[worker] for beside in self._links]
         coordinator, *shards = zip(self._offices, links, strict=True)
-        found = [office.work_of(worker, life) for office, _ in shards]
+        found = [office.work_of(worker, life) for office, _ in shards if not office.is_away]
         for office, link in shards:
-            office.bury(link, life + 1)
-        told = m.told_of(worker, life, found, len(shards))
-        coordinator[0].bury(coordinator[1], life + 1, told.number, told.batches)
+            office.bury(link, m.Gone(worker, life))
+        coordinator[0].bury(coordinator[1], m.told_of(worker, life, found, len(shards)))
+
+    @property
+    def shards(self) -> int:
+        """How many servers there are."""
+        return len(self._lives)
+
+    # --- processes of servers -------------------------------------------------------------------------------------
+
+    def server_lost(self, shard: int) -> int | None:
+        """A server's process was killed: which life of it that was. None when it is not there."""
+        if self._offices[1 + shard].is_away:
+            return None
+        for number in self._of(shard):
+            self._offices[number].lose()
+        self._world.net.leave(-1 - shard)
+        return self._lives[shard]
+
+    def server_back(self, shard: int) -> int:
+        """Another process is there, and is told of who is dead; which life of the server it is."""
+        self._lives[shard] += 1
+        for number in self._of(shard):
+            self._offices[number].begin_again()
+            for link in self._links[number]:
+                link.ask_again()
+        for worker, life in sorted(self._dead.items()):
+            self.gone(worker, life)
+        return self._lives[shard]
+
+    def server_stops(self, shard: int) -> None:
+        """A server's process is stopped."""
+        for number in self._of(shard):
+            self._offices[number].stop()
+
+    def server_goes_on(self, shard: int) -> None:
+        """It goes on."""
+        for number in self._of(shard):
+            self._offices[number].go_on()
+
+    def _of(self, shard: int) -> list[int]:
+        """The offices of a server's process; the first has the coordinator's desk, too."""
+        return [1 + shard] if shard else [0, 1]
 
 
 class _SimWire(ServerWire):

@@ -26,10 +26,8 @@ class Outages:
         """Of each worker, from when to when it was stopped; the last may have no end yet."""
         self.tell: Callable[[float, Happening], None] = lambda *_: None
         """Called with all that happens."""
-        self.kill: Callable[[float, Happening], None] = refuse
-        """Called with each kill."""
-        self.back: Callable[[Happening], None] = lambda _: None
-        """Called with each process that is started again."""
+        self.strike: Callable[[float, Happening], None] = refuse
+        """Called with what is done to processes, but for pauses of workers."""
         self._look_ahead()
 
     def end_of_work(self, worker: int, start: float, seconds: float) -> float:
@@ -94,11 +92,10 @@ class Outages:
         self.tell(time, happening)
         ends = [one if happening.kind == "worker" else -1 - one for one in happening.numbers]
         net = self._net
-        if happening.verb == "kill":
+        if happening.verb == "kill" and happening.kind == "worker":
             net.go_on(ends)
-            self.kill(time, happening)
-        elif happening.verb == "back":
-            self.back(happening)
+        if happening.verb in ("kill", "back") or (happening.kind != "worker" and happening.verb in ("pause", "go_on")):
+            self.strike(time, happening)
         elif happening.verb == "pause":
             net.stop(ends)
         elif happening.verb == "go_on":
@@ -115,8 +112,10 @@ class Outages:
 
 def refuse(time: float, happening: Happening) -> None:
     """Raise LaunchError for the death of somebody who cannot be done without."""
+    if happening.verb == "back":
+        return
     who = happening.kind if happening.kind == "coordinator" else f"{happening.kind} {happening.numbers[0]}"
     raise LaunchError(
-        f"{who} was killed at {time:g} s of virtual time, as --faults asked; simulated runs go on without workers "
-        "that others can do without, but neither without a server nor without their only worker"
+        f"{who} was killed at {time:g} s of virtual time, as --faults asked; simulated runs go on without those that "
+        "others can do without, but not without their only worker, and there may be no such server"
     )

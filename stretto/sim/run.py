@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -81,8 +82,8 @@ class Simulation:
     def is_mortal(self) -> bool:
         """Whether what goes wrong may change who exchanges: workers die, or are taken for dead."""
         order = self.order
-        silent_s = sum(one.for_s for one in self.faults if isinstance(one, chaos.Pause | chaos.Cut))
-        dies = any(isinstance(one, chaos.Kill) and one.who.kind != "server" for one in self.faults)
+        silent_s = sum(one.for_s for one in self.faults if _silences(one))
+        dies = any(isinstance(one, chaos.Kill) for one in self.faults)
         is_missed = silent_s + beat_s(order.patience_s) > order.patience_s
         return order.workers > 1 and not order.alone and (dies or is_missed)
 
@@ -114,11 +115,17 @@ def check(simulation: Simulation) -> Simulation:
     return replace(simulation, order=order)
 
 
+def _silences(fault: Fault) -> bool:
+    """Whether a worker is not heard of for a while."""
+    return isinstance(fault, chaos.Cut) or (isinstance(fault, chaos.Pause) and fault.who.kind == "worker")
+
+
 def _refuse_idle(fault: Fault, network: Network) -> None:
     """Raise LaunchError for a fault that would change nothing here."""
-    if isinstance(fault, chaos.Pause) and fault.who.kind != "worker":
-        problem, to_type = f"a {fault.who.kind} can't be paused in a simulation", "pause worker 1 for 5s at 30s"
-        raise LaunchError(explain(problem, got=fault, expected="a pause of a worker", to_type=f'--faults "{to_type}"'))
+    if isinstance(fault, chaos.Pause) and fault.who.kind == "coordinator":
+        problem, to_type = "a coordinator can't be paused in a simulation", "kill coordinator at 30s, back after 5s"
+        expected = "a pause of a worker or a server, or a kill"
+        raise LaunchError(explain(problem, got=fault, expected=expected, to_type=f'--faults "{to_type}"'))
     if isinstance(fault, chaos.Slow) and network == Network():
         problem, expected = "there is no link to be slow", "a network whose links have a speed"
         raise LaunchError(
@@ -188,14 +195,17 @@ class Cast:
         self._forecast = Forecast(order.workers)
         self._table = Table(self.world, links)
         self._offices: Offices | None = None
+        self._early: list[tuple[float, Happening]] = []
+        """What happens to a server before there is one."""
+        self._is_served = True
+        """Whether there is a server, or may be one yet."""
         self._generations = Generations(self.world, links)
         self._members: Members | None = None
         self.world.outages.tell = self._happens
         if simulation.is_mortal:
             self._members = Members(self.world, links, order, self._publish, self._say, self._bury)
             self.world.is_mortal = True
-            self.world.outages.kill = self._kill
-            self.world.outages.back = lambda happening: self._mortals.back(happening.numbers[0])
+        self.world.outages.strike = self._struck
         self._speed = Pace(simulation.speeds, order.workers, order.seed)
         self._limit = Limit(simulation.samples, simulation.time_s)
 
@@ -268,15 +278,38 @@ class Cast:
         assert self._log is not None
         self._log.append(msgspec.json.encode({**event, "t": round(now, 6), "at": round(now, 6)}) + b"\n")
 
-    def _kill(self, time: float, happening: Happening) -> None:
+    def _struck(self, time: float, happening: Happening) -> None:
+        """A process is killed or stopped, or goes on; who comes back when it is due is a worker."""
+        number, back_after_s = happening.numbers[0], happening.back_after_s
         if happening.kind == "server":
+            self._strike_server(time, happening, number)
+        elif self._members is None:
             refuse(time, happening)
-        elif happening.kind == "coordinator":
-            self._mortals.coordinator_killed(happening.back_after_s)
-        elif not (worker := self.world.workers[happening.numbers[0]]).is_over:
+        elif happening.kind == "coordinator" and happening.verb == "kill":
+            self._members.coordinator_killed(back_after_s)
+        elif happening.kind == "worker" and happening.verb == "back":
+            self._members.back(number)
+        elif happening.kind == "worker" and not (worker := self.world.workers[number]).is_over:
             self.world.kill(worker)
             self._lose(worker)
-            self._mortals.killed(worker, happening.back_after_s is not None)
+            self._members.killed(worker, back_after_s is not None)
+
+    def _strike_server(self, time: float, happening: Happening, number: int) -> None:
+        """The first worker may not have asked for the server yet: then it is struck when it has."""
+        offices = self._offices
+        if offices is None and self._is_served:
+            self._early.append((time, happening))
+        elif offices is None:
+            refuse(time, happening)
+        elif happening.verb == "pause":
+            offices.server_stops(number)
+        elif happening.verb == "go_on":
+            offices.server_goes_on(number)
+        elif happening.verb == "kill" and (self._members is None or number >= offices.shards):
+            refuse(time, happening)
+        elif happening.verb == "kill" and (life := offices.server_lost(number)) is not None:
+            back = functools.partial(offices.server_back, number)
+            self._mortals.begin_again(-1 - number, life, happening.back_after_s, back)
 
     def _stop(self, worker: Worker, error: BaseException) -> None:
         """A worker has found out that it is no member any more."""
@@ -351,6 +384,10 @@ class Cast:
     def wire(self, worker: int, recipe: Recipe | None) -> Wire:
         """A worker's wire."""
         one, limit_s = self.world.workers[worker], self._simulation.order.timeout_s
+        if recipe is None or not recipe.shards:
+            self._is_served = False
+            for time, happening in self._early:
+                refuse(time, happening)
         if self._members is not None and recipe is not None:
             return self._enduring(one, recipe)
         if recipe is None or not recipe.shards:
@@ -360,8 +397,10 @@ class Cast:
     def _server(self, recipe: Recipe) -> Offices:
         order = self._simulation.order
         if self._offices is None:
-            endures = self._members is not None and recipe.asynchronous
+            endures = self._members is not None
             self._offices = Offices(self.world, recipe.shards, order.on_nan, not order.plain, order.timeout_s, endures)
+            for time, happening in self._early:
+                self._struck(time, happening)
         return self._offices
 
     def _enduring(self, worker: Worker, recipe: Recipe) -> Wire:

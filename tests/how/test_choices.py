@@ -224,7 +224,7 @@ def test_when_it_pays_keeps_the_laws_of_all_codecs() -> None:
 
 
 @given(st.floats(1e-4, 10), st.floats(1e-4, 10), st.integers(4, 9), st.integers(1, 7))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_the_quicker_way_is_taken_then_measured_anew(encoded: float, exactly: float, rounds: int, again: int) -> None:
     codec, hands = when_it_pays(sign(), rounds, again), [Hands(encoded, exactly)]
     found, _ = rounds_of(codec, hands, 2 * (rounds + again))

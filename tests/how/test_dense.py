@@ -59,7 +59,7 @@ def test_they_keep_the_laws_of_all_codecs(codec: SingleRound, tolerance: float) 
 
 @pytest.mark.parametrize("codec", QUANTISERS, ids=str)
 @given(x=NUMBERS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_number_is_off_by_less_than_a_level(codec: quantise, x: torch.Tensor) -> None:
     for a, found in zip(rows(x, codec.bucket), rows(carried(codec, x), codec.bucket), strict=True):
         norm = float(a.abs().max() if codec.norm == "max" else a.norm())
@@ -86,7 +86,7 @@ def test_what_is_carried_and_what_is_owed_are_the_input(codec: SingleRound, dtyp
 
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 @given(x=NUMBERS, owed=NUMBERS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_the_fused_pass_does_what_two_passes_do(codec: SingleRound, x: torch.Tensor, owed: torch.Tensor) -> None:
     length = min(len(x), len(owed))
     x, owed = x[:length], owed[:length]
@@ -151,7 +151,7 @@ def test_signs_stand_for_the_means_of_their_sides() -> None:
 
 @pytest.mark.parametrize("codec", [sign(bucket=6), sign("one", bucket=6), quantise(2, 6, stochastic=False)], ids=str)
 @given(x=NUMBERS)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_a_contraction_leaves_less_than_it_was_given(codec: SingleRound, x: torch.Tensor) -> None:
     for a, found in zip(rows(x, 6), rows(carried(codec, x), 6), strict=True):
         if float(a.abs().max()) > 1e-36:
@@ -191,7 +191,7 @@ def test_a_message_of_another_length_is_refused_and_an_empty_one_says_nothing(co
 
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 @given(data=st.data())
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_any_bytes_of_the_right_length_are_read_as_something(codec: SingleRound, data: st.DataObject) -> None:
     like = torch.ones(40)
     length = codec.bytes_of(like)

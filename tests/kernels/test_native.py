@@ -254,7 +254,7 @@ def are_places(found: Tensor, n: int) -> bool:
     return inside and bool((found.diff() > 0).all())
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(
     GARBAGE,
     st.sampled_from([0, 1, 7, 8, 64, 300, 10**5]),
@@ -272,7 +272,7 @@ def test_what_is_no_message_is_refused_as_the_reference_does(garbage: bytes, n: 
     assert are_places(found, n)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(GARBAGE)
 def test_what_is_no_message_about_very_many_places_is_refused_at_once(garbage: bytes) -> None:
     n = 2**31 - 1

@@ -124,11 +124,11 @@ class Passes(RuleBasedStateMachine):
 
 
 def test_any_order() -> None:
-    run_state_machine_as_test(Passes, settings=settings(deadline=None, max_examples=60, stateful_step_count=40))
+    run_state_machine_as_test(Passes, settings=settings(max_examples=60, stateful_step_count=40))
 
 
 @given(st.integers(1, 5), st.integers(1, 40), st.integers(1, 10))
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 def test_nobody_gets_a_batch_beyond_a_meeting_that_it_was_not_told_of(workers: int, batches: int, meet: int) -> None:
     coordinator = Coordinator(workers)
     coordinator.begin(1, [1] * batches, meet)
@@ -176,7 +176,7 @@ def test_a_pass_that_begins_again_or_late_changes_nothing() -> None:
 
 
 @given(SIZES, st.integers(1, 4), st.randoms())
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_dealt_batches_go_to_the_workers_in_turn_whoever_asks_first(
     sizes: list[int], workers: int, shuffle: random.Random
 ) -> None:

@@ -304,7 +304,7 @@ class Crew(RuleBasedStateMachine):
 @pytest.mark.parametrize("how", RULES)
 def test_all_agree_and_every_sample_counts_once_whatever_happens(how: Rule) -> None:
     machine = type("Machine", (Crew,), {"how": how})
-    run_state_machine_as_test(machine, settings=settings(max_examples=50, stateful_step_count=20, deadline=None))
+    run_state_machine_as_test(machine, settings=settings(max_examples=50, stateful_step_count=20))
 
 
 @pytest.mark.parametrize("how", RULES)

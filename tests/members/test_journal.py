@@ -29,7 +29,7 @@ def written(path: Path, records: list[bytes]) -> list[int]:
 
 
 @given(batches=st.lists(st.lists(st.binary(max_size=200), max_size=4), max_size=5))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_what_is_appended_is_read_again_over_any_number_of_openings(tmp_path_factory, batches) -> None:
     path = tmp_path_factory.mktemp("journal") / "journal"
     for batch in batches:

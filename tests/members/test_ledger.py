@@ -110,4 +110,4 @@ class Lives(RuleBasedStateMachine):
 @pytest.mark.parametrize("plan", [Dealt(3), Anyone()], ids=str)
 def test_every_sample_counts_once_whatever_happens(plan: Dealt | Anyone) -> None:
     machine = type("Machine", (Lives,), {"plan": plan})
-    run_state_machine_as_test(machine, settings=settings(max_examples=60, stateful_step_count=30, deadline=None))
+    run_state_machine_as_test(machine, settings=settings(max_examples=60, stateful_step_count=30))

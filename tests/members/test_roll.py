@@ -469,7 +469,7 @@ class Faults(RuleBasedStateMachine):
 
 
 def test_whatever_dies_all_that_live_come_together_again() -> None:
-    run_state_machine_as_test(Faults, settings=settings(max_examples=150, stateful_step_count=40, deadline=None))
+    run_state_machine_as_test(Faults, settings=settings(max_examples=150, stateful_step_count=40))
 
 
 @given(
@@ -480,7 +480,7 @@ def test_whatever_dies_all_that_live_come_together_again() -> None:
     faults=st.sampled_from([0.05, 0.2]),
 )
 @example(seed=11790963, workers=4, least=1, bad=0.3, faults=0.2)  # who determined a GoOn leaves; an old Here comes
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 def test_after_any_storm_all_that_live_come_together_again(
     seed: int, workers: int, least: int, bad: float, faults: float
 ) -> None:

@@ -32,7 +32,7 @@ def contributions(workers: int, seed: int) -> tuple[list[torch.Tensor], torch.Te
 
 
 @given(st.integers(1, 6), st.integers(0, 1000), st.randoms())
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_the_weighted_mean_is_the_same_bit_for_bit_in_any_order(
     workers: int, seed: int, shuffle: random.Random
 ) -> None:
@@ -51,7 +51,7 @@ def test_the_weighted_mean_is_the_same_bit_for_bit_in_any_order(
 
 
 @given(st.integers(1, 5), st.permutations(range(5)))
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_every_message_comes_in_the_order_of_the_workers(workers: int, order: Sequence[int]) -> None:
     meeting: Meeting[Ask, Answer] = Meeting(range(workers), over(answer))
     here = [worker for worker in order if worker < workers]
@@ -63,7 +63,7 @@ def test_every_message_comes_in_the_order_of_the_workers(workers: int, order: Se
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 4)), max_size=60), st.integers(0, 60), st.integers(0, 3))
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 def test_exchanges_in_any_order_are_each_answered_once_to_each(
     laid: list[tuple[int, int]], dies: int, victim: int
 ) -> None:

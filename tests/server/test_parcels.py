@@ -89,7 +89,7 @@ def same(one: Tensor, other: Tensor) -> bool:
 @pytest.mark.parametrize("body", BODIES)
 def test_every_message_decodes_to_itself(body: type) -> None:
     @given(INTEGERS, messages_of(body), TENSORS)
-    @settings(deadline=None, max_examples=25)
+    @settings(max_examples=25)
     def check(number: int, said: m.Body, tensors: list[Tensor]) -> None:
         assembly = Assembly()
         assert receive(assembly, frames(number, said, tensors))
@@ -144,7 +144,7 @@ def test_sending_copies_nothing() -> None:
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=4), st.lists(st.integers(0, 60), max_size=6))
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_what_is_drained_is_all_of_it_once(lengths: list[int], drains: list[int]) -> None:
     """Pieces may be taken out as they come, at any time; what has not been comes with the parcel."""
     tensors = [torch.arange(length, dtype=torch.int16) + 100 * at for at, length in enumerate(lengths)]
@@ -208,14 +208,14 @@ def accepted(messages: Sequence[Sequence[bytes]]) -> tuple[int, int]:
 
 
 @given(st.lists(st.lists(st.binary(max_size=200), min_size=1, max_size=4), max_size=8))
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 def test_random_bytes_are_refused_and_nothing_else(messages: list[list[bytes]]) -> None:
     octets, _ = accepted(messages)
     assert octets <= sum(len(one) for message in messages for one in message)
 
 
 @given(st.sampled_from(BODIES).flatmap(messages_of), TENSORS, st.data())
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 def test_mangled_parcels_are_refused_and_nothing_else(said: m.Body, tensors: list[Tensor], data: Any) -> None:
     """Cut, with bits turned over, frames swapped, doubled or left out."""
     parcel = [[bytes(frame) for frame in message] for message in frames(7, said, tensors)]
@@ -244,7 +244,7 @@ def test_mangled_parcels_are_refused_and_nothing_else(said: m.Body, tensors: lis
 
 
 @given(st.sampled_from(BODIES).flatmap(messages_of), st.integers(0, 10_000))
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_a_head_that_is_cut_short_is_refused(said: m.Body, cut: int) -> None:
     ((head,),) = frames(1, said)
     with pytest.raises(ParcelError, match="no head"):

@@ -256,9 +256,7 @@ FRAMES = st.one_of(
     st.just([bytes(HEAD_BYTES + 1)]),
 )
 SENDINGS = st.lists(parcels() | FRAMES.map(lambda one: [one]), min_size=1, max_size=4)
-SETTINGS = settings(
-    max_examples=100, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None
-)
+SETTINGS = settings(max_examples=100, suppress_health_check=list(HealthCheck), derandomize=True, database=None)
 
 
 @pytest.fixture(scope="module")

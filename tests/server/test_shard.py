@@ -438,7 +438,7 @@ class Crowd(RuleBasedStateMachine):
 
 
 def test_any_order() -> None:
-    run_state_machine_as_test(Crowd, settings=settings(deadline=None, max_examples=80, stateful_step_count=50))
+    run_state_machine_as_test(Crowd, settings=settings(max_examples=80, stateful_step_count=50))
 
 
 # --- exactly what was sent ------------------------------------------------------------------------------------------
@@ -447,7 +447,7 @@ INTEGERS = st.lists(st.integers(-(2**40), 2**40), min_size=4, max_size=4)
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), INTEGERS, st.integers(0, 4)), max_size=30), st.randoms())
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 def test_the_sum_of_what_is_applied_is_the_sum_of_what_was_sent(
     sent: list[tuple[int, list[int], int]], shuffle: random.Random
 ) -> None:
@@ -464,7 +464,7 @@ def test_the_sum_of_what_is_applied_is_the_sum_of_what_was_sent(
 
 
 @given(st.integers(1, 5), st.integers(0, 12), st.integers(1, 9))
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 def test_collecting_applies_each_update_by_its_share_of_those_collected(s: int, pushes: int, samples: int) -> None:
     shard = shard_of(numbers(0, 0), add(), workers=3, when=on_arrival(collect=s))
     sent = [numbers(60 * (at + 1), -(at**2) * 60) for at in range(pushes)]

@@ -199,8 +199,8 @@ def test_a_sweep_is_told_what_was_said_of_workers_that_die() -> None:
     assert _survival(Order(Path("train.py"))) == []
 
 
-def test_a_kill_of_a_server_ends_the_run_with_its_time(simulate: Simulate) -> None:
-    code, _, wrong = simulate("--recipe", "async_sgd", "--faults", "kill server 0 at 15ms")
+def test_a_kill_of_the_server_of_an_only_worker_ends_the_run_with_its_time(simulate: Simulate) -> None:
+    code, _, wrong = simulate("-n", "1", "--recipe", "async_sgd", "--faults", "kill server 0 at 15ms")
     assert code == FAILED
     assert "server 0 was killed at 0.015 s of virtual time, as --faults asked" in wrong
     assert len(errors()) == 1

@@ -235,8 +235,9 @@ def lived(played: Iterable[tuple[float, Happening]]) -> None:
         if one.verb in ("kill", "pause"):
             assert process not in gone
         if one.verb == "kill":
-            gone.add(process)
             paused.discard(process)
+            if one.kind == "worker" or one.back_after_s is not None:
+                gone.add(process)  # others are started again by somebody else
         elif one.verb == "back":
             gone.remove(process)
         elif one.verb == "pause":

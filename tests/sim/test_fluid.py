@@ -113,7 +113,7 @@ def test_no_resource_is_above_capacity_and_each_flow_is_held_back_by_a_full_one(
 
 
 @given(capacities, st.lists(st.tuples(st.integers(0, 20).map(lambda one: one / 4), flows.map(lambda all_: all_[0]))))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_ends_are_those_of_a_slow_reckoning(capacity: list[float], asked: list[tuple[float, Asked]]) -> None:
     fluid, ends = Fluid(capacity), {}
     for flow, (begin, (amount, path, weight)) in sorted(enumerate(asked), key=lambda one: one[1][0]):
@@ -188,7 +188,7 @@ def test_cores_are_shared_by_computations_that_use_one_each() -> None:
 
 
 @given(st.lists(st.floats(0.01, 100), min_size=1, max_size=1000), st.floats(1, 1000))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_a_star_of_unequal_links_is_filled_like_a_vessel(links: list[float], server: float) -> None:
     fluid = begun([*links, server], [(1, [worker, len(links)], 1) for worker in range(len(links))])
     rates = np.array(list(fluid.rates().values()))

@@ -449,14 +449,6 @@ def test_a_slow_link_makes_the_exchange_as_slow() -> None:
     assert slow == pytest.approx(3 * plain)
 
 
-def test_a_kill_of_a_server_ends_the_run_and_what_comes_too_late_does_nothing() -> None:
-    with pytest.raises(LaunchError, match="server 0 was killed at 0.025 s of virtual time, as --faults asked"):
-        simulated(2, train("async_sgd", 50), "async_sgd", fault="kill server at 25ms")
-    plain = simulated(2, train("async_sgd", 50), "async_sgd")
-    late = simulated(2, train("async_sgd", 50), "async_sgd", fault="kill server at 10s; pause worker 0 for 1s at 20s")
-    assert late.log == plain.log
-
-
 # --- what is not there ----------------------------------------------------------------------------------------------
 
 HOUSE = Path(stretto.__file__).parent / "sim"

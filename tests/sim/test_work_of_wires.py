@@ -185,7 +185,7 @@ def test_who_works_on_a_message_goes_before_those_who_compute() -> None:
     assert max(ends.values()) == pytest.approx(7.0)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.lists(st.integers(0, 3_000_000), min_size=2, max_size=12))
 def test_parcels_of_all_lengths_arrive_in_the_order_in_which_they_left(lengths: list[int]) -> None:
     came = []
@@ -242,7 +242,6 @@ def test_the_emptiest_link_of_a_way_tells_what_goes_at_once() -> None:
     assert arrivals("8Mbit/s, burst 100kB", sends) == pytest.approx([0.0, 0.1, 0.1])
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.floats(0, 3), st.integers(1, 400_000)), min_size=1, max_size=8), st.integers(0, 200))
 def test_no_link_carries_more_than_its_rate_and_one_burst(sends: list[tuple[float, int]], kilobytes: int) -> None:
     came = arrivals(f"8Mbit/s, burst {kilobytes}kB", [(at, 0, 1, nbytes) for at, nbytes in sorted(sends)])

@@ -61,7 +61,6 @@ def doing_nothing(worker: Worker, wire: SimWire) -> None:
 TENTHS = st.integers(0, 50).map(lambda tenths: tenths / 10)
 
 
-@settings(deadline=None)
 @given(st.lists(st.lists(TENTHS, min_size=3, max_size=3), min_size=1, max_size=8))
 def test_with_a_barrier_after_each_round_time_is_the_sum_of_the_slowest(rounds: list[list[float]]) -> None:
     def live(worker: Worker, wire: SimWire) -> None:
@@ -72,7 +71,6 @@ def test_with_a_barrier_after_each_round_time_is_the_sum_of_the_slowest(rounds: 
     assert Scene(3).lived(live).queue.now == pytest.approx(sum(map(max, rounds)), abs=1e-9)
 
 
-@settings(deadline=None)
 @given(st.lists(st.lists(TENTHS, max_size=6), min_size=1, max_size=4))
 def test_without_one_it_is_the_slowest_sum(works: list[list[float]]) -> None:
     ends = {}
@@ -99,7 +97,7 @@ STEPS = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.lists(STEPS, min_size=2, max_size=4), st.randoms(use_true_random=False), st.booleans())
 def test_no_time_runs_back_and_everything_arrives_once_in_order_and_not_too_early(
     lives: list[list[tuple[str, int, float]]], chance: random.Random, is_paused: bool
@@ -179,7 +177,6 @@ def test_the_order_in_which_workers_are_made_changes_nothing() -> None:
 # --- faults -------------------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None)
 @given(
     TENTHS.map(lambda start: start + 0.05),
     st.lists(st.tuples(TENTHS, TENTHS.map(lambda long: long + 0.1)), max_size=4),
@@ -415,7 +412,7 @@ DRAWS: dict[str, Callable[[], object]] = {
 }
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.lists(st.lists(st.sampled_from(sorted(DRAWS)), max_size=6), min_size=2, max_size=4))
 def test_what_a_worker_draws_does_not_depend_on_the_others(draws: list[list[str]]) -> None:
     """Each draws what it would alone, though they take turns after every draw."""

@@ -182,7 +182,7 @@ PLACE = {
     "recipe": st.sampled_from(RECIPES),
     "meet": st.sampled_from([None, 5]),
 }
-SETTINGS = settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+SETTINGS = settings(max_examples=15, suppress_health_check=list(HealthCheck))
 Faults = list[tuple[int, str, int]]
 
 

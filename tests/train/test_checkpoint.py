@@ -124,7 +124,7 @@ tensors = drawn.map(some_tensors)
 own_of_workers = st.dictionaries(st.integers(0, 10**6), st.tuples(facts, tensors), max_size=2)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(facts, tensors, own_of_workers, st.integers(0, 10**12))
 def test_what_is_written_is_read_bit_for_bit(
     facts: dict[str, Any], tensors: dict[str, Tensor], own: dict[int, Any], number: int
@@ -301,7 +301,7 @@ def test_what_is_not_ours_stays(two: Path) -> None:
 # --- which are kept --------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.tuples(st.integers(0, 5), st.booleans()), max_size=7), st.integers(1, 3), st.booleans())
 def test_the_newest_whole_ones_are_kept(made: list[tuple[int, bool]], keep: int, known: bool) -> None:
     with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
@@ -467,7 +467,7 @@ def test_one_is_under_way_and_one_waits_and_a_newer_one_replaces_it(tmp_path: Pa
 FAILURES = {"no room": OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "file"), "a bug": TypeError("no such thing")}
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(st.sampled_from([None, *FAILURES])), st.integers(1, 3))
 def test_failures_are_told_once_and_once_more_when_it_works_again(plan: list[str | None], keep: int) -> None:
     notices: list[str] = []
@@ -574,7 +574,7 @@ class Copies(RuleBasedStateMachine):
 
 
 TestCopies = Copies.TestCase
-TestCopies.settings = settings(max_examples=60, deadline=None)
+TestCopies.settings = settings(max_examples=60)
 
 
 def test_free_memory_is_used_again() -> None:

@@ -1,0 +1,183 @@
+"""Simulated servers are killed and stopped: the live desks, links and cuts see to what becomes of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sim.dying import FREE, NET, THROUGH, is_whole, lived, told, training
+from sim.simulated import simulated
+
+from stretto.errors import LaunchError
+from stretto.report import fates
+from stretto.report.history import read
+from stretto.sim import office
+from stretto.wire.server import ServerWire
+
+SHARDS = {one: 2 if "shards=2" in one else 1 for one in [*FREE, THROUGH]}
+
+
+def hidden(ended: Any) -> bytes:
+    """The log but for what tells of the strikes."""
+    lines = ended.log.splitlines(keepends=True)
+    return b"".join(one for one in lines if b'"chaos"' not in one and b'"worker":-' not in one)
+
+
+# --- what holds whenever ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", [*FREE, THROUGH])
+def test_whenever_a_server_dies_every_sample_counts_once(recipe: str) -> None:
+    """Moments of all phases, from before the first worker asks for a server until after the last has ended."""
+    length = lived(recipe, "kill worker 1 at 1h").seconds
+    for number in range(8):
+        moment, victim = number * length / 7, number % SHARDS[recipe]
+        ended = lived(recipe, f"kill server {victim} at {moment:.6f}s, back after 15ms")
+        is_whole(ended, recipe)
+        assert None not in ended.found
+
+
+strikes = st.lists(
+    st.tuples(
+        st.sampled_from(["kill server 0", "kill server 1", "kill worker 0", "kill worker 1", "kill coordinator"]),
+        st.floats(0, 0.3),
+        st.floats(0.001, 0.1),
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+@settings(max_examples=25)
+@given(st.sampled_from(["async_sgd(shards=2)", "stale_synchronous(bound=1, shards=2)"]), strikes, st.booleans())
+def test_whoever_dies_beside_it_every_sample_counts_once(
+    recipe: str, drawn: list[tuple[str, float, float]], often: bool
+) -> None:
+    fault = "; ".join(f"{what} at {at:.6f}s, back after {back:.6f}s" for what, at, back in drawn)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(office, "CUT_EVERY_S", 0.03 if often else 10)
+        is_whole(lived(recipe, fault, epochs=3), recipe, 3)
+
+
+def test_the_same_seed_gives_the_same_deaths_to_the_byte() -> None:
+    fault = "kill server every 60ms, back after 20ms; pause server 1 for 30ms at 50ms; kill worker 1 at 70ms"
+    recipe = "async_sgd(shards=2)"
+    logs = {lived(recipe, fault, 4, order=order).log for order in (None, None, [3, 1, 0, 2])}
+    assert len(logs) == 1
+    assert logs != {lived(recipe, fault, 4, seed=1).log}
+
+
+# --- some deaths --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", ["async_sgd", "async_sgd(shards=2)"])
+def test_all_go_back_to_the_cut_once(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that has asked for more than one thing when a server is lost is refused more than once."""
+    backs: Counter[tuple[int, int]] = Counter()
+    recover = ServerWire.recover
+
+    def counted(wire: ServerWire) -> None:
+        backs[wire.number, wire.age] += 1
+        recover(wire)
+
+    monkeypatch.setattr(ServerWire, "recover", counted)
+    for at in range(60, 220, 8):
+        backs.clear()
+        is_whole(lived(recipe, f"kill server 0 at {at}ms, back after 20ms", 4, 3), recipe, 3)
+        assert {age for _, age in backs} <= {0}, f"killed at {at} ms"
+        assert set(backs.values()) <= {1}
+
+
+def test_what_was_done_since_the_cut_is_done_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first pass ends at a cut, so what a death in the second costs is done since; cuts that are near cost less."""
+
+    def steps(every_s: float) -> int:
+        monkeypatch.setattr(office, "CUT_EVERY_S", every_s)
+        ended = lived("async_sgd", "kill server 0 at 150ms, back after 20ms", samples=400)
+        assert ended.of("epoch")[-1]["seen"]["once"] == 400
+        return sum(int(one["step"]) for one in ended.of("end"))
+
+    assert steps(10) > steps(0.03) >= 2 * 400 / 4
+
+
+def test_the_log_and_the_report_tell_of_it(tmp_path: Path) -> None:
+    ended = lived("async_sgd(shards=2)", "kill server 1 at 95ms, back after 30ms", folder=tmp_path)
+    assert [
+        (one["worker"], one["what"], one["life"], one["t"]) for one in ended.of("member") if one["worker"] == -2
+    ] == [
+        (-2, "gone", 0, 0.095),
+        (-2, "joined", 1, 0.125),
+    ]
+    assert [(one["worker"], one["verb"]) for one in ended.of("chaos")] == [(-2, "kill")]
+    assert any("server 1" in line for line in fates.in_lines(read(tmp_path / "run")))
+
+
+def test_one_that_is_killed_again_and_again_comes_back_each_time() -> None:
+    ended = lived("async_sgd", "kill server 0 every 100ms, back after 5ms", epochs=6)
+    assert len([one for one in told(ended, "joined") if one[0] == -1]) >= 2
+    is_whole(ended, "async_sgd", 6)
+
+
+def test_without_a_word_of_its_return_a_server_is_started_again() -> None:
+    ended = lived("async_sgd", "kill server 0 at 95ms")
+    ours = [(one["what"], one["t"]) for one in ended.of("member") if one["worker"] == -1]
+    assert ours == [("gone", 0.095), ("joined", 0.295)]
+    is_whole(ended, "async_sgd")
+
+
+def test_what_comes_to_a_server_that_is_stopped_waits() -> None:
+    plain = simulated(2, training(), "async_sgd", net=NET)
+    paused = simulated(2, training(), "async_sgd", net=NET, fault="pause server 0 for 1s at 60ms")
+    assert paused.seconds == pytest.approx(plain.seconds + 1, abs=0.02)
+    is_whole(paused, "async_sgd")
+    early = simulated(2, training(), "async_sgd", net=NET, fault="pause server 0 for 1s at 0s")
+    assert early.seconds == pytest.approx(plain.seconds + 1, abs=0.02)
+
+
+def test_one_that_is_killed_while_it_is_stopped_does_not_go_on() -> None:
+    fault = "pause server 0 for 1h at 60ms; kill server 0 at 80ms, back after 20ms"
+    ended = lived("async_sgd", fault)
+    assert ended.seconds < 1
+    is_whole(ended, "async_sgd")
+
+
+def test_one_that_begins_again_is_told_who_exchanges_from_now_on() -> None:
+    """The generation that was formed while it was away, it was not told of: nobody else would tell it."""
+    fault = "kill server 0 at 60ms, back after 80ms; kill worker 2 at 70ms"
+    is_whole(lived(THROUGH, fault), THROUGH)
+
+
+def test_what_comes_too_late_changes_nothing() -> None:
+    plain = lived("async_sgd", "kill worker 1 at 1h")
+    late = lived("async_sgd", "kill worker 1 at 1h; kill server 0 at 10s")
+    assert hidden(late) == hidden(plain)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "fault"),
+    [
+        ("allreduce", "kill server 0 at 0s"),
+        ("allreduce", "kill server 0 at 40ms"),
+        ("async_sgd", "kill server 3 at 0s"),
+        ("async_sgd", "kill server 3 at 40ms"),
+    ],
+)
+def test_a_server_that_is_not_there_is_named(recipe: str, fault: str) -> None:
+    """The script chooses the recipe, so that it is found out when it has."""
+    script = f"""
+        import torch, stretto
+        from torch.utils.data import DataLoader, TensorDataset
+        net = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        data = DataLoader(TensorDataset(torch.ones(400, 2)), batch_size=4)
+        for (x,) in stretto.distribute(net, optimizer, data, recipe="{recipe}"):
+            optimizer.zero_grad()
+            net(x).sum().backward()
+            optimizer.step()
+    """
+    with pytest.raises(LaunchError, match=r"server \d was killed at 0.* there may be no such server"):
+        simulated(2, script, None, net=NET, fault=fault)
