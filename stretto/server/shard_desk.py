@@ -269,7 +269,7 @@ class ShardDesk:
         return self._shard
 
     def _open(self, worker: int, head: m.Head, body: m.Open, tensors: list[Pieces]) -> list[Post]:
-        if worker != min(self._together.members, default=0):
+        if self._shard is not None and worker != min(self._together.members):  # it may not have heard who has died yet
             raise ParcelError(f"worker {worker} gives parameters; worker {min(self._together.members)} does")
         try:
             recipe = parse(body.recipe)

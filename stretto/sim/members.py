@@ -123,7 +123,10 @@ class Members:
         self._lines: dict[int, Line] = {}
         self._dead: dict[int, tuple[int, str, bool]] = {}
         """Whom the launcher has told of: the life that was over, why, and whether there would be another."""
-        self._unnoticed = 0
+        self._unnoticed: set[int] = set()
+        """Workers whose end the launcher does not know of yet."""
+        self._due: set[int] = set()
+        """Those that are to come back as soon as it does."""
         self._coming: set[int] = set()
         self._is_away = False
         self._life = 0
@@ -162,7 +165,9 @@ class Members:
 
     def back(self, number: int) -> None:
         """Another life of a worker begins, unless others have come to their end meanwhile."""
-        if number in self._coming and not self._has_ended:
+        if number in self._unnoticed:
+            self._due.add(number)
+        elif number in self._coming and not self._has_ended:
             self._coming.discard(number)
             self._world.bear(number)
 
@@ -175,15 +180,19 @@ class Members:
 
     def _ended(self, worker: Worker, why: str, returns: bool) -> None:
         returns = returns and not self._has_ended
-        self._unnoticed += 1
+        self._unnoticed.add(worker.number)
         if returns:
             self._coming.add(worker.number)
         self._world.queue.at(self.now + NOTICED_S, lambda: self._notice(worker, why, returns), ARRIVE, worker.number)
 
     def _notice(self, worker: Worker, why: str, returns: bool) -> None:
-        self._unnoticed -= 1
-        self._dead[worker.number] = worker.life, why, returns
-        self._tell_dead(worker.number)
+        number = worker.number
+        self._unnoticed.discard(number)
+        self._dead[number] = worker.life, why, returns
+        self._tell_dead(number)
+        if number in self._due:
+            self._due.discard(number)
+            self.back(number)
 
     def _tell_dead(self, number: int) -> None:
         if not self._is_away:

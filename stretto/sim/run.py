@@ -82,7 +82,7 @@ class Simulation:
     def is_mortal(self) -> bool:
         """Whether what goes wrong may change who exchanges: workers die, or are taken for dead."""
         order = self.order
-        silent_s = sum(one.for_s for one in self.faults if _silences(one))
+        silent_s = sum(map(_silent_s, self.faults))
         dies = any(isinstance(one, chaos.Kill) for one in self.faults)
         is_missed = silent_s + beat_s(order.patience_s) > order.patience_s
         return order.workers > 1 and not order.alone and (dies or is_missed)
@@ -115,9 +115,10 @@ def check(simulation: Simulation) -> Simulation:
     return replace(simulation, order=order)
 
 
-def _silences(fault: Fault) -> bool:
-    """Whether a worker is not heard of for a while."""
-    return isinstance(fault, chaos.Cut) or (isinstance(fault, chaos.Pause) and fault.who.kind == "worker")
+def _silent_s(fault: Fault) -> float:
+    """For how long a worker is not heard of."""
+    is_missed = isinstance(fault, chaos.Cut) or (isinstance(fault, chaos.Pause) and fault.who.kind == "worker")
+    return fault.for_s if is_missed else 0.0  # type: ignore[union-attr]
 
 
 def _refuse_idle(fault: Fault, network: Network) -> None:
