@@ -267,6 +267,8 @@ def upkeep(record: Record) -> Iterator[str]:
         ratios = f"{ratio(one['ratio'])} | at least {record['wanted']:g} | {ratio(one['processor_ratio'])}"
         yield f"| {one['case']} | {one['recipe']} | {ratios} | {speeds} |"
     yield ""
+    yield f"All {sum(one['starts'] for one in record['cases'])} pairs of runs together: {ratio(record['together'])}."
+    yield ""
     yield f"| model | recipe | checkpoints | seconds that one costs | share, one every {record['asked_s']} s | wanted |"
     yield "| --- | --- | --- | --- | --- | --- |"
     for one in record["checkpoints"]:
@@ -314,6 +316,11 @@ def survival(record: Record) -> Iterator[str]:
     """Of each recipe and victim how many phases and signals were survived."""
     yield ""
     yield f"{record['question']} {record['workers']} workers. `python -m benchmarks survival`"
+    yield ""
+    seeds = len(next(iter(record["undisturbed"].values())))
+    yield "Survived is a run that ends with exit code 0, in which each sample of each pass counted once, whose replicas"
+    yield f"are equal where the recipe says so, and whose accuracy is at most {100 * record['worse']:g} point lower than"
+    yield f"that of the undisturbed runs with {seeds} seeds."
     yield ""
     yield "| recipe | who | survived | what did not |"
     yield "| --- | --- | --- | --- |"
