@@ -318,9 +318,9 @@ def survival(record: Record) -> Iterator[str]:
     yield f"{record['question']} {record['workers']} workers. `python -m benchmarks survival`"
     yield ""
     seeds = len(next(iter(record["undisturbed"].values())))
-    yield "Survived is a run that ends with exit code 0, in which each sample of each pass counted once, whose replicas"
-    yield f"are equal where the recipe says so, and whose accuracy is at most {100 * record['worse']:g} point lower than"
-    yield f"that of the undisturbed runs with {seeds} seeds."
+    yield "Survived is a run that ends with exit code 0, in which each sample of each pass counted once, whose"
+    yield f"replicas are equal where the recipe says so, and whose accuracy is at most {100 * record['worse']:g} point"
+    yield f"lower than that of the undisturbed runs with {seeds} seeds."
     yield ""
     yield "| recipe | who | survived | what did not |"
     yield "| --- | --- | --- | --- |"
