@@ -418,6 +418,12 @@ def test_a_pass_that_is_left_under_torchrun_is_sent_at_exit(place: Place) -> Non
     assert [one["event"] for one in read_events(run / "events.jsonl")].count("end") == 2
 
 
+def test_what_one_worker_leaves_of_a_pass_the_others_do(place: Place) -> None:
+    path = free(body="if os.environ['RANK'] == '1' and step == 2: break", options="")
+    _, events = run_free(place, path, "-n", "3", "--recipe", "async_sgd")
+    assert seen_in(events) == [ALL_ONCE] * 2
+
+
 STREAM = """
 class Stream(torch.utils.data.IterableDataset):
     def __iter__(self):

@@ -48,6 +48,8 @@ class Coordinator:
         """How many of them come of the batches handed out."""
         self._waiting: set[int] = set()
         """Those that have nothing left, and wait for the end of the pass."""
+        self._out: set[int] = set()
+        """Those whose script has left the pass early: the others do what is left."""
 
     @property
     def ledger(self) -> Ledger:
@@ -66,6 +68,7 @@ class Coordinator:
         self._ledger = Ledger(sizes, among if dealt else Free())
         self._leases, self._samples = {}, 0
         self._waiting.clear()
+        self._out.clear()
 
     def lease(self, worker: int, number: int) -> Handed:
         """A worker is free. What it asks of a pass that is over, it gets nothing for."""
@@ -75,7 +78,7 @@ class Coordinator:
         if heard < len(self.called):
             self._heard[worker] = heard + 1
             return Handed(None, self._samples, meet=True, cut=self.called[heard])
-        lease = self._ledger.lease(worker)
+        lease = self._ledger.lease(worker) if worker not in self._out else None
         if lease is not None:
             self._leases[lease.batch] = lease
             self._handed += 1
@@ -95,18 +98,26 @@ class Coordinator:
         found = [lease for batch in batches if (lease := self._leases.get(batch)) and lease.worker == worker]
         return sum(self._ledger.settle(lease) for lease in found)
 
-    def wait(self, worker: int, number: int) -> None:
-        """A worker has nothing left, and waits for the end of the pass. What it has not settled it never will."""
-        if worker in self.members and number == self.number:
+    def wait(self, worker: int, number: int, left: bool = False) -> None:
+        """A worker has nothing left, and waits for the end of the pass. What it has not settled it never will.
+
+        What one that has `left` the pass has not settled is for others, and it gets nothing more.
+        """
+        if worker not in self.members or number != self.number:
+            return
+        self._waiting.add(worker)
+        if left:
+            self._out.add(worker)
+            self._samples -= self._ledger.give_back(worker)
+        else:
             self._ledger.drop(worker)
-            self._waiting.add(worker)
 
     def release(self, all_known: bool = True) -> dict[int, bool]:
         """Those that wait no more: whether the pass is over for them, or there are batches again.
 
         It is not over before `all_known`, for some may have been called to a meeting that is not known of.
         """
-        again = {worker: False for worker in self._waiting if self._ledger.has(worker) or self._is_called(worker)}
+        again = {worker: False for worker in self._waiting if self._has(worker) or self._is_called(worker)}
         told = again or (dict.fromkeys(self._waiting, True) if self.is_over and all_known else {})
         self._waiting -= told.keys()
         return told
@@ -114,12 +125,17 @@ class Coordinator:
     @property
     def is_over(self) -> bool:
         """Whether nobody holds a batch of the pass, and none is left."""
-        return not self._ledger.outstanding and not any(map(self._ledger.has, self.members))
+        return not self._ledger.outstanding and not any(map(self._has, self.members))
+
+    def _has(self, worker: int) -> bool:
+        """Whether there is something for a worker."""
+        return worker not in self._out and self._ledger.has(worker)
 
     def leave(self, worker: int) -> int:
         """A worker has left: its batches go back. Returns their samples."""
         self.members.discard(worker)
         self._waiting.discard(worker)
+        self._out.discard(worker)
         self._heard.pop(worker, None)
         back = self._ledger.give_back(worker)
         self._samples -= back

@@ -92,7 +92,7 @@ class CoordinatorDesk:
             return [Post(worker, number, m.Closed(True))]
         if isinstance(body, m.Close):
             self._closing[worker] = number
-            self.coordinator.wait(worker, body.number)
+            self.coordinator.wait(worker, body.number, body.left)
             return self._release()
         return [*self._of_members(worker, head, tensors), *self._admit()]
 

@@ -179,10 +179,14 @@ class Lease(_Said):
 
 
 class Close(_Said):
-    """A worker has nothing left of the pass, and has settled all: it waits until that is so everywhere."""
+    """A worker has nothing left of the pass, and has settled all: it waits until that is so everywhere.
+
+    One whose script has `left` the pass early gets no more of it, though there may be batches.
+    """
 
     number: int
     age: int
+    left: bool = False
 
 
 class Count(_Said):

@@ -75,11 +75,11 @@ class FreeShare(BatchSampler):
         if batches := [lease.batch for lease in leases if lease.age == self.wire.age]:
             self.wire.settle(self._number, batches)
 
-    def is_over(self) -> bool:
+    def is_over(self, left: bool = False) -> bool:
         """Wait until nobody holds a batch of the pass any more; False when there are batches again."""
         self._asked = None
         try:
-            return self.wire.is_over(self._number)
+            return self.wire.is_over(self._number, left)
         except AnewError:
             self.wire.recover()
             return False
@@ -95,6 +95,11 @@ class FreeShare(BatchSampler):
 
     def __len__(self) -> int:
         return len(self._bounds) - 1
+
+    def hear_calls(self) -> None:
+        """Learn of meetings, where no batches are wanted any more."""
+        self._lease()
+        self.leased.clear()
 
     def _lease(self) -> Lease | None:
         while True:
@@ -162,11 +167,7 @@ class FreeHands:
         """The next batch of this worker, or None when there are none left for anybody, and nobody has one."""
         while True:
             batch = next(self._batches, None)
-            while self._share.cuts:
-                self._share.cuts -= 1
-                self._share.wire.on_cut()
-            if self.meet is not None:
-                self.meet(self.meetings())
+            self._come_to_meetings()
             if batch is None and self._is_over():
                 return None
             if batch is None:
@@ -175,6 +176,22 @@ class FreeHands:
             lease, handed = self._share.leased.popleft()
             if lease.age == self._share.wire.age:
                 return Hand(batch, lease, lease.samples, handed)
+
+    def leave(self) -> None:
+        """The script has left the pass: bring what this worker has, and wait for the others, who do the rest."""
+        assert self.finish is not None
+        self.finish()
+        while not (self._share.is_over(left=True) and self._share.wire.on_cut()):
+            self._share.hear_calls()
+            self._come_to_meetings()
+
+    def _come_to_meetings(self) -> None:
+        """Come to those that this worker was told of."""
+        while self._share.cuts:
+            self._share.cuts -= 1
+            self._share.wire.on_cut()
+        if self.meet is not None:
+            self.meet(self.meetings())
 
     def _is_over(self) -> bool:
         """Bring what this worker has, and wait for the others, who may die and leave theirs to be done again."""

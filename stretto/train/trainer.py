@@ -81,6 +81,8 @@ class Trainer:
         """Those of a pass whose books are being closed."""
         self.hand: Hand | None = None
         self._leases: list[Any] = []
+        self._worked = 0
+        """How many of these the optimizer has done a step with, or after."""
         self.settings = shadow.Settings(optimizer, seat.around.scalers)
         self._shadowing = False
         self._accumulated = False
@@ -190,6 +192,8 @@ class Trainer:
         if self.hands is None:
             return True
         self.end_hand(left=True)
+        if left and isinstance(self.hands, FreeHands):
+            self.hands.leave()
         self.bring_all()
         self.replica.look()
         if self.presence.reopens(self.hands) and not left:
@@ -274,6 +278,9 @@ class Trainer:
         hand, self.hand = self.hand, None
         self._stepped_last = hand.idle or self.steps > self._steps_before
         if not hand.idle:
+            if left and len(self._leases) > self._worked:  # nothing will come of what the script left without a step
+                self.own_samples -= hand.own
+                del self._leases[self._worked :]
             if not left:
                 self._make_up_for_a_skipped_step(hand)
             self._announce(hand, shadow.END)
@@ -341,6 +348,7 @@ class Trainer:
 
     def _count_step(self) -> None:
         self.steps += 1
+        self._worked = len(self._leases)
         if self.hands is not None:
             self.hands.ask_ahead()
         if not self.replica.stepped(self.steps):
@@ -368,7 +376,7 @@ class Trainer:
 
     def _unsent(self) -> tuple[int, list[Lease]]:
         """The samples and the leases whose work no exchange has carried yet."""
-        leases, self._leases = self._leases, []
+        leases, self._leases, self._worked = self._leases, [], 0
         samples, self._samples_sent = self.own_samples - self._samples_sent, self.own_samples
         return samples, leases
 
@@ -439,7 +447,7 @@ class Trainer:
         }
 
     def _settle_leases(self) -> None:
-        leases, self._leases = self._leases, []
+        leases, self._leases, self._worked = self._leases, [], 0
         self._settle(leases)
 
     def _settle(self, leases: list[Lease]) -> None:

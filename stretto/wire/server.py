@@ -475,14 +475,14 @@ class ServerWire:
         self._settled += batches
         self._coordinator.send(m.Settle(number, list(batches), self.age))
 
-    def is_over(self, number: int) -> bool:
+    def is_over(self, number: int, left: bool = False) -> bool:
         """Wait until nobody holds a batch of the pass any more, and hold nobody back meanwhile.
 
-        False when there are batches again.
+        False when there are batches again, or a meeting is called. Who has `left` the pass gets no more of it.
         """
         self.apart()
         self._rest(self._pushed, None)
-        body, _ = self._coordinator.wait(self._coordinator.send(m.Close(number, self.age)))
+        body, _ = self._coordinator.wait(self._coordinator.send(m.Close(number, self.age, left)))
         return not isinstance(body, m.Closed) or body.over
 
     def counted(self, number: int) -> Tensor:

@@ -73,17 +73,27 @@ def test_an_epoch_is_audited(recipe: str, workers: int, tmp_path: Path) -> None:
     assert epochs[-1]["samples"] == sum(one["samples"] for one in epochs[-1]["workers"]) == 200
 
 
-def test_a_pass_left_early_is_audited_honestly(tmp_path: Path) -> None:
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(("before", "seen"), [(False, 48), (True, 32)])
+def test_a_pass_left_early_is_audited_honestly(recipe: str, before: bool, seen: int, tmp_path: Path) -> None:
+    """A batch that the script has left without a step is not in the model, and does not count."""
+
     def early(worker: int) -> None:
         net = small_net()
-        for number, _ in enumerate(
-            stretto.distribute(net, sgd(net.parameters()), DataLoader(regression(100), batch_size=8))
-        ):
-            if number == 1:
+        optimizer = sgd(net.parameters())
+        loader = stretto.distribute(net, optimizer, DataLoader(regression(100), batch_size=8))
+        for number, (x, y) in enumerate(loader):
+            if before and number == 2:
+                break
+            optimizer.zero_grad()
+            nn.functional.mse_loss(net(x), y).backward()
+            optimizer.step()
+            if number == 2:
                 break
 
-    together(2, early, "allreduce", run=tmp_path)
-    assert events(tmp_path, "epoch")[0]["seen"] == {"once": 32, "twice": 0, "never": 68, "dropped": 0}
+    together(2, early, recipe, run=tmp_path)
+    assert events(tmp_path, "epoch")[0]["seen"] == {"once": seen, "twice": 0, "never": 100 - seen, "dropped": 0}
+    assert sum(one["samples"] for one in events(tmp_path, "epoch")[0]["workers"]) == seen
 
 
 def test_what_the_loader_drops_is_said(tmp_path: Path) -> None:
