@@ -65,7 +65,7 @@ class CollectiveWire:
         self._nccl = device is not None and device.type == "cuda"
         if self._nccl:
             self._tensors = _form(dist.ProcessGroupNCCL, store, "tensors", worker, workers, timeout_s)
-        self._opened = _sockets() - before
+        self._opened = frozenset(one for one, name in _sockets().items() if before.get(one) != name)
         self._worked_out = 0
         self._tag = 0
         self._last = Traffic(0, 0, counted=False)

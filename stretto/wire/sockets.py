@@ -91,13 +91,16 @@ class GroupSockets:
                 one.shutdown(how)
 
 
-def sockets_of_process() -> frozenset[int]:
-    """The descriptors of this process that are sockets; none where the system does not list them."""
+def sockets_of_process() -> dict[int, str]:
+    """The descriptors of this process that are sockets, each with the name of its socket, which none has after it.
+
+    Nothing where the system does not list them.
+    """
     try:
         entries = os.listdir("/proc/self/fd")
     except OSError:
-        return frozenset()
-    return frozenset(int(entry) for entry in entries if _is_socket(entry))
+        return {}
+    return {int(entry): name for entry in entries if (name := _named(entry)).startswith("socket:")}
 
 
 def shut_connections_to(host: str, port: int) -> None:
@@ -141,8 +144,8 @@ def _is_in(address: tuple[str, int], family: int, published: list[bytes]) -> boo
     return any(port + gap + host in one for one in published)
 
 
-def _is_socket(entry: str) -> bool:
+def _named(entry: str) -> str:
     try:
-        return os.readlink(f"/proc/self/fd/{entry}").startswith("socket:")
+        return os.readlink(f"/proc/self/fd/{entry}")
     except OSError:
-        return False
+        return ""

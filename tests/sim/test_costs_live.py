@@ -148,7 +148,9 @@ def test_collective_exchanges_cost_what_the_kernel_counts(tmp_path: Path) -> Non
     commands = [[sys.executable, __file__, str(worker), str(tmp_path)] for worker in range(LARGEST_CREW)]
 
     def run(command: list[str]) -> Any:
-        return json.loads(subprocess.run(command, env=environment, capture_output=True, check=True, timeout=120).stdout)
+        ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+        assert ended.returncode == 0, ended.stderr
+        return json.loads(ended.stdout)
 
     with ThreadPoolExecutor(LARGEST_CREW) as pool:
         found = list(pool.map(run, commands))

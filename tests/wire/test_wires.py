@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from stretto.errors import WireError
+from stretto.wire import collective as collective_wire
 from stretto.wire import memory
 from stretto.wire.check import check_wire
 from stretto.wire.collective import CollectiveWire
@@ -35,6 +38,21 @@ def collective(workers: int, timeout_s: float = 20.0) -> list[CollectiveWire]:
 )
 def test_every_wire_keeps_the_laws(make, workers) -> None:
     check_wire(make, workers)
+
+
+def test_a_connection_is_counted_that_took_the_number_of_one_just_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a group forms, those of the one before it are closed, and their numbers given anew."""
+    with socket.socket() as before, socket.socket() as new:
+        real = collective_wire._form
+
+        def forming(*what: object) -> object:
+            os.dup2(new.fileno(), before.fileno())
+            return real(*what)
+
+        monkeypatch.setattr(collective_wire, "_form", forming)
+        wire = CollectiveWire(dist.HashStore(), 0, 1, 20.0)
+        assert before.fileno() in wire._opened
+        assert new.fileno() not in wire._opened
 
 
 @pytest.mark.parametrize("make", [memory.wires, collective], ids=["memory", "collective"])
