@@ -160,8 +160,8 @@ class FreeHands:
         self._share.settle(leases)
 
     def counted(self) -> NDArray[np.uint8] | None:
-        """How often each sample was settled: the first worker asks the coordinator for all of them."""
-        return self._share.counted() if self._share.wire.worker == 0 else np.zeros(self.samples, np.uint8)
+        """How often each sample was settled: the coordinator knows of all."""
+        return self._share.counted()
 
     def next(self) -> Hand | None:
         """The next batch of this worker, or None when there are none left for anybody, and nobody has one."""
@@ -178,9 +178,7 @@ class FreeHands:
                 return Hand(batch, lease, lease.samples, handed)
 
     def leave(self) -> None:
-        """The script has left the pass: bring what this worker has, and wait for the others, who do the rest."""
-        assert self.finish is not None
-        self.finish()
+        """The script has left the pass, and this worker's work is brought: wait for the others, who do the rest."""
         while not (self._share.is_over(left=True) and self._share.wire.on_cut()):
             self._share.hear_calls()
             self._come_to_meetings()

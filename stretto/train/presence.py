@@ -88,6 +88,8 @@ class Presence:
         """Whether all are being asked if the pass goes on."""
         self._lost: list[list[Any]] = []
         """Those of workers that are gone."""
+        self._counted = 0
+        """The samples in these that are still counted: until they are dealt again."""
         if isinstance(trainer.wire, EnduringWire):
             trainer.wire.position = lambda: (trainer.turns, trainer.rounds_done)
             trainer.wire.on_change = self._changed
@@ -315,7 +317,6 @@ class Presence:
                 back[one] = back.get(one, 0) + samples
         if isinstance(trainer.hands, LeasedHands):
             trainer.samples = trainer.samples_before + trainer.hands.handed
-        trainer.referee.lose(change.gone)
         trainer.replica.regroup(len(change.members), bool(change.came), behind)
         self._inherit(change.gone)
         self._say(change, back)
@@ -364,8 +365,7 @@ class Presence:
         """Work that was counted is to be done again; returns its samples."""
         samples = sum(map(len, pieces))
         self._lost += pieces
-        self._trainer.samples -= samples
-        self._trainer.samples_before -= samples
+        self._counted += samples
         return samples
 
     def _lose(self, gone: tuple[int, ...]) -> dict[int, int]:
@@ -377,7 +377,9 @@ class Presence:
         hands = self._trainer.hands
         if self._lost and isinstance(hands, LeasedHands) and not hands.is_over:
             hands.extend(self._lost)
-            self._lost = []
+            self._trainer.samples -= self._counted
+            self._trainer.samples_before -= self._counted
+            self._lost, self._counted = [], 0
         return lost
 
     # --- the state ----------------------------------------------------------------------------------------------

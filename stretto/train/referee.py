@@ -19,7 +19,7 @@ from stretto.members.ledger import audit
 from stretto.train.evaluation import Evaluate, run
 from stretto.train.exchange import Arrivals
 from stretto.train.free import FreeHands
-from stretto.train.hands import Hands, LeasedHands, members_of
+from stretto.train.hands import Hands, LeasedHands
 from stretto.train.journal import Journal
 from stretto.train.model import state_of
 from stretto.train.replica import Replica
@@ -61,10 +61,9 @@ class Judged(Protocol):
 
 @dataclass(frozen=True)
 class Line:
-    """What there is to be written of a pass, by whom: what all told of themselves, and of each sample."""
+    """What there is to be written of a pass: what all told of themselves, and of each sample."""
 
     epoch: int
-    writer: int
     step: int
     samples: int
     training_s: float
@@ -82,8 +81,6 @@ class Referee:
         self._evaluated_at: int | None = None
         self._predictions: Predicted = None
         self._epoch = 0
-        self._line: Line | None = None
-        """The last pass, for the case that who wrote of it has died before it did."""
 
     def state(self) -> list[int | None]:
         """How far it has come: passes closed, and where it evaluated last."""
@@ -145,33 +142,37 @@ class Referee:
         }
         mine |= {"drift": trainer.replica.drift, **trainer.measured()}
         told = trainer.wire.gather(msgspec.msgpack.encode(mine))
-        counts = trainer.wire.gather(lambda: _books(hands)) if hands.samples else None  # of streams nobody knows
-        if isinstance(hands, FreeHands) and trainer.wire.worker == 0:
-            counts = [_books(hands)]  # the coordinator knows all; who asked it before may be gone
-        writer = members_of(trainer.wire)[0]
-        self._line = Line(self._epoch, writer, trainer.steps, samples, training_s, hands, counts, told)
-        if trainer.wire.worker == 0:
-            self._write_epoch(self._line)
+        asked = hands.samples and not isinstance(hands, FreeHands)  # of streams nobody knows, else the coordinator all
+        counts = trainer.wire.gather(lambda: _books(hands)) if asked else None
+        line = Line(self._epoch, trainer.steps, samples, training_s, hands, counts, told)
+        was_first = trainer.wire.worker == 0
+        with trainer.watch.on("waiting"):
+            trainer.wire.tell(lambda: self._put_down(line, was_first))
         trainer.journal.flush()
 
-    def lose(self, gone: Sequence[int]) -> None:
-        """These are gone. If one of them was to write of the last pass, and has not, the first of the others does."""
-        line, run = self._line, self._seat.run
-        if line is None or line.writer not in gone or self._trainer.wire.worker or run is None:
-            return
-        written = (one for one in read_events(run / "events.jsonl") if one.get("event") == "epoch")
-        if all(one.get("epoch") != line.epoch for one in written):
-            self._write_epoch(line)
-            self._trainer.journal.flush()
+    def _put_down(self, line: Line, was_first: bool) -> bytes:
+        """The first worker writes of a pass; if it dies while the others wait for it, the first of these does."""
+        run = self._seat.run
+        if not was_first and run is not None:
+            written = (one for one in read_events(run / "events.jsonl") if one.get("event") == "epoch")
+            if any(one.get("epoch") == line.epoch for one in written):
+                return b"written"
+        self._write_epoch(line)
+        self._trainer.journal.flush()
+        return b"written"
 
     def finish(self) -> None:
         """A last evaluation of the model that the script ends with, and its state."""
         if self._trainer.hands_done:
             self.evaluate()
-        if self._trainer.wire.worker == 0:
-            self._keep("final", always=True)
+        self._trainer.wire.tell(self._keep_final)
+
+    def _keep_final(self) -> bytes:
+        self._keep("final", always=True)
+        return b"kept"
 
     def _write_epoch(self, line: Line) -> None:
+        counts = [_books(line.hands)] if isinstance(line.hands, FreeHands) else line.counts
         told = [msgspec.msgpack.decode(one) for one in line.told]
         drifts = [one.pop("drift") for one in told]
         self._trainer.journal.write(
@@ -180,7 +181,7 @@ class Referee:
             step=line.step,
             samples=line.samples,
             training_s=line.training_s,
-            seen=_audited(line.counts, line.hands) if line.counts is not None else None,
+            seen=_audited(counts, line.hands) if counts is not None else None,
             drift=max((one for one in drifts if one is not None), default=None),
             workers=told,
         )
