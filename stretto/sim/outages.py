@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Iterable
 from math import inf
 
-from stretto.chaos import Happening
+from stretto.chaos import SAID, Happening
 from stretto.errors import LaunchError
 from stretto.sim.clock import Queue
 from stretto.sim.flows import Net
@@ -110,12 +110,10 @@ class Outages:
             net.restore(ends, happening.factor)
 
 
-def refuse(time: float, happening: Happening) -> None:
-    """Raise LaunchError for the death of somebody who cannot be done without."""
-    if happening.verb == "back":
+def refuse(time: float, happening: Happening, why: str = "nobody could go on after it") -> None:
+    """Raise LaunchError for what cannot happen in this run."""
+    if happening.verb in ("back", "go_on"):
         return
     who = happening.kind if happening.kind == "coordinator" else f"{happening.kind} {happening.numbers[0]}"
-    raise LaunchError(
-        f"{who} was killed at {time:g} s of virtual time, as --faults asked; simulated runs go on without those that "
-        "others can do without, but not without their only worker, and there may be no such server"
-    )
+    done = SAID[happening.verb].rstrip(":")
+    raise LaunchError(f"{who} was {done} at {time:g} s of virtual time, as --faults asked, and {why}")

@@ -300,13 +300,13 @@ class Cast:
         offices = self._offices
         if offices is None and self._is_served:
             self._early.append((time, happening))
-        elif offices is None:
-            refuse(time, happening)
+        elif offices is None or number >= offices.shards:
+            refuse(time, happening, "the recipe of this run has no such server")
         elif happening.verb == "pause":
             offices.server_stops(number)
         elif happening.verb == "go_on":
             offices.server_goes_on(number)
-        elif happening.verb == "kill" and (self._members is None or number >= offices.shards):
+        elif happening.verb == "kill" and self._members is None:
             refuse(time, happening)
         elif happening.verb == "kill" and (life := offices.server_lost(number)) is not None:
             back = functools.partial(offices.server_back, number)
@@ -388,7 +388,7 @@ class Cast:
         if recipe is None or not recipe.shards:
             self._is_served = False
             for time, happening in self._early:
-                refuse(time, happening)
+                self._struck(time, happening)
         if self._members is not None and recipe is not None:
             return self._enduring(one, recipe)
         if recipe is None or not recipe.shards:

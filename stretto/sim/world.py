@@ -219,6 +219,7 @@ class World:
         self._now: Worker | None = None
         self._last: Worker | None = None
         self._failed: tuple[Worker, BaseException] | None = None
+        self._is_over = False
 
     def run(
         self,
@@ -370,8 +371,8 @@ class World:
         self._last = worker
 
     def leave(self, worker: Worker) -> None:
-        """A worker gives its turn back; one that is dead has none to give."""
-        if worker.is_dead:
+        """A worker gives its turn back; one that is dead has none to give, and nothing comes when all is over."""
+        if worker.is_dead or self._is_over:
             raise GreenletExit
         if worker.in_backward:
             raise RuntimeError(f"worker {worker.number} can't wait for {worker.waiting()} within a backward pass")
@@ -401,6 +402,8 @@ class World:
             torch.autograd.backward = original
 
     def _end_all(self) -> None:
+        """Workers may still write down what they know; what they would have to wait for does not come."""
+        self._is_over = True
         for worker in self.workers:
             if worker.greenlet is not None and not worker.is_over:
                 worker.greenlet.throw(GreenletExit)

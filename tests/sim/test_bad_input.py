@@ -26,7 +26,7 @@ net = torch.nn.Linear(2, 1)
 optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
 data = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
 loader = torch.utils.data.DataLoader(data, batch_size=2LOADER)
-loader = stretto.distribute(net, optimizer, loader)
+loader = stretto.distribute(net, optimizer, loaderRECIPE)
 lead = torch.initial_seed() == 0  # the others are given seeds of their own
 for epoch in range(EPOCHS):
     for a, b in loader:
@@ -37,7 +37,7 @@ for epoch in range(EPOCHS):
         optimizer.step()
 AFTER
 """
-SLOTS = {"BEFORE": "", "LOADER": "", "EPOCHS": "2", "IN_LOOP": "", "AFTER": ""}
+SLOTS = {"BEFORE": "", "LOADER": "", "RECIPE": "", "EPOCHS": "2", "IN_LOOP": "", "AFTER": ""}
 
 Simulate = Callable[..., tuple[int, str, str]]
 
@@ -203,6 +203,26 @@ def test_a_kill_of_the_server_of_an_only_worker_ends_the_run_with_its_time(simul
     code, _, wrong = simulate("-n", "1", "--recipe", "async_sgd", "--faults", "kill server 0 at 15ms")
     assert code == FAILED
     assert "server 0 was killed at 0.015 s of virtual time, as --faults asked" in wrong
+    assert len(errors()) == 1
+    assert not living()
+
+
+@pytest.mark.parametrize("recipe", ["async_sgd(shards=2)", "allreduce"])
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("kill server 2 at 0s", "server 2 was killed at 0 s"),
+        ("kill server 2 at 15ms", "server 2 was killed at 0.015 s"),
+        ("pause server 2 for 1ms at 15ms", "server 2 was stopped at 0.015 s"),
+    ],
+)
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_a_fault_of_a_server_that_a_recipe_of_the_script_has_not(
+    simulate: Simulate, recipe: str, fault: str, said: str, workers: str
+) -> None:
+    code, _, wrong = simulate("-n", workers, "--faults", fault, RECIPE=f", recipe={recipe!r}")
+    assert code == FAILED
+    assert f"{said} of virtual time, as --faults asked, and the recipe of this run has no such" in wrong
     assert len(errors()) == 1
     assert not living()
 

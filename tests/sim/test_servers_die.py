@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from sim.dying import FREE, NET, THROUGH, is_whole, lived, told, training
 from sim.simulated import simulated
 
-from stretto.errors import LaunchError
 from stretto.report import fates
 from stretto.report.history import read
 from stretto.sim import office
@@ -155,29 +154,3 @@ def test_what_comes_too_late_changes_nothing() -> None:
     plain = lived("async_sgd", "kill worker 1 at 1h")
     late = lived("async_sgd", "kill worker 1 at 1h; kill server 0 at 10s")
     assert hidden(late) == hidden(plain)
-
-
-@pytest.mark.parametrize(
-    ("recipe", "fault"),
-    [
-        ("allreduce", "kill server 0 at 0s"),
-        ("allreduce", "kill server 0 at 40ms"),
-        ("async_sgd", "kill server 3 at 0s"),
-        ("async_sgd", "kill server 3 at 40ms"),
-    ],
-)
-def test_a_server_that_is_not_there_is_named(recipe: str, fault: str) -> None:
-    """The script chooses the recipe, so that it is found out when it has."""
-    script = f"""
-        import torch, stretto
-        from torch.utils.data import DataLoader, TensorDataset
-        net = torch.nn.Linear(2, 1)
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        data = DataLoader(TensorDataset(torch.ones(400, 2)), batch_size=4)
-        for (x,) in stretto.distribute(net, optimizer, data, recipe="{recipe}"):
-            optimizer.zero_grad()
-            net(x).sum().backward()
-            optimizer.step()
-    """
-    with pytest.raises(LaunchError, match=r"server \d was killed at 0.* there may be no such server"):
-        simulated(2, script, None, net=NET, fault=fault)
