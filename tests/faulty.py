@@ -18,6 +18,7 @@ from stretto.server import messages as m
 from stretto.server.coordinator_desk import CoordinatorDesk
 from stretto.server.cuts import Memory
 from stretto.server.desk import Desk, Post
+from stretto.server.lives import Lives
 from stretto.server.parcels import ParcelError, Pieces, kind
 from stretto.server.shard_desk import ShardDesk
 from stretto.wire.server import AnewError, ServerWire, Sink
@@ -36,15 +37,14 @@ class Service:
     def start(self) -> None:
         """A process begins; what another knew is lost."""
         self.desk = self._make()
-        self._lives, self._is_in = [0] * self._workers, [True] * self._workers
-        self._is_heard = [False] * self._workers
+        self._lives = Lives(self._workers)
 
     def hear(self, worker: int, life: int, head: m.Head, tensors: list[Pieces]) -> None:
-        if life < self._lives[worker]:
+        if self._lives.is_over(worker, life):
             return
-        if life > self._lives[worker] and self._is_heard[worker]:
-            self._bury(m.Gone(worker, life - 1, torn=True))
-        self._lives[worker], self._is_in[worker], self._is_heard[worker] = life, True, True
+        if (gone := self._lives.untold(worker, life)) is not None:
+            self._bury(gone)
+        self._lives.hear(worker, life)
         if isinstance(head.body, m.Leave):
             self._post(self.desk.leave(worker))
             return
@@ -55,24 +55,21 @@ class Service:
             self._post([Post(worker, head.number, m.Refused(str(error)))])
 
     def gone(self, gone: m.Gone) -> m.Left:
-        left = self.desk.work_of(gone.worker) if gone.life + 1 >= self._lives[gone.worker] else m.Left(0, [])
-        if gone.life >= self._lives[gone.worker]:
+        left = self.desk.work_of(gone.worker) if self._lives.is_last(gone.worker, gone.life) else m.Left(0, [])
+        if not self._lives.is_over(gone.worker, gone.life):
             self._bury(gone)
         return left
 
     def _bury(self, gone: m.Gone) -> None:
-        worker = gone.worker
-        self._lives[worker] = gone.life + 1
-        if self._is_in[worker]:
-            self._is_in[worker] = False
-            self._post(self.desk.gone(worker, gone.number, gone.batches, gone.torn))
+        if self._lives.end(gone.worker, gone.life):
+            self._post(self.desk.gone(gone.worker, gone.number, gone.batches, gone.torn))
 
     def _post(self, posts: Sequence[Post]) -> None:
         for post in posts:
             pieces = [one.clone() for one in post.tensors]
             if post.sent is not None:
                 post.sent()
-            link = self.links.get((post.worker, self._lives[post.worker]))
+            link = self.links.get((post.worker, self._lives.present(post.worker)))
             if link is not None and link.is_up:
                 link.coming.append((post.number, post.body, pieces))
 

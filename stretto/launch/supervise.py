@@ -156,8 +156,8 @@ class Supervisor:
         """Tell of a death, and see to it that somebody comes back; the cause if the run can't go on."""
         returns = one.life < self._order.restarts and not (one.number >= 0 and self._is_ending())
         one.state = "away" if returns else "lost"
-        stood = f"stood still for {one.still_s:g} s before it was in, and was {in_words(end)}"
-        self._tell(one, stood if one.still_s > self._order.patience_s else in_words(end), returns)
+        stood = f"stood still for {one.still_s:g} s before it was in, and was "
+        self._tell(one, stood * (one.still_s > self._order.patience_s) + in_words(end), returns)
         self._crew.bury(one.number)
         self._deaths.append(end)
         if returns:
@@ -225,12 +225,11 @@ class Supervisor:
     def _look_who_stands_still(self) -> None:
         """A worker that is stopped before it is in is missed by the launcher alone: it is killed after the patience."""
         self._later(time.perf_counter() + STILL_S, self._look_who_stands_still)
-        known = self._told("joined")
         for one in self._in("there"):
-            if (one.number, one.life) not in known:
-                one.still_s = one.still_s + STILL_S if self._crew.is_stopped(one.number) else 0.0
-                if one.still_s > self._order.patience_s:
-                    self._crew.kill(one.number)
+            is_missed = self._crew.is_stopped(one.number) and (one.number, one.life) not in self._told("joined")
+            one.still_s = one.still_s + STILL_S if is_missed else 0.0
+            if one.still_s > self._order.patience_s:
+                self._crew.kill(one.number)
 
     def _start_again(self, one: _Process) -> None:
         one.life, one.hasty, one.state, one.back_after_s = one.life + 1, one.hasty + 1, "there", None

@@ -26,6 +26,7 @@ from stretto.server.coordinator_desk import CoordinatorDesk
 from stretto.server.cuts import Folder
 from stretto.server.desk import Desk, Post
 from stretto.server.doors import BACKLOG, SMALL_BYTES, ServerKeys, doorman, log, router
+from stretto.server.lives import Lives
 from stretto.server.memory import keep_freed_memory
 from stretto.server.parcels import LARGEST_FRAME, Assembly, ParcelError, decode_head, encode
 from stretto.server.shard_desk import ShardDesk
@@ -132,11 +133,8 @@ class Service:
         self._socket = router(context, keys, LARGEST_FRAME)
         self._socket.setsockopt(zmq.USE_FD, listener.detach())
         self._socket.bind(self.address)
-        self._lives = [0] * workers
-        """The life of each worker that is heard; what an older one still says is refused."""
-        self._is_in = [True] * workers
-        self._is_heard = [False] * workers
-        """Whether this process has heard of the worker: a service that was started again does not know its life."""
+        self._lives = Lives(workers)
+        """What a life that is over still says is refused."""
         self._assemblies = [Assembly() for _ in range(workers)]
         self._numbers = [0] * workers
         """That of each worker's parcel under way, or the last."""
@@ -182,13 +180,13 @@ class Service:
         if worker is None or not frames:
             self._refuse(None, f"a message of {name!r:.40}, which is no worker's name")
             return
-        if life < self._lives[worker]:
+        if self._lives.is_over(worker, life):
             self._refuse(None, f"a message of worker {worker}, which is not its process {life} any more")
             return
         try:
-            if life > self._lives[worker] and self._is_heard[worker]:
-                self._bury(m.Gone(worker, life - 1, torn=True))
-            self._lives[worker], self._is_in[worker], self._is_heard[worker] = life, True, True
+            if (gone := self._lives.untold(worker, life)) is not None:
+                self._bury(gone)
+            self._lives.hear(worker, life)
             for post in self._read(worker, frames):
                 self._send(post)
         except Exception as error:
@@ -229,8 +227,9 @@ class Service:
             self._refuse(None, f"news of {type(gone).__name__}")
             return
         try:
-            left = self._desk.work_of(gone.worker) if gone.life + 1 >= self._lives[gone.worker] else m.Left(0, [])
-            if gone.life >= self._lives[gone.worker]:
+            is_last = self._lives.is_last(gone.worker, gone.life)
+            left = self._desk.work_of(gone.worker) if is_last else m.Left(0, [])
+            if not self._lives.is_over(gone.worker, gone.life):
                 self._bury(gone)
                 self._note_left(gone.worker)
             self._socket.send_multipart([HERALD, *next(encode(head.number, left))])
@@ -240,11 +239,9 @@ class Service:
     def _bury(self, gone: m.Gone) -> None:
         """A worker's life is over, if it was in."""
         worker = gone.worker
-        self._lives[worker] = gone.life + 1
         self._assemblies[worker].forget()
         self._left.discard(worker)
-        if self._is_in[worker]:
-            self._is_in[worker] = False
+        if self._lives.end(worker, gone.life):
             for post in self._desk.gone(worker, gone.number, gone.batches, gone.torn):
                 self._send(post)
 
@@ -265,7 +262,7 @@ class Service:
             self._send(post)
 
     def _send(self, post: Post) -> None:
-        name, tracker = name_of(post.worker, self._lives[post.worker]), None
+        name, tracker = name_of(post.worker, self._lives.present(post.worker)), None
         small = sum(one.nbytes for one in post.tensors) < SMALL_BYTES
         try:
             for message in encode(post.number, post.body, post.tensors):

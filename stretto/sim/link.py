@@ -16,7 +16,7 @@ from stretto.server.desk import Post
 from stretto.server.parcels import CHUNK_BYTES, Pieces, kind
 from stretto.sim.costs import handshake_bytes, parcel_bytes
 from stretto.sim.world import Worker, World
-from stretto.wire.server import AnewError, Sink
+from stretto.wire.server import Sink, refuse_refusals
 
 if TYPE_CHECKING:
     from stretto.sim.office import Office
@@ -130,10 +130,7 @@ class SimLink:
         if number not in self._replies:
             raise BrokenWireError(f"the exchange at {self._office.called} was broken off")
         post, self.last = self._replies.pop(number)
-        if isinstance(post.body, m.Refused):
-            raise WireError(f"{self._office.called} refused: {post.body.text}")
-        if isinstance(post.body, m.Anew):
-            raise AnewError(f"{self._office.called} was lost, and begins anew")
+        refuse_refusals(self._office.called, post.body)
         if isinstance(post.body, m.Go | m.Answered | m.Among) and post.tensors:
             self._worked()
         for index, one in enumerate(post.tensors if sink is not None else ()):

@@ -13,6 +13,7 @@ from stretto.server import messages as m
 from stretto.server.coordinator_desk import CoordinatorDesk
 from stretto.server.cuts import Memory
 from stretto.server.desk import Desk, Post
+from stretto.server.lives import Lives
 from stretto.server.parcels import ParcelError, Pieces
 from stretto.server.shard_desk import ShardDesk
 from stretto.sim.link import Said, SimLink
@@ -37,14 +38,11 @@ class Office:
         self._begin()
 
     def _begin(self) -> None:
-        workers = len(self._world.workers)
         self._desk = self._make(self._life)
         self._free_at = 0.0
         self._said = Said(())
-        self._lives = [0] * workers
-        """The life of each worker that is heard; what an older one still says is not."""
-        self._is_in, self._is_heard = [True] * workers, [False] * workers
-        """Who is in, and of whom this process has heard: one that was started again does not know their lives."""
+        self._lives = Lives(len(self._world.workers))
+        """What a life that is over still says is not heard."""
 
     # --- its process ----------------------------------------------------------------------------------------------
 
@@ -78,17 +76,14 @@ class Office:
 
     def work_of(self, worker: int, life: int) -> m.Left:
         """What the desk has of the work of a life that is over."""
-        return self._desk.work_of(worker) if life + 1 >= self._lives[worker] else m.Left(0, [])
+        return self._desk.work_of(worker) if self._lives.is_last(worker, life) else m.Left(0, [])
 
     def bury(self, link: SimLink, gone: m.Gone) -> None:
         """A life of a worker is over, with all before it."""
-        worker = gone.worker
-        if self.is_away or gone.life < self._lives[worker]:
+        if self.is_away or self._lives.is_over(gone.worker, gone.life):
             return
-        self._lives[worker] = gone.life + 1
-        if self._is_in[worker]:
-            self._is_in[worker] = False
-            self._send(link, self._desk.gone(worker, gone.number, gone.batches, gone.torn))
+        if self._lives.end(gone.worker, gone.life):
+            self._send(link, self._desk.gone(gone.worker, gone.number, gone.batches, gone.torn))
 
     def said(self, tensors: Sequence[Tensor]) -> Said:
         """The tensors of a reply; those of the last one are known."""
@@ -111,11 +106,11 @@ class Office:
             self._paused.append(self.unless_lost(lambda: self._take(link, head, tensors)))
             return
         worker, life = link.worker.number, link.life
-        if life < self._lives[worker]:
+        if self._lives.is_over(worker, life):
             return
-        if life > self._lives[worker] and self._is_heard[worker]:
-            self.bury(link, m.Gone(worker, life - 1, torn=True))
-        self._lives[worker], self._is_in[worker], self._is_heard[worker] = life, True, True
+        if (gone := self._lives.untold(worker, life)) is not None:
+            self.bury(link, gone)
+        self._lives.hear(worker, life)
         stopclock = self._world.stopclock
         began = stopclock() if stopclock is not None else 0.0
         posts = self._posts(worker, head, tensors)

@@ -192,9 +192,9 @@ class Trainer:
         if self.hands is None:
             return True
         self.end_hand(left=True)
+        self.bring_all()
         if left and isinstance(self.hands, FreeHands):
             self.hands.leave()
-        self.bring_all()
         self.replica.look()
         if self.presence.reopens(self.hands) and not left:
             self.replica.resume()
@@ -247,10 +247,10 @@ class Trainer:
 
     def abandon(self) -> None:
         """The script has failed: keep what is known, and let nobody at a server wait for this worker."""
-        if isinstance(self.wire, ServerWire):
-            self.wire.close()
         self._write_outcomes()
         self.journal.flush()
+        if isinstance(self.wire, ServerWire):
+            self.wire.close()
 
     # --- hands ------------------------------------------------------------------------------------------------
 
@@ -376,9 +376,13 @@ class Trainer:
 
     def _unsent(self) -> tuple[int, list[Lease]]:
         """The samples and the leases whose work no exchange has carried yet."""
-        leases, self._leases, self._worked = self._leases, [], 0
         samples, self._samples_sent = self.own_samples - self._samples_sent, self.own_samples
-        return samples, leases
+        return samples, self._take_leases()
+
+    def _take_leases(self) -> list[Lease]:
+        """Those of the work since the last exchange, which carries it."""
+        leases, self._leases, self._worked = self._leases, [], 0
+        return leases
 
     def _exchange_begins(self) -> None:
         self._announce(self.hand, shadow.EXCHANGE)
@@ -447,8 +451,7 @@ class Trainer:
         }
 
     def _settle_leases(self) -> None:
-        leases, self._leases, self._worked = self._leases, [], 0
-        self._settle(leases)
+        self._settle(self._take_leases())
 
     def _settle(self, leases: list[Lease]) -> None:
         if self.hands is not None:

@@ -20,7 +20,7 @@ from stretto.server.doors import SMALL_BYTES, WorkerKeys
 from stretto.server.memory import keep_freed_memory
 from stretto.server.parcels import LARGEST_FRAME, Assembly, Pieces, decode_head, encode, placed
 from stretto.server.service import HERALD, name_of
-from stretto.wire.server import AnewError, ServerWire, Sink
+from stretto.wire.server import ServerWire, Sink, refuse_refusals
 from stretto.wire.tcp import tcp_bytes
 
 LISTEN_MS = 25
@@ -91,10 +91,7 @@ class SocketLink:
             self._receive(limit)
         self._sink = None
         body, tensors = self._replies.pop(number)
-        if isinstance(body, m.Refused):
-            raise WireError(f"{self.called} refused: {body.text}")
-        if isinstance(body, m.Anew):
-            raise AnewError(f"{self.called} was lost, and begins anew")
+        refuse_refusals(self.called, body)
         if sink is not None:
             _pour(tensors, sink)
         return body, tensors

@@ -39,6 +39,14 @@ class AnewError(WireError):
     """A server was lost, and begins anew from a cut: `ServerWire.recover`, and go on from there."""
 
 
+def refuse_refusals(called: str, body: m.Body) -> None:
+    """Raise WireError for a reply that refuses what was asked, AnewError when a server has to be gone back from."""
+    if isinstance(body, m.Refused):
+        raise WireError(f"{called} refused: {body.text}")
+    if isinstance(body, m.Anew):
+        raise AnewError(f"{called} was lost, and begins anew")
+
+
 class Link(Protocol):
     """A worker's connection to the coordinator, or to a shard: parcels out, their replies in."""
 
