@@ -117,7 +117,7 @@ def run(
     out: Annotated[Path | None, typer.Option(help="The run folder; else runs/DATE-NAME.")] = None,
     threads: Annotated[int | None, typer.Option(parser=whole_number, metavar="N", help="Per worker.")] = None,
     port: Annotated[int | None, typer.Option(parser=whole_number, metavar="N", help="Where workers meet.")] = None,
-    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Limit of a wait on a worker.")] = 600.0,
+    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Limit of a wait in which nothing comes.")] = 600.0,
     output: Annotated[Output, typer.Option(help="Whose output is shown.")] = "lead",
     servers: Annotated[
         int | None, typer.Option(parser=whole_number, metavar="N", help="Put the recipe over a server of N shards.")

@@ -40,7 +40,7 @@ def compare(
     ] = None,
     out: Annotated[Path | None, typer.Option(help="The folder; else runs/DATE-compare-NAME.")] = None,
     threads: Annotated[int | None, typer.Option(metavar="N", help="Per worker.")] = None,
-    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Limit of a wait on a worker.")] = 600.0,
+    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Limit of a wait in which nothing comes.")] = 600.0,
     servers: Annotated[
         int | None, typer.Option(metavar="N", help="Shards of the server, for recipes that have one.")
     ] = None,

@@ -25,6 +25,8 @@ FRAME = 256
 """The collective wire's first frame of a message."""
 SIZE = 8
 """The length of a message, as a number."""
+PIECE_BYTES = 16 << 20
+"""Longer messages go in pieces over the collective wire, but for means."""
 
 
 def _moved(out: tuple[int, int], into: tuple[int, int]) -> tuple[int, int]:
@@ -91,17 +93,21 @@ def _twice_less(whole: tuple[int, int], one: tuple[int, int], other: tuple[int, 
     return 2 * whole[0] - one[0] - other[0], 2 * whole[1] - one[1] - other[1]
 
 
+def _pieces(nbytes: int) -> int:
+    return -(-nbytes // PIECE_BYTES)
+
+
 def _all_gather(workers: int, nbytes: int) -> tuple[int, int]:
     """Gloo's ring of N-1 steps; each hands on one worker's bytes in two halves."""
-    steps = (2 * (workers - 1), nbytes * (workers - 1))
+    steps = (2 * (workers - 1) * _pieces(nbytes), nbytes * (workers - 1))
     return _moved(steps, steps)
 
 
 def every_bytes(worker: int, sizes: Sequence[int]) -> tuple[int, int]:
     """Every worker's message to all others; `sizes` in bytes. Their lengths go round first, empty ones stay at home."""
     others, own = len(sizes) - 1, sizes[worker]
-    out = (others if own else 0, others * own)
-    into = (len(sizes) - sizes.count(0) - bool(own), sum(sizes) - own)
+    out = (others * _pieces(own), others * own)
+    into = (sum(map(_pieces, sizes)) - _pieces(own), sum(sizes) - own)
     return _added(_all_gather(len(sizes), SIZE), _moved(out, into))
 
 
@@ -119,7 +125,11 @@ def tell_bytes(worker: int, workers: int, teller: int, length: int) -> tuple[int
     place = (worker - teller) % workers
     receivers = sum(place < 1 << i and place + (1 << i) < workers for i in range(workers.bit_length()))
     lengths = [FRAME] if length <= FRAME - SIZE else [FRAME, length]
-    return _added(*(_moved((receivers, receivers * one), (int(place > 0), one * (place > 0))) for one in lengths))
+    moves = [
+        ((receivers * _pieces(one), receivers * one), (_pieces(one) * (place > 0), one * (place > 0)))
+        for one in lengths
+    ]
+    return _added(*(_moved(*each) for each in moves))
 
 
 # --- the server wire: ZeroMQ's ZMTP 3.1 over TCP ------------------------------------------------------------------

@@ -140,6 +140,19 @@ class Net:
         """The workers that are stopped: those that exchange with others hold all of them up."""
         self._held: list[Transfer] = []
         self._buckets = Buckets(queue, links.burst, self._capacity)
+        self._moved_s = self._moves_since = 0.0
+
+    def moved_s(self) -> float:
+        """For how long something was on its way, until now."""
+        return self._moved_s + (self._queue.now - self._moves_since if self._under_way else 0.0)
+
+    def _set_off(self, flow: int, transfer: Transfer) -> None:
+        self._moved_s, self._moves_since = self.moved_s(), self._queue.now
+        self._under_way[flow] = transfer
+
+    def _halt(self, flow: int) -> None:
+        self._moved_s, self._moves_since = self.moved_s(), self._queue.now
+        del self._under_way[flow]
 
     def send(self, source: int, target: int, nbytes: float, then: Then) -> None:
         """Send so many bytes from one end to another (workers from 0, shards from -1 down)."""
@@ -167,7 +180,7 @@ class Net:
             return
         transfer.is_lost = True
         if transfer.flow in self._under_way:
-            del self._under_way[transfer.flow]
+            self._halt(transfer.flow)
             self._flows.stop(transfer.flow)
         if transfer in self._held:
             self._held.remove(transfer)
@@ -221,7 +234,7 @@ class Net:
     def _hold(self) -> None:
         for flow, transfer in list(self._under_way.items()):
             if self._is_cut(transfer):
-                del self._under_way[flow]
+                self._halt(flow)
                 transfer.left, transfer.flow = self._flows.stop(flow), None
                 self._held.append(transfer)
 
@@ -257,7 +270,7 @@ class Net:
             key = transfer.source if transfer.source is not None else 0
             flow = self._flows.start(transfer.left, transfer.path, lambda: self._leave(transfer), key)
             transfer.flow = flow
-            self._under_way[flow] = transfer
+            self._set_off(flow, transfer)
         elif transfer.path and transfer.left and not self._slowed:
             last_s = transfer.left / min(self._capacity(one) for one in transfer.path)
             self._queue.at(self._queue.now + last_s, lambda: self._leave(transfer), ARRIVE, transfer.source or 0)
@@ -274,7 +287,7 @@ class Net:
         transfer.has_left = True
         self._buckets.end(transfer.path)
         if transfer.flow is not None:
-            del self._under_way[transfer.flow]
+            self._halt(transfer.flow)
         self._arrive(transfer)
         if transfer.source is not None and transfer.target is not None:
             line = self._lines[transfer.source, transfer.target]

@@ -126,13 +126,13 @@ class Worker:
             self.until(lambda: self._world.queue.now >= at, lambda: f"its own time, {at:g} s")
 
     def until(self, is_so: Callable[[], bool], what: Callable[[], str], limit_s: float = float("inf")) -> None:
-        """Wait, and let others go on, until something is so. Raises WireError when it took longer than the limit."""
-        began = self.now()
+        """Wait, and let others go on, until something is so. Raises WireError when nothing moved for too long."""
+        began, moved_s = self.now(), self._world.net.moved_s()
         while not is_so():
             self._waits_for = what
             self._world.leave(self)
         waited = self.now() - began
-        if waited > limit_s:
+        if waited > limit_s and waited - (self._world.net.moved_s() - moved_s) > limit_s:
             raise WireError(f"worker {self.number} waited {waited:g} s for {what()}, longer than {limit_s:g} s")
 
     def wake(self) -> None:

@@ -31,6 +31,8 @@ from stretto.words import Answer, Ask, Every, Mean
 
 FRAME = 256
 """Bytes of the first frame of a message: its length in 8 bytes, then as much of it as fits."""
+PIECE_BYTES = 16 << 20
+"""Longer messages go in pieces, each with a limit of its own: a slow link is not one over which nothing comes."""
 LOOK_S = 0.02
 """How often a wait that may be broken off looks whether it was."""
 LOOK = timedelta(seconds=LOOK_S)
@@ -41,7 +43,7 @@ SEAL_TAG = 0
 
 
 class CollectiveWire:
-    """One worker's end of a process group. All waits share one limit, `timeout_s`.
+    """One worker's end of a process group. All waits share one limit: nothing comes for `timeout_s`.
 
     One that `endures` can be broken off by `abort`, and breaks itself off at the first failure, which the others hear
     by that; whoever waits, and all asks from then on, get a BrokenWireError.
@@ -105,7 +107,8 @@ class CollectiveWire:
         if length <= FRAME - 8:
             return _head(frame)
         whole = as_bytes(message) if self.worker == teller else torch.empty(length, dtype=torch.uint8)
-        self._finish(self._begin("broadcast", whole, teller), "a message")
+        for piece in _pieces(whole):
+            self._finish(self._begin("broadcast", piece, teller), "a message")
         return bytes(whole.numpy())
 
     def traffic(self) -> Traffic:
@@ -156,7 +159,8 @@ class CollectiveWire:
 
     def _all_frames(self, frame: Tensor) -> list[Tensor]:
         frames = [torch.empty_like(frame) for _ in range(self.workers)]
-        self._finish(self._begin("allgather", [frames], [frame], control=True), "a message of every worker")
+        for mine, *all_of_it in zip(_pieces(frame), *map(_pieces, frames), strict=True):
+            self._finish(self._begin("allgather", [all_of_it], [mine], control=True), "a message of every worker")
         return frames
 
     def _begin(self, verb: str, *what: Any, control: bool = False) -> Any:
@@ -309,17 +313,21 @@ class _EveryTicket:
         found = [message if one == self.wire.worker else message.new_empty(size) for one, size in enumerate(sizes)]
         if self.wire._nccl:
             return self._padded(sizes)
-        self.wire._finish_all([*self._sends(message), *self._receives(found)], "every worker's message")
+        step = PIECE_BYTES // message.element_size()
+        for at in range(0, max(sizes), step):
+            pieces = [one[at : at + step] for one in found]
+            self.wire._finish_all([*self._sends(pieces), *self._receives(pieces)], "every worker's message")
         return found
 
-    def _sends(self, message: Tensor) -> list[Any]:
-        """This worker's message to each of the others, as long as it is; nothing where it is empty."""
-        others = [one for one in range(self.wire.workers) if one != self.wire.worker] if message.numel() else []
-        return [self.wire._begin("send", [message], one, self.tag) for one in others]
+    def _sends(self, pieces: Sequence[Tensor]) -> list[Any]:
+        """This worker's piece to each of the others, as long as it is; nothing where it is empty."""
+        mine = pieces[self.wire.worker]
+        others = [one for one in range(self.wire.workers) if one != self.wire.worker] if mine.numel() else []
+        return [self.wire._begin("send", [mine], one, self.tag) for one in others]
 
-    def _receives(self, found: Sequence[Tensor]) -> list[Any]:
-        others = [one for one, into in enumerate(found) if one != self.wire.worker and into.numel()]
-        return [self.wire._begin("recv", [found[one]], one, self.tag) for one in others]
+    def _receives(self, pieces: Sequence[Tensor]) -> list[Any]:
+        others = [one for one, into in enumerate(pieces) if one != self.wire.worker and into.numel()]
+        return [self.wire._begin("recv", [pieces[one]], one, self.tag) for one in others]
 
     def _padded(self, sizes: Sequence[int]) -> Answer:
         """All messages as long as the longest, which is what NCCL can gather."""
@@ -336,6 +344,11 @@ def _wait_apart(works: Sequence[Any], errors: list[str], over: threading.Event) 
     except RuntimeError as error:
         errors.append(reason(error))
     over.set()
+
+
+def _pieces(message: Tensor) -> Sequence[Tensor]:
+    """What goes over the wire at once."""
+    return torch.split(message, PIECE_BYTES // message.element_size())
 
 
 def _form(kind: Any, store: Store, name: str, worker: int, workers: int, timeout_s: float) -> Any:

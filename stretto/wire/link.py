@@ -1,4 +1,4 @@
-"""One worker's connection to one socket of a server: parcels out, their replies in, a limit on every wait."""
+"""One worker's connection to one socket of a server: parcels out, their replies in, no wait without limit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from stretto.server.memory import keep_freed_memory
 from stretto.server.parcels import LARGEST_FRAME, Assembly, Pieces, decode_head, encode, placed
 from stretto.server.service import HERALD, name_of
 from stretto.wire.server import ServerWire, Sink, refuse_refusals
-from stretto.wire.tcp import tcp_bytes
+from stretto.wire.tcp import tcp_arrived, tcp_bytes
 
 LISTEN_MS = 25
 """How long a message is waited for before it is asked what has become of the connection, and of the exchange."""
@@ -62,6 +62,8 @@ class SocketLink:
         """Where the pieces of the reply that is waited for go."""
         self._ended_traffic = self._earlier_traffic = (0, 0)
         self._descriptor: int | None = None
+        self._moved: tuple[float, tuple[int, int] | None] = (0.0, None)
+        """When something was last seen to arrive, here or there, and how much had until then."""
         self._problem = ""
         self._connect()
 
@@ -85,10 +87,10 @@ class SocketLink:
 
     def wait(self, number: int, sink: Sink | None = None) -> tuple[m.Body, list[Pieces]]:
         """The reply to a parcel."""
-        limit = time.monotonic() + self._timeout_s
+        self._moved = (time.monotonic(), self._arrived())
         self._sink = (number, sink) if sink is not None else None
         while number not in self._replies:
-            self._receive(limit)
+            self._receive()
         self._sink = None
         body, tensors = self._replies.pop(number)
         refuse_refusals(self.called, body)
@@ -154,7 +156,10 @@ class SocketLink:
         self._monitor.close(linger=0)
         self._socket.close(linger=linger)
 
-    def _receive(self, limit: float) -> None:
+    def _arrived(self) -> tuple[int, int] | None:
+        return tcp_arrived(self._descriptor) if self._descriptor is not None else None
+
+    def _receive(self) -> None:
         """Take what comes next; before a problem is told, what came before it is taken."""
         if self._aborted.is_set():
             raise BrokenWireError(f"the exchange at {self.called} was broken off")
@@ -164,7 +169,10 @@ class SocketLink:
         self._find_again()
         if self._problem:
             raise WireError(f"{self.called} at {self.address} {self._problem}")
-        if time.monotonic() > limit:
+        now, arrived = time.monotonic(), self._arrived()
+        if arrived != self._moved[1]:
+            self._moved = now, arrived
+        if now - self._moved[0] > self._timeout_s:
             raise WireError(f"{self.called} at {self.address} did not answer within {self._timeout_s:g} s")
 
     def _find_again(self) -> None:

@@ -169,7 +169,7 @@ def test_a_simulation_that_cannot_go_on_says_who_waits_for_what(simulate: Simula
     """One worker begins a second pass, the others do not."""
     code, _, wrong = simulate("-n", "3", "--recipe", "allreduce", EPOCHS="2 if lead else 1")
     assert code == FAILED
-    assert "nothing can happen any more at 0.02 s of virtual time: everybody waits for another" in wrong
+    assert "nothing can happen any more at 0.03 s of virtual time: everybody waits for another" in wrong
     assert "worker 0 waits for worker 1, 2 in exchange" in wrong
     assert "worker 1, 2 has come to its end" in wrong
     assert len(errors()) == 1 and errors()[0] in wrong

@@ -90,11 +90,12 @@ def _tell(length: int, teller: int) -> tuple[Do, Cost]:
 EXCHANGES: list[tuple[Do, Cost]] = [
     *(_mean(numbers) for numbers in (0, 1, 2, 3, 5, 8, 100, 1001, 65536, 100_001, 1 << 20, 3_000_001)),
     *(_mean(numbers, dtype) for numbers in (1, 7, 4999) for dtype in (torch.float64, torch.bfloat16)),
-    *(_every(lambda worker, size=size: size) for size in (0, 1, 1000, 4_000_000)),
+    *(_every(lambda worker, size=size: size) for size in (0, 1, 1000, 17_000_000)),
     *(_every(lambda worker, base=base: base * worker, torch.float32) for base in (1, 1000, 100_000)),
-    *(_gather(lambda worker, length=length: length) for length in (0, 248, 249, 100_000)),
+    *(_gather(lambda worker, length=length: length) for length in (0, 248, 249, 100_000, 17_000_000)),
     _gather(lambda worker: 1000 * worker),
     *(_tell(length, teller) for length in (0, 248, 249, 4_000_000) for teller in (0, 1, 4)),
+    _tell(17_000_000, 1),
 ]
 
 

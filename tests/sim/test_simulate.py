@@ -510,3 +510,22 @@ def test_times_of_the_log_never_run_back() -> None:
 def test_links_that_are_not_there_hold_nobody_up() -> None:
     """An instant network has no resource, so nothing of it can take time."""
     assert not any(Links(network.parse("instant"), 3, 2).path(here, there)[0] for here in (0, 1) for there in (2, -1))
+
+
+@pytest.mark.parametrize("recipe", ["allreduce", "allreduce(how=cast('fp16'))", "async_sgd"])
+def test_the_limit_of_a_wait_is_on_silence(recipe: str) -> None:
+    script = """
+        import torch, stretto
+        from torch.utils.data import DataLoader, TensorDataset
+        net = torch.nn.Linear(300, 100)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        data = DataLoader(TensorDataset(torch.ones(24, 300)), batch_size=4)
+        for (x,) in stretto.distribute(net, optimizer, data):
+            optimizer.zero_grad()
+            net(x).sum().backward()
+            optimizer.step()
+    """
+    slow = simulated(2, script, recipe, net="1Mbit/s 1ms", asks={"timeout_s": 0.2})
+    assert slow.seconds > 1.0
+    with pytest.raises(LaunchError, match=r"longer than 0.2 s"):
+        simulated(2, script, recipe, net="1Mbit/s 1ms", asks={"timeout_s": 0.2}, fault="pause worker 1 for 3s at 0.5s")
