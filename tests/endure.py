@@ -57,7 +57,10 @@ class Breakable(memory.MemoryWire):
         return found
 
     def tell(self, message: Any, teller: int = 0) -> bytes:
-        op = self._lay(made(message) if self.worker == teller else b"", 0)
+        said = made(message) if self.worker == teller else b""
+        if self.table.gone:
+            raise BrokenWireError("it was broken off while the message was made")
+        op = self._lay(said, 0)
         found: bytes = self.or_broken(op, lambda: self.table.take(op, lambda messages: messages[teller]))
         return found
 

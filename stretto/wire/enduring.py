@@ -7,6 +7,7 @@ group breaks; it keeps the answers of its last one, and gives them to those behi
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 from stretto.errors import BrokenWireError, MemberOutError
 from stretto.members.messages import EXCHANGING, Form, GoOn, Here
 from stretto.wire.attempts import Attempt, pack, unpack
-from stretto.wire.seam import Message, Ticket, Traffic, Wire
+from stretto.wire.seam import Message, Ticket, Traffic, Wire, made
 from stretto.words import Answer, Ask, Mean
 
 Found = TypeVar("Found")
@@ -201,12 +202,12 @@ class EnduringWire:
         return self.attempt(lambda: self._single(lambda: self._wire().gather(message)))
 
     def tell(self, message: Message, teller: int = 0) -> bytes:
-        """The message of the teller; when that is gone the first of those who are left tells."""
-        who = self.members[teller]
+        """The message of the teller, made once; when that is gone the first of those who are left tells."""
+        who, once = self.members[teller], functools.cache(lambda: made(message))
 
         def told() -> bytes:
             rank = self.members.index(who) if who in self.members else 0
-            return self._wire().tell(message, rank)
+            return self._wire().tell(once, rank)
 
         found: bytes = self.attempt(lambda: self._single(told), alone=True)
         return found

@@ -121,6 +121,31 @@ def test_who_is_asked_to_leave_owes_nothing(recipe: str, tmp_path: Path) -> None
     assert [(one["of"], one["samples"]) for one in again] == [(1, 0)]
 
 
+def test_who_waits_too_long_for_an_evaluation_is_told_of_it_and_it_is_not_made_again(tmp_path: Path) -> None:
+    """The others' wait has a limit; when they meet anew, what took so long is there."""
+    hall, made = Hall(3), [0]
+
+    def evaluate(net: nn.Module) -> dict[str, float]:
+        made[0] += 1
+        if made[0] == 1:
+            hall.abort(1)
+        return {"norm": float(flat(net).norm())}
+
+    def work(_worker: int) -> Any:
+        net = small_net()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+        loader: Any = DataLoader(regression(24), batch_size=4)
+        for x, y in stretto.distribute(net, optimizer, loader, evaluate=evaluate):
+            optimizer.zero_grad()
+            nn.functional.mse_loss(net(x), y).backward()
+            optimizer.step()
+
+    crew(3, work, "allreduce", tmp_path, hall=hall)
+    assert made[0] == 1
+    assert [one["event"] for one in read_events(tmp_path / "events.jsonl")].count("evaluation") == 1
+    assert len(hall.forms) == 2
+
+
 @pytest.mark.parametrize("rule", ["local", "joined"])
 def test_the_batch_under_a_changed_membership(rule: str, tmp_path: Path) -> None:
     steps = []
