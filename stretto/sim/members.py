@@ -129,6 +129,10 @@ class Members:
         """Those that are to come back as soon as it does."""
         self._coming: set[int] = set()
         self._is_away = False
+        self._stopped_at: float | None = None
+        """Since when the coordinator stands still, if it does."""
+        self._unheard: list[Callable[[], None]] = []
+        """What it hears when it goes on."""
         self._life = 0
         """Of the coordinator's process."""
         self._every_s, self._beats_s = min(order.patience_s / 10, 0.2), beat_s(order.patience_s)
@@ -175,8 +179,25 @@ class Members:
         """The coordinator's process was killed: it begins again from its journal."""
         if self._is_away:
             return
-        self._is_away = True
+        self._is_away, self._stopped_at = True, None
+        self._unheard.clear()
         self.begin_again(COORDINATOR, self._life, back_after_s, self._restart)
+
+    def coordinator_stops(self) -> None:
+        """The coordinator's process stands still: what is said to it waits."""
+        if not self._is_away and self._stopped_at is None:
+            self._stopped_at = self.now
+
+    def coordinator_goes_on(self) -> None:
+        """It hears what was said meanwhile, and takes nobody for silent that it did not listen to."""
+        if self._stopped_at is None:
+            return
+        slept_s, self._stopped_at = self.now - self._stopped_at, None
+        if self._made is not None:
+            self._made.slept(slept_s)
+        unheard, self._unheard = self._unheard, []
+        for one in unheard:
+            one()
 
     def _ended(self, worker: Worker, why: str, returns: bool) -> None:
         returns = returns and not self._has_ended
@@ -195,7 +216,9 @@ class Members:
             self.back(number)
 
     def _tell_dead(self, number: int) -> None:
-        if not self._is_away:
+        if self._stopped_at is not None:
+            self._unheard.append(lambda: self._tell_dead(number))
+        elif not self._is_away:
             life, why, returns = self._dead[number]
             self._tell(self._roll.gone(number, life, self.now, returns, why))
 
@@ -246,7 +269,9 @@ class Members:
             self._later(line, lambda: self._hear(number, life, said))
 
     def _hear(self, worker: int, life: int, said: Said) -> None:
-        if not self._is_away:
+        if self._stopped_at is not None:
+            self._unheard.append(lambda: self._hear(worker, life, said))
+        elif not self._is_away:
             self._tell(self._roll.hear(worker, life, said, self.now))
 
     def _tick(self) -> None:
@@ -256,7 +281,7 @@ class Members:
             self._beat_at = self.now + self._beats_s
             for line in self._there():
                 line.speak(with_beat=True)
-        if not self._is_away:
+        if not self._is_away and self._stopped_at is None:
             self._tell(self._roll.tick(self.now))
 
     def _tell(self, posts: Sequence[Post]) -> None:

@@ -123,10 +123,6 @@ def _silent_s(fault: Fault) -> float:
 
 def _refuse_idle(fault: Fault, network: Network) -> None:
     """Raise LaunchError for a fault that would change nothing here."""
-    if isinstance(fault, chaos.Pause) and fault.who.kind == "coordinator":
-        problem, to_type = "a coordinator can't be paused in a simulation", "kill coordinator at 30s, back after 5s"
-        expected = "a pause of a worker or a server, or a kill"
-        raise LaunchError(explain(problem, got=fault, expected=expected, to_type=f'--faults "{to_type}"'))
     if isinstance(fault, chaos.Slow) and network == Network():
         problem, expected = "there is no link to be slow", "a network whose links have a speed"
         raise LaunchError(
@@ -284,6 +280,8 @@ class Cast:
         number, back_after_s = happening.numbers[0], happening.back_after_s
         if happening.kind == "server":
             self._strike_server(time, happening, number)
+        elif happening.verb in ("pause", "go_on"):
+            self._pause_coordinator(happening.verb == "pause")
         elif self._members is None:
             refuse(time, happening)
         elif happening.kind == "coordinator" and happening.verb == "kill":
@@ -294,6 +292,13 @@ class Cast:
             self.world.kill(worker)
             self._lose(worker)
             self._members.killed(worker, back_after_s is not None)
+
+    def _pause_coordinator(self, stops: bool) -> None:
+        """It is not missed where nobody dies."""
+        if self._members is not None and stops:
+            self._members.coordinator_stops()
+        elif self._members is not None:
+            self._members.coordinator_goes_on()
 
     def _strike_server(self, time: float, happening: Happening, number: int) -> None:
         """The first worker may not have asked for the server yet: then it is struck when it has."""

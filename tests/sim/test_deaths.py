@@ -214,6 +214,35 @@ def test_workers_do_not_miss_a_coordinator_that_dies(recipe: str) -> None:
     is_whole(ended, recipe, 6)
 
 
+@pytest.mark.parametrize("recipe", ["allreduce", "async_sgd"])
+def test_a_coordinator_that_stood_still_takes_nobody_for_dead(recipe: str) -> None:
+    asks = {"patience_s": 0.1}
+    plain = lived(recipe, "kill worker 1 at 1h", epochs=6, asks=asks)
+    ended = lived(recipe, "kill worker 1 at 1h; pause coordinator for 250ms at 40ms", epochs=6, asks=asks)
+    assert [one["verb"] for one in ended.of("chaos")] == ["pause", "go_on"]
+    assert not told(ended, "gone")
+    assert [torch.equal(*both) for both in zip(ended.found, plain.found, strict=True)] == [True] * 3
+
+
+def test_that_nobody_could_be_heard_is_nobodys_fault() -> None:
+    cut, asks = "cut worker 1 for 270ms at 30ms", {"patience_s": 0.1}
+    assert told(lived("allreduce", cut, epochs=3, asks=asks), "gone")
+    assert not told(lived("allreduce", cut + "; pause coordinator for 250ms at 40ms", epochs=3, asks=asks), "gone")
+
+
+@pytest.mark.parametrize("recipe", ["allreduce", "async_sgd"])
+def test_who_dies_while_the_coordinator_stands_still_is_missed_when_it_goes_on(recipe: str) -> None:
+    faults = "pause coordinator for 150ms at 40ms; kill worker 1 at 45ms, back after 10ms"
+    ended = lived(recipe, faults, epochs=9)
+    [gone] = [one for one in ended.of("member") if one["what"] == "gone"]
+    assert (gone["worker"], gone["t"]) == (1, 0.19)
+    assert (1, 1) in told(ended, "joined")
+    is_whole(ended, recipe, 9)
+    ended = lived(recipe, faults + "; kill coordinator at 100ms, back after 20ms", epochs=9)
+    assert min(one["t"] for one in ended.of("member") if (one["what"], one["worker"]) == ("gone", 1)) == 0.12
+    is_whole(ended, recipe, 9)
+
+
 # --- what is left as it was ---------------------------------------------------------------------------------------
 
 
