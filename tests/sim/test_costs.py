@@ -73,8 +73,8 @@ def test_what_every_worker_hears_was_sent(sizes) -> None:
     sent, received = _total(costs.every_bytes(worker, sizes) for worker in range(len(sizes)))
     assert sent == received
     others = len(sizes) - 1
-    full = sum(size > 0 for size in sizes)
-    assert sent == others * (sum(sizes) + 144 * full + len(sizes) * (288 + 8))
+    pieces = sum(-(-size // costs.PIECE_BYTES) for size in sizes)
+    assert sent == others * (sum(sizes) + 144 * pieces + len(sizes) * (288 + 8))
 
 
 @given(crews, octets, st.data())
@@ -82,7 +82,8 @@ def test_a_tree_tells_each_worker_once(workers, length, data) -> None:
     teller = data.draw(st.integers(0, workers - 1))
     pairs = [costs.tell_bytes(worker, workers, teller, length) for worker in range(workers)]
     sent, received = _total(pairs)
-    rounds = [256] if length <= 248 else [256, length]
+    pieces = [min(costs.PIECE_BYTES, length - at) for at in range(0, length, costs.PIECE_BYTES)]
+    rounds = [256] if length <= 248 else [256, *pieces]
     assert sent == received == (workers - 1) * sum(144 + one for one in rounds)
     teller_sends_to = (workers - 1).bit_length()
     assert pairs[teller] == (
