@@ -87,7 +87,7 @@ class SocketLink:
 
     def wait(self, number: int, sink: Sink | None = None) -> tuple[m.Body, list[Pieces]]:
         """The reply to a parcel."""
-        self._moved = (time.monotonic(), self._arrived())
+        self._moved = (time.monotonic(), None)
         self._sink = (number, sink) if sink is not None else None
         while number not in self._replies:
             self._receive()
@@ -156,9 +156,6 @@ class SocketLink:
         self._monitor.close(linger=0)
         self._socket.close(linger=linger)
 
-    def _arrived(self) -> tuple[int, int] | None:
-        return tcp_arrived(self._descriptor) if self._descriptor is not None else None
-
     def _receive(self) -> None:
         """Take what comes next; before a problem is told, what came before it is taken."""
         if self._aborted.is_set():
@@ -169,7 +166,7 @@ class SocketLink:
         self._find_again()
         if self._problem:
             raise WireError(f"{self.called} at {self.address} {self._problem}")
-        now, arrived = time.monotonic(), self._arrived()
+        now, arrived = time.monotonic(), tcp_arrived(self._descriptor) if self._descriptor is not None else None
         if arrived != self._moved[1]:
             self._moved = now, arrived
         if now - self._moved[0] > self._timeout_s:
