@@ -42,7 +42,7 @@ class RoundExchange:
     """Exchanges what a recipe says about the parameters, and does with the answer what it says.
 
     Nothing of the model changes before all answers are there and finite: a round commits as a whole or not at all.
-    One worker agrees with itself: its rounds run like any other and change nothing.
+    One worker agrees with itself: its rounds change nothing, and it owes nothing for them.
     """
 
     def __init__(
@@ -67,15 +67,10 @@ class RoundExchange:
         self._began = 0.0
         self._endures = isinstance(wire, EnduringWire)
         self.remembered = Remembered([one.codec_memory for one in self.ranges], self._endures)
-        self._was_alone = wire.workers == 1
 
     def regroup(self, workers: int, joined: bool, later: bool) -> None:
-        """Others exchange from now on. What a worker that was alone has is agreed, when one comes to it."""
+        """Others exchange from now on."""
         self.remembered.regroup(workers, joined, later)
-        if joined and self._was_alone:
-            for one in self.ranges:
-                one.memory.agreed.copy_(one.part.theta)
-        self._was_alone = workers == 1
 
     @property
     def _state_rule(self) -> str:
@@ -109,18 +104,24 @@ class RoundExchange:
         self._watch.switch(before)
 
     def _answers(self, share: float, extras: list[FlatTensors]) -> tuple[list[Tensor], list[list[Tensor]]]:
-        """What all say to what this worker has learned."""
-        talks = self._ask(share)
+        """What all say to what this worker has learned; one that is alone has nobody to encode it for."""
         state = self._tally.account("state")
+        if self._wire.workers == 1:
+            self._bring(share)
+            return [one.scratch for one in self.ranges], [finish(one.ask_mean(self._wire, share)) for one in extras]
+        talks = self._ask(share)
         return self._wait(talks, [extra.ask_mean(self._wire, share, state) for extra in extras])
 
     def _answers_again(self, share: float, extras: list[FlatTensors]) -> tuple[list[Tensor], list[list[Tensor]]]:
         self.remembered.restore()
         return self._answers(share, extras)
 
-    def _ask(self, share: float) -> list[Talk]:
+    def _bring(self, share: float) -> None:
         for one in self.ranges:
             self._what.bring(one.part.theta, one.memory.agreed, share, one.scratch)
+
+    def _ask(self, share: float) -> list[Talk]:
+        self._bring(share)
         given = self._tally.norm_of([one.scratch for one in self.ranges])
         try:
             talks = [self._talk(one) for one in self.ranges]
@@ -152,7 +153,9 @@ class RoundExchange:
         return answers, extra_answers
 
     def _commit(self, answers: list[Tensor]) -> None:
-        if self._wire.workers == 1:
+        if self._wire.workers == 1:  # what it has is agreed, for whoever comes
+            for one in self.ranges if self._endures else ():
+                one.memory.agreed.copy_(one.part.theta)
             return
         for one, answer in zip(self.ranges, answers, strict=True):
             self._then.apply(one.part.theta, answer, one.memory)

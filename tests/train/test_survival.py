@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 import stretto
 from stretto.events import read_events
 from stretto.often import every
+from stretto.train.checkpoint import Checkpoints
 
 RECIPES = [
     "allreduce",
@@ -224,6 +225,24 @@ def test_the_only_one_to_begin_anew_encodes_as_those_who_will_come(tmp_path: Pat
     found, _ = crew(1, training(epochs=2), recipe, tmp_path / "two", resume=tmp_path / "one")
     assert len(found) == 1
     assert audits(tmp_path / "two")[-1] == {"once": 97, "twice": 0, "never": 0, "dropped": 0}
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    ["gradient_sharing(tau=0.01)", "sparse_loco(every=3)", "local_sgd(every=3, how=error_feedback(top_k(0.1)))"],
+)
+def test_who_is_alone_owes_nothing_for_what_it_has_learned(recipe: str, tmp_path: Path) -> None:
+    """It has it; whoever comes would be told of it a second time. And all that it has is agreed."""
+    crew(1, training(epochs=1, samples=96), recipe, tmp_path, checkpoint=every("1 rounds"))
+    found = Checkpoints(tmp_path / "checkpoints").newest()
+    assert found is not None
+    _, owed = found[1].own[0]
+    assert not any(one.any() for name, one in owed.items() if name.startswith("owed/"))
+    assert any(name.startswith("owed/") for name in owed)
+    agreed = [one for name, one in found[1].tensors.items() if name.startswith("agreed/0") and "agreed" in name[8:]]
+    model = torch.cat([one.flatten() for name, one in found[1].tensors.items() if name.startswith("model/")])
+    assert len(agreed) == 1
+    assert torch.allclose(agreed[0].sum(), model.sum(), atol=1e-4)
 
 
 @pytest.mark.parametrize("dies", [0, 1])
