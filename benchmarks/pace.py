@@ -47,10 +47,13 @@ class Seconds:
 
 
 class Pace:
-    """Called by a side's loop after each step; holds it at the end of each segment."""
+    """Called by a side's loop after each step; holds it at the end of each segment.
 
-    def __init__(self, segment: int) -> None:
-        self.segment = segment
+    `heed` is given the word that lets it go on.
+    """
+
+    def __init__(self, segment: int, heed: Callable[[str], object] = lambda _word: None) -> None:
+        self.segment, self._heed = segment, heed
         self._left = segment
         self._began = Seconds.now()
 
@@ -69,9 +72,10 @@ class Pace:
 
     def _wait(self) -> None:
         """Until told to go on; the process ends here when nobody will."""
-        if not sys.stdin.readline():
+        if not (line := sys.stdin.readline()):
             sys.stdout.flush()
             os._exit(0)
+        self._heed(line.strip())
         self._began = Seconds.now()
 
 

@@ -260,6 +260,14 @@ def _costs(one: Record) -> str:
 def upkeep(record: Record) -> Iterator[str]:
     """What being ready for a death costs, and what checkpoints cost."""
     yield from _head(record["question"][0].upper() + record["question"][1:], "upkeep")
+    yield "| model | recipe | ratio in the same processes | wanted | ready against ready | turns |"
+    yield "| --- | --- | --- | --- | --- | --- |"
+    for one in record["aside"]:
+        ratios = f"{ratio(one['ratio'])} | at least {record['wanted']:g} | {ratio(one['ready_against_ready'])}"
+        yield f"| {one['case']} | {one['recipe']} | {ratios} | {one['turns']} |"
+    yield ""
+    yield "Between two runs, which differ by up to a tenth even when they are of one kind:"
+    yield ""
     yield "| model | recipe | ratio | wanted | by processor | ready, steps/s | not ready, steps/s |"
     yield "| --- | --- | --- | --- | --- | --- | --- |"
     for one in record["cases"]:

@@ -1,10 +1,15 @@
 """What does it cost to be ready for a death that does not come?
 
-`stretto run` of one script on two workers with the coordinator, heartbeats, the ledger and its messages, and without
-them: both runs are alive at once, and take turns, a segment of steps each. Two runs of the very same kind differ by up
-to a tenth as long as they live, by where their memory lies: so there are many starts, and all cases are taken together,
-too. Then checkpoints in the background: the same with a checkpoint every 3 s and without one; what a checkpoint costs
-is the time that its side takes longer, divided by the checkpoints that came to lie in its segments.
+`stretto run` of one script on two workers, which in every third segment of steps set aside all that they do to be
+ready, while the coordinator stands still: both sides are the same processes (see `benchmarks.aside`). Two segments of
+three are ready, so that what is seen between these tells how fine the figure is.
+
+Then the same between two runs that take turns, one with the coordinator, heartbeats, the ledger and its messages, one
+without them. Two of the very same kind differ by up to a tenth as long as they live, by where their memory lies: that
+checks what was set aside, and is not fine enough for 1%.
+
+Then checkpoints in the background: with a checkpoint every 3 s and without one; what a checkpoint costs is the time
+that its side takes longer, divided by the checkpoints that came to lie in its segments.
 """
 
 from __future__ import annotations
@@ -24,6 +29,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
+from benchmarks.aside import BARE
 from benchmarks.measure import Ratio, Spread, save
 from benchmarks.pace import LIMIT_S, ROOT, Seconds, in_turns
 from stretto.train.checkpoint import NAME
@@ -32,7 +40,9 @@ QUESTION = "steps per second ready for a death against not ready for it, 2 worke
 WANTED, WANTED_SHARE = 0.99, 0.03
 WORKERS = 2
 RECIPES = ("allreduce", "local_sgd(every=16)")
-STARTS, REPETITIONS = 10, 3
+STARTS, REPETITIONS = 3, 3
+GROUPS, IN_A_GROUP = 8, 4
+"""So many groups of so many turns in one run whose readiness is set aside in turn."""
 SEGMENTS: Mapping[str, int] = {"0.8 M": 64, "5 M": 32}
 """Steps of a segment; a whole number of rounds."""
 LONG_SEGMENTS: Mapping[str, int] = {"0.8 M": 640, "5 M": 256}
@@ -61,7 +71,7 @@ class Side:
     rests: bool = False
 
 
-READY, NOT_READY = "ready", "not ready"
+READY, NOT_READY, AGAIN = "ready", "not ready", "ready again"
 SIDES: Mapping[str, Side] = {READY: Side(True), NOT_READY: Side(False)}
 SAVING, NOT_SAVING = "checkpoints", "none"
 OFTEN = ("--checkpoint-every", f"{EVERY_S}s", "--keep", "1000")
@@ -71,7 +81,7 @@ LONG_SIDES: Mapping[str, Side] = {SAVING: Side(True, OFTEN, rests=True), NOT_SAV
 class Run:
     """`stretto run` of the script, held between segments."""
 
-    def __init__(self, side: Side, recipe: str, case: str, segment: int, segments: int) -> None:
+    def __init__(self, side: Side, recipe: str, case: str, segment: int, segments: int, aside: bool = False) -> None:
         self._side = side
         self._stack = ExitStack()
         self._folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="stretto-upkeep-")))
@@ -79,7 +89,7 @@ class Run:
         self._go, self._took = self._pipes("go"), self._pipes("took")
         command = [sys.executable, "-m", "stretto.cli", "run", "-n", str(WORKERS), "--threads", "1", "--recipe", recipe]
         command += ["--quiet", "--out", str(self._folder / "run"), *side.options]
-        command += [str(SCRIPT), str(self._folder), case, str(segment), str(segments)]
+        command += [str(SCRIPT), str(self._folder), case, str(segment), str(segments), *["--aside"] * aside]
         environment = {**os.environ, "STRETTO_MEMBERS": str(int(side.members)), "PYTHONPATH": str(ROOT)}
         environment["OMP_NUM_THREADS"] = "1"
         self._launcher = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=self._log, stderr=self._log)
@@ -94,11 +104,24 @@ class Run:
             self._stack.callback(os.close, pipe)
         return pipes
 
-    def segment(self) -> Segment:
+    def bare(self) -> Segment:
+        """A segment without readiness; the coordinator stands still meanwhile."""
+        coordinator = self._coordinator()
+        coordinator.suspend()
+        try:
+            return self.segment(BARE)
+        finally:
+            coordinator.resume()
+
+    def _coordinator(self) -> psutil.Process:
+        children = psutil.Process(self._launcher.pid).children()
+        return next(one for one in children if "stretto.launch.coordinate" in one.cmdline())
+
+    def segment(self, word: str = "go") -> Segment:
         """Let the run go on for a segment."""
         before = self._checkpoints()
         for pipe in self._go:
-            os.write(pipe, b"go\n")
+            os.write(pipe, f"{word}\n".encode())
         took = [self._report(pipe) for pipe in self._took]
         if self._side.rests:
             time.sleep(REST_S)
@@ -137,6 +160,7 @@ def run(starts: int | None = None) -> dict[str, Any]:
     """Take the figures, print them, keep them."""
     print(f"upkeep: {QUESTION}", flush=True)
     asked = [(case, recipe) for case in SEGMENTS for recipe in RECIPES]
+    aside = [_aside(case, recipe, starts) for case, recipe in asked]
     cases, taken = [], []
     for case, recipe in asked:
         taken.append(_take(SIDES, recipe, case, SEGMENTS[case], REPETITIONS, starts or STARTS))
@@ -152,6 +176,7 @@ def run(starts: int | None = None) -> dict[str, Any]:
         "wanted_share": WANTED_SHARE,
         "workers": WORKERS,
         "threads": 1,
+        "aside": aside,
         "cases": cases,
         "together": together.record(),
         "every_s": EVERY_S,
@@ -160,6 +185,22 @@ def run(starts: int | None = None) -> dict[str, Any]:
     }
     print(f"  kept in {save('upkeep', record, trial=starts is not None)}")
     return record
+
+
+def _aside(case: str, recipe: str, groups: int | None) -> dict[str, Any]:
+    """How fast the same processes are with their readiness and without it."""
+    groups = groups or GROUPS
+    turns = groups * IN_A_GROUP
+    with contextlib.closing(Run(Side(True), recipe, case, SEGMENTS[case], 3 * turns + 3, aside=True)) as one:
+        taken = in_turns({READY: one.segment, NOT_READY: one.bare, AGAIN: one.segment}, turns)
+    walls = {name: [found.took.wall for found in segments] for name, segments in taken.items()}
+    grouped = {
+        name: [found[at : at + IN_A_GROUP] for at in range(0, turns, IN_A_GROUP)] for name, found in walls.items()
+    }
+    speed, same = Ratio.of(grouped[READY], grouped[NOT_READY]), Ratio.of(grouped[READY], grouped[AGAIN])
+    print(f"  {case} {recipe}: {speed} in the same processes (ready against ready {same})", flush=True)
+    found = {"case": case, "recipe": recipe, "groups": groups, "turns": turns, "steps": SEGMENTS[case]}
+    return {**found, "ratio": speed.record(), "ready_against_ready": same.record()}
 
 
 def _case(case: str, recipe: str, taken: Taken) -> dict[str, Any]:

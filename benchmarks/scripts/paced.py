@@ -13,6 +13,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
 import stretto
+from benchmarks.aside import Aside
 from benchmarks.pace import Pace
 from benchmarks.tasks import BATCH, Samples, made
 
@@ -21,6 +22,7 @@ parser.add_argument("pipes", type=Path)
 parser.add_argument("case")
 parser.add_argument("segment", type=int, help="steps of a segment")
 parser.add_argument("segments", type=int)
+parser.add_argument("--aside", action="store_true", help="readiness may be set aside in a segment")
 asked = parser.parse_args()
 
 model, optimizer, task = made(asked.case)
@@ -30,7 +32,8 @@ loader = stretto.distribute(model, optimizer, DataLoader(data, batch_size=BATCH,
 
 sys.stdin = (asked.pipes / f"{rank}.go").open()
 sys.stdout = (asked.pipes / f"{rank}.took").open("w")
-pace = Pace(asked.segment)
+trainer = getattr(loader, "_trainer", None)
+pace = Pace(asked.segment, Aside(trainer).heed if asked.aside else lambda _word: None)
 pace.begin()
 for x, y in loader:
     optimizer.zero_grad()
