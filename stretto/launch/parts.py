@@ -24,7 +24,7 @@ from stretto.members.roll import COORDINATOR
 from stretto.often import every
 
 ROOT = Path(__file__).resolve().parents[2]
-CUT_EVERY_S = "10"
+CUT_EVERY_S = 10.0
 """How often all shards keep what they hold, to come back to when one of them has died."""
 KEPT = 3
 """So many checkpoints, unless the user says otherwise."""
@@ -109,7 +109,7 @@ class Cast:
         }
         if order.endures:
             task |= {"STRETTO_PATIENCE": str(order.patience_s)}
-            task |= {"STRETTO_CUTS": str(self.folder.resolve() / "cuts"), "STRETTO_CUT_EVERY": CUT_EVERY_S}
+            task |= {"STRETTO_CUTS": str(self.folder.resolve() / "cuts"), "STRETTO_CUT_EVERY": str(_cut_every_s(order))}
         task |= {"STRETTO_RESTORE": "1"} if life else {}
         command, environment = self._service("serve", task | servers.for_server(shard))
         return Part(shard_of(shard), servers.shards, command, environment, servers.inherited(shard))
@@ -125,6 +125,12 @@ class Cast:
         """How a process that serves the workers is started, and with what."""
         common = _common(self.order) | {"OMP_NUM_THREADS": "1", "STRETTO_RUN": str(self.folder.resolve())}
         return [sys.executable, "-P", "-m", f"stretto.launch.{module}"], common | task | _path(common)
+
+
+def _cut_every_s(order: Order) -> float:
+    """How often all come together over a server: so often, at least, that a checkpoint is written when it is due."""
+    asked = every(order.checkpoint_every).seconds if order.checkpoint_every else None
+    return min(CUT_EVERY_S, asked or CUT_EVERY_S)
 
 
 def settings_of(order: Order, zero: float) -> dict[str, object]:

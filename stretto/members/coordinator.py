@@ -35,6 +35,8 @@ class Coordinator:
         self.number = 0
         self._all = workers
         self._ledger = Ledger([], Free())
+        self._before: Sequence[int] = ()
+        """What was settled of the pass before it began here."""
         self._leases: dict[int, Lease] = {}
         self._meet: int | None = None
         self._handed = self._samples = 0
@@ -56,17 +58,28 @@ class Coordinator:
         """The books of the pass."""
         return self._ledger
 
-    def begin(self, number: int, sizes: Sequence[int], meet: int | None = None, dealt: bool = False) -> None:
+    def begin(
+        self,
+        number: int,
+        sizes: Sequence[int],
+        meet: int | None = None,
+        dealt: bool = False,
+        settled: Sequence[int] = (),
+    ) -> None:
         """Pass `number` begins, with batches of these sizes; workers `meet` after so many. Said twice, done once.
 
-        Batches that are `dealt` are not for whoever is free, but for the workers in turn.
+        Batches that are `dealt` are not for whoever is free, but for the workers in turn. Those that are `settled` were
+        done before: then the others are for whoever is free.
         """
         if number <= self.number:
             return
         self.number, self._meet = number, meet
         among = Dealt(self._all) if len(self.members) == self._all else DealtAmong(sorted(self.members))
         self._ledger = Ledger(sizes, among if dealt else Free())
-        self._leases, self._samples = {}, 0
+        self._before = settled
+        if settled:
+            self._ledger.go_back(settled)
+        self._leases, self._samples = {}, self._ledger.settled_samples
         self._waiting.clear()
         self._out.clear()
 
@@ -169,9 +182,9 @@ class Coordinator:
 
         A moment of a pass that is over is the end of it, before the first batch of this one.
         """
-        settled = state["settled"] if state["number"] == self.number else ()
+        settled = state["settled"] if state["number"] == self.number else self._before
         self._ledger.go_back(settled)
-        self._leases = {}
+        self._leases, self._samples = {}, self._ledger.settled_samples
         self._waiting.clear()
 
     def _is_called(self, worker: int) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import accumulate, chain, groupby, pairwise
@@ -309,6 +309,19 @@ class Deal:
         deal._pool = list(zip(state["pool"][::2], state["pool"][1::2], strict=True))
         deal._found = (deal._batch, deal._more, tuple(deal._pool))
         return deal
+
+    @classmethod
+    def of_settled(cls, bounds: array[int], settled: Iterable[int], workers: int) -> Deal:
+        """That of batches which were handed out one by one: what is not settled was given back."""
+        deal, done = cls((), (), base=workers, bounds=bounds), set(settled)
+        deal._batch = max(done, default=-1) + 1
+        deal._pool = [(bounds[one], bounds[one + 1]) for one in range(deal._batch) if one not in done]
+        return deal
+
+    def left(self) -> Pieces:
+        """All that is still to be dealt, in order: what was given back, and the batches that nobody has had."""
+        batches = zip(self._bounds[self._batch : -1], self._bounds[self._batch + 1 :], strict=True)
+        return tuple(sorted([*self.undealt(), *batches]))
 
     @property
     def samples(self) -> int:

@@ -143,6 +143,11 @@ class Ledger:
         """The batches that count."""
         return sorted(self._settled)
 
+    @property
+    def settled_samples(self) -> int:
+        """The samples that count."""
+        return sum(self._bounds[batch + 1] - self._bounds[batch] for batch in self._settled)
+
     def go_back(self, settled: Iterable[int]) -> None:
         """Only these count; all others are anyone's, whoever had them."""
         self._settled, self._leased = set(settled), {}

@@ -184,7 +184,7 @@ class CoordinatorDesk:
             raise ParcelError(f"a meeting after every {body.meet} batches")
         sizes = _flat(head, tensors, torch.int64).tolist()
         if body.number > self.coordinator.number:
-            self.coordinator.begin(body.number, sizes, body.meet, body.dealt)
+            self.coordinator.begin(body.number, sizes, body.meet, body.dealt, body.settled)
             self._begin_said = body.number, sizes, body.meet, body.dealt
         return [Post(worker, head.number, m.Answered())]
 

@@ -19,7 +19,8 @@ class _Said(msgspec.Struct, array_like=True, tag=True):
 class Open(_Said):
     """The first worker gives a shard its ranges of the parameters, and the rule; whatever it had before is gone.
 
-    They are the first thing to come back to, as this `cut`.
+    They are the first thing to come back to, as this `cut`. Behind them comes what a rule kept besides, as `Remembers`
+    says it, if the run goes on from a checkpoint.
     """
 
     arena: int
@@ -27,6 +28,8 @@ class Open(_Said):
     workers: int
     cut: int = 0
     age: int = 0
+    names: list[str] = []
+    arrivals: list[int] = []
 
 
 class Push(_Said):
@@ -108,6 +111,12 @@ class Read(_Said):
     age: int = 0
 
 
+class Recall(_Said):
+    """All have met, and nothing is under way: what does the rule keep besides the parameters?"""
+
+    age: int
+
+
 class Ask(_Said):
     """What all workers ask together in exchange `op`: the sum of everyone's tensor, or every tensor."""
 
@@ -163,12 +172,13 @@ class Group(_Said):
 class Begin(_Said):
     """Pass `number` begins. Its tensor is the samples of each batch; all meet after every `meet` batches.
 
-    Batches go to whoever is free, or are `dealt` in turn.
+    Batches go to whoever is free, or are `dealt` in turn. Those that are `settled` were done before.
     """
 
     number: int
     meet: int | None
     dealt: bool
+    settled: list[int] = []
 
 
 class Lease(_Said):
@@ -290,6 +300,13 @@ class Has(_Said):
     age: int
 
 
+class Remembers(_Said):
+    """What the rule keeps, a tensor for each range under each name; and how much of its momentum has arrived."""
+
+    names: list[str]
+    arrivals: list[int]
+
+
 class Anew(_Said):
     """What was said is of another age than the one that is here, or that of a process which knows of none yet."""
 
@@ -330,6 +347,7 @@ Request: TypeAlias = (
     | Push
     | Rest
     | Read
+    | Recall
     | Ask
     | Gather
     | Keep
@@ -353,7 +371,7 @@ Request: TypeAlias = (
     | Back
     | GoBack
 )
-Reply: TypeAlias = Go | Answered | Among | Leased | Closed | Joined | Has | Anew | Begun | Left | Refused
+Reply: TypeAlias = Go | Answered | Among | Leased | Closed | Joined | Has | Remembers | Anew | Begun | Left | Refused
 OVER = "the run is over"
 """What is said to a worker that comes when the others have done with everything."""
 SILENT = (Settle, Leave, Apart, Kept, Group)

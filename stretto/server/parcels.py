@@ -17,7 +17,8 @@ from stretto.errors import WireError
 from stretto.server.messages import Body, Head
 
 CHUNK_BYTES = 1 << 20
-HEAD_BYTES = 1 << 16
+HEAD_BYTES = 1 << 20
+"""A head names batches: all that a worker has done in a pass, of which there may be a hundred thousand."""
 LARGEST_FRAME = CHUNK_BYTES + HEAD_BYTES
 DTYPES = {
     str(one).removeprefix("torch."): one

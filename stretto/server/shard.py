@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -235,22 +236,38 @@ class Shard:
     def state(self) -> tuple[dict[str, Any], list[Tensor]]:
         """What has to be kept to come back to this moment, when nothing of any worker is under way."""
         self.flush()
-        momenta = [one for each in self._velocity for one in (each.v, each.since)]
-        arrivals = [one.arrivals for one in self._velocity]
-        facts = {"ranges": len(self.current.ranges), "version": self.version, "arrivals": arrivals}
-        return facts, [*self.current.ranges, *momenta, *self._squares]
+        facts = {"ranges": len(self.current.ranges), "version": self.version, "arrivals": self.arrivals}
+        return facts, [*self.current.ranges, *chain.from_iterable(self.memory().values())]
 
     def restore(self, facts: dict[str, Any], tensors: Sequence[Tensor]) -> None:
         """Take up what was kept, in a shard that is new; its versions are counted on from there."""
         self.current.number = facts["version"]
-        momenta = [one for each in self._velocity for one in (each.v, each.since)]
-        for one, kept in zip([*self.current.ranges, *momenta, *self._squares], tensors, strict=True):
+        ranges, names = facts["ranges"], list(self.memory())
+        for one, kept in zip(self.current.ranges, tensors[:ranges], strict=True):
             one.copy_(kept)
-        for velocity, arrivals in zip(self._velocity, facts["arrivals"], strict=True):
-            velocity.arrivals = arrivals
+        self.take_up(named(names, tensors[ranges:], ranges), facts["arrivals"])
         for member in self.members.values():
             member.read.clear()
             self._remember(member)
+
+    @property
+    def arrivals(self) -> list[int]:
+        """What has arrived of each range's momentum since it was last refreshed."""
+        return [one.arrivals for one in self._velocity]
+
+    def memory(self) -> dict[str, list[Tensor]]:
+        """What the rule keeps besides the parameters, by name: a tensor for each range."""
+        velocity = self._velocity
+        kept = {"v": [one.v for one in velocity], "since": [one.since for one in velocity], "squares": self._squares}
+        return {name: tensors for name, tensors in kept.items() if tensors}
+
+    def take_up(self, kept: Mapping[str, Sequence[Tensor]], arrivals: Sequence[int]) -> None:
+        """What a rule has kept, as far as this one keeps the like."""
+        for name, tensors in self.memory().items():
+            for one, before in zip(tensors, kept.get(name, ()), strict=False):
+                one.copy_(before)
+        for velocity, arrived in zip(self._velocity, arrivals, strict=False):
+            velocity.arrivals = arrived
 
     # --- the bound ----------------------------------------------------------------------------------------------
 
@@ -415,6 +432,11 @@ class Shard:
 
 def _alone(then: OnParameters) -> OnParameters:
     return replace() if isinstance(then, pull) else add()
+
+
+def named(names: Sequence[str], tensors: Sequence[Tensor], ranges: int) -> dict[str, Sequence[Tensor]]:
+    """For each name its tensors, of which there are as many as ranges."""
+    return {name: tensors[at * ranges : (at + 1) * ranges] for at, name in enumerate(names)}
 
 
 def is_finite(pieces: Sequence[Tensor]) -> bool:

@@ -16,7 +16,7 @@ from stretto.server import messages as m
 from stretto.server.cuts import Shelf
 from stretto.server.desk import NEWS, Asked, Post, Together, shown
 from stretto.server.parcels import DTYPES, ParcelError, Pieces, kind, whole
-from stretto.server.shard import Reply, Shard, Update
+from stretto.server.shard import Reply, Shard, Update, named
 from stretto.then import OnParameters
 from stretto.typed import parse
 from stretto.when import on_arrival
@@ -141,7 +141,7 @@ class ShardDesk:
     def take(self, worker: int, head: m.Head, tensors: list[Pieces]) -> list[Post]:
         """A whole parcel."""
         body, number = head.body, head.number
-        if isinstance(body, m.Push | m.Read | m.Cut) and body.age != self._age:
+        if isinstance(body, m.Push | m.Read | m.Recall | m.Cut) and body.age != self._age:
             return [Post(worker, number, m.Anew(self._age))]
         if isinstance(body, m.Push):
             return self._push(worker, number, body, tensors)
@@ -149,6 +149,8 @@ class ShardDesk:
             return self._ask(worker, head, body, tensors)
         if isinstance(body, m.Read):
             return self._read(worker, number, body.flush)
+        if isinstance(body, m.Recall):
+            return self._recall(worker, number)
         if isinstance(body, m.Open):
             return self._open(worker, head, body, tensors)
         if isinstance(body, m.Rest):
@@ -280,8 +282,11 @@ class ShardDesk:
         integers = [dtype for dtype, _ in head.tensors if not DTYPES[dtype].is_floating_point]
         if integers:
             raise ParcelError(f"parameters of {', '.join(integers)}, which can't be added to")
-        theta = [whole(pieces, dtype).clone() for pieces, (dtype, _) in zip(tensors, head.tensors, strict=True)]
-        self._begin_anew(recipe, body.arena, theta)
+        found = [whole(pieces, dtype).clone() for pieces, (dtype, _) in zip(tensors, head.tensors, strict=True)]
+        parts = len(found) // (1 + len(body.names))
+        self._begin_anew(recipe, body.arena, found[:parts])
+        assert self._shard is not None
+        self._shard.take_up(named(body.names, found[parts:], parts), body.arrivals)
         self._age = body.age
         self._cut(body.cut)
         return [Post(worker, head.number, m.Answered())]
@@ -346,6 +351,14 @@ class ShardDesk:
         applied = self._shard.told(worker)
         body = m.Go(version.number, [(one.seq, one.version, one.staleness, one.samples) for one in applied])
         return [Post(worker, number, body, version.ranges, version.done)]
+
+    def _recall(self, worker: int, number: int) -> list[Post]:
+        if self._shard is None:
+            raise ParcelError("this shard has no parameters")
+        self._shard.flush()
+        kept = self._shard.memory()
+        body = m.Remembers(list(kept), self._shard.arrivals)
+        return [Post(worker, number, body, [one.clone() for tensors in kept.values() for one in tensors])]
 
     def _ask(self, worker: int, head: m.Head, body: m.Ask, tensors: list[Pieces]) -> list[Post]:
         if len(tensors) != 1:

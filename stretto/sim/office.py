@@ -166,9 +166,7 @@ class Offices:
         """Desks that share what they keep."""
         workers = len(self._world.workers)
         kept, ends = (Memory(), Memory()) if self._endures else (None, None)
-        return lambda _: CoordinatorDesk(
-            workers, self._clock, kept, float(CUT_EVERY_S) if self._endures else None, ends
-        )
+        return lambda _: CoordinatorDesk(workers, self._clock, kept, CUT_EVERY_S if self._endures else None, ends)
 
     def _shard(self, on_nan: str) -> Callable[[int], Desk]:
         workers, kept = len(self._world.workers), Memory() if self._endures else None

@@ -39,12 +39,17 @@ class Look:
         buffers.agree()
         parameters = [part.theta for part in arena.parts]
         self._tensors: Sequence[Tensor] = [*parameters, *buffers.floating()]
-        self._own = [one.clone() for one in self._tensors]
+        self._own, self._parts = [one.clone() for one in self._tensors], len(parameters)
         if read is not None:
             read()
         flat = FlatTensors(self._tensors if read is None else buffers.floating())
         flat.take(attempted(wire, lambda: finish(flat.ask_mean(wire, share(), account))))
         self._shown = [one.clone() for one in self._tensors]
+
+    @property
+    def own_parameters(self) -> Sequence[Tensor]:
+        """This worker's own parameters, by the parts of the arena."""
+        return self._own[: self._parts]
 
     @property
     def drift(self) -> float | None:

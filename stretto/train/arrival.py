@@ -26,7 +26,7 @@ from stretto.train.stopwatch import Stopwatch
 from stretto.train.tally import Tally
 from stretto.what import gradients, parameters
 from stretto.when import on_arrival
-from stretto.wire.server import AnewError, News, ServerWire, Ticket, Update, ranges
+from stretto.wire.server import AnewError, News, RuleMemory, ServerWire, Ticket, Update, ranges
 
 Messages = list[list[Tensor]]
 """For each shard a message for each part of its range."""
@@ -75,6 +75,7 @@ class ArrivalExchange:
         on_settled: Callable[[list[Lease]], None],
         on_end: Callable[[float], None],
         skips: bool,
+        kept: RuleMemory | None = None,
     ) -> None:
         assert isinstance(recipe.when, on_arrival)
         self._recipe, self._when, self._how = recipe, recipe.when, recipe.how
@@ -101,12 +102,12 @@ class ArrivalExchange:
         """Whether nothing was computed since the last exchange."""
         wire.on_cut, wire.on_recovered = self.meet, self._follow
         _refuse_optimizer(recipe, optimizer)
-        self._open()
+        self._open(kept)
 
-    def _open(self) -> None:
+    def _open(self, kept: RuleMemory | None) -> None:
         """The first worker gives the parameters to the server; nobody pushes before they are there.
 
-        A worker that came later reads them.
+        With what the rule has `kept` in another run. A worker that came later reads them.
         """
         joined = self._wire.joined
         if joined is not None and joined.arena == self._arena_number:
@@ -117,7 +118,8 @@ class ArrivalExchange:
         while not is_open:
             first = self._wire.worker == 0
             if first:
-                self._wire.open(self._arena_number, self._recipe.spelled(), [one.part.theta for one in self.ranges])
+                parts = [one.part.theta for one in self.ranges]
+                self._wire.open(self._arena_number, self._recipe.spelled(), parts, kept)
             is_open = b"open" in self._wire.gather(b"open" if first else b"")
 
     # --- exchanging ---------------------------------------------------------------------------------------------
@@ -195,6 +197,15 @@ class ArrivalExchange:
         self._note(news)
         self.versions_read = news.versions
         return news.versions
+
+    @property
+    def shards(self) -> int:
+        """How many servers the parameters are shared out to."""
+        return self._wire.shards
+
+    def rule_memory(self) -> RuleMemory:
+        """What the servers' rule keeps besides the parameters, when all have met. Raises AnewError."""
+        return self._wire.recall(len(self.ranges))
 
     @property
     def keeps_own(self) -> bool:

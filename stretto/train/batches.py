@@ -123,6 +123,22 @@ def _narrow(numbers: NDArray[np.int64]) -> bytes:
     return numbers.astype(np.int32).tobytes() if fits else numbers.tobytes()
 
 
+def parted(order: Order, left: Pieces) -> tuple[Order, list[int]]:
+    """The same samples in the same order, what is `left` of them as batches of their own; and which batches are done.
+
+    Cost: a list of all indices.
+    """
+    batches, done, at = list[Batch](), list[int](), 0
+    for start, stop in (*left, (len(order.flat), len(order.flat))):
+        if at < start:
+            done.append(len(batches))
+            batches.append(order.flat[at:start])
+        if start < stop:
+            batches.append(order.flat[start:stop])
+        at = stop
+    return Order(batches, order.dropped), done
+
+
 @functools.lru_cache(maxsize=1)
 def unpack(told: bytes) -> Order:
     """The order that was told. Workers of one process that were told the same share it: nobody changes it."""

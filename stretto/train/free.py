@@ -11,9 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import BatchSampler, DataLoader
 
+from stretto.members.deal import Deal
 from stretto.members.ledger import Lease
 from stretto.server.messages import Leased
-from stretto.train.batches import Batch, Order, pack, unpack
+from stretto.train.batches import Batch, Order, pack, parted, unpack
 from stretto.train.hand import Hand, refuse_too_few
 from stretto.wire.server import AnewError, ServerWire
 
@@ -28,7 +29,9 @@ class FreeShare(BatchSampler):
     def __init__(self, draw: Callable[[], Order], wire: ServerWire, meet: int | None, dealt: bool) -> None:
         self._draw, self.wire, self._meet, self._dealt = draw, wire, meet, dealt
         self._order: Order | None = None
-        self._number = wire.joined.number - 1 if wire.joined is not None else 0
+        self._begun: tuple[Order, list[int]] | None = None
+        """The order of a pass that was begun in another run, and its batches that were done there."""
+        self._number = 0
         self._asked: tuple[int, int] | None = None
         """What was asked ahead, and at which age of the servers."""
         self._bounds: list[int] = []
@@ -38,32 +41,45 @@ class FreeShare(BatchSampler):
         self.cuts = 0
         """How many meetings for a cut alone are due."""
 
-    def forget(self) -> None:
-        """The pass is over: the next order is drawn anew."""
-        self._order = self._asked = None
+    def begin(self, number: int, found: tuple[Order, Deal] | None) -> None:
+        """A pass begins. Its order is drawn anew when it is asked for, unless it was `found` with the deal so far."""
+        self._number, self._order, self._asked = number, None, None
+        self._begun = parted(found[0], found[1].left()) if found is not None else None
         self.leased.clear()
 
     def order(self) -> Order:
         """The order of this pass, drawn with all workers when it is first asked for; then batches can be leased."""
         if self._order is None:
-            self._number += 1
-            self._order = self._found()
+            self._order, settled = self._begun or (self._found(), [])
             self._bounds = [0, *accumulate(self._order.sizes)]
-            self.wire.begin(self._number, self._order.sizes, self._meet, self._dealt)
+            if self._keeps and self.wire.order[0] != self._number:
+                self.wire.keep_order(self._number, pack(self._order))
+            self.wire.begin(self._number, self._order.sizes, self._meet, self._dealt, settled)
         return self._order
+
+    @property
+    def _keeps(self) -> bool:
+        """Whether the coordinator keeps the order, for a worker that comes later."""
+        return self.wire.endures or self.wire.expected > 1
 
     def _found(self) -> Order:
         """The order of this pass: drawn with all, or kept by the coordinator for a worker that comes later."""
         wire, number = self.wire, self._number
         if wire.order[0] == number:
             return unpack(wire.order[1])
-        keeps = wire.endures or wire.expected > 1
-        wire.keeps = number if keeps else None
+        wire.keeps = number if self._keeps else None
         order = self._draw()
         wire.keeps = None
-        if keeps and wire.order[0] != number:
-            wire.keep_order(number, pack(order))
         return order
+
+    def at_rest(self) -> Deal:
+        """What of this pass is settled, and what is to be dealt again, when nothing of any worker is under way.
+
+        Raises AnewError when a server was lost.
+        """
+        bounds, counted = self.order().bounds, self.wire.count(self._number)
+        settled = (batch for batch, start in enumerate(bounds[:-1]) if start < len(counted) and counted[start])
+        return Deal.of_settled(bounds, settled, self.wire.expected)
 
     def ask_ahead(self) -> None:
         """Ask for the next batch; the answer is waited for when it is needed."""
@@ -131,19 +147,28 @@ class FreeShare(BatchSampler):
 class FreeHands:
     """One pass of a worker that does not wait for others."""
 
-    def __init__(self, loader: DataLoader[Any], share: FreeShare) -> None:
+    def __init__(
+        self, loader: DataLoader[Any], share: FreeShare, number: int, found: tuple[Order, Deal] | None = None
+    ) -> None:
         self._loader, self._share = loader, share
         self._loads_ahead = loader.num_workers > 0
         self.finish: Callable[[], None] | None = None
         """Brings what this worker has computed to the server, and waits until it is there."""
         self.meet: Callable[[int], None] | None = None
         """Meets the others so many times; whoever gives none has to ask for `meetings` after each hand."""
-        share.forget()
+        self.cut_made: Callable[[], None] = lambda: None
+        """All have met for a cut, and nothing is under way."""
+        share.begin(number, found)
         self._batches: Iterator[Any] = iter(loader)
-        order = share.order()
-        self.dropped = order.dropped
-        self.samples = sum(order.sizes)
-        refuse_too_few(self.samples, share.wire.workers)
+        self.order = share.order()
+        self.dropped = self.order.dropped
+        self.samples = found[1].samples if found is not None else self.order.bounds[-1]
+        if found is None:
+            refuse_too_few(self.samples, share.wire.workers)
+
+    def at_rest(self) -> Deal:
+        """The deal so far, when nothing of any worker is under way. Raises AnewError when a server was lost."""
+        return self._share.at_rest()
 
     def meetings(self) -> int:
         """How often all workers are to meet before the hand that was got last; asked once."""
@@ -188,6 +213,7 @@ class FreeHands:
         while self._share.cuts:
             self._share.cuts -= 1
             self._share.wire.on_cut()
+            self.cut_made()
         if self.meet is not None:
             self.meet(self.meetings())
 

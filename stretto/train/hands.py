@@ -85,6 +85,11 @@ class LeasedHands:
         """The samples that all have got in this pass, less what was given back."""
         return self.deal.handed
 
+    def at_rest(self) -> Deal:
+        """The deal so far, at a rest: those who are there have nothing left, though the last hand's may be gone."""
+        self.deal.commit()
+        return self.deal
+
     def meetings(self) -> int:
         """All meet at every exchange."""
         return 0
@@ -267,10 +272,10 @@ class Dealer:
         """Whether samples are leased and audited, or come from a stream."""
         return self._share is not None
 
-    def deal(self, found: tuple[Order, Deal] | None = None) -> Hands:
-        """Begin a pass, or take part in one that others have begun."""
+    def deal(self, number: int, found: tuple[Order, Deal] | None = None) -> Hands:
+        """Begin pass `number`, or take part in one that others have begun."""
         if isinstance(self._share, FreeShare):
-            return FreeHands(self._rebuilt, self._share)
+            return FreeHands(self._rebuilt, self._share, number, found)
         if self._share is not None:
             return LeasedHands(self._rebuilt, self._share, self._wire, found)
         stream = sharded_stream(self._loader, self._wire.worker, self._wire.workers, self._join)

@@ -7,6 +7,7 @@ may come in, this one may leave, and a checkpoint is the whole state of the run.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, Protocol
 
@@ -20,6 +21,7 @@ from stretto.train import handover
 from stretto.train.batches import Order, pack, unpack
 from stretto.train.checkpoint import BackgroundWriter, Checkpoints, Snapshots, State
 from stretto.train.exchange import Weights
+from stretto.train.free import FreeHands
 from stretto.train.hands import Hands, LeasedHands, members_of, number_of
 from stretto.train.journal import Journal, boot_id, zero_of
 from stretto.train.model import draw_from
@@ -29,7 +31,7 @@ from stretto.train.seat import Seat
 from stretto.train.shadow import Settings
 from stretto.wire import Wire
 from stretto.wire.enduring import Change, EnduringWire
-from stretto.wire.server import ServerWire
+from stretto.wire.server import AnewError, ServerWire
 
 
 class Present(Protocol):
@@ -60,6 +62,9 @@ class Present(Protocol):
 
     def is_at_rest(self) -> bool:
         """Whether nothing waits to be exchanged."""
+
+    def look_together(self, then: Callable[[], None]) -> None:
+        """All workers that do not wait for each other look at what the server has, do this, and go on."""
 
 
 class Presence:
@@ -156,7 +161,6 @@ class Presence:
         self._saved_at = facts["saved"]
         trainer.journal.start_at(facts["t"], facts["zero"] if comes_late(trainer.wire) else None, facts["boot"])
         trainer.replica.take(facts["replica"], state.tensors, own, self._orphans(state))
-        trainer.replica.open_again()
 
     def _is_same_crew(self, state: State) -> bool:
         return sorted(state.own) == sorted(members_of(self._trainer.wire))
@@ -281,7 +285,7 @@ class Presence:
 
     def _inherit(self, gone: tuple[int, ...]) -> None:
         """The first worker takes on what leavers owe."""
-        if self._seat.run is None or self._trainer.wire.worker:
+        if self._seat.run is None:
             return
         for worker in gone:
             path = self._seat.run / "handed" / f"worker-{worker}.owed"
@@ -318,13 +322,13 @@ class Presence:
         if isinstance(trainer.hands, LeasedHands):
             trainer.samples = trainer.samples_before + trainer.hands.handed
         trainer.replica.regroup(len(change.members), bool(change.came), behind)
-        self._inherit(change.gone)
-        self._say(change, back)
+        first = next(one for one in change.members if one not in change.came)  # who comes hears of no change
+        if first == number_of(trainer.wire):
+            self._inherit(change.gone)
+            self._say(change, back)
 
     def _say(self, change: Change, back: dict[int, int]) -> None:
         """The first worker writes down who is there from now on, and what others do again."""
-        if self._trainer.wire.worker:
-            return
         journal = self._trainer.journal
         facts = {"generation": change.generation, "gone": list(change.gone), "came": list(change.came)}
         journal.write("regrouped", **facts, members=list(change.members))
@@ -386,23 +390,22 @@ class Presence:
 
     def _state(self, own: dict[int, handover.Own]) -> State:
         trainer = self._trainer
-        hands = trainer.hands if isinstance(trainer.hands, LeasedHands) else None
-        if hands is not None:
-            hands.deal.commit()  # at a rest those who are there have nothing left, though the last hand's may be gone
+        hands = trainer.hands if isinstance(trainer.hands, LeasedHands | FreeHands) else None
+        deal = hands.at_rest() if hands is not None else None
         replica, tensors = trainer.replica.state()
         facts: dict[str, Any] = {
             "recipe": str(trainer.replica.recipe),
             "workers": list(members_of(trainer.wire)),
             "passes": trainer.passes,
             "order": pack(hands.order) if hands is not None else None,
-            "deal": hands.deal.state() if hands is not None else None,
+            "deal": deal.state() if deal is not None else None,
             "steps": trainer.steps,
             "turns": trainer.turns,
             "hands": trainer.hands_done,
             "rounds": trainer.rounds_done,
-            "samples": trainer.samples,
+            "samples": trainer.samples_before + deal.handed if deal is not None else trainer.samples,
             "samples_before": trainer.samples_before,
-            "turns_before": trainer.turns_before,
+            "turns_before": trainer.turns if isinstance(hands, FreeHands) else trainer.turns_before,
             "referee": trainer.referee.state(),
             "settings": trainer.settings.state(),
             "replica": replica,
@@ -433,30 +436,54 @@ class Presence:
             return trainer.rounds_done - self._saved_at >= due.rounds
         return not isinstance(trainer.wire, EnduringWire) and due.due(trainer.journal.t(), trainer.rounds_done)
 
-    def pass_ended(self) -> None:
-        """Workers that do not wait are all there at the end of a pass, and look at the server's model: it is saved."""
-        trainer = self._trainer
-        if self._saves is None or trainer.replica.arrival is None:
-            return
-        due, t = self._saves, trainer.journal.t()
-        if trainer.wire.tell(lambda: b"save" if due.due(t, trainer.rounds_done) else b"") == b"save":
+    def cut_made(self) -> None:
+        """Workers that do not wait have met, and nothing is under way: a checkpoint is written if one is due."""
+        if self._told_to_save():
+            self._trainer.look_together(self._save)
+
+    def save_if_due(self) -> None:
+        """The same where they look at the server's model anyway, as at the end of a pass."""
+        if self._told_to_save():
             self._save()
 
+    def _told_to_save(self) -> bool:
+        """Whether the first of the workers that do not wait finds that a checkpoint is due."""
+        trainer, due = self._trainer, self._saves
+        if due is None or trainer.replica.arrival is None:
+            return False
+        t = trainer.journal.t()
+        return trainer.wire.tell(lambda: b"save" if due.due(t, trainer.rounds_done) else b"") == b"save"
+
     def _save(self) -> None:
-        """All tell what they have for themselves; the first writes everything down, behind the training."""
+        """All tell what they have for themselves; the first writes everything down, behind the training.
+
+        Those who go on by themselves wait until it has looked at what all have: the server's parameters, and the books.
+        """
         trainer = self._trainer
         self._saved_at = trainer.rounds_done
         told = trainer.wire.gather(handover.pack_own(self._own()))
-        if trainer.wire.worker or self._seat.run is None:
-            return
         own = dict(zip(members_of(trainer.wire), map(handover.unpack_own, told), strict=True))
-        state = self._state(own)
+        if trainer.replica.arrival is not None:
+            trainer.wire.tell(lambda: self._keep(own))
+        elif not trainer.wire.worker:
+            self._keep(own)
+
+    def _keep(self, own: dict[int, handover.Own]) -> bytes:
+        """Have the state written; not if a server was lost meanwhile: what it had is of another moment then."""
+        trainer = self._trainer
+        if self._seat.run is None:
+            return b"nowhere"
+        try:
+            state = self._state(own)
+        except AnewError:
+            return b"lost"
         kept = State(handover.as_text(state.facts), self._snapshots.copied(state.tensors), state.own)
         if self._writer is None:
             folder = self._seat.run / CHECKPOINTS
             self._writer = BackgroundWriter(Checkpoints(folder, self._seat.keep), self._notices.put)
         self._writer.submit(kept, trainer.rounds_done)
         trainer.journal.write("checkpoint", step=trainer.steps, round=trainer.rounds_done, samples=trainer.samples)
+        return b"kept"
 
     def finish(self) -> None:
         """The script is over: the last state, whole, if states are kept at all."""

@@ -212,7 +212,8 @@ def _audited(told: Sequence[bytes], hands: Hands) -> dict[str, int]:
 
     Of those who are not there any more the worker that has been there longest knows.
     """
-    size = len(hands.order.flat) if isinstance(hands, LeasedHands) else hands.samples
+    assert isinstance(hands, LeasedHands | FreeHands)
+    size = hands.order.bounds[-1]
     length = -(-size // 8)
     books = [one[length:] for one in told if one[length:]]
     packed = [*(one[:length] for one in told), *([min(books)[8:]] if books else [])]

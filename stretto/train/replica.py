@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -29,7 +30,7 @@ from stretto.what import gradients, momenta
 from stretto.when import on_arrival, together
 from stretto.wire import Wire
 from stretto.wire.enduring import has_others
-from stretto.wire.server import ServerWire
+from stretto.wire.server import RuleMemory, ServerWire
 
 MEASURE_DRIFT_EVERY_S = 5.0
 
@@ -167,6 +168,8 @@ class Replica:
 
     @property
     def _memories(self) -> Sequence[Any]:
+        if self.arrival is not None:
+            return [memory for one in self.arrival.ranges for memory in one.memories]
         exchange = self.gradients or self.rounds
         return exchange.remembered.memories if exchange is not None else []
 
@@ -177,19 +180,32 @@ class Replica:
             exchange.regroup(workers, joined, later)
 
     def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """What is the same at all workers besides the model and the optimizer: numbers and tensors."""
-        facts: dict[str, Any] = {"moving": self._buffers.state(), "common": {}}
+        """What is the same at all workers besides the model and the optimizer: numbers and tensors.
+
+        With what the servers' rule keeps. Raises AnewError when one of them was lost.
+        """
+        facts: dict[str, Any] = {"moving": self._buffers.state(), "common": {}, "shards": self._shards}
         tensors: dict[str, Tensor] = {}
         for index, memory in enumerate(self._memories):
             _sort(memories.common(memory), f"common/{index}", facts["common"], tensors)
         for index, one in enumerate(self.rounds.ranges if self.rounds is not None else ()):
             _sort(memories.leaves(one.memory), f"agreed/{index}", facts["common"], tensors)
+        if self.arrival is not None:
+            kept = self.arrival.rule_memory()
+            facts["arrivals"] = kept.arrivals
+            for name, parts in kept.tensors.items():
+                tensors |= {f"server/{name}/{index}": one for index, one in enumerate(parts)}
         return facts, tensors
 
     def own_state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """What this worker has for itself: what its codecs remember, and buffers that are not exchanged."""
+        """What this worker has for itself: what its codecs remember, and buffers that are not exchanged.
+
+        And parameters that are only pulled towards the server's.
+        """
         facts: dict[str, Any] = {}
         tensors: dict[str, Tensor] = {f"buffer/{name}": one for name, one in self._model.named_buffers()}
+        if self.arrival is not None and self.arrival.keeps_own and self._look is not None:
+            tensors |= {f"own/{index}": one for index, one in enumerate(self._look.own_parameters)}
         for index, memory in enumerate(self._memories):
             _sort(memories.leaves(memory), f"memory/{index}", facts, tensors)
         return facts, tensors | self.owed()
@@ -202,43 +218,85 @@ class Replica:
         orphans: Sequence[tuple[dict[str, Any], dict[str, Tensor]]],
     ) -> None:
         """Take over what others have; `own` is what this worker had, `orphans` what those had who are not there."""
+        if self.arrival is not None:  # the server is given the parameters that were taken over
+            self._make_exchange(self._kept_rule(facts, tensors))
         self._buffers.restore(facts["moving"])
         found: dict[str, Any] = facts["common"] | dict(tensors)
-        for index, memory in enumerate(self._memories):
+        is_alike = facts.get("shards", 0) == self._shards
+        for index, memory in enumerate(self._memories if is_alike else ()):
             memories.put(memory, _under(found, f"common/{index}"))
         for index, one in enumerate(self.rounds.ranges if self.rounds is not None else ()):
             memories.put(one.memory, _under(found, f"agreed/{index}"))
         if own is not None:
             kept = own[0]["memories"] | own[1]
-            for index, memory in enumerate(self._memories):
+            for index, memory in enumerate(self._memories if is_alike else ()):
                 memories.put(memory, _under(kept, f"memory/{index}"))
-            for name, buffer in self._model.named_buffers():
-                buffer.copy_(kept[f"buffer/{name}"])
+            if not is_alike:
+                self.add_owed(own[1])
+            self._take_own(kept)
         for _, theirs in orphans:
             self.add_owed(theirs)
 
-    def open_again(self) -> None:
-        """Give a server the parameters that were taken over."""
-        if self.arrival is not None:
-            self._rebuild()
+    def _kept_rule(self, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> RuleMemory:
+        """What a server's rule kept, if it is of parameters that lie as they do here."""
+        assert self._arena is not None
+        names = sorted({path.split("/")[1] for path in tensors if path.startswith("server/")})
+        lengths = [part.theta.numel() for part in self._arena.parts]
+        found = {name: [tensors.get(f"server/{name}/{index}") for index in range(len(lengths))] for name in names}
+        fits = {
+            name: [one for one in parts if one is not None]
+            for name, parts in found.items()
+            if [one.numel() if one is not None else 0 for one in parts] == lengths
+        }
+        return RuleMemory(fits, facts.get("arrivals", []))
+
+    def _take_own(self, kept: Mapping[str, Any]) -> None:
+        """Buffers as this worker had them, and parameters that are only pulled towards a server's."""
+        for name, buffer in self._model.named_buffers():
+            buffer.copy_(kept[f"buffer/{name}"])
+        if self.arrival is not None and self.arrival.keeps_own:
+            for index, one in enumerate(self.arrival.ranges):
+                mine = kept.get(f"own/{index}")
+                if mine is not None and mine.shape == one.part.theta.shape:
+                    one.part.theta.copy_(mine)
+
+    @property
+    def _shards(self) -> int:
+        """How many servers the parameters are shared out to."""
+        return self.arrival.shards if self.arrival is not None else 0
 
     def owed(self) -> dict[str, Tensor]:
         """What this worker still owes, by range."""
-        if self._recipe is None:
-            return {}
-        codec = self._recipe.how
-        kept = [(index, codec.residual(self._codec_memory(one))) for index, one in enumerate(self._memories)]
-        return {f"owed/{index}": one for index, one in kept if one is not None}
+        found = {}
+        for index, mine in enumerate(self._residuals()):
+            if mine:
+                found[f"owed/{index}"] = mine[0] if len(mine) == 1 else torch.cat(mine)
+        return found
 
     def add_owed(self, owed: Mapping[str, Tensor]) -> None:
         """Take on what another worker owed, as far as what is kept here can hold it."""
+        for index, mine in enumerate(self._residuals()):
+            theirs, lengths = owed.get(f"owed/{index}"), [one.numel() for one in mine]
+            if not mine or theirs is None or theirs.numel() != sum(lengths):
+                continue
+            for memory, part, one in zip(self._codec_memories[index], torch.split(theirs, lengths), mine, strict=True):
+                assert self._recipe is not None
+                self._recipe.how.take_on(memory, part.to(one.device))
+
+    def _residuals(self) -> list[list[Tensor]]:
+        """What is owed of each range, by the shards that it is shared out to; nothing where the codec keeps none."""
         if self._recipe is None:
-            return
-        codec, kept = self._recipe.how, self.owed()
-        for index, memory in enumerate(self._memories):
-            mine, theirs = kept.get(f"owed/{index}"), owed.get(f"owed/{index}")
-            if mine is not None and theirs is not None and theirs.shape == mine.shape:
-                codec.take_on(self._codec_memory(memory), theirs.to(mine.device))
+            return []
+        codec = self._recipe.how
+        found = [[codec.residual(one) for one in each] for each in self._codec_memories]
+        return [[one for one in each if one is not None] for each in found]
+
+    @property
+    def _codec_memories(self) -> list[list[Any]]:
+        """What the codec remembers of each range, by the shards that it is shared out to."""
+        if self.arrival is not None:
+            return [one.memories for one in self.arrival.ranges]
+        return [[self._codec_memory(one)] for one in self._memories]
 
     def _codec_memory(self, memory: Any) -> Any:
         what = self._recipe.what if self._recipe is not None else None
@@ -260,18 +318,23 @@ class Replica:
         return True
 
     def _rebuild(self) -> None:
-        """Make the exchange anew for the arena as it is."""
+        """The parameters lie otherwise, or have been changed."""
         assert self._recipe is not None
-        assert self._arena is not None
-        if self.gradients is not None:
-            self.gradients.release()
         if self._arenas and self._recipe.how.keeps_residual and self._wire.workers > 1:
             self._journal.notice(
                 f"the parameters that train have changed: what was owed under {self._recipe} is dropped"
             )
+        self._make_exchange()
+
+    def _make_exchange(self, kept: RuleMemory | None = None) -> None:
+        """Make the exchange anew for the arena as it is; a server's rule has what one has `kept` before."""
+        assert self._recipe is not None
+        assert self._arena is not None
+        if self.gradients is not None:
+            self.gradients.release()
         self._arenas += 1
         if self._recipe.asynchronous:
-            self.arrival = self._make_arrival(self._arena, self._recipe, self.arrival)
+            self.arrival = self._make_arrival(self._arena, self._recipe, self.arrival, kept)
         elif isinstance(self._recipe.what, gradients):
             self.gradients = GradientExchange(
                 self._arena,
@@ -297,7 +360,9 @@ class Replica:
                 self._on_end,
             )
 
-    def _make_arrival(self, arena: Arena, recipe: Recipe, before: ArrivalExchange | None) -> ArrivalExchange:
+    def _make_arrival(
+        self, arena: Arena, recipe: Recipe, before: ArrivalExchange | None, kept: RuleMemory | None
+    ) -> ArrivalExchange:
         if not isinstance(self._wire, ServerWire):
             raise TypeError(f"{recipe} needs a wire to a server")
         arrival = ArrivalExchange(
@@ -311,6 +376,7 @@ class Replica:
             self._on_settled,
             self._on_end,
             self._skips,
+            kept,
         )
         if before is not None:
             arrival.held_s, arrival.outcomes = before.held_s, before.outcomes

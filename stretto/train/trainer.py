@@ -149,9 +149,10 @@ class Trainer:
             self.samples_before, self.turns_before = self.samples, self.turns
         with self.watch.on("loading"):
             self._pace.begin_pass()
-            self.hands = self.dealer.deal(found)
+            self.hands = self.dealer.deal(self.passes, found)
         if isinstance(self.hands, FreeHands):
             self.hands.finish, self.hands.meet = self.bring_all, self._meet
+            self.hands.cut_made = self.presence.cut_made
             self.samples_before = (self.passes - 1) * self.hands.samples
         self.presence.pass_begun()
 
@@ -208,7 +209,7 @@ class Trainer:
         self.closing, self.hands = self.hands, None
         self.referee.close_pass(self.closing)
         self.closing = None
-        self.presence.pass_ended()
+        self.presence.save_if_due()
         return True
 
     def bring_all(self) -> None:
@@ -219,12 +220,20 @@ class Trainer:
     def _meet(self, times: int) -> None:
         """Meet the other workers, when that is due, and evaluate what the server has."""
         for _ in range(times):
-            self.watch.switch("other")
-            if self.replica.arrival is not None:
-                self.replica.look()
-            self._count_all_samples()
-            self.referee.evaluate()
-            self.replica.resume()
+            self.look_together(self._judge_and_save)
+
+    def _judge_and_save(self) -> None:
+        self.referee.evaluate()
+        self.presence.save_if_due()
+
+    def look_together(self, then: Callable[[], None]) -> None:
+        """All workers that do not wait for each other look at what the server has, do this, and go on."""
+        self.watch.switch("other")
+        if self.replica.arrival is not None:
+            self.replica.look()
+        self._count_all_samples()
+        then()
+        self.replica.resume()
 
     def _count_all_samples(self) -> None:
         """Workers that do not wait for each other ask at meetings how far all are: who was dealt last knows."""
@@ -236,6 +245,8 @@ class Trainer:
         """The script is over: end what is open, and write the last words."""
         if not self.presence.left:
             self.end_pass()
+            if self.replica.arrival is not None and self.hands_done:
+                self.replica.look()
             self.referee.finish()
             self.presence.finish()
         self._write_outcomes()

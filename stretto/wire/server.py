@@ -9,7 +9,7 @@ import bisect
 import contextlib
 import itertools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -21,6 +21,7 @@ from stretto.errors import BrokenWireError, WireError
 from stretto.server import messages as m
 from stretto.server.meeting import GENERATION
 from stretto.server.parcels import Pieces, kind, placed, whole
+from stretto.server.shard import named
 from stretto.wire.seam import Message, Traffic, as_bytes, made
 from stretto.words import Answer, Every, Mean
 from stretto.words import Ask as Asked
@@ -203,6 +204,15 @@ class Ticket:
         return lambda part, at, piece: take(part, starts[part] + at, piece)
 
 
+@dataclass(frozen=True, slots=True)
+class RuleMemory:
+    """What the servers' rule keeps besides the parameters: under each name a flat tensor for each part of them."""
+
+    tensors: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
+    arrivals: list[int] = field(default_factory=list)
+    """What has arrived of each part's momentum since it was last refreshed."""
+
+
 def _news(replies: Sequence[m.Body]) -> News:
     goes = [body for body in replies if isinstance(body, m.Go)]
     refused = {seq for one in goes for seq in one.refused}
@@ -372,8 +382,8 @@ class ServerWire:
 
     # --- one by one ---------------------------------------------------------------------------------------------
 
-    def open(self, arena: int, recipe: str, parts: Sequence[Tensor]) -> None:
-        """Give the shards their ranges of the parameters, and the rule."""
+    def open(self, arena: int, recipe: str, parts: Sequence[Tensor], kept: RuleMemory | None = None) -> None:
+        """Give the shards their ranges of the parameters, and the rule; with what such a rule has `kept`, if it did."""
         cut = self._op + 1
         while self.endures:
             try:
@@ -381,8 +391,10 @@ class ServerWire:
                 break
             except AnewError:
                 self.recover()
-        body = m.Open(arena, recipe, self.expected, cut, self.age)
-        for link, found in zip(self.links, shared_out(parts, self.shards), strict=True):
+        kept = kept or RuleMemory()
+        body = m.Open(arena, recipe, self.expected, cut, self.age, list(kept.tensors), kept.arrivals)
+        given = [*parts, *itertools.chain.from_iterable(kept.tensors.values())]
+        for link, found in zip(self.links, shared_out(given, self.shards), strict=True):
             link.wait(link.send(body, [one.detach().cpu() for one in found]))
 
     def push(self, arena: int, update: Update, lengths: Sequence[int]) -> Ticket:
@@ -441,12 +453,27 @@ class ServerWire:
         """Ask for the newest version; `flush` applies what was being collected."""
         return Ticket(self, [link.send(m.Read(flush, self.age)) for link in self.links], lengths)
 
-    def begin(self, number: int, sizes: Sequence[int], meet: int | None, dealt: bool) -> None:
+    def recall(self, parts: int) -> RuleMemory:
+        """What the rule keeps besides so many parts of parameters, when all have met and nothing is under way.
+
+        Raises AnewError when a server was lost.
+        """
+        found = self._ask_all([m.Recall(self.age)] * self.shards)
+        body = found[0][0]
+        assert isinstance(body, m.Remembers)
+        by_part = zip(*(pieces for _, pieces in found), strict=True)
+        flat = [torch.cat(list(itertools.chain.from_iterable(shares))) for shares in by_part]
+        return RuleMemory(named(body.names, flat, parts), body.arrivals)
+
+    def begin(
+        self, number: int, sizes: Sequence[int], meet: int | None, dealt: bool, settled: Sequence[int] = ()
+    ) -> None:
         """Pass `number` begins, with batches of these sizes; workers meet after every `meet` of them.
 
-        They go to whoever is free, or are `dealt` in turn.
+        They go to whoever is free, or are `dealt` in turn, but for those that are `settled`.
         """
-        self._begun = m.Begin(number, meet, dealt), torch.tensor(sizes, dtype=torch.int64)
+        begin = m.Begin(number, meet, dealt, list(settled))
+        self._begun = begin, torch.tensor(sizes, dtype=torch.int64)
         self._settled = []
         self._begin()
         if self.joined is None or self.joined.number != number:
@@ -497,10 +524,14 @@ class ServerWire:
         """How often each sample of the pass counted, at all workers; empty for a pass that is over."""
         while True:
             try:
-                _, (pieces,) = self._coordinator.wait(self._coordinator.send(m.Count(number, self.age)))
-                return whole(pieces, "uint8")
+                return self.count(number)
             except AnewError:
                 self.recover()
+
+    def count(self, number: int) -> Tensor:
+        """The same, once. Raises AnewError when a server was lost."""
+        _, (pieces,) = self._coordinator.wait(self._coordinator.send(m.Count(number, self.age)))
+        return whole(pieces, "uint8")
 
     def answered(self, shard: int, number: int) -> list[Pieces]:
         """The tensors of a reply."""

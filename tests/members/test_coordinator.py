@@ -175,6 +175,26 @@ def test_a_pass_that_begins_again_or_late_changes_nothing() -> None:
     assert coordinator.settle(0, 2, [first.lease.batch]) == 1
 
 
+@given(SIZES, st.sets(st.integers(0, 24)), st.integers(1, 3), st.booleans())
+@settings(max_examples=40)
+def test_a_pass_that_was_begun_before_goes_on(sizes: list[int], some: set[int], workers: int, dealt: bool) -> None:
+    """Only what was not settled is handed out; whoever goes back to before the pass comes to where it was begun."""
+    done = sorted(batch for batch in some if batch < len(sizes))
+    before = sum(sizes[batch] for batch in done)
+    coordinator = Coordinator(workers)
+    earlier = coordinator.state()
+    coordinator.begin(4, sizes, None, dealt, done)
+    for _ in range(2):
+        found = []
+        while (handed := coordinator.lease(len(found) % workers, 4)).lease is not None:
+            found.append(handed.lease.batch)
+            assert handed.samples == before + sum(sizes[batch] for batch in found)
+            coordinator.settle(handed.lease.worker, 4, [handed.lease.batch])
+        assert sorted([*found, *done]) == list(range(len(sizes)))
+        assert audit([coordinator.ledger.counted()]) == Audit(sum(sizes), 0, 0)
+        coordinator.go_back(earlier)
+
+
 @given(SIZES, st.integers(1, 4), st.randoms())
 @settings(max_examples=40)
 def test_dealt_batches_go_to_the_workers_in_turn_whoever_asks_first(

@@ -378,3 +378,22 @@ def test_a_state_is_small() -> None:
         pass
     deal.commit()
     assert len(msgspec.msgpack.encode(deal.state())) < 200
+
+
+@given(SIZES, st.sets(st.integers(0, 23)), st.integers(1, 4))
+@settings(max_examples=60)
+def test_what_was_handed_out_one_by_one_goes_on_as_a_deal(sizes: list[int], some: set[int], members: int) -> None:
+    """What was settled is not dealt again, all else is, once; and what is left is told before."""
+    settled = {batch for batch in some if batch < len(sizes)}
+    bounds = bounds_of(sizes)
+    done = {at for batch in settled for at in range(bounds[batch], bounds[batch + 1])}
+    deal = Deal.restored(travelled(Deal.of_settled(bounds, settled, members).state()), range(members))
+    assert deal.handed == len(done)
+    left = positions(deal.left())
+    assert left == sorted(set(range(bounds[-1])) - done)
+    twins = [copy.deepcopy(deal) for _ in range(members)]
+    dealt = [at for me, twin in enumerate(twins) for one in hands(twin, me) for at in positions(one.own)]
+    assert sorted(dealt) == left
+    assert not twins[0].left()
+    twins[0].commit()
+    assert twins[0].departed().tolist() == [int(at in done) for at in range(bounds[-1])]

@@ -243,6 +243,13 @@ def test_mangled_parcels_are_refused_and_nothing_else(said: m.Body, tensors: lis
     assert octets <= sum(len(one) for message in parcel for one in message)
 
 
+def test_a_worker_may_have_done_many_batches_of_a_pass() -> None:
+    """A coordinator that was started again is told of all, and so is one of what a dead worker has left."""
+    batches = list(range(0, 600_000, 6))
+    for said in (m.Settle(1, batches), m.Gone(0, 0, 1, batches), m.Left(1, batches)):
+        assert decode_head(frames(1, said)[0][0]).body == said
+
+
 @given(st.sampled_from(BODIES).flatmap(messages_of), st.integers(0, 10_000))
 @settings(max_examples=60)
 def test_a_head_that_is_cut_short_is_refused(said: m.Body, cut: int) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, cast
 
 import numpy as np
+import pytest
 import torch
 from faulty import Crew, Worker
 from hypothesis import HealthCheck, example, given, settings
@@ -13,13 +15,15 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from stretto import how
+from stretto.members.deal import Deal
 from stretto.train.arena import Arena
 from stretto.train.arrival import ArrivalExchange
-from stretto.train.batches import draw
+from stretto.train.batches import draw, parted
 from stretto.train.free import FreeHands, FreeShare
 from stretto.train.stopwatch import Stopwatch
 from stretto.train.tally import Tally
 from stretto.typed import parse
+from stretto.wire.server import AnewError
 
 BATCHES, SIZE, PASSES = 12, 2, 3
 APART = 16
@@ -34,6 +38,8 @@ class Books:
     def __init__(self) -> None:
         self.counted: dict[int, list[int]] = {}
         self.last: torch.Tensor | None = None
+        self.kept = 0
+        """How many states were kept in the middle of a pass."""
 
 
 def script(recipe: str, meet: int | None, books: Books) -> Any:
@@ -72,11 +78,35 @@ def script(recipe: str, meet: int | None, books: Books) -> Any:
                 assert set(told) == {b"at a meeting"}
                 exchange.start_from_read()
 
+        def keep_state(number: int) -> None:
+            """What is kept in the middle of a pass: the books say what is in the parameters, and nothing else."""
+            exchange.meet()
+            exchange.read()
+            theta = arena.parts[0].theta[: BATCHES * APART : APART].clone()
+
+            def keep() -> bytes:
+                try:
+                    deal = Deal.restored(hands[0].at_rest().state(), ())
+                except AnewError:
+                    return b"lost"
+                _, done = parted(hands[0].order, deal.left())
+                left = {start // SIZE for start, _ in deal.left()}
+                share = 1 / worker.crew.workers if recipe.startswith("stale") else 1.0
+                wanted = [share * (number - (batch in left)) for batch in range(BATCHES)]
+                np.testing.assert_allclose(theta.numpy(), wanted, rtol=1e-5)
+                assert bool(done) == (len(left) < BATCHES)
+                books.kept += 1
+                return b"kept"
+
+            wire.tell(keep)
+            exchange.start_from_read()
+
         loader = DataLoader(data, batch_size=SIZE, shuffle=False)
         share = FreeShare(lambda: draw(loader, wire, 1), wire, meet, dealt=parse(recipe).when.bound == 0)
         mine = DataLoader(data, batch_sampler=share)
-        for number in range(share._number + 1, PASSES + 1):
-            hands[:] = [FreeHands(mine, share)]
+        for number in range(wire.joined.number if wire.joined is not None else 1, PASSES + 1):
+            hands[:] = [FreeHands(mine, share, number)]
+            hands[0].cut_made = functools.partial(keep_state, number)
             hands[0].finish = lambda: exchange.finish(*unsent()) and None
             hands[0].meet = meet_all
             while True:
@@ -198,6 +228,11 @@ def holds(
 ) -> None:
     """Whatever happens, the run comes to its end, and every batch counts once."""
     all_count_once(run(seed, workers, shards, recipe, meet, planned), recipe, workers)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_state_is_kept_in_the_middle_of_a_pass(recipe: str) -> None:
+    assert run(0, 3, 2, recipe, None, []).kept >= PASSES
 
 
 @given(**PLACE, planned=faults("server", "link"))
