@@ -1,4 +1,4 @@
-"""One worker among others that may die, leave or come: where all stand still, what it takes over, what it hands over.
+"""One worker among others that may die, leave or come: where all stand still, what it takes over, what it leaves.
 
 Between two hands, when nothing that the optimizer has done waits to be exchanged, a worker is *at rest*: then others
 may come in, this one may leave, and a checkpoint is the whole state of the run.
@@ -6,65 +6,23 @@ may come in, this one may leave, and a checkpoint is the whole state of the run.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
-from queue import SimpleQueue
-from typing import Any, Protocol
-
-from torch import nn
-from torch.optim import Optimizer
+from typing import Any
 
 from stretto.errors import LaunchError, MemberOutError, explain
 from stretto.folder import CHECKPOINTS
 from stretto.members.deal import Deal
 from stretto.train import handover
-from stretto.train.batches import Order, pack, unpack
-from stretto.train.checkpoint import BackgroundWriter, Checkpoints, Snapshots, State
-from stretto.train.exchange import Weights
-from stretto.train.free import FreeHands
+from stretto.train.batches import Order, unpack
+from stretto.train.checkpoint import Checkpoints, State
 from stretto.train.hands import Hands, LeasedHands, members_of, number_of
-from stretto.train.journal import Journal, boot_id, zero_of
+from stretto.train.journal import zero_of
+from stretto.train.keeper import Keeper
 from stretto.train.model import draw_from
-from stretto.train.referee import Referee
-from stretto.train.replica import Replica
+from stretto.train.present import Present
 from stretto.train.seat import Seat
-from stretto.train.shadow import Settings
 from stretto.wire import Wire
 from stretto.wire.enduring import Change, EnduringWire
-from stretto.wire.server import AnewError, ServerWire
-
-
-class Present(Protocol):
-    """What is seen of a trainer."""
-
-    model: nn.Module
-    optimizer: Optimizer
-    loader: Any
-    wire: Wire
-    journal: Journal
-    replica: Replica
-    referee: Referee
-    weights: Weights
-    settings: Settings
-    hands: Hands | None
-    closing: Hands | None
-    steps: int
-    turns: int
-    hands_done: int
-    rounds_done: int
-    samples: int
-    passes: int
-    samples_before: int
-    turns_before: int
-
-    def bring_all(self) -> None:
-        """Bring to a server what has not been sent yet, and wait until it is there."""
-
-    def is_at_rest(self) -> bool:
-        """Whether nothing waits to be exchanged."""
-
-    def look_together(self, then: Callable[[], None]) -> None:
-        """All workers that do not wait for each other look at what the server has, do this, and go on."""
+from stretto.wire.server import ServerWire
 
 
 class Presence:
@@ -79,13 +37,7 @@ class Presence:
         self._passes_over, self._asked = 0, False
         self.left = False
         """Whether this worker has left the others."""
-        self._saves = copy.copy(seat.checkpoint)
-        self._saved_at = 0
-        """The rounds at the last checkpoint."""
-        self._writer: BackgroundWriter | None = None
-        self._snapshots = Snapshots()
-        self._notices: SimpleQueue[str] = SimpleQueue()
-        """What the writer has to say, in its own thread."""
+        self.keeper = Keeper(trainer, seat)
         self._members = members_of(trainer.wire)
         self._tail: dict[int, list[list[Any]]] = {}
         """By worker, batches of passes that are over whose work no exchange has carried."""
@@ -158,7 +110,7 @@ class Presence:
         trainer.rounds_done, trainer.samples = facts["rounds"], facts["samples"]
         trainer.samples_before, trainer.turns_before = facts["samples_before"], facts["turns_before"]
         trainer.referee.restore(facts["referee"])
-        self._saved_at = facts["saved"]
+        self.keeper.saved_at = facts["saved"]
         trainer.journal.start_at(facts["t"], facts["zero"] if comes_late(trainer.wire) else None, facts["boot"])
         trainer.replica.take(facts["replica"], state.tensors, own, self._orphans(state))
 
@@ -233,8 +185,7 @@ class Presence:
 
     def dealt(self) -> None:
         """A hand was dealt: others wait for this worker until it has ended it."""
-        while not self._notices.empty():
-            self._trainer.journal.notice(self._notices.get())
+        self.keeper.pass_on()
         self.doing("computing")
 
     def doing(self, text: str) -> None:
@@ -259,8 +210,8 @@ class Presence:
                 if change is None:
                     return
                 self._rested(change)
-        if self._saves is not None and self._is_to_save():
-            self._save()
+        if self.keeper.is_due():
+            self.keeper.save()
 
     def _rested(self, change: Change) -> None:
         wire = self._trainer.wire
@@ -268,9 +219,9 @@ class Presence:
         if wire.number in change.gone and wire.number not in change.members:
             self._leave()
         if change.came:
-            wire.tell_state(lambda: handover.pack(self._state({})))
+            wire.tell_state(lambda: handover.pack(self.keeper.state({})))
         if change.save:
-            self._save()
+            self.keeper.save()
 
     def _leave(self) -> None:
         """Leave in good order: what this worker owes is left where the others find it."""
@@ -386,113 +337,9 @@ class Presence:
             self._lost, self._counted = [], 0
         return lost
 
-    # --- the state ----------------------------------------------------------------------------------------------
-
-    def _state(self, own: dict[int, handover.Own]) -> State:
-        trainer = self._trainer
-        hands = trainer.hands if isinstance(trainer.hands, LeasedHands | FreeHands) else None
-        deal = hands.at_rest() if hands is not None else None
-        replica, tensors = trainer.replica.state()
-        facts: dict[str, Any] = {
-            "recipe": str(trainer.replica.recipe),
-            "workers": list(members_of(trainer.wire)),
-            "passes": trainer.passes,
-            "order": pack(hands.order) if hands is not None else None,
-            "deal": deal.state() if deal is not None else None,
-            "steps": trainer.steps,
-            "turns": trainer.turns,
-            "hands": trainer.hands_done,
-            "rounds": trainer.rounds_done,
-            "samples": trainer.samples_before + deal.handed if deal is not None else trainer.samples,
-            "samples_before": trainer.samples_before,
-            "turns_before": trainer.turns if isinstance(hands, FreeHands) else trainer.turns_before,
-            "referee": trainer.referee.state(),
-            "settings": trainer.settings.state(),
-            "replica": replica,
-            "own_optimizer": trainer.replica.keeps_own_optimizer,
-            "saved": self._saved_at,
-            "t": trainer.journal.t(),
-            "zero": trainer.journal.zero,
-            "boot": boot_id(),
-        }
-        tensors |= handover.model_tensors(trainer.model) | handover.optimizer_tensors(trainer.optimizer)
-        return State(facts, tensors, own)
-
-    def _own(self) -> handover.Own:
-        facts, tensors = handover.random_states(self._trainer.loader)
-        memories, kept = self._trainer.replica.own_state()
-        if self._trainer.replica.keeps_own_optimizer:
-            tensors |= handover.optimizer_tensors(self._trainer.optimizer)
-        return facts | {"memories": memories}, tensors | kept
-
-    # --- checkpoints --------------------------------------------------------------------------------------------
-
-    def _is_to_save(self) -> bool:
-        """Whether one is due by the number of rounds, or of seconds where nobody else must be told."""
-        trainer, due = self._trainer, self._saves
-        if due is None or trainer.replica.arrival is not None or not trainer.is_at_rest():
-            return False
-        if due.rounds is not None:
-            return trainer.rounds_done - self._saved_at >= due.rounds
-        return not isinstance(trainer.wire, EnduringWire) and due.due(trainer.journal.t(), trainer.rounds_done)
-
-    def cut_made(self) -> None:
-        """Workers that do not wait have met, and nothing is under way: a checkpoint is written if one is due."""
-        if self._told_to_save():
-            self._trainer.look_together(self._save)
-
-    def save_if_due(self) -> None:
-        """The same where they look at the server's model anyway, as at the end of a pass."""
-        if self._told_to_save():
-            self._save()
-
-    def _told_to_save(self) -> bool:
-        """Whether the first of the workers that do not wait finds that a checkpoint is due."""
-        trainer, due = self._trainer, self._saves
-        if due is None or trainer.replica.arrival is None:
-            return False
-        t = trainer.journal.t()
-        return trainer.wire.tell(lambda: b"save" if due.due(t, trainer.rounds_done) else b"") == b"save"
-
-    def _save(self) -> None:
-        """All tell what they have for themselves; the first writes everything down, behind the training.
-
-        Those who go on by themselves wait until it has looked at what all have: the server's parameters, and the books.
-        """
-        trainer = self._trainer
-        self._saved_at = trainer.rounds_done
-        told = trainer.wire.gather(handover.pack_own(self._own()))
-        own = dict(zip(members_of(trainer.wire), map(handover.unpack_own, told), strict=True))
-        if trainer.replica.arrival is not None:
-            trainer.wire.tell(lambda: self._keep(own))
-        elif not trainer.wire.worker:
-            self._keep(own)
-
-    def _keep(self, own: dict[int, handover.Own]) -> bytes:
-        """Have the state written; not if a server was lost meanwhile: what it had is of another moment then."""
-        trainer = self._trainer
-        if self._seat.run is None:
-            return b"nowhere"
-        try:
-            state = self._state(own)
-        except AnewError:
-            return b"lost"
-        kept = State(handover.as_text(state.facts), self._snapshots.copied(state.tensors), state.own)
-        if self._writer is None:
-            folder = self._seat.run / CHECKPOINTS
-            self._writer = BackgroundWriter(Checkpoints(folder, self._seat.keep), self._notices.put)
-        self._writer.submit(kept, trainer.rounds_done)
-        trainer.journal.write("checkpoint", step=trainer.steps, round=trainer.rounds_done, samples=trainer.samples)
-        return b"kept"
-
     def finish(self) -> None:
         """The script is over: the last state, whole, if states are kept at all."""
-        if self._saves is not None and not self.left and self._trainer.hands_done:
-            self._save()
-        if self._writer is not None:
-            self._writer.close(60.0)
-        while not self._notices.empty():
-            self._trainer.journal.notice(self._notices.get())
+        self.keeper.finish(self.left)
 
 
 def comes_late(wire: Wire) -> bool:

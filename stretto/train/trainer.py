@@ -152,7 +152,7 @@ class Trainer:
             self.hands = self.dealer.deal(self.passes, found)
         if isinstance(self.hands, FreeHands):
             self.hands.finish, self.hands.meet = self.bring_all, self._meet
-            self.hands.cut_made = self.presence.cut_made
+            self.hands.cut_made = self.presence.keeper.cut_made
             self.samples_before = (self.passes - 1) * self.hands.samples
         self.presence.pass_begun()
 
@@ -209,7 +209,7 @@ class Trainer:
         self.closing, self.hands = self.hands, None
         self.referee.close_pass(self.closing)
         self.closing = None
-        self.presence.save_if_due()
+        self.presence.keeper.save_if_due()
         return True
 
     def bring_all(self) -> None:
@@ -224,7 +224,7 @@ class Trainer:
 
     def _judge_and_save(self) -> None:
         self.referee.evaluate()
-        self.presence.save_if_due()
+        self.presence.keeper.save_if_due()
 
     def look_together(self, then: Callable[[], None]) -> None:
         """All workers that do not wait for each other look at what the server has, do this, and go on."""

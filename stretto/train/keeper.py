@@ -1,0 +1,152 @@
+"""Writes down the state of a run: for checkpoints, and for those who come to it.
+
+Workers that wait for each other are at rest between two hands. Those that do not meet at a cut, or to evaluate, and at
+the end of a pass; then all look at what the server has.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from queue import SimpleQueue
+from typing import Any
+
+from stretto.folder import CHECKPOINTS
+from stretto.train import handover
+from stretto.train.batches import pack
+from stretto.train.checkpoint import BackgroundWriter, Checkpoints, Snapshots, State
+from stretto.train.free import FreeHands
+from stretto.train.hands import LeasedHands, members_of
+from stretto.train.journal import boot_id
+from stretto.train.present import Present
+from stretto.train.seat import Seat
+from stretto.wire.enduring import EnduringWire
+from stretto.wire.server import AnewError
+
+
+class Keeper:
+    """Says when a checkpoint is due, and what is in it; the first worker writes it, behind the training."""
+
+    def __init__(self, trainer: Present, seat: Seat) -> None:
+        self._trainer, self._run, self._keep_last = trainer, seat.run, seat.keep
+        self._every = copy.copy(seat.checkpoint)
+        self.saved_at = 0
+        """The rounds at the last checkpoint."""
+        self._writer: BackgroundWriter | None = None
+        self._snapshots = Snapshots()
+        self._notices: SimpleQueue[str] = SimpleQueue()
+        """What the writer has to say, in its own thread."""
+
+    # --- when ---------------------------------------------------------------------------------------------------
+
+    def is_due(self) -> bool:
+        """Whether one is due at a rest by the number of rounds, or of seconds where nobody else must be told."""
+        trainer, due = self._trainer, self._every
+        if due is None or trainer.replica.arrival is not None or not trainer.is_at_rest():
+            return False
+        if due.rounds is not None:
+            return trainer.rounds_done - self.saved_at >= due.rounds
+        return not isinstance(trainer.wire, EnduringWire) and due.due(trainer.journal.t(), trainer.rounds_done)
+
+    def cut_made(self) -> None:
+        """Workers that do not wait have met, and nothing is under way: a checkpoint is written if one is due."""
+        if self._is_told_to_save():
+            self._trainer.look_together(self.save)
+
+    def save_if_due(self) -> None:
+        """The same where they look at the server's model anyway, as at the end of a pass."""
+        if self._is_told_to_save():
+            self.save()
+
+    def _is_told_to_save(self) -> bool:
+        """Whether the first of the workers that do not wait finds that a checkpoint is due."""
+        trainer, due = self._trainer, self._every
+        if due is None or trainer.replica.arrival is None:
+            return False
+        t = trainer.journal.t()
+        return trainer.wire.tell(lambda: b"save" if due.due(t, trainer.rounds_done) else b"") == b"save"
+
+    # --- saving -------------------------------------------------------------------------------------------------
+
+    def save(self) -> None:
+        """All tell what they have for themselves; the first writes everything down.
+
+        Those who go on by themselves wait until it has looked at what all have: the server's parameters, and the books.
+        """
+        trainer = self._trainer
+        self.saved_at = trainer.rounds_done
+        told = trainer.wire.gather(handover.pack_own(self._own()))
+        if trainer.replica.arrival is not None:
+            trainer.wire.tell(lambda: self._write(told))
+        elif not trainer.wire.worker:
+            self._write(told)
+
+    def _write(self, told: Sequence[bytes]) -> bytes:
+        """Have the state written; not if a server was lost meanwhile: what it had is of another moment then."""
+        trainer = self._trainer
+        if self._run is None:
+            return b"nowhere"
+        own = dict(zip(members_of(trainer.wire), map(handover.unpack_own, told), strict=True))
+        try:
+            state = self.state(own)
+        except AnewError:
+            return b"lost"
+        kept = State(handover.as_text(state.facts), self._snapshots.copied(state.tensors), state.own)
+        if self._writer is None:
+            self._writer = BackgroundWriter(Checkpoints(self._run / CHECKPOINTS, self._keep_last), self._notices.put)
+        self._writer.submit(kept, trainer.rounds_done)
+        trainer.journal.write("checkpoint", step=trainer.steps, round=trainer.rounds_done, samples=trainer.samples)
+        return b"written"
+
+    def pass_on(self) -> None:
+        """Say what the writer has to say."""
+        while not self._notices.empty():
+            self._trainer.journal.notice(self._notices.get())
+
+    def finish(self, has_left: bool) -> None:
+        """The script is over: the last state, whole, if states are kept at all."""
+        if self._every is not None and not has_left and self._trainer.hands_done:
+            self.save()
+        if self._writer is not None:
+            self._writer.close(60.0)
+        self.pass_on()
+
+    # --- the state ----------------------------------------------------------------------------------------------
+
+    def state(self, own: dict[int, handover.Own]) -> State:
+        """All there is to know, with what each worker has for itself. Raises AnewError when a server was lost."""
+        trainer = self._trainer
+        hands = trainer.hands if isinstance(trainer.hands, LeasedHands | FreeHands) else None
+        deal = hands.at_rest() if hands is not None else None
+        replica, tensors = trainer.replica.state()
+        facts: dict[str, Any] = {
+            "recipe": str(trainer.replica.recipe),
+            "workers": list(members_of(trainer.wire)),
+            "passes": trainer.passes,
+            "order": pack(hands.order) if hands is not None else None,
+            "deal": deal.state() if deal is not None else None,
+            "steps": trainer.steps,
+            "turns": trainer.turns,
+            "hands": trainer.hands_done,
+            "rounds": trainer.rounds_done,
+            "samples": trainer.samples_before + deal.handed if deal is not None else trainer.samples,
+            "samples_before": trainer.samples_before,
+            "turns_before": trainer.turns if isinstance(hands, FreeHands) else trainer.turns_before,
+            "referee": trainer.referee.state(),
+            "settings": trainer.settings.state(),
+            "replica": replica,
+            "own_optimizer": trainer.replica.keeps_own_optimizer,
+            "saved": self.saved_at,
+            "t": trainer.journal.t(),
+            "zero": trainer.journal.zero,
+            "boot": boot_id(),
+        }
+        tensors |= handover.model_tensors(trainer.model) | handover.optimizer_tensors(trainer.optimizer)
+        return State(facts, tensors, own)
+
+    def _own(self) -> handover.Own:
+        facts, tensors = handover.random_states(self._trainer.loader)
+        memories, kept = self._trainer.replica.own_state()
+        if self._trainer.replica.keeps_own_optimizer:
+            tensors |= handover.optimizer_tensors(self._trainer.optimizer)
+        return facts | {"memories": memories}, tensors | kept

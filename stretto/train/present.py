@@ -1,0 +1,50 @@
+"""What those who keep watch over a trainer see of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from torch import nn
+from torch.optim import Optimizer
+
+from stretto.train.exchange import Weights
+from stretto.train.hands import Hands
+from stretto.train.journal import Journal
+from stretto.train.referee import Referee
+from stretto.train.replica import Replica
+from stretto.train.shadow import Settings
+from stretto.wire import Wire
+
+
+class Present(Protocol):
+    """What is seen of a trainer."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    loader: Any
+    wire: Wire
+    journal: Journal
+    replica: Replica
+    referee: Referee
+    weights: Weights
+    settings: Settings
+    hands: Hands | None
+    closing: Hands | None
+    steps: int
+    turns: int
+    hands_done: int
+    rounds_done: int
+    samples: int
+    passes: int
+    samples_before: int
+    turns_before: int
+
+    def bring_all(self) -> None:
+        """Bring to a server what has not been sent yet, and wait until it is there."""
+
+    def is_at_rest(self) -> bool:
+        """Whether nothing waits to be exchanged."""
+
+    def look_together(self, then: Callable[[], None]) -> None:
+        """All workers that do not wait for each other look at what the server has, do this, and go on."""
