@@ -137,6 +137,13 @@ class Checkpoints:
                     notice(f"{damage}; the checkpoint {left[0].name} is passed over")
         return None
 
+    def highest(self) -> int:
+        """The round of the newest, whole or not; 0 when there is none."""
+        try:
+            return max((_place(path)[0] for path in self._found()), default=0)
+        except LogError:  # whoever writes there will say so
+            return 0
+
     def last(self) -> int | None:
         """The round of the newest whole checkpoint. What this object wrote is taken to be whole."""
         return next((_place(path)[0] for path in self._found() if self._is_whole(path)), None)

@@ -33,6 +33,8 @@ class Keeper:
         self.saved_at = 0
         """The rounds at the last checkpoint."""
         self._writer: BackgroundWriter | None = None
+        self._number = 0
+        """That of the last checkpoint. Where nobody waits rounds are each worker's own, and another may write."""
         self._snapshots = Snapshots()
         self._notices: SimpleQueue[str] = SimpleQueue()
         """What the writer has to say, in its own thread."""
@@ -93,9 +95,12 @@ class Keeper:
             return b"lost"
         kept = State(handover.as_text(state.facts), self._snapshots.copied(state.tensors), state.own)
         if self._writer is None:
-            self._writer = BackgroundWriter(Checkpoints(self._run / CHECKPOINTS, self._keep_last), self._notices.put)
-        self._writer.submit(kept, trainer.rounds_done)
-        trainer.journal.write("checkpoint", step=trainer.steps, round=trainer.rounds_done, samples=trainer.samples)
+            checkpoints = Checkpoints(self._run / CHECKPOINTS, self._keep_last)
+            self._writer, self._number = BackgroundWriter(checkpoints, self._notices.put), checkpoints.highest()
+        is_common = trainer.replica.arrival is None
+        self._number = trainer.rounds_done if is_common else max(trainer.rounds_done, self._number + 1)
+        self._writer.submit(kept, self._number)
+        trainer.journal.write("checkpoint", step=trainer.steps, round=self._number, samples=trainer.samples)
         return b"written"
 
     def pass_on(self) -> None:
