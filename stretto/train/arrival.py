@@ -100,9 +100,11 @@ class ArrivalExchange:
         self._seq, self._age = 0, wire.age
         self._fresh = True
         """Whether nothing was computed since the last exchange."""
-        wire.on_cut, wire.on_recovered = self.meet, self._follow
         _refuse_optimizer(recipe, optimizer)
+        wire.on_cut, wire.on_recovered = self.meet, _stay  # what is given to the server is not read from it meanwhile
         self._open(kept)
+        self._age = wire.age
+        wire.on_recovered = self._follow
 
     def _open(self, kept: RuleMemory | None) -> None:
         """The first worker gives the parameters to the server; nobody pushes before they are there.
@@ -397,6 +399,10 @@ class ArrivalExchange:
                 if not bool(torch.isfinite(one.change[slot.start : slot.stop]).all()):
                     return NotFiniteError(f"the update of {slot.name} is NaN or infinite; it was not sent")
         return None
+
+
+def _stay() -> None:
+    """Keep the parameters."""
 
 
 def _groups(optimizer: Optimizer) -> dict[int, dict[str, Any]]:

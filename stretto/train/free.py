@@ -54,6 +54,8 @@ class FreeShare(BatchSampler):
             self._bounds = [0, *accumulate(self._order.sizes)]
             if self._keeps and self.wire.order[0] != self._number:
                 self.wire.keep_order(self._number, pack(self._order))
+            if self._begun is not None:
+                self.wire.gather(b"begun")  # the cut that comes of it has a number of its own
             self.wire.begin(self._number, self._order.sizes, self._meet, self._dealt, settled)
         return self._order
 
@@ -85,6 +87,11 @@ class FreeShare(BatchSampler):
         """Ask for the next batch; the answer is waited for when it is needed."""
         if self._asked is None:
             self._asked = self.wire.ask_lease(self._number), self.wire.age
+
+    @property
+    def has_asked(self) -> bool:
+        """Whether a batch was asked for whose answer nobody has waited for."""
+        return self._asked is not None
 
     def settle(self, leases: Sequence[Lease]) -> None:
         """The work on these is in the server's parameters."""
@@ -204,6 +211,9 @@ class FreeHands:
 
     def leave(self) -> None:
         """The script has left the pass, and this worker's work is brought: wait for the others, who do the rest."""
+        if self._share.has_asked:  # the answer may be a call, which the others come to
+            self._share.hear_calls()
+            self._come_to_meetings()
         while not (self._share.is_over(left=True) and self._share.wire.on_cut()):
             self._share.hear_calls()
             self._come_to_meetings()

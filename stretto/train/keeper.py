@@ -7,7 +7,7 @@ the end of a pass; then all look at what the server has.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping
 from queue import SimpleQueue
 from typing import Any
 
@@ -52,21 +52,17 @@ class Keeper:
 
     def cut_made(self) -> None:
         """Workers that do not wait have met, and nothing is under way: a checkpoint is written if one is due."""
-        if self._is_told_to_save():
+        if self.is_told_to_save():
+            self._trainer.bring_steps()
             self._trainer.look_together(self.save)
 
-    def save_if_due(self) -> None:
-        """The same where they look at the server's model anyway, as at the end of a pass."""
-        if self._is_told_to_save():
-            self.save()
-
-    def _is_told_to_save(self) -> bool:
-        """Whether the first of the workers that do not wait finds that a checkpoint is due."""
+    def is_told_to_save(self) -> bool:
+        """Whether the first of the workers that do not wait, and have met, finds that a checkpoint is due."""
         trainer, due = self._trainer, self._every
         if due is None or trainer.replica.arrival is None:
             return False
         t = trainer.journal.t()
-        return trainer.wire.tell(lambda: b"save" if due.due(t, trainer.rounds_done) else b"") == b"save"
+        return trainer.wire.tell(lambda: b"save" if due.due(t, trainer.rounds_done) else b"no") == b"save"
 
     # --- saving -------------------------------------------------------------------------------------------------
 
@@ -78,27 +74,28 @@ class Keeper:
         trainer = self._trainer
         self.saved_at = trainer.rounds_done
         told = trainer.wire.gather(handover.pack_own(self._own()))
+        whose = dict(zip(members_of(trainer.wire), told, strict=True))
         if trainer.replica.arrival is not None:
-            trainer.wire.tell(lambda: self._write(told))
+            trainer.wire.tell(lambda: self._write(whose))
         elif not trainer.wire.worker:
-            self._write(told)
+            self._write(whose)
 
-    def _write(self, told: Sequence[bytes]) -> bytes:
+    def _write(self, told: Mapping[int, bytes]) -> bytes:
         """Have the state written; not if a server was lost meanwhile: what it had is of another moment then."""
         trainer = self._trainer
         if self._run is None:
             return b"nowhere"
-        own = dict(zip(members_of(trainer.wire), map(handover.unpack_own, told), strict=True))
         try:
-            state = self.state(own)
+            state = self.state({worker: handover.unpack_own(one) for worker, one in told.items()})
         except AnewError:
             return b"lost"
         kept = State(handover.as_text(state.facts), self._snapshots.copied(state.tensors), state.own)
+        checkpoints = Checkpoints(self._run / CHECKPOINTS, self._keep_last)
         if self._writer is None:
-            checkpoints = Checkpoints(self._run / CHECKPOINTS, self._keep_last)
-            self._writer, self._number = BackgroundWriter(checkpoints, self._notices.put), checkpoints.highest()
+            self._writer = BackgroundWriter(checkpoints, self._notices.put)
         is_common = trainer.replica.arrival is None
-        self._number = trainer.rounds_done if is_common else max(trainer.rounds_done, self._number + 1)
+        before = max(self._number, checkpoints.highest())
+        self._number = trainer.rounds_done if is_common else max(trainer.rounds_done, before + 1)
         self._writer.submit(kept, self._number)
         trainer.journal.write("checkpoint", step=trainer.steps, round=self._number, samples=trainer.samples)
         return b"written"
@@ -108,9 +105,9 @@ class Keeper:
         while not self._notices.empty():
             self._trainer.journal.notice(self._notices.get())
 
-    def finish(self, has_left: bool) -> None:
-        """The script is over: the last state, whole, if states are kept at all."""
-        if self._every is not None and not has_left and self._trainer.hands_done:
+    def finish(self, is_wanted: bool) -> None:
+        """The script is over: the last state, whole, if it `is_wanted` and states are kept at all."""
+        if self._every is not None and is_wanted:
             self.save()
         if self._writer is not None:
             self._writer.close(60.0)
@@ -128,6 +125,7 @@ class Keeper:
             "recipe": str(trainer.replica.recipe),
             "workers": list(members_of(trainer.wire)),
             "passes": trainer.passes,
+            "closing": trainer.closing is not None,
             "order": pack(hands.order) if hands is not None else None,
             "deal": deal.state() if deal is not None else None,
             "steps": trainer.steps,

@@ -105,7 +105,8 @@ class Presence:
         self._taken = state
         handover.take_model(trainer.model, state.tensors)
         own = state.own.get(number_of(trainer.wire)) if self._is_same_crew(state) else None
-        handover.take_optimizer(trainer.optimizer, own[1] if own and facts["own_optimizer"] else state.tensors)
+        each_its_own = facts["own_optimizer"] and trainer.replica.keeps_own_optimizer
+        handover.take_optimizer(trainer.optimizer, own[1] if own and each_its_own else state.tensors)
         trainer.steps, trainer.turns, trainer.hands_done = facts["steps"], facts["turns"], facts["hands"]
         trainer.rounds_done, trainer.samples = facts["rounds"], facts["samples"]
         trainer.samples_before, trainer.turns_before = facts["samples_before"], facts["turns_before"]
@@ -154,18 +155,29 @@ class Presence:
     def pass_begun(self) -> None:
         """The hands of a pass are there: what others knew of it before is told to them."""
         late, self._late = self._late, None
-        hands, wire = self._trainer.hands, self._trainer.wire
+        hands = self._trainer.hands
         if late is not None and isinstance(hands, LeasedHands) and late[0].hand > self._trainer.turns_before:
             hands.change(late[0], late[0].hand - self._trainer.turns_before, 0)
         self._lose(())
         if self._taken is not None and self._trainer.passes >= self._taken.facts["passes"]:
-            state, self._taken = self._taken, None
-            self._go_on_from(state, number_of(wire))
+            self._go_on_from(self._taken)
 
-    def _go_on_from(self, state: State, number: int) -> None:
+    def pass_skipped(self) -> None:
+        """A pass was over before this worker came. A state of its very end is where the script goes on from."""
+        taken = self._taken
+        if taken is not None and taken.facts["closing"] and self._trainer.passes == taken.facts["passes"]:
+            self._go_on_from(taken)
+
+    def pass_begins(self) -> None:
+        """The first pass after a state that a script ended with: its order is drawn from there."""
+        if self._taken is not None and self._trainer.passes > self._taken.facts["passes"]:
+            self._go_on_from(self._taken)
+
+    def _go_on_from(self, state: State) -> None:
         """Settings and random states as they were when the state was taken, whatever the script did on its way here."""
+        self._taken = None
         self._trainer.settings.take(state.facts["settings"])
-        own = state.own.get(number) if self._is_same_crew(state) else None
+        own = state.own.get(number_of(self._trainer.wire)) if self._is_same_crew(state) else None
         if own is not None:
             handover.take_random_states(own, self._trainer.loader)
 
@@ -336,10 +348,6 @@ class Presence:
             self._trainer.samples_before -= self._counted
             self._lost, self._counted = [], 0
         return lost
-
-    def finish(self) -> None:
-        """The script is over: the last state, whole, if states are kept at all."""
-        self.keeper.finish(self.left)
 
 
 def comes_late(wire: Wire) -> bool:

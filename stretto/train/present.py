@@ -43,6 +43,9 @@ class Present(Protocol):
     def bring_all(self) -> None:
         """Bring to a server what has not been sent yet, and wait until it is there."""
 
+    def bring_steps(self) -> None:
+        """The same of what has been stepped with, where nothing is accumulated."""
+
     def is_at_rest(self) -> bool:
         """Whether nothing waits to be exchanged."""
 

@@ -103,12 +103,12 @@ class Referee:
         """Evaluate the model as it is now; worker 0 does, the others wait for it."""
         trainer = self._trainer
         at = trainer.steps if trainer.replica.arrival is None else trainer.samples
-        if self._evaluate is None or self._evaluated_at == at:
+        if self._evaluate is None or (self._evaluated_at == at and trainer.replica.arrival is None):
             return
-        self._evaluated_at = at
+        is_new, self._evaluated_at = self._evaluated_at != at, at
         training_s = trainer.training_s()
-        with trainer.watch.on("evaluating"):
-            trainer.wire.tell(lambda: self._judge(training_s))
+        with trainer.watch.on("evaluating"):  # where nobody waits one may have come later; who judges knows
+            trainer.wire.tell(lambda: self._judge(training_s) if is_new else b"evaluated")
         trainer.journal.flush()
 
     def _judge(self, training_s: float) -> bytes:
@@ -161,9 +161,9 @@ class Referee:
         self._trainer.journal.flush()
         return b"written"
 
-    def finish(self) -> None:
-        """A last evaluation of the model that the script ends with, and its state."""
-        if self._trainer.hands_done:
+    def finish(self, has_worked: bool) -> None:
+        """A last evaluation of the model that the script ends with, if anybody `has_worked`, and its state."""
+        if has_worked:
             self.evaluate()
         self._trainer.wire.tell(self._keep_final)
 

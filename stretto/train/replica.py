@@ -185,6 +185,7 @@ class Replica:
         With what the servers' rule keeps. Raises AnewError when one of them was lost.
         """
         facts: dict[str, Any] = {"moving": self._buffers.state(), "common": {}, "shards": self._shards}
+        facts |= {"what": self._kind_of_debts, "how": self._codec}
         tensors: dict[str, Tensor] = {}
         for index, memory in enumerate(self._memories):
             _sort(memories.common(memory), f"common/{index}", facts["common"], tensors)
@@ -222,7 +223,8 @@ class Replica:
             self._make_exchange(self._kept_rule(facts, tensors))
         self._buffers.restore(facts["moving"])
         found: dict[str, Any] = facts["common"] | dict(tensors)
-        is_alike = facts.get("shards", 0) == self._shards
+        is_of_kind = facts["what"] == self._kind_of_debts
+        is_alike = is_of_kind and facts["how"] == self._codec and facts["shards"] == self._shards
         for index, memory in enumerate(self._memories if is_alike else ()):
             memories.put(memory, _under(found, f"common/{index}"))
         for index, one in enumerate(self.rounds.ranges if self.rounds is not None else ()):
@@ -231,10 +233,10 @@ class Replica:
             kept = own[0]["memories"] | own[1]
             for index, memory in enumerate(self._memories if is_alike else ()):
                 memories.put(memory, _under(kept, f"memory/{index}"))
-            if not is_alike:
+            if not is_alike and is_of_kind:
                 self.add_owed(own[1])
             self._take_own(kept)
-        for _, theirs in orphans:
+        for _, theirs in orphans if is_of_kind else ():
             self.add_owed(theirs)
 
     def _kept_rule(self, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> RuleMemory:
@@ -259,6 +261,16 @@ class Replica:
                 mine = kept.get(f"own/{index}")
                 if mine is not None and mine.shape == one.part.theta.shape:
                     one.part.theta.copy_(mine)
+
+    @property
+    def _kind_of_debts(self) -> str:
+        """What is owed: gradients are no updates, and have another sign and size."""
+        return type(self._recipe.what).__name__ if self._recipe is not None else ""
+
+    @property
+    def _codec(self) -> str:
+        """How it is encoded, as it can be typed."""
+        return str(self._recipe.how) if self._recipe is not None else ""
 
     @property
     def _shards(self) -> int:

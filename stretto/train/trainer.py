@@ -141,12 +141,14 @@ class Trainer:
         self.end_pass()
         self.passes += 1
         if self.presence.is_over(self.passes):
+            self.presence.pass_skipped()
             return
         self.replica.resume(own=False)
         self.replica.prepare()
         found = self.presence.found(self.passes)
         if found is None:
             self.samples_before, self.turns_before = self.samples, self.turns
+        self.presence.pass_begins()
         with self.watch.on("loading"):
             self._pace.begin_pass()
             self.hands = self.dealer.deal(self.passes, found)
@@ -208,8 +210,9 @@ class Trainer:
         self.check("at the end of a pass")
         self.closing, self.hands = self.hands, None
         self.referee.close_pass(self.closing)
+        if self.presence.keeper.is_told_to_save():
+            self.presence.keeper.save()
         self.closing = None
-        self.presence.keeper.save_if_due()
         return True
 
     def bring_all(self) -> None:
@@ -217,14 +220,22 @@ class Trainer:
         if self.replica.arrival is not None:
             self._send(self.replica.arrival.finish)
 
+    def bring_steps(self) -> None:
+        """The same of what has been stepped with, where nothing is accumulated: the books say that it is done."""
+        if self._stepped_last:
+            self.bring_all()
+
     def _meet(self, times: int) -> None:
         """Meet the other workers, when that is due, and evaluate what the server has."""
         for _ in range(times):
-            self.look_together(self._judge_and_save)
+            saves = self.presence.keeper.is_told_to_save()
+            if saves:
+                self.bring_steps()
+            self.look_together(self._judge_and_save if saves else self.referee.evaluate)
 
     def _judge_and_save(self) -> None:
         self.referee.evaluate()
-        self.presence.keeper.save_if_due()
+        self.presence.keeper.save()
 
     def look_together(self, then: Callable[[], None]) -> None:
         """All workers that do not wait for each other look at what the server has, do this, and go on."""
@@ -245,16 +256,23 @@ class Trainer:
         """The script is over: end what is open, and write the last words."""
         if not self.presence.left:
             self.end_pass()
-            if self.replica.arrival is not None and self.hands_done:
+            has_worked = self._has_anybody_worked()
+            if self.replica.arrival is not None and has_worked:
                 self.replica.look()
-            self.referee.finish()
-            self.presence.finish()
+            self.referee.finish(has_worked)
+            self.presence.keeper.finish(has_worked)
         self._write_outcomes()
         self.journal.write(
             "end", step=self.steps, samples=self.own_samples, training_s=self.training_s(), **self.measured()
         )
         self.journal.close()
         self.wire.close()
+
+    def _has_anybody_worked(self) -> bool:
+        """Whether there is something to look at in the end: where nobody waits one may have got no batch at all."""
+        if self.replica.arrival is None:
+            return bool(self.hands_done)
+        return b"some" in self.wire.gather(b"some" if self.hands_done else b"none")
 
     def abandon(self) -> None:
         """The script has failed: keep what is known, and let nobody at a server wait for this worker."""
