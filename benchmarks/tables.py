@@ -260,11 +260,12 @@ def _costs(one: Record) -> str:
 def upkeep(record: Record) -> Iterator[str]:
     """What being ready for a death costs, and what checkpoints cost."""
     yield from _head(record["question"][0].upper() + record["question"][1:], "upkeep")
-    yield "| model | recipe | ratio in the same processes | wanted | ready against ready | turns |"
-    yield "| --- | --- | --- | --- | --- | --- |"
+    yield "| model | recipe | in the same processes | ready, ready | by processor | ready, ready | wanted |"
+    yield "| --- | --- | --- | --- | --- | --- | --- |"
     for one in record["aside"]:
-        ratios = f"{ratio(one['ratio'])} | at least {record['wanted']:g} | {ratio(one['ready_against_ready'])}"
-        yield f"| {one['case']} | {one['recipe']} | {ratios} | {one['turns']} |"
+        names = ("ratio", "ratio_of_the_same", "processor_ratio", "processor_ratio_of_the_same")
+        ratios = " | ".join(ratio(one[name]) for name in names)
+        yield f"| {one['case']} | {one['recipe']} | {ratios} | at least {record['wanted']:g} |"
     yield ""
     yield "Between two runs, which differ by up to a tenth even when they are of one kind:"
     yield ""

@@ -193,14 +193,14 @@ def _aside(case: str, recipe: str, groups: int | None) -> dict[str, Any]:
     turns = groups * IN_A_GROUP
     with contextlib.closing(Run(Side(True), recipe, case, SEGMENTS[case], 3 * turns + 3, aside=True)) as one:
         taken = in_turns({READY: one.segment, NOT_READY: one.bare, AGAIN: one.segment}, turns)
-    walls = {name: [found.took.wall for found in segments] for name, segments in taken.items()}
-    grouped = {
-        name: [found[at : at + IN_A_GROUP] for at in range(0, turns, IN_A_GROUP)] for name, found in walls.items()
-    }
-    speed, same = Ratio.of(grouped[READY], grouped[NOT_READY]), Ratio.of(grouped[READY], grouped[AGAIN])
-    print(f"  {case} {recipe}: {speed} in the same processes (ready against ready {same})", flush=True)
-    found = {"case": case, "recipe": recipe, "groups": groups, "turns": turns, "steps": SEGMENTS[case]}
-    return {**found, "ratio": speed.record(), "ready_against_ready": same.record()}
+    starts = range(0, turns, IN_A_GROUP)
+    grouped = {name: [found[at : at + IN_A_GROUP] for at in starts] for name, found in taken.items()}
+    found: dict[str, Any] = {"case": case, "recipe": recipe, "groups": groups, "turns": turns, "steps": SEGMENTS[case]}
+    for clock, name in (("wall", "ratio"), ("processor", "processor_ratio")):
+        speed, same = (_ratio(grouped, READY, other, clock) for other in (NOT_READY, AGAIN))
+        print(f"  {case} {recipe}: {speed} by {clock} in the same processes (ready against ready {same})", flush=True)
+        found |= {name: speed.record(), f"{name}_of_the_same": same.record()}
+    return found
 
 
 def _case(case: str, recipe: str, taken: Taken) -> dict[str, Any]:

@@ -225,7 +225,7 @@ def test_what_was_stepped_with_is_brought_before_a_state_is_kept(tmp_path: Path)
     (whole,) = crew(1, 3, recipe, tmp_path / "whole", momentum=0.9, evaluate_every=3)
     found = [one for one in saved(tmp_path / "whole") if facts(one)["passes"] == 2 and facts(one)["deal"] is not None]
     assert len(found) > 3
-    for one in found[1:4]:
+    for one in found[1:3]:
         part = only(one, tmp_path / f"from-{one.name}")
         (again,) = crew(1, 3, recipe, tmp_path / f"to-{one.name}", momentum=0.9, evaluate_every=3, resume=part)
         assert torch.allclose(again, whole, atol=1e-6), one.name
