@@ -32,8 +32,7 @@ loader = stretto.distribute(model, optimizer, DataLoader(data, batch_size=BATCH,
 
 sys.stdin = (asked.pipes / f"{rank}.go").open()
 sys.stdout = (asked.pipes / f"{rank}.took").open("w")
-trainer = getattr(loader, "_trainer", None)
-pace = Pace(asked.segment, Aside(trainer).heed if asked.aside else lambda _word: None)
+pace = Pace(asked.segment, Aside(loader._trainer).heed) if asked.aside else Pace(asked.segment)
 pace.begin()
 for x, y in loader:
     optimizer.zero_grad()

@@ -264,9 +264,9 @@ class Shard:
     def take_up(self, kept: Mapping[str, Sequence[Tensor]], arrivals: Sequence[int]) -> None:
         """What a rule has kept, as far as this one keeps the like."""
         for name, tensors in self.memory().items():
-            for one, before in zip(tensors, kept.get(name, ()), strict=False):
+            for one, before in zip(tensors, kept.get(name, tensors), strict=True):
                 one.copy_(before)
-        for velocity, arrived in zip(self._velocity, arrivals, strict=False):
+        for velocity, arrived in zip(self._velocity, arrivals or self.arrivals, strict=bool(self._velocity)):
             velocity.arrivals = arrived
 
     # --- the bound ----------------------------------------------------------------------------------------------

@@ -28,7 +28,8 @@ class Keeper:
     """Says when a checkpoint is due, and what is in it; the first worker writes it, behind the training."""
 
     def __init__(self, trainer: Present, seat: Seat) -> None:
-        self._trainer, self._run, self._keep_last = trainer, seat.run, seat.keep
+        self._trainer = trainer
+        self._checkpoints = Checkpoints(seat.run / CHECKPOINTS, seat.keep) if seat.run is not None else None
         self._every = copy.copy(seat.checkpoint)
         self.saved_at = 0
         """The rounds at the last checkpoint."""
@@ -83,19 +84,18 @@ class Keeper:
     def _write(self, told: Mapping[int, bytes]) -> bytes:
         """Have the state written; not if a server was lost meanwhile: what it had is of another moment then."""
         trainer = self._trainer
-        if self._run is None:
+        if self._checkpoints is None:
             return b"nowhere"
         try:
             state = self.state({worker: handover.unpack_own(one) for worker, one in told.items()})
         except AnewError:
             return b"lost"
         kept = State(handover.as_text(state.facts), self._snapshots.copied(state.tensors), state.own)
-        checkpoints = Checkpoints(self._run / CHECKPOINTS, self._keep_last)
         if self._writer is None:
-            self._writer = BackgroundWriter(checkpoints, self._notices.put)
-        is_common = trainer.replica.arrival is None
-        before = max(self._number, checkpoints.highest())
-        self._number = trainer.rounds_done if is_common else max(trainer.rounds_done, before + 1)
+            self._writer = BackgroundWriter(self._checkpoints, self._notices.put)
+        self._number, before = trainer.rounds_done, self._number
+        if trainer.replica.arrival is not None:
+            self._number = max(trainer.rounds_done, before + 1, self._checkpoints.highest() + 1)
         self._writer.submit(kept, self._number)
         trainer.journal.write("checkpoint", step=trainer.steps, round=self._number, samples=trainer.samples)
         return b"written"

@@ -250,7 +250,7 @@ class Replica:
             for name, parts in found.items()
             if [one.numel() if one is not None else 0 for one in parts] == lengths
         }
-        return RuleMemory(fits, facts.get("arrivals", []))
+        return RuleMemory(fits, facts.get("arrivals", []) if fits else [])
 
     def _take_own(self, kept: Mapping[str, Any]) -> None:
         """Buffers as this worker had them, and parameters that are only pulled towards a server's."""
