@@ -27,11 +27,12 @@ class Killed(BaseException):
 
 @dataclass(frozen=True)
 class Cut:
-    """In exchange `op` of the first generation worker `dies` dies when it has its answer; only `ahead` gets it too."""
+    """In exchange `op` of a generation worker `dies` dies when it has its answer; only `ahead` gets it too."""
 
     op: int
     dies: int
     ahead: int
+    generation: int = 1
 
 
 class Breakable(memory.MemoryWire):
@@ -112,8 +113,8 @@ class Table(memory._Table):
 class Hall:
     """A coordinator for threads: forms generations of who is alive, and lets newcomers in when all are at rest."""
 
-    def __init__(self, workers: int, cut: Cut | None = None) -> None:
-        self.cut = cut
+    def __init__(self, workers: int, *cuts: Cut) -> None:
+        self.cuts = {one.generation: one for one in cuts}
         self.alive = set(range(workers))
         self.lives = dict.fromkeys(range(workers), 0)
         self._turn = threading.Condition()
@@ -289,8 +290,8 @@ class Former:
         self._hall = hall
 
     def form(self, form: Form, rank: int) -> Breakable:
-        cut = self._hall.cut if form.generation == 1 else None
-        return Breakable(rank, self._hall.table(form.generation, len(form.members)), cut)
+        table = self._hall.table(form.generation, len(form.members))
+        return Breakable(rank, table, self._hall.cuts.get(form.generation))
 
     def abort(self) -> None:
         pass

@@ -388,9 +388,12 @@ class EnduringWire:
         return kept if all(one.intact for one in kept) else []
 
     def _repeated(self, ask: Ask) -> Ticket:
-        """What others were answered in this attempt."""
-        answer = self._given[0].answers[self._open.ask()]
-        return _Given(answer.to(ask.tensor.device) if isinstance(ask, Mean) else answer)
+        """What others were answered in this attempt, noted as if it were answered now: somebody may still lack it."""
+        place = self._open.ask()
+        answer = self._given[0].answers[place]
+        answer = answer.to(ask.tensor.device) if isinstance(ask, Mean) else answer
+        self._open.note(place, answer)
+        return _Given(answer)
 
     def _single(self, act: Callable[[], Any]) -> Any:
         """An attempt of one gather or tell."""
@@ -407,7 +410,7 @@ class EnduringWire:
         if self._kept and not self._copies and not self._kept[-1].intact:
             self._copies = True
         if self._copies:
-            ended.keep_copies()
+            ended.keep_copies(self._kept[-1] if self._kept and not alone else None)
         if not alone:
             self._kept.clear()
         self._kept.append(ended)

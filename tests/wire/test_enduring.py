@@ -1,0 +1,50 @@
+"""Answers that some have when a worker dies reach those who lack them, whoever is left to tell."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from stretto.wire.enduring import EnduringWire
+from stretto.words import Mean
+from tests.endure import LIMIT_S, Cut, Former, Hall, Killed, Standing
+
+WORKERS, ATTEMPTS, LENGTHS = 4, 6, (3, 5)
+
+
+def sums(hall: Hall, worker: int, changes: bool) -> list[list[float]]:
+    """What a worker was answered in each attempt of two means: the number that a sum consists of; [] if it died."""
+    wire = EnduringWire(worker, Standing(hall, worker), Former(hall))
+    given = [torch.zeros(length) for length in LENGTHS]
+    found: list[list[float]] = []
+
+    def ask() -> list[torch.Tensor]:
+        asked = [one.fill_(float(10**worker)) for one in given] if changes else [one + 10**worker for one in given]
+        return [ticket.wait() for ticket in [wire.start(Mean(one)) for one in asked]]
+
+    try:
+        for _ in range(ATTEMPTS):
+            answers = wire.attempt(ask)
+            assert all(bool((one == one[0]).all()) for one in answers)
+            found.append([float(one[0]) for one in answers])
+            for one in answers if changes else ():
+                one.zero_()
+    except Killed:
+        hall.die(worker)
+        return []
+    wire.close()
+    return found
+
+
+@pytest.mark.parametrize("changes", [False, True])
+def test_who_has_learned_an_answer_can_tell_it_on(changes: bool) -> None:
+    """The third worker dies when only the first has the answer; the first while it tells, when only the second has."""
+    last = len(LENGTHS) * (ATTEMPTS - 1)
+    hall = Hall(WORKERS, Cut(last, dies=3, ahead=0), Cut(1, dies=0, ahead=1, generation=2))
+    with ThreadPoolExecutor(WORKERS) as pool:
+        done = [pool.submit(sums, hall, worker, changes) for worker in range(WORKERS)]
+        _, second, third, fourth = [one.result(timeout=LIMIT_S) for one in done]
+    assert second == third == [[1111.0] * 2] * (ATTEMPTS - 1) + [[110.0] * 2]
+    assert fourth == []
