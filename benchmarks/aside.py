@@ -44,6 +44,7 @@ class Aside:
         """Attempts and their answers that are kept, what is told of oneself, beats, looking whether to rest."""
         wire: Any = self._wire
         companion, inner = wire._standing, wire._inner
+        wire._kept.clear()  # what is written there meanwhile is not what a script does to its gradients
         plain: dict[str, Callable[..., Any]] = {name: getattr(inner, name) for name in ("start", "gather", "tell")}
         plain |= {"attempt": _at_once, "doing": _nothing, "is_to_rest": _nothing}
         for name, act in plain.items():

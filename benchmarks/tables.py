@@ -265,7 +265,8 @@ def upkeep(record: Record) -> Iterator[str]:
     for one in record["aside"]:
         names = ("ratio", "ratio_of_the_same", "processor_ratio", "processor_ratio_of_the_same")
         ratios = " | ".join(ratio(one[name]) for name in names)
-        yield f"| {one['case']} | {one['recipe']} | {ratios} | at least {record['wanted']:g} |"
+        clipped = ", gradients clipped" * one["clips"]
+        yield f"| {one['case']} | {one['recipe']}{clipped} | {ratios} | at least {record['wanted']:g} |"
     yield ""
     yield "Between two runs, which differ by up to a tenth even when they are of one kind:"
     yield ""

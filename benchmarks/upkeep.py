@@ -2,7 +2,9 @@
 
 `stretto run` of one script on two workers, which in every third segment of steps set aside all that they do to be
 ready, while the coordinator stands still: both sides are the same processes (see `benchmarks.aside`). Two segments of
-three are ready, so that what is seen between these tells how fine the figure is.
+three are ready, one before and one after it: their mean is compared with it, and what is seen between the two tells how
+fine the figure is. One case clips its gradients, so that what the workers were answered has to be copied for those who
+may lack it.
 
 Then the same between two runs that take turns, one with the coordinator, heartbeats, the ledger and its messages, one
 without them. Two of the very same kind differ by up to a tenth as long as they live, by where their memory lies: that
@@ -41,6 +43,14 @@ WANTED, WANTED_SHARE = 0.99, 0.03
 WORKERS = 2
 RECIPES = ("allreduce", "local_sgd(every=16)")
 STARTS, REPETITIONS = 3, 3
+ASIDE = (
+    ("0.8 M", "allreduce", False),
+    ("0.8 M", "local_sgd(every=16)", False),
+    ("5 M", "allreduce", False),
+    ("5 M", "allreduce", True),
+    ("5 M", "local_sgd(every=16)", False),
+)
+"""Models, recipes, and whether the script clips its gradients."""
 GROUPS, IN_A_GROUP = 8, 4
 """So many groups of so many turns in one run whose readiness is set aside in turn."""
 SEGMENTS: Mapping[str, int] = {"0.8 M": 64, "5 M": 32}
@@ -71,7 +81,8 @@ class Side:
     rests: bool = False
 
 
-READY, NOT_READY, AGAIN = "ready", "not ready", "ready again"
+READY, NOT_READY = "ready", "not ready"
+BEFORE, AFTER = "ready before", "ready after"
 SIDES: Mapping[str, Side] = {READY: Side(True), NOT_READY: Side(False)}
 SAVING, NOT_SAVING = "checkpoints", "none"
 OFTEN = ("--checkpoint-every", f"{EVERY_S}s", "--keep", "1000")
@@ -81,7 +92,7 @@ LONG_SIDES: Mapping[str, Side] = {SAVING: Side(True, OFTEN, rests=True), NOT_SAV
 class Run:
     """`stretto run` of the script, held between segments."""
 
-    def __init__(self, side: Side, recipe: str, case: str, segment: int, segments: int, aside: bool = False) -> None:
+    def __init__(self, side: Side, recipe: str, case: str, segment: int, segments: int, *more: str) -> None:
         self._side = side
         self._stack = ExitStack()
         self._folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="stretto-upkeep-")))
@@ -89,7 +100,7 @@ class Run:
         self._go, self._took = self._pipes("go"), self._pipes("took")
         command = [sys.executable, "-m", "stretto.cli", "run", "-n", str(WORKERS), "--threads", "1", "--recipe", recipe]
         command += ["--quiet", "--out", str(self._folder / "run"), *side.options]
-        command += [str(SCRIPT), str(self._folder), case, str(segment), str(segments), *["--aside"] * aside]
+        command += [str(SCRIPT), str(self._folder), case, str(segment), str(segments), *more]
         environment = {**os.environ, "STRETTO_MEMBERS": str(int(side.members)), "PYTHONPATH": str(ROOT)}
         environment["OMP_NUM_THREADS"] = "1"
         self._launcher = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=self._log, stderr=self._log)
@@ -159,10 +170,9 @@ Taken = Mapping[str, Sequence[Sequence[Segment]]]
 def run(starts: int | None = None) -> dict[str, Any]:
     """Take the figures, print them, keep them."""
     print(f"upkeep: {QUESTION}", flush=True)
-    asked = [(case, recipe) for case in SEGMENTS for recipe in RECIPES]
-    aside = [_aside(case, recipe, starts) for case, recipe in asked]
+    aside = [_aside(*one, starts or GROUPS) for one in ASIDE]
     cases, taken = [], []
-    for case, recipe in asked:
+    for case, recipe in [(case, recipe) for case in SEGMENTS for recipe in RECIPES]:
         taken.append(_take(SIDES, recipe, case, SEGMENTS[case], REPETITIONS, starts or STARTS))
         cases.append(_case(case, recipe, taken[-1]))
     together = _ratio(
@@ -187,20 +197,27 @@ def run(starts: int | None = None) -> dict[str, Any]:
     return record
 
 
-def _aside(case: str, recipe: str, groups: int | None) -> dict[str, Any]:
+def _aside(case: str, recipe: str, clips: bool, groups: int) -> dict[str, Any]:
     """How fast the same processes are with their readiness and without it."""
-    groups = groups or GROUPS
-    turns = groups * IN_A_GROUP
-    with contextlib.closing(Run(Side(True), recipe, case, SEGMENTS[case], 3 * turns + 3, aside=True)) as one:
-        taken = in_turns({READY: one.segment, NOT_READY: one.bare, AGAIN: one.segment}, turns)
+    turns, more = groups * IN_A_GROUP, ["--aside", *["--clip"] * clips]
+    with contextlib.closing(Run(Side(True), recipe, case, SEGMENTS[case], 3 * turns + 3, *more)) as one:
+        taken = in_turns({BEFORE: one.segment, NOT_READY: one.bare, AFTER: one.segment}, turns)
+    taken[READY] = [_mean(*pair) for pair in zip(taken[BEFORE], taken[AFTER], strict=True)]
     starts = range(0, turns, IN_A_GROUP)
     grouped = {name: [found[at : at + IN_A_GROUP] for at in starts] for name, found in taken.items()}
-    found: dict[str, Any] = {"case": case, "recipe": recipe, "groups": groups, "turns": turns, "steps": SEGMENTS[case]}
+    shown = f"{case} {recipe}{', clipped' * clips}"
+    found: dict[str, Any] = {"case": case, "recipe": recipe, "clips": clips, "groups": groups, "turns": turns}
     for clock, name in (("wall", "ratio"), ("processor", "processor_ratio")):
-        speed, same = (_ratio(grouped, READY, other, clock) for other in (NOT_READY, AGAIN))
-        print(f"  {case} {recipe}: {speed} by {clock} in the same processes (ready against ready {same})", flush=True)
+        speed = _ratio(grouped, READY, NOT_READY, clock)
+        same = _ratio(grouped, BEFORE, AFTER, clock)
+        print(f"  {shown}: {speed} by {clock} in the same processes (ready against ready {same})", flush=True)
         found |= {name: speed.record(), f"{name}_of_the_same": same.record()}
     return found
+
+
+def _mean(one: Segment, other: Segment) -> Segment:
+    took = ((getattr(one.took, clock) + getattr(other.took, clock)) / 2 for clock in ("wall", "processor"))
+    return Segment(Seconds(*took), one.checkpoints + other.checkpoints)
 
 
 def _case(case: str, recipe: str, taken: Taken) -> dict[str, Any]:

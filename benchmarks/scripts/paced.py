@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from torch.nn.functional import cross_entropy
+from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader
 
 import stretto
@@ -23,6 +24,7 @@ parser.add_argument("case")
 parser.add_argument("segment", type=int, help="steps of a segment")
 parser.add_argument("segments", type=int)
 parser.add_argument("--aside", action="store_true", help="readiness may be set aside in a segment")
+parser.add_argument("--clip", action="store_true", help="clip the gradients")
 asked = parser.parse_args()
 
 model, optimizer, task = made(asked.case)
@@ -37,5 +39,7 @@ pace.begin()
 for x, y in loader:
     optimizer.zero_grad()
     cross_entropy(model(x), y).backward()  # type: ignore[no-untyped-call]
+    if asked.clip:
+        clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     pace.step()

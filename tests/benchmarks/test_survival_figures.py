@@ -103,8 +103,12 @@ def test_fewer_seconds_are_a_ratio_above_one():
     assert upkeep._ratio(taken, upkeep.READY, upkeep.NOT_READY, "wall").median == 2.0
 
 
+def test_the_mean_of_two_segments():
+    assert upkeep._mean(*segments([1.0, 3.0])) == Segment(Seconds(2.0, 2.0), 0)
+
+
 def test_a_segment_is_a_whole_number_of_rounds():
-    rounds = [getattr(recipe(one).when, "every", 1) for one in upkeep.RECIPES]
+    rounds = [getattr(recipe(one).when, "every", 1) for one in (*upkeep.RECIPES, *(one for _, one, _ in upkeep.ASIDE))]
     assert all(steps % each == 0 for steps in upkeep.SEGMENTS.values() for each in rounds)
 
 
@@ -134,12 +138,13 @@ def test_the_table_of_upkeep():
         "share": None,
     }
     record = {"question": upkeep.QUESTION, "wanted": 0.99, "wanted_share": 0.03, "workers": 2, "cases": [case]}
-    record["aside"] = [{"case": "5 M", "recipe": "allreduce", "ratio": one, "ratio_of_the_same": one}]
-    record["aside"][0] |= {"processor_ratio": one, "processor_ratio_of_the_same": one}
+    aside = dict.fromkeys(("ratio", "ratio_of_the_same", "processor_ratio", "processor_ratio_of_the_same"), one)
+    record["aside"] = [{"case": "5 M", "recipe": "allreduce", "clips": clips, **aside} for clips in (False, True)]
     record |= {"together": one, "every_s": 3, "asked_s": 30, "checkpoints": [save, none], "machine": {"cores": 2}}
     page = "\n".join(tables.upkeep(record))
     assert "| 5 M | allreduce | 0.995 ± 0.002 | at least 0.99 | 0.995 ± 0.002 | 99.5 | 100.0 |" in page
-    assert "| 5 M | allreduce" + 4 * " | 0.995 ± 0.002" + " | at least 0.99 |" in page
+    ratios = 4 * " | 0.995 ± 0.002" + " | at least 0.99 |"
+    assert "| 5 M | allreduce" + ratios in page and "| 5 M | allreduce, gradients clipped" + ratios in page
     assert "All 10 pairs of runs together: 0.995 ± 0.002." in page
     assert "| 5 M | allreduce | 5 | 0.200 ± 0.010 | 0.7% | at most 3% |" in page
     assert "| 0.8 M | allreduce | 0 | none was written | | at most 3% |" in page
