@@ -122,6 +122,9 @@ def run(
     servers: Annotated[
         int | None, typer.Option(parser=whole_number, metavar="N", help="Put the recipe over a server of N shards.")
     ] = None,
+    replicas: Annotated[
+        bool, typer.Option("--replicas", help="Every server has a replica, which goes on in its place.")
+    ] = False,
     slow: Annotated[
         str | None, typer.Option(metavar="WORKER:FACTOR,...", help='Slow workers down on purpose: "1:2.0,3:5.0".')
     ] = None,
@@ -183,6 +186,7 @@ def run(
         timeout_s=timeout,
         output=output,
         servers=servers,
+        replicas=replicas,
         slow=slow,
         on_nan=on_nan,
         plain=plain,

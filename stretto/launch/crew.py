@@ -102,6 +102,10 @@ class Crew:
         self._struck.add(process)
         os.kill(process.pid, what)
 
+    def is_process(self, number: int, process: int) -> bool:
+        """Whether this is the process that has the number now."""
+        return number in self._alive and self._alive[number].pid == process
+
     def is_stopped(self, number: int) -> bool:
         """Whether a process stands still, as SIGSTOP has it."""
         try:

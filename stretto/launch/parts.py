@@ -26,6 +26,8 @@ from stretto.often import every
 ROOT = Path(__file__).resolve().parents[2]
 CUT_EVERY_S = 10.0
 """How often all shards keep what they hold, to come back to when one of them has died."""
+REPLICAS = 2000
+"""The replica of a server has a number that is so much lower; no run has so many servers."""
 KEPT = 3
 """So many checkpoints, unless the user says otherwise."""
 
@@ -47,17 +49,29 @@ class Part:
 def called(number: int) -> str:
     """What a process is called before a person.
 
-    >>> called(3), called(-1), called(COORDINATOR)
-    ('worker 3', 'server 0', 'the coordinator')
+    >>> called(3), called(-1), called(COORDINATOR), called(-2001)
+    ('worker 3', 'server 0', 'the coordinator', 'the replica of server 0')
     """
     if number == COORDINATOR:
         return "the coordinator"
-    return f"worker {number}" if number >= 0 else f"server {shard_of(number)}"
+    if number >= 0:
+        return f"worker {number}"
+    return f"{'the replica of ' * (number < -REPLICAS)}server {shard_of(number)}"
 
 
 def shard_of(number: int) -> int:
-    """The shard of the server with this number; the other way round it is the same."""
-    return -1 - number
+    """The shard of the server with this number, or of the replica."""
+    return (-1 - number) % REPLICAS
+
+
+def server_of(shard: int) -> int:
+    """The number of a shard's server."""
+    return -1 - shard
+
+
+def twin_of(number: int) -> int:
+    """The number of a server's replica, and the other way round."""
+    return number + REPLICAS if number < -REPLICAS else number - REPLICAS
 
 
 @dataclass(frozen=True)
@@ -78,7 +92,9 @@ class Cast:
         """All processes. The coordinator is first, for all ask it first; workers are before servers, since they have
         more to do before they meet.
         """
-        numbers = [*(self.guests or range(self.order.workers)), *map(shard_of, range(self.servers.shards))]
+        numbers = [*(self.guests or range(self.order.workers)), *map(server_of, range(self.servers.shards))]
+        if self.order.replicas:
+            numbers += [twin_of(server_of(shard)) for shard in range(self.servers.shards)]
         if self.servers.coordinator is not None:
             numbers.insert(0, COORDINATOR)
         return map(self.part, numbers)
@@ -87,7 +103,7 @@ class Cast:
         """One of them, for the first time or again."""
         if number == COORDINATOR:
             return self._coordinator()
-        return self._worker(number, life) if number >= 0 else self._server(shard_of(number), life)
+        return self._worker(number, life) if number >= 0 else self._server(number, life)
 
     def _worker(self, number: int, life: int) -> Part:
         """The lead inherits the listening socket at which all will meet, so no port can be lost to another."""
@@ -99,9 +115,9 @@ class Cast:
         of = max(order.workers, *(one + 1 for one in self.guests or (0,)))
         return Part(number, of, command, environment, [listener.fileno()] if listener is not None else [])
 
-    def _server(self, shard: int, life: int) -> Part:
+    def _server(self, number: int, life: int) -> Part:
         """The launcher's environment and its place; no recipe, for that comes from the workers."""
-        order, servers = self.order, self.servers
+        order, servers, shard = self.order, self.servers, shard_of(number)
         task = {
             "STRETTO_TIMEOUT": str(order.timeout_s),
             "STRETTO_ON_NAN": order.on_nan,
@@ -111,8 +127,9 @@ class Cast:
             task |= {"STRETTO_PATIENCE": str(order.patience_s)}
             task |= {"STRETTO_CUTS": str(self.folder.resolve() / "cuts"), "STRETTO_CUT_EVERY": str(_cut_every_s(order))}
         task |= {"STRETTO_RESTORE": "1"} if life else {}
+        task |= {"STRETTO_REPLICA": str(int(number < -REPLICAS))} if order.replicas else {}
         command, environment = self._service("serve", task | servers.for_server(shard))
-        return Part(shard_of(shard), servers.shards, command, environment, servers.inherited(shard))
+        return Part(number, servers.shards, command, environment, servers.inherited(shard))
 
     def _coordinator(self) -> Part:
         """Workers can't disagree on settings that it holds for them."""
@@ -207,6 +224,7 @@ OURS = (
     "STRETTO_KEEP",
     "STRETTO_RESUME",
     "STRETTO_RESTORE",
+    "STRETTO_REPLICA",
     "STRETTO_CUTS",
     "STRETTO_CUT_EVERY",
 )

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Literal, NoReturn, cast
 
-from stretto.launch.parts import shard_of
+from stretto.launch.parts import server_of, twin_of
 from stretto.launch.worker import fail, speak_in_lines
 
 
@@ -23,8 +23,11 @@ def main() -> None:
     speak_in_lines()
     try:
         _serve()
+    except SystemExit as end:
+        print(f"stretto: server: {end}", file=sys.stderr)
     except BaseException as error:
-        fail(error, shard_of(int(os.environ["STRETTO_SHARD"])))
+        number = server_of(int(os.environ["STRETTO_SHARD"]))
+        fail(error, twin_of(number) if os.environ.get("STRETTO_REPLICA") == "1" else number)
     leave()
 
 
@@ -43,6 +46,7 @@ def _serve() -> None:
         timeout_s=float(given["STRETTO_TIMEOUT"]),
         cuts=Path(given["STRETTO_CUTS"]) if "STRETTO_CUTS" in given else None,
         cut_every_s=float(given["STRETTO_CUT_EVERY"]) if "STRETTO_CUT_EVERY" in given else None,
+        replica_within_s=float(given["STRETTO_PATIENCE"]) if "STRETTO_REPLICA" in given else None,
     )
     serve(place)
 

@@ -20,7 +20,7 @@ from stretto.events import Event, LogFile
 from stretto.launch.cause import Cause, first_cause, in_words
 from stretto.launch.crew import Crew, Exited, Inbox, Signalled
 from stretto.launch.herald import Herald
-from stretto.launch.parts import Cast, called, shard_of
+from stretto.launch.parts import Cast, called, server_of, twin_of
 from stretto.launch.relay import Relay
 from stretto.launch.watch import Tail
 from stretto.launch.worker import AGAIN
@@ -175,14 +175,24 @@ class Supervisor:
             self._herald.gone(one.number, one.life, why, returns)
             return
         self._write("member", one.number, what="gone", life=one.life, generation=0, why=why)
-        if returns:
-            self._relay.note(f"{called(one.number)} is gone ({why}); it is started again")
+        twin = self._twin(one.number)
+        is_first = twin is not None and not twin.life and not one.life
+        other = f"; {called(twin_of(one.number))} goes on, and nothing is done again" * is_first
+        if returns or other:
+            self._relay.note(f"{called(one.number)} is gone ({why}){other}{'; it is started again' * returns}")
+
+    def _twin(self, number: int) -> _Process | None:
+        """The other of a server and its replica, if it is there."""
+        twin = self._processes.get(twin_of(number)) if number < 0 else None
+        return twin if twin is not None and twin.state == "there" else None
 
     def _too_few(self, end: Exited) -> Cause | None:
         """The cause if too few are left after an end for good."""
         least = 1 if self._cast.guests else self._order.min_workers
         left = len(self._in("there", "away", "done"))
         if end.worker >= 0 and (left >= least or not self._in("there", "away")):
+            return None
+        if self._twin(end.worker) is not None:
             return None
         cause = first_cause([end], self._read())
         told = [cause.details] if cause.details else []
@@ -252,7 +262,7 @@ class Supervisor:
         struck = STRIKES.get(happening.verb)  # who was killed comes back by itself
         if struck is None:
             return
-        number = _number(happening)
+        number = self._number(happening)
         if self._processes[number].state != "there":
             self._relay.note(f"chaos: {called(number)} is not there ({happening})")
             return
@@ -260,6 +270,21 @@ class Supervisor:
         if happening.verb == "kill":
             self._processes[number].back_after_s = happening.back_after_s
         self._crew.strike(number, struck)
+
+    def _number(self, happening: Happening) -> int:
+        """The number in the crew of the process that is struck: of a server and its replica the one that serves."""
+        if happening.kind == "coordinator":
+            return COORDINATOR
+        first = happening.numbers[0]
+        if happening.kind == "worker":
+            return first
+        number = server_of(first)
+        if self._order.replicas:
+            from stretto.server.pair import serving  # and with it ZeroMQ
+
+            serves = serving(self._cast.folder / "cuts", f"shard{first}")
+            return twin_of(number) if self._crew.is_process(twin_of(number), serves) else number
+        return number
 
     # What is known
 
@@ -299,10 +324,3 @@ class Supervisor:
                 log.append(msgspec.json.encode(told) + b"\n")
             finally:
                 log.close()
-
-
-def _number(happening: Happening) -> int:
-    """The number in the crew of the process that is struck."""
-    if happening.kind == "coordinator":
-        return COORDINATOR
-    return happening.numbers[0] if happening.kind == "worker" else shard_of(happening.numbers[0])

@@ -18,6 +18,7 @@ from stretto.events import PHASES, Event, read_events
 
 Point = tuple[float, float]
 COORDINATOR = -1000
+REPLICAS = 2000
 FATES = ("joined", "gone", "left")
 """What events of members say of who is in, and who is not."""
 
@@ -83,12 +84,14 @@ class History:
 def called(worker: int) -> str:
     """What a process is called: server s has the number -1-s, which no worker has, and the coordinator one of its own.
 
-    >>> called(2), called(-1), called(-1000)
-    ('worker 2', 'server 0', 'the coordinator')
+    >>> called(2), called(-1), called(-1000), called(-2001)
+    ('worker 2', 'server 0', 'the coordinator', 'the replica of server 0')
     """
     if worker == COORDINATOR:
         return "the coordinator"
-    return f"worker {worker}" if worker >= 0 else f"server {-1 - worker}"
+    if worker >= 0:
+        return f"worker {worker}"
+    return f"{'the replica of ' * (worker < -REPLICAS)}server {(-1 - worker) % REPLICAS}"
 
 
 def read(folder: Path) -> History:

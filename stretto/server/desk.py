@@ -19,6 +19,8 @@ from stretto.server.parcels import Pieces
 
 REMEMBERED, SMALL_BYTES = 64, 1 << 16
 """So many answers are remembered, if they are no larger."""
+LARGE = 8
+"""So many larger ones by a service that has a replica: what has left the server may have reached nobody."""
 NEWS = -1
 """Stands for an exchange's number where a worker waits for news of its update."""
 
@@ -96,9 +98,14 @@ class Together:
     """Exchanges of all members, of whatever kind."""
 
     def __init__(
-        self, workers: int, combine: Callable[[Mapping[int, Any]], Any], asked: Asked, keeps_last: bool = False
+        self,
+        workers: int,
+        combine: Callable[[Mapping[int, Any]], Any],
+        asked: Asked,
+        keeps_last: bool = False,
+        keeps_large: bool = False,
     ) -> None:
-        self._keeps_last = keeps_last
+        self._keeps_last, self._keeps_large = keeps_last, keeps_large
         self._meeting: Meeting[Any, Any] = Meeting(range(workers), combine)
         self._asked = asked
         self._says_who = False
@@ -157,20 +164,29 @@ class Together:
             body: m.Body = m.Answered()
             if found is not None and self._says_who:
                 body = m.Among(gave)
-            if found is not None and sum(one.nbytes for one in found) <= SMALL_BYTES:
+            if found is not None and (self._keeps_large or _is_small(found)):
                 self._answers[together[0].op] = body, found
             if found is not None and self._keeps_last:
                 self.last = together[0].op, body, found
             posts += [self._post(one, body) for one in together]
-        while len(self._answers) > REMEMBERED:
-            del self._answers[min(self._answers)]
+        self._forget_old()
         return posts
+
+    def _forget_old(self) -> None:
+        ops = sorted(self._answers)
+        large = [op for op in ops if not _is_small(self._answers[op][1])] if self._keeps_large else []
+        for op in {*ops[:-REMEMBERED], *large[:-LARGE]}:
+            del self._answers[op]
 
     def _post(self, told: Told[Any], body: m.Body) -> Post:
         number, _ = self._asked.answer(told.worker, told.op)
         if told.found is None:
             return Post(told.worker, number, m.Refused(told.problem))
         return Post(told.worker, number, body, told.found)
+
+
+def _is_small(found: Sequence[Tensor]) -> bool:
+    return sum(one.nbytes for one in found) <= SMALL_BYTES
 
 
 def shown(tensors: Sequence[tuple[str, int]]) -> str:

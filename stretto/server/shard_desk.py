@@ -82,7 +82,13 @@ class ShardDesk:
     """A shard of the parameters, and the exchanges of all workers that go through it."""
 
     def __init__(
-        self, workers: int, clock: Callable[[], float], on_nan: str, shelf: Shelf | None = None, birth: int = 0
+        self,
+        workers: int,
+        clock: Callable[[], float],
+        on_nan: str,
+        shelf: Shelf | None = None,
+        birth: int = 0,
+        is_paired: bool = False,
     ) -> None:
         self._workers, self._on_nan = workers, on_nan
         self._shelf, self._birth = shelf, birth
@@ -91,7 +97,7 @@ class ShardDesk:
         self._members = set(range(workers))
         self._works = {worker: _Work(worker) for worker in range(workers)}
         self._asked = Asked(clock)
-        self._together = Together(workers, _answers, self._asked)
+        self._together = Together(workers, _answers, self._asked, keeps_large=is_paired)
         if self._age < 0:
             self._together.tell_anew()
         self._shard: Shard | None = None
@@ -103,6 +109,8 @@ class ShardDesk:
         """The newest cut that this process has made."""
         self._known: dict[int, Known] = {}
         """What each worker knows of the parameters, if replies are encoded."""
+        self._gone_out: dict[int, Post] = {}
+        """The last encoded reply to each worker. It may be lost, and says what no other does."""
 
     def expects(self, worker: int, head: m.Head) -> None:
         """An update must have the numbers of this shard's ranges, in the recipe's encoding."""
@@ -216,6 +224,7 @@ class ShardDesk:
 
     def _know(self, worker: int, theta: Sequence[Tensor]) -> None:
         reply = self._recipe.how.reply
+        self._gone_out.pop(worker, None)
         if reply is not None:
             self._known[worker] = Known(reply, theta, Scene(worker, self._workers))
 
@@ -293,6 +302,9 @@ class ShardDesk:
 
     def _push(self, worker: int, number: int, body: m.Push, tensors: list[Pieces]) -> list[Post]:
         shard = self._opened(body.arena)
+        last = self._gone_out.get(worker)
+        if last is not None and last.number == number:
+            return [last]
         numbers = [self._decoded(one, like) for one, like in zip(tensors, shard.current.ranges, strict=True)]
         if self._asked.waits(worker, NEWS) and shard.has(worker, body.seq):
             self._asked.note(worker, NEWS, number)
@@ -337,7 +349,8 @@ class ShardDesk:
         if reply.worker in self._known:
             messages = self._known[reply.worker].tell(reply.version.ranges)
             reply.version.done()
-            return Post(reply.worker, number, body, messages)
+            self._gone_out[reply.worker] = Post(reply.worker, number, body, messages)
+            return self._gone_out[reply.worker]
         return Post(reply.worker, number, body, reply.version.ranges, reply.version.done)
 
     def _read(self, worker: int, number: int, flush: bool) -> list[Post]:

@@ -27,6 +27,8 @@ LISTEN_MS = 25
 """How long a message is waited for before it is asked what has become of the connection, and of the exchange."""
 WENT_AWAY = "went away"
 WATCHED = zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+NEVER = -1
+"""ZeroMQ does not connect again by itself: what is said over a new connection comes after what the last one lost."""
 
 
 class SocketLink:
@@ -69,7 +71,11 @@ class SocketLink:
 
     def _connect(self) -> None:
         self._socket = _dealer(self._context, self._name, self._keys)
-        self._monitor = self._socket.get_monitor_socket(WATCHED)
+        watched = WATCHED
+        if self._patience_s is not None:
+            self._socket.setsockopt(zmq.RECONNECT_IVL, NEVER)
+            watched |= zmq.EVENT_CLOSED
+        self._monitor = self._socket.get_monitor_socket(watched)
         self._socket.connect(self.address)
 
     def send(self, body: m.Request, tensors: Sequence[Tensor] = ()) -> int:
@@ -82,8 +88,11 @@ class SocketLink:
 
     def _send(self, number: int, body: m.Request, tensors: Sequence[Tensor]) -> None:
         small = sum(one.nbytes for one in tensors) < SMALL_BYTES
-        for message in encode(number, body, tensors):
-            self._socket.send_multipart(message, copy=small)
+        try:
+            for message in encode(number, body, tensors):
+                self._socket.send_multipart(message, zmq.NOBLOCK, copy=small)
+        except zmq.Again:  # nobody is there; what matters is said again
+            self._problem = self._problem or WENT_AWAY
 
     def wait(self, number: int, sink: Sink | None = None) -> tuple[m.Body, list[Pieces]]:
         """The reply to a parcel."""
@@ -147,7 +156,7 @@ class SocketLink:
             with contextlib.suppress(WireError):
                 self.wait(self.send(m.End()))
         if not self._problem:
-            self._socket.send_multipart(list(next(iter(encode(0, m.Leave())))))
+            self._send(0, m.Leave(), ())
         self._hang_up(1000)
 
     def _hang_up(self, linger: int) -> None:

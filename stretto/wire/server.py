@@ -613,6 +613,8 @@ class ServerWire:
         for to, number, body, tensors in self._said:
             if to is link and not link.awaits(number):
                 link.mutter(body, tensors)
+        if link is self._coordinator and self._is_apart:
+            link.mutter(m.Apart(self._op))
 
     def _told(self, tensors: Sequence[Pieces]) -> list[bytes]:
         """The bytes in the tensors of a reply."""

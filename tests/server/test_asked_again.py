@@ -1,0 +1,48 @@
+"""What has left a server that died may have reached nobody: its replica is asked again, and says the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from stretto.server import messages as m
+from stretto.server.desk import LARGE, Post
+from stretto.server.pair import Reading
+from stretto.server.shard_desk import ShardDesk
+
+NUMBERS = 40_000
+ENCODED = "downpour(every=1, how=both_ways(exact(), top_k(0.5)))"
+
+
+def told(desk: ShardDesk, worker: int, number: int, body: m.Body, tensors: Sequence[Tensor] = ()) -> list[Post]:
+    head = m.Head(number, body, [("float32", one.numel()) for one in tensors])
+    desk.expects(worker, head)
+    return desk.take(worker, head, [[one.clone()] for one in tensors])
+
+
+def test_an_encoded_reply_that_is_asked_for_again_is_the_same() -> None:
+    """The next would leave out what this one said."""
+    desk = ShardDesk(1, Reading(0.0), "stop")
+    told(desk, 0, 1, m.Open(1, ENCODED, 1), [torch.zeros(NUMBERS)])
+    update = torch.arange(NUMBERS, dtype=torch.float32)
+    push = m.Push(1, 1, 0, 8, 0.1)
+    (first,) = told(desk, 0, 2, push, [update])
+    (again,) = told(desk, 0, 2, push, [update])
+    assert isinstance(first.body, m.Go) and again.body == first.body
+    assert again.tensors[0].numel() and torch.equal(again.tensors[0], first.tensors[0])
+    (news,) = told(desk, 0, 3, m.Push(1, 2, 1, 8, 0.1), [update])
+    assert not torch.equal(news.tensors[0], first.tensors[0])
+
+
+@pytest.mark.parametrize("is_paired", [False, True])
+def test_a_large_answer_of_all_is_remembered_where_there_is_a_replica(is_paired: bool) -> None:
+    desk = ShardDesk(2, Reading(0.0), "stop", is_paired=is_paired)
+    for op in range(1, LARGE + 3):
+        told(desk, 0, op, m.Ask(op, "mean"), [torch.full((NUMBERS,), float(op))])
+        assert len(told(desk, 1, op, m.Ask(op, "mean"), [torch.full((NUMBERS,), 1.0)])) == 2
+    newest = told(desk, 0, LARGE + 2, m.Ask(LARGE + 2, "mean"), [torch.zeros(NUMBERS)])
+    assert [float(one.tensors[0][0]) for one in newest] == ([LARGE + 3.0] if is_paired else [])
+    assert told(desk, 0, 1, m.Ask(1, "mean"), [torch.zeros(NUMBERS)]) == []
