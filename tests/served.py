@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from stretto.server.service import listening
 from stretto.wire.hosted import Hosted, host
 from stretto.wire.server import News, ServerWire, Ticket, Update, shared_out
 
@@ -47,6 +52,45 @@ class Serving:
         failures = [one.failure for hosted in self._hosted for one in hosted.house.services if one.failure]
         if failures:
             raise failures[0]
+
+
+class Processes:
+    """Shard 0 and the coordinator in a process of their own, or in two; the sockets are kept here."""
+
+    def __init__(self, folder: Path, **environment: str) -> None:
+        self.folder, self.cuts = folder, folder / "cuts"
+        self._sockets = [listening(), listening()]
+        self.addresses = ["tcp://{}:{}".format(*one.getsockname()[:2]) for one in self._sockets]
+        self._environment = environment
+        self.alive: dict[int, subprocess.Popen[bytes]] = {}
+
+    def start(self, number: int = 0) -> None:
+        descriptors = [one.fileno() for one in self._sockets]
+        place = {
+            "STRETTO_SHARD": "0",
+            "STRETTO_SHARDS": "1",
+            "WORLD_SIZE": "1",
+            "STRETTO_COORDINATOR_FD": str(descriptors[0]),
+            "STRETTO_LISTEN_FD": str(descriptors[1]),
+            "STRETTO_ON_NAN": "stop",
+            "STRETTO_TIMEOUT": "30",
+            "STRETTO_RUN": str(self.folder),
+            "STRETTO_CUTS": str(self.cuts),
+        }
+        command = [sys.executable, "-m", "stretto.launch.serve"]
+        environment = {**os.environ, **place, **self._environment}
+        self.alive[number] = subprocess.Popen(command, env=environment, pass_fds=descriptors)
+
+    def kill(self, number: int = 0) -> None:
+        one = self.alive.pop(number)
+        one.kill()
+        one.wait(30)
+
+    def end(self) -> None:
+        for number in list(self.alive):
+            self.kill(number)
+        for one in self._sockets:
+            one.close()
 
 
 def push(wire: ServerWire, seq: int, parts: Sequence[Tensor], version: int = 0, arena: int = 1) -> Ticket:

@@ -23,8 +23,6 @@ def main() -> None:
     speak_in_lines()
     try:
         _serve()
-    except SystemExit as end:
-        print(f"stretto: server: {end}", file=sys.stderr)
     except BaseException as error:
         number = server_of(int(os.environ["STRETTO_SHARD"]))
         fail(error, twin_of(number) if os.environ.get("STRETTO_REPLICA") == "1" else number)

@@ -41,6 +41,10 @@ _HEAD = struct.Struct("<dI")
 _LENGTH = struct.Struct("<Q")
 
 
+class GivenUpError(Exception):
+    """A replica's server goes on without it."""
+
+
 class Reading:
     """The server's clock as of the message that is being taken: server and replica see the same.
 
@@ -149,7 +153,7 @@ class Line:
             self.link = None
 
     def follow(self, stop: threading.Event) -> Iterator[tuple[bytes, list[bytearray]]]:
-        """What the server hears, until it is dead and this process serves. Raises SystemExit when it may not."""
+        """What the server hears, until it is dead and this process serves. Raises GivenUpError when it may not."""
         if not self.follows:
             return
         assert self.link is not None
@@ -167,7 +171,7 @@ class Line:
     def _succeed(self, stop: threading.Event) -> None:
         while not stop.is_set():
             if self.lock.heir != os.getpid() and self.lock.server != os.getpid():
-                raise SystemExit("was given up by its server, for it took too long")
+                raise GivenUpError("was given up by its server, for it took too long")
             if self.lock.take():
                 if self.lock.heir == os.getpid():
                     self.lock.note(NOBODY)

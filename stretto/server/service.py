@@ -28,7 +28,7 @@ from stretto.server.desk import Desk, Post
 from stretto.server.doors import BACKLOG, SMALL_BYTES, ServerKeys, doorman, log, router
 from stretto.server.lives import Lives
 from stretto.server.memory import keep_freed_memory
-from stretto.server.pair import Line, Lock, meet
+from stretto.server.pair import GivenUpError, Line, Lock, meet
 from stretto.server.parcels import LARGEST_FRAME, Assembly, ParcelError, decode_head, encode
 from stretto.server.shard_desk import ShardDesk
 
@@ -59,7 +59,10 @@ class ShardPlace:
 
 
 def serve(place: ShardPlace) -> None:
-    """Serve a shard, and the coordinator in the first shard's process, until the process is ended."""
+    """Serve a shard, and the coordinator in the first shard's process, until the process is ended.
+
+    Returns when this is a replica that was given up.
+    """
     torch.set_num_threads(1)
     keys = ServerKeys(*(one.encode() for one in place.keys)) if place.keys else None
     lines, birth, berth = _paired(place)
@@ -73,7 +76,10 @@ def serve(place: ShardPlace) -> None:
         house.open(socket.socket(fileno=place.coordinator_fd), desk, lines[1])
     shard = ShardDesk(place.workers, clocks[0], place.on_nan, own, birth, is_paired)
     house.open(socket.socket(fileno=place.listen_fd), shard, lines[0])
-    house.wait()
+    try:
+        house.wait()
+    except GivenUpError as error:
+        log(str(error))
 
 
 def _paired(place: ShardPlace) -> tuple[Sequence[Line | None], int, int]:

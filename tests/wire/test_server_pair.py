@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -16,11 +14,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from served import ADDING, hear, push
+from served import ADDING, Processes, hear, push
 
 from stretto.server.cuts import Folder
 from stretto.server.pair import NOBODY, Line, Lock, Reading, serving
-from stretto.server.service import listening
 from stretto.wire.link import dial
 from stretto.wire.server import AnewError, ServerWire
 
@@ -29,55 +26,19 @@ PATIENCE_S = 2.0
 NUMBERS = 70_000
 
 
-class Twins:
-    """The processes of shard 0, which has the coordinator, too; their sockets are kept here."""
-
-    def __init__(self, folder: Path) -> None:
-        self._sockets = [listening(), listening()]
-        self.addresses = ["tcp://{}:{}".format(*one.getsockname()[:2]) for one in self._sockets]
-        self.folder = folder
-        self.processes: dict[int, subprocess.Popen[bytes]] = {}
-
-    def start(self, number: int) -> None:
-        descriptors = [one.fileno() for one in self._sockets]
-        place = {
-            "STRETTO_SHARD": "0",
-            "STRETTO_SHARDS": "1",
-            "WORLD_SIZE": "1",
-            "STRETTO_COORDINATOR_FD": str(descriptors[0]),
-            "STRETTO_LISTEN_FD": str(descriptors[1]),
-            "STRETTO_ON_NAN": "stop",
-            "STRETTO_TIMEOUT": "30",
-            "STRETTO_PATIENCE": str(PATIENCE_S),
-            "STRETTO_RUN": str(self.folder),
-            "STRETTO_CUTS": str(self.folder / "cuts"),
-            "STRETTO_CUT_EVERY": "0.1",
-            "STRETTO_REPLICA": str(number),
-        }
-        command = [sys.executable, "-m", "stretto.launch.serve"]
-        self.processes[number] = subprocess.Popen(command, env={**os.environ, **place}, pass_fds=descriptors)
+class Twins(Processes):
+    """A server and its replica."""
 
     @property
     def serving(self) -> int:
         """Which of the two serves."""
-        found = serving(self.folder / "cuts", "shard0")
-        return next(number for number, one in self.processes.items() if one.pid == found)
-
-    def kill(self, number: int) -> None:
-        one = self.processes.pop(number)
-        one.kill()
-        one.wait(LIMIT_S)
-
-    def end(self) -> None:
-        for number in list(self.processes):
-            self.kill(number)
-        for one in self._sockets:
-            one.close()
+        found = serving(self.cuts, "shard0")
+        return next(number for number, one in self.alive.items() if one.pid == found)
 
 
 @pytest.fixture
 def twins(tmp_path: Path) -> Iterator[Twins]:
-    twins = Twins(tmp_path)
+    twins = Twins(tmp_path, STRETTO_REPLICA="0", STRETTO_PATIENCE=str(PATIENCE_S), STRETTO_CUT_EVERY="0.1")
     try:
         for number in (0, 1):
             twins.start(number)
@@ -126,7 +87,7 @@ def test_nothing_is_lost_and_nothing_is_done_again(twins: Twins, dies: str, afte
 
 def test_a_replica_that_stands_still_is_given_up_and_never_serves(twins: Twins) -> None:
     wire = begun(twins)
-    server, replica = twins.serving, twins.processes[1 - twins.serving]
+    server, replica = twins.serving, twins.alive[1 - twins.serving]
     replica.send_signal(signal.SIGSTOP)
     began = time.monotonic()
     assert pushed(wire, 1, 30) == (30, 30.0)
@@ -157,15 +118,15 @@ def test_server_and_replica_keep_the_same(twins: Twins) -> None:
     assert wire.met > 1
     assert wire.is_over(1)
     wire.meet(seq)
-    cuts = twins.folder / "cuts"
     for name in ("shard0", "coordinator"):
-        server, replica = Folder(cuts, name), Folder(cuts, f"{name}-twin")
+        server, replica = Folder(twins.cuts, name), Folder(twins.cuts, f"{name}-twin")
         limit = time.monotonic() + LIMIT_S
         while replica.cuts() != server.cuts():
             assert time.monotonic() < limit
             time.sleep(0.01)
         newest = server.cuts()[-1]
-        assert (cuts / f"{name}-{newest}.cut").read_bytes() == (cuts / f"{name}-twin-{newest}.cut").read_bytes()
+        files = [twins.cuts / f"{one}-{newest}.cut" for one in (name, f"{name}-twin")]
+        assert files[0].read_bytes() == files[1].read_bytes()
     wire.close()
 
 

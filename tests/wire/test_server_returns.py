@@ -2,76 +2,33 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from served import ADDING, hear, push
+from served import ADDING, Processes, hear, push
 
 from stretto.errors import WireError
-from stretto.server.service import listening
 from stretto.wire.link import dial
 from stretto.wire.server import AnewError, ServerWire
 
 LIMIT_S = 30.0
 
 
-class Server:
-    """A shard and the coordinator in a process of their own, whose sockets are kept here."""
-
-    def __init__(self, folder: Path) -> None:
-        self._sockets = [listening(), listening()]
-        self.addresses = ["tcp://{}:{}".format(*one.getsockname()[:2]) for one in self._sockets]
-        self._folder = folder
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> None:
-        descriptors = [one.fileno() for one in self._sockets]
-        place = {
-            "STRETTO_SHARD": "0",
-            "STRETTO_SHARDS": "1",
-            "WORLD_SIZE": "1",
-            "STRETTO_COORDINATOR_FD": str(descriptors[0]),
-            "STRETTO_LISTEN_FD": str(descriptors[1]),
-            "STRETTO_ON_NAN": "stop",
-            "STRETTO_TIMEOUT": "30",
-            "STRETTO_RUN": str(self._folder),
-            "STRETTO_CUTS": str(self._folder / "cuts"),
-        }
-        command = [sys.executable, "-m", "stretto.launch.serve"]
-        self._process = subprocess.Popen(command, env={**os.environ, **place}, pass_fds=descriptors)
-
-    def kill(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait(LIMIT_S)
-            self._process = None
-
-    def end(self) -> None:
-        self.kill()
-        one: socket.socket
-        for one in self._sockets:
-            one.close()
-
-
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
-    server = Server(tmp_path)
+def server(tmp_path: Path) -> Iterator[Processes]:
+    server = Processes(tmp_path)
     server.start()
     yield server
     server.end()
 
 
-def wire_to(server: Server, patience_s: float | None) -> ServerWire:
+def wire_to(server: Processes, patience_s: float | None) -> ServerWire:
     return dial(0, 1, server.addresses, None, LIMIT_S, patience_s=patience_s)
 
 
-def test_what_came_after_the_cut_is_undone_and_the_rest_is_there(server: Server) -> None:
+def test_what_came_after_the_cut_is_undone_and_the_rest_is_there(server: Processes) -> None:
     wire = wire_to(server, LIMIT_S)
     theta = [torch.zeros(70_000)]
     wire.open(1, ADDING, theta)
@@ -99,7 +56,7 @@ def test_what_came_after_the_cut_is_undone_and_the_rest_is_there(server: Server)
     wire.close()
 
 
-def test_a_server_that_does_not_come_back_is_an_error_after_the_patience(server: Server) -> None:
+def test_a_server_that_does_not_come_back_is_an_error_after_the_patience(server: Processes) -> None:
     wire = wire_to(server, 0.5)
     wire.open(1, ADDING, [torch.zeros(10)])
     server.kill()
@@ -108,7 +65,7 @@ def test_a_server_that_does_not_come_back_is_an_error_after_the_patience(server:
     wire.close()
 
 
-def test_without_patience_a_server_that_is_gone_is_an_error_at_once(server: Server) -> None:
+def test_without_patience_a_server_that_is_gone_is_an_error_at_once(server: Processes) -> None:
     wire = wire_to(server, None)
     wire.open(1, ADDING, [torch.zeros(10)])
     server.kill()
