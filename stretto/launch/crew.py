@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -102,9 +103,9 @@ class Crew:
         self._struck.add(process)
         os.kill(process.pid, what)
 
-    def is_process(self, number: int, process: int) -> bool:
-        """Whether this is the process that has the number now."""
-        return number in self._alive and self._alive[number].pid == process
+    def is_among(self, number: int, processes: Collection[int]) -> bool:
+        """Whether the process that has the number now is one of these."""
+        return number in self._alive and self._alive[number].pid in processes
 
     def is_stopped(self, number: int) -> bool:
         """Whether a process stands still, as SIGSTOP has it."""

@@ -20,7 +20,7 @@ from stretto.events import Event, LogFile
 from stretto.launch.cause import Cause, first_cause, in_words
 from stretto.launch.crew import Crew, Exited, Inbox, Signalled
 from stretto.launch.herald import Herald
-from stretto.launch.parts import Cast, called, server_of, twin_of
+from stretto.launch.parts import Cast, called, server_of, shard_of, twin_of
 from stretto.launch.relay import Relay
 from stretto.launch.watch import Tail
 from stretto.launch.worker import AGAIN
@@ -175,16 +175,19 @@ class Supervisor:
             self._herald.gone(one.number, one.life, why, returns)
             return
         self._write("member", one.number, what="gone", life=one.life, generation=0, why=why)
-        twin = self._twin(one.number)
-        is_first = twin is not None and not twin.life and not one.life
-        other = f"; {called(twin_of(one.number))} goes on, and nothing is done again" * is_first
+        twin = twin_of(one.number)
+        follows = self._crew.is_among(twin, self._pair(one.number))
+        other = f"; {called(twin)} goes on, and nothing is done again" * follows
         if returns or other:
             self._relay.note(f"{called(one.number)} is gone ({why}){other}{'; it is started again' * returns}")
 
-    def _twin(self, number: int) -> _Process | None:
-        """The other of a server and its replica, if it is there."""
-        twin = self._processes.get(twin_of(number)) if number < 0 else None
-        return twin if twin is not None and twin.state == "there" else None
+    def _pair(self, number: int) -> tuple[int, int]:
+        """The processes of which one serves the shard of this server or replica, and the other may after it."""
+        if not self._order.replicas or number == COORDINATOR:
+            return 0, 0
+        from stretto.server.pair import noted  # and with it ZeroMQ
+
+        return noted(self._cast.folder / "cuts", f"shard{shard_of(number)}")
 
     def _too_few(self, end: Exited) -> Cause | None:
         """The cause if too few are left after an end for good."""
@@ -192,7 +195,8 @@ class Supervisor:
         left = len(self._in("there", "away", "done"))
         if end.worker >= 0 and (left >= least or not self._in("there", "away")):
             return None
-        if self._twin(end.worker) is not None:
+        twin = self._processes.get(twin_of(end.worker)) if end.worker < 0 else None
+        if twin is not None and twin.state in ("there", "away"):
             return None
         cause = first_cause([end], self._read())
         told = [cause.details] if cause.details else []
@@ -279,12 +283,8 @@ class Supervisor:
         if happening.kind == "worker":
             return first
         number = server_of(first)
-        if self._order.replicas:
-            from stretto.server.pair import serving  # and with it ZeroMQ
-
-            serves = serving(self._cast.folder / "cuts", f"shard{first}")
-            return twin_of(number) if self._crew.is_process(twin_of(number), serves) else number
-        return number
+        serves, _ = self._pair(number)
+        return twin_of(number) if self._crew.is_among(twin_of(number), [serves]) else number
 
     # What is known
 

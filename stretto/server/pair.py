@@ -112,13 +112,14 @@ class Lock:
         return server, heir, berth
 
 
-def serving(folder: Path, name: str) -> int:
-    """The process that serves, or did last; 0 when none has."""
+def noted(folder: Path, name: str) -> tuple[int, int]:
+    """The process that serves, or did last, and the one that may go on in its place; 0 when there is none."""
     try:
         octets = (folder / f"{name}.lock").read_bytes()
-    except OSError:
-        return NOBODY
-    return int(_NOTE.unpack(octets)[0]) if len(octets) == _NOTE.size else NOBODY
+        server, heir, _ = _NOTE.unpack(octets)
+    except (OSError, struct.error):
+        return NOBODY, NOBODY
+    return server, heir
 
 
 def _lives(process: int) -> bool:

@@ -227,6 +227,8 @@ class Service:
                 self._send(post)
         except Exception as error:
             why = str(error) if isinstance(error, ParcelError) else f"{type(error).__name__}: {error}"
+            if not self._is_serving and not isinstance(error, ParcelError):
+                raise GivenUpError(f"it may not be as its server is any more: {why}") from error
             self._refuse(Post(worker, self._numbers[worker], m.Refused(why)), f"worker {worker}: {why}")
 
     def _read(self, worker: int, frames: Sequence[Any]) -> list[Post]:

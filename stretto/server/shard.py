@@ -105,7 +105,7 @@ class Shard:
             if all((one.worker, one.seq) != (update.worker, update.seq) for one in self._early):
                 self._early.append(update)
             return []
-        if isinstance(self._then, pull) and member.before is None:
+        if self.moves_both and member.before is None:
             member.before = self.read()
         self._take(member, update)
         self._take_early()
@@ -140,6 +140,11 @@ class Shard:
             member.draft = None
             draft.base.done()
             self._versions.give_back(draft.following)
+
+    @property
+    def moves_both(self) -> bool:
+        """Whether a worker and the server move by the same difference: it is told what was there before its update."""
+        return isinstance(self._then, pull)
 
     def pull(self, worker: int) -> list[Reply]:
         """A worker asks for the newest version, and whether it may go on; it is answered now, or when it may."""

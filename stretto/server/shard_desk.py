@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -17,6 +19,7 @@ from stretto.server.cuts import Shelf
 from stretto.server.desk import NEWS, Asked, Post, Together, shown
 from stretto.server.parcels import DTYPES, ParcelError, Pieces, kind, whole
 from stretto.server.shard import Reply, Shard, Update, named
+from stretto.server.versions import Version
 from stretto.then import OnParameters
 from stretto.typed import parse
 from stretto.when import on_arrival
@@ -48,6 +51,19 @@ class Known:
         if message.numel():
             self._codec.add_to(known, message)
         return message
+
+
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """The last reply to a worker's update, which may be lost, and says what no other does.
+
+    If it is not encoded the newest version will do as well, unless just this one had to be kept.
+    """
+
+    number: int
+    body: m.Body
+    messages: Sequence[Tensor] | None = None
+    version: Version | None = None
 
 
 class _Work:
@@ -109,8 +125,7 @@ class ShardDesk:
         """The newest cut that this process has made."""
         self._known: dict[int, Known] = {}
         """What each worker knows of the parameters, if replies are encoded."""
-        self._gone_out: dict[int, Post] = {}
-        """The last encoded reply to each worker. It may be lost, and says what no other does."""
+        self._is_paired, self._told = is_paired, dict[int, _Told]()
 
     def expects(self, worker: int, head: m.Head) -> None:
         """An update must have the numbers of this shard's ranges, in the recipe's encoding."""
@@ -224,7 +239,7 @@ class ShardDesk:
 
     def _know(self, worker: int, theta: Sequence[Tensor]) -> None:
         reply = self._recipe.how.reply
-        self._gone_out.pop(worker, None)
+        self._forget_told(worker)
         if reply is not None:
             self._known[worker] = Known(reply, theta, Scene(worker, self._workers))
 
@@ -302,9 +317,8 @@ class ShardDesk:
 
     def _push(self, worker: int, number: int, body: m.Push, tensors: list[Pieces]) -> list[Post]:
         shard = self._opened(body.arena)
-        last = self._gone_out.get(worker)
-        if last is not None and last.number == number:
-            return [last]
+        if (told := self._told.get(worker)) is not None and told.number == number:
+            return [self._told_again(worker, told)]
         numbers = [self._decoded(one, like) for one, like in zip(tensors, shard.current.ranges, strict=True)]
         if self._asked.waits(worker, NEWS) and shard.has(worker, body.seq):
             self._asked.note(worker, NEWS, number)
@@ -341,17 +355,38 @@ class ShardDesk:
         return [self._go(one, *self._asked.answer(one.worker, NEWS)) for one in replies]
 
     def _go(self, reply: Reply, number: int, held_s: float) -> Post:
+        self._forget_told(reply.worker)
         if reply.refused and self._on_nan == "stop":
             reply.version.done()
-            return Post(reply.worker, number, m.Refused("the update holds NaN or infinity"))
+            refused = m.Refused("the update holds NaN or infinity")
+            self._told[reply.worker] = _Told(number, refused, ())
+            return Post(reply.worker, number, refused)
         applied = [(one.seq, one.version, one.staleness, one.samples) for one in reply.applied]
         body = m.Go(reply.version.number, applied, list(reply.refused), held_s)
         if reply.worker in self._known:
             messages = self._known[reply.worker].tell(reply.version.ranges)
             reply.version.done()
-            self._gone_out[reply.worker] = Post(reply.worker, number, body, messages)
-            return self._gone_out[reply.worker]
+            self._told[reply.worker] = _Told(number, body, messages)
+            return Post(reply.worker, number, body, messages)
+        assert self._shard is not None
+        kept = reply.version.kept() if self._is_paired and self._shard.moves_both else None
+        self._told[reply.worker] = _Told(number, body, version=kept)
         return Post(reply.worker, number, body, reply.version.ranges, reply.version.done)
+
+    def _told_again(self, worker: int, told: _Told) -> Post:
+        """The same reply once more."""
+        if told.messages is not None:
+            return Post(worker, told.number, told.body, told.messages)
+        assert self._shard is not None
+        assert isinstance(told.body, m.Go)
+        version = told.version.kept() if told.version is not None else self._shard.read(worker)
+        body = msgspec.structs.replace(told.body, version=version.number)
+        return Post(worker, told.number, body, version.ranges, version.done)
+
+    def _forget_told(self, worker: int) -> None:
+        told = self._told.pop(worker, None)
+        if told is not None and told.version is not None:
+            told.version.done()
 
     def _read(self, worker: int, number: int, flush: bool) -> list[Post]:
         if self._shard is None:

@@ -16,6 +16,11 @@ class Version:
     def __init__(self, number: int, ranges: Sequence[Tensor]) -> None:
         self.number, self.ranges, self.held = number, list(ranges), 0
 
+    def kept(self) -> Version:
+        """The same, for one reader more."""
+        self.held += 1
+        return self
+
     def done(self) -> None:
         """One reader has read it."""
         self.held -= 1
@@ -30,8 +35,7 @@ class Versions:
 
     def read(self) -> Version:
         """The newest version, for a reader that calls its `done`."""
-        self.newest.held += 1
-        return self.newest
+        return self.newest.kept()
 
     def spare(self) -> Version:
         """Numbers to write the next version into: those of an old one that nobody reads, if there is one."""

@@ -330,13 +330,25 @@ class ArrivalExchange:
         try:
             if self._how.reply is not None:
                 return self._decoded_news(self._how.reply, sent.ticket)
-            news = sent.ticket.wait(self._take_up)
+            news = self._whole_news(sent.ticket) if self._elastic else sent.ticket.wait(self._take_up)
         except AnewError:
             raise
         except WireError as error:
             raise self._not_finite() or error from None
         if self._account is not None:
             self._account.received += self._nbytes
+        return news
+
+    def _whole_news(self, ticket: Ticket) -> News:
+        """Take up a reply once it is whole: of one that is cut off, and comes again, nothing may be taken up twice."""
+        found = [torch.empty_like(one.mark, device="cpu") for one in self.ranges]
+
+        def put(part: int, at: int, piece: Tensor) -> None:
+            found[part][at : at + piece.numel()].copy_(piece)
+
+        news = ticket.wait(put)
+        for part, version in enumerate(found):
+            self._take_up(part, 0, version)
         return news
 
     def _decoded_news(self, reply: Codec, ticket: Ticket) -> News:

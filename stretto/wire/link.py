@@ -25,10 +25,15 @@ from stretto.wire.tcp import tcp_arrived, tcp_bytes
 
 LISTEN_MS = 25
 """How long a message is waited for before it is asked what has become of the connection, and of the exchange."""
+AGAIN_S = 0.5
+"""How long the news of a death wait for an answer before they are told again."""
 WENT_AWAY = "went away"
-WATCHED = zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-NEVER = -1
-"""ZeroMQ does not connect again by itself: what is said over a new connection comes after what the last one lost."""
+WATCHED = zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_SUCCEEDED
+NEVER_MS = 10**8
+"""ZeroMQ does not connect again by itself: what is said over a new connection comes after what the last one lost.
+
+Its own word for never, -1, can hold up the end of a context for ever.
+"""
 
 
 class SocketLink:
@@ -73,7 +78,8 @@ class SocketLink:
         self._socket = _dealer(self._context, self._name, self._keys)
         watched = WATCHED
         if self._patience_s is not None:
-            self._socket.setsockopt(zmq.RECONNECT_IVL, NEVER)
+            self._socket.setsockopt(zmq.RECONNECT_IVL, NEVER_MS)
+            self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 0)
             watched |= zmq.EVENT_CLOSED
         self._monitor = self._socket.get_monitor_socket(watched)
         self._socket.connect(self.address)
@@ -229,6 +235,8 @@ class SocketLink:
             event = parse_monitor_message(self._monitor.recv_multipart())
             if event["event"] == zmq.EVENT_CONNECTED:
                 self._descriptor = int(event["value"])
+            elif event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._lost_at = None  # somebody serves, if there is nothing to say yet
             elif event["event"] == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                 self._problem = "refused this worker's key"
             else:
@@ -306,10 +314,14 @@ class Herald:
         self._number += 1
         for one in sockets:
             one.send_multipart(next(encode(self._number, gone)))
-        return [left for one in sockets if (left := self._heard(one, limit)) is not None]
+        return [left for one in sockets if (left := self._heard(one, gone, limit)) is not None]
 
-    def _heard(self, one: Any, limit: float) -> m.Left | None:
-        while one.poll(max(limit - time.monotonic(), 0.0) * 1000):
+    def _heard(self, one: Any, gone: m.Gone, limit: float) -> m.Left | None:
+        """The answer. What is not answered soon is said again: who has heard it may be dead, and another serve."""
+        while (left_s := limit - time.monotonic()) > 0:
+            if not one.poll(min(left_s, AGAIN_S) * 1000):
+                one.send_multipart(next(encode(self._number, gone)))
+                continue
             head = decode_head(one.recv_multipart()[0])
             if head.number == self._number and isinstance(head.body, m.Left):
                 return head.body

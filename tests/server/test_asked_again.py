@@ -37,6 +37,27 @@ def test_an_encoded_reply_that_is_asked_for_again_is_the_same() -> None:
     assert not torch.equal(news.tensors[0], first.tensors[0])
 
 
+@pytest.mark.parametrize("recipe", ["downpour(every=1)", "elastic_averaging(every=1)"])
+def test_what_became_of_an_update_is_told_again(recipe: str) -> None:
+    """Worker and server of an elastic recipe move by the same difference, so it is told the same numbers, too."""
+    desk = ShardDesk(1, Reading(0.0), "stop", is_paired=True)
+    told(desk, 0, 1, m.Open(1, recipe, 1), [torch.zeros(NUMBERS)])
+    (first,) = told(desk, 0, 2, m.Push(1, 1, 0, 8, 0.1), [torch.ones(NUMBERS)])
+    before = [one.clone() for one in first.tensors]
+    (again,) = told(desk, 0, 2, m.Push(1, 1, 0, 8, 0.1), [torch.ones(NUMBERS)])
+    assert isinstance(first.body, m.Go) and first.body.applied
+    assert again.body == first.body
+    assert all(torch.equal(one, other) for one, other in zip(again.tensors, before, strict=True))
+
+
+def test_a_refusal_is_told_again() -> None:
+    desk = ShardDesk(1, Reading(0.0), "stop")
+    told(desk, 0, 1, m.Open(1, "downpour(every=1)", 1), [torch.zeros(NUMBERS)])
+    nan = torch.full((NUMBERS,), torch.nan)
+    answers = [told(desk, 0, 2, m.Push(1, 1, 0, 8, 0.1), [nan])[0].body for _ in range(2)]
+    assert isinstance(answers[0], m.Refused) and answers[1] == answers[0]
+
+
 @pytest.mark.parametrize("is_paired", [False, True])
 def test_a_large_answer_of_all_is_remembered_where_there_is_a_replica(is_paired: bool) -> None:
     desk = ShardDesk(2, Reading(0.0), "stop", is_paired=is_paired)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from served import ADDING, Processes, hear, push
 
 from stretto.server.cuts import Folder
-from stretto.server.pair import NOBODY, Line, Lock, Reading, serving
+from stretto.server.pair import NOBODY, Line, Lock, Reading, noted
 from stretto.wire.link import dial
 from stretto.wire.server import AnewError, ServerWire
 
@@ -32,7 +32,7 @@ class Twins(Processes):
     @property
     def serving(self) -> int:
         """Which of the two serves."""
-        found = serving(self.cuts, "shard0")
+        found, _ = noted(self.cuts, "shard0")
         return next(number for number, one in self.alive.items() if one.pid == found)
 
 
