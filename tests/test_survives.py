@@ -74,7 +74,7 @@ def test_a_server_with_a_replica_is_killed_and_nothing_is_done_again(tmp_path: P
             assert launcher.poll() is None, (tmp_path / "told").read_text()
             assert time.monotonic() < limit
             time.sleep(0.02)
-        psutil.Process(noted(run / "cuts", "shard0")[0]).kill()
+        psutil.Process(noted(run / "cuts", "shard0").server).kill()
         assert launcher.wait(120) == 0, (tmp_path / "told").read_text()
     finally:
         launcher.terminate()

@@ -187,7 +187,8 @@ class Supervisor:
             return 0, 0
         from stretto.server.pair import noted  # and with it ZeroMQ
 
-        return noted(self._cast.folder / "cuts", f"shard{shard_of(number)}")
+        found = noted(self._cast.folder / "cuts", f"shard{shard_of(number)}")
+        return found.server, found.heir
 
     def _too_few(self, end: Exited) -> Cause | None:
         """The cause if too few are left after an end for good."""

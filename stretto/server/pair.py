@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -61,16 +61,28 @@ class Reading:
         return self.now
 
 
+class Note(NamedTuple):
+    """Which process serves, or did last, and which may go on in its place; `NOBODY` where there is none.
+
+    `berth` is that of the one that serves: 0 or 1, for server and replica keep their cuts apart.
+    """
+
+    server: int = NOBODY
+    heir: int = NOBODY
+    berth: int = 0
+
+
 class Lock:
     """Who serves a shard. Let go of by the end of the process that has it, and by nothing else."""
 
     def __init__(self, folder: Path, name: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._file = os.open(folder / f"{name}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._path = _path(folder, name)
+        self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self.link = folder / f"{name}.link"
         """Where a replica finds the server."""
         self.berth = 0
-        """0 or 1: server and replica keep their cuts apart."""
+        """That of this process."""
 
     def take(self) -> bool:
         """Take it if nobody has it. Who has it takes it again."""
@@ -81,45 +93,36 @@ class Lock:
         return True
 
     @property
-    def server(self) -> int:
-        """The process that served last, 0 when none has."""
-        return self._noted()[0]
-
-    @property
-    def last_berth(self) -> int:
-        """That of the process that served last."""
-        return self._noted()[2]
-
-    @property
-    def heir(self) -> int:
-        """The process that may go on in its place, 0 when none may."""
-        return self._noted()[1]
+    def noted(self) -> Note:
+        """What the file says now."""
+        return _read(self._path)
 
     def note(self, heir: int) -> None:
         """This process serves, and so may that one after it."""
-        os.pwrite(self._file, _NOTE.pack(os.getpid(), heir, self.berth), 0)
+        os.pwrite(self._file, _NOTE.pack(*Note(os.getpid(), heir, self.berth)), 0)
 
     def leave_to_heir(self) -> bool:
         """Let go of it again if another process is alive that may have it."""
-        if not _lives(self.heir):
+        if not _lives(self.noted.heir):
             return False
         fcntl.flock(self._file, fcntl.LOCK_UN)
         return True
 
-    def _noted(self) -> tuple[int, int, int]:
-        octets = os.pread(self._file, _NOTE.size, 0)
-        server, heir, berth = _NOTE.unpack(octets) if len(octets) == _NOTE.size else (NOBODY, NOBODY, 0)
-        return server, heir, berth
+
+def noted(folder: Path, name: str) -> Note:
+    """What the file beside a lock says."""
+    return _read(_path(folder, name))
 
 
-def noted(folder: Path, name: str) -> tuple[int, int]:
-    """The process that serves, or did last, and the one that may go on in its place; 0 when there is none."""
+def _path(folder: Path, name: str) -> Path:
+    return folder / f"{name}.lock"
+
+
+def _read(path: Path) -> Note:
     try:
-        octets = (folder / f"{name}.lock").read_bytes()
-        server, heir, _ = _NOTE.unpack(octets)
+        return Note(*_NOTE.unpack(path.read_bytes()))
     except (OSError, struct.error):
-        return NOBODY, NOBODY
-    return server, heir
+        return Note()
 
 
 def _lives(process: int) -> bool:
@@ -171,10 +174,10 @@ class Line:
 
     def _succeed(self, stop: threading.Event) -> None:
         while not stop.is_set():
-            if self.lock.heir != os.getpid() and self.lock.server != os.getpid():
+            if os.getpid() not in (self.lock.noted.server, self.lock.noted.heir):
                 raise GivenUpError("was given up by its server, for it took too long")
             if self.lock.take():
-                if self.lock.heir == os.getpid():
+                if self.lock.noted.heir == os.getpid():
                     self.lock.note(NOBODY)
                     log("goes on in the place of the server, which is dead")
                 return
@@ -218,7 +221,7 @@ def meet(lock: Lock, services: int, patience_s: float) -> Pair:
         if found is not None:
             return found
         time.sleep(STAND_S)
-    is_first, lock.berth = lock.server == NOBODY, lock.last_berth
+    is_first, lock.berth = lock.noted.server == NOBODY, lock.noted.berth
     lock.note(NOBODY)
     birth = time.monotonic_ns()
     lines = _await_replica(lock, services, birth, patience_s) if is_first else []

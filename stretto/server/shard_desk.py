@@ -214,6 +214,7 @@ class ShardDesk:
     def gone(self, worker: int, number: int = 0, batches: Sequence[int] = (), torn: bool = False) -> list[Post]:
         """A worker is gone: nobody waits for it any more."""
         self._works[worker].end(self._shard)
+        self._forget_told(worker)
         self._members.discard(worker)
         replies = self._shard.leave(worker) if self._shard else []
         return [*self._together.gone(worker), *self._goes(replies)]

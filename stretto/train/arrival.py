@@ -88,6 +88,8 @@ class ArrivalExchange:
         self._groups = _groups(optimizer)
         self._elastic = isinstance(recipe.then, pull) and wire.expected > 1
         self.ranges = [_FlatRange(part, recipe.how, wire.shards, tally) for part in arena.parts]
+        self._whole = [torch.empty_like(one.mark, device="cpu") for one in self.ranges] if self._elastic else []
+        """Where a reply lies until it is whole, if nothing of it may be taken up before."""
         self._lengths = [part.theta.numel() for part in arena.parts]
         self._nbytes = sum(part.theta.nbytes for part in arena.parts)
         self.versions = self._computed_on = [0] * wire.shards
@@ -341,13 +343,12 @@ class ArrivalExchange:
 
     def _whole_news(self, ticket: Ticket) -> News:
         """Take up a reply once it is whole: of one that is cut off, and comes again, nothing may be taken up twice."""
-        found = [torch.empty_like(one.mark, device="cpu") for one in self.ranges]
 
         def put(part: int, at: int, piece: Tensor) -> None:
-            found[part][at : at + piece.numel()].copy_(piece)
+            self._whole[part][at : at + piece.numel()].copy_(piece)
 
         news = ticket.wait(put)
-        for part, version in enumerate(found):
+        for part, version in enumerate(self._whole):
             self._take_up(part, 0, version)
         return news
 

@@ -32,7 +32,7 @@ class Twins(Processes):
     @property
     def serving(self) -> int:
         """Which of the two serves."""
-        found, _ = noted(self.cuts, "shard0")
+        found = noted(self.cuts, "shard0").server
         return next(number for number, one in self.alive.items() if one.pid == found)
 
 
@@ -164,4 +164,4 @@ def test_what_was_handed_on_whole_is_heard_wherever_the_server_was_cut_off(
     ]
     whole = sum(one <= cut for one in ends)
     assert heard == [(name, frames, at) for (name, frames), at in zip(messages, times, strict=True)][:whole]
-    assert lock.heir == NOBODY
+    assert lock.noted.heir == NOBODY
