@@ -112,6 +112,8 @@ class Together:
         """Whether answers say who gave: once members have changed all do, for nobody may have heard the last."""
         self._answers: dict[int, tuple[m.Body, list[Tensor]]] = {}
         """The last answers, if they are small: an answer that was lost may be asked for again."""
+        self._refused: dict[tuple[int, int], m.Refused] = {}
+        """The last refusals: to whom, and in which exchange."""
         self.last: tuple[int, m.Body, list[Tensor]] = 0, m.Answered(), []
         """The very last, if it is to be kept, however large; and the number of its exchange."""
 
@@ -126,6 +128,8 @@ class Together:
     def lay(self, worker: int, op: int, number: int, thing: object) -> list[Post]:
         if op in self._answers:
             return [Post(worker, number, *self._answers[op])] if worker in self._meeting.members else []
+        if (worker, op) in self._refused:
+            return [Post(worker, number, self._refused[worker, op])]
         self._asked.note(worker, op, number)
         return self._posts(self._meeting.lay(worker, op, thing))
 
@@ -153,6 +157,7 @@ class Together:
         if self._meeting.group(generation, members):
             self._says_who = False
             self._answers.clear()
+            self._refused.clear()
 
     def _posts(self, told: Sequence[Told[Any]]) -> list[Post]:
         """The answers of one exchange or several; all of one exchange come together."""
@@ -177,11 +182,14 @@ class Together:
         large = [op for op in ops if not _is_small(self._answers[op][1])] if self._keeps_large else []
         for op in {*ops[:-REMEMBERED], *large[:-LARGE]}:
             del self._answers[op]
+        for told in list(self._refused)[:-REMEMBERED]:
+            del self._refused[told]
 
     def _post(self, told: Told[Any], body: m.Body) -> Post:
         number, _ = self._asked.answer(told.worker, told.op)
         if told.found is None:
-            return Post(told.worker, number, m.Refused(told.problem))
+            refused = self._refused[told.worker, told.op] = m.Refused(told.problem)
+            return Post(told.worker, number, refused)
         return Post(told.worker, number, body, told.found)
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import math
 import os
 import socket
 import struct
@@ -35,7 +36,9 @@ STAND_S = 0.1
 STOP_S = 0.2
 """How often a replica that hears nothing looks whether it is to end."""
 NOBODY = 0
-_NOTE = struct.Struct("<qqq")
+SAME_S = 2.0
+"""The kernel's clock moves by less, and a process number does not come again so soon."""
+_NOTE = struct.Struct("<qqqd")
 _GREETING = struct.Struct("<dq")
 _HEAD = struct.Struct("<dI")
 _LENGTH = struct.Struct("<Q")
@@ -64,12 +67,14 @@ class Reading:
 class Note(NamedTuple):
     """Which process serves, or did last, and which may go on in its place; `NOBODY` where there is none.
 
-    `berth` is that of the one that serves: 0 or 1, for server and replica keep their cuts apart.
+    `berth` is that of the one that serves: 0 or 1, for server and replica keep their cuts apart. `born` is when the
+    heir was started: another process may have its number later.
     """
 
     server: int = NOBODY
     heir: int = NOBODY
     berth: int = 0
+    born: float = math.nan
 
 
 class Lock:
@@ -99,11 +104,12 @@ class Lock:
 
     def note(self, heir: int) -> None:
         """This process serves, and so may that one after it."""
-        os.pwrite(self._file, _NOTE.pack(*Note(os.getpid(), heir, self.berth)), 0)
+        os.pwrite(self._file, _NOTE.pack(*Note(os.getpid(), heir, self.berth, _born(heir))), 0)
 
     def leave_to_heir(self) -> bool:
         """Let go of it again if another process is alive that may have it."""
-        if not _lives(self.noted.heir):
+        noted = self.noted
+        if not abs(_born(noted.heir) - noted.born) < SAME_S:  # NaN is not, either
             return False
         fcntl.flock(self._file, fcntl.LOCK_UN)
         return True
@@ -125,8 +131,12 @@ def _read(path: Path) -> Note:
         return Note()
 
 
-def _lives(process: int) -> bool:
-    return process != NOBODY and psutil.pid_exists(process)
+def _born(process: int) -> float:
+    """When a process was started; NaN if it is none."""
+    try:
+        return psutil.Process(process).create_time() if process != NOBODY else math.nan
+    except psutil.NoSuchProcess:
+        return math.nan
 
 
 @dataclass

@@ -188,7 +188,8 @@ class ShardDesk:
     def _of_members(self, worker: int, number: int, body: m.Body) -> list[Post]:
         """What is said of who is there, and of going back."""
         if isinstance(body, m.End | m.Quit):
-            return [Post(worker, number, m.Answered()), *(self.gone(worker) if isinstance(body, m.Quit) else [])]
+            go_without = self.gone if isinstance(body, m.Quit) else self.leave
+            return [Post(worker, number, m.Answered()), *go_without(worker)]
         if isinstance(body, m.Join):
             return self._join(worker, number)
         if isinstance(body, m.Enter):

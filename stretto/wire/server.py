@@ -35,6 +35,9 @@ Sink = Callable[[int, int, Tensor], None]
 REMEMBERED = 64
 """So many exchanges of all are remembered, to be said again to a service that was started again."""
 
+SETTLED_AT_ONCE = 50_000
+"""So many batches fit into the head of a parcel."""
+
 
 class AnewError(WireError):
     """A server was lost, and begins anew from a cut: `ServerWire.recover`, and go on from there."""
@@ -608,8 +611,10 @@ class ServerWire:
             link.mutter(self._group)
         if link is self._coordinator and self.order[0]:
             link.mutter(m.Kept(self.order[0]), [as_bytes(self.order[1])])
-        if link is self._coordinator and self._settled and self._begun is not None:
-            link.mutter(m.Settle(self._begun[0].number, self._settled, self.age))
+        if link is self._coordinator and self._begun is not None:
+            for at in range(0, len(self._settled), SETTLED_AT_ONCE):
+                batches = self._settled[at : at + SETTLED_AT_ONCE]
+                link.mutter(m.Settle(self._begun[0].number, batches, self.age))
         for to, number, body, tensors in self._said:
             if to is link and not link.awaits(number):
                 link.mutter(body, tensors)

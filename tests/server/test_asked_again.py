@@ -58,6 +58,31 @@ def test_a_refusal_is_told_again() -> None:
     assert isinstance(answers[0], m.Refused) and answers[1] == answers[0]
 
 
+def test_a_refusal_of_an_exchange_of_all_is_told_again() -> None:
+    """Of what does not fit together, and of what lacks a worker that has left."""
+    desk = ShardDesk(3, Reading(0.0), "stop")
+    told(desk, 0, 1, m.Ask(1, "mean"), [torch.zeros(3)])
+    told(desk, 1, 1, m.Ask(1, "mean"), [torch.zeros(3)])
+    first = {one.worker: one.body for one in told(desk, 2, 1, m.Ask(1, "mean"), [torch.zeros(4)])}
+    told(desk, 0, 2, m.Ask(2, "mean"), [torch.zeros(3)])
+    (left,) = desk.leave(1)
+    for op, body in ((1, first[0]), (2, left.body)):
+        (again,) = told(desk, 0, op, m.Ask(op, "mean"), [torch.zeros(3)])
+        assert isinstance(body, m.Refused) and (again.worker, again.number, again.body) == (0, op, body)
+
+
+def test_who_has_come_to_an_end_holds_nobody_back_though_its_good_bye_was_lost() -> None:
+    desk = ShardDesk(2, Reading(0.0), "stop")
+    told(desk, 0, 1, m.Open(1, "stale_synchronous(bound=1)", 2), [torch.zeros(4)])
+    for seq in (1, 2):
+        posts = told(desk, 0, seq + 1, m.Push(1, seq, seq - 1, 8, 0.1), [torch.ones(4)])
+    assert posts == []
+    ended, news = told(desk, 1, 1, m.End())
+    assert isinstance(ended.body, m.Answered)
+    assert (news.worker, news.number) == (0, 3) and isinstance(news.body, m.Go)
+    assert desk.leave(1) == []
+
+
 @pytest.mark.parametrize("is_paired", [False, True])
 def test_a_large_answer_of_all_is_remembered_where_there_is_a_replica(is_paired: bool) -> None:
     desk = ShardDesk(2, Reading(0.0), "stop", is_paired=is_paired)

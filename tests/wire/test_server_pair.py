@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import struct
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -128,6 +130,23 @@ def test_server_and_replica_keep_the_same(twins: Twins) -> None:
         files = [twins.cuts / f"{one}-{newest}.cut" for one in (name, f"{name}-twin")]
         assert files[0].read_bytes() == files[1].read_bytes()
     wire.close()
+
+
+def test_a_lock_is_left_to_an_heir_that_lives_and_to_nobody_else(tmp_path: Path) -> None:
+    lock, name = Lock(tmp_path, "shard0"), tmp_path / "shard0.lock"
+    ended = subprocess.Popen(["true"])
+    ended.wait(LIMIT_S)
+    found = []
+    for heir in (os.getpid(), ended.pid, NOBODY):
+        assert lock.take()
+        lock.note(heir)
+        found.append(lock.leave_to_heir())
+    assert found == [True, False, False]
+    assert lock.take()
+    lock.note(os.getpid())
+    octets = name.read_bytes()
+    name.write_bytes(octets[:-8] + struct.pack("<d", time.time() - 3600))  # another process had that number then
+    assert not lock.leave_to_heir()
 
 
 # --- the line -------------------------------------------------------------------------------------------------------
