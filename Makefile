@@ -31,14 +31,8 @@ install: $(READY)   ## make the virtual environment
 demo: $(READY)      ## compare three recipes with one machine on the digits
 	$(BIN)/stretto compare examples/digits.py -n 4 --recipe allreduce --recipe "local_sgd(every=16)" --recipe "diloco(every=50)" --target "test_accuracy>=0.95"
 
-# Three parts at once: what computes in one process, whole runs of several, and what is between; they wait a good deal.
-COMPUTING := tests/train tests/how tests/kernels tests/server tests/sim
-RUNNING := tests/test_live.py tests/test_survives.py tests/launch
 test: $(READY_GPU)  ## the laws
-	@$(BIN)/python -m pytest $(COMPUTING) & first=$$!; \
-	$(BIN)/python -m pytest $(RUNNING) & second=$$!; \
-	$(BIN)/python -m pytest $(addprefix --ignore=,$(COMPUTING) $(RUNNING)); third=$$?; \
-	wait $$first; first=$$?; wait $$second && exit $$((first || third))
+	@$(BIN)/python tests/parts.py
 
 check: $(READY)     ## style, types and the house
 	$(BIN)/ruff check .

@@ -66,8 +66,7 @@ def pushed(wire: ServerWire, first: int, updates: int) -> tuple[int, float]:
     return news.versions[0], float(found[0])
 
 
-@pytest.mark.parametrize("dies", ["the server", "the replica"])
-@pytest.mark.parametrize("after_s", [0.05, 0.21])
+@pytest.mark.parametrize(("dies", "after_s"), [("the server", 0.21), ("the replica", 0.05)])
 def test_nothing_is_lost_and_nothing_is_done_again(twins: Twins, dies: str, after_s: float) -> None:
     """It is killed in the middle of the updates; after that the other is alone, and so it goes on from a cut."""
     wire = begun(twins)

@@ -1,0 +1,34 @@
+"""Runs all tests in parts, side by side: `python tests/parts.py`.
+
+Each part is about as much work: training, what else computes, whole runs of several processes, and all the rest. They
+wait a good deal, so that there may be more of them than processors.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+PARTS = (
+    ["tests/train", "tests/server"],
+    ["tests/how", "tests/kernels", "tests/sim"],
+    ["tests/test_live.py", "tests/test_survives.py", "tests/launch"],
+)
+
+
+def main() -> int:
+    """1 if a part failed. Ctrl-C is heard by all, and waits until they have cleaned up."""
+    rest = [f"--ignore={path}" for part in PARTS for path in part]
+    running = [subprocess.Popen([sys.executable, "-m", "pytest", *part]) for part in (*PARTS, rest)]
+    failed = 0
+    while running:
+        try:
+            failed |= running[-1].wait() != 0
+            running.pop()
+        except KeyboardInterrupt:
+            failed = 1
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())
