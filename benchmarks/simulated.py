@@ -45,6 +45,8 @@ RATES = (100.0, 1000.0)
 RECIPES = ("allreduce", "local_sgd(every=16)", "async_sgd", "power_sgd(rank=2)")
 LIMIT_S = 240.0
 """For one run."""
+MORE = 3
+"""Exchanges are measured so often as much as where somebody waits for the simulation."""
 
 
 @dataclass(frozen=True)
@@ -277,9 +279,9 @@ def probe(folder: Path, processors: float) -> None:
     def passing() -> float:
         return time.perf_counter() * min(processors / HOSTS, 1.0)
 
-    collective = _means(wire, wires.of_collective(wire, time.process_time, passing))
+    collective = _means(wire, wires.of_collective(wire, time.process_time, passing, MORE))
     served = meet_at_lead(wire, 1, "stop", LIMIT_S, seat.lead_host)
-    parcels = _means(served, wires.of_server(served, lambda: HOSTS * time.process_time()))
+    parcels = _means(served, wires.of_server(served, lambda: HOSTS * time.process_time(), MORE))
     if served.worker == 0:
         (folder / "wires.json").write_text(json.dumps(asdict(WireCosts(*collective, *parcels))))
     served.close()

@@ -66,7 +66,7 @@ def _share() -> float:
 
 
 def of_collective(
-    wire: Wire, clock: Callable[[], float], passing: Callable[[], float] | None = None
+    wire: Wire, clock: Callable[[], float], passing: Callable[[], float] | None = None, more: int = 1
 ) -> tuple[float, float, float, float]:
     """Of an exchange, a message, a megabyte, and of telling words, on a wire between workers who all call this.
 
@@ -74,23 +74,29 @@ def of_collective(
     time, idle or not: small messages wait for each other, and for whoever is to be awakened. Gloo's ring sums up in
     N-1 steps and hands round in as many; in each a worker sends two messages and receives two
     (`stretto.sim.costs.mean_bytes`). Of a single number there is but one message in each step, of one worker to the
-    next. An exchange costs at least as much as a message.
+    next. Where messages that cross each other take more than those that don't, it is what crosses that counts: most
+    exchanges are of more than a number. `more` times as much is measured as where somebody waits for it.
     """
     passing = passing or clock
-    single, small = (_mean_s(wire, numbers, SMALL, passing) for numbers in (1, 1000))
+    single, small = (_mean_s(wire, numbers, more * SMALL, passing) for numbers in (1, 1000))
     steps = 2 * (wire.workers - 1)
-    least = 2 * steps / wire.workers
-    message_s = min(max(small - single, 0.0) / (4 * steps - least), single / (1 + least))
-    exchange_s = single - least * message_s
-    gathered = _each(lambda: wire.gather(b""), SMALL, passing) - 2 * steps * message_s
-    told = _each(lambda: wire.tell(b""), SMALL, passing) - 2 * (1 - 1 / wire.workers) * message_s
+    exchange_s, message_s = _fit(single, small, 2 * steps / wire.workers, 4 * steps)
+    gathered = _each(lambda: wire.gather(b""), more * SMALL, passing) - 2 * steps * message_s
+    told = _each(lambda: wire.tell(b""), more * SMALL, passing) - 2 * (1 - 1 / wire.workers) * message_s
     telling_s = max((gathered + told) / 2 - exchange_s, 0.0)
-    light, heavy = (_mean_s(wire, numbers, LARGE, clock) for numbers in (1000, NUMBERS))
+    light, heavy = (_mean_s(wire, numbers, more * LARGE, clock) for numbers in (1000, NUMBERS))
     megabytes = 2 * steps / wire.workers * MEGABYTES
     return exchange_s, message_s, max(heavy - light, 0.0) / megabytes, telling_s
 
 
-def of_server(wire: ServerWire, clock: Callable[[], float]) -> tuple[float, float]:
+def _fit(one_s: float, other_s: float, few: float, many: float) -> tuple[float, float]:
+    """What an exchange takes, and each of its messages, if one has few and the other many; both at least nothing."""
+    message_s = max(other_s - one_s, 0.0) / (many - few)
+    exchange_s = one_s - few * message_s
+    return (exchange_s, message_s) if exchange_s >= 0.0 else (0.0, other_s / many)
+
+
+def of_server(wire: ServerWire, clock: Callable[[], float], more: int = 1) -> tuple[float, float]:
     """Of a parcel and a megabyte of parcels, on a wire to a server whose workers all call this.
 
     `clock` is the time of all their processors, and of the server's. A message of each of N workers to all takes N
@@ -104,8 +110,8 @@ def of_server(wire: ServerWire, clock: Callable[[], float]) -> tuple[float, floa
         numbers[at : at + piece.numel()].copy_(piece)
 
     ends = 4 * wire.workers
-    parcel_s = _each(lambda: wire.gather(b""), SMALL, clock) / ends
-    read_s = _each(lambda: wire.read([NUMBERS]).wait(take), LARGE, clock) / ends
+    parcel_s = _each(lambda: wire.gather(b""), more * SMALL, clock) / ends
+    read_s = _each(lambda: wire.read([NUMBERS]).wait(take), more * LARGE, clock) / ends
     return parcel_s, 2 * max(read_s - parcel_s, 0.0) / MEGABYTES
 
 

@@ -256,7 +256,7 @@ def test_no_link_carries_more_than_its_rate_and_one_burst(sends: list[tuple[floa
 def test_the_wires_of_this_machine_are_measured() -> None:
     found = vars(wires.here(plain=True))
     assert all(0 <= value < 1 for value in found.values())
-    assert found["exchange_s"] > 0
+    assert found["message_s"] > 0
     assert found["parcel_s"] > 0
 
 
@@ -286,3 +286,27 @@ def test_from_a_few_exchanges_all_costs_are_found(truth: tuple[float, float, flo
     wire = Wire()
     found = wires.of_collective(wire, lambda: wire.spent)
     assert found == pytest.approx(truth, rel=0.03, abs=1e-8)
+
+
+def test_a_usual_exchange_takes_what_it_took_though_crossing_messages_take_more() -> None:
+    """Of a single number no two messages cross, and they take less each; a line through both would begin below 0."""
+
+    class Wire:
+        workers, spent = 4, 0.0
+
+        def start(self, ask: Mean) -> Wire:
+            self.spent += 4e-4 if ask.tensor.numel() == 1 else 3.6e-3
+            return self
+
+        def wait(self) -> None:
+            """It is over."""
+
+        def gather(self, message: bytes) -> None:
+            """Nothing."""
+
+        tell = gather
+
+    wire = Wire()
+    exchange_s, message_s, *_ = wires.of_collective(wire, lambda: wire.spent)  # type: ignore[arg-type]
+    assert exchange_s >= 0
+    assert exchange_s + message_s * costs.mean_messages(0, 4, 4000) == pytest.approx(3.6e-3)
