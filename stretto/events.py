@@ -44,7 +44,9 @@ compared.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -58,26 +60,37 @@ PHASES = ("computing", "encoding", "exchanging", "waiting", "loading", "evaluati
 
 Event = dict[str, Any]
 FLUSH_BYTES = 1 << 15
+KEPT_BYTES = 1 << 24
+"""So much is kept for a disk that may have room again."""
 
 
 class LogFile:
-    """A file to which whole lines are appended, so that several can share it. A full disk raises LogError."""
+    """A file to which whole lines are appended, so that several can share it. A full disk raises LogError.
+
+    What is torn there is ended by what comes next: only one line of one writer is lost.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
             raise LogError(f"the event log {path} cannot be opened: {error.strerror}") from error
 
-    def append(self, lines: bytes) -> None:
-        """Append lines, with one write."""
+    def append(self, lines: bytes) -> int:
+        """Append lines, with one write; returns the bytes of those that were taken whole, if not all were."""
         try:
-            written = os.write(self._file, lines)
+            before = b"\n" * self._ends_torn()
+            written = os.write(self._file, before + lines)
         except OSError as error:
             raise LogError(f"the event log {self.path} cannot be written: {error.strerror}") from error
-        if written < len(lines):
-            raise LogError(f"the event log {self.path} cannot be written: no space left on the device")
+        taken = max(written - len(before), 0)
+        return taken + 1 if lines[taken : taken + 1] == b"\n" else lines.rfind(b"\n", 0, taken) + 1
+
+    def _ends_torn(self) -> bool:
+        """Whether whoever wrote last was cut off within a line."""
+        size = os.fstat(self._file).st_size
+        return size > 0 and os.pread(self._file, 1, size - 1) != b"\n"
 
     def close(self) -> None:
         """Let go of it."""
@@ -85,44 +98,75 @@ class LogFile:
 
 
 class EventLog:
-    """One worker's events: collected, and appended to a file each `FLUSH_BYTES` or at `flush`."""
+    """One worker's events: collected, and appended to a file each `FLUSH_BYTES` or at `flush`.
 
-    def __init__(self, file: LogFile, worker: int) -> None:
-        self._file = file
+    What a full disk does not take is kept, and brought there when it has room again.
+    """
+
+    def __init__(self, file: LogFile, worker: int, keeps: int = KEPT_BYTES) -> None:
+        self._file, self._keeps = file, keeps
         self.worker = worker
         self._lines = bytearray()
+        self._is_held_up = False
 
     def write(self, kind: str, t: float, /, **carries: object) -> None:
         """Add one event; it reaches the disk at the next flush."""
         event = {"event": kind, "t": round(t, 6), "worker": self.worker, **carries}
         self._lines += msgspec.json.encode(event) + b"\n"
-        if len(self._lines) >= FLUSH_BYTES:
+        if len(self._lines) >= FLUSH_BYTES and not self._is_held_up:
             self.flush()
 
     def flush(self) -> None:
-        """Append what has been collected."""
-        lines, self._lines = bytes(self._lines), bytearray()
-        if lines:
-            self._file.append(lines)
+        """Append what has been collected. Raises LogError when the disk takes nothing and too much is kept already."""
+        try:
+            self._append()
+        except LogError as error:
+            if len(self._lines) >= self._keeps:
+                raise
+            if not self._is_held_up:
+                self._say(f"{error}; training goes on, and what belongs there is kept until there is room")
+            self._is_held_up = True
+        else:
+            if self._is_held_up:
+                self._say("the event log is written again")
+            self._is_held_up = False
 
     def close(self) -> None:
-        """Flush and close."""
-        self.flush()
-        self._file.close()
+        """Append what is left, and close. Raises LogError when the disk does not take it."""
+        try:
+            self._append()
+        finally:
+            self._file.close()
+
+    def _append(self) -> None:
+        while self._lines:
+            del self._lines[: self._file.append(bytes(self._lines))]
+
+    def _say(self, text: str) -> None:
+        with contextlib.suppress(OSError):  # the terminal's output may go to the same disk
+            print(f"stretto: worker {self.worker}: {text}", file=sys.stderr, flush=True)
 
 
 def read_events(path: Path) -> Iterator[Event]:
-    """The events of a log in the order written. A torn last line, as a crash leaves it, is passed over."""
+    """The events of a log in the order written. A torn last line, as a crash leaves it, is passed over.
+
+    For a line that is torn elsewhere, as a full disk leaves it, there is a notice. Raises LogError when none is whole.
+    """
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
         raise LogError(f"the event log {path} cannot be read: {error.strerror}") from error
-    for number, line in enumerate(lines, 1):
-        if not line:
-            continue
+    t, torn, whole = 0.0, "", False
+    for number, line in enumerate(filter(None, lines[:-1]), 1):
         try:
-            yield msgspec.json.decode(line, type=Event)
+            event = msgspec.json.decode(line, type=Event)
         except msgspec.DecodeError as error:
-            if number == len(lines):
-                return
-            raise LogError(f"line {number} of {path} is not an event: {error}") from error
+            torn = f"line {number} of {path} is not an event: {error}"
+            event = {"event": "notice", "t": t, "worker": 0, "text": torn}
+        else:
+            t, whole = event.get("t", t), True
+        yield event
+    with contextlib.suppress(msgspec.DecodeError):
+        yield msgspec.json.decode(lines[-1], type=Event)
+    if torn and not whole:
+        raise LogError(torn)

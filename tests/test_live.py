@@ -391,7 +391,9 @@ def test_two_runs_at_once_one_with_a_slow_worker_one_that_keeps_its_server_itsel
 
 
 def test_an_asynchronous_recipe_in_the_script_under_torchrun(place: Place) -> None:
-    path = free(more="recipe='async_sgd(shards=2)'")
+    both = "mine, other = (f'here{(int(os.environ[\"RANK\"]) + by) % 2}' for by in (0, 1)); pathlib.Path(mine).touch()"
+    wait = "while not pathlib.Path(other).exists(): time.sleep(0.01)"
+    path = free(more="recipe='async_sgd(shards=2)'", body=f"{both}\n        {wait}")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = call(place.folder, *torchrun, str(path), OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import struct
+import sys
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -70,15 +71,31 @@ class Folder:
     """Cuts as files of a folder, which outlive the process.
 
     A file is written beside and renamed. It is not brought to the disk first: what it is for is the death of a process,
-    not of the machine, and after that its checksum tells whether it is whole.
+    not of the machine, and after that its checksum tells whether it is whole. A full disk costs the cut: whoever is
+    lost then goes back to an earlier one.
     """
 
     def __init__(self, folder: Path, name: str) -> None:
         self._folder, self._name = folder, name
         folder.mkdir(parents=True, exist_ok=True)
+        self._fails = False
 
     def put(self, cut: int, facts: dict[str, Any], tensors: Sequence[Tensor]) -> None:
         """Write it, and remove the oldest."""
+        try:
+            self._write(cut, facts, tensors)
+        except OSError as error:
+            self._path(cut).with_suffix(".part").unlink(missing_ok=True)
+            if not self._fails:
+                why = error.strerror or error
+                print(f"stretto: {self._name}: a cut could not be kept: {why}; training goes on", file=sys.stderr)
+            self._fails = True
+            return
+        self._fails = False
+        for old in self._numbers()[:-KEPT]:
+            self._path(old).unlink(missing_ok=True)
+
+    def _write(self, cut: int, facts: dict[str, Any], tensors: Sequence[Tensor]) -> None:
         layout = [(kind(one), one.numel()) for one in tensors]
         head = msgspec.msgpack.encode((facts, layout))
         temporary = self._path(cut).with_suffix(".part")
@@ -92,8 +109,6 @@ class Folder:
                 file.write(octets)
             file.write(struct.pack("<I", check))
         os.replace(temporary, self._path(cut))
-        for old in self._numbers()[:-KEPT]:
-            self._path(old).unlink(missing_ok=True)
 
     def get(self, cut: int) -> Kept | None:
         """What was written, if it is whole."""

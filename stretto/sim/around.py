@@ -117,7 +117,7 @@ class SimAround(Surroundings):
     def log(self, folder: Path, worker: int) -> EventLog:
         """The log that all share."""
         assert self._log is not None
-        return EventLog(self._log, worker)
+        return EventLog(self._log, worker, keeps=0)
 
     def facts(self) -> dict[str, Any]:
         """A simulated worker is no process."""

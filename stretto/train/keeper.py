@@ -23,6 +23,9 @@ from stretto.train.seat import Seat
 from stretto.wire.enduring import EnduringWire
 from stretto.wire.server import AnewError
 
+LAST_S = 60.0
+"""How long the last checkpoint may take when all else is over."""
+
 
 class Keeper:
     """Says when a checkpoint is due, and what is in it; the first worker writes it, behind the training."""
@@ -109,8 +112,10 @@ class Keeper:
         """The script is over: the last state, whole, if it `is_wanted` and states are kept at all."""
         if self._every is not None and is_wanted:
             self.save()
-        if self._writer is not None:
-            self._writer.close(60.0)
+        if self._writer is not None and not self._writer.close(LAST_S):
+            self._trainer.journal.notice(
+                f"the checkpoint of round {self._number} was not written within {LAST_S:g} s, and is lost"
+            )
         self.pass_on()
 
     # --- the state ----------------------------------------------------------------------------------------------

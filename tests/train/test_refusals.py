@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+import resource
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from crew import alone, flat, regression, sgd, small_net, together
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
@@ -231,11 +235,47 @@ def test_sparse_gradients_are_refused_by_name() -> None:
     assert "0.weight" in refused(errors.ModelError, "sparse", work)
 
 
-def test_a_full_disk_is_named() -> None:
-    log = EventLog(LogFile(Path("/dev/full")), 0)
-    log.write("notice", 0.0, text="something")
-    with pytest.raises(errors.LogError, match="/dev/full cannot be written: No space left"):
+def test_a_full_disk_is_named_once_and_refuses_at_the_end(capsys: pytest.CaptureFixture[str]) -> None:
+    log = EventLog(LogFile(Path("/dev/full")), 3)
+    for _ in range(3):
+        log.write("notice", 0.0, text="something")
         log.flush()
+    said = capsys.readouterr().err
+    assert said.count("worker 3: the event log /dev/full cannot be written: No space left") == 1
+    with pytest.raises(errors.LogError, match="/dev/full cannot be written: No space left"):
+        log.close()
+
+
+def test_what_waits_for_a_full_disk_is_not_without_bound() -> None:
+    log = EventLog(LogFile(Path("/dev/full")), 0, keeps=100)
+    log.write("notice", 0.0, text="something")
+    log.flush()
+    log.write("notice", 0.0, text="else" * 100)
+    with pytest.raises(errors.LogError, match="No space left"):
+        log.flush()
+
+
+@given(st.lists(st.tuples(st.integers(0, 700), st.booleans()), min_size=1, max_size=5))
+def test_whatever_a_full_disk_took_each_event_is_there_once_when_it_has_room(rooms: list[tuple[int, bool]]) -> None:
+    """Two write; the disk takes some bytes, then none, then more. A line that was cut off is a notice."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "events.jsonl"
+        logs = [EventLog(LogFile(path), worker) for worker in range(2)]
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        for turn, (room, swapped) in enumerate([*rooms, (-1, not rooms[0][1])]):
+            size = path.stat().st_size
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size + room if room >= 0 else limits[0], limits[1]))
+            try:
+                for log in reversed(logs) if swapped else logs:
+                    log.write("log", float(turn), text="x" * 100 * log.worker)
+                    log.flush()
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        for log in logs:
+            log.close()
+        found = [event for event in read_events(path) if event["event"] == "log"]
+    for worker in range(2):
+        assert [one["t"] for one in found if one["worker"] == worker] == [float(n) for n in range(len(rooms) + 1)]
 
 
 def test_a_log_that_cannot_be_opened_or_read(tmp_path: Path) -> None:
@@ -245,6 +285,10 @@ def test_a_log_that_cannot_be_opened_or_read(tmp_path: Path) -> None:
         list(read_events(tmp_path / "none"))
     (tmp_path / "torn").write_bytes(b'{"event":"end","t":1.0,"worker":0}\n{"event":"st')
     assert [one["event"] for one in read_events(tmp_path / "torn")] == ["end"]
-    (tmp_path / "damaged").write_bytes(b'{"event"\n{"event":"end","t":1.0,"worker":0}\n')
+    (tmp_path / "torn within").write_bytes(
+        b'{"event":"end","t":1.0,"worker":0}\n{"ev\n{"event":"end","t":2.0,"worker":1}\n'
+    )
+    assert [one["event"] for one in read_events(tmp_path / "torn within")] == ["end", "notice", "end"]
+    (tmp_path / "damaged").write_bytes(b'{"event"\n{"ev')
     with pytest.raises(errors.LogError, match="line 1"):
         list(read_events(tmp_path / "damaged"))
