@@ -30,6 +30,8 @@ class Limit:
 
     def __init__(self, samples: float = inf, time_s: float = inf) -> None:
         self._samples, self._time_s = samples, time_s
+        self.is_timed = time_s < inf
+        """Whether it depends on when a worker asks."""
         self._begun = 0
         self._last: int | None = None
         self._handed = 0
@@ -133,4 +135,6 @@ class SimAround(Surroundings):
 
     def sees_enough(self, hands: int, samples: int, t: float) -> bool:
         """Whether it is time to end."""
+        if self._limit.is_timed:
+            self._worker.catch_up()  # who is asked later has begun later
         return self._limit.reached(hands, samples, t, self.free)

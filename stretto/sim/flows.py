@@ -201,15 +201,15 @@ class Net:
 
     def slow(self, ends: Iterable[int], factor: float) -> None:
         """The links of these ends are slower by a factor."""
-        for end in ends:
-            self._factors.setdefault(end, []).append(factor)
-            self._set(end)
+        for resource in self._resources(ends):
+            self._factors.setdefault(resource, []).append(factor)
+            self._set(resource)
 
     def restore(self, ends: Iterable[int], factor: float) -> None:
         """One such slowness has ended."""
-        for end in ends:
-            self._factors[end].remove(factor)
-            self._set(end)
+        for resource in self._resources(ends):
+            self._factors[resource].remove(factor)
+            self._set(resource)
 
     def cut(self, ends: Iterable[int]) -> None:
         """Nothing goes between these ends and all others; what is under way waits where it is."""
@@ -251,13 +251,16 @@ class Net:
             return not among.isdisjoint(self._stopped) or any(among - cut and among & cut for cut in self._cuts)
         return any((transfer.source in cut) != (transfer.target in cut) for cut in self._cuts)
 
-    def _set(self, end: int) -> None:
-        slower = prod(self._factors[end])
-        for resource in {self._links.up(end), self._links.down(end)}:
-            self._slowed[resource] = self._links.capacities[resource] / slower
-            self._flows.capacity(resource, self._slowed[resource])
-            if slower == 1.0:
-                del self._slowed[resource]
+    def _resources(self, ends: Iterable[int]) -> list[int]:
+        """What carries bytes to and from these ends, which some of them may share."""
+        return [resource for end in ends for resource in {self._links.up(end), self._links.down(end)}]
+
+    def _set(self, resource: int) -> None:
+        slower = prod(self._factors[resource])
+        self._slowed[resource] = self._links.capacities[resource] / slower
+        self._flows.capacity(resource, self._slowed[resource])
+        if slower == 1.0:
+            del self._slowed[resource]
 
     def _begin(self, transfer: Transfer) -> None:
         if (self._cuts or self._stopped) and self._is_cut(transfer):

@@ -35,7 +35,7 @@ class Outages:
         at, left = self.awake(worker, start), seconds
         while True:
             self._draw(at + left)
-            pause = next(((a, b) for a, b in self._pauses.get(worker, ()) if at <= a < at + left), None)
+            pause = next(((a, b) for a, b in self._pauses.get(worker, ()) if at <= a < min(b, at + left)), None)
             if pause is None:
                 return at + left
             left -= pause[0] - at
@@ -105,6 +105,8 @@ class Outages:
         elif happening.verb == "heal":
             net.heal(ends)
         elif happening.verb == "slow":
+            if happening.kind == "server":
+                self.strike(time, happening)
             net.slow(ends, happening.factor)
         elif happening.verb == "restore":
             net.restore(ends, happening.factor)
@@ -116,4 +118,6 @@ def refuse(time: float, happening: Happening, why: str = "nobody could go on aft
         return
     who = happening.kind if happening.kind == "coordinator" else f"{happening.kind} {happening.numbers[0]}"
     done = SAID[happening.verb].rstrip(":")
+    if happening.verb == "slow":
+        who, done = f"the link of {who}", "slowed"
     raise LaunchError(f"{who} was {done} at {time:g} s of virtual time, as --faults asked, and {why}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
+from pathlib import PurePath
 from types import ModuleType
 from typing import Any
 
@@ -44,13 +45,18 @@ class ReadOnce:
     def _once(self, name: str, reader: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(reader)
         def read(*given: Any, **named: Any) -> Any:
+            if not all(map(_is_plain, (*given, *named.values()))):
+                return reader(*given, **named)  # an open file, which gives something else each time
             key = name, given, tuple(sorted(named.items()))
-            try:
-                known = key in self._found
-            except TypeError:  # an argument without a hash, such as an open file
-                return reader(*given, **named)
-            if not known:
+            if key not in self._found:
                 self._found[key] = reader(*given, **named)
             return copy.deepcopy(self._found[key])
 
         return read
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether it is all that it says: a number, a text, a name of a type, or a few of those."""
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, str | bytes | int | float | type | PurePath)

@@ -28,6 +28,7 @@ from stretto.launch.seeding import sow
 from stretto.launch.worker import failure
 from stretto.members.messages import Here
 from stretto.members.roll import COORDINATOR
+from stretto.quantities import spelled
 from stretto.recipe import Recipe
 from stretto.server.messages import OVER
 from stretto.sim.around import Limit, SimAround
@@ -87,9 +88,13 @@ class Simulation:
         is_missed = silent_s + beat_s(order.patience_s) > order.patience_s
         return order.workers > 1 and not order.alone and (dies or is_missed)
 
+    @property
+    def _ends(self) -> Sequence[tuple[str, float, str]]:
+        return ("samples", self.samples, ""), ("time", self.time_s, "s")
+
     def asked(self) -> dict[str, Any]:
         """What `run.json` says was asked for."""
-        ends = [f"samples={self.samples:g}"] * (self.samples < inf) + [f"time={self.time_s:g}s"] * (self.time_s < inf)
+        ends = [f"{what}={spelled(value)}{unit}" for what, value, unit in self._ends if value < inf]
         simulated = {
             "network": str(self.network),
             "speeds": str(self.speeds),
@@ -117,6 +122,8 @@ def check(simulation: Simulation) -> Simulation:
 
 def _silent_s(fault: Fault) -> float:
     """For how long a worker is not heard of."""
+    if isinstance(fault, chaos.Cut) and isinstance(fault.when, chaos.Every):
+        return inf  # one may begin before the last has ended
     is_missed = isinstance(fault, chaos.Cut) or (isinstance(fault, chaos.Pause) and fault.who.kind == "worker")
     return fault.for_s if is_missed else 0.0  # type: ignore[union-attr]
 

@@ -57,7 +57,7 @@ class Program:
 
 def _compiled(path: Path) -> CodeType:
     try:
-        return compile(path.read_bytes(), str(path), "exec")
+        return compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
     except (SyntaxError, ValueError) as error:
         problem = f"{path} is no Python: {error}"
         raise LaunchError(

@@ -1,0 +1,88 @@
+"""What a simulated script does by itself is what it does when it is started plainly."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+from sim.simulated import simulated
+
+TRAINS = """
+import torch, stretto
+torch.manual_seed(0)
+x = torch.randn(400, 6)
+net = torch.nn.Linear(6, 1)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True)), batch_size=4)
+loader = stretto.distribute(net, optimizer, loader)
+for epoch in range(EPOCHS):
+    for a, b in loader:
+        optimizer.zero_grad()
+        ((net(a) - b) ** 2).mean().backward()
+        optimizer.step()
+"""
+
+
+def trains(epochs: int = 1) -> str:
+    return TRAINS.replace("EPOCHS", str(epochs))
+
+
+def test_annotations_are_what_they_are_in_the_script() -> None:
+    """Dataclasses whose fields' types become options are common."""
+    text = """
+    import dataclasses
+    @dataclasses.dataclass
+    class Options:
+        lr: float = 0.1
+    assert [field.type for field in dataclasses.fields(Options)] == [float]
+    """
+    simulated(1, dedent(text) + trains())
+
+
+def test_an_open_file_is_read_on_and_not_again(tmp_path: Path) -> None:
+    data = tmp_path / "data.txt"
+    data.write_text("0\n1\n2\n3\n")
+    text = f"""
+    import numpy
+    with open({str(data)!r}) as file:
+        parts = [numpy.loadtxt(file, max_rows=2).tolist() for _ in range(2)]
+    assert parts == [[0, 1], [2, 3]], parts
+    whole = [numpy.loadtxt({str(data)!r}).tolist() for _ in range(2)]
+    assert whole == [[0, 1, 2, 3]] * 2
+    """
+    simulated(2, dedent(text) + trains())
+
+
+@pytest.mark.parametrize("speed", ["1,10", "10,1"])
+def test_time_is_up_after_the_same_hand_whoever_is_slow(speed: str) -> None:
+    """The quick one has begun its 50th hand when it is time, and waits for the slow one."""
+    ended = simulated(2, trains(), "local_sgd(every=50)", speed=speed, time_s=1.0)
+    assert [one["step"] for one in ended.of("end")] == [50, 50]
+
+
+@pytest.mark.parametrize(
+    "fault", ["pause worker 1 for 5s at 12ms; kill worker 1 at 12ms, back after 1s", "pause worker 1 for 1s at 12ms"]
+)
+def test_what_is_stopped_and_killed_at_once_is_killed(fault: str) -> None:
+    ended = simulated(2, trains(), "allreduce", fault=fault)
+    assert ended.of("epoch")[-1]["seen"]["once"] == 400
+
+
+def test_a_server_that_is_not_there_has_no_slow_link() -> None:
+    """The script names the recipe, so that it is known only when it runs."""
+    text = trains().replace("loader)\nfor", 'loader, recipe="async_sgd")\nfor')
+    with pytest.raises(Exception, match="the link of server 1 was slowed at 0 s .* has no such server"):
+        simulated(2, text, net="100Mbit/s", fault="slow link of server 1 by 10 for 1s at 0s")
+
+
+def test_who_share_a_link_slow_it_together() -> None:
+    """That the server's slowness ends does not end the worker's."""
+    faults = ["slow link of worker 0 by 10 for 1h at 0s", "slow link of server 0 by 2 for FORs at 0s"]
+    given = [faults[:1], *([faults[0], faults[1].replace("FOR", wait)] for wait in ("0.01", "1000"))]
+    net = "1Mbit/s, servers with workers"
+    one, shortly, both = (
+        simulated(2, trains(), "async_sgd", net=net, fault="; ".join(these)).seconds for these in given
+    )
+    assert one < both
+    assert shortly == pytest.approx(one, rel=0.05)
