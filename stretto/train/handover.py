@@ -87,9 +87,14 @@ def from_text(facts: Any) -> Any:
 # --- model and optimizer --------------------------------------------------------------------------------------------
 
 
+def state_dict_of(model: nn.Module) -> dict[str, Tensor]:
+    """The tensors of the model's `state_dict`, by the names that the script's model has for them."""
+    return {plain_name(name): one for name, one in model.state_dict().items() if isinstance(one, Tensor)}
+
+
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     """The entries of the model's `state_dict` by name, and buffers that are in none."""
-    named = {plain_name(name): one for name, one in model.state_dict().items() if isinstance(one, Tensor)}
+    named = state_dict_of(model)
     others = {name: one for name, one in state_of(model).items() if name not in named}
     return {f"model/{name}": one for name, one in named.items()} | {f"more/{name}": one for name, one in others.items()}
 

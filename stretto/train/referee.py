@@ -10,18 +10,20 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 
 from stretto.errors import LogError
 from stretto.events import read_events
 from stretto.members.ledger import audit
+from stretto.train.checkpoint import KINDS
 from stretto.train.evaluation import Evaluate, run
 from stretto.train.exchange import Arrivals
 from stretto.train.free import FreeHands
+from stretto.train.handover import state_dict_of
 from stretto.train.hands import Hands, LeasedHands
 from stretto.train.journal import Journal
-from stretto.train.model import state_of
 from stretto.train.replica import Replica
 from stretto.train.seat import Seat
 from stretto.train.stopwatch import Stopwatch
@@ -196,8 +198,9 @@ class Referee:
         try:
             path.parent.mkdir(exist_ok=True)
             _save(path, self._trainer.model, self._predictions)
-        except OSError as error:
-            raise LogError(f"{path} cannot be written: {error.strerror or error}") from error
+        except (OSError, SafetensorError) as error:
+            why = (error.strerror if isinstance(error, OSError) else None) or error
+            raise LogError(f"{path} cannot be written: {why}") from error
 
 
 def _books(hands: Hands) -> bytes:
@@ -225,7 +228,8 @@ def _audited(told: Sequence[bytes], hands: Hands) -> dict[str, int]:
 
 
 def _save(path: Path, model: nn.Module, predictions: Predicted) -> None:
-    floating = {name: one for name, one in state_of(model).items() if one.is_floating_point()}
-    save_file({name: one.cpu().contiguous().clone() for name, one in floating.items()}, f"{path}.safetensors")
+    """What the model's `load_state_dict` takes, but for what safetensors has no room for."""
+    kept = {name: one for name, one in state_dict_of(model).items() if one.dtype in KINDS}
+    save_file({name: one.cpu().contiguous().clone() for name, one in kept.items()}, f"{path}.safetensors")
     if predictions is not None:
         np.save(f"{path}.predictions.npy", predictions)

@@ -173,6 +173,31 @@ def test_the_final_state_is_the_agreed_model(tmp_path: Path) -> None:
     assert not (tmp_path / "states").exists()
 
 
+def test_the_final_state_is_what_the_model_takes_back(tmp_path: Path) -> None:
+    """Tied weights under both names, whole numbers, and no buffer that the model does not keep itself."""
+
+    class Tied(nn.Sequential):
+        def __init__(self) -> None:
+            super().__init__(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 1))
+            self[1].weight = self[0].weight
+            self.register_buffer("seen", torch.arange(3))
+            self.register_buffer("scratch", torch.ones(2), persistent=False)
+
+    def ties(worker: int) -> Tied:
+        net = Tied()
+        optimizer = sgd(net.parameters())
+        for x, y in stretto.distribute(net, optimizer, DataLoader(regression(40), batch_size=8)):
+            optimizer.zero_grad()
+            nn.functional.mse_loss(net(x), y).backward()
+            optimizer.step()
+        return net
+
+    net, _ = together(2, ties, "allreduce", run=tmp_path)
+    found = Tied()
+    found.load_state_dict(load_file(tmp_path / "final.safetensors"))
+    assert torch.equal(flat(found), flat(net))
+
+
 def test_states_and_predictions_are_kept_when_asked_for(tmp_path: Path) -> None:
     def scores(net: nn.Module) -> dict[str, float]:
         with torch.no_grad():
