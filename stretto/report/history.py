@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,6 +19,8 @@ from stretto.events import PHASES, Event, read_events
 Point = tuple[float, float]
 COORDINATOR = -1000
 REPLICAS = 2000
+OWN = ("samples", "bytes_sent", "bytes_received", "held_s", "split", "exchanged", "entries")
+"""What a process of a worker counts from its own beginning."""
 FATES = ("joined", "gone", "left")
 """What events of members say of who is in, and who is not."""
 
@@ -53,7 +55,7 @@ class History:
         return {worker for worker, what in last.items() if worker >= 0 and what != "joined"}
 
     def counts(self, worker: int) -> list[Event]:
-        """The running counts of one worker, its end included, oldest first."""
+        """The running counts of one worker over all its lives, its ends included, oldest first."""
         return self._counts.get(worker, [])
 
     @cached_property
@@ -61,7 +63,15 @@ class History:
         found: dict[int, list[Event]] = defaultdict(list)
         for event in [*self.of("progress"), *self.of("end")]:
             found[event["worker"]].append(event)
-        return {worker: sorted(events, key=lambda event: event["t"]) for worker, events in found.items()}
+        return {worker: _over_lives(events, self._starts(worker)) for worker, events in found.items()}
+
+    def _starts(self, worker: int) -> list[float]:
+        return sorted(event["t"] for event in self.of("start") if event["worker"] == worker)
+
+    @property
+    def has_returned(self) -> bool:
+        """Whether a worker that was dead came back."""
+        return any(len(self._starts(worker)) > 1 for worker in range(self.workers))
 
     def last_counts(self) -> list[Event]:
         """The last counts of every worker; an empty event for one that never counted."""
@@ -79,6 +89,30 @@ class History:
             first = errors[0]
             return f"{called(first['worker'])} failed: {first.get('kind')}: {first.get('text')}"
         return None if self.ended else "the run did not come to its end"
+
+
+def _over_lives(events: list[Event], starts: Sequence[float]) -> list[Event]:
+    """Counts in order of time. Each life of a worker begins to count anew; what those before it had is added."""
+    found: list[Event] = []
+    before: Event = {}
+    lives = 1
+    for event in sorted(events, key=lambda event: event["t"]):
+        while lives < len(starts) and event["t"] >= starts[lives]:
+            lives, before = lives + 1, (found or [{}])[-1]
+        found.append(event | {name: _sum(before.get(name), event.get(name)) for name in OWN if name in event})
+    return found
+
+
+def _sum(one: Any, other: Any) -> Any:
+    """Of numbers, or of all numbers at the same place; what is not there, or no number, adds nothing."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return {name: _sum(one.get(name), other.get(name)) for name in {**one, **other}}
+    if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+        return [_sum(a, b) for a, b in zip(one, other, strict=True)]
+    first, second = number(one), number(other)
+    if first is None or second is None or isinstance(one, bool) or isinstance(other, bool):
+        return one if other is None else other
+    return one + other
 
 
 def called(worker: int) -> str:

@@ -106,7 +106,8 @@ def _length(history: History) -> tuple[float | None, int]:
     counted = sum(int(event.get("samples") or 0) for event in counts)
     if history.of("epoch") and history.ended:
         last = history.of("epoch")[-1]
-        return number(last.get("training_s")), max(counted, int(last.get("samples") or 0))
+        beyond = 0 if history.has_returned else counted  # what was done again counted once
+        return number(last.get("training_s")), max(beyond, int(last.get("samples") or 0))
     trained = [event["t"] - split_of(event)["evaluating"] for event in counts if event]
     return (max(trained), counted) if trained else (None, counted)
 

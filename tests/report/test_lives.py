@@ -1,0 +1,57 @@
+"""What a worker that came back had done before is in the figures: a run with deaths is no cheaper than it was."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from stretto.report.history import read
+from stretto.report.record import record
+
+
+def counted(worker: int, t: float, samples: int, kind: str = "progress") -> dict[str, object]:
+    split = {"computing": t / 2, "other": t / 2}
+    exchanged = {"gradients": [2 * samples, samples, 2 * samples, samples]}
+    carries = {"step": samples, "samples": samples, "rounds": samples, "split": split, "bytes_sent": 10 * samples}
+    return {"event": kind, "t": t, "worker": worker, **carries, "exchanged": exchanged, "entries": [samples, samples]}
+
+
+def begun(worker: int, t: float) -> dict[str, object]:
+    return {"event": "start", "t": t, "worker": worker}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Worker 1 has three lives; the second ends before it counts anything."""
+    events = [
+        *(begun(worker, 0.0) for worker in range(2)),
+        counted(0, 1.0, 100),
+        counted(1, 1.0, 100),
+        begun(1, 2.0),
+        begun(1, 3.0),
+        counted(1, 3.5, 5),
+        {"event": "epoch", "t": 4.0, "worker": 0, "epoch": 1, "samples": 420, "training_s": 4.0},
+        counted(1, 4.0, 30, "end"),
+        counted(0, 4.0, 320, "end"),
+    ]
+    (tmp_path / "run.json").write_bytes(msgspec.json.encode({"workers": 2, "recipe": "allreduce"}))
+    (tmp_path / "events.jsonl").write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in events))
+    return tmp_path
+
+
+def test_counts_go_on_over_the_lives_of_a_worker(folder: Path) -> None:
+    found = read(folder).counts(1)
+    assert [one["samples"] for one in found] == [100, 105, 130]
+    assert [one["bytes_sent"] for one in found] == [1000, 1050, 1300]
+    assert found[-1]["exchanged"] == {"gradients": [260, 130, 260, 130]}
+    assert found[-1]["split"] == {"computing": 2.5, "other": 2.5}
+    assert found[-1]["step"] == 30, "which it was told when it came"
+
+
+def test_the_record_has_all_that_was_sent_and_what_counted_once(folder: Path) -> None:
+    found = record(folder)
+    assert found["bytes_sent"] == [3200, 1300]
+    assert found["samples_by_worker"] == [320, 130]
+    assert found["samples"] == 420
