@@ -51,11 +51,15 @@ def _coordinate() -> None:
     keys = keys_in(given.pop("STRETTO_SERVER_KEYS", None))
     place = folder / "journal"
     records = read(place)
+    journal = Journal(place)
+    if journal.cut_off:
+        lost = f"{journal.cut_off} bytes after it are lost"
+        print(f"the journal is whole up to record {len(records)}: {lost}", file=sys.stderr, flush=True)
     roll = Roll.restored(records, time.monotonic()) if records else _begun(settings)
     RollCall(
         socket.socket(fileno=int(given["STRETTO_LISTEN_FD"])),
         roll,
-        Journal(place),
+        journal,
         ServerKeys(*(one.encode() for one in keys)) if keys else None,
         settings["patience_s"],
         _Publisher(LogFile(folder / "events.jsonl"), settings["zero"], _messenger(settings, given)).publish,

@@ -35,6 +35,8 @@ class Journal:
         self.path = path
         found = _found(path)
         self._number = len(found.records)
+        self.cut_off = path.stat().st_size - found.size if path.exists() else 0
+        """Bytes behind the last whole record, which are gone."""
         self._waiting = bytearray()
         self._dirty = False
         """Whether something was written that may not be on the disk yet."""

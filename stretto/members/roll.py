@@ -38,6 +38,7 @@ from stretto.members.messages import (
 COORDINATOR = -1000
 """Stands for the coordinator where an event asks for the number of a worker."""
 ASKED = "it was asked to end"
+UNKNOWN = "the run knows nothing of the generation that it comes from"
 ANEW = "no worker with history is left: all begin anew, from the last checkpoint"
 
 
@@ -310,6 +311,9 @@ class Roll:
             self._tell_again(worker, said)
         elif one.state == "new":
             self._here_new(worker, one, said, now)
+        elif said.generation > self.generation:  # a journal was damaged, and what it told of is not known any more
+            self._end(worker, UNKNOWN, False, now)
+            self._tell(worker, Out(one.why))
         elif abs(said.generation) < self.generation and (not self._began.free or abs(said.generation) < one.entered):
             self._tell_again(worker, said)
         elif self._began.free:
@@ -325,7 +329,7 @@ class Roll:
 
     def _here_new(self, worker: int, one: _Process, said: Here, now: float) -> None:
         if said.generation > one.entered:
-            self._end(worker, "the run knows nothing of the generation that it comes from", False, now)
+            self._end(worker, UNKNOWN, False, now)
             self._tell(worker, Out(one.why))
         elif said.generation <= 0 and self._is_over():
             self._tell(worker, self._formed)

@@ -118,13 +118,27 @@ def take_model(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 
 def optimizer_tensors(optimizer: Optimizer) -> dict[str, Tensor]:
-    """The optimizer's state by parameter and name; counters that are plain numbers as tensors too."""
+    """The optimizer's state by parameter and name; counters that are plain numbers as tensors too.
+
+    Nothing of a parameter with a state that is `unkept`: half of it would be wrong.
+    """
     return {
         f"optimizer/{index}/{name}": value if isinstance(value, Tensor) else torch.tensor(value)
         for index, parameter in enumerate(_parameters(optimizer))
+        if not _unkept(optimizer, parameter)
         for name, value in sorted(optimizer.state.get(parameter, {}).items())
-        if isinstance(value, Tensor | int | float)
+        if value is not None
     }
+
+
+def unkept(optimizer: Optimizer) -> list[str]:
+    """The names of what an optimizer keeps that is neither a tensor nor a number, such as the lists of L-BFGS."""
+    return sorted({name for one in _parameters(optimizer) for name in _unkept(optimizer, one)})
+
+
+def _unkept(optimizer: Optimizer, parameter: nn.Parameter) -> list[str]:
+    state = optimizer.state.get(parameter, {})
+    return [name for name, value in state.items() if value is not None and not isinstance(value, Tensor | int | float)]
 
 
 def take_optimizer(optimizer: Optimizer, tensors: Mapping[str, Tensor]) -> None:

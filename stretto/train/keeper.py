@@ -96,6 +96,9 @@ class Keeper:
         kept = State(handover.as_text(state.facts), self._snapshots.copied(state.tensors), state.own)
         if self._writer is None:
             self._writer = BackgroundWriter(self._checkpoints, self._notices.put)
+            if left_out := handover.unkept(trainer.optimizer):
+                names = ", ".join(left_out)
+                trainer.journal.notice(f"checkpoints can't hold {names} of the optimizer, which begins anew after one")
         self._number, before = trainer.rounds_done, self._number
         if trainer.replica.arrival is not None:
             self._number = max(trainer.rounds_done, before + 1, self._checkpoints.highest() + 1)

@@ -573,3 +573,17 @@ def test_a_worker_that_is_not_heard_behind_a_broken_exchange_is_dead_after_the_p
     posts = roll.tick(11.5)
     assert roll.generation == 2 and roll.members == {0: 0, 1: 0}
     assert told(roll.hear(2, 0, Here(1, 5, 5), 12.0)) == [(2, "Out")]
+
+
+def test_who_comes_from_a_generation_that_a_damaged_journal_has_lost_is_out() -> None:
+    """It would wait for ever otherwise: nothing is known of what it has."""
+    roll = formed(3)
+    disk = roll.records()
+    roll.gone(2, 0, 1.0)
+    for worker in (0, 1):
+        posts = roll.hear(worker, 0, Here(1, 5, 5), 1.0)
+    assert told(posts) == [(0, "Form"), (1, "Form")]
+    assert roll.generation == 2
+    roll = Roll.restored(disk, 2.0)
+    assert told(roll.hear(0, 0, Here(2, 6, 6), 2.0))[0] == (0, "Out")
+    assert 0 not in roll.members or roll.phase != "running"

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from stretto.errors import LaunchError
 from stretto.often import Every, every
-from stretto.train import checkpoint
+from stretto.train import checkpoint, handover
 from stretto.train.checkpoint import BackgroundWriter, Checkpoints, Snapshots, State, write_tensors
 from stretto.train.state import octets
 
@@ -696,3 +696,28 @@ def test_tensors_are_not_written_over_a_file(tmp_path: Path) -> None:
     with pytest.raises(FileExistsError):
         write_tensors(tmp_path / "there", {})
     assert (tmp_path / "there").read_text() == "mine"
+
+
+def test_an_optimizer_that_keeps_lists_begins_anew_and_says_which() -> None:
+    """Half of what it keeps would be worse than nothing: L-BFGS fails on it."""
+
+    def step(net: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss: torch.Tensor = (net(torch.ones(3, 2)) ** 2).mean()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+
+    net = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.LBFGS(net.parameters(), max_iter=3)
+    for _ in range(2):
+        step(net, optimizer)
+    assert {"old_dirs", "old_stps", "ro"} <= set(handover.unkept(optimizer))
+    again = torch.optim.LBFGS(net.parameters(), max_iter=3)
+    handover.take_optimizer(again, handover.optimizer_tensors(optimizer))
+    step(net, again)
+    adam = torch.optim.Adam(net.parameters())
+    step(net, adam)
+    assert handover.unkept(adam) == []
