@@ -10,8 +10,8 @@ import subprocess
 import sys
 
 PARTS = (
-    ["tests/train", "tests/server"],
-    ["tests/how", "tests/kernels", "tests/sim"],
+    ["tests/train"],
+    ["tests/how", "tests/kernels", "tests/sim", "tests/server"],
     ["tests/test_live.py", "tests/test_survives.py", "tests/launch"],
 )
 

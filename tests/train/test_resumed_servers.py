@@ -153,8 +153,11 @@ def test_the_first_worker_dies_while_it_writes_and_the_next_one_does(tmp_path: P
 
     def run(worker: Worker) -> None:
         journal = SimpleNamespace(t=lambda: 0.0, write=lambda *_, **__: None, notice=lambda _text: None)
+        counts = {"rounds_done": 5, "steps": 5, "samples": 1}
+        optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+        replica = SimpleNamespace(arrival=True)
         trainer: Any = SimpleNamespace(
-            wire=worker.wire, rounds_done=5, steps=5, samples=1, replica=SimpleNamespace(arrival=True), journal=journal
+            wire=worker.wire, replica=replica, journal=journal, optimizer=optimizer, **counts
         )
         place: Any = SimpleNamespace(run=tmp_path, keep=3, checkpoint=every("1 rounds"))
         keeper: Any = Keeper(trainer, place)
