@@ -77,15 +77,20 @@ class LogFile:
         except OSError as error:
             raise LogError(f"the event log {path} cannot be opened: {error.strerror}") from error
 
-    def append(self, lines: bytes) -> int:
-        """Append lines, with one write; returns the bytes of those that were taken whole, if not all were."""
+    def append(self, lines: bytes) -> None:
+        """Append lines, with one write if there is room."""
+        self.take(bytearray(lines))
+
+    def take(self, lines: bytearray) -> None:
+        """The same, and take off what was appended: with LogError, what is left has not been."""
         try:
-            before = b"\n" * self._ends_torn()
-            written = os.write(self._file, before + lines)
+            while lines:
+                before = b"\n" * self._ends_torn()
+                taken = max(os.write(self._file, before + lines) - len(before), 0)
+                is_whole = lines[taken : taken + 1] == b"\n"  # but for its end, which comes next time
+                del lines[: taken + 1 if is_whole else lines.rfind(b"\n", 0, taken) + 1]
         except OSError as error:
             raise LogError(f"the event log {self.path} cannot be written: {error.strerror}") from error
-        taken = max(written - len(before), 0)
-        return taken + 1 if lines[taken : taken + 1] == b"\n" else lines.rfind(b"\n", 0, taken) + 1
 
     def _ends_torn(self) -> bool:
         """Whether whoever wrote last was cut off within a line."""
@@ -119,7 +124,7 @@ class EventLog:
     def flush(self) -> None:
         """Append what has been collected. Raises LogError when the disk takes nothing and too much is kept already."""
         try:
-            self._append()
+            self._file.take(self._lines)
         except LogError as error:
             if len(self._lines) >= self._keeps:
                 raise
@@ -134,13 +139,9 @@ class EventLog:
     def close(self) -> None:
         """Append what is left, and close. Raises LogError when the disk does not take it."""
         try:
-            self._append()
+            self._file.take(self._lines)
         finally:
             self._file.close()
-
-    def _append(self) -> None:
-        while self._lines:
-            del self._lines[: self._file.append(bytes(self._lines))]
 
     def _say(self, text: str) -> None:
         with contextlib.suppress(OSError):  # the terminal's output may go to the same disk
@@ -157,7 +158,9 @@ def read_events(path: Path) -> Iterator[Event]:
     except OSError as error:
         raise LogError(f"the event log {path} cannot be read: {error.strerror}") from error
     t, torn, whole = 0.0, "", False
-    for number, line in enumerate(filter(None, lines[:-1]), 1):
+    for number, line in enumerate(lines[:-1], 1):
+        if not line:
+            continue
         try:
             event = msgspec.json.decode(line, type=Event)
         except msgspec.DecodeError as error:

@@ -63,15 +63,20 @@ class History:
         found: dict[int, list[Event]] = defaultdict(list)
         for event in [*self.of("progress"), *self.of("end")]:
             found[event["worker"]].append(event)
-        return {worker: _over_lives(events, self._starts(worker)) for worker, events in found.items()}
+        return {worker: _over_lives(events, self._starts[worker]) for worker, events in found.items()}
 
-    def _starts(self, worker: int) -> list[float]:
-        return sorted(event["t"] for event in self.of("start") if event["worker"] == worker)
+    @cached_property
+    def _starts(self) -> dict[int, list[float]]:
+        """When each life of a worker began, in order."""
+        found: dict[int, list[float]] = defaultdict(list)
+        for event in sorted(self.of("start"), key=lambda event: event["t"]):
+            found[event["worker"]].append(event["t"])
+        return found
 
     @property
     def has_returned(self) -> bool:
         """Whether a worker that was dead came back."""
-        return any(len(self._starts(worker)) > 1 for worker in range(self.workers))
+        return any(len(starts) > 1 for worker, starts in self._starts.items() if worker >= 0)
 
     def last_counts(self) -> list[Event]:
         """The last counts of every worker; an empty event for one that never counted."""

@@ -184,7 +184,8 @@ class Line:
 
     def _succeed(self, stop: threading.Event) -> None:
         while not stop.is_set():
-            if os.getpid() not in (self.lock.noted.server, self.lock.noted.heir):
+            noted = self.lock.noted
+            if os.getpid() not in (noted.server, noted.heir):
                 raise GivenUpError("was given up by its server, for it took too long")
             if self.lock.take():
                 if self.lock.noted.heir == os.getpid():
@@ -231,7 +232,8 @@ def meet(lock: Lock, services: int, patience_s: float) -> Pair:
         if found is not None:
             return found
         time.sleep(STAND_S)
-    is_first, lock.berth = lock.noted.server == NOBODY, lock.noted.berth
+    before = lock.noted
+    is_first, lock.berth = before.server == NOBODY, before.berth
     lock.note(NOBODY)
     birth = time.monotonic_ns()
     lines = _await_replica(lock, services, birth, patience_s) if is_first else []
