@@ -309,7 +309,7 @@ def _ranges(numbers: Sequence[int]) -> str:
 def check(faults: Sequence[Fault], workers: int, shards: int) -> None:
     """Raise LaunchError for a fault that cannot strike so many workers and shards of a parameter server."""
     for fault in faults:
-        kind, numbers = _aim(fault)
+        kind, numbers = aim(fault)
         there = {"worker": workers, "server": shards, "coordinator": 1}[kind]
         wrong = next((number for number in numbers if number >= there), None)
         if there == 0:
@@ -324,7 +324,8 @@ def _cannot(fault: Fault, problem: str, expected: str) -> LaunchError:
     return LaunchError(explain(problem, got=fault, expected=expected, to_type=f'"{EXAMPLES[fault.begins]}"'))
 
 
-def _aim(fault: Fault) -> tuple[Kind, tuple[int, ...]]:
+def aim(fault: Fault) -> tuple[Kind, tuple[int, ...]]:
+    """Of which kind those are whom a fault strikes, and their numbers; none where it is drawn who they are."""
     if isinstance(fault, Cut):
         return "worker", fault.workers
     if fault.who.kind == "coordinator":
@@ -380,7 +381,7 @@ def schedule(
         if happening is not None and lasts_s is not None:
             ends = replace(happening, verb=fault.ends, back_after_s=None)
             heapq.heappush(queue, turn._replace(time=turn.time + lasts_s, begins=False, ends=ends))
-        if isinstance(fault.when, Every) and not crew.lost(*_aim(fault)):
+        if isinstance(fault.when, Every) and not crew.lost(*aim(fault)):
             heapq.heappush(queue, turn._replace(time=_after(turn.time, fault.when, rng), again=turn.again + 1))
 
 
@@ -412,7 +413,7 @@ class _Crew:
 
     def struck(self, fault: Fault, rng: np.random.Generator) -> Happening | None:
         """What a fault does now, to a drawn victim where it names none; None where nobody is there for it."""
-        kind, named = _aim(fault)
+        kind, named = aim(fault)
         numbers = named or tuple(rng.permutation(self._sizes[kind]).tolist())
         if not named or isinstance(fault, Kill | Pause):
             out = self._gone.keys() | self._paused.keys() if isinstance(fault, Pause) else self._gone.keys()

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, replace
-from math import inf, isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from stretto import chaos
 from stretto.errors import LaunchError, explain
 from stretto.launch import crowd
 from stretto.launch.order import Batch, OnNan, Order, Output
@@ -18,12 +18,10 @@ from stretto.launch.stopclock import seconds as stopclock
 from stretto.launch.stopclock import sparing
 from stretto.launch.watch import Watch
 from stretto.quantities import seconds as typed_seconds
-from stretto.quantities import spelled
 from stretto.report.record import STANDARD_OUTPUT, check_target
-from stretto.sim import network as network_
-from stretto.sim import speeds as speeds_
 from stretto.sim.sweep import SweepOrder
 from stretto.sim.sweep import run as run_sweep
+from stretto.sim.sweep.grid import points
 from stretto.sim.sweep.results import NAME as SWEEP
 from stretto.sim.sweep.results import read as read_sweep
 from stretto.sim.tariff import AUTO, Tariff
@@ -109,68 +107,56 @@ def command(
     }
     if not sweep and (target is not None or jobs is not None):
         raise _wrong("--target and --jobs are for a sweep", "no --sweep", "--sweep too", '--sweep "workers=1,2,4"')
+    from stretto.sim.asked import simulation, whole
+
     order = Order(
         script=script,
         args=tuple(args or ()),
-        workers=_whole(workers, "the number of workers", "-n 4"),
-        recipe=recipe,
-        seed=_whole(seed, "the seed", "--seed 1"),
         output=output,
-        servers=None if servers is None else _whole(servers, "the number of servers", "--servers 2"),
         on_nan=on_nan,
         plain=plain,
         patience_s=_time(patience, "the patience", "--patience 10s"),
-        min_workers=_whole(min_workers, "the least number of workers", "--min-workers 2"),
-        max_workers=None if max_workers is None else _whole(max_workers, "the largest number", "--max-workers 8"),
+        min_workers=whole("min_workers", min_workers),
+        max_workers=None if max_workers is None else whole("max_workers", max_workers),
         batch=keep_batch,
     )
-    if sweep:
-        if step_time.startswith(AUTO):
-            options["step_time"] = _asked_before(out) or _measured_once(order, network, step_time, processors)
-        also = (*(["--plain"] if plain else []), *(["--on-nan", on_nan] if on_nan != "stop" else []), *_survival(order))
-        given = {name: value for name, value in options.items() if value}
-        grid = SweepOrder(script, tuple(sweep), order.args, given, also, target, jobs, out, json_to, quiet)
-        run_sweep(grid, lambda text: print(text, file=sys.stderr if _here(json_to) else sys.stdout))
+    given = {name: value for name, value in options.items() if value is not None}
+    if not sweep:
+        _run(simulation(order, given), step_time, out, quiet, json_to)
         return
-    from stretto.sim.run import Simulation, check
-
-    simulation = Simulation(
-        order,
-        Tariff(0.0),
-        network_.parse(network),
-        speeds_.parse(speeds),
-        chaos.parse(faults) if faults.strip() else (),
-        _some(processors),
-        **_ends(until),
-    )
-    _run(check(simulation), step_time, out, quiet, json_to)
+    grid = SweepOrder(order, tuple(sweep), given, target, jobs, out, json_to, quiet)
+    say = functools.partial(print, file=sys.stderr if _here(json_to) else sys.stdout)
+    if step_time.startswith(AUTO):
+        grid = replace(grid, step_times=_asked_before(out) or _measured_each(grid, step_time, say))
+    run_sweep(grid, say)
 
 
-def _survival(order: Order) -> list[str]:
-    """What was said of workers that die, as it is typed."""
-    most = ["--max-workers", str(order.max_workers)] if order.max_workers is not None else []
-    said = {
-        "--patience": (f"{spelled(order.patience_s)}s", order.patience_s != Order.patience_s),
-        "--min-workers": (str(order.min_workers), order.min_workers != Order.min_workers),
-        "--keep-batch": (order.batch, order.batch != Order.batch),
-    }
-    return [word for name, (value, is_said) in said.items() if is_said for word in (name, value)] + most
+def _measured_each(grid: SweepOrder, step_time: str, say: Callable[[str], None]) -> dict[str, str]:
+    """The times of a step for the points of a sweep that measure them, by `Point.alike`.
+
+    Points differ in what their recipes and their wires take. What the script takes is theirs in common, or of as many
+    as make it as crowded here, so that they are compared by what is theirs.
+    """
+    from stretto.sim.asked import simulation
+
+    steps: dict[int | None, Tariff] = {}
+    found: dict[str, str] = {}
+    for point in points(grid):
+        if point.alike not in found and "step_time" not in point.values:
+            one = simulation(replace(grid.order, args=point.args), point.options)
+            tariff = _measured(one, step_time)
+            first = steps.setdefault(one.crowd, tariff)
+            found[point.alike] = str(replace(tariff, step_s=first.step_s, pass_s=first.pass_s))
+            say(f'measured for {point.alike}: --step-time "{found[point.alike]}"')
+    return found
 
 
-def _measured_once(order: Order, network: str, step_time: str, processors: float | None) -> str:
-    """The time of a step for all points of a sweep; what they may say of speeds and faults is theirs."""
-    from stretto.sim.run import Simulation, check
-
-    simulation = Simulation(order, Tariff(0.0), network_.parse(network), processors=_some(processors))
-    return str(_measured(check(simulation), step_time))
-
-
-def _asked_before(out: Path | None) -> str | None:
-    """The time of a step that a sweep was begun with which this one goes on."""
+def _asked_before(out: Path | None) -> dict[str, str] | None:
+    """The times of a step that a sweep was begun with which this one goes on."""
     if out is None or not (out / SWEEP).exists():
         return None
-    text: str | None = read_sweep(out)["asked"]["options"].get("step_time")
-    return text
+    found: dict[str, str] | None = read_sweep(out)["asked"].get("step_times")
+    return found
 
 
 def _run(simulation: Simulation, step_time: str, out: Path | None, quiet: bool, json_to: Path | None) -> None:
@@ -202,62 +188,27 @@ def _work(simulation: Simulation) -> Tariff:
     """What the script's work takes here; where workers share processors, while others are at the same work."""
     from stretto.sim.measure import measure
 
-    processors, workers = simulation.processors, simulation.order.workers
-    if processors is None or processors >= workers:
+    if simulation.crowd is None:
         return measure(simulation, stopclock, lambda: None)
 
     def act() -> Tariff:
         return measure(simulation, crowd.seconds, lambda: None)
 
-    with crowd.beside(crowd.copies(workers, processors), act):
+    with crowd.beside(simulation.crowd, act):
         return act()
 
 
 def _wires(simulation: Simulation) -> dict[str, float]:
-    """What the wires take of a processor here, where there is a network at all."""
+    """What the wires take of a processor here."""
     from stretto.launch.wires import here
 
-    if simulation.order.workers == 1 or simulation.network == network_.Network():
-        return {}
-    return asdict(here(simulation.order.plain))
-
-
-def _ends(until: str | None) -> dict[str, float]:
-    """When the run ends before the script does."""
-    if until is None:
-        return {}
-    name, _, value = until.partition("=")
-    read = typed_seconds(value.strip()) if name.strip() == "time" else _float(value)
-    if name.strip() not in ("samples", "time") or read is None or not (read > 0 and isfinite(read)):
-        problem, expected = f"--until cannot be {until!r}", "samples= with a number, or time= with a time"
-        raise _wrong(problem, until, expected, '--until "samples=1e6", or --until "time=1h"')
-    return {"time_s": read} if name.strip() == "time" else {"samples": read}
-
-
-def _float(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        return None
-
-
-def _whole(text: str, what: str, to_type: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise _wrong(f"{what} cannot be {text}", text, "a whole number", to_type) from None
+    return asdict(here(simulation.order.plain)) if simulation.has_wires else {}
 
 
 def _time(text: str, what: str, to_type: str) -> float:
     if (found := typed_seconds(text)) is None:
         raise _wrong(f"{what} cannot be {text}", text, "a time such as 500ms, 10s, 2m", to_type)
     return found
-
-
-def _some(processors: float | None) -> float | None:
-    if processors is not None and not 0 < processors < inf:
-        raise _wrong(f"there cannot be {processors:g} processors", processors, "more than 0", "--processors 2")
-    return processors
 
 
 def _here(json_to: Path | None) -> bool:

@@ -58,7 +58,7 @@ class Office:
 
     def stop(self) -> None:
         """The process stands still: what comes waits."""
-        if not self.is_away:
+        if not self.is_away and self._paused is None:
             self._paused = []
 
     def go_on(self) -> None:

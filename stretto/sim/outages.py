@@ -26,6 +26,8 @@ class Outages:
         """Of each worker, from when to when it was stopped; the last may have no end yet."""
         self.tell: Callable[[float, Happening], None] = lambda *_: None
         """Called with all that happens."""
+        self.settle: Callable[[Happening], Happening] = lambda one: one
+        """Called first: who is meant may not have been known when it was drawn."""
         self.strike: Callable[[float, Happening], None] = refuse
         """Called with what is done to processes, but for pauses of workers."""
         self._look_ahead()
@@ -89,6 +91,7 @@ class Outages:
                 pauses[-1] = pauses[-1][0], time
 
     def _happen(self, time: float, happening: Happening) -> None:
+        happening = self.settle(happening)
         self.tell(time, happening)
         ends = [one if happening.kind == "worker" else -1 - one for one in happening.numbers]
         net = self._net

@@ -22,6 +22,7 @@ from stretto.errors import BrokenWireError, LaunchError, MemberOutError, WireErr
 from stretto.events import Event, LogFile
 from stretto.folder import make_folder, write_run
 from stretto.launch.clocks import ScriptTime
+from stretto.launch.crowd import copies
 from stretto.launch.order import Order, settled
 from stretto.launch.order import check as check_order
 from stretto.launch.seeding import sow
@@ -87,6 +88,19 @@ class Simulation:
         dies = any(isinstance(one, chaos.Kill) for one in self.faults)
         is_missed = silent_s + beat_s(order.patience_s) > order.patience_s
         return order.workers > 1 and not order.alone and (dies or is_missed)
+
+    @property
+    def has_wires(self) -> bool:
+        """Whether there is a network at all."""
+        return self.order.workers > 1 and self.network != Network()
+
+    @property
+    def crowd(self) -> int | None:
+        """How many copies of a worker make it as crowded here; None where each has a processor of its own."""
+        workers = self.order.workers
+        if self.processors is None or self.processors >= workers:
+            return None
+        return copies(workers, self.processors)
 
     @property
     def _ends(self) -> Sequence[tuple[str, float, str]]:
@@ -209,7 +223,7 @@ class Cast:
         if simulation.is_mortal:
             self._members = Members(self.world, links, order, self._publish, self._say, self._bury)
             self.world.is_mortal = True
-        self.world.outages.strike = self._struck
+        self.world.outages.settle, self.world.outages.strike = self._settled, self._struck
         self._speed = Pace(simulation.speeds, order.workers, order.seed)
         self._limit = Limit(simulation.samples, simulation.time_s)
 
@@ -281,6 +295,13 @@ class Cast:
         now = self.world.queue.now
         assert self._log is not None
         self._log.append(msgspec.json.encode({**event, "t": round(now, 6), "at": round(now, 6)}) + b"\n")
+
+    def _settled(self, happening: Happening) -> Happening:
+        """A server may have been drawn when nobody knew how many the script's recipe has."""
+        named = (number for fault in self._simulation.faults for number in chaos.aim(fault)[1])
+        if happening.kind != "server" or self._offices is None or happening.numbers[0] in named:
+            return happening
+        return replace(happening, numbers=(happening.numbers[0] % self._offices.shards,))
 
     def _struck(self, time: float, happening: Happening) -> None:
         """A process is killed or stopped, or goes on; who comes back when it is due is a worker."""
@@ -413,7 +434,7 @@ class Cast:
             endures = self._members is not None
             self._offices = Offices(self.world, recipe.shards, order.on_nan, not order.plain, order.timeout_s, endures)
             for time, happening in self._early:
-                self._struck(time, happening)
+                self._struck(time, self._settled(happening))
         return self._offices
 
     def _enduring(self, worker: Worker, recipe: Recipe) -> Wire:

@@ -1,15 +1,17 @@
 """Memory that workers of one process can share: each script loads the same data, and it is kept once.
 
-What a loader reads from is shared as it is. Other large tensors and arrays among a script's names are put on one
-private mapping of a file each: pages are common until somebody writes to them, and whoever writes has a copy.
+What a loader reads from, and other large tensors and arrays among a script's names, are put on one private mapping of a
+file each: pages are common until somebody writes to them, and whoever writes has a copy.
 """
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import tempfile
 from collections.abc import Iterator, MutableMapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,33 +29,38 @@ TIDY_EVERY = 32
 """Workers that begin between two times that freed memory is given back."""
 
 
+Bytes = NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class _Common:
+    """What the first worker had: what it is, where it lay there, and a file with its bytes."""
+
+    kind: tuple[Any, ...]
+    first: int
+    file: int
+    seen: Bytes
+
+
 class Commons:
     """What the first worker has, and the others are found to have as well."""
 
     def __init__(self) -> None:
-        self._data: list[Tensor] | None = None
-        self._files: dict[str, tuple[int, Any]] = {}
-        """By the name in the script: a file with the bytes, and what the first worker had."""
+        self._known: dict[str, _Common] = {}
+        """By the name in the script, or the place in the loader's data set."""
+        self._mapped: set[int] = set()
+        """Where what is on common pages lies."""
         self._begun = 0
         self.saved = 0
         """Bytes that are not kept twice."""
 
     def loader(self, loader: DataLoader[Any]) -> None:
-        """Share the data set of a worker's loader with the first one's, where their bits are the same."""
-        mine = list(_tensors(loader.dataset, DEEPEST))
-        if self._data is None:
-            self._data = mine
-            return
-        if len(mine) != len(self._data):
-            return
-        for one, first in zip(mine, self._data, strict=True):
-            if one.data_ptr() != first.data_ptr() and _same(one, first):
-                self.saved += one.nbytes
-                with torch.no_grad():
-                    one.set_(first)  # type: ignore[call-overload]
+        """Put the data set of a worker's loader on common pages, where its bits are the first one's."""
+        for place, one in enumerate(_tensors(loader.dataset, DEEPEST)):
+            self._share(f"[{place}]", {}, None, one)
 
     def names(self, names: MutableMapping[str, Any]) -> None:
-        """Put large tensors and arrays among these names on common pages."""
+        """Put large tensors and arrays among these names there."""
         for path, holder, key, value in list(_large(names)):
             self._share(path, holder, key, value)
 
@@ -65,24 +72,35 @@ class Commons:
 
     def close(self) -> None:
         """Let go of the files; what is mapped stays."""
-        for file, _ in self._files.values():
+        for file in {one.file for one in self._known.values()}:
             os.close(file)
-        self._files.clear()
+        self._known.clear()
 
     def _share(self, path: str, holder: Any, key: Any, value: Any) -> None:
-        known = self._files.get(path)
+        mine = _bytes_of(value)
+        known = self._known.get(path)
         if known is None:
-            self._files[path] = _written(value), value
-            return
-        file, first = known
-        if type(first) is not type(value) or _lies_with(first, value) or not _same(first, value):
-            return
-        self.saved += value.nbytes
-        mapped = np.frombuffer(_mapped(file, value.nbytes), dtype=np.uint8)
+            self._known[path] = self._common(value, mine)
+        elif mine.ctypes.data not in {known.first, *self._mapped} and known.kind == _kind(value):
+            with contextlib.suppress(OSError):  # a process has only so many mappings
+                if np.array_equal(known.seen, mine):
+                    self._lay(_mapped(known.file, mine.nbytes), holder, key, value)
+
+    def _common(self, value: Any, mine: Bytes) -> _Common:
+        """The first worker's, in a file; a data set has what the script has a name for as well."""
+        at = mine.ctypes.data
+        for one in self._known.values():
+            if (one.kind, one.first) == (_kind(value), at):
+                return one
+        file = _written(mine)
+        return _Common(_kind(value), at, file, _mapped(file, mine.nbytes))
+
+    def _lay(self, mapped: Bytes, holder: Any, key: Any, value: Any) -> None:
+        self.saved += mapped.nbytes
+        self._mapped.add(mapped.ctypes.data)
         if isinstance(value, Tensor):
-            flat = torch.from_numpy(mapped).view(value.dtype)
             with torch.no_grad():
-                value.set_(flat.view(value.shape))  # type: ignore[call-overload]
+                value.set_(torch.from_numpy(mapped).view(value.dtype).view(value.shape))  # type: ignore[call-overload]
         else:
             holder[key] = mapped.view(value.dtype).reshape(value.shape)
 
@@ -90,7 +108,7 @@ class Commons:
 def _tensors(thing: Any, depth: int) -> Iterator[Tensor]:
     """The large tensors that a data set holds, in a fixed order."""
     if isinstance(thing, Tensor):
-        if thing.nbytes >= LEAST_BYTES and thing.is_contiguous() and not thing.requires_grad:
+        if _is_large(thing):
             yield thing
     elif isinstance(thing, list | tuple) and depth and len(thing) < 64:
         for one in thing:
@@ -116,22 +134,22 @@ def _is_large(value: Any) -> bool:
     return type(value) is np.ndarray and value.dtype.kind in "biuf" and value.nbytes >= LEAST_BYTES
 
 
-def _lies_with(one: Any, other: Any) -> bool:
-    return isinstance(one, Tensor) and one.data_ptr() == other.data_ptr()
+def _kind(value: Any) -> tuple[Any, ...]:
+    return type(value), value.dtype, value.shape
 
 
-def _same(one: Any, other: Any) -> bool:
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    return torch.equal(one, other) if isinstance(one, Tensor) else bool(np.array_equal(one, other))
+def _bytes_of(value: Any) -> Bytes:
+    """What a tensor or an array holds, where it lies, if it lies in a row."""
+    flat = value.detach().reshape(-1).view(torch.uint8).numpy() if isinstance(value, Tensor) else value.reshape(-1)
+    found: Bytes = flat.view(np.uint8)
+    return found
 
 
-def _written(value: Any) -> int:
-    array: NDArray[Any] = value.numpy() if isinstance(value, Tensor) else np.ascontiguousarray(value)
+def _written(mine: Bytes) -> int:
     with tempfile.TemporaryFile() as file:
-        array.tofile(file)
+        mine.tofile(file)
         return os.dup(file.fileno())
 
 
-def _mapped(file: int, nbytes: int) -> mmap.mmap:
-    return mmap.mmap(file, nbytes, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
+def _mapped(file: int, nbytes: int) -> Bytes:
+    return np.frombuffer(mmap.mmap(file, nbytes, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE), dtype=np.uint8)

@@ -8,6 +8,8 @@ from textwrap import dedent
 import pytest
 from sim.simulated import simulated
 
+from stretto.sim.share import Commons
+
 TRAINS = """
 import torch, stretto
 torch.manual_seed(0)
@@ -86,3 +88,34 @@ def test_who_share_a_link_slow_it_together() -> None:
     )
     assert one < both
     assert shortly == pytest.approx(one, rel=0.05)
+
+
+def test_who_writes_into_data_writes_into_its_own() -> None:
+    """A data set with a table, of the script's and of its own; two epochs, so that it is written before it is read."""
+    writes = """
+    class Noting(torch.utils.data.Dataset):
+        def __init__(self):
+            self.x, self.seen = torch.randn(8000, 6), torch.zeros(8000)
+        def __len__(self):
+            return len(self.x)
+        def __getitem__(self, at):
+            self.seen[at] += 1
+            TABLE[at] += 1
+            return self.x[at], self.x[at].sum(0, keepdim=True)
+    TABLE = torch.zeros(8000)
+    data = Noting()
+    loader = torch.utils.data.DataLoader(data, batch_size=1000)
+    loader = stretto"""
+    text = trains(2).replace("loader = stretto", dedent(writes))
+    ended = simulated(4, text + "\nassert data.seen.sum() == TABLE.sum() == 4000, (data.seen.sum(), TABLE.sum())")
+    assert ended.of("epoch")[-1]["seen"]["once"] == 8000
+
+
+def test_data_that_is_alike_is_kept_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name and a data set of the same bytes, of a kind that numpy does not know."""
+    made: list[Commons] = []
+    monkeypatch.setattr("stretto.sim.run.Commons", lambda: made.append(Commons()) or made[-1])
+    text = trains().replace("x = torch.randn(400, 6)", "x = torch.randn(8000, 6).bfloat16()")
+    text = text.replace("net(a) - b", "net(a.float()) - b.float()")
+    simulated(3, text + "\nassert x.data_ptr() == loader.dataset.tensors[0].data_ptr()")
+    assert made[0].saved == 2 * 8000 * 6 * 2, "what is not the first worker's, and large"

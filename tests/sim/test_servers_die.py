@@ -154,3 +154,13 @@ def test_what_comes_too_late_changes_nothing() -> None:
     plain = lived("async_sgd", "kill worker 1 at 1h")
     late = lived("async_sgd", "kill worker 1 at 1h; kill server 0 at 10s")
     assert hidden(late) == hidden(plain)
+
+
+def test_a_server_that_was_drawn_before_the_recipe_was_known_is_one_that_is_there() -> None:
+    """The script names the recipe; of two strikes at once on the only server one is enough."""
+    work = training(recipe="async_sgd")
+    for seed in range(4):
+        fault = "pause server for 10ms at 60ms; pause server for 30ms at 61ms"
+        ended = simulated(2, work, net=NET, fault=fault, seed=seed)
+        assert {one["worker"] for one in ended.of("chaos")} == {-1}
+        is_whole(ended, "async_sgd")

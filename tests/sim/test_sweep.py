@@ -10,24 +10,28 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 from sim import pretend
 
 from stretto.errors import LaunchError
+from stretto.launch.order import Order
 from stretto.sim.sweep import SweepOrder, results, run, work
 
+TRAIN = Order(Path("train.py"))
 COMMAND = (sys.executable, "-S", "-E", pretend.__file__)
 STOPPABLE = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs are born deaf to it
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # and so to this under nohup
 from pathlib import Path
+from stretto.launch.order import Order
 from stretto.sim.sweep import SweepOrder, run, work
 command, work.PATIENCE_S = tuple(sys.argv[1].split(":")), float(sys.argv[2])
 try:
-    run(SweepOrder(Path("train.py"), tuple(sys.argv[3:]), jobs=2, out=Path("swept")), print, command)
+    run(SweepOrder(Order(Path("train.py")), tuple(sys.argv[3:]), jobs=2, out=Path("swept")), print, command)
 except KeyboardInterrupt:
     sys.exit(130)
 """
@@ -39,10 +43,9 @@ def _there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("train.py").touch()
 
 
-def swept(*sweep: str, command: tuple[str, ...] = COMMAND, **more: object) -> tuple[Path, list[str]]:
+def swept(*sweep: str, command: tuple[str, ...] = COMMAND, order: Order = TRAIN, **more: Any) -> tuple[Path, list[str]]:
     said: list[str] = []
-    order = SweepOrder(Path("train.py"), sweep, out=Path("swept"), **more)  # type: ignore[arg-type]
-    return run(order, said.append, command), said
+    return run(SweepOrder(order, sweep, out=Path("swept"), **more), said.append, command), said
 
 
 def starts() -> list[str]:
@@ -81,17 +84,31 @@ def test_a_sweep_measures_every_point_and_tells_what_follows() -> None:
 
 
 def test_the_command_of_a_point_is_a_quiet_simulation_with_one_thread() -> None:
-    _, _ = swept("--lr=0.1", "seed=3", args=("--mode", "well"), options={"workers": "2"}, also=("--step-time", "5ms"))
+    order = Order(Path("train.py"), ("--mode", "well"), patience_s=5.0)
+    swept("--lr=0.1", "seed=3", order=order, options={"workers": "2", "step_time": "5ms"})
     run_json = json.loads(Path("swept/points/001-lr=0.1-seed=3/run.json").read_text())
     out = "swept/points/001-lr=0.1-seed=3"
-    given = ["train.py", "--workers", "2", "--seed", "3", "--step-time", "5ms", "--quiet", "--out", out]
+    given = [
+        "train.py",
+        "--workers",
+        "2",
+        "--step-time",
+        "5ms",
+        "--seed",
+        "3",
+        "--patience",
+        "5s",
+        "--quiet",
+        "--out",
+        out,
+    ]
     assert run_json["args"] == [*given, "--mode", "well", "--lr", "0.1"]
     assert Path("starts").read_text().split()[2] == "1"
 
 
 def test_a_failed_point_is_told_and_the_others_go_on() -> None:
     said: list[str] = []
-    order = SweepOrder(Path("train.py"), ("--mode=well,fail,torn",), out=Path("swept"), json_to=Path("f.json"))
+    order = SweepOrder(TRAIN, ("--mode=well,fail,torn",), out=Path("swept"), json_to=Path("f.json"))
     with pytest.raises(LaunchError, match="2 of 3 points failed; the same command with --out swept tries them again"):
         run(order, said.append, COMMAND)
     well, fail, torn = json.loads(Path("f.json").read_text())
@@ -155,9 +172,9 @@ def test_another_target_is_asked_of_the_points_that_are_there() -> None:
     ("key", "change"),
     [
         ("sweep", {}),
-        ("args", {"args": ("--mode", "well")}),
+        ("args", {"order": Order(Path("train.py"), ("--mode", "well"))}),
         ("options", {"options": {"seed": "1"}}),
-        ("also", {"also": ("--seed", "1")}),
+        ("also", {"order": Order(Path("train.py"), patience_s=5.0, max_workers=8)}),
         ("script_hash", {}),
     ],
 )
@@ -171,7 +188,7 @@ def test_a_folder_of_another_sweep_is_refused_by_what_differs(key: str, change: 
     Path("rubbish").mkdir()
     Path("rubbish/file").touch()
     with pytest.raises(LaunchError, match="is not empty"):
-        run(SweepOrder(Path("train.py"), ("workers=1",), out=Path("rubbish")), print, COMMAND)
+        run(SweepOrder(TRAIN, ("workers=1",), out=Path("rubbish")), print, COMMAND)
 
 
 def test_a_target_that_nobody_measures_ends_the_sweep_at_once() -> None:

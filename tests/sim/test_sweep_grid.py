@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.errors import LaunchError, RecipeError, StrettoError
+from stretto.launch.order import Order
 from stretto.sim.sweep.grid import OPTIONS, SweepOrder, axes, parse, points, with_option
 from stretto.typed import parse as parse_recipe
 
@@ -20,7 +21,7 @@ def values(text: str) -> list[str]:
 def order(tmp_path: Path, *sweep: str, **options: str) -> SweepOrder:
     script = tmp_path / "train.py"
     script.touch()
-    return SweepOrder(script, sweep, ("--lr", "1"), options)
+    return SweepOrder(Order(script, ("--lr", "1")), sweep, options)
 
 
 # Values
@@ -169,7 +170,7 @@ def test_the_grid_is_the_product_and_the_words_are_those_of_a_simulation(tmp_pat
         {"workers": w, "every": e, "--lr": "0.1"} for w in ("2", "3") for e in ("4", "8")
     ]
     words = found[3].words(asked, Path("there"))
-    assert words[0] == str(asked.script)
+    assert words[0] == str(asked.order.script)
     given = dict(zip(words[1:7:2], words[2:7:2], strict=True))
     assert given == {"--recipe": "local_sgd(every=8)", "--workers": "3", "--step-time": "5ms"}
     assert words[7:10] == ["--quiet", "--out", "there"]
@@ -208,8 +209,14 @@ def test_every_point_has_a_folder_of_its_own_that_any_disk_takes(
         (("workers=1,2", "workers=4"), "workers is swept twice"),
         (("step-time=5ms", "step_time=1ms"), "step_time is swept twice"),
         (("workers=1,0",), "the number of workers cannot be 0"),
-        (("workers=1,two",), "workers cannot be two"),
-        (("seed=1.5",), "seed cannot be 1.5"),
+        (("workers=1,two",), "the number of workers cannot be two"),
+        (("seed=1.5",), "the seed cannot be 1.5"),
+        (("network=instant,1Gbot/s",), "1Gbot/s"),
+        (("speeds=equal,1 0",), "1 0"),
+        (("step_time=1ms,fast",), "--step-time cannot be 'fast'"),
+        (("until=time=1h,time=0",), "--until cannot be 'time=0'"),
+        (("workers=9,4", "faults=kill worker 7 at 1s"), "there is no worker 7 of 4"),
+        (("recipe=async_sgd,local_sgd", "faults=kill server 0 at 1s"), "there is no parameter server"),
         (("every=1,x",), "no recipe or answer is called 'x'"),
         (("learning=1",), "learning is no option of a simulation, nor one of local_sgd"),
         (("recipe=local_sdg",), "no recipe or answer is called 'local_sdg'"),
@@ -223,22 +230,26 @@ def test_what_cannot_be_a_grid_is_refused(tmp_path: Path, sweep: tuple[str, ...]
     assert "\n  try: " in str(refused.value)
 
 
+EACH = {"recipe": "local_sgd", "network": "1Gbit/s", "speeds": "equal", "step_time": "1ms", "until": "time=1h"}
+EACH |= {"faults": "pause worker 0 for 1s at 1s"}
+
+
 def test_every_option_of_a_simulation_can_be_swept(tmp_path: Path) -> None:
     for name in OPTIONS:
-        value = "local_sgd" if name == "recipe" else "1"
+        value = EACH.get(name, "1")
         assert points(order(tmp_path, f"{name}={value}"))[0].options[name] == value
 
 
 def test_a_missing_script_and_no_jobs_are_refused(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match="there is no script"):
-        points(SweepOrder(tmp_path / "none.py", ("workers=1",)))
+        points(SweepOrder(Order(tmp_path / "none.py"), ("workers=1",)))
     with pytest.raises(LaunchError, match="jobs cannot be 0"):
-        SweepOrder(tmp_path, ("workers=1",), jobs=0).at_once()
+        SweepOrder(Order(tmp_path), ("workers=1",), jobs=0).at_once()
 
 
 def test_what_is_asked_changes_with_the_script_itself(tmp_path: Path) -> None:
     asked = order(tmp_path, "workers=1,2")
     before = asked.asked()
-    asked.script.write_text("pass")
+    asked.order.script.write_text("pass")
     assert before["script_hash"] != asked.asked()["script_hash"]
     assert before["sweep"] == {axis.name: list(axis.values) for axis in axes(asked)} == {"workers": ["1", "2"]}

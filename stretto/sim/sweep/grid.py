@@ -8,22 +8,26 @@ import inspect
 import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stretto.axis import nearest
 from stretto.errors import LaunchError, explain
 from stretto.folder import cores
-from stretto.launch.order import Order, check
+from stretto.launch.order import Order
+from stretto.quantities import spelled
 from stretto.report.target import Target
 from stretto.typed import WORDS
 from stretto.typed import parse as parse_recipe
 
-WORKERS, RECIPE = "workers", "recipe"
-OPTIONS = (WORKERS, "seed", "network", "speeds", "step_time", "faults", RECIPE, "until")
+if TYPE_CHECKING:
+    from stretto.sim.run import Simulation
+
+WORKERS, RECIPE, STEP_TIME = "workers", "recipe", "step_time"
+OPTIONS = (WORKERS, "seed", "network", "speeds", STEP_TIME, "faults", RECIPE, "until")
 """The options of a simulation that can be swept."""
 
 EXAMPLE = '--sweep "workers=1,2,4,...,64"'
@@ -46,34 +50,49 @@ class Axis:
 class SweepOrder:
     """A grid of simulations of one script.
 
-    `options` are those of `stretto simulate` by name (`step_time` for `--step-time`), with their values as typed, and
-    `also` is handed to every simulation as it is. `sweep` has an axis a text, `target` is what counts as done, and
-    `jobs` simulations go on at once: as many as there are cores unless it is said. `out` may hold the same sweep
-    unfinished. `json_to` gets the records of the points, - for the standard output.
+    `options` are those of `stretto simulate` by name (`step_time` for `--step-time`), with their values as typed; what
+    can't be swept is in the `order`. `sweep` has an axis a text, `target` is what counts as done, and `jobs`
+    simulations go on at once: as many as there are cores unless it is said. `out` may hold the same sweep unfinished.
+    `json_to` gets the records of the points, - for the standard output. `step_times` are what was measured for points
+    that are `alike`.
     """
 
-    script: Path
+    order: Order
     sweep: tuple[str, ...]
-    args: tuple[str, ...] = ()
     options: Mapping[str, str] = field(default_factory=dict)
-    also: tuple[str, ...] = ()
     target: str | None = None
     jobs: int | None = None
     out: Path | None = None
     json_to: Path | None = None
     quiet: bool = False
+    step_times: Mapping[str, str] = field(default_factory=dict)
 
     def asked(self) -> dict[str, Any]:
         """What sweep.json keeps of it: everything that decides what the points are, and the target."""
         return {
-            "script": str(self.script),
-            "script_hash": hashlib.sha256(self.script.read_bytes()).hexdigest(),
-            "args": list(self.args),
+            "script": str(self.order.script),
+            "script_hash": hashlib.sha256(self.order.script.read_bytes()).hexdigest(),
+            "args": list(self.order.args),
             "options": dict(self.options),
-            "also": list(self.also),
+            "also": self.also,
             "sweep": {axis.name: list(axis.values) for axis in axes(self)},
             "target": str(self.goal()) if self.target is not None else None,
+            "step_times": dict(self.step_times),
         }
+
+    @property
+    def also(self) -> list[str]:
+        """What is typed for every simulation alike: options of the order that are not as usual."""
+        order, usual = self.order, Order(self.order.script)
+        typed = {
+            "--on-nan": order.on_nan if order.on_nan != usual.on_nan else None,
+            "--patience": f"{spelled(order.patience_s)}s" if order.patience_s != usual.patience_s else None,
+            "--min-workers": str(order.min_workers) if order.min_workers != usual.min_workers else None,
+            "--keep-batch": order.batch if order.batch != usual.batch else None,
+            "--max-workers": str(order.max_workers) if order.max_workers is not None else None,
+        }
+        words = [word for name, value in typed.items() if value is not None for word in (name, value)]
+        return ["--plain"] * order.plain + words
 
     def goal(self) -> Target | None:
         """The target, read."""
@@ -89,17 +108,21 @@ class SweepOrder:
 
 @dataclass(frozen=True)
 class Point:
-    """One simulation of the grid: `name` is its folder, `values` says where on the axes it lies."""
+    """One simulation of the grid: `name` is its folder, `values` says where on the axes it lies.
+
+    The work of those that are `alike` takes the same: they have a recipe, wires or none, and their crowd in common.
+    """
 
     name: str
     values: Mapping[str, str]
     options: Mapping[str, str]
     args: tuple[str, ...]
+    alike: str = ""
 
     def words(self, order: SweepOrder, folder: Path) -> list[str]:
         """What is typed after `stretto simulate`."""
         typed = [word for name, value in self.options.items() for word in (f"--{name.replace('_', '-')}", value)]
-        return [str(order.script), *typed, *order.also, "--quiet", "--out", str(folder), "--", *self.args]
+        return [str(order.order.script), *typed, *order.also, "--quiet", "--out", str(folder), "--", *self.args]
 
 
 # Axes
@@ -236,24 +259,27 @@ def points(order: SweepOrder) -> list[Point]:
 
 
 def _point(order: SweepOrder, place: int, values: Mapping[str, str]) -> Point:
+    from stretto.sim.asked import simulation
+
     options = dict(order.options) | {name: value for name, value in values.items() if name in OPTIONS}
-    args = list(order.args)
+    args = list(order.order.args)
     for name, value in values.items():
         if name.startswith("--"):
             args += [name, value]
         elif name not in OPTIONS:
             options[RECIPE] = with_option(options.get(RECIPE), name, value)
-    numbers = {name: _whole(name, options[name]) for name in (WORKERS, "seed") if name in options}
-    check(Order(order.script, tuple(args), recipe=options.get(RECIPE), **numbers))  # type: ignore[arg-type]
+    alike = _alike(simulation(replace(order.order, args=tuple(args)), options))
+    if alike in order.step_times and STEP_TIME not in values:
+        options[STEP_TIME] = order.step_times[alike]
     said = "-".join(f"{name.strip('-')}={value}" for name, value in values.items())
     said = re.sub(r"[^\w.=-]+", "_", said, flags=re.ASCII)
-    return Point(f"{place:03}-{said[:60]}", values, options, tuple(args))
+    return Point(f"{place:03}-{said[:60]}", values, options, tuple(args), alike)
 
 
-def _whole(name: str, value: str) -> int:
-    if not (value.isascii() and value.isdecimal() and len(value) < 19):
-        raise _wrong(f"{name} cannot be {value}", value, "a whole number", f'--sweep "{name}=1,2,4"')
-    return int(value)
+def _alike(one: Simulation) -> str:
+    beside = f", {one.crowd} more at work" if one.crowd is not None else ""
+    recipe = one.order.recipe or "the script's recipe"
+    return f"{recipe}{beside}{'' if one.has_wires else ', without wires'}"
 
 
 def with_option(recipe: str | None, name: str, value: str) -> str:
