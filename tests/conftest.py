@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import settings
+
+LIGHT = str(Path(__file__).parent / "light")
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), LIGHT]))
 
 settings.register_profile("patient", deadline=None)  # a slow machine is no failure
 settings.load_profile("patient")

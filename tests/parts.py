@@ -9,17 +9,20 @@ from __future__ import annotations
 import subprocess
 import sys
 
+LEARNING = ["tests/train/test_accuracy.py", "tests/train/test_recipes.py"]
 PARTS = (
     ["tests/train"],
     ["tests/how", "tests/kernels", "tests/sim", "tests/server"],
-    ["tests/test_live.py", "tests/test_survives.py", "tests/launch"],
+    ["tests/test_live.py", "tests/test_survives.py", "tests/launch", *LEARNING],
 )
 
 
 def main() -> int:
     """1 if a part failed. Ctrl-C is heard by all, and waits until they have cleaned up."""
-    rest = [f"--ignore={path}" for part in PARTS for path in part]
-    running = [subprocess.Popen([sys.executable, "-m", "pytest", *part]) for part in (*PARTS, rest)]
+    rest = ["tests", *(f"--ignore={path}" for part in PARTS for path in part)]
+    training, *others = PARTS
+    training = [*training, *(f"--ignore={path}" for path in LEARNING)]
+    running = [subprocess.Popen([sys.executable, "-m", "pytest", *part]) for part in (training, *others, rest)]
     failed = 0
     while running:
         try:

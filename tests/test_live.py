@@ -17,7 +17,7 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
-from scene import MARK, ROOT, Place, until
+from scene import MARK, PATH, Place, until
 
 from stretto.events import read_events
 
@@ -293,7 +293,7 @@ def free(
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     """An empty current folder; afterwards nothing that was started there may be left."""
     mark = uuid.uuid4().hex
-    for name, value in {MARK: mark, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}.items():
+    for name, value in {MARK: mark, "PYTHONPATH": PATH, "GLOO_SOCKET_IFNAME": "lo"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("STRETTO_RECIPE", raising=False)
     monkeypatch.chdir(tmp_path)

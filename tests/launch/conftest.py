@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from scene import MARK, ROOT, Place
+from scene import MARK, PATH, Place
 
 LIMIT_S = 20
 
@@ -18,7 +18,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     """An empty current folder; afterwards nothing that was started there may be left."""
     mark = uuid.uuid4().hex
     monkeypatch.setenv(MARK, mark)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("PYTHONPATH", PATH)
     for name in ("STRETTO_RECIPE", "PYTHONUNBUFFERED"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("STRETTO_MEMBERS", "0")

@@ -20,6 +20,7 @@ from stretto.launch.watch import Watch
 
 MARK = "STRETTO_TEST_MARK"
 ROOT = Path(__file__).resolve().parents[2]
+PATH = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "light")])
 
 STUB = """
 import sys, types

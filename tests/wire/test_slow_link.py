@@ -83,7 +83,8 @@ CASES: dict[str, Callable[[], None]] = {
 def test_what_moves_comes_however_long_it_takes(case: str) -> None:
     if os.geteuid() or not shutil.which("tc") or not shutil.which("unshare"):
         pytest.skip("a slow link needs root, unshare and iproute2")
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(Path(__file__).parents[1])}
+    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ["PYTHONPATH"]])
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": path}
     command = ["unshare", "-n", "sh", "-ec", SHAPED, "sh", sys.executable, __file__, case]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 0, ended.stderr
