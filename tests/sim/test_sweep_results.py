@@ -215,12 +215,15 @@ def test_a_plot_has_at_most_eight_lines_and_says_so(tmp_path: Path) -> None:
         ({"step_time": "auto"}, {}, True),
         ({"step_time": "5ms"}, {}, False),
         ({"step_time": "auto"}, {"step_time": ["1ms", "2ms"]}, False),
+        ({"step_time": "auto", "measured": "5ms"}, {}, False),
     ],
 )
 def test_points_that_measure_for_themselves_are_told(
     options: dict[str, str], sweep: dict[str, list[str]], told: bool
 ) -> None:
-    asked = head(**sweep)["asked"] | {"options": options}
+    """And not those that were measured for, before they began."""
+    measured = {"step_times": {"allreduce": options["measured"]}} if "measured" in options else {}
+    asked = head(**sweep)["asked"] | {"options": options} | measured
     found = {"asked": asked, "points": [], "stops_paying": []}
     assert (page.MEASURED in page.sentences(found)) == told
 

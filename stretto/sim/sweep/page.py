@@ -62,7 +62,8 @@ def sentences(found: Found) -> list[str]:
     """What was found: the fastest point, where more workers stop to pay, and what makes points hard to compare."""
     stops = [_stop_sentence(one, found) for one in found["stops_paying"]]
     asked = found["asked"]
-    measured = "step_time" not in asked["sweep"] and asked["options"].get("step_time", "auto") == "auto"
+    typed = asked["sweep"].get("step_time") or asked.get("step_times") or asked["options"].get("step_time", "auto")
+    measured = typed == "auto"
     return [_fastest(found), *(stops if len(stops) <= MOST_SENTENCES else ()), *([MEASURED] if measured else [])]
 
 
@@ -195,6 +196,7 @@ def _facts(found: Found) -> list[Fact]:
         Fact("Ask again", (shlex.join(found["command"]),), typed=True),
         Fact("Swept", tuple(swept)),
         *(Fact(name.replace("_", " ").capitalize(), (value,)) for name, value in options.items()),
+        *(Fact(f"Step time, {of}", (text,)) for of, text in asked.get("step_times", {}).items()),
         Fact("Points", (f"{len(found['points'])}, each a process with one thread",)),
         Fact("Machine", (f"{machine['processor']}, {figures.plural(machine['cores'], 'core')}",)),
         Fact("Versions", (", ".join(f"{name} {text}" for name, text in found["versions"].items()),)),
