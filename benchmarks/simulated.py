@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 import torch
 
 from benchmarks.laboratory import BURST_BYTES, Laboratory
@@ -279,12 +280,18 @@ def probe(folder: Path, processors: float) -> None:
     def passing() -> float:
         return time.perf_counter() * min(processors / HOSTS, 1.0)
 
-    collective = _means(wire, wires.of_collective(wire, time.process_time, passing, MORE))
+    collective = _means(wire, wires.of_collective(wire, lambda: busy_s() / HOSTS, passing, MORE))
     served = meet_at_lead(wire, 1, "stop", LIMIT_S, seat.lead_host)
-    parcels = _means(served, wires.of_server(served, lambda: HOSTS * time.process_time(), MORE))
+    parcels = _means(served, wires.of_server(served, lambda: HOSTS * time.process_time(), busy_s, MORE))
     if served.worker == 0:
         (folder / "wires.json").write_text(json.dumps(asdict(WireCosts(*collective, *parcels))))
     served.close()
+
+
+def busy_s() -> float:
+    """How long the machine's processors have been at work: queues and bridges are no process's."""
+    now = psutil.cpu_times()
+    return float(now.user + now.nice + now.system + now.irq + now.softirq)
 
 
 def _means(wire: Wire, values: Sequence[float]) -> list[float]:

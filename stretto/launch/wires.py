@@ -96,10 +96,13 @@ def _fit(one_s: float, other_s: float, few: float, many: float) -> tuple[float, 
     return (exchange_s, message_s) if exchange_s >= 0.0 else (0.0, other_s / many)
 
 
-def of_server(wire: ServerWire, clock: Callable[[], float], more: int = 1) -> tuple[float, float]:
+def of_server(
+    wire: ServerWire, clock: Callable[[], float], busy: Callable[[], float] | None = None, more: int = 1
+) -> tuple[float, float]:
     """Of a parcel and a megabyte of parcels, on a wire to a server whose workers all call this.
 
-    `clock` is the time of all their processors, and of the server's. A message of each of N workers to all takes N
+    `clock` is the time of all their processors, and of the server's; `busy`, where links take of them as well, theirs
+    too, though it may be a coarse one. A message of each of N workers to all takes N
     parcels to the server and N back, each with two ends, and so does reading what the server has.
     """
     numbers = torch.ones(NUMBERS)
@@ -111,7 +114,7 @@ def of_server(wire: ServerWire, clock: Callable[[], float], more: int = 1) -> tu
 
     ends = 4 * wire.workers
     parcel_s = _each(lambda: wire.gather(b""), more * SMALL, clock) / ends
-    read_s = _each(lambda: wire.read([NUMBERS]).wait(take), more * LARGE, clock) / ends
+    read_s = _each(lambda: wire.read([NUMBERS]).wait(take), more * LARGE, busy or clock) / ends
     return parcel_s, 2 * max(read_s - parcel_s, 0.0) / MEGABYTES
 
 
