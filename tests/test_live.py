@@ -17,7 +17,7 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
-from scene import MARK, PATH, Place, until
+from scene import MARK, PATH, Place, environment, until
 
 from stretto.events import read_events
 
@@ -448,7 +448,7 @@ def test_whatever_is_ended_the_run_ends_with_one_error_and_leaves_nothing(
     process = place.stretto("run", path, "-n", "2", "--recipe", "async_sgd", "--servers", "2", "--out", "run")
     until(lambda: Path("at-0").exists() and Path("at-1").exists(), LIMIT_S)
     name = {"server": "STRETTO_SHARD", "worker": "RANK"}.get(ended)
-    victim = next((one for one in place.left() if name and one.environ().get(name) == "1"), None)
+    victim = next((one for one in place.left() if name and environment(one).get(name) == "1"), None)
     began = time.monotonic()
     process.send_signal(signal.SIGINT) if victim is None else os.kill(victim.pid, signal.SIGKILL)
     _, err = process.communicate(timeout=LIMIT_S)

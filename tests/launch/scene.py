@@ -132,9 +132,9 @@ class Place:
         """Run a script in this process's hands and return the run folder."""
         return run(Order(self.script(text), args=args, **order), Watch(quiet=True))
 
-    def stretto(self, *arguments: str | Path, **popen: Any) -> subprocess.Popen[bytes]:
-        """Start the command, as a shell would."""
-        command = [sys.executable, "-P", "-c", "import stretto.cli; stretto.cli.main()", *map(str, arguments)]
+    def stretto(self, *arguments: str | Path, before: str = "", **popen: Any) -> subprocess.Popen[bytes]:
+        """Start the command, as a shell would; something may be done before."""
+        command = [sys.executable, "-P", "-c", f"{before}import stretto.cli; stretto.cli.main()", *map(str, arguments)]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "start_new_session": True} | popen
         heed = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731
         process = subprocess.Popen(command, preexec_fn=heed, **pipes)
@@ -147,7 +147,7 @@ class Place:
 
     def _ours(self, process: psutil.Process) -> bool:
         try:
-            return process.environ().get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE
+            return environment(process).get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE
         except psutil.Error:
             return False
 
@@ -160,6 +160,15 @@ class Place:
             for pipe in (started.stdout, started.stderr):
                 if pipe is not None:
                     pipe.close()
+
+
+def environment(process: psutil.Process) -> dict[str, str]:
+    """With what it was started; nothing if it has just ended."""
+    try:
+        found: dict[str, str] = process.environ()
+    except psutil.Error:
+        return {}
+    return found
 
 
 def staff() -> int:

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import zmq
-from scene import Place, staff, until
+from scene import Place, environment, staff, until
 
 from stretto.cli import command
 from stretto.errors import LaunchError
@@ -103,7 +103,7 @@ def test_the_sockets_are_the_servers_alone(place: Place) -> None:
     place.service()
     process = place.stretto("run", place.script(FOREVER), "--recipe", "async_sgd")
     until(lambda: Path("ready-0").exists())
-    found = [one.environ().get("STRETTO_SERVERS") for one in place.left()]
+    found = [environment(one).get("STRETTO_SERVERS") for one in place.left()]
     ports = [int(one.rpartition(":")[2]) for one in next(filter(None, found)).split(",")]
     assert [refuses(port) for port in ports] == [False, False]
     process.send_signal(signal.SIGSTOP)  # so that it cannot end the others
@@ -349,9 +349,9 @@ def test_keys_are_new_in_each_run_and_written_nowhere(place: Place) -> None:
         place.stretto("run", place.script(FOREVER, f"{n}.py"), "--recipe", "async_sgd", cwd=place.folder) for n in "ab"
     ]
     kept = ""
-    until(lambda: len([one for one in place.left() if secrets(one.environ())]) == 4)
+    until(lambda: len([one for one in place.left() if secrets(environment(one))]) == 4)
     processes = place.left()
-    keys = {key for one in processes for side in secrets(one.environ()) for key in side.split(",")}
+    keys = {key for one in processes for side in secrets(environment(one)) for key in side.split(",")}
     assert len(keys) == 8  # in each of two runs two pairs
     lines = "\n".join(" ".join(one.cmdline()) for one in processes)
     until(lambda: Path("ready-0").exists())

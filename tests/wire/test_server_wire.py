@@ -168,7 +168,7 @@ def test_abort_wakes_who_waits_and_the_next_generation_goes_on(serving: Serving)
         for one in waiting:
             with pytest.raises(BrokenWireError):
                 one.result(5.0)
-        assert time.monotonic() - began < 0.2
+        assert time.monotonic() - began < 2.0
     with pytest.raises(BrokenWireError):
         wires[0].start(Mean(torch.ones(2))).wait()
     for wire in wires[:2]:
