@@ -69,5 +69,10 @@ class LaunchError(StrettoError):
     """The run could not be started as it was asked for."""
 
 
+def mistyped(problem: str, got: object, expected: str, to_type: str) -> LaunchError:
+    """The error of what was asked for and cannot be, with its three answers."""
+    return LaunchError(explain(problem, got=got, expected=expected, to_type=to_type))
+
+
 class LogError(StrettoError):
     """The run folder cannot be written or read."""

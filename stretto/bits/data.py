@@ -17,7 +17,7 @@ from typing import IO, Literal, cast
 import torch
 from torch import Tensor
 
-from stretto.errors import LaunchError, explain
+from stretto.errors import LaunchError, mistyped
 
 Labels = Literal["even"]
 LARGEST_GIB = 4
@@ -45,7 +45,7 @@ def read(path: Path, rows: int | None = None) -> Data:
     by 255. There are as many features as the largest index in those rows. Raises LaunchError with the line's number.
     """
     if rows is not None and rows < 1:
-        raise _wrong(f"the number of rows can't be {rows}", rows, "a whole number, at least 1", "--rows 5000")
+        raise mistyped(f"the number of rows can't be {rows}", rows, "a whole number, at least 1", "--rows 5000")
     images = _images(path)
     return _idx(images, rows) if images else _libsvm(path, rows)
 
@@ -53,7 +53,7 @@ def read(path: Path, rows: int | None = None) -> Data:
 def _images(path: Path) -> Path | None:
     """The file of images that a path means, if it means one."""
     if not path.exists():
-        raise _wrong(
+        raise mistyped(
             f"there is no {path}", path, "a LIBSVM text file, or MNIST's idx files", "stretto bits path/to/a9a"
         )
     if path.is_file():
@@ -61,7 +61,7 @@ def _images(path: Path) -> Path | None:
     found = [one for one in sorted(path.iterdir()) if all(word in one.name for word in IMAGES)]
     if not found:
         problem, expected = f"the folder {path} holds no idx file of images", "train-images-idx3-ubyte, or its .gz"
-        raise _wrong(problem, path, expected, "stretto bits path/to/a9a, or a folder with MNIST's files")
+        raise mistyped(problem, path, expected, "stretto bits path/to/a9a, or a folder with MNIST's files")
     return next((one for one in found if "train" in one.name), found[0])
 
 
@@ -104,7 +104,7 @@ def _libsvm(path: Path, rows: int | None) -> Data:
     wide = max(columns, default=-1) + 1
     if not labels or not wide:
         what = "an example" if not labels else "a feature"
-        raise _wrong(f"there is not {what} in {path}", path, LINE, "stretto bits path/to/a9a")
+        raise mistyped(f"there is not {what} in {path}", path, LINE, "stretto bits path/to/a9a")
     _check_size(len(labels), wide)
     x = torch.zeros(len(labels), wide, dtype=torch.float64)
     x[rows_at, columns] = torch.tensor(values, dtype=torch.float64)
@@ -120,7 +120,7 @@ def _examples(path: Path, file: Iterable[bytes]) -> Iterator[tuple[int, str]]:
         try:
             line = raw.decode().partition("#")[0].strip()
         except UnicodeDecodeError:
-            raise _wrong(
+            raise mistyped(
                 f"{path} is no text, in line {number}", repr(raw[:20]), LINE, "stretto bits path/to/a9a"
             ) from None
         if line:
@@ -140,7 +140,7 @@ def _fields(path: Path, number: int, line: str) -> list[tuple[int, float]]:
                 before = found[0]
                 continue
         problem = f"line {number} of {path} is none of LIBSVM's"
-        raise _wrong(problem, f"{word[:40]!r} in {line[:60]!r}", LINE, f"sed -n {number}p {path}")
+        raise mistyped(problem, f"{word[:40]!r} in {line[:60]!r}", LINE, f"sed -n {number}p {path}")
     return fields
 
 
@@ -149,7 +149,7 @@ def _check_size(rows: int, wide: int) -> None:
     if size > LARGEST_GIB:
         fewer = max(1, int(rows * LARGEST_GIB / size))
         problem = f"{rows} rows of {wide} features are {size:.1f} GiB, and are held whole"
-        raise _wrong(problem, f"{rows} x {wide}", f"at most {LARGEST_GIB} GiB", f"--rows {fewer}")
+        raise mistyped(problem, f"{rows} x {wide}", f"at most {LARGEST_GIB} GiB", f"--rows {fewer}")
 
 
 # MNIST's idx files
@@ -159,12 +159,12 @@ def _idx(images: Path, rows: int | None) -> Data:
     for one in IMAGES:
         if one not in images.name:
             problem, expected = f"{images} is not called as MNIST's files are", "a name with images-idx3"
-            raise _wrong(problem, images.name, expected, "stretto bits train-images-idx3-ubyte.gz")
+            raise mistyped(problem, images.name, expected, "stretto bits train-images-idx3-ubyte.gz")
     labels = images.with_name(images.name.replace(IMAGES[0], LABELS[0]).replace(IMAGES[1], LABELS[1]))
     if not labels.exists():
         plain = labels.with_suffix("") if labels.suffix in PACKED else labels.with_name(f"{labels.name}.gz")
         if not plain.exists():
-            raise _wrong(
+            raise mistyped(
                 f"the labels of {images.name} are missing", f"no {labels}", "a file beside it", f"ls {images.parent}"
             )
         labels = plain
@@ -205,18 +205,14 @@ def signs(data: Data, labels: Labels | None) -> Tensor:
     shown = ", ".join(f"{one:g}" for one in found[:10].tolist()) + (", ..." if len(found) > 10 else "")
     problem = f"logistic regression needs two classes, {data.name} has {len(found)}"
     to_type = "--labels even" if len(found) > 2 else "leave --labels away" if labels else "more --rows"
-    raise _wrong(problem, f"the labels {shown}", "labels of two kinds", to_type)
+    raise mistyped(problem, f"the labels {shown}", "labels of two kinds", to_type)
 
 
 def evened(y: Tensor) -> Tensor:
     """+1 where a label is even, -1 where it is odd."""
     if bool((y != y.round()).any()):
         wrong = float(y[y != y.round()][0])
-        raise _wrong(
+        raise mistyped(
             "a label that is no whole number is neither even nor odd", wrong, "whole numbers", "leave --labels away"
         )
     return torch.where(y % 2 == 0, 1.0, -1.0).double()
-
-
-def _wrong(problem: str, got: object, expected: str, to_type: str) -> LaunchError:
-    return LaunchError(explain(problem, got=got, expected=expected, to_type=to_type))

@@ -7,7 +7,7 @@ from dataclasses import replace
 from math import inf, isfinite
 
 from stretto import chaos
-from stretto.errors import LaunchError, explain
+from stretto.errors import mistyped
 from stretto.launch.order import Order
 from stretto.quantities import seconds
 from stretto.sim import network, speeds
@@ -34,19 +34,21 @@ def simulation(order: Order, typed: Mapping[str, str]) -> Simulation:
     return check(asked)
 
 
-WHAT = {"workers": ("the number of workers", "-n 4"), "seed": ("the seed", "--seed 1")}
-WHAT |= {
+WHAT = {
+    "workers": ("the number of workers", "-n 4"),
+    "seed": ("the seed", "--seed 1"),
     "servers": ("the number of servers", "--servers 2"),
     "min_workers": ("the least number of workers", "--min-workers 2"),
+    "max_workers": ("the largest number", "--max-workers 8"),
 }
-WHAT |= {"max_workers": ("the largest number", "--max-workers 8")}
+"""What an option is called before a person, and what may be typed for it."""
 
 
 def whole(name: str, text: str) -> int:
     """A whole number, for the option of that name. Raises LaunchError."""
     what, to_type = WHAT[name]
     if not (text.isascii() and text.strip().removeprefix("-").isdecimal() and len(text) < 19):
-        raise _wrong(f"{what} cannot be {text}", text, "a whole number", to_type)
+        raise mistyped(f"{what} cannot be {text}", text, "a whole number", to_type)
     return int(text)
 
 
@@ -58,7 +60,7 @@ def _ends(until: str | None) -> dict[str, float]:
     read = seconds(value.strip()) if name.strip() == "time" else _number(value)
     if name.strip() not in ("samples", "time") or read is None or not (read > 0 and isfinite(read)):
         problem, expected = f"--until cannot be {until!r}", "samples= with a number, or time= with a time"
-        raise _wrong(problem, until, expected, '--until "samples=1e6", or --until "time=1h"')
+        raise mistyped(problem, until, expected, '--until "samples=1e6", or --until "time=1h"')
     return {"time_s": read} if name.strip() == "time" else {"samples": read}
 
 
@@ -74,9 +76,5 @@ def _processors(text: str | None) -> float | None:
         return None
     read = _number(text)
     if read is None or not 0 < read < inf:
-        raise _wrong(f"there cannot be {text} processors", text, "more than 0", "--processors 2")
+        raise mistyped(f"there cannot be {text} processors", text, "more than 0", "--processors 2")
     return read
-
-
-def _wrong(problem: str, got: object, expected: str, to_type: str) -> LaunchError:
-    return LaunchError(explain(problem, got=got, expected=expected, to_type=to_type))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from stretto.errors import LaunchError, explain
+from stretto.errors import mistyped
 from stretto.launch import crowd
 from stretto.launch.order import Batch, OnNan, Order, Output
 from stretto.launch.stopclock import seconds as stopclock
@@ -106,7 +106,7 @@ def command(
         "seed": seed,
     }
     if not sweep and (target is not None or jobs is not None):
-        raise _wrong("--target and --jobs are for a sweep", "no --sweep", "--sweep too", '--sweep "workers=1,2,4"')
+        raise mistyped("--target and --jobs are for a sweep", "no --sweep", "--sweep too", '--sweep "workers=1,2,4"')
     from stretto.sim.asked import simulation, whole
 
     order = Order(
@@ -207,13 +207,9 @@ def _wires(simulation: Simulation) -> dict[str, float]:
 
 def _time(text: str, what: str, to_type: str) -> float:
     if (found := typed_seconds(text)) is None:
-        raise _wrong(f"{what} cannot be {text}", text, "a time such as 500ms, 10s, 2m", to_type)
+        raise mistyped(f"{what} cannot be {text}", text, "a time such as 500ms, 10s, 2m", to_type)
     return found
 
 
 def _here(json_to: Path | None) -> bool:
     return str(json_to) == STANDARD_OUTPUT
-
-
-def _wrong(problem: str, got: object, expected: str, to_type: str) -> LaunchError:
-    return LaunchError(explain(problem, got=got, expected=expected, to_type=to_type))

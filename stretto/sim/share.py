@@ -78,10 +78,10 @@ class Commons:
 
     def _share(self, path: str, holder: Any, key: Any, value: Any) -> None:
         mine = _bytes_of(value)
-        known = self._known.get(path)
+        at, known = mine.ctypes.data, self._known.get(path)
         if known is None:
             self._known[path] = self._common(value, mine)
-        elif mine.ctypes.data not in {known.first, *self._mapped} and known.kind == _kind(value):
+        elif at != known.first and at not in self._mapped and known.kind == _kind(value):
             with contextlib.suppress(OSError):  # a process has only so many mappings
                 if np.array_equal(known.seen, mine):
                     self._lay(_mapped(known.file, mine.nbytes), holder, key, value)

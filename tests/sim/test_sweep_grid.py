@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,11 @@ from hypothesis import strategies as st
 
 from stretto.errors import LaunchError, RecipeError, StrettoError
 from stretto.launch.order import Order
+from stretto.sim import command
+from stretto.sim.run import Simulation
 from stretto.sim.sweep.grid import OPTIONS, SweepOrder, axes, parse, points, with_option
+from stretto.sim.tariff import Tariff
+from stretto.sim.tariff import parse as parse_tariff
 from stretto.typed import parse as parse_recipe
 
 
@@ -253,3 +258,52 @@ def test_what_is_asked_changes_with_the_script_itself(tmp_path: Path) -> None:
     asked.order.script.write_text("pass")
     assert before["script_hash"] != asked.asked()["script_hash"]
     assert before["sweep"] == {axis.name: list(axis.values) for axis in axes(asked)} == {"workers": ["1", "2"]}
+
+
+# What is measured
+
+
+def test_points_are_measured_once_for_all_that_are_alike_and_the_script_once_for_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured: list[Simulation] = []
+
+    def takes(one: Simulation, typed: str) -> Tariff:
+        assert typed == "auto"
+        measured.append(one)
+        return Tariff(step_s=float(len(measured)), ask_s=float(len(measured)))
+
+    monkeypatch.setattr(command, "_measured", takes)
+    networks = "network=instant,1Gbit/s,10Gbit/s"
+    asked = order(tmp_path, "recipe=allreduce,local_sgd(every=4)", networks, "seed=1,2", workers="4")
+    found = command._measured_each(asked, "auto", lambda _text: None)
+    assert [(str(one.order.recipe).partition("(")[0], one.has_wires) for one in measured] == [
+        ("allreduce", False),
+        ("allreduce", True),
+        ("local_sgd", False),
+        ("local_sgd", True),
+    ]
+    times = [parse_tariff(one.options["step_time"]) for one in points(replace(asked, step_times=found))]
+    assert [(one.step_s, one.ask_s) for one in times] == [(1, ask) for ask in (1, 1, *[2] * 4, 3, 3, *[4] * 4)]
+
+
+def test_each_crowd_has_its_own_measurement_of_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four workers crowd two processors, two and one do not; one has no wires."""
+    crowds: list[int | None] = []
+
+    def takes(one: Simulation, _typed: str) -> Tariff:
+        crowds.append(one.crowd)
+        return Tariff(step_s=float(len(crowds)))
+
+    monkeypatch.setattr(command, "_measured", takes)
+    asked = order(tmp_path, "workers=4,2,1", recipe="allreduce", network="1Gbit/s", processors="2")
+    found = command._measured_each(asked, "auto", lambda _text: None)
+    assert [one is None for one in crowds] == [False, True, True]
+    times = [parse_tariff(one.options["step_time"]) for one in points(replace(asked, step_times=found))]
+    assert [one.step_s for one in times] == [1, 2, 2]
+
+
+def test_a_swept_time_of_a_step_is_what_was_typed(tmp_path: Path) -> None:
+    asked = order(tmp_path, "step_time=auto,5ms", workers="2")
+    assert command._measured_each(asked, "auto", lambda _text: None) == {}
+    assert [one.options["step_time"] for one in points(asked)] == ["auto", "5ms"]

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stretto.axis import nearest
-from stretto.errors import LaunchError, explain
+from stretto.errors import LaunchError, mistyped
 from stretto.folder import cores
 from stretto.launch.order import Order
 from stretto.quantities import spelled
@@ -102,7 +102,7 @@ class SweepOrder:
         """How many simulations go on at once. Raises LaunchError for none."""
         jobs = cores() if self.jobs is None else self.jobs
         if jobs < 1:
-            raise _wrong(f"the number of jobs cannot be {jobs}", jobs, "a whole number, at least 1", "--jobs 2")
+            raise mistyped(f"the number of jobs cannot be {jobs}", jobs, "a whole number, at least 1", "--jobs 2")
         return jobs
 
 
@@ -141,14 +141,14 @@ def parse(text: str) -> Axis:
     name, equals, rest = text.partition("=")
     name = name.strip()
     if not equals or NAME.fullmatch(name) is None:
-        raise _wrong(f"not an axis: {text}", repr(text), "a name, = and values with commas between", EXAMPLE)
+        raise mistyped(f"not an axis: {text}", repr(text), "a name, = and values with commas between", EXAMPLE)
     name = name if name.startswith("--") else name.replace("-", "_")
     values = _written_out(_divided(rest, name), name)
     if name in OPTIONS or name.startswith("--"):
         values = [_unquoted(value) for value in values]
     twice = next((value for place, value in enumerate(values) if value in values[:place]), None)
     if twice is not None:
-        raise _wrong(f"{name} has the value {twice} twice", rest, "each value once", EXAMPLE)
+        raise mistyped(f"{name} has the value {twice} twice", rest, "each value once", EXAMPLE)
     return Axis(name, tuple(values))
 
 
@@ -165,9 +165,9 @@ def _divided(text: str, name: str) -> list[str]:
             depth += (letter in "([{") - (letter in ")]}")
         words[-1] += letter
     if quote or depth:
-        raise _wrong(f"a quote or a bracket of {name} has no partner", text, "both, or none", EXAMPLE)
+        raise mistyped(f"a quote or a bracket of {name} has no partner", text, "both, or none", EXAMPLE)
     if not all(word.strip() for word in words):
-        raise _wrong(f"{name} has an empty value", text or "nothing", "a value on each side of a comma", EXAMPLE)
+        raise mistyped(f"{name} has an empty value", text or "nothing", "a value on each side of a comma", EXAMPLE)
     return [word.strip() for word in words]
 
 
@@ -192,27 +192,27 @@ def _between(before: Sequence[str], after: Sequence[str], name: str) -> list[str
     """What `...` stands for between the values before it and the one after it."""
     text = ",".join([*before, DOTS, *after])
     if len(before) < 2 or not after:
-        raise _wrong(f"{DOTS} of {name} has no values to go on from, or to", text, "1,2,...,10", EXAMPLE)
+        raise mistyped(f"{DOTS} of {name} has no values to go on from, or to", text, "1,2,...,10", EXAMPLE)
     if not all(map(NUMBER.fullmatch, (*before, *after))):
-        raise _wrong(f"{DOTS} of {name} stands between what are no plain numbers", text, "1,2,4,...,64", EXAMPLE)
+        raise mistyped(f"{DOTS} of {name} stands between what are no plain numbers", text, "1,2,4,...,64", EXAMPLE)
     *numbers, end = map(Fraction, (*before, *after))
     found = [numbers[-1]]
     upwards, following = numbers[-1] > numbers[-2], _pattern(numbers)
     if following is None:
         expected = "equal differences, or three values with equal ratios"
-        raise _wrong(f"the values before {DOTS} of {name} have no pattern", text, expected, EXAMPLE)
+        raise mistyped(f"the values before {DOTS} of {name} have no pattern", text, expected, EXAMPLE)
     while found[-1] != end and (found[-1] < end) == upwards:
         found.append(following(found[-1]))
         _check_count(len(found), name)
     if found[-1] != end or len(found) == 1:
         problem, by = f"{DOTS} of {name} does not meet {after[0]}", ", ".join(map(_text, found[-2:]))
-        raise _wrong(problem, f"{text}, which comes by {by}", "a last value that the pattern meets", EXAMPLE)
+        raise mistyped(problem, f"{text}, which comes by {by}", "a last value that the pattern meets", EXAMPLE)
     return [_text(value) for value in found[1:-1]]
 
 
 def _check_count(count: int, name: str) -> None:
     if count > MOST_VALUES:
-        raise _wrong(f"{name} has too many values", f"{count} or more", f"at most {MOST_VALUES}", EXAMPLE)
+        raise mistyped(f"{name} has too many values", f"{count} or more", f"at most {MOST_VALUES}", EXAMPLE)
 
 
 def _pattern(numbers: Sequence[Fraction]) -> Callable[[Fraction], Fraction] | None:
@@ -238,9 +238,9 @@ def axes(order: SweepOrder) -> list[Axis]:
     names = [axis.name for axis in found]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
-        raise _wrong(f"{twice} is swept twice", ", ".join(order.sweep), "one axis a name", f'--sweep "{twice}=1,2,4"')
+        raise mistyped(f"{twice} is swept twice", ", ".join(order.sweep), "one axis a name", f'--sweep "{twice}=1,2,4"')
     if not found:
-        raise _wrong("there is nothing to sweep", "no --sweep", "an axis, at least one", EXAMPLE)
+        raise mistyped("there is nothing to sweep", "no --sweep", "an axis, at least one", EXAMPLE)
     return found
 
 
@@ -312,13 +312,9 @@ def _unknown(name: str, called: str, known: Sequence[str]) -> LaunchError:
     near = nearest(name, [*OPTIONS, *known])
     whose = f"nor one of {called}" if called else "and there is no recipe that could have it"
     has = f"; of {called}: {', '.join(known) or 'none'}" if called else ""
-    return _wrong(
+    return mistyped(
         f"{name} is no option of a simulation, {whose}",
         name,
         f"one of {', '.join(OPTIONS)}{has}; or --{name} for the script",
         f'--sweep "{near}=..."' if near else EXAMPLE,
     )
-
-
-def _wrong(problem: str, got: object, expected: str, to_type: str) -> LaunchError:
-    return LaunchError(explain(problem, got=got, expected=expected, to_type=to_type))
