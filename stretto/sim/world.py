@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from contextvars import Context
 from typing import Any
 
@@ -21,6 +21,7 @@ from stretto.chaos import Happening
 from stretto.errors import LaunchError, WireError
 from stretto.sim.clock import Queue
 from stretto.sim.flows import ARRIVE, GO_ON, Flows, Net
+from stretto.sim.marks import unmarked
 from stretto.sim.network import Links
 from stretto.sim.outages import Outages
 from stretto.sim.own import Own, Process
@@ -239,7 +240,7 @@ class World:
         try:
             if prepare is not None:
                 prepare()
-            with self._backwards_apart():
+            with self._backwards_apart(), nullcontext() if self.stopclock is not None else unmarked():
                 for number in order if order is not None else range(len(self.workers)):
                     self._begin(self.workers[number])
                 self._go_round(tick or (lambda: None))

@@ -211,7 +211,8 @@ class Share(BatchSampler):
         flat = self.order.flat
         for pieces in ahead or self._ahead or ():
             if pieces:
-                yield [index for start, stop in pieces for index in flat[start:stop]]
+                first, *others = (flat[start:stop] for start, stop in pieces)
+                yield list(chain(first, *others)) if others else first
 
     def __len__(self) -> int:
         return sum(1 for pieces in self.deal.ahead(self._worker) if pieces)
@@ -223,8 +224,8 @@ def rebuilt(loader: DataLoader[Any], share: BatchSampler, processes: int) -> Dat
     ahead = processes > 0
     data: Any = loader.dataset
     collate = _Unbatched(loader.collate_fn) if bare else loader.collate_fn
-    if type(data) is TensorDataset and collate is default_collate and not ahead:
-        data, collate = _Rows(data.tensors), _as_it_is
+    if type(data) is TensorDataset and collate is default_collate and not (ahead or loader.pin_memory):
+        return _Rows(data, batch_sampler=share, generator=loader.generator)
     return DataLoader(
         data,
         batch_sampler=share,
@@ -240,23 +241,17 @@ def rebuilt(loader: DataLoader[Any], share: BatchSampler, processes: int) -> Dat
     )
 
 
-@dataclass(frozen=True)
-class _Rows:
-    """A TensorDataset that gives a batch at once: the rows, as taking them one by one and stacking them would."""
+class _Rows(DataLoader[Any]):
+    """A loader of a TensorDataset that takes all rows of a batch at once, as one by one and stacked they would be."""
 
-    tensors: Sequence[torch.Tensor]
+    def __iter__(self) -> Iterator[list[torch.Tensor]]:  # type: ignore[override]
+        super().__iter__()  # draws from the random generator what torch's loader draws
+        assert self.batch_sampler is not None
+        return map(self._rows, iter(self.batch_sampler))
 
-    def __len__(self) -> int:
-        return len(self.tensors[0])
-
-    def __getitems__(self, indices: list[Any]) -> list[torch.Tensor]:
-        """All rows of a batch."""
-        rows = torch.tensor(indices)
-        return [one[rows] for one in self.tensors]
-
-
-def _as_it_is(batch: Any) -> Any:
-    return batch
+    def _rows(self, indices: Batch) -> list[torch.Tensor]:
+        rows = torch.from_numpy(np.array(indices))
+        return [one[rows] for one in self.dataset.tensors]  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)

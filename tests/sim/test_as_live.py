@@ -6,6 +6,7 @@ from pathlib import Path
 from textwrap import dedent
 
 import pytest
+import torch
 from sim.simulated import simulated
 
 from stretto.sim.share import Commons
@@ -119,3 +120,16 @@ def test_data_that_is_alike_is_kept_once(monkeypatch: pytest.MonkeyPatch) -> Non
     text = text.replace("net(a) - b", "net(a.float()) - b.float()")
     simulated(3, text + "\nassert x.data_ptr() == loader.dataset.tensors[0].data_ptr()")
     assert made[0].saved == 2 * 8000 * 6 * 2, "what is not the first worker's, and large"
+
+
+def test_a_profiler_sees_the_marks_of_loaders_and_optimizers() -> None:
+    """They are left out only where nobody looks."""
+    text = trains().replace("for epoch", "profile = torch.profiler.profile()\nprofile.start()\nfor epoch")
+    text += """
+profile.stop()
+seen = {event.key for event in profile.key_averages()}
+assert {"Optimizer.step#SGD.step", "Optimizer.zero_grad#SGD.zero_grad"} <= seen, seen
+"""
+    marks = torch.autograd.profiler.record_function, torch._dynamo.graph_break
+    simulated(1, text)
+    assert marks == (torch.autograd.profiler.record_function, torch._dynamo.graph_break)
