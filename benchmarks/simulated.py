@@ -48,6 +48,8 @@ LIMIT_S = 240.0
 """For one run."""
 MORE = 3
 """Exchanges are measured so often as much as where somebody waits for the simulation."""
+PROBES = 3
+"""And by so many groups of processes, of whom the medians are taken."""
 
 
 @dataclass(frozen=True)
@@ -71,13 +73,10 @@ class Figures:
 
     step_s: float
     bytes_sent: Sequence[int]
+    bytes_received: Sequence[int]
+    """Without what TCP sends twice: it comes once."""
     splits: Sequence[Mapping[str, float]]
     """Of each worker, the seconds per step in every phase."""
-
-    @property
-    def mean_bytes(self) -> float:
-        """What a worker sent."""
-        return statistics.mean(self.bytes_sent)
 
 
 @dataclass(frozen=True)
@@ -97,9 +96,9 @@ class Link:
 
     @property
     def network(self) -> str:
-        """What `--network` is told. Worker 0 keeps the server where a recipe has one."""
+        """What `--network` is told. Worker 0 keeps the server in its process where a recipe has one."""
         latency_us = 1e6 * self.there_and_back_s / 2
-        return f"{self.mbit:.2f}Mbit/s {latency_us:.0f}us, burst {BURST_BYTES}B, servers with workers"
+        return f"{self.mbit:.2f}Mbit/s {latency_us:.0f}us, burst {BURST_BYTES}B, servers in worker 0"
 
 
 def run(starts: int | None = None, only: Sequence[Case] = ()) -> dict[str, Any]:
@@ -145,12 +144,13 @@ def _case(lab: Laboratory, link: Link, case: Case, starts: int) -> dict[str, Any
     print(f"  {case.name}", flush=True)
     pairs = [_pair(lab, link, case) for _ in range(starts)]
     ratios = [here.step_s / there.step_s for here, there in pairs]
-    heavier = [here.mean_bytes / there.mean_bytes for here, there in pairs]
+    sent = [sum(here.bytes_sent) / sum(there.bytes_sent) for here, there in pairs]
+    received = [sum(here.bytes_received) / sum(there.bytes_received) for here, there in pairs]
     one, other = pairs[-1]
     print(
         f"    {1e3 * one.step_s:8.2f} ms a step simulated, {1e3 * other.step_s:8.2f} measured: "
-        f"{statistics.median(ratios):.3f}; {one.mean_bytes:.0f} and {other.mean_bytes:.0f} bytes: "
-        f"{statistics.median(heavier):.4f}",
+        f"{statistics.median(ratios):.3f}; bytes sent {statistics.median(sent):.4f}, "
+        f"received {statistics.median(received):.4f}",
         flush=True,
     )
     return {
@@ -160,7 +160,8 @@ def _case(lab: Laboratory, link: Link, case: Case, starts: int) -> dict[str, Any
         "link_mbit": case.mbit,
         "network": link.network,
         "time_ratio": statistics.median(ratios),
-        "bytes_ratio": statistics.median(heavier),
+        "bytes_ratio": statistics.median(sent),
+        "received_ratio": statistics.median(received),
         "runs": [{"simulated": _record(here), "measured": _record(there)} for here, there in pairs],
     }
 
@@ -171,7 +172,8 @@ def _pair(lab: Laboratory, link: Link, case: Case) -> tuple[Figures, Figures]:
 
 
 def _record(one: Figures) -> dict[str, Any]:
-    return {"ms_a_step": 1e3 * one.step_s, "bytes_sent": list(one.bytes_sent), "split_s_a_step": list(one.splits)}
+    moved = {"bytes_sent": list(one.bytes_sent), "bytes_received": list(one.bytes_received)}
+    return {"ms_a_step": 1e3 * one.step_s, **moved, "split_s_a_step": list(one.splits)}
 
 
 def simulated(case: Case, link: Link) -> Figures:
@@ -212,6 +214,7 @@ def figures(log: Path) -> Figures:
     return Figures(
         step_s=(last["training_s"] - first["training_s"]) / steps,
         bytes_sent=[ends[worker]["bytes_sent"] for worker in sorted(ends)],
+        bytes_received=[ends[worker]["bytes_received"] for worker in sorted(ends)],
         splits=[
             _less(one["split"], before["split"], steps)
             for one, before in zip(last["workers"], first["workers"], strict=True)
@@ -243,12 +246,19 @@ def _see_out(lab: Laboratory, command: Sequence[str], told: Mapping[str, str], f
 
 def look_at(lab: Laboratory) -> Link:
     """What a laboratory is made of."""
+    processors = free_processors()
+    told = [_probed(lab, processors) for _ in range(PROBES)]
+    costs = {name: statistics.median(one[name] for one in told) for name in told[0]}
+    return Link(lab.measure_mbit(), lab.measure_there_and_back_s(), WireCosts(**costs), processors)
+
+
+def _probed(lab: Laboratory, processors: float) -> dict[str, float]:
+    """What the wires take, as four hosts find."""
     with tempfile.TemporaryDirectory(prefix="stretto-simulated-") as place:
         folder = Path(place)
-        processors = free_processors()
         _see_out(lab, [sys.executable, "-m", "benchmarks.simulated", place, str(processors)], _environment(), folder)
-        said = json.loads((folder / "wires.json").read_text())
-    return Link(lab.measure_mbit(), lab.measure_there_and_back_s(), WireCosts(**said), processors)
+        found: dict[str, float] = json.loads((folder / "wires.json").read_text())
+    return found
 
 
 def free_processors() -> float:
@@ -282,7 +292,7 @@ def probe(folder: Path, processors: float) -> None:
 
     collective = _means(wire, wires.of_collective(wire, lambda: busy_s() / HOSTS, passing, MORE))
     served = meet_at_lead(wire, 1, "stop", LIMIT_S, seat.lead_host)
-    parcels = _means(served, wires.of_server(served, lambda: HOSTS * time.process_time(), busy_s, MORE))
+    parcels = _means(served, wires.of_server(served, lambda: HOSTS * passing(), busy_s, MORE))
     if served.worker == 0:
         (folder / "wires.json").write_text(json.dumps(asdict(WireCosts(*collective, *parcels))))
     served.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -33,7 +34,8 @@ MEGABYTES = 4 * NUMBERS / 1e6
 class WireCosts:
     """Seconds of a processor, at one end: of an exchange without a centre, of its messages and bytes; of parcels.
 
-    `telling_s` is what words take besides, which are made into an exchange and read from it.
+    `telling_s` is what words take besides, which are made into an exchange and read from it, and `link_megabyte_s`
+    what a megabyte of parcels takes besides that goes over a link, where links are processors' work.
     """
 
     exchange_s: float
@@ -42,6 +44,7 @@ class WireCosts:
     telling_s: float
     parcel_s: float
     parcel_megabyte_s: float
+    link_megabyte_s: float
 
 
 def here(plain: bool) -> WireCosts:
@@ -98,12 +101,14 @@ def _fit(one_s: float, other_s: float, few: float, many: float) -> tuple[float, 
 
 def of_server(
     wire: ServerWire, clock: Callable[[], float], busy: Callable[[], float] | None = None, more: int = 1
-) -> tuple[float, float]:
-    """Of a parcel and a megabyte of parcels, on a wire to a server whose workers all call this.
+) -> tuple[float, float, float]:
+    """Of a parcel, a megabyte of parcels and one over a link, on a wire to a server whose workers all call this.
 
-    `clock` is the time of all their processors, and of the server's; `busy`, where links take of them as well, theirs
-    too, though it may be a coarse one. A message of each of N workers to all takes N
-    parcels to the server and N back, each with two ends, and so does reading what the server has.
+    `clock` is the time of all their processors, and of the server's, idle or not where they share them: small parcels
+    wait for whoever is to be awakened. `busy`, where links take of them as well, is what is worked, though by a coarse
+    clock: then the server is where worker 0 is, and only the others use links. A message
+    of each of N workers to all takes N parcels to the server and N back, each with two ends, and so does reading what
+    the server has.
     """
     numbers = torch.ones(NUMBERS)
     if wire.worker == 0:
@@ -112,10 +117,19 @@ def of_server(
     def take(_part: int, at: int, piece: Tensor) -> None:
         numbers[at : at + piece.numel()].copy_(piece)
 
-    ends = 4 * wire.workers
-    parcel_s = _each(lambda: wire.gather(b""), more * SMALL, clock) / ends
-    read_s = _each(lambda: wire.read([NUMBERS]).wait(take), more * LARGE, busy or clock) / ends
-    return parcel_s, 2 * max(read_s - parcel_s, 0.0) / MEGABYTES
+    def reading(clock: Callable[[], float]) -> float:
+        return _each(lambda: wire.read([NUMBERS]).wait(take), more * LARGE, clock)
+
+    def megabyte_s(read_s: float, readers: int) -> float:
+        return max(read_s / (2 * readers) - 2 * parcel_s, 0.0) / MEGABYTES
+
+    parcel_s = _each(lambda: wire.gather(b""), more * SMALL, clock) / (4 * wire.workers)
+    if busy is None:
+        return parcel_s, megabyte_s(reading(clock), wire.workers), 0.0
+    alone = struct.pack("<d", reading(busy) if wire.worker == 0 else 0.0)
+    (alone_s,) = struct.unpack("<d", wire.gather(alone)[0])
+    near_s = megabyte_s(alone_s, 1)
+    return parcel_s, near_s, max(megabyte_s(reading(busy) - alone_s, wire.workers - 1) - near_s, 0.0)
 
 
 def _mean_s(wire: Wire, numbers: int, times: int, clock: Callable[[], float]) -> float:

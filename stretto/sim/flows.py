@@ -146,6 +146,10 @@ class Net:
         """For how long something was on its way, until now."""
         return self._moved_s + (self._queue.now - self._moves_since if self._under_way else 0.0)
 
+    def has_link(self, source: int, target: int) -> bool:
+        """Whether there is a link on the way from one end to another; there is none within a machine."""
+        return bool(self._links.path(source, target)[0])
+
     def _set_off(self, flow: int, transfer: Transfer) -> None:
         self._moved_s, self._moves_since = self.moved_s(), self._queue.now
         self._under_way[flow] = transfer

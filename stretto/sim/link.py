@@ -224,9 +224,9 @@ class SimLink:
         It goes in chunks: from the first one on all three are at work at once, until the last one has come.
         """
         world, office = self._world, self._office
-        rest = max(nbytes - CHUNK_BYTES, 0)
-        chunk_s = world.tariff.post_s(nbytes - rest)
-        rest_s = world.tariff.post_s(nbytes) - chunk_s
+        over_link = world.net.has_link(source, target)
+        chunk_s = world.tariff.post_s(min(nbytes, CHUNK_BYTES), over_link)
+        rest_s = world.tariff.post_s(nbytes, over_link) - chunk_s
         left = 2
 
         def share(end: int) -> int:

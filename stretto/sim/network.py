@@ -11,6 +11,7 @@ Parts go by commas, in any order. Speeds are in bit/s, kbit/s, Mbit/s, Gbit/s or
 | `1Gbit/s 1ms between` | with hosts: the uplink and the downlink that all workers of one host share |
 | `server 1Gbit/s 5ms` | the link of each shard of the parameter server; default: as a worker's, or a host's |
 | `servers with workers` | shard s is on the machine of worker s and has no link of its own |
+| `servers in worker 0` | all shards are in its process, as where a script was started as a worker of several hosts |
 | `burst 32kB` | after a rest a link carries so many bytes at once, as one behind a token bucket does (Linux's tbf) |
 | `loss 1%` | lost packets: a link carries that much less |
 | `ring`, `tree` | how an all-reduce goes; default: ring |
@@ -79,6 +80,8 @@ class Network:
     """Of each shard; None: as a worker's, or as a host's."""
     with_workers: bool = False
     """Whether shards are on the machines of workers."""
+    in_worker: bool = False
+    """Whether all shards are in the process of worker 0, and have the processor that it has."""
     loss: float = 0.0
     """The part of packets that is lost."""
     reduce: Literal["ring", "tree"] = "ring"
@@ -92,6 +95,7 @@ class Network:
         parts += [f"{between.typed(link.latency)} between"] if between else []
         parts += [f"server {server.typed((between or link).latency)}"] if server else []
         parts += ["servers with workers"] if self.with_workers else []
+        parts += ["servers in worker 0"] if self.in_worker else []
         parts += [f"burst {_written(self.burst, SIZES)}"] if self.burst else []
         parts += [f"loss {_plain(Decimal(repr(self.loss)).scaleb(2))}%"] if self.loss else []
         parts += [self.reduce] if self.reduce != "ring" else []
@@ -148,6 +152,8 @@ class Links:
         """Bytes per second of each resource."""
         self.burst = network.burst
         """The bytes that each carries at once after a rest."""
+        self.in_worker = network.in_worker
+        """Whether the shards are in the process of worker 0."""
         self._network = network
         self._workers = workers
         self._first: list[int] = []
@@ -227,9 +233,10 @@ class Links:
         """Put shard s at place -1 - s of the lists."""
         link = self._network.server or self._network.between or self._network.link
         for shard in reversed(range(shards)):
-            if self._network.with_workers:
-                self._first.append(self._first[shard % self._workers])
-                self._ends.append(self._ends[shard % self._workers])
+            if self._network.with_workers or self._network.in_worker:
+                host = shard % self._workers if self._network.with_workers else 0
+                self._first.append(self._first[host])
+                self._ends.append(self._ends[host])
             else:
                 self._first.append(self._add(link))
                 port = self._port(self._first[-1])
@@ -347,6 +354,9 @@ class _Parts:
             self._link = self._typed("a speed, like 10Gbit/s")
             return "the link of workers", "hosts"
         if words.skip("servers"):
+            if words.skip("in"):
+                words.expect("worker", "0")
+                return "the link of servers", "servers in worker 0"
             words.expect("with", "workers")
             return "the link of servers", "servers with workers"
         if words.skip("server"):
@@ -381,8 +391,8 @@ class _Parts:
         link = self._link.link()
         between = self._between.link(link.latency) if "between" in self._at else None
         server = self._server.link((between or link).latency) if "server" in self._at else None
-        together = "servers with workers" in self._at
-        return Network(link, self._hosts, between, server, together, self._loss, self._reduce, self._burst)
+        beside, inside = "servers with workers" in self._at, "servers in worker 0" in self._at
+        return Network(link, self._hosts, between, server, beside, inside, self._loss, self._reduce, self._burst)
 
     def _typed(self, expected: str) -> _Typed:
         words = self._words

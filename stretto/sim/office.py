@@ -153,7 +153,7 @@ class Offices:
             self._add(f"server {shard}", -1 - shard, self._shard(on_nan))
 
     def _add(self, called: str, end: int, make: Callable[[int], Desk]) -> None:
-        office = Office(self._world, make, end, self._world.shares + len(self._offices), called)
+        office = Office(self._world, make, end, self._world.share_of_service(len(self._offices)), called)
         beside: list[SimLink] = []
         beside += [self._link(one, office, beside) for one in self._world.workers]
         self._offices.append(office)

@@ -129,6 +129,7 @@ def check(simulation: Simulation) -> Simulation:
     chaos.check(simulation.faults, order.workers, shards)
     for fault in simulation.faults:
         _refuse_idle(fault, simulation.network)
+        _refuse_parted(fault, simulation.network)
     Pace(simulation.speeds, order.workers, order.seed)
     Program(order.script, order.args, order.seed)
     return replace(simulation, order=order)
@@ -148,6 +149,18 @@ def _refuse_idle(fault: Fault, network: Network) -> None:
         problem, expected = "there is no link to be slow", "a network whose links have a speed"
         raise LaunchError(
             explain(problem, got="--network instant", expected=expected, to_type='--network "1Gbit/s 1ms"')
+        )
+
+
+def _refuse_parted(fault: Fault, network: Network) -> None:
+    """Raise LaunchError for a fault that would part a server from the process that it is in."""
+    kind, numbers = chaos.aim(fault)
+    is_beside = kind == "worker" and numbers and 0 not in numbers
+    if network.in_worker and isinstance(fault, chaos.Kill | chaos.Pause) and not is_beside:
+        problem = "worker 0 and the servers in its process live and die together, which is not simulated"
+        expected = "a fault of another worker, or servers that are processes of their own"
+        raise LaunchError(
+            explain(problem, got=fault, expected=expected, to_type='--network "..., servers with workers"')
         )
 
 

@@ -21,6 +21,7 @@ NAMES = {
     "per MB": "megabyte_s",
     "per parcel": "parcel_s",
     "per MB of parcels": "parcel_megabyte_s",
+    "per MB over links": "link_megabyte_s",
 }
 MEGABYTE = 1e6
 
@@ -32,7 +33,8 @@ class Tariff:
     `pass_s` is what a pass over the data takes besides its steps, `ask_s` what it takes to encode one ask or update,
     and as much again to decode its answer; `take_s` what a server works on one update. The others are what the wires
     take of a processor, at each end: without a centre for an exchange, for each message of it and for its bytes, and
-    besides for telling words; at a server for a parcel and for its bytes, encryption included.
+    besides for telling words; at a server for a parcel and for its bytes, encryption included, and besides for those of
+    them that go over a link.
     """
 
     step_s: float
@@ -43,6 +45,7 @@ class Tariff:
     megabyte_s: float = 0.0
     parcel_s: float = 0.0
     parcel_megabyte_s: float = 0.0
+    link_megabyte_s: float = 0.0
     pass_s: float = 0.0
     telling_s: float = 0.0
 
@@ -51,9 +54,10 @@ class Tariff:
         own = self.exchange_s + self.telling_s * tellings
         return own + self.message_s * messages + self.megabyte_s * nbytes / MEGABYTE
 
-    def post_s(self, nbytes: float) -> float:
+    def post_s(self, nbytes: float, over_link: bool) -> float:
         """What sending a parcel takes, and receiving it again."""
-        return self.parcel_s + self.parcel_megabyte_s * nbytes / MEGABYTE
+        megabyte_s = self.parcel_megabyte_s + self.link_megabyte_s * over_link
+        return self.parcel_s + megabyte_s * nbytes / MEGABYTE
 
     def __str__(self) -> str:
         """The text that `parse` reads, to a tenth of a microsecond."""

@@ -199,8 +199,8 @@ class World:
         self.net = Net(self.queue, links)
         self.tariff, self.stopclock = tariff, stopclock
         self.processors: Flows | None = None
-        self.shares = 1 + workers
-        """The number of the coordinator's own share of the processors; those of the servers come behind it."""
+        self._serves_itself = links.in_worker
+        """Whether worker 0 has the servers in its process."""
         if processors is not None:
             self.processors = Flows(self.queue, [processors, *[1.0] * (workers + 1 + servers)])
         self.workers = [Worker(self, number) for number in range(workers)]
@@ -310,6 +310,10 @@ class World:
             tick()
 
     # --- processors ---------------------------------------------------------------------------------------------
+
+    def share_of_service(self, number: int) -> int:
+        """Which share of the processors the coordinator has (number 0), or a server (1 and so on)."""
+        return 1 if self._serves_itself else 1 + len(self.workers) + number
 
     def busy(self, share: int, seconds: float, then: Callable[[], None]) -> None:
         """Have a processor work so long on a message, as that of a worker or server with this share; then go on."""

@@ -12,7 +12,7 @@ from stretto.launch.wires import WireCosts
 from stretto.sim import network, tariff
 from stretto.typed import parse
 
-COSTS = WireCosts(5e-4, 8e-5, 3e-3, 4e-4, 7e-5, 2e-3)
+COSTS = WireCosts(5e-4, 8e-5, 3e-3, 4e-4, 7e-5, 2e-3, 1e-3)
 LINK = Link(95.66, 24e-6, COSTS, 1.97)
 
 
@@ -26,21 +26,24 @@ def epoch(number: int, samples: int, training_s: float) -> dict[str, object]:
 
 
 def test_a_log_tells_what_a_step_took_after_the_first_pass(tmp_path):
-    ends = [{"event": "end", "t": 9.0, "worker": worker, "bytes_sent": 100 + worker} for worker in (3, 1, 0, 2)]
+    ends = [
+        {"event": "end", "t": 9.0, "worker": worker, "bytes_sent": 100 + worker, "bytes_received": 7}
+        for worker in (3, 1, 0, 2)
+    ]
     events = [epoch(1, 1280, 50.0), epoch(2, 2560, 51.0), epoch(3, 3840, 52.0), *ends]
     log = tmp_path / "events.jsonl"
     log.write_text("".join(json.dumps(one) + "\n" for one in events))
     found = simulated.figures(log)
     assert found.step_s == pytest.approx(2.0 / 20)
     assert found.bytes_sent == [100, 101, 102, 103]
-    assert found.mean_bytes == 101.5
+    assert found.bytes_received == [7, 7, 7, 7]
     assert found.splits[1] == {"computing": pytest.approx(0.4), "exchanging": pytest.approx(0.6)}
 
 
 def test_the_simulator_is_told_what_was_measured():
     one = network.parse(LINK.network)
     assert one.link.up == pytest.approx(95.66e6) and one.link.latency == pytest.approx(12e-6)
-    assert one.with_workers and one.burst == simulated.BURST_BYTES
+    assert one.in_worker and one.burst == simulated.BURST_BYTES
     found = tariff.parse(LINK.step_time, lambda: tariff.Tariff(0.004, ask_s=0.001))
     own = {"step_s": 0.004, "pass_s": 0.0, "ask_s": 0.001, "take_s": 0.0}
     assert vars(found) == pytest.approx({**own, **vars(COSTS)}, abs=1e-7)
@@ -60,7 +63,7 @@ def test_a_case_is_judged_by_its_ratios(monkeypatch):
 
     def figures(*_):
         step_s, sent = next(found)
-        return Figures(step_s, [sent] * 4, [{}] * 4)
+        return Figures(step_s, [sent] * 4, [900] * 4, [{}] * 4)
 
     monkeypatch.setattr(simulated, "simulated", figures)
     monkeypatch.setattr(simulated, "measured", figures)
@@ -68,10 +71,11 @@ def test_a_case_is_judged_by_its_ratios(monkeypatch):
     case = simulated._case(None, LINK, Case("digits.py", (), "allreduce", 100.0), 2)
     assert case["time_ratio"] == pytest.approx(1.15)
     assert case["bytes_ratio"] == pytest.approx(1.0)
+    assert case["received_ratio"] == 1.0
     record = {"hosts": 4, "wanted": 0.16, "wanted_bytes": 0.01, "cases": [case, {**case, "time_ratio": 0.8}]}
     page = "\n".join(tables.simulated(record))
-    assert "| digits.py, allreduce | 100 | 17.50 | 15.00 | 1.15 | 1.0000 |" in page
-    assert "Time within 16% in 1 of 2 cases, bytes within 1% in 2." in page
+    assert "| digits.py, allreduce | 100 | 17.50 | 15.00 | 1.15 | 1.0000 | 1.0000 |" in page
+    assert "Time within 16% in 1 of 2 cases; bytes within 1% of those sent in 2, of those received in 2:" in page
 
 
 def test_the_plain_loop_is_the_script_without_the_line():

@@ -98,6 +98,10 @@ def test_a_good_one_is_simulated(simulate: Simulate) -> None:
             ["there is no parameter server"],
         ),
         (["--faults", "cut workers 0-1 for 1s at 1s"], FAILED, ["all 2 workers on one side of a cut"]),
+        *(
+            (["--network", "1Gbit/s, servers in worker 0", "--faults", fault], FAILED, ["live and die together"])
+            for fault in ("kill worker 0 at 1s", "pause worker for 1s at 1s", "kill server 0 at 1s")
+        ),
         (["--faults", "explode at 1s"], FAILED, ["these are no faults: explode", "^^^^^^^"]),
         (["--until", "tomorrow"], FAILED, ["--until cannot be 'tomorrow'", '--until "time=1h"']),
         (["--until", "samples=-3"], FAILED, ["--until cannot be 'samples=-3'"]),

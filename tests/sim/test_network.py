@@ -27,7 +27,13 @@ hosted = st.builds(
     lambda one, size, link: replace(one, hosts=size, between=link), plain, st.integers(1, 10**9 - 1), links
 )
 networks = (plain | hosted).flatmap(
-    lambda one: st.sampled_from([one, replace(one, server=None, with_workers=True), replace(one, loss=0.0)])
+    lambda one: st.sampled_from(
+        [
+            one,
+            *(replace(one, server=None, **{at: True}) for at in ("with_workers", "in_worker")),
+            replace(one, loss=0.0),
+        ]
+    )
 )
 
 
@@ -84,6 +90,7 @@ SLOW = Link(100e6, 100e6, 0.02)
             "100Mbit/s 20ms, server 1Gbit/s 0us",
         ),
         ("servers with workers", Network(with_workers=True), "instant, servers with workers"),
+        ("servers in worker 0", Network(in_worker=True), "instant, servers in worker 0"),
         ("loss 1%", Network(loss=0.01), "instant, loss 1%"),
         ("loss 0.25%, TREE", Network(loss=0.0025, reduce="tree"), "instant, loss 0.25%, tree"),
         ("ring", Network(), "instant"),
@@ -125,6 +132,8 @@ def test_what_is_typed_is_what_is_meant(text: str, network: Network, printed: st
         ("server 1Gbit/s, server 1Gbit/s", "server", "the link of servers only once"),
         ("server 1Gbit/s, servers with workers", "servers", "the link of servers only once"),
         ("servers with shards", "shards", "`workers`"),
+        ("servers in worker 1", "1", "`0`"),
+        ("servers in worker 0, servers with workers", "servers", "the link of servers only once"),
         ("loss 100%", "100%", "less than 100%"),
         ("loss 0.1", "0.1", "less than 100%"),
         ("loss 1%, loss 2%", "loss", "loss only once"),
@@ -220,6 +229,14 @@ def test_servers_with_workers_share_their_links() -> None:
         ([8, 8], 0.005),
         ([8, 8], 0.005),
     ]
+
+
+def test_servers_in_worker_0_have_its_link() -> None:
+    one = Links(parse("8Mbit/s 20ms, servers in worker 0"), workers=3, shards=2)
+    assert one.in_worker and len(one.capacities) == 6
+    for shard in range(2):
+        assert one.path(0, -1 - shard) == one.path(-1 - shard, 0) == ((), 0.0)
+        assert one.path(2, -1 - shard) == one.path(2, 0)
 
 
 def test_what_is_infinitely_fast_is_left_out() -> None:

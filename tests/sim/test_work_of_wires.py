@@ -68,7 +68,7 @@ def mean_s(workers: int, net: str = "instant", processors: float | None = None, 
 times = st.floats(0, 1, allow_subnormal=False)
 
 
-@given(st.builds(Tariff, times, times, times, times, times, times, times, times, times, times))
+@given(st.builds(Tariff, *[times] * 11))
 def test_what_is_printed_can_be_typed(one: Tariff) -> None:
     again = tariff.parse(str(one))
     for field, value in vars(one).items():
@@ -152,6 +152,23 @@ def test_a_parcel_is_worked_on_at_both_ends_one_after_another_at_the_server() ->
     assert gather_s(parcel_s=0.1, processors=1.0) == pytest.approx(0.8)
 
 
+def test_a_server_in_worker_0_has_the_processor_that_the_worker_has() -> None:
+    """It takes in two parcels and sends two, while the worker computes for as long again."""
+
+    def seconds(net: str) -> float:
+        def live(wire: ServerWire) -> None:
+            wire.gather(b"x")
+            if wire.worker == 0:
+                scene.world.busy(scene.world.share_of_service(0), 1.0, lambda: None)
+                scene.world.workers[0].work(1.0)
+
+        scene = Scene(2, net, Tariff(0.0), 8.0, 1)
+        return scene.seconds(live)
+
+    assert seconds("instant, servers with workers") == pytest.approx(1.0)
+    assert seconds("instant, servers in worker 0") == pytest.approx(2.0, rel=0.01)
+
+
 def push_s(nbytes: int, net: str, **cost: float) -> float:
     """Virtual seconds of a parcel of so many bytes, and the answer to it, from a worker to a server."""
 
@@ -168,6 +185,13 @@ def test_of_a_large_parcel_chunks_are_made_carried_and_taken_in_at_once() -> Non
     assert push_s(2 * CHUNK_BYTES, "instant", parcel_megabyte_s=1.0) == pytest.approx(2 * 1.5 * megabytes, **close)
     assert push_s(2 * CHUNK_BYTES, "8Mbit/s", parcel_megabyte_s=0.1) == pytest.approx(2 * 1.1 * megabytes, **close)
     assert push_s(CHUNK_BYTES // 2, "8Mbit/s", parcel_megabyte_s=1.0) == pytest.approx(2 * 3 * megabytes / 4, **close)
+
+
+def test_what_goes_over_a_link_takes_what_links_take_besides() -> None:
+    megabytes, near, far = CHUNK_BYTES / 2e6, "8Gbit/s, servers with workers", "8Gbit/s"
+    for net, each_s in ((near, 1.0), (far, 1.5)):
+        took = push_s(CHUNK_BYTES // 2, net, parcel_megabyte_s=1.0, link_megabyte_s=0.5)
+        assert took == pytest.approx(4 * each_s * megabytes, rel=5e-3)
 
 
 def test_who_works_on_a_message_goes_before_those_who_compute() -> None:
@@ -310,3 +334,36 @@ def test_a_usual_exchange_takes_what_it_took_though_crossing_messages_take_more(
     exchange_s, message_s, *_ = wires.of_collective(wire, lambda: wire.spent)  # type: ignore[arg-type]
     assert exchange_s >= 0
     assert exchange_s + message_s * costs.mean_messages(0, 4, 4000) == pytest.approx(3.6e-3)
+
+
+@pytest.mark.parametrize("workers", [1, 4])
+def test_of_a_server_it_is_found_what_links_take_besides(workers: int) -> None:
+    """Worker 0 is where the server is, and reads alone before all do."""
+    parcel_s, near_s, link_s = 1e-4, 2e-3, 5e-3
+
+    class Wire:
+        worker, spent, readers = 0, 0.0, 1
+
+        def __init__(self) -> None:
+            self.workers = workers
+
+        def open(self, *_: object) -> None:
+            """It is there."""
+
+        def gather(self, message: bytes) -> list[bytes]:
+            self.spent += 4 * workers * parcel_s
+            self.readers = workers if message else 1
+            return [message] * workers
+
+        def read(self, lengths: list[int]) -> Wire:
+            megabytes = 4 * sum(lengths) / 1e6
+            self.spent += self.readers * (4 * parcel_s + 2 * megabytes * near_s)
+            self.spent += (self.readers - 1) * 2 * megabytes * link_s
+            return self
+
+        def wait(self, take: object) -> None:
+            """It was read."""
+
+    wire = Wire()
+    found = wires.of_server(wire, lambda: wire.spent, (lambda: wire.spent) if workers > 1 else None)  # type: ignore
+    assert found == pytest.approx((parcel_s, near_s, link_s * (workers > 1)))
