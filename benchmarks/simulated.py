@@ -46,6 +46,8 @@ RATES = (100.0, 1000.0)
 RECIPES = ("allreduce", "local_sgd(every=16)", "async_sgd", "power_sgd(rank=2)")
 LIMIT_S = 240.0
 """For one run."""
+STARTS = 2
+"""How often a case is run: a figure is the mean of two, since the machine is not as fast in each minute."""
 MORE = 3
 """Exchanges are measured so often as much as where somebody waits for the simulation."""
 PROBES = 3
@@ -69,7 +71,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Figures:
-    """What a run's log says: seconds per step after the first pass, bytes that each worker sent until its end."""
+    """What a run's log says: seconds per step after the first pass, bytes that each worker moved until its end."""
 
     step_s: float
     bytes_sent: Sequence[int]
@@ -110,14 +112,14 @@ def run(starts: int | None = None, only: Sequence[Case] = ()) -> dict[str, Any]:
         with Laboratory(HOSTS, mbit) as lab:
             link = look_at(lab)
             print(f"  {mbit:g} Mbit/s: {link.network}; {link.step_time}; {link.processors:.2f} processors", flush=True)
-            found += [_case(lab, link, one, starts or 1) for one in asked if one.mbit == mbit]
+            found += [_case(lab, link, one, starts or STARTS) for one in asked if one.mbit == mbit]
     record = {
         "question": QUESTION,
         "wanted": WANTED,
         "wanted_bytes": WANTED_BYTES,
         "hosts": HOSTS,
         "threads": 1,
-        "starts": starts or 1,
+        "starts": starts or STARTS,
         "cases": found,
     }
     print(f"  kept in {save('simulated', record, trial=starts is not None or bool(only))}")
@@ -159,6 +161,7 @@ def _case(lab: Laboratory, link: Link, case: Case, starts: int) -> dict[str, Any
         "recipe": case.recipe,
         "link_mbit": case.mbit,
         "network": link.network,
+        "step_time": link.step_time,
         "time_ratio": statistics.median(ratios),
         "bytes_ratio": statistics.median(sent),
         "received_ratio": statistics.median(received),

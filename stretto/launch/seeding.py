@@ -112,7 +112,7 @@ class _Afterwards(MetaPathFinder):
         load = loader.exec_module
 
         def load_and_more(module: ModuleType) -> None:
-            del loader.exec_module
+            loader.exec_module = load
             load(module)
             self._then(module)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -105,10 +104,10 @@ def of_server(
     """Of a parcel, a megabyte of parcels and one over a link, on a wire to a server whose workers all call this.
 
     `clock` is the time of all their processors, and of the server's, idle or not where they share them: small parcels
-    wait for whoever is to be awakened. `busy`, where links take of them as well, is what is worked, though by a coarse
-    clock: then the server is where worker 0 is, and only the others use links. A message
-    of each of N workers to all takes N parcels to the server and N back, each with two ends, and so does reading what
-    the server has.
+    wait for whoever is to be awakened. `busy`, where links take of them as well, is how long the whole machine was at
+    work, though by a coarse clock: then the server is where worker 0 is, and only the others use links. A message of
+    each of N workers to all takes N parcels to the server and N back, each with two ends, and so does reading what the
+    server has.
     """
     numbers = torch.ones(NUMBERS)
     if wire.worker == 0:
@@ -117,19 +116,38 @@ def of_server(
     def take(_part: int, at: int, piece: Tensor) -> None:
         numbers[at : at + piece.numel()].copy_(piece)
 
-    def reading(clock: Callable[[], float]) -> float:
-        return _each(lambda: wire.read([NUMBERS]).wait(take), more * LARGE, clock)
+    def read() -> None:
+        wire.read([NUMBERS]).wait(take)
 
     def megabyte_s(read_s: float, readers: int) -> float:
         return max(read_s / (2 * readers) - 2 * parcel_s, 0.0) / MEGABYTES
 
     parcel_s = _each(lambda: wire.gather(b""), more * SMALL, clock) / (4 * wire.workers)
-    if busy is None:
-        return parcel_s, megabyte_s(reading(clock), wire.workers), 0.0
-    alone = struct.pack("<d", reading(busy) if wire.worker == 0 else 0.0)
-    (alone_s,) = struct.unpack("<d", wire.gather(alone)[0])
-    near_s = megabyte_s(alone_s, 1)
-    return parcel_s, near_s, max(megabyte_s(reading(busy) - alone_s, wire.workers - 1) - near_s, 0.0)
+    wire.gather(b"")
+    if busy is None or wire.workers == 1:
+        return parcel_s, megabyte_s(_each(read, more * LARGE, clock), wire.workers), 0.0
+    near_s = megabyte_s(_between(wire, read if wire.worker == 0 else None, more * LARGE, busy), 1)
+    far_s = megabyte_s(_between(wire, read if wire.worker else None, more * LARGE, busy), wire.workers - 1)
+    return parcel_s, near_s, max(far_s - near_s, 0.0)
+
+
+def _between(wire: Wire, act: Callable[[], object] | None, times: int, busy: Callable[[], float]) -> float:
+    """What all processors do, for each time, while some act so often and the others wait for them.
+
+    Nobody begins before all have looked at the clock, nor goes on before all have looked again.
+    """
+    if act is not None:
+        act()
+    wire.gather(b"")
+    began = busy()
+    wire.gather(b"")
+    for _ in range(times if act is not None else 0):
+        time.sleep(PAUSE_S)
+        act()  # type: ignore[misc]
+    wire.gather(b"")
+    ended = busy()
+    wire.gather(b"")
+    return (ended - began) / times
 
 
 def _mean_s(wire: Wire, numbers: int, times: int, clock: Callable[[], float]) -> float:

@@ -148,7 +148,7 @@ class Net:
 
     def has_link(self, source: int, target: int) -> bool:
         """Whether there is a link on the way from one end to another; there is none within a machine."""
-        return bool(self._links.path(source, target)[0])
+        return self._links.machine(source) != self._links.machine(target)
 
     def _set_off(self, flow: int, transfer: Transfer) -> None:
         self._moved_s, self._moves_since = self.moved_s(), self._queue.now
@@ -200,8 +200,8 @@ class Net:
                 line.clear()
 
     def is_cut_off(self, end: int) -> bool:
-        """Whether an end is on the far side of a cut."""
-        return any(end in cut for cut in self._cuts)
+        """Whether there is a cut between an end and the coordinator, which is with the first shard."""
+        return self._are_apart(end, -1)
 
     def slow(self, ends: Iterable[int], factor: float) -> None:
         """The links of these ends are slower by a factor."""
@@ -253,7 +253,13 @@ class Net:
             if among is None:
                 return bool(self._cuts or self._stopped)
             return not among.isdisjoint(self._stopped) or any(among - cut and among & cut for cut in self._cuts)
-        return any((transfer.source in cut) != (transfer.target in cut) for cut in self._cuts)
+        assert transfer.target is not None
+        return self._are_apart(transfer.source, transfer.target)
+
+    def _are_apart(self, one: int, other: int) -> bool:
+        """Whether there is a cut between two ends: it goes between machines, with all that is on them."""
+        here, there = self._links.machine(one), self._links.machine(other)
+        return any((here in cut) != (there in cut) for cut in self._cuts)
 
     def _resources(self, ends: Iterable[int]) -> list[int]:
         """What carries bytes to and from these ends, which some of them may share."""

@@ -81,7 +81,7 @@ class Network:
     with_workers: bool = False
     """Whether shards are on the machines of workers."""
     in_worker: bool = False
-    """Whether all shards are in the process of worker 0, and have the processor that it has."""
+    """Whether all shards are in the process of worker 0, and share its processor where processors are counted."""
     loss: float = 0.0
     """The part of packets that is lost."""
     reduce: Literal["ring", "tree"] = "ring"
@@ -168,6 +168,10 @@ class Links:
     def down(self, end: int) -> int:
         """The resource that carries what comes to this end (with hosts: what comes from inside its host)."""
         return self._first[end] + 1
+
+    def machine(self, end: int) -> int:
+        """Where an end is: a worker's machine has its number."""
+        return self._ends[end].machine
 
     def path(self, source: int, target: int) -> Route:
         """The resources from one end to another, and the one-way latency.

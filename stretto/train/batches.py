@@ -224,8 +224,8 @@ def rebuilt(loader: DataLoader[Any], share: BatchSampler, processes: int) -> Dat
     ahead = processes > 0
     data: Any = loader.dataset
     collate = _Unbatched(loader.collate_fn) if bare else loader.collate_fn
-    if type(data) is TensorDataset and collate is default_collate and not (ahead or loader.pin_memory):
-        return _Rows(data, batch_sampler=share, generator=loader.generator)
+    if type(data) is TensorDataset and collate is default_collate and not ahead:
+        return _Rows(data, batch_sampler=share, pin_memory=loader.pin_memory, generator=loader.generator)
     return DataLoader(
         data,
         batch_sampler=share,
@@ -247,11 +247,17 @@ class _Rows(DataLoader[Any]):
     def __iter__(self) -> Iterator[list[torch.Tensor]]:  # type: ignore[override]
         super().__iter__()  # draws from the random generator what torch's loader draws
         assert self.batch_sampler is not None
-        return map(self._rows, iter(self.batch_sampler))
+        batches = map(self._rows, iter(self.batch_sampler))
+        is_pinned = self.pin_memory and torch.accelerator.is_available()
+        return ([one.pin_memory() for one in batch] for batch in batches) if is_pinned else batches
 
     def _rows(self, indices: Batch) -> list[torch.Tensor]:
-        rows = torch.from_numpy(np.array(indices))
-        return [one[rows] for one in self.dataset.tensors]  # type: ignore[attr-defined]
+        data: Any = self.dataset
+        if set(map(type, indices)) != {int}:
+            found: list[torch.Tensor] = default_collate([data[index] for index in indices])
+            return found
+        rows = torch.from_numpy(np.array(indices, dtype=np.int64))
+        return [one[rows].contiguous() for one in data.tensors]
 
 
 @dataclass(frozen=True)

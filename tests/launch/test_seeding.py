@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import random
 from pathlib import Path
@@ -10,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 from scene import Place
+
+from stretto.launch.seeding import after_import
 
 DRAWS = """
 import json, random, sys
@@ -52,3 +55,15 @@ def test_a_seed_that_is_no_number_is_shifted_too(given: object) -> None:
     draws = [random.Random(_shifted_any(given, seed)).random() for seed in (1, 1, 2)]
     assert draws[0] == draws[1] != draws[2]
     assert _shifted_any(None, 3) is None
+
+
+def test_several_do_something_after_an_import_that_comes_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "comes_later.py").write_text("value = 3\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    seen = []
+    for number in range(3):
+        after_import("comes_later", lambda module, number=number: seen.append((number, module.value)))
+    assert importlib.import_module("comes_later").value == 3
+    assert sorted(seen) == [(0, 3), (1, 3), (2, 3)]
+    after_import("comes_later", lambda module: seen.append(module.value))
+    assert seen[3:] == [3]

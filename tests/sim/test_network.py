@@ -10,6 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.errors import LaunchError
+from stretto.sim.clock import Queue
+from stretto.sim.flows import Net
 from stretto.sim.fluid import Fluid
 from stretto.sim.network import Exchange, Link, Links, Network, parse
 
@@ -237,6 +239,19 @@ def test_servers_in_worker_0_have_its_link() -> None:
     for shard in range(2):
         assert one.path(0, -1 - shard) == one.path(-1 - shard, 0) == ((), 0.0)
         assert one.path(2, -1 - shard) == one.path(2, 0)
+
+
+@pytest.mark.parametrize("at", ["servers with workers", "servers in worker 0"])
+def test_a_cut_goes_between_machines_and_not_through_one(at: str) -> None:
+    queue, came = Queue(), {}
+    net = Net(queue, Links(parse(f"8Mbit/s, {at}"), workers=3, shards=1))
+    net.cut({0})
+    assert net.is_cut_off(1) and not net.is_cut_off(0)
+    for source, target in ((0, -1), (1, -1), (-1, 2), (1, 2)):
+        net.send(source, target, 1000, lambda pair=(source, target): came.update({pair: queue.now}))
+    while queue.step():
+        pass
+    assert came.keys() == {(0, -1), (1, 2)}
 
 
 def test_what_is_infinitely_fast_is_left_out() -> None:

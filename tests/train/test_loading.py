@@ -1,5 +1,8 @@
 """A loader made anew gives what torch's would, and draws what torch's draws."""
 
+from collections.abc import Callable
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -26,7 +29,27 @@ def test_rows_of_a_tensor_data_set_are_those_taken_one_by_one(batches: list, kin
     for one, other in zip(plain, again, strict=True):
         assert type(one) is type(other)
         assert len(one) == len(other)
-        assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(one, other, strict=True))
+        assert all(alike(a, b) for a, b in zip(one, other, strict=True))
+
+
+def alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """In what it says, and in how it lies in memory."""
+    return one.dtype == other.dtype and torch.equal(one, other) and one.stride() == other.stride()
+
+
+@pytest.mark.parametrize("kind", [np.uint8, np.int16, np.int64, torch.tensor, lambda row: slice(row, row + 2)])
+def test_indices_of_other_kinds_are_torchs_affair(kind: Callable[[int], object]) -> None:
+    data, batches = TensorDataset(rows(20, torch.float32)), [[kind(row) for row in (3, 0, 7)]]
+    plain = DataLoader(data, batch_sampler=batches)  # type: ignore[arg-type]
+    ((one,), (other,)) = next(iter(plain)), next(iter(rebuilt(plain, batches, 0)))  # type: ignore[arg-type]
+    assert alike(one, other)
+
+
+def test_rows_of_a_tensor_that_lies_otherwise_are_stacked() -> None:
+    data = TensorDataset(torch.randn(6, 4, 5, 3).permute(0, 3, 1, 2))
+    plain = DataLoader(data, batch_size=2)
+    ((one,), (other,)) = next(iter(plain)), next(iter(rebuilt(plain, [[0, 1]], 0)))  # type: ignore[arg-type]
+    assert alike(one, other)
 
 
 @pytest.mark.parametrize("generator", [None, torch.Generator()])
