@@ -224,10 +224,10 @@ class SimLink:
         It goes in chunks: from the first one on all three are at work at once, until the last one has come.
         """
         world, office = self._world, self._office
-        over_link = world.net.has_link(source, target)
-        chunk_s = world.tariff.post_s(min(nbytes, CHUNK_BYTES), over_link)
-        rest_s = world.tariff.post_s(nbytes, over_link) - chunk_s
-        left = 2
+        chunk_s = world.tariff.post_s(min(nbytes, CHUNK_BYTES))
+        rest_s = world.tariff.post_s(nbytes) - chunk_s
+        link_s = world.tariff.link_s(nbytes) if world.net.has_link(source, target) else 0.0
+        left = 2 + (link_s > 0)
 
         def share(end: int) -> int:
             return 1 + end if end >= 0 else office.share
@@ -243,6 +243,8 @@ class SimLink:
                 return
             world.handle(target, share(target), rest_s, lambda: None)
             world.net.send(source, target, nbytes, part)
+            if link_s:
+                world.busy(None, link_s, part)
 
         world.handle(source, share(source), chunk_s, set_off)
         world.handle(source, share(source), rest_s, part)

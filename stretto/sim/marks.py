@@ -14,7 +14,10 @@ class _Mark(profiler.record_function):
     """What marks a range for a profiler that is on when it begins, and else does nothing."""
 
     def __enter__(self) -> Any:
-        return super().__enter__() if torch._C._autograd._profiler_enabled() else self  # type: ignore[no-untyped-call]
+        if torch._C._autograd._profiler_enabled():
+            return super().__enter__()  # type: ignore[no-untyped-call]
+        self.record = None
+        return self
 
     def __exit__(self, *error: Any) -> None:
         if self.record is not None:

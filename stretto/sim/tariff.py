@@ -54,10 +54,13 @@ class Tariff:
         own = self.exchange_s + self.telling_s * tellings
         return own + self.message_s * messages + self.megabyte_s * nbytes / MEGABYTE
 
-    def post_s(self, nbytes: float, over_link: bool) -> float:
+    def post_s(self, nbytes: float) -> float:
         """What sending a parcel takes, and receiving it again."""
-        megabyte_s = self.parcel_megabyte_s + self.link_megabyte_s * over_link
-        return self.parcel_s + megabyte_s * nbytes / MEGABYTE
+        return self.parcel_s + self.parcel_megabyte_s * nbytes / MEGABYTE
+
+    def link_s(self, nbytes: float) -> float:
+        """What the links take for a parcel, at both ends together."""
+        return 2 * self.link_megabyte_s * nbytes / MEGABYTE
 
     def __str__(self) -> str:
         """The text that `parse` reads, to a tenth of a microsecond."""

@@ -190,11 +190,20 @@ def test_of_a_large_parcel_chunks_are_made_carried_and_taken_in_at_once() -> Non
     assert push_s(CHUNK_BYTES // 2, "8Mbit/s", parcel_megabyte_s=1.0) == pytest.approx(2 * 3 * megabytes / 4, **close)
 
 
-def test_what_goes_over_a_link_takes_what_links_take_besides() -> None:
-    megabytes, near, far = CHUNK_BYTES / 2e6, "8Gbit/s, servers with workers", "8Gbit/s"
-    for net, each_s in ((near, 1.0), (far, 1.5)):
-        took = push_s(CHUNK_BYTES // 2, net, parcel_megabyte_s=1.0, link_megabyte_s=0.5)
-        assert took == pytest.approx(4 * each_s * megabytes, rel=5e-3)
+@pytest.mark.parametrize(
+    ("net", "processors", "way_s"),
+    [("8Gbit/s, servers with workers", None, 2.0), ("8Gbit/s", None, 3.0), ("8Gbit/s", 0.5, 6.0)],
+)
+def test_what_goes_over_a_link_takes_what_links_take_besides(net: str, processors: float | None, way_s: float) -> None:
+    """Who sends, the links for both ends, and who receives, one after another; half a processor is half as quick."""
+    nbytes = CHUNK_BYTES // 2
+
+    def live(wire: ServerWire) -> None:
+        wire.links[0].wait(wire.links[0].send(Ask(1, "mean"), [torch.ones(nbytes // 4)]))
+
+    cost = Tariff(0.0, parcel_megabyte_s=1.0, link_megabyte_s=0.5)
+    took = Scene(1, net, cost, processors, 1).seconds(live)
+    assert took == pytest.approx(2 * way_s * nbytes / 1e6, rel=5e-3)
 
 
 def test_who_works_on_a_message_goes_before_those_who_compute() -> None:
