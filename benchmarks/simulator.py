@@ -27,6 +27,7 @@ from benchmarks.pace import ROOT, in_turns
 from benchmarks.peers import flower
 from benchmarks.peers.processes import Child, say, told_to_end
 from stretto.launch.order import Order
+from stretto.sim.forecast import held
 from stretto.sim.network import parse
 from stretto.sim.run import Simulation, begin, check, simulate
 from stretto.sim.tariff import Tariff
@@ -130,25 +131,19 @@ def sides() -> None:
 def peak() -> None:
     """The most memory that a simulation of so many workers takes, in MiB; pages that many have mapped count once."""
     torch.set_num_threads(1)
-    workers, ended, seen = int(os.environ["WORKERS"]), threading.Event(), [_held_mib()]
+    workers, ended, seen = int(os.environ["WORKERS"]), threading.Event(), [held()]
 
     def look() -> None:
         while not ended.wait(LOOK_S):
-            seen.append(_held_mib())
+            seen.append(held())
 
     looking = threading.Thread(target=look)
     looking.start()
     _simulated(RECIPES[1], workers, 1, times=2 * BATCH * workers // IMAGES + 1)
     ended.set()
     looking.join()
-    say(mib=max(seen))
+    say(mib=max(seen) / (1 << 20))
     told_to_end()
-
-
-def _held_mib() -> float:
-    """This process's memory: Linux's proportional set size."""
-    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) / 1024
 
 
 def _step_s(run: Any) -> float:

@@ -126,24 +126,27 @@ def of_server(
     wire.gather(b"")
     if busy is None or wire.workers == 1:
         return parcel_s, megabyte_s(_each(read, more * LARGE, clock), wire.workers), 0.0
-    near_s = megabyte_s(_between(wire, read if wire.worker == 0 else None, more * LARGE, busy), 1)
-    far_s = megabyte_s(_between(wire, read if wire.worker else None, more * LARGE, busy), wire.workers - 1)
+    near_s = megabyte_s(_between(wire, _nothing if wire.worker else read, more * LARGE, busy), 1)
+    far_s = megabyte_s(_between(wire, read if wire.worker else _nothing, more * LARGE, busy), wire.workers - 1)
     return parcel_s, near_s, max(far_s - near_s, 0.0)
 
 
-def _between(wire: Wire, act: Callable[[], object] | None, times: int, busy: Callable[[], float]) -> float:
-    """What all processors do, for each time, while some act so often and the others wait for them.
+def _nothing() -> None:
+    """What those do who wait for others."""
+
+
+def _between(wire: Wire, act: Callable[[], object], times: int, busy: Callable[[], float]) -> float:
+    """What all processors do, for each time, while all act so often.
 
     Nobody begins before all have looked at the clock, nor goes on before all have looked again.
     """
-    if act is not None:
-        act()
+    act()
     wire.gather(b"")
     began = busy()
     wire.gather(b"")
-    for _ in range(times if act is not None else 0):
+    for _ in range(times):
         time.sleep(PAUSE_S)
-        act()  # type: ignore[misc]
+        act()
     wire.gather(b"")
     ended = busy()
     wire.gather(b"")
@@ -160,7 +163,7 @@ def _each(what: Callable[[], object], times: int, clock: Callable[[], float]) ->
     """Of one, on the average, behind a pause as a training worker makes one: who is awakened finds nothing ready."""
     what()
     spent = []
-    for act in (what, lambda: None):
+    for act in (what, _nothing):
         began = clock()
         for _ in range(times):
             time.sleep(PAUSE_S)

@@ -27,10 +27,10 @@ class Forecast:
         """A worker has read its data and built its model. Raises LaunchError if all of them will not fit."""
         self._begun += 1
         if self._begun == 1:
-            self._first = _resident()
+            self._first = held()
         if self._begun != min(LOOKED_AT, self._workers) or self._workers < LOOKED_AT:
             return
-        each = max(_resident() - self._first, 0) / (self._begun - 1) + COPIES * _parameter_bytes(model)
+        each = max(held() - self._first, 0) / (self._begun - 1) + COPIES * _parameter_bytes(model)
         left, free = (self._workers - self._begun) * each, _free()
         if left > free:
             fit = int(self._begun + free / each)
@@ -48,8 +48,10 @@ def _parameter_bytes(model: nn.Module) -> int:
     return sum(one.nbytes for one in model.parameters())
 
 
-def _resident() -> int:
-    return int(psutil.Process().memory_info().rss)
+def held() -> int:
+    """The bytes of this process's memory; where the system can tell, a page that is mapped often counts once."""
+    info = psutil.Process().memory_full_info()
+    return int(getattr(info, "pss", info.rss))
 
 
 def _free() -> int:

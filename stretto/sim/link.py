@@ -244,7 +244,7 @@ class SimLink:
             world.handle(target, share(target), rest_s, lambda: None)
             world.net.send(source, target, nbytes, part)
             if link_s:
-                world.busy(None, link_s, part)
+                world.busy(0, link_s, part)
 
         world.handle(source, share(source), chunk_s, set_off)
         world.handle(source, share(source), rest_s, part)

@@ -18,7 +18,7 @@ from torch import nn
 
 from stretto import chaos
 from stretto.chaos import Fault, Happening
-from stretto.errors import BrokenWireError, LaunchError, MemberOutError, WireError, explain
+from stretto.errors import BrokenWireError, LaunchError, MemberOutError, WireError, mistyped
 from stretto.events import Event, LogFile
 from stretto.folder import make_folder, write_run
 from stretto.launch.clocks import ScriptTime
@@ -147,9 +147,7 @@ def _refuse_idle(fault: Fault, network: Network) -> None:
     """Raise LaunchError for a fault that would change nothing here."""
     if isinstance(fault, chaos.Slow) and network == Network():
         problem, expected = "there is no link to be slow", "a network whose links have a speed"
-        raise LaunchError(
-            explain(problem, got="--network instant", expected=expected, to_type='--network "1Gbit/s 1ms"')
-        )
+        raise mistyped(problem, "--network instant", expected, '--network "1Gbit/s 1ms"')
 
 
 def _refuse_parted(fault: Fault, network: Network) -> None:
@@ -159,9 +157,7 @@ def _refuse_parted(fault: Fault, network: Network) -> None:
     if network.in_worker and isinstance(fault, chaos.Kill | chaos.Pause) and not is_beside:
         problem = "worker 0 and the servers in its process live and die together, which is not simulated"
         expected = "a fault of another worker, or servers that are processes of their own"
-        raise LaunchError(
-            explain(problem, got=fault, expected=expected, to_type='--network "..., servers with workers"')
-        )
+        raise mistyped(problem, fault, expected, '--network "..., servers with workers"')
 
 
 def simulate(

@@ -315,15 +315,15 @@ class World:
         """Which share of the processors the coordinator has (number 0), or a server (1 and so on)."""
         return 1 if self._serves_itself else 1 + len(self.workers) + number
 
-    def busy(self, share: int | None, seconds: float, then: Callable[[], None]) -> None:
+    def busy(self, share: int, seconds: float, then: Callable[[], None]) -> None:
         """Have a processor work so long on a message, as that of a worker or server with this share; then go on.
 
-        Links, whose share is None, work on whatever processors there are.
+        Share 0 is nobody's: links work on whatever processors there are.
         """
         if self.processors is None:
-            self.queue.at(self.queue.now + seconds, then, ARRIVE, share or 0)
+            self.queue.at(self.queue.now + seconds, then, ARRIVE, share)
         else:
-            self.processors.start(seconds, (0,) if share is None else (0, share), then, share or 0, BEFORE)
+            self.processors.start(seconds, (0, share) if share else (0,), then, share, BEFORE)
 
     def handle(self, end: int, share: int, seconds: float, then: Callable[[], None]) -> None:
         """The same behind what this end of links was given before: messages leave and come in their order."""
