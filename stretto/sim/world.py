@@ -7,6 +7,7 @@ costs one switch, and every event still happens in the order of time.
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -66,7 +67,8 @@ class Worker:
 
     def now(self) -> float:
         """This worker's time."""
-        return max(self._local, self._world.queue.now)
+        local, now = self._local, self._world.queue.now
+        return local if local > now else now
 
     def work(self, seconds: float) -> None:
         """Work for so long, on a processor of its own or on its share of those there are."""
@@ -237,6 +239,7 @@ class World:
         """
         self._hub, self._live, self._own = getcurrent(), live, own
         self._process = process = Process()
+        gc.freeze()  # what was there before is not looked through for garbage, again and again
         try:
             if prepare is not None:
                 prepare()
@@ -247,6 +250,7 @@ class World:
         finally:
             self._end_all()
             process.restore()
+            gc.unfreeze()
 
     def _begin(self, worker: Worker) -> None:
         def course() -> None:

@@ -6,7 +6,7 @@ import functools
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain, islice, pairwise
 from typing import Any
 
 import msgspec
@@ -144,8 +144,9 @@ def unpack(told: bytes) -> Order:
     """The order that was told. Workers of one process that were told the same share it: nobody changes it."""
     packed = msgspec.msgpack.decode(told, type=_Packed)
     sizes = np.frombuffer(packed.sizes, dtype=np.int64).tolist()
-    flat = iter(packed.others or _wide(packed.numbers, sum(sizes)))
-    return Order([[_frozen(index) for index in islice(flat, size)] for size in sizes], packed.dropped)
+    others = packed.others
+    flat = _wide(packed.numbers, sum(sizes)) if others is None else [_frozen(index) for index in others]
+    return Order([flat[start:stop] for start, stop in pairwise(bounds_of(sizes))], packed.dropped)
 
 
 def _wide(numbers: bytes, count: int) -> list[int]:
