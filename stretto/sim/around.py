@@ -70,6 +70,10 @@ class SimPace:
         self._done = 0.0
         worker.steps += 1
 
+    def is_on(self) -> bool:
+        """Whether a hand is being computed."""
+        return self._watch.phase == "computing"
+
     def go_on(self, progress: float = 1.0) -> None:
         """So much of the hand's computing is done."""
         seconds, self._done = (progress - self._done) * self._step_s, max(progress, self._done)
@@ -110,7 +114,9 @@ class SimAround(Surroundings):
 
     def pace(self, watch: Stopwatch, slow: float) -> Pace:
         """The pace that the simulation asks for."""
-        return SimPace(self._worker, self._speed, watch)
+        found = SimPace(self._worker, self._speed, watch)
+        self._worker.computes, self._worker.is_at_work = found.go_on, found.is_on
+        return found
 
     def after_backward(self, then: Callable[[], None]) -> None:
         """Behind the backward pass, when torch's engine is out of the way, and all that it has set off has left."""

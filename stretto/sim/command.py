@@ -57,6 +57,9 @@ def command(
     processors: Annotated[
         float | None, typer.Option(metavar="N", help="Shared by all workers; else each has its own.")
     ] = None,
+    batched: Annotated[
+        bool, typer.Option("--batched", help="Compute many workers' steps in one call: quicker, equal to rounding.")
+    ] = False,
     until: Annotated[str | None, typer.Option(metavar="TEXT", help='End early: "samples=1e6" or "time=1h".')] = None,
     servers: Annotated[str | None, typer.Option(metavar="N", help="Put the recipe over a server of N shards.")] = None,
     on_nan: Annotated[OnNan, typer.Option(help="What a server does with an update that is not finite.")] = "stop",
@@ -102,6 +105,7 @@ def command(
         "faults": faults,
         "processors": None if processors is None else f"{processors:g}",
         "until": until,
+        "batched": "yes" if batched else None,
         "servers": servers,
         "seed": seed,
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from math import inf
@@ -33,6 +33,7 @@ from stretto.quantities import spelled
 from stretto.recipe import Recipe
 from stretto.server.messages import OVER
 from stretto.sim.around import Limit, SimAround
+from stretto.sim.batched import Batches
 from stretto.sim.collective import Table
 from stretto.sim.flows import ARRIVE
 from stretto.sim.forecast import Forecast
@@ -68,7 +69,7 @@ class Simulation:
     """An order, and the world in which it is to be carried out.
 
     `processors` are shared by all workers and servers, where each does not have its own. `samples` and `time_s` end
-    the run before the script does.
+    the run before the script does. `batched`: many workers' steps are computed in one call, equal to rounding.
     """
 
     order: Order
@@ -79,6 +80,7 @@ class Simulation:
     processors: float | None = None
     samples: float = inf
     time_s: float = inf
+    batched: bool = False
 
     @property
     def is_mortal(self) -> bool:
@@ -116,6 +118,7 @@ class Simulation:
             "faults": "; ".join(map(str, self.faults)) or None,
             "processors": self.processors,
             "until": " ".join(ends) or None,
+            "batched": self.batched,
         }
         return {**self.order.asked(), "threads": 1, "simulated": simulated}
 
@@ -235,6 +238,7 @@ class Cast:
         self.world.outages.settle, self.world.outages.strike = self._settled, self._struck
         self._speed = Pace(simulation.speeds, order.workers, order.seed)
         self._limit = Limit(simulation.samples, simulation.time_s)
+        self._batches = Batches(self._say_once) if simulation.batched else None
 
     def run(self, out: TextIO, tick: Ticked | None = None, order: Sequence[int] | None = None) -> None:
         """Let all live until they have come to their end. The process is as it was before, when they have."""
@@ -242,10 +246,13 @@ class Cast:
         clock = ScriptTime(str(self.program.path), self._script_time, self._script_sleeps, self._say_once)
         clock.begin()
         try:
-            self.world.run(self.live, lambda one: self.own(one, out), order, tick, lambda: self._prepare(readers))
+            with self._batches.on() if self._batches is not None else nullcontext():
+                self.world.run(self.live, lambda one: self.own(one, out), order, tick, lambda: self._prepare(readers))
         finally:
             readers.end()
             clock.end()
+        if self._batches is not None:
+            self._note(self._batches.summary())
 
     def _prepare(self, readers: ReadOnce) -> None:
         readers.begin()
@@ -305,6 +312,9 @@ class Cast:
         assert self._log is not None
         self._log.append(msgspec.json.encode({**event, "t": round(now, 6), "at": round(now, 6)}) + b"\n")
 
+    def _note(self, text: str, worker: int = 0) -> None:
+        self._publish({"event": "notice", "worker": worker, "text": text})
+
     def _settled(self, happening: Happening) -> Happening:
         """A server may have been drawn when nobody knew how many the script's recipe has."""
         named = (number for fault in self._simulation.faults for number in chaos.aim(fault)[1])
@@ -357,7 +367,7 @@ class Cast:
     def _stop(self, worker: Worker, error: BaseException) -> None:
         """A worker has found out that it is no member any more."""
         worker.is_dead = True
-        self._publish({"event": "notice", "worker": worker.number, "text": f"worker {worker.number} stops: {error}"})
+        self._note(f"worker {worker.number} stops: {error}", worker.number)
         self._lose(worker)
         self._mortals.stopped(worker)
 
@@ -407,6 +417,8 @@ class Cast:
         self.commons.names(vars(self.program.mains[worker.number]))
         self.commons.tidy()
         self._forecast.begun(model)
+        if self._batches is not None:
+            self._batches.begins(worker, model)
 
     def _say_once(self, text: str) -> None:
         if text not in self._said:

@@ -57,6 +57,10 @@ class Worker:
         self._last: deque[Callable[[], None]] = deque()
         self._waits_for: Callable[[], str] = str
         self.greenlet: greenlet | None = None
+        self.computes: Callable[[float], None] = lambda _: None
+        """Has it spend the time until so much of its hand's computing is done."""
+        self.is_at_work: Callable[[], bool] = lambda: False
+        """Whether its script computes a hand."""
 
     @property
     def tariff(self) -> Tariff:

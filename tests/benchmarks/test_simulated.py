@@ -89,6 +89,7 @@ def test_both_sides_of_the_simulators_speed_run():
     simulator._plain(1, times=1)
     torch.set_rng_state(before)
     simulator._simulated("local_sgd(every=2)", 2, 1, times=1)
+    simulator._simulated("local_sgd(every=2)", 4, 1, 1, ["--hidden", "2"], batched=True)
 
 
 def test_a_step_is_what_a_longer_run_takes_more(monkeypatch):
@@ -111,7 +112,10 @@ def test_the_simulators_table_names_flower_only_where_it_was_asked():
         "every": 16,
         "wanted_steps": 3000.0,
         "wanted_mib": 1024.0,
-        "cases": {"allreduce": spread},
+        "cases": {"allreduce": spread, "local_sgd(every=16)": spread},
+        "wanted_batched": 20000.0,
+        "crew": 64,
+        "batched": {"1": {**spread, "steps_a_second": {"batched": 3300.0, "one by one": 3000.0}}},
         "memory": {"workers": 1000, "mib": 900.0, "kib_a_worker": 600.0},
         "rounds": {"stretto": 0.1},
     }
@@ -119,6 +123,7 @@ def test_the_simulators_table_names_flower_only_where_it_was_asked():
     record["rounds"] = {"stretto": 0.1, "flower": 0.5}
     page = "\n".join(tables.simulator(record))
     assert "| allreduce | 3100 | 4000 | 0.775 | at least 3000 steps/s |" in page
+    assert "| hidden layers: 1 | 3300 | 3000 | 0.775 | at least 20000 steps/s |" in page
     assert "0.100 s, in Flower's simulation engine 0.500 s" in page
 
 
