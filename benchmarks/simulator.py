@@ -43,7 +43,7 @@ WORKERS, MANY = 16, 1000
 EVERY = 16
 RECIPES = ("allreduce", f"local_sgd(every={EVERY})", "async_sgd")
 TIMES, SHORT, LONG = 10, 1, 3
-CREW, CREW_TIMES, CREW_LONG, CREW_REPETITIONS = 64, 32, 5, 3
+CREW, CREW_TIMES, CREW_LONG, CREW_REPETITIONS = 64, 32, 7, 3
 """Workers whose steps are batched, and how long they train."""
 LAYERS = (1, 10)
 STARTS, REPETITIONS = 1, 5

@@ -8,6 +8,7 @@ a worker's first step of a kind, its second, fourth, eighth and so on are comput
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -28,8 +29,8 @@ MOST = 256
 """More are several calls: it does not get faster, and takes memory."""
 MOST_BYTES = 64 << 20
 """Of parameters in one call."""
-MOST_KINDS = 256
-"""Of calls that are kept as they were traced."""
+MOST_CALLS, MOST_KINDS = 256, 10_000
+"""Of calls that are kept as they were traced, and of kinds of steps that are known: then all are forgotten."""
 
 Run = Callable[[dict[str, Tensor], dict[str, Tensor], list[Tensor]], tuple[dict[str, Tensor], list[Any]]]
 
@@ -46,6 +47,7 @@ class Batches:
         """Of models, numbered."""
         self._steps: dict[Any, int] = {}
         """The kinds of steps, numbered."""
+        self._numbers = itertools.count()
         self._unfit: dict[int, str] = {}
         """By the kind of model: why its steps can't be computed with those of others."""
         self._runs: dict[Any, Run | None] = {}
@@ -60,7 +62,7 @@ class Batches:
         """A worker has its model. That of an earlier life is not its model any more."""
         self._models = {key: one for key, one in self._models.items() if one.worker.number != worker.number}
         self._models[id(module)] = model = Model(worker, module)
-        model.number = _number(self._kinds, model.kind)
+        model.number = self._kinds.setdefault(model.kind, len(self._kinds))
 
     @contextmanager
     def on(self) -> Iterator[None]:
@@ -130,7 +132,7 @@ class Batches:
             return False
         tape.loss = loss
         shapes = tuple((one.shape, one.dtype, one.device) for one in tape.inputs)
-        tape.key = _number(self._steps, (tape.key, tuple(tape.calls), loss, shapes))
+        tape.key = self._number((tape.key, tuple(tape.calls), loss, shapes))
         self._waiting.append(tape)
         worker.computes((FORWARD if model.is_exchanged else 1.0) * model.progress())
         worker.catch_up()
@@ -142,6 +144,13 @@ class Batches:
         worker.backward(lambda: _accumulate(tape, self._without[tape.key]))
         tape.forget()
         return True
+
+    def _number(self, kind: Any) -> int:
+        """Of a kind of step. None comes twice, even when all kinds are forgotten: there are too many if each is new."""
+        if len(self._steps) >= MOST_KINDS:
+            for known in (self._steps, self._runs, self._without, *(one.seen for one in self._models.values())):
+                known.clear()  # type: ignore[attr-defined]
+        return self._steps.setdefault(kind, next(self._numbers))
 
     def _check(self, tape: Tape) -> None:
         """Compute a step in the other way, too, every now and then. Raises ScriptError if the gradient is another."""
@@ -166,7 +175,7 @@ class Batches:
         for tape in waiting:
             groups.setdefault(tape.key, []).append(tape)
         for tapes in groups.values():
-            at, most = 0, min(MOST, MOST_BYTES // tapes[0].model.nbytes)
+            at, most = 0, min(MOST, MOST_BYTES // max(tapes[0].model.nbytes, 1))
             while (left := min(len(tapes) - at, most)) >= LEAST:
                 size = 1 << (left.bit_length() - 1)
                 self._at_once(tapes[at : at + size])
@@ -222,13 +231,9 @@ class Batches:
         plain: Run = vmap(grad(_replay(tape), has_aux=True), randomness="error")
         if key in self._runs:
             plain = self._runs[key] = make_fx(plain)(*given)
-        elif len(self._runs) < MOST_KINDS:
+        elif len(self._runs) < MOST_CALLS:
             self._runs[key] = None
         return plain
-
-
-def _number(known: dict[Any, int], thing: Any) -> int:
-    return known.setdefault(thing, len(known))
 
 
 def _replay(tape: Tape) -> Callable[..., tuple[Tensor, list[Any]]]:

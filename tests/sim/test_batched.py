@@ -13,6 +13,7 @@ from sim.simulated import Ended, simulated
 
 from stretto.errors import LaunchError
 from stretto.events import Event
+from stretto.sim import batched
 
 NET = "torch.nn.Sequential(torch.nn.Linear(6, 12), torch.nn.Tanh(), torch.nn.Linear(12, 3))"
 STEP = """
@@ -58,13 +59,13 @@ def together(ended: Ended) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-def are_alike(alone: Ended, batched: Ended) -> None:
+def are_alike(alone: Ended, ended: Ended) -> None:
     """The same parameters to rounding, at the same times, with the same bytes."""
-    own, theirs = load(alone.final), load(batched.final)
+    own, theirs = load(alone.final), load(ended.final)
     for name, one in own.items():
         assert torch.allclose(one, theirs[name], rtol=1e-6, atol=1e-9), name
-    assert batched.seconds == pytest.approx(alone.seconds, rel=1e-9)
-    assert [what_and_when(one) for one in batched.events if not is_summary(one)] == [
+    assert ended.seconds == pytest.approx(alone.seconds, rel=1e-9)
+    assert [what_and_when(one) for one in ended.events if not is_summary(one)] == [
         what_and_when(one) for one in alone.events
     ]
 
@@ -94,9 +95,9 @@ def what_and_when(event: Event) -> tuple[Any, ...]:
 )
 @pytest.mark.parametrize("speed", ["equal", "lognormal(0.5)"])
 def test_the_run_is_the_same_to_rounding(recipe: str, speed: str) -> None:
-    alone, batched = both(script(), recipe, speed=speed, net="100Mbit/s 1ms")
-    are_alike(alone, batched)
-    assert together(batched)[0] > 0
+    alone, ended = both(script(), recipe, speed=speed, net="100Mbit/s 1ms")
+    are_alike(alone, ended)
+    assert together(ended)[0] > 0
 
 
 STEPS = {
@@ -149,9 +150,9 @@ STEPS = {
 
 @pytest.mark.parametrize("name", STEPS)
 def test_whatever_a_script_does_that_can_be_batched(name: str) -> None:
-    alone, batched = both(script(STEPS[name]))
-    are_alike(alone, batched)
-    found, steps = together(batched)
+    alone, ended = both(script(STEPS[name]))
+    are_alike(alone, ended)
+    found, steps = together(ended)
     assert found > steps / 2
 
 
@@ -179,9 +180,9 @@ ALONE = {
 @pytest.mark.parametrize("name", ALONE)
 def test_what_can_not_be_batched_is_computed_one_by_one_and_told(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     step, why = ALONE[name]
-    alone, batched = both(script(step))
-    are_alike(alone, batched)
-    assert together(batched)[0] == 0
+    alone, ended = both(script(step))
+    are_alike(alone, ended)
+    assert together(ended)[0] == 0
     assert why in capsys.readouterr().err
 
 
@@ -214,10 +215,10 @@ class Counting(Pair):
 def test_models_that_can_not_be_batched_are_computed_one_by_one(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     net, why = NETS[name]
     step = STEP.replace("net(a)", "net(a)[0]") if name == "pairs" else STEP
-    alone, batched = both(script(step, net, CLASSES).replace("net(x), y)", "torch.zeros(330, 3).double(), y)"))
-    are_alike(alone, batched)
-    assert alone.final == batched.final
-    assert together(batched)[0] == 0
+    alone, ended = both(script(step, net, CLASSES).replace("net(x), y)", "torch.zeros(330, 3).double(), y)"))
+    are_alike(alone, ended)
+    assert alone.final == ended.final
+    assert together(ended)[0] == 0
     assert why in capsys.readouterr().err
 
 
@@ -229,9 +230,9 @@ def test_a_parameter_that_is_not_used_gets_no_gradient() -> None:
     """
     net = "Partly(torch.nn.Linear(6, 12), torch.nn.Linear(12, 12), torch.nn.Linear(12, 3))"
     step = STEP + "\nassert net[1].weight.grad is None and net[0].weight.grad is not None"
-    alone, batched = both(script(step, net, before))
-    are_alike(alone, batched)
-    assert together(batched)[0] > 0
+    alone, ended = both(script(step, net, before))
+    are_alike(alone, ended)
+    assert together(ended)[0] > 0
 
 
 def test_tied_weights_are_one() -> None:
@@ -244,9 +245,9 @@ def test_tied_weights_are_one() -> None:
         def forward(self, x):
             return self.last(self.first(x).tanh())
     """
-    alone, batched = both(script(STEP, "Tied()", before))
-    are_alike(alone, batched)
-    assert together(batched)[0] > 0
+    alone, ended = both(script(STEP, "Tied()", before))
+    are_alike(alone, ended)
+    assert together(ended)[0] > 0
 
 
 def test_what_a_model_has_besides_its_parameters_counts() -> None:
@@ -258,9 +259,22 @@ def test_what_a_model_has_besides_its_parameters_counts() -> None:
             return super().forward(x) * self.scale
     """
     step = "net.scale = 1.0 + epoch + float(a[0, 0] > 0)\n" + STEP
-    alone, batched = both(script(step, "Scaled(6, 3)", before), "async_sgd", speed="lognormal(0.5)")
-    are_alike(alone, batched)
-    assert together(batched)[0] > 0
+    alone, ended = both(script(step, "Scaled(6, 3)", before), "async_sgd", speed="lognormal(0.5)")
+    are_alike(alone, ended)
+    assert together(ended)[0] > 0
+
+
+def test_kinds_of_steps_are_forgotten_when_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step is of another kind here."""
+    monkeypatch.setattr(batched, "MOST_KINDS", 3)
+    before = """
+    class Scaled(torch.nn.Linear):
+        scale = 1.0
+        def forward(self, x):
+            return super().forward(x) * self.scale
+    """
+    step = "net.scale = net.scale * 0.99 + 0.01 * float(a[0, 0] > 0)\n" + STEP
+    are_alike(*both(script(step, "Scaled(6, 3)", before), "async_sgd", speed="lognormal(0.5)"))
 
 
 def test_the_same_run_comes_again_bit_for_bit() -> None:
@@ -284,9 +298,9 @@ def test_who_dies_while_others_wait_for_the_same_call(recipe: str) -> None:
 
 
 def test_processors_may_be_shared() -> None:
-    alone, batched = both(script(), processors=2.0)
-    are_alike(alone, batched)
-    assert together(batched)[0] > 0
+    alone, ended = both(script(), processors=2.0)
+    are_alike(alone, ended)
+    assert together(ended)[0] > 0
 
 
 def test_models_that_differ_in_what_can_not_be_seen_are_found_out() -> None:
