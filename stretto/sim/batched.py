@@ -8,8 +8,7 @@ a worker's first step of a kind, its second, fourth, eighth and so on are comput
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,7 +18,7 @@ from torch.func import functional_call, grad, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from stretto.errors import ScriptError, explain
-from stretto.sim.answers import CALL, Model, Tape, played, real
+from stretto.sim.answers import CALL, Model, Tape, plainly, played, real, unfit
 from stretto.sim.world import Worker
 from stretto.train.gradients import FORWARD
 
@@ -28,9 +27,9 @@ LEAST = 4
 MOST = 256
 """More are several calls: it does not get faster, and takes memory."""
 MOST_BYTES = 64 << 20
-"""Of parameters in one call."""
-MOST_CALLS, MOST_KINDS = 256, 10_000
-"""Of calls that are kept as they were traced, and of kinds of steps that are known: then all are forgotten."""
+"""Of memory in one call, about."""
+MOST_CALLS, MOST_KINDS = 256, 1000
+"""Of calls that are kept as they were traced, and of kinds of steps that are batched."""
 
 Run = Callable[[dict[str, Tensor], dict[str, Tensor], list[Tensor]], tuple[dict[str, Tensor], list[Any]]]
 
@@ -47,13 +46,10 @@ class Batches:
         """Of models, numbered."""
         self._steps: dict[Any, int] = {}
         """The kinds of steps, numbered."""
-        self._numbers = itertools.count()
         self._unfit: dict[int, str] = {}
         """By the kind of model: why its steps can't be computed with those of others."""
         self._runs: dict[Any, Run | None] = {}
         """By the kind of step and by how many there are: the call, or None when it was made once."""
-        self._without: dict[Any, frozenset[int]] = {}
-        """By the kind of step: parameters that get no gradient from it."""
         self._is_playing = False
         self._together = self._alone = self._calls = 0
         """Backward passes that were computed with others, those that were not, and the calls for many."""
@@ -61,17 +57,20 @@ class Batches:
     def begins(self, worker: Worker, module: nn.Module) -> None:
         """A worker has its model. That of an earlier life is not its model any more."""
         self._models = {key: one for key, one in self._models.items() if one.worker.number != worker.number}
+        if why := unfit(module):
+            self._say(why)
+            return
         self._models[id(module)] = model = Model(worker, module)
         model.number = self._kinds.setdefault(model.kind, len(self._kinds))
 
     @contextmanager
     def on(self) -> Iterator[None]:
         """Have workers' models answer later."""
-        backward = torch.autograd.backward
+        backward, apply = torch.autograd.backward, vars(torch.autograd.Function)["apply"]
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             model = self._models.get(id(module))
-            if model is None or self._is_playing or not torch.is_grad_enabled() or not model.worker.is_at_work():
+            if model is None or not self._is_now(model):
                 return CALL(module, *args, **kwargs)
             return self._answered(model, args, kwargs)
 
@@ -79,13 +78,24 @@ class Batches:
             self._alone += 1
             backward(real(tensors, "backward"), *given, **named)
 
+        def applied(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            return apply.__func__(cls, *real(args, "apply"), **real(kwargs, "apply"))
+
         nn.Module.__call__ = call  # type: ignore[method-assign]
         torch.autograd.backward = pass_alone
+        torch.autograd.Function.apply = classmethod(applied)  # type: ignore[method-assign, assignment]
         try:
             yield
         finally:
             nn.Module.__call__ = CALL  # type: ignore[method-assign]
             torch.autograd.backward = backward
+            torch.autograd.Function.apply = apply  # type: ignore[method-assign]
+
+    def _is_now(self, model: Model) -> bool:
+        """Whether a call is a part of a worker's hand, and a gradient may be asked for."""
+        if self._is_playing or not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+            return False
+        return model.worker.is_at_work() and torch._C._functorch.peek_interpreter_stack() is None
 
     def summary(self) -> str:
         """What came of it, in words."""
@@ -98,41 +108,30 @@ class Batches:
     # --- a worker's step ----------------------------------------------------------------------------------------
 
     def _answered(self, model: Model, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A model's answer, or what it will be. The first is made, to see what it is."""
+        """What a model will have answered; or what it answers, if that can't be computed later."""
         if not model.is_current:
             self.begins(model.worker, model.module)
-            model = self._models[id(model.module)]
-        if why := self._why_alone(model):
+            return model.module(*args, **kwargs)
+        if why := self._why_alone(model, args, kwargs):
             self._say(why)
-        elif not model.is_known:
-            found = CALL(model.module, *args, **kwargs)
-            model.is_known = type(found) is Tensor
-            if not model.is_known:
-                model.unfit = f"the model answers with {type(found).__name__}, no tensor"
-            return found
-        else:
-            tape = Tape(model, self.step, self._say)
-            tape.key = model.number, model.state
-            if (answer := tape.note(None, args, kwargs)) is not None:
-                return answer
-            self._say("the model is given what is neither a plain tensor nor a plain value")
+        elif (answer := Tape(model, self.step, self._say).note(None, args, kwargs)) is not None:
+            return answer
         return CALL(model.module, *args, **kwargs)
 
-    def _why_alone(self, model: Model) -> str:
+    def _why_alone(self, model: Model, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         if model.is_hooked:
             return "the model has hooks"
         if torch._C._is_any_autocast_enabled():
             return "the model is called under autocast"
-        return model.unfit or self._unfit.get(model.number, "")
+        if kwargs or len(args) != 1 or type(args[0]) is not Tensor or args[0].requires_grad:
+            return "the model is given something else than a plain tensor"
+        return self._unfit.get(model.number, "")
 
     def step(self, tape: Tape, loss: int) -> bool:
         """Compute the gradient of a value with those of others. False if it is to be computed as torch does."""
         model, worker = tape.model, tape.model.worker
-        if model.is_heard or worker.in_backward:
+        if model.is_heard or worker.in_backward or not self._numbered(tape, loss):
             return False
-        tape.loss = loss
-        shapes = tuple((one.shape, one.dtype, one.device) for one in tape.inputs)
-        tape.key = self._number((tape.key, tuple(tape.calls), loss, shapes))
         self._waiting.append(tape)
         worker.computes((FORWARD if model.is_exchanged else 1.0) * model.progress())
         worker.catch_up()
@@ -141,30 +140,32 @@ class Batches:
         if tape.gradients is None:
             return False
         self._check(tape)
-        worker.backward(lambda: _accumulate(tape, self._without[tape.key]))
+        worker.backward(lambda: _accumulate(tape))
         tape.forget()
         return True
 
-    def _number(self, kind: Any) -> int:
-        """Of a kind of step. None comes twice, even when all kinds are forgotten: there are too many if each is new."""
-        if len(self._steps) >= MOST_KINDS:
-            for known in (self._steps, self._runs, self._without, *(one.seen for one in self._models.values())):
-                known.clear()  # type: ignore[attr-defined]
-        return self._steps.setdefault(kind, next(self._numbers))
+    def _numbered(self, tape: Tape, loss: int) -> bool:
+        """Number the kind of a step. False if it is a new one, and there are too many: they do not come again."""
+        tape.loss = loss
+        shapes = tuple((one.shape, one.dtype, one.device) for one in tape.inputs)
+        kind = tape.key, tuple(tape.calls), loss, shapes
+        if len(self._steps) == MOST_KINDS and kind not in self._steps:
+            self._say("there are steps of too many kinds")
+            return False
+        tape.key = self._steps.setdefault(kind, len(self._steps))
+        return True
 
     def _check(self, tape: Tape) -> None:
         """Compute a step in the other way, too, every now and then. Raises ScriptError if the gradient is another."""
-        seen = tape.model.seen
-        number = seen[tape.key] = seen.get(tape.key, 0) + 1
+        model, found = tape.model, tape.gradients
+        number = model.seen[tape.key] = model.seen.get(tape.key, 0) + 1
         if number & (number - 1):
             return
-        trained = [one for one in tape.model.parameters if one.requires_grad]
-        own = torch.autograd.grad(tape.play()[tape.loss], trained, allow_unused=True)
-        without = frozenset(index for index, one in enumerate(own) if one is None)
-        assert tape.gradients is not None
-        is_alike = self._without.setdefault(tape.key, without) == without
-        if not (is_alike and _equal(tape.gradients, own)):
-            raise ScriptError(_differs(tape.model))
+        assert found is not None
+        own = torch.autograd.grad(tape.play()[tape.loss], [one for one in model.parameters if one.requires_grad])
+        model.largest = max(model.largest, _square(own))
+        if not _equal(found, own, model):
+            raise ScriptError(_differs(model))
 
     # --- the steps of many --------------------------------------------------------------------------------------
 
@@ -173,9 +174,11 @@ class Batches:
         waiting, self._waiting = self._waiting, []
         groups: dict[Any, list[Tape]] = {}
         for tape in waiting:
-            groups.setdefault(tape.key, []).append(tape)
+            tape.is_alone = bool(tape.changed)
+            if not tape.is_alone:
+                groups.setdefault(tape.key, []).append(tape)
         for tapes in groups.values():
-            at, most = 0, min(MOST, MOST_BYTES // max(tapes[0].model.nbytes, 1))
+            at, most = 0, min(MOST, MOST_BYTES // tapes[0].model.nbytes(tapes[0].inputs))
             while (left := min(len(tapes) - at, most)) >= LEAST:
                 size = 1 << (left.bit_length() - 1)
                 self._at_once(tapes[at : at + size])
@@ -186,13 +189,9 @@ class Batches:
     def _at_once(self, tapes: Sequence[Tape]) -> None:
         """One call. A computation that can't be made so is made one by one from now on."""
         first = tapes[0].model
-        put_back, state = first.kept(), first.state
         try:
             gradients, values = self._called(tapes)
-            if first.state != state:
-                raise RuntimeError("its forward pass changes the model's attributes")
         except Exception as error:
-            put_back()
             self._unfit[first.number] = str(error).partition("\n")[0]
             self._say(self._unfit[first.number])
             for tape in tapes:
@@ -200,21 +199,16 @@ class Batches:
             return
         self._calls += 1
         self._together += len(tapes)
-        rows = [
-            gradients[name].unbind(0)
-            for name, one in zip(first.names, first.parameters, strict=True)
-            if one.requires_grad
-        ]
+        rows = [one.unbind(0) for one in _apart(gradients.values())]
         for row, tape in enumerate(tapes):
-            tape.stacked, tape.row = values, row
-            tape.gradients = [one[row] for one in rows]
+            tape.keep(values, row, [one[row] for one in rows])
 
     def _called(self, tapes: Sequence[Tape]) -> tuple[dict[str, Tensor], list[Any]]:
         first, key = tapes[0], (tapes[0].key, len(tapes))
         trained, frozen = dict[str, Tensor](), dict[str, Tensor]()
         self._is_playing = True
         try:
-            with torch.no_grad():
+            with plainly(grad=False):
                 for index, name in enumerate(first.model.names):
                     stacked = torch.stack([tape.model.parameters[index] for tape in tapes])
                     (trained if first.model.parameters[index].requires_grad else frozen)[name] = stacked
@@ -249,13 +243,11 @@ def _replay(tape: Tape) -> Callable[..., tuple[Tensor, list[Any]]]:
     return replay
 
 
-def _accumulate(tape: Tape, without: frozenset[int]) -> None:
+def _accumulate(tape: Tape) -> None:
     """Give each parameter its gradient, as a backward pass does: it comes to what is there, and is heard of."""
     trained = [one for one in tape.model.parameters if one.requires_grad]
     assert tape.gradients is not None
-    for index, (parameter, gradient) in enumerate(zip(trained, tape.gradients, strict=True)):
-        if index in without:
-            continue
+    for parameter, gradient in zip(trained, tape.gradients, strict=True):
         if parameter.grad is None:
             parameter.grad = gradient
         else:
@@ -264,22 +256,36 @@ def _accumulate(tape: Tape, without: frozenset[int]) -> None:
             listener(parameter)
 
 
-def _equal(found: Sequence[Tensor], own: Sequence[Tensor | None]) -> bool:
-    """Whether gradients differ by rounding only; nobody can tell of those that are not finite."""
-    apart = size = 0.0
-    for one, other in zip(found, own, strict=True):
-        there = torch.zeros_like(one) if other is None else other
-        apart += float((one - there).square().sum())
-        size += float(there.square().sum())
+def _apart(gradients: Iterable[Tensor]) -> list[Tensor]:
+    """The same, where no two numbers share a place in memory: scripts change gradients in place."""
+    found, places = list[Tensor](), set[int]()
+    for one in gradients:
+        is_own = one.is_contiguous() and one.data_ptr() not in places
+        found.append(one if is_own else one.clone(memory_format=torch.contiguous_format))
+        places.add(one.data_ptr())
+    return found
+
+
+def _square(tensors: Sequence[Tensor]) -> float:
+    return sum(float(one.detach().square().sum()) for one in tensors)
+
+
+def _equal(found: Sequence[Tensor], own: Sequence[Tensor], model: Model) -> bool:
+    """Whether gradients differ by rounding only; nobody can tell of those that are not finite.
+
+    A gradient that vanishes is the sum of what does not: it is as exact as those that the model had before.
+    """
+    apart = _square([one - other for one, other in zip(found, own, strict=True)])
     rounding = torch.finfo(found[0].dtype).eps
-    return not (apart > rounding * size) or size == apart == 0
+    size = model.largest + rounding * (_square(model.parameters) + sum(one.numel() for one in found))
+    return not apart > rounding * size
 
 
 def _differs(model: Model) -> str:
     number = model.worker.number
     return explain(
         f"a step of worker {number} computed with those of others is not what it is alone",
-        got="models that differ in what can't be seen, or that depend on more than their input",
-        expected="models that are alike but for their parameters",
+        got="gradients that differ by more than rounding",
+        expected="the same",
         to_type="the same command without --batched",
     )

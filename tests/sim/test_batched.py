@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from textwrap import dedent
 from typing import Any
 
@@ -11,9 +12,10 @@ import torch
 from safetensors.torch import load
 from sim.simulated import Ended, simulated
 
-from stretto.errors import LaunchError
+from stretto.errors import LaunchError, ScriptError
 from stretto.events import Event
 from stretto.sim import batched
+from stretto.sim.answers import Answer
 
 NET = "torch.nn.Sequential(torch.nn.Linear(6, 12), torch.nn.Tanh(), torch.nn.Linear(12, 3))"
 STEP = """
@@ -165,6 +167,35 @@ ALONE = {
         "uses add",
     ),
     "two answers": (STEP.replace("net(a), b)", "net(a[:2]), b[:2]) + cross_entropy(net(a[2:]), b[2:])"), "uses add"),
+    "a gradient is given": (
+        STEP.replace("b)", 'b, reduction="none")').replace("backward()", "backward(torch.ones(len(b)).double())"),
+        "uses backward",
+    ),
+    "a function of the script's own": (
+        """
+        class Reversed(torch.autograd.Function):
+            @staticmethod
+            def forward(context, x):
+                return x.clone()
+            @staticmethod
+            def backward(context, grad):
+                return -grad
+        """
+        + STEP.replace("net(a)", "Reversed.apply(net(a))"),
+        "uses apply",
+    ),
+    "a look in inference mode": (
+        STEP.replace("loss.backward()", "with torch.inference_mode(): assert loss.item() > 0\nloss.backward()"),
+        "uses item",
+    ),
+    "a look at None": (STEP.replace("loss.backward()", "assert not loss == None\nloss.backward()"), "uses"),
+    "a loss under autocast": (
+        STEP.replace("loss = cross", 'out = net(a)\nwith torch.autocast("cpu"): loss = cross').replace(
+            "net(a), b", "out, b"
+        ),
+        "uses cross_entropy",
+    ),
+    "each sample by itself": (STEP.replace("net(a)", "torch.vmap(net)(a)"), ""),
     "under autocast": (
         STEP.replace("loss = cross_entropy(net(a), b)", 'with torch.autocast("cpu"): loss = cross_entropy(net(a), b)'),
         "autocast",
@@ -187,94 +218,131 @@ def test_what_can_not_be_batched_is_computed_one_by_one_and_told(name: str, caps
 
 
 NETS = {
-    "dropout": (NET.replace("torch.nn.Tanh()", "torch.nn.Dropout(0.5)"), "randomness"),
-    "buffers": (NET.replace("torch.nn.Tanh()", "torch.nn.BatchNorm1d(12)"), "the model has buffers"),
-    "pairs": ("Pair()", "the model answers with tuple, no tensor"),
-    "a forward pass that looks": ("Looking()", "one by one"),
-    "a forward pass that counts": ("Counting()", "changes the model's attributes"),
+    "dropout": NET.replace("torch.nn.Tanh()", "torch.nn.Dropout(0.5)"),
+    "buffers": NET.replace("torch.nn.Tanh()", "torch.nn.BatchNorm1d(12)"),
+    "in place": NET.replace("torch.nn.Tanh()", "torch.nn.ReLU(inplace=True)"),
+    "a class of the script's own": "Own()",
+    "a forward of a layer's own": "shadowed(" + NET + ")",
+    "two answers": "Pair()",
 }
-CLASSES = """
-class Pair(torch.nn.Linear):
+OWN = """
+class Own(torch.nn.Linear):
+    times = 0
     def __init__(self):
         super().__init__(6, 3)
     def forward(self, x):
-        return super().forward(x), x
-class Looking(Pair):
-    def forward(self, x):
-        found = torch.nn.Linear.forward(self, x)
-        return found if found.sum().item() > 0 else 2 * found
-class Counting(Pair):
-    times = 0
-    def forward(self, x):
         self.times = self.times + 1
-        return torch.nn.Linear.forward(self, x) / self.times
+        return super().forward(x) / self.times
+class Pair(Own):
+    def forward(self, x):
+        return torch.nn.Linear.forward(self, x), x
+def shadowed(net):
+    net[1].forward = lambda x: x.cos()
+    return net
 """
 
 
 @pytest.mark.parametrize("name", NETS)
 def test_models_that_can_not_be_batched_are_computed_one_by_one(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    net, why = NETS[name]
-    step = STEP.replace("net(a)", "net(a)[0]") if name == "pairs" else STEP
-    alone, ended = both(script(step, net, CLASSES).replace("net(x), y)", "torch.zeros(330, 3).double(), y)"))
+    step = STEP.replace("net(a)", "net(a)[0]") if name == "two answers" else STEP
+    alone, ended = both(script(step, NETS[name], OWN).replace("net(x), y)", "torch.zeros(330, 3).double(), y)"))
     are_alike(alone, ended)
     assert alone.final == ended.final
     assert together(ended)[0] == 0
-    assert why in capsys.readouterr().err
+    assert "is none of the layers" in capsys.readouterr().err
 
 
-def test_a_parameter_that_is_not_used_gets_no_gradient() -> None:
-    before = """
-    class Partly(torch.nn.Sequential):
-        def forward(self, x):
-            return self[2](self[0](x))
-    """
-    net = "Partly(torch.nn.Linear(6, 12), torch.nn.Linear(12, 12), torch.nn.Linear(12, 3))"
-    step = STEP + "\nassert net[1].weight.grad is None and net[0].weight.grad is not None"
-    alone, ended = both(script(step, net, before))
+@pytest.mark.parametrize(
+    "layers",
+    [
+        "LayerNorm(6), ReLU(), Linear(6, 8), LeakyReLU(0.1), PReLU(), Linear(8, 8, bias=False), ELU(), Linear(8, 3)",
+        "Linear(6, 8), GELU(), Unflatten(1, (2, 4)), Softmax(2), Flatten(), Identity(), SiLU(), Linear(8, 3)",
+        "Linear(6, 8), Sequential(Softplus(), Linear(8, 8), Mish()), Hardtanh(), Linear(8, 3), LogSoftmax(1)",
+        "CELU(), Linear(6, 6), SELU(), Softsign(), Sigmoid(), Linear(6, 5), Hardswish(), ReLU6(), Linear(5, 3)",
+        "Linear(6, 6), LogSigmoid(), Tanh(), Linear(6, 3)",
+    ],
+)
+def test_layers_that_can_be(layers: str) -> None:
+    alone, ended = both(script(STEP, f"Sequential({layers})", "from torch.nn import *"))
+    are_alike(alone, ended)
+    assert together(ended)[0] > 0
+
+
+def test_words_are_embedded() -> None:
+    net = "torch.nn.Sequential(torch.nn.Embedding(5, 4), torch.nn.Flatten(), torch.nn.Linear(24, 3))"
+    text = script(STEP.replace("net(a)", "net(words(a))"), net, "def words(x): return x.long().clamp(-2, 2) + 2")
+    alone, ended = both(text.replace("net(x)", "net(words(x))"))
     are_alike(alone, ended)
     assert together(ended)[0] > 0
 
 
 def test_tied_weights_are_one() -> None:
     before = """
-    class Tied(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.last = torch.nn.Linear(6, 6), torch.nn.Linear(6, 6)
-            self.last.weight = self.first.weight
-        def forward(self, x):
-            return self.last(self.first(x).tanh())
+    def tied(net):
+        net[2].weight = net[0].weight
+        return net
     """
-    alone, ended = both(script(STEP, "Tied()", before))
+    net = "tied(torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Tanh(), torch.nn.Linear(6, 6)))"
+    alone, ended = both(script(STEP + "net[0].weight.grad.mul_(0.5)", net, before))
     are_alike(alone, ended)
     assert together(ended)[0] > 0
 
 
-def test_what_a_model_has_besides_its_parameters_counts() -> None:
+SLOPES = NET.replace("torch.nn.Tanh()", "torch.nn.LeakyReLU(0.1)")
+
+
+def test_what_layers_have_besides_their_parameters_counts() -> None:
     """Each worker may be in another epoch than the others."""
-    before = """
-    class Scaled(torch.nn.Linear):
-        scale = 1.0
-        def forward(self, x):
-            return super().forward(x) * self.scale
-    """
-    step = "net.scale = 1.0 + epoch + float(a[0, 0] > 0)\n" + STEP
-    alone, ended = both(script(step, "Scaled(6, 3)", before), "async_sgd", speed="lognormal(0.5)")
+    step = "net[1].negative_slope = 0.1 + 0.1 * epoch + 0.3 * float(a[0, 0] > 0)\n" + STEP
+    alone, ended = both(script(step, SLOPES), "async_sgd", speed="lognormal(0.5)")
     are_alike(alone, ended)
     assert together(ended)[0] > 0
 
 
-def test_kinds_of_steps_are_forgotten_when_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each step is of another kind here."""
+def test_layers_may_be_others_in_another_epoch() -> None:
+    step = "if epoch: net[1] = torch.nn.ReLU()\n" + STEP
+    alone, ended = both(script(step), "async_sgd", speed="lognormal(0.5)")
+    are_alike(alone, ended)
+    assert together(ended)[0] > 0
+
+
+def test_there_may_be_too_many_kinds_of_steps(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(batched, "MOST_KINDS", 3)
-    before = """
-    class Scaled(torch.nn.Linear):
-        scale = 1.0
-        def forward(self, x):
-            return super().forward(x) * self.scale
+    step = "net[1].negative_slope = net[1].negative_slope * 0.99 + 0.01 * float(a[0, 0] > 0)\n" + STEP
+    are_alike(*both(script(step, SLOPES), "async_sgd", speed="lognormal(0.5)"))
+    assert "too many kinds" in capsys.readouterr().err
+
+
+def test_gradients_have_places_of_their_own() -> None:
+    """A script may change them in place: of expanded numbers, and of numbers that two gradients share."""
+    expanded, whole = torch.ones(1, 1).expand(3, 4), torch.ones(3, 4)
+    found = batched._apart([expanded, whole, whole])
+    for one in found:
+        one.mul_(2)
+    assert all(torch.equal(one, torch.full((3, 4), 2.0)) for one in found)
+
+
+def test_gradients_that_vanish_are_no_difference() -> None:
+    """The data are without noise: in the end only rounding is left."""
+    text = """
+    import torch, stretto
+    torch.manual_seed(3)
+    x = torch.randn(300, 4)
+    y = x @ torch.tensor([[1.0], [-2], [3], [0.5]])
+    net = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=5)
+    loader = stretto.distribute(net, optimizer, loader)
+    for epoch in range(40):
+        for a, b in loader:
+            optimizer.zero_grad()
+            torch.nn.functional.mse_loss(net(a), b).backward()
+            optimizer.step()
     """
-    step = "net.scale = net.scale * 0.99 + 0.01 * float(a[0, 0] > 0)\n" + STEP
-    are_alike(*both(script(step, "Scaled(6, 3)", before), "async_sgd", speed="lognormal(0.5)"))
+    ended = simulated(WORKERS, text, "local_sgd(every=2)", batched=True)
+    assert together(ended)[0] > 1000
 
 
 def test_the_same_run_comes_again_bit_for_bit() -> None:
@@ -304,19 +372,25 @@ def test_processors_may_be_shared() -> None:
 
 
 def test_models_that_differ_in_what_can_not_be_seen_are_found_out() -> None:
-    before = """
-    import numpy
-    factor = numpy.array([1.0 + stretto_worker])
-    class Hidden(torch.nn.Linear):
-        def forward(self, x):
-            return super().forward(x) * float(factor[0])
-    """
-    text = script(STEP, "Hidden(6, 3)", before)
-    text = text.replace("stretto_worker", "given_seat.get().worker").replace(
-        "import torch, stretto\n", "import torch, stretto\nfrom stretto.train.seat import given_seat\n"
-    )
+    step = "net[1].negative_slope = numpy.float64(given_seat.get().worker)\n" + STEP
+    before = "import numpy\nfrom stretto.train.seat import given_seat"
     with pytest.raises(LaunchError, match="is not what it is alone"):
-        simulated(WORKERS, text, "local_sgd(every=4)", batched=True)
+        simulated(WORKERS, script(step, SLOPES, before), "local_sgd(every=4)", batched=True)
+
+
+def test_a_function_that_torch_does_not_tell_is_refused() -> None:
+    before = """
+    import warnings
+    warnings.simplefilter("ignore")  # it is called old
+    @torch.jit.script
+    def doubled(x):
+        return x * 2
+    """
+    with pytest.raises(LaunchError):
+        simulated(WORKERS, script(STEP.replace("net(a)", "doubled(net(a))"), before=before), "async_sgd", batched=True)
+    answer = Answer.of(None, 0)  # type: ignore[arg-type]
+    with pytest.raises(ScriptError, match="without --batched"), torch._C.DisableTorchFunctionSubclass():
+        torch.exp(answer)
 
 
 @pytest.mark.parametrize(("change", "what"), [("optimizer.step()", "the model"), ("a.add_(1)", "its input")])
@@ -324,8 +398,16 @@ def test_an_answer_that_is_looked_at_too_late_is_refused(change: str, what: str)
     step = STEP.replace("loss.backward()", "other = net(a)\nloss.backward()").replace(
         "optimizer.step()", f"{change}\nother.sum().item()"
     )
-    with pytest.raises(LaunchError, match=f"after {what} has changed"):
+    with pytest.raises(LaunchError, match=f"before {what} changed"):
         simulated(WORKERS, script(step), "local_sgd(every=4)", batched=True)
+
+
+def test_an_input_that_workers_share_is_refused_when_it_changes(tmp_path: Path) -> None:
+    """What scripts import is common to all workers."""
+    (tmp_path / "common_input.py").write_text("import torch\nplace = torch.zeros(5, 6, dtype=torch.float64)\n")
+    step = "common_input.place.copy_(a)\n" + STEP.replace("net(a)", "net(common_input.place)")
+    with pytest.raises(LaunchError, match="before its input changed"):
+        simulated(WORKERS, script(step, before="import common_input"), "async_sgd", batched=True, folder=tmp_path)
 
 
 def test_nothing_is_left_behind() -> None:
