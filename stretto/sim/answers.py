@@ -126,8 +126,7 @@ class Model:
 
     def nbytes(self, inputs: Sequence[Tensor]) -> int:
         """About what a step takes of memory."""
-        rows = max(one.numel() // (one.shape[-1] if one.is_floating_point() and one.dim() else 1) for one in inputs)
-        size = self.parameters[0].element_size()
+        size, rows = self.parameters[0].element_size(), max(map(_rows, inputs))
         return 4 * sum(one.nbytes for one in self.parameters) + TEMPORARIES * size * rows * self._width
 
     def progress(self) -> float:
@@ -136,6 +135,11 @@ class Model:
             self._hand, self._passes, self._passes_before = self.worker.steps, 0, max(self._passes, 1)
         self._passes += 1
         return min(self._passes / self._passes_before, 1.0)
+
+
+def _rows(given: Tensor) -> int:
+    """How many answers of each layer an input makes; each whole number is one that is embedded."""
+    return given.numel() // max(given.shape[-1], 1) if given.is_floating_point() and given.dim() else given.numel()
 
 
 class Tape:
