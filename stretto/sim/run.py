@@ -253,6 +253,8 @@ class Cast:
             clock.end()
         if self._batches is not None:
             self._note(self._batches.summary())
+            if self._simulation.order.output != "none":  # else it is shown as a notice
+                self._say(self._batches.summary())
 
     def _prepare(self, readers: ReadOnce) -> None:
         readers.begin()

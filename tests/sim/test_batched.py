@@ -214,7 +214,9 @@ def test_what_can_not_be_batched_is_computed_one_by_one_and_told(name: str, caps
     alone, ended = both(script(step))
     are_alike(alone, ended)
     assert together(ended)[0] == 0
-    assert why in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert why in said
+    assert "--batched: 0 of" in said
 
 
 NETS = {
