@@ -126,25 +126,22 @@ def of_server(
     wire.gather(b"")
     if busy is None or wire.workers == 1:
         return parcel_s, megabyte_s(_each(read, more * LARGE, clock), wire.workers), 0.0
-    near_s = megabyte_s(_between(wire, _nothing if wire.worker else read, more * LARGE, busy), 1)
-    far_s = megabyte_s(_between(wire, read if wire.worker else _nothing, more * LARGE, busy), wire.workers - 1)
+    near_s = megabyte_s(_between(wire, wire.worker == 0, read, more * LARGE, busy), 1)
+    far_s = megabyte_s(_between(wire, wire.worker > 0, read, more * LARGE, busy), wire.workers - 1)
     return parcel_s, near_s, max(far_s - near_s, 0.0)
 
 
-def _nothing() -> None:
-    """What those do who wait for others."""
-
-
-def _between(wire: Wire, act: Callable[[], object], times: int, busy: Callable[[], float]) -> float:
-    """What all processors do, for each time, while all act so often.
+def _between(wire: Wire, acts: bool, act: Callable[[], object], times: int, busy: Callable[[], float]) -> float:
+    """What all processors do, for each time, while some act so often and the others wait for them.
 
     Nobody begins before all have looked at the clock, nor goes on before all have looked again.
     """
-    act()
+    if acts:
+        act()
     wire.gather(b"")
     began = busy()
     wire.gather(b"")
-    for _ in range(times):
+    for _ in range(times if acts else 0):
         time.sleep(PAUSE_S)
         act()
     wire.gather(b"")
@@ -163,7 +160,7 @@ def _each(what: Callable[[], object], times: int, clock: Callable[[], float]) ->
     """Of one, on the average, behind a pause as a training worker makes one: who is awakened finds nothing ready."""
     what()
     spent = []
-    for act in (what, _nothing):
+    for act in (what, lambda: None):
         began = clock()
         for _ in range(times):
             time.sleep(PAUSE_S)

@@ -219,7 +219,11 @@ class Tape:
     def play(self) -> list[Any]:
         """All values, for this worker alone, as torch computes them. Raises ScriptError when that is too late."""
         if changed := self.changed:
-            raise ScriptError(_late(changed))
+            raise refused(
+                f"what the model answered was not computed before {changed} changed",
+                got="--batched, which computes an answer when its gradient is asked for",
+                expected="a look at it, or its gradient, before",
+            )
         with plainly(grad=True):
             return played(self.calls, self.inputs, lambda *args: CALL(self.model.module, *args))
 
@@ -254,13 +258,9 @@ def plainly(grad: bool) -> Iterator[None]:
         yield
 
 
-def _late(what: str) -> str:
-    return explain(
-        f"what the model answered was not computed before {what} changed",
-        got="--batched, which computes an answer when its gradient is asked for",
-        expected="a look at it, or its gradient, before",
-        to_type="the same command without --batched",
-    )
+def refused(problem: str, got: str, expected: str) -> ScriptError:
+    """The error of a script that can't be simulated so."""
+    return ScriptError(explain(problem, got=got, expected=expected, to_type="the same command without --batched"))
 
 
 class Answer(Tensor):
@@ -280,9 +280,10 @@ class Answer(Tensor):
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Note what is done with it, if that can be noted; else do it with its value."""
         kwargs, name = kwargs or {}, getattr(function, "__name__", "")
-        if function is torch.Tensor.backward and not any(one is not None and one is not False for one in args[1:]):
+        if function is torch.Tensor.backward:
             answer: Answer = args[0]
-            if answer.tape.is_open and not any(one is not None and one is not False for one in kwargs.values()):
+            is_usual = all(one is None or one is False for one in (*args[1:], *kwargs.values()))
+            if is_usual and answer.tape.is_open:
                 if answer.tape.step(answer.tape, answer.at):
                     return None
                 name = ""
@@ -298,13 +299,10 @@ class Answer(Tensor):
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Nothing is here to be computed with. Who does it has gone past what could be noted."""
-        raise ScriptError(
-            explain(
-                f"what the model will have answered was given to {function} before its gradient was asked for",
-                got="--batched, and a function that torch does not tell of what it is given",
-                expected="torch's own functions",
-                to_type="the same command without --batched",
-            )
+        raise refused(
+            f"what the model will have answered was given to {function} before its gradient was asked for",
+            got="--batched, and a function that torch does not tell of what it is given",
+            expected="torch's own functions",
         )
 
 

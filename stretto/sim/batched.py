@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from stretto.errors import ScriptError, explain
-from stretto.sim.answers import CALL, Model, Tape, plainly, played, real, unfit
+from stretto.sim.answers import CALL, Model, Tape, plainly, played, real, refused, unfit
 from stretto.sim.world import Worker
 from stretto.train.gradients import FORWARD
 
@@ -114,7 +113,7 @@ class Batches:
             return model.module(*args, **kwargs)
         if why := self._why_alone(model, args, kwargs):
             self._say(why)
-        elif (answer := Tape(model, self.step, self._say).note(None, args, kwargs)) is not None:
+        elif (answer := Tape(model, self.step, self._say).note(None, args, {})) is not None:
             return answer
         return CALL(model.module, *args, **kwargs)
 
@@ -165,7 +164,11 @@ class Batches:
         own = torch.autograd.grad(tape.play()[tape.loss], [one for one in model.parameters if one.requires_grad])
         model.largest = max(model.largest, _square(own))
         if not _equal(found, own, model):
-            raise ScriptError(_differs(model))
+            raise refused(
+                f"a step of worker {model.worker.number} computed with those of others is not what it is alone",
+                got="gradients that differ by more than rounding",
+                expected="the same",
+            )
 
     # --- the steps of many --------------------------------------------------------------------------------------
 
@@ -234,8 +237,8 @@ def _replay(tape: Tape) -> Callable[..., tuple[Tensor, list[Any]]]:
     module, calls, loss = tape.model.module, tuple(tape.calls), tape.loss
 
     def replay(trained: dict[str, Tensor], frozen: dict[str, Tensor], inputs: list[Tensor]) -> tuple[Tensor, list[Any]]:
-        def model(*args: Any, **kwargs: Any) -> Any:
-            return functional_call(module, {**trained, **frozen}, args, kwargs)
+        def model(*args: Any) -> Any:
+            return functional_call(module, {**trained, **frozen}, args)
 
         values = played(calls, inputs, model)
         return values[loss], values
@@ -279,13 +282,3 @@ def _equal(found: Sequence[Tensor], own: Sequence[Tensor], model: Model) -> bool
     rounding = torch.finfo(found[0].dtype).eps
     size = model.largest + rounding * (_square(model.parameters) + sum(one.numel() for one in found))
     return not apart > rounding * size
-
-
-def _differs(model: Model) -> str:
-    number = model.worker.number
-    return explain(
-        f"a step of worker {number} computed with those of others is not what it is alone",
-        got="gradients that differ by more than rounding",
-        expected="the same",
-        to_type="the same command without --batched",
-    )

@@ -252,9 +252,10 @@ class Cast:
             readers.end()
             clock.end()
         if self._batches is not None:
-            self._note(self._batches.summary())
+            summary = self._batches.summary()
+            self._note(summary)
             if self._simulation.order.output != "none":  # else it is shown as a notice
-                self._say(self._batches.summary())
+                self._say(summary)
 
     def _prepare(self, readers: ReadOnce) -> None:
         readers.begin()
