@@ -164,12 +164,12 @@ class Coordinator:
         self.called += [cut] * (count - len(self.called))
 
     def heard(self, worker: int, called: Sequence[bool]) -> None:
-        """A worker has been told of these meetings, perhaps by one that is no more."""
+        """A worker has been told of these meetings, perhaps by one that is no more, and has not read of others."""
         if len(called) > len(self.called):
             self.called = list(called)
             self._due = self.called.count(False)
             self._handed = max(self._handed, self._due * (self._meet or 0))
-        self._heard[worker] = max(self._heard.get(worker, 0), len(called))
+        self._heard[worker] = len(called)
 
     # --- going back ---------------------------------------------------------------------------------------------
 

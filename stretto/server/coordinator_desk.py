@@ -53,8 +53,8 @@ class CoordinatorDesk:
         """The members that this process has heard of: the others may have been called to a meeting."""
         self._ending: set[int] = set()
         """The members that are in the meeting at the end of the pass, or on their way to it."""
-        self._apart: set[int] = set()
-        """The members that are in no meeting."""
+        self._apart: dict[int, tuple[int, int]] = {}
+        """The members that are in no meeting: at which exchange they are, and how often they were called to one."""
         self._op = self._met = 0
         self._joining: dict[int, int] = {}
         self._closing: dict[int, int] = {}
@@ -101,8 +101,8 @@ class CoordinatorDesk:
         """What is said of who is there, and of going back."""
         body, number = head.body, head.number
         if isinstance(body, m.Apart):
-            self._op = max(self._op, body.op)
-            self._apart.add(worker)
+            self._apart[worker] = body.op, body.met
+            self._op, self._met = max(self._op, body.op), max(self._met, body.met)
             return []
         if isinstance(body, m.Kept):
             self._keep(body.number, _flat(head, tensors, torch.uint8))
@@ -123,15 +123,17 @@ class CoordinatorDesk:
         if isinstance(body, m.Cut):
             self._cut(body.op)
             return [Post(worker, number, m.Closed(self._is_over))]
+        if isinstance(body, m.Cuts):
+            return [Post(worker, number, m.Has(self._shelf.cuts() if self._shelf else [], 0, self._age))]
         if isinstance(body, m.Back):
-            posts = self._back(worker, body)
-            return [*posts, Post(worker, number, self._begun), *self._release()]
+            return self._back(worker, number, body)
         raise ParcelError(f"the coordinator was told {type(body).__name__}")
 
     def leave(self, worker: int) -> list[Post]:
         """A worker has left: its batches go back."""
         self.coordinator.leave(worker)
-        self._closing.pop(worker, None)
+        for kept in (self._closing, self._apart):
+            kept.pop(worker, None)
         return [*self._together.leave(worker), *self._release(), *self._admit()]
 
     def gone(self, worker: int, number: int = 0, batches: Sequence[int] = (), torn: bool = False) -> list[Post]:
@@ -142,9 +144,8 @@ class CoordinatorDesk:
         self._is_torn = self._is_torn or (torn and self._shelf is not None)
         self.coordinator.settle(worker, number, batches)
         self.coordinator.leave(worker)
-        for kept in (self._closing, self._joining, self._last):
+        for kept in (self._closing, self._joining, self._last, self._apart):
             kept.pop(worker, None)
-        self._apart.discard(worker)
         self._ending.discard(worker)
         return [*self._together.gone(worker), *self._release(), *self._admit()]
 
@@ -196,7 +197,7 @@ class CoordinatorDesk:
         body = head.body
         assert isinstance(body, m.Gather | m.Keep | m.Meet)
         self._op = max(self._op, body.op)
-        self._apart.discard(worker)
+        self._apart.pop(worker, None)
         if head.number:  # what is said again tells nothing of where it stands now
             self._seen.add(worker)
             self._ending.discard(worker)
@@ -217,10 +218,13 @@ class CoordinatorDesk:
             self._order = number, order.clone()
 
     def _admit(self) -> list[Post]:
-        """Let newcomers in while no member is in a meeting, so that all are at the same exchange."""
+        """Let newcomers in while no member is in a meeting, so that all are at the same exchange.
+
+        That is where the members are: one that is dead may have come to a meeting which they are still to come to.
+        """
         members, left = self._together.members, self._together.left
         is_over = False in self._ended.values() or (bool(members) and members <= left)
-        if not self._joining or (members and not is_over and (self._age < 0 or members - left - self._apart)):
+        if not self._joining or (members and not is_over and (self._age < 0 or members - left - self._apart.keys())):
             return []
         joining, self._joining = self._joining, {}
         if is_over or self._age < 0:  # if nobody is left to say that a server was lost those who come do
@@ -229,17 +233,18 @@ class CoordinatorDesk:
         number, order = self._order
         if not members:
             self._op += SKIPPED
+        op, met = max(self._apart.values(), default=(self._op, self._met))
         for worker in joining:
             self._together.join(worker)
-            self.coordinator.join(worker, self._met)
+            self.coordinator.join(worker, met)
             self._last.pop(worker, None)
             self._seen.add(worker)
             self._ended.pop(worker, None)
             if number:
-                self._apart.add(worker)
+                self._apart[worker] = op, met
         here = sorted(self._together.members)
         self._together.tell_anew()
-        joined = m.Joined(self._age, number, self._op, self._met, here, self.coordinator.called[: self._met])
+        joined = m.Joined(self._age, number, op, met, here, self.coordinator.called[:met])
         return [Post(worker, parcel, joined, [order]) for worker, parcel in joining.items()]
 
     # --- who has come to an end ---------------------------------------------------------------------------------
@@ -284,15 +289,25 @@ class CoordinatorDesk:
         self._shelf.put(cut, facts, [torch.tensor(sizes, dtype=torch.int64), self._order[1]])
         self._cut_at = cut
 
-    def _back(self, worker: int, body: m.Back) -> list[Post]:
-        """A server was lost: the first to say so says to which cut all go back. All that wait for a batch are told."""
+    def _back(self, worker: int, number: int, body: m.Back) -> list[Post]:
+        """A server was lost: who says so is told how the new age begins; who looked before the newest cut looks again.
+
+        That one all shards have, and somebody may have gone on from it.
+        """
+        if self._shelf is not None and body.newest < max(self._shelf.cuts(), default=-1):
+            return [Post(worker, number, m.Anew(self._age))]
+        posts = self._go_back(worker, body)
+        return [*posts, Post(worker, number, self._begun), *self._release()]
+
+    def _go_back(self, worker: int, body: m.Back) -> list[Post]:
+        """The first to say that a server was lost says to which cut all go back. All that wait for a batch are told."""
         self._met = max(self._met, body.met)
         self._seen.add(worker)
         self.coordinator.heard(worker, body.calls)
         if self._shelf is None or body.age < self._age:
             return []
         usable = [cut for cut in body.cuts if cut in self._shelf.cuts()]
-        if not body.cuts and body.least == 0 and len(self._shelf.cuts()) < 2:  # no shard has got its parameters yet
+        if body.least <= 0 and self._cut_at < 0 and not self._shelf.cuts():  # not all shards have got their parameters
             self._age, self._begun, self._is_torn = 0, m.Begun(0, -1, body.births), False
             return []
         if not usable:

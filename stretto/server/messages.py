@@ -73,6 +73,8 @@ class Back(_Said):
     """The meetings that this worker was told of so far: whether each was for a cut."""
     met: int
     """How many of them it has been to."""
+    newest: int
+    """The newest cut that the coordinator had before the shards were asked for theirs."""
 
 
 class GoBack(_Said):
@@ -151,9 +153,10 @@ class Meet(_Said):
 
 
 class Apart(_Said):
-    """A worker has done with the meeting after exchange `op`, and goes on by itself."""
+    """A worker has done with the meeting after exchange `op`, and goes on by itself; it was called to so many."""
 
     op: int
+    met: int = 0
 
 
 class Kept(_Said):

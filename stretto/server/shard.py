@@ -92,6 +92,11 @@ class Shard:
         """How often something was applied."""
         return self.current.number
 
+    @property
+    def is_untouched(self) -> bool:
+        """Whether no work on these parameters has come yet, not even what waits until it may be applied."""
+        return not (self.version or self._group or self._early)
+
     # --- what workers say ---------------------------------------------------------------------------------------
 
     def push(self, update: Update) -> list[Reply]:

@@ -164,7 +164,7 @@ class ShardDesk:
     def take(self, worker: int, head: m.Head, tensors: list[Pieces]) -> list[Post]:
         """A whole parcel."""
         body, number = head.body, head.number
-        if isinstance(body, m.Push | m.Read | m.Recall | m.Cut) and body.age != self._age:
+        if self._is_of_another_age(body):
             return [Post(worker, number, m.Anew(self._age))]
         if isinstance(body, m.Push):
             return self._push(worker, number, body, tensors)
@@ -184,6 +184,12 @@ class ShardDesk:
             self._together.group(body.generation, body.members)
             return []
         return self._of_members(worker, number, body)
+
+    def _is_of_another_age(self, body: m.Body) -> bool:
+        """Whether it was said before all went back to a cut. A process that was told no age takes parameters of any."""
+        if isinstance(body, m.Open):
+            return body.age < self._age
+        return isinstance(body, m.Push | m.Read | m.Recall | m.Cut) and body.age != self._age
 
     def _of_members(self, worker: int, number: int, body: m.Body) -> list[Post]:
         """What is said of who is there, and of going back."""
@@ -261,6 +267,10 @@ class ShardDesk:
             return m.Anew(self._age)
         if body.age == self._age:
             return m.Answered()
+        if self._shelf is not None and body.cut < 0:  # nobody has gone on from what was given
+            self._shelf.forget(body.cut)
+            self._age = body.age
+            return m.Answered()
         kept = self._shelf.get(body.cut) if self._shelf is not None else None
         if self._shelf is None or kept is None:
             return m.Anew(self._age)
@@ -297,8 +307,8 @@ class ShardDesk:
         return self._shard
 
     def _open(self, worker: int, head: m.Head, body: m.Open, tensors: list[Pieces]) -> list[Post]:
-        if self._shard is not None and worker != min(self._together.members):  # it may not have heard who has died yet
-            raise ParcelError(f"worker {worker} gives parameters; worker {min(self._together.members)} does")
+        if self._shard is not None and (body.arena, self._shard.is_untouched) < (self._arena, True):
+            raise ParcelError(f"parameters {body.arena} where work on parameters {self._arena} has come")
         try:
             recipe = parse(body.recipe)
         except RecipeError as error:

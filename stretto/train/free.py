@@ -86,7 +86,7 @@ class FreeShare(BatchSampler):
     def ask_ahead(self) -> None:
         """Ask for the next batch; the answer is waited for when it is needed."""
         if self._asked is None:
-            self._asked = self.wire.ask_lease(self._number), self.wire.age
+            self._asked = self.wire.ask_lease(self._number)
 
     @property
     def has_asked(self) -> bool:
@@ -143,11 +143,11 @@ class FreeShare(BatchSampler):
         while True:
             self.ask_ahead()
             assert self._asked is not None
-            (asked, age), self._asked = self._asked, None
+            asked, self._asked = self._asked, None
             try:
-                return self.wire.lease(asked), age
+                return self.wire.lease(asked), self.wire.age
             except AnewError:
-                if age == self.wire.age:
+                if asked[1] == self.wire.age:
                     self.wire.recover()
 
 

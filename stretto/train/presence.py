@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from stretto.errors import LaunchError, MemberOutError, explain
+from stretto.errors import LaunchError, explain
 from stretto.folder import CHECKPOINTS
 from stretto.members.deal import Deal
 from stretto.train import handover
@@ -57,9 +57,7 @@ class Presence:
         """Take over the state of those who are there, or of a checkpoint, if there is one."""
         wire = self._trainer.wire
         if isinstance(wire, EnduringWire) and wire.arrives:
-            if not (told := wire.tell_state(b"")):
-                raise MemberOutError("nobody is left who knows the state of the run; this worker begins anew")
-            self._take(handover.unpack(told))
+            self._take(handover.unpack(wire.tell_state(b"")))
             wire.arrived()
             self._draw_otherwise()
         elif isinstance(wire, ServerWire) and comes_late(wire):

@@ -165,10 +165,11 @@ class EnduringWire:
         """Attempts that others have ended before this worker."""
         self._go_on = 0
         self._ended = Traffic(0, 0, counted=True)
+        self.arrives = False
+        """Whether it comes to workers that have begun: it takes their state first."""
         standing.on_abort = self._abort
         self._meet_again()
-        self.arrives = any(one.here.has_history for one in self._form.members)
-        """Whether it comes to workers that have begun: it takes their state first."""
+        self.arrives = _has_history(self._form)
         self.begins_again = any(one.life for one in self._form.members)
         """Whether some of those who begin together have lived before."""
         if not self.arrives:
@@ -317,9 +318,11 @@ class EnduringWire:
         return change
 
     def _take(self, form: Form) -> Change | None:
-        """Enter a generation; None when that has broken as well."""
+        """Enter a generation; None when that has broken as well. Raises MemberOutError if no state is left to take."""
         before = self._form
         self._let_go()
+        if self.arrives and not self._generation and not _has_history(form):
+            raise MemberOutError("nobody is left who knows the state of the run; this worker begins anew")
         self._form = form
         try:
             self._inner = self._form_unless_over(form)
@@ -414,6 +417,11 @@ class EnduringWire:
         if not alone:
             self._kept.clear()
         self._kept.append(ended)
+
+
+def _has_history(form: Form) -> bool:
+    """Whether any member has taken part in an earlier generation."""
+    return any(one.here.has_history for one in form.members)
 
 
 def has_others(wire: Wire) -> bool:

@@ -387,18 +387,18 @@ class ServerWire:
 
     def open(self, arena: int, recipe: str, parts: Sequence[Tensor], kept: RuleMemory | None = None) -> None:
         """Give the shards their ranges of the parameters, and the rule; with what such a rule has `kept`, if it did."""
-        cut = self._op + 1
-        while self.endures:
+        kept = kept or RuleMemory()
+        given = [*parts, *itertools.chain.from_iterable(kept.tensors.values())]
+        shares = [[one.detach().cpu() for one in found] for found in shared_out(given, self.shards)]
+        cut, is_open = self._op + 1, False
+        while not is_open:
+            body = m.Open(arena, recipe, self.expected, cut, self.age, list(kept.tensors), kept.arrivals)
             try:
-                self._coordinator.wait(self._coordinator.send(m.Cut(cut, self.age)))
-                break
+                for link, share in zip(self.links, shares, strict=True):
+                    link.wait(link.send(body, share))
+                is_open = not self.endures or bool(self._cut_coordinator(cut))
             except AnewError:
                 self.recover()
-        kept = kept or RuleMemory()
-        body = m.Open(arena, recipe, self.expected, cut, self.age, list(kept.tensors), kept.arrivals)
-        given = [*parts, *itertools.chain.from_iterable(kept.tensors.values())]
-        for link, found in zip(self.links, shared_out(given, self.shards), strict=True):
-            link.wait(link.send(body, [one.detach().cpu() for one in found]))
 
     def push(self, arena: int, update: Update, lengths: Sequence[int]) -> Ticket:
         """Send an update to all shards; the ticket brings the newest version once this worker may go on.
@@ -420,9 +420,8 @@ class ServerWire:
         """
         called = self.met < len(self.calls)
         about = (self.met + 1, self.calls[self.met]) if called else (0, False)
-        self._op += 1
-        self._rest(seq, self._op)
-        self._is_apart = False
+        self._rest(seq, self._op + 1)
+        self._op, self._is_apart = self._op + 1, False  # until here this worker stands where it stood
         reply, _ = self._coordinator.wait(self._say(self._coordinator, m.Meet(self._op, *about), []))
         self.met += called
         if isinstance(reply, m.Among):
@@ -430,17 +429,22 @@ class ServerWire:
         return self.cut()
 
     def cut(self) -> bool:
-        """Keep what there is after an exchange of all, at every service; whether the pass was over then."""
+        """Keep what there is after an exchange of all, at every service; whether the pass was over then.
+
+        The coordinator comes last: what it has kept all have, and who was told so needs not go back beyond it.
+        """
         while self.endures:
-            links = (self._coordinator, *self.links)
-            asked = [(link, link.send(m.Cut(self._op, self.age))) for link in links]
             try:
-                found, *_ = [link.wait(number)[0] for link, number in asked]
+                self._ask_all([m.Cut(self._op, self.age)] * self.shards)
+                found = self._cut_coordinator(self._op)
                 return isinstance(found, m.Closed) and found.over
             except AnewError:
                 self.recover()
                 self._rest(self._pushed, self._op)
         return True
+
+    def _cut_coordinator(self, cut: int) -> m.Body:
+        return self._coordinator.wait(self._coordinator.send(m.Cut(cut, self.age)))[0]
 
     def _rest(self, seq: int, meeting: int | None) -> None:
         """Let no shard hold others back for this worker."""
@@ -450,7 +454,7 @@ class ServerWire:
         """This worker has done with the meeting of all, and goes on by itself."""
         if not self._is_apart:
             self._is_apart = True
-            self._coordinator.send(m.Apart(self._op))
+            self._coordinator.send(m.Apart(self._op, self.met))
 
     def read(self, lengths: Sequence[int], flush: bool = False) -> Ticket:
         """Ask for the newest version; `flush` applies what was being collected."""
@@ -495,13 +499,19 @@ class ServerWire:
             self._coordinator.send(m.Kept(self.order[0]), [as_bytes(self.order[1])])
         self._coordinator.wait(self._coordinator.send(body, [sizes]))
 
-    def ask_lease(self, number: int) -> int:
-        """Ask for a batch; `lease` waits for the answer."""
-        return self._coordinator.send(m.Lease(number, self.age))
+    def ask_lease(self, number: int) -> tuple[int, int]:
+        """Ask for a batch; `lease` waits for the answer. Which parcel asks, and at which age of the servers."""
+        return self._coordinator.send(m.Lease(number, self.age)), self.age
 
-    def lease(self, asked: int) -> m.Leased:
-        """The batch that was asked for."""
-        body, _ = self._coordinator.wait(asked)
+    def lease(self, asked: tuple[int, int]) -> m.Leased:
+        """The batch that was asked for. Raises AnewError when the answer is of an age that is over.
+
+        What it says is void then, be it a batch or a call to a meeting: the others were not told that it was heard.
+        """
+        parcel, age = asked
+        body, _ = self._coordinator.wait(parcel)
+        if age != self.age:
+            raise AnewError("the servers went back to a cut after this was asked")
         if not isinstance(body, m.Leased):
             raise WireError(f"the coordinator answered {type(body).__name__} to an ask for a batch")
         if body.meet:
@@ -587,14 +597,17 @@ class ServerWire:
 
     def _go_back(self) -> bool:
         """Agree with the others, through the coordinator, on a cut that all shards have; False to look again."""
+        kept, _ = self._coordinator.wait(self._coordinator.send(m.Cuts()))
+        assert isinstance(kept, m.Has)
         has = [body for body, _ in self._ask_all([m.Cuts()] * self.shards) if isinstance(body, m.Has)]
         least = max(one.age for one in has)
         cuts = sorted(set.intersection(*(set(one.cuts) for one in has)))
-        back = m.Back(self.age, least, cuts, [one.birth for one in has], self.calls, self.met)
-        begun, _ = self._coordinator.wait(self._coordinator.send(back))
-        assert isinstance(begun, m.Begun)
-        self.age, self.cut_at = begun.age, begun.cut
+        newest = max(kept.cuts, default=-1)
+        back = m.Back(self.age, least, cuts, [one.birth for one in has], self.calls, self.met, newest)
         try:
+            begun, _ = self._coordinator.wait(self._coordinator.send(back))
+            assert isinstance(begun, m.Begun)
+            self.age, self.cut_at = begun.age, begun.cut
             self._ask_all([m.GoBack(begun.age, begun.cut, birth) for birth in begun.births])
         except AnewError:
             return False
@@ -619,7 +632,7 @@ class ServerWire:
             if to is link and not link.awaits(number):
                 link.mutter(body, tensors)
         if link is self._coordinator and self._is_apart:
-            link.mutter(m.Apart(self._op))
+            link.mutter(m.Apart(self._op, self.met))
 
     def _told(self, tensors: Sequence[Pieces]) -> list[bytes]:
         """The bytes in the tensors of a reply."""

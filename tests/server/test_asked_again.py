@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 import torch
-from torch import Tensor
+from desks import told
 
 from stretto.server import messages as m
-from stretto.server.desk import LARGE, Post
+from stretto.server.desk import LARGE
 from stretto.server.pair import Reading
 from stretto.server.shard_desk import ShardDesk
 
 NUMBERS = 40_000
 ENCODED = "downpour(every=1, how=both_ways(exact(), top_k(0.5)))"
-
-
-def told(desk: ShardDesk, worker: int, number: int, body: m.Body, tensors: Sequence[Tensor] = ()) -> list[Post]:
-    head = m.Head(number, body, [("float32", one.numel()) for one in tensors])
-    desk.expects(worker, head)
-    return desk.take(worker, head, [[one.clone()] for one in tensors])
 
 
 def test_an_encoded_reply_that_is_asked_for_again_is_the_same() -> None:

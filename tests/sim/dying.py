@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 from crew import flat, regression, small_net
+from hypothesis import strategies as st
+from hypothesis.strategies import SearchStrategy
 from sim.simulated import Ended, simulated
 from torch import nn
 from torch.utils.data import DataLoader
@@ -73,6 +75,21 @@ def is_whole(ended: Ended, recipe: str, epochs: int = 2) -> None:
 def told_of_samples(ended: Ended) -> int:
     """The running count at the end of the last pass, with what had to be done again by then counted once."""
     return int(ended.of("epoch")[-1]["samples"])
+
+
+def faults(servers: int = 0) -> SearchStrategy[tuple[int, str]]:
+    """How many workers, and what befalls them and the servers; the last worker that is killed comes back."""
+    return st.integers(2, 5).flatmap(lambda workers: st.tuples(st.just(workers), _faults(workers, servers)))
+
+
+def _faults(workers: int, servers: int) -> SearchStrategy[str]:
+    at, for_s = st.floats(0, 0.3), st.floats(0.001, 0.1)
+    pausing = [*(f"worker {one}" for one in range(workers)), *(f"server {one}" for one in range(servers))]
+    coming_back = [*pausing, *["coordinator"] * bool(servers)]
+    kills = st.builds("kill {} at {:.6f}s, back after {:.6f}s".format, st.sampled_from(coming_back), at, for_s)
+    kills_for_good = st.builds("kill worker {} at {:.6f}s".format, st.integers(0, workers - 2), at)
+    pauses = st.builds("pause {} for {:.6f}s at {:.6f}s".format, st.sampled_from(pausing), for_s, at)
+    return st.lists(st.one_of(kills, pauses, kills_for_good), min_size=1, max_size=4).map("; ".join)
 
 
 def told(ended: Ended, what: str) -> list[tuple[int, int]]:

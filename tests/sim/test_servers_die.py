@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from sim.dying import FREE, NET, THROUGH, is_whole, lived, told, training
+from sim.dying import FREE, NET, THROUGH, faults, is_whole, lived, told, training
 from sim.simulated import simulated
 
 from stretto.report import fates
@@ -40,26 +40,26 @@ def test_whenever_a_server_dies_every_sample_counts_once(recipe: str) -> None:
         assert None not in ended.found
 
 
-strikes = st.lists(
-    st.tuples(
-        st.sampled_from(["kill server 0", "kill server 1", "kill worker 0", "kill worker 1", "kill coordinator"]),
-        st.floats(0, 0.3),
-        st.floats(0.001, 0.1),
-    ),
-    min_size=1,
-    max_size=4,
-)
+GIVEN_AGAIN = """kill server 0 at 0s, back after 0.0546875s; kill server 0 at 0.0703125s, back after 0.0625s;
+    kill worker 0 at 0.09375s, back after 0.03125s"""
+"""Worker 0 dies when it has given the parameters; worker 1 gives them again, to a server that did not hear of it."""
+MEETS_ALONE = """kill worker 0 at 0.048221s, back after 0.043881s; kill worker 1 at 0.012764s, back after 0.044639s;
+    pause worker 2 for 0.026168s at 0.025267s"""
+"""Worker 0 dies in a meeting that worker 2 is still to come to; meanwhile worker 1 is back."""
 
 
 @settings(max_examples=25)
-@given(st.sampled_from(["async_sgd(shards=2)", "stale_synchronous(bound=1, shards=2)"]), strikes, st.booleans())
-def test_whoever_dies_beside_it_every_sample_counts_once(
-    recipe: str, drawn: list[tuple[str, float, float]], often: bool
-) -> None:
-    fault = "; ".join(f"{what} at {at:.6f}s, back after {back:.6f}s" for what, at, back in drawn)
+@given(
+    st.sampled_from(sorted(SHARDS)).flatmap(lambda recipe: st.tuples(st.just(recipe), faults(SHARDS[recipe]))),
+    st.booleans(),
+)
+@example(("async_sgd(shards=2)", (3, GIVEN_AGAIN)), False)
+@example(("stale_synchronous(bound=1, shards=2)", (3, MEETS_ALONE)), True)
+def test_whoever_dies_beside_it_every_sample_counts_once(drawn: tuple[str, tuple[int, str]], often: bool) -> None:
+    recipe, (workers, fault) = drawn
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(office, "CUT_EVERY_S", 0.03 if often else 10)
-        is_whole(lived(recipe, fault, epochs=3), recipe, 3)
+        is_whole(lived(recipe, fault, workers, epochs=3), recipe, 3)
 
 
 def test_the_same_seed_gives_the_same_deaths_to_the_byte() -> None:

@@ -263,6 +263,7 @@ BEHIND = [(577, "server", 0), (579, "worker", 0)]
 UNTOLD = [(313, "worker", 0), (337, "worker", 1), (337, "server", 0)]
 TOO_LATE = [(535, "worker", 0), (556, "worker", 1), (544, "server", 0)]
 TORN = [(171, "worker", 0), (680, "worker", 1)]
+PASSED = [(608, "server", 0), (1024, "server", 0), (1290, "server", 0), (1456, "server", 0)]
 
 
 @given(**PLACE, planned=faults("worker", "server", "link"))
@@ -277,6 +278,7 @@ TORN = [(171, "worker", 0), (680, "worker", 1)]
 @example(seed=10364, workers=2, shards=1, recipe="downpour(every=1)", meet=None, planned=UNTOLD)
 @example(seed=10928, workers=2, shards=1, recipe="async_sgd(overlap=True)", meet=None, planned=TOO_LATE)
 @example(seed=700008, workers=3, shards=2, recipe="async_sgd(overlap=True)", meet=None, planned=TORN)
+@example(seed=973331, workers=4, shards=2, recipe="async_sgd", meet=5, planned=PASSED)
 @example(seed=203, workers=2, shards=2, recipe="stale_synchronous(bound=1)", meet=None, planned=[(2, "server", 0)])
 @SETTINGS
 def test_all_of_them_die_in_any_order(

@@ -13,7 +13,7 @@ from stretto.errors import BrokenWireError, WireError
 from stretto.server import messages as m
 from stretto.wire.check import check_wire
 from stretto.wire.link import Herald
-from stretto.wire.server import ranges
+from stretto.wire.server import AnewError, ranges
 from stretto.words import Mean
 
 
@@ -175,3 +175,15 @@ def test_abort_wakes_who_waits_and_the_next_generation_goes_on(serving: Serving)
         wire.regroup(2, [0, 1], wire.number)
     asks = [wire.start(Mean(torch.full((500,), 0.5))) for wire in wires[:2]]
     assert all(torch.equal(ask.wait(), torch.ones(500)) for ask in asks)
+
+
+def test_what_was_asked_before_the_servers_went_back_is_void(serving: Serving) -> None:
+    """A batch that nobody has leased, or a call to a meeting that the coordinator does not know to be heard."""
+    (wire,) = serving.ends(serving.host(1))
+    wire.begin(1, [1, 1, 1], 1, dealt=False)
+    assert wire.lease(wire.ask_lease(1)).batch == 0
+    asked = wire.ask_lease(1)
+    wire.age += 1
+    with pytest.raises(AnewError):
+        wire.lease(asked)
+    assert wire.calls == []

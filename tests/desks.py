@@ -1,0 +1,18 @@
+"""A desk, and what it is told: whole parcels, without a socket."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from stretto.server import messages as m
+from stretto.server.desk import Desk, Post
+from stretto.server.parcels import kind
+
+
+def told(desk: Desk, worker: int, number: int, body: m.Body, tensors: Sequence[Tensor] = ()) -> list[Post]:
+    """What a desk replies to a parcel."""
+    head = m.Head(number, body, [(kind(one), one.numel()) for one in tensors])
+    desk.expects(worker, head)
+    return desk.take(worker, head, [[one.clone()] for one in tensors])

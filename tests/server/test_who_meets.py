@@ -1,0 +1,162 @@
+"""Who is to come to which meeting: newcomers, where others have died, and all, when the servers went back."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+from desks import told
+from torch import Tensor
+
+from stretto.server import messages as m
+from stretto.server.coordinator_desk import SKIPPED, CoordinatorDesk
+from stretto.server.cuts import Memory
+from stretto.server.pair import Reading
+from stretto.server.shard_desk import ShardDesk
+
+BATCHES = [torch.ones(6, dtype=torch.int64)]
+ORDER = [torch.zeros(3, dtype=torch.uint8)]
+
+
+class Run:
+    """A run of two workers that are in no meeting: `op` exchanges were, and a pass has begun."""
+
+    def __init__(self, meet: int | None) -> None:
+        self.desk, self.numbers = CoordinatorDesk(2, Reading(0.0)), itertools.count(1)
+        for worker in (0, 1):
+            self.says(worker, m.Keep(1, 0, 1), ORDER)
+        for worker in (0, 1):
+            self.says(worker, m.Begin(1, meet, False), BATCHES)
+            self.says(worker, m.Apart(1, 0))
+
+    def says(self, worker: int, body: m.Request, tensors: Sequence[Tensor] = ()) -> list[m.Body]:
+        """What is replied to that worker."""
+        return [one.body for one in told(self.desk, worker, next(self.numbers), body, tensors) if one.worker == worker]
+
+    def joins(self, worker: int) -> m.Joined:
+        (joined,) = self.says(worker, m.Join())
+        assert isinstance(joined, m.Joined)
+        return joined
+
+    def leases(self, worker: int) -> m.Leased:
+        (leased,) = self.says(worker, m.Lease(1))
+        assert isinstance(leased, m.Leased)
+        return leased
+
+    def meet(self, op: int, call: int) -> None:
+        """Both come to an exchange, and it is whole."""
+        assert self.says(0, m.Meet(op, call)) == []
+        replies = told(self.desk, 1, next(self.numbers), m.Meet(op, call))
+        assert sorted(one.worker for one in replies) == [0, 1]
+
+
+def test_a_newcomer_comes_to_the_meeting_that_a_dead_one_had_come_to() -> None:
+    run = Run(meet=1)
+    assert run.leases(0).batch == 0
+    assert run.leases(0).meet
+    run.says(0, m.Meet(2, 1))
+    run.desk.gone(0)
+    joined = run.joins(0)
+    assert (joined.op, joined.met, joined.calls) == (1, 0, [])
+    assert run.leases(0).meet and run.leases(1).meet
+    run.meet(2, 1)
+
+
+def test_a_newcomer_comes_to_the_end_of_the_pass_that_a_dead_one_had_come_to() -> None:
+    run = Run(meet=None)
+    run.says(0, m.Meet(2, 0))
+    run.desk.gone(0)
+    assert run.joins(0).op == 1
+    run.meet(2, 0)
+
+
+def test_a_newcomer_does_not_come_to_what_the_members_have_been_to() -> None:
+    run = Run(meet=1)
+    assert run.leases(0).batch == 0
+    assert run.leases(0).meet and run.leases(1).meet
+    run.meet(2, 1)
+    run.desk.gone(0)
+    assert run.says(0, m.Join()) == []  # worker 1 has not said yet that it is through
+    (post,) = [one for one in told(run.desk, 1, 1, m.Apart(2, 1)) if one.worker == 0]
+    assert isinstance(post.body, m.Joined)
+    assert (post.body.op, post.body.met, post.body.calls) == (2, 1, [False])
+    assert run.leases(0).batch is not None
+    run.meet(3, 0)
+
+
+def test_who_comes_when_all_are_dead_is_far_beyond_what_they_came_to() -> None:
+    run = Run(meet=1)
+    run.leases(0)
+    run.says(0, m.Meet(2, 1))
+    run.desk.gone(0)
+    run.desk.gone(1)
+    joined = run.joins(1)
+    assert (joined.op, joined.met, joined.calls) == (2 + SKIPPED, 1, [False])
+    assert run.joins(0).op == joined.op
+
+
+def test_a_coordinator_that_was_started_again_hears_where_they_stand() -> None:
+    """One says again what it came to, and where it is."""
+    desk = CoordinatorDesk(2, Reading(0.0))
+    for worker in (0, 1):
+        told(desk, worker, 0, m.Kept(1), ORDER)
+        desk.coordinator.heard(worker, [False, False])
+    told(desk, 0, 0, m.Meet(3, 2))
+    desk.gone(0)
+    told(desk, 1, 0, m.Apart(2, 1))
+    (post,) = told(desk, 0, 1, m.Join())
+    assert isinstance(post.body, m.Joined)
+    assert (post.body.op, post.body.met, post.body.calls) == (2, 1, [False])
+
+
+def test_a_call_that_was_answered_but_not_read_before_all_went_back_is_made_again() -> None:
+    """The coordinator hears at the cut of what calls each has read; what was answered to it besides is void."""
+    desk = CoordinatorDesk(1, Reading(0.0), Memory())
+    told(desk, 0, 1, m.Keep(1, 0, 1), ORDER)
+    told(desk, 0, 2, m.Begin(1, 1, False), BATCHES)
+    told(desk, 0, 3, m.Cut(1, 0))
+    _, call = [told(desk, 0, number, m.Lease(1))[0].body for number in (4, 5)]
+    assert isinstance(call, m.Leased) and call.meet
+    (begun,) = told(desk, 0, 6, m.Back(0, 0, [1], [0], [], 0, 1))
+    assert isinstance(begun.body, m.Begun)
+    (again,) = told(desk, 0, 7, m.Lease(1, begun.body.age))
+    assert isinstance(again.body, m.Leased) and again.body.meet
+
+
+def test_who_asked_the_shards_before_the_newest_cut_was_made_asks_them_again() -> None:
+    """Otherwise all would go back beyond a cut that somebody has gone on from."""
+    shelf = Memory()
+    before = CoordinatorDesk(2, Reading(0.0), shelf)
+    for cut in (1, 2):
+        told(before, 0, cut, m.Cut(cut, 0))
+    for desk in (before, CoordinatorDesk(2, Reading(0.0), shelf)):
+        late, now = m.Back(0, 0, [1], [0], [], 0, newest=1), m.Back(0, 0, [1, 2], [0], [], 0, newest=2)
+        assert isinstance(told(desk, 1, 3, late)[0].body, m.Anew)
+        assert shelf.cuts() == [1, 2]
+        (begun,) = told(desk, 1, 4, now)
+        assert isinstance(begun.body, m.Begun) and begun.body.cut == 2
+
+
+def test_where_a_shard_has_lost_the_newest_cut_all_go_back_to_an_earlier_one() -> None:
+    desk = CoordinatorDesk(2, Reading(0.0), Memory())
+    for cut in (1, 2):
+        told(desk, 0, cut, m.Cut(cut, 0))
+    (begun,) = told(desk, 1, 3, m.Back(0, 0, [1], [0], [], 0, newest=2))
+    assert isinstance(begun.body, m.Begun) and begun.body.cut == 1
+
+
+def test_before_all_shards_have_got_their_parameters_there_is_nothing_to_go_back_to() -> None:
+    """Those that have got them are given them again; a process that was started since forgets them."""
+    desk, shelf = CoordinatorDesk(2, Reading(0.0), Memory()), Memory()
+    opening = m.Open(1, "async_sgd", 2, cut=2)
+    told(ShardDesk(2, Reading(0.0), "stop", shelf), 0, 1, opening, [torch.zeros(4)])
+    shard = ShardDesk(2, Reading(0.0), "stop", shelf, birth=1)
+    (begun,) = told(desk, 1, 1, m.Back(0, -1, [2], [1], [], 0, newest=-1))
+    assert begun.body == m.Begun(0, -1, [1])
+    assert told(shard, 1, 2, m.GoBack(0, -1, 1))[0].body == m.Answered()
+    assert shelf.cuts() == []
+    assert told(shard, 1, 3, opening, [torch.zeros(4)])[0].body == m.Answered()
+    assert told(desk, 1, 4, m.Cut(2, 0))[0].body == m.Closed(True)
+    (begun,) = told(desk, 1, 5, m.Back(0, 0, [2], [1], [], 0, newest=2))
+    assert begun.body == m.Begun(1, 2, [1])
