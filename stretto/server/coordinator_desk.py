@@ -34,7 +34,7 @@ class CoordinatorDesk:
         self._clock, self._shelf, self._cut_every_s = clock, shelf, cut_every_s
         self._ends = ends
         """Keeps who has come to an end, and the last answer that those who are left may lack."""
-        self._together = Together(workers, _gathered, Asked(clock), ends is not None, is_paired)
+        self._together = Together(workers, _gathered, Asked(clock), is_paired)
         self.coordinator = Coordinator(workers)
         self._age = -1 if shelf is not None and shelf.cuts() else 0
         if self._age < 0:
@@ -87,6 +87,10 @@ class CoordinatorDesk:
             return self._release()
         if isinstance(body, m.Gather | m.Keep | m.Meet):
             return self._meet(worker, head, tensors)
+        if isinstance(body, m.Heard):
+            return self._heard(
+                worker, body, [whole(one, kind) for one, (kind, _) in zip(tensors, head.tensors, strict=True)]
+            )
         if isinstance(body, m.Begin):
             return self._begin(worker, head, body, tensors)
         if isinstance(body, m.Close) and body.number != self.coordinator.number:
@@ -198,10 +202,9 @@ class CoordinatorDesk:
         assert isinstance(body, m.Gather | m.Keep | m.Meet)
         self._op = max(self._op, body.op)
         self._apart.pop(worker, None)
-        if head.number:  # what is said again tells nothing of where it stands now
-            self._seen.add(worker)
-            self._ending.discard(worker)
-            self._ending |= {worker} if isinstance(body, m.Meet) and not body.call else set()
+        self._seen.add(worker)
+        self._ending.discard(worker)
+        self._ending |= {worker} if isinstance(body, m.Meet) and not body.call else set()
         if isinstance(body, m.Meet):
             self.coordinator.called_at_least(body.call, body.cut)
             self._met = max(self._met, body.call)
@@ -212,6 +215,14 @@ class CoordinatorDesk:
         if isinstance(body, m.Keep) and posts and posts[0].tensors:
             self._keep(body.number, posts[0].tensors[0])
         return posts
+
+    def _heard(self, worker: int, body: m.Heard, found: list[Tensor]) -> list[Post]:
+        """What an exchange came to that this process may not know of; it does not say where the worker stands now."""
+        self._op, self._met = max(self._op, body.op), max(self._met, body.call)
+        self.coordinator.called_at_least(body.call, body.cut)
+        if body.number and found:
+            self._keep(body.number, found[0])
+        return [*self._together.know(worker, body.op, body.members, found), *self._release()]
 
     def _keep(self, number: int, order: Tensor) -> None:
         if number > self._order[0]:
@@ -239,9 +250,11 @@ class CoordinatorDesk:
             self.coordinator.join(worker, met)
             self._last.pop(worker, None)
             self._seen.add(worker)
-            self._ended.pop(worker, None)
             if number:
                 self._apart[worker] = op, met
+        if self._ended.keys() & joining:
+            self._ended = {worker: quits for worker, quits in self._ended.items() if worker not in joining}
+            self._keep_ends()
         here = sorted(self._together.members)
         self._together.tell_anew()
         joined = m.Joined(self._age, number, op, met, here, self.coordinator.called[:met])
@@ -250,8 +263,12 @@ class CoordinatorDesk:
     # --- who has come to an end ---------------------------------------------------------------------------------
 
     def _note_end(self, worker: int, quits: bool) -> None:
-        """Keep who has come to an end: it says nothing again to a process that is started after this one."""
+        """A worker has come to an end: it says nothing again to a process that is started after this one."""
         self._ended.setdefault(worker, quits)
+        self._keep_ends()
+
+    def _keep_ends(self) -> None:
+        """Keep who has come to an end, and the last answer of all."""
         if self._ends is None:
             return
         op, body, found = self._together.last
@@ -348,4 +365,4 @@ def _gathered(said: Mapping[int, tuple[int | None, Tensor]]) -> list[Tensor]:
         return [one for _, one in said.values()]
     if teller in said:
         return [said[teller][1]]
-    return next(([one] for _, one in said.values() if one.numel()), NOBODY)  # some may have heard it
+    return NOBODY

@@ -102,10 +102,9 @@ class Together:
         workers: int,
         combine: Callable[[Mapping[int, Any]], Any],
         asked: Asked,
-        keeps_last: bool = False,
         keeps_large: bool = False,
     ) -> None:
-        self._keeps_last, self._keeps_large = keeps_last, keeps_large
+        self._keeps_large = keeps_large
         self._meeting: Meeting[Any, Any] = Meeting(range(workers), combine)
         self._asked = asked
         self._says_who = False
@@ -115,7 +114,7 @@ class Together:
         self._refused: dict[tuple[int, int], m.Refused] = {}
         """The last refusals: to whom, and in which exchange."""
         self.last: tuple[int, m.Body, list[Tensor]] = 0, m.Answered(), []
-        """The very last, if it is to be kept, however large; and the number of its exchange."""
+        """The very last, however large, and the number of its exchange: whoever lacks it cannot have come further."""
 
     @property
     def members(self) -> set[int]:
@@ -126,12 +125,18 @@ class Together:
         return self._meeting.left
 
     def lay(self, worker: int, op: int, number: int, thing: object) -> list[Post]:
-        if op in self._answers:
-            return [Post(worker, number, *self._answers[op])] if worker in self._meeting.members else []
+        kept = self._answers.get(op) or (self.last[1:] if op == self.last[0] else None)
+        if kept is not None:
+            return [Post(worker, number, *kept)] if worker in self._meeting.members else []
         if (worker, op) in self._refused:
             return [Post(worker, number, self._refused[worker, op])]
         self._asked.note(worker, op, number)
         return self._posts(self._meeting.lay(worker, op, thing))
+
+    def know(self, worker: int, op: int, gave: Sequence[int], found: list[Tensor]) -> list[Post]:
+        """A worker has heard from another process what an exchange came to."""
+        self._says_who = True
+        return self._posts(self._meeting.know(worker, op, gave, found)) if op not in self._answers else []
 
     def leave(self, worker: int) -> list[Post]:
         return self._posts(self._meeting.leave(worker))
@@ -158,20 +163,20 @@ class Together:
             self._says_who = False
             self._answers.clear()
             self._refused.clear()
+            self.last = 0, m.Answered(), []
 
     def _posts(self, told: Sequence[Told[Any]]) -> list[Post]:
         """The answers of one exchange or several; all of one exchange come together."""
         posts = []
         for _, answers in itertools.groupby(told, key=lambda one: one.op):
             together = list(answers)
-            gave = sorted(one.worker for one in together)
-            found = together[0].found
+            found, gave = together[0].found, list(together[0].gave)
             body: m.Body = m.Answered()
             if found is not None and self._says_who:
                 body = m.Among(gave)
             if found is not None and (self._keeps_large or _is_small(found)):
                 self._answers[together[0].op] = body, found
-            if found is not None and self._keeps_last:
+            if found is not None and together[0].op >= self.last[0]:
                 self.last = together[0].op, body, found
             posts += [self._post(one, body) for one in together]
         self._forget_old()

@@ -152,6 +152,20 @@ class Meet(_Said):
     cut: bool = False
 
 
+class Heard(_Said):
+    """What exchange `op` of these `members` has come to, once more, for a coordinator that may have lost it.
+
+    Some may lack the answer, and what the dead gave to it nobody else can say. It may have told the order of pass
+    `number`, or been the `call`-th meeting.
+    """
+
+    op: int
+    members: list[int]
+    number: int = 0
+    call: int = 0
+    cut: bool = False
+
+
 class Apart(_Said):
     """A worker has done with the meeting after exchange `op`, and goes on by itself; it was called to so many."""
 
@@ -356,6 +370,7 @@ Request: TypeAlias = (
     | Keep
     | Kept
     | Meet
+    | Heard
     | Apart
     | Group
     | Begin
@@ -377,7 +392,7 @@ Request: TypeAlias = (
 Reply: TypeAlias = Go | Answered | Among | Leased | Closed | Joined | Has | Remembers | Anew | Begun | Left | Refused
 OVER = "the run is over"
 """What is said to a worker that comes when the others have done with everything."""
-SILENT = (Settle, Leave, Apart, Kept, Group)
+SILENT = (Settle, Leave, Heard, Apart, Kept, Group)
 """What is not replied to."""
 Body: TypeAlias = Request | Reply
 

@@ -108,6 +108,16 @@ def shared_out(parts: Sequence[Tensor], shards: int) -> list[list[Tensor]]:
 
 
 @dataclass(slots=True)
+class _Said:
+    """What this worker has said in an exchange of all, to be said again: the answer, once it is there."""
+
+    link: Link
+    number: int
+    body: m.Request
+    tensors: Callable[[], list[Tensor]]
+
+
+@dataclass(slots=True)
 class _MeanTicket:
     wire: ServerWire
     tensor: Tensor
@@ -263,7 +273,7 @@ class ServerWire:
         self._settled: list[int] = []
         self._group: m.Group | None = None
         """Who exchanges from the last generation on."""
-        self._said: deque[tuple[Link, int, m.Request, list[Tensor]]] = deque(maxlen=REMEMBERED)
+        self._said: deque[_Said] = deque(maxlen=REMEMBERED)
         """The last exchanges of all; another worker may lack an answer that this one has."""
         self._aborted = False
         self._on_close: list[Callable[[], None]] = []
@@ -299,13 +309,13 @@ class ServerWire:
         sent = flat.cpu().contiguous()
         if isinstance(ask, Mean):
             numbers = [
-                self._say(link, m.Ask(self._op, "mean"), [sent[start:stop]])
+                self._say(link, m.Ask(self._op, "mean"), [sent[start:stop]]).number
                 for link, (start, stop) in zip(self.links, ranges(sent.numel(), self.shards), strict=True)
             ]
             return _MeanTicket(self, flat, numbers, self.workers)
         assert isinstance(ask, Every)
         shard = self._op % self.shards
-        return _EveryTicket(self, flat, shard, self._say(self.links[shard], m.Ask(self._op, "every"), [sent]))
+        return _EveryTicket(self, flat, shard, self._say(self.links[shard], m.Ask(self._op, "every"), [sent]).number)
 
     def gather(self, message: Message) -> list[bytes]:
         """The message of every worker, in their order."""
@@ -321,28 +331,39 @@ class ServerWire:
             body = m.Gather(op, one) if keeps is None else m.Keep(op, one, keeps)
             found = self._gathered(body, made(message) if one == self.number else b"")
             if found:
-                if self.endures:  # the others may hear it from this worker too, when the teller is gone
-                    self._said[-1] = (*self._said[-1][:3], [as_bytes(found[0])])
                 self.order = (keeps, found[0]) if keeps is not None else self.order
                 return found[0]
             teller = 0
 
-    def _gathered(self, body: m.Request, message: bytes) -> list[bytes]:
+    def _gathered(self, body: m.Gather | m.Keep, message: bytes) -> list[bytes]:
         if self._aborted:
             raise BrokenWireError("the exchange was broken off")
         self._op += 1
         self._is_apart = False
-        reply, tensors = self._coordinator.wait(self._say(self._coordinator, body, [as_bytes(message)]))
-        if isinstance(reply, m.Among):
-            self.members = list(reply.members)
-        return self._told(tensors)
+        return self._told(self._answer(body, [as_bytes(message)]))
 
-    def _say(self, link: Link, body: m.Request, tensors: list[Tensor]) -> int:
+    def _answer(self, body: m.Gather | m.Keep | m.Meet, given: list[Tensor]) -> list[Pieces]:
+        """The answer to an exchange of all at the coordinator."""
+        said = self._say(self._coordinator, body, given)
+        reply, found = self._coordinator.wait(said.number)
+        if isinstance(reply, m.Among):
+            self.members = reply.members
+        if self.endures:  # whoever lacks it can hear it from this worker, too
+            heard = m.Heard(body.op, self.members)
+            if isinstance(body, m.Keep):
+                heard.number = body.number
+            elif isinstance(body, m.Meet):
+                heard.call, heard.cut = body.call, body.cut
+            said.body, said.tensors = heard, lambda: [whole(one, "uint8") for one in found]
+        return found
+
+    def _say(self, link: Link, body: m.Request, tensors: list[Tensor]) -> _Said:
         """Say something in an exchange of all."""
-        number = link.send(body, tensors)
+        kept = [one.clone() for one in tensors] if self.endures else []
+        said = _Said(link, link.send(body, tensors), body, lambda: kept)
         if self.endures:
-            self._said.append((link, number, body, [one.clone() for one in tensors]))
-        return number
+            self._said.append(said)
+        return said
 
     # --- generations --------------------------------------------------------------------------------------------
 
@@ -422,10 +443,8 @@ class ServerWire:
         about = (self.met + 1, self.calls[self.met]) if called else (0, False)
         self._rest(seq, self._op + 1)
         self._op, self._is_apart = self._op + 1, False  # until here this worker stands where it stood
-        reply, _ = self._coordinator.wait(self._say(self._coordinator, m.Meet(self._op, *about), []))
+        self._answer(m.Meet(self._op, *about), [])
         self.met += called
-        if isinstance(reply, m.Among):
-            self.members = list(reply.members)
         return self.cut()
 
     def cut(self) -> bool:
@@ -628,9 +647,9 @@ class ServerWire:
             for at in range(0, len(self._settled), SETTLED_AT_ONCE):
                 batches = self._settled[at : at + SETTLED_AT_ONCE]
                 link.mutter(m.Settle(self._begun[0].number, batches, self.age))
-        for to, number, body, tensors in self._said:
-            if to is link and not link.awaits(number):
-                link.mutter(body, tensors)
+        for said in self._said:
+            if said.link is link and not link.awaits(said.number):
+                link.mutter(said.body, said.tensors())
         if link is self._coordinator and self._is_apart:
             link.mutter(m.Apart(self._op, self.met))
 

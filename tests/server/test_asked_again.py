@@ -7,7 +7,7 @@ import torch
 from desks import told
 
 from stretto.server import messages as m
-from stretto.server.desk import LARGE
+from stretto.server.desk import LARGE, SMALL_BYTES
 from stretto.server.pair import Reading
 from stretto.server.shard_desk import ShardDesk
 
@@ -76,11 +76,23 @@ def test_who_has_come_to_an_end_holds_nobody_back_though_its_good_bye_was_lost()
 
 
 @pytest.mark.parametrize("is_paired", [False, True])
-def test_a_large_answer_of_all_is_remembered_where_there_is_a_replica(is_paired: bool) -> None:
+def test_more_large_answers_of_all_are_remembered_where_there_is_a_replica(is_paired: bool) -> None:
     desk = ShardDesk(2, Reading(0.0), "stop", is_paired=is_paired)
     for op in range(1, LARGE + 3):
         told(desk, 0, op, m.Ask(op, "mean"), [torch.full((NUMBERS,), float(op))])
         assert len(told(desk, 1, op, m.Ask(op, "mean"), [torch.full((NUMBERS,), 1.0)])) == 2
-    newest = told(desk, 0, LARGE + 2, m.Ask(LARGE + 2, "mean"), [torch.zeros(NUMBERS)])
-    assert [float(one.tensors[0][0]) for one in newest] == ([LARGE + 3.0] if is_paired else [])
-    assert told(desk, 0, 1, m.Ask(1, "mean"), [torch.zeros(NUMBERS)]) == []
+    asked_again = [told(desk, 0, op, m.Ask(op, "mean"), [torch.zeros(NUMBERS)]) for op in range(1, LARGE + 3)]
+    remembered = LARGE if is_paired else 1
+    assert [bool(posts) for posts in asked_again] == [False] * (LARGE + 2 - remembered) + [True] * remembered
+    assert float(asked_again[-1][0].tensors[0][0]) == LARGE + 3.0
+
+
+@pytest.mark.parametrize("length", [10, SMALL_BYTES])
+def test_the_last_answer_to_all_is_told_again_however_large_it_is(length: int) -> None:
+    """A connection broke when it was on its way to one of them."""
+    desk = ShardDesk(2, Reading(0.0), "stop")
+    told(desk, 0, 1, m.Ask(1, "mean"), [torch.zeros(length)])
+    first = {one.worker: one for one in told(desk, 1, 1, m.Ask(1, "mean"), [torch.ones(length)])}
+    (again,) = told(desk, 0, 1, m.Ask(1, "mean"), [torch.zeros(length)])
+    assert (again.worker, again.number, again.body) == (0, 1, first[0].body)
+    assert torch.equal(again.tensors[0], first[0].tensors[0])

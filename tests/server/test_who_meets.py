@@ -160,3 +160,25 @@ def test_before_all_shards_have_got_their_parameters_there_is_nothing_to_go_back
     assert told(desk, 1, 4, m.Cut(2, 0))[0].body == m.Closed(True)
     (begun,) = told(desk, 1, 5, m.Back(0, 0, [2], [1], [], 0, newest=2))
     assert begun.body == m.Begun(1, 2, [1])
+
+
+def test_who_was_told_goes_on_and_who_was_not_is_told_the_same_though_the_teller_is_dead() -> None:
+    """By a coordinator that was started again, to which one of two says what it has heard."""
+    desk = CoordinatorDesk(3, Reading(0.0))
+    desk.gone(0)
+    assert told(desk, 1, 1, m.Keep(1, 0, 1), [ORDER[0][:0]]) == []
+    (post,) = told(desk, 2, 0, m.Heard(1, [0, 1, 2], number=1), ORDER)
+    assert (post.worker, post.number, post.body) == (1, 1, m.Among([0, 1, 2]))
+    assert torch.equal(post.tensors[0], ORDER[0])
+    for worker in (1, 2):
+        told(desk, worker, 2, m.Apart(1, 0))
+    (joined,) = told(desk, 0, 1, m.Join())
+    assert isinstance(joined.body, m.Joined) and joined.body.op == 1
+    assert torch.equal(joined.tensors[0], ORDER[0])
+
+
+def test_a_meeting_that_one_has_been_to_was_called() -> None:
+    desk = CoordinatorDesk(2, Reading(0.0))
+    told(desk, 0, 0, m.Heard(3, [0, 1], call=2, cut=True))
+    assert desk.coordinator.called == [True, True]
+    assert told(desk, 1, 1, m.Meet(3, 2, True))[0].body == m.Among([0, 1])

@@ -263,6 +263,7 @@ BEHIND = [(577, "server", 0), (579, "worker", 0)]
 UNTOLD = [(313, "worker", 0), (337, "worker", 1), (337, "server", 0)]
 TOO_LATE = [(535, "worker", 0), (556, "worker", 1), (544, "server", 0)]
 TORN = [(171, "worker", 0), (680, "worker", 1)]
+HEARD = [(10, "worker", 0), (11, "server", 0)]
 PASSED = [(608, "server", 0), (1024, "server", 0), (1290, "server", 0), (1456, "server", 0)]
 
 
@@ -279,6 +280,7 @@ PASSED = [(608, "server", 0), (1024, "server", 0), (1290, "server", 0), (1456, "
 @example(seed=10928, workers=2, shards=1, recipe="async_sgd(overlap=True)", meet=None, planned=TOO_LATE)
 @example(seed=700008, workers=3, shards=2, recipe="async_sgd(overlap=True)", meet=None, planned=TORN)
 @example(seed=973331, workers=4, shards=2, recipe="async_sgd", meet=5, planned=PASSED)
+@example(seed=554979, workers=4, shards=1, recipe="async_sgd(overlap=True)", meet=5, planned=HEARD)
 @example(seed=203, workers=2, shards=2, recipe="stale_synchronous(bound=1)", meet=None, planned=[(2, "server", 0)])
 @SETTINGS
 def test_all_of_them_die_in_any_order(
@@ -305,8 +307,12 @@ def test_who_dies_when_some_have_come_to_the_end_leaves_nobody_waiting(
     holds(seed, workers, shards, recipe, meet, planned)
 
 
-@given(**PLACE, planned=faults("quit", "server"))
+QUIT_AND_BACK = [(311, "quit", 3), (351, "worker", 1), (430, "server", 0)]
+
+
+@given(**PLACE, planned=faults("quit", "server", "worker"))
 @example(seed=34, workers=4, shards=2, recipe="async_sgd", meet=None, planned=[(334, "quit", 1), (498, "server", 0)])
+@example(seed=592344, workers=2, shards=1, recipe="async_sgd", meet=5, planned=QUIT_AND_BACK)
 @SETTINGS
 def test_who_quits_is_not_waited_for_by_servers_that_are_started_again(
     seed: int, workers: int, shards: int, recipe: str, meet: int | None, planned: Faults
