@@ -31,7 +31,8 @@ from benchmarks.peers.processes import Child, say, told_to_end
 from stretto.launch.order import Order
 from stretto.sim.forecast import held
 from stretto.sim.network import parse
-from stretto.sim.run import Simulation, begin, check, simulate
+from stretto.sim.run import begin, simulate
+from stretto.sim.simulation import Simulation, check
 from stretto.sim.tariff import Tariff
 
 QUESTION = "worker steps per second of the simulator on one core, against the plain loop, and its memory"

@@ -11,7 +11,7 @@ from stretto.errors import mistyped
 from stretto.launch.order import Order
 from stretto.quantities import seconds
 from stretto.sim import network, speeds
-from stretto.sim.run import Simulation, check
+from stretto.sim.simulation import Simulation, check
 from stretto.sim.tariff import AUTO, Tariff, parse
 
 

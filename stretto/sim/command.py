@@ -28,7 +28,7 @@ from stretto.sim.tariff import AUTO, Tariff
 from stretto.sim.tariff import parse as tariff_of
 
 if TYPE_CHECKING:
-    from stretto.sim.run import Simulation
+    from stretto.sim.simulation import Simulation
 
 
 def command(

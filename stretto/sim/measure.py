@@ -9,8 +9,9 @@ from math import inf
 
 from stretto.sim.around import SimAround
 from stretto.sim.network import Links, Network
-from stretto.sim.run import Cast, Simulation
+from stretto.sim.run import Cast
 from stretto.sim.script import Nowhere
+from stretto.sim.simulation import Simulation
 from stretto.sim.speeds import Equal
 from stretto.sim.tariff import Tariff
 from stretto.sim.world import Worker, World

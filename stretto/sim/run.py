@@ -6,9 +6,8 @@ import functools
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import datetime
-from math import inf
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -17,19 +16,15 @@ import torch
 from torch import nn
 
 from stretto import chaos
-from stretto.chaos import Fault, Happening
-from stretto.errors import BrokenWireError, LaunchError, MemberOutError, WireError, mistyped
+from stretto.chaos import Happening
+from stretto.errors import BrokenWireError, LaunchError, MemberOutError, WireError
 from stretto.events import Event, LogFile
 from stretto.folder import make_folder, write_run
 from stretto.launch.clocks import ScriptTime
-from stretto.launch.crowd import copies
-from stretto.launch.order import Order, settled
-from stretto.launch.order import check as check_order
 from stretto.launch.seeding import sow
 from stretto.launch.worker import failure
 from stretto.members.messages import Here
 from stretto.members.roll import COORDINATOR
-from stretto.quantities import spelled
 from stretto.recipe import Recipe
 from stretto.server.messages import OVER
 from stretto.sim.around import Limit, SimAround
@@ -38,20 +33,19 @@ from stretto.sim.collective import Table
 from stretto.sim.flows import ARRIVE
 from stretto.sim.forecast import Forecast
 from stretto.sim.generations import Generations, TableFormer
-from stretto.sim.members import Members, beat_s
-from stretto.sim.network import Links, Network
+from stretto.sim.members import Members
+from stretto.sim.network import Links
 from stretto.sim.office import Offices
 from stretto.sim.outages import refuse
 from stretto.sim.own import Own
 from stretto.sim.readers import ReadOnce
 from stretto.sim.script import Nowhere, Program, importable
 from stretto.sim.share import Commons
-from stretto.sim.speeds import Equal, Pace, Speeds
-from stretto.sim.tariff import Tariff
+from stretto.sim.simulation import Simulation
+from stretto.sim.speeds import Pace
 from stretto.sim.world import Worker, World
 from stretto.train.face import abandon
 from stretto.train.seat import Seat, given_seat
-from stretto.typed import parse
 from stretto.wire import Wire
 from stretto.wire.enduring import EnduringWire
 from stretto.wire.former import ServerFormer
@@ -59,108 +53,7 @@ from stretto.wire.server import ServerWire
 
 STRIKES = ("kill", "pause", "go_on")
 """What is done to processes, and not to links."""
-MOST_SHARDS = 16
-"""Of a server that only the script's recipe asks for."""
 Ticked = Callable[[], None]
-
-
-@dataclass(frozen=True)
-class Simulation:
-    """An order, and the world in which it is to be carried out.
-
-    `processors` are shared by all workers and servers, where each does not have its own. `samples` and `time_s` end
-    the run before the script does. `batched`: many workers' steps are computed in one call, equal to rounding.
-    """
-
-    order: Order
-    tariff: Tariff
-    network: Network = field(default_factory=Network)
-    speeds: Speeds = field(default_factory=Equal)
-    faults: tuple[Fault, ...] = ()
-    processors: float | None = None
-    samples: float = inf
-    time_s: float = inf
-    batched: bool = False
-
-    @property
-    def is_mortal(self) -> bool:
-        """Whether what goes wrong may change who exchanges: workers die, or are taken for dead."""
-        order = self.order
-        silent_s = sum(map(_silent_s, self.faults))
-        dies = any(isinstance(one, chaos.Kill) for one in self.faults)
-        is_missed = silent_s + beat_s(order.patience_s) > order.patience_s
-        return order.workers > 1 and not order.alone and (dies or is_missed)
-
-    @property
-    def has_wires(self) -> bool:
-        """Whether there is a network at all."""
-        return self.order.workers > 1 and self.network != Network()
-
-    @property
-    def crowd(self) -> int | None:
-        """How many copies of a worker make it as crowded here; None where each has a processor of its own."""
-        workers = self.order.workers
-        if self.processors is None or self.processors >= workers:
-            return None
-        return copies(workers, self.processors)
-
-    @property
-    def _ends(self) -> Sequence[tuple[str, float, str]]:
-        return ("samples", self.samples, ""), ("time", self.time_s, "s")
-
-    def asked(self) -> dict[str, Any]:
-        """What `run.json` says was asked for."""
-        ends = [f"{what}={spelled(value)}{unit}" for what, value, unit in self._ends if value < inf]
-        simulated = {
-            "network": str(self.network),
-            "speeds": str(self.speeds),
-            "step_time": str(self.tariff),
-            "faults": "; ".join(map(str, self.faults)) or None,
-            "processors": self.processors,
-            "until": " ".join(ends) or None,
-            "batched": self.batched,
-        }
-        return {**self.order.asked(), "threads": 1, "simulated": simulated}
-
-
-def check(simulation: Simulation) -> Simulation:
-    """The same simulation with all that follows from it. Raises LaunchError or RecipeError when it cannot be run."""
-    order = simulation.order
-    check_order(order, live=False)
-    order = settled(order)
-    shards = parse(order.recipe).shards if order.recipe else MOST_SHARDS
-    chaos.check(simulation.faults, order.workers, shards)
-    for fault in simulation.faults:
-        _refuse_idle(fault, simulation.network)
-        _refuse_parted(fault, simulation.network)
-    Pace(simulation.speeds, order.workers, order.seed)
-    Program(order.script, order.args, order.seed)
-    return replace(simulation, order=order)
-
-
-def _silent_s(fault: Fault) -> float:
-    """For how long a worker is not heard of."""
-    if isinstance(fault, chaos.Cut) and isinstance(fault.when, chaos.Every):
-        return inf  # one may begin before the last has ended
-    is_missed = isinstance(fault, chaos.Cut) or (isinstance(fault, chaos.Pause) and fault.who.kind == "worker")
-    return fault.for_s if is_missed else 0.0  # type: ignore[union-attr]
-
-
-def _refuse_idle(fault: Fault, network: Network) -> None:
-    """Raise LaunchError for a fault that would change nothing here."""
-    if isinstance(fault, chaos.Slow) and network == Network():
-        problem, expected = "there is no link to be slow", "a network whose links have a speed"
-        raise mistyped(problem, "--network instant", expected, '--network "1Gbit/s 1ms"')
-
-
-def _refuse_parted(fault: Fault, network: Network) -> None:
-    """Raise LaunchError for a fault that would part a server from the process that it is in."""
-    kind, numbers = chaos.aim(fault)
-    is_beside = kind == "worker" and numbers and 0 not in numbers
-    if network.in_worker and isinstance(fault, chaos.Kill | chaos.Pause) and not is_beside:
-        problem = "worker 0 and the servers in its process live and die together, which is not simulated"
-        expected = "a fault of another worker, or servers that are processes of their own"
-        raise mistyped(problem, fault, expected, '--network "..., servers with workers"')
 
 
 def simulate(
@@ -215,7 +108,7 @@ class Cast:
     def __init__(self, simulation: Simulation, folder: Path | None, log: LogFile | None) -> None:
         order = simulation.order
         self._simulation, self._folder, self._log = simulation, folder, log
-        shards = parse(order.recipe).shards if order.recipe else MOST_SHARDS
+        shards = simulation.shards
         links = Links(simulation.network, order.workers, shards)
         self.world = self.make_world(links, shards)
         self.program = Program(order.script, order.args, order.seed)

@@ -17,7 +17,8 @@ from stretto import chaos
 from stretto.events import Event
 from stretto.launch.order import Order
 from stretto.sim import network, speeds
-from stretto.sim.run import Simulation, begin, check, simulate
+from stretto.sim.run import begin, simulate
+from stretto.sim.simulation import Simulation, check
 from stretto.sim.world import Tariff
 from stretto.train.seat import given_seat
 

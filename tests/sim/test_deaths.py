@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from drawn import TIMES
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from sim.dying import FREE, LATENCY, NET, SAMPLES, THROUGH, TOGETHER, faults, is_whole, lived, told, training
@@ -28,7 +29,7 @@ from stretto.sim.generations import FORMED_S
 from stretto.sim.members import NOTICED_S
 from stretto.sim.network import Links
 from stretto.sim.own import Own
-from stretto.sim.run import Simulation
+from stretto.sim.simulation import Simulation
 from stretto.sim.tariff import Tariff
 from stretto.sim.world import Worker, World
 
@@ -49,7 +50,7 @@ GIVER_DIES = (2, "kill worker 1 at 0.047918s, back after 0.036509s; kill worker 
 """Worker 1 comes, and before it has got the state of worker 0 that is gone, too: nobody has one any more."""
 
 
-@settings(max_examples=25)
+@settings(max_examples=25 * TIMES)
 @given(st.sampled_from(TOGETHER), faults())
 @example("allreduce", GIVER_DIES)
 def test_whoever_dies_every_sample_counts_once(recipe: str, drawn: tuple[int, str]) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from drawn import TIMES
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from sim.dying import FREE, NET, THROUGH, faults, is_whole, lived, told, training
@@ -48,7 +49,7 @@ MEETS_ALONE = """kill worker 0 at 0.048221s, back after 0.043881s; kill worker 1
 """Worker 0 dies in a meeting that worker 2 is still to come to; meanwhile worker 1 is back."""
 
 
-@settings(max_examples=25)
+@settings(max_examples=25 * TIMES)
 @given(
     st.sampled_from(sorted(SHARDS)).flatmap(lambda recipe: st.tuples(st.just(recipe), faults(SHARDS[recipe]))),
     st.booleans(),

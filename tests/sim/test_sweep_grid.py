@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from stretto.errors import LaunchError, RecipeError, StrettoError
 from stretto.launch.order import Order
 from stretto.sim import command
-from stretto.sim.run import Simulation
+from stretto.sim.simulation import Simulation
 from stretto.sim.sweep.grid import OPTIONS, SweepOrder, axes, parse, points, with_option
 from stretto.sim.tariff import Tariff
 from stretto.sim.tariff import parse as parse_tariff

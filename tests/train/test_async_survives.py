@@ -8,6 +8,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from drawn import TIMES
 from faulty import Crew, Worker
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
@@ -211,7 +212,7 @@ PLACE = {
     "recipe": st.sampled_from(RECIPES),
     "meet": st.sampled_from([None, 5]),
 }
-SETTINGS = settings(max_examples=15, suppress_health_check=list(HealthCheck))
+SETTINGS = settings(max_examples=15 * TIMES, suppress_health_check=list(HealthCheck))
 Faults = list[tuple[int, str, int]]
 
 

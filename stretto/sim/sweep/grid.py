@@ -24,7 +24,7 @@ from stretto.typed import WORDS
 from stretto.typed import parse as parse_recipe
 
 if TYPE_CHECKING:
-    from stretto.sim.run import Simulation
+    from stretto.sim.simulation import Simulation
 
 WORKERS, RECIPE, STEP_TIME = "workers", "recipe", "step_time"
 OPTIONS = (WORKERS, "seed", "network", "speeds", STEP_TIME, "faults", RECIPE, "until")
