@@ -28,7 +28,7 @@ from benchmarks.peers.processes import LIMIT_S, Child, say, told_to_end
 from stretto.server.doors import WorkerKeys, new_keys
 from stretto.server.service import ShardPlace, listening, serve
 from stretto.wire.link import dial
-from stretto.wire.server import Update, shared_out
+from stretto.wire.shards import Update, shared_out
 
 RECIPE = "async_sgd"
 ARENA = 1

@@ -21,7 +21,8 @@ from stretto.server.desk import Desk, Post
 from stretto.server.lives import Lives
 from stretto.server.parcels import ParcelError, Pieces, kind
 from stretto.server.shard_desk import ShardDesk
-from stretto.wire.server import AnewError, ServerWire, Sink
+from stretto.wire.server import ServerWire
+from stretto.wire.shards import AnewError, Sink
 
 Parcel = tuple[m.Head, list[Pieces]]
 

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from stretto.server.service import listening
 from stretto.wire.hosted import Hosted, host
-from stretto.wire.server import News, ServerWire, Ticket, Update, shared_out
+from stretto.wire.server import ServerWire
+from stretto.wire.shards import News, Ticket, Update, shared_out
 
 ADDING = "downpour(every=1)"
 """What comes is added as it is."""

@@ -11,6 +11,9 @@ import msgspec
 from stretto.members.messages import Abort, Broken, Form, GoOn, Here, Hold, Out, Said, Stop, Told, Welcome
 from stretto.members.roll import rested
 
+ALONE = 0.7
+"""The share of the patience for which a worker goes on alone without a word of the coordinator."""
+
 
 class Attendance:
     """What a worker knows of its membership, and what it says; a plain state machine.

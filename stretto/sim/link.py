@@ -16,7 +16,7 @@ from stretto.server.desk import Post
 from stretto.server.parcels import CHUNK_BYTES, Pieces, kind
 from stretto.sim.costs import handshake_bytes, parcel_bytes
 from stretto.sim.world import Worker, World
-from stretto.wire.server import Sink, refuse_refusals
+from stretto.wire.shards import Sink, refuse_refusals
 
 if TYPE_CHECKING:
     from stretto.sim.office import Office

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from stretto.errors import LaunchError, MemberOutError, explain
 from stretto.launch.order import Order
 from stretto.launch.supervise import pause_s
-from stretto.members.attendance import Attendance, Attending
+from stretto.members.attendance import ALONE, Attendance, Attending
 from stretto.members.messages import Beat, Broken, Form, GoOn, Hello, Here, Leave, Quit, Said, Told
 from stretto.members.roll import COORDINATOR, Event, Post, Roll
 from stretto.sim.flows import ARRIVE
@@ -43,6 +43,8 @@ class Line(Attending):
         self._doing = ("starting", 0, worker.now())
         self._broken = 0, ""
         self._leaves = False
+        self.heard_at = worker.now()
+        """When the coordinator could be heard last."""
 
     def broken(self, generation: int, why: str) -> None:
         """An exchange of this generation has failed here."""
@@ -281,8 +283,19 @@ class Members:
             self._beat_at = self.now + self._beats_s
             for line in self._there():
                 line.speak(with_beat=True)
-        if not self._is_away and self._stopped_at is None:
+        is_there = not self._is_away and self._stopped_at is None
+        for line in self._lines.values():
+            self._mind_silence(line, is_there)
+        if is_there:
             self._tell(self._roll.tick(self.now))
+
+    def _mind_silence(self, line: Line, is_there: bool) -> None:
+        """Who is alone and hears nothing of the coordinator stops before others begin without it."""
+        if is_there and self._is_there(line, awake=False):
+            line.heard_at = self.now
+        silent_s, alone = self.now - line.heard_at, line.attendance.is_alone and not self.free
+        if alone and not line.worker.is_dead and silent_s > ALONE * self._order.patience_s:
+            line.on_abort(line.attendance.generation, "the coordinator was not heard")
 
     def _tell(self, posts: Sequence[Post]) -> None:
         roll = self._roll

@@ -26,7 +26,8 @@ from stretto.train.stopwatch import Stopwatch
 from stretto.train.tally import Tally
 from stretto.what import gradients, parameters
 from stretto.when import on_arrival
-from stretto.wire.server import AnewError, News, RuleMemory, ServerWire, Ticket, Update, ranges
+from stretto.wire.server import ServerWire
+from stretto.wire.shards import AnewError, News, RuleMemory, Ticket, Update, ranges
 
 Messages = list[list[Tensor]]
 """For each shard a message for each part of its range."""

@@ -16,7 +16,8 @@ from stretto.members.ledger import Lease
 from stretto.server.messages import Leased
 from stretto.train.batches import Batch, Order, pack, parted, unpack
 from stretto.train.hand import Hand, refuse_too_few
-from stretto.wire.server import AnewError, ServerWire
+from stretto.wire.server import ServerWire
+from stretto.wire.shards import AnewError
 
 
 class FreeShare(BatchSampler):

@@ -21,7 +21,7 @@ from stretto.train.journal import boot_id
 from stretto.train.present import Present
 from stretto.train.seat import Seat
 from stretto.wire.enduring import EnduringWire
-from stretto.wire.server import AnewError
+from stretto.wire.shards import AnewError
 
 LAST_S = 60.0
 """How long the last checkpoint may take when all else is over."""

@@ -30,7 +30,8 @@ from stretto.what import gradients, momenta
 from stretto.when import on_arrival, together
 from stretto.wire import Wire
 from stretto.wire.enduring import has_others
-from stretto.wire.server import RuleMemory, ServerWire
+from stretto.wire.server import ServerWire
+from stretto.wire.shards import RuleMemory
 
 MEASURE_DRIFT_EVERY_S = 5.0
 

@@ -19,14 +19,12 @@ import zmq.utils.garbage  # its handler at exit has to be registered before ours
 from zmq.utils.monitor import parse_monitor_message
 
 from stretto.errors import MemberOutError, WireError
-from stretto.members.attendance import Attendance, Attending
+from stretto.members.attendance import ALONE, Attendance, Attending
 from stretto.members.messages import EXCHANGING, Beat, Broken, Form, GoOn, Hello, Here, Leave, Quit, Said, Told
 from stretto.server.doors import WorkerKeys
 
 LARGEST_TOLD = 1 << 24
 WATCHED = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-ALONE = 0.7
-"""The share of the patience for which a worker goes on alone without a word of the coordinator."""
 LINGER_MS = 1000
 """How long the last word may take to leave."""
 

@@ -20,7 +20,8 @@ from stretto.server.doors import SMALL_BYTES, WorkerKeys
 from stretto.server.memory import keep_freed_memory
 from stretto.server.parcels import LARGEST_FRAME, Assembly, Pieces, decode_head, encode, placed
 from stretto.server.service import HERALD, name_of
-from stretto.wire.server import ServerWire, Sink, refuse_refusals
+from stretto.wire.server import ServerWire
+from stretto.wire.shards import Sink, refuse_refusals
 from stretto.wire.tcp import tcp_arrived, tcp_bytes
 
 LISTEN_MS = 25

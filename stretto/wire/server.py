@@ -9,9 +9,8 @@ import bisect
 import contextlib
 import itertools
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import msgspec
 import torch
@@ -20,91 +19,29 @@ from torch import Tensor
 from stretto.errors import BrokenWireError, WireError
 from stretto.server import messages as m
 from stretto.server.meeting import GENERATION
-from stretto.server.parcels import Pieces, kind, placed, whole
+from stretto.server.parcels import Pieces, whole
 from stretto.server.shard import named
 from stretto.wire.seam import Message, Traffic, as_bytes, made
-from stretto.words import Answer, Every, Mean
+from stretto.wire.shards import (
+    AnewError,
+    BrokenTicket,
+    EveryTicket,
+    Link,
+    MeanTicket,
+    RuleMemory,
+    Ticket,
+    Update,
+    ranges,
+    shared_out,
+)
 from stretto.words import Ask as Asked
+from stretto.words import Every, Mean
 
-ALIGNED = 64
-"""Shards begin at multiples of so many numbers."""
-
-
-Sink = Callable[[int, int, Tensor], None]
-"""Takes a piece: of which tensor, where it begins, and its numbers."""
 REMEMBERED = 64
 """So many exchanges of all are remembered, to be said again to a service that was started again."""
 
 SETTLED_AT_ONCE = 50_000
 """So many batches fit into the head of a parcel."""
-
-
-class AnewError(WireError):
-    """A server was lost, and begins anew from a cut: `ServerWire.recover`, and go on from there."""
-
-
-def refuse_refusals(called: str, body: m.Body) -> None:
-    """Raise WireError for a reply that refuses what was asked, AnewError when a server has to be gone back from."""
-    if isinstance(body, m.Refused):
-        raise WireError(f"{called} refused: {body.text}")
-    if isinstance(body, m.Anew):
-        raise AnewError(f"{called} was lost, and begins anew")
-
-
-class Link(Protocol):
-    """A worker's connection to the coordinator, or to a shard: parcels out, their replies in."""
-
-    def send(self, body: m.Request, tensors: Sequence[Tensor] = ()) -> int:
-        """Send a parcel; returns its number, to wait for the reply with. Tensors may not change until that is there."""
-        ...
-
-    def wait(self, number: int, sink: Sink | None = None) -> tuple[m.Body, list[Pieces]]:
-        """The reply to a parcel. Raises WireError when it is a refusal, does not come in time, or never will.
-
-        With a `sink` its tensors go there piece by piece as they come, and are not returned.
-        """
-        ...
-
-    def is_there(self, number: int) -> bool:
-        """Whether the reply has come; never waits."""
-        ...
-
-    def awaits(self, number: int) -> bool:
-        """Whether a parcel has had no reply yet."""
-        ...
-
-    def mutter(self, body: m.Request, tensors: Sequence[Tensor] = ()) -> None:
-        """Send a parcel whose reply nobody waits for."""
-        ...
-
-    def abort(self) -> None:
-        """Break off what is waited for; from any thread."""
-        ...
-
-    def forget(self) -> None:
-        """Nothing that was asked is waited for any more, and what comes now is."""
-        ...
-
-    def traffic(self) -> tuple[int, int]:
-        """Bytes sent and received."""
-        ...
-
-    def close(self) -> None:
-        """Say good-bye, and let go. Idempotent."""
-        ...
-
-
-def ranges(length: int, shards: int) -> list[tuple[int, int]]:
-    """Where each shard's part of a flat tensor begins and ends."""
-    step = -(-length // shards // ALIGNED) * ALIGNED
-    bounds = [min(shard * step, length) for shard in range(shards)] + [length]
-    return list(itertools.pairwise(bounds))
-
-
-def shared_out(parts: Sequence[Tensor], shards: int) -> list[list[Tensor]]:
-    """For each shard its range of every part."""
-    bounds = [ranges(one.numel(), shards) for one in parts]
-    return [[one[slice(*each[shard])] for one, each in zip(parts, bounds, strict=True)] for shard in range(shards)]
 
 
 @dataclass(slots=True)
@@ -115,122 +52,6 @@ class _Said:
     number: int
     body: m.Request
     tensors: Callable[[], list[Tensor]]
-
-
-@dataclass(slots=True)
-class _MeanTicket:
-    wire: ServerWire
-    tensor: Tensor
-    numbers: list[int]
-    expected: int
-    """How many were to give; each gave its share of the mean of so many."""
-
-    def wait(self) -> Answer:
-        flat = self.tensor
-        found = [link.wait(number) for link, number in zip(self.wire.links, self.numbers, strict=True)]
-        bounds = ranges(flat.numel(), len(found))
-        for (start, stop), (body, (pieces, *_)) in zip(bounds, found, strict=True):
-            _write(flat[start:stop], pieces)
-            if isinstance(body, m.Among) and len(body.members) < self.expected:
-                flat[start:stop] *= self.expected / len(body.members)
-        return flat
-
-
-@dataclass(slots=True)
-class _BrokenTicket:
-    """An ask on a wire that was broken off."""
-
-    def wait(self) -> Answer:
-        raise BrokenWireError("the exchange was broken off")
-
-
-@dataclass(slots=True)
-class _EveryTicket:
-    wire: ServerWire
-    like: Tensor
-    shard: int
-    number: int
-
-    def wait(self) -> Answer:
-        found = self.wire.answered(self.shard, self.number)
-        return [whole(pieces, kind(self.like)).to(self.like.device) for pieces in found]
-
-
-@dataclass(frozen=True, slots=True)
-class Update:
-    """What a worker pushes, and what stands behind it: for each shard an encoded message for each part of its range."""
-
-    seq: int
-    versions: Sequence[int]
-    samples: int
-    lr: float
-    messages: Sequence[Sequence[Tensor]]
-    batches: Sequence[int] = ()
-    """The work in it: batches of the pass."""
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of all messages."""
-        return sum(one.nbytes for messages in self.messages for one in messages)
-
-
-@dataclass(frozen=True, slots=True)
-class News:
-    """What the shards reply: their versions, and what became of this worker's updates."""
-
-    versions: list[int]
-    applied: list[tuple[int, int, int, int]]
-    """Updates of this worker that were applied at the first shard: (seq, version, staleness, samples)."""
-    refused: set[int]
-    held_s: float
-
-
-@dataclass(slots=True)
-class Ticket:
-    """A push or a read that is under way."""
-
-    wire: ServerWire
-    numbers: list[int]
-    lengths: Sequence[int] = ()
-    kept: Sequence[Sequence[Tensor]] = field(default_factory=list)
-    """What is being sent, kept until it is."""
-
-    def is_there(self) -> bool:
-        """Whether all shards have replied; never waits."""
-        return all(link.is_there(number) for link, number in zip(self.wire.links, self.numbers, strict=True))
-
-    def wait(self, take: Sink) -> News:
-        """Wait for all shards; `take` gets the newest numbers, as they come: of which part, where they begin.
-
-        Raises WireError when a shard refuses, is gone, or is too late.
-        """
-        pairs = enumerate(zip(self.wire.links, self.numbers, strict=True))
-        return _news([link.wait(number, self._into(shard, take))[0] for shard, (link, number) in pairs])
-
-    def messages(self) -> tuple[News, list[list[Tensor]]]:
-        """The same where replies are encoded: each shard's message for each part of its range."""
-        replies = [link.wait(number) for link, number in zip(self.wire.links, self.numbers, strict=True)]
-        return _news([body for body, _ in replies]), [[whole(one, "uint8") for one in found] for _, found in replies]
-
-    def _into(self, shard: int, take: Sink) -> Sink:
-        starts = [ranges(length, self.wire.shards)[shard][0] for length in self.lengths]
-        return lambda part, at, piece: take(part, starts[part] + at, piece)
-
-
-@dataclass(frozen=True, slots=True)
-class RuleMemory:
-    """What the servers' rule keeps besides the parameters: under each name a flat tensor for each part of them."""
-
-    tensors: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
-    arrivals: list[int] = field(default_factory=list)
-    """What has arrived of each part's momentum since it was last refreshed."""
-
-
-def _news(replies: Sequence[m.Body]) -> News:
-    goes = [body for body in replies if isinstance(body, m.Go)]
-    refused = {seq for one in goes for seq in one.refused}
-    held_s = max(one.held_s for one in goes)
-    return News([one.version for one in goes], goes[0].applied, refused, held_s)
 
 
 class ServerWire:
@@ -299,10 +120,10 @@ class ServerWire:
 
     # --- all together -------------------------------------------------------------------------------------------
 
-    def start(self, ask: Asked) -> _MeanTicket | _EveryTicket | _BrokenTicket:
+    def start(self, ask: Asked) -> MeanTicket | EveryTicket | BrokenTicket:
         """Begin an ask: of a mean every shard adds up its range, of messages one shard gives all to all."""
         if self._aborted:
-            return _BrokenTicket()
+            return BrokenTicket()
         self._op += 1
         self._is_apart = False
         flat = ask.tensor.detach()
@@ -312,10 +133,12 @@ class ServerWire:
                 self._say(link, m.Ask(self._op, "mean"), [sent[start:stop]]).number
                 for link, (start, stop) in zip(self.links, ranges(sent.numel(), self.shards), strict=True)
             ]
-            return _MeanTicket(self, flat, numbers, self.workers)
+            return MeanTicket(self.links, flat, numbers, self.workers)
         assert isinstance(ask, Every)
         shard = self._op % self.shards
-        return _EveryTicket(self, flat, shard, self._say(self.links[shard], m.Ask(self._op, "every"), [sent]).number)
+        return EveryTicket(
+            self.links, flat, shard, self._say(self.links[shard], m.Ask(self._op, "every"), [sent]).number
+        )
 
     def gather(self, message: Message) -> list[bytes]:
         """The message of every worker, in their order."""
@@ -432,7 +255,7 @@ class ServerWire:
             about = self._begun[0].number if self._begun else 0, list(update.batches)
             body = m.Push(arena, update.seq, update.versions[shard], update.samples, update.lr, self.age, *about)
             numbers.append(link.send(body, [one.detach().cpu() for one in update.messages[shard]]))
-        return Ticket(self, numbers, lengths, update.messages)
+        return Ticket(self.links, numbers, lengths, update.messages)
 
     def meet(self, seq: int) -> bool:
         """Come together with all, after update `seq`; no shard lets others wait for this worker till all have come.
@@ -477,7 +300,7 @@ class ServerWire:
 
     def read(self, lengths: Sequence[int], flush: bool = False) -> Ticket:
         """Ask for the newest version; `flush` applies what was being collected."""
-        return Ticket(self, [link.send(m.Read(flush, self.age)) for link in self.links], lengths)
+        return Ticket(self.links, [link.send(m.Read(flush, self.age)) for link in self.links], lengths)
 
     def recall(self, parts: int) -> RuleMemory:
         """What the rule keeps besides so many parts of parameters, when all have met and nothing is under way.
@@ -564,10 +387,6 @@ class ServerWire:
         """The same, once. Raises AnewError when a server was lost."""
         _, (pieces,) = self._coordinator.wait(self._coordinator.send(m.Count(number, self.age)))
         return whole(pieces, "uint8")
-
-    def answered(self, shard: int, number: int) -> list[Pieces]:
-        """The tensors of a reply."""
-        return self.links[shard].wait(number)[1]
 
     # --- coming late, and going back ----------------------------------------------------------------------------
 
@@ -656,8 +475,3 @@ class ServerWire:
     def _told(self, tensors: Sequence[Pieces]) -> list[bytes]:
         """The bytes in the tensors of a reply."""
         return [bytes(whole(pieces, "uint8").numpy()) for pieces in tensors]
-
-
-def _write(flat: Tensor, pieces: Pieces) -> None:
-    for at, piece in placed(pieces):
-        flat[at : at + piece.numel()].copy_(piece)

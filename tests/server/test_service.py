@@ -30,7 +30,8 @@ from stretto.server.parcels import CHUNK_BYTES, HEAD_BYTES, LARGEST_FRAME, decod
 from stretto.server.service import name_of
 from stretto.wire.hosted import Hosted
 from stretto.wire.link import SocketLink, dial
-from stretto.wire.server import ServerWire, ranges
+from stretto.wire.server import ServerWire
+from stretto.wire.shards import ranges
 
 SLACK = 64 << 20
 """What a process may grow by in the time of a test, whatever it does."""

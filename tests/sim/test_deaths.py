@@ -135,6 +135,15 @@ def test_all_at_once_begin_anew(recipe: str) -> None:
     is_whole(ended, recipe)
 
 
+@pytest.mark.parametrize("recipe", ["allreduce", "local_sgd(every=3)"])
+def test_an_only_worker_that_is_cut_off_stops_before_another_begins_anew(recipe: str) -> None:
+    """Otherwise both would come to an end, with models of their own."""
+    fault = "kill worker 1 at 60ms, back after 94ms; cut workers 0 for 239ms at 140ms"
+    ended = lived(recipe, fault, 2, 3, asks={"patience_s": 0.2})
+    assert {(0, 1), (1, 1)} <= set(told(ended, "joined"))
+    is_whole(ended, recipe, 3)
+
+
 @pytest.mark.parametrize("recipe", ["allreduce", "async_sgd"])
 def test_when_nobody_is_left_the_run_ends_with_one_error(recipe: str, tmp_path: Path) -> None:
     with pytest.raises(LaunchError) as raised:

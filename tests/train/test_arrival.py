@@ -15,7 +15,7 @@ from stretto.train.arrival import ArrivalExchange
 from stretto.train.stopwatch import Stopwatch
 from stretto.train.tally import Tally
 from stretto.typed import parse
-from stretto.wire.server import News, Update
+from stretto.wire.shards import News, Update
 
 
 @dataclass

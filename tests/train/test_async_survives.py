@@ -24,7 +24,7 @@ from stretto.train.free import FreeHands, FreeShare
 from stretto.train.stopwatch import Stopwatch
 from stretto.train.tally import Tally
 from stretto.typed import parse
-from stretto.wire.server import AnewError
+from stretto.wire.shards import AnewError
 
 BATCHES, SIZE, PASSES = 12, 2, 3
 APART = 16

@@ -21,7 +21,8 @@ from served import ADDING, Processes, hear, push
 from stretto.server.cuts import Folder
 from stretto.server.pair import NOBODY, Line, Lock, Reading, noted
 from stretto.wire.link import dial
-from stretto.wire.server import AnewError, ServerWire
+from stretto.wire.server import ServerWire
+from stretto.wire.shards import AnewError
 
 LIMIT_S = 60.0
 PATIENCE_S = 2.0

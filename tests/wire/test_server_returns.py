@@ -11,7 +11,8 @@ from served import ADDING, Processes, hear, push
 
 from stretto.errors import WireError
 from stretto.wire.link import dial
-from stretto.wire.server import AnewError, ServerWire
+from stretto.wire.server import ServerWire
+from stretto.wire.shards import AnewError
 
 LIMIT_S = 30.0
 

@@ -13,7 +13,7 @@ from stretto.errors import BrokenWireError, WireError
 from stretto.server import messages as m
 from stretto.wire.check import check_wire
 from stretto.wire.link import Herald
-from stretto.wire.server import AnewError, ranges
+from stretto.wire.shards import AnewError, ranges
 from stretto.words import Mean
 
 

@@ -1,0 +1,211 @@
+"""What a worker and the shards of a server say to each other over links: whose range is what, what is under way."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor
+
+from stretto.errors import BrokenWireError, WireError
+from stretto.server import messages as m
+from stretto.server.parcels import Pieces, kind, placed, whole
+from stretto.words import Answer
+
+ALIGNED = 64
+"""Shards begin at multiples of so many numbers."""
+
+
+Sink = Callable[[int, int, Tensor], None]
+"""Takes a piece: of which tensor, where it begins, and its numbers."""
+
+
+class AnewError(WireError):
+    """A server was lost, and begins anew from a cut: `ServerWire.recover`, and go on from there."""
+
+
+def refuse_refusals(called: str, body: m.Body) -> None:
+    """Raise WireError for a reply that refuses what was asked, AnewError when a server has to be gone back from."""
+    if isinstance(body, m.Refused):
+        raise WireError(f"{called} refused: {body.text}")
+    if isinstance(body, m.Anew):
+        raise AnewError(f"{called} was lost, and begins anew")
+
+
+class Link(Protocol):
+    """A worker's connection to the coordinator, or to a shard: parcels out, their replies in."""
+
+    def send(self, body: m.Request, tensors: Sequence[Tensor] = ()) -> int:
+        """Send a parcel; returns its number, to wait for the reply with. Tensors may not change until that is there."""
+        ...
+
+    def wait(self, number: int, sink: Sink | None = None) -> tuple[m.Body, list[Pieces]]:
+        """The reply to a parcel. Raises WireError when it is a refusal, does not come in time, or never will.
+
+        With a `sink` its tensors go there piece by piece as they come, and are not returned.
+        """
+        ...
+
+    def is_there(self, number: int) -> bool:
+        """Whether the reply has come; never waits."""
+        ...
+
+    def awaits(self, number: int) -> bool:
+        """Whether a parcel has had no reply yet."""
+        ...
+
+    def mutter(self, body: m.Request, tensors: Sequence[Tensor] = ()) -> None:
+        """Send a parcel whose reply nobody waits for."""
+        ...
+
+    def abort(self) -> None:
+        """Break off what is waited for; from any thread."""
+        ...
+
+    def forget(self) -> None:
+        """Nothing that was asked is waited for any more, and what comes now is."""
+        ...
+
+    def traffic(self) -> tuple[int, int]:
+        """Bytes sent and received."""
+        ...
+
+    def close(self) -> None:
+        """Say good-bye, and let go. Idempotent."""
+        ...
+
+
+def ranges(length: int, shards: int) -> list[tuple[int, int]]:
+    """Where each shard's part of a flat tensor begins and ends."""
+    step = -(-length // shards // ALIGNED) * ALIGNED
+    bounds = [min(shard * step, length) for shard in range(shards)] + [length]
+    return list(itertools.pairwise(bounds))
+
+
+def shared_out(parts: Sequence[Tensor], shards: int) -> list[list[Tensor]]:
+    """For each shard its range of every part."""
+    bounds = [ranges(one.numel(), shards) for one in parts]
+    return [[one[slice(*each[shard])] for one, each in zip(parts, bounds, strict=True)] for shard in range(shards)]
+
+
+@dataclass(slots=True)
+class MeanTicket:
+    links: Sequence[Link]
+    tensor: Tensor
+    numbers: list[int]
+    expected: int
+    """How many were to give; each gave its share of the mean of so many."""
+
+    def wait(self) -> Answer:
+        flat = self.tensor
+        found = [link.wait(number) for link, number in zip(self.links, self.numbers, strict=True)]
+        bounds = ranges(flat.numel(), len(found))
+        for (start, stop), (body, (pieces, *_)) in zip(bounds, found, strict=True):
+            _write(flat[start:stop], pieces)
+            if isinstance(body, m.Among) and len(body.members) < self.expected:
+                flat[start:stop] *= self.expected / len(body.members)
+        return flat
+
+
+@dataclass(slots=True)
+class BrokenTicket:
+    """An ask on a wire that was broken off."""
+
+    def wait(self) -> Answer:
+        raise BrokenWireError("the exchange was broken off")
+
+
+@dataclass(slots=True)
+class EveryTicket:
+    links: Sequence[Link]
+    like: Tensor
+    shard: int
+    number: int
+
+    def wait(self) -> Answer:
+        found = self.links[self.shard].wait(self.number)[1]
+        return [whole(pieces, kind(self.like)).to(self.like.device) for pieces in found]
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What a worker pushes, and what stands behind it: for each shard an encoded message for each part of its range."""
+
+    seq: int
+    versions: Sequence[int]
+    samples: int
+    lr: float
+    messages: Sequence[Sequence[Tensor]]
+    batches: Sequence[int] = ()
+    """The work in it: batches of the pass."""
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all messages."""
+        return sum(one.nbytes for messages in self.messages for one in messages)
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """What the shards reply: their versions, and what became of this worker's updates."""
+
+    versions: list[int]
+    applied: list[tuple[int, int, int, int]]
+    """Updates of this worker that were applied at the first shard: (seq, version, staleness, samples)."""
+    refused: set[int]
+    held_s: float
+
+
+@dataclass(slots=True)
+class Ticket:
+    """A push or a read that is under way."""
+
+    links: Sequence[Link]
+    numbers: list[int]
+    lengths: Sequence[int] = ()
+    kept: Sequence[Sequence[Tensor]] = field(default_factory=list)
+    """What is being sent, kept until it is."""
+
+    def is_there(self) -> bool:
+        """Whether all shards have replied; never waits."""
+        return all(link.is_there(number) for link, number in zip(self.links, self.numbers, strict=True))
+
+    def wait(self, take: Sink) -> News:
+        """Wait for all shards; `take` gets the newest numbers, as they come: of which part, where they begin.
+
+        Raises WireError when a shard refuses, is gone, or is too late.
+        """
+        pairs = enumerate(zip(self.links, self.numbers, strict=True))
+        return _news([link.wait(number, self._into(shard, take))[0] for shard, (link, number) in pairs])
+
+    def messages(self) -> tuple[News, list[list[Tensor]]]:
+        """The same where replies are encoded: each shard's message for each part of its range."""
+        replies = [link.wait(number) for link, number in zip(self.links, self.numbers, strict=True)]
+        return _news([body for body, _ in replies]), [[whole(one, "uint8") for one in found] for _, found in replies]
+
+    def _into(self, shard: int, take: Sink) -> Sink:
+        starts = [ranges(length, len(self.links))[shard][0] for length in self.lengths]
+        return lambda part, at, piece: take(part, starts[part] + at, piece)
+
+
+@dataclass(frozen=True, slots=True)
+class RuleMemory:
+    """What the servers' rule keeps besides the parameters: under each name a flat tensor for each part of them."""
+
+    tensors: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
+    arrivals: list[int] = field(default_factory=list)
+    """What has arrived of each part's momentum since it was last refreshed."""
+
+
+def _news(replies: Sequence[m.Body]) -> News:
+    goes = [body for body in replies if isinstance(body, m.Go)]
+    refused = {seq for one in goes for seq in one.refused}
+    held_s = max(one.held_s for one in goes)
+    return News([one.version for one in goes], goes[0].applied, refused, held_s)
+
+
+def _write(flat: Tensor, pieces: Pieces) -> None:
+    for at, piece in placed(pieces):
+        flat[at : at + piece.numel()].copy_(piece)
