@@ -21,8 +21,9 @@ from stretto.launch.order import Order
 from stretto.report import history, record
 from stretto.report.target import Target
 from stretto.sim import network, speeds, tariff
-from stretto.sim.run import Simulation, check, simulate
+from stretto.sim.run import simulate
 from stretto.sim.script import Nowhere
+from stretto.sim.simulation import Simulation, check
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = Path("experiments") / "task.py"
