@@ -63,6 +63,7 @@ class CoordinatorDesk:
         self._ended: dict[int, bool] = {}
         """The workers that have come to an end, and whether they quit: the others go on, and others may come."""
         self._take_up_ends()
+        self._take_up_order()
 
     def expects(self, worker: int, head: m.Head) -> None:
         """Anything: what it brings is all the memory that it takes."""
@@ -125,7 +126,7 @@ class CoordinatorDesk:
             counted = self.coordinator.ledger.counted() if body.number == self.coordinator.number else ()
             return [Post(worker, number, m.Answered(), [torch.tensor(counted, dtype=torch.uint8)])]
         if isinstance(body, m.Cut):
-            self._cut(body.op)
+            self._cut(body.op, body.kept)
             return [Post(worker, number, m.Closed(self._is_over))]
         if isinstance(body, m.Cuts):
             return [Post(worker, number, m.Has(self._shelf.cuts() if self._shelf else [], 0, self._age))]
@@ -210,8 +211,10 @@ class CoordinatorDesk:
             self._met = max(self._met, body.call)
             posts = self._together.lay(worker, body.op, head.number, (None, torch.empty(0, dtype=torch.uint8)))
             return [*[Post(one.worker, one.number, one.body) for one in posts], *self._release()]
-        flat = _flat(head, tensors, torch.uint8)
-        posts = self._together.lay(worker, body.op, head.number, (body.teller, flat))
+        flat, posts = _flat(head, tensors, torch.uint8), []
+        if isinstance(body, m.Keep) and body.number == self._order[0]:  # whoever has heard it may be dead
+            posts = self._together.know(worker, body.op, sorted(self._together.members), [self._order[1]])
+        posts += self._together.lay(worker, body.op, head.number, (body.teller, flat))
         if isinstance(body, m.Keep) and posts and posts[0].tensors:
             self._keep(body.number, posts[0].tensors[0])
         return posts
@@ -220,8 +223,6 @@ class CoordinatorDesk:
         """What an exchange came to that this process may not know of; it does not say where the worker stands now."""
         self._op, self._met = max(self._op, body.op), max(self._met, body.call)
         self.coordinator.called_at_least(body.call, body.cut)
-        if body.number and found:
-            self._keep(body.number, found[0])
         return [*self._together.know(worker, body.op, body.members, found), *self._release()]
 
     def _keep(self, number: int, order: Tensor) -> None:
@@ -295,16 +296,24 @@ class CoordinatorDesk:
 
     # --- going back ---------------------------------------------------------------------------------------------
 
-    def _cut(self, cut: int) -> None:
-        """Keep what there is, once."""
+    def _take_up_order(self) -> None:
+        """Of the pass of the newest cut: those who have heard it may be dead."""
+        kept = self._shelf.get(max(self._shelf.cuts(), default=0)) if self._shelf is not None else None
+        if kept is not None:
+            facts, (_, order) = kept
+            self._keep(facts["order"], order)
+
+    def _cut(self, cut: int, is_kept: bool) -> None:
+        """Keep what there is, once; not what a shard had no room for, for nobody could go back to it."""
         if self._shelf is None or cut <= self._cut_at:
             return
+        self._cut_at, self._is_over = cut, self.coordinator.is_over
+        if not is_kept:
+            return
         number, sizes, meet, dealt = self._begin_said
-        self._is_over = self.coordinator.is_over
         facts = {"begin": [number, meet, dealt], "order": self._order[0], "age": self._age, "over": self._is_over}
         facts |= self.coordinator.state()
         self._shelf.put(cut, facts, [torch.tensor(sizes, dtype=torch.int64), self._order[1]])
-        self._cut_at = cut
 
     def _back(self, worker: int, number: int, body: m.Back) -> list[Post]:
         """A server was lost: who says so is told how the new age begins; who looked before the newest cut looks again.
@@ -341,6 +350,7 @@ class CoordinatorDesk:
         self.coordinator.go_back(facts)
         self._is_over = facts["over"]
         self._age, self._cut_at = max(body.age, body.least, facts["age"]) + 1, usable[-1]
+        self._op = max(self._op, usable[-1])
         self._shelf.put(usable[-1], {**facts, "age": self._age}, [sizes, order])
         self._begun, self._is_torn = m.Begun(self._age, usable[-1], body.births), False
         waiting, self._closing = self._closing, {}

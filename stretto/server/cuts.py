@@ -25,8 +25,8 @@ Kept = tuple[dict[str, Any], list[Tensor]]
 class Shelf(Protocol):
     """Where a desk's cuts are."""
 
-    def put(self, cut: int, facts: dict[str, Any], tensors: Sequence[Tensor]) -> None:
-        """Keep it, and forget the oldest."""
+    def put(self, cut: int, facts: dict[str, Any], tensors: Sequence[Tensor]) -> bool:
+        """Keep it, and forget the oldest. Whether it was kept."""
         ...
 
     def get(self, cut: int) -> Kept | None:
@@ -48,11 +48,12 @@ class Memory:
     def __init__(self) -> None:
         self._kept: dict[int, Kept] = {}
 
-    def put(self, cut: int, facts: dict[str, Any], tensors: Sequence[Tensor]) -> None:
+    def put(self, cut: int, facts: dict[str, Any], tensors: Sequence[Tensor]) -> bool:
         """Keep a copy."""
         self._kept[cut] = dict(facts), [one.clone() for one in tensors]
         for old in sorted(self._kept)[:-KEPT]:
             del self._kept[old]
+        return True
 
     def get(self, cut: int) -> Kept | None:
         """What was kept."""
@@ -80,8 +81,8 @@ class Folder:
         folder.mkdir(parents=True, exist_ok=True)
         self._fails = False
 
-    def put(self, cut: int, facts: dict[str, Any], tensors: Sequence[Tensor]) -> None:
-        """Write it, and remove the oldest."""
+    def put(self, cut: int, facts: dict[str, Any], tensors: Sequence[Tensor]) -> bool:
+        """Write it, and remove the oldest. A full disk is said once."""
         try:
             self._write(cut, facts, tensors)
         except OSError as error:
@@ -90,10 +91,11 @@ class Folder:
                 why = error.strerror or error
                 print(f"stretto: {self._name}: a cut could not be kept: {why}; training goes on", file=sys.stderr)
             self._fails = True
-            return
+            return False
         self._fails = False
         for old in self._numbers()[:-KEPT]:
             self._path(old).unlink(missing_ok=True)
+        return True
 
     def _write(self, cut: int, facts: dict[str, Any], tensors: Sequence[Tensor]) -> None:
         layout = [(kind(one), one.numel()) for one in tensors]

@@ -114,7 +114,10 @@ class Together:
         self._refused: dict[tuple[int, int], m.Refused] = {}
         """The last refusals: to whom, and in which exchange."""
         self.last: tuple[int, m.Body, list[Tensor]] = 0, m.Answered(), []
-        """The very last, however large, and the number of its exchange: whoever lacks it cannot have come further."""
+        """The very last, however large, and the number of its exchange.
+
+        Where exchanges are asked one at a time it is the only one that anybody can lack.
+        """
 
     @property
     def members(self) -> set[int]:
@@ -134,9 +137,12 @@ class Together:
         return self._posts(self._meeting.lay(worker, op, thing))
 
     def know(self, worker: int, op: int, gave: Sequence[int], found: list[Tensor]) -> list[Post]:
-        """A worker has heard from another process what an exchange came to."""
-        self._says_who = True
-        return self._posts(self._meeting.know(worker, op, gave, found)) if op not in self._answers else []
+        """A worker has heard from another process what an exchange came to: whoever asks is told the same."""
+        if worker not in self.members or (waiting := self._meeting.know(op)) is None:
+            return []
+        self._says_who, body = True, m.Among(list(gave))
+        self._remember(op, body, found)
+        return [Post(one, self._asked.answer(one, op)[0], body, found) for one in waiting]
 
     def leave(self, worker: int) -> list[Post]:
         return self._posts(self._meeting.leave(worker))
@@ -170,17 +176,22 @@ class Together:
         posts = []
         for _, answers in itertools.groupby(told, key=lambda one: one.op):
             together = list(answers)
-            found, gave = together[0].found, list(together[0].gave)
+            gave = sorted(one.worker for one in together)
+            found = together[0].found
             body: m.Body = m.Answered()
             if found is not None and self._says_who:
                 body = m.Among(gave)
-            if found is not None and (self._keeps_large or _is_small(found)):
-                self._answers[together[0].op] = body, found
-            if found is not None and together[0].op >= self.last[0]:
-                self.last = together[0].op, body, found
+            if found is not None:
+                self._remember(together[0].op, body, found)
             posts += [self._post(one, body) for one in together]
         self._forget_old()
         return posts
+
+    def _remember(self, op: int, body: m.Body, found: list[Tensor]) -> None:
+        if self._keeps_large or _is_small(found):
+            self._answers[op] = body, found
+        if op >= self.last[0]:
+            self.last = op, body, found
 
     def _forget_old(self) -> None:
         ops = sorted(self._answers)

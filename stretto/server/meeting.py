@@ -10,7 +10,7 @@ members is fixed (`group`), an exchange is of all of them or of nobody.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -31,16 +31,12 @@ class Told(Generic[Found]):
     op: int
     found: Found | None
     problem: str = ""
-    gave: tuple[int, ...] = ()
-    """Who gave to it."""
 
 
 @dataclass(slots=True)
-class _Round(Generic[Thing, Found]):
-    laid: dict[int, Thing | None] = field(default_factory=dict)
+class _Round(Generic[Thing]):
+    laid: dict[int, Thing] = field(default_factory=dict)
     told: set[int] = field(default_factory=set)
-    known: tuple[tuple[int, ...], Found] | None = None
-    """What it came to, and of whose, as one says that has heard it from another process."""
 
 
 class Meeting(Generic[Thing, Found]):
@@ -49,7 +45,7 @@ class Meeting(Generic[Thing, Found]):
     def __init__(self, members: Iterable[int], combine: Callable[[Mapping[int, Thing]], Found]) -> None:
         self.members = set(members)
         self._combine = combine
-        self._rounds: dict[int, _Round[Thing, Found]] = {}
+        self._rounds: dict[int, _Round[Thing]] = {}
         self._ended: set[int] = set()
         self.left: set[int] = set()
         self._first = 0
@@ -62,15 +58,13 @@ class Meeting(Generic[Thing, Found]):
         self._rounds.setdefault(op, _Round()).laid.setdefault(worker, thing)
         return self._told(op)
 
-    def know(self, worker: int, op: int, gave: Sequence[int], found: Found) -> list[Told[Found]]:
-        """A worker has heard what an exchange came to: all are told that, who is there to give or not."""
-        if worker not in self.members or op in self._ended or op < self._first:
-            return []
+    def know(self, op: int) -> list[int] | None:
+        """Somebody has heard what an exchange came to: it is over. Who waits for it; None if it was over before."""
+        if op in self._ended or op < self._first:
+            return None
         round_ = self._rounds.setdefault(op, _Round())
-        round_.known = tuple(gave), found
-        round_.laid.setdefault(worker, None)
-        round_.told.add(worker)
-        return self._told(op)
+        self._end(op)
+        return sorted(round_.laid.keys() - round_.told)
 
     def leave(self, worker: int) -> list[Told[Found]]:
         """A worker has left on purpose: what waits for it is refused."""
@@ -106,22 +100,15 @@ class Meeting(Generic[Thing, Found]):
 
     def _told(self, op: int) -> list[Told[Found]]:
         round_ = self._rounds[op]
-        is_whole = self.members <= round_.laid.keys()
-        if is_whole:
-            self._end(op)
-        untold = sorted(round_.laid.keys() - round_.told)
-        if round_.known is not None:
-            round_.told.update(untold)
-            gave, found = round_.known
-            return [Told(one, op, found, gave=gave) for one in untold]
-        if not is_whole:
+        if self.members - round_.laid.keys():
             return self._refused(op) if self.left - round_.laid.keys() else []
-        laid = {worker: thing for worker, thing in sorted(round_.laid.items()) if thing is not None}
+        self._end(op)
+        laid = {worker: round_.laid[worker] for worker in sorted(round_.laid)}
         try:
             found = self._combine(laid)
         except (ValueError, WireError) as error:
-            return [Told(one, op, None, str(error)) for one in untold]
-        return [Told(one, op, found, gave=tuple(untold)) for one in untold]
+            return [Told(one, op, None, str(error)) for one in laid if one not in round_.told]
+        return [Told(one, op, found) for one in laid if one not in round_.told]
 
     def _refused(self, op: int) -> list[Told[Found]]:
         """Tell those that wait, once, that it won't become whole."""

@@ -49,10 +49,14 @@ class Push(_Said):
 
 
 class Cut(_Said):
-    """All have met in exchange `op`, and nothing is under way: keep what there is, to come back to it."""
+    """All have met in exchange `op`, and nothing is under way: keep what there is, to come back to it.
+
+    A shard says whether it `Has` it then. The coordinator keeps its part if all shards have `kept` theirs.
+    """
 
     op: int
     age: int
+    kept: bool = True
 
 
 class Cuts(_Said):
@@ -155,13 +159,11 @@ class Meet(_Said):
 class Heard(_Said):
     """What exchange `op` of these `members` has come to, once more, for a coordinator that may have lost it.
 
-    Some may lack the answer, and what the dead gave to it nobody else can say. It may have told the order of pass
-    `number`, or been the `call`-th meeting.
+    Some may lack the answer, and what the dead gave to it nobody else can say. It may have been the `call`-th meeting.
     """
 
     op: int
     members: list[int]
-    number: int = 0
     call: int = 0
     cut: bool = False
 
@@ -310,7 +312,7 @@ class Joined(_Said):
 
 
 class Has(_Said):
-    """The cuts that a shard has, which process of it this is, and its age."""
+    """The cuts that a service has, which process of it this is, and its age."""
 
     cuts: list[int]
     birth: int

@@ -123,6 +123,8 @@ class ShardDesk:
         """The kind and length of each tensor of an update; the most that the length may be, if it varies."""
         self._cut_at = -1
         """The newest cut that this process has made."""
+        self._is_kept = True
+        """Whether there was room for it."""
         self._known: dict[int, Known] = {}
         """What each worker knows of the parameters, if replies are encoded."""
         self._is_paired, self._told = is_paired, dict[int, _Told]()
@@ -204,7 +206,7 @@ class ShardDesk:
             return [Post(worker, number, m.Answered())]
         if isinstance(body, m.Cut):
             self._cut(body.op)
-            return [Post(worker, number, m.Answered())]
+            return [Post(worker, number, m.Has([body.op] * self._is_kept, self._birth, self._age))]
         if isinstance(body, m.Cuts):
             return [Post(worker, number, m.Has(self._shelf.cuts() if self._shelf else [], self._birth, self._age))]
         if isinstance(body, m.GoBack):
@@ -258,8 +260,8 @@ class ShardDesk:
         if self._shelf is None or self._shard is None or cut <= self._cut_at:
             return
         facts, tensors = self._shard.state()
-        self._shelf.put(cut, {"arena": self._arena, "recipe": self._recipe.spelled(), **facts}, tensors)
-        self._cut_at = cut
+        about = {"arena": self._arena, "recipe": self._recipe.spelled(), **facts}
+        self._cut_at, self._is_kept = cut, self._shelf.put(cut, about, tensors)
 
     def _go_back(self, body: m.GoBack) -> m.Body:
         """A new age begins, once. A process that was started meanwhile is not the one that was counted on."""

@@ -10,7 +10,6 @@ import contextlib
 import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import msgspec
 import torch
@@ -42,16 +41,6 @@ REMEMBERED = 64
 
 SETTLED_AT_ONCE = 50_000
 """So many batches fit into the head of a parcel."""
-
-
-@dataclass(slots=True)
-class _Said:
-    """What this worker has said in an exchange of all, to be said again: the answer, once it is there."""
-
-    link: Link
-    number: int
-    body: m.Request
-    tensors: Callable[[], list[Tensor]]
 
 
 class ServerWire:
@@ -94,8 +83,10 @@ class ServerWire:
         self._settled: list[int] = []
         self._group: m.Group | None = None
         """Who exchanges from the last generation on."""
-        self._said: deque[_Said] = deque(maxlen=REMEMBERED)
-        """The last exchanges of all; another worker may lack an answer that this one has."""
+        self._said: deque[tuple[Link, int, m.Ask, list[Tensor]]] = deque(maxlen=REMEMBERED)
+        """What was said to shards last; another worker may lack an answer that this one has."""
+        self._heard: tuple[m.Heard, list[Pieces]] | None = None
+        """The last answer of the coordinator to all, which another may lack: of those before it nobody can."""
         self._aborted = False
         self._on_close: list[Callable[[], None]] = []
 
@@ -130,15 +121,13 @@ class ServerWire:
         sent = flat.cpu().contiguous()
         if isinstance(ask, Mean):
             numbers = [
-                self._say(link, m.Ask(self._op, "mean"), [sent[start:stop]]).number
+                self._say(link, m.Ask(self._op, "mean"), [sent[start:stop]])
                 for link, (start, stop) in zip(self.links, ranges(sent.numel(), self.shards), strict=True)
             ]
             return MeanTicket(self.links, flat, numbers, self.workers)
         assert isinstance(ask, Every)
         shard = self._op % self.shards
-        return EveryTicket(
-            self.links, flat, shard, self._say(self.links[shard], m.Ask(self._op, "every"), [sent]).number
-        )
+        return EveryTicket(self.links, flat, shard, self._say(self.links[shard], m.Ask(self._op, "every"), [sent]))
 
     def gather(self, message: Message) -> list[bytes]:
         """The message of every worker, in their order."""
@@ -167,26 +156,20 @@ class ServerWire:
 
     def _answer(self, body: m.Gather | m.Keep | m.Meet, given: list[Tensor]) -> list[Pieces]:
         """The answer to an exchange of all at the coordinator."""
-        said = self._say(self._coordinator, body, given)
-        reply, found = self._coordinator.wait(said.number)
+        reply, found = self._coordinator.wait(self._coordinator.send(body, given))
         if isinstance(reply, m.Among):
             self.members = reply.members
-        if self.endures:  # whoever lacks it can hear it from this worker, too
-            heard = m.Heard(body.op, self.members)
-            if isinstance(body, m.Keep):
-                heard.number = body.number
-            elif isinstance(body, m.Meet):
-                heard.call, heard.cut = body.call, body.cut
-            said.body, said.tensors = heard, lambda: [whole(one, "uint8") for one in found]
+        if self.endures:
+            about = (body.call, body.cut) if isinstance(body, m.Meet) else ()
+            self._heard = m.Heard(body.op, self.members, *about), found
         return found
 
-    def _say(self, link: Link, body: m.Request, tensors: list[Tensor]) -> _Said:
-        """Say something in an exchange of all."""
-        kept = [one.clone() for one in tensors] if self.endures else []
-        said = _Said(link, link.send(body, tensors), body, lambda: kept)
+    def _say(self, link: Link, body: m.Ask, tensors: list[Tensor]) -> int:
+        """Say something to a shard in an exchange of all."""
+        number = link.send(body, tensors)
         if self.endures:
-            self._said.append(said)
-        return said
+            self._said.append((link, number, body, [one.clone() for one in tensors]))
+        return number
 
     # --- generations --------------------------------------------------------------------------------------------
 
@@ -201,6 +184,7 @@ class ServerWire:
         self.members, self.number = sorted(members), me
         self._op = generation * GENERATION
         self._said.clear()
+        self._heard = None
         self._group = m.Group(generation, self.members)
         for link in (self._coordinator, *self.links):
             link.forget()
@@ -277,16 +261,17 @@ class ServerWire:
         """
         while self.endures:
             try:
-                self._ask_all([m.Cut(self._op, self.age)] * self.shards)
-                found = self._cut_coordinator(self._op)
+                here = self._ask_all([m.Cut(self._op, self.age)] * self.shards)
+                is_kept = all(isinstance(one, m.Has) and one.cuts for one, _ in here)
+                found = self._cut_coordinator(self._op, is_kept)
                 return isinstance(found, m.Closed) and found.over
             except AnewError:
                 self.recover()
                 self._rest(self._pushed, self._op)
         return True
 
-    def _cut_coordinator(self, cut: int) -> m.Body:
-        return self._coordinator.wait(self._coordinator.send(m.Cut(cut, self.age)))[0]
+    def _cut_coordinator(self, cut: int, is_kept: bool = True) -> m.Body:
+        return self._coordinator.wait(self._coordinator.send(m.Cut(cut, self.age, is_kept)))[0]
 
     def _rest(self, seq: int, meeting: int | None) -> None:
         """Let no shard hold others back for this worker."""
@@ -466,9 +451,12 @@ class ServerWire:
             for at in range(0, len(self._settled), SETTLED_AT_ONCE):
                 batches = self._settled[at : at + SETTLED_AT_ONCE]
                 link.mutter(m.Settle(self._begun[0].number, batches, self.age))
-        for said in self._said:
-            if said.link is link and not link.awaits(said.number):
-                link.mutter(said.body, said.tensors())
+        for to, number, body, tensors in self._said:
+            if to is link and not link.awaits(number):
+                link.mutter(body, tensors)
+        if link is self._coordinator and self._heard is not None:
+            heard, found = self._heard
+            link.mutter(heard, [whole(one, "uint8") for one in found])
         if link is self._coordinator and self._is_apart:
             link.mutter(m.Apart(self._op, self.met))
 

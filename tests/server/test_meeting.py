@@ -161,25 +161,15 @@ def test_what_is_over_is_not_kept() -> None:
     assert sum(map(len, kept)) < 1100
 
 
-def test_what_one_has_heard_the_others_are_told_whoever_is_gone() -> None:
-    """Who gave to it may be dead; those who come later are told the same, and nobody twice."""
+def test_what_one_has_heard_is_over() -> None:
+    """Once; those that wait for it are named, but for whoever was told that it won't become whole."""
     meeting: Meeting[int, int] = Meeting(range(4), lambda laid: sum(laid.values()))
-    assert meeting.lay(0, 1, 10) == []
-    meeting.drop(3)
-    assert meeting.know(1, 1, [0, 1, 2, 3], 1111) == [Told(0, 1, 1111, gave=(0, 1, 2, 3))]
-    assert meeting.lay(0, 1, 10) == []
-    assert meeting.lay(2, 1, 20) == [Told(2, 1, 1111, gave=(0, 1, 2, 3))]
-    assert meeting.know(1, 1, [0, 1, 2, 3], 1111) == []
-    assert [(one.worker, one.found) for one in lay_all(meeting, 2)] == [(0, 7), (1, 7), (2, 7)]
-
-
-def test_what_all_have_heard_is_not_kept() -> None:
-    meeting: Meeting[int, int] = Meeting(range(2), lambda laid: sum(laid.values()))
-    for worker in range(2):
-        assert meeting.know(worker, 1, [0, 1], 5) == []
-    assert meeting.lay(0, 1, 10) == []
-    assert [one.found for one in lay_all(meeting, 2)] == [3, 3]
-
-
-def lay_all(meeting: Meeting[int, int], op: int) -> list[Told[int]]:
-    return [told for worker in sorted(meeting.members) for told in meeting.lay(worker, op, 1 << worker)]
+    assert [meeting.lay(worker, 1, 10) for worker in (0, 2)] == [[], []]
+    assert meeting.know(1) == [0, 2]
+    assert meeting.know(1) is None
+    assert meeting.lay(3, 1, 20) == []
+    meeting.lay(0, 2, 10)
+    meeting.leave(3)
+    meeting.lay(1, 2, 10)
+    assert meeting.know(2) == []
+    assert meeting.know(3) == []

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
+import pytest
 import torch
 from desks import told
 from torch import Tensor
@@ -12,6 +14,7 @@ from torch import Tensor
 from stretto.server import messages as m
 from stretto.server.coordinator_desk import SKIPPED, CoordinatorDesk
 from stretto.server.cuts import Memory
+from stretto.server.desk import SMALL_BYTES
 from stretto.server.pair import Reading
 from stretto.server.shard_desk import ShardDesk
 
@@ -102,7 +105,7 @@ def test_a_coordinator_that_was_started_again_hears_where_they_stand() -> None:
     for worker in (0, 1):
         told(desk, worker, 0, m.Kept(1), ORDER)
         desk.coordinator.heard(worker, [False, False])
-    told(desk, 0, 0, m.Meet(3, 2))
+    told(desk, 0, 0, m.Heard(3, [0, 1], 2))
     desk.gone(0)
     told(desk, 1, 0, m.Apart(2, 1))
     (post,) = told(desk, 0, 1, m.Join())
@@ -162,19 +165,63 @@ def test_before_all_shards_have_got_their_parameters_there_is_nothing_to_go_back
     assert begun.body == m.Begun(1, 2, [1])
 
 
-def test_who_was_told_goes_on_and_who_was_not_is_told_the_same_though_the_teller_is_dead() -> None:
-    """By a coordinator that was started again, to which one of two says what it has heard."""
-    desk = CoordinatorDesk(3, Reading(0.0))
+@pytest.mark.parametrize("length", [3, SMALL_BYTES + 1])
+def test_what_one_has_heard_is_told_to_the_others_though_all_who_knew_it_are_dead(length: int) -> None:
+    """By a coordinator that was started again, to which one of three says what it has heard, and dies."""
+    order = torch.arange(length).to(torch.uint8)
+    desk = CoordinatorDesk(4, Reading(0.0))
     desk.gone(0)
-    assert told(desk, 1, 1, m.Keep(1, 0, 1), [ORDER[0][:0]]) == []
-    (post,) = told(desk, 2, 0, m.Heard(1, [0, 1, 2], number=1), ORDER)
-    assert (post.worker, post.number, post.body) == (1, 1, m.Among([0, 1, 2]))
+    assert told(desk, 1, 1, m.Gather(1, 0), [order[:0]]) == []
+    (post,) = told(desk, 2, 0, m.Heard(1, [0, 1, 2, 3]), [order])
+    assert (post.worker, post.number, post.body) == (1, 1, m.Among([0, 1, 2, 3]))
+    assert torch.equal(post.tensors[0], order)
+    desk.gone(2)
+    for worker in (3, 1):
+        (post,) = told(desk, worker, 2, m.Gather(1, 0), [order[:0]])
+        assert (post.worker, post.body) == (worker, m.Among([0, 1, 2, 3]))
+        assert torch.equal(post.tensors[0], order)
+    assert told(desk, 3, 0, m.Heard(1, [0, 1, 2, 3]), [order]) == []
+
+
+@pytest.mark.parametrize("is_cut", [True, False])
+def test_an_order_that_somebody_has_begun_to_work_by_is_that_of_all_though_the_teller_is_dead(is_cut: bool) -> None:
+    """It said so to a coordinator that was started again, or there is a cut of that pass."""
+    shelf = Memory()
+    if is_cut:
+        before = CoordinatorDesk(3, Reading(0.0), shelf)
+        told(before, 1, 1, m.Kept(1), ORDER)
+        told(before, 1, 1, m.Cut(1, 0))
+    desk = CoordinatorDesk(3, Reading(0.0), shelf)
+    if not is_cut:
+        told(desk, 1, 1, m.Kept(1), ORDER)
+    for worker in (0, 1):
+        desk.gone(worker)
+    (post,) = told(desk, 2, 2, m.Keep(3, 2, 1), [ORDER[0] + 1])
+    assert post.body == m.Among([2])
     assert torch.equal(post.tensors[0], ORDER[0])
-    for worker in (1, 2):
-        told(desk, worker, 2, m.Apart(1, 0))
-    (joined,) = told(desk, 0, 1, m.Join())
-    assert isinstance(joined.body, m.Joined) and joined.body.op == 1
-    assert torch.equal(joined.tensors[0], ORDER[0])
+
+
+def test_the_last_answer_that_was_heard_is_kept_with_those_who_have_come_to_an_end() -> None:
+    ends = Memory()
+    desk = CoordinatorDesk(2, Reading(0.0), Memory(), ends=ends)
+    told(desk, 0, 0, m.Heard(7, [0, 1]), ORDER)
+    told(desk, 0, 1, m.End())
+    again = CoordinatorDesk(2, Reading(0.0), Memory(), ends=ends)
+    (post,) = told(again, 1, 1, m.Gather(7, None), [ORDER[0][:0]])
+    assert post.body == m.Among([0, 1])
+    assert torch.equal(post.tensors[0], ORDER[0])
+
+
+def test_who_comes_when_all_and_the_coordinator_are_dead_is_beyond_the_cut_to_which_they_go_back() -> None:
+    shelf = Memory()
+    told(CoordinatorDesk(1, Reading(0.0), shelf), 0, 1, m.Cut(5000, 0))
+    desk = CoordinatorDesk(1, Reading(0.0), shelf)
+    desk.gone(0)
+    assert isinstance(told(desk, 0, 1, m.Join())[0].body, m.Anew)
+    told(desk, 0, 2, m.Back(0, 0, [5000], [0], [], 0, 5000))
+    (post,) = told(desk, 0, 3, m.Join())
+    assert isinstance(post.body, m.Joined)
+    assert post.body.op > 5000
 
 
 def test_a_meeting_that_one_has_been_to_was_called() -> None:
@@ -182,3 +229,23 @@ def test_a_meeting_that_one_has_been_to_was_called() -> None:
     told(desk, 0, 0, m.Heard(3, [0, 1], call=2, cut=True))
     assert desk.coordinator.called == [True, True]
     assert told(desk, 1, 1, m.Meet(3, 2, True))[0].body == m.Among([0, 1])
+
+
+def test_a_cut_that_a_shard_has_no_room_for_is_none() -> None:
+    """All that the coordinator has can be gone back to; that the pass is over it says all the same."""
+
+    class Full(Memory):
+        def put(self, cut: int, facts: dict[str, Any], tensors: Sequence[Tensor]) -> bool:
+            return cut < 2 and super().put(cut, facts, tensors)
+
+    shelf, full = Memory(), Full()
+    shard, desk = ShardDesk(1, Reading(0.0), "stop", full), CoordinatorDesk(1, Reading(0.0), shelf)
+    told(shard, 0, 1, m.Open(1, "async_sgd", 1, cut=1), [torch.zeros(4)])
+    told(desk, 0, 1, m.Cut(1, 0))
+    for number in (2, 3):  # said twice, answered alike
+        (post,) = told(shard, 0, number, m.Cut(2, 0))
+        assert post.body == m.Has([], 0, 0)
+        assert told(desk, 0, number, m.Cut(2, 0, kept=False))[0].body == m.Closed(True)
+    assert full.cuts() == shelf.cuts() == [1]
+    (begun,) = told(desk, 0, 4, m.Back(0, 0, [1], [0], [], 0, newest=1))
+    assert isinstance(begun.body, m.Begun) and begun.body.cut == 1
