@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from stretto.errors import LaunchError, MemberOutError, explain
-from stretto.launch.order import Order
+from stretto.launch.order import Order, is_free
 from stretto.launch.supervise import pause_s
 from stretto.members.attendance import ALONE, Attendance, Attending
 from stretto.members.messages import Beat, Broken, Form, GoOn, Hello, Here, Leave, Quit, Said, Told
@@ -104,7 +104,7 @@ class Members:
     """The coordinator of a world, and what the launcher is live: it sees who dies, and has another life begin.
 
     `publish` writes an event; `say` shows a line to a person; `on_gone` hears of each life that is over where workers
-    are `free`, which is known once the first script has named its recipe.
+    are `free`, which the first script says where the order names no recipe.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class Members:
     ) -> None:
         self._world, self._links, self._order = world, links, order
         self._publish, self._say, self._on_gone = publish, say, on_gone
-        self.free = False
+        self.free = is_free(order)
         """Whether nobody waits for others."""
         self._made: Roll | None = None
         self._records: list[bytes] = []
@@ -220,9 +220,14 @@ class Members:
     def _tell_dead(self, number: int) -> None:
         if self._stopped_at is not None:
             self._unheard.append(lambda: self._tell_dead(number))
-        elif not self._is_away:
+        elif not self._is_away and not self._is_early():
             life, why, returns = self._dead[number]
             self._tell(self._roll.gone(number, life, self.now, returns, why))
+
+    def _is_early(self) -> bool:
+        """Whether a script is still to name its recipe, before which nobody knows how the dead are missed."""
+        living = any(not one.is_over for one in self._world.workers)
+        return self._order.recipe is None and self._made is None and (living or bool(self._coming))
 
     def _restart(self) -> None:
         self._is_away, self._life = False, self._life + 1
@@ -259,6 +264,8 @@ class Members:
             self._made = Roll(
                 {}, order.workers, order.min_workers, order.max_workers, self.free, patience_s=order.patience_s
             )
+            for number in self._dead:
+                self._tell_dead(number)
             for one in self._world.workers:
                 if not one.is_dead:
                     self._made.hear(one.number, one.life, Hello("simulated", 0), self.now)

@@ -120,6 +120,8 @@ class Cast:
         self._offices: Offices | None = None
         self._early: list[tuple[float, Happening]] = []
         """What happens to a server before there is one."""
+        self._buried: list[tuple[int, int]] = []
+        """Which lives were over before there was one."""
         self._is_served = True
         """Whether there is a server, or may be one yet."""
         self._generations = Generations(self.world, links)
@@ -277,6 +279,8 @@ class Cast:
     def _bury(self, worker: int, life: int) -> None:
         if self._offices is not None:
             self._offices.gone(worker, life)
+        else:
+            self._buried.append((worker, life))
 
     def seat(self, worker: Worker) -> Seat:
         """A worker's place."""
@@ -350,6 +354,8 @@ class Cast:
         if self._offices is None:
             endures = self._members is not None
             self._offices = Offices(self.world, recipe.shards, order.on_nan, not order.plain, order.timeout_s, endures)
+            for worker, life in self._buried:
+                self._offices.gone(worker, life)
             for time, happening in self._early:
                 self._struck(time, self._settled(happening))
         return self._offices

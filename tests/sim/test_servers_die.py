@@ -18,7 +18,7 @@ from stretto.report.history import read
 from stretto.sim import office
 from stretto.wire.server import ServerWire
 
-SHARDS = {one: 2 if "shards=2" in one else 1 for one in [*FREE, THROUGH]}
+SHARDS = {one: 2 if "shards=2" in one else 1 for one in [*FREE, "stale_synchronous(bound=1, shards=2)", THROUGH]}
 
 
 def hidden(ended: Any) -> bytes:
@@ -47,6 +47,8 @@ GIVEN_AGAIN = """kill server 0 at 0s, back after 0.0546875s; kill server 0 at 0.
 MEETS_ALONE = """kill worker 0 at 0.048221s, back after 0.043881s; kill worker 1 at 0.012764s, back after 0.044639s;
     pause worker 2 for 0.026168s at 0.025267s"""
 """Worker 0 dies in a meeting that worker 2 is still to come to; meanwhile worker 1 is back."""
+NOBODY_HAS_ASKED = "kill worker 1 at 0s, back after 0.029285s; kill worker 0 at 0s"
+"""All die before one has asked for a server, and one comes back."""
 
 
 @settings(max_examples=25 * TIMES)
@@ -56,6 +58,7 @@ MEETS_ALONE = """kill worker 0 at 0.048221s, back after 0.043881s; kill worker 1
 )
 @example(("async_sgd(shards=2)", (3, GIVEN_AGAIN)), False)
 @example(("stale_synchronous(bound=1, shards=2)", (3, MEETS_ALONE)), True)
+@example(("stale_synchronous(bound=1)", (2, NOBODY_HAS_ASKED)), False)
 def test_whoever_dies_beside_it_every_sample_counts_once(drawn: tuple[str, tuple[int, str]], often: bool) -> None:
     recipe, (workers, fault) = drawn
     with pytest.MonkeyPatch.context() as patch:
@@ -69,6 +72,14 @@ def test_the_same_seed_gives_the_same_deaths_to_the_byte() -> None:
     logs = {lived(recipe, fault, 4, order=order).log for order in (None, None, [3, 1, 0, 2])}
     assert len(logs) == 1
     assert logs != {lived(recipe, fault, 4, seed=1).log}
+
+
+@pytest.mark.parametrize("recipe", [*FREE, THROUGH])
+def test_who_died_before_the_script_named_its_recipe_is_not_waited_for(recipe: str) -> None:
+    work = training(epochs=3, recipe=recipe)
+    ended = simulated(2, work, None, net=NET, fault=NOBODY_HAS_ASKED)
+    is_whole(ended, recipe, 3)
+    assert told(ended, "gone") == [(0, 0), (1, 0)]
 
 
 # --- some deaths --------------------------------------------------------------------------------------------------
