@@ -332,8 +332,9 @@ class CoordinatorDesk:
         self.coordinator.heard(worker, body.calls)
         if self._shelf is None or body.age < self._age:
             return []
-        usable = [cut for cut in body.cuts if cut in self._shelf.cuts()]
-        if body.least <= 0 and self._cut_at < 0 and not self._shelf.cuts():  # not all shards have got their parameters
+        here = self._shelf.cuts()
+        usable = [cut for cut in body.cuts if cut in here]
+        if body.least <= 0 and self._cut_at < 0 and not here:  # not all shards have got their parameters
             self._age, self._begun, self._is_torn = 0, m.Begun(0, -1, body.births), False
             return []
         if not usable:

@@ -161,8 +161,7 @@ class Together:
 
     def take_up(self, op: int, body: m.Body, found: list[Tensor]) -> None:
         """This was the last answer of another process."""
-        self._answers[op] = body, found
-        self.last = op, body, found
+        self._remember(op, body, found)
 
     def group(self, generation: int, members: Sequence[int]) -> None:
         if self._meeting.group(generation, members):

@@ -37,7 +37,7 @@ from stretto.words import Ask as Asked
 from stretto.words import Every, Mean
 
 REMEMBERED = 64
-"""So many exchanges of all are remembered, to be said again to a service that was started again."""
+"""So much that was said to shards in exchanges of all is remembered, to be said again to one that was started again."""
 
 SETTLED_AT_ONCE = 50_000
 """So many batches fit into the head of a parcel."""
