@@ -7,7 +7,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from stretto.errors import BrokenWireError, WireError
@@ -119,10 +118,7 @@ class SimLink:
         self.worker.act(lambda: self._leave(parcel))
 
     def wait(self, number: int, sink: Sink | None = None) -> tuple[m.Body, list[Pieces]]:
-        """The reply to a parcel. Within a backward pass, where nobody can wait, nothing comes back of what is told."""
-        if self.worker.in_backward:
-            self.worker.after_backward(lambda: self._forget(number))
-            return m.Answered(), [[torch.empty(0, dtype=torch.uint8)]]
+        """The reply to a parcel."""
         if number not in self._replies:
             self.worker.until(
                 lambda: number in self._replies or self._is_aborted, lambda: self._office.called, self._limit_s
@@ -206,10 +202,6 @@ class SimLink:
     def _worked(self) -> None:
         self.worker.asks += 1
         self.worker.work(self._world.tariff.ask_s)
-
-    def _forget(self, number: int) -> None:
-        with suppress(BrokenWireError):  # the next exchange says so to one who can wait
-            self.wait(number)
 
     def _leave(self, parcel: _Parcel) -> None:
         parcel.has_left = True

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from stretto.errors import BrokenWireError
 from stretto.launch.parts import CUT_EVERY_S
 from stretto.server import messages as m
 from stretto.server.coordinator_desk import CoordinatorDesk
@@ -258,6 +261,19 @@ class _SimWire(ServerWire):
         if not self._aborted:
             super().tell(said, teller)
         return said
+
+    def _hear(self, body: m.Gather | m.Keep | m.Meet, number: int) -> list[Pieces]:
+        """Within a backward pass nothing comes back, and it is heard behind it: till then nobody is told of it."""
+        link = self._coordinator
+        assert isinstance(link, SimLink)
+        if not link.worker.in_backward:
+            return super()._hear(body, number)
+        link.worker.after_backward(lambda: self._hear_behind(body, number))
+        return [[torch.empty(0, dtype=torch.uint8)]]
+
+    def _hear_behind(self, body: m.Gather | m.Keep | m.Meet, number: int) -> None:
+        with suppress(BrokenWireError):  # the next exchange says so to one who can wait
+            self._hear(body, number)
 
     def _told(self, tensors: Sequence[Pieces]) -> list[bytes]:
         link = self._coordinator

@@ -156,7 +156,11 @@ class ServerWire:
 
     def _answer(self, body: m.Gather | m.Keep | m.Meet, given: list[Tensor]) -> list[Pieces]:
         """The answer to an exchange of all at the coordinator."""
-        reply, found = self._coordinator.wait(self._coordinator.send(body, given))
+        return self._hear(body, self._coordinator.send(body, given))
+
+    def _hear(self, body: m.Gather | m.Keep | m.Meet, number: int) -> list[Pieces]:
+        """The same, when it has come."""
+        reply, found = self._coordinator.wait(number)
         if isinstance(reply, m.Among):
             self.members = reply.members
         if self.endures:

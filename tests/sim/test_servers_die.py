@@ -49,6 +49,8 @@ MEETS_ALONE = """kill worker 0 at 0.048221s, back after 0.043881s; kill worker 1
 """Worker 0 dies in a meeting that worker 2 is still to come to; meanwhile worker 1 is back."""
 NOBODY_HAS_ASKED = "kill worker 1 at 0s, back after 0.029285s; kill worker 0 at 0s"
 """All die before one has asked for a server, and one comes back."""
+WITHIN_A_BACKWARD = "kill server 0 at 0.0735s, back after 20ms"
+"""Worker 0 is told something within a backward pass, worker 1 beside its own; the answer is lost."""
 
 
 @settings(max_examples=25 * TIMES)
@@ -59,6 +61,7 @@ NOBODY_HAS_ASKED = "kill worker 1 at 0s, back after 0.029285s; kill worker 0 at 
 @example(("async_sgd(shards=2)", (3, GIVEN_AGAIN)), False)
 @example(("stale_synchronous(bound=1, shards=2)", (3, MEETS_ALONE)), True)
 @example(("stale_synchronous(bound=1)", (2, NOBODY_HAS_ASKED)), False)
+@example((THROUGH, (2, WITHIN_A_BACKWARD)), False)
 def test_whoever_dies_beside_it_every_sample_counts_once(drawn: tuple[str, tuple[int, str]], often: bool) -> None:
     recipe, (workers, fault) = drawn
     with pytest.MonkeyPatch.context() as patch:
