@@ -161,9 +161,12 @@ class Happening:
 
     def __str__(self) -> str:
         """What a person reads of it."""
-        who = self.kind if self.kind == "coordinator" else f"{self.kind} {_ranges(self.numbers)}"
         by = f" by {spelled(self.factor)}" if self.verb == "slow" else ""
-        return f"{SAID[self.verb]} {who}{by}"
+        return f"{SAID[self.verb]} {self.who()}{by}"
+
+    def who(self) -> str:
+        """Whom it strikes."""
+        return self.kind if self.kind == "coordinator" else f"{self.kind} {_ranges(self.numbers)}"
 
     def words(self) -> dict[str, Any]:
         """What an event says of it."""

@@ -12,7 +12,7 @@ from stretto.errors import LaunchError, MemberOutError, explain
 from stretto.launch.order import Order, is_free
 from stretto.launch.supervise import pause_s
 from stretto.members.attendance import ALONE, Attendance, Attending
-from stretto.members.messages import Beat, Broken, Form, GoOn, Hello, Here, Leave, Quit, Said, Told
+from stretto.members.messages import Beat, Broken, Form, GoOn, Here, Leave, Quit, Said, Told
 from stretto.members.roll import COORDINATOR, Event, Post, Roll
 from stretto.sim.flows import ARRIVE
 from stretto.sim.network import Links
@@ -130,18 +130,21 @@ class Members:
         self._due: set[int] = set()
         """Those that are to come back as soon as it does."""
         self._coming: set[int] = set()
-        self._is_away = False
+        self.is_away = False
+        """Whether the coordinator's process is gone."""
         self._stopped_at: float | None = None
         """Since when the coordinator stands still, if it does."""
         self._unheard: list[Callable[[], None]] = []
-        """What it hears when it goes on."""
+        """What it hears when it goes on, or when it can know how the dead are missed."""
         self._life = 0
         """Of the coordinator's process."""
         self._every_s, self._beats_s = min(order.patience_s / 10, 0.2), beat_s(order.patience_s)
         self._beat_at = 0.0
         self._has_ended = False
         """Whether somebody has come to its end: then nobody is started again."""
-        world.goes_on = lambda: not self._has_ended and bool(self._unnoticed or self._coming)
+        world.goes_on = lambda: (
+            not self._has_ended and (bool(self._unnoticed or self._coming or self._unheard) or self.is_away)
+        )
         world.queue.at(self._every_s, self._tick, ARRIVE)
 
     @property
@@ -152,24 +155,24 @@ class Members:
     def line(self, worker: Worker) -> Line:
         """A worker's line."""
         found = self._lines[worker.number] = Line(self, worker)
+        self._listen()
         return found
 
     # --- what the launcher is live ------------------------------------------------------------------------------
 
-    def killed(self, worker: Worker, returns: bool) -> None:
+    def killed(self, worker: Worker, back_after_s: float | None) -> None:
         """A worker's process was killed, and another one is to begin or not."""
-        self._ended(worker, "killed by SIGKILL", returns)
+        self._ended(worker, "killed by SIGKILL", back_after_s)
 
     def stopped(self, worker: Worker) -> None:
         """A worker has found out that it is no member any more: its process ends, and another one begins."""
-        self._ended(worker, "was taken for dead and stopped by itself", True)
-        self._world.queue.at(self.now + pause_s(worker.life), lambda: self.back(worker.number), ARRIVE)
+        self._ended(worker, "was taken for dead and stopped by itself", pause_s(worker.life))
 
     def ended(self) -> None:
         """A worker has come to its end."""
         self._has_ended = True
 
-    def back(self, number: int) -> None:
+    def _back(self, number: int) -> None:
         """Another life of a worker begins, unless others have come to their end meanwhile."""
         if number in self._unnoticed:
             self._due.add(number)
@@ -179,15 +182,15 @@ class Members:
 
     def coordinator_killed(self, back_after_s: float | None) -> None:
         """The coordinator's process was killed: it begins again from its journal."""
-        if self._is_away:
+        if self.is_away:
             return
-        self._is_away, self._stopped_at = True, None
+        self.is_away, self._stopped_at = True, None
         self._unheard.clear()
         self.begin_again(COORDINATOR, self._life, back_after_s, self._restart)
 
     def coordinator_stops(self) -> None:
         """The coordinator's process stands still: what is said to it waits."""
-        if not self._is_away and self._stopped_at is None:
+        if not self.is_away and self._stopped_at is None:
             self._stopped_at = self.now
 
     def coordinator_goes_on(self) -> None:
@@ -197,15 +200,14 @@ class Members:
         slept_s, self._stopped_at = self.now - self._stopped_at, None
         if self._made is not None:
             self._made.slept(slept_s)
-        unheard, self._unheard = self._unheard, []
-        for one in unheard:
-            one()
+        self._listen()
 
-    def _ended(self, worker: Worker, why: str, returns: bool) -> None:
-        returns = returns and not self._has_ended
+    def _ended(self, worker: Worker, why: str, back_after_s: float | None) -> None:
+        returns = back_after_s is not None and not self._has_ended
         self._unnoticed.add(worker.number)
-        if returns:
+        if back_after_s is not None and returns:
             self._coming.add(worker.number)
+            self._world.queue.at(self.now + back_after_s, lambda: self._back(worker.number), ARRIVE)
         self._world.queue.at(self.now + NOTICED_S, lambda: self._notice(worker, why, returns), ARRIVE, worker.number)
 
     def _notice(self, worker: Worker, why: str, returns: bool) -> None:
@@ -215,22 +217,14 @@ class Members:
         self._tell_dead(number)
         if number in self._due:
             self._due.discard(number)
-            self.back(number)
+            self._back(number)
 
     def _tell_dead(self, number: int) -> None:
-        if self._stopped_at is not None:
-            self._unheard.append(lambda: self._tell_dead(number))
-        elif not self._is_away and not self._is_early():
-            life, why, returns = self._dead[number]
-            self._tell(self._roll.gone(number, life, self.now, returns, why))
-
-    def _is_early(self) -> bool:
-        """Whether a script is still to name its recipe, before which nobody knows how the dead are missed."""
-        living = any(not one.is_over for one in self._world.workers)
-        return self._order.recipe is None and self._made is None and (living or bool(self._coming))
+        life, why, returns = self._dead[number]
+        self._come(lambda: self._tell(self._roll.gone(number, life, self.now, returns, why)))
 
     def _restart(self) -> None:
-        self._is_away, self._life = False, self._life + 1
+        self.is_away, self._life = False, self._life + 1
         if self._records:
             self._made = Roll.restored(self._records, self.now)
         for number in self._dead:
@@ -264,24 +258,34 @@ class Members:
             self._made = Roll(
                 {}, order.workers, order.min_workers, order.max_workers, self.free, patience_s=order.patience_s
             )
-            for number in self._dead:
-                self._tell_dead(number)
-            for one in self._world.workers:
-                if not one.is_dead:
-                    self._made.hear(one.number, one.life, Hello("simulated", 0), self.now)
         return self._made
+
+    def _come(self, word: Callable[[], None]) -> None:
+        """Something comes to the coordinator's process, if there is one, which hears it as soon as it can."""
+        if not self.is_away:
+            self._unheard.append(word)
+            self._listen()
+
+    def _listen(self) -> None:
+        """Hear what has come, unless the process stands still, or knows too little to make anything of it."""
+        if self._stopped_at is None and not self._is_early():
+            unheard, self._unheard = self._unheard, []
+            for one in unheard:
+                one()
+
+    def _is_early(self) -> bool:
+        """Whether a script is still to name its recipe, before which nobody knows how the dead are missed."""
+        living = any(not one.is_over for one in self._world.workers)
+        return self._order.recipe is None and not self._lines and (living or bool(self._coming))
 
     def say(self, line: Line, said: Said) -> None:
         """A worker says something to the coordinator."""
         if self._is_there(line):
             number, life = line.worker.number, line.life
-            self._later(line, lambda: self._hear(number, life, said))
+            self._later(line, lambda: self._come(lambda: self._hear(number, life, said)))
 
     def _hear(self, worker: int, life: int, said: Said) -> None:
-        if self._stopped_at is not None:
-            self._unheard.append(lambda: self._hear(worker, life, said))
-        elif not self._is_away:
-            self._tell(self._roll.hear(worker, life, said, self.now))
+        self._tell(self._roll.hear(worker, life, said, self.now))
 
     def _tick(self) -> None:
         """Time has passed: whoever lives and can be heard says so, and the coordinator looks who has not."""
@@ -290,11 +294,11 @@ class Members:
             self._beat_at = self.now + self._beats_s
             for line in self._there():
                 line.speak(with_beat=True)
-        is_there = not self._is_away and self._stopped_at is None
+        is_there = not self.is_away and self._stopped_at is None
         for line in self._lines.values():
             self._mind_silence(line, is_there)
-        if is_there:
-            self._tell(self._roll.tick(self.now))
+        if is_there and self._made is not None:
+            self._tell(self._made.tick(self.now))
 
     def _mind_silence(self, line: Line, is_there: bool) -> None:
         """Who is alone and hears nothing of the coordinator stops before others begin without it."""

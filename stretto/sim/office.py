@@ -35,8 +35,9 @@ class Office:
         self._world, self._make, self.share = world, make, share
         self.end, self.called = end, called
         self.is_away = False
-        self._life = 0
-        self._paused: list[Callable[[], None]] | None = None
+        self._life = self._stops = 0
+        """Which process it is, and how often that was stopped without going on."""
+        self._waiting: list[Callable[[], None]] = []
         """What waits until the process goes on, if it is stopped."""
         self._begin()
 
@@ -51,7 +52,8 @@ class Office:
 
     def lose(self) -> None:
         """The process is gone, with what it knew, and with what is on its way to it and from it."""
-        self.is_away, self._paused = True, None
+        self.is_away, self._stops = True, 0
+        self._waiting.clear()
         self._life += 1
 
     def begin_again(self) -> None:
@@ -61,14 +63,15 @@ class Office:
 
     def stop(self) -> None:
         """The process stands still: what comes waits."""
-        if not self.is_away and self._paused is None:
-            self._paused = []
+        self._stops += not self.is_away
 
     def go_on(self) -> None:
-        """It does what has waited."""
-        waiting, self._paused = self._paused or [], None
-        for one in waiting:
-            one()
+        """It does what has waited, unless it was stopped once more."""
+        self._stops -= self._stops > 0
+        if not self._stops:
+            waiting, self._waiting = self._waiting, []
+            for one in waiting:
+                one()
 
     def unless_lost(self, then: Callable[[], None]) -> Callable[[], None]:
         """What happens if the process is still the one of now."""
@@ -105,8 +108,8 @@ class Office:
         queue.at(self._free_at, take, key=link.worker.number)
 
     def _take(self, link: SimLink, head: m.Head, tensors: list[Pieces]) -> None:
-        if self._paused is not None:
-            self._paused.append(self.unless_lost(lambda: self._take(link, head, tensors)))
+        if self._stops:
+            self._waiting.append(self.unless_lost(lambda: self._take(link, head, tensors)))
             return
         worker, life = link.worker.number, link.life
         if self._lives.is_over(worker, life):
@@ -213,9 +216,13 @@ class Offices:
 
     # --- processes of servers -------------------------------------------------------------------------------------
 
+    def is_there(self, shard: int) -> bool:
+        """Whether a server has a process."""
+        return not self._offices[1 + shard].is_away
+
     def server_lost(self, shard: int) -> int | None:
         """A server's process was killed: which life of it that was. None when it is not there."""
-        if self._offices[1 + shard].is_away:
+        if not self.is_there(shard):
             return None
         for number in self._of(shard):
             self._offices[number].lose()

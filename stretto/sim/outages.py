@@ -26,8 +26,8 @@ class Outages:
         """Of each worker, from when to when it was stopped; the last may have no end yet."""
         self.tell: Callable[[float, Happening], None] = lambda *_: None
         """Called with all that happens."""
-        self.settle: Callable[[Happening], Happening] = lambda one: one
-        """Called first: who is meant may not have been known when it was drawn."""
+        self.settle: Callable[[float, Happening], Happening | None] = lambda _, one: one
+        """Called first: who is meant may not have been known when it was drawn. None if it happens later."""
         self.strike: Callable[[float, Happening], None] = refuse
         """Called with what is done to processes, but for pauses of workers."""
         self._look_ahead()
@@ -68,7 +68,7 @@ class Outages:
             time, happening = self._next
             self._next = next(self._plan, None)
             self._note(time, happening)
-            self._queue.at(max(time, self._queue.now), functools.partial(self._happen, time, happening), FAULT)
+            self._queue.at(max(time, self._queue.now), functools.partial(self.happen, time, happening), FAULT)
 
     def _look_ahead(self) -> None:
         """Have the clock come to what happens next, even if nobody asks before."""
@@ -90,8 +90,11 @@ class Outages:
             elif happening.verb in ("go_on", "kill") and pauses and pauses[-1][1] == inf:
                 pauses[-1] = pauses[-1][0], time
 
-    def _happen(self, time: float, happening: Happening) -> None:
-        happening = self.settle(happening)
+    def happen(self, time: float, drawn: Happening) -> None:
+        """What a plan has for this time is so."""
+        happening = self.settle(time, drawn)
+        if happening is None:
+            return
         self.tell(time, happening)
         ends = [one if happening.kind == "worker" else -1 - one for one in happening.numbers]
         net = self._net

@@ -197,13 +197,24 @@ class Cast:
     def _happens(self, time: float, happening: Happening) -> None:
         """Write down what goes wrong, and who can speak again."""
         number = happening.numbers[0]
-        one = self.world.workers[number] if happening.kind == "worker" else None
-        if happening.verb == "back" or (one is not None and one.is_over and happening.verb in STRIKES):
-            return
         who = {"worker": number, "server": -1 - number, "coordinator": COORDINATOR}[happening.kind]
+        if happening.verb == "back":
+            return
+        if happening.verb in STRIKES and not self._is_there(happening):
+            self._note(f"chaos: {happening.who()} is not there ({happening})")
+            return
         self._publish({"event": "chaos", "worker": who, **happening.words()})
         if self._members is not None and happening.verb in ("go_on", "heal"):
             self.world.queue.at(self.world.queue.now, lambda: self._mortals.again(happening.numbers), ARRIVE)
+
+    def _is_there(self, happening: Happening) -> bool:
+        """Whether there is a process that can be struck."""
+        number = happening.numbers[0]
+        if happening.kind == "worker":
+            return not self.world.workers[number].is_over
+        if happening.kind == "coordinator":
+            return self._members is None or not self._members.is_away
+        return self._offices is None or number >= self._offices.shards or self._offices.is_there(number)
 
     def _publish(self, event: Event) -> None:
         now = self.world.queue.now
@@ -213,15 +224,21 @@ class Cast:
     def _note(self, text: str, worker: int = 0) -> None:
         self._publish({"event": "notice", "worker": worker, "text": text})
 
-    def _settled(self, happening: Happening) -> Happening:
-        """A server may have been drawn when nobody knew how many the script's recipe has."""
+    def _settled(self, time: float, happening: Happening) -> Happening | None:
+        """A server may have been drawn when nobody knew how many the script's recipe has.
+
+        What befalls one before the first worker has asked for it does so then.
+        """
+        if happening.kind == "server" and self._offices is None and self._is_served:
+            self._early.append((time, happening))
+            return None
         named = (number for fault in self._simulation.faults for number in chaos.aim(fault)[1])
         if happening.kind != "server" or self._offices is None or happening.numbers[0] in named:
             return happening
         return replace(happening, numbers=(happening.numbers[0] % self._offices.shards,))
 
     def _struck(self, time: float, happening: Happening) -> None:
-        """A process is killed or stopped, or goes on; who comes back when it is due is a worker."""
+        """A process is killed or stopped, or goes on."""
         number, back_after_s = happening.numbers[0], happening.back_after_s
         if happening.kind == "server":
             self._strike_server(time, happening, number)
@@ -231,12 +248,14 @@ class Cast:
             refuse(time, happening)
         elif happening.kind == "coordinator" and happening.verb == "kill":
             self._members.coordinator_killed(back_after_s)
-        elif happening.kind == "worker" and happening.verb == "back":
-            self._members.back(number)
-        elif happening.kind == "worker" and not (worker := self.world.workers[number]).is_over:
+        elif happening.kind == "worker" and happening.verb == "kill":
+            self._kill(self.world.workers[number], back_after_s)
+
+    def _kill(self, worker: Worker, back_after_s: float | None) -> None:
+        if not worker.is_over:
             self.world.kill(worker)
             self._lose(worker)
-            self._members.killed(worker, back_after_s is not None)
+            self._mortals.killed(worker, back_after_s)
 
     def _pause_coordinator(self, stops: bool) -> None:
         """It is not missed where nobody dies."""
@@ -246,11 +265,8 @@ class Cast:
             self._members.coordinator_goes_on()
 
     def _strike_server(self, time: float, happening: Happening, number: int) -> None:
-        """The first worker may not have asked for the server yet: then it is struck when it has."""
         offices = self._offices
-        if offices is None and self._is_served:
-            self._early.append((time, happening))
-        elif offices is None or number >= offices.shards:
+        if offices is None or number >= offices.shards:
             refuse(time, happening, "the recipe of this run has no such server")
         elif happening.verb == "pause":
             offices.server_stops(number)
@@ -341,8 +357,7 @@ class Cast:
         one, limit_s = self.world.workers[worker], self._simulation.order.timeout_s
         if recipe is None or not recipe.shards:
             self._is_served = False
-            for time, happening in self._early:
-                self._struck(time, happening)
+            self._catch_up()
         if self._members is not None and recipe is not None:
             return self._enduring(one, recipe)
         if recipe is None or not recipe.shards:
@@ -356,9 +371,14 @@ class Cast:
             self._offices = Offices(self.world, recipe.shards, order.on_nan, not order.plain, order.timeout_s, endures)
             for worker, life in self._buried:
                 self._offices.gone(worker, life)
-            for time, happening in self._early:
-                self._struck(time, self._settled(happening))
+            self._catch_up()
         return self._offices
+
+    def _catch_up(self) -> None:
+        """What was to happen to a server happens, now that it is known whether there is one."""
+        early, self._early = self._early, []
+        for time, happening in early:
+            self.world.outages.happen(time, happening)
 
     def _enduring(self, worker: Worker, recipe: Recipe) -> Wire:
         """A wire of a worker that may die, or whose peers may: what the live seat makes, of simulated parts."""

@@ -21,6 +21,7 @@ from sim.simulated import STEP_S, now, simulated
 from stretto import chaos
 from stretto.errors import BrokenWireError, LaunchError
 from stretto.launch.order import Order
+from stretto.launch.supervise import pause_s
 from stretto.report import fates
 from stretto.report.history import read
 from stretto.sim import network
@@ -151,6 +152,33 @@ def test_when_nobody_is_left_the_run_ends_with_one_error(recipe: str, tmp_path: 
     assert "the run cannot go on at 0.057 s of virtual time: too few workers are left" in str(raised.value)
     assert "got: 0 of 3" in str(raised.value)
     assert len(read(tmp_path / "run").of("error")) == 1
+
+
+@pytest.mark.parametrize("coordinator", ["kill coordinator at 40ms, back after 1s", "pause coordinator for 1s at 40ms"])
+@pytest.mark.parametrize("recipe", ["allreduce", "async_sgd", THROUGH])
+def test_when_nobody_is_left_the_coordinator_says_so_as_soon_as_it_can(recipe: str, coordinator: str) -> None:
+    with pytest.raises(LaunchError, match=r"cannot go on at 1.04 s of virtual time: too few workers are left"):
+        lived(recipe, f"{coordinator}; kill workers 0-2 at 47ms")
+
+
+@pytest.mark.parametrize("recipe", ["allreduce", "async_sgd"])
+def test_who_is_not_there_is_not_struck(recipe: str) -> None:
+    """It comes back no sooner than its end is noticed."""
+    ended = lived(recipe, "kill worker 1 at 40ms, back after 2ms; kill worker 1 at 45ms")
+    is_whole(ended, recipe)
+    assert told(ended, "gone") == [(1, 0)]
+    assert len(ended.of("chaos")) == 1
+    assert [one["text"] for one in ended.of("notice")] == ["chaos: worker 1 is not there (killed: worker 1)"]
+
+
+def test_who_comes_back_does_so_once_for_each_death() -> None:
+    """A worker stops by itself, and is killed while it is not there: that nobody comes back from."""
+    fault = "cut worker 1 for 150ms at 55ms; kill worker 1 at 260ms, back after 40ms"
+    ended = simulated(3, training(12), "allreduce", net=NET, fault=fault, asks={"patience_s": 0.1})
+    stopped = next(one["t"] for one in ended.of("notice") if "worker 1 stops" in one["text"])
+    (again,) = [one["t"] for one in ended.of("member") if one["what"] == "joined" and one["life"] == 1]
+    assert again >= stopped + pause_s(0)
+    is_whole(ended, "allreduce", 12)
 
 
 @pytest.mark.parametrize("recipe", ["allreduce", "async_sgd"])
