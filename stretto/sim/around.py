@@ -35,6 +35,8 @@ class Limit:
         self._begun = 0
         self._last: int | None = None
         self._handed = 0
+        self.is_over = False
+        """Whether a worker that waits for nobody has been told to end."""
 
     def reached(self, hands: int, samples: int, t: float, free: bool) -> bool:
         """Whether a worker ends before its next hand, after so many. `samples` are those of all, as far as it knows.
@@ -43,7 +45,8 @@ class Limit:
         """
         if free:
             self._handed = max(self._handed, samples)
-            return t >= self._time_s or self._handed >= self._samples
+            self.is_over = self.is_over or t >= self._time_s or self._handed >= self._samples
+            return self.is_over
         if self._last is None and (t >= self._time_s or samples >= self._samples):
             self._last = max(self._begun, hands)
         if self._last is not None and hands >= self._last:
@@ -144,3 +147,7 @@ class SimAround(Surroundings):
         if self._limit.is_timed:
             self._worker.catch_up()  # who is asked later has begun later
         return self._limit.reached(hands, samples, t, self.free)
+
+    def has_seen_enough(self) -> bool:
+        """Whether one has ended before its last hand of the pass: nobody goes on to the next without it."""
+        return self._limit.is_over

@@ -166,18 +166,21 @@ class ArrivalExchange:
         return is_sent
 
     @torch.no_grad()
-    def meet(self) -> bool:
-        """Wait until nothing of any worker is under way; whether the pass was over then."""
+    def meet(self, called: bool = False) -> bool:
+        """Wait until nothing of any worker is under way; whether the pass was over then.
+
+        All come because they were `called` to it, or else because each knows by itself that it is due.
+        """
         with self._watch.on("encoding"):
             self._hear()
         with self._watch.on("waiting"):
-            return self._wire.meet(self._seq)
+            return self._wire.meet(self._seq, called)
 
     @torch.no_grad()
     def _follow(self) -> None:
         """The servers went back to a cut: go on from there, what was learned since is done again."""
         self._sent, self._seq, self._age, self._fresh = None, 0, self._wire.age, True
-        self.read()
+        self._read()
         self.start_from_read()
 
     @torch.no_grad()
@@ -186,13 +189,16 @@ class ArrivalExchange:
 
         All workers do it, after they have met: so all have the same.
         """
-        news = None
-        while news is None:
+        while True:
             try:
-                with self._watch.on("exchanging"):
-                    news = self._wire.read(self._lengths, flush=True).wait(self._put)
+                return self._read()
             except AnewError:
                 self._wire.recover()
+
+    def _read(self) -> list[int]:
+        """The same, once. Raises AnewError when a server was lost."""
+        with self._watch.on("exchanging"):
+            news = self._wire.read(self._lengths, flush=True).wait(self._put)
         if self._looks is not None:
             self._looks.received += self._nbytes
             self._looks.raw_received += self._nbytes

@@ -215,7 +215,7 @@ class FreeHands:
         if self._share.has_asked:  # the answer may be a call, which the others come to
             self._share.hear_calls()
             self._come_to_meetings()
-        while not (self._share.is_over(left=True) and self._share.wire.on_cut()):
+        while not (self._share.is_over(left=True) and self._share.wire.on_cut(False)):
             self._share.hear_calls()
             self._come_to_meetings()
 
@@ -223,7 +223,7 @@ class FreeHands:
         """Come to those that this worker was told of."""
         while self._share.cuts:
             self._share.cuts -= 1
-            self._share.wire.on_cut()
+            self._share.wire.on_cut(True)
             self.cut_made()
         if self.meet is not None:
             self.meet(self.meetings())
@@ -233,4 +233,4 @@ class FreeHands:
         if self.finish is None:
             return True
         self.finish()
-        return self._share.is_over() and self._share.wire.on_cut()
+        return self._share.is_over() and self._share.wire.on_cut(False)

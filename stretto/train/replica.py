@@ -113,12 +113,15 @@ class Replica:
             self._drift_at = now
         self._apart = False
 
-    def look(self) -> None:
-        """Put the agreed model in place of this worker's own, where the two differ."""
+    def look(self, called: bool = False) -> None:
+        """Put the agreed model in place of this worker's own, where the two differ.
+
+        Where nobody waits all meet for it, because they were `called`, or else because it is due.
+        """
         if self._look is not None:
             return
         if self.arrival is not None:
-            self._look_at_server(self.arrival)
+            self._look_at_server(self.arrival, called)
         elif self.gradients is not None:
             self._buffers.agree()
             self._buffers.follow_lead()
@@ -127,9 +130,9 @@ class Replica:
                 account = self._tally.account("looks")
                 self._look = Look(self._arena, self._buffers, self._wire, self._weights.share, account)
 
-    def _look_at_server(self, arrival: ArrivalExchange) -> None:
+    def _look_at_server(self, arrival: ArrivalExchange, called: bool) -> None:
         assert self._arena is not None
-        arrival.meet()
+        arrival.meet(called)
         with self._watch.on("exchanging"):
             account = self._tally.account("looks")
             self._look = Look(self._arena, self._buffers, self._wire, self._equal_share, account, arrival.read)

@@ -101,3 +101,7 @@ class Surroundings:
     def sees_enough(self, hands: int, samples: int, t: float) -> bool:
         """Whether the run ends before the next hand, after so many hands, samples and seconds."""
         return False
+
+    def has_seen_enough(self) -> bool:
+        """Whether a worker that waits for nobody has ended in this pass, whose end all have come to."""
+        return False

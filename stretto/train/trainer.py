@@ -174,9 +174,11 @@ class Trainer:
             self._meet(self.hands.meetings())
             if hand is None:
                 self.watch.switch("other")
-                if self.end_pass(left=False):
-                    return None
-                continue
+                if not self.end_pass(left=False):
+                    continue
+                if self._around.has_seen_enough():
+                    raise Enough
+                return None
             self._begin_hand(hand)
             if not hand.idle:
                 self._pace.begin()
@@ -231,17 +233,17 @@ class Trainer:
             saves = self.presence.keeper.is_told_to_save()
             if saves:
                 self.bring_steps()
-            self.look_together(self._judge_and_save if saves else self.referee.evaluate)
+            self.look_together(self._judge_and_save if saves else self.referee.evaluate, called=True)
 
     def _judge_and_save(self) -> None:
         self.referee.evaluate()
         self.presence.keeper.save()
 
-    def look_together(self, then: Callable[[], None]) -> None:
+    def look_together(self, then: Callable[[], None], called: bool = False) -> None:
         """All workers that do not wait for each other look at what the server has, do this, and go on."""
         self.watch.switch("other")
         if self.replica.arrival is not None:
-            self.replica.look()
+            self.replica.look(called)
         self._count_all_samples()
         then()
         self.replica.resume()

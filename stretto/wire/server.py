@@ -73,10 +73,10 @@ class ServerWire:
         """How many of them it has been to."""
         self.doing: Callable[[str, int], None] = lambda _text, _hand: None
         """Told what this worker does, for those who ask, and with which hand."""
-        self.on_cut: Callable[[], bool] = lambda: True
+        self.on_cut: Callable[[bool], bool] = lambda _called: True
         """Comes to a meeting for a cut, with nothing of this worker under way; whether the pass was over then."""
         self.on_recovered: Callable[[], None] = lambda: None
-        """Takes up the servers' parameters, after they went back."""
+        """Takes up the servers' parameters, after they went back. Raises AnewError when a server was lost since."""
         self._op = self._pushed = 0
         self._is_apart = False
         self._begun: tuple[m.Begin, Tensor] | None = None
@@ -245,12 +245,12 @@ class ServerWire:
             numbers.append(link.send(body, [one.detach().cpu() for one in update.messages[shard]]))
         return Ticket(self.links, numbers, lengths, update.messages)
 
-    def meet(self, seq: int) -> bool:
+    def meet(self, seq: int, called: bool = False) -> bool:
         """Come together with all, after update `seq`; no shard lets others wait for this worker till all have come.
 
         What there is then is kept. Whether the pass was over: it may not be any more, if servers went back to a cut.
+        If it was `called` it is the first of those that this worker was told of and has not been to.
         """
-        called = self.met < len(self.calls)
         about = (self.met + 1, self.calls[self.met]) if called else (0, False)
         self._rest(seq, self._op + 1)
         self._op, self._is_apart = self._op + 1, False  # until here this worker stands where it stood
@@ -413,14 +413,25 @@ class ServerWire:
         return body
 
     def recover(self) -> None:
-        """Go back to the cut from which the servers begin anew, with all workers. What was settled since is undone."""
+        """Go back to the cut from which the servers begin anew, with all workers. What was settled since is undone.
+
+        Once more, if servers are lost meanwhile.
+        """
+        while not self._recovered():
+            pass
+
+    def _recovered(self) -> bool:
         while not self._go_back():
             pass
         self._settled, self._pushed = [], 0
         if self._begun is not None:
             self._begin()
-        if self.cut_at >= 0:
-            self.on_recovered()
+        try:
+            if self.cut_at >= 0:
+                self.on_recovered()
+        except AnewError:
+            return False
+        return True
 
     def _go_back(self) -> bool:
         """Agree with the others, through the coordinator, on a cut that all shards have; False to look again."""

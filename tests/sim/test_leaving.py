@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from crew import flat
 from sim.dying import ALL, FREE, NET, SAMPLES, seen, training
@@ -44,3 +46,16 @@ def test_who_has_left_stays_out_when_a_server_dies(at: int) -> None:
     work = training(leaves=lambda worker, steps: worker == 1 and steps == 1)
     ended = simulated(3, work, "async_sgd", net=NET, fault=f"kill server 0 at {at}ms, back after 10ms")
     assert seen(ended) == [ALL] * 2
+
+
+@pytest.mark.parametrize("until", [{"samples": SAMPLES}, {"samples": 2 * SAMPLES}, {"samples": 60}, {"time_s": 0.15}])
+@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("recipe", FREE)
+def test_where_one_has_had_enough_nobody_goes_on_to_the_next_pass(recipe: str, workers: int, until: Any) -> None:
+    ended = simulated(workers, training(epochs=9), recipe, net=NET, **until)
+    assert len(ended.of("end")) == workers
+    assert ended.found == [None] * workers
+    *before, last = seen(ended)
+    assert before == [ALL] * len(before)
+    assert last["twice"] == 0
+    assert "time_s" in until or len(before) == (until["samples"] - 1) // SAMPLES

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +106,25 @@ def test_all_go_back_to_the_cut_once(recipe: str, monkeypatch: pytest.MonkeyPatc
         is_whole(lived(recipe, f"kill server 0 at {at}ms, back after 20ms", 4, 3), recipe, 3)
         assert {age for _, age in backs} <= {0}, f"killed at {at} ms"
         assert set(backs.values()) <= {1}
+
+
+def test_who_goes_back_while_servers_are_lost_again_does_not_go_back_within(monkeypatch: pytest.MonkeyPatch) -> None:
+    depth, most, draw = Counter[int](), 0, random.Random(0)
+    recover = ServerWire.recover
+
+    def counted(wire: ServerWire) -> None:
+        nonlocal most
+        depth[wire.number] += 1
+        most = max(most, depth[wire.number])
+        recover(wire)
+        depth[wire.number] -= 1
+
+    monkeypatch.setattr(ServerWire, "recover", counted)
+    moments = accumulate((draw.uniform(60, 400) for _ in range(60)), initial=60.0)
+    fault = "; ".join(f"kill server 0 at {at:.3f}ms, back after 10ms" for at in moments)
+    ended = simulated(2, training(1), "async_sgd", net="1Gbit/s 30ms", fault=fault)
+    is_whole(ended, "async_sgd", 1)
+    assert most == 1
 
 
 def test_what_was_done_since_the_cut_is_done_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,7 +73,7 @@ def script(recipe: str, meet: int | None, books: Books) -> Any:
 
         def meet_all(times: int) -> None:
             for _ in range(times):
-                exchange.meet()
+                exchange.meet(called=True)
                 exchange.read()
                 told = wire.gather(b"at a meeting")
                 assert set(told) == {b"at a meeting"}
@@ -268,6 +268,16 @@ HEARD = [(10, "worker", 0), (11, "server", 0)]
 PASSED = [(608, "server", 0), (1024, "server", 0), (1290, "server", 0), (1456, "server", 0)]
 
 
+CALLED_TWICE = [
+    (1, "at the end, server", 1),
+    (22, "worker", 4),
+    (145, "worker", 0),
+    (300, "worker", 0),
+    (929, "server", 1),
+    (1451, "server", 2),
+]
+
+
 @given(**PLACE, planned=faults("worker", "server", "link"))
 @example(seed=34, workers=3, shards=1, recipe="async_sgd", meet=None, planned=LATE)
 @example(seed=60, workers=3, shards=2, recipe="stale_synchronous(bound=0)", meet=None, planned=DEALT)
@@ -282,6 +292,7 @@ PASSED = [(608, "server", 0), (1024, "server", 0), (1290, "server", 0), (1456, "
 @example(seed=700008, workers=3, shards=2, recipe="async_sgd(overlap=True)", meet=None, planned=TORN)
 @example(seed=973331, workers=4, shards=2, recipe="async_sgd", meet=5, planned=PASSED)
 @example(seed=554979, workers=4, shards=1, recipe="async_sgd(overlap=True)", meet=5, planned=HEARD)
+@example(seed=20203, workers=5, shards=2, recipe="stale_synchronous(bound=0)", meet=None, planned=CALLED_TWICE)
 @example(seed=203, workers=2, shards=2, recipe="stale_synchronous(bound=1)", meet=None, planned=[(2, "server", 0)])
 @SETTINGS
 def test_all_of_them_die_in_any_order(
