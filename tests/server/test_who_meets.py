@@ -113,6 +113,20 @@ def test_a_coordinator_that_was_started_again_hears_where_they_stand() -> None:
     assert (post.body.op, post.body.met, post.body.calls) == (2, 1, [False])
 
 
+def test_who_comes_when_all_who_knew_of_the_meetings_are_dead_is_told_of_the_next_one() -> None:
+    """A worker says to how many it has been, and dies before it says what they were for."""
+    desk = CoordinatorDesk(1, Reading(0.0))
+    told(desk, 0, 0, m.Kept(1), ORDER)
+    told(desk, 0, 0, m.Apart(9, 3))
+    desk.gone(0)
+    (post,) = told(desk, 0, 1, m.Join())
+    assert isinstance(post.body, m.Joined)
+    assert (post.body.met, len(post.body.calls)) == (3, 3)
+    told(desk, 0, 2, m.Begin(1, 1, False), BATCHES)
+    leased = [told(desk, 0, number, m.Lease(1))[0].body for number in (3, 4)]
+    assert [isinstance(one, m.Leased) and one.meet for one in leased] == [False, True]
+
+
 def test_a_call_that_was_answered_but_not_read_before_all_went_back_is_made_again() -> None:
     """The coordinator hears at the cut of what calls each has read; what was answered to it besides is void."""
     desk = CoordinatorDesk(1, Reading(0.0), Memory())

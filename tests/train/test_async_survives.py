@@ -278,6 +278,15 @@ CALLED_TWICE = [
 ]
 
 
+NOBODY_KNOWS = [
+    (539, "server", 0),
+    (541, "worker", 1),
+    (584, "server", 0),
+    (593, "worker", 0),
+    (5, AT_END + "worker", 0),
+]
+
+
 @given(**PLACE, planned=faults("worker", "server", "link"))
 @example(seed=34, workers=3, shards=1, recipe="async_sgd", meet=None, planned=LATE)
 @example(seed=60, workers=3, shards=2, recipe="stale_synchronous(bound=0)", meet=None, planned=DEALT)
@@ -293,6 +302,7 @@ CALLED_TWICE = [
 @example(seed=973331, workers=4, shards=2, recipe="async_sgd", meet=5, planned=PASSED)
 @example(seed=554979, workers=4, shards=1, recipe="async_sgd(overlap=True)", meet=5, planned=HEARD)
 @example(seed=20203, workers=5, shards=2, recipe="stale_synchronous(bound=0)", meet=None, planned=CALLED_TWICE)
+@example(seed=86692, workers=2, shards=1, recipe="async_sgd", meet=5, planned=NOBODY_KNOWS)
 @example(seed=203, workers=2, shards=2, recipe="stale_synchronous(bound=1)", meet=None, planned=[(2, "server", 0)])
 @SETTINGS
 def test_all_of_them_die_in_any_order(
