@@ -203,10 +203,10 @@ class CoordinatorDesk:
         assert isinstance(body, m.Gather | m.Keep | m.Meet)
         self._op = max(self._op, body.op)
         self._apart.pop(worker, None)
-        self._seen.add(worker)
         self._ending.discard(worker)
         self._ending |= {worker} if isinstance(body, m.Meet) and not body.call else set()
         if isinstance(body, m.Meet):
+            self._seen.add(worker)  # it says which call has led to it
             self.coordinator.called_at_least(body.call, body.cut)
             self._met = max(self._met, body.call)
             posts = self._together.lay(worker, body.op, head.number, (None, torch.empty(0, dtype=torch.uint8)))

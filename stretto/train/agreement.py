@@ -24,7 +24,8 @@ from stretto.wire.enduring import attempted
 class Look:
     """The agreed model in place of a worker's own, until `resume`. Cost: one exact exchange of the parameters.
 
-    `read` puts the agreed parameters in place; without it they are the workers' mean. Buffers are averaged.
+    `read` puts the agreed parameters in place, and says whether what the worker had before is still its own; without it
+    they are the workers' mean. Buffers are averaged.
     """
 
     def __init__(
@@ -34,14 +35,14 @@ class Look:
         wire: Wire,
         share: Callable[[], float],
         account: Account | None,
-        read: Callable[[], object] | None = None,
+        read: Callable[[], bool] | None = None,
     ) -> None:
         buffers.agree()
         parameters = [part.theta for part in arena.parts]
         self._tensors: Sequence[Tensor] = [*parameters, *buffers.floating()]
         self._own, self._parts = [one.clone() for one in self._tensors], len(parameters)
-        if read is not None:
-            read()
+        if read is not None and not read():
+            self._own[: self._parts] = [one.clone() for one in parameters]
         flat = FlatTensors(self._tensors if read is None else buffers.floating())
         flat.take(attempted(wire, lambda: finish(flat.ask_mean(wire, share(), account))))
         self._shown = [one.clone() for one in self._tensors]

@@ -138,6 +138,7 @@ class ArrivalExchange:
         """Push what was learned since the last exchange, the work on these leases; False when it was left out."""
         before = self._watch.switch("encoding")
         began = self._watch.spent["exchanging"]
+        self._wire.apart()
         is_sent = not self._hear() or self._push_valid(samples, leases)
         if not self._when.ahead:
             self._hear()
@@ -178,8 +179,12 @@ class ArrivalExchange:
 
     @torch.no_grad()
     def _follow(self) -> None:
-        """The servers went back to a cut: go on from there, what was learned since is done again."""
+        """The servers went back to a cut: go on from there, what was learned since is done again.
+
+        That is in the gradients, too, where they are accumulated.
+        """
         self._sent, self._seq, self._age, self._fresh = None, 0, self._wire.age, True
+        self._optimizer.zero_grad(set_to_none=False)  # a scaler looks for them
         self._read()
         self.start_from_read()
 
@@ -194,6 +199,12 @@ class ArrivalExchange:
                 return self._read()
             except AnewError:
                 self._wire.recover()
+
+    def look(self) -> bool:
+        """The same; False when the servers went back to a cut meanwhile: what this worker had before is void."""
+        age = self._age
+        self.read()
+        return self._age == age
 
     def _read(self) -> list[int]:
         """The same, once. Raises AnewError when a server was lost."""
@@ -245,7 +256,6 @@ class ArrivalExchange:
         return True
 
     def _push(self, samples: int, leases: list[Lease]) -> bool:
-        self._wire.apart()
         self._seq += 1
         lr = self._bring()
         messages = self._encoded()

@@ -135,7 +135,7 @@ class Replica:
         arrival.meet(called)
         with self._watch.on("exchanging"):
             account = self._tally.account("looks")
-            self._look = Look(self._arena, self._buffers, self._wire, self._equal_share, account, arrival.read)
+            self._look = Look(self._arena, self._buffers, self._wire, self._equal_share, account, arrival.look)
 
     def _equal_share(self) -> float:
         return 1 / self._wire.workers

@@ -228,16 +228,10 @@ class Trainer:
             self.bring_all()
 
     def _meet(self, times: int) -> None:
-        """Meet the other workers, when that is due, and evaluate what the server has."""
+        """Meet the other workers, when that is due, evaluate what the server has, and save it if that is due, too."""
         for _ in range(times):
-            saves = self.presence.keeper.is_told_to_save()
-            if saves:
-                self.bring_steps()
-            self.look_together(self._judge_and_save if saves else self.referee.evaluate, called=True)
-
-    def _judge_and_save(self) -> None:
-        self.referee.evaluate()
-        self.presence.keeper.save()
+            self.look_together(self.referee.evaluate, called=True)
+            self.presence.keeper.cut_made()
 
     def look_together(self, then: Callable[[], None], called: bool = False) -> None:
         """All workers that do not wait for each other look at what the server has, do this, and go on."""
