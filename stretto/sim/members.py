@@ -14,6 +14,7 @@ from stretto.launch.supervise import pause_s
 from stretto.members.attendance import ALONE, Attendance, Attending
 from stretto.members.messages import Beat, Broken, Form, GoOn, Here, Leave, Quit, Said, Told
 from stretto.members.roll import COORDINATOR, Event, Post, Roll
+from stretto.server.messages import OVER
 from stretto.sim.flows import ARRIVE
 from stretto.sim.network import Links
 from stretto.sim.world import Worker, World
@@ -167,6 +168,11 @@ class Members:
     def stopped(self, worker: Worker) -> None:
         """A worker has found out that it is no member any more: its process ends, and another one begins."""
         self._ended(worker, "was taken for dead and stopped by itself", pause_s(worker.life))
+
+    def comes_late(self, worker: Worker) -> None:
+        """A worker has found out that the run is over: nothing is heard of it any more."""
+        about = {"event": "member", "worker": worker.number, "generation": self._roll.generation}
+        self._publish({**about, "what": "left", "life": worker.life, "why": OVER})
 
     def ended(self) -> None:
         """A worker has come to its end."""

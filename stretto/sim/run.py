@@ -395,8 +395,18 @@ class Cast:
         wire.doing = line.doing
         wire.when_closed(line.leave)
         if worker.life:
-            _join(wire)
+            self._join(worker, wire)
         return wire
+
+    def _join(self, worker: Worker, wire: ServerWire) -> None:
+        """Join a run that is under way; one that is over needs nobody."""
+        try:
+            wire.join()
+        except WireError as error:
+            if OVER not in str(error):
+                raise
+            self._mortals.comes_late(worker)
+            raise SystemExit(0) from None
 
 
 @dataclass(frozen=True)
@@ -411,16 +421,6 @@ class SimSeat(Seat):
         assert isinstance(self.around, SimAround)
         self.around.free = recipe is not None and recipe.asynchronous
         return self.cast.wire(self.worker, recipe)
-
-
-def _join(wire: ServerWire) -> None:
-    """Join a run that is under way; one that is over needs nobody."""
-    try:
-        wire.join()
-    except WireError as error:
-        if OVER in str(error):
-            raise SystemExit(0) from None
-        raise
 
 
 def _error_line(error: BaseException, worker: Worker | None, t: float) -> bytes:

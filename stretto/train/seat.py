@@ -164,6 +164,8 @@ def _server(
             free = dial(worker, workers, addresses, keys, timeout_s, life, away_s)
         except WireError as error:
             if life and OVER in str(error):
+                standing.leave()
+                standing.close()
                 raise SystemExit(0) from None
             raise
         standing.on_abort = lambda _generation, _why: free.abort()

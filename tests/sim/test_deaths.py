@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from math import inf
 from pathlib import Path
+from shutil import rmtree
 from types import ModuleType
 from typing import Any
 
@@ -24,6 +25,7 @@ from stretto.launch.order import Order
 from stretto.launch.supervise import pause_s
 from stretto.report import fates
 from stretto.report.history import read
+from stretto.report.record import record
 from stretto.sim import network
 from stretto.sim.collective import Table
 from stretto.sim.generations import FORMED_S
@@ -202,6 +204,19 @@ def test_who_comes_when_others_have_ended_is_not_born(recipe: str) -> None:
     assert ended.seconds < 1
     assert ended.found[1] is None
     is_whole(ended, recipe)
+
+
+@pytest.mark.parametrize("recipe", ["async_sgd", "stale_synchronous(bound=1)"])
+def test_a_run_that_some_come_too_late_to_has_come_to_its_end(recipe: str, tmp_path: Path) -> None:
+    length, lefts = lived(recipe, "kill worker 1 at 1h").seconds, 0
+    for back in range(0, 60, 2):
+        ended = lived(recipe, f"kill worker 1 at {length - 0.08:.6f}s, back after {10 + back}ms", folder=tmp_path)
+        found = record(tmp_path / "run")
+        assert found["failed"] is None
+        assert found["samples"] == 2 * SAMPLES
+        lefts += bool(told(ended, "left"))
+        rmtree(tmp_path / "run")
+    assert lefts
 
 
 # --- who is only taken for dead -----------------------------------------------------------------------------------
