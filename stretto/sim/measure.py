@@ -6,9 +6,11 @@ import statistics
 from collections.abc import Callable
 from dataclasses import replace
 from math import inf
+from typing import TextIO
 
 from stretto.sim.around import SimAround
 from stretto.sim.network import Links, Network
+from stretto.sim.own import Own
 from stretto.sim.run import Cast
 from stretto.sim.script import Nowhere
 from stretto.sim.simulation import Simulation
@@ -44,8 +46,12 @@ def measure(simulation: Simulation, stopclock: Callable[[], float], tick: Callab
         time_s=inf,
     )
     cast = _Measuring(small, stopclock)
-    cast.run(Nowhere(), tick)
-    cast.commons.close()
+    try:
+        cast.run(Nowhere(), tick)
+    except BaseException as error:
+        raise cast.told(error, "while it was measured how long a step takes") from None
+    finally:
+        cast.commons.close()
     lead = cast.paces[0]
     updates = cast.world.updates
     return Tariff(
@@ -102,6 +108,10 @@ class _Measuring(Cast):
         self._stopclock = stopclock
         self.paces: dict[int, _Measured] = {}
         super().__init__(simulation, None, None)
+
+    def own(self, worker: Worker, out: TextIO) -> Own:
+        """What a worker has for itself; nobody listens to it, for it says all of it again."""
+        return self.program.own(worker, out, Nowhere())
 
     def make_world(self, links: Links, shards: int) -> World:
         """One in which it is looked at how long things take."""

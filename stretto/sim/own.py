@@ -1,8 +1,10 @@
-"""What each worker has for itself of a process that many share: random states, torch's modes, names, output."""
+"""What each worker has for itself of a process that many share: random states, torch's modes, names, folder, output."""
 
 from __future__ import annotations
 
 import ctypes
+import logging
+import os
 import random
 import sys
 from collections.abc import Callable
@@ -36,6 +38,8 @@ class Own:
         self._torch = torch.default_generator.get_state()
         self._random.keep()
         self._numpy.keep()
+        self._handlers, self._folder = logging.root.handlers[:], os.getcwd()
+        self._dtype = torch.get_default_dtype()
         self._grad = torch.is_grad_enabled()
         self._autocast = torch.is_autocast_enabled("cpu")
 
@@ -44,6 +48,11 @@ class Own:
         torch.default_generator.set_state(self._torch)
         self._random.take()
         self._numpy.take()
+        logging.root.handlers[:] = self._handlers
+        if os.getcwd() != self._folder:
+            os.chdir(self._folder)
+        if torch.get_default_dtype() is not self._dtype:
+            torch.set_default_dtype(self._dtype)
         torch._C._set_grad_enabled(self._grad)
         if torch.is_autocast_enabled("cpu") != self._autocast:
             torch.set_autocast_enabled("cpu", self._autocast)
@@ -57,6 +66,7 @@ class Process:
 
     def __init__(self) -> None:
         self._main, self._arguments, self._path = sys.modules["__main__"], sys.argv, list(sys.path)
+        self._modules = set(sys.modules)
         self._threads = torch.get_num_threads()
         self._seeds = [(module, name, getattr(module, name)) for module, name in SEEDS]
         self._states = Own(None, sys.argv, sys.stdout, sys.stderr)
@@ -68,10 +78,19 @@ class Process:
     def restore(self) -> None:
         """Put it back."""
         self._states.take()
+        self._forget_modules()
         sys.modules["__main__"], sys.argv, sys.path[:] = self._main, self._arguments, self._path
         torch.set_num_threads(self._threads)
         for module, name, function in self._seeds:
             setattr(module, name, function)
+
+    def _forget_modules(self) -> None:
+        """Those that were found where nobody looked before: the next script has its own."""
+        places = tuple(os.path.join(one, "") for one in sys.path if one not in self._path)
+        for name in set(sys.modules) - self._modules:
+            origin = getattr(getattr(sys.modules[name], "__spec__", None), "origin", None) or ""
+            if places and origin.startswith(places):
+                del sys.modules[name]
 
 
 class Generator:

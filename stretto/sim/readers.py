@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
+import os
 from collections.abc import Callable
 from pathlib import PurePath
 from types import ModuleType
@@ -12,7 +14,7 @@ from typing import Any
 from stretto.launch.seeding import after_import
 
 READERS = {"sklearn.datasets": "load_", "numpy": "loadtxt"}
-"""Modules, and how the names of their functions begin that give the same for the same arguments."""
+"""Modules, and how the names of their functions begin that give the same for the same arguments and files."""
 
 
 class ReadOnce:
@@ -38,7 +40,7 @@ class ReadOnce:
         if self._ended:
             return
         for name, reader in list(vars(module).items()):
-            if name.startswith(start) and callable(reader):
+            if name.startswith(start) and callable(reader) and not _draws(reader):
                 self._before.append((module, name, reader))
                 setattr(module, name, self._once(name, reader))
 
@@ -47,12 +49,31 @@ class ReadOnce:
         def read(*given: Any, **named: Any) -> Any:
             if not all(map(_is_plain, (*given, *named.values()))):
                 return reader(*given, **named)  # an open file, which gives something else each time
-            key = name, given, tuple(sorted(named.items()))
+            key = name, given, tuple(sorted(named.items())), tuple(map(_stamp, (*given, *named.values())))
             if key not in self._found:
                 self._found[key] = reader(*given, **named)
             return copy.deepcopy(self._found[key])
 
         return read
+
+
+def _draws(reader: Callable[..., Any]) -> bool:
+    """Whether it may give something else each time."""
+    try:
+        return "random_state" in inspect.signature(reader).parameters
+    except ValueError:  # it says nothing of itself
+        return True
+
+
+def _stamp(value: Any) -> object:
+    """Which file it is the name of, if it is one, and of what state."""
+    if not isinstance(value, str | bytes | PurePath):
+        return None
+    try:
+        found = os.stat(value)
+    except (OSError, ValueError):
+        return None
+    return found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size
 
 
 def _is_plain(value: Any) -> bool:

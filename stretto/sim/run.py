@@ -63,6 +63,7 @@ def simulate(
 
     Raises LaunchError with the cause when a worker fails, or nothing can happen any more.
     """
+    folder = folder.absolute()
     log = _SharedLog(folder / "events.jsonl")
     cast = Cast(simulation, folder, log)
     try:
@@ -74,9 +75,7 @@ def simulate(
         worker = cast.world.failed
         now = worker.now() if worker is not None else cast.world.queue.now
         log.append(_error_line(error, worker, now))
-        if worker is None or isinstance(error, KeyboardInterrupt):
-            raise
-        raise LaunchError(f"worker {worker.number} failed at {now:g} s of virtual time\n{failure(error)}") from None
+        raise cast.told(error, f"at {now:g} s of virtual time") from None
     finally:
         cast.commons.close()
         log.end()
@@ -151,6 +150,13 @@ class Cast:
             self._note(summary)
             if self._simulation.order.output != "none":  # else it is shown as a notice
                 self._say(summary)
+
+    def told(self, error: BaseException, when: str) -> BaseException:
+        """The error as a person reads it: which worker's script it is of."""
+        worker = self.world.failed
+        if worker is None or isinstance(error, KeyboardInterrupt | LaunchError):
+            return error
+        return LaunchError(f"worker {worker.number} failed {when}\n{failure(error)}")
 
     def _prepare(self, readers: ReadOnce) -> None:
         readers.begin()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import io
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import CodeType, ModuleType
-from typing import TextIO
+from typing import Any, TextIO
 
 from stretto.errors import LaunchError, explain
 from stretto.sim.own import Own, sow
@@ -16,21 +18,51 @@ from stretto.train import finish
 from stretto.train.surroundings import Enough
 
 
-class Nowhere(io.StringIO):
+class _Said(io.RawIOBase):
+    """Bytes that a worker says, handed on as they come. `number` is that of a file for those who ask for one."""
+
+    name = "<what a simulated worker says>"
+
+    def __init__(self, say: Callable[[bytes], object], number: Callable[[], int]) -> None:
+        super().__init__()
+        self._say, self.fileno = say, number  # type: ignore[method-assign]
+
+    def writable(self) -> bool:
+        """Always."""
+        return True
+
+    def write(self, said: Any, /) -> int:
+        """Hand it on."""
+        self._say(bytes(said))
+        return len(said)
+
+
+class Heard(io.TextIOWrapper):
+    """What a worker says, handed on as it comes: a stream of text as any, which need not be a file."""
+
+    def __init__(self, say: Callable[[bytes], object], number: Callable[[], int] = lambda: 1) -> None:
+        super().__init__(_Said(say, number), encoding="utf-8", errors="backslashreplace", write_through=True)
+
+
+class Nowhere(Heard):
     """Takes what workers say that nobody listens to."""
 
-    def write(self, text: str) -> int:
-        """Forget it."""
-        return len(text)
+    def __init__(self) -> None:
+        super().__init__(len, _nowhere)
+
+
+@functools.cache
+def _nowhere() -> int:
+    return os.open(os.devnull, os.O_WRONLY)
 
 
 class Program:
     """A script and its arguments."""
 
     def __init__(self, path: Path, arguments: Sequence[str], seed: int) -> None:
-        self.path = path
+        self.path = path.absolute()
         self._arguments, self._seed = [str(path), *arguments], seed
-        self._code = _compiled(path)
+        self._code = _compiled(path, self.path)
         self.mains: dict[int, ModuleType] = {}
         """The names of each worker's script."""
 
@@ -55,9 +87,9 @@ class Program:
         finish()
 
 
-def _compiled(path: Path) -> CodeType:
+def _compiled(path: Path, absolute: Path) -> CodeType:
     try:
-        return compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
+        return compile(path.read_bytes(), str(absolute), "exec", dont_inherit=True)
     except (SyntaxError, ValueError) as error:
         problem = f"{path} is no Python: {error}"
         raise LaunchError(
@@ -68,16 +100,3 @@ def _compiled(path: Path) -> CodeType:
 def importable(path: Path) -> None:
     """Let scripts import what lies beside them, as Python does."""
     sys.path.insert(0, str(path.resolve().parent))
-
-
-class Heard(io.StringIO):
-    """What a worker says, handed on line by line."""
-
-    def __init__(self, say: Callable[[bytes], None]) -> None:
-        super().__init__()
-        self._say = say
-
-    def write(self, text: str) -> int:
-        """Hand it on."""
-        self._say(text.encode())
-        return len(text)

@@ -80,7 +80,8 @@ class Commons:
         mine = _bytes_of(value)
         at, known = mine.ctypes.data, self._known.get(path)
         if known is None:
-            self._known[path] = self._common(value, mine)
+            with contextlib.suppress(OSError):  # there may be no room for a file
+                self._known[path] = self._common(value, mine)
         elif at != known.first and at not in self._mapped and known.kind == _kind(value):
             with contextlib.suppress(OSError):  # a process has only so many mappings
                 if np.array_equal(known.seen, mine):

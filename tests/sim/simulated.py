@@ -18,6 +18,7 @@ from stretto.events import Event
 from stretto.launch.order import Order
 from stretto.sim import network, speeds
 from stretto.sim.run import begin, simulate
+from stretto.sim.script import Heard
 from stretto.sim.simulation import Simulation, check
 from stretto.sim.world import Tariff
 from stretto.train.seat import given_seat
@@ -79,17 +80,17 @@ def simulated(
         asked = Order(script=script, workers=workers, recipe=recipe, args=args, seed=seed, **asks)
         settings = network.parse(net), speeds.parse(speed), chaos.parse(fault) if fault else ()
         simulation = check(Simulation(asked, tariff, *settings, **more))
-        run, said = begin(simulation, place / "run"), io.StringIO()
+        run, said = begin(simulation, place / "run"), io.BytesIO()
         _found.clear()
         _work[:] = [] if isinstance(work, str) else [work]
-        world = simulate(simulation, run, said, lambda: None, order)
+        world = simulate(simulation, run, Heard(said.write), lambda: None, order)
         final = run / "final.safetensors"
         return Ended(
             [_found.get(worker) for worker in range(workers)],
             world.queue.now,
             (run / "events.jsonl").read_bytes(),
             final.read_bytes() if final.exists() else b"",
-            said.getvalue(),
+            said.getvalue().decode(),
         )
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
+from shutil import rmtree
 from textwrap import dedent
 
 import pytest
@@ -55,6 +58,57 @@ def test_an_open_file_is_read_on_and_not_again(tmp_path: Path) -> None:
     assert whole == [[0, 1, 2, 3]] * 2
     """
     simulated(2, dedent(text) + trains())
+
+
+def test_a_file_that_has_changed_is_read_anew(tmp_path: Path) -> None:
+    text = f"""
+    import numpy
+    file = {str(tmp_path)!r} + "/%d.txt" % torch.initial_seed()
+    for number in range(3):
+        numpy.savetxt(file, [number] * (1 + number))
+        assert numpy.loadtxt(file).tolist() == ([number] * (1 + number) if number else 0)
+    """
+    simulated(2, trains() + dedent(text))
+
+
+def test_each_worker_has_its_folder_and_its_modes() -> None:
+    """As processes have: what one has set the next one does not begin with."""
+    text = """
+    import os, torch
+    assert os.path.isabs(__file__)
+    assert torch.get_default_dtype() is torch.float32
+    torch.set_default_dtype(torch.float64)
+    os.makedirs(__file__ + ".d/inner", exist_ok=True)
+    assert not os.getcwd().endswith("inner")
+    os.chdir(__file__ + ".d/inner")
+    """
+    before = os.getcwd()
+    simulated(2, dedent(text) + trains() + "\nassert os.getcwd().endswith('.d/inner')\n", net="100Mbit/s 1ms")
+    assert os.getcwd() == before
+    assert torch.get_default_dtype() is torch.float32
+
+
+def test_modules_beside_the_script_begin_anew_in_each_simulation(tmp_path: Path) -> None:
+    (tmp_path / "beside_it.py").write_text("loaded = []\n")
+    text = "import beside_it\nbeside_it.loaded.append(0)\nassert len(beside_it.loaded) == 1\n" + trains()
+    for _ in range(2):
+        simulated(1, text, folder=tmp_path)
+        rmtree(tmp_path / "run")
+    assert "beside_it" not in sys.modules
+
+
+def test_what_a_worker_says_goes_into_a_stream_as_any_other() -> None:
+    text = """
+    import sys
+    for stream in sys.stdout, sys.stderr:
+        stream.reconfigure(line_buffering=True)
+        stream.buffer.write(b"bytes\\n")
+        stream.fileno()
+        print("text \\udc80", file=stream, flush=True)
+        assert not stream.isatty() and stream.writable() and stream.encoding == "utf-8"
+    """
+    ended = simulated(2, dedent(text) + trains())
+    assert len(ended.of("end")) == 2
 
 
 @pytest.mark.parametrize("speed", ["1,10", "10,1"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import sys
 import threading
 from collections.abc import Callable
@@ -162,6 +163,27 @@ def test_a_script_that_fails_ends_all_with_one_error_that_names_the_worker(
     assert len(errors()) == 1
 
 
+@pytest.mark.parametrize(
+    ("slots", "said"),
+    [
+        ({"BEFORE": "raise KeyError('of mine')"}, ["KeyError", "of mine"]),
+        ({"IN_LOOP": "a.nothing"}, ["AttributeError", "nothing"]),
+        ({"AFTER": "raise SystemExit(3)", "EPOCHS": "1"}, ["the script called sys.exit(3)"]),
+    ],
+    ids=str,
+)
+def test_a_script_that_fails_while_it_is_measured_is_told_so_as_well(
+    simulate: Simulate, slots: dict[str, str], said: list[str]
+) -> None:
+    code, _, wrong = simulate("--recipe", "local_sgd(every=2)", "--step-time", "auto", **slots)
+    assert code == FAILED
+    said = [*said, "worker 0 failed while it was measured how long a step takes"]
+    assert all(one in wrong for one in said), wrong
+    assert "stretto/sim" not in wrong
+    assert not living()
+    assert not Path("run").exists()
+
+
 def test_a_script_that_is_no_python_is_refused_before_anything_runs(simulate: Simulate) -> None:
     code, _, wrong = simulate(BEFORE="1 +")
     assert code == FAILED
@@ -245,6 +267,19 @@ def test_processes_of_a_loader_are_left_out_with_a_note(simulate: Simulate) -> N
     code, _, wrong = simulate("--recipe", "allreduce", LOADER=", num_workers=2")
     assert code == 0, wrong
     assert wrong.count("the loader's 2 processes are left out: batches are made in this one") == 1
+
+
+LOGS = "import logging; logging.basicConfig(level='INFO', format='LOG %(message)s')"
+
+
+@pytest.mark.parametrize("step_time", ["auto", "10ms"])
+def test_what_the_first_worker_logs_is_shown_once(
+    simulate: Simulate, step_time: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.root, "handlers", [])
+    code, _, wrong = simulate("--step-time", step_time, "-n", "3", BEFORE=LOGS, AFTER="logging.info('the end')")
+    assert code == 0, wrong
+    assert wrong.count("LOG the end") == 1
 
 
 def test_a_thread_of_the_script_that_only_computes_does_no_harm(simulate: Simulate) -> None:
