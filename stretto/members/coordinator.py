@@ -101,7 +101,7 @@ class Coordinator:
 
     def call(self, worker: int) -> None:
         """All are to meet for a cut, if there still is a batch for the worker that asks."""
-        if self.may_call and self._ledger.has(worker):
+        if self.may_call and self._has(worker):
             self.called.append(True)
 
     def settle(self, worker: int, number: int, batches: Sequence[int]) -> int:
@@ -155,7 +155,12 @@ class Coordinator:
         return back
 
     def join(self, worker: int, met: int) -> None:
-        """A newcomer is there, which need not come to the first `met` meetings."""
+        """A newcomer is there, which need not come to the first `met` meetings.
+
+        It does nothing of a pass that all others have left, and that is over for them.
+        """
+        if self.members and self.is_over and self._ledger.has(worker):
+            self._out.add(worker)
         self.members.add(worker)
         self._heard[worker] = met
 

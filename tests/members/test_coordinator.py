@@ -211,3 +211,41 @@ def test_dealt_batches_go_to_the_workers_in_turn_whoever_asks_first(
             assert coordinator.settle(worker, 1, [lease.batch]) == 1
     assert got == {worker: list(range(worker, len(sizes), workers)) for worker in range(workers)}
     assert audit([coordinator.ledger.counted()]) == Audit(once=sum(sizes), twice=0, never=0)
+
+
+def test_who_comes_when_all_others_have_left_the_pass_does_nothing_of_it() -> None:
+    coordinator = Coordinator(2)
+    coordinator.begin(1, [2, 2, 2])
+    assert coordinator.lease(0, 1).lease is not None
+    coordinator.leave(1)
+    coordinator.settle(0, 1, [0])
+    coordinator.wait(0, 1, left=True)
+    assert coordinator.release() == {0: True}
+    coordinator.join(1, 0)
+    assert coordinator.lease(1, 1) == Handed(None, 2)
+    coordinator.wait(1, 1)
+    assert coordinator.release() == {1: True}
+
+
+def test_who_comes_to_a_pass_that_is_done_does_what_is_to_be_done_again() -> None:
+    coordinator = Coordinator(2)
+    coordinator.begin(1, [2, 2])
+    coordinator.leave(1)
+    before = coordinator.state()
+    for batch in range(2):
+        assert coordinator.lease(0, 1).lease is not None
+        coordinator.settle(0, 1, [batch])
+    coordinator.wait(0, 1)
+    assert coordinator.release() == {0: True}
+    coordinator.join(1, 0)
+    coordinator.go_back(before)
+    coordinator.leave(0)
+    assert coordinator.lease(1, 1).lease is not None
+
+
+def test_nobody_is_called_to_a_cut_of_a_pass_that_it_has_left() -> None:
+    coordinator = Coordinator(1)
+    coordinator.begin(1, [2, 2])
+    coordinator.wait(0, 1, left=True)
+    coordinator.call(0)
+    assert not coordinator.called
