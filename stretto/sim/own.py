@@ -21,6 +21,8 @@ SEEDS: tuple[tuple[Any, str], ...] = (
     (torch.random, "manual_seed"),
 )
 """What a seeded run puts others in the place of."""
+MODULE = ".py", f"{os.sep}__init__.py"
+"""How the file of a module goes on behind its name."""
 TWISTER_BYTES = 2500
 """The state of a Mersenne twister: 624 words and a position."""
 
@@ -38,7 +40,7 @@ class Own:
         self._torch = torch.default_generator.get_state()
         self._random.keep()
         self._numpy.keep()
-        self._handlers, self._folder = logging.root.handlers[:], os.getcwd()
+        self._handlers, self._folder = logging.root.handlers[:], _folder()
         self._dtype = torch.get_default_dtype()
         self._grad = torch.is_grad_enabled()
         self._autocast = torch.is_autocast_enabled("cpu")
@@ -49,7 +51,7 @@ class Own:
         self._random.take()
         self._numpy.take()
         logging.root.handlers[:] = self._handlers
-        if os.getcwd() != self._folder:
+        if self._folder is not None and _folder() != self._folder:
             os.chdir(self._folder)
         if torch.get_default_dtype() is not self._dtype:
             torch.set_default_dtype(self._dtype)
@@ -86,11 +88,20 @@ class Process:
 
     def _forget_modules(self) -> None:
         """Those that were found where nobody looked before: the next script has its own."""
-        places = tuple(os.path.join(one, "") for one in sys.path if one not in self._path)
+        places = [one for one in sys.path if one not in self._path]
         for name in set(sys.modules) - self._modules:
-            origin = getattr(getattr(sys.modules[name], "__spec__", None), "origin", None) or ""
-            if places and origin.startswith(places):
+            origin = getattr(getattr(sys.modules[name], "__spec__", None), "origin", None)
+            files = [os.path.join(one, *name.split(".")) + end for one in places for end in MODULE]
+            if origin in files:  # and not in packages that are installed below that place
                 del sys.modules[name]
+
+
+def _folder() -> str | None:
+    """The folder of this process; None if it is no more."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return None
 
 
 class Generator:

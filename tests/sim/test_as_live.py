@@ -89,12 +89,37 @@ def test_each_worker_has_its_folder_and_its_modes() -> None:
 
 
 def test_modules_beside_the_script_begin_anew_in_each_simulation(tmp_path: Path) -> None:
-    (tmp_path / "beside_it.py").write_text("loaded = []\n")
-    text = "import beside_it\nbeside_it.loaded.append(0)\nassert len(beside_it.loaded) == 1\n" + trains()
-    for _ in range(2):
-        simulated(1, text, folder=tmp_path)
-        rmtree(tmp_path / "run")
-    assert "beside_it" not in sys.modules
+    """But not those that are installed below it, which may not be loaded twice."""
+    installed = tmp_path / ".venv" / "lib"
+    for place, name in (tmp_path, "beside_it.py"), (tmp_path / "beside_too", "__init__.py"), (installed, "below_it.py"):
+        place.mkdir(parents=True, exist_ok=True)
+        (place / name).write_text("loaded = []\n")
+    text = f"""
+    import sys
+    import beside_it, beside_too
+    sys.path.append({str(installed)!r})
+    import below_it
+    for one in beside_it, beside_too:
+        one.loaded.append(0)
+        assert len(one.loaded) == 1
+    sys.path.remove({str(installed)!r})
+    """
+    try:
+        for _ in range(2):
+            simulated(1, dedent(text) + trains(), folder=tmp_path)
+            rmtree(tmp_path / "run")
+            assert {"beside_it", "beside_too", "below_it"} & set(sys.modules) == {"below_it"}
+    finally:
+        sys.modules.pop("below_it", None)
+
+
+def test_a_folder_that_is_gone_is_no_matter(tmp_path: Path) -> None:
+    text = """
+    import os, tempfile
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+    """
+    simulated(2, dedent(text) + trains(), folder=tmp_path)
 
 
 def test_what_a_worker_says_goes_into_a_stream_as_any_other() -> None:
