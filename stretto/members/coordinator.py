@@ -162,6 +162,7 @@ class Coordinator:
         if self.members and self.is_over and self._ledger.has(worker):
             self._out.add(worker)
         self.members.add(worker)
+        self.called_at_least(met, cut=False)  # those who knew what they had been to may be dead
         self._heard[worker] = met
 
     def called_at_least(self, count: int, cut: bool) -> None:

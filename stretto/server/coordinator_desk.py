@@ -246,7 +246,6 @@ class CoordinatorDesk:
         if not members:
             self._op += SKIPPED
         op, met = max(self._apart.values(), default=(self._op, self._met))
-        self.coordinator.called_at_least(met, cut=False)  # those who knew what they had been to may be dead
         for worker in joining:
             self._together.join(worker)
             self.coordinator.join(worker, met)

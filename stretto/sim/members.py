@@ -209,9 +209,10 @@ class Members:
         self._listen()
 
     def _ended(self, worker: Worker, why: str, back_after_s: float | None) -> None:
-        returns = back_after_s is not None and not self._has_ended
+        back_after_s = None if self._has_ended else back_after_s
+        returns = back_after_s is not None
         self._unnoticed.add(worker.number)
-        if back_after_s is not None and returns:
+        if back_after_s is not None:
             self._coming.add(worker.number)
             self._world.queue.at(self.now + back_after_s, lambda: self._back(worker.number), ARRIVE)
         self._world.queue.at(self.now + NOTICED_S, lambda: self._notice(worker, why, returns), ARRIVE, worker.number)

@@ -258,11 +258,14 @@ class Offices:
 class _SimWire(ServerWire):
     """The live wire, which need not read what others have read already."""
 
+    @property
+    def _link(self) -> SimLink:
+        assert isinstance(self._coordinator, SimLink)
+        return self._coordinator
+
     def tell(self, message: Message, teller: int = 0) -> bytes:
         """The teller's message, at every worker. Within a backward pass, where nobody can wait, all know it."""
-        link = self._coordinator
-        assert isinstance(link, SimLink)
-        if not link.worker.in_backward:
+        if not self._link.worker.in_backward:
             return super().tell(message, teller)
         said = made(message)
         if not self._aborted:
@@ -271,11 +274,9 @@ class _SimWire(ServerWire):
 
     def _hear(self, body: m.Gather | m.Keep | m.Meet, number: int) -> list[Pieces]:
         """Within a backward pass nothing comes back, and it is heard behind it: till then nobody is told of it."""
-        link = self._coordinator
-        assert isinstance(link, SimLink)
-        if not link.worker.in_backward:
+        if not self._link.worker.in_backward:
             return super()._hear(body, number)
-        link.worker.after_backward(lambda: self._hear_behind(body, number))
+        self._link.worker.after_backward(lambda: self._hear_behind(body, number))
         return [[torch.empty(0, dtype=torch.uint8)]]
 
     def _hear_behind(self, body: m.Gather | m.Keep | m.Meet, number: int) -> None:
@@ -283,6 +284,5 @@ class _SimWire(ServerWire):
             self._hear(body, number)
 
     def _told(self, tensors: Sequence[Pieces]) -> list[bytes]:
-        link = self._coordinator
-        assert isinstance(link, SimLink)
-        return link.last.messages() if link.last.pieces is tensors else super()._told(tensors)
+        last = self._link.last
+        return last.messages() if last.pieces is tensors else super()._told(tensors)

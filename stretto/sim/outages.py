@@ -122,7 +122,7 @@ def refuse(time: float, happening: Happening, why: str = "nobody could go on aft
     """Raise LaunchError for what cannot happen in this run."""
     if happening.verb in ("back", "go_on"):
         return
-    who = happening.kind if happening.kind == "coordinator" else f"{happening.kind} {happening.numbers[0]}"
+    who = happening.who()
     done = SAID[happening.verb].rstrip(":")
     if happening.verb == "slow":
         who, done = f"the link of {who}", "slowed"

@@ -421,8 +421,8 @@ class ServerWire:
             pass
 
     def _recovered(self) -> bool:
-        while not self._go_back():
-            pass
+        if not self._go_back():
+            return False
         self._settled, self._pushed = [], 0
         if self._begun is not None:
             self._begin()

@@ -52,28 +52,6 @@ def training(
     return work
 
 
-SLEEPY = """
-    import time
-    import torch
-    from crew import regression, small_net
-    from torch import nn
-    from torch.utils.data import DataLoader
-    import stretto
-
-    time.sleep({nap_s})
-    net = small_net()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
-    loader = DataLoader(regression(41), batch_size=4, shuffle=True)
-    loader = stretto.distribute(net, optimizer, loader, recipe={recipe!r})
-    for _ in range(2):
-        for x, y in loader:
-            optimizer.zero_grad()
-            nn.functional.mse_loss(net(x), y).backward()
-            optimizer.step()
-"""
-"""A script that has something else to do before it calls `distribute`."""
-
-
 def lived(recipe: str, fault: str, workers: int = 3, epochs: int = 2, samples: int = SAMPLES, **more: Any) -> Ended:
     return simulated(workers, training(epochs, samples), recipe, net=NET, fault=fault, **more)
 

@@ -3,12 +3,32 @@
 from __future__ import annotations
 
 import pytest
-from sim.dying import ALL, NET, SLEEPY, THROUGH, seen, told
+from sim.dying import ALL, NET, THROUGH, seen, told
 from sim.simulated import Ended, simulated
 
 from stretto.errors import LaunchError
 
 RECIPES = ["allreduce", THROUGH, "async_sgd(shards=2)", "stale_synchronous(bound=1)"]
+SLEEPY = """
+    import time
+    import torch
+    from crew import regression, small_net
+    from torch import nn
+    from torch.utils.data import DataLoader
+    import stretto
+
+    time.sleep({nap_s})
+    net = small_net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    loader = DataLoader(regression(41), batch_size=4, shuffle=True)
+    loader = stretto.distribute(net, optimizer, loader, recipe={recipe!r})
+    for _ in range(2):
+        for x, y in loader:
+            optimizer.zero_grad()
+            nn.functional.mse_loss(net(x), y).backward()
+            optimizer.step()
+"""
+"""A script that has something else to do before it calls `distribute`."""
 
 
 def slept(nap_s: float, recipe: str, fault: str, is_ordered: bool = False, **more: object) -> Ended:

@@ -276,8 +276,6 @@ CALLED_TWICE = [
     (929, "server", 1),
     (1451, "server", 2),
 ]
-
-
 NOBODY_KNOWS = [
     (539, "server", 0),
     (541, "worker", 1),
