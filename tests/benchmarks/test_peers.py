@@ -37,8 +37,10 @@ def marked(process: psutil.Process, mark: str) -> bool:
 
 def test_the_mark_is_seen(monkeypatch):
     monkeypatch.setenv("PEER_TEST", "seen")
-    one = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    script = "print('here', flush=True); input()"
+    one = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
+        assert one.stdout is not None and one.stdout.readline() == b"here\n"  # the program shows its environment now
         assert [found.pid for found in psutil.process_iter() if marked(found, "seen")] == [one.pid]
     finally:
         one.communicate(b"\n", timeout=PATIENCE_S)

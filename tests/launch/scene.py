@@ -142,7 +142,11 @@ class Place:
         return process
 
     def left(self) -> list[psutil.Process]:
-        """Living processes that have their environment from this place."""
+        """Living processes that have their environment from this place.
+
+        A program that has only just been started in a process shows no environment for a moment, even to
+        who started it, and is not among them yet: wait until they are as many as are expected.
+        """
         return [process for process in psutil.process_iter() if process.pid != os.getpid() and self._ours(process)]
 
     def _ours(self, process: psutil.Process) -> bool:

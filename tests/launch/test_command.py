@@ -33,7 +33,7 @@ def sleeping(place: Place, before: str = "") -> subprocess.Popen[bytes]:
     """A run that is well under way."""
     process = place.stretto("run", place.script(SLEEPERS), "-n", "2", before=before)
     until(lambda: Path("ready-0").exists() and Path("ready-1").exists())
-    assert len(place.left()) == staff() + 4  # two workers, two of theirs
+    until(lambda: len(place.left()) == staff() + 4)  # two workers, two of theirs
     return process
 
 
