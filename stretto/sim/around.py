@@ -10,12 +10,15 @@ from typing import Any
 from torch import nn
 from torch.utils.data import DataLoader
 
+from stretto.errors import LaunchError, explain
 from stretto.events import EventLog, LogFile
 from stretto.sim.speeds import Pace as Speed
 from stretto.sim.world import Worker
 from stretto.train.stopwatch import Pace, Stopwatch
 from stretto.train.surroundings import Surroundings
 
+MOST_DEATHS = 1000
+"""So many in a row, or ten of each worker where those are more, and no more samples seen: it would go on for ever."""
 RECORDING = 16
 """Of so many workers the script's own numbers are kept."""
 LINES_PER_S = 16.0
@@ -26,10 +29,13 @@ class Limit:
     """When a simulation ends before the script does: after so many samples of all, or so many virtual seconds.
 
     Workers that exchange together end after the same hand: the first that none of them had begun when it was time.
+    And it ends when processes die again and again, and all that comes of it is what there was before.
     """
 
-    def __init__(self, samples: float = inf, time_s: float = inf) -> None:
+    def __init__(self, samples: float = inf, time_s: float = inf, workers: int = 1) -> None:
         self._samples, self._time_s = samples, time_s
+        self._deaths, self._most_deaths = 0, max(MOST_DEATHS, 10 * workers)
+        self._most_samples = 0
         self.is_timed = time_s < inf
         """Whether it depends on when a worker asks."""
         self._begun = 0
@@ -43,6 +49,8 @@ class Limit:
 
         One that is `free` waits for nobody.
         """
+        if samples > self._most_samples:
+            self._most_samples, self._deaths = samples, 0
         if free:
             self._handed = max(self._handed, samples)
             self.is_over = self.is_over or t >= self._time_s or self._handed >= self._samples
@@ -53,6 +61,17 @@ class Limit:
             return True
         self._begun = max(self._begun, hands + 1)
         return False
+
+
+    def died(self, t: float) -> None:
+        """A process was killed. Raises LaunchError when there have been too many for anything to come of it."""
+        self._deaths += 1
+        if self._deaths > self._most_deaths:
+            problem = f"the run comes no further than {self._most_samples} samples at {t:g} s of virtual time"
+            got = f"{self._most_deaths} deaths since that many were seen first"
+            expected = "faults that leave time for a step, or from one cut of a server to the next"
+            to_type = '--faults "kill worker every 10m", or a longer time than the one given'
+            raise LaunchError(explain(problem, got=got, expected=expected, to_type=to_type))
 
 
 class SimPace:

@@ -131,7 +131,7 @@ class Cast:
             self.world.is_mortal = True
         self.world.outages.settle, self.world.outages.strike = self._settled, self._struck
         self._speed = Pace(simulation.speeds, order.workers, order.seed)
-        self._limit = Limit(simulation.samples, simulation.time_s)
+        self._limit = Limit(simulation.samples, simulation.time_s, order.workers)
         self._batches = Batches(self._say_once) if simulation.batched else None
 
     def run(self, out: TextIO, tick: Ticked | None = None, order: Sequence[int] | None = None) -> None:
@@ -246,6 +246,8 @@ class Cast:
     def _struck(self, time: float, happening: Happening) -> None:
         """A process is killed or stopped, or goes on."""
         number, back_after_s = happening.numbers[0], happening.back_after_s
+        if happening.verb == "kill" and self._is_there(happening):
+            self._limit.died(time)
         if happening.kind == "server":
             self._strike_server(time, happening, number)
         elif happening.verb in ("pause", "go_on"):

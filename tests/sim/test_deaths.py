@@ -26,7 +26,7 @@ from stretto.launch.supervise import pause_s
 from stretto.report import fates
 from stretto.report.history import read
 from stretto.report.record import record
-from stretto.sim import network
+from stretto.sim import around, network
 from stretto.sim.collective import Table
 from stretto.sim.generations import FORMED_S
 from stretto.sim.members import NOTICED_S
@@ -161,6 +161,32 @@ def test_when_nobody_is_left_the_run_ends_with_one_error(recipe: str, tmp_path: 
 def test_when_nobody_is_left_the_coordinator_says_so_as_soon_as_it_can(recipe: str, coordinator: str) -> None:
     with pytest.raises(LaunchError, match=r"cannot go on at 1.04 s of virtual time: too few workers are left"):
         lived(recipe, f"{coordinator}; kill workers 0-2 at 47ms")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "fault"),
+    [
+        ("allreduce", "kill worker every 2ms, back after 5ms"),
+        ("async_sgd", "kill server 0 every 5ms, back after 5ms"),
+    ],
+)
+def test_deaths_that_let_nobody_come_further_end_the_run(
+    recipe: str, fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it would be simulated for ever."""
+    monkeypatch.setattr(around, "MOST_DEATHS", 100)
+    with pytest.raises(LaunchError, match=r"comes no further than \d+ samples at .* s of virtual time") as raised:
+        lived(recipe, fault, 2, folder=tmp_path)
+    assert "got: 100 deaths since" in str(raised.value)
+    assert len(read(tmp_path / "run").of("error")) == 1
+
+
+@pytest.mark.parametrize("recipe", ["allreduce", "async_sgd"])
+def test_as_many_deaths_with_samples_between_them_are_survived(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(around, "MOST_DEATHS", 3)
+    ended = lived(recipe, "kill worker 1 every 40ms, back after 5ms", 2, 8)
+    is_whole(ended, recipe, 8)
+    assert len(told(ended, "gone")) > 20
 
 
 @pytest.mark.parametrize("recipe", ["allreduce", "async_sgd"])
