@@ -38,6 +38,14 @@ class History:
         return self.events.get(kind, [])
 
     @cached_property
+    def passes(self) -> list[Event]:
+        """The end of each pass. What all had to go back across is done again, and counts as it ends then."""
+        found: list[Event] = []
+        for event in self.of("epoch"):
+            found = [*(one for one in found if (one.get("epoch") or 0) < (event.get("epoch") or 0)), event]
+        return found
+
+    @cached_property
     def workers(self) -> int:
         """How many workers were asked for, and joined later."""
         there = (1 + int(event["worker"]) for event in self.of("start"))

@@ -192,7 +192,7 @@ def _figures(one: Record) -> str:
 
 
 def _tables(one: Record, read: History) -> list[Sheet]:
-    passes = [_passes(read)] if read.of("epoch") else []
+    passes = [_passes(read)] if read.passes else []
     return [*_fates(read), *passes, *exchanged.sheet(one), *asynchronous.sheet(one, read)]
 
 
@@ -200,7 +200,7 @@ SEEN = ("once", "twice", "never", "dropped")
 
 
 def _passes(read: History) -> Sheet:
-    passes = read.of("epoch")
+    passes = read.passes
     note = "Samples of all workers so far, and how often those of the pass were seen."
     if len(passes) > MOST_PASSES:
         note += f" The last {MOST_PASSES} of {len(passes)} passes."

@@ -41,7 +41,7 @@ def record(run_folder: Path) -> Record:
         **_counted(history),
         **accounts.fields(history),
         **_uneven(history),
-        "samples_seen": [event.get("seen") for event in history.of("epoch")],
+        "samples_seen": [event.get("seen") for event in history.passes],
         **BEYOND_ONE_RUN,
         "deaths": fates.deaths(history),
         "folder": str(run_folder),
@@ -104,8 +104,8 @@ def _length(history: History) -> tuple[float | None, int]:
     """Training seconds and samples of all workers, both taken at the same moment."""
     counts = history.last_counts()
     counted = sum(int(event.get("samples") or 0) for event in counts)
-    if history.of("epoch") and history.ended:
-        last = history.of("epoch")[-1]
+    if history.passes and history.ended:
+        last = history.passes[-1]
         beyond = 0 if history.has_returned else counted  # what was done again counted once
         return number(last.get("training_s")), max(beyond, int(last.get("samples") or 0))
     trained = [event["t"] - split_of(event)["evaluating"] for event in counts if event]

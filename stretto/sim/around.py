@@ -62,7 +62,6 @@ class Limit:
         self._begun = max(self._begun, hands + 1)
         return False
 
-
     def died(self, t: float) -> None:
         """A process was killed. Raises LaunchError when there have been too many for anything to come of it."""
         self._deaths += 1

@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from stretto.report import page
 from stretto.report.history import read
 from stretto.report.record import record
 
@@ -48,6 +49,18 @@ def test_counts_go_on_over_the_lives_of_a_worker(folder: Path) -> None:
     assert found[-1]["exchanged"] == {"gradients": [260, 130, 260, 130]}
     assert found[-1]["split"] == {"computing": 2.5, "other": 2.5}
     assert found[-1]["step"] == 30, "which it was told when it came"
+
+
+def test_passes_that_all_had_to_go_back_across_count_as_they_end_at_last(folder: Path) -> None:
+    """The second pass of those that went back is not done again: somebody has ended the run before."""
+    with (folder / "events.jsonl").open("ab") as file:
+        for epoch, once in ((2, 9753), (1, 8642)):
+            end = {"event": "epoch", "t": 5.0, "worker": 0, "epoch": epoch, "samples": 420, "seen": {"once": once}}
+            file.write(msgspec.json.encode(end) + b"\n")
+    assert record(folder)["samples_seen"] == [{"once": 8642}]
+    shown = page.write(folder).read_text()
+    assert "8,642" in shown
+    assert "9,753" not in shown
 
 
 def test_the_record_has_all_that_was_sent_and_what_counted_once(folder: Path) -> None:
