@@ -29,12 +29,11 @@ class CoordinatorDesk:
         shelf: Shelf | None = None,
         cut_every_s: float | None = None,
         ends: Shelf | None = None,
-        is_paired: bool = False,
     ) -> None:
         self._clock, self._shelf, self._cut_every_s = clock, shelf, cut_every_s
         self._ends = ends
         """Keeps who has come to an end, and the last answer that those who are left may lack."""
-        self._together = Together(workers, _gathered, Asked(clock), is_paired)
+        self._together = Together(workers, _gathered, Asked(clock))
         self.coordinator = Coordinator(workers)
         self._age = -1 if shelf is not None and shelf.cuts() else 0
         if self._age < 0:

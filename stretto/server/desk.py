@@ -18,9 +18,7 @@ from stretto.server.meeting import Meeting, Told
 from stretto.server.parcels import Pieces
 
 REMEMBERED, SMALL_BYTES = 64, 1 << 16
-"""So many answers are remembered, if they are no larger."""
-LARGE = 8
-"""So many larger ones by a service that has a replica: what has left the server may have reached nobody."""
+"""So many answers are remembered, if they are no larger, where nobody says which ones it has."""
 NEWS = -1
 """Stands for an exchange's number where a worker waits for news of its update."""
 
@@ -102,15 +100,18 @@ class Together:
         workers: int,
         combine: Callable[[Mapping[int, Any]], Any],
         asked: Asked,
-        keeps_large: bool = False,
     ) -> None:
-        self._keeps_large = keeps_large
         self._meeting: Meeting[Any, Any] = Meeting(range(workers), combine)
         self._asked = asked
         self._says_who = False
         """Whether answers say who gave: once members have changed all do, for nobody may have heard the last."""
+        self._heard: dict[int, int] = {}
+        """Up to which exchange each member has its answers, where members say so."""
         self._answers: dict[int, tuple[m.Body, list[Tensor]]] = {}
-        """The last answers, if they are small: an answer that was lost may be asked for again."""
+        """Answers that may be asked for again, because they were lost: those that somebody may lack.
+
+        Where nobody says what it has they are the last ones, if they are small.
+        """
         self._refused: dict[tuple[int, int], m.Refused] = {}
         """The last refusals: to whom, and in which exchange."""
         self.last: tuple[int, m.Body, list[Tensor]] = 0, m.Answered(), []
@@ -127,7 +128,9 @@ class Together:
     def left(self) -> set[int]:
         return self._meeting.left
 
-    def lay(self, worker: int, op: int, number: int, thing: object) -> list[Post]:
+    def lay(self, worker: int, op: int, number: int, thing: object, heard: int | None = None) -> list[Post]:
+        if heard is not None:
+            self._heard[worker] = max(self._heard.get(worker, 0), heard)
         kept = self._answers.get(op) or (self.last[1:] if op == self.last[0] else None)
         if kept is not None:
             return [Post(worker, number, *kept)] if worker in self._meeting.members else []
@@ -149,6 +152,7 @@ class Together:
 
     def gone(self, worker: int) -> list[Post]:
         self._asked.forget(worker)
+        self._heard.pop(worker, None)
         self._says_who = True
         return self._posts(self._meeting.drop(worker))
 
@@ -166,6 +170,7 @@ class Together:
     def group(self, generation: int, members: Sequence[int]) -> None:
         if self._meeting.group(generation, members):
             self._says_who = False
+            self._heard.clear()
             self._answers.clear()
             self._refused.clear()
             self.last = 0, m.Answered(), []
@@ -173,13 +178,14 @@ class Together:
     def _posts(self, told: Sequence[Told[Any]]) -> list[Post]:
         """The answers of one exchange or several; all of one exchange come together."""
         posts = []
+        heard = self._heard_by_all()
         for _, answers in itertools.groupby(told, key=lambda one: one.op):
             together = list(answers)
             gave = sorted(one.worker for one in together)
             found = together[0].found
-            body: m.Body = m.Answered()
+            body: m.Body = m.Answered(heard)
             if found is not None and self._says_who:
-                body = m.Among(gave)
+                body = m.Among(gave, heard)
             if found is not None:
                 self._remember(together[0].op, body, found)
             posts += [self._post(one, body) for one in together]
@@ -187,15 +193,18 @@ class Together:
         return posts
 
     def _remember(self, op: int, body: m.Body, found: list[Tensor]) -> None:
-        if self._keeps_large or _is_small(found):
+        if self._heard or _is_small(found):
             self._answers[op] = body, found
         if op >= self.last[0]:
             self.last = op, body, found
 
+    def _heard_by_all(self) -> int:
+        there = self.members - self.left
+        return min((self._heard.get(one, 0) for one in there), default=0) if self._heard else 0
+
     def _forget_old(self) -> None:
-        ops = sorted(self._answers)
-        large = [op for op in ops if not _is_small(self._answers[op][1])] if self._keeps_large else []
-        for op in {*ops[:-REMEMBERED], *large[:-LARGE]}:
+        heard = self._heard_by_all()
+        for op in [op for op in self._answers if op <= heard] if self._heard else sorted(self._answers)[:-REMEMBERED]:
             del self._answers[op]
         for told in list(self._refused)[:-REMEMBERED]:
             del self._refused[told]

@@ -128,6 +128,8 @@ class Ask(_Said):
 
     op: int
     kind: Literal["mean", "every"]
+    heard: int = 0
+    """All that this worker asked here in exchanges up to this one has been answered."""
 
 
 class Gather(_Said):
@@ -270,11 +272,15 @@ class Go(_Said):
 class Answered(_Said):
     """The tensors that were asked for."""
 
+    heard: int = 0
+    """Nobody lacks an answer of an exchange up to this one."""
+
 
 class Among(_Said):
     """The same where members were lost since the last answer: who gave. Without tensors the teller was lost."""
 
     members: list[int]
+    heard: int = 0
 
 
 class Leased(_Said):

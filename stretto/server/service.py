@@ -72,7 +72,7 @@ def serve(place: ShardPlace) -> None:
     clocks = [line.clock if line is not None else time.monotonic for line in lines]
     is_paired = lines[0] is not None
     if place.coordinator_fd is not None:
-        desk = CoordinatorDesk(place.workers, clocks[1], shared, place.cut_every_s, ends, is_paired)
+        desk = CoordinatorDesk(place.workers, clocks[1], shared, place.cut_every_s, ends)
         house.open(socket.socket(fileno=place.coordinator_fd), desk, lines[1])
     shard = ShardDesk(place.workers, clocks[0], place.on_nan, own, birth, is_paired)
     house.open(socket.socket(fileno=place.listen_fd), shard, lines[0])

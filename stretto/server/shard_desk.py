@@ -113,7 +113,7 @@ class ShardDesk:
         self._members = set(range(workers))
         self._works = {worker: _Work(worker) for worker in range(workers)}
         self._asked = Asked(clock)
-        self._together = Together(workers, _answers, self._asked, keeps_large=is_paired)
+        self._together = Together(workers, _answers, self._asked)
         if self._age < 0:
             self._together.tell_anew()
         self._shard: Shard | None = None
@@ -426,7 +426,8 @@ class ShardDesk:
         if len(tensors) != 1:
             raise ParcelError(f"{len(tensors)} tensors in an ask for one")
         flat = whole(tensors[0], head.tensors[0][0])
-        return self._together.lay(worker, body.op, head.number, Mean(flat) if body.kind == "mean" else Every(flat))
+        ask = Mean(flat) if body.kind == "mean" else Every(flat)
+        return self._together.lay(worker, body.op, head.number, ask, body.heard)
 
 
 def _wanted(how: Codec, theta: Tensor) -> tuple[str, int]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import bisect
 import contextlib
 import itertools
-from collections import deque
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -28,6 +27,7 @@ from stretto.wire.shards import (
     Link,
     MeanTicket,
     RuleMemory,
+    Spoken,
     Ticket,
     Update,
     ranges,
@@ -35,9 +35,6 @@ from stretto.wire.shards import (
 )
 from stretto.words import Ask as Asked
 from stretto.words import Every, Mean
-
-REMEMBERED = 64
-"""So much that was said to shards in exchanges of all is remembered, to be said again to one that was started again."""
 
 SETTLED_AT_ONCE = 50_000
 """So many batches fit into the head of a parcel."""
@@ -83,8 +80,7 @@ class ServerWire:
         self._settled: list[int] = []
         self._group: m.Group | None = None
         """Who exchanges from the last generation on."""
-        self._said: deque[tuple[Link, int, m.Ask, list[Tensor]]] = deque(maxlen=REMEMBERED)
-        """What was said to shards last; another worker may lack an answer that this one has."""
+        self._spoken = Spoken(endures)
         self._heard: tuple[m.Heard, list[Pieces]] | None = None
         """The last answer of the coordinator to all, which another may lack: of those before it nobody can."""
         self._aborted = False
@@ -121,13 +117,13 @@ class ServerWire:
         sent = flat.cpu().contiguous()
         if isinstance(ask, Mean):
             numbers = [
-                self._say(link, m.Ask(self._op, "mean"), [sent[start:stop]])
+                self._spoken.say(link, self._op, "mean", sent[start:stop])
                 for link, (start, stop) in zip(self.links, ranges(sent.numel(), self.shards), strict=True)
             ]
-            return MeanTicket(self.links, flat, numbers, self.workers)
+            return MeanTicket(self._spoken, self.links, flat, numbers, self.workers)
         assert isinstance(ask, Every)
-        shard = self._op % self.shards
-        return EveryTicket(self.links, flat, shard, self._say(self.links[shard], m.Ask(self._op, "every"), [sent]))
+        link = self.links[self._op % self.shards]
+        return EveryTicket(self._spoken, link, flat, self._spoken.say(link, self._op, "every", sent))
 
     def gather(self, message: Message) -> list[bytes]:
         """The message of every worker, in their order."""
@@ -168,13 +164,6 @@ class ServerWire:
             self._heard = m.Heard(body.op, self.members, *about), found
         return found
 
-    def _say(self, link: Link, body: m.Ask, tensors: list[Tensor]) -> int:
-        """Say something to a shard in an exchange of all."""
-        number = link.send(body, tensors)
-        if self.endures:
-            self._said.append((link, number, body, [one.clone() for one in tensors]))
-        return number
-
     # --- generations --------------------------------------------------------------------------------------------
 
     def abort(self) -> None:
@@ -187,7 +176,7 @@ class ServerWire:
         """Exchange with these from now on; what was under way before is forgotten."""
         self.members, self.number = sorted(members), me
         self._op = generation * GENERATION
-        self._said.clear()
+        self._spoken.forget()
         self._heard = None
         self._group = m.Group(generation, self.members)
         for link in (self._coordinator, *self.links):
@@ -466,9 +455,7 @@ class ServerWire:
             for at in range(0, len(self._settled), SETTLED_AT_ONCE):
                 batches = self._settled[at : at + SETTLED_AT_ONCE]
                 link.mutter(m.Settle(self._begun[0].number, batches, self.age))
-        for to, number, body, tensors in self._said:
-            if to is link and not link.awaits(number):
-                link.mutter(body, tensors)
+        self._spoken.again(link)
         if link is self._coordinator and self._heard is not None:
             heard, found = self._heard
             link.mutter(heard, [whole(one, "uint8") for one in found])

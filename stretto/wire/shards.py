@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol
 
 from torch import Tensor
 
@@ -90,8 +90,51 @@ def shared_out(parts: Sequence[Tensor], shards: int) -> list[list[Tensor]]:
     return [[one[slice(*each[shard])] for one, each in zip(parts, bounds, strict=True)] for shard in range(shards)]
 
 
+@dataclass(frozen=True, slots=True)
+class _Spoken:
+    link: Link
+    number: int
+    body: m.Ask
+    tensors: list[Tensor]
+
+
+class Spoken:
+    """What one worker said to shards in exchanges of all. Another may lack the answer of a shard that is lost then."""
+
+    def __init__(self, keeps: bool) -> None:
+        self._keeps = keeps
+        self._all: list[_Spoken] = []
+
+    def say(self, link: Link, op: int, kind: Literal["mean", "every"], tensor: Tensor) -> int:
+        """Say something to a shard; returns the number of the parcel."""
+        unheard = (one.body.op for one in self._all if one.link is link and link.awaits(one.number))
+        body = m.Ask(op, kind, min(unheard, default=op) - 1)
+        number = link.send(body, [tensor])
+        if self._keeps:
+            self._all.append(_Spoken(link, number, body, [tensor.clone()]))
+        return number
+
+    def hear(self, link: Link, number: int) -> tuple[m.Body, list[Pieces]]:
+        """What came of it. What nobody lacks an answer to is forgotten."""
+        body, found = link.wait(number)
+        if isinstance(body, m.Answered | m.Among):
+            self._all = [one for one in self._all if one.link is not link or one.body.op > body.heard]
+        return body, found
+
+    def again(self, link: Link) -> None:
+        """Say it once more to a shard that was lost; what it has not answered yet its link asks again."""
+        for one in self._all:
+            if one.link is link and not link.awaits(one.number):
+                link.mutter(one.body, one.tensors)
+
+    def forget(self) -> None:
+        """It is of a generation that is over."""
+        self._all.clear()
+
+
 @dataclass(slots=True)
 class MeanTicket:
+    spoken: Spoken
     links: Sequence[Link]
     tensor: Tensor
     numbers: list[int]
@@ -100,7 +143,7 @@ class MeanTicket:
 
     def wait(self) -> Answer:
         flat = self.tensor
-        found = [link.wait(number) for link, number in zip(self.links, self.numbers, strict=True)]
+        found = [self.spoken.hear(link, number) for link, number in zip(self.links, self.numbers, strict=True)]
         bounds = ranges(flat.numel(), len(found))
         for (start, stop), (body, (pieces, *_)) in zip(bounds, found, strict=True):
             _write(flat[start:stop], pieces)
@@ -119,13 +162,13 @@ class BrokenTicket:
 
 @dataclass(slots=True)
 class EveryTicket:
-    links: Sequence[Link]
+    spoken: Spoken
+    link: Link
     like: Tensor
-    shard: int
     number: int
 
     def wait(self) -> Answer:
-        found = self.links[self.shard].wait(self.number)[1]
+        found = self.spoken.hear(self.link, self.number)[1]
         return [whole(pieces, kind(self.like)).to(self.like.device) for pieces in found]
 
 

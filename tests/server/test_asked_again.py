@@ -7,7 +7,7 @@ import torch
 from desks import told
 
 from stretto.server import messages as m
-from stretto.server.desk import LARGE, SMALL_BYTES
+from stretto.server.desk import SMALL_BYTES, Post
 from stretto.server.pair import Reading
 from stretto.server.shard_desk import ShardDesk
 
@@ -76,15 +76,33 @@ def test_who_has_come_to_an_end_holds_nobody_back_though_its_good_bye_was_lost()
 
 
 @pytest.mark.parametrize("is_paired", [False, True])
-def test_more_large_answers_of_all_are_remembered_where_there_is_a_replica(is_paired: bool) -> None:
+@pytest.mark.parametrize("length", [10, NUMBERS])
+def test_answers_to_all_are_remembered_until_nobody_lacks_them(length: int, is_paired: bool) -> None:
+    """Worker 1 has several asks under way; a connection breaks when the answers are on their way to it."""
     desk = ShardDesk(2, Reading(0.0), "stop", is_paired=is_paired)
-    for op in range(1, LARGE + 3):
-        told(desk, 0, op, m.Ask(op, "mean"), [torch.full((NUMBERS,), float(op))])
-        assert len(told(desk, 1, op, m.Ask(op, "mean"), [torch.full((NUMBERS,), 1.0)])) == 2
-    asked_again = [told(desk, 0, op, m.Ask(op, "mean"), [torch.zeros(NUMBERS)]) for op in range(1, LARGE + 3)]
-    remembered = LARGE if is_paired else 1
-    assert [bool(posts) for posts in asked_again] == [False] * (LARGE + 2 - remembered) + [True] * remembered
-    assert float(asked_again[-1][0].tensors[0][0]) == LARGE + 3.0
+
+    def ask(worker: int, op: int, heard: int) -> list[Post]:
+        return told(desk, worker, op, m.Ask(op, "mean", heard), [torch.full((length,), float(op))])
+
+    for op in range(1, 101):
+        ask(0, op, op - 1)
+        posts = ask(1, op, 0)
+        assert {one.worker: one.body for one in posts} == dict.fromkeys((0, 1), m.Answered(0))
+    again = [ask(1, op, 0) for op in range(1, 101)]
+    assert [float(post.tensors[0][0]) for (post,) in again] == [2.0 * op for op in range(1, 101)]
+    ask(0, 101, 100)
+    assert ask(1, 101, 60)[0].body == m.Answered(60)
+    assert [len(ask(1, op, 60)) for op in range(1, 102)] == [0] * 60 + [1] * 41
+
+
+def test_who_is_dead_lacks_nothing() -> None:
+    desk = ShardDesk(3, Reading(0.0), "stop")
+    for worker in range(3):
+        posts = told(desk, worker, 1, m.Ask(1, "mean"), [torch.ones(NUMBERS)])
+    desk.gone(2)
+    told(desk, 0, 2, m.Ask(2, "mean", 1), [torch.ones(NUMBERS)])
+    posts = told(desk, 1, 2, m.Ask(2, "mean", 1), [torch.ones(NUMBERS)])
+    assert {one.worker: one.body for one in posts} == dict.fromkeys((0, 1), m.Among([0, 1], 1))
 
 
 @pytest.mark.parametrize("length", [10, SMALL_BYTES])

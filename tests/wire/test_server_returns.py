@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from served import ADDING, Processes, hear, push
+from served import ADDING, Processes, Serving, hear, push
 
 from stretto.errors import WireError
-from stretto.wire.link import dial
+from stretto.wire.link import WENT_AWAY, dial
 from stretto.wire.server import ServerWire
 from stretto.wire.shards import AnewError
+from stretto.words import Mean
 
 LIMIT_S = 30.0
 
@@ -55,6 +59,42 @@ def test_what_came_after_the_cut_is_undone_and_the_rest_is_there(server: Process
     assert wire.is_over(1)
     assert wire.counted(1).tolist() == [1] * 12
     wire.close()
+
+
+LARGE = 100_000
+
+
+def break_connection(wire: ServerWire) -> None:
+    """What has come over the connection to the shard, and was not read, is lost with it."""
+    link: Any = wire.links[0]
+    link._problem = WENT_AWAY
+    link._find_again()
+
+
+def test_all_answers_that_a_broken_connection_has_lost_are_told_again(serving: Serving) -> None:
+    """Several large ones were under way, and the other worker has them already."""
+    hosted = serving.host(2)
+    wires = [dial(worker, 2, hosted.addresses, hosted.keys, LIMIT_S, patience_s=LIMIT_S) for worker in range(2)]
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda one: one.gather(b"here"), wires))
+    given = [torch.full((LARGE,), number / 2) for number in range(1, 6)]
+    tickets = [[wire.start(Mean(one.clone())) for one in given] for wire in wires]
+    assert [float(ticket.wait().mean()) for ticket in tickets[0]] == [1.0, 2.0, 3.0, 4.0, 5.0]
+    break_connection(wires[1])
+    assert [float(ticket.wait().mean()) for ticket in tickets[1]] == [1.0, 2.0, 3.0, 4.0, 5.0]
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda one: one.close(), wires))
+
+
+def test_a_worker_keeps_no_more_of_what_it_said_than_another_may_lack(serving: Serving) -> None:
+    hosted = serving.host(2, shards=2)
+    wires = [dial(worker, 2, hosted.addresses, hosted.keys, LIMIT_S, patience_s=LIMIT_S) for worker in range(2)]
+    for _ in range(20):
+        tickets = [[wire.start(Mean(torch.full((LARGE,), 0.5))) for _ in range(3)] for wire in wires]
+        assert all(float(one.wait().mean()) == 1.0 for one in itertools.chain.from_iterable(tickets))
+        assert all(len(wire._spoken._all) <= 2 * 6 for wire in wires), "those of this step and of the one before"
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda one: one.close(), wires))
 
 
 def test_a_server_that_does_not_come_back_is_an_error_after_the_patience(server: Processes) -> None:
