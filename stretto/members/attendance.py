@@ -98,8 +98,10 @@ class Attendance:
         if here is None:
             return False
         mine = next((one for one in form.members if (one.worker, one.life) == self._me), None)
-        if mine is None:
-            self._reply(form)
+        if mine is None:  # an earlier life of this worker may be
+            self._reply(
+                msgspec.structs.replace(form, members=[one for one in form.members if one.worker != self._me[0]])
+            )
         elif form.generation == self.generation:
             if here.at_rest and mine.here == here:
                 self._enter(form)

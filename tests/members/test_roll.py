@@ -99,7 +99,7 @@ class Worker:
                 self.world.entered[self.form.generation, self.commits].add(self.number)
             return
         assert isinstance(answer, Form)
-        if (self.number, self.life) not in [(one.worker, one.life) for one in answer.members]:
+        if self.number not in answer.numbers:
             self.has_left = self.is_ended = True
             return
         self.form = answer

@@ -189,6 +189,15 @@ def test_as_many_deaths_with_samples_between_them_are_survived(recipe: str, monk
     assert len(told(ended, "gone")) > 20
 
 
+def test_who_is_killed_when_it_has_left_takes_nothing_up_again(tmp_path: Path) -> None:
+    """Its next life is of no generation, though its number is: the others have done with everything."""
+    recipe = f"{THROUGH[:-1]}, how=low_rank(rank=1))"
+    fault = "kill worker 0 at 217.844ms, back after 19.975ms; pause server 0 for 87.162ms at 152.324ms"
+    is_whole(lived(recipe, fault, 4, folder=tmp_path), recipe)
+    assert record(tmp_path / "run")["failed"] is None
+    assert told(lived(recipe, fault, 4), "joined") == told(lived(recipe, "kill worker 1 at 1h", 4), "joined")
+
+
 @pytest.mark.parametrize("recipe", ["allreduce", "async_sgd"])
 def test_who_is_not_there_is_not_struck(recipe: str) -> None:
     """It comes back no sooner than its end is noticed."""
