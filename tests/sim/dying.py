@@ -22,6 +22,11 @@ SAMPLES = 41
 """So that the last hand of a pass is not for all."""
 TOGETHER = ["allreduce", "local_sgd(every=3)", "diloco(every=4)", "power_sgd(rank=1)"]
 THROUGH = "Recipe(what=gradients(), when=together(every=1), whom=server(shards=2), then=step())"
+ALSO_THROUGH = [
+    "Recipe(what=gradients(), how=low_rank(rank=1), whom=server(shards=2))",
+    "Recipe(what=parameters(), when=together(every=3), whom=server(shards=2), then=replace())",
+]
+"""The first has several asks under way at once."""
 FREE = ["async_sgd", "async_sgd(shards=2)", "soft_sync(collect=2)", "stale_synchronous(bound=1)"]
 ALL = {"once": SAMPLES, "twice": 0, "never": 0, "dropped": 0}
 

@@ -16,7 +16,20 @@ import torch
 from drawn import TIMES
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from sim.dying import FREE, LATENCY, NET, SAMPLES, THROUGH, TOGETHER, faults, is_whole, lived, told, training
+from sim.dying import (
+    ALSO_THROUGH,
+    FREE,
+    LATENCY,
+    NET,
+    SAMPLES,
+    THROUGH,
+    TOGETHER,
+    faults,
+    is_whole,
+    lived,
+    told,
+    training,
+)
 from sim.simulated import STEP_S, now, simulated
 
 from stretto import chaos
@@ -191,7 +204,7 @@ def test_as_many_deaths_with_samples_between_them_are_survived(recipe: str, monk
 
 def test_who_is_killed_when_it_has_left_takes_nothing_up_again(tmp_path: Path) -> None:
     """Its next life is of no generation, though its number is: the others have done with everything."""
-    recipe = f"{THROUGH[:-1]}, how=low_rank(rank=1))"
+    recipe = ALSO_THROUGH[0]
     fault = "kill worker 0 at 217.844ms, back after 19.975ms; pause server 0 for 87.162ms at 152.324ms"
     is_whole(lived(recipe, fault, 4, folder=tmp_path), recipe)
     assert record(tmp_path / "run")["failed"] is None

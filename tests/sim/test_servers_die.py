@@ -12,7 +12,7 @@ import pytest
 from drawn import TIMES
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from sim.dying import FREE, NET, THROUGH, faults, is_whole, lived, told, training
+from sim.dying import ALSO_THROUGH, FREE, NET, THROUGH, faults, is_whole, lived, told, training
 from sim.simulated import simulated
 
 from stretto.report import fates
@@ -20,7 +20,8 @@ from stretto.report.history import read
 from stretto.sim import office
 from stretto.wire.server import ServerWire
 
-SHARDS = {one: 2 if "shards=2" in one else 1 for one in [*FREE, "stale_synchronous(bound=1, shards=2)", THROUGH]}
+RECIPES = [*FREE, "stale_synchronous(bound=1, shards=2)", THROUGH, *ALSO_THROUGH]
+SHARDS = {one: 2 if "shards=2" in one else 1 for one in RECIPES}
 
 
 def hidden(ended: Any) -> bytes:
@@ -32,7 +33,7 @@ def hidden(ended: Any) -> bytes:
 # --- what holds whenever ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("recipe", [*FREE, THROUGH])
+@pytest.mark.parametrize("recipe", [*FREE, THROUGH, *ALSO_THROUGH])
 def test_whenever_a_server_dies_every_sample_counts_once(recipe: str) -> None:
     """Moments of all phases, from before the first worker asks for a server until after the last has ended."""
     length = lived(recipe, "kill worker 1 at 1h").seconds
