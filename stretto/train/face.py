@@ -104,6 +104,7 @@ def _trainer(
     seat: Seat, model: nn.Module, optimizer: Optimizer, loader: Any, recipe: Recipe | None, *evaluation: Any
 ) -> Trainer:
     named = trainable(model, optimizer)
+    seat.around.begins(model, loader)  # before the others are waited for
     wire = seat.wire_for(recipe, named[0][1].device if named else torch.device("cpu"))
     try:
         return Trainer(seat, wire, model, optimizer, loader, recipe, *evaluation)

@@ -57,7 +57,6 @@ class Trainer:
     ) -> None:
         self.model, self.optimizer, self.recipe = model, optimizer, recipe
         self.wire = wire
-        seat.around.begins(model, loader)
         if seat.opens_folder:
             seat = replace(seat, run=open_folder(self.wire, self._asked(seat)))
         self.loader = loader

@@ -201,6 +201,20 @@ def test_data_that_is_alike_is_kept_once(monkeypatch: pytest.MonkeyPatch) -> Non
     assert made[0].saved == 2 * 8000 * 6 * 2, "what is not the first worker's, and large"
 
 
+@pytest.mark.parametrize("fault", ["", "kill worker 1 at 1h"])
+@pytest.mark.parametrize("recipe", ["allreduce", "async_sgd"])
+def test_data_is_shared_before_the_next_worker_loads_its_own(
+    recipe: str, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where workers may die they wait for each other before they train, and a thousand would have loaded theirs."""
+    loaded: list[int] = []
+    shared: list[int] = []
+    monkeypatch.setattr(torch, "loaded", loaded, raising=False)
+    monkeypatch.setattr(Commons, "loader", lambda *_: shared.append(len(loaded)))
+    simulated(3, trains().replace("net =", "torch.loaded.append(1)\nnet ="), recipe, fault=fault)
+    assert shared == [1, 2, 3]
+
+
 def test_a_profiler_sees_the_marks_of_optimizers() -> None:
     """They are left out only where nobody looks; a script's own go on."""
     text = trains().replace("for epoch", "profile = torch.profiler.profile()\nprofile.start()\nfor epoch")
