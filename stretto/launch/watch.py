@@ -100,7 +100,8 @@ class Watch:
 
     def _say_above(self, data: bytes) -> None:
         """Print whole lines; what has no end yet, like a progress bar, stands above the live line."""
-        *lines, self._begun = (self._begun + data).split(b"\n")
+        *lines, begun = (self._begun + data).split(b"\n")
+        self._begun = left_to_see(begun)
         for line in lines:
             self._console.out(_last_written(line), highlight=False)
 
@@ -159,7 +160,14 @@ def _in_lines(facts: Sequence[str], width: int) -> list[str]:
     return lines
 
 
+def left_to_see(line: bytes) -> bytes:
+    """What of a line is left to see: a carriage return begins it anew, once something is behind it.
+
+    >>> left_to_see(b"10%\\r20%\\r")
+    b'20%\\r'
+    """
+    return line[line.rstrip(b"\r").rfind(b"\r") + 1 :]
+
+
 def _last_written(line: bytes) -> str:
-    """What of a line is left to see: a carriage return begins it anew."""
-    text = line.decode(errors="replace")
-    return text.rstrip("\r").rpartition("\r")[2]
+    return left_to_see(line).rstrip(b"\r").decode(errors="replace")

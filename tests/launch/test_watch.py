@@ -67,3 +67,15 @@ def test_a_notice_is_shown_when_the_lead_that_says_it_is_not(tmp_path: Path, cap
         watch.begin(tmp_path, Order(Path("train.py"), output=output))  # type: ignore[arg-type]
         watch.end()
     assert capfd.readouterr().err == "stretto: note: mind this\n"
+
+
+def test_of_a_progress_bar_no_more_is_kept_than_is_to_be_seen(capsys: pytest.CaptureFixture[str]) -> None:
+    """However often it is drawn: whole, in halves, and with its carriage return before or behind."""
+    watch = Watch()
+    for step in range(1000):
+        watch._say_above(b"\rtraining:%4d" % step)
+        watch._say_above(b" of 1000\r")
+        assert watch._begun == b"training:%4d of 1000\r" % step
+    watch._say_above(b"\rdone\nand ")
+    assert watch._begun == b"and "
+    assert capsys.readouterr().err == "done\n"
