@@ -8,6 +8,7 @@ samples behind it; an update that comes twice is applied once.
 from __future__ import annotations
 
 import bisect
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -389,7 +390,7 @@ class Shard:
         for total, pieces in zip(self._sums, self._compensated(member, update), strict=True):
             for at, piece in placed(pieces):
                 total[at : at + piece.numel()].add_(piece, alpha=weight)
-        self._group.append((update, staleness))
+        self._group.append((dataclasses.replace(update, numbers=()), staleness))  # they are in the sums
 
     def _apply_group(self) -> None:
         group, self._group = self._group, []

@@ -79,7 +79,8 @@ class _Work:
         """An update has come, which may have to wait."""
         if body.number != self._number:
             self._number, self._batches = body.number, {}
-        self._batches[body.seq] = body.batches
+        if body.batches:  # a stream has none, and no end
+            self._batches[body.seq] = body.batches
 
     def left(self, shard: Shard | None) -> m.Left:
         """The batches whose work is in the parameters, or will be though the worker is gone."""

@@ -114,3 +114,14 @@ def test_the_last_answer_to_all_is_told_again_however_large_it_is(length: int) -
     (again,) = told(desk, 0, 1, m.Ask(1, "mean"), [torch.zeros(length)])
     assert (again.worker, again.number, again.body) == (0, 1, first[0].body)
     assert torch.equal(again.tensors[0], first[0].tensors[0])
+
+
+def test_of_updates_of_a_stream_nothing_is_noted() -> None:
+    """They carry no batches, and there is no end to them."""
+    desk = ShardDesk(1, Reading(0.0), "stop")
+    told(desk, 0, 1, m.Open(1, "downpour(every=1)", 1), [torch.zeros(4)])
+    for seq in range(1, 4):
+        told(desk, 0, seq + 1, m.Push(1, seq, seq - 1, 8, 0.1), [torch.ones(4)])
+    assert desk._works[0]._batches == {}
+    told(desk, 0, 5, m.Push(1, 4, 3, 8, 0.1, 0, 1, [0]), [torch.ones(4)])
+    assert desk._works[0]._batches == {4: [0]}

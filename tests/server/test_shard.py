@@ -486,6 +486,7 @@ def test_collecting_applies_each_update_by_its_share_of_those_collected(s: int, 
 def test_what_is_collected_counts_by_its_samples() -> None:
     shard = shard_of(numbers(1), add(), workers=2, when=on_arrival(collect=2))
     say(shard, update(0, 1, 0, numbers(8), samples=3))
+    assert not shard._group[0][0].numbers, "they are in the sum, and kept there alone"
     say(shard, update(1, 1, 0, numbers(4), samples=1))
     assert whole(shard.current).tolist() == [1 + (3 * 8 + 1 * 4) / 4]
 
