@@ -281,10 +281,15 @@ class Deal:
 
     def ahead(self, me: int) -> Iterator[Pieces]:
         """A worker's pieces of the hands to come, as long as nothing is heard that is not known now. Deals nothing."""
+        twin = self.twin()
+        return (portion.own for portion in iter(lambda: twin.next(me), None))
+
+    def twin(self) -> Deal:
+        """Another that stands where this one does."""
         twin = copy.copy(self)
         twin._pool, twin._runs, twin._lost = self._pool.copy(), self._runs.copy(), self._lost.copy()
         twin._coming = [replace(change, back=change.back.copy()) for change in self._coming]
-        return (portion.own for portion in iter(lambda: twin.next(me), None))
+        return twin
 
     def state(self) -> dict[str, Any]:
         """All there is to know when nothing is uncommitted: numbers and bytes. What was not dealt is not committed."""

@@ -103,6 +103,12 @@ class SimLink:
         self._post(parcel)
         return self._numbers
 
+    def drop(self, number: int) -> None:
+        """Nobody waits for the reply to this parcel any more."""
+        self._asked.pop(number, None)
+        self._replies.pop(number, None)
+        self._read(number)
+
     def mutter(self, body: m.Request, tensors: Sequence[Tensor] = ()) -> None:
         """Send a parcel whose reply nobody waits for."""
         self._post(self._parcel(0, body, tensors))
@@ -131,8 +137,7 @@ class SimLink:
             self._worked()
         for index, one in enumerate(post.tensors if sink is not None else ()):
             sink(index, 0, one)  # type: ignore[misc]
-        if (read := self._unread.pop(number, None)) is not None:
-            read()
+        self._read(number)
         return post.body, [] if sink is not None else self.last.pieces
 
     def is_there(self, number: int) -> bool:
@@ -246,3 +251,9 @@ class SimLink:
         if post.number > self._first and (asked is not None or not self._endures):
             self._replies[post.number] = post, said
             self.worker.wake()
+        elif post.number not in self._replies:
+            self._read(post.number)
+
+    def _read(self, number: int) -> None:
+        if (read := self._unread.pop(number, None)) is not None:
+            read()

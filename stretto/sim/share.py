@@ -7,7 +7,6 @@ file each: pages are common until somebody writes to them, and whoever writes ha
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 import tempfile
 from collections.abc import Iterator, MutableMapping
@@ -153,4 +152,10 @@ def _written(mine: Bytes) -> int:
 
 
 def _mapped(file: int, nbytes: int) -> Bytes:
-    return np.frombuffer(mmap.mmap(file, nbytes, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE), dtype=np.uint8)
+    """A private mapping, which keeps no descriptor: Python's own would, one for each tensor of each worker."""
+    try:
+        storage = torch.UntypedStorage.from_file(f"/dev/fd/{file}", shared=False, nbytes=nbytes)
+    except RuntimeError as error:
+        raise OSError(str(error)) from error
+    found: Bytes = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()  # type: ignore[arg-type]
+    return found

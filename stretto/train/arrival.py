@@ -183,6 +183,8 @@ class ArrivalExchange:
 
         That is in the gradients, too, where they are accumulated.
         """
+        if self._sent is not None:
+            self._sent.ticket.drop()
         self._sent, self._seq, self._age, self._fresh = None, 0, self._wire.age, True
         self._optimizer.zero_grad(set_to_none=False)  # a scaler looks for them
         self._read()

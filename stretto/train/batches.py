@@ -50,6 +50,10 @@ class Order:
         """The indices of all samples."""
         return list(chain.from_iterable(self.batches))
 
+    def among(self, pieces: Pieces) -> list[Batch]:
+        """The indices in these ranges of all samples."""
+        return [self.flat[start:stop] for start, stop in pieces]
+
 
 class _Packed(msgspec.Struct):
     """An order as it travels: sizes and indices as raw 64-bit numbers, or any indices one by one."""

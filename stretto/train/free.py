@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -35,7 +34,7 @@ class FreeShare(BatchSampler):
         self._number = 0
         self._asked: tuple[int, int] | None = None
         """What was asked ahead, and at which age of the servers."""
-        self._bounds: list[int] = []
+        self._bounds: Sequence[int] = ()
         self.leased: deque[tuple[Lease, int]] = deque()
         """Batches on their way through the loader, with the samples that all workers had got then."""
         self.meetings = 0
@@ -52,7 +51,7 @@ class FreeShare(BatchSampler):
         """The order of this pass, drawn with all workers when it is first asked for; then batches can be leased."""
         if self._order is None:
             self._order, settled = self._begun or (self._found(), [])
-            self._bounds = [0, *accumulate(self._order.sizes)]
+            self._bounds = self._order.bounds
             if self._keeps and self.wire.order[0] != self._number:
                 self.wire.keep_order(self._number, pack(self._order))
             if self._begun is not None:

@@ -11,6 +11,7 @@ encoded, and all workers see NaN in its place, as they would without an encoding
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -125,7 +126,8 @@ class GradientExchange:
         self._absent: list[Place] = []
         self._idle = False
         parameters: list[Any] = [slot.parameter for slot in arena.slots]
-        self._hooks = [one.register_post_accumulate_grad_hook(self._ready) for one in parameters]
+        ready = _weakly(self._ready)
+        self._hooks = [one.register_post_accumulate_grad_hook(ready) for one in parameters]
         self._length = sum(bucket.stop - bucket.start for bucket in self.buckets)
         self._running = False
         self._pass = 0
@@ -336,6 +338,17 @@ def _runs(part: Part, limit: int) -> list[list[Slot]]:
             limit = BUCKET_BYTES
         runs[-1].append(slot)
     return runs
+
+
+def _weakly(method: Callable[[Parameter], None]) -> Callable[[Parameter], None]:
+    """Calls a method as long as its object lives: what torch's hooks refer to is never collected."""
+    found = weakref.WeakMethod(method)
+
+    def call(parameter: Parameter) -> None:
+        if (there := found()) is not None:
+            there(parameter)
+
+    return call
 
 
 def _sparse(place: Place) -> str:

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from stretto.errors import LoaderError, explain
-from stretto.members.deal import Deal, Pieces, Range
+from stretto.members.deal import Deal, Range
 from stretto.train.batches import Order, Share, draw, rebuilt, samples_in, sharded_stream
 from stretto.train.free import FreeHands, FreeShare
 from stretto.train.hand import Hand, refuse_too_few
@@ -56,6 +56,21 @@ class Hands(Protocol):
     def next(self) -> Hand | None:
         """The next hand; None when no worker has anything left."""
         ...
+
+
+class Leftover:
+    """What of a pass no exchange has carried. Nothing is listed before somebody is gone: there may be many workers."""
+
+    def __init__(self, order: Order, deal: Deal) -> None:
+        self._order, self._deal = order, deal
+        self._taken: set[int] = set()
+
+    def take(self, worker: int) -> list[list[Any]]:
+        """A worker's batches, once."""
+        if worker in self._taken or worker not in self._deal.members:
+            return []
+        self._taken.add(worker)
+        return self._order.among(self._deal.uncommitted(worker))
 
 
 class LeasedHands:
@@ -125,9 +140,9 @@ class LeasedHands:
         self._load_anew()
         return back
 
-    def uncommitted(self) -> dict[int, list[list[Any]]]:
-        """By worker, the batches of this pass whose work no exchange has carried."""
-        return {one: self._indices(self.deal.uncommitted(one)) for one in self.deal.members}
+    def uncommitted(self) -> Leftover:
+        """What of this pass no exchange has carried."""
+        return Leftover(self.order, self.deal.twin())
 
     def reopen(self) -> None:
         """Something was given back when all seemed to be dealt: the pass goes on."""
@@ -136,10 +151,7 @@ class LeasedHands:
 
     def undealt(self) -> list[list[Any]]:
         """What was given back so late that it was not dealt again in this pass."""
-        return self._indices(self.deal.undealt())
-
-    def _indices(self, pieces: Pieces) -> list[list[Any]]:
-        return [self.order.flat[start:stop] for start, stop in pieces]
+        return self.order.among(self.deal.undealt())
 
     def extend(self, batches: list[list[Any]]) -> None:
         """Deal these too, behind all others."""

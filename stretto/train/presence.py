@@ -14,7 +14,7 @@ from stretto.members.deal import Deal
 from stretto.train import handover
 from stretto.train.batches import Order, unpack
 from stretto.train.checkpoint import Checkpoints, State
-from stretto.train.hands import Hands, LeasedHands, members_of, number_of
+from stretto.train.hands import Hands, LeasedHands, Leftover, members_of, number_of
 from stretto.train.journal import zero_of
 from stretto.train.keeper import Keeper
 from stretto.train.model import draw_from
@@ -39,8 +39,8 @@ class Presence:
         """Whether this worker has left the others."""
         self.keeper = Keeper(trainer, seat)
         self._members = members_of(trainer.wire)
-        self._tail: dict[int, list[list[Any]]] = {}
-        """By worker, batches of passes that are over whose work no exchange has carried."""
+        self._tail: list[Leftover] = []
+        """Of passes that are over, what no exchange has carried."""
         self._asks = False
         """Whether all are being asked if the pass goes on."""
         self._lost: list[list[Any]] = []
@@ -266,7 +266,7 @@ class Presence:
         if isinstance(trainer.hands, LeasedHands) and trainer.hands.is_over:
             if self._asks and change.behind:  # the others have closed the pass with what is looked at now
                 left = trainer.hands.uncommitted()
-                back = {one: self._give_up(left.get(one, [])) for one in change.gone}
+                back = {one: self._give_up(left.take(one)) for one in change.gone}
                 trainer.hands.deal.commit()
             back |= trainer.hands.close_with(change)
         elif isinstance(trainer.hands, LeasedHands):
@@ -303,8 +303,7 @@ class Presence:
         """A pass ends with work that no exchange has carried: who dies before the next one has not done it."""
         if not isinstance(self._trainer.wire, EnduringWire) or not isinstance(hands, LeasedHands):
             return
-        for worker, pieces in hands.uncommitted().items():
-            self._tail.setdefault(worker, []).extend(pieces)
+        self._tail.append(hands.uncommitted())
         self._lost += hands.undealt()
 
     def reopens(self, hands: Hands) -> bool:
@@ -338,7 +337,7 @@ class Presence:
 
         Returns how many samples of whom that are.
         """
-        lost = {worker: self._give_up(self._tail.pop(worker, [])) for worker in gone}
+        lost = {worker: sum(self._give_up(one.take(worker)) for one in self._tail) for worker in gone}
         hands = self._trainer.hands
         if self._lost and isinstance(hands, LeasedHands) and not hands.is_over:
             hands.extend(self._lost)

@@ -127,6 +127,11 @@ class SocketLink:
         """Whether a parcel has had no reply yet."""
         return number in self._asked
 
+    def drop(self, number: int) -> None:
+        """Nobody waits for the reply to this parcel any more."""
+        self._asked.pop(number, None)
+        self._replies.pop(number, None)
+
     def mutter(self, body: m.Request, tensors: Sequence[Tensor] = ()) -> None:
         """Send a parcel whose reply nobody waits for."""
         self._send(0, body, tensors)

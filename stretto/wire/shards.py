@@ -56,6 +56,10 @@ class Link(Protocol):
         """Whether a parcel has had no reply yet."""
         ...
 
+    def drop(self, number: int) -> None:
+        """Nobody waits for the reply to this parcel any more, if there still is one."""
+        ...
+
     def mutter(self, body: m.Request, tensors: Sequence[Tensor] = ()) -> None:
         """Send a parcel whose reply nobody waits for."""
         ...
@@ -220,13 +224,26 @@ class Ticket:
 
         Raises WireError when a shard refuses, is gone, or is too late.
         """
-        pairs = enumerate(zip(self.links, self.numbers, strict=True))
-        return _news([link.wait(number, self._into(shard, take))[0] for shard, (link, number) in pairs])
+        replies = self._replies(lambda shard: self._into(shard, take))
+        return _news([body for body, _ in replies])
 
     def messages(self) -> tuple[News, list[list[Tensor]]]:
         """The same where replies are encoded: each shard's message for each part of its range."""
-        replies = [link.wait(number) for link, number in zip(self.links, self.numbers, strict=True)]
+        replies = self._replies(lambda _: None)
         return _news([body for body, _ in replies]), [[whole(one, "uint8") for one in found] for _, found in replies]
+
+    def drop(self) -> None:
+        """Nobody waits for it any more."""
+        for link, number in zip(self.links, self.numbers, strict=True):
+            link.drop(number)
+
+    def _replies(self, into: Callable[[int], Sink | None]) -> list[tuple[m.Body, list[Pieces]]]:
+        pairs = enumerate(zip(self.links, self.numbers, strict=True))
+        try:
+            return [link.wait(number, into(shard)) for shard, (link, number) in pairs]
+        except AnewError:
+            self.drop()  # what other shards reply is void as well
+            raise
 
     def _into(self, shard: int, take: Sink) -> Sink:
         starts = [ranges(length, len(self.links))[shard][0] for length in self.lengths]
