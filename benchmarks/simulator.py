@@ -4,7 +4,8 @@ Worker steps per second on one core, one by one, against the same loop without S
 perceptron of 5 K parameters (64, 64, 10), batch 32. Sides take turns in one process; each figure is the difference of
 a longer run and a shorter one, so that what happens once does not count. The same of more workers with `--batched`
 against one by one, and of a model of ten layers. Seconds per round stand beside those of Flower's simulation engine, if
-it is there. Memory is the peak of a process that simulates 1,000 workers.
+it is there. Memory is the peak of a process that simulates 1,000 workers, and of one that simulates as many of whom one
+dies and comes back.
 
     STRETTO_FLOWER=/where/python python -m benchmarks simulator
 """
@@ -28,6 +29,7 @@ from benchmarks.measure import Ratio, Spread, save
 from benchmarks.pace import ROOT, in_turns
 from benchmarks.peers import flower
 from benchmarks.peers.processes import Child, say, told_to_end
+from stretto import chaos
 from stretto.launch.order import Order
 from stretto.sim.forecast import held
 from stretto.sim.network import parse
@@ -47,6 +49,7 @@ TIMES, SHORT, LONG = 10, 1, 3
 CREW, CREW_TIMES, CREW_LONG, CREW_REPETITIONS = 64, 32, 7, 3
 """Workers whose steps are batched, and how long they train."""
 LAYERS = (1, 10)
+DEATH = "kill worker 3 at 10ms, back after 10ms"
 STARTS, REPETITIONS = 1, 5
 LIMIT_S = 300.0
 LOOK_S = 0.2
@@ -103,11 +106,14 @@ def _contest(name: str, sides: tuple[str, str], taken: list[dict[str, Any]]) -> 
 
 
 def _memory() -> dict[str, float]:
-    """MiB at the peak of a few workers and of many, and of one more worker."""
+    """MiB at the peak of a few workers and of many, and of one more worker; and of many of whom one dies."""
     few, many = (_heard("peak", WORKERS=str(workers))["mib"] for workers in (WORKERS, MANY))
+    mortal = _heard("peak", WORKERS=str(MANY), FAULTS=DEATH)["mib"]
     each = 1024 * (many - few) / (MANY - WORKERS)
     print(f"  {MANY} workers: {many:.0f} MiB at the peak, {each:.0f} KiB a worker", flush=True)
-    return {"workers": MANY, "mib": many, "few": WORKERS, "few_mib": few, "kib_a_worker": each}
+    print(f"  {MANY} workers, {DEATH}: {mortal:.0f} MiB", flush=True)
+    found = {"workers": MANY, "mib": many, "few": WORKERS, "few_mib": few, "kib_a_worker": each}
+    return {**found, "death": DEATH, "mortal_mib": mortal}
 
 
 def _rounds(cases: dict[str, Any]) -> dict[str, Any]:
@@ -174,7 +180,7 @@ def peak() -> None:
 
     looking = threading.Thread(target=look)
     looking.start()
-    _simulated(RECIPES[1], workers, 1, times=2 * BATCH * workers // IMAGES + 1)
+    _simulated(RECIPES[1], workers, 1, 2 * BATCH * workers // IMAGES + 1, faults=os.environ.get("FAULTS", ""))
     ended.set()
     looking.join()
     say(mib=max(seen) / (1 << 20))
@@ -196,10 +202,18 @@ def _arguments(epochs: int, times: int = TIMES) -> list[str]:
 
 
 def _simulated(
-    recipe: str, workers: int, epochs: int, times: int = TIMES, more: Sequence[str] = (), *, batched: bool = False
+    recipe: str,
+    workers: int,
+    epochs: int,
+    times: int = TIMES,
+    more: Sequence[str] = (),
+    *,
+    batched: bool = False,
+    faults: str = "",
 ) -> None:
     order = Order(SCRIPT, (*_arguments(epochs, times), *more), workers=workers, recipe=recipe, output="none")
-    asked = check(Simulation(order, Tariff(0.001), parse("100Mbit/s 1ms"), batched=batched))
+    world = {"faults": chaos.parse(faults) if faults else (), "batched": batched}
+    asked = check(Simulation(order, Tariff(0.001), parse("100Mbit/s 1ms"), **world))
     with tempfile.TemporaryDirectory(prefix="stretto-simulator-") as place:
         simulate(asked, begin(asked, Path(place) / "run"), io.StringIO())
 

@@ -233,7 +233,7 @@ def simulator(record: Record) -> Iterator[str]:
     yield ""
     yield (
         f"{memory['workers']} workers: {memory['mib']:.0f} MiB at the peak, wanted at most {record['wanted_mib']:.0f}; "
-        f"{memory['kib_a_worker']:.0f} KiB a worker."
+        f"{memory['kib_a_worker']:.0f} KiB a worker. Where one dies and comes back: {memory['mortal_mib']:.0f} MiB."
     )
     theirs = f", in Flower's simulation engine {rounds['flower']:.3f} s" if "flower" in rounds else ""
     about = f"A round of {record['workers']} clients with {record['every']} steps each"

@@ -90,6 +90,7 @@ def test_both_sides_of_the_simulators_speed_run():
     torch.set_rng_state(before)
     simulator._simulated("local_sgd(every=2)", 2, 1, times=1)
     simulator._simulated("local_sgd(every=2)", 4, 1, 1, ["--hidden", "2"], batched=True)
+    simulator._simulated("local_sgd(every=2)", 3, 1, 1, faults="kill worker 1 at 2ms, back after 1ms")
 
 
 def test_a_step_is_what_a_longer_run_takes_more(monkeypatch):
@@ -116,7 +117,7 @@ def test_the_simulators_table_names_flower_only_where_it_was_asked():
         "wanted_batched": 20000.0,
         "crew": 64,
         "batched": {"1": {**spread, "steps_a_second": {"batched": 3300.0, "one by one": 3000.0}}},
-        "memory": {"workers": 1000, "mib": 900.0, "kib_a_worker": 600.0},
+        "memory": {"workers": 1000, "mib": 900.0, "kib_a_worker": 600.0, "mortal_mib": 950.0},
         "rounds": {"stretto": 0.1},
     }
     assert "Flower" not in "\n".join(tables.simulator(record))
@@ -124,6 +125,7 @@ def test_the_simulators_table_names_flower_only_where_it_was_asked():
     page = "\n".join(tables.simulator(record))
     assert "| allreduce | 3100 | 4000 | 0.775 | at least 3000 steps/s |" in page
     assert "| hidden layers: 1 | 3300 | 3000 | 0.775 | at least 20000 steps/s |" in page
+    assert "900 MiB at the peak, wanted at most 1024; 600 KiB a worker. Where one dies and comes back: 950 MiB." in page
     assert "0.100 s, in Flower's simulation engine 0.500 s" in page
 
 
