@@ -177,8 +177,9 @@ class Together:
 
     def _posts(self, told: Sequence[Told[Any]]) -> list[Post]:
         """The answers of one exchange or several; all of one exchange come together."""
-        posts = []
-        heard = self._heard_by_all()
+        if not told:
+            return []
+        posts, heard = [], self._heard_by_all()
         for _, answers in itertools.groupby(told, key=lambda one: one.op):
             together = list(answers)
             gave = sorted(one.worker for one in together)
@@ -189,7 +190,7 @@ class Together:
             if found is not None:
                 self._remember(together[0].op, body, found)
             posts += [self._post(one, body) for one in together]
-        self._forget_old()
+        self._forget_old(heard)
         return posts
 
     def _remember(self, op: int, body: m.Body, found: list[Tensor]) -> None:
@@ -202,8 +203,7 @@ class Together:
         there = self.members - self.left
         return min((self._heard.get(one, 0) for one in there), default=0) if self._heard else 0
 
-    def _forget_old(self) -> None:
-        heard = self._heard_by_all()
+    def _forget_old(self, heard: int) -> None:
         for op in [op for op in self._answers if op <= heard] if self._heard else sorted(self._answers)[:-REMEMBERED]:
             del self._answers[op]
         for told in list(self._refused)[:-REMEMBERED]:
