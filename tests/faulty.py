@@ -119,6 +119,10 @@ class FaultyLink:
     def awaits(self, number: int) -> bool:
         return number in self.asked
 
+    def drop(self, number: int) -> None:
+        self.asked.pop(number, None)
+        self.replies.pop(number, None)
+
     def mutter(self, body: m.Request, tensors: Sequence[Tensor] = ()) -> None:
         self._send(0, body, tensors)
 
