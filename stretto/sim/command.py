@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,6 +18,7 @@ from stretto.launch import crowd
 from stretto.launch.order import Batch, OnNan, Order, Output
 from stretto.launch.stopclock import seconds as stopclock
 from stretto.launch.stopclock import sparing
+from stretto.launch.supervise import Stopped
 from stretto.launch.watch import Watch
 from stretto.quantities import seconds as typed_seconds
 from stretto.report.record import STANDARD_OUTPUT, check_target
@@ -24,6 +27,7 @@ from stretto.sim.sweep import run as run_sweep
 from stretto.sim.sweep.grid import points
 from stretto.sim.sweep.results import NAME as SWEEP
 from stretto.sim.sweep.results import read as read_sweep
+from stretto.sim.sweep.work import SIGNALS
 from stretto.sim.tariff import AUTO, Tariff
 from stretto.sim.tariff import parse as tariff_of
 
@@ -169,17 +173,37 @@ def _run(simulation: Simulation, step_time: str, out: Path | None, quiet: bool, 
     from stretto.sim.script import Heard
 
     watch = Watch(quiet=quiet, out=2 if _here(json_to) else 1)
-    tariff = _measured(simulation, step_time)
-    if step_time.startswith(AUTO):
-        watch.note(f'measured: --step-time "{tariff}"')
-    simulation = replace(simulation, tariff=tariff)
-    folder = begin(simulation, out)
-    watch.begin(folder, simulation.order)
-    try:
-        simulate(simulation, folder, Heard(watch.say), sparing(watch.poll))
-    finally:
-        watch.end()
+    with _stoppable():
+        tariff = _measured(simulation, step_time)
+        if step_time.startswith(AUTO):
+            watch.note(f'measured: --step-time "{tariff}"')
+        simulation = replace(simulation, tariff=tariff)
+        folder = begin(simulation, out)
+        watch.begin(folder, simulation.order)
+        try:
+            simulate(simulation, folder, Heard(watch.say), sparing(watch.poll))
+        except Stopped:
+            watch.end()
+            watch.note(f"what there is until then: stretto report {folder}")
+            raise
+        finally:
+            watch.end()
     conclude(folder, json_to, silent=quiet)
+
+
+@contextmanager
+def _stoppable() -> Iterator[None]:
+    """SIGINT, SIGTERM and SIGHUP end what is done here, wherever it is: Stopped is raised."""
+
+    def stop(number: int, _frame: object) -> None:
+        raise Stopped(number)
+
+    before = {one: signal.signal(one, stop) for one in SIGNALS}
+    try:
+        yield
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)
 
 
 def _measured(simulation: Simulation, step_time: str) -> Tariff:

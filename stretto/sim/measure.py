@@ -55,7 +55,7 @@ def measure(simulation: Simulation, stopclock: Callable[[], float], tick: Callab
     lead = cast.paces[0]
     updates = cast.world.updates
     return Tariff(
-        step_s=statistics.median(lead.steps[WARM_UP:] or lead.steps),
+        step_s=lead.step_s(),
         pass_s=lead.pass_s(),
         ask_s=lead.encoding_s() / max(cast.world.workers[0].asks, 1),
         take_s=statistics.median(updates) if updates else 0.0,
@@ -69,6 +69,8 @@ class _Measured:
         self._watch = watch
         self._before: float | None = None
         self._crossed = False
+        self._latest: float | None = None
+        """How far the hand that is going on has come."""
         self.steps: list[float] = []
         self.crossings: list[float] = []
         """Those between whose beginnings a pass ended and another began."""
@@ -77,10 +79,18 @@ class _Measured:
         """The step that is going on ends in another pass."""
         self._crossed = True
 
+    def step_s(self) -> float:
+        """What a step takes. Where a pass has one, that takes all that a pass does; where there are none, nothing."""
+        return statistics.median(self.steps[WARM_UP:] or self.steps or self.crossings or [self._only_s()])
+
+    def _only_s(self) -> float:
+        return self._latest - self._before if self._latest is not None and self._before is not None else 0.0
+
     def pass_s(self) -> float:
         """What a pass takes besides its steps."""
-        over = [one - statistics.median(self.steps) for one in self.crossings]
-        return max(statistics.median(over), 0.0) if over and self.steps else 0.0
+        if not self.steps or not self.crossings:
+            return 0.0
+        return max(statistics.median(self.crossings) - statistics.median(self.steps), 0.0)
 
     def begin(self) -> None:
         """A hand begins: the one before has ended."""
@@ -91,6 +101,7 @@ class _Measured:
 
     def go_on(self, progress: float = 1.0) -> None:
         """Time passes by itself."""
+        self._latest = self._busy()
 
     def encoding_s(self) -> float:
         """All that was spent on encoding."""

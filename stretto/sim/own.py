@@ -7,7 +7,7 @@ import logging
 import os
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any, TextIO
 
@@ -27,6 +27,41 @@ TWISTER_BYTES = 2500
 """The state of a Mersenne twister: 624 words and a position."""
 
 
+class Loggers:
+    """The loggers that somebody has given a handler, and those that each had before: of others nobody's differ."""
+
+    def __init__(self) -> None:
+        self._before: dict[logging.Logger, list[logging.Handler]] = {}
+        self._add = logging.Logger.addHandler
+
+    def begin(self) -> None:
+        """Notice from now on who is given a handler."""
+        self._before = {logging.root: logging.root.handlers[:]}
+
+        def noted(logger: logging.Logger, handler: logging.Handler) -> None:
+            self._before.setdefault(logger, logger.handlers[:])
+            self._add(logger, handler)
+
+        logging.Logger.addHandler = noted  # type: ignore[assignment, method-assign]
+
+    def end(self) -> None:
+        """All have those again that they had."""
+        self.put({})
+        logging.Logger.addHandler = self._add  # type: ignore[method-assign]
+
+    def handlers(self) -> dict[logging.Logger, list[logging.Handler]]:
+        """Those that there are now."""
+        return {one: one.handlers[:] for one in self._before}
+
+    def put(self, kept: Mapping[logging.Logger, list[logging.Handler]]) -> None:
+        """Put those of one worker in place."""
+        for one, before in self._before.items():
+            one.handlers[:] = kept.get(one, before)
+
+
+LOGGERS = Loggers()
+
+
 class Own:
     """One worker's part. `take` puts it in place when the worker goes on, `keep` notes it when another one does."""
 
@@ -40,7 +75,7 @@ class Own:
         self._torch = torch.default_generator.get_state()
         self._random.keep()
         self._numpy.keep()
-        self._handlers, self._folder = logging.root.handlers[:], _folder()
+        self._handlers, self._folder = LOGGERS.handlers(), _folder()
         self._dtype = torch.get_default_dtype()
         self._grad = torch.is_grad_enabled()
         self._autocast = torch.is_autocast_enabled("cpu")
@@ -50,7 +85,7 @@ class Own:
         torch.default_generator.set_state(self._torch)
         self._random.take()
         self._numpy.take()
-        logging.root.handlers[:] = self._handlers
+        LOGGERS.put(self._handlers)
         if self._folder is not None and _folder() != self._folder:
             os.chdir(self._folder)
         if torch.get_default_dtype() is not self._dtype:
@@ -71,6 +106,7 @@ class Process:
         self._modules = set(sys.modules)
         self._threads = torch.get_num_threads()
         self._seeds = [(module, name, getattr(module, name)) for module, name in SEEDS]
+        LOGGERS.begin()
         self._states = Own(None, sys.argv, sys.stdout, sys.stderr)
 
     def modes(self) -> None:
@@ -80,6 +116,7 @@ class Process:
     def restore(self) -> None:
         """Put it back."""
         self._states.take()
+        LOGGERS.end()
         self._forget_modules()
         sys.modules["__main__"], sys.argv, sys.path[:] = self._main, self._arguments, self._path
         torch.set_num_threads(self._threads)

@@ -22,6 +22,7 @@ from stretto.events import Event, LogFile
 from stretto.folder import make_folder, write_run
 from stretto.launch.clocks import ScriptTime
 from stretto.launch.seeding import sow
+from stretto.launch.supervise import Stopped
 from stretto.launch.worker import failure
 from stretto.members.messages import Here
 from stretto.members.roll import COORDINATOR
@@ -154,7 +155,7 @@ class Cast:
     def told(self, error: BaseException, when: str) -> BaseException:
         """The error as a person reads it: which worker's script it is of."""
         worker = self.world.failed
-        if worker is None or isinstance(error, KeyboardInterrupt | LaunchError):
+        if worker is None or isinstance(error, KeyboardInterrupt | Stopped | LaunchError):
             return error
         return LaunchError(f"worker {worker.number} failed {when}\n{failure(error)}")
 

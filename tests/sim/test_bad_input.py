@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -280,6 +281,50 @@ def test_what_the_first_worker_logs_is_shown_once(
     code, _, wrong = simulate("--step-time", step_time, "-n", "3", BEFORE=LOGS, AFTER="logging.info('the end')")
     assert code == 0, wrong
     assert wrong.count("LOG the end") == 1
+
+
+NAMED = """
+import logging
+log = logging.getLogger("train")
+if not log.handlers:
+    log.addHandler(logging.FileHandler("named.log"))
+"""
+
+
+@pytest.mark.parametrize("step_time", ["auto", "10ms"])
+def test_each_worker_has_the_handlers_that_it_gave_a_logger(simulate: Simulate, step_time: str) -> None:
+    """As in processes of their own: three write a line each, whatever was measured before."""
+    after = "log.warning('the end'); log.handlers[0].close()"
+    code, _, wrong = simulate("--step-time", step_time, "-n", "3", BEFORE=NAMED, AFTER=after)
+    assert code == 0, wrong
+    assert Path("named.log").read_text().count("the end") == 3 + 2 * (step_time == "auto")
+    assert logging.getLogger("train").handlers == []
+    assert logging.Logger.addHandler.__qualname__ == "Logger.addHandler"
+
+
+@pytest.mark.parametrize("epochs", ["0", "1", "3"])
+@pytest.mark.parametrize(("workers", "batch"), [("1", " * 6"), ("2", " * 3")])
+def test_a_step_is_measured_however_few_there_are(simulate: Simulate, workers: str, batch: str, epochs: str) -> None:
+    """One in a pass, one at all, or none."""
+    code, _, wrong = simulate("--step-time", "auto", "-n", workers, EPOCHS=epochs, LOADER=batch)
+    assert code == 0, wrong
+    assert [one["step"] for one in read_events(Path("run/events.jsonl")) if one["event"] == "epoch"] == [
+        *range(1, int(epochs) + 1)
+    ]
+    assert not living()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_simulation_with_one_line(simulate: Simulate, number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    code, _, wrong = simulate(IN_LOOP=f"import os; epoch and os.kill(os.getpid(), {int(number)})")
+    assert code == 128 + number
+    assert wrong.splitlines()[-2:] == [
+        "stretto: what there is until then: stretto report run",
+        f"stretto: stopped by {number.name}",
+    ]
+    assert errors() == [f"stopped by {number.name}"]
+    assert signal.getsignal(number) is before
 
 
 def test_a_thread_of_the_script_that_only_computes_does_no_harm(simulate: Simulate) -> None:
