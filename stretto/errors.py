@@ -65,6 +65,10 @@ class MemberOutError(WireError):
     """This worker is no member any more: what it has is not the run's, and it may come back as a newcomer."""
 
 
+class StaysOutError(MemberOutError):
+    """This worker can take nothing of the run up: it does not come back."""
+
+
 class LaunchError(StrettoError):
     """The run could not be started as it was asked for."""
 

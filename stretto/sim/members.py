@@ -165,9 +165,10 @@ class Members:
         """A worker's process was killed, and another one is to begin or not."""
         self._ended(worker, "killed by SIGKILL", back_after_s)
 
-    def stopped(self, worker: Worker) -> None:
-        """A worker has found out that it is no member any more: its process ends, and another one begins."""
-        self._ended(worker, "was taken for dead and stopped by itself", pause_s(worker.life))
+    def stopped(self, worker: Worker, returns: bool) -> None:
+        """A worker has found out that it is no member any more: its process ends, and another one begins or not."""
+        why = "was taken for dead and stopped by itself" if returns else "it stays out"
+        self._ended(worker, why, pause_s(worker.life) if returns else None)
 
     def comes_late(self, worker: Worker) -> None:
         """A worker has found out that the run is over: nothing is heard of it any more."""

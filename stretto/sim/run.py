@@ -17,7 +17,7 @@ from torch import nn
 
 from stretto import chaos
 from stretto.chaos import Happening
-from stretto.errors import BrokenWireError, LaunchError, MemberOutError, WireError
+from stretto.errors import BrokenWireError, LaunchError, MemberOutError, StaysOutError, WireError
 from stretto.events import Event, LogFile
 from stretto.folder import make_folder, write_run
 from stretto.launch.clocks import ScriptTime
@@ -292,7 +292,7 @@ class Cast:
         worker.is_dead = True
         self._note(f"worker {worker.number} stops: {error}", worker.number)
         self._lose(worker)
-        self._mortals.stopped(worker)
+        self._mortals.stopped(worker, returns=not isinstance(error, StaysOutError))
 
     def _lose(self, worker: Worker) -> None:
         """What a worker that is dead had to do with others is over."""

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from stretto import typed
-from stretto.errors import LoaderError, ModelError, RecipeError, ScriptError, StrettoError, explain
+from stretto.errors import LoaderError, ModelError, RecipeError, ScriptError, StaysOutError, StrettoError, explain
 from stretto.recipe import Recipe
 from stretto.train.evaluation import Evaluate, run
 from stretto.train.model import trainable
@@ -108,9 +108,9 @@ def _trainer(
     wire = seat.wire_for(recipe, named[0][1].device if named else torch.device("cpu"))
     try:
         return Trainer(seat, wire, model, optimizer, loader, recipe, *evaluation)
-    except BaseException:
+    except BaseException as error:
         if isinstance(wire, ServerWire):
-            wire.close()
+            wire.quit() if isinstance(error, StaysOutError) else wire.close()
         raise
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from stretto.errors import NotFiniteError
+from stretto.errors import NotFiniteError, StaysOutError
 from stretto.how import Scene
 from stretto.members.ledger import Lease
 from stretto.recipe import Recipe
@@ -22,7 +22,7 @@ from stretto.train.evaluation import Evaluate
 from stretto.train.exchange import Arrivals, Weights
 from stretto.train.free import FreeHands
 from stretto.train.hand import Hand
-from stretto.train.hands import Dealer, Hands, number_of
+from stretto.train.hands import Dealer, Hands, is_leasable, number_of
 from stretto.train.journal import ADVICE, Journal, open_folder
 from stretto.train.model import agree_on_model, part_random_states, plain_name, same_start
 from stretto.train.presence import Presence, comes_late
@@ -59,6 +59,9 @@ class Trainer:
         self.wire = wire
         if seat.opens_folder:
             seat = replace(seat, run=open_folder(self.wire, self._asked(seat)))
+        is_late = comes_late(self.wire) or (isinstance(self.wire, ServerWire) and seat.life > 0)
+        if is_late and not is_leasable(loader):
+            raise StaysOutError("a stream that others are in the middle of can be taken up by nobody")
         self.loader = loader
         self.journal = Journal(seat.run, self.wire, seat.around, number_of(self.wire), comes_late(self.wire))
         self.watch = Stopwatch(seat.around.clock, self.journal.zero)

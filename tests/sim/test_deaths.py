@@ -31,7 +31,9 @@ from sim.dying import (
     training,
 )
 from sim.simulated import STEP_S, now, simulated
+from torch import nn
 
+import stretto
 from stretto import chaos
 from stretto.errors import BrokenWireError, LaunchError
 from stretto.launch.order import Order
@@ -209,6 +211,34 @@ def test_who_is_killed_when_it_has_left_takes_nothing_up_again(tmp_path: Path) -
     is_whole(lived(recipe, fault, 4, folder=tmp_path), recipe)
     assert record(tmp_path / "run")["failed"] is None
     assert told(lived(recipe, fault, 4), "joined") == told(lived(recipe, "kill worker 1 at 1h", 4), "joined")
+
+
+@pytest.mark.parametrize("recipe", [*TOGETHER, *FREE, THROUGH])
+@pytest.mark.parametrize(
+    "fault",
+    ["kill worker 1 at 47ms, back after 9ms", "kill worker 0 at 90ms, back after 9ms", "pause worker 2 for 1s at 30ms"],
+)
+def test_nobody_takes_up_a_stream_in_the_middle(recipe: str, fault: str) -> None:
+    """Who comes back to one stays out, and the others go on."""
+
+    def work(worker: int) -> Any:
+        torch.manual_seed(0)
+        net = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+        x = torch.randn(40, 2)
+        loader: Any = stretto.distribute(net, optimizer, [(one, one.sum(1, keepdim=True)) for one in x.split(2)])
+        for _ in range(3):
+            for a, b in loader:
+                optimizer.zero_grad()
+                nn.functional.mse_loss(net(a), b).backward()
+                optimizer.step()
+        return worker
+
+    ended = simulated(3, work, recipe, net=NET, fault=fault, asks={"patience_s": 0.2})
+    victim = int(fault.split()[2])
+    assert ended.found[victim] is None
+    assert None not in [ended.found[one] for one in range(3) if one != victim]
+    assert len(ended.of("epoch")) == 3
 
 
 @pytest.mark.parametrize("recipe", ["allreduce", "async_sgd"])
