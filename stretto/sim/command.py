@@ -71,6 +71,7 @@ def command(
     patience: Annotated[
         str, typer.Option(metavar="TIME", help="Who is not heard of so long is taken for dead.")
     ] = "10s",
+    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Limit of a wait in which nothing comes.")] = 600.0,
     min_workers: Annotated[str, typer.Option(metavar="N", help="With fewer the run ends instead of going on.")] = "1",
     max_workers: Annotated[
         str | None, typer.Option(metavar="N", help="No more are let in; else as many as come.")
@@ -124,6 +125,7 @@ def command(
         on_nan=on_nan,
         plain=plain,
         patience_s=_time(patience, "the patience", "--patience 10s"),
+        timeout_s=timeout,
         min_workers=whole("min_workers", min_workers),
         max_workers=None if max_workers is None else whole("max_workers", max_workers),
         batch=keep_batch,

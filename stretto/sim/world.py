@@ -140,7 +140,8 @@ class Worker:
             self._world.leave(self)
         waited = self.now() - began
         if waited > limit_s and waited - (self._world.net.moved_s() - moved_s) > limit_s:
-            raise WireError(f"worker {self.number} waited {waited:g} s for {what()}, longer than {limit_s:g} s")
+            longer = f"longer than {limit_s:g} s; --timeout {waited:.0f} would let it"
+            raise WireError(f"worker {self.number} waited {waited:g} s for {what()}, {longer}")
 
     def wake(self) -> None:
         """What it waits for may be so now."""

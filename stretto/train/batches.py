@@ -146,7 +146,12 @@ def parted(order: Order, left: Pieces) -> tuple[Order, list[int]]:
 @functools.lru_cache(maxsize=1)
 def unpack(told: bytes) -> Order:
     """The order that was told. Workers of one process that were told the same share it: nobody changes it."""
-    packed = msgspec.msgpack.decode(told, type=_Packed)
+    try:
+        packed = msgspec.msgpack.decode(told, type=_Packed)
+    except msgspec.MsgspecError:
+        problem, got = "this worker begins a pass while others do something else", "loops of unequal lengths"
+        expected = "the same passes at every worker: each has its own number of batches, and the loader knows it"
+        raise LoaderError(explain(problem, got=got, expected=expected, to_type="for batch in loader: ...")) from None
     sizes = np.frombuffer(packed.sizes, dtype=np.int64).tolist()
     others = packed.others
     flat = _wide(packed.numbers, sum(sizes)) if others is None else [_frozen(index) for index in others]

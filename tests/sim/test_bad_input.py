@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import re
 import signal
 import sys
 import threading
@@ -201,6 +202,31 @@ def test_a_simulation_that_cannot_go_on_says_who_waits_for_what(simulate: Simula
     assert "worker 1, 2 has come to its end" in wrong
     assert len(errors()) == 1 and errors()[0] in wrong
     assert not living()
+
+
+COUNTS = """
+hands = iter(loader)
+for step in range(60):
+    try: next(hands)
+    except StopIteration: hands = iter(loader); next(hands)
+"""
+
+
+def test_a_loop_that_counts_its_own_steps_is_told_so(simulate: Simulate) -> None:
+    code, _, wrong = simulate("-n", "4", "--recipe", "allreduce", EPOCHS="0", AFTER=COUNTS)
+    assert code == FAILED
+    assert "this worker begins a pass while others do something else" in wrong
+    assert "try: for batch in loader: ..." in wrong
+    assert not living()
+
+
+def test_how_long_a_worker_may_wait_can_be_said(simulate: Simulate) -> None:
+    """Though it is for one that computes."""
+    slow = "--recipe", "local_sgd(every=2)", "--step-time", "60s", "--speeds", "1,20"
+    code, _, wrong = simulate(*slow)
+    assert code == FAILED
+    assert re.search(r"worker 0 waited \d+ s for .*, longer than 600 s; --timeout \d+ would let it", wrong)
+    assert simulate(*slow, "--timeout", "1e5", "--out", "again")[0] == 0
 
 
 def test_workers_that_part_within_a_pass_are_told_so(simulate: Simulate) -> None:
