@@ -15,6 +15,7 @@ from scene import Place
 
 from stretto.chaos import Happening, parse, schedule
 from stretto.errors import LaunchError
+from stretto.events import read_events
 from stretto.launch.order import Order, check, planned, settled
 
 LIVE = "kill worker every 20s; pause worker 2 for 5s at 30s; kill server at 40s; kill coordinator at 60s"
@@ -43,7 +44,7 @@ def crew(place: Place) -> Place:
 
 def chaos_of(folder: Path) -> list[dict[str, Any]]:
     """What was done on purpose."""
-    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    events = list(read_events(folder / "events.jsonl"))
     return [event for event in events if event["event"] == "chaos"]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 from scene import Place
 
 from stretto.errors import LaunchError
+from stretto.events import read_events
 from stretto.launch import relay
 
 WITHIN_S = 3.0
@@ -60,7 +60,7 @@ time.sleep(60)
 
 def test_the_error_is_an_event(place: Place) -> None:
     failure(place, "raise KeyError('x')", out=Path("here"))
-    events = [json.loads(line) for line in Path("here/events.jsonl").read_text().splitlines()]
+    events = list(read_events(Path("here/events.jsonl")))
     assert [(one["event"], one["worker"], one["kind"], one["text"]) for one in events] == [
         ("error", 0, "KeyError", "'x'")
     ]

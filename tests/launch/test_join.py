@@ -5,7 +5,6 @@ What else a run with `--host` and those that join it are refused is told without
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import stat
@@ -21,6 +20,7 @@ import pytest
 from scene import Place
 
 from stretto.errors import LaunchError
+from stretto.events import read_events
 from stretto.launch.join import INVITATION, Guests, cast_of, invite
 from stretto.launch.order import Order, check
 from stretto.launch.servers import servers_for
@@ -80,8 +80,7 @@ def on(host: str, *words: str) -> subprocess.Popen[str]:
 
 def events(run: Path) -> list[dict[str, Any]]:
     log = run / "events.jsonl"
-    lines = log.read_bytes().split(b"\n")[:-1] if log.exists() else []
-    return [json.loads(line) for line in lines]
+    return list(read_events(log)) if log.exists() else []
 
 
 def generations(run: Path) -> list[list[int]]:

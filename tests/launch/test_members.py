@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from scene import Place
+
+from stretto.events import read_events
 
 WORKER = """
 import os, time
@@ -48,7 +49,7 @@ print("ended at", hand)
 
 def members(folder: Path) -> list[tuple[Any, ...]]:
     """What became of the members, in order."""
-    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    events = list(read_events(folder / "events.jsonl"))
     told = [event for event in events if event["event"] == "member"]
     return [
         (one["what"], one["members"]) if one["what"] == "formed" else (one["what"], one["worker"], one["life"])

@@ -20,6 +20,7 @@ from scene import Place, environment, staff, until
 
 from stretto.cli import command
 from stretto.errors import LaunchError
+from stretto.events import read_events
 from stretto.launch.local import Order, settled
 from stretto.launch.parts import OURS, Cast
 from stretto.launch.servers import servers_for
@@ -254,7 +255,7 @@ def test_an_error_of_a_server_is_an_event_and_the_record_names_it(place: Place) 
     with pytest.raises(LaunchError, match="^server 1 failed: ValueError: boom\nTraceback") as raised:
         place.run("import time\ntime.sleep(60)", recipe="async_sgd(shards=2)", out=Path("here"))
     assert not any(name in str(raised.value) for name in ("runpy", "serve.py"))
-    (event,) = [json.loads(line) for line in Path("here/events.jsonl").read_text().splitlines()]
+    (event,) = read_events(Path("here/events.jsonl"))
     assert event.pop("traceback").startswith("Traceback")
     said = {"event": "error", "t": 0.0, "kind": "ValueError", "text": "boom", "consequence": False}
     assert event == {**said, "worker": -2}

@@ -14,6 +14,7 @@ import pytest
 from scene import Place, until
 
 from stretto.errors import LaunchError
+from stretto.events import read_events
 
 WITHIN_S = 3.0
 HEAD = """
@@ -174,7 +175,7 @@ if rank == 1:
 until("back")
 """
     folder = crew.run(HEAD + text, workers=2)
-    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    events = list(read_events(folder / "events.jsonl"))
     assert [(one["event"], one["worker"], one["text"]) for one in events] == [
         ("notice", 1, "worker 1 stops by itself: nobody heard of it for 10 s")
     ]
@@ -275,7 +276,7 @@ until("well-0", "well-1")
     first, second = crew.coordinators()
     assert crew.heard() == [[pid, "launcher 0", ["Gone", 1, 0, "killed by SIGKILL", True]] for pid in (first, second)]
     assert Path("well-0").read_text() == Path("well-1").read_text()
-    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    events = list(read_events(folder / "events.jsonl"))
     assert [(one["worker"], one["what"], one["life"]) for one in events] == [(-1000, "gone", 0), (-1000, "joined", 1)]
 
 
@@ -314,7 +315,7 @@ until("asked")
 """
     folder = place.run(HEAD + text, workers=2, recipe="async_sgd")
     assert Path("servers").read_text() == "01"
-    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    events = list(read_events(folder / "events.jsonl"))
     assert [(one["worker"], one["what"], one["life"]) for one in events] == [(-1, "gone", 0), (-1, "joined", 1)]
 
 
