@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import signal
-import threading
 import time
-from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 from queue import SimpleQueue
-from types import FrameType
 
 from stretto.errors import LaunchError
 from stretto.folder import make_folder, write_run
@@ -21,13 +17,12 @@ from stretto.launch.order import Order, check, planned, settled
 from stretto.launch.parts import Cast
 from stretto.launch.relay import Relay, log_of
 from stretto.launch.servers import servers_for
+from stretto.launch.signals import heeded
 from stretto.launch.sockets import listening
 from stretto.launch.supervise import Stopped, Supervisor
 from stretto.launch.watch import Watch
 
 __all__ = ["Guests", "Order", "Stopped", "join", "run"]
-
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def run(order: Order, watch: Watch) -> Path:
@@ -43,7 +38,7 @@ def run(order: Order, watch: Watch) -> Path:
     with (
         listening(order.port) as listener,
         servers_for(order.servers or 0, order.plain, order.endures, order.host) as servers,
-        _signals_to(inbox),
+        heeded(lambda number: inbox.put(Signalled(number))),
     ):
         now = datetime.now()
         folder = make_folder(order.script.stem, order.out, now)
@@ -60,7 +55,7 @@ def join(guests: Guests, watch: Watch) -> Path:
     Raises LaunchError and Stopped as `run` does; the run goes on without its guests.
     """
     inbox: Inbox = SimpleQueue()
-    with _signals_to(inbox):
+    with heeded(lambda number: inbox.put(Signalled(number))):
         cast = cast_of(guests)
         _see_through(cast, inbox, watch)
         return cast.folder
@@ -93,24 +88,3 @@ def _told(cause: Cause, relay: Relay, folder: Path) -> str:
         with contextlib.suppress(OSError), log.open("a") as file:
             file.write(f"{cause.headline}\n{cause.details}\n")
     return readable(cause, relay.tail, str(log))
-
-
-@contextlib.contextmanager
-def _signals_to(inbox: Inbox) -> Iterator[None]:
-    """Put signals that ask to end into the inbox. Those ignored from the start, as by nohup, stay so."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def tell(number: int, _frame: FrameType | None) -> None:
-        inbox.put(Signalled(number))
-
-    before = {number: signal.getsignal(number) for number in SIGNALS}
-    heeded = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
-    for number in heeded:
-        signal.signal(number, tell)
-    try:
-        yield
-    finally:
-        for number, handler in heeded.items():
-            signal.signal(number, handler)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import functools
-import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,6 +14,7 @@ import typer
 from stretto.errors import mistyped
 from stretto.launch import crowd
 from stretto.launch.order import Batch, OnNan, Order, Output
+from stretto.launch.signals import heeded
 from stretto.launch.stopclock import seconds as stopclock
 from stretto.launch.stopclock import sparing
 from stretto.launch.supervise import Stopped
@@ -27,7 +26,6 @@ from stretto.sim.sweep import run as run_sweep
 from stretto.sim.sweep.grid import points
 from stretto.sim.sweep.results import NAME as SWEEP
 from stretto.sim.sweep.results import read as read_sweep
-from stretto.sim.sweep.work import SIGNALS
 from stretto.sim.tariff import AUTO, Tariff
 from stretto.sim.tariff import parse as tariff_of
 
@@ -175,7 +173,7 @@ def _run(simulation: Simulation, step_time: str, out: Path | None, quiet: bool, 
     from stretto.sim.script import Heard
 
     watch = Watch(quiet=quiet, out=2 if _here(json_to) else 1)
-    with _stoppable():
+    with heeded(_stop):
         tariff = _measured(simulation, step_time)
         if step_time.startswith(AUTO):
             watch.note(f'measured: --step-time "{tariff}"')
@@ -193,19 +191,9 @@ def _run(simulation: Simulation, step_time: str, out: Path | None, quiet: bool, 
     conclude(folder, json_to, silent=quiet)
 
 
-@contextmanager
-def _stoppable() -> Iterator[None]:
-    """SIGINT, SIGTERM and SIGHUP end what is done here, wherever it is: Stopped is raised."""
-
-    def stop(number: int, _frame: object) -> None:
-        raise Stopped(number)
-
-    before = {one: signal.signal(one, stop) for one in SIGNALS}
-    try:
-        yield
-    finally:
-        for one, handler in before.items():
-            signal.signal(one, handler)
+def _stop(number: int) -> None:
+    """End what is done here, wherever it is."""
+    raise Stopped(number)
 
 
 def _measured(simulation: Simulation, step_time: str) -> Tariff:

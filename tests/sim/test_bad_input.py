@@ -353,6 +353,17 @@ def test_a_signal_ends_a_simulation_with_one_line(simulate: Simulate, number: si
     assert signal.getsignal(number) is before
 
 
+def test_a_signal_that_was_ignored_before_stays_so(simulate: Simulate) -> None:
+    """As under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        code, _, wrong = simulate(IN_LOOP=f"import os; os.kill(os.getpid(), {int(signal.SIGHUP)})")
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert code == 0, wrong
+
+
 def test_a_thread_of_the_script_that_only_computes_does_no_harm(simulate: Simulate) -> None:
     before = threading.active_count()
     spawn = "import threading; seen = []; one = threading.Thread(target=lambda: seen.append(a.sum())); one.start()"

@@ -5,22 +5,20 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Protocol
 
 from stretto.errors import LaunchError
+from stretto.launch.signals import heeded
 
 COMMAND = (sys.executable, "-P", "-m", "stretto.cli", "simulate")
 """What starts a simulation: this program itself, with nothing of the folder it is started in."""
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 LOOK_S = 0.1
 PATIENCE_S = 5.0
 LAST_LINES = 20
@@ -60,8 +58,8 @@ def carry_out(tasks: Sequence[Task], jobs: int, teller: Teller) -> None:
     Each process has one thread to compute with. After SIGINT, SIGTERM or SIGHUP all are ended, each by its id, and
     KeyboardInterrupt is raised; they are ended too when the teller raises.
     """
-    waiting, running = deque(tasks), list[_Running]()
-    with _signals_heeded() as told:
+    waiting, running, told = deque(tasks), list[_Running](), list[int]()
+    with heeded(told.append):
         try:
             while (waiting or running) and not told:
                 while waiting and len(running) < jobs:
@@ -75,25 +73,6 @@ def carry_out(tasks: Sequence[Task], jobs: int, teller: Teller) -> None:
             _end(running)
     if told:
         raise KeyboardInterrupt
-
-
-@contextlib.contextmanager
-def _signals_heeded() -> Iterator[list[int]]:
-    """The signals to stop that came until now; nothing is torn by them. Those ignored before stay so."""
-    told: list[int] = []
-
-    def heed(number: int, _frame: FrameType | None) -> None:
-        told.append(number)
-
-    before = {number: signal.getsignal(number) for number in SIGNALS}
-    heeded = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
-    for number in heeded:
-        signal.signal(number, heed)
-    try:
-        yield told
-    finally:
-        for number, handler in heeded.items():
-            signal.signal(number, handler)
 
 
 def _begin(task: Task) -> _Running:
