@@ -21,7 +21,7 @@ from typing import IO
 
 from stretto.launch.order import Output
 from stretto.launch.parts import called
-from stretto.launch.watch import Watch, left_to_see
+from stretto.launch.watch import Watch, whole_lines
 from stretto.members.roll import COORDINATOR
 
 CHUNK_BYTES = 1 << 16
@@ -185,8 +185,7 @@ def _voice(worker: int, pipe: IO[bytes], folder: Path) -> _Voice:
 
 def _whole_lines(voice: _Voice, data: bytes) -> list[bytes]:
     """The lines that `data` completes; no data means that no more will come."""
-    *lines, begun = (voice.begun + data).split(b"\n")
-    voice.begun = left_to_see(begun)
+    lines, voice.begun = whole_lines(voice.begun + data)
     return [*lines, voice.begun] if not data and voice.begun else lines
 
 

@@ -100,8 +100,7 @@ class Watch:
 
     def _say_above(self, data: bytes) -> None:
         """Print whole lines; what has no end yet, like a progress bar, stands above the live line."""
-        *lines, begun = (self._begun + data).split(b"\n")
-        self._begun = left_to_see(begun)
+        lines, self._begun = whole_lines(self._begun + data)
         for line in lines:
             self._console.out(_last_written(line), highlight=False)
 
@@ -160,14 +159,20 @@ def _in_lines(facts: Sequence[str], width: int) -> list[str]:
     return lines
 
 
-def left_to_see(line: bytes) -> bytes:
-    """What of a line is left to see: a carriage return begins it anew, once something is behind it.
+def whole_lines(said: bytes) -> tuple[list[bytes], bytes]:
+    """The lines that are whole, and what is left to see of the one that is begun.
 
-    >>> left_to_see(b"10%\\r20%\\r")
-    b'20%\\r'
+    >>> whole_lines(b"first\\n10%\\r20%\\r")
+    ([b'first'], b'20%\\r')
     """
+    *lines, begun = said.split(b"\n")
+    return lines, _left_to_see(begun)
+
+
+def _left_to_see(line: bytes) -> bytes:
+    """A carriage return begins a line anew, once something is behind it."""
     return line[line.rstrip(b"\r").rfind(b"\r") + 1 :]
 
 
 def _last_written(line: bytes) -> str:
-    return left_to_see(line).rstrip(b"\r").decode(errors="replace")
+    return _left_to_see(line).rstrip(b"\r").decode(errors="replace")

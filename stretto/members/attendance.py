@@ -98,10 +98,9 @@ class Attendance:
         if here is None:
             return False
         mine = next((one for one in form.members if (one.worker, one.life) == self._me), None)
-        if mine is None:  # an earlier life of this worker may be
-            self._reply(
-                msgspec.structs.replace(form, members=[one for one in form.members if one.worker != self._me[0]])
-            )
+        if mine is None:  # though an earlier life of this worker may be in it
+            others = [one for one in form.members if one.worker != self._me[0]]
+            self._reply(msgspec.structs.replace(form, members=others))
         elif form.generation == self.generation:
             if here.at_rest and mine.here == here:
                 self._enter(form)

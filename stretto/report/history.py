@@ -42,7 +42,9 @@ class History:
         """The end of each pass. What all had to go back across is done again, and counts as it ends then."""
         found: list[Event] = []
         for event in self.of("epoch"):
-            found = [*(one for one in found if (one.get("epoch") or 0) < (event.get("epoch") or 0)), event]
+            while found and (found[-1].get("epoch") or 0) >= (event.get("epoch") or 0):
+                found.pop()
+            found.append(event)
         return found
 
     @cached_property

@@ -40,7 +40,6 @@ class Limit:
         """Whether it depends on when a worker asks."""
         self._begun = 0
         self._last: int | None = None
-        self._handed = 0
         self.is_over = False
         """Whether a worker that waits for nobody has been told to end."""
 
@@ -52,8 +51,7 @@ class Limit:
         if samples > self._most_samples:
             self._most_samples, self._deaths = samples, 0
         if free:
-            self._handed = max(self._handed, samples)
-            self.is_over = self.is_over or t >= self._time_s or self._handed >= self._samples
+            self.is_over = self.is_over or t >= self._time_s or self._most_samples >= self._samples
             return self.is_over
         if self._last is None and (t >= self._time_s or samples >= self._samples):
             self._last = max(self._begun, hands)

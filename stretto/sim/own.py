@@ -45,8 +45,7 @@ class Loggers:
         logging.Logger.addHandler = noted  # type: ignore[assignment, method-assign]
 
     def end(self) -> None:
-        """All have those again that they had."""
-        self.put({})
+        """Nobody is noticed any more."""
         logging.Logger.addHandler = self._add  # type: ignore[method-assign]
 
     def handlers(self) -> dict[logging.Logger, list[logging.Handler]]:

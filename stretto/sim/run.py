@@ -211,6 +211,8 @@ class Cast:
             self._note(f"chaos: {happening.who()} is not there ({happening})")
             return
         self._publish({"event": "chaos", "worker": who, **happening.words()})
+        if happening.verb == "kill":
+            self._limit.died(time)
         if self._members is not None and happening.verb in ("go_on", "heal"):
             self.world.queue.at(self.world.queue.now, lambda: self._mortals.again(happening.numbers), ARRIVE)
 
@@ -247,8 +249,6 @@ class Cast:
     def _struck(self, time: float, happening: Happening) -> None:
         """A process is killed or stopped, or goes on."""
         number, back_after_s = happening.numbers[0], happening.back_after_s
-        if happening.verb == "kill" and self._is_there(happening):
-            self._limit.died(time)
         if happening.kind == "server":
             self._strike_server(time, happening, number)
         elif happening.verb in ("pause", "go_on"):

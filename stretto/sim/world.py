@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from contextvars import Context
+from math import ceil
 from typing import Any
 
 import torch
@@ -140,7 +141,7 @@ class Worker:
             self._world.leave(self)
         waited = self.now() - began
         if waited > limit_s and waited - (self._world.net.moved_s() - moved_s) > limit_s:
-            longer = f"longer than {limit_s:g} s; --timeout {waited:.0f} would let it"
+            longer = f"longer than {limit_s:g} s; --timeout {ceil(waited)} would let it"
             raise WireError(f"worker {self.number} waited {waited:g} s for {what()}, {longer}")
 
     def wake(self) -> None:

@@ -89,7 +89,7 @@ class SweepOrder:
         typed = {
             "--on-nan": order.on_nan if order.on_nan != usual.on_nan else None,
             "--patience": f"{spelled(order.patience_s)}s" if order.patience_s != usual.patience_s else None,
-            "--timeout": f"{order.timeout_s:g}" if order.timeout_s != usual.timeout_s else None,
+            "--timeout": spelled(order.timeout_s) if order.timeout_s != usual.timeout_s else None,
             "--min-workers": str(order.min_workers) if order.min_workers != usual.min_workers else None,
             "--keep-batch": order.batch if order.batch != usual.batch else None,
             "--max-workers": str(order.max_workers) if order.max_workers is not None else None,
