@@ -29,7 +29,7 @@ $(READY_GPU): $(READY)
 install: $(READY)   ## make the virtual environment
 
 demo: $(READY)      ## compare three recipes with one machine on the digits
-	$(BIN)/stretto compare examples/digits.py -n 4 --recipe allreduce --recipe "local_sgd(every=16)" --recipe "diloco(every=50)" --target "test_accuracy>=0.95"
+	$(BIN)/stretto compare -n 4 --recipe allreduce --recipe "local_sgd(every=16)" --recipe "diloco(every=50)" --target "test_accuracy>=0.95" examples/digits.py
 
 test: $(READY_GPU)  ## the laws
 	@$(BIN)/python tests/parts.py

@@ -72,8 +72,8 @@ def _train(recipe: str, rate: str | None) -> dict[str, Any]:
     shape = f"tc qdisc add dev lo root tbf rate {rate} burst 256kb latency 200ms && " if rate else ""
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "record.json"
-        command = [sys.executable, "-m", "stretto.cli", "run", *SCRIPT, "-n", "2", "--recipe", recipe, "--threads", "1"]
-        command += ["--quiet", "--json", str(target), "--out", f"{folder}/run"]
+        command = [sys.executable, "-m", "stretto.cli", "run", "-n", "2", "--recipe", recipe, "--threads", "1"]
+        command += ["--quiet", "--json", str(target), "--out", f"{folder}/run", *SCRIPT]
         inside = ["unshare", "--net", "sh", "-c", f'ip link set lo up && {shape}exec "$@"', "sh", *command]
         done = subprocess.run(inside, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
         if done.returncode:

@@ -27,7 +27,7 @@ import stretto
 from benchmarks.averaging import average
 from benchmarks.courses import MNIST, Course
 from benchmarks.tasks import BATCH
-from stretto.train import finish
+from stretto.train import close
 
 LR, MOMENTUM = 0.05, 0.9
 MOST_PASSES = 20
@@ -200,7 +200,7 @@ def ours(race: Race) -> None:
     )
     for x, y in race.batches(loader):
         race.learn(race.model, x, y)
-    finish()
+    close()
 
 
 def _shared(race: Race) -> DataLoader[Any]:

@@ -195,11 +195,11 @@ def _one(case: Case, folder: Path, each_s: float, seed: int | None) -> Outcome:
     """One run; without a seed it is not disturbed, and as quick as it can be."""
     disturbed = seed is not None
     count = passes(each_s)
-    command = [sys.executable, "-m", "stretto.cli", "run", str(SCRIPT), "-n", str(WORKERS), *case.options]
+    command = [sys.executable, "-m", "stretto.cli", "run", "-n", str(WORKERS), *case.options]
     command += ["--threads", "1", "--patience", f"{PATIENCE_S}s", "--restarts", "1000", "--checkpoint-every", "5s"]
     command += ["--output", "all", "--out", str(folder / "run")]
     command += ["--chaos", case.chaos, "--seed", str(seed)] if disturbed else []
-    command += ["--", "--epochs", str(count), "--pause", str(STEP_S if disturbed else 0.0)]
+    command += [str(SCRIPT), "--epochs", str(count), "--pause", str(STEP_S if disturbed else 0.0)]
     folder.mkdir()
     (folder / "command").write_text(json.dumps(command[1:]) + "\n")
     began = time.monotonic()

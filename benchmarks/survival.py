@@ -119,8 +119,8 @@ def one(
     """Run a case, or an undisturbed run when there is none."""
     options = ["--recipe", recipe, "--patience", "4s", "--restarts", "3", "--checkpoint-every", "1s"]
     options += ["--seed", str(seed), "--output", "all", "--out", str(folder), *(case.options if case else [])]
-    command = [sys.executable, "-m", "stretto.cli", "run", str(SCRIPT), "-n", str(WORKERS), *options]
-    asked = [*command, "--", "--epochs", str(epochs), *(case.strike if case else [])]
+    command = [sys.executable, "-m", "stretto.cli", "run", "-n", str(WORKERS), *options, str(SCRIPT)]
+    asked = [*command, "--epochs", str(epochs), *(case.strike if case else [])]
     try:
         done = subprocess.run(asked, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     except subprocess.TimeoutExpired as late:

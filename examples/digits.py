@@ -1,7 +1,7 @@
 """Handwritten digits of 8 x 8 pixels, which come with scikit-learn, and a small multi-layer perceptron.
 
 python examples/digits.py
-stretto run examples/digits.py -n 4 --recipe "local_sgd(every=16)"
+stretto run -n 4 --recipe "local_sgd(every=16)" examples/digits.py
 """
 
 import argparse

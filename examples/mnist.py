@@ -1,7 +1,7 @@
 """MNIST and a small convolutional network of 0.8 M parameters.
 
 python examples/mnist.py
-stretto run examples/mnist.py -n 2 --recipe "local_sgd(every=64)"
+stretto run -n 2 --recipe "local_sgd(every=64)" examples/mnist.py
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """A small GPT that learns to write Shakespeare, character by character.
 
 python examples/shakespeare.py
-stretto run examples/shakespeare.py -n 2 --recipe "diloco(every=50)"
+stretto run -n 2 --recipe "diloco(every=50)" examples/shakespeare.py
 """
 
 import argparse

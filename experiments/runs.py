@@ -56,7 +56,7 @@ class Point:
         named = (("--recipe", self.recipe), ("--network", self.network), ("--speeds", self.speeds))
         options = [word for name, value in named if value not in ("instant", "equal") for word in (name, value)]
         timed = ["--step-time", self.step_time, "--seed", str(self.seed)]
-        return ["simulate", str(SCRIPT), "-n", str(self.workers), *options, *timed, "--", *self.args.split()]
+        return ["simulate", "-n", str(self.workers), *options, *timed, str(SCRIPT), *self.args.split()]
 
     def command(self) -> str:
         """The command line."""

@@ -1,7 +1,7 @@
 """What the experiments train: a perceptron with one hidden layer, by plain SGD, on digits or MNIST.
 
 python experiments/task.py
-stretto simulate experiments/task.py -n 30 --recipe async_sgd --step-time 5ms -- --batch 4
+stretto simulate -n 30 --recipe async_sgd --step-time 5ms experiments/task.py --batch 4
 """
 
 import argparse

@@ -22,8 +22,16 @@ if TYPE_CHECKING:
     from stretto.how.check import check_codec as check_codec
     from stretto.recipe import Recipe as Recipe
     from stretto.train import distribute as distribute
+    from stretto.train import finish as finish
     from stretto.train import log as log
     from stretto.train import no_sync as no_sync
+    from stretto.train.identity import barrier as barrier
+    from stretto.train.identity import is_main as is_main
+    from stretto.train.identity import main_first as main_first
+    from stretto.train.identity import print as print
+    from stretto.train.identity import rank as rank
+    from stretto.train.identity import save as save
+    from stretto.train.identity import world_size as world_size
     from stretto.typed import parse as parse
     from stretto.wire.check import check_wire as check_wire
 
@@ -31,8 +39,16 @@ __version__ = "0.1.0"
 
 _FROM = {
     "distribute": "train",
+    "finish": "train",
     "log": "train",
     "no_sync": "train",
+    "rank": "train.identity",
+    "world_size": "train.identity",
+    "is_main": "train.identity",
+    "barrier": "train.identity",
+    "main_first": "train.identity",
+    "print": "train.identity",
+    "save": "train.identity",
     "Recipe": "recipe",
     "parse": "typed",
     "StrettoError": "errors",

@@ -78,6 +78,34 @@ def nearest(name: str, names: Iterable[str]) -> str | None:
     return near[0] if near else None
 
 
+class FieldError(RecipeError):
+    """A field whose value does not fit; `needed` says which would, `sample` is one of them."""
+
+    def __init__(self, field: str, of: str, value: object, kind: Any, to_type: str) -> None:
+        self.field, self.value, self.kind = field, value, kind
+        self.needed, self.sample = _needed(value, kind), _sample(kind)
+        super().__init__(
+            explain(
+                f"{field} of {of} must be {self.needed}, got {literal(value)}",
+                got=f"{literal(value)} ({type(value).__name__})",
+                expected=describe(kind),
+                to_type=to_type,
+            )
+        )
+
+    def renamed(self, field: str, of: str) -> FieldError:
+        """Return the same error for an option of a recipe that the value was typed for."""
+        return FieldError(field, of, self.value, self.kind, f"{of}({field}={self.sample})")
+
+
+def _needed(value: object, kind: Any) -> str:
+    """Return which values would do: only the range, where the type is right."""
+    base, *ranges = get_args(kind) if get_origin(kind) is Annotated else (kind,)
+    if ranges and _fit(value, base)[0]:
+        return " and ".join(map(str, ranges))
+    return describe(kind)
+
+
 def _shown(answer: Answer, field: Field[Any]) -> str:
     value = getattr(answer, field.name)
     if field.default is MISSING:
@@ -90,14 +118,7 @@ def _checked(answer: Answer, name: str, kind: Any) -> object:
     fit, as_kind = _fit(value, kind)
     if fit:
         return as_kind
-    raise RecipeError(
-        explain(
-            f"{name} of {type(answer).__name__} can't be {literal(value)}",
-            got=f"{literal(value)} ({type(value).__name__})",
-            expected=describe(kind),
-            to_type=_example(answer, name),
-        )
-    )
+    raise FieldError(name, type(answer).__name__, value, kind, _example(answer, name))
 
 
 def _fit(value: Any, kind: Any) -> tuple[bool, Any]:

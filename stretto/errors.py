@@ -5,7 +5,8 @@ StrettoError                   everything that Stretto raises on purpose
 ├── ScriptError                the script and the library do not fit: the script must change
 │   ├── ModelError             the model or the optimizer cannot be distributed as it is
 │   ├── LoaderError            the loader cannot be shared out among workers
-│   └── EvaluateError          `evaluate` raised, or did not return numbers
+│   ├── EvaluateError          `evaluate` raised, or did not return numbers
+│   └── UnevenLoopsError       a worker has left the loop earlier than the others: the workers and steps are named
 ├── NotFiniteError             a NaN or an infinity reached the loss or the parameters
 ├── ReplicasDifferError        replicas that must be equal are not: the tensor and the worker are named
 ├── WireError                  another worker went away or did not come in time: look for its error first
@@ -43,6 +44,10 @@ class LoaderError(ScriptError):
 
 class EvaluateError(ScriptError):
     """`evaluate` raised, or did not return a dict of numbers."""
+
+
+class UnevenLoopsError(ScriptError):
+    """A worker has left the loop earlier than others that wait for it."""
 
 
 class NotFiniteError(StrettoError):

@@ -12,7 +12,8 @@ Every event has `event` (its kind), `t` (seconds since the start of training, a 
 | | exchanged, entries, norms |
 | applied | updates: [round, version, staleness, samples] of each update of this worker that the model took up |
 | evaluation | epoch, step, samples, training_s, metrics: the agreed model (written by worker 0); versions |
-| epoch | epoch, step, samples, training_s, seen, drift, workers: one summary a worker (written by worker 0) |
+| epoch | epoch, step, samples, training_s, seen, drift, workers: one summary a worker (written by worker 0); |
+| | trained |
 | check | step, round, equal: a comparison of replicas by hash (written by worker 0) |
 | error | kind, text, traceback, consequence (true when another worker's failure caused it) |
 | end | what progress carries, and training_s |
@@ -20,10 +21,15 @@ Every event has `event` (its kind), `t` (seconds since the start of training, a 
 | chaos | verb, kind, numbers, text, at: what was done to a process on purpose |
 | reissued | of, life, samples: what others do again for a worker that is gone |
 | regrouped | generation, gone, came, members: others exchange from now on |
+| written | host, paths: the files that this worker has opened for writing, outside the run folder |
 | checkpoint | step, round, samples: the state is being written |
+| section | section, folder, at: a further `distribute` of the script has begun, with a log of its own in this folder |
 
 `samples` of log, evaluation and epoch counts all workers, of progress and end this worker alone. `split` maps each of
 PHASES to seconds; they sum to `t`. `seen` maps once, twice, never and dropped to numbers of samples.
+
+`trained` of epoch maps each worker to the samples of the epoch that count and that it has trained, in all its
+incarnations; only the coordinator of workers that do not wait for each other knows it.
 
 `exchanged` maps each purpose (gradients, updates, parameters, gradient_differences, momenta, state, counts, looks) to
 bytes until now [raw_sent, sent, raw_received, received]: as exact numbers, and as encoded, before a wire multiplies
@@ -46,7 +52,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -54,6 +59,7 @@ from typing import Any
 import msgspec
 
 from stretto.errors import LogError
+from stretto.notices import say
 
 PHASES = ("computing", "encoding", "exchanging", "waiting", "loading", "evaluating", "other")
 """What a worker's time is spent on. `waiting` is for a later worker, `exchanging` for the bytes."""
@@ -145,7 +151,7 @@ class EventLog:
 
     def _say(self, text: str) -> None:
         with contextlib.suppress(OSError):  # the terminal's output may go to the same disk
-            print(f"stretto: worker {self.worker}: {text}", file=sys.stderr, flush=True)
+            say(f"worker {self.worker}: {text}")
 
 
 def read_events(path: Path) -> Iterator[Event]:

@@ -18,6 +18,8 @@ from stretto.errors import LaunchError, LogError, explain
 RUNS = Path("runs")
 CHECKPOINTS = "checkpoints"
 """The folder of a run's checkpoints, in its own."""
+SECTION = "section-"
+"""The first letters of the names of sections' folders."""
 GIB = 1 << 30
 
 
@@ -66,6 +68,37 @@ def _dated(base: Path, name: str) -> Path:
             folder = _next(base / name)
         else:
             return folder
+
+
+def section_folder(run: Path, number: int) -> Path:
+    """Return the folder of a section: the run's own for the first, one in it for each that follows.
+
+    >>> str(section_folder(Path("run"), 1)), str(section_folder(Path("run"), 2))
+    ('run', 'run/section-2')
+    """
+    return run if number == 1 else run / f"{SECTION}{number}"
+
+
+def section_folders(run: Path) -> list[Path]:
+    """Return the folders of all sections behind the first that a run has, in order."""
+    found = [(one.name.removeprefix(SECTION), one) for one in run.glob(f"{SECTION}*") if one.is_dir()]
+    return [one for _, one in sorted((int(number), one) for number, one in found if number.isdecimal())]
+
+
+def write_section(run: Path, folder: Path, about: Mapping[str, Any]) -> None:
+    """Make the folder of a section, whose `run.json` is that of the run and says what the section is `about`."""
+    try:
+        folder.mkdir(exist_ok=True)
+        text = msgspec.json.format(msgspec.json.encode({**read_run(run), **about}), indent=2)
+        (folder / "run.json").write_bytes(text + b"\n")
+    except OSError as error:
+        raise LogError(f"the folder {folder} cannot be made: {error.strerror}") from error
+
+
+def read_run(folder: Path) -> dict[str, Any]:
+    """Return what `run.json` holds; nothing if there is none."""
+    path = folder / "run.json"
+    return msgspec.json.decode(path.read_bytes(), type=dict[str, Any]) if path.is_file() else {}
 
 
 def write_run(folder: Path, asked: Mapping[str, Any], now: datetime) -> None:

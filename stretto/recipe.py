@@ -22,7 +22,7 @@ class Recipe(Answer):
     >>> print(Recipe(what=updates(), when=together(every=16), then=add()))
     Recipe(what=updates(), when=together(every=16), then=add())
 
-    Printed it can be typed back: `stretto run train.py --recipe "local_sgd(every=16)"`. Two recipes are equal when
+    Printed it can be typed back: `stretto run --recipe "local_sgd(every=16)" train.py`. Two recipes are equal when
     their five answers are, whatever they were called. Raises RecipeError when the answers do not fit together.
     """
 

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ParamSpec
 
-from stretto.axis import literal
+from stretto.axis import FieldError, literal
 from stretto.how import (
     Codec,
     censored,
@@ -43,13 +43,23 @@ def named(make: Callable[P, Recipe]) -> Callable[P, Recipe]:
 
     @functools.wraps(make)
     def made(*args: P.args, **kwargs: P.kwargs) -> Recipe:
-        recipe = make(*args, **kwargs)
         given = signature.bind(*args, **kwargs).arguments
+        try:
+            recipe = make(*args, **kwargs)
+        except FieldError as error:
+            raise _in_typed_words(error, make.__name__, given) from None
         options = ", ".join(f"{name}={literal(value)}" for name, value in given.items())
         object.__setattr__(recipe, "called", f"{make.__name__}({options})" if options else make.__name__)
         return recipe
 
     return made
+
+
+def _in_typed_words(error: FieldError, name: str, given: Mapping[str, object]) -> FieldError:
+    """Return the error of a field as one of the recipe's option that it was made from, where that is known."""
+    alike = [one for one, value in given.items() if value == error.value and type(value) is type(error.value)]
+    alike.sort(key=lambda one: (one != error.field, not one.endswith(error.field)))
+    return error.renamed(alike[0], name) if alike else error
 
 
 @named

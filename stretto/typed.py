@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import dataclasses
+import difflib
 import inspect
 import threading
 from collections.abc import Callable, Mapping
@@ -17,6 +18,8 @@ from stretto.recipe import Recipe
 
 EXAMPLE = "local_sgd(every=16)"
 LONGEST = 10_000
+RECIPES = tuple(recipes.NAMED)
+"""Names of all recipes."""
 _one_at_a_time = threading.Lock()
 """Python 3.11 counts the depth of a syntax tree in one place for all threads, and fails when two build one at once."""
 
@@ -103,13 +106,13 @@ def _call(words: Mapping[str, Callable[..., Any]], name: str, args: list[Any], o
 
 
 def _unknown_name(name: str) -> RecipeError:
-    near = nearest(name, WORDS)
+    near = difflib.get_close_matches(name, [*RECIPES, *ANSWERS], n=3, cutoff=0.0)
     return RecipeError(
         explain(
-            f"no recipe or answer is called {name!r}",
+            f"no recipe or answer is called {name!r}; the nearest are {', '.join(near)}",
             got=name,
             expected="one of " + ", ".join(sorted(WORDS)),
-            to_type=f'--recipe "{near}"' if near else f'--recipe "{EXAMPLE}"',
+            to_type=f'--recipe "{nearest(name, RECIPES) or EXAMPLE}"',
         )
     )
 

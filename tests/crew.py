@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import stretto
-from stretto.train import abandon, finish
+from stretto.train import abandon, close
 from stretto.train.seat import Seat, given_seat
 from stretto.wire import memory
 
@@ -43,7 +43,7 @@ def together(
         given_seat.set(place)
         try:
             found = work(place.worker)
-            finish()
+            close()
             return found
         except BaseException:
             ends[place.worker].close()

@@ -12,7 +12,7 @@ from typing import Any
 
 from stretto.errors import BrokenWireError, MemberOutError, WireError
 from stretto.members.messages import Form, GoOn, Here, Member
-from stretto.train import abandon, finish
+from stretto.train import abandon, close
 from stretto.train.seat import Seat, given_seat
 from stretto.wire import memory
 from stretto.wire.enduring import EnduringWire
@@ -260,10 +260,10 @@ class Standing:
     def at_rest(self, here: Here) -> Form | GoOn:
         return self._hall.stand(self._worker, here)
 
-    def broken(self, generation: int, _why: str) -> None:
+    def broken(self, generation: int, _why: str, forming: bool = False) -> None:
         self._hall.abort(generation)
 
-    def doing(self, _text: str, hand: int) -> None:
+    def doing(self, _text: str, hand: int, _waits: object = None) -> None:
         """A hold must not wait for one who has come further: nobody rests before a hand that another has begun."""
         with self._hall._turn:
             self._hall.hands[self._worker] = hand
@@ -321,13 +321,13 @@ def crew(
         )
         try:
             found = work(worker)
-            finish()
+            close()
             return found
         except Killed:
             hall.die(worker)
             return None
         except SystemExit:
-            finish()
+            close()
             return "left"
         except BaseException:
             hall.die(worker)

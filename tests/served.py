@@ -70,7 +70,7 @@ class Processes:
         place = {
             "STRETTO_SHARD": "0",
             "STRETTO_SHARDS": "1",
-            "WORLD_SIZE": "1",
+            "STRETTO_WORLD_SIZE": "1",
             "STRETTO_COORDINATOR_FD": str(descriptors[0]),
             "STRETTO_LISTEN_FD": str(descriptors[1]),
             "STRETTO_ON_NAN": "stop",

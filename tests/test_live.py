@@ -62,7 +62,7 @@ def call(folder: Path, *command: str, **environment: str) -> subprocess.Complete
 
 
 def stretto_run(folder: Path, path: Path, workers: int, recipe: str, out: str) -> dict[str, torch.Tensor]:
-    command = ["-m", "stretto.cli", "run", str(path), "-n", str(workers), "--recipe", recipe, "--out", out]
+    command = ["-m", "stretto.cli", "run", "-n", str(workers), "--recipe", recipe, "--out", out, str(path)]
     done = call(folder, sys.executable, *command)
     assert done.returncode == 0, done.stderr
     return load_file(folder / out / "final.safetensors")
@@ -111,7 +111,7 @@ x = torch.randn(200, 6, dtype=torch.float64)
 y = torch.sin(x.sum(1, keepdim=True))
 net = torch.nn.Sequential(torch.nn.Linear(6, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1)).double()
 theirs = copy.deepcopy(net)
-worker, workers = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+worker, workers = int(os.environ["STRETTO_RANK"]), int(os.environ["STRETTO_WORLD_SIZE"])
 dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=worker, world_size=workers)
 
 
@@ -147,8 +147,8 @@ sys.exit(0 if apart < 1e-12 else 3)
 
 def test_allreduce_equals_distributed_data_parallel(tmp_path: Path) -> None:
     path = script(tmp_path, AGAINST_DDP)
-    options = ["-n", "2", "--out", "run", "--", str(tmp_path / "store")]
-    done = call(tmp_path, sys.executable, "-m", "stretto.cli", "run", str(path), *options)
+    line = ["-n", "2", "--out", "run", str(path), str(tmp_path / "store")]
+    done = call(tmp_path, sys.executable, "-m", "stretto.cli", "run", *line)
     assert done.returncode == 0, done.stderr
     assert "apart" in done.stdout
 
@@ -233,8 +233,8 @@ def test_a_script_that_fails_gives_one_error_with_its_worker(kind: str, tmp_path
     text = PLAIN.replace(before, after).replace("LINE", LINE)
     if "differs" in kind:
         text = text.replace("Linear(32, 1)", "Linear(32 + RANK, 1)")
-    path = script(tmp_path, "import os\nRANK = int(os.environ['RANK'])\n" + text)
-    done = call(tmp_path, sys.executable, "-m", "stretto.cli", "run", str(path), "-n", "2", "--out", "run")
+    path = script(tmp_path, "import os\nRANK = int(os.environ['STRETTO_RANK'])\n" + text)
+    done = call(tmp_path, sys.executable, "-m", "stretto.cli", "run", "-n", "2", "--out", "run", str(path))
     assert done.returncode == 1, done.stderr
     assert wanted in done.stderr
     assert done.stderr.count(wanted) <= 2
@@ -245,11 +245,11 @@ def test_a_script_that_fails_gives_one_error_with_its_worker(kind: str, tmp_path
 
 
 def test_a_log_that_cannot_grow_ends_the_run_and_says_so(tmp_path: Path) -> None:
-    """As on a full disk: the process may write no file larger than 2 KB."""
-    limit = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (2048, 2048))\n"
+    """As on a full disk: the process may write no file larger than 8 KB."""
+    limit = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))\n"
     text = limit + PLAIN.replace("LINE", LINE).replace("range(2)", "range(50)")
     done = call(
-        tmp_path, sys.executable, "-m", "stretto.cli", "run", str(script(tmp_path, text)), "-n", "2", "--out", "r"
+        tmp_path, sys.executable, "-m", "stretto.cli", "run", "-n", "2", "--out", "r", str(script(tmp_path, text))
     )
     assert done.returncode == 1
     assert "events.jsonl cannot be written" in done.stderr
@@ -313,7 +313,7 @@ def ended_well(process: subprocess.Popen[bytes]) -> str:
 
 def run_free(place: Place, path: Path, *options: str, out: str = "run") -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The record and the events of a run that ends well."""
-    ended_well(place.stretto("run", path, *options, "--out", out, "--json", f"{out}.json"))
+    ended_well(place.stretto("run", *options, "--out", out, "--json", f"{out}.json", path))
     return json.loads(Path(f"{out}.json").read_text()), list(read_events(Path(out, "events.jsonl")))
 
 
@@ -376,8 +376,8 @@ def test_two_runs_at_once_one_with_a_slow_worker_one_that_keeps_its_server_itsel
     """The recipe of the second stands in the script alone: worker 0 keeps the server. Its loop is left early."""
     slow = free("slow.py", body="time.sleep(0.01)")
     own = free("own.py", more="recipe='async_sgd(shards=2)'", body=LEAVE)
-    first = place.stretto("run", slow, "-n", "2", "--recipe", "async_sgd", "--slow", "1:5", "--out", "slow")
-    second = place.stretto("run", own, "-n", "2", "--out", "own")
+    first = place.stretto("run", "-n", "2", "--recipe", "async_sgd", "--slow", "1:5", "--out", "slow", slow)
+    second = place.stretto("run", "-n", "2", "--out", "own", own)
     ended_well(first)
     ended_well(second)
     events = list(read_events(Path("slow/events.jsonl")))
@@ -391,7 +391,8 @@ def test_two_runs_at_once_one_with_a_slow_worker_one_that_keeps_its_server_itsel
 
 
 def test_an_asynchronous_recipe_in_the_script_under_torchrun(place: Place) -> None:
-    both = "mine, other = (f'here{(int(os.environ[\"RANK\"]) + by) % 2}' for by in (0, 1)); pathlib.Path(mine).touch()"
+    number = 'int(os.environ.get("STRETTO_RANK") or os.environ["RANK"])'
+    both = f"mine, other = (f'here{{({number} + by) % 2}}' for by in (0, 1)); pathlib.Path(mine).touch()"
     wait = "while not pathlib.Path(other).exists(): time.sleep(0.01)"
     path = free(more="recipe='async_sgd(shards=2)'", body=f"{both}\n        {wait}")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -415,7 +416,7 @@ def test_a_pass_that_is_left_under_torchrun_is_sent_at_exit(place: Place) -> Non
 
 
 def test_what_one_worker_leaves_of_a_pass_the_others_do(place: Place) -> None:
-    path = free(body="if os.environ['RANK'] == '1' and step == 2: break", options="")
+    path = free(body="if os.environ['STRETTO_RANK'] == '1' and step == 2: break", options="")
     _, events = run_free(place, path, "-n", "3", "--recipe", "async_sgd")
     assert seen_in(events) == [ALL_ONCE] * 2
 
@@ -444,10 +445,10 @@ def test_whatever_is_ended_the_run_ends_with_one_error_and_leaves_nothing(
 ) -> None:
     """Without a coordinator, that is, as where another launcher starts the workers."""
     monkeypatch.setenv("STRETTO_MEMBERS", "0")
-    path = free(body="pathlib.Path('at-' + os.environ['RANK']).touch()", epochs=100_000)
-    process = place.stretto("run", path, "-n", "2", "--recipe", "async_sgd", "--servers", "2", "--out", "run")
+    path = free(body="pathlib.Path('at-' + os.environ['STRETTO_RANK']).touch()", epochs=100_000)
+    process = place.stretto("run", "-n", "2", "--recipe", "async_sgd", "--servers", "2", "--out", "run", path)
     until(lambda: Path("at-0").exists() and Path("at-1").exists(), LIMIT_S)
-    name = {"server": "STRETTO_SHARD", "worker": "RANK"}.get(ended)
+    name = {"server": "STRETTO_SHARD", "worker": "STRETTO_RANK"}.get(ended)
     victim = next((one for one in place.left() if name and environment(one).get(name) == "1"), None)
     began = time.monotonic()
     process.send_signal(signal.SIGINT) if victim is None else os.kill(victim.pid, signal.SIGKILL)

@@ -37,8 +37,8 @@ def test_the_run_goes_on(case: Case, tmp_path: Path) -> None:
 
 def test_a_whole_run_is_killed_in_the_middle_of_a_pass_and_goes_on(tmp_path: Path) -> None:
     """Over a server, where nobody waits: every process dies at once, and other workers do what is left of the pass."""
-    command = [sys.executable, "-m", "stretto.cli", "run", str(SCRIPT), "--recipe", "async_sgd(shards=2)"]
-    slow = ["--", "--epochs", "3", "--pause", "0.06"]
+    command = [sys.executable, "-m", "stretto.cli", "run", "--recipe", "async_sgd(shards=2)"]
+    slow = [str(SCRIPT), "--epochs", "3", "--pause", "0.06"]
     saves = ["-n", "3", "--checkpoint-every", "500ms", "--out", str(tmp_path / "one")]
     run = subprocess.Popen([*command, *saves, *slow], env=ENVIRONMENT, stdout=subprocess.DEVNULL)
     try:
@@ -63,8 +63,8 @@ def test_a_whole_run_is_killed_in_the_middle_of_a_pass_and_goes_on(tmp_path: Pat
 
 def test_a_server_with_a_replica_is_killed_and_nothing_is_done_again(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    command = [sys.executable, "-m", "stretto.cli", "run", str(SCRIPT), "-n", "3", "--recipe", "async_sgd(shards=2)"]
-    command += ["--replicas", "--out", str(run), "--", "--epochs", "2", "--pause", "0.03"]
+    command = [sys.executable, "-m", "stretto.cli", "run", "-n", "3", "--recipe", "async_sgd(shards=2)"]
+    command += ["--replicas", "--out", str(run), str(SCRIPT), "--epochs", "2", "--pause", "0.03"]
     with (tmp_path / "told").open("wb") as told:
         launcher = subprocess.Popen(command, env=ENVIRONMENT, stdout=told, stderr=told)
     try:

@@ -49,7 +49,8 @@ else:
 
     loader = stretto.distribute(model, optimizer, DataLoader(data, batch_size=32, shuffle=True), recipe="allreduce")
 
-name = f"{os.environ['RANK']}-{time.perf_counter_ns():020d}-{os.getpid()}"
+rank = os.environ["RANK"] if asked.ddp else stretto.rank()
+name = f"{rank}-{time.perf_counter_ns():020d}-{os.getpid()}"
 log = os.open(asked.steps / name, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 for _ in range(sys.maxsize):
     for x, y in loader:

@@ -23,7 +23,7 @@ parser.add_argument("--pause", type=float, default=0.03, help="seconds that a st
 asked = parser.parse_args()
 
 who, signal_name, phase = (asked.strike or "::").split(":")
-struck = os.environ.get("RANK", "0") in who.split(",") and os.environ.get("STRETTO_LIFE", "0") == "0"
+struck = str(stretto.rank()) in who.split(",") and os.environ.get("STRETTO_LIFE", "0") == "0"
 
 
 def strike(now: str) -> None:

@@ -5,7 +5,6 @@ What Pace reads and says goes through two pipes of each worker, PIPES/RANK.go an
 """
 
 import argparse
-import os
 import sys
 from pathlib import Path
 
@@ -28,7 +27,7 @@ parser.add_argument("--clip", action="store_true", help="clip the gradients")
 asked = parser.parse_args()
 
 model, optimizer, task = made(asked.case)
-workers, rank = int(os.environ["WORLD_SIZE"]), os.environ["RANK"]
+workers, rank = stretto.world_size(), stretto.rank()
 data = Samples(task.shape, workers * (asked.segments + 2) * asked.segment * BATCH)  # one pass
 loader = stretto.distribute(model, optimizer, DataLoader(data, batch_size=BATCH, shuffle=True))
 

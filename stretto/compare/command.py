@@ -14,6 +14,19 @@ from stretto.compare.plan import Question, ask, trials
 from stretto.compare.progress import Progress
 from stretto.compare.runs import Comparison
 from stretto.folder import make_folder
+from stretto.launch.arguments import (
+    FAILURES,
+    OUTPUT,
+    SERVER,
+    WORKERS,
+    Arguments,
+    Module,
+    RateScale,
+    Script,
+    SplitBatch,
+    recipe_names,
+)
+from stretto.launch.entry import title
 from stretto.launch.local import Stopped
 from stretto.report.record import STANDARD_OUTPUT, check_target, write_json
 from stretto.report.table import show
@@ -24,34 +37,93 @@ FAILED = 1
 
 
 def compare(
-    script: Annotated[Path, typer.Argument(metavar="SCRIPT", help="The Python file to train with.")],
-    args: Annotated[list[str] | None, typer.Argument(metavar="[ARGS]...", help="Arguments of the script.")] = None,
+    script: Script,
+    args: Arguments = None,
     *,
+    module: Module = False,
     workers: Annotated[
-        str, typer.Option("-n", "--workers", metavar="N[,N]...", help="How many, or several numbers to try.")
+        str,
+        typer.Option(
+            "-n",
+            "--workers",
+            metavar="N[,N]...",
+            help="Number of workers, or several numbers to try.",
+            rich_help_panel=WORKERS,
+        ),
     ] = DEFAULT_WORKERS,
-    recipe: Annotated[list[str] | None, typer.Option(help="A recipe to try; may be given again.")] = None,
-    target: Annotated[
-        str | None, typer.Option(metavar="TEXT", help='What counts as done: "test_accuracy>=0.95".')
+    recipe: Annotated[
+        list[str] | None,
+        typer.Option(
+            autocompletion=recipe_names,
+            metavar="RECIPE",
+            show_default="none",
+            help="A recipe to try; may be repeated.",
+            rich_help_panel=WORKERS,
+        ),
     ] = None,
-    seeds: Annotated[int, typer.Option(metavar="N", help="How often, each time with another seed.")] = 1,
-    json_to: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the records of the runs; - for here.")
-    ] = None,
-    out: Annotated[Path | None, typer.Option(help="The folder; else runs/DATE-compare-NAME.")] = None,
-    threads: Annotated[int | None, typer.Option(metavar="N", help="Per worker.")] = None,
-    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Limit of a wait in which nothing comes.")] = 600.0,
-    servers: Annotated[
-        int | None, typer.Option(metavar="N", help="Shards of the server, for recipes that have one.")
+    seeds: Annotated[
+        int, typer.Option(metavar="N", help="Number of repetitions, each with another seed.", rich_help_panel=WORKERS)
+    ] = 1,
+    threads: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", show_default="the cores, shared out", help="Threads per worker.", rich_help_panel=WORKERS
+        ),
     ] = None,
     slow: Annotated[
-        str | None, typer.Option(metavar="WORKER:FACTOR,...", help='Slow workers down on purpose: "1:2.0,3:5.0".')
+        str | None,
+        typer.Option(
+            metavar="WORKER:FACTOR,...",
+            show_default="none",
+            help='Slow workers down by a factor: "1:2.0,3:5.0".',
+            rich_help_panel=WORKERS,
+        ),
     ] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Only the result.")] = False,
+    servers: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            show_default="the recipe's",
+            help="Shards of the parameter server, for recipes that have one.",
+            rich_help_panel=SERVER,
+        ),
+    ] = None,
+    timeout: Annotated[
+        float,
+        typer.Option(
+            metavar="SECONDS", help="Longest wait for a message of another process.", rich_help_panel=FAILURES
+        ),
+    ] = 600.0,
+    target: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TEXT",
+            show_default="none",
+            help='Metric that counts as done: "test_accuracy>=0.95".',
+            rich_help_panel=OUTPUT,
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(show_default="runs/DATE-compare-NAME", help="Folder of the comparison.", rich_help_panel=OUTPUT),
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Show only the result.", rich_help_panel=OUTPUT)] = False,
+    json_to: Annotated[
+        Path | None,
+        typer.Option(
+            "--json",
+            metavar="FILE",
+            show_default="none",
+            help="File for the records of the runs; - for the standard output.",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = None,
+    split_batch: SplitBatch = "keep",
+    lr_scale: RateScale = "none",
 ) -> None:
-    """Run SCRIPT alone and under each recipe: same state? how fast? at what cost? worth it?
+    """Run SCRIPT in a single process and under each recipe: same state? how fast? at what cost? worth it?
 
-    Options that are not ours go to the script, as does everything after --.
+    Options stand before SCRIPT; everything after SCRIPT goes to it untouched.
     """
     check_target(json_to, "compare.json")
     question = ask(
@@ -65,8 +137,11 @@ def compare(
         timeout_s=timeout,
         servers=servers,
         slow=slow,
+        module=module,
+        global_batch=split_batch,
+        lr_scale=lr_scale,
     )
-    folder = make_folder(f"compare-{script.stem}", out, datetime.now())
+    folder = make_folder(f"compare-{title(script, module)}", out, datetime.now())
     comparison = _made(question, folder, quiet)
     _conclude(comparison, json_to)
     if comparison.failed():

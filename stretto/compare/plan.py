@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from stretto.errors import LaunchError, explain
-from stretto.launch.order import Order, check
+from stretto.launch.entry import typed
+from stretto.launch.order import GlobalBatch, LrScale, Order, check
 from stretto.report.record import ALONE, JOINED
 from stretto.report.target import Target
 
@@ -29,22 +30,28 @@ class Question:
     threads: int | None = None
     timeout_s: float = 600.0
     slow: str | None = None
+    module: bool = False
+    global_batch: GlobalBatch = "keep"
+    lr_scale: LrScale = "none"
 
     def command(self) -> list[str]:
         """The command that asks this question again."""
         counts = ",".join(map(str, self.workers))
-        typed = ["stretto", "compare", str(self.script), "-n", counts]
-        typed += [word for recipe in self.recipes for word in ("--recipe", recipe)]
-        typed += ["--target", str(self.target)] if self.target else []
-        typed += ["--seeds", str(self.seeds)] if self.seeds > 1 else []
-        typed += ["--threads", str(self.threads)] if self.threads else []
-        typed += ["--slow", self.slow] if self.slow else []
-        return typed + (["--", *self.args] if self.args else [])
+        words = ["stretto", "compare", "-n", counts]
+        words += [word for recipe in self.recipes for word in ("--recipe", recipe)]
+        words += ["--target", str(self.target)] if self.target else []
+        words += ["--seeds", str(self.seeds)] if self.seeds > 1 else []
+        words += ["--threads", str(self.threads)] if self.threads else []
+        words += ["--slow", self.slow] if self.slow else []
+        words += ["--batch", self.global_batch] if self.global_batch != "keep" else []
+        words += ["--lr-scale", self.lr_scale] if self.lr_scale != "none" else []
+        return [*words, *typed(self.script, self.module, self.args)]
 
     def describe(self) -> dict[str, Any]:
         """What compare.json keeps of it."""
         return {
             "script": str(self.script),
+            "module": self.module,
             "args": list(self.args),
             "workers": list(self.workers),
             "recipes": list(self.recipes),
@@ -53,6 +60,8 @@ class Question:
             "threads": self.threads,
             "timeout_s": self.timeout_s,
             "slow": self.slow,
+            "global_batch": self.global_batch,
+            "lr_scale": self.lr_scale,
             "command": self.command(),
         }
 
@@ -77,6 +86,7 @@ class Trial:
         """What the launcher is told. A run alone is what the others are measured by, so nothing slows it down."""
         return Order(
             script=question.script,
+            module=question.module,
             args=question.args,
             workers=self.workers,
             recipe=self.recipe,
@@ -89,6 +99,8 @@ class Trial:
             keep_states=True,
             slow=None if self.recipe is None else question.slow,
             output="none",
+            global_batch=question.global_batch,
+            lr_scale=question.lr_scale,
         )
 
 
@@ -104,6 +116,9 @@ def ask(
     timeout_s: float,
     servers: int | None = None,
     slow: str | None = None,
+    module: bool = False,
+    global_batch: GlobalBatch = "keep",
+    lr_scale: LrScale = "none",
 ) -> Question:
     """Build a question from what was typed; raises LaunchError or RecipeError before anything is started.
 
@@ -128,6 +143,9 @@ def ask(
         threads=threads,
         timeout_s=timeout_s,
         slow=slow,
+        module=module,
+        global_batch=global_batch,
+        lr_scale=lr_scale,
     )
     for trial in trials(question):
         check(trial.order(question, Path()))
@@ -185,7 +203,8 @@ def trials(question: Question) -> list[Trial]:
 
 
 def _of_seed(question: Question, seed: int) -> list[Trial]:
-    joins = [count for count in question.workers if count > 1]
+    splits = question.global_batch == "split"  # all workers have one machine's batch, alone is the reference
+    joins = [count for count in question.workers if count > 1 and not splits]
     alone = f"alone-seed{seed}"
     joined = {join: f"alone-joined-{join}-seed{seed}" for join in joins}
     references = {1: alone, **joined}
@@ -195,7 +214,7 @@ def _of_seed(question: Question, seed: int) -> list[Trial]:
     for workers in question.workers:
         for recipe in question.recipes:
             name = f"{names[recipe]}-n{workers}-seed{seed}"
-            found.append(Trial(name, recipe, workers, 1, seed, references[workers]))
+            found.append(Trial(name, recipe, workers, 1, seed, references.get(workers, alone)))
     return found
 
 

@@ -68,7 +68,7 @@ def _of_cpu() -> ModuleType | None:
     reason = why_not_native()
     if reason is None:
         return import_module("stretto.kernels.native")
-    if os.environ.get("RANK", "0") == "0":
+    if os.environ.get("STRETTO_RANK", os.environ.get("RANK", "0")) == "0":
         sys.stderr.write(
             f"stretto: without native kernels: {reason}. Codecs compute the same with torch operations, many times "
             "slower. With a C++ compiler at hand `pip install .` builds them (`pip install -e .` in a clone).\n"

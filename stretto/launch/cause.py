@@ -10,8 +10,13 @@ from stretto.events import Event
 from stretto.launch.crew import Exited
 from stretto.launch.parts import called
 from stretto.launch.worker import AGAIN
+from stretto.members.places import COMING, Place
 
 TAIL_LINES = 20
+NO_END = (
+    "its script, or a library, has called os._exit: what the others exchange with it is lost, and so is the model\n"
+    "  try: end the script by its last line, or by sys.exit()"
+)
 
 
 @dataclass(frozen=True)
@@ -30,7 +35,7 @@ def first_cause(ends: Sequence[Exited], events: Iterable[Event], deaths: Sequenc
     """The cause of a failed run: the first root in the order of the workers' ends.
 
     A worker that has written its error but is still there counts after those that have ended, and last count `deaths`
-    that the run had gone on after. Without a root the first that failed is the cause.
+    that nobody has recovered from yet. Without a root the first that failed is the cause.
     """
     errors: dict[int, Event] = {}
     for event in events:
@@ -40,6 +45,24 @@ def first_cause(ends: Sequence[Exited], events: Iterable[Event], deaths: Sequenc
     causes += [_of_error(error) for error in errors.values()]
     causes += [_of_end(death, None) for death in reversed(deaths)]
     return next((cause for cause in causes if cause.root), None) or _with_those_gone(causes[0], ends)
+
+
+def is_recovered(worker: int, life: int, events: Iterable[Event]) -> bool:
+    """Return whether the others have formed a group without a process that died, or it has been replaced.
+
+    >>> gone, formed = ({"event": "member", "what": one, "worker": 1, "life": 0} for one in ("gone", "formed"))
+    >>> is_recovered(1, 0, [formed, gone]), is_recovered(1, 0, [gone, formed])
+    (False, True)
+    """
+    is_known = False
+    for event in events:
+        what, of = event.get("what"), event.get("life", 0)
+        if event["event"] != "member":
+            continue
+        is_known = is_known or (what == "gone" and (event["worker"], of) == (worker, life))
+        if (is_known and what == "formed") or (what == "joined" and event["worker"] == worker and of > life):
+            return True
+    return False
 
 
 def _with_those_gone(cause: Cause, ends: Sequence[Exited]) -> Cause:
@@ -73,8 +96,13 @@ def _of_signal(end: Exited) -> Cause:
 
 
 def _of_silence(end: Exited) -> Cause:
-    headline = f"{called(end.worker)} ended with exit code {end.code} and named no error"
-    return Cause(end.worker, headline, "", True, False)
+    how = "without finishing" if end.worker >= 0 and not end.code else "and named no error"
+    headline = f"{called(end.worker)} ended with exit code {end.code}{_within(end.place)} {how}"
+    return Cause(end.worker, headline, NO_END if end.worker >= 0 and not end.code else "", True, False)
+
+
+def _within(place: Place) -> str:
+    return f" in epoch {place.epoch} at step {place.step}" if place.phase != COMING else ""
 
 
 def in_words(end: Exited) -> str:

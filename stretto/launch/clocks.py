@@ -15,8 +15,8 @@ READ = ("time", "monotonic", "perf_counter", "process_time")
 class ScriptTime:
     """Puts other functions before those of `time`, for calls from one file; `end` takes them away.
 
-    The time of day begins at 0, so that it is the same in every run. `now` gives virtual seconds, or None when no
-    worker has its turn; `sleep` lets a worker sleep for so long.
+    The time of day begins at 0, so that it is the same in every run. `now` reads the clock of the worker whose turn it
+    is, in virtual seconds, or returns None when no worker has its turn; `sleep` lets a worker sleep.
     """
 
     def __init__(
@@ -44,23 +44,25 @@ class ScriptTime:
         setattr(holder, name, function)
 
     def _line(self) -> int | None:
-        """The line of the script that has called, if a worker's script has."""
+        """The line of the script that has called, if the script has."""
         caller = sys._getframe(2)
-        return caller.f_lineno if caller.f_code.co_filename == self._file and self._now() is not None else None
+        return caller.f_lineno if caller.f_code.co_filename == self._file else None
 
     def _reading(self, name: str, real: Callable[[], Any], unit: float) -> Callable[[], Any]:
         def read() -> Any:
-            if (line := self._line()) is None:
+            line = self._line()
+            now = self._now() if line is not None else None
+            if now is None:
                 return real()
             self._note(f"line {line} of the script reads a clock (time.{name}): it is told virtual time")
-            virtual = (self._now() or 0.0) * unit
-            return virtual if unit == 1.0 else int(virtual)
+            return now if unit == 1.0 else round(now * unit)
 
         return read
 
     def _sleeping(self, real: Callable[[float], None]) -> Callable[[float], None]:
         def sleep(seconds: float) -> None:
-            if (line := self._line()) is None:
+            line = self._line()
+            if line is None or self._now() is None:
                 real(seconds)
                 return
             self._note(f"line {line} of the script sleeps: it does so in virtual time")
@@ -70,7 +72,8 @@ class ScriptTime:
 
     def _starting(self, real: Callable[[Any], None]) -> Callable[[Any], None]:
         def start(thread: threading.Thread) -> None:
-            if (line := self._line()) is not None:
+            line = self._line()
+            if line is not None and self._now() is not None:
                 self._note(f"line {line} of the script starts a thread: what it does takes no virtual time")
             real(thread)
 

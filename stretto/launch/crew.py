@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import IO
@@ -19,6 +19,8 @@ import psutil
 
 from stretto.errors import LaunchError
 from stretto.launch.parts import Part
+from stretto.members.places import Place
+from stretto.members.status import VARIABLE, make_page, read_page
 
 HERE = Path(__file__).resolve().parent
 GRACE_S = 0.8
@@ -31,17 +33,20 @@ LAST_S = 1.0
 class Exited:
     """A worker has ended, or a server, which has a number below 0; `code` is negative for a signal.
 
-    `struck` says that this launcher has sent it one on purpose.
+    `struck` says that this launcher has sent it one on purpose. Of a worker that has not `finished` its training, as
+    one that calls os._exit, `place` is where it was.
     """
 
     worker: int
     code: int
     struck: bool = False
+    finished: bool = True
+    place: Place = field(default_factory=Place)
 
     @property
     def failed(self) -> bool:
         """Whether this is no good end: a server has none while workers run."""
-        return self.code != 0 or self.worker < 0
+        return self.code != 0 or self.worker < 0 or not self.finished
 
 
 @dataclass(frozen=True)
@@ -65,30 +70,36 @@ class Crew:
 
     def start(self, part: Part) -> IO[bytes]:
         """Start a process; returns the reading end of its output. Raises LaunchError when the system refuses."""
+        page = None
         try:
+            page = make_page()
             process = subprocess.Popen(
                 part.command,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                env=part.environment,
-                pass_fds=part.fds,
+                env=part.environment | {VARIABLE: str(page)},
+                pass_fds=[*part.fds, page],
                 start_new_session=True,
             )
         except OSError as error:
+            if page is not None:
+                os.close(page)
             raise LaunchError(f"{part} cannot be started: {error.strerror}") from error
         self._tell_warden(f"+{process.pid}\n")
         self._alive[part.number] = process
-        threading.Thread(target=self._await, args=(part.number, process), daemon=True).start()
+        threading.Thread(target=self._await, args=(part.number, process, page), daemon=True).start()
         assert process.stdout is not None
         return process.stdout
 
-    def _await(self, worker: int, process: subprocess.Popen[bytes]) -> None:
+    def _await(self, worker: int, process: subprocess.Popen[bytes], page: int) -> None:
         """Tell of the end of a process, but leave it unreaped: its number names its group until `bury`."""
         ended = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         assert ended is not None
         code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
-        self._inbox.put(Exited(worker, code, process in self._struck))
+        finished, place = read_page(page)
+        os.close(page)
+        self._inbox.put(Exited(worker, code, process in self._struck, finished or worker < 0, place))
 
     def bury(self, worker: int) -> None:
         """Kill what an ended worker has left running, and reap it."""

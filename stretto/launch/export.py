@@ -121,7 +121,7 @@ def _nothing(run: Path, damaged: list[str]) -> LaunchError | LogError:
         return LogError(f"nothing in {run} is whole: {'; '.join(damaged)}")
     problem, expected = f"{run} has no model", f"a run that has ended ({FINAL}), or one with a checkpoint"
     return LaunchError(
-        explain(problem, got=run, expected=expected, to_type="stretto run SCRIPT --checkpoint-every 5m, then export")
+        explain(problem, got=run, expected=expected, to_type="stretto run --checkpoint-every 5m SCRIPT, then export")
     )
 
 

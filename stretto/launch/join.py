@@ -15,6 +15,7 @@ import msgspec
 
 from stretto.errors import LaunchError, LogError, explain
 from stretto.folder import cores
+from stretto.launch.entry import check
 from stretto.launch.order import Order, Output
 from stretto.launch.parts import Cast
 from stretto.launch.servers import Keys, Pair, Servers
@@ -55,7 +56,9 @@ def invite(folder: Path, order: Order, servers: Servers) -> None:
     own = servers.keys
     keys = (own.server.public, own.worker.public, own.worker.secret) if own is not None else None
     assert servers.coordinator_at is not None
-    order = replace(order, script=order.script.absolute(), out=None, resume=None, chaos=None, min_workers=1)
+    script = order.script if order.module else order.script.absolute()
+    order = replace(order, script=script, out=None, resume=None, chaos=None, min_workers=1)
+    order = replace(order, scaled_workers=order.workers)
     text = msgspec.json.encode(Invitation(servers.coordinator_at, keys, order), enc_hook=str)
     path = folder / INVITATION
     try:
@@ -71,6 +74,7 @@ def cast_of(guests: Guests) -> Cast:
         problem, expected = f"{guests.workers} workers cannot join", "at least 1"
         raise LaunchError(explain(problem, got=f"-n {guests.workers}", expected=expected, to_type="-n 2"))
     invitation = _read(guests.run)
+    check(invitation.order.script, invitation.order.module)
     here = _call(invitation.coordinator)
     order = replace(
         invitation.order,
@@ -114,7 +118,7 @@ def _call(coordinator: str) -> str:
         return address_toward(host)
     except OSError as error:
         problem, expected = "the run has ended, or this machine cannot reach it", f"a coordinator at {coordinator}"
-        to_type = "stretto run ... --host ADDRESS, with an address that both machines know"
+        to_type = "stretto run --host ADDRESS ..., with an address that both machines know"
         raise LaunchError(explain(problem, got=str(error), expected=expected, to_type=to_type)) from error
 
 

@@ -9,17 +9,20 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from stretto.errors import LaunchError
+from stretto.events import read_events
 from stretto.folder import make_folder, write_run
 from stretto.launch.cause import Cause, readable
 from stretto.launch.crew import Crew, Inbox, Signalled
 from stretto.launch.join import Guests, cast_of, invite
-from stretto.launch.order import Order, check, planned, settled
+from stretto.launch.left import left_in
+from stretto.launch.order import Order, check, in_server_words, planned, settled
 from stretto.launch.parts import Cast
 from stretto.launch.relay import Relay, log_of
 from stretto.launch.servers import servers_for
 from stretto.launch.signals import heeded
 from stretto.launch.sockets import listening
 from stretto.launch.supervise import Stopped, Supervisor
+from stretto.launch.untold import several_write
 from stretto.launch.watch import Watch
 
 __all__ = ["Guests", "Order", "Stopped", "join", "run"]
@@ -33,6 +36,7 @@ def run(order: Order, watch: Watch) -> Path:
     3 s, and even when this process is killed.
     """
     check(order)
+    said = in_server_words(order)
     order = settled(order)
     inbox: Inbox = SimpleQueue()
     with (
@@ -41,11 +45,18 @@ def run(order: Order, watch: Watch) -> Path:
         heeded(lambda number: inbox.put(Signalled(number))),
     ):
         now = datetime.now()
-        folder = make_folder(order.script.stem, order.out, now)
+        folder = make_folder(order.name, order.out, now)
         write_run(folder, order.asked(), now)
+        watch.starting(f"{order}, run folder {folder}")
+        if said is not None:
+            watch.note(said)
         if order.host is not None:
             invite(folder, order, servers)
-        _see_through(Cast(order, folder, listener, servers, time.perf_counter()), inbox, watch)
+        try:
+            _see_through(Cast(order, folder, listener, servers, time.perf_counter()), inbox, watch)
+        except Stopped as stop:
+            stop.add(left_in(folder, order.retyped))
+            raise
         return folder
 
 
@@ -57,6 +68,7 @@ def join(guests: Guests, watch: Watch) -> Path:
     inbox: Inbox = SimpleQueue()
     with heeded(lambda number: inbox.put(Signalled(number))):
         cast = cast_of(guests)
+        watch.starting(f"{len(cast.guests)} workers that join the run in {cast.folder}")
         _see_through(cast, inbox, watch)
         return cast.folder
 
@@ -73,12 +85,20 @@ def _see_through(cast: Cast, inbox: Inbox, watch: Watch) -> None:
         watch.begin(folder, order)
         relay.start()
         cause = supervisor.see_through()
+        _note_files(folder, relay)
     finally:
         crew.end()
         supervisor.close()
         relay.close()
     if cause is not None:
         raise LaunchError(_told(cause, relay, folder))
+
+
+def _note_files(folder: Path, relay: Relay) -> None:
+    """Say which files several workers have written; a run whose workers wrote no event has none to compare."""
+    log = folder / "events.jsonl"
+    if log.exists() and (text := several_write(read_events(log))) is not None:
+        relay.note(text)
 
 
 def _told(cause: Cause, relay: Relay, folder: Path) -> str:

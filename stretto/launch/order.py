@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import os
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +14,7 @@ from stretto.chaos import Fault, Happening, Kill, Pause, check_live, parse, sche
 from stretto.chaos import check as check_faults
 from stretto.errors import LaunchError, explain
 from stretto.folder import CHECKPOINTS, cores
+from stretto.launch import entry
 from stretto.launch.slow import factors
 from stretto.often import every
 from stretto.quantities import spelled
@@ -21,13 +22,15 @@ from stretto.quantities import spelled
 Batch = Literal["local", "joined"]
 Output = Literal["lead", "all", "none"]
 OnNan = Literal["stop", "skip"]
+GlobalBatch = Literal["keep", "split"]
+LrScale = Literal["none", "linear", "sqrt"]
 LARGEST_SEED = 2**32 - 1
 SHORTEST_PATIENCE_S = 0.1
 
 
 @dataclass(frozen=True)
 class Order:
-    """One run of a script on workers of this machine.
+    """One run of a script on workers of this machine: of a file, or of a `module` whose name `script` is.
 
     `recipe` is text and wins over the script's; `alone` switches every exchange off and `join` makes one
     batch of so many of the script's. `threads` is per worker, `timeout_s` limits every wait on another
@@ -43,7 +46,7 @@ class Order:
     says what becomes of the batch. Workers of other machines may come too where `host` is an address of this one that
     they reach. `chaos` kills and pauses processes on purpose. A checkpoint is written
     `checkpoint_every` so often (`5m`, `20 rounds`) and the newest `keep` are kept; `resume` is the folder of a run that
-    is continued from its newest.
+    is continued from its newest. `retyped` holds the words after `stretto run --resume FOLDER` to continue this run.
     """
 
     script: Path
@@ -74,12 +77,43 @@ class Order:
     batch: Batch = "local"
     host: str | None = None
     chaos: str | None = None
+    module: bool = False
+    retyped: tuple[str, ...] = ()
+    global_batch: GlobalBatch = "keep"
+    """The script's batch: that of each worker (keep), or of all together (split)."""
+    lr_scale: LrScale = "none"
+    """The factor on the script's learning rate: 1, the number of workers, or the square root of that."""
+    scaled_workers: int | None = None
+    """The number of workers for this factor; None for as many as are started."""
+
+    @property
+    def lr_factor(self) -> float:
+        """The factor on the script's learning rate."""
+        count = self.scaled_workers or self.workers * self.join
+        return {"none": 1.0, "linear": float(count), "sqrt": math.sqrt(count)}[self.lr_scale]
 
     @property
     def endures(self) -> bool:
         """Whether the run goes on without a worker that has died: it has a coordinator then."""
         several = self.workers > 1 or self.host is not None
         return several and not self.alone and os.environ.get("STRETTO_MEMBERS") != "0"
+
+    @property
+    def name(self) -> str:
+        """Name of the program, for the name of a run folder."""
+        return entry.title(self.script, self.module)
+
+    def __str__(self) -> str:
+        """Return the workers, the program and the recipe, for the line that announces the run."""
+        program = shlex.join(entry.typed(self.script, self.module, self.args))
+        workers = f"{self.workers} worker{'s' * (self.workers != 1)}"
+        recipe = f"recipe {self.recipe}" if self.recipe is not None else "the script's recipe"
+        resumed = f", from the newest checkpoint of {self.resume}" if self.resume is not None else ""
+        return f"{workers} of {program}, {recipe}{resumed}"
+
+    def file(self) -> Path:
+        """Return the Python file that is executed. Raises LaunchError if there is none."""
+        return entry.file_of(self.script, self.module)
 
     def threads_each(self) -> int:
         """Threads of each worker: as asked, else the cores shared out, at least one."""
@@ -89,6 +123,7 @@ class Order:
         """What `run.json` says was asked for."""
         return {
             "script": str(self.script),
+            "module": self.module,
             "args": list(self.args),
             "recipe": self.recipe,
             "workers": self.workers,
@@ -109,11 +144,14 @@ class Order:
             "batch": self.batch,
             "host": self.host,
             "chaos": self.chaos,
+            "global_batch": self.global_batch,
+            "lr_scale": self.lr_scale,
         }
 
 
 def settled(order: Order) -> Order:
-    """The same order with all that follows from it: the recipe over its servers, and how many those are."""
+    """The same order with all that follows from it: the script's file, the recipe over its servers, and how many."""
+    order = order if order.module else replace(order, script=entry.located(order.script))
     if order.recipe is None:
         return replace(order, servers=0)
     from stretto.typed import parse, with_shards
@@ -121,6 +159,19 @@ def settled(order: Order) -> Order:
     recipe = with_shards(order.recipe, order.servers) if order.servers else order.recipe
     shards = parse(recipe).shards
     return replace(order, recipe=recipe, servers=0 if order.alone else shards)
+
+
+def in_server_words(order: Order) -> str | None:
+    """Return what `--servers` makes of a recipe that has no server of its own, or None where it changes nothing."""
+    if order.recipe is None or not order.servers or order.alone:
+        return None
+    from stretto.typed import parse
+
+    if parse(order.recipe).shards:
+        return None
+    shards = f"{order.servers} shard{'s' * (order.servers > 1)}"
+    means = f"the workers exchange through a parameter server of {shards}, not with each other"
+    return f"--servers {order.servers} makes {settled(order).recipe} of the recipe {order.recipe}: {means}"
 
 
 def is_free(order: Order) -> bool:
@@ -137,7 +188,7 @@ def check(order: Order, live: bool = True) -> None:
 
     A run that is not `live` is simulated: it has no coordinator to speak to.
     """
-    _check_script(order.script)
+    entry.check(order.script, order.module)
     _check_numbers(order)
     if order.alone and order.workers != 1:
         raise LaunchError(explain("alone means one worker", got=order.workers, expected="1 worker", to_type="-n 1"))
@@ -149,6 +200,7 @@ def check(order: Order, live: bool = True) -> None:
     _check_host(order)
     _check_chaos(order)
     _check_checkpoints(order)
+    _check_batch(order)
 
 
 def _check_server_options(order: Order, live: bool) -> None:
@@ -211,6 +263,14 @@ def _check_host(order: Order) -> None:
         raise LaunchError(explain(problem, got=got, expected=expected, to_type=to_type))
 
 
+def _check_batch(order: Order) -> None:
+    """Refuse a larger learning rate for a batch that is not larger."""
+    if order.global_batch == "split" and order.lr_scale != "none":
+        problem = "--lr-scale is for a larger batch, and with --batch split all workers share the script's batch"
+        got, to_type = f"--batch split --lr-scale {order.lr_scale}", "--batch split, or --lr-scale alone"
+        raise LaunchError(explain(problem, got=got, expected="one of the two", to_type=to_type))
+
+
 def _check_chaos(order: Order) -> None:
     if order.chaos is not None:
         faults = parse(order.chaos)
@@ -270,21 +330,3 @@ def _without_recipe(servers: int) -> LaunchError:
     got, expected = f"--servers {servers} alone", "a recipe to put over a parameter server"
     to_type = f"--recipe async_sgd --servers {servers}"
     return LaunchError(explain("--servers needs --recipe", got=got, expected=expected, to_type=to_type))
-
-
-def _check_script(script: Path) -> None:
-    if script.is_file():
-        return
-    problem = f"the script {script} is a folder" if script.is_dir() else f"there is no script {script}"
-    near = _near(script)
-    to_type = f"stretto run {near[0]}" if near else "stretto run path/to/train.py"
-    expected = "a Python file" + (f"; near it are {', '.join(near)}" if near else "")
-    raise LaunchError(explain(problem, got=script, expected=expected, to_type=to_type))
-
-
-def _near(script: Path) -> list[str]:
-    """Python files with a name like a missing script's: beside it, here, or in the examples."""
-    folders = dict.fromkeys((script if script.is_dir() else script.parent, Path(), Path("examples")))
-    files = [file for folder in folders for file in sorted(folder.glob("*.py"))]
-    names = difflib.get_close_matches(script.stem, [file.stem for file in files], n=3, cutoff=0.5)
-    return [str(file) for name in dict.fromkeys(names) for file in files if file.stem == name][:3]

@@ -17,9 +17,11 @@ from pathlib import Path
 from socket import socket
 
 from stretto.launch.order import Order, is_free
-from stretto.launch.servers import Servers
+from stretto.launch.servers import Servers, address
 from stretto.launch.slow import factors
 from stretto.launch.sockets import OWN, interface_of
+from stretto.launch.worker import FILE, MODULE
+from stretto.members.place import OF_TORCHRUN, RANK, STORE, WORLD_SIZE
 from stretto.members.roll import COORDINATOR
 from stretto.often import every
 
@@ -108,7 +110,8 @@ class Cast:
     def _worker(self, number: int, life: int) -> Part:
         """The lead inherits the listening socket at which all will meet, so no port can be lost to another."""
         order, listener = self.order, None if number else self.listener
-        command = [sys.executable, "-P", "-m", "stretto.launch.worker", str(order.script), *order.args]
+        command = [sys.executable, "-P", "-m", "stretto.launch.worker"]
+        command += [MODULE if order.module else FILE, str(order.script), *order.args]
         environment = environment_of(number, order, self.folder, self.listener) | self.servers.for_worker()
         if order.endures:
             environment["STRETTO_LIFE"] = str(life)
@@ -121,7 +124,7 @@ class Cast:
         task = {
             "STRETTO_TIMEOUT": str(order.timeout_s),
             "STRETTO_ON_NAN": order.on_nan,
-            "WORLD_SIZE": str(max(order.workers, order.max_workers or 0)),
+            WORLD_SIZE: str(max(order.workers, order.max_workers or 0)),
         }
         if order.endures:
             task |= {"STRETTO_PATIENCE": str(order.patience_s)}
@@ -165,7 +168,7 @@ def settings_of(order: Order, zero: float) -> dict[str, object]:
 
 
 def environment_of(number: int, order: Order, folder: Path, listener: socket | None) -> dict[str, str]:
-    """The environment of a worker: the launcher's, torchrun's names, ours, and threads that share the cores."""
+    """The environment of a worker: the launcher's without torchrun's names, ours, and threads that share the cores."""
     environment = _common(order)
     if order.host is not None:
         environment["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", interface_of(order.host))
@@ -181,7 +184,7 @@ def _common(order: Order) -> dict[str, str]:
 
     The hash seed is fixed because workers that walk through a set of names must do it in one order.
     """
-    environment = {name: value for name, value in os.environ.items() if name not in OURS}
+    environment = {name: value for name, value in os.environ.items() if name not in (*OURS, *OF_TORCHRUN)}
     return {**DEFAULTS, "PYTHONHASHSEED": str(order.seed), **environment}
 
 
@@ -202,9 +205,14 @@ def gpus(environment: Mapping[str, str], devices: Path = Path("/dev")) -> list[s
 
 
 OURS = (
+    RANK,
+    WORLD_SIZE,
+    STORE,
     "STRETTO_RECIPE",
     "STRETTO_ALONE",
     "STRETTO_JOIN",
+    "STRETTO_SPLIT",
+    "STRETTO_LR_FACTOR",
     "STRETTO_KEEP_STATES",
     "STRETTO_LISTEN_FD",
     "STRETTO_SLOW",
@@ -231,13 +239,10 @@ OURS = (
 
 
 def _place(worker: int, order: Order, listener: socket | None) -> dict[str, str]:
-    number, of = str(worker), str(order.workers)
-    place = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": of, "LOCAL_WORLD_SIZE": of}
+    place = {RANK: str(worker), WORLD_SIZE: str(order.workers)}
     if listener is None:
         return place
-    address, port = listener.getsockname()[:2]
-    meeting = {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
-    return place | meeting | ({} if worker else {"STRETTO_LISTEN_FD": str(listener.fileno())})
+    return place | {STORE: address(listener)} | ({} if worker else {"STRETTO_LISTEN_FD": str(listener.fileno())})
 
 
 def _task(worker: int, order: Order, folder: Path) -> dict[str, str]:
@@ -249,6 +254,8 @@ def _task(worker: int, order: Order, folder: Path) -> dict[str, str]:
         "STRETTO_RECIPE": order.recipe,
         "STRETTO_ALONE": "1" if order.alone else None,
         "STRETTO_JOIN": str(order.join) if order.join > 1 else None,
+        "STRETTO_SPLIT": "1" if order.global_batch == "split" else None,
+        "STRETTO_LR_FACTOR": repr(order.lr_factor) if order.lr_scale != "none" else None,
         "STRETTO_KEEP_STATES": "1" if order.keep_states else None,
         "STRETTO_SLOW": str(slow[worker]) if worker in slow else None,
         "STRETTO_ON_NAN": order.on_nan if order.on_nan != "stop" else None,

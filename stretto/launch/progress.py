@@ -85,6 +85,13 @@ class Progress:
         self._told.add(text)
         return f"note: {text}"
 
+    def _on_section(self, event: Event) -> str:
+        """Begin again: a further section counts its own."""
+        self.epoch = self.step = self.updates = self.staleness = self.stalest = 0
+        for known in (self.values, self.metrics, self.counts, self._recent):
+            known.clear()
+        return f"section {event.get('section')} begins: {event.get('folder')}"
+
     def _on_chaos(self, event: Event) -> str:
         return f"chaos: {event.get('text')}"
 

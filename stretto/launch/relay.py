@@ -21,7 +21,7 @@ from typing import IO
 
 from stretto.launch.order import Output
 from stretto.launch.parts import called
-from stretto.launch.watch import Watch, whole_lines
+from stretto.launch.watch import OURS, Watch, whole_lines
 from stretto.members.roll import COORDINATOR
 
 CHUNK_BYTES = 1 << 16
@@ -30,8 +30,6 @@ TICK_S = 0.2
 """How often what is shown is renewed."""
 SOON_S = 0.02
 """How soon it is seen, when all pipes are closed, that there is a new one or that there will be none."""
-OURS = b"stretto: "
-"""What a line of the library's own begins with."""
 DRAIN_S = 0.7
 """How long a pipe may stay open after the workers: a process that has left its group may hold it."""
 

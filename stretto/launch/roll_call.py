@@ -17,6 +17,7 @@ import msgspec
 import zmq
 
 from stretto.errors import LogError
+from stretto.members.barriers import Arrive, Barriers
 from stretto.members.journal import Journal
 from stretto.members.messages import Said
 from stretto.members.roll import Event, Gone, Post, Roll, Save
@@ -25,9 +26,12 @@ from stretto.server.doors import ServerKeys, doorman, router
 LARGEST_SAID = 1 << 16
 _NAME = re.compile(rb"worker (0|[1-9]\d{0,6})\.(0|[1-9]\d{0,6})")
 _LAUNCHER = re.compile(rb"launcher (0|[1-9]\d{0,6})")
+_AT_BARRIER = re.compile(rb"barrier (0|[1-9]\d{0,6})\.(0|[1-9]\d{0,6})")
+"""The name of a worker's connection for barriers, beside the one that its membership has."""
 _ENCODER = msgspec.msgpack.Encoder()
 _SAID = msgspec.msgpack.Decoder(Said)
 _REPORTED = msgspec.msgpack.Decoder(Gone | Save)
+_ARRIVED = msgspec.msgpack.Decoder(Arrive)
 
 __all__ = ["Gone", "RollCall", "Save"]
 
@@ -51,6 +55,7 @@ class RollCall:
         host, port = listener.getsockname()[:2]
         self.address = f"tcp://{host}:{port}"
         self._roll, self._journal, self._publish = roll, journal, publish
+        self._barriers = Barriers(roll)
         self._every_s = min(patience_s / 10, 0.2)
         self._drowsy_s = patience_s / 4
         self._save_every_s = save_every_s
@@ -103,10 +108,15 @@ class RollCall:
 
     def _hear(self, name: bytes, frames: Sequence[bytes]) -> None:
         match = _NAME.fullmatch(name)
+        reply = b""
         try:
             if len(frames) != 1:
                 raise ValueError(f"{len(frames)} frames")
-            if match is not None:
+            if (at := _AT_BARRIER.fullmatch(name)) is not None:
+                arrived = _ARRIVED.decode(frames[0])
+                missing = self._barriers.hear(int(at[1]), int(at[2]), arrived, time.monotonic())
+                posts, reply = [], _ENCODER.encode(missing)
+            elif match is not None:
                 worker, life = int(match[1]), int(match[2])
                 posts = self._roll.hear(worker, life, _SAID.decode(frames[0]), time.monotonic())
             elif _LAUNCHER.fullmatch(name):
@@ -118,7 +128,7 @@ class RollCall:
             self._publish([f"refused a message of {name!r:.60}: {error} ({self.refused} so far)"], [])
             return
         self._tell(posts)
-        self._send(name, b"")
+        self._send(name, reply)
 
     def _report(self, said: Gone | Save) -> list[Post]:
         now = time.monotonic()

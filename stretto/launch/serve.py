@@ -36,7 +36,7 @@ def _serve() -> None:
     place = ShardPlace(
         shard=int(given["STRETTO_SHARD"]),
         shards=int(given["STRETTO_SHARDS"]),
-        workers=int(given["WORLD_SIZE"]),
+        workers=int(given["STRETTO_WORLD_SIZE"]),
         listen_fd=int(given["STRETTO_LISTEN_FD"]),
         coordinator_fd=int(given["STRETTO_COORDINATOR_FD"]) if "STRETTO_COORDINATOR_FD" in given else None,
         keys=keys_in(given.pop("STRETTO_SERVER_KEYS", None)),

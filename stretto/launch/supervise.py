@@ -17,7 +17,7 @@ import msgspec
 from stretto.chaos import Happening
 from stretto.errors import LogError
 from stretto.events import Event, LogFile
-from stretto.launch.cause import Cause, first_cause, in_words
+from stretto.launch.cause import Cause, first_cause, in_words, is_recovered
 from stretto.launch.crew import Crew, Exited, Inbox, Signalled
 from stretto.launch.herald import Herald
 from stretto.launch.parts import Cast, called, server_of, shard_of, twin_of
@@ -47,6 +47,10 @@ class Stopped(BaseException):
     def __init__(self, number: int) -> None:
         super().__init__(f"stopped by {signal.Signals(number).name}")
         self.exit_code = 128 + number
+
+    def add(self, text: str) -> None:
+        """Add lines to the text."""
+        self.args = (f"{self}\n{text}",)
 
 
 def pause_s(restart: int) -> float:
@@ -89,8 +93,8 @@ class Supervisor:
         """Those of errors and of members."""
         self._well: list[Exited] = []
         """Those of workers without an error."""
-        self._deaths: list[Exited] = []
-        """Those that the run has gone on after."""
+        self._deaths: list[tuple[Exited, int]] = []
+        """Those that the run has gone on after, and of which life."""
         self._processes: dict[int, _Process] = {}
         first = min(cast.guests, default=0)
         self._herald = Herald(cast.servers, first) if cast.servers.coordinator_at is not None else None
@@ -159,7 +163,7 @@ class Supervisor:
         stood = f"stood still for {one.still_s:g} s before it was in, and was "
         self._tell(one, stood * (one.still_s > self._order.patience_s) + in_words(end), returns)
         self._crew.bury(one.number)
-        self._deaths.append(end)
+        self._deaths.append((end, one.life))
         if returns:
             now = time.perf_counter()
             one.hasty = 0 if now - one.began > LONGEST_S else one.hasty
@@ -211,7 +215,8 @@ class Supervisor:
         """The cause of a failure. If another worker's led to it, that one is waited for a little."""
         ends, limit = [*self._well, end], time.perf_counter() + CAUSE_S
         while True:
-            cause = first_cause(ends, self._read(), self._deaths)
+            deaths = [end for end, life in self._deaths if not is_recovered(end.worker, life, self._read())]
+            cause = first_cause(ends, self._read(), deaths)
             left_s = limit - time.perf_counter()
             if cause.root or left_s <= 0:
                 return cause
@@ -225,7 +230,7 @@ class Supervisor:
     def _abandoned(self) -> Cause:
         """Nobody is left, and nobody has come to the end."""
         if self._deaths:
-            return first_cause(self._deaths[-1:], self._read())
+            return first_cause([self._deaths[-1][0]], self._read())
         return Cause(0, "all workers have left before the end, as they were asked to", "", True, True)
 
     # What is due
@@ -249,6 +254,7 @@ class Supervisor:
     def _start_again(self, one: _Process) -> None:
         one.life, one.hasty, one.state, one.back_after_s = one.life + 1, one.hasty + 1, "there", None
         one.still_s = 0.0
+        self._events = [event for event in self._read() if event["event"] != "error" or event["worker"] != one.number]
         one.began = time.perf_counter()
         self._relay.listen(one.number, self._crew.start(self._cast.part(one.number, one.life)), one.life)
         if one.number < 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -18,6 +19,11 @@ from stretto.events import Event
 from stretto.launch.order import Order
 from stretto.launch.progress import Progress
 
+STDERR = 2
+OURS = b"stretto: "
+"""The beginning of a line of the library's own."""
+AT_A_BAR = re.compile(rb"(?<=[]|%#\r])" + OURS)
+"""One right behind a progress bar, where both have come together."""
 PLAIN_S = 5.0
 """Between two plain lines of progress."""
 
@@ -62,16 +68,25 @@ class Watch:
         self._quiet = quiet
         self._out: int | None = out
         self._begun = b""
+        self._open: dict[int, bool] = {}
         self._live: Live | None = None
         self._console = Console(stderr=True)
         self._progress = Progress()
-        self._events = Tail(Path(os.devnull))
+        self._folder = Path(os.devnull)
+        self._events = Tail(self._folder)
+        self._section: Tail | None = None
+        """The log of the section that began last, but for the first, whose events are among the run's."""
         self._workers = 0
         self._since = self._said = 0.0
+
+    def starting(self, what: str) -> None:
+        """Announce a run before any of its processes is started."""
+        self.note(f"starting {what}")
 
     def begin(self, folder: Path, order: Order) -> None:
         """A run begins in a folder. The lead says notices itself, so they are only shown when it is not."""
         self._progress = Progress(notices=order.output == "none")
+        self._folder, self._section = folder, None
         self._events = Tail(folder / "events.jsonl")
         self._workers = order.workers
         self._since = self._said = time.monotonic()
@@ -87,16 +102,40 @@ class Watch:
             )
             self._live.start(refresh=True)
 
-    def say(self, data: bytes) -> None:
-        """Show what workers have said, as it is; below it, on a terminal, goes the live line."""
-        if self._live is not None and self._out is not None and os.isatty(self._out):
-            self._say_above(data)
+    def say(self, data: bytes, to: int | None = None) -> None:
+        """Show what workers have said, as it is; below it, on a terminal, goes the live line.
+
+        It goes to `out`, or to the file descriptor `to`. A line of the library's own that a worker has printed begins
+        on a line of its own here too.
+        """
+        to = self._out if to is None else to
+        data = AT_A_BAR.sub(b"\n" + OURS, data)
+        if self._live is not None and to is not None and os.isatty(to):
+            self._say_above(b"\n" * bool(self._begun and data.startswith(OURS)) + data)
             return
+        if data.startswith(OURS):
+            self._end_lines()
+        self._write(data, to)
+        if to is not None:
+            self._open[to] = is_open(data, self._open.get(to, False))
+
+    def say_error(self, data: bytes) -> None:
+        """Show what a worker has written to its standard error, where that is apart from its output."""
+        self.say(data, STDERR)
+
+    def _write(self, data: bytes, to: int | None) -> None:
         try:
-            while self._out is not None and data:
-                data = data[os.write(self._out, data) :]
+            while to is not None and data:
+                data = data[os.write(to, data) :]
         except OSError:
-            self._out = None
+            self._out = None if to == self._out else self._out
+
+    def _end_lines(self) -> None:
+        """End the lines of the script that have no end yet and go where ours go, so that ours begin a line."""
+        for to, is_begun in self._open.items():
+            if is_begun and _is_stderr(to):
+                self._write(b"\n", to)
+                self._open[to] = False
 
     def _say_above(self, data: bytes) -> None:
         """Print whole lines; what has no end yet, like a progress bar, stands above the live line."""
@@ -109,18 +148,30 @@ class Watch:
         if self._live is not None:
             self._console.print(Text(text, style="dim"), soft_wrap=True)
         elif not self._quiet:
+            self._end_lines()
             print(f"stretto: {text}", file=sys.stderr, flush=True)
 
     def poll(self) -> None:
         """Take in what has happened and show it."""
         for event in self._events.read():
-            if line := self._progress.take(event):
-                self.note(line)
-                self._said = time.monotonic()
+            if event.get("event") == "section":
+                self._take_all(self._section)
+                self._section = Tail(self._folder / str(event.get("folder")) / "events.jsonl")
+            self._take(event)
+        self._take_all(self._section)
         if self._live is not None:
             self._live.update(self._view(), refresh=True)
         elif time.monotonic() - self._said >= PLAIN_S:
             self._say_progress()
+
+    def _take_all(self, section: Tail | None) -> None:
+        for event in section.read() if section is not None else ():
+            self._take(event)
+
+    def _take(self, event: Event) -> None:
+        if line := self._progress.take(event):
+            self.note(line)
+            self._said = time.monotonic()
 
     def _say_progress(self) -> None:
         self._said = time.monotonic()
@@ -135,6 +186,10 @@ class Watch:
                 self._say_above(b"\n")
             self._live.stop()
             self._live = None
+        self._end_lines()
+        if not self._quiet and self._open.get(self._out or 0):
+            self._write(b"\n", self._out)  # a summary follows on the same output
+            self._open.clear()
 
     def _view(self) -> Text:
         """What a line without an end holds so far, then the facts in as few lines as the width allows."""
@@ -167,6 +222,23 @@ def whole_lines(said: bytes) -> tuple[list[bytes], bytes]:
     """
     *lines, begun = said.split(b"\n")
     return lines, _left_to_see(begun)
+
+
+def _is_stderr(number: int) -> bool:
+    """Return True if a file descriptor leads where the standard error does."""
+    with contextlib.suppress(OSError):
+        return os.path.sameopenfile(number, STDERR)
+    return False
+
+
+def is_open(said: bytes, before: bool) -> bool:
+    """Return True if a line is left without an end, given whether one was before.
+
+    >>> is_open(b"10%", False), is_open(b"", True), is_open(b"10%\\r", False), is_open(b"all\\n", True)
+    (True, True, True, False)
+    """
+    lines, begun = whole_lines(said)
+    return bool(begun.strip(b"\r")) or (before and not lines)
 
 
 def _left_to_see(line: bytes) -> bytes:

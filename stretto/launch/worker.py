@@ -1,17 +1,22 @@
 """One worker process: makes ready, runs the script as if it had been started plainly, and tells how it ended.
 
-Started as `python -P -m stretto.launch.worker SCRIPT ARGS`, with its place and its task in the environment.
+Started as `python -P -m stretto.launch.worker file SCRIPT ARGS` or `... module NAME ARGS`, with its place and its task
+in the environment.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import os
 import runpy
+import socket
 import sys
 import sysconfig
+import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType, ModuleType, TracebackType
 from typing import NoReturn
@@ -20,8 +25,12 @@ import msgspec
 
 from stretto.errors import BrokenWireError, MemberOutError, StrettoError, WireError
 from stretto.events import Event
+from stretto.launch.entry import module_file, module_name
 from stretto.launch.seeding import sow
+from stretto.launch.untold import Written, notice_steps_alone, own_folders
+from stretto.members.status import status
 
+FILE, MODULE = "file", "module"
 AGAIN = 75
 """The exit code of a worker that is no member any more, and wants to be started again."""
 PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
@@ -31,16 +40,38 @@ STARTERS = (__file__, str(Path(__file__).with_name("serve.py")), PACKAGE + "sim"
 
 def main() -> None:
     """Run the script, then close the run. An error goes to the event log, and the process ends at once."""
-    script, *args = sys.argv[1:]
+    kind, script, *args = sys.argv[1:]
+    status.open(os.environ)
     speak_in_lines()
     sow(int(os.environ["STRETTO_SEED"]))
+    written = _watch()
     sys.argv = [script, *args]
-    sys.path.insert(0, str(Path(script).resolve().parent))
     try:
-        _run(str(Path(script).absolute()))
+        STARTS[kind](script)
         _finish()
+        _tell_written(written)
+        status.finish()
     except BaseException as error:
-        fail(error, int(os.environ["RANK"]))
+        with contextlib.suppress(OSError):
+            _tell_written(written)
+        fail(error, int(os.environ["STRETTO_RANK"]))
+
+
+def _watch() -> Written:
+    """Notice what the script does beside the run. Only worker 0's lines reach the terminal."""
+    workers, written = int(os.environ["STRETTO_WORLD_SIZE"]), Written(own_folders(os.environ))
+    if workers > 1:
+        written.begin()
+        if os.environ["STRETTO_RANK"] == "0":
+            notice_steps_alone(workers)
+    return written
+
+
+def _tell_written(written: Written) -> None:
+    if written.paths:
+        about = {"host": socket.gethostname(), "paths": list(written.paths)}
+        number = int(os.environ["STRETTO_RANK"])
+        _append(msgspec.json.encode({"event": "written", "t": 0.0, "worker": number, **about}) + b"\n")
 
 
 def speak_in_lines() -> None:
@@ -50,10 +81,26 @@ def speak_in_lines() -> None:
             stream.reconfigure(line_buffering=True)
 
 
-def _run(script: str) -> None:
+def _run_file(script: str) -> None:
+    """Run a file as `python FILE` does."""
+    sys.path.insert(0, str(Path(script).resolve().parent))
+    file = str(Path(script).absolute())
+    _run(lambda: runpy.run_path(file, run_name="__main__"), file)
+
+
+def _run_module(name: str) -> None:
+    """Run a module as `python -m NAME` does."""
+    sys.path.insert(0, os.getcwd())
+    _run(lambda: runpy.run_module(name, run_name="__main__", alter_sys=True), str(module_file(name)[1]))
+
+
+STARTS: dict[str, Callable[[str], None]] = {FILE: _run_file, MODULE: _run_module}
+
+
+def _run(start: Callable[[], dict[str, object]], script: str) -> None:
     """Run the script. Its names stay those of `__main__`, for whatever is still to be pickled by name."""
     try:
-        names = runpy.run_path(script, run_name="__main__")
+        names = start()
     except SystemExit as end:
         if end.code not in (None, 0):
             raise
@@ -73,9 +120,9 @@ def _names_at(trace: TracebackType | None, script: str) -> dict[str, object]:
 
 
 def _finish() -> None:
-    from stretto.train import finish
+    from stretto.train import close
 
-    finish()
+    close()
 
 
 def fail(error: BaseException, number: int) -> NoReturn:
@@ -107,7 +154,8 @@ def _leave_training() -> float:
 def _event(error: BaseException, t: float, number: int) -> Event:
     said = {"kind": type(error).__name__, "text": _text(error), "traceback": short(error)}
     consequence = isinstance(error, WireError)
-    return {"event": "error", "t": t, "worker": number, **said, "consequence": consequence}
+    at = round(time.perf_counter(), 6)
+    return {"event": "error", "t": t, "worker": number, **said, "consequence": consequence, "at": at}
 
 
 def _notice(error: BaseException, t: float, number: int) -> Event:
@@ -123,7 +171,15 @@ def _append(line: bytes) -> None:
 def _text(error: BaseException) -> str:
     if isinstance(error, SystemExit) and not isinstance(error.code, str):
         return f"the script called sys.exit({error.code!r})"
-    return str(error)
+    return f"{error}{_as_module(error)}"
+
+
+def _as_module(error: BaseException) -> str:
+    """Return how to start a script whose relative imports need a package, where that is the error."""
+    if not (isinstance(error, ImportError) and "no known parent package" in str(error)):
+        return ""
+    name = module_name(Path(sys.argv[0]))
+    return f"; start it as a module: stretto run -m {name}" if name is not None else ""
 
 
 def failure(error: BaseException) -> str:

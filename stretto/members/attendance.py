@@ -34,7 +34,7 @@ class Attendance:
         self.is_alone = False
         """Whether nobody else is in its generation."""
         self.out: str | None = None
-        self.stopped: str | None = None
+        self.stopped: Stop | None = None
         self.answer: Form | GoOn | None = None
         """What the worker that stands was told."""
         self._standing: Here | None = None
@@ -79,7 +79,7 @@ class Attendance:
                 self.out = self.out or told.why
                 self._news(self.generation, told.why)
             case Stop():
-                self.stopped = self.stopped or told.why
+                self.stopped = self.stopped or told
                 self._news(self.generation, told.why)
         return False
 

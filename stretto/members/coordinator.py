@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stretto.members.ledger import Dealt, DealtAmong, Free, Lease, Ledger
+from stretto.members.passes import section_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +70,12 @@ class Coordinator:
         """Pass `number` begins, with batches of these sizes; workers `meet` after so many. Said twice, done once.
 
         Batches that are `dealt` are not for whoever is free, but for the workers in turn. Those that are `settled` were
-        done before: then the others are for whoever is free.
+        done before: then the others are for whoever is free. Each section counts its own meetings.
         """
         if number <= self.number:
             return
+        if section_of(number) != section_of(self.number):
+            self._handed = self._due * (meet or 0)
         self.number, self._meet = number, meet
         among = Dealt(self._all) if len(self.members) == self._all else DealtAmong(sorted(self.members))
         self._ledger = Ledger(sizes, among if dealt else Free())
@@ -181,15 +184,18 @@ class Coordinator:
 
     def state(self) -> dict[str, Any]:
         """What has to be known to come back to this moment."""
-        return {"number": self.number, "settled": self._ledger.settled}
+        ledger = self._ledger
+        return {"number": self.number, "settled": ledger.settled, "trained_by": ledger.trained_by}
 
     def go_back(self, state: dict[str, Any]) -> None:
         """Back to such a moment: what was settled after it is not, and everybody's leases are void.
 
         A moment of a pass that is over is the end of it, before the first batch of this one.
         """
-        settled = state["settled"] if state["number"] == self.number else self._before
-        self._ledger.go_back(settled)
+        if state["number"] == self.number:
+            self._ledger.go_back(state["settled"], state["trained_by"])
+        else:
+            self._ledger.go_back(self._before)
         self._leases, self._samples = {}, self._ledger.settled_samples
         self._waiting.clear()
 

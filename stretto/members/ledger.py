@@ -97,7 +97,8 @@ class Ledger:
         self._plan, self._batches = plan, len(sizes)
         self._kept: dict[int | None, list[int]] = {}
         self._leased: dict[int, Lease] = {}
-        self._settled: set[int] = set()
+        self._settled: dict[int, int] = {}
+        """By batch: the worker that has trained it; -1 for one of another run."""
 
     def lease(self, worker: int) -> Lease | None:
         """Hand the worker its next batch, or None when there is none for it."""
@@ -113,7 +114,7 @@ class Ledger:
         if self._leased.get(lease.batch) != lease:
             return False
         del self._leased[lease.batch]
-        self._settled.add(lease.batch)
+        self._settled[lease.batch] = lease.worker
         return True
 
     def give_back(self, worker: int) -> int:
@@ -148,9 +149,22 @@ class Ledger:
         """The samples that count."""
         return sum(self._bounds[batch + 1] - self._bounds[batch] for batch in self._settled)
 
-    def go_back(self, settled: Iterable[int]) -> None:
+    @property
+    def trained_by(self) -> list[int]:
+        """The workers that have trained the batches that count, in the order of these."""
+        return [self._settled[batch] for batch in self.settled]
+
+    def samples_by_worker(self) -> dict[int, int]:
+        """Return for each worker how many samples that count it has trained, in all its incarnations."""
+        found: dict[int, int] = {}
+        for batch, worker in self._settled.items():
+            if worker >= 0:
+                found[worker] = found.get(worker, 0) + self._bounds[batch + 1] - self._bounds[batch]
+        return dict(sorted(found.items()))
+
+    def go_back(self, settled: Sequence[int], trained_by: Sequence[int] = ()) -> None:
         """Only these count; all others are anyone's, whoever had them."""
-        self._settled, self._leased = set(settled), {}
+        self._settled, self._leased = dict(zip(settled, trained_by or [-1] * len(settled), strict=True)), {}
         self._plan = Free()
         self._kept = {None: [batch for batch in range(self._batches) if batch not in self._settled]}
 

@@ -10,6 +10,8 @@ from typing import Any, TypeAlias
 
 import msgspec
 
+from stretto.members.places import Waits
+
 EXCHANGING = "exchanging"
 """What a worker does that waits for others."""
 
@@ -29,19 +31,26 @@ class Hello(_Said, frozen=True):
 
 
 class Beat(_Said, frozen=True):
-    """It is alive, in this generation, doing this for so many seconds."""
+    """It is alive, in this generation, doing this for so many seconds.
+
+    `place` grows with each exchange among all that the worker begins; -1 before its first generation. `waits` is the
+    exchange that it waits in.
+    """
 
     generation: int
     doing: str
     for_s: float
     hand: int
+    place: int = -1
+    waits: Waits | None = None
 
 
 class Broken(_Said, frozen=True):
-    """Its exchange in this generation has failed: somebody is gone."""
+    """Its exchange in this generation has failed: somebody is gone. `forming`: the generation was not formed yet."""
 
     generation: int
     why: str
+    forming: bool = False
 
 
 class Here(_Said, frozen=True):
@@ -50,7 +59,8 @@ class Here(_Said, frozen=True):
     `generation` is the one it comes from, at most 0 for a worker without history, which takes and never gives.
     `commits` are the exchanges that it has ended, `rounds` those of them that carried samples, and `hand` the batches
     that it has been dealt. `at_rest` says that it stands between two hands with nothing unfinished (under a Hold), and
-    not in the middle of an exchange. `store` is an address at which it can keep a store for others to meet at.
+    not in the middle of an exchange. `store` is an address at which it can keep a store for others to meet at. The
+    exchange that it was in the middle of is `waits`.
     """
 
     generation: int
@@ -59,6 +69,7 @@ class Here(_Said, frozen=True):
     at_rest: bool = False
     store: str = ""
     rounds: int = 0
+    waits: Waits | None = None
 
     @property
     def has_history(self) -> bool:
@@ -143,9 +154,10 @@ class Out(_Said, frozen=True):
 
 
 class Stop(_Said, frozen=True):
-    """The run can't go on."""
+    """The run can't go on. `uneven`: since the workers' loops are of unequal length."""
 
     why: str
+    uneven: bool = False
 
 
 Said: TypeAlias = Hello | Beat | Broken | Here | Quit | Leave

@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeAlias
 
 import msgspec
 
+from stretto.members.barriers import Awaited
 from stretto.members.messages import (
     Abort,
     Beat,
@@ -34,11 +35,14 @@ from stretto.members.messages import (
     Told,
     Welcome,
 )
+from stretto.members.places import Exchanges, Waits, explained, sentence
 
 COORDINATOR = -1000
 """Stands for the coordinator where an event asks for the number of a worker."""
 ASKED = "it was asked to end"
 UNKNOWN = "the run knows nothing of the generation that it comes from"
+STUCK = 5
+"""Number of times in a row that the same members may break off the same exchange."""
 ANEW = "no worker with history is left: all begin anew, from the last checkpoint"
 
 
@@ -107,6 +111,7 @@ class Stopped(_Record, frozen=True):
     """The run can't go on."""
 
     why: str
+    uneven: bool = False
 
 
 _DECODER = msgspec.msgpack.Decoder(Began | Formed | Onward | Ended | Stopped)
@@ -128,7 +133,11 @@ class _Process:
     """Where it stands, once it does."""
     hand: int = 0
     """The furthest hand that it is known to have been dealt in this generation."""
+    place: int = -1
+    """How many exchanges among all it has begun, as its heartbeats report; -1 before its first generation."""
     doing: str = ""
+    waits: Waits | None = None
+    """The last exchange of this generation that it is known to have waited in."""
     since: float = 0.0
     quits: bool = False
     slow: bool = False
@@ -177,6 +186,13 @@ class Roll:
         self._onward = 0
         """The hand that some were told to go on to, in this generation."""
         self._saves = False
+        self._exchanges = Exchanges()
+        self._is_exchange_broken = False
+        """Whether the generation is over since an exchange was broken off, and not for a death or its forming."""
+        self._broken_off: tuple[list[tuple[int, int, int]], int] = [], 0
+        """The members, their lives and commits when an exchange was broken off last, and how often in a row."""
+        self.uneven: str | None = None
+        """Why the run cannot go on, if the workers' loops are of unequal length."""
         self._posts: list[Post] = []
         self._records: list[bytes] = []
         self.notices: list[str] = []
@@ -219,6 +235,30 @@ class Roll:
         """The members of the generation that still live, and their lives."""
         return {one.worker: one.life for one in self._formed.members if self._is_in(one)}
 
+    def awaited(self, in_training: bool, now: float) -> dict[int, Awaited]:
+        """The workers that a barrier of the script waits for.
+
+        In training they are the members that can still come: one that stands at rest waits for those at the barrier
+        itself, and so may one that was restarted where nobody waits, until it takes part. Before training they are all
+        workers that were started, until they are in: one that failed and is restarted is waited for as well, since
+        nobody has begun without it.
+        """
+        if in_training:
+            found = {worker: self._all[worker] for worker in self.members}
+            resting = {worker for worker, one in found.items() if one.here is not None and one.here.at_rest}
+            joining = {worker for worker, one in found.items() if self._began.free and one.life and one.place < 0}
+            free = found.keys() - resting - joining
+            return {worker: Awaited(found[worker].life, found[worker].place) for worker in free}
+        early = (worker for worker in range(self._began.expected) if self._is_to_begin(worker, now))
+        return {worker: Awaited(self._all[worker].life if worker in self._all else 0, -1) for worker in early}
+
+    def _is_to_begin(self, worker: int, now: float) -> bool:
+        """True if a worker that was started has not come to the training yet, and still can."""
+        one = self._all.get(worker)
+        if one is None:
+            return True
+        return one.state == "gone" and (self._returns(one, now) if self.generation else one.returns)
+
     def records(self) -> list[bytes]:
         """What has to be on the disk before anything more is told; each is given once."""
         records, self._records = self._records, []
@@ -234,7 +274,7 @@ class Roll:
         if one is None or life > one.life:
             one = self._begin(worker, life, now)
         if self._phase == "stopped":
-            self._tell(worker, Stop(self._why))
+            self._tell(worker, Stop(self._why, self.uneven is not None))
         elif one.state == "gone":
             self._tell(worker, Out(one.why))
         else:
@@ -291,10 +331,11 @@ class Roll:
                 self._leave(worker, one, now)
 
     def _beat(self, worker: int, one: _Process, said: Beat, now: float) -> None:
-        one.doing, one.since = said.doing, now - said.for_s
+        one.doing, one.since, one.place = said.doing, now - said.for_s, max(one.place, said.place)
         if one.state != "in" or said.generation != self.generation:
             return
         one.hand = max(one.hand, said.hand)
+        self._note_exchange(one, said.waits)
         if self._phase == "aborting" and one.here is None:
             self._tell(worker, Abort(self.generation, self._why))
         elif self._phase == "holding" and one.here is None:
@@ -305,6 +346,7 @@ class Roll:
         if is_news and self._phase in ("running", "holding") and not self._began.free:
             self.notices.append(f"worker {worker} could not exchange ({said.why}); all stand still and sort it out")
             self._abort(f"worker {worker} could not exchange: {said.why}", now)
+            self._is_exchange_broken = not said.forming
 
     def _here(self, worker: int, one: _Process, said: Here, now: float) -> None:
         if one.state == "left":
@@ -320,12 +362,23 @@ class Roll:
             self._admit(worker, one, said, now)
         elif abs(said.generation) == self.generation and not said.at_rest:
             one.here = said
+            self._note_exchange(one, said.waits)
             if self._phase in ("running", "holding"):
                 self._abort(f"worker {worker} stands still", now)
         elif said.generation == self.generation and self._phase == "aborting":
             self._tell(worker, Abort(self.generation, self._why))
         elif said.generation == self.generation:
             self._here_at_rest(worker, one, said)
+
+    def _note_exchange(self, one: _Process, waits: Waits | None) -> None:
+        """Note where a member waits. Loops of unequal length end the run: no later exchange can put them right."""
+        if waits is None or self._began.free or self._phase == "stopped":
+            return
+        one.waits = waits
+        if self._exchanges.differs(waits):
+            known = {worker: self._all[worker].waits for worker in self.members}
+            found = {worker: it.place for worker, it in known.items() if it and it.exchange >= waits.exchange}
+            self._stop(explained(found), uneven=True)
 
     def _here_new(self, worker: int, one: _Process, said: Here, now: float) -> None:
         if said.generation > one.entered:
@@ -462,11 +515,24 @@ class Roll:
         others = len(self._standing()) + len(members) - len(history) + self._done()
         if len(history) + others < self._began.min_workers:
             return self._stop_if_few(now)
+        if self._is_exchange_broken and self._is_stuck(members):
+            return self._stop(self._same_again(members))
         why = self._why
         if len(history) == 1 and len(self._formed.members) > 1:
             why += f"; worker {history[0]} goes on alone: what it commits now, nobody else has seen"
             self.notices.append(why)
         return self._form(history, why, now)
+
+    def _is_stuck(self, members: dict[int, _Process]) -> bool:
+        """Whether the same members have broken off the same exchange again and again, and nobody has ended it."""
+        now = sorted((worker, one.life, one.here.commits if one.here else 0) for worker, one in members.items())
+        before, times = self._broken_off
+        self._broken_off = now, times + 1 if now == before else 1
+        return self._broken_off[1] >= STUCK
+
+    def _same_again(self, members: dict[int, _Process]) -> str:
+        places = {worker: one.waits.place for worker, one in members.items() if one.waits is not None}
+        return f"the same workers have broken off the same exchange {STUCK} times: {sentence(places) or self._why}"
 
     def _begin_anew(self, now: float, why: str) -> bool:
         """Nobody has any history: all that can be there are waited for, and begin together."""
@@ -575,6 +641,7 @@ class Roll:
     def _enter(self, form: Form, left: list[int], now: float) -> None:
         """Take over a generation, new or read from the journal."""
         former, self._formed = self._formed, form
+        self._exchanges, self._is_exchange_broken = Exchanges(), False
         self._phase, self._limit, self._onward = "running", None, 0
         self._saves = self._saves and not form.save
         within = {one.worker for one in form.members}
@@ -588,15 +655,18 @@ class Roll:
                 process.state = "new"
         for one in form.members:
             process = self._all[one.worker]
+            process.waits = None
             process.state, process.here, process.hand, process.entered = "in", None, 0, form.generation
 
-    def _stop(self, why: str) -> bool:
-        self._phase, self._why = "stopped", why
-        self._record(Stopped(why))
-        self.notices.append(f"the run cannot go on: {why}")
+    def _stop(self, why: str, uneven: bool = False) -> bool:
+        """End the run. Workers whose loops are `uneven` say so themselves, as an error of their scripts."""
+        self._phase, self._why, self.uneven = "stopped", why, why if uneven else None
+        self._record(Stopped(why, uneven))
+        if not uneven:
+            self.notices.append(f"the run cannot go on: {why}")
         for worker, one in self._all.items():
             if one.lives:
-                self._tell(worker, Stop(why))
+                self._tell(worker, Stop(why, uneven))
         return True
 
     def _replay(self, record: Began | Formed | Onward | Ended | Stopped, now: float) -> None:
@@ -611,8 +681,8 @@ class Roll:
                 self._onward = hand
             case Ended(worker, life, state, why, returns):
                 self._all[worker] = _Process(life, now, state, why=why, returns=returns, ended=now)
-            case Stopped(why):
-                self._phase, self._why = "stopped", why
+            case Stopped(why, uneven):
+                self._phase, self._why, self.uneven = "stopped", why, why if uneven else None
 
     # --- what is known -----------------------------------------------------------------------------------------------
 

@@ -21,6 +21,8 @@ COORDINATOR = -1000
 REPLICAS = 2000
 OWN = ("samples", "bytes_sent", "bytes_received", "held_s", "split", "exchanged", "entries")
 """What a process of a worker counts from its own beginning."""
+OF_THE_RUN = ("member", "chaos", "error")
+"""The kinds of events that are written into the log of the whole run, whatever section is under way."""
 FATES = ("joined", "gone", "left")
 """What events of members say of who is in, and who is not."""
 
@@ -55,13 +57,19 @@ class History:
 
     @property
     def ended(self) -> bool:
-        """Whether every worker came to its end, but for those that the others have gone on without."""
+        """Whether every worker came to its end, but for those that the others have gone on without.
+
+        A section that another one follows has ended: all have begun that together.
+        """
+        if self.of("section"):
+            return True
         ended = {event["worker"] for event in self.of("end") if event["worker"] >= 0}
         return bool(ended) and len(ended | self._away()) >= self.workers
 
     def _away(self) -> set[int]:
         """Workers that died or left, and did not come back."""
-        last = {event["worker"]: event.get("what") for event in self.of("member") if event.get("what") in FATES}
+        last = dict.fromkeys(self.run.get("absent", []), "gone")
+        last |= {event["worker"]: event.get("what") for event in self.of("member") if event.get("what") in FATES}
         return {worker for worker, what in last.items() if worker >= 0 and what != "joined"}
 
     def counts(self, worker: int) -> list[Event]:
@@ -91,6 +99,17 @@ class History:
     def last_counts(self) -> list[Event]:
         """The last counts of every worker; an empty event for one that never counted."""
         return [(self.counts(worker) or [{}])[-1] for worker in range(self.workers)]
+
+    @property
+    def trained(self) -> list[int] | None:
+        """Samples that count, by worker; None where no coordinator has counted, or not to the end of the run.
+
+        The counts of a worker that was killed lack what it did since it wrote them last.
+        """
+        found = [event.get("trained") for event in self.passes]
+        if not self.ended or not all(found):
+            return None
+        return [sum(int((one or {}).get(str(worker), 0)) for one in found) for worker in range(self.workers)]
 
     @property
     def failure(self) -> str | None:
@@ -150,15 +169,42 @@ def read(folder: Path) -> History:
     for event in read_events(path) if path.exists() else ():
         if isinstance(event.get("event"), str) and isinstance(event.get("worker"), int):
             events[event["event"]].append({**event, "t": number(event.get("t")) or 0.0})
+    run = read_json(folder / "run.json")
+    if isinstance(run.get("section"), int):
+        _add_of_the_run(events, folder.parent / "events.jsonl", run["section"])
+    elif events.get("section"):
+        _keep_between(events, None, number(events["section"][0].get("at")))
     _on_one_clock(events)
-    return History(folder, read_json(folder / "run.json"), dict(events))
+    return History(folder, run, dict(events))
+
+
+def _add_of_the_run(events: dict[str, list[Event]], path: Path, section: int) -> None:
+    """Add what the log of the whole run says of its members, faults and errors while a section was under way."""
+    run: dict[str, list[Event]] = defaultdict(list)
+    for event in read_events(path) if path.exists() else ():
+        if event.get("event") in (*OF_THE_RUN, "section") and isinstance(event.get("worker"), int):
+            run[event["event"]].append({**event, "t": number(event.get("t")) or 0.0})
+    begun = run.pop("section", [])
+    began = {event.get("section"): number(event.get("at")) for event in begun}
+    run["section"] = [event for event in begun if event.get("section") == section + 1]
+    _keep_between(run, began.get(section), began.get(section + 1))
+    for kind, found in run.items():
+        events[kind] += found
+
+
+def _keep_between(events: dict[str, list[Event]], first: float | None, last: float | None) -> None:
+    """Keep those events of members, faults and errors that lie between two readings of the machine's clock."""
+    begin, end = (-math.inf if first is None else first), (math.inf if last is None else last)
+    for kind in OF_THE_RUN:
+        if kind in events:
+            events[kind] = [event for event in events[kind] if begin <= (number(event.get("at")) or 0.0) < end]
 
 
 def _on_one_clock(events: dict[str, list[Event]]) -> None:
     """Who does not train counts time from another zero; by the machine's clock it is told in the workers' time."""
     zeros = (event["at"] - event["t"] for event in events.get("start", []) if number(event.get("at")) is not None)
     zero = next(zeros, None)
-    for kind in ("member", "chaos"):
+    for kind in OF_THE_RUN:
         for event in events.get(kind, []):
             if zero is not None and number(event.get("at")) is not None:
                 event["t"] = event["at"] - zero

@@ -120,7 +120,8 @@ def _comparison(folder: Path) -> str:
 
 
 def _kicker(question: dict[str, Any]) -> str:
-    script = shlex.join([str(question.get("script")), *map(str, question.get("args") or [])])
+    started = ["-m"] * bool(question.get("module")) + [str(question.get("script"))]
+    script = shlex.join([*started, *map(str, question.get("args") or [])])
     workers = " and ".join(map(str, question.get("workers") or []))
     seeds = figures.plural(int(question.get("seeds") or 1), "seed")
     return f"{script} · {workers} workers · {seeds}"

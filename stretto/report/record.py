@@ -140,7 +140,7 @@ def _uneven(history: History) -> Record:
     counts = history.last_counts()
     held = [number(event.get("held_s")) for event in counts]
     return {
-        "samples_by_worker": [int(event.get("samples") or 0) for event in counts],
+        "samples_by_worker": history.trained or [int(event.get("samples") or 0) for event in counts],
         "staleness": staleness.summary(history),
         "held_seconds": None if all(one is None for one in held) else [one or 0.0 for one in held],
     }

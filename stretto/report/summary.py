@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from stretto.errors import LogError
+from stretto.folder import section_folders
 from stretto.report import page
 from stretto.report.accounts import in_words as encoded
 from stretto.report.asynchronous import in_words
@@ -17,17 +19,36 @@ from stretto.report.table import megabytes, share
 
 
 def conclude(folder: Path, json_to: Path | None, silent: bool) -> None:
-    """The record as JSON, the page, and a summary of both."""
-    found = record(folder)
-    written = page.write(folder)
+    """Write the page of each section and the records as JSON, and print a summary of both.
+
+    The record of a run of several sections is that of the first, with those of the others in order as `sections`. A run
+    whose folder was removed, or is on a full disk, has come to its end all the same: that is said, and no more, unless
+    the record was asked for.
+    """
+    try:
+        _conclude(folder, json_to, silent)
+    except LogError as error:
+        if json_to is not None:
+            raise
+        print(f"stretto: the run has come to its end, but has no page: {error}", file=sys.stderr)
+
+
+def _conclude(folder: Path, json_to: Path | None, silent: bool) -> None:
+    found, *others = records = [record(one) for one in (folder, *section_folders(folder))]
     here = str(json_to) == STANDARD_OUTPUT
+    lines = [line for number, one in enumerate(records, 1) for line in _section(one, number if others else 0)]
     if not silent:
-        print(
-            "\n".join([*_summary(found), *in_lines(read(folder)), f"page: {written}"]),
-            file=sys.stderr if here else sys.stdout,
-        )
+        print("\n".join(lines), file=sys.stderr if here else sys.stdout)
     if json_to is not None:
-        write_json(json_to, found)
+        write_json(json_to, found | {"sections": others} if others else found)
+
+
+def _section(found: dict[str, Any], number: int) -> list[str]:
+    """Write the page of a section, and return its lines. The only one of its run has the `number` 0."""
+    folder = Path(found["folder"])
+    written = page.write(folder)
+    title = [f"section {number}"] if number else []
+    return [*title, *_summary(found), *in_lines(read(folder)), f"page: {written}"]
 
 
 def _summary(found: dict[str, Any]) -> list[str]:

@@ -7,7 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from stretto.errors import UnevenLoopsError
 from stretto.members.coordinator import Coordinator
+from stretto.members.ledger import Free, Ledger
+from stretto.members.places import Place, are_apart, explained
 from stretto.server import messages as m
 from stretto.server.cuts import Shelf
 from stretto.server.desk import Asked, Post, Together, shown
@@ -122,8 +125,9 @@ class CoordinatorDesk:
             self._note_end(worker, isinstance(body, m.Quit))
             return [Post(worker, number, m.Answered()), *self._go_without(worker)]
         if isinstance(body, m.Count):
-            counted = self.coordinator.ledger.counted() if body.number == self.coordinator.number else ()
-            return [Post(worker, number, m.Answered(), [torch.tensor(counted, dtype=torch.uint8)])]
+            ledger = self.coordinator.ledger if body.number == self.coordinator.number else Ledger([], Free())
+            trained = torch.tensor([*ledger.samples_by_worker().items()], dtype=torch.int64).reshape(-1)
+            return [Post(worker, number, m.Answered(), [torch.tensor(ledger.counted(), dtype=torch.uint8), trained])]
         if isinstance(body, m.Cut):
             self._cut(body.op, body.kept)
             return [Post(worker, number, m.Closed(self._is_over))]
@@ -208,12 +212,12 @@ class CoordinatorDesk:
             self._seen.add(worker)  # it says which call has led to it
             self.coordinator.called_at_least(body.call, body.cut)
             self._met = max(self._met, body.call)
-            posts = self._together.lay(worker, body.op, head.number, (None, torch.empty(0, dtype=torch.uint8)))
+            posts = self._together.lay(worker, body.op, head.number, (None, torch.empty(0, dtype=torch.uint8), None))
             return [*[Post(one.worker, one.number, one.body) for one in posts], *self._release()]
         flat, posts = _flat(head, tensors, torch.uint8), []
         if isinstance(body, m.Keep) and body.number == self._order[0]:  # whoever has heard it may be dead
             posts = self._together.know(worker, body.op, sorted(self._together.members), [self._order[1]])
-        posts += self._together.lay(worker, body.op, head.number, (body.teller, flat))
+        posts += self._together.lay(worker, body.op, head.number, (body.teller, flat, body.at))
         if isinstance(body, m.Keep) and posts and posts[0].tensors:
             self._keep(body.number, posts[0].tensors[0])
         return posts
@@ -365,14 +369,17 @@ def _flat(head: m.Head, tensors: list[Pieces], dtype: torch.dtype) -> Tensor:
     return whole(tensors[0], head.tensors[0][0])
 
 
-def _gathered(said: Mapping[int, tuple[int | None, Tensor]]) -> list[Tensor]:
+def _gathered(said: Mapping[int, tuple[int | None, Tensor, Place | None]]) -> list[Tensor]:
     """Everyone's bytes, or the teller's; `NOBODY` when that is gone."""
-    tellers = {teller for teller, _ in said.values()}
+    places = {worker: at for worker, (_, _, at) in said.items() if at is not None}
+    if are_apart(places.values()):
+        raise UnevenLoopsError(explained(places))
+    tellers = {teller for teller, _, _ in said.values()}
     if len(tellers) > 1 and (None in tellers or tellers <= said.keys()):  # some may not have heard who is gone
         raise ValueError("the workers do different things: some gather, some tell")
     teller = tellers.pop() if len(tellers) == 1 else -1
     if teller is None:
-        return [one for _, one in said.values()]
+        return [one for _, one, _ in said.values()]
     if teller in said:
         return [said[teller][1]]
     return NOBODY

@@ -212,7 +212,7 @@ class Together:
     def _post(self, told: Told[Any], body: m.Body) -> Post:
         number, _ = self._asked.answer(told.worker, told.op)
         if told.found is None:
-            refused = self._refused[told.worker, told.op] = m.Refused(told.problem)
+            refused = self._refused[told.worker, told.op] = m.Refused(told.problem, told.uneven)
             return Post(told.worker, number, refused)
         return Post(told.worker, number, body, told.found)
 

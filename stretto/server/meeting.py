@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from stretto.errors import WireError
+from stretto.errors import UnevenLoopsError, WireError
 
 Thing = TypeVar("Thing")
 Found = TypeVar("Found")
@@ -31,6 +31,8 @@ class Told(Generic[Found]):
     op: int
     found: Found | None
     problem: str = ""
+    uneven: bool = False
+    """Whether the workers' loops are of unequal length."""
 
 
 @dataclass(slots=True)
@@ -106,8 +108,9 @@ class Meeting(Generic[Thing, Found]):
         laid = {worker: round_.laid[worker] for worker in sorted(round_.laid)}
         try:
             found = self._combine(laid)
-        except (ValueError, WireError) as error:
-            return [Told(one, op, None, str(error)) for one in laid if one not in round_.told]
+        except (ValueError, WireError, UnevenLoopsError) as error:
+            uneven = isinstance(error, UnevenLoopsError)
+            return [Told(one, op, None, str(error), uneven) for one in laid if one not in round_.told]
         return [Told(one, op, found) for one in laid if one not in round_.told]
 
     def _refused(self, op: int) -> list[Told[Found]]:

@@ -11,6 +11,8 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
+from stretto.members.places import Place
+
 
 class _Said(msgspec.Struct, array_like=True, tag=True):
     pass
@@ -133,10 +135,11 @@ class Ask(_Said):
 
 
 class Gather(_Said):
-    """Everyone's bytes in exchange `op`, or those of the `teller` alone."""
+    """Everyone's bytes in exchange `op`, or those of the `teller` alone. `at` is where the worker is in its loop."""
 
     op: int
     teller: int | None
+    at: Place | None = None
 
 
 class Keep(_Said):
@@ -145,6 +148,7 @@ class Keep(_Said):
     op: int
     teller: int
     number: int
+    at: Place | None = None
 
 
 class Meet(_Said):
@@ -362,9 +366,10 @@ def told_of(worker: int, life: int, found: Sequence[Left], shards: int) -> Gone:
 
 
 class Refused(_Said):
-    """What was wrong with what was said."""
+    """What was wrong with what was said. `uneven`: the workers' loops are of unequal length."""
 
     text: str
+    uneven: bool = False
 
 
 Request: TypeAlias = (

@@ -100,7 +100,8 @@ class Model:
     @property
     def is_hooked(self) -> bool:
         """Whether others are called when the model is."""
-        return any(self._hooks) or bool(nn.modules.module._has_any_global_hook())  # type: ignore[no-untyped-call]
+        others = (one for kind in self._hooks for one in kind.values() if not hasattr(one, "only_looks"))
+        return any(others) or bool(nn.modules.module._has_any_global_hook())  # type: ignore[no-untyped-call]
 
     @property
     def versions(self) -> int:

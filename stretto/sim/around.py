@@ -25,6 +25,31 @@ LINES_PER_S = 16.0
 """Progress of all workers together, in events per second of virtual time, where there are many."""
 
 
+class SharedLog(LogFile):
+    """The log of all workers, and one for each further section of them: open until the simulation has ended."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._others: dict[Path, SharedLog] = {}
+
+    def of(self, folder: Path) -> SharedLog:
+        """Return the log in a folder: this one, or that of a section."""
+        if folder == self.path.parent:
+            return self
+        if folder not in self._others:
+            self._others[folder] = SharedLog(folder / self.path.name)
+        return self._others[folder]
+
+    def close(self) -> None:
+        """A worker has no more to say."""
+
+    def end(self) -> None:
+        """All have ended."""
+        super().close()
+        for one in self._others.values():
+            one.end()
+
+
 class Limit:
     """When a simulation ends before the script does: after so many samples of all, or so many virtual seconds.
 
@@ -115,7 +140,7 @@ class SimAround(Surroundings):
         worker: Worker,
         speed: Speed,
         limit: Limit,
-        log: LogFile | None,
+        log: SharedLog | None,
         on_begin: Callable[[Worker, nn.Module, Any], None],
         workers: int,
     ) -> None:
@@ -144,7 +169,7 @@ class SimAround(Surroundings):
     def log(self, folder: Path, worker: int) -> EventLog:
         """The log that all share."""
         assert self._log is not None
-        return EventLog(self._log, worker, keeps=0)
+        return EventLog(self._log.of(folder), worker, keeps=0)
 
     def facts(self) -> dict[str, Any]:
         """A simulated worker is no process."""

@@ -6,11 +6,12 @@ import functools
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
-from stretto.errors import BrokenWireError, WireError
+from stretto.errors import BrokenWireError, WireError, explain
+from stretto.members.places import EVEN, named
 from stretto.sim import costs
 from stretto.sim.flows import ARRIVE, Transfer
 from stretto.sim.network import Exchange, Links
@@ -162,14 +163,25 @@ class Table:
 
     def _combined(self, things: list[Any]) -> tuple[Any, Exchange, _Load]:
         if any(type(one) is not type(things[0]) for one in things):
-            kinds = sorted({type(one).__name__ for one in things})
-            raise WireError(f"the workers do different things at once: {', '.join(kinds)}")
+            raise WireError(_apart(dict(zip(self.members, (one.does for one in things), strict=True))))
         found: tuple[Any, Exchange, _Load] = things[0].combine(things, self)
         return found
 
 
+def _apart(does: dict[int, str]) -> str:
+    """Return the error text for workers that take part in exchanges of different kinds."""
+    groups = ((what, [worker for worker, its in does.items() if its == what]) for what in dict.fromkeys(does.values()))
+    return explain(
+        "the workers do different things at once",
+        got="; ".join(f"{named(workers)} in {what}" for what, workers in groups),
+        expected="the same steps on every worker",
+        to_type=EVEN,
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class _Asked:
+    does: ClassVar[str] = "the exchange of a step"
     ask: Ask
 
     def combine(self, things: list[_Asked], table: Table) -> Any:
@@ -188,6 +200,7 @@ class _Asked:
 
 @dataclass(frozen=True, slots=True)
 class _Gathered:
+    does: ClassVar[str] = "a message of every worker"
     message: bytes
 
     def combine(self, things: list[_Gathered], table: Table) -> Any:
@@ -204,6 +217,7 @@ class _Gathered:
 
 @dataclass(frozen=True, slots=True)
 class _Told:
+    does: ClassVar[str] = "a message of one worker"
     message: bytes
     teller: int
 
@@ -219,6 +233,7 @@ class _Told:
 class _Came:
     """A worker has come to where the others of its generation meet, which takes so long when all have."""
 
+    does: ClassVar[str] = "the next group"
     seconds: float
 
     def combine(self, things: list[_Came], table: Table) -> Any:
@@ -249,6 +264,11 @@ class SimWire:
         self.worker, self.workers = table.members.index(worker.number), table.workers
         self._number = 0
         self._sent, self._received = costs.forming_bytes(self.workers)
+
+    @property
+    def begun(self) -> int:
+        """Number of exchanges among all that this worker has begun."""
+        return self._number
 
     def start(self, ask: Ask) -> _Ticket:
         """Lay the ask down for the others, when this worker's time has come."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -13,7 +14,22 @@ import typer
 
 from stretto.errors import mistyped
 from stretto.launch import crowd
-from stretto.launch.order import Batch, OnNan, Order, Output
+from stretto.launch.arguments import (
+    CLUSTER,
+    FAILURES,
+    GRID,
+    OUTPUT,
+    SERVER,
+    WORKERS,
+    Arguments,
+    Module,
+    RateScale,
+    Recipe,
+    Script,
+    SplitBatch,
+)
+from stretto.launch.entry import typed
+from stretto.launch.order import Batch, OnNan, Order, Output, in_server_words
 from stretto.launch.signals import heeded
 from stretto.launch.stopclock import seconds as stopclock
 from stretto.launch.stopclock import sparing
@@ -34,69 +50,180 @@ if TYPE_CHECKING:
 
 
 def command(
-    script: Annotated[Path, typer.Argument(metavar="SCRIPT", help="The Python file to train with.")],
-    args: Annotated[list[str] | None, typer.Argument(metavar="[ARGS]...", help="Arguments of the script.")] = None,
+    script: Script,
+    args: Arguments = None,
     *,
-    workers: Annotated[str, typer.Option("-n", "--workers", metavar="N", help="How many.")] = "8",
-    recipe: Annotated[
-        str | None, typer.Option(envvar="STRETTO_RECIPE", help="Wins over the recipe in the script.")
+    module: Module = False,
+    workers: Annotated[
+        str, typer.Option("-n", "--workers", metavar="N", help="Number of workers.", rich_help_panel=WORKERS)
+    ] = "8",
+    recipe: Recipe = None,
+    seed: Annotated[
+        str,
+        typer.Option(
+            metavar="N",
+            help="Seed of the simulation, added to every seed that the script sets.",
+            rich_help_panel=WORKERS,
+        ),
+    ] = "0",
+    batched: Annotated[
+        bool,
+        typer.Option(
+            "--batched",
+            help="Compute many workers' steps in one call: faster, equal to rounding.",
+            rich_help_panel=WORKERS,
+        ),
+    ] = False,
+    until: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TEXT",
+            show_default="the script's end",
+            help='End early: "samples=1e6" or "time=1h".',
+            rich_help_panel=WORKERS,
+        ),
     ] = None,
     network: Annotated[
-        str, typer.Option(metavar="TEXT", help='"100Mbit/s 20ms", "hosts of 8 on 10Gbit/s, 1Gbit/s 1ms between", ...')
+        str,
+        typer.Option(
+            metavar="TEXT",
+            help='Links: "100Mbit/s 20ms", "hosts of 8 on 10Gbit/s, 1Gbit/s 1ms between".',
+            rich_help_panel=CLUSTER,
+        ),
     ] = "instant",
     speeds: Annotated[
-        str, typer.Option(metavar="TEXT", help='equal, "lognormal(0.5)", exponential, "1,1,4", "slow(0.1, 5)", ...')
+        str,
+        typer.Option(
+            metavar="TEXT",
+            help='Speeds of workers: "lognormal(0.5)", exponential, "1,1,4", "slow(0.1, 5)".',
+            rich_help_panel=CLUSTER,
+        ),
     ] = "equal",
     step_time: Annotated[
-        str, typer.Option(metavar="TIME", help='A step without its exchange: "5ms"; auto measures it, and the wires.')
+        str,
+        typer.Option(
+            metavar="TIME",
+            help='Time of a step without its exchange: "5ms"; auto measures it here.',
+            rich_help_panel=CLUSTER,
+        ),
     ] = AUTO,
+    processors: Annotated[
+        float | None,
+        typer.Option(
+            metavar="N",
+            show_default="one per worker",
+            help="Number of processors that all workers share.",
+            rich_help_panel=CLUSTER,
+        ),
+    ] = None,
     faults: Annotated[
         str,
         typer.Option(
-            metavar="TEXT", help='"kill worker 2 at 30s, back after 5s; slow link of worker 1 by 10 for 20s at 5s"'
+            metavar="TEXT",
+            show_default="none",
+            help='Faults to inject: "kill worker 2 at 30s, back after 5s".',
+            rich_help_panel=CLUSTER,
         ),
     ] = "",
-    processors: Annotated[
-        float | None, typer.Option(metavar="N", help="Shared by all workers; else each has its own.")
+    servers: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N",
+            show_default="the recipe's",
+            help="Run the recipe over a parameter server of N shards.",
+            rich_help_panel=SERVER,
+        ),
     ] = None,
-    batched: Annotated[
-        bool, typer.Option("--batched", help="Compute many workers' steps in one call: quicker, equal to rounding.")
+    on_nan: Annotated[
+        OnNan,
+        typer.Option(help="End the run at an update that is not finite, or skip the update.", rich_help_panel=SERVER),
+    ] = "stop",
+    plain: Annotated[
+        bool, typer.Option("--plain", help="Count bytes without encryption.", rich_help_panel=SERVER)
     ] = False,
-    until: Annotated[str | None, typer.Option(metavar="TEXT", help='End early: "samples=1e6" or "time=1h".')] = None,
-    servers: Annotated[str | None, typer.Option(metavar="N", help="Put the recipe over a server of N shards.")] = None,
-    on_nan: Annotated[OnNan, typer.Option(help="What a server does with an update that is not finite.")] = "stop",
-    plain: Annotated[bool, typer.Option("--plain", help="Count bytes without encryption.")] = False,
     patience: Annotated[
-        str, typer.Option(metavar="TIME", help="Who is not heard of so long is taken for dead.")
+        str,
+        typer.Option(
+            metavar="TIME",
+            help="Declare a process failed after this long without a heartbeat.",
+            rich_help_panel=FAILURES,
+        ),
     ] = "10s",
-    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Limit of a wait in which nothing comes.")] = 600.0,
-    min_workers: Annotated[str, typer.Option(metavar="N", help="With fewer the run ends instead of going on.")] = "1",
+    timeout: Annotated[
+        float,
+        typer.Option(
+            metavar="SECONDS", help="Longest wait for a message of another process.", rich_help_panel=FAILURES
+        ),
+    ] = 600.0,
+    min_workers: Annotated[
+        str, typer.Option(metavar="N", help="End the run when fewer workers are left.", rich_help_panel=FAILURES)
+    ] = "1",
     max_workers: Annotated[
-        str | None, typer.Option(metavar="N", help="No more are let in; else as many as come.")
+        str | None,
+        typer.Option(
+            metavar="N", show_default="no limit", help="Admit no more workers than this.", rich_help_panel=FAILURES
+        ),
     ] = None,
+    split_batch: SplitBatch = "keep",
+    lr_scale: RateScale = "none",
     keep_batch: Annotated[
-        Batch, typer.Option(help="When workers go or come: that of each worker, or the joined one of all.")
+        Batch,
+        typer.Option(
+            help="Batch size kept when the number of workers changes: each worker's own, or the global batch.",
+            rich_help_panel=FAILURES,
+        ),
     ] = "local",
-    seed: Annotated[str, typer.Option(metavar="N", help="Of all that is drawn, and shifts the script's seeds.")] = "0",
     sweep: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME=VALUES", help='A grid: "workers=1,2,4,...,1024"; may be given again.'),
+        typer.Option(
+            metavar="NAME=VALUES",
+            show_default="none",
+            help='Axis of a grid: "workers=1,2,4,...,1024"; may be repeated.',
+            rich_help_panel=GRID,
+        ),
     ] = None,
     target: Annotated[
-        str | None, typer.Option(metavar="TEXT", help='What counts as done in a sweep: "test_accuracy>=0.95".')
+        str | None,
+        typer.Option(
+            metavar="TEXT",
+            show_default="none",
+            help='Metric that counts as done: "test_accuracy>=0.95".',
+            rich_help_panel=GRID,
+        ),
     ] = None,
-    jobs: Annotated[int | None, typer.Option(metavar="N", help="Simulations of a sweep at once.")] = None,
-    out: Annotated[Path | None, typer.Option(help="The run folder; else runs/DATE-NAME.")] = None,
-    output: Annotated[Output, typer.Option(help="Whose output is shown.")] = "lead",
-    quiet: Annotated[bool, typer.Option("--quiet", help="Only what the script says.")] = False,
+    jobs: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            show_default="one per core",
+            help="Number of simulations that run at the same time.",
+            rich_help_panel=GRID,
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(show_default="runs/DATE-NAME", help="Run folder.", rich_help_panel=OUTPUT)
+    ] = None,
+    output: Annotated[
+        Output, typer.Option(help="Output that is shown: of worker 0, of all workers, or none.", rich_help_panel=OUTPUT)
+    ] = "lead",
+    quiet: Annotated[
+        bool, typer.Option("--quiet", help="Show only the script's output.", rich_help_panel=OUTPUT)
+    ] = False,
     json_to: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the record of the run; - for here.")
+        Path | None,
+        typer.Option(
+            "--json",
+            metavar="FILE",
+            show_default="none",
+            help="File for the run record; - for the standard output.",
+            rich_help_panel=OUTPUT,
+        ),
     ] = None,
 ) -> None:
     """Run SCRIPT as N workers in this process, on a virtual clock and network: real gradients, modelled time.
 
-    The same seed gives the same run to the bit. Options that are not ours go to the script, as does everything after
-    --.
+    The same seed gives the same run to the bit. Options stand before SCRIPT; everything after SCRIPT goes to it
+    untouched.
     """
     check_target(json_to, "run.json")
     options = {
@@ -114,11 +241,16 @@ def command(
     }
     if not sweep and (target is not None or jobs is not None):
         raise mistyped("--target and --jobs are for a sweep", "no --sweep", "--sweep too", '--sweep "workers=1,2,4"')
-    from stretto.sim.asked import simulation, whole
+    watch = Watch(quiet=quiet, out=2 if _here(json_to) else 1)
+    if not sweep:
+        program = shlex.join(typed(script, module, args or ()))
+        watch.note(f"simulating {workers} workers of {program}, {f'recipe {recipe}' if recipe else 'its own recipe'}")
+    from stretto.sim.asked import simulation, whole  # and with it torch
 
     order = Order(
         script=script,
         args=tuple(args or ()),
+        module=module,
         output=output,
         on_nan=on_nan,
         plain=plain,
@@ -127,10 +259,14 @@ def command(
         min_workers=whole("min_workers", min_workers),
         max_workers=None if max_workers is None else whole("max_workers", max_workers),
         batch=keep_batch,
+        global_batch=split_batch,
+        lr_scale=lr_scale,
     )
     given = {name: value for name, value in options.items() if value is not None}
     if not sweep:
-        _run(simulation(order, given), step_time, out, quiet, json_to)
+        asked = simulation(order, given)
+        typed_order = replace(order, recipe=recipe, servers=asked.order.servers if servers else None)
+        _run(asked, step_time, out, watch, in_server_words(typed_order), quiet, json_to)
         return
     grid = SweepOrder(order, tuple(sweep), given, target, jobs, out, json_to, quiet)
     say = functools.partial(print, file=sys.stderr if _here(json_to) else sys.stdout)
@@ -167,12 +303,21 @@ def _asked_before(out: Path | None) -> dict[str, str] | None:
     return found
 
 
-def _run(simulation: Simulation, step_time: str, out: Path | None, quiet: bool, json_to: Path | None) -> None:
+def _run(
+    simulation: Simulation,
+    step_time: str,
+    out: Path | None,
+    watch: Watch,
+    said: str | None,
+    quiet: bool,
+    json_to: Path | None,
+) -> None:
     from stretto.report.summary import conclude
     from stretto.sim.run import begin, simulate
     from stretto.sim.script import Heard
 
-    watch = Watch(quiet=quiet, out=2 if _here(json_to) else 1)
+    if said is not None:
+        watch.note(said)
     with heeded(_stop):
         tariff = _measured(simulation, step_time)
         if step_time.startswith(AUTO):
@@ -181,7 +326,7 @@ def _run(simulation: Simulation, step_time: str, out: Path | None, quiet: bool, 
         folder = begin(simulation, out)
         watch.begin(folder, simulation.order)
         try:
-            simulate(simulation, folder, Heard(watch.say), sparing(watch.poll))
+            simulate(simulation, folder, Heard(watch.say), sparing(watch.poll), err=Heard(watch.say_error, lambda: 2))
         except Stopped:
             watch.end()
             watch.note(f"what there is until then: stretto report {folder}")

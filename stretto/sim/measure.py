@@ -116,9 +116,16 @@ class _Measuring(Cast):
     """Workers whose time is that of this machine."""
 
     def __init__(self, simulation: Simulation, stopclock: Callable[[], float]) -> None:
-        self._stopclock = stopclock
+        self._stopclock, self._began = stopclock, stopclock()
         self.paces: dict[int, _Measured] = {}
         super().__init__(simulation, None, None)
+
+    def _script_time(self) -> float | None:
+        """Return the real seconds that the script has computed, and the virtual ones that it has slept."""
+        worker = self.world.now_on
+        if worker is None:
+            return None
+        return worker.read_clock(worker.now() + self._stopclock() - self._began - worker.away_s)
 
     def own(self, worker: Worker, out: TextIO) -> Own:
         """What a worker has for itself; nobody listens to it, for it says all of it again."""

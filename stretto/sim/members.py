@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from stretto.errors import LaunchError, MemberOutError, explain
+from stretto.errors import LaunchError, MemberOutError, UnevenLoopsError, explain
 from stretto.launch.order import Order, is_free
 from stretto.launch.supervise import pause_s
 from stretto.members.attendance import ALONE, Attendance, Attending
 from stretto.members.messages import Beat, Broken, Form, GoOn, Here, Leave, Quit, Said, Told
+from stretto.members.places import Waits
 from stretto.members.roll import COORDINATOR, Event, Post, Roll
 from stretto.server.messages import OVER
 from stretto.sim.flows import ARRIVE
@@ -42,20 +43,22 @@ class Line(Attending):
         known = Attendance(worker.number, worker.life, lambda generation, why: self.on_abort(generation, why))
         super().__init__(known)
         self._doing = ("starting", 0, worker.now())
-        self._broken = 0, ""
+        self.place: Callable[[], int] = lambda: -1
+        self._waits: Waits | None = None
+        self._broken = Broken(0, "")
         self._leaves = False
         self.heard_at = worker.now()
         """When the coordinator could be heard last."""
 
-    def broken(self, generation: int, why: str) -> None:
-        """An exchange of this generation has failed here."""
-        self._broken = generation, why
+    def broken(self, generation: int, why: str, forming: bool = False) -> None:
+        """An exchange of this generation has failed here, or its `forming`."""
+        self._broken = Broken(generation, why, forming)
         self.speak()
 
-    def doing(self, text: str, hand: int) -> None:
+    def doing(self, text: str, hand: int, waits: Waits | None = None) -> None:
         """What goes with the next beats; whoever waits for a further hand is told of it."""
         is_further = hand != self._doing[1]
-        self._doing = text, hand, self.worker.now()
+        self._doing, self._waits = (text, hand, self.worker.now()), waits
         if is_further and self.held:
             self.speak(with_beat=True)
 
@@ -75,9 +78,11 @@ class Line(Attending):
         """Say what is to be said, as often as it takes."""
         if with_beat:
             doing, hand, since = self._doing
-            self._members.say(self, Beat(self.attendance.generation, doing, self._members.now - since, hand))
-        if self._broken[0] > self.aborted:
-            self._members.say(self, Broken(*self._broken))
+            for_s = self._members.now - since
+            beat = Beat(self.attendance.generation, doing, for_s, hand, self.place(), self._waits)
+            self._members.say(self, beat)
+        if self._broken.generation > self.aborted:
+            self._members.say(self, self._broken)
         for one in self.attendance.says():
             self._members.say(self, one)
         if self._leaves:
@@ -152,6 +157,11 @@ class Members:
     def now(self) -> float:
         """The time."""
         return self._world.queue.now
+
+    @property
+    def returning(self) -> set[int]:
+        """The workers whose next life will begin."""
+        return self._coming
 
     def line(self, worker: Worker) -> Line:
         """A worker's line."""
@@ -331,6 +341,8 @@ class Members:
             self._publish(event)
             if self.free and event["what"] == "gone":
                 self._on_gone(event["worker"], event["life"])
+        if roll.uneven is not None:
+            raise UnevenLoopsError(roll.uneven)
         if roll.phase == "stopped":
             raise self._few()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -18,7 +18,7 @@ from torch import nn
 from stretto import chaos
 from stretto.chaos import Happening
 from stretto.errors import BrokenWireError, LaunchError, MemberOutError, StaysOutError, WireError
-from stretto.events import Event, LogFile
+from stretto.events import Event
 from stretto.folder import make_folder, write_run
 from stretto.launch.clocks import ScriptTime
 from stretto.launch.seeding import sow
@@ -28,7 +28,8 @@ from stretto.members.messages import Here
 from stretto.members.roll import COORDINATOR
 from stretto.recipe import Recipe
 from stretto.server.messages import OVER
-from stretto.sim.around import Limit, SimAround
+from stretto.sim.around import Limit, SharedLog, SimAround
+from stretto.sim.barriers import Board, SimBarrier
 from stretto.sim.batched import Batches
 from stretto.sim.collective import Table
 from stretto.sim.flows import ARRIVE
@@ -58,15 +59,22 @@ Ticked = Callable[[], None]
 
 
 def simulate(
-    simulation: Simulation, folder: Path, out: TextIO, tick: Ticked | None = None, order: Sequence[int] | None = None
+    simulation: Simulation,
+    folder: Path,
+    out: TextIO,
+    tick: Ticked | None = None,
+    order: Sequence[int] | None = None,
+    err: TextIO | None = None,
 ) -> World:
-    """Run the simulation into a run folder; `out` takes what worker 0 says. Workers are made in the `order` given.
+    """Run the simulation into a run folder; `out` and `err` take what worker 0 says.
+
+    Workers are made in the `order` given.
 
     Raises LaunchError with the cause when a worker fails, or nothing can happen any more.
     """
     folder = folder.absolute()
-    log = _SharedLog(folder / "events.jsonl")
-    cast = Cast(simulation, folder, log)
+    log = SharedLog(folder / "events.jsonl")
+    cast = Cast(simulation, folder, log, err)
     try:
         cast.run(out, tick, order)
     except LaunchError as error:
@@ -86,34 +94,25 @@ def simulate(
 def begin(simulation: Simulation, out: Path | None) -> Path:
     """Make the run folder."""
     now = datetime.now()
-    folder = make_folder(simulation.order.script.stem, out, now)
+    folder = make_folder(simulation.order.name, out, now)
     write_run(folder, simulation.asked(), now)
     return folder
-
-
-class _SharedLog(LogFile):
-    """The log of all workers: open until the simulation has ended."""
-
-    def close(self) -> None:
-        """A worker has no more to say."""
-
-    def end(self) -> None:
-        """All have ended."""
-        super().close()
 
 
 class Cast:
     """The workers of a simulation, each with its seat and its script."""
 
-    def __init__(self, simulation: Simulation, folder: Path | None, log: LogFile | None) -> None:
+    def __init__(
+        self, simulation: Simulation, folder: Path | None, log: SharedLog | None, err: TextIO | None = None
+    ) -> None:
         order = simulation.order
         self._simulation, self._folder, self._log = simulation, folder, log
         shards = simulation.shards
         links = Links(simulation.network, order.workers, shards)
         self.world = self.make_world(links, shards)
-        self.program = Program(order.script, order.args, order.seed)
+        self.program = Program(order.script, order.args, order.seed, order.module)
         self.commons = Commons()
-        self._err = sys.stderr
+        self._err = err or sys.stderr
         self._said: set[str] = set()
         self._forecast = Forecast(order.workers)
         self._table = Table(self.world, links)
@@ -130,6 +129,7 @@ class Cast:
         if simulation.is_mortal:
             self._members = Members(self.world, links, order, self._publish, self._say, self._bury)
             self.world.is_mortal = True
+        self._board = Board(self.world, self._returning)
         self.world.outages.settle, self.world.outages.strike = self._settled, self._struck
         self._speed = Pace(simulation.speeds, order.workers, order.seed)
         self._limit = Limit(simulation.samples, simulation.time_s, order.workers)
@@ -163,7 +163,7 @@ class Cast:
         readers.begin()
         torch.set_num_threads(1)
         sow(self._simulation.order.seed)
-        importable(self._simulation.order.script)
+        importable(self._simulation.order.script, self._simulation.order.module)
 
     def make_world(self, links: Links, shards: int) -> World:
         """The world they live in."""
@@ -319,14 +319,21 @@ class Cast:
             seed=order.seed,
             alone=order.alone,
             join=order.join,
+            split=order.global_batch == "split",
+            lr_factor=order.lr_factor,
             keep_states=order.keep_states,
             timeout_s=order.timeout_s,
             around=around,
             on_nan=order.on_nan,
             life=worker.life,
             rule=order.batch,
+            barrier=SimBarrier(self._board, worker, order.timeout_s) if order.workers > 1 else None,
             cast=self,
         )
+
+    def _returning(self) -> Collection[int]:
+        """The workers that are started again."""
+        return self._members.returning if self._members is not None else ()
 
     def around(self, worker: Worker) -> SimAround:
         """A worker's surroundings."""
@@ -355,7 +362,7 @@ class Cast:
 
     def _script_time(self) -> float | None:
         worker = self.world.now_on
-        return worker.now() if worker is not None else None
+        return worker.read_clock(worker.now()) if worker is not None else None
 
     def _script_sleeps(self, seconds: float) -> None:
         if self.world.now_on is not None:
@@ -433,7 +440,7 @@ class SimSeat(Seat):
 
 
 def _error_line(error: BaseException, worker: Worker | None, t: float) -> bytes:
-    said = {"kind": type(error).__name__, "text": str(error), "traceback": "", "consequence": False}
+    said = {"kind": type(error).__name__, "text": str(error), "traceback": "", "consequence": False, "at": round(t, 6)}
     return _line("error", worker.number if worker is not None else 0, t, **said)
 
 

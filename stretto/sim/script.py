@@ -7,14 +7,17 @@ import io
 import os
 import sys
 from collections.abc import Callable, Sequence
+from importlib import import_module
+from importlib.util import spec_from_file_location
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any, TextIO
 
 from stretto.errors import LaunchError, explain
+from stretto.launch.entry import module_file
 from stretto.sim.own import Own, sow
 from stretto.sim.world import Worker
-from stretto.train import finish
+from stretto.train import close
 from stretto.train.surroundings import Enough
 
 
@@ -57,9 +60,12 @@ def _nowhere() -> int:
 
 
 class Program:
-    """A script and its arguments."""
+    """A script and its arguments; or a module, whose name `path` is."""
 
-    def __init__(self, path: Path, arguments: Sequence[str], seed: int) -> None:
+    def __init__(self, path: Path, arguments: Sequence[str], seed: int, module: bool = False) -> None:
+        self._name: str | None = None
+        if module:
+            self._name, path = module_file(str(path))
         self.path = path.absolute()
         self._arguments, self._seed = [str(path), *arguments], seed
         self._code = _compiled(path, self.path)
@@ -71,6 +77,10 @@ class Program:
         main = ModuleType("__main__")
         vars(main)["__file__"] = str(self.path)
         vars(main)["__builtins__"] = __builtins__
+        if self._name is not None:
+            spec = spec_from_file_location(self._name, self.path)
+            assert spec is not None
+            vars(main).update(__spec__=spec, __package__=spec.parent, __loader__=spec.loader, __cached__=spec.cached)
         self.mains[worker.number] = main
         sow(self._seed)
         return Own(main, list(self._arguments), out, err)
@@ -78,13 +88,20 @@ class Program:
     def live(self, worker: Worker) -> None:
         """Run the script, then close the run."""
         try:
+            self._import_package()
             exec(self._code, vars(self.mains[worker.number]))  # noqa: S102 (the file that the user asked to run)
         except Enough:
             pass
         except SystemExit as end:
             if end.code not in (None, 0):
                 raise
-        finish()
+        close()
+
+    def _import_package(self) -> None:
+        """Import the package that a module is in, as `python -m` does."""
+        package = self._name.rpartition(".")[0] if self._name is not None else ""
+        if package:
+            import_module(package)
 
 
 def _compiled(path: Path, absolute: Path) -> CodeType:
@@ -97,6 +114,6 @@ def _compiled(path: Path, absolute: Path) -> CodeType:
         ) from None
 
 
-def importable(path: Path) -> None:
-    """Let scripts import what lies beside them, as Python does."""
-    sys.path.insert(0, str(path.resolve().parent))
+def importable(path: Path, module: bool = False) -> None:
+    """Let scripts import what lies beside them, and modules what lies in this folder, as Python does."""
+    sys.path.insert(0, str(Path.cwd() if module else path.resolve().parent))

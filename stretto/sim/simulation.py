@@ -100,7 +100,7 @@ def check(simulation: Simulation) -> Simulation:
         _refuse_idle(fault, simulation.network)
         _refuse_parted(fault, simulation.network)
     Pace(simulation.speeds, order.workers, order.seed)
-    Program(order.script, order.args, order.seed)
+    Program(order.script, order.args, order.seed, order.module)
     return simulation
 
 

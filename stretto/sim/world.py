@@ -33,6 +33,8 @@ IDLE_EVENTS = 200_000
 """So many events in which no worker takes its turn are faults that come again and again, and nothing else."""
 BEFORE = 1e3
 """By so much those who work on a message go before those who compute: who was asleep is let in first."""
+READING_S = 1e-6
+"""Least seconds between two readings of a clock by one worker's script, which may divide by the difference."""
 TICK_EVENTS = 256
 """How many events happen before the one who waits for the simulation is shown that it goes on."""
 
@@ -51,7 +53,7 @@ class Worker:
         """How long, on the clock of the one who simulates, it was not its turn."""
         self.job: int | None = None
         """What it works on, where processors are shared."""
-        self._local = 0.0
+        self._local = self._read = 0.0
         self._wakes = False
         self._in_backward = False
         self._deferred: deque[Callable[[], None]] = deque()
@@ -74,6 +76,14 @@ class Worker:
         """This worker's time."""
         local, now = self._local, self._world.queue.now
         return local if local > now else now
+
+    def read_clock(self, at: float) -> float:
+        """Return the time that the worker's script reads at a moment: later than at any reading before.
+
+        The event queue is not changed: the time of the next step makes up for the readings.
+        """
+        self._read = max(at, self._read + READING_S)
+        return self._read
 
     def work(self, seconds: float) -> None:
         """Work for so long, on a processor of its own or on its share of those there are."""

@@ -5,22 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from torch.optim import Optimizer
-
 from stretto.how import deep_gradient_compression, difference_threshold
 from stretto.recipe import Recipe
+from stretto.train.optimizers import Optimizers
 from stretto.what import gradient_differences
 
 
-def advice(recipe: Recipe, optimizer: Optimizer) -> Iterator[str]:
+def advice(recipe: Recipe, optimizers: Optimizers) -> Iterator[str]:
     """Sentences for the user; none if all is well."""
     for codec in recipe.how.within():
         if isinstance(codec, difference_threshold) and isinstance(recipe.what, gradient_differences):
-            yield from _unstable(codec.xi, recipe.what.beta, _largest(optimizer, "lr"))
-        if isinstance(codec, deep_gradient_compression) and codec.momentum and _largest(optimizer, "momentum"):
+            yield from _unstable(codec.xi, recipe.what.beta, _largest(optimizers, "lr"))
+        if isinstance(codec, deep_gradient_compression) and codec.momentum and _largest(optimizers, "momentum"):
             yield (
                 f"{recipe} keeps the momentum in its codec, and the optimizer has one of "
-                f"{_largest(optimizer, 'momentum'):g} as well: give the optimizer momentum=0, or the codec"
+                f"{_largest(optimizers, 'momentum'):g} as well: give the optimizer momentum=0, or the codec"
             )
 
 
@@ -33,6 +32,6 @@ def _unstable(xi: float, beta: float, lr: float) -> Iterator[str]:
         )
 
 
-def _largest(optimizer: Optimizer, key: str) -> float:
-    found: list[Any] = [group[key] for group in optimizer.param_groups if key in group]
+def _largest(optimizers: Optimizers, key: str) -> float:
+    found: list[Any] = [group[key] for group in optimizers.param_groups if key in group]
     return max((float(one) for one in found), default=0.0)

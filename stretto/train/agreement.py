@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from stretto.train.arena import Arena
+from stretto.train.arena import Part
 from stretto.train.state import FlatTensors, MovingBuffers
 from stretto.train.talk import finish
 from stretto.train.tally import Account
@@ -24,27 +24,35 @@ from stretto.wire.enduring import attempted
 class Look:
     """The agreed model in place of a worker's own, until `resume`. Cost: one exact exchange of the parameters.
 
-    `read` puts the agreed parameters in place, and says whether what the worker had before is still its own; without it
-    they are the workers' mean. Buffers are averaged.
+    `sets` are the parts of each set of parameters with this worker's share in their mean. `read` puts the agreed
+    parameters in place, and says whether what the worker had before is still its own; without it they are the workers'
+    mean. Buffers are averaged with the share of the first set.
     """
 
     def __init__(
         self,
-        arena: Arena,
+        sets: Sequence[tuple[Sequence[Part], Callable[[], float]]],
         buffers: MovingBuffers,
         wire: Wire,
-        share: Callable[[], float],
         account: Account | None,
         read: Callable[[], bool] | None = None,
     ) -> None:
         buffers.agree()
-        parameters = [part.theta for part in arena.parts]
+        groups = [([part.theta for part in parts], share) for parts, share in sets]
+        parameters = [one for tensors, _ in groups for one in tensors]
         self._tensors: Sequence[Tensor] = [*parameters, *buffers.floating()]
         self._own, self._parts = [one.clone() for one in self._tensors], len(parameters)
         if read is not None and not read():
             self._own[: self._parts] = [one.clone() for one in parameters]
-        flat = FlatTensors(self._tensors if read is None else buffers.floating())
-        flat.take(attempted(wire, lambda: finish(flat.ask_mean(wire, share(), account))))
+        averaged = [(FlatTensors(tensors), share) for tensors, share in groups if read is None]
+        averaged.append((FlatTensors(buffers.floating()), groups[0][1]))
+
+        def means() -> list[list[Tensor]]:
+            asked = [flat.ask_mean(wire, share(), account) for flat, share in averaged]
+            return [finish(one) for one in asked]
+
+        for (flat, _), found in zip(averaged, attempted(wire, means), strict=True):
+            flat.take(found)
         self._shown = [one.clone() for one in self._tensors]
 
     @property

@@ -56,13 +56,16 @@ class Part:
 
 
 class Arena:
-    """All parts. The last parameters come first, as backward reaches them."""
+    """All parts. The last parameters come first, as backward reaches them.
 
-    def __init__(self, named: Sequence[tuple[str, Parameter]]) -> None:
+    With `spare` the last number of every part belongs to no parameter.
+    """
+
+    def __init__(self, named: Sequence[tuple[str, Parameter]], spare: bool = False) -> None:
         groups: dict[tuple[torch.dtype, torch.device], list[tuple[str, Parameter]]] = {}
         for name, parameter in reversed(named):
             groups.setdefault((parameter.dtype, parameter.device), []).append((name, parameter))
-        self.parts = [_part(group) for group in groups.values()]
+        self.parts = [_part(group, spare) for group in groups.values()]
         self.slots = [slot for part in self.parts for slot in part.slots]
 
     def holds(self, parameters: Sequence[Parameter]) -> bool:
@@ -71,7 +74,7 @@ class Arena:
         return mine == {id(one) for one in parameters} and all(part.in_place() for part in self.parts)
 
 
-def _part(group: Sequence[tuple[str, Parameter]]) -> Part:
+def _part(group: Sequence[tuple[str, Parameter]], spare: bool) -> Part:
     slots: list[Slot] = []
     homes: dict[tuple[int, torch.Size], Slot] = {}
     at = 0
@@ -81,7 +84,8 @@ def _part(group: Sequence[tuple[str, Parameter]]) -> Part:
         homes.setdefault((parameter.data_ptr(), parameter.size()), slot)
         slots.append(slot)
         at = _aligned(slot.stop, parameter.element_size())
-    return Part(slots, at)
+    last = slots[-1]
+    return Part(slots, _aligned(last.stop + 1, last.parameter.element_size()) if spare else at)
 
 
 def _aligned(index: int, item: int) -> int:

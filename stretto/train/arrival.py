@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD
 
 from stretto.errors import ModelError, NotFiniteError, WireError, explain
 from stretto.how import Codec
@@ -22,6 +22,7 @@ from stretto.recipe import Recipe
 from stretto.server.shard import is_finite
 from stretto.then import add, delay_compensated, pull
 from stretto.train.arena import Arena, Part
+from stretto.train.optimizers import Optimizers
 from stretto.train.stopwatch import Stopwatch
 from stretto.train.tally import Tally
 from stretto.what import gradients, parameters
@@ -72,7 +73,7 @@ class ArrivalExchange:
         wire: ServerWire,
         watch: Stopwatch,
         tally: Tally,
-        optimizer: Optimizer,
+        optimizers: Optimizers,
         on_settled: Callable[[list[Lease]], None],
         on_end: Callable[[float], None],
         skips: bool,
@@ -80,13 +81,13 @@ class ArrivalExchange:
     ) -> None:
         assert isinstance(recipe.when, on_arrival)
         self._recipe, self._when, self._how = recipe, recipe.when, recipe.how
-        self._wire, self._watch, self._optimizer = wire, watch, optimizer
+        self._wire, self._watch, self._optimizers = wire, watch, optimizers
         self._on_settled, self._on_end = on_settled, on_end
         self._tally, self._account = tally, tally.account(type(recipe.what).__name__)
         self._looks = tally.account("looks")
         self._skips = skips
         self._arena_number = arena_number
-        self._groups = _groups(optimizer)
+        self._groups = _groups(optimizers)
         self._elastic = isinstance(recipe.then, pull) and wire.expected > 1
         self.ranges = [_FlatRange(part, recipe.how, wire.shards, tally) for part in arena.parts]
         self._whole = [torch.empty_like(one.mark, device="cpu") for one in self.ranges] if self._elastic else []
@@ -103,7 +104,7 @@ class ArrivalExchange:
         self._seq, self._age = 0, wire.age
         self._fresh = True
         """Whether nothing was computed since the last exchange."""
-        _refuse_optimizer(recipe, optimizer)
+        _refuse_optimizer(recipe, optimizers)
         wire.on_cut, wire.on_recovered = self.meet, _stay  # what is given to the server is not read from it meanwhile
         self._open(kept)
         self._age = wire.age
@@ -186,7 +187,8 @@ class ArrivalExchange:
         if self._sent is not None:
             self._sent.ticket.drop()
         self._sent, self._seq, self._age, self._fresh = None, 0, self._wire.age, True
-        self._optimizer.zero_grad(set_to_none=False)  # a scaler looks for them
+        for one in self._optimizers:
+            one.zero_grad(set_to_none=False)  # a scaler looks for them
         self._read()
         self.start_from_read()
 
@@ -202,16 +204,38 @@ class ArrivalExchange:
             except AnewError:
                 self._wire.recover()
 
+    @torch.no_grad()
+    def read_alone(self) -> list[Tensor]:
+        """Put the server's newest version in place of the parameters, and return this worker's own.
+
+        No other worker takes part: an incomplete group of updates stays collected at the server.
+        """
+        self._hear()
+        while True:
+            own = [one.part.theta.clone() for one in self.ranges]
+            try:
+                self._read(flush=False)
+            except AnewError:
+                self._wire.recover()
+            else:
+                return own
+
+    @torch.no_grad()
+    def put_back(self, own: Sequence[Tensor]) -> None:
+        """Put this worker's own parameters in place again after `read_alone`."""
+        for one, theta in zip(self.ranges, own, strict=True):
+            one.part.theta.copy_(theta)
+
     def look(self) -> bool:
         """The same; False when the servers went back to a cut meanwhile: what this worker had before is void."""
         age = self._age
         self.read()
         return self._age == age
 
-    def _read(self) -> list[int]:
+    def _read(self, flush: bool = True) -> list[int]:
         """The same, once. Raises AnewError when a server was lost."""
         with self._watch.on("exchanging"):
-            news = self._wire.read(self._lengths, flush=True).wait(self._put)
+            news = self._wire.read(self._lengths, flush=flush).wait(self._put)
         if self._looks is not None:
             self._looks.received += self._nbytes
             self._looks.raw_received += self._nbytes
@@ -221,6 +245,10 @@ class ArrivalExchange:
         self._note(news)
         self.versions_read = news.versions
         return news.versions
+
+    def release(self) -> None:
+        """Let go of the wire, which stays: the section has ended, and servers that go back give nothing to this one."""
+        self._wire.on_cut, self._wire.on_recovered = (lambda _called: True), _stay
 
     @property
     def shards(self) -> int:
@@ -320,7 +348,7 @@ class ArrivalExchange:
                 _descent(one, self._groups)
             else:
                 torch.sub(one.part.theta, one.mark, out=one.change)
-        rates = {float(group["lr"]) for group in self._optimizer.param_groups if "lr" in group}
+        rates = {float(group["lr"]) for group in self._optimizers.param_groups if "lr" in group}
         return rates.pop() if len(rates) == 1 else 0.0
 
     def _hear(self) -> bool:
@@ -418,7 +446,7 @@ class ArrivalExchange:
             raise self._not_finite() or NotFiniteError("an update is infinite in the encoding of the recipe")
         for one in self.ranges:
             one.part.theta.copy_(one.mark)
-        for state in self._optimizer.state.values():
+        for _, state in self._optimizers.states():
             for value in state.values():
                 if isinstance(value, Tensor) and value.dim():
                     value.zero_()
@@ -437,8 +465,8 @@ def _stay() -> None:
     """Keep the parameters."""
 
 
-def _groups(optimizer: Optimizer) -> dict[int, dict[str, Any]]:
-    return {id(one): group for group in optimizer.param_groups for one in group["params"]}
+def _groups(optimizers: Optimizers) -> dict[int, dict[str, Any]]:
+    return {id(one): group for group in optimizers.param_groups for one in group["params"]}
 
 
 def _descent(one: _FlatRange, groups: dict[int, dict[str, Any]]) -> None:
@@ -451,29 +479,31 @@ def _descent(one: _FlatRange, groups: dict[int, dict[str, Any]]) -> None:
             slot.view(one.change).copy_(dense).mul_(-float(groups[id(slot.parameter)]["lr"]))
 
 
-def _refuse_optimizer(recipe: Recipe, optimizer: Optimizer) -> None:
+def _refuse_optimizer(recipe: Recipe, optimizers: Optimizers) -> None:
     """A gradient says nothing of momentum, nor of any optimizer but plain SGD; some weights need one learning rate."""
     keys = ("momentum", "weight_decay", "nesterov", "maximize")
-    plain = type(optimizer) is SGD and not any(group.get(key) for group in optimizer.param_groups for key in keys)
+    groups = optimizers.param_groups
+    plain = all(type(one) is SGD for one in optimizers) and not any(group.get(key) for group in groups for key in keys)
     if isinstance(recipe.what, gradients) and not plain:
         problem = f"{recipe} sends gradients to a server that steps with the learning rate alone"
+        names = ", ".join(dict.fromkeys(type(one).__name__ for one in optimizers))
         raise ModelError(
             explain(
                 problem,
-                got=f"{type(optimizer).__name__}{_settings(optimizer, keys)}",
+                got=f"{names}{_settings(groups[0], keys)}",
                 expected="torch.optim.SGD without momentum and weight decay",
                 to_type=f"what=updates(), which holds whatever the optimizer does: {_with_updates(recipe)}",
             )
         )
-    rates = {group.get("lr") for group in optimizer.param_groups}
+    rates = {group.get("lr") for group in groups}
     compensated = isinstance(recipe.then, add) and isinstance(recipe.then.weight, delay_compensated)
     if compensated and len(rates) != 1:
         problem, expected = f"{recipe.then} needs to know the learning rate", "one for all parameter groups"
         raise ModelError(explain(problem, got=f"{sorted(map(str, rates))}", expected=expected, to_type="async_sgd"))
 
 
-def _settings(optimizer: Optimizer, keys: Sequence[str]) -> str:
-    shown = [f"{key}={optimizer.param_groups[0][key]}" for key in keys if optimizer.param_groups[0].get(key)]
+def _settings(group: dict[str, Any], keys: Sequence[str]) -> str:
+    shown = [f"{key}={group[key]}" for key in keys if group.get(key)]
     return f"({', '.join(shown)})" if shown else ""
 
 

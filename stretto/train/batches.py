@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, islice, pairwise
 from typing import Any
 
@@ -30,10 +30,14 @@ ENDLESS = 50_000_000
 
 @dataclass(frozen=True)
 class Order:
-    """The batches of one pass, in order. `dropped` samples of the data set are in none of them."""
+    """The batches of one pass, in order. `dropped` samples of the data set are in none of them.
+
+    `peeks` numbers the iterations before it that were no pass, for a worker that comes later.
+    """
 
     batches: Sequence[Batch]
     dropped: int
+    peeks: Sequence[int] = ()
 
     @functools.cached_property
     def sizes(self) -> list[int]:
@@ -62,16 +66,78 @@ class _Packed(msgspec.Struct):
     sizes: bytes
     numbers: bytes
     others: list[Any] | None
+    peeks: list[int] = []
 
 
-def draw(loader: DataLoader[Any], wire: Wire, join: int) -> Order:
+def draw(
+    loader: DataLoader[Any],
+    wire: Wire,
+    join: int,
+    peeks: Sequence[int] = (),
+    arranged: Callable[[list[Batch]], list[Batch]] = lambda batches: batches,
+) -> Order:
     """Draw the order of the next pass at worker 0 and tell it to all. `join` batches of the script make one."""
     if wire.workers == 1 and not isinstance(wire, EnduringWire):
-        return _drawn(loader, join)
-    return unpack(wire.tell(lambda: pack(_drawn(loader, join))))
+        return replace(_drawn(loader, join, arranged), peeks=peeks)
+    return unpack(wire.tell(lambda: pack(replace(_drawn(loader, join, arranged), peeks=peeks))))
 
 
-def _drawn(loader: DataLoader[Any], join: int) -> Order:
+def in_parts(batches: Sequence[Batch], parts: int) -> list[Batch]:
+    """Return the even parts of each batch, without empty ones; the first parts are the larger ones.
+
+    >>> in_parts([[0, 1, 2], [3]], 2)
+    [[0, 1], [2], [3]]
+    """
+    cuts = ([portion(len(batch), part, parts) for part in range(parts)] for batch in batches)
+    return [
+        batch[start:stop] for batch, found in zip(batches, cuts, strict=True) for start, stop in found if start < stop
+    ]
+
+
+def portion(samples: int, part: int, parts: int) -> tuple[int, int]:
+    """Return the first position of one even part among several, and the position after its last."""
+    each, over = divmod(samples, parts)
+    start = each * part + min(part, over)
+    return start, start + each + (part < over)
+
+
+def cut_stream(batches: Iterable[Any], part: int, parts: int) -> Iterator[Any]:
+    """Give one part of each batch; None in place of a part without a sample."""
+    for batch in batches:
+        start, stop = portion(samples_in(batch), part, parts)
+        yield _rows_between(batch, start, stop) if start < stop else None
+
+
+def _rows_between(batch: Any, start: int, stop: int) -> Any:
+    """Take these samples of everything in a batch that has a row for each."""
+    if isinstance(batch, torch.Tensor | np.ndarray):
+        return batch[start:stop]
+    if isinstance(batch, dict):
+        return {key: _rows_between(one, start, stop) for key, one in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(_rows_between(one, start, stop) for one in batch))
+    if isinstance(batch, list | tuple) and _leading(batch) is None:
+        return batch[start:stop]
+    if isinstance(batch, list | tuple):
+        return type(batch)(_rows_between(one, start, stop) for one in batch)
+    return batch
+
+
+def interleaved(batches: Sequence[Batch], stretches: int) -> list[Batch]:
+    """Return the batches in an order in which every N-th one is of the same contiguous stretch of them.
+
+    Dealt in turn to as many workers each gets one stretch, in order; the first stretches are the longer ones.
+
+    >>> interleaved([[0], [1], [2], [3], [4]], 2)
+    [[0], [3], [1], [4], [2]]
+    """
+    each, over = divmod(len(batches), stretches)
+    starts = [each * one + min(one, over) for one in range(stretches)]
+    rounds = (starts if at < each else starts[:over] for at in range(each + (over > 0)))
+    return [batches[start + at] for at, those in enumerate(rounds) for start in those]
+
+
+def _drawn(loader: DataLoader[Any], join: int, arranged: Callable[[list[Batch]], list[Batch]]) -> Order:
     batches: list[Batch] = [_as_list(batch) for batch in islice(_sampler(loader), ENDLESS + 1)]
     if len(batches) > ENDLESS:
         problem = "the sampler gives no end of batches, so a pass over it can't be shared out"
@@ -83,6 +149,7 @@ def _drawn(loader: DataLoader[Any], join: int) -> Order:
                 to_type="a sampler with num_samples",
             )
         )
+    batches = arranged(batches)
     if join > 1:
         batches = [list(chain(*batches[at : at + join])) for at in range(0, len(batches), join)]
     drops = getattr(loader, "drop_last", False) or getattr(loader.batch_sampler, "drop_last", False)
@@ -96,7 +163,10 @@ def _sampler(loader: DataLoader[Any]) -> Iterable[Any]:
 
 
 def _as_list(batch: Any) -> Batch:
-    return list(batch) if isinstance(batch, list | tuple) else [batch]
+    indices = list(batch) if isinstance(batch, list | tuple) else [batch]
+    if indices and isinstance(indices[0], np.integer | torch.Tensor):  # a sampler over an array of indices
+        return [one.item() if isinstance(one, np.integer | torch.Tensor) else one for one in indices]
+    return indices
 
 
 def pack(order: Order) -> bytes:
@@ -105,9 +175,9 @@ def pack(order: Order) -> bytes:
     sizes = np.array(order.sizes, dtype=np.int64).tobytes()
     if all(type(index) is int for index in flat):
         numbers = np.array(flat, dtype=np.int64)
-        return msgspec.msgpack.encode(_Packed(order.dropped, sizes, _narrow(numbers), None))
+        return msgspec.msgpack.encode(_Packed(order.dropped, sizes, _narrow(numbers), None, list(order.peeks)))
     try:
-        return msgspec.msgpack.encode(_Packed(order.dropped, sizes, b"", flat))
+        return msgspec.msgpack.encode(_Packed(order.dropped, sizes, b"", flat, list(order.peeks)))
     except TypeError as error:
         problem = "the sampler gives indices that can't be told to other workers"
         got = f"{type(flat[0]).__name__} ({error})"
@@ -155,7 +225,7 @@ def unpack(told: bytes) -> Order:
     sizes = np.frombuffer(packed.sizes, dtype=np.int64).tolist()
     others = packed.others
     flat = _wide(packed.numbers, sum(sizes)) if others is None else [_frozen(index) for index in others]
-    return Order([flat[start:stop] for start, stop in pairwise(bounds_of(sizes))], packed.dropped)
+    return Order([flat[start:stop] for start, stop in pairwise(bounds_of(sizes))], packed.dropped, packed.peeks)
 
 
 def _wide(numbers: bytes, count: int) -> list[int]:
@@ -280,15 +350,8 @@ class _Unbatched:
         return self.convert(items[0])
 
 
-def sharded_stream(loader: Iterable[Any], worker: int, workers: int, join: int) -> Iterator[Any]:
-    """This worker's part of a loader without an order: every N-th batch, or every N-th set of `join` batches joined.
-
-    Every worker reads the whole stream, and must see it in the same order.
-    """
-    return islice(_joined(iter(loader), join), worker, None, workers)
-
-
-def _joined(batches: Iterator[Any], join: int) -> Iterator[Any]:
+def joined(batches: Iterator[Any], join: int) -> Iterator[Any]:
+    """Return the batches of a loader without an order, or sets of `join` of them as one."""
     if join == 1:
         yield from batches
         return

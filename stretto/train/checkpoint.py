@@ -160,6 +160,16 @@ class Checkpoints:
                 away = path.rename(self._temporary())  # at once, so that nobody ever finds half of it
                 shutil.rmtree(away, ignore_errors=True)
 
+    def older(self) -> Iterator[Path]:
+        """Remove those older than the newest whole one, the oldest first, and yield the former path of each."""
+        found = self._found()
+        newest = next((index for index, path in enumerate(found) if self._is_whole(path)), len(found))
+        for path in reversed(found[newest + 1 :]):
+            self._whole.discard(path)
+            with contextlib.suppress(OSError):
+                shutil.rmtree(path.rename(self._temporary()))
+                yield path
+
     def _found(self) -> list[Path]:
         """All that look like checkpoints, the newest first."""
         try:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from stretto.errors import EvaluateError, explain
+from stretto.train.model import given
 
 Metrics = dict[str, float]
 Evaluate = Callable[[Any], Mapping[str, float]]
@@ -49,7 +50,7 @@ def run(evaluate: Evaluate, model: nn.Module) -> tuple[Metrics, NDArray[np.int32
     hook = model.register_forward_hook(predictions.note)
     try:
         with _untouched(model):
-            found = evaluate(model)
+            found = evaluate(given(model))
     except Exception as error:
         problem = f"evaluate raised {type(error).__name__}: {error}"
         raise EvaluateError(

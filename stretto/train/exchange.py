@@ -18,6 +18,8 @@ class Weights:
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
         self._own = self._total = 0
+        self._hands: list[tuple[int, int]] = []
+        """Samples of this worker and of all workers, by global step."""
         self._parts: list[Parts] = []
         self._lost: dict[int, int] = {}
         """By worker that was lost: how many of the parts have been taken off."""
@@ -27,11 +29,13 @@ class Weights:
         """A hand was dealt. What an exchange has carried before does not weigh again."""
         if self._spent:
             self._own = self._total = 0
+            self._hands.clear()
             self._parts.clear()
             self._lost.clear()
             self._spent = False
         self._own += own
         self._total += total
+        self._hands.append((own, total))
         if parts is not None:
             self._parts.append(parts)
 
@@ -40,6 +44,17 @@ class Weights:
         for worker in gone:
             self._total -= sum(part(worker) for part in self._parts[self._lost.get(worker, 0) :])
             self._lost[worker] = len(self._parts)
+
+    def forget(self, hands: int) -> None:
+        """Remove the samples of the last global steps, which made no gradient, from the next exchange's weights."""
+        for _ in range(0 if self._spent else min(hands, len(self._hands))):
+            own, total = self._hands.pop()
+            self._own -= own
+            self._total -= total
+            if len(self._parts) > len(self._hands):
+                part = self._parts.pop()
+                self._total += sum(part(worker) for worker, lost in self._lost.items() if lost > len(self._parts))
+                self._lost = {worker: min(lost, len(self._parts)) for worker, lost in self._lost.items()}
 
     @property
     def is_carried(self) -> bool:

@@ -79,7 +79,7 @@ class FreeShare(BatchSampler):
 
         Raises AnewError when a server was lost.
         """
-        bounds, counted = self.order().bounds, self.wire.count(self._number)
+        bounds, counted = self.order().bounds, self.wire.count(self._number)[0]
         settled = (batch for batch, start in enumerate(bounds[:-1]) if start < len(counted) and counted[start])
         return Deal.of_settled(bounds, settled, self.wire.expected)
 
@@ -107,9 +107,10 @@ class FreeShare(BatchSampler):
             self.wire.recover()
             return False
 
-    def counted(self) -> NDArray[np.uint8]:
-        """How often each sample was settled, as the coordinator knows."""
-        return self.wire.counted(self._number).numpy()
+    def counted(self) -> tuple[NDArray[np.uint8], dict[int, int]]:
+        """Return the counts of the coordinator: of each sample, and of the samples that each worker has trained."""
+        counted, trained = self.wire.counted(self._number)
+        return counted.numpy(), trained
 
     def __iter__(self) -> Iterator[Batch]:
         order = self.order()
@@ -191,8 +192,15 @@ class FreeHands:
         """Count them at the coordinator."""
         self._share.settle(leases)
 
+    def uncount(self) -> None:
+        """Count nothing: the leases of this worker are not settled."""
+
     def counted(self) -> NDArray[np.uint8] | None:
         """How often each sample was settled: the coordinator knows of all."""
+        return self.audited()[0]
+
+    def audited(self) -> tuple[NDArray[np.uint8], dict[int, int]]:
+        """Return the counts of each sample, and of the samples that each worker's incarnations have trained."""
         return self._share.counted()
 
     def next(self) -> Hand | None:

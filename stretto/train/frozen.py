@@ -27,8 +27,12 @@ class FrozenVariance:
         self._optimizer, self._is_warm = optimizer, is_warm
         self._held: list[tuple[dict[str, Any], Parameter, Tensor]] = []
         self._scales: dict[Parameter, Tensor] = {}
-        optimizer.register_step_pre_hook(self._before)
-        optimizer.register_step_post_hook(self._after)
+        self._hooks = [optimizer.register_step_pre_hook(self._before), optimizer.register_step_post_hook(self._after)]
+
+    def release(self) -> None:
+        """Take the hooks off the optimizer."""
+        for hook in self._hooks:
+            hook.remove()
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Hold the momenta back from Adam."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -83,8 +83,10 @@ class Board:
         self.buckets = cut(arena, counts_ride)
         self.places = [place for bucket in self.buckets for place in bucket.places]
         self.place_of = {id(place.slot.parameter): place for place in self.places}
-        self.counts = self.buckets[-1].tail if counts_ride else torch.zeros(len(arena.slots) + 1)
-        """For each parameter, how many workers have a gradient for it; with the last bucket, if the codec lets it."""
+        self.counts = self.buckets[-1].tail if counts_ride else torch.zeros(len(arena.slots) + 2)
+        """For each parameter, how many workers have a gradient for it, and how many workers train other parameters than
+        these; where the codec does not let them ride with the last bucket, how many have a gradient that is not finite.
+        """
 
 
 class GradientExchange:
@@ -106,7 +108,10 @@ class GradientExchange:
         pace: Pace,
         on_begin: Callable[[], None],
         on_end: Callable[[float], None],
+        has_changed: Callable[[], bool],
+        on_changed: Callable[[bool], None],
     ) -> None:
+        self._has_changed, self._on_changed = has_changed, on_changed
         self._what, self._codec = (recipe.what, recipe.how) if has_others(wire) else (gradients(), exact())
         self._wire, self._watch, self._tally, self._share = wire, watch, tally, share
         self._around, self._pace = around, pace
@@ -125,9 +130,9 @@ class GradientExchange:
         """This worker's own gradients in this pass, by their place, as long as they may be needed again."""
         self._absent: list[Place] = []
         self._idle = False
-        parameters: list[Any] = [slot.parameter for slot in arena.slots]
-        ready = _weakly(self._ready)
-        self._hooks = [one.register_post_accumulate_grad_hook(ready) for one in parameters]
+        self._hooks: list[Any] = []
+        self._hooked: set[int] = set()
+        self.follow([slot.parameter for slot in arena.slots])
         self._length = sum(bucket.stop - bucket.start for bucket in self.buckets)
         self._running = False
         self._pass = 0
@@ -157,11 +162,31 @@ class GradientExchange:
         for hook in self._hooks:
             hook.remove()
 
+    def follow(self, parameters: Sequence[Parameter]) -> None:
+        """Begin an exchange when backward reaches one of these; what is not trained can't be followed yet."""
+        ready = _weakly(self._ready)
+        found: list[Any] = [one for one in parameters if one.requires_grad and id(one) not in self._hooked]
+        self._hooks += [one.register_post_accumulate_grad_hook(ready) for one in found]
+        self._hooked.update(map(id, found))
+
+    def refuse_past(self, parameters: Iterable[Parameter]) -> None:
+        """Raise ModelError if a gradient is about to be stepped with that came to be past the backward pass."""
+        for one in parameters:
+            place = self._boards[0].place_of.get(id(one))
+            if one.grad is not None and place is not None and one.grad is not place.view:
+                raise ModelError(_past(place))
+
     def take_part(self) -> None:
         """Join an exchange without a gradient of one's own: with zeros that weigh nothing."""
+        self._on_begin()
         self._begin(idle=True)
         self._write_all()
         self._complete()
+
+    def exchange(self, idle: bool) -> None:
+        """Exchange the gradients that there are, where all workers do so behind another exchange."""
+        self._begin(idle)
+        self._after_backward()
 
     def _ready(self, parameter: Parameter) -> None:
         """A parameter's gradient of this backward pass is there."""
@@ -169,9 +194,13 @@ class GradientExchange:
             return
         before = self._watch.switch("encoding")
         if not self._running:
+            self._on_begin()
             self._begin()
             self._around.after_backward(self._after_backward)
-        place = self._boards[0].place_of[id(parameter)]
+        place = self._boards[0].place_of.get(id(parameter))
+        if place is None:
+            self._watch.switch(before)
+            return
         if place.passed == self._pass:
             raise ModelError(_twice(place))
         self._write(place)
@@ -181,7 +210,6 @@ class GradientExchange:
         self._watch.switch(before)
 
     def _begin(self, idle: bool = False) -> None:
-        self._on_begin()
         self._running, self._idle = True, idle
         self._absent = []
         if self._endures:
@@ -256,6 +284,7 @@ class GradientExchange:
         """Say which parameters have a gradient here; an idle worker has none."""
         counts, places = self._boards[0].counts, self._boards[0].places
         counts.fill_(0.0 if self._idle else 1.0)
+        counts[len(places)] = float(self._has_changed())
         if self._absent and not self._idle:
             without = set(map(id, self._absent))
             counted = counts[: len(places)]
@@ -300,10 +329,13 @@ class GradientExchange:
             anyone = dict(zip(map(id, places), counts[: len(places)].tolist(), strict=True))
             for place in alone_with:
                 place.slot.parameter.grad = place.view if anyone[id(place)] > 0 else None
+        has_changed = bool(counts[len(places)] > 0)
         self._running = False
         self._kept.clear()
         self.remembered.end()
         self._on_end(self._watch.spent["exchanging"] - self._began)
+        if has_changed:
+            self._on_changed(self._idle)
 
     def _again(self) -> list[Tensor]:
         """The exchange from its beginning, with the weights of those who are left."""
@@ -321,7 +353,7 @@ def cut(arena: Arena, counts_ride: bool) -> list[Bucket]:
     last = arena.parts[-1]
     buckets: list[Bucket] = []
     for part in arena.parts:
-        tail = len(arena.slots) if part is last and counts_ride else 0
+        tail = len(arena.slots) + 1 if part is last and counts_ride else 0
         flat = part.theta.new_zeros(part.theta.numel() + tail)
         first = FIRST_BUCKET_BYTES if not buckets else BUCKET_BYTES
         runs = _runs(part, first) if counts_ride else [list(part.slots)]
@@ -357,6 +389,15 @@ def _sparse(place: Place) -> str:
         got="a sparse gradient",
         expected="dense gradients",
         to_type="nn.Embedding(..., sparse=False), or a recipe that exchanges parameters, as local_sgd()",
+    )
+
+
+def _past(place: Place) -> str:
+    return explain(
+        f"the optimizer is about to step with a gradient of {place.slot.name} that was not exchanged",
+        got="a gradient that was made without loss.backward(), or a step inside stretto.no_sync()",
+        expected="gradients of a backward pass outside stretto.no_sync() before each step",
+        to_type="loss.backward() in place of torch.autograd.grad, or a recipe that exchanges parameters: local_sgd()",
     )
 
 

@@ -35,6 +35,8 @@ class Hand:
     """The first worker with a batch: it tells the idle ones what happens."""
     parts: Parts | None = None
     """Tells the samples of a worker by its number, where workers may go."""
+    streamed: int = 0
+    """Number of the stream's batches in this global step, of all workers; 0 where samples are leased."""
 
     @property
     def idle(self) -> bool:

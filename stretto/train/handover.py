@@ -11,12 +11,12 @@ import msgspec
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from stretto.errors import ModelError, explain
 from stretto.train.checkpoint import State
 from stretto.train.model import plain_name, state_of
+from stretto.train.optimizers import Optimizers
 from stretto.wire.packed import Packed, packed, unpacked
 
 Own = tuple[dict[str, Any], dict[str, Tensor]]
@@ -117,47 +117,52 @@ def take_model(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         one.copy_(found)
 
 
-def optimizer_tensors(optimizer: Optimizer) -> dict[str, Tensor]:
-    """The optimizer's state by parameter and name; counters that are plain numbers as tensors too.
+def optimizer_tensors(optimizers: Optimizers) -> dict[str, Tensor]:
+    """The optimizers' state by parameter and name; counters that are plain numbers as tensors too.
 
     Nothing of a parameter with a state that is `unkept`: half of it would be wrong.
     """
     return {
         f"optimizer/{index}/{name}": value if isinstance(value, Tensor) else torch.tensor(value)
-        for index, parameter in enumerate(_parameters(optimizer))
-        if not _unkept(optimizer, parameter)
-        for name, value in sorted(optimizer.state.get(parameter, {}).items())
+        for index, (_, state) in enumerate(optimizers.states())
+        if not _unkept(state)
+        for name, value in sorted(state.items())
         if value is not None
     }
 
 
-def unkept(optimizer: Optimizer) -> list[str]:
-    """The names of what an optimizer keeps that is neither a tensor nor a number, such as the lists of L-BFGS."""
-    return sorted({name for one in _parameters(optimizer) for name in _unkept(optimizer, one)})
+def unkept(optimizers: Optimizers) -> list[str]:
+    """The names of what optimizers keep that is neither a tensor nor a number, such as the lists of L-BFGS."""
+    return sorted({name for _, state in optimizers.states() for name in _unkept(state)})
 
 
-def _unkept(optimizer: Optimizer, parameter: nn.Parameter) -> list[str]:
-    state = optimizer.state.get(parameter, {})
+def _unkept(state: Mapping[str, Any]) -> list[str]:
     return [name for name, value in state.items() if value is not None and not isinstance(value, Tensor | int | float)]
 
 
-def take_optimizer(optimizer: Optimizer, tensors: Mapping[str, Tensor]) -> None:
-    """Put them in place of what there is."""
-    parameters = _parameters(optimizer)
-    optimizer.state.clear()
-    vars(optimizer)["_opt_called"] = True  # it has stepped, though not here: schedulers of passes that are over ask
+def take_optimizers(optimizers: Optimizers, tensors: Mapping[str, Tensor]) -> None:
+    """Put them in place of what there is. Raises ModelError when they are of parameters that no optimizer holds."""
+    parameters = optimizers.parameters
+    states: list[tuple[nn.Parameter, dict[str, Any]]] = [(one, {}) for one in parameters]
     for path, value in tensors.items():
         kind, _, rest = path.partition("/")
         if kind != "optimizer":
             continue
         index, _, name = rest.partition("/")
-        parameter = parameters[int(index)]
-        device = parameter.device if value.dim() else "cpu"
-        optimizer.state[parameter][name] = value.to(device).clone()
-
-
-def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
-    return [one for group in optimizer.param_groups for one in group["params"]]
+        if int(index) >= len(parameters):
+            raise ModelError(
+                explain(
+                    "the state that is taken over is of other optimizers",
+                    got=f"the state of parameter {index}",
+                    expected=f"the state of {len(parameters)} parameters",
+                    to_type="all parameter groups in the optimizer before stretto.distribute; freeze those that wait",
+                )
+            )
+        parameter, state = states[int(index)]
+        state[name] = value.to(parameter.device if value.dim() else "cpu").clone()
+    optimizers.replace_states(states)
+    for one in optimizers:
+        vars(one)["_opt_called"] = True  # it has stepped, though not here: schedulers of passes that are over ask
 
 
 # --- random states --------------------------------------------------------------------------------------------------

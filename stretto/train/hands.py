@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -17,9 +18,21 @@ from torch.utils.data.distributed import DistributedSampler
 
 from stretto.errors import LoaderError, explain
 from stretto.members.deal import Deal, Range
-from stretto.train.batches import Order, Share, draw, rebuilt, samples_in, sharded_stream
+from stretto.train.batches import (
+    Batch,
+    Order,
+    Share,
+    cut_stream,
+    draw,
+    in_parts,
+    interleaved,
+    joined,
+    rebuilt,
+    samples_in,
+)
 from stretto.train.free import FreeHands, FreeShare
 from stretto.train.hand import Hand, refuse_too_few
+from stretto.train.streams import common_stream, sharded_by
 from stretto.train.surroundings import Surroundings
 from stretto.when import When, on_arrival
 from stretto.wire import Wire
@@ -28,6 +41,10 @@ from stretto.wire.server import ServerWire
 
 Rule = Literal["local", "joined"]
 """What stays under a changed membership: each worker's batch, or the joined one."""
+
+
+Assignment = Literal["round-robin", "contiguous", "own"]
+"""Which batches of an epoch are a worker's: one in N, one stretch of them, or all of a shard of its own."""
 
 
 class Hands(Protocol):
@@ -47,6 +64,10 @@ class Hands(Protocol):
 
     def settle(self, leases: Sequence[Any]) -> None:
         """The work on these is in the agreed state."""
+        ...
+
+    def uncount(self) -> None:
+        """No step was made with any sample of this pass: none of them counts."""
         ...
 
     def counted(self) -> NDArray[np.uint8] | None:
@@ -100,6 +121,11 @@ class LeasedHands:
         """The samples that all have got in this pass, less what was given back."""
         return self.deal.handed
 
+    @property
+    def has_more(self) -> bool:
+        """Whether there are samples that no worker has got yet."""
+        return self.deal.handed < self.deal.samples
+
     def at_rest(self) -> Deal:
         """The deal so far, at a rest: those who are there have nothing left, though the last hand's may be gone."""
         self.deal.commit()
@@ -117,6 +143,10 @@ class LeasedHands:
         for lease in leases:
             self._settled += lease
         self.deal.commit()
+
+    def uncount(self) -> None:
+        """Count none of them here. The pass is over for all."""
+        self._settled.clear()
 
     def counted(self) -> NDArray[np.uint8] | None:
         """How often each sample was settled here."""
@@ -210,8 +240,10 @@ class StreamedHands:
 
     dropped = samples = 0
 
-    def __init__(self, stream: Iterator[Any], wire: Wire, free: bool) -> None:
+    def __init__(self, stream: Iterator[Any], wire: Wire, free: bool, splits: bool = False) -> None:
         self._stream, self._wire, self._free = stream, wire, free
+        self._batches = 1 if splits else wire.workers
+        """Number of the stream's batches in a global step, at most."""
         self._handed = 0
 
     def meetings(self) -> int:
@@ -224,6 +256,9 @@ class StreamedHands:
     def settle(self, leases: Sequence[Any]) -> None:
         """Nothing is leased."""
 
+    def uncount(self) -> None:
+        """Do nothing: samples of a stream are not counted."""
+
     def counted(self) -> NDArray[np.uint8] | None:
         """Nobody knows."""
         return None
@@ -234,11 +269,12 @@ class StreamedHands:
         own = samples_in(batch) if batch is not None else 0
         if self._free:
             self._handed += own
-            return Hand(batch, None, own, self._handed) if own else None
+            return Hand(batch, None, own, self._handed, streamed=self._batches) if own else None
         told = [struct.unpack("<q", one)[0] for one in self._wire.gather(struct.pack("<q", own))]
         total, teller = sum(told), next((worker for worker, samples in enumerate(told) if samples), 0)
         self._handed += total
-        return Hand(batch, None, own, self._handed, total, 0 in told, teller) if total else None
+        streamed = min(len(told) - told.count(0), self._batches)
+        return Hand(batch, None, own, self._handed, total, 0 in told, teller, streamed=streamed) if total else None
 
 
 class Dealer:
@@ -254,21 +290,43 @@ class Dealer:
         around: Surroundings | None = None,
         rule: Rule = "local",
         base: int | None = None,
+        assignment: Assignment | None = None,
+        split: bool = False,
     ) -> None:
         self._loader, self._wire, self._join, self._rule = loader, wire, join, rule
+        self.splits = split
+        """True if all workers share each batch of the script: each has an even part of it."""
+        self.assignment, self._is_checked = assignment, assignment is None
+        """The script's; a stream that it says nothing of is compared among the workers."""
         self._base = base or wire.workers
         self.members: Callable[[], Sequence[int]] = lambda: members_of(wire)
         """Whom a pass that begins is dealt to."""
+        self.peeks: Callable[[], Sequence[int]] = lambda: ()
+        """The iterations of the script that were no pass."""
         self._free = isinstance(when, on_arrival)
+        if split and assignment in ("contiguous", "own"):
+            _refuse_assignment(f'deal="{assignment}" with --batch split', "one of the two")
+        if split:
+            self._rule, self._base = "joined", 1
+        self.library: str | None = None
+        """The library that gives each worker a shard of a stream, where one is known to."""
         self._share: Share | FreeShare | None = None
         if is_leasable(loader):
             _refuse_sharded(loader)
             self._share = self._make_share(when, meet)
+            if assignment == "own":
+                _refuse_assignment("an index-based loader", 'an iterable dataset, or deal="round-robin"')
             self._rebuilt = rebuilt(loader, self._share, (around or Surroundings()).loads(loader))
+
+        elif assignment == "contiguous":
+            _refuse_assignment("a stream, whose length is unknown", "a loader of a data set with a length")
+        elif assignment is None and wire.workers > 1:
+            self.library = sharded_by(loader)
+            self.assignment = "own" if self.library is not None else None
 
     def _make_share(self, when: When | None, meet: int | None) -> Share | FreeShare:
         def order() -> Order:
-            return draw(self._loader, self._wire, self._join)
+            return draw(self._loader, self._wire, self._join, self.peeks(), self._arranged)
 
         def deals(drawn: Order) -> Deal:
             return Deal((), self.members(), self._rule, self._base, drawn.bounds)
@@ -277,7 +335,14 @@ class Dealer:
             return Share(order, deals, number_of(self._wire))
         if not isinstance(self._wire, ServerWire):
             raise TypeError("batches are handed to whoever is free by a server")
-        return FreeShare(order, self._wire, meet, dealt=when.bound == 0)
+        return FreeShare(order, self._wire, meet, when.bound == 0 or self.assignment == "contiguous")
+
+    def _arranged(self, batches: list[Batch]) -> list[Batch]:
+        """Return the order in which the script's batches are assigned: stretches interleaved, or parts for leases."""
+        workers = len(self.members())
+        if self.assignment == "contiguous":
+            return interleaved(batches, workers * self._join)
+        return in_parts(batches, workers) if self.splits and self._free else batches
 
     @property
     def leases(self) -> bool:
@@ -290,12 +355,35 @@ class Dealer:
             return FreeHands(self._rebuilt, self._share, number, found)
         if self._share is not None:
             return LeasedHands(self._rebuilt, self._share, self._wire, found)
-        stream = sharded_stream(self._loader, self._wire.worker, self._wire.workers, self._join)
-        return StreamedHands(stream, self._wire, self._free)
+        whole = joined(iter(self._loader), self._join) if self._join > 1 else self._loader
+        if self.assignment == "own":
+            return StreamedHands(iter(whole), self._wire, self._free)
+        stream = common_stream(whole, self._wire, number, self._is_checked)
+        part, parts = self._wire.worker, self._wire.workers
+        if parts == 1:
+            return StreamedHands(stream, self._wire, self._free)
+        if self.splits:
+            cut = cut_stream(stream, part, parts)
+            own = (one for one in cut if one is not None) if self._free else cut
+        else:
+            own = islice(stream, part, None, parts)
+        return StreamedHands(own, self._wire, self._free, self.splits)
+
+    @property
+    def batches_a_step(self) -> int:
+        """The number of the script's batches in a global step of all workers."""
+        return self._join * (1 if self.splits else self._wire.workers)
 
     def length(self) -> int:
         """The hands of a pass."""
+        if self.assignment == "own" or self.splits:
+            return len(self._loader)
         return -(-len(self._loader) // (self._wire.workers * self._join))
+
+
+def _refuse_assignment(got: str, expected: str) -> None:
+    problem = "deal= does not fit"
+    raise LoaderError(explain(problem, got=got, expected=expected, to_type="stretto.distribute(...) without deal="))
 
 
 def is_leasable(loader: Any) -> bool:

@@ -18,6 +18,7 @@ from torch import Tensor
 from stretto.errors import LogError, NotFiniteError
 from stretto.events import read_events
 from stretto.folder import make_folder, write_run
+from stretto.notices import say
 from stretto.train.surroundings import Surroundings
 from stretto.wire import Wire
 
@@ -51,8 +52,13 @@ class Journal:
     def notice(self, text: str) -> None:
         """Say something to the user, once: the first worker on its terminal and in the log."""
         if self._wire.worker == 0:
-            print(f"stretto: {text}", file=sys.stderr, flush=True)
+            self.say(text)
             self.write("notice", text=text)
+
+    def say(self, text: str) -> None:
+        """Print a line on the first worker's terminal; the log of events does not hold it."""
+        if self._wire.worker == 0:
+            say(text)
 
     def record(self, step: int, samples: int, values: dict[str, Any]) -> None:
         """Take down the script's own numbers. A number on an accelerator is read at the next flush, not waited for."""

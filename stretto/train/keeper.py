@@ -96,9 +96,9 @@ class Keeper:
         kept = State(handover.as_text(state.facts), self._snapshots.copied(state.tensors), state.own)
         if self._writer is None:
             self._writer = BackgroundWriter(self._checkpoints, self._notices.put)
-            if left_out := handover.unkept(trainer.optimizer):
+            if left_out := handover.unkept(trainer.optimizers):
                 names = ", ".join(left_out)
-                trainer.journal.notice(f"checkpoints can't hold {names} of the optimizer, which begins anew after one")
+                trainer.journal.notice(f"checkpoints can't hold {names} of the optimizer, which starts again after one")
         self._number, before = trainer.rounds_done, self._number
         if trainer.replica.arrival is not None:
             self._number = max(trainer.rounds_done, before + 1, self._checkpoints.highest() + 1)
@@ -130,13 +130,16 @@ class Keeper:
         deal = hands.at_rest() if hands is not None else None
         replica, tensors = trainer.replica.state()
         facts: dict[str, Any] = {
+            "section": trainer.section.facts(),
             "recipe": str(trainer.replica.recipe),
             "workers": list(members_of(trainer.wire)),
             "passes": trainer.passes,
+            "peeks": trainer.peeks,
             "closing": trainer.closing is not None,
             "order": pack(hands.order) if hands is not None else None,
             "deal": deal.state() if deal is not None else None,
             "steps": trainer.steps,
+            "steps_of": trainer.steps_of,
             "turns": trainer.turns,
             "hands": trainer.hands_done,
             "rounds": trainer.rounds_done,
@@ -152,12 +155,12 @@ class Keeper:
             "zero": trainer.journal.zero,
             "boot": boot_id(),
         }
-        tensors |= handover.model_tensors(trainer.model) | handover.optimizer_tensors(trainer.optimizer)
+        tensors |= handover.model_tensors(trainer.model) | handover.optimizer_tensors(trainer.optimizers)
         return State(facts, tensors, own)
 
     def _own(self) -> handover.Own:
         facts, tensors = handover.random_states(self._trainer.loader)
         memories, kept = self._trainer.replica.own_state()
         if self._trainer.replica.keeps_own_optimizer:
-            tensors |= handover.optimizer_tensors(self._trainer.optimizer)
+            tensors |= handover.optimizer_tensors(self._trainer.optimizers)
         return facts | {"memories": memories}, tensors | kept

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -12,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from stretto.errors import ModelError, RecipeError, explain
 from stretto.train.state import crc, follow
@@ -22,12 +25,50 @@ Named = list[tuple[str, Parameter]]
 
 def plain_name(name: str) -> str:
     """A parameter's name as the script's model has it, without what torch.compile puts before it."""
-    return name.removeprefix("_orig_mod.")
+    return name.removeprefix("_orig_mod.").replace("._orig_mod.", ".")
 
 
-def trainable(model: nn.Module, optimizer: Optimizer) -> Named:
-    """The parameters that the optimizer trains, by name, each once. Raises ModelError when the two do not fit."""
-    held = {id(one) for group in optimizer.param_groups for one in group["params"]}
+class Several(nn.ModuleList):
+    """Several models as one. `given` is what the script gave, which its `evaluate` is called with."""
+
+    def __init__(self, models: Sequence[nn.Module]) -> None:
+        super().__init__(models)
+        self.given = models
+
+
+def given(model: nn.Module) -> Any:
+    """Return the model, or the list of models, as the script has it."""
+    return model.given if isinstance(model, Several) else model
+
+
+def watch_forward(model: nn.Module, act: Callable[[], None]) -> list[RemovableHandle]:
+    """Have something done before each forward pass; a model that is compiled in place is left as it is.
+
+    Returns the hooks, for whoever takes them off.
+    """
+    found = weakref.WeakMethod(act)  # a module lives longer than what looks at it
+
+    def call(_module: nn.Module, _args: Any) -> None:
+        if (there := found()) is not None:
+            there()
+
+    vars(call)["only_looks"] = True  # for those who compute a forward pass otherwise than by calling the module
+    models = model if isinstance(model, Several) else [model]
+    plain = [one for one in models if getattr(one, "_compiled_call_impl", None) is None]
+    return [one.register_forward_pre_hook(call) for one in plain]
+
+
+def trained(parameter: Parameter) -> bool:
+    """True if a step of its optimizer may change this parameter: it requires a gradient, or still has one."""
+    return parameter.requires_grad or parameter.grad is not None
+
+
+def trainable(model: nn.Module, optimizers: Iterable[Optimizer]) -> Named:
+    """Return the parameters that these optimizers train, by name, each once.
+
+    Raises ModelError when the optimizers hold parameters that the model does not have, or complex ones.
+    """
+    held = {id(one) for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]}
     named = [(plain_name(name), one) for name, one in model.named_parameters()]
     foreign = len(held - {id(one) for _, one in named})
     if foreign:
@@ -36,10 +77,11 @@ def trainable(model: nn.Module, optimizer: Optimizer) -> Named:
                 "the optimizer holds parameters that are not the model's",
                 got=f"{foreign} of {len(held)} parameters of the optimizer are not in the model",
                 expected="an optimizer over the model's parameters alone",
-                to_type="torch.optim.SGD(model.parameters(), ...); for more modules, distribute nn.ModuleList([...])",
+                to_type="torch.optim.SGD(model.parameters(), ...); for more modules, "
+                "stretto.distribute([encoder, head], optimizer, loader)",
             )
         )
-    found = [(name, one) for name, one in named if id(one) in held and one.requires_grad]
+    found = [(name, one) for name, one in named if id(one) in held and trained(one)]
     for name, one in found:
         if one.is_complex():
             problem = f"parameter {name} is complex, which can't be exchanged"
@@ -47,6 +89,20 @@ def trainable(model: nn.Module, optimizer: Optimizer) -> Named:
                 explain(problem, got=str(one.dtype), expected="real numbers", to_type="torch.view_as_real")
             )
     return found
+
+
+def refuse_all_frozen(model: nn.Module) -> None:
+    """Raise ModelError if no parameter of the model is trained, so that there is nothing to exchange."""
+    parameters = list(model.parameters())
+    if not any(one.requires_grad or one.grad is not None for one in parameters):
+        raise ModelError(
+            explain(
+                "no parameter of the model is trained: all are frozen",
+                got=f"{len(parameters)} parameters, none of which requires a gradient",
+                expected="at least one parameter that does before the first epoch begins",
+                to_type="model.requires_grad_(True); to evaluate alone, start the script with python",
+            )
+        )
 
 
 def state_of(model: nn.Module) -> dict[str, Tensor]:
@@ -115,7 +171,7 @@ def _sums(state: dict[str, Tensor]) -> bytes:
     return msgspec.msgpack.encode([crc(one) for one in state.values()])
 
 
-def part_random_states(wire: Wire) -> None:
+def part_random_states(wire: Wire, section: int = 1) -> None:
     """Give every worker but the first random states of its own, so that dropout and augmentation differ among them.
 
     Worker 0 goes on with the script's: a run with one worker draws what the script alone draws.
@@ -123,7 +179,7 @@ def part_random_states(wire: Wire) -> None:
     told = wire.tell(str(torch.initial_seed()).encode())
     if wire.worker == 0:
         return
-    draw_from(told + f":{wire.worker}".encode())
+    draw_from(told + f":{wire.worker}{f':{section}' * (section > 1)}".encode())
 
 
 def draw_from(text: bytes) -> None:

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from stretto.errors import LaunchError, explain
-from stretto.folder import CHECKPOINTS
 from stretto.members.deal import Deal
+from stretto.members.passes import epoch_of
 from stretto.train import handover
 from stretto.train.batches import Order, unpack
-from stretto.train.checkpoint import Checkpoints, State
+from stretto.train.checkpoint import State
 from stretto.train.hands import Hands, LeasedHands, Leftover, members_of, number_of
 from stretto.train.journal import zero_of
 from stretto.train.keeper import Keeper
@@ -47,54 +46,40 @@ class Presence:
         """Those of workers that are gone."""
         self._counted = 0
         """The samples in these that are still counted: until they are dealt again."""
+        self._redealt: tuple[list[list[Any]], int] = [], 0
+        """Batches lost in earlier epochs and assigned again in this one, and their samples that were counted."""
         if isinstance(trainer.wire, EnduringWire):
-            trainer.wire.position = lambda: (trainer.turns, trainer.rounds_done)
+            trainer.wire.position = lambda: (trainer.turns, trainer.section.rounds + trainer.rounds_done)
             trainer.wire.on_change = self._changed
+        if isinstance(trainer.wire, EnduringWire | ServerWire):
+            trainer.wire.place = trainer.place
+        if isinstance(trainer.wire, ServerWire):
+            trainer.wire.exchanges_begun = self.place
+        if seat.barrier is not None:
+            seat.barrier.begin(self.place)
 
     # --- coming in ----------------------------------------------------------------------------------------------
 
     def arrive(self) -> None:
         """Take over the state of those who are there, or of a checkpoint, if there is one."""
-        wire = self._trainer.wire
+        wire, state = self._trainer.wire, self._trainer.section.state
+        self._trainer.section.state = None
+        if state is not None:
+            self._take(state)
         if isinstance(wire, EnduringWire) and wire.arrives:
-            self._take(handover.unpack(wire.tell_state(b"")))
-            wire.arrived()
             self._draw_otherwise()
         elif isinstance(wire, ServerWire) and comes_late(wire):
             self._join(wire)
-        elif self._seat.resume is not None or self._begins_again:
-            self._take(handover.unpack(wire.tell(self._read)))
 
     def _join(self, wire: ServerWire) -> None:
         """Take part in a run over a server from where it stands; its parameters have been read."""
         assert wire.joined is not None
-        self._passes_over = wire.joined.number - 1
-        self._trainer.referee.restore([self._passes_over, None])
+        self._passes_over = epoch_of(wire.joined.number) - 1
+        self._trainer.peeks = list(unpack(wire.order[1]).peeks)
+        self._trainer.referee.restore([self._passes_over - len(self._trainer.peeks), None])
         if self._seat.run is not None and (zero := zero_of(self._seat.run)) is not None:
             self._trainer.journal.zero = zero
         self._draw_otherwise()
-
-    @property
-    def _begins_again(self) -> bool:
-        """Whether all begin anew, and some have lived before: the run may have checkpoints of its own."""
-        wire = self._trainer.wire
-        return isinstance(wire, EnduringWire) and wire.begins_again
-
-    def _read(self) -> bytes:
-        """The newest whole checkpoint of this run, if it begins again, or else of the run that is gone on from."""
-        runs = [self._seat.run] * self._begins_again + [self._seat.resume]
-        folders = [run / CHECKPOINTS for run in runs if run is not None]
-        for folder in folders:
-            found = Checkpoints(folder).newest(self._trainer.journal.notice) if folder.is_dir() else None
-            if found is not None:
-                number, state = found
-                self._trainer.journal.notice(f"goes on from the checkpoint of round {number} in {folder}")
-                return handover.pack(State(handover.from_text(state.facts), state.tensors, state.own))
-        if self._seat.resume is None:
-            return handover.pack(State({}, {}))
-        problem, expected = f"there is no whole checkpoint in {folders[-1]}", "a run with --checkpoint-every"
-        got, to_type = "nothing to go on from", "stretto run without --resume, with --checkpoint-every"
-        raise LaunchError(explain(problem, got=got, expected=expected, to_type=to_type))
 
     def _take(self, state: State) -> None:
         if not state.facts:
@@ -104,10 +89,12 @@ class Presence:
         handover.take_model(trainer.model, state.tensors)
         own = state.own.get(number_of(trainer.wire)) if self._is_same_crew(state) else None
         each_its_own = facts["own_optimizer"] and trainer.replica.keeps_own_optimizer
-        handover.take_optimizer(trainer.optimizer, own[1] if own and each_its_own else state.tensors)
+        handover.take_optimizers(trainer.optimizers, own[1] if own and each_its_own else state.tensors)
         trainer.steps, trainer.turns, trainer.hands_done = facts["steps"], facts["turns"], facts["hands"]
+        trainer.steps_of = list(facts["steps_of"])
         trainer.rounds_done, trainer.samples = facts["rounds"], facts["samples"]
         trainer.samples_before, trainer.turns_before = facts["samples_before"], facts["turns_before"]
+        trainer.peeks = list(facts["peeks"])
         trainer.referee.restore(facts["referee"])
         self.keeper.saved_at = facts["saved"]
         trainer.journal.start_at(facts["t"], facts["zero"] if comes_late(trainer.wire) else None, facts["boot"])
@@ -160,6 +147,13 @@ class Presence:
         if self._taken is not None and self._trainer.passes >= self._taken.facts["passes"]:
             self._go_on_from(self._taken)
 
+    def pass_taken_back(self) -> None:
+        """Undo the begin of a peeked epoch: batches lost before it are assigned again in the next."""
+        (lost, counted), self._redealt = self._redealt, ([], 0)
+        self._lost, self._counted = lost + self._lost, counted + self._counted
+        self._trainer.samples += counted
+        self._trainer.samples_before += counted
+
     def pass_skipped(self) -> None:
         """A pass was over before this worker came. A state of its very end is where the script goes on from."""
         taken = self._taken
@@ -168,12 +162,14 @@ class Presence:
 
     def pass_begins(self) -> None:
         """The first pass after a state that a script ended with: its order is drawn from there."""
+        self._redealt = [], 0
         if self._taken is not None and self._trainer.passes > self._taken.facts["passes"]:
             self._go_on_from(self._taken)
 
     def _go_on_from(self, state: State) -> None:
-        """Settings and random states as they were when the state was taken, whatever the script did on its way here."""
+        """Model, settings and random states as when the state was taken, whatever the script did on its way here."""
         self._taken = None
+        handover.take_model(self._trainer.model, state.tensors)
         self._trainer.settings.take(state.facts["settings"])
         own = state.own.get(number_of(self._trainer.wire)) if self._is_same_crew(state) else None
         if own is not None:
@@ -203,6 +199,24 @@ class Presence:
         wire = self._trainer.wire
         if isinstance(wire, EnduringWire | ServerWire):
             wire.doing(text, self._trainer.turns)
+
+    # --- barriers of the script ---------------------------------------------------------------------------------
+
+    def place(self) -> int:
+        """Return how far this worker has come: more with each exchange among all, or batch, that it begins."""
+        trainer, wire = self._trainer, self._trainer.wire
+        begun: int = getattr(wire, "begun", trainer.turns)  # a wire need not count: then batches do
+        return begun + trainer.section.passes + trainer.passes if trainer.replica.arrival is not None else begun
+
+    def mend(self) -> None:
+        """Take part in forming the next generation while the script waits outside an exchange."""
+        if isinstance(self._trainer.wire, EnduringWire):
+            self._trainer.wire.mend()
+
+    def is_catching_up(self) -> bool:
+        """True for a worker that came late, until it takes part in an epoch: the others are past its barriers."""
+        trainer = self._trainer
+        return comes_late(trainer.wire) and trainer.hands is None and self.is_over(trainer.passes)
 
     # --- at rest ------------------------------------------------------------------------------------------------
 
@@ -259,7 +273,7 @@ class Presence:
     def _changed(self, change: Change) -> None:
         """Others exchange from now on. A worker that is a round behind does that round first as it was."""
         trainer = self._trainer
-        behind = trainer.rounds_done < change.rounds
+        behind = trainer.section.rounds + trainer.rounds_done < change.rounds
         before, self._members = self._members, change.members
         back: dict[int, int] = {}
         ahead = change.hand - trainer.turns_before
@@ -276,8 +290,8 @@ class Presence:
             trainer.closing.close_with(change)
         if trainer.hands is None and change.hand > trainer.turns:
             self._late = (change, before)
+        trainer.replica.lose(change.gone, behind)
         if not behind:
-            trainer.weights.lose(change.gone)
             for one, samples in self._lose(change.gone).items():
                 back[one] = back.get(one, 0) + samples
         if isinstance(trainer.hands, LeasedHands):
@@ -292,6 +306,11 @@ class Presence:
         """The first worker writes down who is there from now on, and what others do again."""
         journal = self._trainer.journal
         facts = {"generation": change.generation, "gone": list(change.gone), "came": list(change.came)}
+        if self._trainer.dealer.assignment == "contiguous" and self._trainer.hands is not None:
+            journal.notice(
+                "the workers have changed: the rest of the epoch is assigned again, and state carried from batch to "
+                "batch does not fit its stretches until the next epoch"
+            )
         journal.write("regrouped", **facts, members=list(change.members))
         for worker, life in zip(change.gone, change.lives, strict=True):
             journal.write("reissued", of=worker, life=life, samples=back.get(worker, 0))
@@ -309,7 +328,7 @@ class Presence:
     def reopens(self, hands: Hands) -> bool:
         """Whether something was given back when all was dealt: all ask each other, so that all know the same."""
         wire = self._trainer.wire
-        is_dealt = self._trainer.replica.rounds is not None
+        is_dealt = self._trainer.replica.in_rounds
         if not isinstance(wire, EnduringWire) or not isinstance(hands, LeasedHands) or not is_dealt:
             return False
         self._asks = True
@@ -341,6 +360,7 @@ class Presence:
         hands = self._trainer.hands
         if self._lost and isinstance(hands, LeasedHands) and not hands.is_over:
             hands.extend(self._lost)
+            self._redealt = self._redealt[0] + self._lost, self._redealt[1] + self._counted
             self._trainer.samples -= self._counted
             self._trainer.samples_before -= self._counted
             self._lost, self._counted = [], 0

@@ -6,13 +6,14 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from torch import nn
-from torch.optim import Optimizer
 
-from stretto.train.exchange import Weights
-from stretto.train.hands import Hands
+from stretto.members.places import Place
+from stretto.train.hands import Dealer, Hands
 from stretto.train.journal import Journal
+from stretto.train.optimizers import Optimizers
 from stretto.train.referee import Referee
 from stretto.train.replica import Replica
+from stretto.train.section import Section
 from stretto.train.shadow import Settings
 from stretto.wire import Wire
 
@@ -21,22 +22,25 @@ class Present(Protocol):
     """What is seen of a trainer."""
 
     model: nn.Module
-    optimizer: Optimizer
+    optimizers: Optimizers
     loader: Any
+    dealer: Dealer
     wire: Wire
+    section: Section
     journal: Journal
     replica: Replica
     referee: Referee
-    weights: Weights
     settings: Settings
     hands: Hands | None
     closing: Hands | None
     steps: int
+    steps_of: list[int]
     turns: int
     hands_done: int
     rounds_done: int
     samples: int
     passes: int
+    peeks: list[int]
     samples_before: int
     turns_before: int
 
@@ -45,6 +49,9 @@ class Present(Protocol):
 
     def bring_steps(self) -> None:
         """The same of what has been stepped with, where nothing is accumulated."""
+
+    def place(self) -> Place:
+        """Return where the script is in its loop."""
 
     def is_at_rest(self) -> bool:
         """Whether nothing waits to be exchanged."""

@@ -12,14 +12,15 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 
-from stretto.errors import LogError
+from stretto.errors import EvaluateError, LogError, explain
 from stretto.events import read_events
 from stretto.members.ledger import audit
 from stretto.train.checkpoint import KINDS
 from stretto.train.evaluation import Evaluate, run
 from stretto.train.exchange import Arrivals
+from stretto.train.final import NAME, save_final
 from stretto.train.free import FreeHands
 from stretto.train.handover import state_dict_of
 from stretto.train.hands import Hands, LeasedHands
@@ -51,6 +52,7 @@ class Judged(Protocol):
     presence: Doing
     steps: int
     samples: int
+    samples_before: int
     own_samples: int
     hands_done: int
 
@@ -82,7 +84,16 @@ class Referee:
         self._evaluate, self._every = evaluate, every
         self._evaluated_at: int | None = None
         self._predictions: Predicted = None
+        self.is_final_elsewhere = False
+        """Whether the run folder did not take the model that the script ends with."""
         self._epoch = 0
+        self._newest_at = self._newest_samples = 0
+        """The steps at the last evaluation of a server's newest version, and the samples then, estimated."""
+
+    @property
+    def epoch(self) -> int:
+        """Number of epochs whose books are closed."""
+        return self._epoch
 
     def state(self) -> list[int | None]:
         """How far it has come: passes closed, and where it evaluated last."""
@@ -101,6 +112,26 @@ class Referee:
         self.evaluate()
         self._trainer.replica.resume()
 
+    def evaluate_newest_if_due(self) -> None:
+        """Evaluate a server's newest version at worker 0, when it has made as many steps as the script asked for.
+
+        The other workers do not wait. Their samples since the last meeting are unknown: worker 0 assumes that each has
+        trained as many as itself.
+        """
+        trainer, every = self._trainer, self._every
+        if self._evaluate is None or every is None or trainer.steps // every == self._newest_at // every:
+            return
+        self._newest_at = trainer.steps
+        if trainer.wire.worker:
+            return
+        since = trainer.samples - trainer.samples_before
+        estimate = trainer.samples_before + since * trainer.wire.workers
+        self._newest_samples = max(estimate, self._newest_samples)
+        training_s = trainer.training_s()
+        with trainer.watch.on("evaluating"), trainer.replica.newest():
+            self._judge(training_s, self._newest_samples)
+        trainer.journal.flush()
+
     def evaluate(self) -> None:
         """Evaluate the model as it is now; worker 0 does, the others wait for it."""
         trainer = self._trainer
@@ -113,17 +144,24 @@ class Referee:
             trainer.wire.tell(lambda: self._judge(training_s) if is_new else b"evaluated")
         trainer.journal.flush()
 
-    def _judge(self, training_s: float) -> bytes:
+    def _judge(self, training_s: float, estimated: int | None = None) -> bytes:
         """The first worker's part of an evaluation."""
         trainer = self._trainer
         assert self._evaluate is not None
         trainer.presence.doing("evaluating")
-        metrics, self._predictions = run(self._evaluate, trainer.model)
-        carries: dict[str, Any] = {"epoch": self._epoch, "step": trainer.steps, "samples": trainer.samples}
+        try:
+            metrics, self._predictions = run(self._evaluate, trainer.model)
+        except SystemExit as error:
+            problem, expected = "evaluate ended the script", "a function that returns: the other workers wait for it"
+            to_type = "return the numbers, and leave the loop on every worker"
+            got = f"sys.exit({error.code!r})"
+            raise EvaluateError(explain(problem, got=got, expected=expected, to_type=to_type)) from error
+        samples = trainer.samples if estimated is None else estimated
+        carries: dict[str, Any] = {"epoch": self._epoch, "step": trainer.steps, "samples": samples}
         if trainer.replica.arrival is not None:
             carries["versions"] = trainer.replica.arrival.versions_read
         trainer.journal.write("evaluation", **carries, training_s=training_s, metrics=metrics)
-        self._keep(f"states/{trainer.samples:08d}")
+        self._keep(f"states/{samples:08d}")
         return b"evaluated"
 
     def close_pass(self, hands: Hands) -> None:
@@ -167,14 +205,26 @@ class Referee:
         """A last evaluation of the model that the script ends with, if anybody `has_worked`, and its state."""
         if has_worked:
             self.evaluate()
-        self._trainer.wire.tell(self._keep_final)
+        self.is_final_elsewhere = self._trainer.wire.tell(self._keep_final) == b"elsewhere"
 
     def _keep_final(self) -> bytes:
-        self._keep("final", always=True)
-        return b"kept"
+        """Save the model that the script ends with, before anything else that may find no room."""
+        folder, notice = self._seat.run, self._trainer.journal.notice
+        if folder is None:
+            return b"nowhere"
+        is_there = save_final(folder, _kept(self._trainer.model), notice)
+        if self._predictions is not None:
+            try:
+                np.save(folder / f"{NAME}.predictions.npy", self._predictions)
+            except OSError as error:
+                notice(f"the predictions of the trained model could not be saved: {error.strerror}")
+        return b"kept" if is_there else b"elsewhere"
 
     def _write_epoch(self, line: Line) -> None:
-        counts = [_books(line.hands)] if isinstance(line.hands, FreeHands) else line.counts
+        counts, trained = line.counts, {}
+        if isinstance(line.hands, FreeHands):
+            counted, by_worker = line.hands.audited()
+            counts, trained = [np.packbits(counted).tobytes()], {"trained": by_worker}
         told = [msgspec.msgpack.decode(one) for one in line.told]
         drifts = [one.pop("drift") for one in told]
         self._trainer.journal.write(
@@ -186,13 +236,14 @@ class Referee:
             seen=_audited(counts, line.hands) if counts is not None else None,
             drift=max((one for one in drifts if one is not None), default=None),
             workers=told,
+            **trained,
         )
         self._keep(f"states/{line.samples:08d}")
 
-    def _keep(self, name: str, always: bool = False) -> None:
+    def _keep(self, name: str) -> None:
         """Save the model as it is, when there is a folder for it and somebody wants it."""
         folder = self._seat.run
-        if folder is None or not (always or self._seat.keep_states):
+        if folder is None or not self._seat.keep_states:
             return
         path = folder / name
         try:
@@ -227,9 +278,13 @@ def _audited(told: Sequence[bytes], hands: Hands) -> dict[str, int]:
     return {**facts, "dropped": hands.dropped, **made_up}
 
 
-def _save(path: Path, model: nn.Module, predictions: Predicted) -> None:
+def _kept(model: nn.Module) -> dict[str, Tensor]:
     """What the model's `load_state_dict` takes, but for what safetensors has no room for."""
-    kept = {name: one for name, one in state_dict_of(model).items() if one.dtype in KINDS}
-    save_file({name: one.cpu().contiguous().clone() for name, one in kept.items()}, f"{path}.safetensors")
+    return {name: one for name, one in state_dict_of(model).items() if one.dtype in KINDS}
+
+
+def _save(path: Path, model: nn.Module, predictions: Predicted) -> None:
+    tensors = {name: one.cpu().contiguous().clone() for name, one in _kept(model).items()}
+    save_file(tensors, f"{path}.safetensors")
     if predictions is not None:
         np.save(f"{path}.predictions.npy", predictions)

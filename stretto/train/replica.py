@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
+from stretto.errors import ModelError, ReplicasDifferError, explain
 from stretto.members.ledger import Lease
 from stretto.recipe import Recipe
 from stretto.train import memories
 from stretto.train.agreement import Look
 from stretto.train.arena import Arena
 from stretto.train.arrival import ArrivalExchange
-from stretto.train.exchange import Weights
+from stretto.train.carried import Piece, carry_over, residuals, take_on
 from stretto.train.frozen import FrozenVariance
 from stretto.train.gradients import GradientExchange
+from stretto.train.hand import Parts
 from stretto.train.journal import Journal
-from stretto.train.model import trainable
+from stretto.train.model import Named, plain_name, trainable, watch_forward
+from stretto.train.optimizers import Optimizers, parameters_of, refuse_optimizers
+from stretto.train.parameter_set import ParameterSet
 from stretto.train.replicas import compare
-from stretto.train.rounds import RoundExchange
+from stretto.train.rounds import RoundExchange, RoundRange
 from stretto.train.state import MovingBuffers, OptimizerState
 from stretto.train.stopwatch import Pace, Stopwatch
 from stretto.train.surroundings import Surroundings
@@ -39,6 +45,9 @@ MEASURE_DRIFT_EVERY_S = 5.0
 class Replica:
     """The model as one worker has it. `recipe` is None for a worker that exchanges nothing.
 
+    Each optimizer has a set of parameters of its own where parameters are exchanged after so many of its steps; one
+    exchange carries those of all optimizers where gradients are exchanged, or a server has them.
+
     `on_begin` is called before gradients are exchanged, `on_end` after every exchange, with the seconds blocked by it,
     `on_settled` with the leases whose work a server has. `skips`: an update with NaN is left out.
     """
@@ -46,96 +55,220 @@ class Replica:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: Optimizer,
+        optimizers: Optimizers,
         recipe: Recipe | None,
         wire: Wire,
         watch: Stopwatch,
         journal: Journal,
         tally: Tally,
-        weights: Weights,
         around: Surroundings,
         pace: Pace,
         on_begin: Callable[[], None],
         on_end: Callable[[float], None],
         on_settled: Callable[[list[Lease]], None],
         skips: bool,
+        arenas: int = 0,
     ) -> None:
         self._on_settled, self._skips = on_settled, skips
-        self._model, self._optimizer, self._recipe = model, optimizer, recipe
-        self._wire, self._watch, self._journal, self._tally, self._weights = wire, watch, journal, tally, weights
+        self._model, self._optimizers, self._recipe = model, optimizers, recipe
+        self._wire, self._watch, self._journal, self._tally = wire, watch, journal, tally
         self._around, self._pace = around, pace
         self._on_begin, self._on_end = on_begin, on_end
-        self._optimizer_state = OptimizerState(optimizer, wire)
         self._buffers = MovingBuffers(model, wire)
-        self._arena: Arena | None = None
+        self.in_rounds = recipe is not None and not recipe.asynchronous and not isinstance(recipe.what, gradients)
+        """True if the recipe exchanges parameters among workers that wait for each other."""
+        each = [[one] for one in optimizers] if self.in_rounds else [list(optimizers)]
+        self.sets = [ParameterSet(model, one, wire) for one in each]
+        self._exchanging: ParameterSet | None = None
         self.gradients: GradientExchange | None = None
         """The exchange of a recipe of gradients."""
-        self.rounds: RoundExchange | None = None
-        """The exchange of a recipe of parameters."""
         self.arrival: ArrivalExchange | None = None
         """The exchange of a worker that does not wait for others."""
         joined = wire.joined if isinstance(wire, ServerWire) else None
-        self._arenas = max(joined.arena - 1, 0) if joined is not None else 0
+        self.arenas = max(joined.arena - 1, 0) if joined is not None else arenas
+        """The number of arenas made so far, in all sections: a server knows parameters by this number."""
+        self._frozen: FrozenVariance | None = None
+        self._hooks: list[RemovableHandle] = []
         self._look: Look | None = None
-        self._apart = False
+        self._is_changed = False
+        """True if the script has changed the model at this worker, and the workers have not been compared since."""
         self._drift_at = 0.0
-        if recipe is not None and isinstance(recipe.what, momenta) and has_others(wire):
-            self._frozen = FrozenVariance(optimizer, recipe.what, self._is_warm)
-        self.prepare()
+        if recipe is not None and has_others(wire):
+            refuse_optimizers(recipe, optimizers)
+            if isinstance(recipe.what, momenta):
+                self._frozen = FrozenVariance(optimizers.each[0], recipe.what, self._is_warm)
+        for one in self.sets if recipe is not None else ():
+            self._rebuild(one, trainable(model, one.optimizers))
+        if recipe is not None and not self.in_rounds and not recipe.asynchronous:
+            self._hooks = watch_forward(model, self._follow)
 
-    def prepare(self) -> None:
-        """Lay the parameters into an arena, unless they lie there; a script may freeze, thaw or move them."""
+    def prepare(self, together: bool) -> None:
+        """Begin an epoch, `together` with all workers: agree on what is trained, and lay it flat if a script moved it.
+
+        A script may freeze, thaw, add, replace and move parameters between two epochs.
+        """
         if self._recipe is None:
             return
-        named = trainable(self._model, self._optimizer)
-        if named and (self._arena is None or not self._arena.holds([one for _, one in named])):
-            self._arena = Arena(named)
-            self._rebuild()
+        if self.arrival is None and together:
+            self._settle_changes(at_start=True)
+        for one in self.sets:
+            if self.arrival is not None and one.has_changed():
+                self._rebuild(one, trainable(self._model, one.optimizers))
+            elif not one.is_laid() and one.arena is not None:
+                self._rebuild(one, [(slot.name, slot.parameter) for slot in reversed(one.arena.slots)])
+            elif self.gradients is not None:
+                self.gradients.follow(one.trained_parameters())
+
+    def _follow(self) -> None:
+        """Notice parameters that began to train since the last step, before backward reaches them."""
+        if self.gradients is not None and self.sets[0].has_changed():
+            self.gradients.follow(self.sets[0].trained_parameters())
+
+    def before_step(self, index: int, is_carried: bool) -> None:
+        """Notice what the optimizer of this number trains for the first time.
+
+        `is_carried` says that gradients were exchanged since its last step. Raises ModelError where no exchange can
+        follow.
+        """
+        if self._recipe is None:
+            return
+        one = self.sets[index if self.in_rounds else 0]
+        if self.gradients is not None and not is_carried and has_others(self._wire):
+            self.gradients.refuse_past(parameters_of(self._optimizers.each[index]))
+        if not one.has_changed():
+            return
+        if self.in_rounds:
+            one.keep_values()
+        elif has_others(self._wire) and (strangers := one.strangers()):
+            raise ModelError(_began_late(self._recipe, self._model, strangers))
 
     def _is_warm(self) -> bool:
         return self.gradients is not None and self.gradients.is_warm
 
-    def stepped(self, steps: int) -> bool:
-        """The optimizer has done its `steps`-th step; whether an exchange is due now."""
-        self._apart = True
+    def stepped(self, index: int, steps: int) -> bool:
+        """The optimizer of this number has done its `steps`-th step; whether an exchange is due now."""
+        if self.in_rounds:
+            self.sets[index].has_stepped = True
         if self.arrival is not None:
             self.arrival.stepped()
-        when = self._recipe.when if self._recipe is not None else None
-        return self.gradients is None and isinstance(when, together | on_arrival) and when.due(steps)
+        return self.gradients is None and self.is_due(steps)
 
-    def exchange(self) -> None:
-        """One round of a recipe of parameters, among workers that wait for each other."""
-        assert self.rounds is not None
+    def is_due(self, steps: int) -> bool:
+        """True if an exchange is due after so many steps."""
+        when = self._recipe.when if self._recipe is not None else None
+        return isinstance(when, together | on_arrival) and when.due(steps)
+
+    def exchange(self, index: int) -> None:
+        """Do one round of a recipe of parameters, among workers that wait for each other."""
+        one = self.sets[index]
+        if one.rounds is not None and self._round(one, one.rounds):
+            self._follow_changes(one, at_start=False)
+
+    def _round(self, one: ParameterSet, rounds: RoundExchange) -> bool:
+        """One round of these parameters; True if any worker trains others than were agreed on."""
         now = self._journal.t()
         measure = now - self._drift_at >= MEASURE_DRIFT_EVERY_S
-        self.rounds.run(self._weights.share, measure)
+        self._exchanging, one.has_stepped = one, False
+        has_changed = rounds.run(one.weights.share, measure, one.has_changed())
         if measure:
             self._drift_at = now
-        self._apart = False
+        return has_changed
+
+    # --- what is trained ------------------------------------------------------------------------------------------
+
+    def _settle_changes(self, at_start: bool) -> None:
+        """If any worker trains other parameters than were agreed on, exchange what is left, and agree."""
+        if not has_others(self._wire):
+            for one in self.sets if any(one.has_changed() for one in self.sets) else ():
+                self._follow_changes(one, at_start)
+            return
+        mine = (any(one.has_changed() for one in self.sets), self._is_changed)
+        told = [struct.unpack("??", one) for one in self._wire.gather(struct.pack("??", *mine))]
+        self._is_changed = False
+        changed = [worker for worker, (_, model) in enumerate(told) if model]
+        if changed and len(changed) < len(told):
+            raise ReplicasDifferError(_changed_alone(changed))
+        if changed:
+            self.check("after the script changed the model")
+        if not any(trained for trained, _ in told):
+            return
+        for one in self.sets:
+            if one.has_stepped and one.rounds is not None:
+                self._round(one, one.rounds)
+            self._follow_changes(one, at_start)
+
+    def _follow_changes(self, one: ParameterSet, at_start: bool, idle: bool = False) -> None:
+        """Exchange what the workers train now; what any of them has stepped with is brought to one state first."""
+        named, new = one.agree(at_start)
+        if not new and {id(parameter) for _, parameter in named} == one.laid:
+            one.see()
+            return
+        late: list[RoundRange] = []
+        if new and not at_start and self.in_rounds and self._wire.workers > 1:
+            rounds = self._make_rounds(Arena(new, spare=True), one)
+            one.agreed_values(rounds)
+            rounds.run(one.weights.share)
+            late = rounds.ranges
+        self._rebuild(one, named, late)
+        if self.gradients is not None and not at_start:
+            self.gradients.exchange(idle)
+
+    def _rebuild(self, one: ParameterSet, named: Named, late: Sequence[RoundRange] = ()) -> None:
+        """Lay these parameters flat and exchange them from now on, keeping what is known of those that were before."""
+        assert self._recipe is not None
+        if self.arrival is not None and self.arrival.keeps_own:
+            self.arrival.read()  # what is not exchanged from now on is the same at all workers
+            self._wire.gather(b"read")  # before the first worker gives the server other parameters
+        before = residuals(self._recipe.how, self._pieces(one))
+        ranges = [*(one.rounds.ranges if one.rounds is not None else ()), *late]
+        if named:
+            one.lay(named, spare=self.in_rounds)
+            self._make_exchange(one)
+            carry_over(ranges, one.rounds.ranges if one.rounds is not None else ())
+            if self.arrival is None:
+                take_on(self._recipe.how, before, self._pieces(one))
+            return
+        if self.gradients is not None:
+            self.gradients.release()
+        one.arena = one.rounds = self.gradients = None
+        one.see()
+
+    # --- looking at the agreed model --------------------------------------------------------------------------------
 
     def look(self, called: bool = False) -> None:
         """Put the agreed model in place of this worker's own, where the two differ.
 
         Where nobody waits all meet for it, because they were `called`, or else because it is due.
         """
-        if self._look is not None:
+        if self._look is not None or self._recipe is None:
             return
         if self.arrival is not None:
             self._look_at_server(self.arrival, called)
-        elif self.gradients is not None:
+            return
+        self._settle_changes(at_start=False)
+        if self.gradients is not None:
             self._buffers.agree()
             self._buffers.follow_lead()
-        elif self._arena is not None and self._apart:
+        elif any(one.has_stepped for one in self.sets):
             with self._watch.on("exchanging"):
-                account = self._tally.account("looks")
-                self._look = Look(self._arena, self._buffers, self._wire, self._weights.share, account)
+                sets = [(one.arena.parts, one.weights.share) for one in self.sets if one.arena is not None]
+                self._look = Look(sets, self._buffers, self._wire, self._tally.account("looks"))
 
     def _look_at_server(self, arrival: ArrivalExchange, called: bool) -> None:
-        assert self._arena is not None
         arrival.meet(called)
         with self._watch.on("exchanging"):
-            account = self._tally.account("looks")
-            self._look = Look(self._arena, self._buffers, self._wire, self._equal_share, account, arrival.look)
+            sets = [(one.arena.parts, self._equal_share) for one in self.sets if one.arena is not None]
+            self._look = Look(sets, self._buffers, self._wire, self._tally.account("looks"), arrival.look)
+
+    @contextmanager
+    def newest(self) -> Iterator[None]:
+        """Have the server's newest version in place of this worker's parameters; no other worker waits."""
+        assert self.arrival is not None
+        own = self.arrival.read_alone()
+        try:
+            yield
+        finally:
+            self.arrival.put_back(own)
 
     def _equal_share(self) -> float:
         return 1 / self._wire.workers
@@ -148,15 +281,48 @@ class Replica:
             return
         if not own and self.arrival is not None:
             self.arrival.start_from_read()
-        if self._is_changed(not look.resume(own)):
+        is_changed = not look.resume(own)
+        if self.arrival is not None:  # a server is given the parameters again by all workers, or by none
+            is_changed = any(told == b"changed" for told in self._wire.gather(b"changed" if is_changed else b""))
+        if is_changed:
+            self._is_changed = True
             self._journal.notice("the script changed the model after a pass; training goes on from its values")
-            self._rebuild()
+            for one in self.sets:
+                if one.arena is not None:
+                    self._make_exchange(one)
+                    one.has_stepped = False
 
-    def _is_changed(self, here: bool) -> bool:
-        """Whether the script has changed the model; a server's parameters are given anew by all or by none."""
-        if self.arrival is None:
-            return here
-        return any(told == b"changed" for told in self._wire.gather(b"changed" if here else b""))
+    # --- weights ----------------------------------------------------------------------------------------------------
+
+    def weigh(self, own: int, total: int, parts: Parts | None) -> None:
+        """A global step was dealt: so many samples of this worker's, and of all."""
+        for one in self.sets:
+            one.weights.add(own, total, parts)
+
+    def forget(self, hands: int) -> None:
+        """Remove the samples of the last global steps, in which no optimizer stepped, from the weights."""
+        for one in self.sets:
+            one.weights.forget(hands)
+
+    def lose(self, gone: Sequence[int], behind: bool) -> None:
+        """These workers have failed. Of the exchange that others have ended, and this one has not, they were part."""
+        for one in self.sets:
+            if not behind or (self._exchanging is not None and one is not self._exchanging):
+                one.weights.lose(gone)
+
+    def carried(self) -> bool:
+        """An exchange was done; returns True if no optimizer has stepped since what was exchanged of it last."""
+        (self._exchanging or self.sets[0]).weights.carried()
+        if self.in_rounds and any(one.has_stepped for one in self.sets):
+            return False
+        for one in self.sets:
+            one.weights.carried()
+        return True
+
+    @property
+    def is_carried(self) -> bool:
+        """True if exchanges have carried all there is."""
+        return all(one.weights.is_carried for one in self.sets)
 
     # --- what others take over ----------------------------------------------------------------------------------
 
@@ -174,14 +340,25 @@ class Replica:
     def _memories(self) -> Sequence[Any]:
         if self.arrival is not None:
             return [memory for one in self.arrival.ranges for memory in one.memories]
-        exchange = self.gradients or self.rounds
-        return exchange.remembered.memories if exchange is not None else []
+        return [memory for one in self._exchanges for memory in one.remembered.memories]
+
+    @property
+    def _exchanges(self) -> list[GradientExchange | RoundExchange]:
+        """Those of workers that wait for each other."""
+        found = [self.gradients, *(one.rounds for one in self.sets)]
+        return [one for one in found if one is not None]
+
+    @property
+    def _ranges(self) -> list[RoundRange]:
+        return [each for one in self.sets if one.rounds is not None for each in one.rounds.ranges]
 
     def regroup(self, workers: int, joined: bool, later: bool) -> None:
         """Others exchange from now on; see the exchanges."""
-        exchange = self.gradients or self.rounds
-        if exchange is not None:
-            exchange.regroup(workers, joined, later)
+        for one in self._exchanges:
+            one.regroup(workers, joined, later and (one is self.gradients or self._is_exchanging(one)))
+
+    def _is_exchanging(self, rounds: object) -> bool:
+        return self._exchanging is not None and self._exchanging.rounds is rounds
 
     def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """What is the same at all workers besides the model and the optimizer: numbers and tensors.
@@ -189,11 +366,11 @@ class Replica:
         With what the servers' rule keeps. Raises AnewError when one of them was lost.
         """
         facts: dict[str, Any] = {"moving": self._buffers.state(), "common": {}, "shards": self._shards}
-        facts |= {"what": self._kind_of_debts, "how": self._codec}
+        facts |= {"what": self._kind_of_debts, "how": self._codec, "trained": self._trained}
         tensors: dict[str, Tensor] = {}
         for index, memory in enumerate(self._memories):
             _sort(memories.common(memory), f"common/{index}", facts["common"], tensors)
-        for index, one in enumerate(self.rounds.ranges if self.rounds is not None else ()):
+        for index, one in enumerate(self._ranges):
             _sort(memories.leaves(one.memory), f"agreed/{index}", facts["common"], tensors)
         if self.arrival is not None:
             kept = self.arrival.rule_memory()
@@ -223,15 +400,16 @@ class Replica:
         orphans: Sequence[tuple[dict[str, Any], dict[str, Tensor]]],
     ) -> None:
         """Take over what others have; `own` is what this worker had, `orphans` what those had who are not there."""
+        self._train_like(facts["trained"])
         if self.arrival is not None:  # the server is given the parameters that were taken over
-            self._make_exchange(self._kept_rule(facts, tensors))
+            self._make_exchange(self.sets[0], self._kept_rule(facts, tensors))
         self._buffers.restore(facts["moving"])
         found: dict[str, Any] = facts["common"] | dict(tensors)
         is_of_kind = facts["what"] == self._kind_of_debts
         is_alike = is_of_kind and facts["how"] == self._codec and facts["shards"] == self._shards
         for index, memory in enumerate(self._memories if is_alike else ()):
             memories.put(memory, _under(found, f"common/{index}"))
-        for index, one in enumerate(self.rounds.ranges if self.rounds is not None else ()):
+        for index, one in enumerate(self._ranges):
             memories.put(one.memory, _under(found, f"agreed/{index}"))
         if own is not None:
             kept = own[0]["memories"] | own[1]
@@ -243,11 +421,29 @@ class Replica:
         for _, theirs in orphans if is_of_kind else ():
             self.add_owed(theirs)
 
+    @property
+    def _trained(self) -> list[list[str]]:
+        """The names of the parameters that are exchanged, by set."""
+        arenas = [one.arena for one in self.sets]
+        return [[slot.name for slot in reversed(arena.slots)] if arena is not None else [] for arena in arenas]
+
+    def _train_like(self, trained: list[list[str]]) -> None:
+        """Exchange the parameters that others do: the script on its way here may have frozen or thawed some since."""
+        if trained == self._trained:
+            return
+        named = {plain_name(name): one for name, one in self._model.named_parameters()}
+        for one, names in zip(self.sets, trained, strict=True):
+            held = {id(each) for optimizer in one.optimizers for each in parameters_of(optimizer)}
+            lacking = [name for name in names if name not in named or id(named[name]) not in held]
+            if lacking:
+                raise ModelError(_cant_follow(lacking))
+            self._rebuild(one, [(name, each) for name, each in named.items() if name in set(names)])
+
     def _kept_rule(self, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> RuleMemory:
         """What a server's rule kept, if it is of parameters that lie as they do here."""
-        assert self._arena is not None
+        assert self.sets[0].arena is not None
         names = sorted({path.split("/")[1] for path in tensors if path.startswith("server/")})
-        lengths = [part.theta.numel() for part in self._arena.parts]
+        lengths = [part.theta.numel() for part in self.sets[0].arena.parts]
         found = {name: [tensors.get(f"server/{name}/{index}") for index in range(len(lengths))] for name in names}
         fits = {
             name: [one for one in parts if one is not None]
@@ -318,63 +514,92 @@ class Replica:
         what = self._recipe.what if self._recipe is not None else None
         return what.codec_memory(memory) if isinstance(what, gradients) else memory
 
+    def _pieces(self, one: ParameterSet) -> list[Piece]:
+        """What the codec remembers of each range of a set's parameters."""
+        if one.rounds is not None:
+            return [Piece(each.codec_memory, each.part, 0, each.part.theta.numel()) for each in one.rounds.ranges]
+        buckets = self.gradients.buckets if self.gradients is not None and has_others(self._wire) else []
+        return [Piece(self._codec_memory(each.memory), each.part, each.start, each.stop) for each in buckets]
+
     @property
     def drift(self) -> float | None:
         """How far this worker was from the agreed model when that was last measured, relative to the model."""
         if self._look is not None:
             return self._look.drift
-        return self.rounds.drift if self.rounds is not None else None
+        measured = [one.rounds.drift for one in self.sets if one.rounds is not None and one.rounds.drift is not None]
+        return max(measured, default=None)
 
     def check(self, when: str) -> bool:
-        """Compare the replicas of all workers, which must be equal now; False when there is nothing to compare."""
-        if self._arena is None or self._wire.workers == 1:
+        """Compare the replicas of all workers, which must be equal now; False when there is nothing to compare.
+
+        Parameters that no optimizer trains are compared, too: nothing may have changed them at one worker alone. Those
+        of an optimizer that has stepped since their last exchange are not, unless all look at the agreed model.
+        """
+        if self._recipe is None or self._wire.workers == 1:
             return False
-        wholes = {f"part {index}": part.theta for index, part in enumerate(self._arena.parts)}
-        compare(self._wire, wholes, {slot.name: slot.parameter for slot in self._arena.slots}, when)
+        agreed = [one for one in self.sets if self._look is not None or not one.has_stepped]
+        parts = [part for one in agreed if one.arena is not None for part in one.arena.parts]
+        apart = {id(each) for one in self.sets if one not in agreed for each in one.trained_parameters()}
+        named = {plain_name(name): one for name, one in self._model.named_parameters() if id(one) not in apart}
+        laid = {id(slot.parameter) for part in parts for slot in part.slots}
+        others = {name: one for name, one in named.items() if id(one) not in laid}
+        wholes = {f"part {index}": part.theta for index, part in enumerate(parts)}
+        compare(self._wire, wholes | others, named, when)
         return True
 
-    def _rebuild(self) -> None:
-        """The parameters lie otherwise, or have been changed."""
+    def _make_exchange(self, one: ParameterSet, kept: RuleMemory | None = None) -> None:
+        """Make the exchange of a set for its arena as it is; a server's rule has what one has `kept` before."""
         assert self._recipe is not None
-        if self._arenas and self._recipe.how.keeps_residual and self._wire.workers > 1:
-            self._journal.notice(
-                f"the parameters that train have changed: what was owed under {self._recipe} is dropped"
-            )
-        self._make_exchange()
+        assert one.arena is not None
+        self.arenas += 1
+        if self._recipe.asynchronous:
+            self.arrival = self._make_arrival(one.arena, self._recipe, self.arrival, kept)
+        elif self.in_rounds:
+            one.rounds = self._make_rounds(one.arena, one)
+        else:
+            if self.gradients is not None:
+                self.gradients.release()
+            self.gradients = self._make_gradients(one, one.arena, self._recipe)
 
-    def _make_exchange(self, kept: RuleMemory | None = None) -> None:
-        """Make the exchange anew for the arena as it is; a server's rule has what one has `kept` before."""
+    def _make_gradients(self, one: ParameterSet, arena: Arena, recipe: Recipe) -> GradientExchange:
+        return GradientExchange(
+            arena,
+            recipe,
+            self._wire,
+            self._watch,
+            self._tally,
+            one.weights.share,
+            self._around,
+            self._pace,
+            self._on_begin,
+            self._on_end,
+            one.has_changed,
+            lambda idle: self._follow_changes(one, at_start=False, idle=idle),
+        )
+
+    def _make_rounds(self, arena: Arena, one: ParameterSet) -> RoundExchange:
         assert self._recipe is not None
-        assert self._arena is not None
+        return RoundExchange(
+            arena,
+            self._recipe,
+            self._wire,
+            self._watch,
+            self._tally,
+            OptimizerState(one.optimizers[0], self._wire),
+            self._buffers,
+            self._on_end,
+        )
+
+    def release(self) -> None:
+        """Take all hooks off the parameters and the optimizer: the section has ended."""
+        for hook in self._hooks:
+            hook.remove()
         if self.gradients is not None:
             self.gradients.release()
-        self._arenas += 1
-        if self._recipe.asynchronous:
-            self.arrival = self._make_arrival(self._arena, self._recipe, self.arrival, kept)
-        elif isinstance(self._recipe.what, gradients):
-            self.gradients = GradientExchange(
-                self._arena,
-                self._recipe,
-                self._wire,
-                self._watch,
-                self._tally,
-                self._weights.share,
-                self._around,
-                self._pace,
-                self._on_begin,
-                self._on_end,
-            )
-        else:
-            self.rounds = RoundExchange(
-                self._arena,
-                self._recipe,
-                self._wire,
-                self._watch,
-                self._tally,
-                self._optimizer_state,
-                self._buffers,
-                self._on_end,
-            )
+        if self._frozen is not None:
+            self._frozen.release()
+        if self.arrival is not None:
+            self.arrival.release()
 
     def _make_arrival(
         self, arena: Arena, recipe: Recipe, before: ArrivalExchange | None, kept: RuleMemory | None
@@ -383,12 +608,12 @@ class Replica:
             raise TypeError(f"{recipe} needs a wire to a server")
         arrival = ArrivalExchange(
             arena,
-            self._arenas,
+            self.arenas,
             recipe,
             self._wire,
             self._watch,
             self._tally,
-            self._optimizer,
+            self._optimizers,
             self._on_settled,
             self._on_end,
             self._skips,
@@ -399,6 +624,35 @@ class Replica:
             arrival.read()
             arrival.start_from_read()
         return arrival
+
+
+def _changed_alone(workers: Sequence[int]) -> str:
+    return explain(
+        f"replicas differ: the script changed the model of worker {', '.join(map(str, workers))} alone after an epoch",
+        got=f"a change on {len(workers)} of the workers",
+        expected="the same change on every worker",
+        to_type="load the same file on all workers: model.load_state_dict(torch.load(path)) without a condition",
+    )
+
+
+def _began_late(recipe: Recipe, model: nn.Module, strangers: Sequence[nn.Parameter]) -> str:
+    names = {id(one): plain_name(name) for name, one in model.named_parameters()}
+    first = names.get(id(strangers[0]), "a parameter outside the model")
+    return explain(
+        f"{first} began to train in the middle of an epoch, where {recipe} can't follow",
+        got=f"{len(strangers)} parameters that the optimizer trains and no exchange carries",
+        expected="a change of what is trained before an epoch begins",
+        to_type="freeze, thaw and add parameters between two epochs, or use a recipe such as local_sgd(every=16)",
+    )
+
+
+def _cant_follow(lacking: Sequence[str]) -> str:
+    return explain(
+        "the state that is taken over is of parameters that the optimizer does not hold yet",
+        got=f"no {', '.join(lacking[:3])} in the optimizer when stretto.distribute is called",
+        expected="all parameters that will ever train in the optimizer from the beginning",
+        to_type="give the optimizer all parameters at first, and freeze those that wait with requires_grad_(False)",
+    )
 
 
 def _sort(leaves: Mapping[str, Any], where: str, facts: dict[str, Any], tensors: dict[str, Tensor]) -> None:

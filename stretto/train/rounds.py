@@ -22,7 +22,7 @@ from stretto.wire import Wire
 from stretto.wire.enduring import EnduringWire, attempted
 
 
-class _FlatRange:
+class RoundRange:
     """What a worker keeps for one part of the arena between rounds."""
 
     def __init__(self, part: Part, recipe: Recipe, scene: Scene) -> None:
@@ -62,7 +62,9 @@ class RoundExchange:
         self._wire, self._watch, self._on_end = wire, watch, on_end
         self._tally, self._account = tally, tally.account(type(recipe.what).__name__)
         self._optimizer_state, self._buffers = optimizer_state, buffers
-        self.ranges = [_FlatRange(part, recipe, tally.scene(part)) for part in arena.parts]
+        self._flag = None if recipe.how.elementwise else torch.zeros(1)
+        """What tells the others of a change beside the parameters; None where the spare number of each part does."""
+        self.ranges = [RoundRange(part, recipe, tally.scene(part)) for part in arena.parts]
         self.drift: float | None = None
         self._began = 0.0
         self._endures = isinstance(wire, EnduringWire)
@@ -77,14 +79,18 @@ class RoundExchange:
         return self._what.optimizer_state if isinstance(self._what, parameters) else "keep"
 
     @torch.no_grad()
-    def run(self, share: Callable[[], float], measure_drift: bool = False) -> None:
+    def run(self, share: Callable[[], float], measure_drift: bool = False, changed: bool = False) -> bool:
         """One round. `share` is this worker's part of the samples since the last; all shares sum to 1.
 
-        When a worker is lost on the way, those who are left do the round again from its beginning.
+        When a worker is lost on the way, those who are left do the round again from its beginning. Returns True if any
+        worker has `changed` what it trains since the workers agreed on that.
         """
         before = self._watch.switch("encoding")
         self._buffers.agree(again=False)
         extras = [FlatTensors(self._buffers.floating())]
+        self._mark(changed)
+        if self._flag is not None:
+            extras.append(FlatTensors([self._flag]))
         if self._state_rule == "average":
             extras.append(self._optimizer_state.to_average())
         self.remembered.begin()
@@ -102,6 +108,25 @@ class RoundExchange:
             extra.take(means)
         self.remembered.end()
         self._watch.switch(before)
+        return self._is_marked(answers)
+
+    def _mark(self, changed: bool) -> None:
+        """Tell the others of a change, in a number of its own or in the one of each part that is no parameter's."""
+        if self._flag is not None:
+            self._flag.fill_(float(changed))
+        elif changed:
+            for one in self.ranges:
+                one.part.theta[-1] = 1
+
+    def _is_marked(self, answers: list[Tensor]) -> bool:
+        if self._flag is not None:
+            return bool(self._flag > 0)
+        marked = any(bool(one[-1] > 0) for one in answers)
+        for one in self.ranges if marked else ():
+            one.part.theta[-1] = one.memory.agreed[-1] = 0
+            if one.memory.velocity is not None:
+                one.memory.velocity[-1] = 0
+        return marked
 
     def _answers(self, share: float, extras: list[FlatTensors]) -> tuple[list[Tensor], list[list[Tensor]]]:
         """What all say to what this worker has learned; one that is alone has nobody to encode it for."""
@@ -130,7 +155,7 @@ class RoundExchange:
         self._tally.owes(given, self._how, [one.codec_memory for one in self.ranges])
         return talks
 
-    def _talk(self, one: _FlatRange) -> Talk:
+    def _talk(self, one: RoundRange) -> Talk:
         talk = Talk(self._wire, self._how.converse(one.scratch, one.codec_memory), self._account)
         if self._account is not None and talk.ask is not None:
             self._account.began(one.scratch.nbytes)
@@ -168,7 +193,7 @@ class RoundExchange:
                 raise NotFiniteError(_not_finite(one, answer, self._how))
 
 
-def _not_finite(one: _FlatRange, answer: Tensor, how: object) -> str:
+def _not_finite(one: RoundRange, answer: Tensor, how: object) -> str:
     for slot in one.part.slots:
         wrong = answer[slot.start : slot.stop]
         if not torch.isfinite(wrong).all():
@@ -178,7 +203,7 @@ def _not_finite(one: _FlatRange, answer: Tensor, how: object) -> str:
     return "the sum of an exchange is infinite; nothing was changed by this round"
 
 
-def _relative_distance(ranges: list[_FlatRange], answers: list[Tensor]) -> float | None:
+def _relative_distance(ranges: list[RoundRange], answers: list[Tensor]) -> float | None:
     """How far this worker was from the mean of all, relative to the mean."""
     apart = whole = 0.0
     for one, answer in zip(ranges, answers, strict=True):

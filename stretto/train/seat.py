@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from stretto.errors import LaunchError, WireError, explain
+from stretto.members import place
 from stretto.members.messages import Here
 from stretto.often import Every, every
 from stretto.recipe import Recipe
@@ -19,6 +21,7 @@ from stretto.server.messages import OVER
 from stretto.train.hands import Rule
 from stretto.train.surroundings import Surroundings
 from stretto.wire import Wire
+from stretto.wire.barriers import Barrier, by_environment
 from stretto.wire.companion import Companion
 from stretto.wire.enduring import EnduringWire
 from stretto.wire.hosted import meet_at_lead
@@ -50,6 +53,10 @@ class Seat:
     seed: int | None = None
     alone: bool = False
     join: int = 1
+    split: bool = False
+    """True if all workers share each batch of the script."""
+    lr_factor: float = 1.0
+    """The factor on the script's learning rate."""
     keep_states: bool = False
     timeout_s: float = DEFAULT_TIMEOUT_S
     around: Surroundings = field(default_factory=Surroundings)
@@ -67,6 +74,8 @@ class Seat:
     keep: int = 3
     resume: Path | None = None
     """The folder of a run to go on from."""
+    barrier: Barrier | None = None
+    """Where the script waits for other workers; None if there are none."""
 
     def wire_for(self, recipe: Recipe | None, device: torch.device) -> Wire:
         """The wire that the recipe asks for. Without a server of a launcher's worker 0 keeps one in its process."""
@@ -77,6 +86,25 @@ class Seat:
         meeting = self.wire(torch.device("cpu"))
         return meet_at_lead(meeting, recipe.shards, self.on_nan, self.timeout_s, self.lead_host)
 
+    def with_folder(self, run: Path | None) -> Seat:
+        """Return the same seat with another run folder, which is there."""
+        return replace(self, run=run, opens_folder=False)
+
+    def from_the_start(self) -> Seat:
+        """Return the same seat for a section whose start this process takes part in."""
+        return replace(self, life=0, resume=None)
+
+    def asked(self, recipe: Recipe | None) -> dict[str, Any]:
+        """Return what `run.json` says of a run that no launcher of ours has started."""
+        return {
+            "recipe": str(recipe) if recipe else None,
+            "workers": self.workers,
+            "seed": self.seed or 0,
+            "alone": self.alone,
+            "join": self.join,
+            "threads": torch.get_num_threads(),
+        }
+
 
 given_seat: ContextVar[Seat | None] = ContextVar("given_seat", default=None)
 """A seat given by a host in this process (a test, the simulator); it goes before the environment."""
@@ -85,14 +113,15 @@ given_seat: ContextVar[Seat | None] = ContextVar("given_seat", default=None)
 def find_seat(environment: Mapping[str, str] = os.environ) -> Seat | None:
     """The seat of this worker, or None when the script was started plainly.
 
-    A launcher shows itself by WORLD_SIZE and RANK, as torchrun sets them, or by STRETTO_RUN.
+    `stretto run` sets STRETTO_RUN, STRETTO_RANK and STRETTO_WORLD_SIZE; torchrun sets RANK and WORLD_SIZE.
     """
     given = given_seat.get()
     if given is not None:
         return given
-    if "STRETTO_RUN" not in environment and "WORLD_SIZE" not in environment:
+    rank_name, size_name = place.names_of(environment)
+    if "STRETTO_RUN" not in environment and size_name not in environment:
         return None
-    workers, worker = _number(environment, "WORLD_SIZE", 1), _number(environment, "RANK", 0)
+    workers, worker = _number(environment, size_name, 1), _number(environment, rank_name, 0)
     timeout_s = float(environment.get("STRETTO_TIMEOUT", DEFAULT_TIMEOUT_S))
     return Seat(
         worker=worker,
@@ -105,10 +134,12 @@ def find_seat(environment: Mapping[str, str] = os.environ) -> Seat | None:
         seed=_number(environment, "STRETTO_SEED", 0) if "STRETTO_SEED" in environment else None,
         alone=environment.get("STRETTO_ALONE") == "1",
         join=_number(environment, "STRETTO_JOIN", 1),
+        split=environment.get("STRETTO_SPLIT") == "1",
+        lr_factor=float(environment.get("STRETTO_LR_FACTOR", "1")),
         keep_states=environment.get("STRETTO_KEEP_STATES") == "1",
         timeout_s=timeout_s,
         server=_server(environment, worker, workers, timeout_s),
-        lead_host=environment.get("MASTER_ADDR", "127.0.0.1"),
+        lead_host=(place.address_in(environment) or ("127.0.0.1", ""))[0],
         slow=float(environment.get("STRETTO_SLOW", "1")),
         on_nan=environment.get("STRETTO_ON_NAN", "stop"),
         life=_number(environment, "STRETTO_LIFE", 0),
@@ -116,7 +147,19 @@ def find_seat(environment: Mapping[str, str] = os.environ) -> Seat | None:
         checkpoint=every(environment["STRETTO_CHECKPOINT"]) if environment.get("STRETTO_CHECKPOINT") else None,
         keep=_number(environment, "STRETTO_KEEP", 3),
         resume=Path(environment["STRETTO_RESUME"]) if environment.get("STRETTO_RESUME") else None,
+        barrier=_barrier(environment, worker, workers, timeout_s),
     )
+
+
+def _barrier(environment: Mapping[str, str], worker: int, workers: int, timeout_s: float) -> Barrier | None:
+    """The barrier of this process, made once, since it holds a connection."""
+    if _barriers.get("made", (None, None))[0] is not environment:
+        life, keys = _number(environment, "STRETTO_LIFE", 0), worker_keys(environment.get("STRETTO_KEYS"))
+        _barriers["made"] = environment, by_environment(environment, worker, workers, life, keys, timeout_s)
+    return _barriers["made"][1]
+
+
+_barriers: dict[str, tuple[Mapping[str, str], Barrier | None]] = {}
 
 
 def _way_to_others(
@@ -170,6 +213,7 @@ def _server(
             raise
         standing.on_abort = lambda _generation, _why: free.abort()
         free.doing = standing.doing
+        standing.place = lambda: free.exchanges_begun()
         free.when_closed(standing.leave)
         free.when_closed(standing.close)
         return free

@@ -18,11 +18,30 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from stretto.errors import ModelError, explain
+from stretto.train.optimizers import Optimizers
+from stretto.train.schedule import Schedules
 from stretto.train.state import follow, heard
 from stretto.wire import Wire
 
-EXCHANGE, STEP, END = b"exchange", b"step", b"end"
+EXCHANGE, COUNT, END = b"exchange", b"count", b"end"
+STEP = b"step "
+"""Followed by the optimizer's place among those that the script gave."""
 Plain = dict[str, Any]
+
+
+def step_of(index: int) -> bytes:
+    """Return the word for a step of this optimizer.
+
+    >>> step_of(1), stepped(step_of(1)), stepped(END)
+    (b'step 1', 1, None)
+    """
+    return STEP + str(index).encode()
+
+
+def stepped(word: bytes) -> int | None:
+    """Return the optimizer whose step a word announces; None for another word."""
+    return int(word.removeprefix(STEP)) if word.startswith(STEP) else None
 
 
 def tell_gradients(wire: Wire, teller: int, parameters: list[nn.Parameter]) -> None:
@@ -40,11 +59,14 @@ def tell_gradients(wire: Wire, teller: int, parameters: list[nn.Parameter]) -> N
 class Settings:
     """What steps besides the parameters: the optimizer's settings, its schedulers and the script's gradient scalers.
 
-    `scalers` finds the script's.
+    `scalers` finds the script's. `schedules` has the position that the schedulers are advanced by.
     """
 
-    def __init__(self, optimizer: Optimizer, scalers: Callable[[], list[GradScaler]]) -> None:
-        self._optimizer, self._find = optimizer, scalers
+    def __init__(
+        self, optimizers: Optimizers, scalers: Callable[[], list[GradScaler]], schedules: Schedules | None = None
+    ) -> None:
+        self._schedules = schedules
+        self._optimizers, self._find = optimizers, scalers
         self._scalers: list[GradScaler] = []
         self._asked = 0
 
@@ -56,19 +78,33 @@ class Settings:
 
     def state(self) -> list[list[Plain]]:
         """What the optimizer's groups, the schedulers and the scalers are at: plain values."""
-        return [[_plain(one) for one in kind] for kind in self._kinds()]
+        positions = [self._schedules.state()] if self._schedules is not None else []
+        return [[_plain(one) for one in kind] for kind in self._kinds()] + [positions]
 
     def take(self, state: list[list[Plain]]) -> None:
         """Be where another worker is, or was."""
-        groups, schedulers, scalers = state
+        groups, schedulers, scalers, *rest = state
+        for position in rest[0] if rest else ():
+            if self._schedules is not None:
+                self._schedules.take(position)
         mine = self._kinds()
+        if len(groups) != len(mine[0]):
+            raise ModelError(
+                explain(
+                    "the optimizers of the workers have other parameter groups",
+                    got=f"{len(mine[0])} groups here, {len(groups)} at another worker",
+                    expected="the same groups at all workers",
+                    to_type="add parameter groups between two epochs, on every worker",
+                )
+            )
         for setting, plain in [*zip(mine[0], groups, strict=True), *zip(mine[1], schedulers, strict=False)]:
             _take(setting, plain)
         for scaler, plain in zip(self._scalers, scalers, strict=False):
             scaler.load_state_dict(plain)
 
     def _kinds(self) -> list[list[Plain]]:
-        return [self._optimizer.param_groups, _schedulers(self._optimizer), self._scaler_states()]
+        schedulers = [found for one in self._optimizers for found in _schedulers(one)]
+        return [self._optimizers.param_groups, schedulers, self._scaler_states()]
 
     def _scaler_states(self) -> list[Plain]:
         """The collector, which is slow, is asked for scalers at the 1st, 2nd, 4th, 8th ... time until there is one."""

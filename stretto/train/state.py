@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from stretto.how import exact
@@ -54,7 +55,10 @@ class OptimizerState:
 
     def __init__(self, optimizer: Optimizer, wire: Wire) -> None:
         self._optimizer, self._wire = optimizer, wire
-        self._parameters = [one for group in optimizer.param_groups for one in group["params"]]
+
+    @property
+    def _parameters(self) -> list[Parameter]:
+        return [one for group in self._optimizer.param_groups for one in group["params"]]
 
     def layout(self) -> Layout:
         """What there is, in a fixed order."""

@@ -14,6 +14,10 @@ from stretto.train.arena import Part
 from stretto.words import Answer, Ask, Every
 
 MEASURE_EVERY_S = 5.0
+"""Seconds between two measurements of norms, which are also due at the 1st, 2nd, 4th, 8th ... contribution.
+
+So the last measurement of a short run is of its later half.
+"""
 
 
 @dataclass(slots=True)
@@ -49,6 +53,9 @@ class Tally:
         self._entries_sent = self._entries = 0
         self._norms: tuple[float, float] | None = None
         self._measured_at = float("-inf")
+        self._asked, self._due_at = 0, 1
+        self._residuals: tuple[float, Codec, Sequence[Any]] | None = None
+        """Norm of the last measured contribution, and the places of its residual once the exchange has completed."""
 
     def account(self, purpose: str) -> Account | None:
         """That of a purpose; None for a worker that is alone, who says nothing to anybody."""
@@ -70,20 +77,33 @@ class Tally:
 
     def norm_of(self, given: Sequence[Tensor]) -> float | None:
         """The norm of what is about to be encoded, now and then; None when it is not time to measure."""
+        self._measure_residuals()
         now = self._scene.clock() if self._scene.clock is not None else 0.0
-        if now - self._measured_at < MEASURE_EVERY_S:
+        self._asked += 1
+        if now - self._measured_at < MEASURE_EVERY_S and self._asked < self._due_at:
             return None
-        self._measured_at = now
+        self._measured_at, self._due_at = now, 2 * self._asked
         return _norm(given)
 
     def owes(self, given: float | None, codec: Codec, memories: Sequence[Any]) -> None:
-        """Take down what is owed beside the norm of what was given, if that was measured."""
+        """Have the residual measured if the norm of the contribution was.
+
+        It is measured after the exchange: a codec of several collective operations has its residual only then.
+        """
+        if given is not None:
+            self._residuals = given, codec, memories
+
+    def _measure_residuals(self) -> None:
+        if self._residuals is None:
+            return
+        (given, codec, memories), self._residuals = self._residuals, None
         residuals = [one for memory in memories if (one := codec.residual(memory)) is not None]
-        if given is not None and residuals:
+        if residuals:
             self._norms = given, _norm(residuals)
 
     def figures(self) -> dict[str, Any]:
         """What progress events carry."""
+        self._measure_residuals()
         bytes_of = {
             purpose: [one.raw_sent, one.sent, one.raw_received, one.received] for purpose, one in self.accounts.items()
         }

@@ -18,9 +18,10 @@ import zmq
 import zmq.utils.garbage  # its handler at exit has to be registered before ours, which runs first
 from zmq.utils.monitor import parse_monitor_message
 
-from stretto.errors import MemberOutError, WireError
+from stretto.errors import MemberOutError, UnevenLoopsError, WireError
 from stretto.members.attendance import ALONE, Attendance, Attending
 from stretto.members.messages import EXCHANGING, Beat, Broken, Form, GoOn, Hello, Here, Leave, Quit, Said, Told
+from stretto.members.places import Waits
 from stretto.server.doors import WorkerKeys
 
 LARGEST_TOLD = 1 << 24
@@ -57,7 +58,10 @@ class Companion(Attending):
         self._address, self._patience_s = address, patience_s
         self._every_s = min(patience_s / 5, 1.0)
         self._doing = ("starting", 0, time.monotonic())
-        self._broken: tuple[int, str] | None = None
+        self.place: Callable[[], int] = lambda: -1
+        """Returns how many exchanges among all this worker has begun; called from the thread."""
+        self._waits: Waits | None = None
+        self._broken: Broken | None = None
         self._quits = self._leaves = self._ends = False
         self._heard = time.monotonic()
         self._problem = ""
@@ -89,15 +93,15 @@ class Companion(Attending):
         """The last generation that this worker was in."""
         return self.attendance.generation
 
-    def broken(self, generation: int, why: str) -> None:
-        """The exchange of this generation has failed."""
-        self._broken = (generation, why)
+    def broken(self, generation: int, why: str, forming: bool = False) -> None:
+        """The exchange of this generation has failed, or its `forming`."""
+        self._broken = Broken(generation, why, forming)
         self._wake()
 
-    def doing(self, text: str, hand: int) -> None:
+    def doing(self, text: str, hand: int, waits: Waits | None = None) -> None:
         """What this worker is about to do, with the hand that it was dealt last; others wait for it if need be."""
         is_further = hand != self._doing[1]
-        self._doing = (text, hand, time.monotonic())
+        self._doing, self._waits = (text, hand, time.monotonic()), waits
         if is_further and self.attendance.held:
             self._wake()
 
@@ -142,8 +146,8 @@ class Companion(Attending):
     def _raise_if_over(self) -> None:
         if self.attendance.out is not None:
             raise MemberOutError(f"{self._me} is no member any more: {self.attendance.out}")
-        if self.attendance.stopped is not None:
-            raise WireError(f"the run cannot go on: {self.attendance.stopped}")
+        if (stop := self.attendance.stopped) is not None:
+            raise UnevenLoopsError(stop.why) if stop.uneven else WireError(f"the run cannot go on: {stop.why}")
         if self._problem:
             raise WireError(f"the coordinator at {self._address} {self._problem}")
 
@@ -240,11 +244,11 @@ class Companion(Attending):
             is_welcome = self.attendance.settings is not None
         if with_beat:
             doing, hand, since = self._doing
-            self._say(Beat(generation, doing, time.monotonic() - since, hand))
+            self._say(Beat(generation, doing, time.monotonic() - since, hand, self.place(), self._waits))
             if not is_welcome:
                 self._say(Hello(socket.gethostname(), os.getpid()))
-        if self._broken is not None and self._broken[0] > aborted:
-            self._say(Broken(*self._broken))
+        if self._broken is not None and self._broken.generation > aborted:
+            self._say(self._broken)
         if self._quits:
             self._say(Quit())
         for one in said:

@@ -15,7 +15,9 @@ from typing import Any, Protocol, TypeVar
 
 from stretto.errors import BrokenWireError, MemberOutError
 from stretto.members.messages import EXCHANGING, Form, GoOn, Here
+from stretto.members.places import Kind, Place, Waits
 from stretto.wire.attempts import Attempt, pack, unpack
+from stretto.wire.placed import opened, opened_all, sealed
 from stretto.wire.seam import Message, Ticket, Traffic, Wire, made
 from stretto.words import Answer, Ask, Mean
 
@@ -35,6 +37,8 @@ class Standing(Protocol):
 
     on_abort: Callable[[int, str], None]
     """Called, from a thread, with the generation that is over, and why."""
+    place: Callable[[], int]
+    """Returns how many exchanges among all this worker has begun; may be called from a thread."""
 
     @property
     def held(self) -> bool:
@@ -54,12 +58,12 @@ class Standing(Protocol):
         """The same at a rest; others may have come further."""
         ...
 
-    def broken(self, generation: int, why: str) -> None:
-        """An exchange of this generation has failed here."""
+    def broken(self, generation: int, why: str, forming: bool = False) -> None:
+        """An exchange of this generation has failed here, or its `forming`."""
         ...
 
-    def doing(self, text: str, hand: int) -> None:
-        """What goes with the next beats."""
+    def doing(self, text: str, hand: int, waits: Waits | None = None) -> None:
+        """What goes with the next beats: also the exchange that is waited in."""
         ...
 
     def quit(self) -> None:
@@ -151,12 +155,15 @@ class EnduringWire:
         self.number = number
         self._standing, self._former = standing, former
         self.position: Callable[[], tuple[int, int]] = lambda: (0, 0)
+        self.place: Callable[[], Place] = Place
+        """Where the script is in its loop: all that take part in an exchange must be in the same epoch."""
+        self._waits: Waits | None = None
         self.on_change: Callable[[Change], None] = lambda _change: None
         self._inner: Breakable | None = None
         self._form = Form(0, [])
         self._generation = 0
         """The one whose state this worker has; 0 while it has none."""
-        self._commits = 0
+        self._commits = self._begun = 0
         self._open = Attempt(1)
         self._kept: list[Attempt] = []
         """Its last attempts, from the last one that took all workers on."""
@@ -167,7 +174,7 @@ class EnduringWire:
         self._ended = Traffic(0, 0, counted=True)
         self.arrives = False
         """Whether it comes to workers that have begun: it takes their state first."""
-        standing.on_abort = self._abort
+        standing.on_abort, standing.place = self._abort, lambda: self.begun
         self._meet_again()
         self.arrives = _has_history(self._form)
         self.begins_again = any(one.life for one in self._form.members)
@@ -192,6 +199,11 @@ class EnduringWire:
         """Their numbers."""
         return self._form.numbers
 
+    @property
+    def begun(self) -> int:
+        """Number of exchanges among all that this worker has begun; the same at all workers between two of them."""
+        return max(self._begun, self._commits)
+
     def start(self, ask: Ask) -> Ticket:
         """Begin an ask of the present attempt."""
         if self._given:
@@ -200,26 +212,35 @@ class EnduringWire:
 
     def gather(self, message: Message) -> list[bytes]:
         """The message of every worker."""
-        return self.attempt(lambda: self._single(lambda: self._wire().gather(message)))
+        here = self.place()
+        found = self.attempt(lambda: self._single(lambda: self._wire().gather(sealed(here, message))), kind="gather")
+        return opened_all(self.members, found)
 
     def tell(self, message: Message, teller: int = 0) -> bytes:
         """The message of the teller, made once; when that is gone the first of those who are left tells."""
-        who, once = self.members[teller], functools.cache(lambda: made(message))
+        here, whole = self.place(), sealed(self.place(), message)
+        who, once = self.members[teller], functools.cache(lambda: made(whole))
 
         def told() -> bytes:
             rank = self.members.index(who) if who in self.members else 0
             return self._wire().tell(once, rank)
 
-        found: bytes = self.attempt(lambda: self._single(told), alone=True)
-        return found
+        found: bytes = self.attempt(lambda: self._single(told), alone=True, kind="tell")
+        return opened(who, found, self.number, here)
 
-    def attempt(self, act: Callable[[], Found], again: Callable[[], Found] | None = None, alone: bool = False) -> Found:
+    def attempt(
+        self,
+        act: Callable[[], Found],
+        again: Callable[[], Found] | None = None,
+        alone: bool = False,
+        kind: Kind = "ask",
+    ) -> Found:
         """Do what belongs together; when it breaks, do it `again` from the beginning among those who are left.
 
         `alone` says that one worker can be done with it before others have begun.
         """
-        todo = act
-        self.doing(EXCHANGING, self.position()[0])
+        todo, self._begun, self._waits = act, self._commits + 1, Waits(self._commits + 1, kind, self.place())
+        self._standing.doing(EXCHANGING, self.position()[0], self._waits)
         while True:
             try:
                 found = todo()
@@ -228,6 +249,7 @@ class EnduringWire:
                 todo = again or act
                 continue
             self._commit(alone)
+            self._waits = None
             self.doing("computing", self.position()[0])
             return found
 
@@ -273,11 +295,16 @@ class EnduringWire:
             return Change(told.generation, told.numbers, (self.number,), (), hand, rounds)
         return self._take(told) or self._meet_again()
 
+    def mend(self) -> None:
+        """Take part in forming the next generation if this one is over: others may wait for that outside exchanges."""
+        if self._inner is not None and self._standing.aborted >= self._form.generation:
+            self._recover("the generation is over")
+
     def tell_state(self, message: Message) -> bytes:
         """What the first worker with a history tells those that have come."""
 
         found: bytes = self.attempt(
-            lambda: self._single(lambda: self._wire().tell(message, self._form.first)), alone=True
+            lambda: self._single(lambda: self._wire().tell(message, self._form.first)), alone=True, kind="tell"
         )
         return found
 
@@ -299,7 +326,8 @@ class EnduringWire:
 
     def _here(self, at_rest: bool = False) -> Here:
         hand, rounds = self.position()
-        return Here(self._generation, self._commits, hand, at_rest, self._former.address, rounds)
+        waits = None if at_rest else self._waits
+        return Here(self._generation, self._commits, hand, at_rest, self._former.address, rounds, waits)
 
     def _recover(self, why: str) -> None:
         """An attempt has broken: stand still, and go on in the next generation."""
@@ -328,7 +356,7 @@ class EnduringWire:
             self._inner = self._form_unless_over(form)
             self._catch_up(form)
         except BrokenWireError as error:
-            self._standing.broken(form.generation, str(error))
+            self._standing.broken(form.generation, str(error), forming=True)
             self._let_go()
             if self._generation:
                 self._generation = form.generation

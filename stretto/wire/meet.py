@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Mapping
 from datetime import timedelta
@@ -10,37 +11,45 @@ import torch
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from stretto.errors import LaunchError, WireError, explain
+from stretto.members.place import address_in
 from stretto.wire.collective import CollectiveWire, reason
 
 
 def meet_by_environment(
     environment: Mapping[str, str], worker: int, workers: int, timeout_s: float, device: torch.device
 ) -> CollectiveWire:
-    """Join the other workers at MASTER_ADDR and MASTER_PORT; worker 0 keeps the store unless torchrun's agent does."""
-    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environment]
-    if missing:
+    """Join the other workers at the address in the environment; worker 0 keeps the store, or the agent of torchrun."""
+    store = store_by_environment(environment, worker, workers, timeout_s)
+    return CollectiveWire(store, worker, workers, timeout_s, device)
+
+
+def store_by_environment(environment: Mapping[str, str], worker: int, workers: int, timeout_s: float) -> Store:
+    """Our part of the store of this run. The same store is given each time, since worker 0 can keep it only once."""
+    address = address_in(environment)
+    if address is None:
         problem = f"{workers} workers are announced but not where they meet"
-        expected = f"the environment variable {' and '.join(missing)}"
+        expected = "the environment variables MASTER_ADDR and MASTER_PORT"
         raise LaunchError(explain(problem, got="neither", expected=expected, to_type="stretto run, or torchrun"))
-    store = _store(environment, worker, workers, timeout_s)
-    generation = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return CollectiveWire(PrefixStore(f"stretto/{generation}", store), worker, workers, timeout_s, device)
-
-
-def _store(environment: Mapping[str, str], worker: int, workers: int, timeout_s: float) -> Store:
     agent = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    listening = environment.get("STRETTO_LISTEN_FD")
-    keeps = worker == 0 and not agent
+    listening = environment.get("STRETTO_LISTEN_FD") if worker == 0 and not agent else None
+    store = _store(*address, worker, workers, timeout_s, worker == 0 and not agent, listening)
+    return PrefixStore(f"stretto/{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+@functools.lru_cache(maxsize=1)
+def _store(
+    host: str, port: str, worker: int, workers: int, timeout_s: float, keeps: bool, listening: str | None
+) -> Store:
     try:
         return TCPStore(
-            environment["MASTER_ADDR"],
-            int(environment["MASTER_PORT"]),
+            host,
+            int(port),
             workers,
             keeps,
             timedelta(seconds=timeout_s),
             wait_for_workers=False,
-            master_listen_fd=os.dup(int(listening)) if keeps and listening else None,
+            multi_tenant=listening is None,  # torch's own process group may be opened at this port too
+            master_listen_fd=os.dup(int(listening)) if listening else None,
         )
     except (RuntimeError, ValueError) as error:
-        where = f"{environment['MASTER_ADDR']}:{environment['MASTER_PORT']}"
-        raise WireError(f"worker {worker} could not reach the meeting place {where}: {reason(error)}") from error
+        raise WireError(f"worker {worker} could not reach the meeting place {host}:{port}: {reason(error)}") from error

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from stretto.errors import BrokenWireError, WireError
+from stretto.members.places import Place
 from stretto.server import messages as m
 from stretto.server.meeting import GENERATION
 from stretto.server.parcels import Pieces, whole
@@ -70,6 +71,10 @@ class ServerWire:
         """How many of them it has been to."""
         self.doing: Callable[[str, int], None] = lambda _text, _hand: None
         """Told what this worker does, for those who ask, and with which hand."""
+        self.exchanges_begun: Callable[[], int] = lambda: -1
+        """Returns how many exchanges among all this worker has begun, for its heartbeats."""
+        self.place: Callable[[], Place | None] = lambda: None
+        """Where the script is in its loop, for the coordinator to compare in exchanges of all."""
         self.on_cut: Callable[[bool], bool] = lambda _called: True
         """Comes to a meeting for a cut, with nothing of this worker under way; whether the pass was over then."""
         self.on_recovered: Callable[[], None] = lambda: None
@@ -101,6 +106,11 @@ class ServerWire:
         self._on_close.append(then)
 
     @property
+    def begun(self) -> int:
+        """Number of exchanges among all that this worker has begun; the same at all workers between two of them."""
+        return self._op
+
+    @property
     def shards(self) -> int:
         """How many shards the server has."""
         return len(self.links)
@@ -127,7 +137,7 @@ class ServerWire:
 
     def gather(self, message: Message) -> list[bytes]:
         """The message of every worker, in their order."""
-        return self._gathered(m.Gather(self._op + 1, None), made(message))
+        return self._gathered(m.Gather(self._op + 1, None, self.place()), made(message))
 
     def tell(self, message: Message, teller: int = 0) -> bytes:
         """The teller's message, at every worker. When the teller is gone the first of those that are left tells."""
@@ -136,7 +146,8 @@ class ServerWire:
                 return self.order[1]  # it was told before this worker came
             one = self.members[teller]
             op, keeps = self._op + 1, self.keeps
-            body = m.Gather(op, one) if keeps is None else m.Keep(op, one, keeps)
+            at = self.place()
+            body = m.Gather(op, one, at) if keeps is None else m.Keep(op, one, keeps, at)
             found = self._gathered(body, made(message) if one == self.number else b"")
             if found:
                 self.order = (keeps, found[0]) if keeps is not None else self.order
@@ -353,18 +364,22 @@ class ServerWire:
         body, _ = self._coordinator.wait(self._coordinator.send(m.Close(number, self.age, left)))
         return not isinstance(body, m.Closed) or body.over
 
-    def counted(self, number: int) -> Tensor:
-        """How often each sample of the pass counted, at all workers; empty for a pass that is over."""
+    def counted(self, number: int) -> tuple[Tensor, dict[int, int]]:
+        """Return the counts of each sample of an epoch, and of the samples that each worker has trained.
+
+        Both are empty for an epoch that is over.
+        """
         while True:
             try:
                 return self.count(number)
             except AnewError:
                 self.recover()
 
-    def count(self, number: int) -> Tensor:
+    def count(self, number: int) -> tuple[Tensor, dict[int, int]]:
         """The same, once. Raises AnewError when a server was lost."""
-        _, (pieces,) = self._coordinator.wait(self._coordinator.send(m.Count(number, self.age)))
-        return whole(pieces, "uint8")
+        _, (pieces, pairs) = self._coordinator.wait(self._coordinator.send(m.Count(number, self.age)))
+        workers, samples = whole(pairs, "int64").reshape(-1, 2).T.tolist()
+        return whole(pieces, "uint8"), dict(zip(workers, samples, strict=True))
 
     # --- coming late, and going back ----------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
-from stretto.errors import BrokenWireError, WireError
+from stretto.errors import BrokenWireError, UnevenLoopsError, WireError
 from stretto.server import messages as m
 from stretto.server.parcels import Pieces, kind, placed, whole
 from stretto.words import Answer
@@ -27,7 +27,12 @@ class AnewError(WireError):
 
 
 def refuse_refusals(called: str, body: m.Body) -> None:
-    """Raise WireError for a reply that refuses what was asked, AnewError when a server has to be gone back from."""
+    """Raise WireError for a reply that refuses what was asked, AnewError when a server has to be gone back from.
+
+    Raise UnevenLoopsError where the script is at fault.
+    """
+    if isinstance(body, m.Refused) and body.uneven:
+        raise UnevenLoopsError(body.text)
     if isinstance(body, m.Refused):
         raise WireError(f"{called} refused: {body.text}")
     if isinstance(body, m.Anew):

@@ -29,7 +29,7 @@ def test_live_is_as_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     data = str(made.write(tmp_path / "made"))
     (gd, sec), (live_gd, live_sec) = found(data), found(data, "--live", "--out", "live")
     assert live_gd["rounds"] == gd["rounds"]
-    assert live_gd["uplink_bits"] == 32 * (made.WIDE + 1) * WORKERS * int(str(gd["rounds"]))
+    assert live_gd["uplink_bits"] == 32 * (made.WIDE + 2) * WORKERS * int(str(gd["rounds"]))
     assert live_gd["saved"] == 0
     assert live_gd["reached"]
     assert live_sec["reached"]

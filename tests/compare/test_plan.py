@@ -106,7 +106,7 @@ def test_only_recipes_have_slow_workers(tmp_path: Path) -> None:
     asked = typed(tmp_path, slow="1:2.0,3:5")
     assert [trial.order(asked, tmp_path).slow for trial in trials(asked)] == [None, None, "1:2.0,3:5"]
     assert asked.describe()["slow"] == "1:2.0,3:5"
-    assert asked.command()[-2:] == ["--slow", "1:2.0,3:5"]
+    assert asked.command()[-3:-1] == ["--slow", "1:2.0,3:5"]
 
 
 @pytest.mark.parametrize(
@@ -138,6 +138,6 @@ def test_what_cannot_be_asked_is_refused_before_anything_starts(
 def test_the_command_asks_the_same_again() -> None:
     asked = question(workers=(1, 2), recipes=("a()", "b(every=2)"), seeds=3, args=("--n", "1"))
     assert asked.command() == [
-        *("stretto", "compare", "train.py", "-n", "1,2", "--recipe", "a()", "--recipe", "b(every=2)"),
-        *("--seeds", "3", "--", "--n", "1"),
+        *("stretto", "compare", "-n", "1,2", "--recipe", "a()", "--recipe", "b(every=2)"),
+        *("--seeds", "3", "train.py", "--n", "1"),
     ]

@@ -23,8 +23,8 @@ time.sleep(120)
 
 def test_ctrl_c_ends_everything_within_three_seconds(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    command = [sys.executable, "-c", "from stretto.cli import main; main()", "compare", "train.py", "-n", "2"]
-    command += ["--recipe", "allreduce", "--out", "found"]
+    command = [sys.executable, "-c", "from stretto.cli import main; main()", "compare", "-n", "2"]
+    command += ["--recipe", "allreduce", "--out", "found", "train.py"]
     with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
         _wait_for(tmp_path / "began", process)
         workers = psutil.Process(process.pid).children(recursive=True)

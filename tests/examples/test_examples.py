@@ -73,8 +73,8 @@ STRETTO = "import sys; from stretto.cli import main; sys.exit(main())"
 def test_two_workers_run_it(script, recipe, options, tmp_path):
     if script != "digits.py":
         needs("mnist/train-images-idx3-ubyte.gz", "tinyshakespeare/input.txt")
-    command = [sys.executable, "-c", STRETTO, "run", str(EXAMPLES / script), "-n", "2", "--recipe", recipe]
-    command += ["--out", str(tmp_path / "run"), "--", *options]
+    command = [sys.executable, "-c", STRETTO, "run", "-n", "2", "--recipe", recipe]
+    command += ["--out", str(tmp_path / "run"), str(EXAMPLES / script), *options]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert (tmp_path / "run" / "report.html").is_file()

@@ -82,7 +82,7 @@ def test_what_is_run_here_is_what_the_command_line_runs(tmp_path: Path, monkeypa
     point = Point({}, 4, "soft_sync(collect=2)", args, 3, "100Mbit/s 1ms", "exponential", "7ms", "test_accuracy>=0.1")
     words = shlex.split(point.command())
     monkeypatch.chdir(runs.ROOT)
-    done = CliRunner().invoke(app, [*words[1 : words.index("--")], "--quiet", "--out", str(tmp_path), *words[-9:]])
+    done = CliRunner().invoke(app, ["simulate", "--quiet", "--out", str(tmp_path), *words[2:]])
     assert done.exit_code == 0, done.output
     found = point.run()
     told = runs.measured(tmp_path, point.target)

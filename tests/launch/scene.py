@@ -25,7 +25,7 @@ PATH = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "light")])
 STUB = """
 import sys, types
 train = types.ModuleType("stretto.train")
-train.finish = lambda: None
+train.close = lambda: None
 sys.modules["stretto.train"] = train
 """
 """Stands in for the training, so that a script can end well without importing torch."""

@@ -22,7 +22,7 @@ LIVE = "kill worker every 20s; pause worker 2 for 5s at 30s; kill server at 40s;
 
 LOOP = """
 import os, pathlib, signal, time
-rank, life = int(os.environ["RANK"]), int(os.environ["STRETTO_LIFE"])
+rank, life = int(os.environ["STRETTO_RANK"]), int(os.environ["STRETTO_LIFE"])
 with open(f"lives-{rank}", "a") as file:
     file.write(f"{time.time()}\\n")
 limit, last, longest = time.monotonic() + 15, time.monotonic(), 0.0
@@ -147,7 +147,7 @@ def test_who_is_killed_comes_back_and_who_is_paused_goes_on(crew: Place) -> None
 
 def test_what_is_done_is_said_on_the_terminal_and_drawn(crew: Place) -> None:
     script = crew.script(LOOP.replace("limit, last", 'if life:\n    pathlib.Path("enough").touch()\nlimit, last'))
-    line = ("run", script, "-n", "2", "--chaos", "kill worker 1 at 500ms", "--out", "here")
+    line = ("run", "-n", "2", "--chaos", "kill worker 1 at 500ms", "--out", "here", script)
     _, err = crew.stretto(*line).communicate(timeout=15)
     assert b"stretto: chaos: killed: worker 1\n" in err
     assert json.loads(Path("here/run.json").read_text())["chaos"] == "kill worker 1 at 500ms"
@@ -157,7 +157,7 @@ def test_who_is_not_there_is_not_struck(crew: Place) -> None:
     """Two blows at once hit once."""
     script = crew.script(LOOP.replace("limit, last", 'if life:\n    pathlib.Path("enough").touch()\nlimit, last'))
     chaos = "kill worker 1 at 500ms; kill worker 1 at 510ms"
-    _, err = crew.stretto("run", script, "-n", "2", "--chaos", chaos, "--out", "here").communicate(timeout=15)
+    _, err = crew.stretto("run", "-n", "2", "--chaos", chaos, "--out", "here", script).communicate(timeout=15)
     assert len(chaos_of(Path("here"))) + err.count(b"chaos: worker 1 is not there") == 2
     assert len(Path("lives-1").read_text().splitlines()) == 2
 

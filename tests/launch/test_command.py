@@ -21,9 +21,9 @@ WITHIN_S = 3.0
 SLEEPERS = """
 import os, pathlib, signal, subprocess, time
 subprocess.Popen(["sleep", "60"])
-if os.environ["RANK"] == "1":
+if os.environ["STRETTO_RANK"] == "1":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-pathlib.Path("ready-" + os.environ["RANK"]).touch()
+pathlib.Path("ready-" + os.environ["STRETTO_RANK"]).touch()
 time.sleep(60)
 """
 """Two workers that would go on, each with a process of its own, one deaf to SIGTERM."""
@@ -31,7 +31,7 @@ time.sleep(60)
 
 def sleeping(place: Place, before: str = "") -> subprocess.Popen[bytes]:
     """A run that is well under way."""
-    process = place.stretto("run", place.script(SLEEPERS), "-n", "2", before=before)
+    process = place.stretto("run", "-n", "2", place.script(SLEEPERS), before=before)
     until(lambda: Path("ready-0").exists() and Path("ready-1").exists())
     until(lambda: len(place.left()) == staff() + 4)  # two workers, two of theirs
     return process
@@ -51,7 +51,9 @@ def test_a_signal_to_the_launcher_ends_everything(place: Place, number: signal.S
     returned, _, err = ended(place, process)
     assert time.monotonic() - began < WITHIN_S
     assert returned == code
-    assert err == f"stretto: stopped by {number.name}\n"
+    first, stopped, *_ = err.splitlines()
+    assert first.startswith("stretto: starting 2 workers of ")
+    assert stopped == f"stretto: stopped by {number.name}"
     assert place.left() == []
 
 
@@ -87,33 +89,35 @@ def test_a_failed_run_is_told_once_with_exit_code_1(place: Place) -> None:
         """
         import os, time
         print("hello", flush=True)
-        if os.environ["RANK"] == "0":
+        if os.environ["STRETTO_RANK"] == "0":
             raise ValueError("boom")
         time.sleep(60)
         """
     )
-    code, out, err = ended(place, place.stretto("run", script, "-n", "2", "--out", "here"))
+    code, out, err = ended(place, place.stretto("run", "-n", "2", "--out", "here", script))
     assert (code, out) == (1, "hello\n")
+    _, _, err = err.partition("run folder here\n")
     assert err.startswith("stretto: worker 0 failed: ValueError: boom\nTraceback (most recent call last):\n")
     assert err.endswith("the whole log: here/worker-0.log\n")
     assert err.count("ValueError") == 2  # in the headline, and in the line of the script
 
 
-def test_options_before_and_after_the_script_and_the_scripts_own(place: Place) -> None:
-    place.script("import os, sys; print(sys.argv[1:], os.environ['RANK'], os.environ['WORLD_SIZE'])")
-    line = ["run", "--seed", "3", "train.py", "data.csv", "-n2", "--lr", "0.1", "-v", "--quiet", "--out=here"]
-    code, out, err = ended(place, place.stretto(*line, "--", "--seed", "5", "--", "-n"))
+def test_every_word_after_the_script_is_the_scripts(place: Place) -> None:
+    place.script("import os, sys; print(sys.argv[1:], os.environ['STRETTO_RANK'], os.environ['STRETTO_WORLD_SIZE'])")
+    own = ["data.csv", "--seed", "5", "--workers=8", "--resume", "x", "--epochs", "1", "--recipe", "--help", "--", "-n"]
+    line = ["run", "--seed", "3", "-n2", "--quiet", "--out=here", "train.py", *own]
+    code, out, err = ended(place, place.stretto(*line))
     assert (code, err) == (0, "")
-    assert out == "['data.csv', '--lr', '0.1', '-v', '--seed', '5', '--', '-n'] 0 2\n"
+    assert out == f"{own} 0 2\n"
     asked = json.loads(Path("here/run.json").read_text())
     assert (asked["seed"], asked["workers"]) == (3, 2)
-    assert asked["command"][1:] == [*line, "--", "--seed", "5", "--", "-n"]
+    assert asked["command"][1:] == line
     assert Path("here/report.html").exists()
 
 
 def test_the_record_goes_where_it_is_asked_to(place: Place) -> None:
     script = place.script("print('from the script')")
-    code, out, err = ended(place, place.stretto("run", script, "-n", "2", "--json", "-"))
+    code, out, err = ended(place, place.stretto("run", "-n", "2", "--json", "-", script))
     assert code == 0
     record = json.loads(out)
     assert record["workers"] == 2
@@ -125,23 +129,23 @@ def test_the_record_goes_where_it_is_asked_to(place: Place) -> None:
     ("line", "code", "words"),
     [
         (
-            ["run", "train.py", "--recpie", "allreduce"],
+            ["run", "--recpie", "allreduce", "train.py"],
             2,
-            ("no option --recpie", "expected: --recipe", "after --"),
+            ("no option --recpie", "the nearest are --recipe, ", "the script's own after it"),
         ),
-        (["run", "train.py", "--worker=4"], 2, ("no option --worker", "expected: --workers")),
+        (["run", "--worker=4", "train.py"], 2, ("no option --worker", "nearest are --workers, --min-workers, ")),
         (["run", "--lr", "0.1", "train.py"], 2, ("no option --lr", "got: --lr")),
-        (["run", "train.py", "-n", "four"], 2, ("got: four", "expected: a whole number")),
-        (["run", "train.py", "-n", "1.5"], 2, ("got: 1.5", "expected: a whole number")),
-        (["run", "train.py", "-n", "0"], 1, ("got: 0", "expected: a whole number, at least 1", "try: -n 4")),
-        (["run", "train.py", "-n"], 2, ("-n",)),
-        (["run", "train.py", "--patience", "ten"], 2, ("ten is no time", "expected: a time such as", "try: 10s")),
-        (["run", "train.py", "--chaos", "kil worker at 1s"], 1, ("these are no faults: kil", "got: kil worker", "^^^")),
+        (["run", "-n", "four", "train.py"], 2, ("got: four", "expected: a whole number")),
+        (["run", "-n", "1.5", "train.py"], 2, ("got: 1.5", "expected: a whole number")),
+        (["run", "-n", "0", "train.py"], 1, ("got: 0", "expected: a whole number, at least 1", "try: -n 4")),
+        (["run", "-n"], 2, ("-n",)),
+        (["run", "--patience", "ten", "train.py"], 2, ("ten is no time", "expected: a time such as", "try: 10s")),
+        (["run", "--chaos", "kil worker at 1s", "train.py"], 1, ("these are no faults: kil", "got: kil worker", "^^^")),
         (["run"], 2, ("SCRIPT",)),
         (["run", "trian.py"], 1, ("there is no script trian.py", "try: stretto run train.py")),
-        (["run", "train.py", "--out", "."], 1, ("exists and is not empty", "try: --out")),
-        (["run", "train.py", "--json", "no/such/file"], 1, ("there is no folder no/such",)),
-        (["run", "train.py", "--output", "some"], 2, ("some", "lead")),
+        (["run", "--out", ".", "train.py"], 1, ("exists and is not empty", "try: --out")),
+        (["run", "--json", "no/such/file", "train.py"], 1, ("there is no folder no/such",)),
+        (["run", "--output", "some", "train.py"], 2, ("some", "lead")),
         (["rnu", "train.py"], 2, ("rnu",)),
     ],
 )
@@ -191,7 +195,7 @@ def test_on_a_terminal_a_live_line_stays_below_what_the_script_says(place: Place
 
 def test_the_reader_of_the_output_may_leave(place: Place) -> None:
     script = place.script("for n in range(20000): print(n)\nopen('done', 'w')")
-    process = place.stretto("run", script, "--quiet")
+    process = place.stretto("run", "--quiet", script)
     assert process.stdout is not None
     process.stdout.readline()
     process.stdout.close()

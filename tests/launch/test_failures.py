@@ -17,7 +17,7 @@ WITHIN_S = 3.0
 
 WAIT = """
 import os, sys, time
-rank = int(os.environ["RANK"])
+rank = int(os.environ["STRETTO_RANK"])
 open(f"started-{rank}", "w").close()
 """
 
@@ -174,8 +174,8 @@ evaluate()
 
 
 def test_an_error_after_the_script_is_told_like_any_other(place: Place) -> None:
-    told = failure(place, "def fail(): raise OSError('in finish')\nstub.train.finish = fail")
-    assert told.startswith("worker 0 failed: OSError: in finish")
+    told = failure(place, "def fail(): raise OSError('in close')\nstub.train.close = fail")
+    assert told.startswith("worker 0 failed: OSError: in close")
 
 
 def test_when_the_log_is_full_the_end_of_the_output_is_shown(place: Place) -> None:
@@ -207,7 +207,7 @@ def test_a_worker_may_stop_while_others_go_on(place: Place) -> None:
     folder = place.run(
         """
         import os, pathlib, time
-        rank, gone = int(os.environ["RANK"]), pathlib.Path("gone")
+        rank, gone = int(os.environ["STRETTO_RANK"]), pathlib.Path("gone")
         if rank == 0:
             gone.write_text(str(os.getpid()))
         while not gone.exists() or (rank and pathlib.Path("/proc", gone.read_text() or "self").exists()):

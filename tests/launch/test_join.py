@@ -99,7 +99,7 @@ def test_of_a_network_cut_in_two_one_side_goes_on_and_the_other_comes_back(place
     (place.folder / "train.py").write_text(SCRIPT)
     run = place.folder / "run"
     options = ["--recipe", "local_sgd(every=2)", "--patience", f"{PATIENCE_S}s", "--host", "10.79.0.1"]
-    here = on(HOSTS[0], "run", "train.py", "-n", "2", *options, "--out", "run")
+    here = on(HOSTS[0], "run", "-n", "2", *options, "--out", "run", "train.py")
     until(lambda: generations(run) != [], here)
     there = on(HOSTS[1], "join", "run", "-n", "2")
     both = here, there
@@ -154,7 +154,7 @@ def test_an_invitation_is_for_the_owners_eyes_and_says_all_there_is_to_know(plac
         given = other.part(4).environment
         assert given["STRETTO_COORDINATOR"] == "{}:{}".format(*servers.coordinator.getsockname())  # type: ignore[union-attr]
         assert given["STRETTO_KEYS"] == servers.for_worker()["STRETTO_KEYS"]
-        assert (given["RANK"], given["WORLD_SIZE"], given["OMP_NUM_THREADS"]) == ("4", "2", "3")
+        assert (given["STRETTO_RANK"], given["STRETTO_WORLD_SIZE"], given["OMP_NUM_THREADS"]) == ("4", "2", "3")
         assert [part.number for part in one.all()] == [2, 3]
 
 

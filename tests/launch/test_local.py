@@ -14,6 +14,7 @@ from stretto.errors import LaunchError, RecipeError, StrettoError
 from stretto.launch import crew, parts
 from stretto.launch.local import Order, run
 from stretto.launch.watch import Watch
+from stretto.members.place import OF_TORCHRUN
 
 
 def test_a_worker_finds_its_place_in_the_environment(place: Place) -> None:
@@ -21,7 +22,7 @@ def test_a_worker_finds_its_place_in_the_environment(place: Place) -> None:
         """
         import json, os
         names = json.dumps(dict(os.environ))
-        open(f"environment-{os.environ['RANK']}.json", "w").write(names)
+        open(f"environment-{os.environ['STRETTO_RANK']}.json", "w").write(names)
         """,
         workers=3,
         recipe="local_sgd(every=4)",
@@ -32,9 +33,9 @@ def test_a_worker_finds_its_place_in_the_environment(place: Place) -> None:
     )
     for rank in range(3):
         given = json.loads(Path(f"environment-{rank}.json").read_text())
-        assert (given["RANK"], given["LOCAL_RANK"]) == (str(rank), str(rank))
-        assert (given["WORLD_SIZE"], given["LOCAL_WORLD_SIZE"]) == ("3", "3")
-        assert given["MASTER_ADDR"] == "127.0.0.1"
+        assert (given["STRETTO_RANK"], given["STRETTO_WORLD_SIZE"]) == (str(rank), "3")
+        assert given["STRETTO_STORE"].startswith("127.0.0.1:")
+        assert not set(OF_TORCHRUN) & set(given), "other libraries would open a process group"
         assert given["STRETTO_RUN"] == str(folder.resolve())
         assert given["STRETTO_RECIPE"] == "local_sgd(every=4)"
         assert (given["STRETTO_SEED"], given["STRETTO_TIMEOUT"]) == ("7", "12.5")
@@ -46,14 +47,18 @@ def test_a_worker_finds_its_place_in_the_environment(place: Place) -> None:
 def test_what_another_run_has_left_in_the_environment_is_taken_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in parts.OURS:
+    for name in (*parts.OURS, *OF_TORCHRUN):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("STRETTO_DATA", "here")
     with socket.create_server(("127.0.0.1", 0)) as listener:
         given = parts.environment_of(1, Order(Path("train.py"), workers=2), tmp_path, listener)
         alone = parts.environment_of(0, Order(Path("train.py"), alone=True, join=4), tmp_path, listener)
     left = {name for name in given if name.startswith("STRETTO_") and name != "STRETTO_TEST_MARK"}
+    assert not set(OF_TORCHRUN) & set(given)
     assert left == {
+        "STRETTO_RANK",
+        "STRETTO_WORLD_SIZE",
+        "STRETTO_STORE",
         "STRETTO_RUN",
         "STRETTO_SEED",
         "STRETTO_TIMEOUT",
@@ -96,8 +101,8 @@ def test_the_workers_meet_at_the_socket_that_the_lead_inherits(place: Place) -> 
     place.run(
         """
         import os, socket
-        port = int(os.environ["MASTER_PORT"])
-        if os.environ["RANK"] == "0":
+        port = int(os.environ["STRETTO_STORE"].rpartition(":")[2])
+        if os.environ["STRETTO_RANK"] == "0":
             listener = socket.socket(fileno=int(os.environ["STRETTO_LISTEN_FD"]))
             assert listener.getsockname() == ("127.0.0.1", port)
             listener.accept()[0].send(b"welcome")
@@ -140,7 +145,7 @@ def test_the_names_of_the_script_outlast_it(place: Place) -> None:
     """What `finish` evaluates may have to be pickled by name."""
     text = """
         import sys
-        stub.train.finish = lambda: print("found", sys.modules["__main__"].accuracy())
+        stub.train.close = lambda: print("found", sys.modules["__main__"].accuracy())
         def accuracy():
             return 17
         {end}
@@ -153,8 +158,8 @@ def test_the_names_of_the_script_outlast_it(place: Place) -> None:
 FLOOD = """
 import os, sys
 for number in range(3000):
-    print(f"{os.environ['RANK']}:{number}:" + "x" * 90)
-    print(f"{os.environ['RANK']}:{number}:error", file=sys.stderr)
+    print(f"{os.environ['STRETTO_RANK']}:{number}:" + "x" * 90)
+    print(f"{os.environ['STRETTO_RANK']}:{number}:error", file=sys.stderr)
 print("end", end="")
 """
 
@@ -243,7 +248,7 @@ def test_a_port_in_use_is_refused_by_name(place: Place) -> None:
 def test_a_given_port_is_where_workers_meet(place: Place) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-    folder = place.run("import os; print(os.environ['MASTER_PORT'])", port=port)
+    folder = place.run("import os; print(os.environ['STRETTO_STORE'].rpartition(':')[2])", port=port)
     assert (folder / "worker-0.log").read_text() == f"{port}\n"
 
 
@@ -262,7 +267,7 @@ def test_a_system_that_starts_no_more_processes_is_named_and_the_started_ones_en
     begin = crew.subprocess.Popen
 
     def third_fails(command: list[str], **options: object) -> object:
-        if options.get("env", {}).get("RANK") == "2":  # type: ignore[attr-defined]
+        if options.get("env", {}).get("STRETTO_RANK") == "2":  # type: ignore[attr-defined]
             raise BlockingIOError(11, os.strerror(11))
         return begin(command, **options)  # type: ignore[call-overload]
 
@@ -277,5 +282,5 @@ def test_a_worker_gets_no_name_of_the_current_folder_in_its_way(place: Place) ->
     (place.folder / "runpy.py").write_text("raise RuntimeError('taken')")
     elsewhere = place.folder / "scripts"
     elsewhere.mkdir()
-    (elsewhere / "train.py").write_text("import sys, types\nsys.modules['stretto.train'] = sys\nsys.finish = print")
+    (elsewhere / "train.py").write_text("import sys, types\nsys.modules['stretto.train'] = sys\nsys.close = print")
     run(Order(elsewhere / "train.py"), Watch(quiet=True))

@@ -15,7 +15,7 @@ import os, time
 from stretto.members.messages import Form, Here
 from stretto.server.doors import WorkerKeys
 from stretto.wire.companion import Companion
-rank, life = int(os.environ["RANK"]), int(os.environ["STRETTO_LIFE"])
+rank, life = int(os.environ["STRETTO_RANK"]), int(os.environ["STRETTO_LIFE"])
 keys = WorkerKeys(*(one.encode() for one in os.environ["STRETTO_KEYS"].split(",")))
 companion = Companion(rank, life, os.environ["STRETTO_COORDINATOR"], keys, float(os.environ["STRETTO_PATIENCE"]))
 hand, until, deadline = 0, 0, time.monotonic() + 40
@@ -60,7 +60,7 @@ def members(folder: Path) -> list[tuple[Any, ...]]:
 def test_who_is_killed_is_replaced_while_the_others_go_on(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STRETTO_MEMBERS", "1")
     script = place.script(WORKER.replace("{deaths}", "[(1, 0)]"))
-    process = place.stretto("run", script, "-n", "3", "--out", "here", "--patience", "20s")
+    process = place.stretto("run", "-n", "3", "--out", "here", "--patience", "20s", script)
     out, err = process.communicate(timeout=80)
     assert process.returncode == 0, err.decode()
     told = members(Path("here"))

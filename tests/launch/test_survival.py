@@ -20,7 +20,7 @@ WITHIN_S = 3.0
 HEAD = """
 import os, pathlib, sys, time
 from stretto.members.roll import ASKED
-rank, life = int(os.environ["RANK"]), int(os.environ["STRETTO_LIFE"])
+rank, life = int(os.environ["STRETTO_RANK"]), int(os.environ["STRETTO_LIFE"])
 def until(*names):
     limit = time.monotonic() + 10
     while not all(pathlib.Path(name).exists() for name in names):
@@ -165,6 +165,49 @@ time.sleep(60)
     assert failure(crew, text, workers=3).startswith("worker 1 was killed by SIGKILL")
 
 
+def test_death_that_others_have_recovered_from_is_not_the_cause_of_a_later_failure(crew: Place) -> None:
+    text = """
+from stretto.errors import WireError
+if rank == 1 and life == 0:
+    os.kill(os.getpid(), 9)
+until("heard")
+if rank == 2:
+    log("gone", worker=1, life=0)
+    log("formed", worker=-1000, life=0)
+    raise WireError("nobody came")
+time.sleep(60)
+"""
+    assert failure(crew, text, workers=3).startswith("worker 2 failed: WireError: nobody came")
+
+
+def test_error_of_an_earlier_life_is_not_the_cause_of_a_later_failure(crew: Place) -> None:
+    text = """
+from stretto.errors import WireError
+if rank == 1 and life == 0:
+    log("unused", event="error", worker=1, kind="ValueError", text="recovered", traceback="", consequence=False)
+    os.kill(os.getpid(), 9)
+if rank == 1:
+    log("joined", worker=1, life=1)
+    say("back")
+until("back")
+if rank == 2:
+    raise WireError("nobody came")
+time.sleep(60)
+"""
+    assert failure(crew, text, workers=3).startswith("worker 2 failed: WireError: nobody came")
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_worker_that_ends_its_own_process_is_not_restarted_but_ends_the_run(crew: Place, code: int) -> None:
+    text = f"""
+if rank == 1:
+    os._exit({code})
+time.sleep(60)
+"""
+    said = failure(crew, text, workers=3)
+    assert said.startswith(f"worker 1 ended with exit code {code} ")
+
+
 def test_a_life_that_is_out_says_so_and_no_error(crew: Place) -> None:
     text = """
 from stretto.errors import MemberOutError
@@ -176,7 +219,7 @@ until("back")
 """
     folder = crew.run(HEAD + text, workers=2)
     events = list(read_events(folder / "events.jsonl"))
-    assert [(one["event"], one["worker"], one["text"]) for one in events] == [
+    assert [(one["event"], one["worker"], one["text"]) for one in events if one["event"] != "written"] == [
         ("notice", 1, "worker 1 stops by itself: nobody heard of it for 10 s")
     ]
     assert told(crew) == [["Gone", 1, 0, "was taken for dead and stopped by itself", True]]
@@ -277,7 +320,10 @@ until("well-0", "well-1")
     assert crew.heard() == [[pid, "launcher 0", ["Gone", 1, 0, "killed by SIGKILL", True]] for pid in (first, second)]
     assert Path("well-0").read_text() == Path("well-1").read_text()
     events = list(read_events(folder / "events.jsonl"))
-    assert [(one["worker"], one["what"], one["life"]) for one in events] == [(-1000, "gone", 0), (-1000, "joined", 1)]
+    assert [(one["worker"], one["what"], one["life"]) for one in events if one["event"] == "member"] == [
+        (-1000, "gone", 0),
+        (-1000, "joined", 1),
+    ]
 
 
 def test_a_coordinator_that_dies_again_and_again_ends_the_run(crew: Place) -> None:
@@ -316,7 +362,10 @@ until("asked")
     folder = place.run(HEAD + text, workers=2, recipe="async_sgd")
     assert Path("servers").read_text() == "01"
     events = list(read_events(folder / "events.jsonl"))
-    assert [(one["worker"], one["what"], one["life"]) for one in events] == [(-1, "gone", 0), (-1, "joined", 1)]
+    assert [(one["worker"], one["what"], one["life"]) for one in events if one["event"] == "member"] == [
+        (-1, "gone", 0),
+        (-1, "joined", 1),
+    ]
 
 
 def test_an_error_of_a_server_ends_the_run(place: Place) -> None:
@@ -378,7 +427,7 @@ def test_a_worker_by_itself_needs_no_coordinator(crew: Place, order: dict[str, A
 
 def test_the_coordinator_is_heard_on_the_terminal(crew: Place) -> None:
     text = HEAD + DIES.format(deaths=1, end="os.kill(os.getpid(), 9)") + "until('heard')\ntime.sleep(0.3)"
-    process = crew.stretto("run", crew.script(text), "-n", "2", "--out", "here")
+    process = crew.stretto("run", "-n", "2", "--out", "here", crew.script(text))
     _, err = process.communicate(timeout=15)
     assert process.returncode == 0
     assert b"stretto: heard it\n" in err
@@ -390,7 +439,7 @@ def test_the_coordinator_is_heard_on_the_terminal(crew: Place) -> None:
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGKILL, -9)])
 def test_whatever_ends_the_launcher_ends_everything(crew: Place, number: signal.Signals, code: int) -> None:
     text = HEAD + "say(f'ready-{rank}')\ntime.sleep(60)"
-    process = crew.stretto("run", crew.script(text), "-n", "2")
+    process = crew.stretto("run", "-n", "2", crew.script(text))
     until(lambda: Path("ready-0").exists() and Path("ready-1").exists() and Path("coordinators").exists())
     assert len(crew.left()) == 5  # the launcher, its warden, the coordinator, two workers
     began = time.monotonic()
@@ -402,7 +451,7 @@ def test_whatever_ends_the_launcher_ends_everything(crew: Place, number: signal.
 
 def test_while_somebody_is_away_the_run_can_be_ended(crew: Place) -> None:
     text = HEAD + "say(f'ready-{rank}')\nif life or rank: time.sleep(60)\nuntil('ready-1')\nos.kill(os.getpid(), 9)"
-    process = crew.stretto("run", crew.script(text), "-n", "2", "--restarts", "30")
+    process = crew.stretto("run", "-n", "2", "--restarts", "30", crew.script(text))
     until(lambda: Path("heard").exists())
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=WITHIN_S) == 130

@@ -145,7 +145,7 @@ def write_comparison(
     for one in records:
         one["folder"] = Path(one["folder"]).name
     question = {"script": "train.py", "args": [], "workers": [2], "seeds": seeds, "target": None}
-    question["command"] = ["stretto", "compare", "train.py", "-n", "2"]
+    question["command"] = ["stretto", "compare", "-n", "2", "train.py"]
     (folder / "compare.json").write_text(json.dumps({"question": question, "runs": records}))
     return folder
 

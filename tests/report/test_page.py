@@ -85,7 +85,7 @@ def test_the_verdict_comes_first_and_everything_asked_is_there(page: str) -> Non
     order = ["<h1>", "Loss and metrics", "Same state?", "How fast?", "At what cost?", "Where did the time go?"]
     places = [page.index(text) for text in order]
     assert places == sorted(places)
-    for text in ("stretto compare train.py -n 2", "torch 2.13.0", "Imaginary CPU", "one seed", "samples, all workers"):
+    for text in ("stretto compare -n 2 train.py", "torch 2.13.0", "Imaginary CPU", "one seed", "samples, all workers"):
         assert text in page
 
 

@@ -497,7 +497,8 @@ def test_whoever_waits_for_a_server_that_is_gone_is_told_its_name(serving: Servi
     coordinator = socket.create_server(("127.0.0.1", 0), backlog=16)
     addresses = [f"tcp://127.0.0.1:{one.getsockname()[1]}" for one in (coordinator, listener)]
     fds = {"STRETTO_LISTEN_FD": listener.fileno(), "STRETTO_COORDINATOR_FD": coordinator.fileno()}
-    given = {"STRETTO_SHARD": "0", "STRETTO_SHARDS": "1", "WORLD_SIZE": "2", "STRETTO_RUN": ".", "STRETTO_TIMEOUT": "9"}
+    given = {"STRETTO_SHARD": "0", "STRETTO_SHARDS": "1", "STRETTO_WORLD_SIZE": "2"}
+    given |= {"STRETTO_RUN": ".", "STRETTO_TIMEOUT": "9"}
     environment = os.environ | given | {"STRETTO_ON_NAN": "stop"} | {name: str(fd) for name, fd in fds.items()}
     command = [sys.executable, "-P", "-m", "stretto.launch.serve"]
     with subprocess.Popen(command, env=environment, pass_fds=list(fds.values())) as process:

@@ -143,13 +143,13 @@ def test_bytes_as_the_kernel_counted_them_once() -> None:
 @pytest.mark.parametrize(
     ("length", "plain", "sealed"),
     [
-        (0, 23, 56),
-        (1, 26, 92),
-        (240, 266, 339),
-        (256, 290, 356),
-        (CHUNK_BYTES, 1048612, 1048678),
-        (CHUNK_BYTES + 1, 1048617, 1048749),
-        (4 * CHUNK_BYTES, 4194373, 4194637),
+        (0, 24, 57),
+        (1, 27, 93),
+        (240, 267, 340),
+        (256, 291, 357),
+        (CHUNK_BYTES, 1048613, 1048679),
+        (CHUNK_BYTES + 1, 1048618, 1048750),
+        (4 * CHUNK_BYTES, 4194374, 4194638),
     ],
 )
 def test_a_parcel_as_the_kernel_counted_it_once(length: int, plain: int, sealed: int) -> None:

@@ -26,8 +26,9 @@ def test_what_one_leaves_the_others_do(recipe: str, after: int, who: int) -> Non
 @pytest.mark.parametrize("recipe", EVERY)
 @pytest.mark.parametrize("after", [0, 1, 2])
 def test_what_all_leave_nobody_does(recipe: str, after: int) -> None:
+    """An epoch that all workers leave after one batch without a step is a peek, not an epoch."""
     ended = simulated(3, training(leaves=lambda _, steps: steps == after), recipe, net=NET)
-    assert seen(ended) == [ALL | {"once": 12 * after, "never": SAMPLES - 12 * after}] * 2
+    assert seen(ended) == [ALL | {"once": 12 * after, "never": SAMPLES - 12 * after}] * (2 if after else 0)
 
 
 @pytest.mark.parametrize("every", [1, 2])

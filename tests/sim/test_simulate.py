@@ -120,7 +120,7 @@ def test_two_processes_give_the_same_run_to_the_bit(tmp_path: Path) -> None:
     outs = [tmp_path / name for name in ("one", "two")]
     started = [
         subprocess.Popen(
-            [*COMMAND, "train.py", *options, "--step-time", "5ms", "--out", out, "--quiet", "--", "an", "argument"],
+            [*COMMAND, *options, "--step-time", "5ms", "--out", out, "--quiet", "train.py", "an", "argument"],
             cwd=tmp_path,
             env={**os.environ, **settings},
             stdout=subprocess.PIPE,

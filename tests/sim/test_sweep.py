@@ -89,7 +89,6 @@ def test_the_command_of_a_point_is_a_quiet_simulation_with_one_thread() -> None:
     run_json = json.loads(Path("swept/points/001-lr=0.1-seed=3/run.json").read_text())
     out = "swept/points/001-lr=0.1-seed=3"
     given = [
-        "train.py",
         "--workers",
         "2",
         "--step-time",
@@ -102,7 +101,7 @@ def test_the_command_of_a_point_is_a_quiet_simulation_with_one_thread() -> None:
         "--out",
         out,
     ]
-    assert run_json["args"] == [*given, "--mode", "well", "--lr", "0.1"]
+    assert run_json["args"] == [*given, "train.py", "--mode", "well", "--lr", "0.1"]
     assert Path("starts").read_text().split()[2] == "1"
 
 

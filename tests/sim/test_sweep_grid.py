@@ -175,11 +175,10 @@ def test_the_grid_is_the_product_and_the_words_are_those_of_a_simulation(tmp_pat
         {"workers": w, "every": e, "--lr": "0.1"} for w in ("2", "3") for e in ("4", "8")
     ]
     words = found[3].words(asked, Path("there"))
-    assert words[0] == str(asked.order.script)
-    given = dict(zip(words[1:7:2], words[2:7:2], strict=True))
+    given = dict(zip(words[0:6:2], words[1:6:2], strict=True))
     assert given == {"--recipe": "local_sgd(every=8)", "--workers": "3", "--step-time": "5ms"}
-    assert words[7:10] == ["--quiet", "--out", "there"]
-    assert words[10:] == ["--", "--lr", "1", "--lr", "0.1"]
+    assert words[6:9] == ["--quiet", "--out", "there"]
+    assert words[9:] == [str(asked.order.script), "--lr", "1", "--lr", "0.1"]
     assert len({one.name for one in found}) == 4
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from stretto import how
 from stretto.train.arena import Arena
 from stretto.train.arrival import ArrivalExchange
+from stretto.train.optimizers import Optimizers
 from stretto.train.stopwatch import Stopwatch
 from stretto.train.tally import Tally
 from stretto.typed import parse
@@ -75,7 +76,7 @@ class Scene:
             cast("Any", self.server),
             Stopwatch(lambda: 0.0),
             Tally(how.Scene(1, 2)),
-            optimizer,
+            Optimizers([optimizer]),
             lambda leases: None,
             lambda blocked_s: None,
             False,

@@ -21,6 +21,7 @@ from stretto.train.arena import Arena
 from stretto.train.arrival import ArrivalExchange
 from stretto.train.batches import draw, parted
 from stretto.train.free import FreeHands, FreeShare
+from stretto.train.optimizers import Optimizers
 from stretto.train.stopwatch import Stopwatch
 from stretto.train.tally import Tally
 from stretto.typed import parse
@@ -65,7 +66,7 @@ def script(recipe: str, meet: int | None, books: Books) -> Any:
             wire,
             Stopwatch(lambda: 0.0),
             Tally(how.Scene(worker.number, worker.crew.workers)),
-            torch.optim.SGD([cast("nn.Parameter", net.w)], lr=1.0),
+            Optimizers([torch.optim.SGD([cast("nn.Parameter", net.w)], lr=1.0)]),
             lambda found: hands[0].settle(found),
             lambda blocked_s: None,
             False,

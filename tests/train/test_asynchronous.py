@@ -166,22 +166,28 @@ def test_what_a_script_changes_after_a_pass_stands(recipe: str, by: set[int]) ->
         assert torch.equal(found, start / 2)
 
 
-def test_a_stream_is_evaluated_at_the_end_of_each_pass_whatever_was_asked(tmp_path: Path) -> None:
+@pytest.mark.parametrize("recipe", ["async_sgd", "soft_sync(collect=2)", "elastic_averaging(every=2)"])
+def test_worker_0_evaluates_a_stream_after_each_so_many_of_its_own_steps(recipe: str, tmp_path: Path) -> None:
     batches = [(torch.ones(4, 6), torch.ones(4, 1))] * 10
 
     def work(worker: int) -> None:
         net = small_net()
         optimizer = sgd(net.parameters())
         evaluate = lambda net: {"size": float(flat(net).norm())}  # noqa: E731
-        loader = stretto.distribute(net, optimizer, batches, recipe="async_sgd", evaluate=evaluate, evaluate_every=2)
+        loader = stretto.distribute(net, optimizer, batches, recipe=recipe, evaluate=evaluate, evaluate_every=2)
         for x, y in _passes(loader, 3):
             optimizer.zero_grad()
             nn.functional.mse_loss(net(x), y).backward()
             optimizer.step()
 
     together(2, work, run=tmp_path)
-    assert [one["samples"] for one in events_of(tmp_path, "evaluation")] == [40, 80, 120]
-    assert any("evaluate_every is left out" in one["text"] for one in events_of(tmp_path, "notice"))
+    evaluations = events_of(tmp_path, "evaluation")
+    assert [one["step"] for one in evaluations[:7]] == [2, 4, 6, 8, 10, 12, 14]
+    samples = [one["samples"] for one in evaluations]
+    assert samples == sorted(samples)
+    assert samples[-1] == 120
+    assert len({one["metrics"]["size"] for one in evaluations}) > 4
+    assert all(one["versions"] == sorted(one["versions"]) for one in evaluations)
 
 
 def test_a_model_of_two_kinds_of_numbers_over_several_shards() -> None:

@@ -28,6 +28,7 @@ from stretto.errors import LaunchError
 from stretto.often import Every, every
 from stretto.train import checkpoint, handover
 from stretto.train.checkpoint import BackgroundWriter, Checkpoints, Snapshots, State, write_tensors
+from stretto.train.optimizers import Optimizers
 from stretto.train.state import octets
 
 LIMIT_S = 60
@@ -714,10 +715,10 @@ def test_an_optimizer_that_keeps_lists_begins_anew_and_says_which() -> None:
     optimizer = torch.optim.LBFGS(net.parameters(), max_iter=3)
     for _ in range(2):
         step(net, optimizer)
-    assert {"old_dirs", "old_stps", "ro"} <= set(handover.unkept(optimizer))
+    assert {"old_dirs", "old_stps", "ro"} <= set(handover.unkept(Optimizers([optimizer])))
     again = torch.optim.LBFGS(net.parameters(), max_iter=3)
-    handover.take_optimizer(again, handover.optimizer_tensors(optimizer))
+    handover.take_optimizers(Optimizers([again]), handover.optimizer_tensors(Optimizers([optimizer])))
     step(net, again)
     adam = torch.optim.Adam(net.parameters())
     step(net, adam)
-    assert handover.unkept(adam) == []
+    assert handover.unkept(Optimizers([adam])) == []

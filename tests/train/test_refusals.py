@@ -20,7 +20,6 @@ from torch.utils.data.distributed import DistributedSampler
 import stretto
 from stretto import errors
 from stretto.events import EventLog, LogFile, read_events
-from stretto.train.seat import given_seat
 
 
 def refused(kind: type[Exception], match: str | None, work: Any, workers: int = 2, recipe: str = "allreduce") -> str:
@@ -36,26 +35,6 @@ def begin(net: nn.Module, optimizer: Any = None, loader: Any = None, **options: 
 
 def has_three_answers(text: str) -> bool:
     return all(word in text for word in ("got:", "expected:", "try:"))
-
-
-def test_called_twice() -> None:
-    def work(worker: int) -> None:
-        begin(small_net())
-        begin(small_net())
-
-    assert has_three_answers(refused(errors.ScriptError, "called twice", work))
-
-
-def test_called_twice_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    import contextvars
-
-    def work() -> None:
-        begin(small_net())
-        begin(small_net())
-
-    assert given_seat.get() is None
-    with pytest.raises(errors.ScriptError, match="called twice"):
-        contextvars.copy_context().run(work)
 
 
 def test_never_called() -> None:
@@ -235,6 +214,34 @@ def test_sparse_gradients_are_refused_by_name() -> None:
     assert "0.weight" in refused(errors.ModelError, "sparse", work)
 
 
+@pytest.mark.parametrize("recipe", ["allreduce", "local_sgd(every=2)", "diloco(every=2)", "ef21()", "async_sgd"])
+def test_model_that_is_wholly_frozen_is_refused(recipe: str) -> None:
+    def work(worker: int) -> None:
+        net = small_net().requires_grad_(False)
+        optimizer = sgd(net.parameters())
+        for x, _ in begin(net, optimizer):
+            net(x)
+            optimizer.step()
+
+    assert has_three_answers(refused(errors.ModelError, "all are frozen", work, recipe=recipe))
+
+
+@pytest.mark.parametrize("recipe", ["allreduce", "local_sgd(every=2)"])
+def test_model_that_is_thawed_after_the_line_trains(recipe: str) -> None:
+    def work(worker: int) -> bool:
+        net = small_net().requires_grad_(False)
+        before, optimizer = flat(net), sgd(net.parameters())
+        loader = begin(net, optimizer)
+        net.requires_grad_(True)
+        for x, y in loader:
+            optimizer.zero_grad()
+            (net(x) - y).square().mean().backward()
+            optimizer.step()
+        return bool((flat(net) != before).any())
+
+    assert together(2, work, recipe) == [True, True]
+
+
 def test_a_full_disk_is_named_once_and_refuses_at_the_end(capsys: pytest.CaptureFixture[str]) -> None:
     log = EventLog(LogFile(Path("/dev/full")), 3)
     for _ in range(3):
@@ -292,3 +299,17 @@ def test_a_log_that_cannot_be_opened_or_read(tmp_path: Path) -> None:
     (tmp_path / "damaged").write_bytes(b'{"event"\n{"ev')
     with pytest.raises(errors.LogError, match="line 1"):
         list(read_events(tmp_path / "damaged"))
+
+
+def test_script_that_is_ended_within_evaluate_fails_by_name() -> None:
+    def evaluate(net: nn.Module) -> dict[str, float]:
+        raise SystemExit(0)
+
+    def work(worker: int) -> None:
+        net = small_net()
+        optimizer = sgd(net.parameters())
+        for x, y in begin(net, optimizer, evaluate=evaluate):
+            (net(x) - y).square().mean().backward()
+            optimizer.step()
+
+    assert has_three_answers(refused(errors.EvaluateError, "evaluate ended the script", work))

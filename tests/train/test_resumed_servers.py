@@ -22,6 +22,7 @@ from stretto.train.batches import Order, draw
 from stretto.train.checkpoint import State
 from stretto.train.free import FreeHands, FreeShare
 from stretto.train.keeper import Keeper
+from stretto.train.optimizers import Optimizers
 from stretto.train.stopwatch import Stopwatch
 from stretto.train.tally import Tally
 from stretto.typed import parse
@@ -48,7 +49,16 @@ class Side:
         recipe, watch = parse("async_sgd(shards=2)"), Stopwatch(lambda: 0.0)
         wire = self.worker.wire
         return ArrivalExchange(
-            self.arena, number, recipe, wire, watch, Tally(scene), optimizer, self.settled, lambda _: None, False
+            self.arena,
+            number,
+            recipe,
+            wire,
+            watch,
+            Tally(scene),
+            Optimizers([optimizer]),
+            self.settled,
+            lambda _: None,
+            False,
         )
 
 
@@ -154,10 +164,10 @@ def test_the_first_worker_dies_while_it_writes_and_the_next_one_does(tmp_path: P
     def run(worker: Worker) -> None:
         journal = SimpleNamespace(t=lambda: 0.0, write=lambda *_, **__: None, notice=lambda _text: None)
         counts = {"rounds_done": 5, "steps": 5, "samples": 1}
-        optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+        optimizers = Optimizers([torch.optim.SGD([torch.zeros(1, requires_grad=True)])])
         replica = SimpleNamespace(arrival=True)
         trainer: Any = SimpleNamespace(
-            wire=worker.wire, replica=replica, journal=journal, optimizer=optimizer, **counts
+            wire=worker.wire, replica=replica, journal=journal, optimizers=optimizers, **counts
         )
         place: Any = SimpleNamespace(run=tmp_path, keep=3, checkpoint=every("1 rounds"))
         keeper: Any = Keeper(trainer, place)

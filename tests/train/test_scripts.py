@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from crew import Branching, alone, apart, flat, one_worker, regression, sgd, small_net, together, training
@@ -529,6 +530,22 @@ def test_every_sample_is_seen_exactly_once(kind: str, workers: int, samples: int
 def test_drop_last_drops_what_the_loader_drops() -> None:
     found = together(3, lambda worker: read(DataLoader(numbers(23), batch_size=4, drop_last=True)), "allreduce")
     assert sorted(x for passes in found for x in passes[0]) == list(range(20))
+
+
+@pytest.mark.parametrize("indices", [np.arange(3, 60), torch.arange(3, 60)], ids=["numpy", "torch"])
+def test_a_sampler_over_an_array_of_indices(indices: Any) -> None:
+    def work(worker: int) -> Tensor:
+        net = small_net(DOUBLE)
+        optimizer = sgd(net.parameters())
+        sampler = torch.utils.data.SubsetRandomSampler(indices, generator=torch.Generator().manual_seed(3))
+        loader = DataLoader(regression(60, DOUBLE), batch_size=4, sampler=sampler)
+        for x, y in stretto.distribute(net, optimizer, loader):
+            optimizer.zero_grad()
+            nn.functional.mse_loss(net(x), y).backward()
+            optimizer.step()
+        return flat(net)
+
+    equal_to_one_machine(work, "allreduce")
 
 
 def test_a_sampler_of_other_things_than_numbers() -> None:

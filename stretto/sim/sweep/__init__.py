@@ -63,7 +63,7 @@ def _folder(order: SweepOrder, asked: Mapping[str, Any]) -> tuple[Path, dict[str
         head = results.read(order.out)
         _check_same(head["asked"], asked, order.out)
         return order.out, {**head, "asked": asked}
-    return make_folder(f"sweep-{order.order.script.stem}", order.out, now), describe({"asked": asked}, now)
+    return make_folder(f"sweep-{order.order.name}", order.out, now), describe({"asked": asked}, now)
 
 
 def _check_same(before: Mapping[str, Any], asked: Mapping[str, Any], folder: Path) -> None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from stretto.axis import nearest
 from stretto.errors import LaunchError, mistyped
 from stretto.folder import cores
+from stretto.launch import entry
 from stretto.launch.order import Order
 from stretto.quantities import spelled
 from stretto.report.target import Target
@@ -72,8 +73,8 @@ class SweepOrder:
     def asked(self) -> dict[str, Any]:
         """What sweep.json keeps of it: everything that decides what the points are, and the target."""
         return {
-            "script": str(self.order.script),
-            "script_hash": hashlib.sha256(self.order.script.read_bytes()).hexdigest(),
+            "script": " ".join(entry.typed(self.order.script, self.order.module)),
+            "script_hash": hashlib.sha256(self.order.file().read_bytes()).hexdigest(),
             "args": list(self.order.args),
             "options": dict(self.options),
             "also": self.also,
@@ -91,6 +92,8 @@ class SweepOrder:
             "--patience": f"{spelled(order.patience_s)}s" if order.patience_s != usual.patience_s else None,
             "--timeout": spelled(order.timeout_s) if order.timeout_s != usual.timeout_s else None,
             "--min-workers": str(order.min_workers) if order.min_workers != usual.min_workers else None,
+            "--batch": order.global_batch if order.global_batch != usual.global_batch else None,
+            "--lr-scale": order.lr_scale if order.lr_scale != usual.lr_scale else None,
             "--keep-batch": order.batch if order.batch != usual.batch else None,
             "--max-workers": str(order.max_workers) if order.max_workers is not None else None,
         }
@@ -127,7 +130,8 @@ class Point:
         valued = {name: value for name, value in self.options.items() if name != BATCHED}
         typed = [word for name, value in valued.items() for word in (f"--{name.replace('_', '-')}", value)]
         typed += [f"--{BATCHED}"] * (BATCHED in self.options)
-        return [str(order.order.script), *typed, *order.also, "--quiet", "--out", str(folder), "--", *self.args]
+        typed += [*order.also, "--quiet", "--out", str(folder)]
+        return [*typed, *entry.typed(order.order.script, order.order.module, self.args)]
 
 
 # Axes

@@ -48,7 +48,7 @@ def write(folder: Path) -> Path:
 
 def _kicker(found: Found) -> str:
     asked = found["asked"]
-    return f"{shlex.join([asked['script'], *asked['args']])} · simulated · {_counted(found)}"
+    return f"{' '.join([asked['script'], *map(shlex.quote, asked['args'])])} · simulated · {_counted(found)}"
 
 
 def _counted(found: Found) -> str:

@@ -1,0 +1,15 @@
+"""Lines of the library's own on the standard error of a script's process."""
+
+from __future__ import annotations
+
+import sys
+
+
+def say(text: str) -> None:
+    """Print a line that begins with the library's name. Progress bars of tqdm are cleared for it and drawn again."""
+    bars = getattr(sys.modules.get("tqdm"), "tqdm", None)
+    if bars is not None:
+        bars.write(f"stretto: {text}", file=sys.stderr)
+        sys.stderr.flush()
+    else:
+        print(f"stretto: {text}", file=sys.stderr, flush=True)

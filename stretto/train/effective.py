@@ -1,0 +1,79 @@
+"""The effective batch of a run and the learning rate that goes with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+
+class ScaledRate:
+    """An optimizer's learning rate times a factor, during each step alone.
+
+    Before and after a step each parameter group holds the script's own value, the very object, so that a scheduler
+    computes what it would without a factor. Make it after all other hooks on the optimizer's step that read the rate.
+    """
+
+    def __init__(self, optimizer: Optimizer, factor: float) -> None:
+        self._optimizer, self._factor = optimizer, factor
+        self._own: list[tuple[dict[str, Any], Any]] = []
+        self._hooks = [optimizer.register_step_pre_hook(self._before), optimizer.register_step_post_hook(self._after)]
+
+    def release(self) -> None:
+        """Take the hooks off the optimizer."""
+        for hook in self._hooks:
+            hook.remove()
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Have the scaled rate in place, within a step or outside of one."""
+        if self._own:
+            yield
+            return
+        self._before(self._optimizer, (), {})
+        try:
+            yield
+        finally:
+            self._after(self._optimizer, (), {})
+
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._own = [(group, group["lr"]) for group in optimizer.param_groups if "lr" in group]
+        for group, rate in self._own:
+            group["lr"] = rate * self._factor
+
+    def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        own, self._own = self._own, []
+        for group, rate in own:
+            group["lr"] = rate
+
+
+def batch_of(loader: Any) -> int | None:
+    """Return the number of samples in a batch of the script's loader, where the loader knows it."""
+    for one in (loader, getattr(loader, "batch_sampler", None)):
+        size = getattr(one, "batch_size", None)
+        if isinstance(size, int) and not isinstance(size, Tensor):
+            return size
+    return None
+
+
+def said(workers: int, batch: int | None, *, split: bool, waits: bool, factor: float) -> str:
+    """Return one line on the samples of a step and the learning rate.
+
+    >>> said(4, 32, split=False, waits=True, factor=1.0)
+    '4 workers x 32 = 128 samples a step; learning rate as in the script'
+    >>> said(4, 32, split=True, waits=True, factor=2.0)
+    "4 workers share each batch of 32 samples; learning rate 2 x the script's"
+    """
+    rate = "learning rate as in the script" if factor == 1 else f"learning rate {factor:.4g} x the script's"
+    samples = f" of {batch} samples" if batch is not None else ""
+    if not waits:
+        part = f"1/{workers} of a batch" if split else "a batch"
+        return f"{workers} workers that do not wait for each other, each with {part}{samples} a step; {rate}"
+    if split:
+        return f"{workers} workers share each batch{samples}; {rate}"
+    if batch is None:
+        return f"{workers} workers x 1 batch of the script's a step; {rate}"
+    return f"{workers} workers x {batch} = {workers * batch} samples a step; {rate}"

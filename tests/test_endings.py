@@ -1,0 +1,100 @@
+"""Runs of real processes whose workers end earlier than others, or in another way than by the script's last line."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from stretto.events import read_events
+
+LIMIT_S = 150
+
+SCRIPT = """
+import os, sys, torch, stretto
+torch.manual_seed(0)
+x = torch.randn(64, 6)
+y = torch.sin(x.sum(1, keepdim=True))
+net = torch.nn.Linear(6, 1)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=4)
+loader = stretto.distribute(net, optimizer, loader)
+mine = int(os.environ["STRETTO_TEST_WORKER"]) == stretto.rank()
+epochs = 2
+BEFORE
+for epoch in range(epochs):
+    for step, (a, b) in enumerate(loader, 1):
+        optimizer.zero_grad()
+        ((net(a) - b) ** 2).mean().backward()
+        optimizer.step()
+        BODY
+"""
+
+
+def run(
+    folder: Path, recipe: str, body: str = "pass", before: str = "pass", worker: int = 1
+) -> subprocess.CompletedProcess[str]:
+    """Run the script on two workers, of which one is `mine`."""
+    script = folder / "train.py"
+    script.write_text(SCRIPT.replace("BODY", body).replace("BEFORE", before))
+    command = [sys.executable, "-m", "stretto.cli", "run", "-n", "2", "--recipe", recipe, "--out", str(folder / "run")]
+    return subprocess.run(
+        [*command, str(script)],
+        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "STRETTO_TEST_WORKER": str(worker)},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+
+
+LEAVES = "if mine and step == 3: "
+
+
+@pytest.mark.parametrize(
+    ("recipe", "body", "before", "worker", "said"),
+    [
+        ("allreduce", LEAVES + "break", "pass", 1, "1 has left the loop in epoch 1 at step 3, worker 0 waits at"),
+        ("local_sgd(every=4)", "pass", "epochs -= mine", 0, "0 has ended its script in epoch 1 at step 8, worker 1 wa"),
+        ("ef21()", LEAVES + "sys.exit(0)", "pass", 1, "1 has left the loop in epoch 1 at step 3, worker 0 waits at"),
+        ("async_sgd", "pass", "epochs -= mine", 1, "1 has ended its script in epoch 1 at step "),
+    ],
+)  # fmt: skip
+def test_worker_that_leaves_the_loop_earlier_than_others_ends_the_run_by_name(
+    recipe: str, body: str, before: str, worker: int, said: str, tmp_path: Path
+) -> None:
+    """Long before --timeout, which is ten minutes."""
+    done = run(tmp_path, recipe, body, before, worker)
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.count(f"UnevenLoopsError: worker {said}") == 1, done.stderr
+    assert "stand still" not in done.stderr
+
+
+def test_workers_that_leave_the_loop_at_the_same_step_go_on_to_the_next_epoch(tmp_path: Path) -> None:
+    done = run(tmp_path, "local_sgd(every=2)", "if step == 3: break")
+    assert done.returncode == 0, done.stderr
+    epochs = [one["step"] for one in read_events(tmp_path / "run/events.jsonl") if one["event"] == "epoch"]
+    assert epochs == [3, 6]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "end", "said"),
+    [
+        ("allreduce", "os._exit(0)", "worker 1 ended with exit code 0 in epoch 1 at step 3 without finishing"),
+        (
+            "stale_synchronous(bound=1)",
+            "os._exit(3)",
+            "worker 1 ended with exit code 3 in epoch 1 at step 3 and named no error",
+        ),
+    ],
+)
+def test_worker_that_ends_its_own_process_ends_the_run_by_name(
+    recipe: str, end: str, said: str, tmp_path: Path
+) -> None:
+    done = run(tmp_path, recipe, f"if mine and step == 3: {end}")
+    assert done.returncode == 1, done.stderr
+    assert said in done.stderr
+    assert "while starting" not in done.stderr

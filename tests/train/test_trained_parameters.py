@@ -1,0 +1,219 @@
+"""What is trained may change at any moment: frozen, thawed, added and replaced parameters, under every recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from crew import alone, apart, flat, one_worker, regression, sgd, small_net, together
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import stretto
+
+DOUBLE = torch.float64
+EXACT = ["allreduce", "local_sgd(every=1)"]
+WAITING = [
+    "allreduce",
+    "local_sgd(every=4)",
+    "diloco(every=8)",
+    "diloco(every=3)",
+    'local_sgd(every=4, optimizer_state="average")',
+    'allreduce(how=cast("bf16"))',
+    "local_sgd(every=4, how=error_feedback(top_k(0.2)))",
+    "power_sgd(rank=1)",
+    "ef21(how=top_k(0.3))",
+]
+SERVED = ["async_sgd", "stale_synchronous(bound=2)", "elastic_averaging(every=3)", "async_diloco(every=4)"]
+Change = Callable[[nn.Module, torch.optim.Optimizer], None]
+
+
+def thaw(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    net[0].requires_grad_(True)
+
+
+def freeze(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    net[2].requires_grad_(False)
+
+
+def swap(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    thaw(net, optimizer)
+    freeze(net, optimizer)
+
+
+def add_group(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    net[0].requires_grad_(True)
+    optimizer.add_param_group({"params": net[0].parameters(), "lr": 0.02})
+
+
+def replace_head(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    net[2] = nn.Linear(16, 1, dtype=net[2].weight.dtype)
+    optimizer.param_groups[0]["params"] = [one for one in net.parameters() if one.requires_grad]
+
+
+def start(dtype: torch.dtype, change: Change | None) -> tuple[nn.Module, torch.optim.Optimizer]:
+    net = small_net(dtype)
+    net[0].requires_grad_(change is freeze)
+    held = net[2].parameters() if change is add_group else net.parameters()
+    return net, torch.optim.SGD(held, lr=0.05, momentum=0.5)
+
+
+def changing(change: Change, at: int | None, samples: int = 100, epochs: int = 3) -> Callable[[int], Tensor]:
+    """A loop in which something changes at the start of epoch 2, or before the step of this number."""
+
+    def work(worker: int) -> Tensor:
+        net, optimizer = start(DOUBLE, change)
+        loader = stretto.distribute(net, optimizer, DataLoader(regression(samples, DOUBLE), batch_size=4))
+        steps = 0
+        for epoch in range(epochs):
+            if epoch == 1 and at is None:
+                torch.manual_seed(worker)
+                change(net, optimizer)
+            for x, y in loader:
+                if steps == at:
+                    torch.manual_seed(worker)
+                    change(net, optimizer)
+                optimizer.zero_grad()
+                nn.functional.mse_loss(net(x), y).backward()
+                torch.nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+                optimizer.step()
+                steps += 1
+        return flat(net)
+
+    return work
+
+
+@pytest.mark.parametrize("recipe", WAITING)
+@pytest.mark.parametrize(
+    ("change", "at"),
+    [
+        *((change, at) for change in (thaw, freeze, swap, add_group) for at in (None, 5)),
+        *((change, at) for change in (thaw, freeze, swap) for at in (8, 11)),
+    ],
+)
+def test_replicas_are_equal_whatever_changes_whenever(change: Change, at: int | None, recipe: str) -> None:
+    found = together(3, changing(change, at), recipe)
+    assert all(torch.equal(one, found[0]) for one in found)
+
+
+@pytest.mark.parametrize("at", [None, 5])
+@pytest.mark.parametrize("change", [thaw, freeze, swap, add_group])
+def test_exchanging_every_step_is_one_process_whatever_changes(change: Change, at: int | None) -> None:
+    wanted = alone(changing(change, at), join=3)
+    assert apart(together(3, changing(change, at), "allreduce")[0], wanted) < 1e-12
+
+
+def plain_sgd(change: Change, at: int | None) -> Callable[[int], Tensor]:
+    def work(worker: int) -> Tensor:
+        net, _ = start(DOUBLE, change)
+        held = net[2].parameters() if change is add_group else net.parameters()
+        optimizer = torch.optim.SGD(held, lr=0.05)
+        loader = stretto.distribute(net, optimizer, DataLoader(regression(100, DOUBLE), batch_size=4))
+        steps = 0
+        for epoch in range(3):
+            if epoch == 1 and at is None:
+                change(net, optimizer)
+            for x, y in loader:
+                if steps == at:
+                    change(net, optimizer)
+                optimizer.zero_grad()
+                nn.functional.mse_loss(net(x), y).backward()
+                optimizer.step()
+                steps += 1
+        return flat(net)
+
+    return work
+
+
+@pytest.mark.parametrize("recipe", [*EXACT, "local_sgd(every=4)"])
+def test_a_group_added_where_a_worker_has_no_batch_is_refused(recipe: str) -> None:
+    with pytest.raises(stretto.errors.ModelError, match="add parameter groups between two epochs"):
+        together(3, changing(add_group, 8), recipe)
+
+
+@pytest.mark.parametrize("at", [None, 5])
+@pytest.mark.parametrize("change", [thaw, freeze, swap, add_group])
+def test_averaging_every_step_is_one_process_whatever_changes(change: Change, at: int | None) -> None:
+    wanted = alone(plain_sgd(change, at), join=3)
+    assert apart(together(3, plain_sgd(change, at), "local_sgd(every=1)")[0], wanted) < 1e-12
+
+
+@pytest.mark.parametrize("recipe", ["allreduce", "local_sgd(every=4)", "diloco(every=8)"])
+def test_a_head_replaced_between_epochs_starts_as_that_of_the_first_worker(recipe: str) -> None:
+    found = together(3, changing(replace_head, None), recipe)
+    assert all(torch.equal(one, found[0]) for one in found)
+
+
+@pytest.mark.parametrize("recipe", ["allreduce", "local_sgd(every=4)"])
+def test_a_head_that_differs_and_is_replaced_in_an_epoch_is_refused_by_name(recipe: str) -> None:
+    with pytest.raises(stretto.errors.ModelError, match=r"2\.(weight|bias) began to train in the middle of an epoch"):
+        together(3, changing(replace_head, 11), recipe)
+
+
+@pytest.mark.parametrize("recipe", [*EXACT, "local_sgd(every=4)"])
+def test_a_worker_that_skipped_a_step_may_thaw_later_than_the_others(recipe: str) -> None:
+    """13 batches for 3 workers: two have none in the last global step, so their own counts of steps fall behind."""
+
+    def work(worker: int) -> Tensor:
+        return changing(thaw, 7, samples=52)(worker)
+
+    found = together(3, work, recipe)
+    assert all(torch.equal(one, found[0]) for one in found)
+
+
+@pytest.mark.parametrize("recipe", SERVED)
+@pytest.mark.parametrize("change", [thaw, freeze, swap, add_group, replace_head])
+def test_over_a_server_what_is_trained_may_change_between_epochs(change: Change, recipe: str) -> None:
+    found = together(3, changing(change, None, samples=60), recipe)
+    assert all(torch.equal(one, found[0]) for one in found)
+
+
+@pytest.mark.parametrize("recipe", SERVED)
+def test_over_a_server_what_begins_to_train_in_an_epoch_is_refused_by_name(recipe: str) -> None:
+    with pytest.raises(stretto.errors.ModelError, match=r"0\.(weight|bias) began to train in the middle of an epoch"):
+        together(2, changing(thaw, 5, samples=60), recipe)
+
+
+@pytest.mark.parametrize("recipe", WAITING)
+@pytest.mark.parametrize("change", [thaw, freeze, swap, add_group, replace_head])
+def test_one_worker_computes_the_bits_of_the_plain_loop(change: Change, recipe: str) -> None:
+    wanted = alone(changing(change, 5))
+    assert torch.equal(one_worker(changing(change, 5), recipe), wanted)
+
+
+def test_a_model_changed_at_one_worker_alone_is_named() -> None:
+    def work(worker: int) -> Tensor:
+        net = small_net(DOUBLE)
+        optimizer = sgd(net.parameters())
+        loader = stretto.distribute(net, optimizer, DataLoader(regression(52, DOUBLE), batch_size=4))
+        for epoch in range(3):
+            for x, y in loader:
+                optimizer.zero_grad()
+                nn.functional.mse_loss(net(x), y).backward()
+                optimizer.step()
+            if epoch == 0 and worker == 1:
+                with torch.no_grad():
+                    net[0].weight.mul_(0.5)
+        return flat(net)
+
+    for recipe in ("local_sgd(every=4)", "diloco(every=8)", "allreduce"):
+        with pytest.raises(stretto.errors.ReplicasDifferError, match=r"of worker 1 "):
+            together(3, work, recipe)
+
+
+def test_frozen_parameters_that_one_worker_changed_are_named() -> None:
+    def work(worker: int) -> Any:
+        net, optimizer = start(DOUBLE, None)
+        loader = stretto.distribute(net, optimizer, DataLoader(regression(52, DOUBLE), batch_size=4))
+        for x, y in loader:
+            optimizer.zero_grad()
+            nn.functional.mse_loss(net(x), y).backward()
+            optimizer.step()
+            with torch.no_grad():
+                net[0].weight.add_(float(worker == 2))
+
+    for recipe in ("local_sgd(every=4)", "diloco(every=8)", "allreduce"):
+        with pytest.raises(stretto.errors.ReplicasDifferError, match=r"0\.weight of worker 2"):
+            together(3, work, recipe)
