@@ -12,7 +12,8 @@ from hypothesis import HealthCheck, settings
 LIGHT = str(Path(__file__).parent / "light")
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), LIGHT]))
 
-settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a slow machine is no failure
+# A slow machine is no failure.
+settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
 
 

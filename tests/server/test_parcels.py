@@ -44,10 +44,12 @@ def values(hint: Any) -> st.SearchStrategy[Any]:
         return st.lists(values(get_args(hint)[0]), max_size=5)
     if get_origin(hint) is tuple:
         return st.tuples(*map(values, get_args(hint)))
+    if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
+        return messages_of(hint)
     return {int: INTEGERS, float: st.floats(allow_nan=False)}.get(hint, st.from_type(hint))
 
 
-def messages_of(body: type) -> st.SearchStrategy[m.Body]:
+def messages_of(body: type) -> st.SearchStrategy[Any]:
     return st.builds(body, **{name: values(hint) for name, hint in typing.get_type_hints(body).items()})
 
 
