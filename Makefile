@@ -2,7 +2,6 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-READY_GPU := $(VENV)/.ready-gpu
 SOURCES := $(wildcard CMakeLists.txt stretto/kernels/*.?pp)
 # The second and third pin what the native kernels are built with, for pip from 25.3 on and before.
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
@@ -21,17 +20,12 @@ $(READY): pyproject.toml constraints.txt $(SOURCES)
 	$(PIP) -e ".[demo,dev]"
 	@touch $(READY)
 
-# The extra `gpu` without a second build: Triton's interpreter tests its kernels on machines without a GPU.
-$(READY_GPU): $(READY)
-	$(PIP) "triton>=3.2; platform_system == 'Linux' and platform_machine == 'x86_64'"
-	@touch $(READY_GPU)
-
 install: $(READY)   ## make the virtual environment
 
 demo: $(READY)      ## compare three recipes with one machine on the digits
 	$(BIN)/stretto compare -n 4 --recipe allreduce --recipe "local_sgd(every=16)" --recipe "diloco(every=50)" --target "test_accuracy>=0.95" examples/digits.py
 
-test: $(READY_GPU)  ## the laws
+test: $(READY)      ## the test suite
 	@$(BIN)/python tests/parts.py
 
 check: $(READY)     ## style, types and the house

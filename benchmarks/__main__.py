@@ -13,7 +13,6 @@ from benchmarks import (
     ddp,
     fewer,
     figures,
-    gpu_kernels,
     kernels,
     lab,
     line,
@@ -34,7 +33,6 @@ QUICK: dict[str, Callable[[int | None], Any]] = {"line": line.run, "ddp": ddp.ru
 LONG: dict[str, Callable[[int | None], Any]] = {
     "bits": bits.run,
     "kernels": kernels.run,
-    "gpu": gpu_kernels.run,
     "server": server.run,
     "updates": updates.run,
     "peers": against.run,

@@ -113,19 +113,6 @@ def kernels(record: Record) -> Iterator[str]:
     yield "Shares and times are those of the pass with the residual, which reads two vectors and writes one."
 
 
-def gpu(record: Record) -> Iterator[str]:
-    """What passes through each kernel in Triton, beside a copy on the device."""
-    yield from _head(
-        f"GB/s of gradient through each kernel in Triton, {record['gpu']}, {record['numbers']:,} numbers", "gpu"
-    )
-    yield "| kernel | with the residual | without | copy | share of the copy with the residual | without |"
-    yield "| --- | --- | --- | --- | --- | --- |"
-    for name, one in record["cases"].items():
-        speeds = " | ".join(f"{one['gb_per_s'][side]['median']:.0f}" for side in ("with residual", "without", "copy"))
-        shares = " | ".join(ratio(one["of_copy"][side]) for side in ("with residual", "without"))
-        yield f"| {name} | {speeds} | {shares} |"
-
-
 def fewer(record: Record) -> Iterator[str]:
     """Time and bytes to an accuracy behind slow links: DDP with its hooks beside our codecs."""
     link = f"{record['hosts']} hosts at {record['link_mbit']:g} Mbit/s"
@@ -357,7 +344,6 @@ TABLES: Mapping[str, Callable[[Record], Iterator[str]]] = {
     "survival": survival,
     "bits": bits,
     "kernels": kernels,
-    "gpu": gpu,
     "server": server,
     "updates": updates,
     "peers": peers,

@@ -1,8 +1,8 @@
 """The passes over many numbers that codecs are made of, for each device: `on(tensor)` gives those that fit a tensor.
 
-`native` (C++: float32 on the CPU), `gpu` (Triton: float32 on CUDA) and `reference` (torch operations: everything) have
-the same functions and the same results. Where the native ones are not built, or are older than their source, the
-reference does their work, and one line on stderr says so. `STRETTO_KERNELS=reference` asks for it.
+`native` (C++: float32 on the CPU) and `reference` (torch operations: every device and dtype) have the same functions and
+the same results. Where the native kernels are not built, or are older than their source, the reference is used, and one
+line on stderr says so. `STRETTO_KERNELS=reference` selects the reference.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import os
 import sys
 from functools import cache
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -32,9 +31,7 @@ def on(tensor: Tensor) -> ModuleType:
 
     if tensor.dtype != torch.float32 or not tensor.is_contiguous() or _reference_asked():
         return reference
-    if tensor.device.type == "cpu":
-        return _of_cpu() or reference
-    return _of_cuda() or reference if tensor.device.type == "cuda" else reference
+    return _of_cpu() or reference if tensor.device.type == "cpu" else reference
 
 
 def why_not_native(house: Path = HOUSE) -> str | None:
@@ -74,9 +71,3 @@ def _of_cpu() -> ModuleType | None:
             "slower. With a C++ compiler at hand `pip install .` builds them (`pip install -e .` in a clone).\n"
         )
     return None
-
-
-@cache
-def _of_cuda() -> ModuleType | None:
-    there = find_spec("triton") is not None and find_spec("stretto.kernels.gpu") is not None
-    return import_module("stretto.kernels.gpu") if there else None
