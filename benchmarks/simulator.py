@@ -2,9 +2,8 @@
 
 Worker steps per second on one core, one by one, against the same loop without Stretto on the same core: digits and a
 perceptron of 5 K parameters (64, 64, 10), batch 32. Sides take turns in one process; each figure is the difference of
-a longer run and a shorter one, so that what happens once does not count. The same of more workers with `--batched`
-against one by one, and of a model of ten layers. Seconds per round stand beside those of Flower's simulation engine, if
-it is there. Memory is the peak of a process that simulates 1,000 workers, and of one that simulates as many of whom one
+a longer run and a shorter one, so that what happens once does not count. Seconds per round stand beside those of
+Flower's simulation engine, if it is there. Memory is the peak of a process that simulates 1,000 workers, and of one that simulates as many of whom one
 dies and comes back.
 
     STRETTO_FLOWER=/where/python python -m benchmarks simulator
@@ -18,7 +17,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -38,7 +37,7 @@ from stretto.sim.simulation import Simulation, check
 from stretto.sim.tariff import Tariff
 
 QUESTION = "worker steps per second of the simulator on one core, against the plain loop, and its memory"
-WANTED_STEPS, WANTED_BATCHED, WANTED_MIB = 3000.0, 20000.0, 1024.0
+WANTED_STEPS, WANTED_MIB = 3000.0, 1024.0
 SCRIPT = ROOT / "benchmarks" / "scripts" / "small.py"
 THE_LINE = "loader = stretto.distribute(model, optimizer, loader)\n"
 IMAGES, BATCH = 1797, 32
@@ -46,9 +45,6 @@ WORKERS, MANY = 16, 1000
 EVERY = 16
 RECIPES = ("allreduce", f"local_sgd(every={EVERY})", "async_sgd")
 TIMES, SHORT, LONG = 10, 1, 3
-CREW, CREW_TIMES, CREW_LONG, CREW_REPETITIONS = 64, 32, 7, 3
-"""Workers whose steps are batched, and how long they train."""
-LAYERS = (1, 10)
 DEATH = "kill worker 3 at 10ms, back after 10ms"
 STARTS, REPETITIONS = 1, 5
 LIMIT_S = 300.0
@@ -59,20 +55,16 @@ def run(starts: int | None = None) -> dict[str, Any]:
     """Take the figures, print them, keep them."""
     print(f"simulator: {QUESTION}", flush=True)
     cases = {recipe: _case(recipe, starts or STARTS) for recipe in RECIPES}
-    batched = {str(layers): _batched(layers, starts or STARTS) for layers in LAYERS}
     memory = _memory()
     record = {
         "question": QUESTION,
         "wanted_steps": WANTED_STEPS,
-        "wanted_batched": WANTED_BATCHED,
         "wanted_mib": WANTED_MIB,
         "workers": WORKERS,
         "every": EVERY,
         "starts": starts or STARTS,
         "threads": 1,
         "cases": cases,
-        "crew": CREW,
-        "batched": batched,
         "memory": memory,
         "rounds": _rounds(cases),
     }
@@ -82,11 +74,6 @@ def run(starts: int | None = None) -> dict[str, Any]:
 
 def _case(recipe: str, starts: int) -> dict[str, Any]:
     return _contest(recipe, ("simulated", "plain"), [_heard("sides", RECIPE=recipe) for _ in range(starts)])
-
-
-def _batched(layers: int, starts: int) -> dict[str, Any]:
-    taken = [_heard("crews", LAYERS=str(layers)) for _ in range(starts)]
-    return _contest(f"{layers} hidden, {CREW} workers", ("batched", "one by one"), taken)
 
 
 def _contest(name: str, sides: tuple[str, str], taken: list[dict[str, Any]]) -> dict[str, Any]:
@@ -153,22 +140,6 @@ def sides() -> None:
     told_to_end()
 
 
-def crews() -> None:
-    """Seconds of a step of many workers, whose steps are computed in one call or one by one, in turns on one core."""
-    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-    torch.set_num_threads(1)
-    more = ["--hidden", os.environ["LAYERS"]]
-
-    def side(batched: bool) -> float:
-        def run(epochs: int) -> None:
-            _simulated(RECIPES[1], CREW, epochs, CREW_TIMES, more, batched=batched)
-
-        return _step_s(run, CREW_TIMES, CREW_LONG)
-
-    say(**in_turns({"batched": lambda: side(True), "one by one": lambda: side(False)}, CREW_REPETITIONS))
-    told_to_end()
-
-
 def peak() -> None:
     """The most memory that a simulation of so many workers takes, in MiB; pages that many have mapped count once."""
     torch.set_num_threads(1)
@@ -206,14 +177,12 @@ def _simulated(
     workers: int,
     epochs: int,
     times: int = TIMES,
-    more: Sequence[str] = (),
     *,
-    batched: bool = False,
     faults: str = "",
 ) -> None:
-    order = Order(SCRIPT, (*_arguments(epochs, times), *more), workers=workers, recipe=recipe, output="none")
-    world = {"faults": chaos.parse(faults) if faults else (), "batched": batched}
-    asked = check(Simulation(order, Tariff(0.001), parse("100Mbit/s 1ms"), **world))
+    order = Order(SCRIPT, _arguments(epochs, times), workers=workers, recipe=recipe, output="none")
+    struck = chaos.parse(faults) if faults else ()
+    asked = check(Simulation(order, Tariff(0.001), parse("100Mbit/s 1ms"), faults=struck))
     with tempfile.TemporaryDirectory(prefix="stretto-simulator-") as place:
         simulate(asked, begin(asked, Path(place) / "run"), io.StringIO())
 

@@ -211,13 +211,6 @@ def simulator(record: Record) -> Iterator[str]:
         yield f"| {name} | {speeds} | {ratio(case['ratio'])} | at least {record['wanted_steps']:.0f} steps/s |"
     memory, rounds = record["memory"], record["rounds"]
     yield ""
-    yield f"| {record['crew']} workers, {list(record['cases'])[1]} | batched, steps/s | one by one | ratio | wanted |"
-    yield "| --- | --- | --- | --- | --- |"
-    for layers, case in record["batched"].items():
-        speeds = " | ".join(f"{case['steps_a_second'][side]:.0f}" for side in ("batched", "one by one"))
-        wanted = f"at least {record['wanted_batched']:.0f} steps/s" if layers == "1" else ""
-        yield f"| hidden layers: {layers} | {speeds} | {ratio(case['ratio'])} | {wanted} |"
-    yield ""
     yield (
         f"{memory['workers']} workers: {memory['mib']:.0f} MiB at the peak, wanted at most {record['wanted_mib']:.0f}; "
         f"{memory['kib_a_worker']:.0f} KiB a worker. Where one dies and comes back: {memory['mortal_mib']:.0f} MiB."

@@ -13,7 +13,6 @@ import stretto
 options = argparse.ArgumentParser(description="Train a small perceptron on scikit-learn's digits.")
 options.add_argument("--epochs", type=int, default=1)
 options.add_argument("--times", type=int, default=1, help="how often each image is in the data")
-options.add_argument("--hidden", type=int, default=1, help="how many layers of 64 there are before the last one")
 asked = options.parse_args()
 
 digits = load_digits()
@@ -21,8 +20,7 @@ images = torch.tensor(digits.data, dtype=torch.float32).div(16).repeat(asked.tim
 labels = torch.tensor(digits.target).repeat(asked.times)
 
 torch.manual_seed(0)
-hidden = [layer for _ in range(asked.hidden) for layer in (nn.Linear(64, 64), nn.ReLU())]
-model = nn.Sequential(*hidden, nn.Linear(64, 10))
+model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
 loader = DataLoader(TensorDataset(images, labels), batch_size=32, shuffle=True)
 

@@ -1,8 +1,8 @@
 """The passes over many numbers that codecs are made of, for each device: `on(tensor)` gives those that fit a tensor.
 
-`native` (C++: float32 on the CPU) and `reference` (torch operations: every device and dtype) have the same functions and
-the same results. Where the native kernels are not built, or are older than their source, the reference is used, and one
-line on stderr says so. `STRETTO_KERNELS=reference` selects the reference.
+`native` (C++: float32 on the CPU) and `reference` (torch operations: every device and dtype) have the same functions
+and the same results. Where the native kernels are not built, or are older than their source, the reference is used, and
+one line on stderr says so. `STRETTO_KERNELS=reference` selects the reference.
 """
 
 from __future__ import annotations

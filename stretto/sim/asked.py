@@ -29,7 +29,6 @@ def simulation(order: Order, typed: Mapping[str, str]) -> Simulation:
         speeds.parse(typed.get("speeds", "equal")),
         chaos.parse(faults) if faults.strip() else (),
         _processors(typed.get("processors")),
-        batched="batched" in typed,
         **_ends(typed.get("until")),
     )
     return check(asked)

@@ -66,14 +66,6 @@ def command(
             rich_help_panel=WORKERS,
         ),
     ] = "0",
-    batched: Annotated[
-        bool,
-        typer.Option(
-            "--batched",
-            help="Compute many workers' steps in one call: faster, equal to rounding.",
-            rich_help_panel=WORKERS,
-        ),
-    ] = False,
     until: Annotated[
         str | None,
         typer.Option(
@@ -235,7 +227,6 @@ def command(
         "faults": faults,
         "processors": None if processors is None else f"{processors:g}",
         "until": until,
-        "batched": "yes" if batched else None,
         "servers": servers,
         "seed": seed,
     }

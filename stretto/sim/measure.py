@@ -41,7 +41,6 @@ def measure(simulation: Simulation, stopclock: Callable[[], float], tick: Callab
         speeds=Equal(),
         faults=(),
         processors=None,
-        batched=False,
         samples=inf,
         time_s=inf,
     )

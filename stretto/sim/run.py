@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Collection, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -30,7 +30,6 @@ from stretto.recipe import Recipe
 from stretto.server.messages import OVER
 from stretto.sim.around import Limit, SharedLog, SimAround
 from stretto.sim.barriers import Board, SimBarrier
-from stretto.sim.batched import Batches
 from stretto.sim.collective import Table
 from stretto.sim.flows import ARRIVE
 from stretto.sim.forecast import Forecast
@@ -133,7 +132,6 @@ class Cast:
         self.world.outages.settle, self.world.outages.strike = self._settled, self._struck
         self._speed = Pace(simulation.speeds, order.workers, order.seed)
         self._limit = Limit(simulation.samples, simulation.time_s, order.workers)
-        self._batches = Batches(self._say_once) if simulation.batched else None
 
     def run(self, out: TextIO, tick: Ticked | None = None, order: Sequence[int] | None = None) -> None:
         """Let all live until they have come to their end. The process is as it was before, when they have."""
@@ -141,16 +139,10 @@ class Cast:
         clock = ScriptTime(str(self.program.path), self._script_time, self._script_sleeps, self._say_once)
         clock.begin()
         try:
-            with self._batches.on() if self._batches is not None else nullcontext():
-                self.world.run(self.live, lambda one: self.own(one, out), order, tick, lambda: self._prepare(readers))
+            self.world.run(self.live, lambda one: self.own(one, out), order, tick, lambda: self._prepare(readers))
         finally:
             readers.end()
             clock.end()
-        if self._batches is not None:
-            summary = self._batches.summary()
-            self._note(summary)
-            if self._simulation.order.output != "none":  # else it is shown as a notice
-                self._say(summary)
 
     def told(self, error: BaseException, when: str) -> BaseException:
         """The error as a person reads it: which worker's script it is of."""
@@ -349,8 +341,6 @@ class Cast:
         self.commons.names(vars(self.program.mains[worker.number]))
         self.commons.tidy()
         self._forecast.begun(model)
-        if self._batches is not None:
-            self._batches.begins(worker, model)
 
     def _say_once(self, text: str) -> None:
         if text not in self._said:

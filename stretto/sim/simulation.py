@@ -30,7 +30,7 @@ class Simulation:
     """An order, and the world in which it is to be carried out.
 
     `processors` are shared by all workers and servers, where each does not have its own. `samples` and `time_s` end
-    the run before the script does. `batched`: many workers' steps are computed in one call, equal to rounding.
+    the run before the script does.
     """
 
     order: Order
@@ -41,7 +41,6 @@ class Simulation:
     processors: float | None = None
     samples: float = inf
     time_s: float = inf
-    batched: bool = False
 
     @property
     def is_mortal(self) -> bool:
@@ -84,7 +83,6 @@ class Simulation:
             "faults": "; ".join(map(str, self.faults)) or None,
             "processors": self.processors,
             "until": " ".join(ends) or None,
-            "batched": self.batched,
         }
         return {**self.order.asked(), "threads": 1, "simulated": simulated}
 

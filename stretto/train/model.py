@@ -52,7 +52,6 @@ def watch_forward(model: nn.Module, act: Callable[[], None]) -> list[RemovableHa
         if (there := found()) is not None:
             there()
 
-    vars(call)["only_looks"] = True  # for those who compute a forward pass otherwise than by calling the module
     models = model if isinstance(model, Several) else [model]
     plain = [one for one in models if getattr(one, "_compiled_call_impl", None) is None]
     return [one.register_forward_pre_hook(call) for one in plain]

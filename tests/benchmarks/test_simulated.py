@@ -89,7 +89,6 @@ def test_both_sides_of_the_simulators_speed_run():
     simulator._plain(1, times=1)
     torch.set_rng_state(before)
     simulator._simulated("local_sgd(every=2)", 2, 1, times=1)
-    simulator._simulated("local_sgd(every=2)", 4, 1, 1, ["--hidden", "2"], batched=True)
     simulator._simulated("local_sgd(every=2)", 3, 1, 1, faults="kill worker 1 at 2ms, back after 1ms")
 
 
@@ -114,9 +113,6 @@ def test_the_simulators_table_names_flower_only_where_it_was_asked():
         "wanted_steps": 3000.0,
         "wanted_mib": 1024.0,
         "cases": {"allreduce": spread, "local_sgd(every=16)": spread},
-        "wanted_batched": 20000.0,
-        "crew": 64,
-        "batched": {"1": {**spread, "steps_a_second": {"batched": 3300.0, "one by one": 3000.0}}},
         "memory": {"workers": 1000, "mib": 900.0, "kib_a_worker": 600.0, "mortal_mib": 950.0},
         "rounds": {"stretto": 0.1},
     }

@@ -182,13 +182,6 @@ def test_the_grid_is_the_product_and_the_words_are_those_of_a_simulation(tmp_pat
     assert len({one.name for one in found}) == 4
 
 
-def test_an_option_without_a_value_is_typed_without_one(tmp_path: Path) -> None:
-    asked = order(tmp_path, "workers=2,3", batched="yes", step_time="5ms")
-    words = points(asked)[0].words(asked, Path("there"))
-    assert "--batched" in words
-    assert "yes" not in words
-
-
 def test_a_swept_recipe_gets_the_swept_option(tmp_path: Path) -> None:
     found = points(order(tmp_path, "every=4,8", "recipe=local_sgd,diloco(every=2)"))
     assert [one.options["recipe"] for one in found] == [

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 WORKERS, RECIPE, STEP_TIME = "workers", "recipe", "step_time"
 OPTIONS = (WORKERS, "seed", "network", "speeds", STEP_TIME, "faults", RECIPE, "until")
 """The options of a simulation that can be swept."""
-BATCHED = "batched"
-"""The option that has no value when it is typed."""
 
 EXAMPLE = '--sweep "workers=1,2,4,...,64"'
 DOTS = "..."
@@ -127,9 +125,7 @@ class Point:
 
     def words(self, order: SweepOrder, folder: Path) -> list[str]:
         """What is typed after `stretto simulate`."""
-        valued = {name: value for name, value in self.options.items() if name != BATCHED}
-        typed = [word for name, value in valued.items() for word in (f"--{name.replace('_', '-')}", value)]
-        typed += [f"--{BATCHED}"] * (BATCHED in self.options)
+        typed = [word for name, value in self.options.items() for word in (f"--{name.replace('_', '-')}", value)]
         typed += [*order.also, "--quiet", "--out", str(folder)]
         return [*typed, *entry.typed(order.order.script, order.order.module, self.args)]
 
