@@ -3,8 +3,8 @@
 Worker steps per second on one core, one by one, against the same loop without Stretto on the same core: digits and a
 perceptron of 5 K parameters (64, 64, 10), batch 32. Sides take turns in one process; each figure is the difference of
 a longer run and a shorter one, so that what happens once does not count. Seconds per round stand beside those of
-Flower's simulation engine, if it is there. Memory is the peak of a process that simulates 1,000 workers, and of one that simulates as many of whom one
-dies and comes back.
+Flower's simulation engine, if it is installed. Memory is the peak of a process that simulates 1,000 workers, and of one
+that simulates 1,000 of whom one is killed and restarted.
 
     STRETTO_FLOWER=/where/python python -m benchmarks simulator
 """
