@@ -195,14 +195,6 @@ def run(
             rich_help_panel=SERVER,
         ),
     ] = None,
-    replicas: Annotated[
-        bool,
-        typer.Option(
-            "--replicas",
-            help="Run a backup of each shard, which replaces it when it fails.",
-            rich_help_panel=SERVER,
-        ),
-    ] = False,
     on_nan: Annotated[
         OnNan,
         typer.Option(help="End the run at an update that is not finite, or skip the update.", rich_help_panel=SERVER),
@@ -361,7 +353,6 @@ def run(
         timeout_s=timeout,
         output=output,
         servers=servers,
-        replicas=replicas,
         slow=slow,
         on_nan=on_nan,
         plain=plain,

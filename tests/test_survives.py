@@ -13,8 +13,6 @@ import pytest
 
 from benchmarks.survival import SCRIPT, Case, one
 from stretto.events import read_events
-from stretto.server.cuts import Folder
-from stretto.server.pair import noted
 from stretto.train.checkpoint import Checkpoints
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -59,39 +57,6 @@ def test_a_whole_run_is_killed_in_the_middle_of_a_pass_and_goes_on(tmp_path: Pat
     assert [event["epoch"] for event in epochs] == list(range(found, 4))
     for event in epochs:
         assert event["seen"] == {"once": 1200, "twice": 0, "never": 0, "dropped": 0}
-
-
-def test_a_server_with_a_replica_is_killed_and_nothing_is_done_again(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    command = [sys.executable, "-m", "stretto.cli", "run", "-n", "3", "--recipe", "async_sgd(shards=2)"]
-    command += ["--replicas", "--out", str(run), str(SCRIPT), "--epochs", "2", "--pause", "0.03"]
-    with (tmp_path / "told").open("wb") as told:
-        launcher = subprocess.Popen(command, env=ENVIRONMENT, stdout=told, stderr=told)
-    try:
-        limit = time.monotonic() + 90
-        while not is_training(run):
-            assert launcher.poll() is None, (tmp_path / "told").read_text()
-            assert time.monotonic() < limit
-            time.sleep(0.02)
-        psutil.Process(noted(run / "cuts", "shard0").server).kill()
-        assert launcher.wait(120) == 0, (tmp_path / "told").read_text()
-    finally:
-        launcher.terminate()
-        launcher.wait(30)
-    events = list(read_events(run / "events.jsonl"))
-    seen = [event["seen"] for event in events if event["event"] == "epoch"]
-    assert seen == [{"once": 1200, "twice": 0, "never": 0, "dropped": 0}] * 2
-    assert [event["life"] for event in events if event["event"] == "member" and event["what"] == "gone"] == [0]
-    kept = [
-        found for name in ("coordinator", "coordinator-twin") for found in [Folder(run / "cuts", name)] if found.cuts()
-    ]
-    assert [one.get(one.cuts()[-1])[0]["age"] for one in kept] == [0, 0]  # type: ignore[index]
-
-
-def is_training(run: Path) -> bool:
-    """Whether something was applied at the server."""
-    log = run / "events.jsonl"
-    return log.is_file() and any(event["event"] == "applied" for event in read_events(log))
 
 
 def in_the_middle(folder: Path) -> int:

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -113,10 +112,6 @@ class Crew:
         process = self._alive[number]
         self._struck.add(process)
         os.kill(process.pid, what)
-
-    def is_among(self, number: int, processes: Collection[int]) -> bool:
-        """Whether the process that has the number now is one of these."""
-        return number in self._alive and self._alive[number].pid in processes
 
     def is_stopped(self, number: int) -> bool:
         """Whether a process stands still, as SIGSTOP has it."""

@@ -36,8 +36,7 @@ class Order:
     batch of so many of the script's. `threads` is per worker, `timeout_s` limits every wait on another
     worker, and `output` says whose lines reach the terminal. The log of each worker holds all of them.
 
-    `servers` puts the recipe over a parameter server of so many shards, each with a second process that goes on in its
-    place if there are to be `replicas`, `on_nan` says what those do with an
+    `servers` puts the recipe over a parameter server of so many shards, `on_nan` says what those do with an
     update that is not finite, and `plain` leaves their traffic unencrypted. `slow` stretches the computing of
     some workers: `1:2.0,3:5.0`.
 
@@ -63,7 +62,6 @@ class Order:
     keep_states: bool = False
     output: Output = "lead"
     servers: int | None = None
-    replicas: bool = False
     slow: str | None = None
     on_nan: OnNan = "stop"
     plain: bool = False
@@ -132,7 +130,6 @@ class Order:
             "join": self.join,
             "threads": self.threads_each(),
             "servers": self.servers or 0,
-            "replicas": self.replicas,
             "slow": self.slow,
             "patience_s": self.patience_s,
             "min_workers": self.min_workers,
@@ -216,11 +213,6 @@ def _check_server_options(order: Order, live: bool) -> None:
     if order.plain and not (asked and asked.shards) and not (live and order.endures):
         problem, expected = "there is no server to speak plainly to", "a recipe with a server, as async_sgd"
         raise LaunchError(explain(problem, got=got, expected=expected, to_type="--recipe async_sgd --plain"))
-    if order.replicas and not (asked and asked.asynchronous and asked.shards and order.endures):
-        problem = "there is no server that holds what others do not have"
-        expected = "at least 2 workers and a recipe on arrival, as async_sgd"
-        to_type = "-n 4 --recipe async_sgd --replicas"
-        raise LaunchError(explain(problem, got=f"-n {order.workers}, {got}", expected=expected, to_type=to_type))
 
 
 def _check_numbers(order: Order) -> None:

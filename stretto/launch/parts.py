@@ -28,8 +28,6 @@ from stretto.often import every
 ROOT = Path(__file__).resolve().parents[2]
 CUT_EVERY_S = 10.0
 """How often all shards keep what they hold, to come back to when one of them has died."""
-REPLICAS = 2000
-"""The replica of a server has a number that is so much lower; no run has so many servers."""
 KEPT = 3
 """So many checkpoints, unless the user says otherwise."""
 
@@ -51,29 +49,22 @@ class Part:
 def called(number: int) -> str:
     """What a process is called before a person.
 
-    >>> called(3), called(-1), called(COORDINATOR), called(-2001)
-    ('worker 3', 'server 0', 'the coordinator', 'the replica of server 0')
+    >>> called(3), called(-1), called(COORDINATOR)
+    ('worker 3', 'server 0', 'the coordinator')
     """
     if number == COORDINATOR:
         return "the coordinator"
-    if number >= 0:
-        return f"worker {number}"
-    return f"{'the replica of ' * (number < -REPLICAS)}server {shard_of(number)}"
+    return f"worker {number}" if number >= 0 else f"server {shard_of(number)}"
 
 
 def shard_of(number: int) -> int:
-    """The shard of the server with this number, or of the replica."""
-    return (-1 - number) % REPLICAS
+    """Return the shard of the server with this number."""
+    return -1 - number
 
 
 def server_of(shard: int) -> int:
     """The number of a shard's server."""
     return -1 - shard
-
-
-def twin_of(number: int) -> int:
-    """The number of a server's replica, and the other way round."""
-    return number + REPLICAS if number < -REPLICAS else number - REPLICAS
 
 
 @dataclass(frozen=True)
@@ -95,8 +86,6 @@ class Cast:
         more to do before they meet.
         """
         numbers = [*(self.guests or range(self.order.workers)), *map(server_of, range(self.servers.shards))]
-        if self.order.replicas:
-            numbers += [twin_of(server_of(shard)) for shard in range(self.servers.shards)]
         if self.servers.coordinator is not None:
             numbers.insert(0, COORDINATOR)
         return map(self.part, numbers)
@@ -127,10 +116,8 @@ class Cast:
             WORLD_SIZE: str(max(order.workers, order.max_workers or 0)),
         }
         if order.endures:
-            task |= {"STRETTO_PATIENCE": str(order.patience_s)}
             task |= {"STRETTO_CUTS": str(self.folder.resolve() / "cuts"), "STRETTO_CUT_EVERY": str(_cut_every_s(order))}
         task |= {"STRETTO_RESTORE": "1"} if life else {}
-        task |= {"STRETTO_REPLICA": str(int(number < -REPLICAS))} if order.replicas else {}
         command, environment = self._service("serve", task | servers.for_server(shard))
         return Part(number, servers.shards, command, environment, servers.inherited(shard))
 
@@ -232,7 +219,6 @@ OURS = (
     "STRETTO_KEEP",
     "STRETTO_RESUME",
     "STRETTO_RESTORE",
-    "STRETTO_REPLICA",
     "STRETTO_CUTS",
     "STRETTO_CUT_EVERY",
 )

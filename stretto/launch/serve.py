@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Literal, NoReturn, cast
 
-from stretto.launch.parts import server_of, twin_of
+from stretto.launch.parts import server_of
 from stretto.launch.worker import fail, speak_in_lines
 
 
@@ -24,8 +24,7 @@ def main() -> None:
     try:
         _serve()
     except BaseException as error:
-        number = server_of(int(os.environ["STRETTO_SHARD"]))
-        fail(error, twin_of(number) if os.environ.get("STRETTO_REPLICA") == "1" else number)
+        fail(error, server_of(int(os.environ["STRETTO_SHARD"])))
     leave()
 
 
@@ -44,7 +43,6 @@ def _serve() -> None:
         timeout_s=float(given["STRETTO_TIMEOUT"]),
         cuts=Path(given["STRETTO_CUTS"]) if "STRETTO_CUTS" in given else None,
         cut_every_s=float(given["STRETTO_CUT_EVERY"]) if "STRETTO_CUT_EVERY" in given else None,
-        replica_within_s=float(given["STRETTO_PATIENCE"]) if "STRETTO_REPLICA" in given else None,
     )
     serve(place)
 

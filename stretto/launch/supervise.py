@@ -20,7 +20,7 @@ from stretto.events import Event, LogFile
 from stretto.launch.cause import Cause, first_cause, in_words, is_recovered
 from stretto.launch.crew import Crew, Exited, Inbox, Signalled
 from stretto.launch.herald import Herald
-from stretto.launch.parts import Cast, called, server_of, shard_of, twin_of
+from stretto.launch.parts import Cast, called, server_of
 from stretto.launch.relay import Relay
 from stretto.launch.watch import Tail
 from stretto.launch.worker import AGAIN
@@ -179,29 +179,14 @@ class Supervisor:
             self._herald.gone(one.number, one.life, why, returns)
             return
         self._write("member", one.number, what="gone", life=one.life, generation=0, why=why)
-        twin = twin_of(one.number)
-        follows = self._crew.is_among(twin, self._pair(one.number))
-        other = f"; {called(twin)} goes on, and nothing is done again" * follows
-        if returns or other:
-            self._relay.note(f"{called(one.number)} is gone ({why}){other}{'; it is started again' * returns}")
-
-    def _pair(self, number: int) -> tuple[int, int]:
-        """The processes of which one serves the shard of this server or replica, and the other may after it."""
-        if not self._order.replicas or number == COORDINATOR:
-            return 0, 0
-        from stretto.server.pair import noted  # and with it ZeroMQ
-
-        found = noted(self._cast.folder / "cuts", f"shard{shard_of(number)}")
-        return found.server, found.heir
+        if returns:
+            self._relay.note(f"{called(one.number)} is gone ({why}); it is started again")
 
     def _too_few(self, end: Exited) -> Cause | None:
         """The cause if too few are left after an end for good."""
         least = 1 if self._cast.guests else self._order.min_workers
         left = len(self._in("there", "away", "done"))
         if end.worker >= 0 and (left >= least or not self._in("there", "away")):
-            return None
-        twin = self._processes.get(twin_of(end.worker)) if end.worker < 0 else None
-        if twin is not None and twin.state in ("there", "away"):
             return None
         cause = first_cause([end], self._read())
         told = [cause.details] if cause.details else []
@@ -283,15 +268,11 @@ class Supervisor:
         self._crew.strike(number, struck)
 
     def _number(self, happening: Happening) -> int:
-        """The number in the crew of the process that is struck: of a server and its replica the one that serves."""
+        """Return the number of the process that the fault is for."""
         if happening.kind == "coordinator":
             return COORDINATOR
         first = happening.numbers[0]
-        if happening.kind == "worker":
-            return first
-        number = server_of(first)
-        serves, _ = self._pair(number)
-        return twin_of(number) if self._crew.is_among(twin_of(number), [serves]) else number
+        return first if happening.kind == "worker" else server_of(first)
 
     # What is known
 

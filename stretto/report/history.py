@@ -18,7 +18,6 @@ from stretto.events import PHASES, Event, read_events
 
 Point = tuple[float, float]
 COORDINATOR = -1000
-REPLICAS = 2000
 OWN = ("samples", "bytes_sent", "bytes_received", "held_s", "split", "exchanged", "entries")
 """What a process of a worker counts from its own beginning."""
 OF_THE_RUN = ("member", "chaos", "error")
@@ -152,14 +151,12 @@ def _sum(one: Any, other: Any) -> Any:
 def called(worker: int) -> str:
     """What a process is called: server s has the number -1-s, which no worker has, and the coordinator one of its own.
 
-    >>> called(2), called(-1), called(-1000), called(-2001)
-    ('worker 2', 'server 0', 'the coordinator', 'the replica of server 0')
+    >>> called(2), called(-1), called(-1000)
+    ('worker 2', 'server 0', 'the coordinator')
     """
     if worker == COORDINATOR:
         return "the coordinator"
-    if worker >= 0:
-        return f"worker {worker}"
-    return f"{'the replica of ' * (worker < -REPLICAS)}server {(-1 - worker) % REPLICAS}"
+    return f"worker {worker}" if worker >= 0 else f"server {-1 - worker}"
 
 
 def read(folder: Path) -> History:

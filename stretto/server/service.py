@@ -28,7 +28,6 @@ from stretto.server.desk import Desk, Post
 from stretto.server.doors import BACKLOG, SMALL_BYTES, ServerKeys, doorman, log, router
 from stretto.server.lives import Lives
 from stretto.server.memory import keep_freed_memory
-from stretto.server.pair import GivenUpError, Line, Lock, meet
 from stretto.server.parcels import LARGEST_FRAME, Assembly, ParcelError, decode_head, encode
 from stretto.server.shard_desk import ShardDesk
 
@@ -54,42 +53,21 @@ class ShardPlace:
     cuts: Path | None = None
     """Where the desks keep what they can come back to; None where nobody starts them again."""
     cut_every_s: float | None = None
-    replica_within_s: float | None = None
-    """How long this process and its replica wait for each other; None where it has none."""
 
 
 def serve(place: ShardPlace) -> None:
-    """Serve a shard, and the coordinator in the first shard's process, until the process is ended.
-
-    Returns when this is a replica that was given up.
-    """
+    """Serve a shard, and the coordinator in the first shard's process, until the process is ended."""
     torch.set_num_threads(1)
     keys = ServerKeys(*(one.encode() for one in place.keys)) if place.keys else None
-    lines, birth, berth = _paired(place)
     names = (f"shard{place.shard}", "coordinator", "ends")
-    own, shared, ends = (Folder(place.cuts, f"{name}{'-twin' * berth}") if place.cuts else None for name in names)
+    own, shared, ends = (Folder(place.cuts, name) if place.cuts else None for name in names)
     house = House(place.workers, keys)
-    clocks = [line.clock if line is not None else time.monotonic for line in lines]
-    is_paired = lines[0] is not None
     if place.coordinator_fd is not None:
-        desk = CoordinatorDesk(place.workers, clocks[1], shared, place.cut_every_s, ends)
-        house.open(socket.socket(fileno=place.coordinator_fd), desk, lines[1])
-    shard = ShardDesk(place.workers, clocks[0], place.on_nan, own, birth, is_paired)
-    house.open(socket.socket(fileno=place.listen_fd), shard, lines[0])
-    try:
-        house.wait()
-    except GivenUpError as error:
-        log(str(error))
-
-
-def _paired(place: ShardPlace) -> tuple[Sequence[Line | None], int, int]:
-    """A line to the replica for each service, or none; when the pair was born, and which of the two this is."""
-    services = 1 if place.coordinator_fd is None else 2
-    if place.replica_within_s is None or place.cuts is None:
-        return [None] * services, time.monotonic_ns(), 0
-    lock = Lock(place.cuts, f"shard{place.shard}")
-    pair = meet(lock, services, place.replica_within_s)
-    return pair.lines, pair.birth, lock.berth
+        desk = CoordinatorDesk(place.workers, time.monotonic, shared, place.cut_every_s, ends)
+        house.open(socket.socket(fileno=place.coordinator_fd), desk)
+    shard = ShardDesk(place.workers, time.monotonic, place.on_nan, own, time.monotonic_ns())
+    house.open(socket.socket(fileno=place.listen_fd), shard)
+    house.wait()
 
 
 class House:
@@ -104,9 +82,9 @@ class House:
         self.services: list[Service] = []
         self._doorman = doorman(self._context, keys) if keys else None
 
-    def open(self, listener: socket.socket, desk: Desk, line: Line | None = None) -> str:
-        """Serve a desk at a listening socket, or follow who does over a line; returns its address."""
-        service = Service(self._context, listener, desk, self._workers, self._keys, line)
+    def open(self, listener: socket.socket, desk: Desk) -> str:
+        """Serve a desk at a listening socket; returns its address."""
+        service = Service(self._context, listener, desk, self._workers, self._keys)
         thread = threading.Thread(target=service.run, args=(self._stop,), name=service.address, daemon=True)
         self.services.append(service)
         self._threads.append(thread)
@@ -142,18 +120,11 @@ class Service:
     """Carries parcels between one socket and one desk."""
 
     def __init__(
-        self,
-        context: zmq.Context[Any],
-        listener: socket.socket,
-        desk: Desk,
-        workers: int,
-        keys: ServerKeys | None,
-        line: Line | None = None,
+        self, context: zmq.Context[Any], listener: socket.socket, desk: Desk, workers: int, keys: ServerKeys | None
     ) -> None:
         host, port = listener.getsockname()[:2]
         self.address = f"tcp://{host}:{port}"
-        self._desk, self._workers, self._line = desk, workers, line
-        self._listener, self._is_serving = listener, False
+        self._desk, self._workers = desk, workers
         self._socket = router(context, keys, LARGEST_FRAME)
         self._lives = Lives(workers)
         """What a life that is over still says is refused."""
@@ -169,16 +140,12 @@ class Service:
         self.empty = threading.Event()
         """Set once all workers have left."""
         self._left: set[int] = set()
-        if line is None or not line.follows:
-            self._serve()
+        self._socket.setsockopt(zmq.USE_FD, listener.detach())
+        self._socket.bind(self.address)
 
     def run(self, stop: threading.Event) -> None:
         """Serve until told to stop."""
         try:
-            for name, frames in self._line.follow(stop) if self._line is not None else ():
-                self._take(name, frames)
-            if not self._is_serving and not stop.is_set():
-                self._serve()
             while not stop.is_set():
                 self._socket.rcvtimeo = 1 if self._sending else IDLE_MS
                 self._take_all()
@@ -189,12 +156,6 @@ class Service:
         finally:
             self._socket.close(linger=0)
 
-    def _serve(self) -> None:
-        """From now on who asks is answered."""
-        self._is_serving = True
-        self._socket.setsockopt(zmq.USE_FD, self._listener.detach())
-        self._socket.bind(self.address)
-
     def _take_all(self) -> None:
         """Wait for something to come, and take in all that has."""
         flags = 0
@@ -203,8 +164,6 @@ class Service:
                 name, *frames = self._socket.recv_multipart(flags, copy=False)
             except zmq.Again:
                 return
-            if self._line is not None:
-                self._line.hand_on(bytes(name), frames)
             self._take(bytes(name), frames)
             flags = zmq.NOBLOCK
 
@@ -227,8 +186,6 @@ class Service:
                 self._send(post)
         except Exception as error:
             why = str(error) if isinstance(error, ParcelError) else f"{type(error).__name__}: {error}"
-            if not self._is_serving and not isinstance(error, ParcelError):
-                raise GivenUpError(f"it may not be as its server is any more: {why}") from error
             self._refuse(Post(worker, self._numbers[worker], m.Refused(why)), f"worker {worker}: {why}")
 
     def _read(self, worker: int, frames: Sequence[Any]) -> list[Post]:
@@ -270,8 +227,7 @@ class Service:
             if not self._lives.is_over(gone.worker, gone.life):
                 self._bury(gone)
                 self._note_left(gone.worker)
-            if self._is_serving:
-                self._socket.send_multipart([HERALD, *next(encode(head.number, left))])
+            self._socket.send_multipart([HERALD, *next(encode(head.number, left))])
         except Exception as error:
             self._refuse(None, f"news of the death of worker {gone.worker}: {type(error).__name__}: {error}")
 
@@ -304,7 +260,7 @@ class Service:
         name, tracker = name_of(post.worker, self._lives.present(post.worker)), None
         small = sum(one.nbytes for one in post.tensors) < SMALL_BYTES
         try:
-            for message in encode(post.number, post.body, post.tensors) if self._is_serving else ():
+            for message in encode(post.number, post.body, post.tensors):
                 tracker = self._socket.send_multipart([name, *message], copy=small, track=not small)
         except zmq.ZMQError:
             tracker = None  # the worker is gone

@@ -105,7 +105,6 @@ class ShardDesk:
         on_nan: str,
         shelf: Shelf | None = None,
         birth: int = 0,
-        is_paired: bool = False,
     ) -> None:
         self._workers, self._on_nan = workers, on_nan
         self._shelf, self._birth = shelf, birth
@@ -128,7 +127,7 @@ class ShardDesk:
         """Whether there was room for it."""
         self._known: dict[int, Known] = {}
         """What each worker knows of the parameters, if replies are encoded."""
-        self._is_paired, self._told = is_paired, dict[int, _Told]()
+        self._told: dict[int, _Told] = {}
 
     def expects(self, worker: int, head: m.Head) -> None:
         """An update must have the numbers of this shard's ranges, in the recipe's encoding."""
@@ -384,7 +383,7 @@ class ShardDesk:
             self._told[reply.worker] = _Told(number, body, messages)
             return Post(reply.worker, number, body, messages)
         assert self._shard is not None
-        kept = reply.version.kept() if self._is_paired and self._shard.moves_both else None
+        kept = reply.version.kept() if self._shard.moves_both else None
         self._told[reply.worker] = _Told(number, body, version=kept)
         return Post(reply.worker, number, body, reply.version.ranges, reply.version.done)
 

@@ -47,7 +47,6 @@ if "STRETTO_SHARD" in os.environ:
         timeout_s: float
         cuts: pathlib.Path | None
         cut_every_s: float | None
-        replica_within_s: float | None
     def serve(place):
         pathlib.Path(f"server-{place.shard}.pid").write_text(str(os.getpid()))
         run(place)

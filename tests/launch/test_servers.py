@@ -431,13 +431,6 @@ def test_a_zeromq_that_cannot_encrypt_is_told_what_to_type(place: Place, monkeyp
         (["--slow", "fast", "-n", "2"], 1, ("--slow cannot be 'fast'", "got: fast", "WORKER:FACTOR")),
         (["--on-nan", "explode"], 2, ("explode", "stop")),
         (["--plain=yes"], 2, ("--plain",)),
-        (
-            ["--replicas", "--recipe", "allreduce", "-n", "2"],
-            1,
-            ("no server that holds", "got: -n 2, --recipe allreduce"),
-        ),
-        (["--replicas", "--recipe", "async_sgd"], 1, ("got: -n 1", "try: -n 4 --recipe async_sgd --replicas")),
-        (["--replicas", "-n", "2"], 1, ("got: -n 2, no --recipe",)),
     ],
 )
 def test_a_line_that_cannot_be_is_one_clear_error(

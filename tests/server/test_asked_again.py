@@ -8,7 +8,6 @@ from desks import told
 
 from stretto.server import messages as m
 from stretto.server.desk import SMALL_BYTES, Post
-from stretto.server.pair import Reading
 from stretto.server.shard_desk import ShardDesk
 
 NUMBERS = 40_000
@@ -17,7 +16,7 @@ ENCODED = "downpour(every=1, how=both_ways(exact(), top_k(0.5)))"
 
 def test_an_encoded_reply_that_is_asked_for_again_is_the_same() -> None:
     """The next would leave out what this one said."""
-    desk = ShardDesk(1, Reading(0.0), "stop")
+    desk = ShardDesk(1, lambda: 0.0, "stop")
     told(desk, 0, 1, m.Open(1, ENCODED, 1), [torch.zeros(NUMBERS)])
     update = torch.arange(NUMBERS, dtype=torch.float32)
     push = m.Push(1, 1, 0, 8, 0.1)
@@ -32,7 +31,7 @@ def test_an_encoded_reply_that_is_asked_for_again_is_the_same() -> None:
 @pytest.mark.parametrize("recipe", ["downpour(every=1)", "elastic_averaging(every=1)"])
 def test_what_became_of_an_update_is_told_again(recipe: str) -> None:
     """Worker and server of an elastic recipe move by the same difference, so it is told the same numbers, too."""
-    desk = ShardDesk(1, Reading(0.0), "stop", is_paired=True)
+    desk = ShardDesk(1, lambda: 0.0, "stop")
     told(desk, 0, 1, m.Open(1, recipe, 1), [torch.zeros(NUMBERS)])
     (first,) = told(desk, 0, 2, m.Push(1, 1, 0, 8, 0.1), [torch.ones(NUMBERS)])
     before = [one.clone() for one in first.tensors]
@@ -43,7 +42,7 @@ def test_what_became_of_an_update_is_told_again(recipe: str) -> None:
 
 
 def test_a_refusal_is_told_again() -> None:
-    desk = ShardDesk(1, Reading(0.0), "stop")
+    desk = ShardDesk(1, lambda: 0.0, "stop")
     told(desk, 0, 1, m.Open(1, "downpour(every=1)", 1), [torch.zeros(NUMBERS)])
     nan = torch.full((NUMBERS,), torch.nan)
     answers = [told(desk, 0, 2, m.Push(1, 1, 0, 8, 0.1), [nan])[0].body for _ in range(2)]
@@ -52,7 +51,7 @@ def test_a_refusal_is_told_again() -> None:
 
 def test_a_refusal_of_an_exchange_of_all_is_told_again() -> None:
     """Of what does not fit together, and of what lacks a worker that has left."""
-    desk = ShardDesk(3, Reading(0.0), "stop")
+    desk = ShardDesk(3, lambda: 0.0, "stop")
     told(desk, 0, 1, m.Ask(1, "mean"), [torch.zeros(3)])
     told(desk, 1, 1, m.Ask(1, "mean"), [torch.zeros(3)])
     first = {one.worker: one.body for one in told(desk, 2, 1, m.Ask(1, "mean"), [torch.zeros(4)])}
@@ -64,7 +63,7 @@ def test_a_refusal_of_an_exchange_of_all_is_told_again() -> None:
 
 
 def test_who_has_come_to_an_end_holds_nobody_back_though_its_good_bye_was_lost() -> None:
-    desk = ShardDesk(2, Reading(0.0), "stop")
+    desk = ShardDesk(2, lambda: 0.0, "stop")
     told(desk, 0, 1, m.Open(1, "stale_synchronous(bound=1)", 2), [torch.zeros(4)])
     for seq in (1, 2):
         posts = told(desk, 0, seq + 1, m.Push(1, seq, seq - 1, 8, 0.1), [torch.ones(4)])
@@ -75,11 +74,10 @@ def test_who_has_come_to_an_end_holds_nobody_back_though_its_good_bye_was_lost()
     assert desk.leave(1) == []
 
 
-@pytest.mark.parametrize("is_paired", [False, True])
 @pytest.mark.parametrize("length", [10, NUMBERS])
-def test_answers_to_all_are_remembered_until_nobody_lacks_them(length: int, is_paired: bool) -> None:
+def test_answers_to_all_are_remembered_until_nobody_lacks_them(length: int) -> None:
     """Worker 1 has several asks under way; a connection breaks when the answers are on their way to it."""
-    desk = ShardDesk(2, Reading(0.0), "stop", is_paired=is_paired)
+    desk = ShardDesk(2, lambda: 0.0, "stop")
 
     def ask(worker: int, op: int, heard: int) -> list[Post]:
         return told(desk, worker, op, m.Ask(op, "mean", heard), [torch.full((length,), float(op))])
@@ -96,7 +94,7 @@ def test_answers_to_all_are_remembered_until_nobody_lacks_them(length: int, is_p
 
 
 def test_who_is_dead_lacks_nothing() -> None:
-    desk = ShardDesk(3, Reading(0.0), "stop")
+    desk = ShardDesk(3, lambda: 0.0, "stop")
     for worker in range(3):
         posts = told(desk, worker, 1, m.Ask(1, "mean"), [torch.ones(NUMBERS)])
     desk.gone(2)
@@ -108,7 +106,7 @@ def test_who_is_dead_lacks_nothing() -> None:
 @pytest.mark.parametrize("length", [10, SMALL_BYTES])
 def test_the_last_answer_to_all_is_told_again_however_large_it_is(length: int) -> None:
     """A connection broke when it was on its way to one of them."""
-    desk = ShardDesk(2, Reading(0.0), "stop")
+    desk = ShardDesk(2, lambda: 0.0, "stop")
     told(desk, 0, 1, m.Ask(1, "mean"), [torch.zeros(length)])
     first = {one.worker: one for one in told(desk, 1, 1, m.Ask(1, "mean"), [torch.ones(length)])}
     (again,) = told(desk, 0, 1, m.Ask(1, "mean"), [torch.zeros(length)])
@@ -118,7 +116,7 @@ def test_the_last_answer_to_all_is_told_again_however_large_it_is(length: int) -
 
 def test_of_updates_of_a_stream_nothing_is_noted() -> None:
     """They carry no batches, and there is no end to them."""
-    desk = ShardDesk(1, Reading(0.0), "stop")
+    desk = ShardDesk(1, lambda: 0.0, "stop")
     told(desk, 0, 1, m.Open(1, "downpour(every=1)", 1), [torch.zeros(4)])
     for seq in range(1, 4):
         told(desk, 0, seq + 1, m.Push(1, seq, seq - 1, 8, 0.1), [torch.ones(4)])

@@ -9,7 +9,6 @@ from desks import told
 from stretto.server import messages as m
 from stretto.server.cuts import Memory
 from stretto.server.desk import Post
-from stretto.server.pair import Reading
 from stretto.server.parcels import ParcelError
 from stretto.server.shard_desk import ShardDesk
 
@@ -30,7 +29,7 @@ def read(desk: ShardDesk, worker: int) -> list[float]:
 
 
 def test_who_is_first_after_a_death_gives_them_though_the_shard_has_not_heard_of_it() -> None:
-    desk = ShardDesk(2, Reading(0.0), "stop")
+    desk = ShardDesk(2, lambda: 0.0, "stop")
     opened(desk, 0, value=1.0)
     assert opened(desk, 1, value=2.0)[0].body == m.Answered()
     assert read(desk, 0) == [2.0] * NUMBERS
@@ -38,8 +37,8 @@ def test_who_is_first_after_a_death_gives_them_though_the_shard_has_not_heard_of
 
 def test_who_is_first_gives_them_to_a_shard_that_was_started_again() -> None:
     kept = Memory()
-    opened(ShardDesk(2, Reading(0.0), "stop", kept), 0)
-    desk = ShardDesk(2, Reading(0.0), "stop", kept, birth=1)
+    opened(ShardDesk(2, lambda: 0.0, "stop", kept), 0)
+    desk = ShardDesk(2, lambda: 0.0, "stop", kept, birth=1)
     assert told(desk, 1, 1, m.GoBack(1, 0, 1))[0].body == m.Answered()
     assert opened(desk, 1, value=2.0)[0].body == m.Answered()
     assert read(desk, 0) == [2.0] * NUMBERS
@@ -49,7 +48,7 @@ def test_who_is_first_gives_them_to_a_shard_that_was_started_again() -> None:
 @pytest.mark.parametrize("giver", [0, 1])
 def test_work_that_has_come_is_not_wiped_out(recipe: str, giver: int) -> None:
     """Not even what waits for that of others."""
-    desk = ShardDesk(2, Reading(0.0), "stop")
+    desk = ShardDesk(2, lambda: 0.0, "stop")
     opened(desk, 0, recipe=recipe)
     pushed(desk, 1)
     for arena in (1, 0):
@@ -62,7 +61,7 @@ def test_work_that_has_come_is_not_wiped_out(recipe: str, giver: int) -> None:
 
 
 def test_work_that_is_too_early_is_not_wiped_out() -> None:
-    desk = ShardDesk(2, Reading(0.0), "stop")
+    desk = ShardDesk(2, lambda: 0.0, "stop")
     opened(desk, 0, recipe="stale_synchronous(bound=1)")
     told(desk, 1, 2, m.Push(1, 9, 0, 8, 0.1), [torch.ones(NUMBERS)])
     with pytest.raises(ParcelError, match="work on parameters 1 has come"):
@@ -70,7 +69,7 @@ def test_work_that_is_too_early_is_not_wiped_out() -> None:
 
 
 def test_parameters_of_before_are_not_given_again() -> None:
-    desk = ShardDesk(2, Reading(0.0), "stop")
+    desk = ShardDesk(2, lambda: 0.0, "stop")
     opened(desk, 0, 2)
     with pytest.raises(ParcelError, match="parameters 1 where"):
         opened(desk, 0, 1)
@@ -79,7 +78,7 @@ def test_parameters_of_before_are_not_given_again() -> None:
 def test_parameters_of_an_age_that_is_over_are_not_taken() -> None:
     """The giver has not heard yet that all went back."""
     kept = Memory()
-    desk = ShardDesk(2, Reading(0.0), "stop", kept)
+    desk = ShardDesk(2, lambda: 0.0, "stop", kept)
     opened(desk, 0)
     told(desk, 0, 2, m.GoBack(1, 0, 0))
     (post,) = told(desk, 0, 3, m.Open(2, "async_sgd", 2, age=0), [torch.ones(NUMBERS)])

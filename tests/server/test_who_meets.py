@@ -15,7 +15,6 @@ from stretto.server import messages as m
 from stretto.server.coordinator_desk import SKIPPED, CoordinatorDesk
 from stretto.server.cuts import Memory
 from stretto.server.desk import SMALL_BYTES
-from stretto.server.pair import Reading
 from stretto.server.shard_desk import ShardDesk
 
 BATCHES = [torch.ones(6, dtype=torch.int64)]
@@ -26,7 +25,7 @@ class Run:
     """A run of two workers that are in no meeting: `op` exchanges were, and a pass has begun."""
 
     def __init__(self, meet: int | None) -> None:
-        self.desk, self.numbers = CoordinatorDesk(2, Reading(0.0)), itertools.count(1)
+        self.desk, self.numbers = CoordinatorDesk(2, lambda: 0.0), itertools.count(1)
         for worker in (0, 1):
             self.says(worker, m.Keep(1, 0, 1), ORDER)
         for worker in (0, 1):
@@ -101,7 +100,7 @@ def test_who_comes_when_all_are_dead_is_far_beyond_what_they_came_to() -> None:
 
 def test_a_coordinator_that_was_started_again_hears_where_they_stand() -> None:
     """One says again what it came to, and where it is."""
-    desk = CoordinatorDesk(2, Reading(0.0))
+    desk = CoordinatorDesk(2, lambda: 0.0)
     for worker in (0, 1):
         told(desk, worker, 0, m.Kept(1), ORDER)
         desk.coordinator.heard(worker, [False, False])
@@ -115,7 +114,7 @@ def test_a_coordinator_that_was_started_again_hears_where_they_stand() -> None:
 
 def test_who_comes_when_all_who_knew_of_the_meetings_are_dead_is_told_of_the_next_one() -> None:
     """A worker says to how many it has been, and dies before it says what they were for."""
-    desk = CoordinatorDesk(1, Reading(0.0))
+    desk = CoordinatorDesk(1, lambda: 0.0)
     told(desk, 0, 0, m.Kept(1), ORDER)
     told(desk, 0, 0, m.Apart(9, 3))
     desk.gone(0)
@@ -129,7 +128,7 @@ def test_who_comes_when_all_who_knew_of_the_meetings_are_dead_is_told_of_the_nex
 
 def test_a_call_that_was_answered_but_not_read_before_all_went_back_is_made_again() -> None:
     """The coordinator hears at the cut of what calls each has read; what was answered to it besides is void."""
-    desk = CoordinatorDesk(1, Reading(0.0), Memory())
+    desk = CoordinatorDesk(1, lambda: 0.0, Memory())
     told(desk, 0, 1, m.Keep(1, 0, 1), ORDER)
     told(desk, 0, 2, m.Begin(1, 1, False), BATCHES)
     told(desk, 0, 3, m.Cut(1, 0))
@@ -144,10 +143,10 @@ def test_a_call_that_was_answered_but_not_read_before_all_went_back_is_made_agai
 def test_who_asked_the_shards_before_the_newest_cut_was_made_asks_them_again() -> None:
     """Otherwise all would go back beyond a cut that somebody has gone on from."""
     shelf = Memory()
-    before = CoordinatorDesk(2, Reading(0.0), shelf)
+    before = CoordinatorDesk(2, lambda: 0.0, shelf)
     for cut in (1, 2):
         told(before, 0, cut, m.Cut(cut, 0))
-    for desk in (before, CoordinatorDesk(2, Reading(0.0), shelf)):
+    for desk in (before, CoordinatorDesk(2, lambda: 0.0, shelf)):
         late, now = m.Back(0, 0, [1], [0], [], 0, newest=1), m.Back(0, 0, [1, 2], [0], [], 0, newest=2)
         assert isinstance(told(desk, 1, 3, late)[0].body, m.Anew)
         assert shelf.cuts() == [1, 2]
@@ -156,7 +155,7 @@ def test_who_asked_the_shards_before_the_newest_cut_was_made_asks_them_again() -
 
 
 def test_where_a_shard_has_lost_the_newest_cut_all_go_back_to_an_earlier_one() -> None:
-    desk = CoordinatorDesk(2, Reading(0.0), Memory())
+    desk = CoordinatorDesk(2, lambda: 0.0, Memory())
     for cut in (1, 2):
         told(desk, 0, cut, m.Cut(cut, 0))
     (begun,) = told(desk, 1, 3, m.Back(0, 0, [1], [0], [], 0, newest=2))
@@ -165,10 +164,10 @@ def test_where_a_shard_has_lost_the_newest_cut_all_go_back_to_an_earlier_one() -
 
 def test_before_all_shards_have_got_their_parameters_there_is_nothing_to_go_back_to() -> None:
     """Those that have got them are given them again; a process that was started since forgets them."""
-    desk, shelf = CoordinatorDesk(2, Reading(0.0), Memory()), Memory()
+    desk, shelf = CoordinatorDesk(2, lambda: 0.0, Memory()), Memory()
     opening = m.Open(1, "async_sgd", 2, cut=2)
-    told(ShardDesk(2, Reading(0.0), "stop", shelf), 0, 1, opening, [torch.zeros(4)])
-    shard = ShardDesk(2, Reading(0.0), "stop", shelf, birth=1)
+    told(ShardDesk(2, lambda: 0.0, "stop", shelf), 0, 1, opening, [torch.zeros(4)])
+    shard = ShardDesk(2, lambda: 0.0, "stop", shelf, birth=1)
     (begun,) = told(desk, 1, 1, m.Back(0, -1, [2], [1], [], 0, newest=-1))
     assert begun.body == m.Begun(0, -1, [1])
     assert told(shard, 1, 2, m.GoBack(0, -1, 1))[0].body == m.Answered()
@@ -183,7 +182,7 @@ def test_before_all_shards_have_got_their_parameters_there_is_nothing_to_go_back
 def test_what_one_has_heard_is_told_to_the_others_though_all_who_knew_it_are_dead(length: int) -> None:
     """By a coordinator that was started again, to which one of three says what it has heard, and dies."""
     order = torch.arange(length).to(torch.uint8)
-    desk = CoordinatorDesk(4, Reading(0.0))
+    desk = CoordinatorDesk(4, lambda: 0.0)
     desk.gone(0)
     assert told(desk, 1, 1, m.Gather(1, 0), [order[:0]]) == []
     (post,) = told(desk, 2, 0, m.Heard(1, [0, 1, 2, 3]), [order])
@@ -202,10 +201,10 @@ def test_an_order_that_somebody_has_begun_to_work_by_is_that_of_all_though_the_t
     """It said so to a coordinator that was started again, or there is a cut of that pass."""
     shelf = Memory()
     if is_cut:
-        before = CoordinatorDesk(3, Reading(0.0), shelf)
+        before = CoordinatorDesk(3, lambda: 0.0, shelf)
         told(before, 1, 1, m.Kept(1), ORDER)
         told(before, 1, 1, m.Cut(1, 0))
-    desk = CoordinatorDesk(3, Reading(0.0), shelf)
+    desk = CoordinatorDesk(3, lambda: 0.0, shelf)
     if not is_cut:
         told(desk, 1, 1, m.Kept(1), ORDER)
     for worker in (0, 1):
@@ -217,10 +216,10 @@ def test_an_order_that_somebody_has_begun_to_work_by_is_that_of_all_though_the_t
 
 def test_the_last_answer_that_was_heard_is_kept_with_those_who_have_come_to_an_end() -> None:
     ends = Memory()
-    desk = CoordinatorDesk(2, Reading(0.0), Memory(), ends=ends)
+    desk = CoordinatorDesk(2, lambda: 0.0, Memory(), ends=ends)
     told(desk, 0, 0, m.Heard(7, [0, 1]), ORDER)
     told(desk, 0, 1, m.End())
-    again = CoordinatorDesk(2, Reading(0.0), Memory(), ends=ends)
+    again = CoordinatorDesk(2, lambda: 0.0, Memory(), ends=ends)
     (post,) = told(again, 1, 1, m.Gather(7, None), [ORDER[0][:0]])
     assert post.body == m.Among([0, 1])
     assert torch.equal(post.tensors[0], ORDER[0])
@@ -228,8 +227,8 @@ def test_the_last_answer_that_was_heard_is_kept_with_those_who_have_come_to_an_e
 
 def test_who_comes_when_all_and_the_coordinator_are_dead_is_beyond_the_cut_to_which_they_go_back() -> None:
     shelf = Memory()
-    told(CoordinatorDesk(1, Reading(0.0), shelf), 0, 1, m.Cut(5000, 0))
-    desk = CoordinatorDesk(1, Reading(0.0), shelf)
+    told(CoordinatorDesk(1, lambda: 0.0, shelf), 0, 1, m.Cut(5000, 0))
+    desk = CoordinatorDesk(1, lambda: 0.0, shelf)
     desk.gone(0)
     assert isinstance(told(desk, 0, 1, m.Join())[0].body, m.Anew)
     told(desk, 0, 2, m.Back(0, 0, [5000], [0], [], 0, 5000))
@@ -239,7 +238,7 @@ def test_who_comes_when_all_and_the_coordinator_are_dead_is_beyond_the_cut_to_wh
 
 
 def test_a_meeting_that_one_has_been_to_was_called() -> None:
-    desk = CoordinatorDesk(2, Reading(0.0))
+    desk = CoordinatorDesk(2, lambda: 0.0)
     told(desk, 0, 0, m.Heard(3, [0, 1], call=2, cut=True))
     assert desk.coordinator.called == [True, True]
     assert told(desk, 1, 1, m.Meet(3, 2, True))[0].body == m.Among([0, 1])
@@ -253,7 +252,7 @@ def test_a_cut_that_a_shard_has_no_room_for_is_none() -> None:
             return cut < 2 and super().put(cut, facts, tensors)
 
     shelf, full = Memory(), Full()
-    shard, desk = ShardDesk(1, Reading(0.0), "stop", full), CoordinatorDesk(1, Reading(0.0), shelf)
+    shard, desk = ShardDesk(1, lambda: 0.0, "stop", full), CoordinatorDesk(1, lambda: 0.0, shelf)
     told(shard, 0, 1, m.Open(1, "async_sgd", 1, cut=1), [torch.zeros(4)])
     told(desk, 0, 1, m.Cut(1, 0))
     for number in (2, 3):  # said twice, answered alike
