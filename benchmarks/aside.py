@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from stretto.train.trainer import Trainer
-from stretto.wire.enduring import EnduringWire
+from stretto.training.trainer import Trainer
+from stretto.transport.elastic import EnduringWire
 
 BARE = "bare"
 """The word for a segment without all that."""

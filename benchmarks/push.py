@@ -25,10 +25,10 @@ from torch import Tensor
 
 from benchmarks.peers import WARM_UP_S, Outcome, Rate, show, total, update_of
 from benchmarks.peers.processes import LIMIT_S, Child, say, told_to_end
-from stretto.server.doors import WorkerKeys, new_keys
-from stretto.server.service import ShardPlace, listening, serve
-from stretto.wire.link import dial
-from stretto.wire.shards import Update, shared_out
+from stretto.parameter_server.client_types import Update, shared_out
+from stretto.parameter_server.rpc_channel import dial
+from stretto.parameter_server.rpc_server import ShardPlace, listening, serve
+from stretto.security import WorkerKeys, new_keys
 
 RECIPE = "async_sgd"
 ARENA = 1

@@ -27,7 +27,7 @@ import stretto
 from benchmarks.averaging import average
 from benchmarks.courses import MNIST, Course
 from benchmarks.tasks import BATCH
-from stretto.train import close
+from stretto.api import close
 
 LR, MOMENTUM = 0.05, 0.9
 MOST_PASSES = 20

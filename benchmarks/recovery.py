@@ -27,7 +27,7 @@ from typing import Any
 from benchmarks.measure import Spread, save
 from benchmarks.pace import ROOT
 from stretto.events import Event
-from stretto.launch.watch import Tail
+from stretto.launcher.progress_display import Tail
 
 QUESTION = "seconds from the death of one of 4 workers to the next round that the survivors have committed"
 WANTED_S = 0.3

@@ -31,12 +31,12 @@ from benchmarks.measure import save
 from benchmarks.pace import ROOT
 from benchmarks.unequal import scripts
 from stretto.events import read_events
-from stretto.launch import wires
-from stretto.launch.wires import WireCosts
-from stretto.sim.tariff import AUTO, NAMES
-from stretto.train.seat import find_seat
-from stretto.wire import Wire
-from stretto.wire.hosted import meet_at_lead
+from stretto.parameter_server.embedded import meet_at_lead
+from stretto.simulator.compute import transport_costs
+from stretto.simulator.compute.cost_model import AUTO, NAMES
+from stretto.simulator.compute.transport_costs import WireCosts
+from stretto.training.worker_context import find_seat
+from stretto.transport import Wire
 
 QUESTION = "seconds per step and bytes sent that the simulator predicts, against those measured in the laboratory"
 WANTED, WANTED_BYTES = 0.15, 0.01
@@ -293,9 +293,9 @@ def probe(folder: Path, processors: float) -> None:
     def passing() -> float:
         return time.perf_counter() * min(processors / HOSTS, 1.0)
 
-    collective = _means(wire, wires.of_collective(wire, lambda: busy_s() / HOSTS, passing, MORE))
+    collective = _means(wire, transport_costs.of_collective(wire, lambda: busy_s() / HOSTS, passing, MORE))
     served = meet_at_lead(wire, 1, "stop", LIMIT_S, seat.lead_host)
-    parcels = _means(served, wires.of_server(served, lambda: HOSTS * passing(), busy_s, MORE))
+    parcels = _means(served, transport_costs.of_server(served, lambda: HOSTS * passing(), busy_s, MORE))
     if served.worker == 0:
         (folder / "wires.json").write_text(json.dumps(asdict(WireCosts(*collective, *parcels))))
     served.close()

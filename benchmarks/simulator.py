@@ -28,13 +28,13 @@ from benchmarks.measure import Ratio, Spread, save
 from benchmarks.pace import ROOT, in_turns
 from benchmarks.peers import flower
 from benchmarks.peers.processes import Child, say, told_to_end
-from stretto import chaos
-from stretto.launch.order import Order
-from stretto.sim.forecast import held
-from stretto.sim.network import parse
-from stretto.sim.run import begin, simulate
-from stretto.sim.simulation import Simulation, check
-from stretto.sim.tariff import Tariff
+from stretto.faults import plan
+from stretto.launcher.config import Order
+from stretto.simulator.compute.cost_model import Tariff
+from stretto.simulator.config import Simulation, check
+from stretto.simulator.isolation.memory_estimate import held
+from stretto.simulator.network.topology import parse
+from stretto.simulator.runner import begin, simulate
 
 QUESTION = "worker steps per second of the simulator on one core, against the plain loop, and its memory"
 WANTED_STEPS, WANTED_MIB = 3000.0, 1024.0
@@ -181,7 +181,7 @@ def _simulated(
     faults: str = "",
 ) -> None:
     order = Order(SCRIPT, _arguments(epochs, times), workers=workers, recipe=recipe, output="none")
-    struck = chaos.parse(faults) if faults else ()
+    struck = plan.parse(faults) if faults else ()
     asked = check(Simulation(order, Tariff(0.001), parse("100Mbit/s 1ms"), faults=struck))
     with tempfile.TemporaryDirectory(prefix="stretto-simulator-") as place:
         simulate(asked, begin(asked, Path(place) / "run"), io.StringIO())

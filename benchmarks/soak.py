@@ -233,7 +233,7 @@ def _looked_at(parent: psutil.Process) -> list[Sample]:
     found: list[Sample] = []
     try:
         for one in parent.children():
-            if "stretto.launch.worker" in one.cmdline():
+            if "stretto.launcher.worker_main" in one.cmdline():
                 found.append(Sample(one.pid, time.monotonic(), one.memory_info().rss))
     except psutil.Error:
         pass  # one has just died

@@ -36,7 +36,7 @@ import psutil
 from benchmarks.aside import BARE
 from benchmarks.measure import Ratio, Spread, save
 from benchmarks.pace import LIMIT_S, ROOT, Seconds, in_turns
-from stretto.train.checkpoint import NAME
+from stretto.checkpoint.storage import NAME
 
 QUESTION = "steps per second ready for a death against not ready for it, 2 workers"
 WANTED, WANTED_SHARE = 0.99, 0.03
@@ -98,7 +98,18 @@ class Run:
         self._folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="stretto-upkeep-")))
         self._log = self._stack.enter_context((self._folder / "log").open("wb"))
         self._go, self._took = self._pipes("go"), self._pipes("took")
-        command = [sys.executable, "-m", "stretto.cli", "run", "-n", str(WORKERS), "--threads", "1", "--recipe", recipe]
+        command = [
+            sys.executable,
+            "-m",
+            "stretto.cli.main",
+            "run",
+            "-n",
+            str(WORKERS),
+            "--threads",
+            "1",
+            "--recipe",
+            recipe,
+        ]
         command += ["--quiet", "--out", str(self._folder / "run"), *side.options]
         command += [str(SCRIPT), str(self._folder), case, str(segment), str(segments), *more]
         environment = {**os.environ, "STRETTO_MEMBERS": str(int(side.members)), "PYTHONPATH": str(ROOT)}
@@ -126,7 +137,7 @@ class Run:
 
     def _coordinator(self) -> psutil.Process:
         children = psutil.Process(self._launcher.pid).children()
-        return next(one for one in children if "stretto.launch.coordinate" in one.cmdline())
+        return next(one for one in children if "stretto.launcher.coordinator_main" in one.cmdline())
 
     def segment(self, word: str = "go") -> Segment:
         """Let the run go on for a segment."""

@@ -15,7 +15,7 @@ from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from benchmarks.picture import first_picture
 from experiments.runs import ROOT, Found, Point, mean, spread
-from stretto.report import ink
+from stretto.report import plot_style
 
 RESULTS = ROOT / "experiments" / "results"
 SEEDS = (0, 1, 2)
@@ -70,7 +70,7 @@ class Experiment:
 
     def picture(self, found: Found) -> str:
         """The results as a file of SVG."""
-        return first_picture(ink.draw(self.name, 6.6, 2.5, lambda figure: self.paint(figure, found)))
+        return first_picture(plot_style.draw(self.name, 6.6, 2.5, lambda figure: self.paint(figure, found)))
 
 
 def as_text(head: Found, points: Sequence[Found]) -> str:
@@ -99,7 +99,7 @@ def number(value: float | None, digits: int) -> str:
 def panel(figure: Figure, place: int, of: int, title: str, across: str) -> Axes:
     """One of so many plots side by side."""
     wide = (6.6 - 0.55 * of - 0.1) / of
-    ax = ink.axes(figure, 0.5 + place * (wide + 0.55), 0.32, wide, 1.65)
+    ax = plot_style.axes(figure, 0.5 + place * (wide + 0.55), 0.32, wide, 1.65)
     ax.set_title(title, loc="left", fontweight="bold", fontsize=9)
     ax.set_xlabel(across)
     return ax
@@ -107,7 +107,7 @@ def panel(figure: Figure, place: int, of: int, title: str, across: str) -> Axes:
 
 def line(ax: Axes, xs: Sequence[float], ys: Sequence[float | None], label: str, place: int, marker: str = "o") -> None:
     """A line in one of the colours, interrupted where a value is missing."""
-    colour = ink.RECIPES[place % len(ink.RECIPES)]
+    colour = plot_style.RECIPES[place % len(plot_style.RECIPES)]
     heights = [float("nan") if y is None else y for y in ys]
     ax.plot(xs, heights, color=colour, marker=marker, ms=3, label=label)
 

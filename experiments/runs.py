@@ -16,14 +16,16 @@ from statistics import fmean, stdev
 from typing import Any
 
 from stretto.errors import LaunchError
-from stretto.folder import write_run
-from stretto.launch.order import Order
-from stretto.report import history, record
+from stretto.launcher.config import Order
+from stretto.report import run_log, run_record
 from stretto.report.target import Target
-from stretto.sim import network, speeds, tariff
-from stretto.sim.run import simulate
-from stretto.sim.script import Nowhere
-from stretto.sim.simulation import Simulation, check
+from stretto.run_dir import write_run
+from stretto.simulator.compute import cost_model
+from stretto.simulator.compute import speed as speeds
+from stretto.simulator.config import Simulation, check
+from stretto.simulator.isolation.script import Nowhere
+from stretto.simulator.network import topology as network
+from stretto.simulator.runner import simulate
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = Path("experiments") / "task.py"
@@ -66,7 +68,7 @@ class Point:
         """The same for this process."""
         script, args = ROOT / SCRIPT, tuple(self.args.split())
         order = Order(script, args, self.workers, recipe=self.recipe, seed=self.seed, output="none")
-        costs, links = tariff.parse(self.step_time), network.parse(self.network)
+        costs, links = cost_model.parse(self.step_time), network.parse(self.network)
         return check(Simulation(order, costs, links, speeds.parse(self.speeds)))
 
     def run(self) -> Found:
@@ -93,7 +95,7 @@ def measured(folder: Path, target: str = "") -> Found:
 
     The drift is the largest relative distance of a worker's parameters from the mean of all, `|x_i - x| / |x|`.
     """
-    found, told = record.record(folder), history.read(folder)
+    found, told = run_record.record(folder), run_log.read(folder)
     reached = Target.parse(target).reached(told.of("evaluation")) if target else None
     drifts = [event["drift"] for event in told.of("epoch") if event.get("drift") is not None]
     sent = found["bytes_sent"]

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from experiments.experiment import SEEDS, Experiment, legend, line, logarithmic, number, panel, percent, rows, ticks
 from experiments.runs import Found, Point, distinct, mean, where
-from stretto.sim.speeds import Exponential, Pace
+from stretto.simulator.compute.speed import Exponential, Pace
 
 WORKERS = 16
 SIGMAS = (0.0, 0.5, 1.0, 1.5)

@@ -12,57 +12,75 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from stretto import how as how
-    from stretto import recipes as recipes
-    from stretto import then as then
-    from stretto import what as what
-    from stretto import when as when
-    from stretto import whom as whom
-    from stretto.errors import StrettoError as StrettoError
-    from stretto.how.check import check_codec as check_codec
-    from stretto.recipe import Recipe as Recipe
-    from stretto.train import distribute as distribute
-    from stretto.train import finish as finish
-    from stretto.train import log as log
-    from stretto.train import no_sync as no_sync
-    from stretto.train.identity import barrier as barrier
-    from stretto.train.identity import is_main as is_main
-    from stretto.train.identity import main_first as main_first
-    from stretto.train.identity import print as print
-    from stretto.train.identity import rank as rank
-    from stretto.train.identity import save as save
-    from stretto.train.identity import world_size as world_size
-    from stretto.typed import parse as parse
-    from stretto.wire.check import check_wire as check_wire
+    from stretto import codecs as how
+    from stretto.api import distribute, finish, log, no_sync
+    from stretto.codecs.conformance import check_codec
+    from stretto.errors import StrettoError
+    from stretto.identity import barrier, is_main, main_first, print, rank, save, world_size
+    from stretto.recipe import named as recipes
+    from stretto.recipe import then, what, when, whom
+    from stretto.recipe.parser import parse
+    from stretto.recipe.recipe import Recipe
+    from stretto.transport.conformance import check_transport
 
 __version__ = "0.1.0"
 
 _FROM = {
-    "distribute": "train",
-    "finish": "train",
-    "log": "train",
-    "no_sync": "train",
-    "rank": "train.identity",
-    "world_size": "train.identity",
-    "is_main": "train.identity",
-    "barrier": "train.identity",
-    "main_first": "train.identity",
-    "print": "train.identity",
-    "save": "train.identity",
-    "Recipe": "recipe",
-    "parse": "typed",
+    "distribute": "api",
+    "finish": "api",
+    "log": "api",
+    "no_sync": "api",
+    "rank": "identity",
+    "world_size": "identity",
+    "is_main": "identity",
+    "barrier": "identity",
+    "main_first": "identity",
+    "print": "identity",
+    "save": "identity",
+    "Recipe": "recipe.recipe",
+    "parse": "recipe.parser",
     "StrettoError": "errors",
-    "check_codec": "how.check",
-    "check_wire": "wire.check",
+    "check_codec": "codecs.conformance",
+    "check_transport": "transport.conformance",
 }
-_ROOMS = ("recipes", "what", "when", "whom", "how", "then")
+_MODULES = {
+    "recipes": "recipe.named",
+    "what": "recipe.what",
+    "when": "recipe.when",
+    "whom": "recipe.whom",
+    "how": "codecs",
+    "then": "recipe.then",
+}
 
-__all__ = [*_FROM, *_ROOMS]
+__all__ = [
+    "Recipe",
+    "StrettoError",
+    "barrier",
+    "check_codec",
+    "check_transport",
+    "distribute",
+    "finish",
+    "how",
+    "is_main",
+    "log",
+    "main_first",
+    "no_sync",
+    "parse",
+    "print",
+    "rank",
+    "recipes",
+    "save",
+    "then",
+    "what",
+    "when",
+    "whom",
+    "world_size",
+]
 
 
 def __getattr__(name: str) -> Any:
-    if name in _ROOMS:
-        return importlib.import_module(f"stretto.{name}")
+    if name in _MODULES:
+        return importlib.import_module(f"stretto.{_MODULES[name]}")
     if name in _FROM:
         return getattr(importlib.import_module(f"stretto.{_FROM[name]}"), name)
     raise AttributeError(f"module 'stretto' has no attribute {name!r}; it has {', '.join(sorted(__all__))}")

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import stretto
-from stretto.train import abandon, close
-from stretto.train.seat import Seat, given_seat
-from stretto.wire import memory
+from stretto.api import abandon, close
+from stretto.training.worker_context import Seat, given_seat
+from stretto.transport import in_memory
 
 TIMEOUT_S = 20.0
 
@@ -25,7 +25,7 @@ def together(
     workers: int, work: Callable[[int], Any], recipe: str | None = None, run: Path | None = None, **seat: Any
 ) -> list[Any]:
     """What `work(worker)` returns at each worker of a crew; the first worker's error is raised."""
-    ends = memory.wires(workers, TIMEOUT_S)
+    ends = in_memory.wires(workers, TIMEOUT_S)
     slow = seat.pop("slow", {})
     seats = [
         Seat(

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from stretto.server import messages as m
-from stretto.server.desk import Desk, Post
-from stretto.server.parcels import kind
+from stretto.parameter_server import messages as m
+from stretto.parameter_server.framing import kind
+from stretto.parameter_server.handler import Desk, Post
 
 
 def told(desk: Desk, worker: int, number: int, body: m.Body, tensors: Sequence[Tensor] = ()) -> list[Post]:

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from stretto.api import abandon, close
 from stretto.errors import BrokenWireError, MemberOutError, WireError
-from stretto.members.messages import Form, GoOn, Here, Member
-from stretto.train import abandon, close
-from stretto.train.seat import Seat, given_seat
-from stretto.wire import memory
-from stretto.wire.enduring import EnduringWire
-from stretto.wire.seam import made
+from stretto.membership.messages import Form, GoOn, Here, Member
+from stretto.training.worker_context import Seat, given_seat
+from stretto.transport import in_memory
+from stretto.transport.elastic import EnduringWire
+from stretto.transport.interface import made
 
 LIMIT_S = 30.0
 
@@ -35,7 +35,7 @@ class Cut:
     generation: int = 1
 
 
-class Breakable(memory.MemoryWire):
+class Breakable(in_memory.MemoryWire):
     """A memory wire that can be broken off for all."""
 
     def __init__(self, rank: int, table: Table, cut: Cut | None) -> None:
@@ -89,7 +89,7 @@ class _Ticket:
         return self._wire.or_broken(self._op, self._ticket.wait)
 
 
-class Table(memory._Table):
+class Table(in_memory._Table):
     """Where a generation meets."""
 
     noted = 0

@@ -14,15 +14,15 @@ import greenlet
 from torch import Tensor
 
 from stretto.errors import WireError
-from stretto.server import messages as m
-from stretto.server.coordinator_desk import CoordinatorDesk
-from stretto.server.cuts import Memory
-from stretto.server.desk import Desk, Post
-from stretto.server.lives import Lives
-from stretto.server.parcels import ParcelError, Pieces, kind
-from stretto.server.shard_desk import ShardDesk
-from stretto.wire.server import ServerWire
-from stretto.wire.shards import AnewError, Sink
+from stretto.parameter_server import messages as m
+from stretto.parameter_server.client import ServerWire
+from stretto.parameter_server.client_types import AnewError, Sink
+from stretto.parameter_server.dispatcher_handler import CoordinatorDesk
+from stretto.parameter_server.framing import ParcelError, Pieces, kind
+from stretto.parameter_server.handler import Desk, Post
+from stretto.parameter_server.incarnations import Lives
+from stretto.parameter_server.shard_handler import ShardDesk
+from stretto.parameter_server.snapshots import Memory
 
 Parcel = tuple[m.Head, list[Pieces]]
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 import subprocess
 import sys
 
-LEARNING = ["tests/train/test_accuracy.py", "tests/train/test_recipes.py"]
+LEARNING = ["tests/training/test_accuracy.py", "tests/training/test_recipes.py"]
 PARTS = (
-    ["tests/train"],
-    ["tests/how", "tests/kernels", "tests/sim", "tests/server"],
-    ["tests/test_live.py", "tests/test_survives.py", "tests/launch", *LEARNING],
+    ["tests/training"],
+    ["tests/codecs", "tests/kernels", "tests/simulator", "tests/parameter_server"],
+    ["tests/test_live.py", "tests/test_survives.py", "tests/launcher", *LEARNING],
 )
 
 

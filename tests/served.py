@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stretto.server.service import listening
-from stretto.wire.hosted import Hosted, host
-from stretto.wire.server import ServerWire
-from stretto.wire.shards import News, Ticket, Update, shared_out
+from stretto.parameter_server.client import ServerWire
+from stretto.parameter_server.client_types import News, Ticket, Update, shared_out
+from stretto.parameter_server.embedded import Hosted, host
+from stretto.parameter_server.rpc_server import listening
 
 ADDING = "downpour(every=1)"
 """What comes is added as it is."""
@@ -78,7 +78,7 @@ class Processes:
             "STRETTO_RUN": str(self.folder),
             "STRETTO_CUTS": str(self.cuts),
         }
-        command = [sys.executable, "-m", "stretto.launch.serve"]
+        command = [sys.executable, "-m", "stretto.launcher.shard_main"]
         environment = {**os.environ, **place, **self._environment}
         self.alive[number] = subprocess.Popen(command, env=environment, pass_fds=descriptors)
 

@@ -40,7 +40,18 @@ def run(
     """Run the script on two workers, of which one is `mine`."""
     script = folder / "train.py"
     script.write_text(SCRIPT.replace("BODY", body).replace("BEFORE", before))
-    command = [sys.executable, "-m", "stretto.cli", "run", "-n", "2", "--recipe", recipe, "--out", str(folder / "run")]
+    command = [
+        sys.executable,
+        "-m",
+        "stretto.cli.main",
+        "run",
+        "-n",
+        "2",
+        "--recipe",
+        recipe,
+        "--out",
+        str(folder / "run"),
+    ]
     return subprocess.run(
         [*command, str(script)],
         env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "STRETTO_TEST_WORKER": str(worker)},

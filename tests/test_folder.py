@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from stretto.errors import LaunchError
-from stretto.folder import describe, make_folder
-from stretto.launch.order import Order
+from stretto.launcher.config import Order
+from stretto.run_dir import describe, make_folder
 
 NOW = datetime(2026, 11, 21, 10, 45)
 

@@ -63,5 +63,7 @@ def test_the_face_has_the_names_it_promises() -> None:
 
 
 def test_what_is_typed_is_read_without_torch() -> None:
-    script = "import sys, stretto.typed; stretto.typed.parse('power_sgd'); sys.exit('torch' in sys.modules)"
+    script = (
+        "import sys, stretto.recipe.parser; stretto.recipe.parser.parse('power_sgd'); sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", script], timeout=60).returncode == 0

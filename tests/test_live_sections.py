@@ -34,7 +34,7 @@ def wait(is_there):
         time.sleep(0.01)
 
 def is_a_worker_to_be_let_in():
-    from stretto.train.face import _current
+    from stretto.api import _current
     return _current.get().wire.is_to_rest()
 
 def is_a_checkpoint_written():

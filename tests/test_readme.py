@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from stretto.recipes import catalogue, markdown_table
-from stretto.typed import parse
+from stretto.recipe.named import catalogue, markdown_table
+from stretto.recipe.parser import parse
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()

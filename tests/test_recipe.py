@@ -11,15 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto import recipes
+from stretto.codecs import cast, exact
 from stretto.errors import RecipeError
-from stretto.how import cast, exact
-from stretto.recipe import Recipe
-from stretto.then import add, constant, outer, replace, step
-from stretto.typed import WORDS, parse
-from stretto.what import gradients, parameters, updates
-from stretto.when import together
-from stretto.whom import everyone
+from stretto.recipe import named
+from stretto.recipe.parser import WORDS, parse
+from stretto.recipe.recipe import Recipe
+from stretto.recipe.then import add, constant, outer, replace, step
+from stretto.recipe.what import gradients, parameters, updates
+from stretto.recipe.when import together
+from stretto.recipe.whom import everyone
 
 POSITIVE = st.floats(1e-6, 10)
 CODECS = st.one_of(st.just(exact()), st.sampled_from(["bf16", "fp16"]).map(cast))
@@ -168,12 +168,12 @@ def test_equal_answers_are_equal_recipes_whatever_they_are_called() -> None:
 
 
 def test_the_catalogue_is_made_from_the_code() -> None:
-    entries = {entry.name: entry for entry in recipes.catalogue()}
-    assert set(entries) == set(recipes.NAMED) <= set(WORDS)
+    entries = {entry.name: entry for entry in named.catalogue()}
+    assert set(entries) == set(named.NAMED) <= set(WORDS)
     for entry in entries.values():
         assert set(entry.words) == {"what", "when", "whom", "how", "then"}
         assert entry.sentence.endswith(".")
-        assert parse(entry.signature) == recipes.NAMED[entry.name]()
+        assert parse(entry.signature) == named.NAMED[entry.name]()
     assert "2311.08105" in " ".join(entries["diloco"].papers)
 
 

@@ -12,8 +12,8 @@ import psutil
 import pytest
 
 from benchmarks.survival import SCRIPT, Case, one
+from stretto.checkpoint.storage import Checkpoints
 from stretto.events import read_events
-from stretto.train.checkpoint import Checkpoints
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 CASES = [

@@ -15,9 +15,9 @@ from rich.text import Text
 
 from stretto.bits.outcome import GD, Outcome
 from stretto.bits.progress import Progress
-from stretto.folder import describe, make_folder
-from stretto.launch.local import Stopped
-from stretto.report.record import STANDARD_OUTPUT, check_target, write_json
+from stretto.launcher.local import Stopped
+from stretto.report.run_record import STANDARD_OUTPUT, check_target, write_json
+from stretto.run_dir import describe, make_folder
 
 if TYPE_CHECKING:
     from stretto.bits.methods import Method

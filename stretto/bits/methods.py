@@ -6,15 +6,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any, cast
 
-from stretto.axis import Answer
 from stretto.bits.outcome import GD
+from stretto.codecs import Codec
 from stretto.errors import RecipeError, explain
-from stretto.how import Codec
-from stretto.recipe import Recipe
-from stretto.then import step
-from stretto.typed import parse
-from stretto.what import gradient_differences, gradients
-from stretto.when import together
+from stretto.recipe.parser import parse
+from stretto.recipe.recipe import Recipe
+from stretto.recipe.then import step
+from stretto.recipe.what import gradient_differences, gradients
+from stretto.recipe.when import together
+from stretto.spec import Answer
 
 EXAMPLE = "gd_sec(beta=0.01, xi=100)"
 SCALED = "xi"

@@ -20,10 +20,10 @@ from rich.text import Text
 
 from stretto.bits import results
 from stretto.bits.outcome import GD
-from stretto.report import figures, ink
-from stretto.report.page import Fact, Section, put, render
-from stretto.report.pictures import Plot
-from stretto.report.table import Cell, Sheet
+from stretto.report import formatting, plot_style
+from stretto.report.html_report import Fact, Section, put, render
+from stretto.report.plot_sections import Plot
+from stretto.report.tables import Cell, Sheet
 
 Found = Mapping[str, Any]
 TITLE = "How many rounds, how many bits?"
@@ -47,14 +47,14 @@ def sheet(found: Found) -> Sheet:
 
 
 def _row(one: Found) -> tuple[Cell, ...]:
-    saved = figures.NOTHING if one["saved"] is None else f"{one['saved']:.2%}"
+    saved = formatting.NOTHING if one["saved"] is None else f"{one['saved']:.2%}"
     short = "" if one["reached"] else "not reached"
     error = one["objective_error"]
     written = "infinite" if error is None else f"{error:.2e}"
     return (
         Cell(one["method"]),
-        Cell(figures.count(one["rounds"]), short),
-        Cell(figures.count(one["uplink_bits"])),
+        Cell(formatting.count(one["rounds"]), short),
+        Cell(formatting.count(one["uplink_bits"])),
         Cell(saved),
         Cell(written),
     )
@@ -104,7 +104,7 @@ def write(folder: Path) -> Path:
     """Make report.html in a folder from its bits.json, and return where it is."""
     found = results.read(folder)
     text = render(
-        kicker=f"{found['problem']} · {found['data']} · {figures.plural(found['workers'], 'worker')}",
+        kicker=f"{found['problem']} · {found['data']} · {formatting.plural(found['workers'], 'worker')}",
         headline=results.verdict(found["methods"], found["target"]),
         deck=tuple(found["warnings"]),
         failures=(),
@@ -126,7 +126,7 @@ def _facts(found: Found) -> list[Fact]:
         Fact("Optimum F*", (f"{found['optimum']:.12g}, {known}",)),
         Fact("Precision", ("float64, messages float32" if found["float64"] else "float32",)),
         Fact("Workers", ("processes" if found["live"] else "in memory",)),
-        Fact("Machine", (f"{machine['processor']}, {figures.plural(machine['cores'], 'core')}",)),
+        Fact("Machine", (f"{machine['processor']}, {formatting.plural(machine['cores'], 'core')}",)),
         Fact("Versions", (", ".join(f"{name} {text}" for name, text in versions.items()),)),
         Fact("Started", (found["started"],)),
     ]
@@ -139,7 +139,9 @@ LEFT, RIGHT, BETWEEN, TOP, TALL, BOTTOM = 0.65, 2.1, 0.3, 0.3, 2.6, 0.42
 
 def _colours(methods: Sequence[Found]) -> dict[str, str]:
     names = dict.fromkeys(str(one["method"]) for one in methods if one["method"] != GD)
-    return {GD: ink.TEXT} | {name: ink.RECIPES[place % len(ink.RECIPES)] for place, name in enumerate(names)}
+    return {GD: plot_style.TEXT} | {
+        name: plot_style.RECIPES[place % len(plot_style.RECIPES)] for place, name in enumerate(names)
+    }
 
 
 def _plots(found: Found) -> tuple[Plot, ...]:
@@ -147,7 +149,7 @@ def _plots(found: Found) -> tuple[Plot, ...]:
     if not drawn:
         return ()
     paint = partial(_paint, drawn=drawn, target=found["target"])
-    return (Plot(TITLE, Markup(ink.draw("bits", ink.WIDTH, TOP + TALL + BOTTOM, paint)), CAPTION),)
+    return (Plot(TITLE, Markup(plot_style.draw("bits", plot_style.WIDTH, TOP + TALL + BOTTOM, paint)), CAPTION),)
 
 
 def _points(one: Found, across: str) -> list[tuple[float, float]]:
@@ -165,17 +167,17 @@ def _power(value: float, _place: object = None) -> str:
 
 
 def _paint(figure: Figure, drawn: Sequence[Found], target: float) -> None:
-    wide = (ink.WIDTH - LEFT - RIGHT - BETWEEN) / 2
+    wide = (plot_style.WIDTH - LEFT - RIGHT - BETWEEN) / 2
     colours = _colours(drawn)
     first: Axes | None = None
     for place, (across, label) in enumerate((("rounds", "rounds"), ("bits", "bits sent by all workers, log scale"))):
-        ax = ink.axes(figure, LEFT + place * (wide + BETWEEN), TOP, wide, TALL, beside=first)
+        ax = plot_style.axes(figure, LEFT + place * (wide + BETWEEN), TOP, wide, TALL, beside=first)
         first = first or ax
         for one in drawn:
             points = _points(one, across)
             if points:
                 ax.plot(*zip(*points, strict=True), color=colours[one["method"]], marker="o", markevery=[-1], ms=3)
-        ax.axhline(target, color=ink.QUIET, lw=0.8, ls=(0, (4, 3)), zorder=1)
+        ax.axhline(target, color=plot_style.QUIET, lw=0.8, ls=(0, (4, 3)), zorder=1)
         ax.set_yscale("log")
         ax.yaxis.set_major_locator(LogLocator(numticks=8))
         ax.yaxis.set_major_formatter(FuncFormatter(_power))
@@ -190,5 +192,5 @@ def _paint(figure: Figure, drawn: Sequence[Found], target: float) -> None:
         ax.set_xlabel(label)
     assert first is not None
     first.set_title("Objective error", loc="left", fontweight="bold", fontsize=9)
-    ends = [(_points(one, "rounds")[-1][1], ink.short(one["method"]), colours[one["method"]]) for one in drawn]
-    ink.label_ends(ax, ends, TALL)
+    ends = [(_points(one, "rounds")[-1][1], plot_style.short(one["method"]), colours[one["method"]]) for one in drawn]
+    plot_style.label_ends(ax, ends, TALL)

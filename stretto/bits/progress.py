@@ -7,8 +7,8 @@ from rich.status import Status
 from rich.text import Text
 
 from stretto.bits.outcome import Outcome
-from stretto.launch.watch import Watch
-from stretto.report import figures
+from stretto.launcher.progress_display import Watch
+from stretto.report import formatting
 
 
 class Silent(Watch):
@@ -56,10 +56,10 @@ class Progress:
 
     def end(self, outcome: Outcome, *, timed: bool = True) -> None:
         """A method has ended; how long it took is told where it ran just now."""
-        took = f", {figures.seconds(self._console.get_time() - self._begun)}" if timed else ""
+        took = f", {formatting.seconds(self._console.get_time() - self._begun)}" if timed else ""
         self.close()
         state = "reached" if outcome.reached else "not reached"
-        rounds = figures.plural(outcome.rounds, "round")
+        rounds = formatting.plural(outcome.rounds, "round")
         self.say(f"{self._title}: {state} in {rounds}, {outcome.uplink_bits:,} bits{took}")
 
     def watch(self) -> Watch:

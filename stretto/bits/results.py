@@ -11,7 +11,7 @@ import msgspec
 
 from stretto.bits.outcome import GD, Outcome
 from stretto.errors import LogError
-from stretto.report.record import write_json
+from stretto.report.run_record import write_json
 
 NAME = "bits.json"
 MOST_POINTS = 500

@@ -13,9 +13,9 @@ from stretto.bits.methods import Method
 from stretto.bits.optimum import Optimum
 from stretto.bits.outcome import Outcome
 from stretto.bits.problem import Problem
+from stretto.codecs import Scene
+from stretto.collective_ops import Answer, Ask, Conversation, answer
 from stretto.errors import LaunchError, NotFiniteError, explain
-from stretto.how import Scene
-from stretto.words import Answer, Ask, Conversation, answer
 
 SENT = torch.float32
 """What is exchanged is of 32 bits a number, in whatever precision the workers compute."""

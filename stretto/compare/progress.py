@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.text import Text
 
-from stretto.compare.plan import Trial
-from stretto.launch.watch import Watch
-from stretto.report import figures
-from stretto.report.record import Record
+from stretto.compare.trials import Trial
+from stretto.launcher.progress_display import Watch
+from stretto.report import formatting
+from stretto.report.run_record import Record
 
 Cost = tuple[Trial, float]
 
@@ -52,9 +52,9 @@ class Progress:
             self._console.print(Text(text), soft_wrap=True)
 
     def _outcome(self, record: Record, took: float) -> str:
-        metrics = [f"{name} {figures.figure(value, 4)}" for name, value in record["metrics"].items()]
-        training = f"{figures.seconds(record['seconds'])} of training" if record["seconds"] else ""
-        return ", ".join(filter(None, [figures.seconds(took), training, *metrics]))
+        metrics = [f"{name} {formatting.figure(value, 4)}" for name, value in record["metrics"].items()]
+        training = f"{formatting.seconds(record['seconds'])} of training" if record["seconds"] else ""
+        return ", ".join(filter(None, [formatting.seconds(took), training, *metrics]))
 
     def _place(self, trial: Trial) -> str:
         return f"{self._trials.index(trial) + 1} of {len(self._trials)}"
@@ -62,11 +62,11 @@ class Progress:
     def _name(self, trial: Trial) -> str:
         joined = f" ×{trial.join}" if trial.join > 1 else ""
         seed = f", seed {trial.seed}" if self._trials[-1].seed else ""
-        return f"[{self._place(trial)}] {trial.kind}{joined}, {figures.plural(trial.workers, 'worker')}{seed}"
+        return f"[{self._place(trial)}] {trial.kind}{joined}, {formatting.plural(trial.workers, 'worker')}{seed}"
 
     def _left(self) -> str:
         seconds = estimate(self._trials[len(self._costs) :], self._costs)
-        return f"about {figures.duration(seconds)} left" if seconds else ""
+        return f"about {formatting.duration(seconds)} left" if seconds else ""
 
 
 def estimate(left: Sequence[Trial], costs: Sequence[Cost]) -> float | None:

@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from stretto.errors import StrettoError, explain
-from stretto.later import torch
+from stretto.lazy_torch import torch
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from stretto.report import figures, ink
+from stretto.report import formatting, plot_style
 
 MOST_BINS = 24
 """Beyond so many values several share a bin."""
@@ -99,17 +99,17 @@ def multiples(name: str, panels: Sequence[Panel], shared: Bins, colour: str, lab
     rows = -(-len(panels) // COLUMNS)
     height = rows * (TITLE + TALL) + AXIS
     paint = partial(_paint, panels=panels, shared=shared, colour=colour, label=label)
-    return ink.draw(name, ink.WIDTH, height, paint)
+    return plot_style.draw(name, plot_style.WIDTH, height, paint)
 
 
 def _paint(figure: Figure, panels: Sequence[Panel], shared: Bins, colour: str, label: str) -> None:
     columns = min(COLUMNS, max(2, len(panels)))
-    wide = (ink.WIDTH - LEFT - RIGHT - BETWEEN * (columns - 1)) / columns
+    wide = (plot_style.WIDTH - LEFT - RIGHT - BETWEEN * (columns - 1)) / columns
     first: Axes | None = None
     for i, panel in enumerate(panels):
         row, column = divmod(i, columns)
         place = (LEFT + column * (wide + BETWEEN), TITLE + row * (TITLE + TALL), wide, TALL)
-        ax = ink.axes(figure, *place, beside=first)
+        ax = plot_style.axes(figure, *place, beside=first)
         first = first or ax
         _panel(ax, panel, shared, colour)
         _across(ax, shared, label if i + columns >= len(panels) else "")
@@ -121,9 +121,9 @@ def _panel(ax: Axes, panel: Panel, shared: Bins, colour: str) -> None:
     shares = shared.fill(panel.counts)
     ax.bar(range(len(shares)), shares, width=0.86, color=colour, lw=0)
     if panel.mark is not None:
-        ax.axvline(shared.place(panel.mark), color=ink.TEXT, lw=0.9, ls=(0, (4, 2)))
+        ax.axvline(shared.place(panel.mark), color=plot_style.TEXT, lw=0.9, ls=(0, (4, 2)))
     ax.set_title(panel.title, loc="left", fontweight="bold", fontsize=9)
-    ax.set_title(panel.says, loc="right", color=ink.QUIET, fontsize=8)
+    ax.set_title(panel.says, loc="right", color=plot_style.QUIET, fontsize=8)
 
 
 def _across(ax: Axes, shared: Bins, label: str) -> None:
@@ -131,7 +131,7 @@ def _across(ax: Axes, shared: Bins, label: str) -> None:
     edges = shared.edges[:-1] if shared.single else shared.edges
     step = -(-len(edges) // MOST_LABELS)
     shift = 0.0 if shared.single else -0.5
-    ax.set_xticks([i + shift for i in range(0, len(edges), step)], [figures.count(edge) for edge in edges[::step]])
+    ax.set_xticks([i + shift for i in range(0, len(edges), step)], [formatting.count(edge) for edge in edges[::step]])
     ax.set_xlim(-0.7, len(shared.edges) - 1.3)
     ax.tick_params(labelbottom=bool(label))
     ax.set_xlabel(label)

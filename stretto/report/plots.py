@@ -12,12 +12,12 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
-from stretto.report import figures, ink
-from stretto.report.groups import Group, Measure
-from stretto.report.record import Record
-from stretto.report.series import Curve, Moment, Sample
+from stretto.report import formatting, plot_style
+from stretto.report.aggregation import Group, Measure
+from stretto.report.run_record import Record
+from stretto.report.time_series import Curve, Moment, Sample
 
-WIDTH = ink.WIDTH
+WIDTH = plot_style.WIDTH
 LEFT, RIGHT = 0.55, 1.75
 BETWEEN = 0.28
 TITLE, AXIS = 0.3, 0.42
@@ -71,7 +71,9 @@ def curves(name: str, rows: Sequence[Row], moments: Sequence[Moment] = ()) -> st
     columns = [SECONDS, MEGABYTES, SAMPLES] if sent else [SECONDS, SAMPLES]
     tall = 1.75
     height = len(rows) * (TITLE + tall) + AXIS
-    return ink.draw(name, WIDTH, height, partial(_paint_curves, rows=rows, columns=columns, tall=tall, moments=moments))
+    return plot_style.draw(
+        name, WIDTH, height, partial(_paint_curves, rows=rows, columns=columns, tall=tall, moments=moments)
+    )
 
 
 def _paint_curves(
@@ -83,7 +85,7 @@ def _paint_curves(
         first: Axes | None = None
         for j, across in enumerate(columns):
             place = (LEFT + j * (wide + BETWEEN), TITLE + i * (TITLE + tall), wide, tall)
-            ax = ink.axes(figure, *place, beside=first)
+            ax = plot_style.axes(figure, *place, beside=first)
             first = first or ax
             _panel(ax, row, across)
             _across(ax, across, limits[j], last=i == len(rows) - 1)
@@ -93,13 +95,13 @@ def _paint_curves(
         _up(first, row)
         _goal(first, row)
         _mark(first, moments, named=i == 0 and len(moments) <= MOST_NAMED)
-        ink.label_ends(ax, _ends(row), tall)
+        plot_style.label_ends(ax, _ends(row), tall)
 
 
 def _mark(ax: Axes, moments: Sequence[Moment], named: bool) -> None:
     """Upright lines where somebody was lost or came; of few it is said who."""
     for one in moments:
-        colour = ink.LOST if one.lost else ink.QUIET
+        colour = plot_style.LOST if one.lost else plot_style.QUIET
         ax.axvline(one.seconds, color=colour, lw=0.8, alpha=0.7, ls="-" if one.lost else (0, (1, 2)))
         if named:
             style: dict[str, Any] = {"color": colour, "fontsize": 6, "rotation": 90, "va": "top", "ha": "right"}
@@ -164,7 +166,7 @@ def _goal(ax: Axes, row: Row) -> None:
     if row.goal is None:
         return
     for panel in ax.get_shared_y_axes().get_siblings(ax):
-        panel.axhline(row.goal, color=ink.QUIET, lw=0.8, ls=(0, (4, 3)), zorder=1)
+        panel.axhline(row.goal, color=plot_style.QUIET, lw=0.8, ls=(0, (4, 3)), zorder=1)
 
 
 def _ends(row: Row) -> list[tuple[float, str, str]]:
@@ -172,7 +174,7 @@ def _ends(row: Row) -> list[tuple[float, str, str]]:
     for line in row.lines:
         last = [curve.samples[-1].value for curve in line.curves if curve.samples]
         if last:
-            ends.append((sorted(last)[len(last) // 2], ink.short(line.label), line.colour))
+            ends.append((sorted(last)[len(last) // 2], plot_style.short(line.label), line.colour))
     return ends
 
 
@@ -197,7 +199,7 @@ def bars_of(record: Record, title: str, colour: str) -> Bars:
     """A bar for each worker, or one for all when they are many."""
     splits = record["time_split"]
     if len(splits) > MOST_BARS:
-        mean = {phase: sum(split[phase] for split in splits) / len(splits) for phase in ink.PHASES}
+        mean = {phase: sum(split[phase] for split in splits) / len(splits) for phase in plot_style.PHASES}
         return Bars(title, colour, (Bar(f"mean of {len(splits)}", mean),))
     return Bars(title, colour, tuple(Bar(f"worker {i}", split) for i, split in enumerate(splits)))
 
@@ -211,17 +213,17 @@ DARK = ("computing", "exchanging", "waiting")
 def time_split(name: str, runs: Sequence[Bars]) -> str:
     """Stacked bars in seconds: the length is the whole time, the parts sum to it."""
     height = KEY + sum(len(run.bars) * BAR + GAP for run in runs) + AXIS
-    return ink.draw(name, WIDTH, height, partial(_paint_split, runs=runs, height=height))
+    return plot_style.draw(name, WIDTH, height, partial(_paint_split, runs=runs, height=height))
 
 
 def _paint_split(figure: Figure, runs: Sequence[Bars], height: float) -> None:
-    ax = ink.axes(figure, BESIDE, KEY, WIDTH - BESIDE - 0.2, height - KEY - AXIS)
+    ax = plot_style.axes(figure, BESIDE, KEY, WIDTH - BESIDE - 0.2, height - KEY - AXIS)
     whole = max((sum(bar.split.values()) for run in runs for bar in run.bars), default=0.0) or 1.0
     ax.set_xlim(0, whole)
     ax.set_ylim(height - KEY - AXIS, 0)
     top = 0.0
     for run in runs:
-        ax.text(NAMES, top + BAR / 2, ink.short(run.title, 26), color=run.colour, **_left_of(ax))
+        ax.text(NAMES, top + BAR / 2, plot_style.short(run.title, 26), color=run.colour, **_left_of(ax))
         for bar in run.bars:
             _bar(ax, top, bar, whole)
             top += BAR
@@ -239,12 +241,12 @@ def _left_of(ax: Axes) -> dict[str, Any]:
 
 def _bar(ax: Axes, top: float, bar: Bar, whole: float) -> None:
     total, left, middle = sum(bar.split.values()), 0.0, top + BAR / 2
-    ax.text(-0.008, middle, bar.label, color=ink.QUIET, fontsize=7, ha="right", **_left_of(ax))
-    for phase, colour in ink.PHASES.items():
+    ax.text(-0.008, middle, bar.label, color=plot_style.QUIET, fontsize=7, ha="right", **_left_of(ax))
+    for phase, colour in plot_style.PHASES.items():
         length = bar.split[phase]
         ax.barh(middle, length, BAR * 0.86, left, color=colour, linewidth=0)
         if total and length > 0.045 * whole:
-            shown, on = figures.percent(length / total), "white" if phase in DARK else ink.TEXT
+            shown, on = formatting.percent(length / total), "white" if phase in DARK else plot_style.TEXT
             ax.text(left + length / 2, middle, shown, ha="center", va="center", fontsize=6.5, color=on)
         left += length
 
@@ -253,7 +255,7 @@ def _key(ax: Axes, height: float) -> None:
     """The phases in the order of the bars, each beside its colour."""
     x, y = 0.0, 1 + 0.2 / (height - KEY - AXIS)
     size = (0.013, 0.11 / (height - KEY - AXIS))
-    for phase, colour in ink.PHASES.items():
+    for phase, colour in plot_style.PHASES.items():
         ax.add_patch(Rectangle((x, y), *size, transform=ax.transAxes, color=colour, clip_on=False, lw=0))
         ax.text(x + 0.018, y + size[1] / 2, phase, transform=ax.transAxes, va="center")
         x += 0.04 + 0.0105 * len(phase)
@@ -263,34 +265,34 @@ def pair(name: str, rows: Sequence[Row], across: Across) -> str:
     """Two quantities side by side, each on its own scale, against the same axis."""
     tall = 1.9
     paint = partial(_paint_pair, rows=rows, across=across, tall=tall)
-    return ink.draw(name, WIDTH, TITLE + tall + AXIS, paint)
+    return plot_style.draw(name, WIDTH, TITLE + tall + AXIS, paint)
 
 
 def _paint_pair(figure: Figure, rows: Sequence[Row], across: Across, tall: float) -> None:
     wide = (WIDTH - LEFT - 2 * RIGHT - BETWEEN) / 2
     limits = _limits(rows, across)
     for j, row in enumerate(rows):
-        ax = ink.axes(figure, LEFT + j * (wide + RIGHT + BETWEEN), TITLE, wide, tall)
+        ax = plot_style.axes(figure, LEFT + j * (wide + RIGHT + BETWEEN), TITLE, wide, tall)
         _panel(ax, row, across)
         _across(ax, across, limits, last=True)
         _up(ax, row)
         if ax.get_yscale() == "linear":
             ax.set_ylim(bottom=-0.02 * ax.get_ylim()[1])
         ax.set_title(row.title, loc="left", fontweight="bold", fontsize=9)
-        ink.label_ends(ax, _ends(row), tall)
+        plot_style.label_ends(ax, _ends(row), tall)
 
 
 def scaling(name: str, groups: Sequence[Group], colours: Mapping[str, str], measure: Measure) -> str:
     """Speed-up over alone by the number of workers, beside the ideal."""
     tall = 2.2
     paint = partial(_paint_scaling, groups=groups, colours=colours, measure=measure, tall=tall)
-    return ink.draw(name, WIDTH, TITLE + tall + AXIS, paint)
+    return plot_style.draw(name, WIDTH, TITLE + tall + AXIS, paint)
 
 
 def _paint_scaling(
     figure: Figure, groups: Sequence[Group], colours: Mapping[str, str], measure: Measure, tall: float
 ) -> None:
-    ax = ink.axes(figure, LEFT, TITLE, WIDTH * 0.45, tall)
+    ax = plot_style.axes(figure, LEFT, TITLE, WIDTH * 0.45, tall)
     ends = []
     most = max(group.workers for group in groups)
     for recipe in dict.fromkeys(group.recipe for group in groups if not group.alone):
@@ -298,13 +300,13 @@ def _paint_scaling(
         if points:
             xs, ys = zip(*sorted(points), strict=True)
             ax.plot(xs, ys, color=colours[recipe], marker="o", ms=3)
-            ends.append((ys[-1], ink.short(recipe), colours[recipe]))
-    ax.plot((1, most), (1, most), color=ink.QUIET, lw=0.8, ls=(0, (4, 3)))
-    ends.append((float(most), "as many times as workers", ink.QUIET))
+            ends.append((ys[-1], plot_style.short(recipe), colours[recipe]))
+    ax.plot((1, most), (1, most), color=plot_style.QUIET, lw=0.8, ls=(0, (4, 3)))
+    ends.append((float(most), "as many times as workers", plot_style.QUIET))
     ax.yaxis.set_major_locator(MaxNLocator(5))
     ax.yaxis.set_major_formatter(FuncFormatter(_tick))
     ax.set_xticks(sorted({1, *(group.workers for group in groups)}))
     ax.set_ylim(bottom=0)
     ax.set_xlabel("workers")
     ax.set_title("Speed-up over alone", loc="left", fontweight="bold", fontsize=9)
-    ink.label_ends(ax, ends, tall)
+    plot_style.label_ends(ax, ends, tall)

@@ -9,7 +9,7 @@ from itertools import chain
 from typing import Any
 
 from stretto.events import Event
-from stretto.report.history import History
+from stretto.report.run_log import History
 
 
 @dataclass(frozen=True)

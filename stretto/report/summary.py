@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from stretto.errors import LogError
-from stretto.folder import section_folders
-from stretto.report import page
-from stretto.report.accounts import in_words as encoded
-from stretto.report.asynchronous import in_words
-from stretto.report.fates import in_lines
-from stretto.report.figures import count, figure, percent, plural, seconds
-from stretto.report.history import read
-from stretto.report.record import STANDARD_OUTPUT, record, write_json
-from stretto.report.table import megabytes, share
+from stretto.report import html_report
+from stretto.report.formatting import count, figure, percent, plural, seconds
+from stretto.report.incidents import in_lines
+from stretto.report.run_log import read
+from stretto.report.run_record import STANDARD_OUTPUT, record, write_json
+from stretto.report.staleness_section import in_words
+from stretto.report.tables import megabytes, share
+from stretto.report.traffic import in_words as encoded
+from stretto.run_dir import section_folders
 
 
 def conclude(folder: Path, json_to: Path | None, silent: bool) -> None:
@@ -46,14 +46,16 @@ def _conclude(folder: Path, json_to: Path | None, silent: bool) -> None:
 def _section(found: dict[str, Any], number: int) -> list[str]:
     """Write the page of a section, and return its lines. The only one of its run has the `number` 0."""
     folder = Path(found["folder"])
-    written = page.write(folder)
+    written = html_report.write(folder)
     title = [f"section {number}"] if number else []
     return [*title, *_summary(found), *in_lines(read(folder)), f"page: {written}"]
 
 
 def _summary(found: dict[str, Any]) -> list[str]:
     """A run in three lines, and one more each where it encoded something or was asynchronous."""
-    speed = f"{seconds(found['seconds'])} of {page.of_what(found)}, {count(found['samples_per_second'])} samples/s"
+    speed = (
+        f"{seconds(found['seconds'])} of {html_report.of_what(found)}, {count(found['samples_per_second'])} samples/s"
+    )
     metrics = ", ".join(f"{name} {figure(value)}" for name, value in found["metrics"].items())
     waiting, sent = percent(share(found, "waiting")), figure(megabytes(found["bytes_sent"]))
     cost = f"waiting {waiting} of the time, {sent} MB sent per worker in {plural(found['rounds'], 'round')}"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from stretto.errors import LaunchError, explain
 from stretto.events import Event
-from stretto.report.history import number
+from stretto.report.run_log import number
 
 COMPARISONS: dict[str, Callable[[float, float], bool]] = {
     ">=": operator.ge,

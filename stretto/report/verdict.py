@@ -17,10 +17,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from stretto.report import figures, quality
-from stretto.report.groups import Group, Measure, Peers, Spread, grouped
-from stretto.report.record import Record
-from stretto.report.table import metric_names, reached, speed_up
+from stretto.report import formatting, metrics
+from stretto.report.aggregation import Group, Measure, Peers, Spread, grouped
+from stretto.report.run_record import Record
+from stretto.report.tables import metric_names, reached, speed_up
 from stretto.report.target import Target
 
 BELIEVED = 1.1
@@ -126,10 +126,10 @@ def _only_one_reached(winner: Timed, target: Target) -> Verdict:
 def _by_data(alone: Sequence[Group], spread: Sequence[Group], target: Target | None) -> Verdict:
     """Compare the time for the same data."""
     names = metric_names([record for group in (*alone, *spread) for record in group.records])
-    metric = target.metric if target and target.metric in names else quality.main_metric(names)
+    metric = target.metric if target and target.metric in names else metrics.main_metric(names)
     if _fastest(alone, _seconds) is None or _fastest(spread, _seconds) is None:
         return Verdict(None, UNKNOWN + "the runs left no training time in their logs.")
-    ideal = quality.best(alone, metric) if metric else None
+    ideal = metrics.best(alone, metric) if metric else None
     if metric and ideal:
         return _as_good(alone, spread, ideal, metric)
     unmeasured = "the script gives no `evaluate`" if metric is None else f"alone ended without a finite {metric}"
@@ -138,13 +138,13 @@ def _by_data(alone: Sequence[Group], spread: Sequence[Group], target: Target | N
 
 def _as_good(alone: Sequence[Group], spread: Sequence[Group], ideal: Group, metric: str) -> Verdict:
     """Compare the times of those that ended as good as the best alone."""
-    good = [group for group in spread if quality.as_good(group, ideal, metric)]
-    single = _fastest([group for group in alone if quality.as_good(group, ideal, metric)], _seconds)
+    good = [group for group in spread if metrics.as_good(group, ideal, metric)]
+    single = _fastest([group for group in alone if metrics.as_good(group, ideal, metric)], _seconds)
     best = _fastest(good, _seconds)
     if single is None or best is None:
         return _none_as_good(spread, ideal, metric)
-    here, there = quality.text(best.group, metric), quality.text(single.group, metric)
-    tolerance = f"within {quality.tolerance_text(metric, ideal)} counts as equal"
+    here, there = metrics.text(best.group, metric), metrics.text(single.group, metric)
+    tolerance = f"within {metrics.tolerance_text(metric, ideal)} counts as equal"
     rival, tail = "the fastest distributed run that ended as good", " for the same data"
     judged = _by_times(single, best, verb="took", rival=rival, tail=tail)
     judged = judged.noting(f"They ended with {metric} {here} and, alone, {there}: {tolerance}.")
@@ -152,10 +152,10 @@ def _as_good(alone: Sequence[Group], spread: Sequence[Group], ideal: Group, metr
 
 
 def _none_as_good(spread: Sequence[Group], ideal: Group, metric: str) -> Verdict:
-    near = quality.nearest(spread, ideal, metric)
-    had = f"{_name(ideal)} had {metric} {quality.text(ideal, metric)} {_after(ideal)}"
-    came = f"after the same data nothing distributed came within {quality.tolerance_text(metric, ideal)} of it"
-    rest = f"; the nearest, {_name(near)}, had {quality.text(near, metric)} {_after(near)}" if near else ""
+    near = metrics.nearest(spread, ideal, metric)
+    had = f"{_name(ideal)} had {metric} {metrics.text(ideal, metric)} {_after(ideal)}"
+    came = f"after the same data nothing distributed came within {metrics.tolerance_text(metric, ideal)} of it"
+    rest = f"; the nearest, {_name(near)}, had {metrics.text(near, metric)} {_after(near)}" if near else ""
     return Verdict(False, f"{STAY}{had}, and {came}{rest}.")
 
 
@@ -169,7 +169,7 @@ def _faster_but_worse(spread: Sequence[Group], single: Timed, metric: str) -> st
     best = _fastest(spread, _seconds)
     if best is None or best.time.median >= single.time.median:
         return ""
-    return f"Faster, but not as good: {best} ({_text(best.time)}, {metric} {quality.text(best.group, metric)})."
+    return f"Faster, but not as good: {best} ({_text(best.time)}, {metric} {metrics.text(best.group, metric)})."
 
 
 def _by_speed(alone: Sequence[Group], spread: Sequence[Group]) -> Verdict:
@@ -200,17 +200,17 @@ def _by_times(single: Timed, best: Timed, *, verb: str, rival: str, tail: str) -
 def _ratio(long: Spread, short: Spread) -> str:
     if short.median <= 0:
         return "many times as long"
-    return f"{figures.figure(long.median / short.median, 2)} times as long"
+    return f"{formatting.figure(long.median / short.median, 2)} times as long"
 
 
 def _text(time: Spread) -> str:
-    median, low, high = (figures.seconds(value) for value in (time.median, time.low, time.high))
+    median, low, high = (formatting.seconds(value) for value in (time.median, time.low, time.high))
     return median if low == high else f"{median} ({low} to {high})"
 
 
 def _name(group: Group) -> str:
     if not group.alone:
-        return f"{group.recipe} on {figures.plural(group.workers, 'worker')}"
+        return f"{group.recipe} on {formatting.plural(group.workers, 'worker')}"
     return "alone" if group.join == 1 else f"alone with the joined batch (×{group.join})"
 
 
@@ -221,7 +221,7 @@ def _beyond_belief(spread: Sequence[Group], peers: Peers) -> str:
     if group is None or ratio < BELIEVED * group.workers:
         return ""
     return (
-        f"{_name(group)} went through {figures.figure(ratio, 2)} times the samples per second of alone: more "
+        f"{_name(group)} went through {formatting.figure(ratio, 2)} times the samples per second of alone: more "
         "than its workers can give. Something held up the run alone, as its own threads or other programs can; "
         "try --threads 1 on a quiet machine."
     )
@@ -234,7 +234,7 @@ def _cores(groups: Sequence[Group]) -> str:
     if not sharing or alone is None:
         return ""
     workers = " or ".join(str(count) for count in sorted({group.workers for group in sharing}))
-    cores = figures.plural(alone["cores"], "core")
+    cores = formatting.plural(alone["cores"], "core")
     return f"The {workers} workers shared the {cores} of one machine; on machines of their own it may differ."
 
 

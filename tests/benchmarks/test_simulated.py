@@ -8,9 +8,10 @@ import torch
 from benchmarks import simulated, simulator, tables
 from benchmarks.peers import flower
 from benchmarks.simulated import Case, Figures, Link
-from stretto.launch.wires import WireCosts
-from stretto.sim import network, tariff
-from stretto.typed import parse
+from stretto.recipe.parser import parse
+from stretto.simulator.compute import cost_model
+from stretto.simulator.compute.transport_costs import WireCosts
+from stretto.simulator.network import topology
 
 COSTS = WireCosts(5e-4, 8e-5, 3e-3, 4e-4, 7e-5, 2e-3, 1e-3)
 LINK = Link(95.66, 24e-6, COSTS, 1.97)
@@ -41,10 +42,10 @@ def test_a_log_tells_what_a_step_took_after_the_first_pass(tmp_path):
 
 
 def test_the_simulator_is_told_what_was_measured():
-    one = network.parse(LINK.network)
+    one = topology.parse(LINK.network)
     assert one.link.up == pytest.approx(95.66e6) and one.link.latency == pytest.approx(12e-6)
     assert one.in_worker and one.burst == simulated.BURST_BYTES
-    found = tariff.parse(LINK.step_time, lambda: tariff.Tariff(0.004, ask_s=0.001))
+    found = cost_model.parse(LINK.step_time, lambda: cost_model.Tariff(0.004, ask_s=0.001))
     own = {"step_s": 0.004, "pass_s": 0.0, "ask_s": 0.001, "take_s": 0.0}
     assert vars(found) == pytest.approx({**own, **vars(COSTS)}, abs=1e-7)
 

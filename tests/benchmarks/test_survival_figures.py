@@ -9,9 +9,9 @@ from benchmarks import recovery, soak, tables, upkeep
 from benchmarks.pace import Seconds
 from benchmarks.soak import Case, Sample
 from benchmarks.upkeep import Segment
-from stretto.chaos import Every, check, parse
-from stretto.train.checkpoint import NAME
-from stretto.typed import parse as recipe
+from stretto.checkpoint.storage import NAME
+from stretto.faults.plan import Every, check, parse
+from stretto.recipe.parser import parse as recipe
 
 
 def formed(at, *members):

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from bits import made
 
-from stretto import cli
 from stretto.bits import command, results, work
 from stretto.bits.outcome import GD, Outcome
+from stretto.cli.main import main
 
 pytest.importorskip("scipy")
 
@@ -31,7 +31,7 @@ def asked(data: str, *more: str) -> list[str]:
 
 def test_the_table_the_page_and_the_json(data: str, capsys: pytest.CaptureFixture[str]) -> None:
     line = asked(data, "--method", GD, "--method", SEC, "--float64", "--json", "found.json", "--out", "found")
-    assert cli.command(line) == 0
+    assert main.command(line) == 0
     shown = capsys.readouterr()
     assert "How many rounds, how many bits?" in shown.out
     assert f"Fewest bits: {SEC}" in shown.out
@@ -47,11 +47,11 @@ def test_the_table_the_page_and_the_json(data: str, capsys: pytest.CaptureFixtur
 
 
 def test_the_page_can_be_made_again_from_what_was_kept(data: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.command(asked(data, "--method", SEC, "--method", "gd", "--out", "found", "--quiet")) == 0
+    assert main.command(asked(data, "--method", SEC, "--method", "gd", "--out", "found", "--quiet")) == 0
     page = Path("found/report.html")
     first = page.read_bytes()
     page.unlink()
-    assert cli.command(["report", "found"]) == 0
+    assert main.command(["report", "found"]) == 0
     assert page.read_bytes() == first
     assert b"<svg" in first
     assert b"bits sent by all workers" in first
@@ -62,13 +62,13 @@ def test_the_page_can_be_made_again_from_what_was_kept(data: str, capsys: pytest
 
 
 def test_without_gd_bits_are_still_measured_by_it(data: str) -> None:
-    assert cli.command(asked(data, "--method", SEC, "--json", "found.json", "--quiet")) == 0
+    assert main.command(asked(data, "--method", SEC, "--json", "found.json", "--quiet")) == 0
     (sec,) = json.loads(Path("found.json").read_text())
     assert 0.8 < sec["saved"] < 1
 
 
 def test_a_choice_of_methods_when_none_is_named(data: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.command(asked(data, "--rounds", "3", "--json", "-")) == 0
+    assert main.command(asked(data, "--rounds", "3", "--json", "-")) == 0
     shown = capsys.readouterr()
     found = json.loads(shown.out)
     assert [one["method"] for one in found] == list(command.DEFAULTS)
@@ -78,14 +78,14 @@ def test_a_choice_of_methods_when_none_is_named(data: str, capsys: pytest.Captur
 
 def test_the_lasso_and_linear_regression(data: str) -> None:
     for problem in ("lasso", "linear"):
-        assert cli.command(asked(data, "--problem", problem, "--method", SEC, "--json", "found.json", "--quiet")) == 0
+        assert main.command(asked(data, "--problem", problem, "--method", SEC, "--json", "found.json", "--quiet")) == 0
         (sec,) = json.loads(Path("found.json").read_text())
         assert sec["reached"]
 
 
 def test_an_unsteady_threshold_is_warned_of(data: str, capsys: pytest.CaptureFixture[str]) -> None:
     line = asked(data, "--method", "gd_sec(beta=0.5, xi=100)", "--rounds", "5", "--out", "found")
-    assert cli.command(line) == 0
+    assert main.command(line) == 0
     assert "warning: gd_sec(beta=0.5, xi=100): alpha * beta * xi = 50 is above 1" in capsys.readouterr().err
     assert "alpha * beta * xi = 50 is above 1" in Path("found/report.html").read_text()
 
@@ -106,7 +106,7 @@ def test_an_unsteady_threshold_is_warned_of(data: str, capsys: pytest.CaptureFix
     ],
 )
 def test_what_it_refuses(data: str, more: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.command(asked(data, *more)) != 0
+    assert main.command(asked(data, *more)) != 0
     shown = capsys.readouterr()
     assert said in shown.err
     assert shown.out == ""
@@ -114,7 +114,7 @@ def test_what_it_refuses(data: str, more: list[str], said: str, capsys: pytest.C
 
 
 def test_a_missing_file(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.command(["bits", "nothing"]) == 1
+    assert main.command(["bits", "nothing"]) == 1
     assert "there is no nothing" in capsys.readouterr().err
 
 
@@ -129,10 +129,10 @@ def test_what_is_done_is_kept_when_it_is_stopped(
         return real(problem, best, method, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(work, "descend", stopped)
-    assert cli.command(asked(data, "--method", GD, "--method", SEC, "--out", "found")) == 130
+    assert main.command(asked(data, "--method", GD, "--method", SEC, "--out", "found")) == 130
     assert "1 of 2 methods are done; the page of those: stretto report found" in capsys.readouterr().err
     assert [one["method"] for one in results.read(Path("found"))["methods"]] == [GD]
-    assert cli.command(["report", "found"]) == 0
+    assert main.command(["report", "found"]) == 0
 
 
 def test_the_figures_of_the_field(tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_the_figures_of_the_field(tmp_path: Path) -> None:
         pytest.skip("STRETTO_DATA is not set")
     target = tmp_path / "found.json"
     line = ["bits", f"{folder}/a9a/a9a", "--rows", "5000", "--method", GD, "--method", SEC, "--float64", "--quiet"]
-    assert cli.command([*line, "--out", str(tmp_path / "found"), "--json", str(target)]) == 0
+    assert main.command([*line, "--out", str(tmp_path / "found"), "--json", str(target)]) == 0
     gd, sec = json.loads(target.read_text())
     assert gd["rounds"] == 756
     assert sec["rounds"] == pytest.approx(918, rel=0.03)

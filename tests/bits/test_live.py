@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from bits import made
 
-from stretto import cli
 from stretto.bits.outcome import GD
+from stretto.cli.main import main
 
 pytest.importorskip("scipy")
 
@@ -19,7 +19,7 @@ SEC = "gd_sec(beta=0.1, xi=5)"
 
 def found(data: str, *more: str) -> list[dict[str, object]]:
     line = ["bits", data, "-n", str(WORKERS), "--l2", "0.001", "--target", "1e-4", "--json", "found.json", *more]
-    assert cli.command([*line, "--method", GD, "--method", SEC, "--quiet"]) == 0
+    assert main.command([*line, "--method", GD, "--method", SEC, "--quiet"]) == 0
     records: list[dict[str, object]] = json.loads(Path("found.json").read_text())
     return records
 
@@ -41,5 +41,5 @@ def test_live_is_as_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_live_in_double_precision_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = str(made.write(tmp_path / "made"))
-    assert cli.command(["bits", data, "--live", "--float64"]) == 1
+    assert main.command(["bits", data, "--live", "--float64"]) == 1
     assert "live workers send numbers as they compute them" in capsys.readouterr().err

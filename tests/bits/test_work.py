@@ -16,8 +16,8 @@ from stretto.bits.optimum import Optimum, optimum
 from stretto.bits.outcome import GD
 from stretto.bits.problem import Kind, Problem
 from stretto.bits.work import AT_LEAST, LATE, Team, Terms, descend, hold
+from stretto.collective_ops import Every, Mean
 from stretto.errors import LaunchError, RecipeError, WireError
-from stretto.words import Every, Mean
 
 pytest.importorskip("scipy")
 

@@ -9,8 +9,8 @@ from report.synthetic import write_run
 from safetensors.torch import save_file
 
 from stretto.errors import LaunchError
-from stretto.launch.local import Order
-from stretto.launch.watch import Watch
+from stretto.launcher.local import Order
+from stretto.launcher.progress_display import Watch
 
 
 class Pretend:

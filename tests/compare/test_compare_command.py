@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from compare.pretend import Pretend
 
-from stretto import cli
-from stretto.compare import command, runs
+from stretto.cli.main import compare, main
+from stretto.compare import runner
 
 RECIPES = ("--recipe", "allreduce", "--recipe", "local_sgd(every=10)")
 
@@ -23,11 +23,11 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, run: Pretend) -> Pretend:
-    class Pretending(runs.Comparison):
+    class Pretending(runner.Comparison):
         def __init__(self, *given: object) -> None:
             super().__init__(*given, run)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(command, "Comparison", Pretending)
+    monkeypatch.setattr(compare, "Comparison", Pretending)
     return run
 
 
@@ -36,7 +36,7 @@ def test_the_tables_the_sentence_the_page_and_the_json(
 ) -> None:
     run = pretend(monkeypatch, Pretend())
     asked = ["compare", "-n", "2", *RECIPES, "--target", "test_accuracy>=0.9", "--json", "found.json", "--out", "found"]
-    assert cli.command([*asked, str(script), "--lr", "0.1"]) == 0
+    assert main.command([*asked, str(script), "--lr", "0.1"]) == 0
     shown = capsys.readouterr()
     for text in ("Same state?", "How fast?", "At what cost?", "Where did the time go?", "page: found/report.html"):
         assert text in shown.out
@@ -51,7 +51,7 @@ def test_the_tables_the_sentence_the_page_and_the_json(
 
 def test_several_numbers_of_workers(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = pretend(monkeypatch, Pretend())
-    assert cli.command(["compare", "--workers", "1,2", "--recipe", "allreduce", "--quiet", str(script)]) == 0
+    assert main.command(["compare", "--workers", "1,2", "--recipe", "allreduce", "--quiet", str(script)]) == 0
     assert [(order.workers, order.join) for order in run.orders] == [(1, 1), (1, 2), (1, 1), (2, 1)]
     assert len(list(Path("runs").glob("*-compare-train"))) == 1
 
@@ -59,7 +59,7 @@ def test_several_numbers_of_workers(script: Path, monkeypatch: pytest.MonkeyPatc
 def test_servers_and_slow_workers_reach_the_runs(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = pretend(monkeypatch, Pretend())
     asked = ["--recipe", "allreduce", "--recipe", "async_sgd", "--servers", "2", "--slow", "1:3", "--quiet"]
-    assert cli.command(["compare", "-n", "2", *asked, str(script)]) == 0
+    assert main.command(["compare", "-n", "2", *asked, str(script)]) == 0
     assert [order.slow for order in run.orders] == [None, None, "1:3", "1:3"]
     assert run.orders[-1].recipe == "async_sgd(shards=2)"
 
@@ -68,7 +68,7 @@ def test_a_failed_run_makes_the_exit_code(
     script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pretend(monkeypatch, Pretend(failing=("allreduce-n2-seed0",)))
-    assert cli.command(["compare", "-n", "2", *RECIPES, str(script)]) == 1
+    assert main.command(["compare", "-n", "2", *RECIPES, str(script)]) == 1
     shown = capsys.readouterr()
     assert "failed: allreduce-n2-seed0: worker 1 failed: ValueError: boom" in shown.out
     assert "local_sgd(every=10)" in shown.out
@@ -78,7 +78,7 @@ def test_json_on_the_standard_output_stands_alone(
     script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pretend(monkeypatch, Pretend())
-    assert cli.command(["compare", "-n", "2", *RECIPES, "--json", "-", str(script)]) == 0
+    assert main.command(["compare", "-n", "2", *RECIPES, "--json", "-", str(script)]) == 0
     shown = capsys.readouterr()
     assert len(json.loads(shown.out)) == 4
     assert "Same state?" in shown.err
@@ -107,7 +107,7 @@ def test_bad_input_is_one_clear_error_and_nothing_starts(
     Path("full").mkdir()
     Path("full/file").write_text("mine")
     run = pretend(monkeypatch, Pretend())
-    assert cli.command(["compare", *wrong, str(script)]) in (1, 2)
+    assert main.command(["compare", *wrong, str(script)]) in (1, 2)
     said = capsys.readouterr()
     assert said.err.count("stretto: ") == 1
     assert "Traceback" not in said.err

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from stretto.compare.plan import Question, trials
 from stretto.compare.progress import Progress, estimate
+from stretto.compare.trials import Question, trials
 
 QUESTION = Question(Path("train.py"), (), (2,), ("a()",), seeds=2)
 RECORD = {"failed": None, "seconds": 1.0, "metrics": {"acc": 0.5}}

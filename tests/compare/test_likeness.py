@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
 
-from stretto.compare.likeness import compared, parameter_distance, prediction_disagreement
+from stretto.compare.model_distance import compared, parameter_distance, prediction_disagreement
 from stretto.errors import LogError
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from stretto.compare.plan import Question, Trial, ask, trials, worker_counts
+from stretto.compare.trials import Question, Trial, ask, trials, worker_counts
 from stretto.errors import LaunchError, RecipeError
-from stretto.typed import parse
+from stretto.recipe.parser import parse
 
 
 def question(**more: Any) -> Question:

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from compare.pretend import Pretend
 
-from stretto.compare.plan import Question, Trial
-from stretto.compare.runs import Comparison
+from stretto.compare.runner import Comparison
+from stretto.compare.trials import Question, Trial
 from stretto.errors import LaunchError
-from stretto.launch.local import Order, Stopped
-from stretto.launch.watch import Watch
-from stretto.report import page
-from stretto.report.record import Record
+from stretto.launcher.local import Order, Stopped
+from stretto.launcher.progress_display import Watch
+from stretto.report import html_report
+from stretto.report.run_record import Record
 from stretto.report.target import Target
 
 
@@ -96,7 +96,7 @@ def test_a_failed_run_is_marked_and_the_others_go_on(tmp_path: Path) -> None:
     assert [one["failed"] for one in (alone, local)] == [None, None]
     assert local["parameter_distance"] is None
     assert len(comparison.failed()) == 2
-    text = page.write(tmp_path / "c").read_text()
+    text = html_report.write(tmp_path / "c").read_text()
     assert "Some runs failed" in text
     assert "no port to be had" in text
 
@@ -127,4 +127,4 @@ def test_what_is_done_is_readable_when_it_is_stopped(tmp_path: Path) -> None:
         made(tmp_path / "c", run).make()
     assert [one["recipe"] for one in kept(tmp_path / "c")] == ["alone", "alone(joined)"]
     assert not list((tmp_path / "c").glob("*/states"))
-    assert "No verdict" in page.write(tmp_path / "c").read_text()
+    assert "No verdict" in html_report.write(tmp_path / "c").read_text()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from stretto.report import page
+from stretto.report import html_report
 
 SCRIPT = """
 import pathlib, time
@@ -23,7 +23,7 @@ time.sleep(120)
 
 def test_ctrl_c_ends_everything_within_three_seconds(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    command = [sys.executable, "-c", "from stretto.cli import main; main()", "compare", "-n", "2"]
+    command = [sys.executable, "-c", "from stretto.cli.main import main; main()", "compare", "-n", "2"]
     command += ["--recipe", "allreduce", "--out", "found", "train.py"]
     with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
         _wait_for(tmp_path / "began", process)
@@ -38,7 +38,7 @@ def test_ctrl_c_ends_everything_within_three_seconds(tmp_path: Path) -> None:
     assert not psutil.wait_procs(workers, timeout=1)[1]
     assert "0 of 3 runs are done" in said
     assert json.loads((tmp_path / "found/compare.json").read_text())["runs"] == []
-    assert "No run has been made yet" in page.write(tmp_path / "found").read_text()
+    assert "No run has been made yet" in html_report.write(tmp_path / "found").read_text()
 
 
 def _wait_for(path: Path, process: subprocess.Popen[str]) -> None:

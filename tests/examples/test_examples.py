@@ -59,7 +59,7 @@ def test_shakespeare_runs_and_learns():
     assert last("validation_loss", ended.stderr) < 4.17  # less than a uniform guess among 65 characters
 
 
-STRETTO = "import sys; from stretto.cli import main; sys.exit(main())"
+STRETTO = "import sys; from stretto.cli.main import main; sys.exit(main())"
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 from experiments import averaging, bound, experiment, learners, links, page, runs, staleness, stragglers, weighting
 from experiments.catalogue import EXPERIMENTS
 from experiments.runs import Point
-from stretto.cli import app
+from stretto.cli.main import app
 from stretto.errors import LaunchError
-from stretto.typed import parse
+from stretto.recipe.parser import parse
 
 ALL = list(EXPERIMENTS.values())
 names = pytest.mark.parametrize("one", ALL, ids=lambda one: one.name)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from stretto.kernels import reference
-from stretto.kernels.reference import places as codes
+from stretto.kernels.reference import index_coding as codes
 
 ORDINARY = st.floats(-8, 8, width=32)
 SPECIAL = st.sampled_from([0.0, -0.0, 1.0, -1.0, 1e-45, -3e-42, 1e38, -1e38, 2.5])

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from stretto.events import PHASES
-from stretto.report.record import record
+from stretto.report.run_record import record
 
 Events = list[dict[str, Any]]
 MACHINE = {"system": "Linux 6.1", "processor": "Imaginary CPU", "cores": 4, "memory_gib": 16.0}

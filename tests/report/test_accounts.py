@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from report.synthetic import Events, exchanging, training, write_comparison, write_run
 from rich.console import Console
 
-from stretto.report import accounts, history, series
-from stretto.report.exchanged import ALL, ALL_BUT_LOOKS, WIRE, sheet
-from stretto.report.page import write
-from stretto.report.record import record
-from stretto.report.table import EXCHANGED, Sheet, sheets, show
+from stretto.report import run_log, time_series, traffic
+from stretto.report.html_report import write
+from stretto.report.run_record import record
+from stretto.report.tables import EXCHANGED, Sheet, sheets, show
+from stretto.report.traffic_section import ALL, ALL_BUT_LOOKS, WIRE, sheet
 
 EXACT = {"gradients": [4000, 4000, 4000, 4000]}
 SPARSE = {
@@ -83,8 +83,8 @@ def test_exact_numbers_are_as_many_bytes_raw_as_encoded(tmp_path: Path) -> None:
     found = run(tmp_path, events)
     assert found["compression"]["sent"] == found["compression"]["received"] == 1.0
     assert found["entries_share"] == 1.0
-    assert not accounts.is_encoded(found)
-    assert accounts.in_words(found) == ""
+    assert not traffic.is_encoded(found)
+    assert traffic.in_words(found) == ""
     assert EXCHANGED not in [one.title for one in sheets([found])]
     assert rows(sheet(found)[0])["worker 1", "gradients"]["fewer, sent"] == "1.00×"
 
@@ -95,15 +95,15 @@ told = st.dictionaries(st.sampled_from(["updates", "counts", "state", "looks"]),
 
 @given(st.lists(told, min_size=1, max_size=4))
 def test_the_bytes_of_all_purposes_sum_to_the_total(by_worker: list[dict[str, list[int]]]) -> None:
-    exchanged = [accounts.accounts({"exchanged": one}) for one in by_worker]
-    for place, way in enumerate(accounts.WAYS):
+    exchanged = [traffic.accounts({"exchanged": one}) for one in by_worker]
+    for place, way in enumerate(traffic.WAYS):
         whole = sum(row[place] for one in by_worker for row in one.values())
         looks = sum(one.get("looks", [0] * 4)[place] for one in by_worker)
-        assert accounts.total(exchanged, way, looks=True) == whole
-        assert accounts.total(exchanged, way) == whole - looks
-        each = [accounts.total([worker], way) for worker in exchanged]
+        assert traffic.total(exchanged, way, looks=True) == whole
+        assert traffic.total(exchanged, way) == whole - looks
+        each = [traffic.total([worker], way) for worker in exchanged]
         assert sum(each) == whole - looks
-    assert {name for worker in exchanged for name in worker} == set(accounts.purposes(exchanged))
+    assert {name for worker in exchanged for name in worker} == set(traffic.purposes(exchanged))
 
 
 @pytest.mark.parametrize("wrong", [None, [], "x", {"a": None}, {"a": [1, 2]}, {"a": ["x", None, 1.5, True]}])
@@ -112,16 +112,16 @@ def test_what_is_no_account_counts_nothing_and_breaks_nothing(tmp_path: Path, wr
     for event in events:
         event |= {"exchanged": wrong, "entries": wrong, "norms": wrong}
     found = run(tmp_path, events)
-    assert accounts.total(found["exchanged"], "sent") == 0
+    assert traffic.total(found["exchanged"], "sent") == 0
     assert found["entries_share"] is None
     assert found["owed_share"] is None
 
 
 def test_a_log_of_an_earlier_version_has_none_of_it(tmp_path: Path) -> None:
     found = run(tmp_path, training(2, 0.02, 1000, 1, 0.97))
-    assert {name: found[name] for name in accounts.nothing()} == accounts.nothing()
+    assert {name: found[name] for name in traffic.nothing()} == traffic.nothing()
     assert sheet(found) == []
-    assert accounts.in_words(found) == ""
+    assert traffic.in_words(found) == ""
 
 
 # The tables
@@ -144,7 +144,7 @@ def test_the_table_of_a_run_says_what_its_record_says(tmp_path: Path) -> None:
     assert shown["worker 0", "updates"]["owed"] == "0.50"
     assert shown["worker 1", "updates"]["owed"] == "0.25"
     mean = shown["mean of 2 workers", ALL_BUT_LOOKS]
-    assert float(mean["raw, sent"]) == pytest.approx(accounts.megabytes(found["exchanged"], "raw_sent"), rel=5e-3)
+    assert float(mean["raw, sent"]) == pytest.approx(traffic.megabytes(found["exchanged"], "raw_sent"), rel=5e-3)
     assert shown["mean of 2 workers", "updates"]["entries"] == "10%"
 
 
@@ -189,7 +189,7 @@ def encoded(tmp_path: Path, seeds: int = 1) -> list[dict[str, Any]]:
             path.write_text("".join(json.dumps(event) + "\n" for event in events))
     kept = json.loads((folder / "compare.json").read_text())
     for one in kept["runs"]:
-        one |= {name: record(folder / one["folder"])[name] for name in accounts.nothing()}
+        one |= {name: record(folder / one["folder"])[name] for name in traffic.nothing()}
     (folder / "compare.json").write_text(json.dumps(kept))
     return list(kept["runs"])
 
@@ -257,24 +257,24 @@ def test_a_purpose_is_escaped_on_the_page(tmp_path: Path) -> None:
 
 def test_the_curves_end_where_the_record_does(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", recipe="sparse()", workers=2, events=sparse())
-    found, read = record(folder), history.read(folder)
-    for way in accounts.WAYS:
-        curve = series.exchanged(read, way)
-        assert curve.samples[-1].value == pytest.approx(accounts.megabytes(found["exchanged"], way))
+    found, read = record(folder), run_log.read(folder)
+    for way in traffic.WAYS:
+        curve = time_series.exchanged(read, way)
+        assert curve.samples[-1].value == pytest.approx(traffic.megabytes(found["exchanged"], way))
         values = [sample.value for sample in curve.samples]
         assert values == sorted(values)
-    assert series.on_wire(read).samples[-1].value == pytest.approx(150 * 7000 / 1e6)
-    assert series.owed(read).samples[-1].value == pytest.approx(found["owed_share"])
-    assert series.owed(read).samples[-1].seconds == pytest.approx(3.0)
+    assert time_series.on_wire(read).samples[-1].value == pytest.approx(150 * 7000 / 1e6)
+    assert time_series.owed(read).samples[-1].value == pytest.approx(found["owed_share"])
+    assert time_series.owed(read).samples[-1].seconds == pytest.approx(3.0)
 
 
 def test_norms_that_are_told_again_are_one_measurement(tmp_path: Path) -> None:
     events = exchanging(training(2, 0.02, 9, 1, 0.9), EXACT, norms=lambda t, worker: (1.0, 0.5 if t < 1.5 else 0.25))
-    curve = series.owed(history.read(write_run(tmp_path / "run", recipe="sparse()", workers=2, events=events)))
+    curve = time_series.owed(run_log.read(write_run(tmp_path / "run", recipe="sparse()", workers=2, events=events)))
     assert [sample.value for sample in curve.samples] == [0.5, 0.25]
 
 
 def test_an_old_log_has_no_curves(tmp_path: Path) -> None:
-    read = history.read(write_run(tmp_path / "run", recipe="sparse()", workers=2))
-    assert series.exchanged(read, "sent").samples == ()
-    assert series.owed(read).samples == ()
+    read = run_log.read(write_run(tmp_path / "run", recipe="sparse()", workers=2))
+    assert time_series.exchanged(read, "sent").samples == ()
+    assert time_series.owed(read).samples == ()

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from report.synthetic import training, with_deaths, write_run
 
-from stretto.report import series
-from stretto.report.fates import fates, in_lines
-from stretto.report.history import read
-from stretto.report.page import write
-from stretto.report.record import record
+from stretto.report import time_series
+from stretto.report.html_report import write
+from stretto.report.incidents import fates, in_lines
+from stretto.report.run_log import read
+from stretto.report.run_record import record
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def test_who_came_back_has_to_come_to_its_end(tmp_path: Path) -> None:
 
 
 def test_times_are_those_of_the_workers_clock(died: Path) -> None:
-    whole = [(one.seconds, one.who, one.lost) for one in series.moments(read(died))]
+    whole = [(one.seconds, one.who, one.lost) for one in time_series.moments(read(died))]
     lost = [(who, lost) for _, who, lost in whole]
     assert lost == [("worker 1", True), ("worker 1 is in", False), ("worker 2", True), ("worker 2", True)]
     assert [t for t, _, _ in whole] == pytest.approx([0.51, 1.41, 1.9, 2.3], abs=0.1)  # less the evaluations before

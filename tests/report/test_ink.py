@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto.report.ink import _apart, short
+from stretto.report.plot_style import _apart, short
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=6).map(sorted))

@@ -7,9 +7,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from stretto.report import page
-from stretto.report.history import read
-from stretto.report.record import record
+from stretto.report import html_report
+from stretto.report.run_log import read
+from stretto.report.run_record import record
 
 
 def counted(worker: int, t: float, samples: int, kind: str = "progress") -> dict[str, object]:
@@ -58,7 +58,7 @@ def test_passes_that_all_had_to_go_back_across_count_as_they_end_at_last(folder:
             end = {"event": "epoch", "t": 5.0, "worker": 0, "epoch": epoch, "samples": 420, "seen": {"once": once}}
             file.write(msgspec.json.encode(end) + b"\n")
     assert record(folder)["samples_seen"] == [{"once": 8642}]
-    shown = page.write(folder).read_text()
+    shown = html_report.write(folder).read_text()
     assert "8,642" in shown
     assert "9,753" not in shown
 

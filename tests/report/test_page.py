@@ -11,7 +11,7 @@ import pytest
 from report.synthetic import training, write_comparison, write_run
 
 from stretto.errors import LogError
-from stretto.report.page import write
+from stretto.report.html_report import write
 
 VOID = {"meta", "br", "hr", "img", "link", "input"}
 

@@ -9,7 +9,7 @@ import pytest
 from report.synthetic import training, write_run
 
 from stretto.errors import LogError
-from stretto.report.record import BEYOND_ONE_RUN, record, unstarted
+from stretto.report.run_record import BEYOND_ONE_RUN, record, unstarted
 
 
 def test_samples_bytes_and_rounds_sum_over_workers(tmp_path: Path) -> None:

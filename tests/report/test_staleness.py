@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from report.synthetic import asynchronous, write_run
 from report.test_page import Well
 
-from stretto.report import history, series, staleness
+from stretto.report import run_log, staleness, time_series
 from stretto.report.histograms import MOST_BINS, Bins, bins
-from stretto.report.page import write
-from stretto.report.record import record
+from stretto.report.html_report import write
+from stretto.report.run_record import record
 from stretto.report.staleness import Tally, updates
 from stretto.report.summary import _summary
 
@@ -79,7 +79,7 @@ def test_a_tally_is_the_list_counted(values: list[int]) -> None:
 
 
 def test_updates_of_one_event_lie_between_it_and_the_one_before(tmp_path: Path) -> None:
-    found = updates(history.read(two(tmp_path)))
+    found = updates(run_log.read(two(tmp_path)))
     assert [one.t for one in found if one.worker == 1] == pytest.approx([0.1, 0.2, 0.3, 0.4])
     assert [one.t for one in found] == sorted(one.t for one in found)
 
@@ -124,7 +124,7 @@ def test_nothing_fills_nothing() -> None:
 
 
 def test_mean_and_maximum_over_time_come_from_every_update(tmp_path: Path) -> None:
-    mean, most = series.staleness(history.read(two(tmp_path)))
+    mean, most = time_series.staleness(run_log.read(two(tmp_path)))
     assert max(sample.value for sample in most.samples) == 9
     assert len(mean.samples) == 3
     assert mean.samples[0].value < mean.samples[1].value
@@ -136,7 +136,7 @@ def test_mean_and_maximum_over_time_come_from_every_update(tmp_path: Path) -> No
 def test_a_slow_worker_has_a_say_at_every_point(tmp_path: Path) -> None:
     """Else the mean would jump whenever one of its few updates came."""
     events = asynchronous([[1] * 400, [40] * 40], step_s=(0.01, 0.1))
-    mean, _ = series.staleness(history.read(run(tmp_path, events)))
+    mean, _ = time_series.staleness(run_log.read(run(tmp_path, events)))
     assert len(mean.samples) == 20
     assert all(2 < sample.value < 8 for sample in mean.samples)
 
@@ -144,14 +144,14 @@ def test_a_slow_worker_has_a_say_at_every_point(tmp_path: Path) -> None:
 def test_a_long_run_is_thinned_without_losing_its_maximum(tmp_path: Path) -> None:
     long = [3] * 4000
     long[1717] = 99
-    mean, most = series.staleness(history.read(run(tmp_path, asynchronous([long, long[:800]], (0.01, 0.05)))))
-    assert len(mean.samples) <= series.MOST_POINTS
+    mean, most = time_series.staleness(run_log.read(run(tmp_path, asynchronous([long, long[:800]], (0.01, 0.05)))))
+    assert len(mean.samples) <= time_series.MOST_POINTS
     assert max(sample.value for sample in most.samples) == 99
 
 
 def test_the_loss_of_workers_that_do_not_keep_step_follows_the_clock(tmp_path: Path) -> None:
     """A step is early on one worker and late on another: what was logged at the same time belongs together."""
-    curve = series.loss(history.read(two(tmp_path)))
+    curve = time_series.loss(run_log.read(two(tmp_path)))
     seconds = [sample.seconds for sample in curve.samples]
     assert seconds == pytest.approx([0.16, 0.32, 0.4])
     assert [sample.value for sample in curve.samples] == pytest.approx([9.88, 9.72, 9.6])

@@ -11,8 +11,8 @@ import pytest
 from report.synthetic import write_comparison
 from rich.console import Console
 
-from stretto.report import figures
-from stretto.report.table import Sheet, share, sheets, show
+from stretto.report import formatting
+from stretto.report.tables import Sheet, share, sheets, show
 from stretto.report.target import Target
 
 
@@ -43,7 +43,7 @@ def test_the_state_is_measured_against_the_joined_batch(tmp_path: Path) -> None:
     found = by_title(sheets(records(tmp_path)))
     assert cell(found["Same state?"], "alone (batch ×2)", "parameter distance") == ("reference", "")
     assert cell(found["Same state?"], "allreduce()", "parameter distance") == ("0.0300", "")
-    assert cell(found["Same state?"], "allreduce()", "predictions that differ")[0] == figures.NOTHING
+    assert cell(found["Same state?"], "allreduce()", "predictions that differ")[0] == formatting.NOTHING
     assert cell(found["Same quality?"], "local_sgd(every=16)", "difference")[0] == "-0.0040"
 
 

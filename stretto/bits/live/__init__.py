@@ -17,10 +17,10 @@ from stretto.bits.outcome import Outcome
 from stretto.bits.problem import Problem
 from stretto.bits.work import MOST_ROUNDS, Terms
 from stretto.errors import LaunchError, LogError, explain
-from stretto.launch.local import Order
-from stretto.launch.local import run as run_order
-from stretto.launch.watch import Watch
-from stretto.report.history import History, interpolate, read
+from stretto.launcher.local import Order
+from stretto.launcher.local import run as run_order
+from stretto.launcher.progress_display import Watch
+from stretto.report.run_log import History, interpolate, read
 
 SCRIPT = Path(__file__).with_name("loop.py")
 ERROR = "objective_error"

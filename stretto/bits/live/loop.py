@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from stretto.api import distribute, log
 from stretto.bits.live import ERROR, Rounds, load
 from stretto.bits.work import HOPELESS
-from stretto.train.face import distribute, log
 
 
 def main(folder: Path) -> None:

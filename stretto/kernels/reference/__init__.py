@@ -1,8 +1,8 @@
 """Every kernel in torch operations: any device, any float dtype. What the other kernels must agree with to the bit."""
 
-from stretto.kernels.reference.dense import add_quantised, add_sign, noise, quantise, sign_pack
-from stretto.kernels.reference.places import pack_indices, unpack_indices
-from stretto.kernels.reference.sparse import (
+from stretto.kernels.reference.index_coding import pack_indices, unpack_indices
+from stretto.kernels.reference.quantize import add_quantised, add_sign, noise, quantise, sign_pack
+from stretto.kernels.reference.sparsify import (
     add_at,
     take_above,
     take_largest,

@@ -1,0 +1,387 @@
+"""What a script calls: the one line, and little else."""
+
+from __future__ import annotations
+
+import atexit
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextvars import ContextVar
+from typing import Any, Literal, get_args
+
+import torch
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.optim import Optimizer
+from torch.utils.data import Dataset
+
+from stretto.errors import LoaderError, ModelError, RecipeError, ScriptError, StrettoError, explain
+from stretto.loader.epoch_batches import Assignment
+from stretto.notices import say
+from stretto.recipe import parser
+from stretto.recipe.recipe import Recipe
+from stretto.strategies.model_sync import Several
+from stretto.strategies.optimizers import Optimizers
+from stretto.training import other_libraries
+from stretto.training import schedule as schedules
+from stretto.training.evaluation import Evaluate, run
+from stretto.training.iterators import Batches
+from stretto.training.sections import Sections
+from stretto.training.trainer import Trainer
+from stretto.training.worker_context import Seat, find_seat, given_seat
+
+_current: ContextVar[Trainer | Literal["plain"] | None] = ContextVar("current", default=None)
+_sections: ContextVar[Sections | None] = ContextVar("sections", default=None)
+
+
+def distribute(
+    model: nn.Module | Sequence[nn.Module],
+    optimizer: Optimizer | Sequence[Optimizer],
+    loader: Any,
+    *,
+    recipe: Recipe | str | None = None,
+    evaluate: Callable[[Any], Mapping[str, float]] | None = None,
+    evaluate_every: int | None = None,
+    schedule: schedules.Mode = "per-sample",
+    deal: Assignment | None = None,
+) -> Any:
+    """Let the loop that follows train together with other workers, when there are any.
+
+    Returns the loader to iterate: one pass over it is one pass of all workers together over the data, each sample
+    once. Neither model nor optimizer is wrapped. Started plainly, the loop computes bit for bit what it would without
+    this line; `stretto run`, `torchrun` and the like make it one of N workers.
+
+    A second call ends the run before it, as `finish` does, and begins another with its own evaluations, books and
+    folder, `section-2` in the run folder: folds of a cross-validation, training before fine-tuning, a cell run again.
+
+    Args:
+        model: any nn.Module whose parameters the optimizer holds; or a list of several, such as [encoder, head].
+        optimizer: any torch optimizer; or a list of several, each with steps (and rounds) of its own.
+        loader: a DataLoader, whose batch is one worker's batch, or any iterable of batches.
+        recipe: how to learn together; a recipe given on the command line or in STRETTO_RECIPE wins. allreduce()
+            when there is neither.
+        evaluate: called by worker 0 with the agreed model; returns a dict of numbers. Its time is not training time.
+        evaluate_every: evaluate each so many steps, not at the end of each pass.
+        schedule: "per-sample" advances a learning-rate scheduler that is stepped once a batch by the batches of all
+            workers, so that one written for one process reaches its end; "per-step" once a call.
+        deal: which batches of an epoch are a worker's. "round-robin", the default, is one in N; "contiguous" is one
+            stretch of them in order, for models that carry state from batch to batch; "own" is all of this worker's
+            loader, for streams that are a shard of their own.
+
+    Raises:
+        ScriptError: when the arguments do not fit together, or not to those of an earlier call.
+        RecipeError: when the recipe is none.
+
+    Example:
+        >>> import torch, stretto
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> data = torch.utils.data.TensorDataset(torch.ones(8, 2), torch.ones(8, 1))
+        >>> loader = torch.utils.data.DataLoader(data, batch_size=4)
+        >>> loader = stretto.distribute(model, optimizer, loader)
+        >>> for x, y in loader:
+        ...     optimizer.zero_grad()
+        ...     torch.nn.functional.mse_loss(model(x), y).backward()
+        ...     _ = optimizer.step()
+    """
+    _check_arguments(model, optimizer, loader, evaluate, evaluate_every)
+    other_libraries.refuse_wrapped(_each(model), _each(optimizer), loader)
+    whole = model if isinstance(model, nn.Module) else Several(model)
+    optimizers = Optimizers([other_libraries.unwrapped(one) for one in _each(optimizer)])
+    schedules.check_mode(schedule)
+    _check_assignment(deal)
+    scripted = _recipe(recipe)
+    seat = find_seat()
+    _current.set("plain")  # a worker that comes too late has no run
+    if seat is None:
+        return PlainLoader(whole, loader, evaluate, evaluate_every)
+    chosen, sections = _chosen(seat, scripted), _sections_of(seat)
+    trainer = sections.begin(whole, optimizers, loader, chosen, evaluate, evaluate_every, schedule, deal)
+    if trainer is None:
+        return OverLoader(loader, seat.workers * seat.join)
+    _current.set(trainer)
+    schedules.intercept(_schedules)
+    if seat.around.own_process:
+        _leave_when_asked(trainer, sections)
+    if seat.recipe and scripted is not None and trainer.recipe != scripted and not seat.alone:
+        trainer.journal.notice(f"the recipe asked for, {trainer.recipe}, goes before the script's, {scripted}")
+    return SharedLoader(trainer, loader)
+
+
+def _sections_of(seat: Seat) -> Sections:
+    """Return the sections of this process; the first call makes them."""
+    sections = _sections.get()
+    if sections is None:
+        sections = Sections(seat)
+        _sections.set(sections)
+        if given_seat.get() is None:
+            _finish_at_exit(sections)
+    return sections
+
+
+def _leave_when_asked(trainer: Trainer, sections: Sections) -> None:
+    """SIGTERM, as a spot machine gets it before it is taken away: leave in good order, where others can go on."""
+    if not trainer.presence.can_leave or threading.current_thread() is not threading.main_thread():
+        return
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, lambda _number, _frame: sections.ask_to_leave())
+
+
+def _schedules() -> schedules.Schedules | None:
+    trainer = training()
+    return trainer.schedules if trainer is not None else None
+
+
+def is_distributed() -> bool:
+    """Return True if `distribute` was called and the run has not ended."""
+    return _current.get() is not None
+
+
+def training() -> Trainer | None:
+    """Return the trainer of this worker; None before `distribute`, after the end, and in a script that runs alone."""
+    trainer = _current.get()
+    return trainer if isinstance(trainer, Trainer) else None
+
+
+def connected() -> Trainer | None:
+    """Return the trainer of the last `distribute`, though `finish` has ended it; None if this worker has left."""
+    sections = _sections.get()
+    return training() or (sections.last if sections is not None and _current.get() is not None else None)
+
+
+def skipped() -> tuple[int, int] | None:
+    """Return the number of a section that this worker skips, and how many exchanges it has begun; None in others."""
+    sections = _sections.get()
+    return sections.skipped if sections is not None else None
+
+
+def log(**values: float | torch.Tensor) -> None:
+    """Record numbers of this step, such as the loss, into the run; without a run it does nothing.
+
+    A NaN or an infinity ends the run with an error that names it, the step and the worker.
+
+    >>> log(loss=0.5)
+    """
+    trainer = _current.get()
+    if isinstance(trainer, Trainer):
+        trainer.journal.record(trainer.hands_done, trainer.samples, values)
+
+
+def no_sync() -> AbstractContextManager[None]:
+    """Accumulate gradients: the steps of the loop within it exchange nothing.
+
+    Wrap all micro-batches but the last before each optimizer step; without a run it does nothing.
+
+    >>> with no_sync():
+    ...     pass
+    """
+    trainer = _current.get()
+    return _accumulating(trainer) if isinstance(trainer, Trainer) else nullcontext()
+
+
+@contextmanager
+def _accumulating(trainer: Trainer) -> Iterator[None]:
+    trainer.accumulate(True)
+    try:
+        yield
+    finally:
+        trainer.accumulate(False)
+
+
+def finish() -> None:
+    """End the run of the last `distribute` by hand: the last evaluation, its books, its final state.
+
+    All workers call it, and continue with the same random numbers. Without a run, and a second time, it does nothing.
+
+    >>> finish()
+    """
+    if _current.get() is None:
+        return
+    _current.set("plain")
+    if (sections := _sections.get()) is not None:
+        sections.end()
+
+
+def close() -> None:
+    """End the last run and leave the others: called by the launcher when the script is over, and at exit elsewhere."""
+    if _current.get() is None:
+        raise other_libraries.never_distributed()
+    _current.set(None)
+    if (sections := _sections.get()) is not None:
+        sections.close()
+
+
+def abandon() -> float:
+    """The script has failed: bring the log to the disk, leave a server; the seconds since the start of training."""
+    if (sections := _sections.get()) is None:
+        return 0.0
+    with suppress(StrettoError):
+        return sections.abandon()
+    return 0.0
+
+
+class SharedLoader:
+    """The script's loader, shared among workers: iterating it gives this worker's batches of a common pass."""
+
+    def __init__(self, trainer: Trainer, loader: Any) -> None:
+        self._trainer, self._loader = trainer, loader
+
+    def __iter__(self) -> Iterator[Any]:
+        schedules.intercept(_schedules)  # classes of the script may have been made since
+        other_libraries.refuse_loops(sys._getframe(1))
+        return Batches(self._trainer)
+
+    def __len__(self) -> int:
+        self._trainer.schedules.asked_length()
+        return self._trainer.dealer.length()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+
+class OverLoader:
+    """The loader of a section that was over before this worker came: it has a length, and no batches."""
+
+    def __init__(self, loader: Any, share: int) -> None:
+        self._loader, self._share = loader, share
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+    def __len__(self) -> int:
+        return -(-len(self._loader) // self._share)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+
+class PlainLoader:
+    """The script's loader as it is, alone; only `evaluate` is called after each pass, or each so many batches."""
+
+    def __init__(self, model: nn.Module, loader: Any, evaluate: Evaluate | None, every: int | None) -> None:
+        self._model, self._loader, self._evaluate, self._every = model, loader, evaluate, every
+        self._passes = self._batches = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        other_libraries.refuse_loops(sys._getframe(1))
+        if self._evaluate is None:
+            return iter(self._loader)
+        return self._evaluated(iter(self._loader))
+
+    def _evaluated(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
+            yield batch
+            self._batches += 1
+            if self._every is not None and self._batches % self._every == 0:
+                self._show(f"step {self._batches}")
+        self._passes += 1
+        if self._every is None:
+            self._show(f"epoch {self._passes}")
+
+    def _show(self, when: str) -> None:
+        assert self._evaluate is not None
+        metrics, _ = run(self._evaluate, self._model)
+        shown = ", ".join(f"{name} {value:.6g}" for name, value in metrics.items())
+        say(f"{when}: {shown}")
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+
+def _recipe(recipe: Recipe | str | None) -> Recipe | None:
+    if recipe is None or isinstance(recipe, Recipe):
+        return recipe
+    if isinstance(recipe, str):
+        return parser.parse(recipe)
+    raise RecipeError(
+        explain(
+            "recipe= is no recipe",
+            got=f"{recipe!r:.100}",
+            expected="a Recipe, or its text",
+            to_type="recipe=stretto.recipes.local_sgd(every=16)",
+        )
+    )
+
+
+def _chosen(seat: Seat, scripted: Recipe | None) -> Recipe | None:
+    if seat.alone:
+        return None
+    return parser.parse(seat.recipe) if seat.recipe else scripted or parser.parse("allreduce")
+
+
+def _check_arguments(model: object, optimizer: object, loader: object, evaluate: object, every: object) -> None:
+    models, optimizers = _each(model), _each(optimizer)
+    if not models or not all(isinstance(one, nn.Module) for one in models):
+        problem, expected = "stretto.distribute needs the model first", "an nn.Module, or a list of several"
+        raise ModelError(explain(problem, got=_kinds(model), expected=expected, to_type=_CALL))
+    if not optimizers or not all(isinstance(one, Optimizer) for one in optimizers):
+        problem, expected = "stretto.distribute needs the optimizer second", "a torch optimizer, or a list of several"
+        raise ModelError(explain(problem, got=_kinds(optimizer), expected=expected, to_type=_CALL))
+    wrapped = [one for one in models if isinstance(one, DistributedDataParallel | DataParallel)]
+    if wrapped:
+        problem, wrapper = "the model is wrapped to be distributed already", type(wrapped[0]).__name__
+        raise ModelError(
+            explain(problem, got=wrapper, expected="the plain model", to_type="distribute the model itself")
+        )
+    if isinstance(loader, Dataset) or not isinstance(loader, Iterable):
+        problem, expected = "stretto.distribute needs the loader third", "a DataLoader, or an iterable of batches"
+        raise LoaderError(
+            explain(problem, got=type(loader).__name__, expected=expected, to_type="DataLoader(data, batch_size=32)")
+        )
+    if evaluate is not None and not callable(evaluate):
+        problem = "evaluate= can't be called"
+        raise ScriptError(
+            explain(problem, got=type(evaluate).__name__, expected="a function of the model", to_type=_CALL)
+        )
+    if every is not None and (not isinstance(every, int) or isinstance(every, bool) or every < 1):
+        problem = "evaluate_every= is no number of steps"
+        raise ScriptError(
+            explain(
+                problem,
+                got=repr(every),
+                expected="a whole number of at least 1",
+                to_type="evaluate_every=100",
+            )
+        )
+
+
+def _each(given: object) -> Sequence[object]:
+    return given if isinstance(given, list | tuple) else [given]
+
+
+def _kinds(given: object) -> str:
+    names = ", ".join(type(one).__name__ for one in _each(given))
+    return f"[{names}]" if isinstance(given, list | tuple) else names
+
+
+def _check_assignment(deal: object) -> None:
+    if deal is not None and deal not in get_args(Assignment):
+        problem, expected = "deal= is no assignment of batches", 'deal="round-robin", "contiguous" or "own"'
+        raise ScriptError(
+            explain(problem, got=repr(deal), expected=expected, to_type='stretto.distribute(..., deal="contiguous")')
+        )
+
+
+_CALL = "stretto.distribute(model, optimizer, loader, evaluate=accuracy)"
+
+
+def _finish_at_exit(sections: Sections) -> None:
+    """Without a launcher of ours nobody calls `close`: do it at exit, unless the script failed."""
+    failed = []
+    shown = sys.excepthook
+
+    def note(*what: Any) -> None:
+        failed.append(True)
+        shown(*what)
+
+    def end() -> None:
+        if _sections.get() is sections and _current.get() is not None and not failed:
+            close()
+
+    sys.excepthook = note
+    atexit.register(end)

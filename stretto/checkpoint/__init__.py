@@ -1,0 +1,1 @@
+"""Checkpoints: format, storage, and transfer of a run's state."""

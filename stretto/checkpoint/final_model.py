@@ -1,0 +1,82 @@
+"""Saves the trained model at the end of a run: where it belongs, or else where there is room, and says where it is."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from torch import Tensor
+
+from stretto.checkpoint.storage import Checkpoints, write_tensors
+from stretto.errors import LogError
+from stretto.run_dir import CHECKPOINTS
+
+NAME = "final"
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""Numbers of the errors that room on the disk may cure."""
+Notice = Callable[[str], object]
+
+
+def save_final(run: Path, tensors: Mapping[str, Tensor], notice: Notice) -> bool:
+    """Save the tensors in the run folder and return True; elsewhere, and return False, if that takes nothing.
+
+    Older checkpoints of the run make room for them, but never the newest whole one. Raises LogError when the tensors
+    could be written nowhere.
+    """
+    target = run / f"{NAME}.safetensors"
+    if not run.exists():
+        notice(
+            f"the run folder {run} was removed during the run, and its log and its checkpoints with it; "
+            f"the trained model goes to a new {target}"
+        )
+    problem = _written(target, tensors)
+    removed = []
+    older = Checkpoints(run / CHECKPOINTS).older()
+    while problem is not None and problem.errno in FULL and (path := next(older, None)) is not None:
+        removed.append(path.name)
+        problem = _written(target, tensors)
+    if removed:
+        notice(f"the disk is full: checkpoints were removed to make room for the trained model: {', '.join(removed)}")
+    if problem is None:
+        return True
+    for folder in (Path.cwd(), Path(tempfile.gettempdir())):
+        place = _free(folder / f"{run.name}-{NAME}.safetensors")
+        if _written(place, tensors) is None:
+            notice(f"{target} cannot be written: {problem.strerror}; the trained model is in {place}")
+            return False
+    raise LogError(
+        f"the trained model is lost: {target} cannot be written: {problem.strerror}; "
+        f"nor is there room in {Path.cwd()} or {tempfile.gettempdir()}"
+    ) from problem
+
+
+def _written(target: Path, tensors: Mapping[str, Tensor]) -> OSError | None:
+    """Write a file as a whole or not at all; return what prevented it."""
+    part = target.with_name(f"{target.name}.part")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        part.unlink(missing_ok=True)
+        write_tensors(part, tensors)
+        part.rename(target)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
+        return error
+    return None
+
+
+def _free(path: Path) -> Path:
+    """Return the path, or the first of path-2, path-3, ... that does not exist."""
+    return next(one for one in _names(path) if not os.path.lexists(one))
+
+
+def _names(path: Path) -> Iterator[Path]:
+    yield path
+    number = 2
+    while True:
+        yield path.with_stem(f"{path.stem}-{number}")
+        number += 1

@@ -1,0 +1,5 @@
+"""Runs the command line: `python -m stretto.cli`."""
+
+from stretto.cli.main import main
+
+main()

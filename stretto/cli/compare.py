@@ -1,0 +1,177 @@
+"""The command `stretto compare`."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from stretto.cli.script_arguments import (
+    FAILURES,
+    OUTPUT,
+    SERVER,
+    WORKERS,
+    Arguments,
+    Module,
+    RateScale,
+    Script,
+    SplitBatch,
+    recipe_names,
+)
+from stretto.compare.progress import Progress
+from stretto.compare.runner import Comparison
+from stretto.compare.trials import Question, ask, trials
+from stretto.launcher.entry import title
+from stretto.launcher.local import Stopped
+from stretto.report.run_record import STANDARD_OUTPUT, check_target, write_json
+from stretto.report.tables import show
+from stretto.report.verdict import verdict
+from stretto.run_dir import make_folder
+
+DEFAULT_WORKERS = "4"
+FAILED = 1
+
+
+def compare(
+    script: Script,
+    args: Arguments = None,
+    *,
+    module: Module = False,
+    workers: Annotated[
+        str,
+        typer.Option(
+            "-n",
+            "--workers",
+            metavar="N[,N]...",
+            help="Number of workers, or several numbers to try.",
+            rich_help_panel=WORKERS,
+        ),
+    ] = DEFAULT_WORKERS,
+    recipe: Annotated[
+        list[str] | None,
+        typer.Option(
+            autocompletion=recipe_names,
+            metavar="RECIPE",
+            show_default="none",
+            help="A recipe to try; may be repeated.",
+            rich_help_panel=WORKERS,
+        ),
+    ] = None,
+    seeds: Annotated[
+        int, typer.Option(metavar="N", help="Number of repetitions, each with another seed.", rich_help_panel=WORKERS)
+    ] = 1,
+    threads: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", show_default="the cores, shared out", help="Threads per worker.", rich_help_panel=WORKERS
+        ),
+    ] = None,
+    slow: Annotated[
+        str | None,
+        typer.Option(
+            metavar="WORKER:FACTOR,...",
+            show_default="none",
+            help='Slow workers down by a factor: "1:2.0,3:5.0".',
+            rich_help_panel=WORKERS,
+        ),
+    ] = None,
+    servers: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            show_default="the recipe's",
+            help="Shards of the parameter server, for recipes that have one.",
+            rich_help_panel=SERVER,
+        ),
+    ] = None,
+    timeout: Annotated[
+        float,
+        typer.Option(
+            metavar="SECONDS", help="Longest wait for a message of another process.", rich_help_panel=FAILURES
+        ),
+    ] = 600.0,
+    target: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TEXT",
+            show_default="none",
+            help='Metric that counts as done: "test_accuracy>=0.95".',
+            rich_help_panel=OUTPUT,
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(show_default="runs/DATE-compare-NAME", help="Folder of the comparison.", rich_help_panel=OUTPUT),
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Show only the result.", rich_help_panel=OUTPUT)] = False,
+    json_to: Annotated[
+        Path | None,
+        typer.Option(
+            "--json",
+            metavar="FILE",
+            show_default="none",
+            help="File for the records of the runs; - for the standard output.",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = None,
+    split_batch: SplitBatch = "keep",
+    lr_scale: RateScale = "none",
+) -> None:
+    """Run SCRIPT in a single process and under each recipe: same state? how fast? at what cost? worth it?
+
+    Options stand before SCRIPT; everything after SCRIPT goes to it untouched.
+    """
+    check_target(json_to, "compare.json")
+    question = ask(
+        script,
+        args or (),
+        workers=workers,
+        recipes=recipe or (),
+        seeds=seeds,
+        target=target,
+        threads=threads,
+        timeout_s=timeout,
+        servers=servers,
+        slow=slow,
+        module=module,
+        global_batch=split_batch,
+        lr_scale=lr_scale,
+    )
+    folder = make_folder(f"compare-{title(script, module)}", out, datetime.now())
+    comparison = _made(question, folder, quiet)
+    _conclude(comparison, json_to)
+    if comparison.failed():
+        raise typer.Exit(FAILED)
+
+
+def _made(question: Question, folder: Path, quiet: bool) -> Comparison:
+    progress = Progress(trials(question), Console(stderr=True), quiet)
+    comparison = Comparison(question, folder, progress)
+    try:
+        comparison.make()
+    except (Stopped, KeyboardInterrupt):
+        done = f"{len(comparison.records)} of {len(comparison.trials)} runs are done"
+        progress.say(f"{done}; the page of those: stretto report {folder}")
+        raise
+    return comparison
+
+
+def _conclude(comparison: Comparison, json_to: Path | None) -> None:
+    """The page, the tables, the sentence and the JSON."""
+    from stretto.report import html_report
+
+    records, target = list(comparison.records.values()), comparison.question.target
+    written = html_report.write(comparison.folder)
+    console = Console(stderr=str(json_to) == STANDARD_OUTPUT)
+    show(console, records, target)
+    console.print(Text(str(verdict(records, target)), style="bold"))
+    for failed in comparison.failed():
+        first = str(failed["failed"]).partition("\n")[0]
+        console.print(Text(f"failed: {failed['folder']}: {first}"), soft_wrap=True)
+    console.print(Text(f"page: {written}"), soft_wrap=True)
+    if json_to is not None:
+        write_json(json_to, [{**one, "folder": str(comparison.folder / one["folder"])} for one in records])

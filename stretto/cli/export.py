@@ -1,0 +1,137 @@
+"""The command `stretto export`: the model of a run as a plain state_dict."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from stretto.errors import LaunchError, LogError, explain
+from stretto.report.run_record import STANDARD_OUTPUT, check_target, write_json
+from stretto.run_dir import CHECKPOINTS
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+FINAL = "final.safetensors"
+MODEL = "model/"
+"""How the names of the model's tensors begin in a checkpoint."""
+TARGET = "model.safetensors"
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written, and from what: the `round` of a checkpoint, or None for the state that a run ended with."""
+
+    run: str
+    file: str
+    round: int | None
+    tensors: int
+    numbers: int
+    bytes: int
+
+    def __str__(self) -> str:
+        source = "the state that the run ended with" if self.round is None else f"the checkpoint of round {self.round}"
+        return f"{self.file}: {self.tensors} tensors, {self.numbers} numbers, from {source}"
+
+
+def command(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.")],
+    out: Annotated[Path, typer.Argument(metavar="FILE", help="The safetensors file to write.")],
+    *,
+    force: Annotated[bool, typer.Option("--force", help="Write over FILE.")] = False,
+    json_to: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write what was exported; - for here.")
+    ] = None,
+) -> None:
+    """Write the model of RUN as a plain state_dict that any PyTorch program can load.
+
+    It is the state that the run ended with, or else that of the newest whole checkpoint.
+    """
+    check_target(json_to, "export.json")
+    here = str(json_to) == STANDARD_OUTPUT
+    exported = export(run, out, force=force, notice=lambda text: typer.echo(f"stretto: {text}", err=True))
+    typer.echo(str(exported), err=here)
+    if json_to is not None:
+        write_json(json_to, asdict(exported))
+
+
+def export(run: Path, out: Path, force: bool = False, notice: Callable[[str], object] = print) -> Exported:
+    """Write the model of a run to a file. Damaged files are passed over, and told.
+
+    Raises LaunchError for a run or a target that will not do, and LogError when nothing in the run is whole.
+    """
+    _check(run, out, force)
+    round_, tensors = _model(run, notice)
+    try:
+        _write(out, tensors)
+    except OSError as error:
+        raise LogError(f"{out} cannot be written: {error.strerror}") from error
+    numbers = sum(one.numel() for one in tensors.values())
+    return Exported(str(run), str(out), round_, len(tensors), numbers, out.stat().st_size)
+
+
+def _check(run: Path, out: Path, force: bool) -> None:
+    if not run.is_dir():
+        problem, expected = f"there is no run {run}", "the folder of a run"
+        raise LaunchError(explain(problem, got=run, expected=expected, to_type=f"stretto export runs/RUN {out}"))
+    if not out.parent.is_dir():
+        problem, expected = f"there is no folder {out.parent}", "a file in a folder that exists"
+        raise LaunchError(explain(problem, got=out, expected=expected, to_type=f"stretto export {run} {TARGET}"))
+    if out.exists() and not out.is_file():  # a device would be replaced by a file
+        problem, expected = f"{out} is no file", "the name of a file"
+        to_type = f"stretto export {run} {out / TARGET if out.is_dir() else TARGET}"
+        raise LaunchError(explain(problem, got=out, expected=expected, to_type=to_type))
+    if out.exists() and not force:
+        problem, expected = f"{out} exists", "a new file, or --force to write over it"
+        raise LaunchError(explain(problem, got=out, expected=expected, to_type=f"stretto export {run} {out} --force"))
+
+
+def _model(run: Path, notice: Callable[[str], object]) -> tuple[int | None, dict[str, Tensor]]:
+    """The model that the run ended with, else that of its newest whole checkpoint, and its round."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    from stretto.checkpoint.storage import Checkpoints
+
+    damaged: list[str] = []
+
+    def passed(text: str) -> None:
+        damaged.append(text)
+        notice(text)
+
+    if (run / FINAL).exists():
+        try:
+            return None, load_file(run / FINAL)
+        except (OSError, RuntimeError, SafetensorError) as error:
+            passed(f"{run / FINAL} is damaged: {error}")
+    newest = Checkpoints(run / CHECKPOINTS).newest(passed)
+    if newest is None:
+        raise _nothing(run, damaged)
+    number, state = newest
+    return number, {name.removeprefix(MODEL): one for name, one in state.tensors.items() if name.startswith(MODEL)}
+
+
+def _nothing(run: Path, damaged: list[str]) -> LaunchError | LogError:
+    if damaged:
+        return LogError(f"nothing in {run} is whole: {'; '.join(damaged)}")
+    problem, expected = f"{run} has no model", f"a run that has ended ({FINAL}), or one with a checkpoint"
+    return LaunchError(
+        explain(problem, got=run, expected=expected, to_type="stretto run --checkpoint-every 5m SCRIPT, then export")
+    )
+
+
+def _write(out: Path, tensors: dict[str, Tensor]) -> None:
+    """Under another name first, so that the file is there as a whole or not at all."""
+    from stretto.checkpoint.storage import write_tensors
+
+    temporary = out.with_name(f".{out.name}.{os.urandom(4).hex()}")
+    try:
+        write_tensors(temporary, tensors)
+        temporary.replace(out)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,472 @@
+"""The command `stretto`: the only room that knows all the others, so each is imported where it is used."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from typer.exceptions import TyperException
+
+from stretto.bits.command import bits
+from stretto.cli.compare import compare
+from stretto.cli.export import command as export
+from stretto.cli.script_arguments import (
+    CHECKPOINTS,
+    FAILURES,
+    OUTPUT,
+    RETYPED,
+    SERVER,
+    WORKERS,
+    Arguments,
+    Module,
+    RateScale,
+    Recipe,
+    Script,
+    ScriptCommand,
+    SplitBatch,
+    examples,
+    nearest,
+)
+from stretto.cli.simulate import command as simulate
+from stretto.errors import StrettoError, explain
+from stretto.launcher.config import Batch, OnNan, Output
+from stretto.launcher.local import Guests, Order, Stopped
+from stretto.launcher.local import join as join_run
+from stretto.launcher.local import run as run_order
+from stretto.launcher.progress_display import Watch
+from stretto.launcher.reexec import begin_anew
+from stretto.report.run_record import STANDARD_OUTPUT, check_target, write_json
+from stretto.report.summary import conclude
+from stretto.run_dir import version
+from stretto.units import seconds
+
+app = typer.Typer(
+    name="stretto",
+    help="Train one plain PyTorch loop on many machines, and see honestly what it changes.",
+    epilog=examples("stretto run -n 4 train.py", "stretto compare -n 4 --recipe allreduce train.py"),
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+USAGE, FAILED = 2, 1
+
+
+def main() -> None:
+    """Run the command line and exit: 1 for an error, 2 for a line that cannot be read, 128 + a signal."""
+    if sys.argv[1:2] == ["simulate"]:
+        begin_anew()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored by some parents, which would hide how workers end
+    try:
+        sys.exit(command(sys.argv[1:]))
+    except BrokenPipeError:
+        sys.stderr.close()
+        sys.exit(FAILED)
+
+
+def command(arguments: Sequence[str]) -> int:
+    """Run a command line and return its exit code; errors are said on the standard error."""
+    given = list(arguments) or ["--help"]
+    try:
+        return int(typer.main.get_command(app).main(given, prog_name="stretto", standalone_mode=False) or 0)
+    except StrettoError as error:
+        return _complain(str(error), FAILED)
+    except TyperException as error:
+        return _complain(_in_full(error, given), USAGE)
+    except Stopped as stop:
+        return _complain(str(stop), stop.exit_code)
+    except KeyboardInterrupt:
+        return _complain("stopped", 128 + signal.SIGINT)
+
+
+def _in_full(error: TyperException, given: Sequence[str]) -> str:
+    """Return the text of an error; an unknown command or option is answered with the three nearest names."""
+    context, option = getattr(error, "ctx", None), getattr(error, "option_name", None)
+    commands = getattr(typer.main.get_command(app), "commands", {})
+    if option is None and given[0] not in commands and not given[0].startswith("-"):
+        near = nearest(given[0], commands)
+        expected = f"one of {', '.join(commands)}"
+        problem = f"there is no command {given[0]}; the nearest are {', '.join(near)}"
+        return explain(problem, got=given[0], expected=expected, to_type=f"stretto {near[0]}")
+    names = [name for param in context.command.params for name in param.opts] if context is not None else []
+    if context is None or option is None or option in names:
+        return error.format_message()
+    near = nearest(option, [*(name for name in names if name.startswith("--")), "--help"])
+    expected = f"an option of {context.command_path} (the nearest are {', '.join(near)})"
+    return explain(f"there is no option {option}", got=option, expected=expected, to_type=near[0])
+
+
+def _complain(text: str, code: int) -> int:
+    print(f"stretto: {text}", file=sys.stderr, flush=True)
+    return code
+
+
+def whole_number(text: str | int) -> int:
+    """A number as typed, or what is wrong with it."""
+    try:
+        return int(text)
+    except ValueError:
+        expected = "a whole number"
+        raise typer.BadParameter(explain(f"{text} is no number", got=text, expected=expected, to_type="4")) from None
+
+
+def duration(text: str | float) -> float:
+    """The seconds of a time as typed, or what is wrong with it."""
+    found = text if isinstance(text, float) else seconds(text)
+    if found is None:
+        expected = "a time such as 500ms, 10s, 2m"
+        raise typer.BadParameter(explain(f"{text} is no time", got=text, expected=expected, to_type="10s"))
+    return found
+
+
+def _say_version(wanted: bool) -> None:
+    if wanted:
+        print(f"stretto {version()}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Options of the whole program."""
+
+
+@app.command(
+    cls=ScriptCommand,
+    epilog=examples(
+        'stretto run -n 4 --recipe "local_sgd(every=16)" train.py --lr 0.1',
+        "stretto run -n 4 --checkpoint-every 5m -m package.train",
+    ),
+)
+def run(
+    context: typer.Context,
+    script: Script,
+    args: Arguments = None,
+    *,
+    module: Module = False,
+    workers: Annotated[
+        int,
+        typer.Option(
+            "-n", "--workers", parser=whole_number, metavar="N", help="Number of workers.", rich_help_panel=WORKERS
+        ),
+    ] = 1,
+    recipe: Recipe = None,
+    seed: Annotated[
+        int,
+        typer.Option(
+            parser=whole_number,
+            metavar="N",
+            help="Added to every seed that the script sets.",
+            rich_help_panel=WORKERS,
+        ),
+    ] = 0,
+    threads: Annotated[
+        int | None,
+        typer.Option(
+            parser=whole_number,
+            metavar="N",
+            show_default="the cores, shared out",
+            help="Threads per worker.",
+            rich_help_panel=WORKERS,
+        ),
+    ] = None,
+    slow: Annotated[
+        str | None,
+        typer.Option(
+            metavar="WORKER:FACTOR,...",
+            show_default="none",
+            help='Slow workers down by a factor: "1:2.0,3:5.0".',
+            rich_help_panel=WORKERS,
+        ),
+    ] = None,
+    servers: Annotated[
+        int | None,
+        typer.Option(
+            parser=whole_number,
+            metavar="N",
+            show_default="the recipe's",
+            help="Run the recipe over a parameter server of N shards.",
+            rich_help_panel=SERVER,
+        ),
+    ] = None,
+    on_nan: Annotated[
+        OnNan,
+        typer.Option(help="End the run at an update that is not finite, or skip the update.", rich_help_panel=SERVER),
+    ] = "stop",
+    plain: Annotated[
+        bool,
+        typer.Option(
+            "--plain",
+            help="Do not encrypt the traffic with the parameter server and the coordinator.",
+            rich_help_panel=SERVER,
+        ),
+    ] = False,
+    patience: Annotated[
+        str,
+        typer.Option(
+            metavar="TIME",
+            help="Declare a process failed after this long without a heartbeat.",
+            rich_help_panel=FAILURES,
+        ),
+    ] = "10s",
+    timeout: Annotated[
+        float,
+        typer.Option(
+            metavar="SECONDS", help="Longest wait for a message of another process.", rich_help_panel=FAILURES
+        ),
+    ] = 600.0,
+    restarts: Annotated[
+        int,
+        typer.Option(
+            parser=whole_number,
+            metavar="N",
+            help="Number of times that a failed process is restarted.",
+            rich_help_panel=FAILURES,
+        ),
+    ] = 3,
+    min_workers: Annotated[
+        int,
+        typer.Option(
+            parser=whole_number,
+            metavar="N",
+            help="End the run when fewer workers are left.",
+            rich_help_panel=FAILURES,
+        ),
+    ] = 1,
+    max_workers: Annotated[
+        int | None,
+        typer.Option(
+            parser=whole_number,
+            metavar="N",
+            show_default="no limit",
+            help="Admit no more workers than this.",
+            rich_help_panel=FAILURES,
+        ),
+    ] = None,
+    split_batch: SplitBatch = "keep",
+    lr_scale: RateScale = "none",
+    keep_batch: Annotated[
+        Batch,
+        typer.Option(
+            help="Batch size kept when the number of workers changes: each worker's own, or the global batch.",
+            rich_help_panel=FAILURES,
+        ),
+    ] = "local",
+    host: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS",
+            show_default="this machine alone",
+            help="Address of this machine at which `stretto join` on other machines reaches the run.",
+            rich_help_panel=FAILURES,
+        ),
+    ] = None,
+    port: Annotated[
+        int | None,
+        typer.Option(
+            parser=whole_number,
+            metavar="N",
+            show_default="a free one",
+            help="Rendezvous port.",
+            rich_help_panel=FAILURES,
+        ),
+    ] = None,
+    chaos: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FAULTS",
+            show_default="none",
+            help='Faults to inject: "kill worker every 20s".',
+            rich_help_panel=FAILURES,
+        ),
+    ] = None,
+    checkpoint_every: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TIME|ROUNDS",
+            show_default="no checkpoints",
+            help='Interval between checkpoints: 5m, "20 rounds".',
+            rich_help_panel=CHECKPOINTS,
+        ),
+    ] = None,
+    keep: Annotated[
+        int | None,
+        typer.Option(
+            parser=whole_number,
+            metavar="N",
+            show_default="the newest 3",
+            help="Number of checkpoints kept.",
+            rich_help_panel=CHECKPOINTS,
+        ),
+    ] = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RUN",
+            show_default="a new run",
+            help="Continue from the newest complete checkpoint of this run.",
+            rich_help_panel=CHECKPOINTS,
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(show_default="runs/DATE-NAME", help="Run folder.", rich_help_panel=OUTPUT),
+    ] = None,
+    output: Annotated[
+        Output,
+        typer.Option(help="Output that is shown: of worker 0, of all workers, or none.", rich_help_panel=OUTPUT),
+    ] = "lead",
+    quiet: Annotated[
+        bool, typer.Option("--quiet", help="Show only the script's output.", rich_help_panel=OUTPUT)
+    ] = False,
+    json_to: Annotated[
+        Path | None,
+        typer.Option(
+            "--json",
+            metavar="FILE",
+            show_default="none",
+            help="File for the run record; - for the standard output.",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = None,
+) -> None:
+    """Run SCRIPT on workers of this machine.
+
+    Options stand before SCRIPT; everything after SCRIPT goes to it untouched.
+    """
+    order = Order(
+        script=script,
+        args=tuple(args or ()),
+        module=module,
+        workers=workers,
+        recipe=recipe,
+        seed=seed,
+        out=out,
+        threads=threads,
+        port=port,
+        timeout_s=timeout,
+        output=output,
+        servers=servers,
+        slow=slow,
+        on_nan=on_nan,
+        plain=plain,
+        patience_s=duration(patience),
+        min_workers=min_workers,
+        max_workers=max_workers,
+        restarts=restarts,
+        batch=keep_batch,
+        global_batch=split_batch,
+        lr_scale=lr_scale,
+        checkpoint_every=checkpoint_every,
+        keep=keep,
+        resume=resume,
+        host=host,
+        chaos=chaos,
+        retyped=context.meta[RETYPED],
+    )
+    check_target(json_to, "run.json")
+    here = str(json_to) == STANDARD_OUTPUT
+    folder = run_order(order, Watch(quiet=quiet, out=2 if here else 1))
+    conclude(folder, json_to, silent=quiet)
+
+
+@app.command(epilog=examples("stretto join runs/RUN -n 2", "stretto join /shared/run -n 4 --threads 2"))
+def join(
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN", help="The folder of the run, on a disk that both machines see.")
+    ],
+    *,
+    workers: Annotated[
+        int, typer.Option("-n", "--workers", parser=whole_number, metavar="N", help="Number of workers.")
+    ] = 1,
+    threads: Annotated[
+        int | None,
+        typer.Option(
+            parser=whole_number, metavar="N", show_default="the cores, shared out", help="Threads per worker."
+        ),
+    ] = None,
+    output: Annotated[
+        Output, typer.Option(help="Output that is shown: of worker 0, of all workers, or none.")
+    ] = "none",
+    restarts: Annotated[
+        int, typer.Option(parser=whole_number, metavar="N", help="Number of times that a failed process is restarted.")
+    ] = 3,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Show only the script's output.")] = False,
+) -> None:
+    """Join a run that was started with --host: add workers of this machine to it."""
+    join_run(Guests(run, workers, threads, output, restarts), Watch(quiet=quiet))
+
+
+app.command(
+    "compare",
+    cls=ScriptCommand,
+    epilog=examples(
+        "stretto compare -n 4 --recipe allreduce --recipe diloco train.py",
+        'stretto compare -n 2,4 --recipe async_sgd --target "accuracy>=0.9" train.py',
+    ),
+)(compare)
+app.command(
+    "simulate",
+    cls=ScriptCommand,
+    epilog=examples(
+        'stretto simulate -n 64 --network "100Mbit/s 5ms" --step-time 5ms train.py',
+        'stretto simulate --recipe local_sgd --sweep "every=1,4,16" train.py',
+    ),
+)(simulate)
+app.command(
+    "bits", epilog=examples("stretto bits a9a --rows 5000", 'stretto bits a9a --method gd --method "gd_sec(xi=100)"')
+)(bits)
+app.command(
+    "export",
+    epilog=examples("stretto export runs/RUN model.safetensors", "stretto export runs/RUN model.safetensors --force"),
+)(export)
+
+
+@app.command(epilog=examples("stretto report runs/RUN", "stretto report runs/*"))
+def report(
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="RUN...", help="Folders of runs, comparisons, sweeps or `bits`.")
+    ],
+) -> None:
+    """Write the page of a run, a comparison or a sweep again, from its log alone."""
+    from stretto.bits import page as bits_page
+    from stretto.bits.results import NAME as BITS
+    from stretto.report import html_report
+    from stretto.simulator.sweep import report as sweep_page
+    from stretto.simulator.sweep.results import NAME as SWEEP
+
+    pages = {BITS: bits_page, SWEEP: sweep_page}
+    for folder in runs:
+        kind = next((one for name, one in pages.items() if (folder / name).exists()), html_report)
+        print(kind.write(folder))
+
+
+@app.command(epilog=examples("stretto recipes", "stretto recipes --json"))
+def recipes(
+    as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="As a table in Markdown.")] = False,
+) -> None:
+    """List the recipes: their five words, and the papers they are from."""
+    from stretto.recipe.named import catalogue, markdown_table
+
+    entries = catalogue()
+    if markdown:
+        print(markdown_table(entries))
+        return
+    if as_json:
+        write_json(Path(STANDARD_OUTPUT), [asdict(entry) for entry in entries])
+        return
+    for entry in entries:
+        words = [f"    {word:<5} {answer}" for word, answer in entry.words.items()]
+        papers = [f"    {paper}" for paper in entry.papers]
+        print("\n".join([entry.signature, f"    {entry.sentence}", *words, *papers, ""]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,205 @@
+"""Options and the script's arguments on one command line: `stretto run -n 4 train.py --lr 0.1`.
+
+Options stand before the script. Every word after the script is an argument of the script, as with python, torchrun and
+accelerate, a `--` too. A `--` before the script ends the options.
+"""
+
+from __future__ import annotations
+
+import difflib
+import shlex
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+from typer.exceptions import TyperException
+
+from stretto.errors import explain
+from stretto.launcher.config import GlobalBatch, LrScale
+
+WORKERS, SERVER, FAILURES = "Workers and recipe", "Parameter server", "Failures and membership"
+CHECKPOINTS, OUTPUT, CLUSTER, GRID = "Checkpoints", "Output", "Simulated cluster", "Sweep"
+"""Panels of the help texts."""
+
+
+def recipe_names(incomplete: str) -> list[str]:
+    """Return the recipes whose names begin so, for a shell that completes."""
+    from stretto.recipe.parser import RECIPES
+
+    return [name for name in RECIPES if name.startswith(incomplete)]
+
+
+def examples(*lines: str) -> str:
+    """Return the last paragraph of a command's help."""
+    return "\n\n".join(["Examples:", *lines])
+
+
+Script = Annotated[
+    Path,
+    typer.Argument(metavar="SCRIPT", help="Python file, console script, or with -m the name of a module."),
+]
+Arguments = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="ARGS", help="Arguments of the script: every word after SCRIPT."),
+]
+Module = Annotated[
+    bool,
+    typer.Option("-m", "--module", help="SCRIPT is the name of a module, as for python -m.", rich_help_panel=WORKERS),
+]
+
+SplitBatch = Annotated[
+    GlobalBatch,
+    typer.Option(
+        "--batch",
+        help="The script's batch is each worker's (keep), or is split among all workers (split).",
+        rich_help_panel=WORKERS,
+    ),
+]
+RateScale = Annotated[
+    LrScale,
+    typer.Option(
+        "--lr-scale",
+        help="Multiply the script's learning rate by the number of workers, or by its square root.",
+        rich_help_panel=WORKERS,
+    ),
+]
+RETYPED = "stretto.retyped"
+"""Key of the words that start the same again, but for the folders, in the context of a command."""
+Recipe = Annotated[
+    str | None,
+    typer.Option(
+        envvar="STRETTO_RECIPE",
+        autocompletion=recipe_names,
+        show_default="the script's",
+        help="Recipe; overrides the one in the script.",
+        rich_help_panel=WORKERS,
+    ),
+]
+HELP = "--help"
+SHOWN = 3
+"""Number of names that are offered in place of an unknown one."""
+
+
+@dataclass
+class Split:
+    """A command line in two: our options, and the script with its arguments.
+
+    `ended` is True if a `--` ended the options.
+    """
+
+    ours: list[str] = field(default_factory=list)
+    script: list[str] = field(default_factory=list)
+    ended: bool = False
+
+
+def split(arguments: Sequence[str], options: Mapping[str, bool]) -> Split:
+    """Divide a command line at the script. `options` maps each name of ours to True if a value follows it.
+
+    Raises TyperException for an unknown option before the script.
+    """
+    left = list(arguments)
+    parts = Split(script=left)
+    while left and left[0].startswith("-") and left[0] != "-":
+        if left[0] == "--":
+            del left[0]
+            parts.ended = True
+            break
+        parts.ours += _taken(left, options)
+    return parts
+
+
+def _taken(left: list[str], options: Mapping[str, bool]) -> list[str]:
+    """Remove and return the option at the front of `left`, with its value."""
+    name = _name(left[0], options)
+    if name is None:
+        raise _unknown(left[0].partition("=")[0], options)
+    words = 1 + (options[name] and left[0] == name)
+    taken = left[:words]
+    del left[:words]
+    return taken
+
+
+def _name(argument: str, options: Iterable[str]) -> str | None:
+    """Return the option of ours that a word names: `--seed`, `--seed=1`, `-n`, `-n4`."""
+    long = argument.partition("=")[0]
+    if long in options:
+        return long
+    short = argument[:2]
+    follows_number = argument[2:].isdigit()
+    return short if short in options and not short.startswith("--") and follows_number else None
+
+
+def _unknown(got: str, options: Iterable[str]) -> TyperException:
+    near = ", ".join(nearest(got, [name for name in options if name.startswith("--")]))
+    expected = f"options of ours before the script (the nearest are {near}), the script's own after it"
+    to_type = f"SCRIPT {got} ... if it is the script's; --help before SCRIPT lists ours"
+    return TyperException(explain(f"there is no option {got}", got=got, expected=expected, to_type=to_type))
+
+
+def nearest(got: str, names: Iterable[str]) -> list[str]:
+    """Return the three names most like `got`, the nearest first."""
+    return difflib.get_close_matches(got, list(names), n=SHOWN, cutoff=0.0)
+
+
+def hint(command: str, parts: Split, options: Mapping[str, bool]) -> str | None:
+    """Return a notice for options that stand after the script, where all of them do: they may have been meant for us.
+
+    `command` holds the words before the options, as `stretto run`.
+    """
+    if parts.ours or parts.ended or not parts.script:
+        return None
+    script, *left = parts.script
+    ours: list[str] = []
+    theirs: list[str] = []
+    while left and left[0] != "--":
+        if _name(left[0], options) in (None, HELP):
+            theirs.append(left.pop(0))
+        else:
+            ours += _taken(left, options)
+    if not ours:
+        return None
+    to_type = shlex.join([*command.split(), *ours, script, *theirs, *left])
+    given = f"arguments after {script} belong to it: {shlex.join(ours)} is given to the script"
+    return f"{given}; options stand before the script: {to_type}"
+
+
+def without(words: Sequence[str], names: Sequence[str]) -> list[str]:
+    """Return options as they were typed, less those of some names, which have values.
+
+    >>> without(["-n", "2", "--out", "here", "--resume=old"], ["--out", "--resume"])
+    ['-n', '2']
+    """
+    left, kept = list(words), []
+    while left:
+        word = left.pop(0)
+        if word in names:
+            del left[:1]
+        elif word.partition("=")[0] not in names:
+            kept.append(word)
+    return kept
+
+
+class ScriptCommand(TyperCommand):
+    """A command that takes options, a script, and the script's arguments."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Divide the command line before it is read."""
+        options = {
+            name: not getattr(param, "is_flag", False) and not getattr(param, "count", False)
+            for param in self.get_params(ctx)
+            if param.param_type_name == "option"
+            for name in (*param.opts, *param.secondary_opts)
+        }
+        if ctx.resilient_parsing:
+            return list(super().parse_args(ctx, args))
+        parts = split(args, options)
+        ended = ["--"] * parts.ended
+        ctx.meta[RETYPED] = (*without(parts.ours, ("--out", "--resume")), *ended, *parts.script)
+        read: list[str] = super().parse_args(ctx, [*parts.ours, *["--"] * bool(parts.script), *parts.script])
+        if (said := hint(ctx.command_path, parts, options)) is not None:
+            print(f"stretto: {said}", file=sys.stderr, flush=True)
+        return read

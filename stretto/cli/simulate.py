@@ -1,0 +1,369 @@
+"""The command `stretto simulate`."""
+
+from __future__ import annotations
+
+import functools
+import shlex
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from stretto.cli.script_arguments import (
+    CLUSTER,
+    FAILURES,
+    GRID,
+    OUTPUT,
+    SERVER,
+    WORKERS,
+    Arguments,
+    Module,
+    RateScale,
+    Recipe,
+    Script,
+    SplitBatch,
+)
+from stretto.errors import mistyped
+from stretto.launcher.config import Batch, OnNan, Order, Output, in_server_words
+from stretto.launcher.entry import typed
+from stretto.launcher.progress_display import Watch
+from stretto.launcher.signals import heeded
+from stretto.launcher.supervisor import Stopped
+from stretto.report.run_record import STANDARD_OUTPUT, check_target
+from stretto.simulator.compute import contention
+from stretto.simulator.compute.cost_model import AUTO, Tariff
+from stretto.simulator.compute.cost_model import parse as tariff_of
+from stretto.simulator.compute.wall_clock import seconds as stopclock
+from stretto.simulator.compute.wall_clock import sparing
+from stretto.simulator.sweep.grid import points
+from stretto.simulator.sweep.results import NAME as SWEEP
+from stretto.simulator.sweep.results import read as read_sweep
+from stretto.simulator.sweep.runner import SweepOrder
+from stretto.simulator.sweep.runner import run as run_sweep
+from stretto.units import seconds as typed_seconds
+
+if TYPE_CHECKING:
+    from stretto.simulator.config import Simulation
+
+
+def command(
+    script: Script,
+    args: Arguments = None,
+    *,
+    module: Module = False,
+    workers: Annotated[
+        str, typer.Option("-n", "--workers", metavar="N", help="Number of workers.", rich_help_panel=WORKERS)
+    ] = "8",
+    recipe: Recipe = None,
+    seed: Annotated[
+        str,
+        typer.Option(
+            metavar="N",
+            help="Seed of the simulation, added to every seed that the script sets.",
+            rich_help_panel=WORKERS,
+        ),
+    ] = "0",
+    until: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TEXT",
+            show_default="the script's end",
+            help='End early: "samples=1e6" or "time=1h".',
+            rich_help_panel=WORKERS,
+        ),
+    ] = None,
+    network: Annotated[
+        str,
+        typer.Option(
+            metavar="TEXT",
+            help='Links: "100Mbit/s 20ms", "hosts of 8 on 10Gbit/s, 1Gbit/s 1ms between".',
+            rich_help_panel=CLUSTER,
+        ),
+    ] = "instant",
+    speeds: Annotated[
+        str,
+        typer.Option(
+            metavar="TEXT",
+            help='Speeds of workers: "lognormal(0.5)", exponential, "1,1,4", "slow(0.1, 5)".',
+            rich_help_panel=CLUSTER,
+        ),
+    ] = "equal",
+    step_time: Annotated[
+        str,
+        typer.Option(
+            metavar="TIME",
+            help='Time of a step without its exchange: "5ms"; auto measures it here.',
+            rich_help_panel=CLUSTER,
+        ),
+    ] = AUTO,
+    processors: Annotated[
+        float | None,
+        typer.Option(
+            metavar="N",
+            show_default="one per worker",
+            help="Number of processors that all workers share.",
+            rich_help_panel=CLUSTER,
+        ),
+    ] = None,
+    faults: Annotated[
+        str,
+        typer.Option(
+            metavar="TEXT",
+            show_default="none",
+            help='Faults to inject: "kill worker 2 at 30s, back after 5s".',
+            rich_help_panel=CLUSTER,
+        ),
+    ] = "",
+    servers: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N",
+            show_default="the recipe's",
+            help="Run the recipe over a parameter server of N shards.",
+            rich_help_panel=SERVER,
+        ),
+    ] = None,
+    on_nan: Annotated[
+        OnNan,
+        typer.Option(help="End the run at an update that is not finite, or skip the update.", rich_help_panel=SERVER),
+    ] = "stop",
+    plain: Annotated[
+        bool, typer.Option("--plain", help="Count bytes without encryption.", rich_help_panel=SERVER)
+    ] = False,
+    patience: Annotated[
+        str,
+        typer.Option(
+            metavar="TIME",
+            help="Declare a process failed after this long without a heartbeat.",
+            rich_help_panel=FAILURES,
+        ),
+    ] = "10s",
+    timeout: Annotated[
+        float,
+        typer.Option(
+            metavar="SECONDS", help="Longest wait for a message of another process.", rich_help_panel=FAILURES
+        ),
+    ] = 600.0,
+    min_workers: Annotated[
+        str, typer.Option(metavar="N", help="End the run when fewer workers are left.", rich_help_panel=FAILURES)
+    ] = "1",
+    max_workers: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N", show_default="no limit", help="Admit no more workers than this.", rich_help_panel=FAILURES
+        ),
+    ] = None,
+    split_batch: SplitBatch = "keep",
+    lr_scale: RateScale = "none",
+    keep_batch: Annotated[
+        Batch,
+        typer.Option(
+            help="Batch size kept when the number of workers changes: each worker's own, or the global batch.",
+            rich_help_panel=FAILURES,
+        ),
+    ] = "local",
+    sweep: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=VALUES",
+            show_default="none",
+            help='Axis of a grid: "workers=1,2,4,...,1024"; may be repeated.',
+            rich_help_panel=GRID,
+        ),
+    ] = None,
+    target: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TEXT",
+            show_default="none",
+            help='Metric that counts as done: "test_accuracy>=0.95".',
+            rich_help_panel=GRID,
+        ),
+    ] = None,
+    jobs: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            show_default="one per core",
+            help="Number of simulations that run at the same time.",
+            rich_help_panel=GRID,
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(show_default="runs/DATE-NAME", help="Run folder.", rich_help_panel=OUTPUT)
+    ] = None,
+    output: Annotated[
+        Output, typer.Option(help="Output that is shown: of worker 0, of all workers, or none.", rich_help_panel=OUTPUT)
+    ] = "lead",
+    quiet: Annotated[
+        bool, typer.Option("--quiet", help="Show only the script's output.", rich_help_panel=OUTPUT)
+    ] = False,
+    json_to: Annotated[
+        Path | None,
+        typer.Option(
+            "--json",
+            metavar="FILE",
+            show_default="none",
+            help="File for the run record; - for the standard output.",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = None,
+) -> None:
+    """Run SCRIPT as N workers in this process, on a virtual clock and network: real gradients, modelled time.
+
+    The same seed gives the same run to the bit. Options stand before SCRIPT; everything after SCRIPT goes to it
+    untouched.
+    """
+    check_target(json_to, "run.json")
+    options = {
+        "workers": workers,
+        "recipe": recipe,
+        "network": network,
+        "speeds": speeds,
+        "step_time": step_time,
+        "faults": faults,
+        "processors": None if processors is None else f"{processors:g}",
+        "until": until,
+        "servers": servers,
+        "seed": seed,
+    }
+    if not sweep and (target is not None or jobs is not None):
+        raise mistyped("--target and --jobs are for a sweep", "no --sweep", "--sweep too", '--sweep "workers=1,2,4"')
+    watch = Watch(quiet=quiet, out=2 if _here(json_to) else 1)
+    if not sweep:
+        program = shlex.join(typed(script, module, args or ()))
+        watch.note(f"simulating {workers} workers of {program}, {f'recipe {recipe}' if recipe else 'its own recipe'}")
+    from stretto.simulator.options import simulation, whole  # and with it torch
+
+    order = Order(
+        script=script,
+        args=tuple(args or ()),
+        module=module,
+        output=output,
+        on_nan=on_nan,
+        plain=plain,
+        patience_s=_time(patience, "the patience", "--patience 10s"),
+        timeout_s=timeout,
+        min_workers=whole("min_workers", min_workers),
+        max_workers=None if max_workers is None else whole("max_workers", max_workers),
+        batch=keep_batch,
+        global_batch=split_batch,
+        lr_scale=lr_scale,
+    )
+    given = {name: value for name, value in options.items() if value is not None}
+    if not sweep:
+        asked = simulation(order, given)
+        typed_order = replace(order, recipe=recipe, servers=asked.order.servers if servers else None)
+        _run(asked, step_time, out, watch, in_server_words(typed_order), quiet, json_to)
+        return
+    grid = SweepOrder(order, tuple(sweep), given, target, jobs, out, json_to, quiet)
+    say = functools.partial(print, file=sys.stderr if _here(json_to) else sys.stdout)
+    if step_time.startswith(AUTO):
+        grid = replace(grid, step_times=_asked_before(out) or _measured_each(grid, step_time, say))
+    run_sweep(grid, say)
+
+
+def _measured_each(grid: SweepOrder, step_time: str, say: Callable[[str], None]) -> dict[str, str]:
+    """The times of a step for the points of a sweep that measure them, by `Point.alike`.
+
+    Points differ in what their recipes and their wires take. What the script takes is theirs in common, or of as many
+    as make it as crowded here, so that they are compared by what is theirs.
+    """
+    from stretto.simulator.options import simulation
+
+    steps: dict[int | None, Tariff] = {}
+    found: dict[str, str] = {}
+    for point in points(grid):
+        if point.alike not in found and "step_time" not in point.values:
+            one = simulation(replace(grid.order, args=point.args), point.options)
+            tariff = _measured(one, step_time)
+            first = steps.setdefault(one.crowd, tariff)
+            found[point.alike] = str(replace(tariff, step_s=first.step_s, pass_s=first.pass_s))
+            say(f'measured for {point.alike}: --step-time "{found[point.alike]}"')
+    return found
+
+
+def _asked_before(out: Path | None) -> dict[str, str] | None:
+    """The times of a step that a sweep was begun with which this one goes on."""
+    if out is None or not (out / SWEEP).exists():
+        return None
+    found: dict[str, str] | None = read_sweep(out)["asked"].get("step_times")
+    return found
+
+
+def _run(
+    simulation: Simulation,
+    step_time: str,
+    out: Path | None,
+    watch: Watch,
+    said: str | None,
+    quiet: bool,
+    json_to: Path | None,
+) -> None:
+    from stretto.report.summary import conclude
+    from stretto.simulator.isolation.script import Heard
+    from stretto.simulator.runner import begin, simulate
+
+    if said is not None:
+        watch.note(said)
+    with heeded(_stop):
+        tariff = _measured(simulation, step_time)
+        if step_time.startswith(AUTO):
+            watch.note(f'measured: --step-time "{tariff}"')
+        simulation = replace(simulation, tariff=tariff)
+        folder = begin(simulation, out)
+        watch.begin(folder, simulation.order)
+        try:
+            simulate(simulation, folder, Heard(watch.say), sparing(watch.poll), err=Heard(watch.say_error, lambda: 2))
+        except Stopped:
+            watch.end()
+            watch.note(f"what there is until then: stretto report {folder}")
+            raise
+        finally:
+            watch.end()
+    conclude(folder, json_to, silent=quiet)
+
+
+def _stop(number: int) -> None:
+    """End what is done here, wherever it is."""
+    raise Stopped(number)
+
+
+def _measured(simulation: Simulation, step_time: str) -> Tariff:
+    """What was typed, or else what is measured, as its text has it: so the text gives the same run again."""
+    found = tariff_of(step_time, lambda: replace(_work(simulation), **_wires(simulation)))
+    return tariff_of(str(found))
+
+
+def _work(simulation: Simulation) -> Tariff:
+    """What the script's work takes here; where workers share processors, while others are at the same work."""
+    from stretto.simulator.compute.step_time import measure
+
+    if simulation.crowd is None:
+        return measure(simulation, stopclock, lambda: None)
+
+    def act() -> Tariff:
+        return measure(simulation, contention.seconds, lambda: None)
+
+    with contention.beside(simulation.crowd, act):
+        return act()
+
+
+def _wires(simulation: Simulation) -> dict[str, float]:
+    """What the wires take of a processor here."""
+    from stretto.simulator.compute.transport_costs import here
+
+    return asdict(here(simulation.order.plain)) if simulation.has_wires else {}
+
+
+def _time(text: str, what: str, to_type: str) -> float:
+    if (found := typed_seconds(text)) is None:
+        raise mistyped(f"{what} cannot be {text}", text, "a time such as 500ms, 10s, 2m", to_type)
+    return found
+
+
+def _here(json_to: Path | None) -> bool:
+    return str(json_to) == STANDARD_OUTPUT

@@ -1,0 +1,131 @@
+"""A choice among codecs: an encoding where exchanges are measured to be quicker with it than without."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import fmean
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+from stretto.codecs.base import ALONE, Codec, Scene, refuse_not_finite
+from stretto.codecs.by_size import Placed, bytes_in, conserves
+from stretto.collective_ops import Conversation, Mean
+from stretto.errors import RecipeError, explain
+from stretto.lazy_torch import torch
+from stretto.spec import Range
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+AGREEMENT_BYTES = 12
+
+
+@dataclass(frozen=True, repr=False)
+class when_it_pays(Placed):
+    """Encode where encoding, sending and decoding is measured to be quicker than sending exactly.
+
+    In the first `rounds` rounds the two take turns, exactly first. Each worker times whole exchanges, without the first
+    of each kind; with the last of these rounds the workers agree on the means of their times, take the quicker way for
+    `again` rounds, and then measure anew. Worker 0 says what was decided, with both times. Where there is no clock
+    everything is encoded; all workers have one or none has. With a residual, an exact round pays all that is owed.
+
+    Cost: at most that of the dearer way, and 12 bytes for each decision.
+    """
+
+    codec: Codec
+    rounds: Annotated[int, Range(least=4)] = 10
+    again: Annotated[int, Range(least=1)] = 1000
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.codec.keeps_residual:
+            raise RecipeError(
+                explain(
+                    f"what {self.codec} still owes would lie about while rounds are exact",
+                    got=str(self),
+                    expected="a codec without a residual of its own; an exact round pays a residual around it",
+                    to_type="error_feedback(when_it_pays(top_k(0.01)))",
+                )
+            )
+
+    @property
+    def fixed(self) -> bool:
+        return False
+
+    @property
+    def needs_theta(self) -> bool:
+        return self.codec.needs_theta
+
+    @property
+    def conserves(self) -> bool:
+        """Whether the codec loses nothing on purpose."""
+        return conserves(self.codec)
+
+    def sources(self) -> tuple[str, ...]:
+        return self.codec.sources()
+
+    def memory(self, like: Tensor, scene: Scene = ALONE) -> Trial:
+        return Trial(self.codec.memory(like, scene), scene)
+
+    def converse(self, x: Tensor, memory: Any, owed: Tensor | None = None) -> Conversation:
+        trial: Trial = memory
+        refuse_not_finite(x, self)
+        now = trial.round % (self.rounds + self.again)
+        encoded = trial.encodes if trial.clock is None or now >= self.rounds else now % 2 == 1
+        since = trial.read()
+        result = yield from (self.codec.converse(x, trial.inner, owed) if encoded else _exactly(x, owed))
+        if 2 <= now < self.rounds:
+            trial.seconds[encoded].append(trial.read() - since)
+        if trial.clock and now == self.rounds - 1:
+            self._decide(trial, cast("Tensor", (yield Mean(trial.times().to(x.device)))))
+        trial.round += 1
+        return result
+
+    def _decide(self, trial: Trial, agreed: Tensor) -> None:
+        """Take the way that all workers together found quicker: the same at all of them, since they see one sum."""
+        exactly, encoded, workers = agreed.tolist()
+        trial.encodes = encoded < exactly
+        trial.seconds = ([], [])
+        way = "encoding" if trial.encodes else "sending exactly"
+        if trial.notice and trial.worker == 0:
+            trial.notice(
+                f"an exchange took {encoded / workers:.3g} s with {self.codec} and {exactly / workers:.3g} s without: "
+                f"{way} for {self.again} rounds"
+            )
+
+    def bytes_of(self, x: Tensor, scene: Scene = ALONE) -> int:
+        return max(x.numel() * x.element_size(), bytes_in(self.codec, x, scene)) + AGREEMENT_BYTES
+
+
+class Trial:
+    """What `when_it_pays` remembers: the codec's memory, the rounds so far, the times of either way, the decision.
+
+    The rounds and the decision are the same at all workers, and have to be.
+    """
+
+    def __init__(self, inner: Any, scene: Scene) -> None:
+        self.inner = inner
+        self.clock, self.notice, self.worker = scene.clock, scene.notice, scene.worker
+        self.round = 0
+        self.encodes = True
+        self.seconds: tuple[list[float], list[float]] = ([], [])
+        """Of whole exchanges, exactly and encoded."""
+
+    def regroup(self, workers: int, joined: bool) -> None:
+        """Others exchange now: they try both ways anew."""
+        self.round, self.encodes, self.seconds = 0, True, ([], [])
+
+    def read(self) -> float:
+        """The time now; 0 without a clock."""
+        return self.clock() if self.clock else 0.0
+
+    def times(self) -> Tensor:
+        """This worker's part of what is agreed: its mean seconds, exactly and encoded, and one for itself."""
+        return torch.tensor([*map(fmean, self.seconds), 1.0])
+
+
+def _exactly(x: Tensor, owed: Tensor | None) -> Conversation:
+    """Everything as it is, with all that is owed."""
+    result = cast("Tensor", (yield Mean(x if owed is None else x.add_(owed))))
+    if owed is not None:
+        owed.zero_()
+    return result

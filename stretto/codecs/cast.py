@@ -1,0 +1,47 @@
+"""Fewer bits by rounding every number to a 16-bit float."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from stretto.codecs.base import SingleRound, refuse_not_finite
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MOST = {"bf16": (2 - 2**-7) * 2.0**127, "fp16": 65504.0}
+"""The largest number of either kind."""
+
+
+@dataclass(frozen=True, repr=False)
+class cast(SingleRound):
+    """Send every number as a 16-bit float: "bf16" keeps the range of float32, "fp16" has 3 bits more precision.
+
+    Half the bytes of float32. Linear to rounding: sums on the way are rounded to 16 bits at every hop. A number
+    beyond 65504 becomes infinite as fp16 and is then refused, not trained on.
+    """
+
+    to: Literal["bf16", "fp16"]
+
+    linear = True
+    elementwise = True
+    papers = ("Micikevicius et al. 2018 (1710.03740)",)
+
+    def encode(self, x: Tensor, memory: Any) -> Tensor:
+        return x.bfloat16() if self.to == "bf16" else x.half()
+
+    def encode_owed(self, x: Tensor, owed: Tensor, memory: Any) -> Tensor:
+        """What is beyond the range of fp16 is owed, not infinite."""
+        refuse_not_finite(x, self)
+        owed.add_(x)
+        most = MOST[self.to]
+        message = self.encode(owed.clamp(-most, most), memory)
+        owed.sub_(message)
+        return message
+
+    def decode(self, message: Tensor, like: Tensor) -> Tensor:
+        return like.copy_(message)
+
+    def bytes_of(self, x: Tensor) -> int:
+        return 2 * x.numel()

@@ -1,0 +1,48 @@
+"""Fewer bits by sending all or nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+from stretto.codecs.base import ALONE, Scene
+from stretto.codecs.difference_threshold import Moves, moves
+from stretto.codecs.sparsifier import Sparse
+from stretto.lazy_torch import torch
+from stretto.spec import Range
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, repr=False)
+class censored(Sparse):
+    """Send the whole vector when it is large beside the parameters' last move, and nothing otherwise.
+
+    a is sent when ||a|| > (xi / M) ||theta^k - theta^(k-1)||, with M workers
+
+    CGD when a is the difference between the gradient and the last one that was sent: `gradient_differences(beta=1)`.
+    At first nothing has moved, and whatever is not zero is sent. `stretto.how.difference_threshold` decides so for each
+    number by itself. Cost: all numbers and a byte, or 0. Memory: a copy of theta.
+    """
+
+    xi: Annotated[float, Range(least=0)]
+
+    papers = ("Chen, Blum, Sadler 2021 (1909.03631)", "Chen et al. 2018 (1805.09965)")
+    needs_theta = True
+
+    def memory(self, like: Tensor, scene: Scene = ALONE) -> Moves:
+        return moves(self, scene)
+
+    def select(self, x: Tensor, owed: Tensor | None, memory: Moves) -> tuple[Tensor, Tensor]:
+        a = x if owed is None else owed.add_(x)
+        if _norm(a) <= self.xi / memory.workers * _norm(memory.moved(x)):
+            return a.new_empty(0, dtype=torch.int32), a.new_empty(0)
+        values = a.clone()
+        if owed is not None:
+            owed.zero_()
+        return torch.arange(a.numel(), dtype=torch.int32, device=a.device), values
+
+
+def _norm(a: Tensor) -> float:
+    return float(torch.linalg.vector_norm(a, dtype=torch.float64))

@@ -1,0 +1,128 @@
+"""One codec after another: the numbers that one selects, in the encoding of the other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from stretto.codecs.base import ALONE, Codec, Scene
+from stretto.codecs.exact import exact
+from stretto.codecs.sparsifier import Sparse, aligned
+from stretto.errors import RecipeError, WireError, explain
+from stretto.lazy_torch import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Both(NamedTuple):
+    """What a worker remembers for either codec."""
+
+    selector: Any
+    encoding: Any
+
+
+@dataclass(frozen=True, repr=False)
+class chain(Sparse):
+    """Send the numbers that `selector` selects, their values as `encoding` says them.
+
+    Inside `error_feedback` what the second leaves out of a value is owed as well as what the first left out. Behind
+    `random_k` a linear encoding (`cast`) is summed on the way. GD-SEC with quantised values (QSGD-SEC) is
+    `chain(difference_threshold(xi), quantise(8))`. Cost: the first's places and the second's values.
+    """
+
+    selector: Codec
+    encoding: Codec
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.selector, Sparse) or isinstance(self.selector, chain):
+            raise self._refused(f"{self.selector} does not select any", "chain(top_k(0.01), ...)")
+        if self.selector.keeps_residual or not self.selector.says_exactly:
+            raise self._refused(f"{self.selector} has its own way with their values", str(self.selector))
+        if not self.encoding.pair or self._unfit(self.encoding):
+            raise self._refused(f"{self.encoding} can't encode them", f"chain({self.selector}, quantise(8))")
+
+    def _unfit(self, codec: Codec) -> bool:
+        return isinstance(codec, Sparse) or codec.keeps_residual or codec.needs_theta or codec.reply is not None
+
+    def _refused(self, why: str, to_type: str) -> RecipeError:
+        return RecipeError(
+            explain(
+                f"chain encodes the numbers that a codec selects, and {why}",
+                got=str(self),
+                expected="a codec that selects, then one that is a pair and remembers none of the numbers",
+                to_type=to_type,
+            )
+        )
+
+    @property
+    def _first(self) -> Sparse:
+        assert isinstance(self.selector, Sparse)
+        return self.selector
+
+    @property
+    def linear(self) -> bool:
+        return self.selector.linear and self.encoding.linear
+
+    @property
+    def needs_theta(self) -> bool:
+        return self.selector.needs_theta
+
+    @property
+    def says_exactly(self) -> bool:
+        return isinstance(self.encoding, exact)
+
+    @property
+    def splits(self) -> bool:
+        return self.says_exactly and self._first.splits
+
+    @property
+    def overshoots(self) -> bool:
+        return self._first.overshoots
+
+    @property
+    def conserves(self) -> bool:
+        """Whether nothing is lost on purpose."""
+        return bool(getattr(self.selector, "conserves", True))
+
+    def sources(self) -> tuple[str, ...]:
+        return (*self.selector.sources(), *self.encoding.sources())
+
+    def memory(self, like: Tensor, scene: Scene = ALONE) -> Both:
+        return Both(self.selector.memory(like, scene), self.encoding.memory(like, scene))
+
+    def select(self, x: Tensor, owed: Tensor | None, memory: Both) -> tuple[Tensor, Tensor]:
+        return self._first.select(x, owed, memory.selector)
+
+    def most_entries(self, n: int) -> int:
+        return self._first.most_entries(n)
+
+    def tell(self, indices: Tensor, like: Tensor, memory: Both) -> Tensor:
+        return self._first.tell(indices, like, memory.selector)
+
+    def told(self, message: Tensor, like: Tensor) -> tuple[Tensor, int]:
+        return self._first.told(message, like)
+
+    def most_place_bytes(self, entries: int, n: int) -> int:
+        return self._first.most_place_bytes(entries, n)
+
+    def say(self, values: Tensor, indices: Tensor, memory: Both) -> Tensor:
+        return self.encoding.encode(values, memory.encoding)
+
+    def hear(self, said: Tensor, indices: Tensor, like: Tensor) -> Tensor:
+        if self.encoding.fixed:
+            self.expect(said, self.encoding.bytes_of(like))
+        try:
+            return self.encoding.decode(aligned(said, self.kind(like)), like)
+        except (ValueError, RuntimeError) as error:
+            raise WireError(f"a message of another worker is not in the encoding {self}: {error}") from error
+
+    def bytes_said(self, entries: int, like: Tensor) -> int:
+        return self.encoding.bytes_of(torch.empty(entries, dtype=like.dtype, device="meta"))
+
+    def kind(self, like: Tensor) -> torch.dtype:
+        if not self.encoding.linear:
+            return torch.uint8
+        nothing = like.new_empty(0)
+        return self.encoding.encode(nothing, self.encoding.memory(nothing)).dtype

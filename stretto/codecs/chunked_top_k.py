@@ -1,0 +1,119 @@
+"""Fewer bits by sending the largest numbers of every chunk, each in few bits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+
+from stretto import kernels
+from stretto.codecs.sparsifier import Sparse, aligned, without_zeros
+from stretto.lazy_torch import torch
+from stretto.spec import Range
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MOST = (2 - 2**-7) * 2.0**127
+
+
+@dataclass(frozen=True, repr=False)
+class chunked(Sparse):
+    """Send the `k` largest numbers of every `chunk`, their values in `bits` bits; SparseLoCo's encoding.
+
+    bits = 2: the sign, and which of two magnitudes: the means of those of the chunk's k that lie above the middle of
+    their least and largest, and of the others, as bfloat16. bits = 4, 8: sign * level * m / s, the nearest of
+    s = 2^(bits-1) - 1 levels of the chunk's largest magnitude m (float32). bits = 32: the values as they are.
+    What rounding leaves out is owed inside `error_feedback`, as is what was not chosen.
+
+    Cost: about log2(chunk/k) + 1.5 + bits bits for each number sent, and 4 bytes a chunk: with the defaults 0.52% of
+    float32's bytes.
+    """
+
+    chunk: Annotated[int, Range(least=1)] = 4096
+    k: Annotated[int, Range(least=1)] = 64
+    bits: Literal[2, 4, 8, 32] = 2
+
+    papers = ("Sarfi et al. 2025 (2508.15706)",)
+
+    @property
+    def says_exactly(self) -> bool:
+        return self.bits == 32
+
+    def contraction(self, n: int) -> float | None:
+        """The delta of `||a - C(a)||^2 <= (1 - delta) ||a||^2`, where values are sent as they are."""
+        return min(1.0, self.k / min(n, self.chunk)) if self.bits == 32 and n else None
+
+    def select(self, x: Tensor, owed: Tensor | None, memory: Any) -> tuple[Tensor, Tensor]:
+        return without_zeros(*kernels.on(x).take_largest_per_chunk(x, owed, self.chunk, self.k))
+
+    def most_entries(self, n: int) -> int:
+        return n // self.chunk * min(self.k, self.chunk) + min(self.k, n % self.chunk)
+
+    def say(self, values: Tensor, indices: Tensor, memory: Any) -> Tensor:
+        if self.bits == 32:
+            return values
+        chunks, sizes = self._chunks(indices), values.abs().clamp(max=MOST).float()
+        scales, codes = self._magnitudes(sizes, chunks) if self.bits == 2 else self._levels(sizes, chunks)
+        codes |= (values < 0).to(torch.uint8) << self.bits - 1
+        return torch.cat([scales.view(torch.uint8), packed(codes, self.bits)])
+
+    def hear(self, said: Tensor, indices: Tensor, like: Tensor) -> Tensor:
+        if self.bits == 32:
+            return super().hear(said, indices, like)
+        chunks = self._chunks(indices)
+        count = int(chunks[-1]) + 1 if indices.numel() else 0
+        self.expect(said, 4 * count + (like.numel() * self.bits + 7) // 8)
+        codes = unpacked(said[4 * count :], self.bits)[: like.numel()]
+        sizes = (codes & (1 << self.bits - 1) - 1).long()
+        if self.bits == 2:
+            sizes_said = aligned(said[: 4 * count], torch.bfloat16)[2 * chunks + sizes].to(like.dtype)
+        else:
+            steps = aligned(said[: 4 * count], torch.float32) / self._most_level
+            sizes_said = (sizes * steps[chunks]).to(like.dtype)
+        return torch.where(codes >> self.bits - 1 == 1, -sizes_said, sizes_said)
+
+    def bytes_said(self, entries: int, like: Tensor) -> int:
+        if self.bits == 32:
+            return entries * like.element_size()
+        return 4 * -(-like.numel() // self.chunk) + (entries * self.bits + 7) // 8
+
+    def kind(self, like: Tensor) -> torch.dtype:
+        return like.dtype if self.bits == 32 else torch.uint8
+
+    @property
+    def _most_level(self) -> int:
+        return (1 << self.bits - 1) - 1
+
+    def _chunks(self, indices: Tensor) -> Tensor:
+        """For each entry the number of its chunk, counted among those that have entries."""
+        return cast("Tensor", torch.unique_consecutive(indices // self.chunk, return_inverse=True)[1])
+
+    def _magnitudes(self, sizes: Tensor, chunks: Tensor) -> tuple[Tensor, Tensor]:
+        count = int(chunks[-1]) + 1 if sizes.numel() else 0
+        largest = sizes.new_zeros(count).scatter_reduce(0, chunks, sizes, "amax")
+        least = sizes.new_full((count,), MOST).scatter_reduce(0, chunks, sizes, "amin")
+        high = sizes > (least / 2 + largest / 2)[chunks]
+        which = 2 * chunks + high
+        sums = sizes.new_zeros(2 * count, dtype=torch.float64).index_add_(0, which, sizes.double())
+        means = sums / which.bincount(minlength=2 * count).clamp(min=1)
+        return means.clamp(max=MOST).bfloat16(), high.to(torch.uint8)
+
+    def _levels(self, sizes: Tensor, chunks: Tensor) -> tuple[Tensor, Tensor]:
+        count = int(chunks[-1]) + 1 if sizes.numel() else 0
+        largest = sizes.new_zeros(count).scatter_reduce(0, chunks, sizes, "amax")
+        shares = torch.nan_to_num(sizes / largest[chunks])
+        return largest, (shares * self._most_level).round().to(torch.uint8)
+
+
+def packed(codes: Tensor, bits: int) -> Tensor:
+    """Codes (uint8) of 2, 4 or 8 bits in bytes, the first in the lowest bits, filled up with zeros."""
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=codes.device)
+    return (torch.nn.functional.pad(codes, (0, -codes.numel() % (8 // bits))).view(-1, 8 // bits) << shifts).sum(
+        1, dtype=torch.uint8
+    )
+
+
+def unpacked(said: Tensor, bits: int) -> Tensor:
+    """The codes in bytes."""
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=said.device)
+    return (said[:, None] >> shifts & (1 << bits) - 1).view(-1)

@@ -1,0 +1,437 @@
+"""The conformance test of codecs: what every codec must do, for those who write one.
+
+Laws that hold for every codec (`check_codec` tries them on many lengths, dtypes, numbers of workers and kinds of data):
+
+- all workers end with the same tensor, of the shape and dtype that was given; it is within `tolerance` of the mean
+- the number and the kind of the turns do not depend on the data, and no more bytes are said than `bytes_of` declares
+- NaN and infinity are refused with NotFiniteError and the memory is as before (but for `elementwise` codecs)
+- zeros stay zeros; denormal and huge numbers, ties, and no numbers at all give finite results
+- with `owed`: carried + owed == owed before + x, and so over rounds and workers: nothing is lost, to rounding
+- of a pair: decode reads what encode wrote, add_to adds what decode reads, a message speaks of at most n numbers, and
+  bytes that are no message raise WireError (or ValueError), or are read as some tensor of the right shape
+
+What a codec promises beyond these is tried where it has the attribute:
+
+- `fixed`: exactly `bytes_of` bytes are said
+- `linear`: a typed message may be summed with others on the way
+- `splits: bool` (False): each number is carried exactly or owed wholly: carried + owed is the input to the bit
+- `conserves: bool` (True): nothing is lost on purpose; False for clipped residuals, decay, momentum
+- `keeps_residual`: it takes no `owed`; what `residual(memory)` shows is what it owes, and `take_on` adds to that
+- `unbiased: bool` (False): the expectation of decode(encode(x)) is x
+- `contraction(n) -> float | None`: the delta of E ||a - C(a)||^2 <= (1 - delta) ||a||^2 for n numbers
+- `needs_theta`: it is shown parameters that move
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stretto.codecs.base import Block, Codec, Scene
+from stretto.collective_ops import Answer, Ask, Conversation, Mean
+from stretto.errors import NotFiniteError, WireError
+
+LENGTHS = (0, 1, 5, 64, 1000, 4099)
+ROUNDS = 4
+DRAWS = 300
+SIGMAS = 6.0
+
+Kind = Callable[[int, torch.Generator], Tensor]
+
+
+def check_codec(
+    codec: Codec, tolerance: float = 0.0, dtypes: Sequence[torch.dtype] = (torch.float32,), huge: float = 1e30
+) -> None:
+    """Run every law on a codec; AssertionError where one is broken.
+
+    `tolerance` is how far the mean may be from the exact one, relative to the sum of the workers' largest numbers: the
+    error that the codec promises for a first round. Numbers up to `huge` are tried.
+    """
+    for dtype in dtypes:
+        for length in LENGTHS:
+            for workers in (1, 2, 3):
+                _check_mean(codec, dtype, length, workers, tolerance)
+                _check_owed(codec, dtype, length, workers, tolerance)
+            _check_handed_over(codec, dtype, length)
+        _check_kinds(codec, dtype, tolerance, huge)
+        _check_refuses(codec, dtype)
+        if codec.pair:
+            _check_pair(codec, dtype, tolerance)
+            _check_garbage(codec, dtype)
+    _check_turns(codec)
+    if getattr(codec, "unbiased", False):
+        _check_unbiased(codec)
+    if getattr(codec, "contraction", None) is not None:
+        _check_contraction(codec)
+
+
+def hold(conversations: Sequence[Conversation]) -> tuple[list[Tensor], list[list[Ask]]]:
+    """Hold the conversations of all workers in one process; their results, and what was asked in each turn."""
+    asks = [next(one) for one in conversations]
+    turns = [[_kept(ask) for ask in asks]]
+    while True:
+        answer = _answered(asks)
+        said = [_send(one, answer) for one in conversations]
+        results = [result for _, result in said if result is not None]
+        if results:
+            assert len(results) == len(said), "some workers have ended the conversation and others have not"
+            return results, turns
+        asks = [ask for ask, _ in said if ask is not None]
+        turns.append([_kept(ask) for ask in asks])
+
+
+def _kept(ask: Ask) -> Ask:
+    """The ask with a tensor of its own, since the conversation may go on to write over it."""
+    return type(ask)(ask.tensor.clone())
+
+
+def _send(conversation: Conversation, answer: Answer) -> tuple[Ask | None, Tensor | None]:
+    given = answer.clone() if isinstance(answer, Tensor) else [one.clone() for one in answer]
+    try:
+        return conversation.send(given), None
+    except StopIteration as end:
+        return None, end.value
+
+
+def _answered(asks: Sequence[Ask]) -> Answer:
+    kinds = {(type(ask), ask.tensor.dtype) for ask in asks}
+    assert len(kinds) == 1, "the workers ask different things in one turn"
+    tensors = [ask.tensor.clone() for ask in asks]
+    if not isinstance(asks[0], Mean):
+        return tensors
+    return torch.stack(tensors).sum(0).to(tensors[0].dtype)
+
+
+# --- what is tried ----------------------------------------------------------------------------------------------------
+
+
+class _Crew:
+    """Workers with their memories, in one process. What they exchange are all `length` numbers, or those in blocks."""
+
+    def __init__(self, codec: Codec, dtype: torch.dtype, length: int, workers: int, in_blocks: bool = False) -> None:
+        self.codec, self.dtype, self.length, self.workers = codec, dtype, length, workers
+        self._source = torch.Generator().manual_seed(1000 * workers + length)
+        self._thetas = [self.drawn(_normal) for _ in range(workers)]
+        self._mask = torch.ones(length, dtype=dtype)
+        blocks = _blocks(length) if in_blocks else ()
+        if in_blocks:
+            self._mask.zero_()
+            for block in blocks:
+                self._mask[block.start : block.stop] = 1
+        like = torch.zeros(length, dtype=dtype)
+        scenes = [Scene(worker, workers, 7, blocks, theta) for worker, theta in enumerate(self._thetas)]
+        self.memories = [codec.memory(like, scene) for scene in scenes]
+        self.owed = [like.clone() for _ in range(workers)]
+
+    def drawn(self, kind: Kind) -> Tensor:
+        return kind(self.length, self._source).to(self.dtype)
+
+    def contributions(self, kind: Kind) -> list[Tensor]:
+        return [self.drawn(kind) / self.workers * self._mask for _ in range(self.workers)]
+
+    def round(self, given: Sequence[Tensor], with_owed: bool = False) -> tuple[list[Tensor], list[list[Ask]]]:
+        """One conversation of all; the parameters move."""
+        if with_owed:
+            told = zip(given, self.memories, self.owed, strict=True)
+            talks = [self.codec.converse(x.clone(), memory, owed) for x, memory, owed in told]
+        else:
+            talks = [self.codec.converse(x.clone(), memory) for x, memory in zip(given, self.memories, strict=True)]
+        move = 0.1 * self.drawn(_normal)
+        found = hold(talks)
+        for theta in self._thetas:
+            theta.add_(move)
+        return found
+
+    def residuals(self) -> list[Tensor]:
+        """What the workers owe."""
+        if not self.codec.keeps_residual:
+            return self.owed
+        return [kept for one in self.memories if (kept := self.codec.residual(one)) is not None]
+
+    def __str__(self) -> str:
+        return f"{self.codec} on {self.length} numbers of {self.dtype} from {self.workers} workers"
+
+
+def _blocks(length: int) -> list[Block]:
+    """A matrix and a vector with a hole between them, if there is room."""
+    side, rest = int((length * 0.8) ** 0.5), length // 10
+    if length < 64:
+        return [Block("all", 0, length, (length,))]
+    return [Block("matrix", 0, side * side, (side, side)), Block("vector", length - rest, length, (rest,))]
+
+
+def _normal(length: int, source: torch.Generator) -> Tensor:
+    return torch.randn(length, generator=source)
+
+
+def _zeros(length: int, source: torch.Generator) -> Tensor:
+    return 0 * torch.randn(length, generator=source)
+
+
+def _ties(length: int, source: torch.Generator) -> Tensor:
+    return torch.randint(-1, 2, (length,), generator=source).float()
+
+
+def _spikes(length: int, source: torch.Generator) -> Tensor:
+    return torch.randn(length, generator=source) ** 9 * (torch.rand(length, generator=source) < 0.05)
+
+
+def _scaled(size: float) -> Kind:
+    return lambda length, source: size * (2 * torch.rand(length, generator=source) - 1)
+
+
+# --- laws of every codec ----------------------------------------------------------------------------------------------
+
+
+def _check_mean(codec: Codec, dtype: torch.dtype, length: int, workers: int, tolerance: float) -> None:
+    for in_blocks in (False, True):
+        crew = _Crew(codec, dtype, length, workers, in_blocks)
+        given = crew.contributions(_normal)
+        results, turns = crew.round(given)
+        _same_everywhere(results, given[0], str(crew))
+        _near(results[0], given, tolerance, str(crew))
+        if not in_blocks:
+            _check_bytes(codec, given[0], turns, str(crew))
+
+
+def _check_bytes(codec: Codec, x: Tensor, turns: Sequence[Sequence[Ask]], what: str) -> None:
+    declared = codec.bytes_of(x)
+    for worker in range(len(turns[0])):
+        said = sum(turn[worker].tensor.nbytes for turn in turns)
+        assert said <= declared, f"{what}: {said} bytes were said, at most {declared} declared"
+        assert said == declared or not codec.fixed, f"{what}: {said} bytes were said, {declared} declared"
+
+
+def _same_everywhere(results: Sequence[Tensor], like: Tensor, what: str) -> None:
+    for one in results:
+        assert one.shape == like.shape, f"{what}: shape {tuple(one.shape)}"
+        assert one.dtype == like.dtype, f"{what}: dtype {one.dtype}"
+        assert torch.equal(one, results[0]), f"{what}: the workers' results differ"
+
+
+def _near(result: Tensor, given: Sequence[Tensor], tolerance: float, what: str) -> None:
+    exact = torch.stack([one.double() for one in given]).sum(0)
+    apart = float((result.double() - exact).abs().amax()) if result.numel() else 0.0
+    assert apart <= tolerance * _largest(given), f"{what}: off by {apart:.2e}, with {_largest(given):.2e} the largest"
+
+
+def _largest(given: Sequence[Tensor]) -> float:
+    """The sum of the workers' largest numbers."""
+    return sum(float(one.abs().max()) for one in given if one.numel())
+
+
+def _check_kinds(codec: Codec, dtype: torch.dtype, tolerance: float, huge: float) -> None:
+    kinds = {
+        "zeros": _zeros,
+        "ties": _ties,
+        "spikes": _spikes,
+        "denormal numbers": _scaled(1e-40),
+        "huge numbers": _scaled(huge),
+    }
+    for name, kind in kinds.items():
+        for length in (1, 1000):
+            crew = _Crew(codec, dtype, length, 2)
+            what = f"{crew}, {name}"
+            for turn in range(2):
+                given = crew.contributions(kind)
+                results, _turns = crew.round(given)
+                _same_everywhere(results, given[0], what)
+                assert bool(results[0].isfinite().all()), f"{what}: the result is not finite"
+                if name == "zeros":
+                    assert not bool(results[0].any()), f"{what}: something comes of nothing"
+                if turn == 0 and name != "denormal numbers":
+                    _near(results[0], given, tolerance, what)
+
+
+def _check_turns(codec: Codec) -> None:
+    """The kind and number of turns do not depend on the data."""
+    said = []
+    for kind in (_zeros, _normal, _scaled(1e4)):
+        crew = _Crew(codec, torch.float32, 100, 1)
+        rounds = [crew.round(crew.contributions(kind))[1] for _ in range(ROUNDS)]
+        said.append([[(type(asks[0]), asks[0].tensor.dtype) for asks in turns] for turns in rounds])
+    assert said[0] == said[1] == said[2], f"{codec}: what is asked depends on the data"
+
+
+def _check_refuses(codec: Codec, dtype: torch.dtype) -> None:
+    """NaN and infinity reach neither the others nor the memory."""
+    if codec.elementwise:
+        return
+    for wild in (float("nan"), float("inf"), -float("inf")):
+        crew = _Crew(codec, dtype, 5000, 1)
+        crew.round(crew.contributions(_normal))
+        x = crew.drawn(_normal)
+        x[2500] = wild
+        acts: list[Callable[[], object]] = [lambda: next(codec.converse(x.clone(), crew.memories[0]))]  # noqa: B023
+        if not codec.keeps_residual:
+            acts.append(lambda: next(codec.converse(x.clone(), crew.memories[0], crew.owed[0])))  # noqa: B023
+        if codec.pair:
+            acts.append(lambda: codec.encode(x.clone(), crew.memories[0]))  # noqa: B023
+        before, owed = copy.deepcopy(crew.memories[0]), crew.owed[0].clone()
+        for act in acts:
+            _refused(act, f"{crew}: {wild}")
+            assert _alike(before, crew.memories[0]), f"{crew}: {wild} was refused and the memory has changed"
+            assert torch.equal(owed, crew.owed[0]), f"{crew}: {wild} was refused and what is owed has changed"
+
+
+def _refused(act: Callable[[], object], what: str) -> None:
+    with suppress(NotFiniteError):
+        act()
+        raise AssertionError(f"{what} was not refused")
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Whether two memories hold the same."""
+    if isinstance(one, Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(_alike, one, other))
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_alike(one[key], other[key]) for key in one)
+    if isinstance(one, torch.Generator):
+        return torch.equal(one.get_state(), other.get_state())
+    if one is None or isinstance(one, int | float | str | bytes) or callable(one):
+        return bool(callable(one) or one == other)
+    return type(one) is type(other) and _alike(dict(_held(one)), dict(_held(other)))
+
+
+def _held(thing: object) -> Iterator[tuple[str, Any]]:
+    names = [name for kind in type(thing).__mro__ for name in getattr(kind, "__slots__", ())]
+    yield from ((name, getattr(thing, name)) for name in names if hasattr(thing, name))
+    yield from getattr(thing, "__dict__", {}).items()
+
+
+def _check_handed_over(codec: Codec, dtype: torch.dtype, length: int) -> None:
+    """What one worker owes another can take on: all of it, and nothing else."""
+    for in_blocks in (False, True):
+        crew = _Crew(codec, dtype, length, 2, in_blocks)
+        crew.round(crew.contributions(_normal))
+        mine, theirs = (codec.residual(one) for one in crew.memories)
+        if mine is None or theirs is None:
+            return
+        together, left = mine + theirs, theirs.clone()
+        codec.take_on(crew.memories[0], left)
+        found = codec.residual(crew.memories[0])
+        assert found is not None, f"{crew}: nothing is owed any more"
+        assert torch.equal(found, together), f"{crew}: what another owed was not taken on whole"
+        assert torch.equal(left, theirs), f"{crew}: what was taken on was changed"
+
+
+def _check_owed(codec: Codec, dtype: torch.dtype, length: int, workers: int, tolerance: float) -> None:
+    """What was carried and what is owed sum to what was given."""
+    if not getattr(codec, "conserves", not codec.keeps_residual):
+        return
+    for in_blocks in (False, True):
+        crew = _Crew(codec, dtype, length, workers, in_blocks)
+        given_all = torch.zeros(length, dtype=torch.float64)
+        carried_all = torch.zeros(length, dtype=torch.float64)
+        size = 0.0
+        for _ in range(ROUNDS):
+            given = crew.contributions(_normal)
+            before = [one.clone() for one in crew.residuals()]
+            results, _turns = crew.round(given, with_owed=not codec.keeps_residual)
+            _same_everywhere(results, given[0], str(crew))
+            given_all += sum(one.double() for one in given)
+            carried_all += results[0].double()
+            size += _largest(given) + _largest(before) + _largest(results[:1])
+            if workers == 1 and getattr(codec, "splits", False):
+                kept = torch.equal(results[0] + crew.residuals()[0], before[0] + given[0])
+                assert kept, f"{crew}: what is carried and what is owed are not what was given, to the bit"
+        lost = given_all - carried_all - sum(one.double() for one in crew.residuals())
+        allowed = size * (8 * torch.finfo(dtype).eps + (tolerance if codec.linear else 0.0))
+        apart = float(lost.abs().amax()) if length else 0.0
+        assert apart <= allowed, f"{crew}: {apart:.2e} of a number is lost in {ROUNDS} rounds, neither carried nor owed"
+
+
+# --- laws of pairs ----------------------------------------------------------------------------------------------------
+
+
+def _check_pair(codec: Codec, dtype: torch.dtype, tolerance: float) -> None:
+    for length in LENGTHS:
+        crew = _Crew(codec, dtype, length, 1)
+        x = crew.drawn(_normal)
+        what = f"{codec}, a message about {length} numbers of {dtype}"
+        message = codec.encode(x.clone(), crew.memories[0])
+        found = codec.decode(message.clone(), torch.full_like(x, 3.0))
+        _same_everywhere([found], x, what)
+        _near(found, [x], tolerance, what)
+        assert message.nbytes <= codec.bytes_of(x), f"{what}: {message.nbytes} bytes, {codec.bytes_of(x)} declared"
+        assert 0 <= codec.entries(message, x) <= length, f"{what}: it speaks of {codec.entries(message, x)} numbers"
+        total = x.clone()
+        codec.add_to(total, message.clone())
+        assert torch.allclose(total, x + found, rtol=4 * torch.finfo(dtype).eps, atol=1e-6), f"{what}: add_to differs"
+        if codec.linear and message.dtype.is_floating_point and length:
+            summed = codec.decode(message + 2 * message, x.clone())
+            _near(summed, [3 * x], 4 * tolerance, f"{what}: not linear")
+
+
+def _check_garbage(codec: Codec, dtype: torch.dtype) -> None:
+    """Bytes that are no message harm nobody. A linear codec's numbers may be any."""
+    for length in (0, 1, 64, 1000):
+        crew = _Crew(codec, dtype, length, 1)
+        message = codec.encode(crew.drawn(_normal), crew.memories[0])
+        if message.dtype != torch.uint8:
+            return
+        like = torch.zeros(length, dtype=dtype)
+        for garbage in _garbage(message):
+            with suppress(WireError, ValueError):
+                found = codec.decode(garbage, like.clone())
+                _same_everywhere([torch.nan_to_num(found)], like, f"{codec}, garbage of {garbage.numel()} bytes")
+
+
+def _garbage(message: Tensor) -> Iterator[Tensor]:
+    source = torch.Generator().manual_seed(3)
+    long = message.numel()
+    for _ in range(60):
+        yield torch.randint(256, (_up_to(2 * long + 9, source),), dtype=torch.uint8, generator=source)
+        yield message[: _up_to(long, source)].clone()
+        yield torch.cat([message, message[: _up_to(long, source)]])
+        if long:
+            damaged = message.clone()
+            damaged[_up_to(min(long, 8) - 1, source)] = _up_to(255, source)
+            yield damaged
+
+
+def _up_to(most: int, source: torch.Generator) -> int:
+    return int(torch.randint(most + 1, (1,), generator=source))
+
+
+# --- promises ---------------------------------------------------------------------------------------------------------
+
+
+def _draws(codec: Codec, x: Tensor) -> Tensor:
+    """What is carried of x in many rounds: (rounds, n); in a few where it is always the same."""
+    crew = _Crew(codec, x.dtype, x.numel(), 1)
+    carried = [crew.round([x])[0][0].clone() for _ in range(ROUNDS)]
+    if any(not torch.equal(one, carried[0]) for one in carried):
+        carried += [crew.round([x])[0][0].clone() for _ in range(DRAWS - ROUNDS)]
+    return torch.stack(carried).double()
+
+
+def _check_unbiased(codec: Codec) -> None:
+    x = torch.randn(64, generator=torch.Generator().manual_seed(5))
+    carried = _draws(codec, x)
+    apart, spread = (carried.mean(0) - x).abs(), carried.std(0)
+    spread = spread.clamp(min=float(spread.square().mean().sqrt()))  # what is seldom sent may not have been drawn yet
+    allowed = SIGMAS * spread / len(carried) ** 0.5 + 1e-5 * x.abs().max()
+    assert bool((apart <= allowed).all()), f"{codec}: biased by {float((apart - allowed).max()):.2e} beyond chance"
+
+
+def _check_contraction(codec: Codec) -> None:
+    for kind in (_normal, _ties, _spikes, _scaled(1.0)):
+        for length in (1, 64, 1000):
+            x = kind(length, torch.Generator().manual_seed(length))
+            delta = codec.contraction(length)  # type: ignore[attr-defined]
+            if delta is None or not bool(x.any()):
+                continue
+            assert 0 < delta <= 1, f"{codec}: a contraction by {delta}"
+            left = (_draws(codec, x) - x.double()).square().sum(1) / x.double().square().sum()
+            allowed = 1 - delta + SIGMAS * float(left.std()) / len(left) ** 0.5 + 1e-5
+            assert float(left.mean()) <= allowed, (
+                f"{codec}: {float(left.mean()):.4f} of the square of {length} numbers is left, promised {1 - delta:.4f}"
+            )

@@ -1,0 +1,88 @@
+"""Fewer bits by sending the largest sums of momentum, and keeping the others."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+from stretto import kernels
+from stretto.codecs.base import ALONE, Scene
+from stretto.codecs.sparsifier import Sparse, share_of, without_zeros
+from stretto.lazy_torch import torch
+from stretto.spec import Range
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+STAGES = (0.25, 0.0625, 0.0156, 0.004)
+
+
+class Momentum:
+    """What a worker remembers: u, the momentum, v, what is owed of its sum, and how many rounds there were."""
+
+    def __init__(self, like: Tensor, workers: int) -> None:
+        self.u = torch.zeros_like(like)
+        self.v = torch.zeros_like(like)
+        self.workers = workers
+        self.round = 0
+
+    common = ("round",)
+
+    def regroup(self, workers: int, joined: bool) -> None:
+        """Others exchange now."""
+        self.workers = workers
+
+
+@dataclass(frozen=True, repr=False)
+class deep_gradient_compression(Sparse):
+    """Deep gradient compression: momentum is made before anything is left out, and forgotten where it was sent.
+
+    u = m u + x;  v = v + u;  send the ceil(ratio * n) largest of v;  where sent: v = 0, u = 0
+
+    The optimizer that takes the answer is plain SGD: its momentum would count twice. `warm_up`: so many rounds each
+    send 25, 6.25, 1.56 and 0.4% of the numbers before `ratio` holds. `clip` limits the norm of the mean gradient, as
+    clip_grad_norm_ does, before it is known: contributions x_i (which sum to it) are first scaled to a norm of at most
+    clip / sqrt(N), since the squares of N independent ones add up. It keeps its own residual, v.
+
+    Cost: as `top_k(ratio)`; in warm-up as top_k of the stage.
+    """
+
+    ratio: Annotated[float, Range(above=0, most=1)] = 0.001
+    momentum: Annotated[float, Range(least=0, below=1)] = 0.9
+    warm_up: Annotated[int, Range(least=0)] = 0
+    clip: Annotated[float, Range(above=0)] | None = None
+
+    papers = ("Lin et al. 2018 (1712.01887)",)
+    keeps_residual = True
+
+    def memory(self, like: Tensor, scene: Scene = ALONE) -> Momentum:
+        return Momentum(like, scene.workers)
+
+    def residual(self, memory: Momentum) -> Tensor:
+        return memory.v
+
+    def select(self, x: Tensor, owed: Tensor | None, memory: Momentum) -> tuple[Tensor, Tensor]:
+        memory.u.mul_(self.momentum).add_(self._clipped(x, memory.workers))
+        ratio = self._ratio(memory.round)
+        memory.round += 1
+        indices, values = kernels.on(x).take_largest(memory.u, memory.v, share_of(ratio, x.numel()))
+        memory.u[indices] = 0
+        return without_zeros(indices, values)
+
+    def most_entries(self, n: int) -> int:
+        return share_of(self._ratio(0), n)
+
+    def encode_owed(self, x: Tensor, owed: Tensor, memory: Any) -> Tensor:
+        raise NotImplementedError(f"{self} keeps what it owes by itself")
+
+    def _ratio(self, round_: int) -> float:
+        stage = round_ // self.warm_up if self.warm_up else len(STAGES)
+        return max(self.ratio, STAGES[stage]) if stage < len(STAGES) else self.ratio
+
+    def _clipped(self, x: Tensor, workers: int) -> Tensor:
+        if self.clip is None:
+            return x
+        norm = float(torch.linalg.vector_norm(x, dtype=torch.float64))
+        most = self.clip / math.sqrt(workers)
+        return x.mul_(most / norm) if norm > most else x

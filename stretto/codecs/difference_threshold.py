@@ -1,0 +1,74 @@
+"""Fewer bits by sending the numbers that are large beside the parameters' own moves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+from stretto import kernels
+from stretto.codecs.base import ALONE, Codec, Scene
+from stretto.codecs.sparsifier import Sparse
+from stretto.errors import RecipeError, explain
+from stretto.spec import Range
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Moves:
+    """What a worker remembers: the parameters, and what they were when it last encoded."""
+
+    def __init__(self, theta: Tensor, workers: int) -> None:
+        self.theta = theta
+        self.before = theta.clone()
+        self.workers = workers
+
+    def regroup(self, workers: int, joined: bool) -> None:
+        """Others exchange now."""
+        self.workers = workers
+
+    def moved(self, like: Tensor) -> Tensor:
+        """theta - theta^before (nothing in the first round), and theta is the next round's theta^before."""
+        moved = self.theta - self.before
+        self.before.copy_(self.theta)
+        return moved.to(like.dtype)
+
+
+def moves(codec: Codec, scene: Scene) -> Moves:
+    """A memory of the parameters' moves; RecipeError where it is not known what is exchanged about them."""
+    if scene.theta is None:
+        raise RecipeError(
+            explain(
+                f"{codec} compares what is sent with the parameters' moves, and here there are no parameters",
+                got=str(codec),
+                expected="an encoding of gradients or of their differences, between workers that go together",
+                to_type="top_k(0.01)",
+            )
+        )
+    return Moves(scene.theta.detach(), scene.workers)
+
+
+@dataclass(frozen=True, repr=False)
+class difference_threshold(Sparse):
+    """Send the numbers that are large beside the last move of their parameter; GD-SEC's rule.
+
+    a_i is sent when |a_i| > (xi / M) |theta_i^k - theta_i^(k-1)|, with M workers
+
+    theta^k are the parameters now, theta^(k-1) those when the worker last encoded. At first nothing has moved, and all
+    that is not zero is sent. With `gradient_differences` and `error_feedback` it is GD-SEC; converges when
+    alpha * beta * xi <= 1 for gradients of the sum of the workers' losses with learning rate alpha.
+
+    Cost: the numbers that are sent, exactly, and their places; 0 where none is sent. Memory: a copy of theta.
+    """
+
+    xi: Annotated[float, Range(least=0)]
+
+    papers = ("Chen, Blum, Takac, Sadler 2022 (2202.02491)",)
+    needs_theta = True
+
+    def memory(self, like: Tensor, scene: Scene = ALONE) -> Moves:
+        return moves(self, scene)
+
+    def select(self, x: Tensor, owed: Tensor | None, memory: Moves) -> tuple[Tensor, Tensor]:
+        indices, values = kernels.on(x).take_moved(x, owed, memory.moved(x), self.xi / memory.workers)
+        return indices, values

@@ -1,0 +1,214 @@
+"""Fewer bits by agreeing on the few directions in which the matrices of a model are largest."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+from stretto.codecs.base import ALONE, Block, Codec, Scene, refuse_not_finite
+from stretto.codecs.by_size import Placed
+from stretto.collective_ops import Answer, Ask, Conversation, Mean
+from stretto.lazy_torch import torch
+from stretto.spec import Range
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+BLOCK = 1 << 16
+"""Numbers of a product made at a time, so that they stay in the cache."""
+NEGLIGIBLE = 1e-12
+"""A column of which less than this is left, when the columns before it are taken away, counts as spanned by them."""
+
+
+@dataclass(frozen=True, repr=False)
+class low_rank(Placed):
+    """PowerSGD: one step of power iteration, which all workers take together.
+
+        M = x + owed ;  P = orthonormal(mean(M Q)) ;  Q' = mean(M^T P) ;  result = P Q'^T ;  owed = M - P (M^T P)^T
+
+    M: (m, n) is a parameter of two or more dimensions as shape[0] x rest, Q: (n, rank) what was agreed in the round
+    before. What has no such shape, and matrices that would not become smaller, ride along exactly. Where nothing is
+    known of the parameters, the whole range is one matrix that is nearly square. Two turns, for all matrices at
+    once, of 4 * rank * (m + n) bytes a matrix (8 in float64), and two passes over the numbers. A matrix of that rank
+    at most is exact to rounding. All workers find the same bits, whatever their processors and threads.
+    """
+
+    rank: Annotated[int, Range(least=1)] = 4
+
+    papers = ("Vogels et al. 2019 (1905.13727)",)
+
+    def memory(self, like: Tensor, scene: Scene = ALONE) -> Bases:
+        return Bases(like, scene, self.rank)
+
+    def bytes_of(self, x: Tensor, scene: Scene = ALONE) -> int:
+        matrices, rest = _cut(x.numel(), scene, self.rank)
+        factors = sum(self.rank * (one.rows + one.columns) for one in matrices)
+        return _working(x.dtype).itemsize * (factors + sum(len(run) for run in rest))
+
+    def converse(self, x: Tensor, memory: Any, owed: Tensor | None = None) -> Conversation:
+        refuse_not_finite(x if owed is None else x.add_(owed), self)
+        own, plain = memory.views(x)
+        bases = memory.bases()
+        agreed = yield from _mean([*((m @ q.T).T for m, q in zip(own, bases, strict=True)), *plain], self)
+        p, plain = orthonormal(agreed[: len(own)]), agreed[len(own) :]
+        turned = [basis @ m for m, basis in zip(own, p, strict=True)]
+        q = (yield from _mean(turned, self)) if turned else []
+        if owed is not None:
+            memory.owe(owed.copy_(x), p, turned)
+        memory.keep(q)
+        return cast("Bases", memory).write(x, p, q, plain)
+
+
+def _mean(tensors: Sequence[Tensor], codec: Codec) -> Generator[Ask, Answer, list[Tensor]]:
+    """The means of tensors in one turn. They are checked before and after: a sum can be too large for its type."""
+    said = torch.cat([one.flatten() for one in tensors])
+    refuse_not_finite(said, codec)
+    agreed = cast("Tensor", (yield Mean(said)))
+    refuse_not_finite(agreed, codec)
+    parts = torch.split(agreed, [one.numel() for one in tensors])
+    return [part.view(one.shape) for part, one in zip(parts, tensors, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """A matrix that begins at `start` of a flat range."""
+
+    start: int
+    rows: int
+    columns: int
+
+    def of(self, flat: Tensor) -> Tensor:
+        """Its numbers in a flat range, as a matrix."""
+        return flat[self.start : self.start + self.rows * self.columns].view(self.rows, self.columns)
+
+
+class Bases:
+    """What `low_rank` remembers: what was last agreed as Q of every matrix, and where the matrices are.
+
+    It is the same at all workers, and has to be: whoever joins takes it over or all begin anew.
+    """
+
+    def __init__(self, like: Tensor, scene: Scene, rank: int) -> None:
+        self.matrices, self.rest = _cut(like.numel(), scene, rank)
+        self.q = [like.new_zeros((rank, one.columns), dtype=_working(like.dtype)) for one in self.matrices]
+        self.seed, self.round = scene.seed, 0
+
+    def views(self, flat: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """The matrices of a flat range, and what rides along, in the type in which they are computed with."""
+        flat = flat.to(_working(flat.dtype))
+        return [one.of(flat) for one in self.matrices], [flat[run.start : run.stop] for run in self.rest]
+
+    def bases(self) -> list[Tensor]:
+        """Q of every matrix, orthonormal; a direction that was lost, as all are at first, is drawn anew."""
+        source = torch.Generator().manual_seed(((self.seed << 24) + self.round) % (1 << 63))
+        return orthonormal([_filled(q, source) for q in self.q])
+
+    def regroup(self, workers: int, joined: bool) -> None:
+        """Others exchange now: all begin anew if one of them does not know the bases."""
+        if joined:
+            self.q, self.round = [torch.zeros_like(one) for one in self.q], 0
+
+    def keep(self, q: list[Tensor]) -> None:
+        """Remember what was agreed."""
+        self.q, self.round = [one.clone() for one in q], self.round + 1
+
+    def owe(self, owed: Tensor, p: Sequence[Tensor], q: Sequence[Tensor]) -> None:
+        """Take from `owed`, which is all that this worker wanted to say, what it has said."""
+        for matrix, left, right in zip(self.matrices, p, q, strict=True):
+            its = matrix.of(owed)
+            its.addmm_(left.T, right, alpha=-1) if its.dtype == left.dtype else its.sub_(left.T @ right)
+        for run in self.rest:
+            owed[run.start : run.stop] = 0
+
+    def write(self, x: Tensor, p: Sequence[Tensor], q: Sequence[Tensor], plain: Sequence[Tensor]) -> Tensor:
+        """The agreed range, written over x; what lies between the parameters is zero."""
+        for matrix, left, right in zip(self.matrices, p, q, strict=True):
+            _write_product(left, right, matrix.of(x))
+        for run, numbers in zip(self.rest, plain, strict=True):
+            x[run.start : run.stop] = numbers
+        return x
+
+
+def _cut(numbers: int, scene: Scene, rank: int) -> tuple[list[Matrix], list[range]]:
+    """The matrices of a range that become smaller, and the runs of numbers that ride along."""
+    whole = Block("", 0, numbers, _near_square(numbers))
+    matrices, rest = [], []
+    for block in scene.blocks or [whole]:
+        shape = (block.shape[0], math.prod(block.shape[1:])) if len(block.shape) > 1 else (1, block.stop - block.start)
+        end = block.start + math.prod(shape)
+        if rank * sum(shape) < math.prod(shape) and end <= block.stop:
+            matrices.append(Matrix(block.start, *shape))
+            rest.append(range(end, block.stop))
+        else:
+            rest.append(range(block.start, block.stop))
+    return matrices, rest
+
+
+def _near_square(numbers: int) -> tuple[int, int]:
+    """Rows and columns of the matrix that takes in nearly all numbers of a range."""
+    side = math.isqrt(numbers)
+    rows = min(range(side, max(side // 2, side - 64), -1), key=lambda rows: numbers % rows, default=0)
+    return rows, numbers // max(rows, 1)
+
+
+def _working(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _filled(q: Tensor, source: torch.Generator) -> Tensor:
+    """Q with whole numbers at random in the rows that are zero; whole, so that they are the same everywhere."""
+    lost = (q == 0).all(dim=1, keepdim=True)
+    if not lost.any():
+        return q
+    drawn = torch.randint(-(1 << 20), 1 << 20, q.shape, generator=source).to(q)
+    return torch.where(lost, drawn, q)
+
+
+def orthonormal(factors: Sequence[Tensor]) -> list[Tensor]:
+    """Orthonormal rows that span what the rows of each factor span; a row that those before it span becomes zero.
+
+    `factors`: (rank, m) with one rank. Gram-Schmidt in float64, twice, for all factors of about one size at once. It
+    is made only of sums and products of two numbers, in an order that depends on nothing but m and rank.
+    """
+    found = list(factors)
+    sizes = [1 << (one.shape[1] - 1).bit_length() for one in factors]
+    for size in sorted(set(sizes)):
+        places = [place for place, its in enumerate(sizes) if its == size]
+        stack = factors[0].new_zeros((len(places), len(factors[0]), size), dtype=torch.float64)
+        for rows, place in zip(stack, places, strict=True):
+            rows[:, : factors[place].shape[1]] = factors[place]
+        _gram_schmidt(stack)
+        _gram_schmidt(stack)
+        for rows, place in zip(stack, places, strict=True):
+            found[place] = rows[:, : factors[place].shape[1]].to(factors[place].dtype, copy=True)
+    return found
+
+
+def _gram_schmidt(stack: Tensor) -> None:
+    """Make the rows of each of (factors, rank, 2^k) orthonormal, in place."""
+    largest = stack.abs().amax(dim=2, keepdim=True)
+    stack /= torch.where(largest > 0, largest, torch.ones_like(largest))
+    least = NEGLIGIBLE**2 * _summed(stack * stack)
+    for j in range(stack.shape[1]):
+        row, later = stack[:, j : j + 1], stack[:, j + 1 :]
+        square = _summed(row * row)
+        row *= torch.where(square > least[:, j : j + 1], 1 / square.sqrt(), torch.zeros_like(square))
+        later -= row * _summed(row * later)
+
+
+def _summed(x: Tensor) -> Tensor:
+    """The sum of each row of (..., n): the last of its running sums, which are made in the order of the numbers."""
+    return x.cumsum(dim=-1)[..., -1:]
+
+
+def _write_product(p: Tensor, q: Tensor, out: Tensor) -> None:
+    """out = P^T Q, summed in the order of the rows: a library's product may differ by processor and threads."""
+    step = max(1, BLOCK // q.shape[1]) if out.device.type == "cpu" else len(out)
+    for first in range(0, len(out), step):
+        part = p[:, first : first + step, None]
+        block = part[0] * q[0]
+        for j in range(1, len(q)):
+            block += part[j] * q[j]
+        out[first : first + step] = block

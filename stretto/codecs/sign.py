@@ -1,0 +1,73 @@
+"""Fewer bits by sending the signs, and how large numbers of either sign are on average."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from stretto import kernels
+from stretto.codecs.base import SingleRound, refuse_not_finite
+from stretto.codecs.quantise import joined, parted
+from stretto.lazy_torch import torch
+from stretto.spec import Range
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, repr=False)
+class sign(SingleRound):
+    """One bit a number, its sign, read as the mean of the numbers of that sign in its bucket, or as +-one mean.
+
+        means="two": carried_i = mean(a_j : a_j >= 0) where a_i >= 0, else mean(a_j : a_j < 0)        (1-bit SGD)
+        means="one": carried_i = mean |a| where a_i >= 0, else -mean |a|                              (EF-sign)
+
+    Biased: meant to be used with error feedback, for which it is a contraction. Cost: a bit a number and 8 bytes (4
+    with one mean) a bucket; one pass over the numbers.
+    """
+
+    means: Literal["two", "one"] = "two"
+    bucket: Annotated[int, Range(least=1, most=1 << 30)] = 65536
+
+    papers = ("Seide et al. 2014", "Karimireddy et al. 2019 (1901.09847)")
+
+    def sources(self) -> tuple[str, ...]:
+        return self.papers[:1] if self.means == "two" else self.papers[1:]
+
+    def contraction(self, n: int) -> float:
+        """The delta of ||a - C(a)||^2 <= (1 - delta) ||a||^2, which is ||a||_1^2 / (d ||a||^2) of d numbers."""
+        return 1 / max(1, min(n, self.bucket))
+
+    def encode(self, x: Tensor, memory: Any) -> Tensor:
+        return self._message(x, None)
+
+    def encode_owed(self, x: Tensor, owed: Tensor, memory: Any) -> Tensor:
+        return self._message(x, owed)
+
+    def _message(self, x: Tensor, owed: Tensor | None) -> Tensor:
+        refuse_not_finite(x, self)
+        packed, scales = kernels.on(x).sign_pack(x, owed, self.bucket, self.means == "two")
+        return joined(scales if self.means == "two" else scales.amax(1), packed)
+
+    def decode(self, message: Tensor, like: Tensor) -> Tensor:
+        self.add_to(like.zero_(), message)
+        return like
+
+    def add_to(self, total: Tensor, message: Tensor) -> None:
+        if message.numel() == 0:
+            return
+        scales, packed = parted(message, *self._lengths(total.numel()), self)
+        both = scales.view(-1, 2) if self.means == "two" else torch.stack([-scales, scales], 1)
+        kernels.on(total).add_sign(total, packed, both, self.bucket)
+
+    def entries(self, message: Tensor, like: Tensor) -> int:
+        return like.numel() if message.numel() else 0
+
+    def bytes_of(self, x: Tensor) -> int:
+        scales, packed = self._lengths(x.numel())
+        return 4 * scales + packed
+
+    def _lengths(self, numbers: int) -> tuple[int, int]:
+        """How many means and how many bytes of signs a message about so many numbers has."""
+        buckets = -(-numbers // self.bucket)
+        return 2 * buckets if self.means == "two" else buckets, -(-numbers // 8)

@@ -1,0 +1,94 @@
+"""Fewer bits by sending of every number only whether it is drawn, and its sign."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+from stretto import kernels
+from stretto.codecs.base import ALONE, Scene, SingleRound, refuse_not_finite
+from stretto.codecs.quantise import Rounds, joined, parted, quantise
+from stretto.lazy_torch import torch
+from stretto.spec import Range
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, repr=False)
+class ternary(SingleRound):
+    """TernGrad: in each bucket the largest magnitude, and of every number -1, 0 or 1, drawn so that the mean is right.
+
+        g_i = clamp(a_i, +-c sigma) ,  s = max |g| ,  carried_i = s * sign(g_i) * b_i ,  P(b_i = 1) = |g_i| / s
+
+    c is `clip` and sigma the root mean square of the bucket: few numbers are so large, and without them s, and with
+    it what the drawing adds in noise, is several times smaller. With `clip=None` nothing is cut off and the mean is
+    that of the numbers; otherwise what is cut off is lost, unless a residual keeps it. Cost: a byte for five numbers
+    and 4 a bucket; three passes over the numbers, one without clipping.
+    """
+
+    clip: Annotated[float, Range(least=1)] | None = 2.5
+    bucket: Annotated[int, Range(least=1, most=1 << 30)] = 16384
+
+    papers = ("Wen et al. 2017 (1705.07878)",)
+
+    @property
+    def unbiased(self) -> bool:
+        """Whether the expectation of what is carried is what was given."""
+        return self.clip is None
+
+    @property
+    def _packing(self) -> quantise:
+        return quantise(bits=2, bucket=self.bucket)
+
+    def memory(self, like: Tensor, scene: Scene = ALONE) -> Rounds:
+        return Rounds(scene)
+
+    def encode(self, x: Tensor, memory: Any) -> Tensor:
+        refuse_not_finite(x, self)
+        return joined(*self._drawn(self._clipped(x), memory))
+
+    def encode_owed(self, x: Tensor, owed: Tensor, memory: Any) -> Tensor:
+        refuse_not_finite(x, self)
+        scales, packed = self._drawn(self._clipped(x.copy_(owed.add_(x))), memory)
+        kernels.on(owed).add_quantised(owed, packed, -scales, 1, self.bucket)
+        return joined(scales, packed)
+
+    def decode(self, message: Tensor, like: Tensor) -> Tensor:
+        self.add_to(like.zero_(), message)
+        return like
+
+    def add_to(self, total: Tensor, message: Tensor) -> None:
+        if message.numel():
+            scales, packed = parted(message, *self._packing.lengths(total.numel()), self)
+            kernels.on(total).add_quantised(total, packed, scales, 1, self.bucket)
+
+    def entries(self, message: Tensor, like: Tensor) -> int:
+        return self._packing.entries(message, like)
+
+    def bytes_of(self, x: Tensor) -> int:
+        return self._packing.bytes_of(x)
+
+    def _drawn(self, x: Tensor, memory: Rounds) -> tuple[Tensor, Tensor]:
+        packed, scales = kernels.on(x).quantise(x, None, 1, self.bucket, "max", memory.seed())
+        return scales, packed
+
+    def _clipped(self, x: Tensor) -> Tensor:
+        """x, of which nothing is larger than `clip` times the root mean square of its bucket. In place."""
+        if self.clip is None:
+            return x
+        whole = x.numel() - x.numel() % self.bucket
+        for rows in (x[:whole].view(-1, self.bucket), x[whole:].view(1, -1)):
+            if rows.numel():
+                most = self.clip * rows.shape[1] ** -0.5 * _norms(rows)
+                rows.clamp_(-most, most)
+        return x
+
+
+def _norms(rows: Tensor) -> Tensor:
+    """The Euclidean norm of each row; in float64, which is slow, where the squares of float32 have not enough range."""
+    norms: Tensor = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
+    unsure = ((norms < 1e-15) | (norms > 1e18)).flatten()
+    if bool(unsure.any()):
+        norms[unsure] = torch.linalg.vector_norm(rows[unsure], dim=1, keepdim=True, dtype=torch.float64).to(norms.dtype)
+    return norms

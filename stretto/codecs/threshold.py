@@ -1,0 +1,111 @@
+"""Fewer bits by sending a fixed amount where enough is owed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import ModuleType
+from typing import TYPE_CHECKING, Annotated
+
+from stretto import kernels
+from stretto.codecs.base import ALONE, Scene
+from stretto.codecs.sparsifier import Sparse, aligned
+from stretto.errors import RecipeError, explain
+from stretto.lazy_torch import torch
+from stretto.spec import Range
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+FACTOR = 2 ** (1 / 20)
+SMALLEST, LARGEST = 2.0**-100, 2.0**100
+CLIP_EVERY = 5
+
+
+class Tau:
+    """What a worker remembers: its tau, and how many rounds there were."""
+
+    def __init__(self, tau: float) -> None:
+        self.tau = tau
+        self.round = 0
+
+
+@dataclass(frozen=True, repr=False)
+class threshold(Sparse):
+    """Send +-tau where |a| >= tau: the places and a bit of sign each, for use inside `error_feedback`.
+
+    r += x;  where |r_i| >= tau: sent_i = sign(r_i) tau;  r -= sent  (Strom 2015)
+
+    `adaptive` (Deeplearning4j): tau is multiplied by 2^(1/20) after a round in which more than `most` of the numbers
+    were sent and divided by it after one with less than `least`, so it doubles or halves in 20 rounds; each worker has
+    its own, which its messages carry. `clip`: every 5th round what is owed is clipped to +-clip * tau after sending;
+    what lies beyond is lost on purpose. A set of places of which a bitmap is shorter is sent as one.
+
+    Cost: about log2(n/k) + 2.5 bits for each of the k sent, and 4 bytes; at most 2 bits a number; 0 where none is sent.
+    """
+
+    tau: Annotated[float, Range(least=1e-30, most=1e30)]
+    adaptive: bool = False
+    least: Annotated[float, Range(least=0, most=1)] = 1e-4
+    most: Annotated[float, Range(least=0, most=1)] = 1e-2
+    clip: Annotated[float, Range(least=1)] | None = None
+
+    papers = ("Strom 2015",)
+    splits = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.least > self.most:
+            raise RecipeError(
+                explain(
+                    "threshold can't hold the share of entries between these two",
+                    got=f"least={self.least:g}, most={self.most:g}",
+                    expected="least at most as large as most",
+                    to_type=f"threshold({self.tau:g}, adaptive=True, least={self.most:g}, most={self.least:g})",
+                )
+            )
+
+    @property
+    def conserves(self) -> bool:
+        """Whether what is carried and what is owed are the input."""
+        return self.clip is None
+
+    def memory(self, like: Tensor, scene: Scene = ALONE) -> Tau:
+        return Tau(self.tau)
+
+    def select(self, x: Tensor, owed: Tensor | None, memory: Tau) -> tuple[Tensor, Tensor]:
+        tau = x.new_tensor(float(torch.tensor(memory.tau, dtype=torch.float32)))
+        indices, negative = kernels.on(x).take_threshold(x, owed, float(tau))
+        memory.round += 1
+        if self.clip is not None and owed is not None and memory.round % CLIP_EVERY == 0:
+            owed.clamp_(-self.clip * memory.tau, self.clip * memory.tau)
+        if self.adaptive and x.numel():
+            memory.tau = self._next(memory.tau, indices.numel() / x.numel())
+        return indices, torch.where(negative.bool(), -tau, tau)
+
+    def _next(self, tau: float, share: float) -> float:
+        factor = FACTOR if share > self.most else 1 / FACTOR if share < self.least else 1.0
+        return min(max(tau * factor, SMALLEST), LARGEST)
+
+    def say(self, values: Tensor, indices: Tensor, memory: Tau) -> Tensor:
+        return torch.cat([values[:1].abs().float().view(torch.uint8), _bits().pack_bits((values < 0).to(torch.uint8))])
+
+    def hear(self, said: Tensor, indices: Tensor, like: Tensor) -> Tensor:
+        self.expect(said, self.bytes_said(like.numel(), like))
+        tau = aligned(said[:4], torch.float32).to(like.dtype)
+        return torch.where(_bits().unpack_bits(said[4:])[: like.numel()].bool(), -tau, tau)
+
+    def bytes_said(self, entries: int, like: Tensor) -> int:
+        return 4 + (entries + 7) // 8 if entries else 0
+
+    def kind(self, like: Tensor) -> torch.dtype:
+        return torch.uint8
+
+    def most_place_bytes(self, entries: int, n: int) -> int:
+        return 1 + (n + 7) // 8 if n else 0
+
+
+def _bits() -> ModuleType:
+    """What packs signs, on any device; it is imported when it is needed."""
+    from stretto.kernels.reference import index_coding
+
+    return index_coding

@@ -1,0 +1,228 @@
+"""What a comparison asks, and the runs that answer it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stretto.errors import LaunchError, explain
+from stretto.launcher.config import GlobalBatch, LrScale, Order, check
+from stretto.launcher.entry import typed
+from stretto.report.run_record import ALONE, JOINED
+from stretto.report.target import Target
+
+LONGEST_NAME = 80
+
+
+@dataclass(frozen=True)
+class Question:
+    """A script with its arguments, the recipes and numbers of workers to try it with, and how often."""
+
+    script: Path
+    args: tuple[str, ...]
+    workers: tuple[int, ...]
+    recipes: tuple[str, ...]
+    seeds: int = 1
+    target: Target | None = None
+    threads: int | None = None
+    timeout_s: float = 600.0
+    slow: str | None = None
+    module: bool = False
+    global_batch: GlobalBatch = "keep"
+    lr_scale: LrScale = "none"
+
+    def command(self) -> list[str]:
+        """The command that asks this question again."""
+        counts = ",".join(map(str, self.workers))
+        words = ["stretto", "compare", "-n", counts]
+        words += [word for recipe in self.recipes for word in ("--recipe", recipe)]
+        words += ["--target", str(self.target)] if self.target else []
+        words += ["--seeds", str(self.seeds)] if self.seeds > 1 else []
+        words += ["--threads", str(self.threads)] if self.threads else []
+        words += ["--slow", self.slow] if self.slow else []
+        words += ["--batch", self.global_batch] if self.global_batch != "keep" else []
+        words += ["--lr-scale", self.lr_scale] if self.lr_scale != "none" else []
+        return [*words, *typed(self.script, self.module, self.args)]
+
+    def describe(self) -> dict[str, Any]:
+        """What compare.json keeps of it."""
+        return {
+            "script": str(self.script),
+            "module": self.module,
+            "args": list(self.args),
+            "workers": list(self.workers),
+            "recipes": list(self.recipes),
+            "seeds": self.seeds,
+            "target": str(self.target) if self.target else None,
+            "threads": self.threads,
+            "timeout_s": self.timeout_s,
+            "slow": self.slow,
+            "global_batch": self.global_batch,
+            "lr_scale": self.lr_scale,
+            "command": self.command(),
+        }
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One run: `name` is its folder, `reference` the trial whose state it ought to reach."""
+
+    name: str
+    recipe: str | None
+    workers: int
+    join: int
+    seed: int
+    reference: str | None
+
+    @property
+    def kind(self) -> str:
+        """What its record calls the recipe."""
+        return self.recipe or (JOINED if self.join > 1 else ALONE)
+
+    def order(self, question: Question, folder: Path) -> Order:
+        """What the launcher is told. A run alone is what the others are measured by, so nothing slows it down."""
+        return Order(
+            script=question.script,
+            module=question.module,
+            args=question.args,
+            workers=self.workers,
+            recipe=self.recipe,
+            seed=self.seed,
+            alone=self.recipe is None,
+            join=self.join,
+            out=folder / self.name,
+            threads=question.threads,
+            timeout_s=question.timeout_s,
+            keep_states=True,
+            slow=None if self.recipe is None else question.slow,
+            output="none",
+            global_batch=question.global_batch,
+            lr_scale=question.lr_scale,
+        )
+
+
+def ask(
+    script: Path,
+    args: Sequence[str],
+    *,
+    workers: str,
+    recipes: Sequence[str],
+    seeds: int,
+    target: str | None,
+    threads: int | None,
+    timeout_s: float,
+    servers: int | None = None,
+    slow: str | None = None,
+    module: bool = False,
+    global_batch: GlobalBatch = "keep",
+    lr_scale: LrScale = "none",
+) -> Question:
+    """Build a question from what was typed; raises LaunchError or RecipeError before anything is started.
+
+    `servers` goes into the recipes that have a server, so that each is named after what it is.
+    """
+    if not recipes:
+        raise LaunchError(
+            explain(
+                "there is nothing to compare with the run alone",
+                got="no --recipe",
+                expected="at least one recipe (see `stretto recipes`)",
+                to_type='--recipe allreduce --recipe "local_sgd(every=16)"',
+            )
+        )
+    question = Question(
+        script=script,
+        args=tuple(args),
+        workers=worker_counts(workers),
+        recipes=_read(recipes, servers),
+        seeds=_at_least_one(seeds),
+        target=Target.parse(target) if target is not None else None,
+        threads=threads,
+        timeout_s=timeout_s,
+        slow=slow,
+        module=module,
+        global_batch=global_batch,
+        lr_scale=lr_scale,
+    )
+    for trial in trials(question):
+        check(trial.order(question, Path()))
+    return question
+
+
+def _read(recipes: Sequence[str], servers: int | None) -> tuple[str, ...]:
+    """The recipes as they are printed, each once, those with a server over so many shards as were asked for."""
+    from stretto.recipe.parser import parse, with_shards  # and with it torch: only when there is something to compare
+
+    if servers is None:
+        return tuple(dict.fromkeys(str(parse(text)) for text in recipes))
+    served = [text for text in recipes if parse(text).shards]
+    _check_servers(servers, served)
+    sharded = (with_shards(text, servers) if text in served else str(parse(text)) for text in recipes)
+    return tuple(dict.fromkeys(sharded))
+
+
+def _check_servers(servers: int, served: Sequence[str]) -> None:
+    if servers >= 1 and served:
+        return
+    problem = f"the number of servers cannot be {servers}" if served else "no recipe here has a parameter server"
+    expected = "a whole number, at least 1" if served else "a recipe with one (see `stretto recipes`)"
+    to_type = "--servers 2" if served else f"--recipe async_sgd --servers {max(1, servers)}"
+    raise LaunchError(explain(problem, got=f"--servers {servers}", expected=expected, to_type=to_type))
+
+
+def worker_counts(text: str) -> tuple[int, ...]:
+    """Numbers of workers as typed, `4` or `1,2,4`, in order and each once."""
+    words = [word.strip() for word in text.split(",")]
+    if all(word.isdecimal() and int(word) >= 1 for word in words):
+        return tuple(sorted({int(word) for word in words}))
+    raise LaunchError(
+        explain(
+            f"the number of workers cannot be {text}",
+            got=text,
+            expected="whole numbers, at least 1, with commas between",
+            to_type="-n 4, or --workers 1,2,4",
+        )
+    )
+
+
+def _at_least_one(seeds: int) -> int:
+    if seeds >= 1:
+        return seeds
+    expected = "a whole number, at least 1"
+    raise LaunchError(
+        explain(f"the number of seeds cannot be {seeds}", got=seeds, expected=expected, to_type="--seeds 3")
+    )
+
+
+def trials(question: Question) -> list[Trial]:
+    """All runs in order: seed by seed, first alone, then alone with the joined batches, then the recipes."""
+    return [trial for seed in range(question.seeds) for trial in _of_seed(question, seed)]
+
+
+def _of_seed(question: Question, seed: int) -> list[Trial]:
+    splits = question.global_batch == "split"  # all workers have one machine's batch, alone is the reference
+    joins = [count for count in question.workers if count > 1 and not splits]
+    alone = f"alone-seed{seed}"
+    joined = {join: f"alone-joined-{join}-seed{seed}" for join in joins}
+    references = {1: alone, **joined}
+    found = [Trial(alone, None, 1, 1, seed, joined[max(joins)] if joins else None)]
+    found += [Trial(joined[join], None, 1, join, seed, None) for join in joins]
+    names = _folder_names(question.recipes)
+    for workers in question.workers:
+        for recipe in question.recipes:
+            name = f"{names[recipe]}-n{workers}-seed{seed}"
+            found.append(Trial(name, recipe, workers, 1, seed, references.get(workers, alone)))
+    return found
+
+
+def _folder_names(recipes: Sequence[str]) -> dict[str, str]:
+    """A folder name for each recipe; recipes that come out alike are numbered."""
+    names: dict[str, str] = {}
+    for recipe in recipes:
+        plain = re.sub(r"[^A-Za-z0-9_.]+", "-", recipe).strip("-.")[:LONGEST_NAME] or "recipe"
+        taken = sum(name == plain or name.startswith(f"{plain}~") for name in names.values())
+        names[recipe] = f"{plain}~{taken + 1}" if taken else plain
+    return names

@@ -1,0 +1,1 @@
+"""Assignment and leases of batches: state machines without socket, clock or thread."""

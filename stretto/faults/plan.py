@@ -1,0 +1,451 @@
+"""What goes wrong on purpose and when: what a person types for it, and the happenings that follow, in order of time.
+
+It is the same text for live processes and for simulated ones, and the same seed makes the same plan of it.
+
+A fault is data. It either comes once, at a time, or again and again with exponential times between (a mean time between
+failures). What is left open is drawn by the seed, each fault from a stream of its own.
+"""
+
+from __future__ import annotations
+
+import heapq
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import numpy as np
+
+from stretto.errors import LaunchError, explain
+from stretto.units import marked, numeric, seconds, spelled
+
+Kind = Literal["worker", "server", "coordinator"]
+Verb = Literal["kill", "back", "pause", "go_on", "cut", "heal", "slow", "restore"]
+SAID: dict[Verb, str] = {
+    "kill": "killed:",
+    "back": "started again:",
+    "pause": "stopped:",
+    "go_on": "goes on:",
+    "cut": "cut off:",
+    "heal": "no longer cut off:",
+    "slow": "slow link of",
+    "restore": "whole link of",
+}
+STREAM = 2
+"""Keeps these draws apart from others of the same seed."""
+SHORTEST_S = 1e-6
+"""The shortest time between or within faults: with less, virtual time might not move."""
+TIME = "a time such as 500ms, 10s, 2m, 1h, at least 0.001ms"
+WORD = re.compile(r"[^\s,;]+|[,;]")
+NUMBERS = re.compile(r"([0-9]{1,6})(?:-([0-9]{1,6}))?", re.ASCII)
+EXAMPLES = {
+    "kill": "kill worker 3 at 10s, back after 5s",
+    "pause": "pause worker 2 for 5s at 30s",
+    "cut": "cut workers 0-3 for 10s at 20s",
+    "slow": "slow link of worker 1 by 10 for 20s at 5s",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class At:
+    """Once, so many seconds after the start."""
+
+    seconds: float
+
+    def __str__(self) -> str:
+        """As it is typed."""
+        return f"at {spelled(self.seconds)}s"
+
+
+@dataclass(frozen=True, slots=True)
+class Every:
+    """Again and again; the times between are exponential with this mean."""
+
+    mean_s: float
+
+    def __str__(self) -> str:
+        """As it is typed."""
+        return f"every {spelled(self.mean_s)}s"
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Whom it strikes: a numbered worker or server shard; without a number one that is drawn, or the coordinator."""
+
+    kind: Kind
+    number: int | None = None
+
+    def __str__(self) -> str:
+        """As it is typed."""
+        return self.kind if self.number is None else f"{self.kind} {self.number}"
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """A process ends at once; it is started again after a while, or never."""
+
+    begins: ClassVar[Verb] = "kill"
+    ends: ClassVar[Verb] = "back"
+    who: Target
+    when: At | Every
+    back_after_s: float | None = None
+
+    def __str__(self) -> str:
+        """As it is typed."""
+        back = "" if self.back_after_s is None else f", back after {spelled(self.back_after_s)}s"
+        return f"kill {self.who} {self.when}{back}"
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """A process stands still for a while, as between SIGSTOP and SIGCONT."""
+
+    begins: ClassVar[Verb] = "pause"
+    ends: ClassVar[Verb] = "go_on"
+    who: Target
+    when: At | Every
+    for_s: float
+
+    def __str__(self) -> str:
+        """As it is typed."""
+        return f"pause {self.who} for {spelled(self.for_s)}s {self.when}"
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """The network between these workers and all others, the server too, carries nothing for a while."""
+
+    begins: ClassVar[Verb] = "cut"
+    ends: ClassVar[Verb] = "heal"
+    workers: tuple[int, ...]
+    when: At | Every
+    for_s: float
+
+    def __str__(self) -> str:
+        """As it is typed."""
+        return f"cut workers {_ranges(self.workers)} for {spelled(self.for_s)}s {self.when}"
+
+
+@dataclass(frozen=True, slots=True)
+class Slow:
+    """The capacity of a link, up and down, is divided by `factor` for a while."""
+
+    begins: ClassVar[Verb] = "slow"
+    ends: ClassVar[Verb] = "restore"
+    who: Target
+    when: At | Every
+    for_s: float
+    factor: float
+
+    def __str__(self) -> str:
+        """As it is typed."""
+        return f"slow link of {self.who} by {spelled(self.factor)} for {spelled(self.for_s)}s {self.when}"
+
+
+Fault = Kill | Pause | Cut | Slow
+
+
+@dataclass(frozen=True, slots=True)
+class Happening:
+    """What happens, and to whom: workers or server shards by their numbers; the coordinator is number 0 of its kind.
+
+    `factor` is by how much a link is slowed, or no longer is; else 1. `back_after_s` is that of a kill for a while.
+    """
+
+    verb: Verb
+    kind: Kind
+    numbers: tuple[int, ...]
+    factor: float = 1.0
+    back_after_s: float | None = None
+
+    def __str__(self) -> str:
+        """What a person reads of it."""
+        by = f" by {spelled(self.factor)}" if self.verb == "slow" else ""
+        return f"{SAID[self.verb]} {self.who()}{by}"
+
+    def who(self) -> str:
+        """Whom it strikes."""
+        return self.kind if self.kind == "coordinator" else f"{self.kind} {_ranges(self.numbers)}"
+
+    def words(self) -> dict[str, Any]:
+        """What an event says of it."""
+        return {"verb": self.verb, "kind": self.kind, "numbers": list(self.numbers), "text": str(self)}
+
+
+def parse(text: str) -> tuple[Fault, ...]:
+    """The faults that a text spells, `;` between them. Raises LaunchError with the place marked.
+
+    A fault of several workers, such as `kill workers 0-3 at 10s`, is one fault for each; a cut is one for all.
+
+    >>> parse("kill worker 3 at 10s; pause worker for 500ms every 2m")[1]
+    Pause(who=Target(kind='worker', number=None), when=Every(mean_s=120.0), for_s=0.5)
+    >>> print(*parse("cut workers 2,0-1,7 for 10s at 20s"))
+    cut workers 0-2,7 for 10s at 20s
+    """
+    words = _Words(text)
+    faults = list(_fault(words))
+    while not words.over():
+        words.must(";")
+        faults.extend(_fault(words))
+    return tuple(faults)
+
+
+class _Words:
+    """A text read word by word; what does not fit is refused with its place marked."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._left = list(WORD.finditer(text))[::-1]
+        self.example = "; ".join((EXAMPLES["kill"], EXAMPLES["pause"]))
+
+    def over(self) -> bool:
+        """Is nothing left?"""
+        return not self._left
+
+    def next(self) -> str:
+        """The next word, which stays."""
+        return self._left[-1][0].lower() if self._left else ""
+
+    def must(self, *expected: str) -> str:
+        """Take the next word, which must be one of these."""
+        if self.next() not in expected:
+            raise self.refused(" or ".join(expected))
+        return self._left.pop()[0].lower()
+
+    def quantity(self, read: Callable[[str], float | None], least: float, expected: str) -> float:
+        """Take the next word, which must spell a number or a time, at least so much."""
+        value = read(self.next())
+        if value is None or value < least:
+            raise self.refused(expected)
+        self._left.pop()
+        return value
+
+    def numbers(self) -> Iterator[int]:
+        """Take numbers such as `3`, `0-3` or `0,2,5-7`."""
+        yield from self._range()
+        while self.next() == ",":
+            self._left.pop()
+            yield from self._range()
+
+    def _range(self) -> range:
+        match = NUMBERS.fullmatch(self.next())
+        found = range(int(match[1]), int(match[2] or match[1]) + 1) if match else ()
+        if not found:
+            raise self.refused("numbers such as 3, 0-3 or 0,2,5-7")
+        self._left.pop()
+        return found
+
+    def refused(self, expected: str) -> LaunchError:
+        """The error about the next word."""
+        start, stop = self._left[-1].span() if self._left else (len(self._text), len(self._text))
+        problem = f"these are no faults: {self._text[start:stop] or 'something is missing at the end'}"
+        got = marked(self._text, start, stop)
+        return LaunchError(explain(problem, got=got, expected=expected, to_type=f'"{self.example}"'))
+
+
+def _fault(words: _Words) -> Sequence[Fault]:
+    verb = words.must(*EXAMPLES)
+    words.example = EXAMPLES[verb]
+    return READERS[verb](words)
+
+
+def _kill(words: _Words) -> Sequence[Fault]:
+    who, when, back_after_s = _who(words, "worker", "server", "coordinator"), _when(words), None
+    if words.next() == ",":
+        words.must(",")
+        words.must("back")
+        back_after_s = _time(words, "after")
+    return [Kill(one, when, back_after_s) for one in who]
+
+
+def _pause(words: _Words) -> Sequence[Fault]:
+    who, for_s, when = _who(words, "worker", "server", "coordinator"), _time(words, "for"), _when(words)
+    return [Pause(one, when, for_s) for one in who]
+
+
+def _cut(words: _Words) -> Sequence[Fault]:
+    words.must("workers", "worker")
+    workers, for_s = tuple(sorted(set(words.numbers()))), _time(words, "for")
+    return [Cut(workers, _when(words), for_s)]
+
+
+def _slow(words: _Words) -> Sequence[Fault]:
+    words.must("link")
+    words.must("of")
+    who = _who(words, "worker", "server")
+    words.must("by")
+    factor = words.quantity(numeric, 1, "a number, at least 1")
+    for_s, when = _time(words, "for"), _when(words)
+    return [Slow(one, when, for_s, factor) for one in who]
+
+
+READERS = {"kill": _kill, "pause": _pause, "cut": _cut, "slow": _slow}
+
+
+def _who(words: _Words, *kinds: Kind) -> list[Target]:
+    kind = next((one for one in kinds if words.next() in (one, f"{one}s")), None)
+    if kind is None:
+        raise words.refused(" or ".join(kinds))
+    words.must(words.next())
+    numbered = kind != "coordinator" and words.next()[:1].isdigit()
+    return [Target(kind, number) for number in words.numbers()] if numbered else [Target(kind)]
+
+
+def _when(words: _Words) -> At | Every:
+    if words.must("at", "every") == "at":
+        return At(words.quantity(seconds, 0, "a time such as 0s, 500ms, 2m, 1h"))
+    return Every(words.quantity(seconds, SHORTEST_S, TIME))
+
+
+def _time(words: _Words, before: str) -> float:
+    words.must(before)
+    return words.quantity(seconds, SHORTEST_S, TIME)
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    firsts = sorted(set(numbers) - {number + 1 for number in numbers})
+    lasts = sorted(set(numbers) - {number - 1 for number in numbers})
+    return ",".join(f"{one}-{last}" if one < last else f"{one}" for one, last in zip(firsts, lasts, strict=True))
+
+
+def check(faults: Sequence[Fault], workers: int, shards: int) -> None:
+    """Raise LaunchError for a fault that cannot strike so many workers and shards of a parameter server."""
+    for fault in faults:
+        kind, numbers = aim(fault)
+        there = {"worker": workers, "server": shards, "coordinator": 1}[kind]
+        wrong = next((number for number in numbers if number >= there), None)
+        if there == 0:
+            raise _cannot(fault, "there is no parameter server", "a fault of workers, or a recipe with a server")
+        if wrong is not None:
+            raise _cannot(fault, f"there is no {kind} {wrong} of {there}", f"a {kind} from 0 to {there - 1}")
+        if isinstance(fault, Cut) and len(numbers) == there:
+            raise _cannot(fault, f"all {there} workers on one side of a cut", "at least one worker on the other side")
+
+
+def _cannot(fault: Fault, problem: str, expected: str) -> LaunchError:
+    return LaunchError(explain(problem, got=fault, expected=expected, to_type=f'"{EXAMPLES[fault.begins]}"'))
+
+
+def aim(fault: Fault) -> tuple[Kind, tuple[int, ...]]:
+    """Of which kind those are whom a fault strikes, and their numbers; none where it is drawn who they are."""
+    if isinstance(fault, Cut):
+        return "worker", fault.workers
+    if fault.who.kind == "coordinator":
+        return "coordinator", (0,)
+    return fault.who.kind, () if fault.who.number is None else (fault.who.number,)
+
+
+def check_live(faults: Sequence[Fault], restarts: int) -> None:
+    """Raise LaunchError for a fault that can't be done to live processes which are started again so many times."""
+    for fault in faults:
+        if isinstance(fault, Cut | Slow):
+            problem, expected = "links are cut and slowed in simulations only", "a kill or a pause of a process"
+            raise LaunchError(explain(problem, got=fault, expected=expected, to_type=f'"{EXAMPLES["pause"]}"'))
+        if isinstance(fault, Kill) and fault.back_after_s is not None and not restarts:
+            problem, expected = "nobody is back with --restarts 0", "a kill for good, or restarts"
+            raise LaunchError(explain(problem, got=fault, expected=expected, to_type="--restarts 3"))
+
+
+def schedule(
+    faults: Sequence[Fault], workers: int, shards: int, seed: int, supervised: bool = False
+) -> Iterator[tuple[float, Happening]]:
+    """What happens and at which time, in order of time; endless where a fault comes again and again.
+
+    The draws of a fault depend on the seed and its place in the list, not on the other faults. Who is gone is neither
+    drawn nor killed or paused, and who is paused is not paused again. Each kill that is for a while has its `back`,
+    each cut its `heal`, each slow its `restore`, and each pause its `go_on`, unless the process is killed before. Cuts
+    and slow links may overlap: a link is whole again when all of them have ended.
+    A fault ends for good when everybody whom it could strike is gone for good. Where processes are `supervised`, nobody
+    is: who is killed and has no `back` of its own is soon started again by somebody else. So are servers and the
+    coordinator everywhere.
+
+    >>> plan = schedule(parse("kill worker 1 at 10s, back after 5s"), workers=4, shards=0, seed=0)
+    >>> [(time, happening.verb, happening.numbers) for time, happening in plan]
+    [(10.0, 'kill', (1,)), (15.0, 'back', (1,))]
+    """
+    crew = _Crew({"worker": workers, "server": shards, "coordinator": 1})
+    rngs = [np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(STREAM, one))) for one in range(len(faults))]
+    queue: list[_Turn] = []
+    for number, (fault, rng) in enumerate(zip(faults, rngs, strict=True)):
+        heapq.heappush(queue, _Turn(_after(0.0, fault.when, rng), True, number, 0))
+    while queue:
+        turn = heapq.heappop(queue)
+        if turn.ends is not None:
+            if crew.end(turn.ends, turn):
+                yield turn.time, turn.ends
+            continue
+        fault, rng = faults[turn.fault], rngs[turn.fault]
+        happening, lasts_s = crew.struck(fault, rng), _lasts_s(fault)
+        if happening is not None:
+            returns = supervised or happening.kind != "worker"
+            crew.begin(happening, turn, gone=not returns or lasts_s is not None, for_good=lasts_s is None)
+            yield turn.time, happening
+        if happening is not None and lasts_s is not None:
+            ends = replace(happening, verb=fault.ends, back_after_s=None)
+            heapq.heappush(queue, turn._replace(time=turn.time + lasts_s, begins=False, ends=ends))
+        if isinstance(fault.when, Every) and not crew.lost(*aim(fault)):
+            heapq.heappush(queue, turn._replace(time=_after(turn.time, fault.when, rng), again=turn.again + 1))
+
+
+class _Turn(NamedTuple):
+    """A fault's turn, in the order in which turns come: at one time, ends before beginnings."""
+
+    time: float
+    begins: bool
+    fault: int
+    again: int
+    ends: Happening | None = None
+
+
+def _after(time: float, when: At | Every, rng: np.random.Generator) -> float:
+    return when.seconds if isinstance(when, At) else time + rng.exponential(when.mean_s)
+
+
+def _lasts_s(fault: Fault) -> float | None:
+    return fault.back_after_s if isinstance(fault, Kill) else fault.for_s
+
+
+class _Crew:
+    """Which processes are gone, for a while or for good, and which are paused, by which turn."""
+
+    def __init__(self, sizes: dict[Kind, int]) -> None:
+        self._sizes = sizes
+        self._gone: dict[tuple[Kind, int], bool] = {}
+        self._paused: dict[tuple[Kind, int], tuple[int, int]] = {}
+
+    def struck(self, fault: Fault, rng: np.random.Generator) -> Happening | None:
+        """What a fault does now, to a drawn victim where it names none; None where nobody is there for it."""
+        kind, named = aim(fault)
+        numbers = named or tuple(rng.permutation(self._sizes[kind]).tolist())
+        if not named or isinstance(fault, Kill | Pause):
+            out = self._gone.keys() | self._paused.keys() if isinstance(fault, Pause) else self._gone.keys()
+            numbers = tuple(islice((one for one in numbers if (kind, one) not in out), 1))
+        factor = fault.factor if isinstance(fault, Slow) else 1.0
+        back_after_s = fault.back_after_s if isinstance(fault, Kill) else None
+        return Happening(fault.begins, kind, numbers, factor, back_after_s) if numbers else None
+
+    def begin(self, happening: Happening, turn: _Turn, gone: bool, for_good: bool) -> None:
+        """Note that it has begun; of a kill whether the process is gone by it, and for good."""
+        process = happening.kind, happening.numbers[0]
+        if happening.verb == "kill":
+            self._paused.pop(process, None)
+            if gone:
+                self._gone[process] = for_good
+        elif happening.verb == "pause":
+            self._paused[process] = turn.fault, turn.again
+
+    def end(self, happening: Happening, turn: _Turn) -> bool:
+        """Note that it has ended. False where the pause has ended before, with the process."""
+        process = happening.kind, happening.numbers[0]
+        if happening.verb == "back":
+            del self._gone[process]
+        elif happening.verb == "go_on":
+            if self._paused.get(process) != (turn.fault, turn.again):
+                return False
+            del self._paused[process]
+        return True
+
+    def lost(self, kind: Kind, numbers: tuple[int, ...]) -> bool:
+        """Are all whom a fault aims at gone for good?"""
+        return all(self._gone.get((kind, one), False) for one in numbers or range(self._sizes[kind]))

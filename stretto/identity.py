@@ -1,0 +1,242 @@
+"""Which worker this is, and what only one of them does: rank, barrier, main_first, print, save.
+
+All of it works before `distribute` and after it, live and simulated. Alone (`python train.py`) the answers are 0, 1 and
+True, and nothing waits.
+"""
+
+from __future__ import annotations
+
+import builtins
+import os
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stretto.api import connected, skipped
+from stretto.errors import ScriptError, explain
+from stretto.loader.epoch_batches import members_of, number_of
+from stretto.membership.barrier_client import Barrier
+from stretto.membership.barriers import EVERYBODY, Position
+from stretto.training.trainer import Trainer
+from stretto.training.worker_context import Seat, find_seat
+
+
+def rank() -> int:
+    """Return the number of this worker, from 0; it stays the same for the life of the worker, and for its restarts.
+
+    When workers failed or joined, the numbers of those that run need not be 0 to `world_size()` - 1.
+
+    >>> rank()
+    0
+    """
+    trainer = connected()
+    if trainer is not None:
+        return number_of(trainer.wire)
+    seat = find_seat()
+    return seat.worker if seat is not None else 0
+
+
+def world_size() -> int:
+    """Return how many workers there are: those that were started, and after `distribute` those that train now.
+
+    >>> world_size()
+    1
+    """
+    trainer = connected()
+    if trainer is not None:
+        return trainer.wire.workers
+    seat = find_seat()
+    return max(seat.workers, seat.worker + 1) if seat is not None else 1
+
+
+def is_main() -> bool:
+    """Return True at the worker that does what one worker has to do.
+
+    That is worker 0; after `distribute` it is the first of the workers that train now, so there is another one when
+    worker 0 has failed, and worker 0 again when it is back. Before `distribute` a restarted worker 0 counts as main.
+
+    >>> is_main()
+    True
+    """
+    return rank() == _main()
+
+
+def barrier() -> None:
+    """Wait until all workers have come here.
+
+    A worker that failed is not waited for, nor one that is restarted until it trains again; a restarted worker passes
+    the barriers that the others have left. Raises WireError after `--timeout`, with the number of the missing worker,
+    and ScriptError inside the loop over the loader where workers take unequal numbers of batches.
+
+    >>> barrier()
+    """
+    _wait(EVERYBODY, "barrier")
+
+
+@contextmanager
+def main_first() -> Iterator[None]:
+    """Let the main worker run the block first, and the others when it has left the block, with an error or without.
+
+    If main fails in the block before training begins, the others wait for its restart.
+
+    >>> with main_first():
+    ...     pass
+    """
+    if not is_main():
+        _wait(_main(), "main_first")
+        yield
+        return
+    position = _position("main_first")
+    try:
+        yield
+    finally:
+        _announce(position)
+
+
+def print(*values: object, **options: Any) -> None:
+    """Print at the main worker only; takes what the built-in `print` takes.
+
+    >>> print("loss", 0.5)
+    loss 0.5
+    """
+    if is_main():
+        builtins.print(*values, **options)
+
+
+def save(obj: object, path: str | os.PathLike[str]) -> None:
+    """Save with `torch.save`, at the main worker only, whole or not at all; missing folders are made.
+
+    The file is written beside `path`, brought to the disk, and renamed, so no reader ever sees a part of it. Call it at
+    every worker, or inside `if stretto.is_main()`: both are right. At every worker, the others return when the main
+    worker has saved, so that the next line may load the file. They do not wait for a call that main does not make:
+    a main worker that has begun a further exchange, or has failed, is past this call. This is why `save` cannot be
+    built on `barrier`: inside `if stretto.is_main()` nobody else would ever come to it. Where workers do not wait for
+    each other, call it between epochs if others read the file: inside the loop nobody waits.
+
+    Raises OSError when the file cannot be written; the one before it is still there.
+
+    >>> save({"accuracy": 0.9}, Path(tempfile.mkdtemp()) / "models/best.pt")
+    """
+    if not is_main():
+        trainer = connected()
+        if trainer is None or not _is_unequal(trainer):
+            _wait(_main(), "save", f"save {os.fspath(path)}")
+        return
+    position = _position(f"save {os.fspath(path)}")
+    try:
+        _write(obj, Path(path))
+    finally:
+        _announce(position)
+
+
+def _write(obj: object, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    number, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
+    try:
+        with os.fdopen(number, "wb") as file:
+            torch.save(obj, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, _mode(path))
+        os.replace(temporary, path)
+    except BaseException:
+        with suppress(FileNotFoundError):
+            os.unlink(temporary)
+        raise
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _mode(path: Path) -> int:
+    """The permissions that a file of this path has, or gets."""
+    if path.exists():
+        return path.stat().st_mode & 0o777
+    mask = os.umask(0)
+    os.umask(mask)
+    return 0o666 & ~mask
+
+
+# --- positions in the script ------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Counted:
+    """The barriers of this worker's script so far."""
+
+    trainer: Trainer | None = None
+    section: int = 0
+    place: int = 0
+    calls: Counter[str] = field(default_factory=Counter)
+
+
+_counted: ContextVar[_Counted | None] = ContextVar("counted", default=None)
+
+
+def _main() -> int:
+    trainer = connected()
+    return members_of(trainer.wire)[0] if trainer is not None else 0
+
+
+def _position(label: str) -> Position:
+    """The position of this call of a barrier, which is the same at all workers that run the same script."""
+    counted = _counted.get()
+    if counted is None:
+        _counted.set(counted := _Counted())
+    trainer = connected()
+    if trainer is not None and trainer is not counted.trainer:
+        counted.trainer, counted.section, counted.place = trainer, trainer.section.number, -1
+    place = trainer.presence.place() if trainer is not None else counted.place
+    section, place = (skipped() if trainer is None else None) or (counted.section, place)
+    if (section, place) != (counted.section, counted.place):
+        counted.section, counted.place, counted.calls = section, place, Counter()
+    counted.calls[label] += 1
+    return Position(counted.section, place, label, counted.calls[label])
+
+
+def _barrier() -> tuple[Seat, Barrier] | None:
+    """Where this worker waits for others; None if there are none."""
+    trainer, seat = connected(), find_seat()
+    if seat is None or seat.barrier is None or seat.alone:
+        return None
+    return None if trainer is None and _is_over() else (seat, seat.barrier)
+
+
+def _is_over() -> bool:
+    """True after the end of the last run: the others have left, too."""
+    counted = _counted.get()
+    return counted is not None and counted.trainer is not None
+
+
+def _announce(position: Position) -> None:
+    if (found := _barrier()) is not None:
+        found[1].announce(position)
+
+
+def _wait(of: int, called: str, label: str | None = None) -> None:
+    position, trainer, found = _position(label or called), connected(), _barrier()
+    if found is None:
+        return
+    if trainer is None:
+        found[1].wait(position, of, lambda: None)
+        return
+    if _is_unequal(trainer):
+        problem = f"stretto.{called} inside the loop, but workers take unequal numbers of batches under this recipe"
+        expected = "a call between epochs, or a recipe whose workers wait for each other"
+        raise ScriptError(explain(problem, got=str(trainer.recipe), expected=expected, to_type="--recipe allreduce"))
+    if not trainer.presence.is_catching_up():
+        found[1].wait(position, of, trainer.presence.mend)
+
+
+def _is_unequal(trainer: Trainer) -> bool:
+    """True within an epoch in which each worker takes batches as it is free."""
+    return trainer.replica.arrival is not None and trainer.hands is not None

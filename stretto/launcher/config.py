@@ -1,0 +1,324 @@
+"""What to run: an order, and everything that can be wrong with it before a process is started."""
+
+from __future__ import annotations
+
+import math
+import os
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from stretto.errors import LaunchError, explain
+from stretto.faults.plan import Fault, Happening, Kill, Pause, check_live, parse, schedule
+from stretto.faults.plan import check as check_faults
+from stretto.faults.stragglers import factors
+from stretto.interval import every
+from stretto.launcher import entry
+from stretto.run_dir import CHECKPOINTS, cores
+from stretto.units import spelled
+
+Batch = Literal["local", "joined"]
+Output = Literal["lead", "all", "none"]
+OnNan = Literal["stop", "skip"]
+GlobalBatch = Literal["keep", "split"]
+LrScale = Literal["none", "linear", "sqrt"]
+LARGEST_SEED = 2**32 - 1
+SHORTEST_PATIENCE_S = 0.1
+
+
+@dataclass(frozen=True)
+class Order:
+    """One run of a script on workers of this machine: of a file, or of a `module` whose name `script` is.
+
+    `recipe` is text and wins over the script's; `alone` switches every exchange off and `join` makes one
+    batch of so many of the script's. `threads` is per worker, `timeout_s` limits every wait on another
+    worker, and `output` says whose lines reach the terminal. The log of each worker holds all of them.
+
+    `servers` puts the recipe over a parameter server of so many shards, `on_nan` says what those do with an
+    update that is not finite, and `plain` leaves their traffic unencrypted. `slow` stretches the computing of
+    some workers: `1:2.0,3:5.0`.
+
+    Who is not heard of for `patience_s` is taken for dead. A worker that dies is started again up to `restarts` times;
+    the others go on meanwhile, at least `min_workers` and with those that come back at most `max_workers`, and `batch`
+    says what becomes of the batch. Workers of other machines may come too where `host` is an address of this one that
+    they reach. `chaos` kills and pauses processes on purpose. A checkpoint is written
+    `checkpoint_every` so often (`5m`, `20 rounds`) and the newest `keep` are kept; `resume` is the folder of a run that
+    is continued from its newest. `retyped` holds the words after `stretto run --resume FOLDER` to continue this run.
+    """
+
+    script: Path
+    args: tuple[str, ...] = ()
+    workers: int = 1
+    recipe: str | None = None
+    seed: int = 0
+    alone: bool = False
+    join: int = 1
+    out: Path | None = None
+    threads: int | None = None
+    port: int | None = None
+    timeout_s: float = 600.0
+    keep_states: bool = False
+    output: Output = "lead"
+    servers: int | None = None
+    slow: str | None = None
+    on_nan: OnNan = "stop"
+    plain: bool = False
+    patience_s: float = 10.0
+    min_workers: int = 1
+    max_workers: int | None = None
+    restarts: int = 3
+    checkpoint_every: str | None = None
+    keep: int | None = None
+    resume: Path | None = None
+    batch: Batch = "local"
+    host: str | None = None
+    chaos: str | None = None
+    module: bool = False
+    retyped: tuple[str, ...] = ()
+    global_batch: GlobalBatch = "keep"
+    """The script's batch: that of each worker (keep), or of all together (split)."""
+    lr_scale: LrScale = "none"
+    """The factor on the script's learning rate: 1, the number of workers, or the square root of that."""
+    scaled_workers: int | None = None
+    """The number of workers for this factor; None for as many as are started."""
+
+    @property
+    def lr_factor(self) -> float:
+        """The factor on the script's learning rate."""
+        count = self.scaled_workers or self.workers * self.join
+        return {"none": 1.0, "linear": float(count), "sqrt": math.sqrt(count)}[self.lr_scale]
+
+    @property
+    def endures(self) -> bool:
+        """Whether the run goes on without a worker that has died: it has a coordinator then."""
+        several = self.workers > 1 or self.host is not None
+        return several and not self.alone and os.environ.get("STRETTO_MEMBERS") != "0"
+
+    @property
+    def name(self) -> str:
+        """Name of the program, for the name of a run folder."""
+        return entry.title(self.script, self.module)
+
+    def __str__(self) -> str:
+        """Return the workers, the program and the recipe, for the line that announces the run."""
+        program = shlex.join(entry.typed(self.script, self.module, self.args))
+        workers = f"{self.workers} worker{'s' * (self.workers != 1)}"
+        recipe = f"recipe {self.recipe}" if self.recipe is not None else "the script's recipe"
+        resumed = f", from the newest checkpoint of {self.resume}" if self.resume is not None else ""
+        return f"{workers} of {program}, {recipe}{resumed}"
+
+    def file(self) -> Path:
+        """Return the Python file that is executed. Raises LaunchError if there is none."""
+        return entry.file_of(self.script, self.module)
+
+    def threads_each(self) -> int:
+        """Threads of each worker: as asked, else the cores shared out, at least one."""
+        return self.threads or max(1, cores() // self.workers)
+
+    def asked(self) -> dict[str, Any]:
+        """What `run.json` says was asked for."""
+        return {
+            "script": str(self.script),
+            "module": self.module,
+            "args": list(self.args),
+            "recipe": self.recipe,
+            "workers": self.workers,
+            "seed": self.seed,
+            "alone": self.alone,
+            "join": self.join,
+            "threads": self.threads_each(),
+            "servers": self.servers or 0,
+            "slow": self.slow,
+            "patience_s": self.patience_s,
+            "min_workers": self.min_workers,
+            "max_workers": self.max_workers,
+            "restarts": self.restarts,
+            "checkpoint_every": self.checkpoint_every,
+            "keep": self.keep,
+            "resume": str(self.resume) if self.resume else None,
+            "batch": self.batch,
+            "host": self.host,
+            "chaos": self.chaos,
+            "global_batch": self.global_batch,
+            "lr_scale": self.lr_scale,
+        }
+
+
+def settled(order: Order) -> Order:
+    """The same order with all that follows from it: the script's file, the recipe over its servers, and how many."""
+    order = order if order.module else replace(order, script=entry.located(order.script))
+    if order.recipe is None:
+        return replace(order, servers=0)
+    from stretto.recipe.parser import parse, with_shards
+
+    recipe = with_shards(order.recipe, order.servers) if order.servers else order.recipe
+    shards = parse(recipe).shards
+    return replace(order, recipe=recipe, servers=0 if order.alone else shards)
+
+
+def in_server_words(order: Order) -> str | None:
+    """Return what `--servers` makes of a recipe that has no server of its own, or None where it changes nothing."""
+    if order.recipe is None or not order.servers or order.alone:
+        return None
+    from stretto.recipe.parser import parse
+
+    if parse(order.recipe).shards:
+        return None
+    shards = f"{order.servers} shard{'s' * (order.servers > 1)}"
+    means = f"the workers exchange through a parameter server of {shards}, not with each other"
+    return f"--servers {order.servers} makes {settled(order).recipe} of the recipe {order.recipe}: {means}"
+
+
+def is_free(order: Order) -> bool:
+    """Whether the recipe of a settled order lets nobody wait for others."""
+    if order.recipe is None:
+        return False
+    from stretto.recipe.parser import parse
+
+    return parse(order.recipe).asynchronous
+
+
+def check(order: Order, live: bool = True) -> None:
+    """Raise LaunchError or RecipeError when the order cannot be run as it is; nothing is started then.
+
+    A run that is not `live` is simulated: it has no coordinator to speak to.
+    """
+    entry.check(order.script, order.module)
+    _check_numbers(order)
+    if order.alone and order.workers != 1:
+        raise LaunchError(explain("alone means one worker", got=order.workers, expected="1 worker", to_type="-n 1"))
+    if order.servers and order.recipe is None:
+        raise _without_recipe(order.servers)
+    factors(order.slow, order.workers)
+    _check_server_options(order, live)
+    _check_survival(order)
+    _check_host(order)
+    _check_chaos(order)
+    _check_checkpoints(order)
+    _check_batch(order)
+
+
+def _check_server_options(order: Order, live: bool) -> None:
+    """Refuse what would change nothing without a server."""
+    from stretto.recipe.parser import parse
+
+    recipe = settled(order).recipe
+    asked = parse(recipe) if recipe is not None else None
+    got = f"--recipe {recipe}" if recipe is not None else "no --recipe"
+    if order.on_nan == "skip" and not (asked and asked.asynchronous):
+        problem, expected = "only what arrives at a server can be left out", "a recipe on arrival, as async_sgd"
+        raise LaunchError(explain(problem, got=got, expected=expected, to_type="--recipe async_sgd --on-nan skip"))
+    if order.plain and not (asked and asked.shards) and not (live and order.endures):
+        problem, expected = "there is no server to speak plainly to", "a recipe with a server, as async_sgd"
+        raise LaunchError(explain(problem, got=got, expected=expected, to_type="--recipe async_sgd --plain"))
+
+
+def _check_numbers(order: Order) -> None:
+    _at_least_one("the number of workers", order.workers, "-n 4")
+    _at_least_one("the number of threads per worker", order.threads, "--threads 1")
+    _at_least_one("the number of joined batches", order.join, "join=4")
+    _at_least_one("the number of servers", order.servers, "--servers 2")
+    if not 0 <= order.seed <= LARGEST_SEED:
+        _refuse("the seed", order.seed, f"a whole number from 0 to {LARGEST_SEED}", "--seed 1")
+    if not (order.timeout_s > 0 and math.isfinite(order.timeout_s)):
+        _refuse("the limit of a wait", order.timeout_s, "seconds, more than 0", "--timeout 600")
+    if order.port is not None and not 0 <= order.port <= 65535:
+        _refuse("the port", order.port, "a port from 1 to 65535, or 0 for a free one", "leave --port away")
+
+
+def _check_survival(order: Order) -> None:
+    """Refuse numbers that no run can have."""
+    least, most = order.min_workers, order.max_workers
+    if not (order.patience_s >= SHORTEST_PATIENCE_S and math.isfinite(order.patience_s)):
+        _refuse("the patience", f"{spelled(order.patience_s)}s", "a time, at least 100ms", "--patience 10s")
+    if not 1 <= least <= order.workers:
+        started = f"a number from 1 to {order.workers}, as many as are started"
+        _refuse("the least number of workers", least, started, f"--min-workers {order.workers}")
+    if most is not None and most < order.workers:
+        started = f"at least {order.workers}, as many as are started"
+        _refuse("the largest number of workers", most, started, f"--max-workers {order.workers}")
+    if order.restarts < 0:
+        _refuse("the number of restarts", order.restarts, "a whole number, 0 or more", "--restarts 3")
+
+
+def _check_host(order: Order) -> None:
+    """Workers that join later meet the others; they can't have a part of a server, whose workers are counted."""
+    if order.host is None:
+        return
+    if order.alone:
+        _refuse("the host of a run alone", order.host, "a run that others can join", "leave --host away")
+    if settled(order).servers:
+        problem, expected = "nobody can join a run over a parameter server", "a recipe without a server, as allreduce"
+        got, to_type = f"--host {order.host} --recipe {order.recipe}", "--recipe allreduce, or leave --host away"
+        raise LaunchError(explain(problem, got=got, expected=expected, to_type=to_type))
+
+
+def _check_batch(order: Order) -> None:
+    """Refuse a larger learning rate for a batch that is not larger."""
+    if order.global_batch == "split" and order.lr_scale != "none":
+        problem = "--lr-scale is for a larger batch, and with --batch split all workers share the script's batch"
+        got, to_type = f"--batch split --lr-scale {order.lr_scale}", "--batch split, or --lr-scale alone"
+        raise LaunchError(explain(problem, got=got, expected="one of the two", to_type=to_type))
+
+
+def _check_chaos(order: Order) -> None:
+    if order.chaos is not None:
+        faults = parse(order.chaos)
+        check_faults(faults, order.workers, settled(order).servers or 0)
+        check_live(faults, order.restarts)
+        if not order.endures and any(_strikes_coordinator(fault) for fault in faults):
+            problem, expected = "there is no coordinator to strike", "at least 2 workers"
+            raise LaunchError(explain(problem, got=f"--chaos {order.chaos!r}", expected=expected, to_type="-n 4"))
+
+
+def _strikes_coordinator(fault: Fault) -> bool:
+    return isinstance(fault, Kill | Pause) and fault.who.kind == "coordinator"
+
+
+def planned(order: Order) -> Iterator[tuple[float, Happening]]:
+    """What is done to the processes of a settled order on purpose, and how many seconds after their start."""
+    faults = parse(order.chaos) if order.chaos is not None else ()
+    return schedule(faults, order.workers, order.servers or 0, order.seed, supervised=order.endures)
+
+
+def _check_checkpoints(order: Order) -> None:
+    _at_least_one("the number of checkpoints kept", order.keep, "--keep 3")
+    if order.checkpoint_every is not None:
+        every(order.checkpoint_every)
+    elif order.keep is not None:
+        problem, expected = "--keep changes nothing without --checkpoint-every", "how often a checkpoint is written"
+        to_type = f"--checkpoint-every 5m --keep {order.keep}"
+        raise LaunchError(explain(problem, got=f"--keep {order.keep} alone", expected=expected, to_type=to_type))
+    if order.resume is not None and not (order.resume / CHECKPOINTS).is_dir():
+        _refuse_resume(order.resume)
+
+
+def _refuse_resume(run: Path) -> None:
+    near = sorted(path.parent for path in run.absolute().parent.glob(f"*/{CHECKPOINTS}"))
+    problem = f"{run} has no checkpoints" if run.is_dir() else f"there is no run {run}"
+    expected = "the folder of a run with checkpoints" + (f"; near it are {_names(near)}" if near else "")
+    to_type = (
+        f"--resume {run.parent / near[-1].name}" if near else "--resume runs/RUN, of a run with --checkpoint-every 5m"
+    )
+    raise LaunchError(explain(problem, got=f"--resume {run}", expected=expected, to_type=to_type))
+
+
+def _names(paths: list[Path]) -> str:
+    return ", ".join(path.name for path in paths[-3:])
+
+
+def _at_least_one(what: str, got: int | None, to_type: str) -> None:
+    if got is not None and got < 1:
+        _refuse(what, got, "a whole number, at least 1", to_type)
+
+
+def _refuse(what: str, got: object, expected: str, to_type: str) -> None:
+    raise LaunchError(explain(f"{what} cannot be {got}", got=got, expected=expected, to_type=to_type))
+
+
+def _without_recipe(servers: int) -> LaunchError:
+    got, expected = f"--servers {servers} alone", "a recipe to put over a parameter server"
+    to_type = f"--recipe async_sgd --servers {servers}"
+    return LaunchError(explain("--servers needs --recipe", got=got, expected=expected, to_type=to_type))

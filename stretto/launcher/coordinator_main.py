@@ -1,0 +1,144 @@
+"""The coordinator's process: holds the roll of a run until the launcher ends it.
+
+Started as `python -P -m stretto.launcher.coordinator_main`, with its configuration in the environment. A restarted
+coordinator continues from its write-ahead log.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import msgspec
+
+from stretto.errors import LogError
+from stretto.events import LogFile
+from stretto.interval import every
+from stretto.launcher.shard_main import keys_in, leave
+from stretto.launcher.worker_main import fail, speak_in_lines
+from stretto.membership.coordinator import COORDINATOR, Event, Roll
+from stretto.membership.write_ahead_log import Journal, read
+
+AGAIN_S = 2.0
+"""How often those who are gone are told of again: a service that was started again has forgotten."""
+
+
+def main() -> None:
+    """Serve until SIGTERM. An error goes to the event log, and the process ends at once."""
+    signal.signal(signal.SIGTERM, leave)
+    speak_in_lines()
+    try:
+        _coordinate()
+    except BaseException as error:
+        fail(error, COORDINATOR)
+
+
+def _coordinate() -> None:
+    from stretto.membership.server import RollCall
+    from stretto.security import ServerKeys
+
+    given = os.environ
+    folder, settings = Path(given["STRETTO_RUN"]), json.loads(given["STRETTO_SETTINGS"])
+    keys = keys_in(given.pop("STRETTO_SERVER_KEYS", None))
+    place = folder / "journal"
+    records = read(place)
+    journal = Journal(place)
+    if journal.cut_off:
+        lost = f"{journal.cut_off} bytes after it are lost"
+        print(f"the journal is whole up to record {len(records)}: {lost}", file=sys.stderr, flush=True)
+    roll = Roll.restored(records, time.monotonic()) if records else _begun(settings)
+    RollCall(
+        socket.socket(fileno=int(given["STRETTO_LISTEN_FD"])),
+        roll,
+        journal,
+        ServerKeys(*(one.encode() for one in keys)) if keys else None,
+        settings["patience_s"],
+        _Publisher(LogFile(folder / "events.jsonl"), settings["zero"], _messenger(settings, given)).publish,
+        every(settings["checkpoint"]).seconds if settings.get("checkpoint") else None,
+    ).run(threading.Event())
+
+
+def _messenger(settings: dict[str, Any], given: Mapping[str, str]) -> _Messenger | None:
+    """For workers that do not wait for each other; others say by their generation who is there."""
+    if "STRETTO_SERVERS" not in given or not settings.get("free"):
+        return None
+    return _Messenger([f"tcp://{one}" for one in given["STRETTO_SERVERS"].split(",")], given.get("STRETTO_KEYS"))
+
+
+def _begun(settings: dict[str, Any]) -> Roll:
+    """The roll of a run that begins."""
+    return Roll(
+        settings,
+        settings["expected"],
+        settings.get("min_workers", 1),
+        settings.get("max_workers"),
+        settings.get("free", False),
+        patience_s=settings["patience_s"],
+        return_s=settings.get("return_s"),
+    )
+
+
+class _Messenger(threading.Thread):
+    """Tells the services of a parameter server who is gone, and tells those that were started again once more."""
+
+    def __init__(self, addresses: Sequence[str], keys: str | None) -> None:
+        super().__init__(name="messenger", daemon=True)
+        self._addresses, self._keys = addresses, keys
+        self._events: SimpleQueue[Event] = SimpleQueue()
+        self.start()
+
+    def take(self, events: Sequence[Event]) -> None:
+        """Events of members."""
+        for event in events:
+            self._events.put(event)
+
+    def run(self) -> None:
+        """Pass on what comes."""
+        from stretto.parameter_server.rpc_channel import Herald
+        from stretto.security import worker_keys
+
+        herald = Herald(self._addresses, worker_keys(self._keys))
+        while True:
+            try:
+                event = self._events.get(timeout=AGAIN_S)
+            except Empty:
+                herald.again()
+                continue
+            if event["what"] == "gone":
+                herald.gone(event["worker"], event["life"])
+            elif event["what"] == "joined":
+                herald.back(event["worker"])
+
+
+class _Publisher:
+    """Writes what is to be known: notices for the launcher to show, events to the log of the run."""
+
+    def __init__(self, log: LogFile, zero: float, messenger: _Messenger | None) -> None:
+        self._log, self._zero, self._messenger = log, zero, messenger
+
+    def publish(self, notices: Sequence[str], events: Sequence[Event]) -> None:
+        """Say the notices, log the events with the run's time."""
+        for notice in notices:
+            print(notice, file=sys.stderr, flush=True)
+        if self._messenger is not None:
+            self._messenger.take(events)
+        at = time.perf_counter()
+        when = {"at": round(at, 6), "t": round(at - self._zero, 6)}
+        lines = b"".join(msgspec.json.encode({**event, **when}) + b"\n" for event in events)
+        try:
+            self._log.append(lines)
+        except LogError as error:
+            print(error, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

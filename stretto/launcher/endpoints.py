@@ -1,0 +1,123 @@
+"""The services of a run, before they are started: where they listen, and the keys that they and the workers have.
+
+They are the parameter server, and the coordinator that knows who is in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from socket import socket
+
+from stretto.errors import LaunchError, explain
+from stretto.launcher.listeners import listening
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A key of two halves; the secret one is never printed."""
+
+    public: str
+    secret: str = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Keys:
+    """What the servers and the workers of one run know each other by: a pair for either side."""
+
+    server: Pair
+    worker: Pair
+
+
+@dataclass(frozen=True)
+class Servers:
+    """Listening sockets of a parameter server, the first for who deals batches and then one a shard, or none at all.
+
+    `keys` is None for plain, `coordinator` where a run does without; `elsewhere` is the address of one that another
+    launcher has started.
+    """
+
+    sockets: tuple[socket, ...] = ()
+    keys: Keys | None = None
+    coordinator: socket | None = None
+    elsewhere: str | None = None
+
+    @property
+    def coordinator_at(self) -> str | None:
+        """The address of the coordinator, if there is one."""
+        return address(self.coordinator) if self.coordinator is not None else self.elsewhere
+
+    @property
+    def shards(self) -> int:
+        """How many servers there are."""
+        return max(0, len(self.sockets) - 1)
+
+    def for_worker(self) -> dict[str, str]:
+        """What a worker has to know: where the servers are, and its side of the keys."""
+        told = {}
+        if self.shards:
+            told["STRETTO_SERVERS"] = ",".join(map(address, self.sockets))
+        if self.coordinator_at is not None:
+            told["STRETTO_COORDINATOR"] = self.coordinator_at
+        if self.keys is not None:
+            own = self.keys.worker
+            told["STRETTO_KEYS"] = ",".join((self.keys.server.public, own.public, own.secret))
+        return told
+
+    def for_server(self, shard: int) -> dict[str, str]:
+        """What the server of a shard has to know: its place, its sockets, and its side of the keys."""
+        told = {"STRETTO_SHARD": str(shard), "STRETTO_SHARDS": str(self.shards)}
+        names = ("STRETTO_LISTEN_FD", "STRETTO_COORDINATOR_FD")
+        return told | dict(zip(names, map(str, self.inherited(shard)), strict=False)) | self._own_keys()
+
+    def for_coordinator(self) -> dict[str, str]:
+        """What the coordinator has to know: its socket, both sides of the keys, and whom to tell of who is gone."""
+        assert self.coordinator is not None
+        return self.for_worker() | {"STRETTO_LISTEN_FD": str(self.coordinator.fileno())} | self._own_keys()
+
+    def _own_keys(self) -> dict[str, str]:
+        if self.keys is None:
+            return {}
+        own = self.keys.server
+        return {"STRETTO_SERVER_KEYS": ",".join((own.secret, own.public, self.keys.worker.public))}
+
+    def inherited(self, shard: int) -> list[int]:
+        """The sockets of a shard: its own, and for shard 0 the coordinator's."""
+        own = self.sockets[shard + 1].fileno()
+        return [own] if shard else [own, self.sockets[0].fileno()]
+
+    def close(self) -> None:
+        """Let go of the sockets: once the servers have them, one that is gone refuses whoever asks."""
+        for one in self.sockets:
+            one.close()
+
+
+def address(listener: socket) -> str:
+    """Where a socket listens, as `host:port`."""
+    return "{}:{}".format(*listener.getsockname()[:2])
+
+
+@contextlib.contextmanager
+def servers_for(shards: int, plain: bool, coordinated: bool = False, host: str | None = None) -> Iterator[Servers]:
+    """Sockets for so many shards, for a coordinator (at `host`) if there is to be one, and unless `plain` new keys."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(listening()) for _ in range(shards + 1 if shards else 0)]
+        coordinator = stack.enter_context(listening(host=host)) if coordinated else None
+        keys = None if plain or not (shards or coordinated) else _new_keys()
+        yield Servers(tuple(sockets), keys, coordinator)
+
+
+def _new_keys() -> Keys:
+    import zmq  # only where there is something to encrypt
+
+    try:
+        return Keys(Pair(*_halves(zmq.curve_keypair())), Pair(*_halves(zmq.curve_keypair())))
+    except zmq.ZMQError as error:
+        problem = f"no keys can be made: {error}"
+        expected = "a ZeroMQ with CURVE encryption"
+        raise LaunchError(explain(problem, got=zmq.zmq_version(), expected=expected, to_type="--plain")) from error
+
+
+def _halves(pair: tuple[bytes, bytes]) -> Iterator[str]:
+    return (half.decode("ascii") for half in pair)

@@ -1,0 +1,22 @@
+"""Lines about a stopped run: its folder, its page, and the command that continues it."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from stretto.run_dir import CHECKPOINTS
+
+
+def left_in(folder: Path, retyped: Sequence[str]) -> str:
+    """Return lines that name the run folder, its page, and the command that continues the run.
+
+    `retyped` are the words of the command after `--resume FOLDER`.
+    """
+    lines = [f"run folder: {folder}", f"page: stretto report {folder} writes {folder / 'report.html'}"]
+    if any((folder / CHECKPOINTS).glob("round-*")):
+        again = shlex.join(["stretto", "run", "--resume", str(folder), *(retyped or ("...",))])
+        return "\n".join([*lines, f"continue from the last checkpoint: {again}"])
+    lines.append("continue: not possible, for no checkpoint was written; --checkpoint-every 5m writes them")
+    return "\n".join(lines)

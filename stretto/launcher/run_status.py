@@ -1,0 +1,142 @@
+"""What is known of a run while it goes on: made from its events alone, one at a time."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from stretto.events import Event
+from stretto.report import formatting, traffic
+
+RECENT_S = 10.0
+"""The samples of so many last seconds make the rate that is shown."""
+MEGABYTE = 1e6
+
+
+@dataclass
+class Progress:
+    """The state of a run. `take` an event; read off `facts`. `notices` says whether those deserve a line.
+
+    `staleness` is the sum over all `updates`, `stalest` the largest.
+    """
+
+    notices: bool = True
+    recipe: str = ""
+    epoch: int = 0
+    step: int = 0
+    values: dict[str, Any] = field(default_factory=dict)
+    metrics: dict[str, Any] = field(default_factory=dict)
+    counts: dict[int, Event] = field(default_factory=dict)
+    updates: int = 0
+    staleness: int = 0
+    stalest: int = 0
+    _recent: dict[int, deque[tuple[float, int]]] = field(default_factory=dict)
+    _told: set[str] = field(default_factory=set)
+
+    def take(self, event: Event) -> str | None:
+        """Learn from an event; returns the line that it deserves, if any."""
+        known = getattr(self, f"_on_{event.get('event')}", None)
+        return known(event) if known is not None else None
+
+    def facts(self) -> list[str]:
+        """What is worth a look now, the most important first."""
+        facts = [f"epoch {self.epoch}" if self.epoch else "", f"step {self.step}" if self.step else ""]
+        if (rate := self.samples_per_second()) is not None:
+            facts.append(f"{rate:,.0f} samples/s")
+        facts += [f"{name} {_number(value)}" for name, value in {**self.values, **self.metrics}.items()]
+        if (waiting := self.waiting()) is not None:
+            facts.append(f"waiting {waiting:.0%}")
+        if self.updates:
+            facts.append(f"staleness {self.staleness / self.updates:.1f} mean, {self.stalest} max")
+        if sent := sum(event.get("bytes_sent", 0) for event in self.counts.values()):
+            facts.append(f"sent {sent / MEGABYTE:,.1f} MB")
+        if (fewer := self.fewer()) is not None:
+            facts.append(f"encoded in {formatting.times(fewer)} fewer bytes")
+        return [fact for fact in facts if fact]
+
+    def samples_per_second(self) -> float | None:
+        """Samples of all workers a second of training, over the last `RECENT_S`."""
+        rates = [_rate(points) for points in self._recent.values()]
+        known = [rate for rate in rates if rate is not None]
+        return sum(known) if known else None
+
+    def waiting(self) -> float | None:
+        """The share of their time that workers have waited for others."""
+        splits = [event["split"] for event in self.counts.values() if event.get("split")]
+        whole = sum(sum(split.values()) for split in splits)
+        return sum(split.get("waiting", 0.0) for split in splits) / whole if whole else None
+
+    def fewer(self) -> float | None:
+        """How many times fewer bytes were said than as exact numbers; None where nothing was encoded."""
+        exchanged = [traffic.accounts(event) for event in self.counts.values()]
+        raw, sent = traffic.total(exchanged, "raw_sent"), traffic.total(exchanged, "sent")
+        return traffic.fewer(raw, sent) if raw != sent else None
+
+    def _on_start(self, event: Event) -> None:
+        self.recipe = str(event.get("recipe") or self.recipe)
+        self.epoch = self.epoch or 1
+
+    def _on_notice(self, event: Event) -> str | None:
+        """The lead says its own on its terminal."""
+        text = str(event.get("text", ""))
+        if text in self._told or not (self.notices or event.get("worker")):
+            return None
+        self._told.add(text)
+        return f"note: {text}"
+
+    def _on_section(self, event: Event) -> str:
+        """Begin again: a further section counts its own."""
+        self.epoch = self.step = self.updates = self.staleness = self.stalest = 0
+        for known in (self.values, self.metrics, self.counts, self._recent):
+            known.clear()
+        return f"section {event.get('section')} begins: {event.get('folder')}"
+
+    def _on_chaos(self, event: Event) -> str:
+        return f"chaos: {event.get('text')}"
+
+    def _on_log(self, event: Event) -> None:
+        self.step = max(self.step, event.get("step", 0))
+        self.values |= event.get("values", {})
+
+    def _on_progress(self, event: Event) -> None:
+        worker = event["worker"]
+        self.counts[worker] = event
+        self.step = max(self.step, event.get("step", 0))
+        points = self._recent.setdefault(worker, deque([(0.0, 0)]))
+        points.append((event["t"] - event.get("split", {}).get("evaluating", 0.0), event.get("samples", 0)))
+        while len(points) > 2 and points[-1][0] - points[1][0] > RECENT_S:
+            points.popleft()
+
+    def _on_applied(self, event: Event) -> None:
+        found = [update[2] for update in event.get("updates", [])]
+        self.updates += len(found)
+        self.staleness += sum(found)
+        self.stalest = max(self.stalest, *found, 0)
+
+    def _on_end(self, event: Event) -> None:
+        self._on_progress(event)
+
+    def _on_evaluation(self, event: Event) -> str:
+        step = event.get("step", self.step)
+        self.step = max(self.step, step)
+        self.metrics |= event.get("metrics", {})
+        metrics = ", ".join(f"{name} {_number(value)}" for name, value in event.get("metrics", {}).items())
+        training = f"after {event.get('training_s', 0.0):.1f} s of training"
+        return f"epoch {event.get('epoch')}, step {step}: {metrics} ({training})"
+
+    def _on_epoch(self, event: Event) -> str:
+        """One has ended: the next is on."""
+        ended, step = event.get("epoch", self.epoch), event.get("step", self.step)
+        self.epoch, self.step = ended + 1, max(self.step, step)
+        done = f"{event.get('samples', 0):,} samples in {event.get('training_s', 0.0):.1f} s of training"
+        return f"epoch {ended} ended: step {step}, {done}"
+
+
+def _rate(points: deque[tuple[float, int]]) -> float | None:
+    (first_s, before), (last_s, now) = points[0], points[-1]
+    return (now - before) / (last_s - first_s) if last_s > first_s else None
+
+
+def _number(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

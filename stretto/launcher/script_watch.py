@@ -1,0 +1,107 @@
+"""Notices of what a script does beside the run: steps before `distribute`, and files that several workers write.
+
+Each is noted where it happens, at next to no cost, and said once.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from stretto.events import Event
+from stretto.launcher.seeding import after_import
+
+MOST_FILES = 200
+"""Number of files that a worker remembers."""
+SHOWN = 3
+_WRITES = os.O_WRONLY | os.O_RDWR
+_NOT_FILES = ("/dev/", "/proc/", "/sys/")
+
+
+def notice_steps_alone(workers: int) -> None:
+    """Print one line if an optimizer of this process steps before `distribute` was called."""
+    after_import("torch.optim.optimizer", lambda module: _watch_steps(module, workers))
+
+
+def _watch_steps(module: ModuleType, workers: int) -> None:
+    seen: list[bool] = []
+
+    def stepped(_optimizer: object, _args: object, _named: object) -> None:
+        if seen:
+            return
+        seen.append(True)
+        face = sys.modules.get("stretto.api")
+        if face is None or not face.is_distributed():
+            text = (
+                f"an optimizer steps, but stretto.distribute was not called yet: until then each of the {workers} "
+                "workers trains alone"
+            )
+            print(f"stretto: {text}", file=sys.stderr, flush=True)
+
+    module.register_optimizer_step_post_hook(stepped)
+
+
+class Written:
+    """The files that this process has opened for writing, less temporary ones and those below the folders in `own`."""
+
+    def __init__(self, own: Iterable[str | os.PathLike[str]]) -> None:
+        self._own = tuple(str(Path(one).resolve()) + os.sep for one in own)
+        self.paths: dict[str, None] = {}
+
+    def begin(self) -> None:
+        """Note from now on; nothing that was begun can be ended."""
+        sys.addaudithook(self._hear)
+        after_import("torch.serialization", self._watch_saves)
+
+    def note(self, path: object) -> None:
+        """A file is written, if this is the name of one that others may write, too."""
+        if isinstance(path, os.PathLike):
+            path = os.fspath(path)
+        if not isinstance(path, str) or len(self.paths) >= MOST_FILES:
+            return
+        path = os.path.abspath(path)
+        if not path.startswith((*self._own, *_NOT_FILES)) and "__pycache__" not in path:
+            self.paths[path] = None
+
+    def _hear(self, event: str, about: tuple[Any, ...]) -> None:
+        if event == "open" and isinstance(about[2], int) and about[2] & _WRITES and not about[2] & os.O_EXCL:
+            self.note(about[0])
+
+    def _watch_saves(self, module: ModuleType) -> None:
+        """torch writes its files without Python's `open`."""
+        save: Callable[..., Any] = module.save
+
+        @functools.wraps(save)
+        def noted(obj: object, f: object, *given: Any, **named: Any) -> Any:
+            self.note(f)
+            return save(obj, f, *given, **named)
+
+        module.save = noted  # type: ignore[attr-defined]
+
+
+def own_folders(environment: Mapping[str, str]) -> list[str]:
+    """The folders in which a worker's files are nobody's business: the run's, Python's, and temporary ones."""
+    return [environment["STRETTO_RUN"], sys.prefix, sys.base_prefix, os.path.join(os.path.expanduser("~"), ".cache")]
+
+
+def several_write(events: Iterable[Event]) -> str | None:
+    """One sentence on the files that several workers have written, of what each has told; None if there are none."""
+    writers: dict[tuple[str, str], set[int]] = {}
+    for event in events:
+        if event.get("event") == "written":
+            for path in event["paths"]:
+                writers.setdefault((event["host"], path), set()).add(event["worker"])
+    shared = [(path, sorted(workers)) for (_, path), workers in writers.items() if len(workers) > 1]
+    if not shared:
+        return None
+    shown = "; ".join(f"{path} (workers {', '.join(map(str, workers[:8]))})" for path, workers in shared[:SHOWN])
+    more = f"; and {len(shared) - SHOWN} others" if len(shared) > SHOWN else ""
+    return (
+        f"several workers wrote the same file: {shown}{more}. Use stretto.save(obj, path), "
+        "`if stretto.is_main():`, or a name with stretto.rank()"
+    )

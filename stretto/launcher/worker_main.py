@@ -1,0 +1,218 @@
+"""One worker process: makes ready, runs the script as if it had been started plainly, and tells how it ended.
+
+Started as `python -P -m stretto.launcher.worker_main file SCRIPT ARGS` or `... module NAME ARGS`, with its
+configuration in the environment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import os
+import runpy
+import socket
+import sys
+import sysconfig
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType, ModuleType, TracebackType
+from typing import NoReturn
+
+import msgspec
+
+from stretto.errors import BrokenWireError, MemberOutError, StrettoError, WireError
+from stretto.events import Event
+from stretto.launcher.entry import module_file, module_name
+from stretto.launcher.script_watch import Written, notice_steps_alone, own_folders
+from stretto.launcher.seeding import sow
+from stretto.membership.worker_status import status
+
+FILE, MODULE = "file", "module"
+AGAIN = 75
+"""The exit code of a worker that is no member any more, and wants to be started again."""
+PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
+TORCH = os.path.join(sysconfig.get_path("purelib"), "torch") + os.sep
+STARTERS = (__file__, str(Path(__file__).with_name("serve.py")), PACKAGE + "sim", "<frozen runpy>")
+
+
+def main() -> None:
+    """Run the script, then close the run. An error goes to the event log, and the process ends at once."""
+    kind, script, *args = sys.argv[1:]
+    status.open(os.environ)
+    speak_in_lines()
+    sow(int(os.environ["STRETTO_SEED"]))
+    written = _watch()
+    sys.argv = [script, *args]
+    try:
+        STARTS[kind](script)
+        _finish()
+        _tell_written(written)
+        status.finish()
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            _tell_written(written)
+        fail(error, int(os.environ["STRETTO_RANK"]))
+
+
+def _watch() -> Written:
+    """Notice what the script does beside the run. Only worker 0's lines reach the terminal."""
+    workers, written = int(os.environ["STRETTO_WORLD_SIZE"]), Written(own_folders(os.environ))
+    if workers > 1:
+        written.begin()
+        if os.environ["STRETTO_RANK"] == "0":
+            notice_steps_alone(workers)
+    return written
+
+
+def _tell_written(written: Written) -> None:
+    if written.paths:
+        about = {"host": socket.gethostname(), "paths": list(written.paths)}
+        number = int(os.environ["STRETTO_RANK"])
+        _append(msgspec.json.encode({"event": "written", "t": 0.0, "worker": number, **about}) + b"\n")
+
+
+def speak_in_lines() -> None:
+    """What is printed is seen at the end of a line, though the output is a pipe."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True)
+
+
+def _run_file(script: str) -> None:
+    """Run a file as `python FILE` does."""
+    sys.path.insert(0, str(Path(script).resolve().parent))
+    file = str(Path(script).absolute())
+    _run(lambda: runpy.run_path(file, run_name="__main__"), file)
+
+
+def _run_module(name: str) -> None:
+    """Run a module as `python -m NAME` does."""
+    sys.path.insert(0, os.getcwd())
+    _run(lambda: runpy.run_module(name, run_name="__main__", alter_sys=True), str(module_file(name)[1]))
+
+
+STARTS: dict[str, Callable[[str], None]] = {FILE: _run_file, MODULE: _run_module}
+
+
+def _run(start: Callable[[], dict[str, object]], script: str) -> None:
+    """Run the script. Its names stay those of `__main__`, for whatever is still to be pickled by name."""
+    try:
+        names = start()
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            raise
+        names = _names_at(end.__traceback__, script)
+    main = ModuleType("__main__")
+    vars(main).update(names)
+    sys.modules["__main__"] = main
+
+
+def _names_at(trace: TracebackType | None, script: str) -> dict[str, object]:
+    while trace is not None:
+        frame: FrameType = trace.tb_frame
+        if frame.f_code.co_filename == script:
+            return frame.f_globals
+        trace = trace.tb_next
+    return {}
+
+
+def _finish() -> None:
+    from stretto.api import close
+
+    close()
+
+
+def fail(error: BaseException, number: int) -> NoReturn:
+    """Write the error event and leave, without waiting for threads or exit handlers: they may hang.
+
+    `number` is the worker's, or a server's. Being no member any more is no failure of the run: a word of it is enough.
+    """
+    is_out = isinstance(error, MemberOutError | BrokenWireError)
+    try:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        tell = _notice if is_out else _event
+        _append(msgspec.json.encode(tell(error, _leave_training(), number)) + b"\n")
+    except BaseException as problem:
+        print(
+            f"{failure(error)}\nNot in the event log: {problem}",
+            file=sys.stderr,
+        )
+        sys.stderr.flush()
+    os._exit(AGAIN if is_out else 1)
+
+
+def _leave_training() -> float:
+    """Bring the events of this worker's training to the disk; returns the time on their clock."""
+    leave = getattr(sys.modules.get("stretto.training"), "abandon", None)
+    return 0.0 if leave is None else float(leave())
+
+
+def _event(error: BaseException, t: float, number: int) -> Event:
+    said = {"kind": type(error).__name__, "text": _text(error), "traceback": short(error)}
+    consequence = isinstance(error, WireError)
+    at = round(time.perf_counter(), 6)
+    return {"event": "error", "t": t, "worker": number, **said, "consequence": consequence, "at": at}
+
+
+def _notice(error: BaseException, t: float, number: int) -> Event:
+    return {"event": "notice", "t": t, "worker": number, "text": f"worker {number} stops by itself: {error}"}
+
+
+def _append(line: bytes) -> None:
+    log = os.open(Path(os.environ["STRETTO_RUN"]) / "events.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    if os.write(log, line) < len(line):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _text(error: BaseException) -> str:
+    if isinstance(error, SystemExit) and not isinstance(error.code, str):
+        return f"the script called sys.exit({error.code!r})"
+    return f"{error}{_as_module(error)}"
+
+
+def _as_module(error: BaseException) -> str:
+    """Return how to start a script whose relative imports need a package, where that is the error."""
+    if not (isinstance(error, ImportError) and "no known parent package" in str(error)):
+        return ""
+    name = module_name(Path(sys.argv[0]))
+    return f"; start it as a module: stretto run -m {name}" if name is not None else ""
+
+
+def failure(error: BaseException) -> str:
+    """What a person reads of an error: the script's side of the traceback, its name and its text."""
+    return f"{short(error)}{type(error).__name__}: {_text(error)}"
+
+
+def short(error: BaseException) -> str:
+    """The traceback from the script's own frame on, less a last line that repeats the error's name and text.
+
+    Of an error that Stretto raises on purpose only the script's side is told: neither our frames nor torch's. A script
+    that ends itself with a text has said what there is to say.
+    """
+    if isinstance(error, SystemExit) and isinstance(error.code, str):
+        return ""
+    whole = traceback.TracebackException.from_exception(error)
+    _shorten(whole, (*STARTERS, PACKAGE, TORCH) if isinstance(error, StrettoError) else STARTERS)
+    lines, last = list(whole.format()), list(whole.format_exception_only())
+    if len(last) == 1 and lines[-1:] == last:
+        lines.pop()
+    return "".join(lines) if len(lines) > 1 else ""
+
+
+def _shorten(part: traceback.TracebackException, without: tuple[str, ...]) -> None:
+    """Drop frames of the files that start so, and of earlier errors those that have no other."""
+    frames = [frame for frame in part.stack if not frame.filename.startswith(without)]
+    part.stack = traceback.StackSummary.from_list(frames)
+    for name in ("__cause__", "__context__"):
+        if (earlier := getattr(part, name)) is not None:
+            _shorten(earlier, without)
+            if PACKAGE in without and not earlier.stack:
+                setattr(part, name, None)
+
+
+if __name__ == "__main__":
+    main()

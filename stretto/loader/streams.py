@@ -1,0 +1,174 @@
+"""Streams among several workers: every sample once, or an error.
+
+A stream is assigned in one of two ways. Either all workers read the same stream in the same order, and each keeps one
+batch in N; or the stream is sharded by its own library, and each worker keeps all batches of its shard. The first needs
+one order: a stream that shuffles by the global random generators draws from a random state that all workers share. The
+second is known for the libraries in `sharded_by`, or asked for by `deal="own"`. The workers compare digests of their
+first batches, so that streams which differ for another reason end with an error.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import chain, islice
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from stretto.errors import LoaderError, explain
+from stretto.transport import Wire
+
+DIGEST_BYTES = 8
+DEEPEST = 6
+"""Number of nested wrappers around a data set that are searched."""
+
+
+def sharded_by(loader: Any, environment: Mapping[str, str] = os.environ) -> str | None:
+    """Return the name of the library that gives each worker a shard of its own; None if none is known to.
+
+    WebDataset and torchdata split by RANK and WORLD_SIZE, `datasets.distributed.split_dataset_by_node` by what it was
+    given.
+    """
+    several = environment.get("WORLD_SIZE", "1") != "1"
+    for one in _wrapped(loader):
+        library = type(one).__module__.partition(".")[0]
+        split = getattr(one, "_distributed", None)
+        if split is not None and getattr(split, "world_size", 1) > 1:
+            return f"split_dataset_by_node of {library}"
+        if several and library in ("webdataset", "torchdata"):
+            return library
+    return None
+
+
+def _wrapped(loader: Any) -> Iterator[Any]:
+    """Yield the loader, and the data sets and pipelines within it."""
+    level = [loader]
+    for _ in range(DEEPEST):
+        yield from level
+        names = ("dataset", "source", "datapipe", "source_datapipe", "pipeline")
+        inner = [found for one in level for name in names if (found := _attributes(one).get(name)) is not None]
+        level = [one for found in inner for one in (found if isinstance(found, list | tuple) else [found])]
+
+
+def _attributes(one: Any) -> Mapping[str, Any]:
+    """Return the attributes of an object; none where it keeps no dictionary of them."""
+    return getattr(one, "__dict__", {})
+
+
+class CommonRandom:
+    """The global random generators in a state that all workers share, while they read a stream."""
+
+    def __init__(self, text: bytes) -> None:
+        seed = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+        source = np.random.RandomState(seed % (1 << 32))
+        self._states: tuple[Any, ...] = (
+            torch.Generator().manual_seed(seed).get_state(),
+            random.Random(seed).getstate(),
+            source.get_state(),
+        )
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Draw from the common state, and continue from this worker's own state afterwards."""
+        own = _states()
+        _put(self._states)
+        try:
+            yield
+        finally:
+            self._states = _states()
+            _put(own)
+
+    def read(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """Iterate a loader; each batch is made with the common state."""
+        with self.applied():
+            batches = iter(loader)
+        while True:
+            with self.applied():
+                batch = next(batches, None)
+            if batch is None:
+                return
+            yield batch
+
+
+def _states() -> tuple[Any, ...]:
+    return torch.get_rng_state(), random.getstate(), np.random.get_state()
+
+
+def _put(states: tuple[Any, ...]) -> None:
+    torch.set_rng_state(states[0])
+    random.setstate(states[1])
+    np.random.set_state(states[2])
+
+
+def common_stream(loader: Iterable[Any], wire: Wire, number: int, is_checked: bool) -> Iterator[Any]:
+    """Return the batches of a stream that all workers read in one order.
+
+    Raises LoaderError, at every worker, if `is_checked` and the workers' first batches differ.
+    """
+    if wire.workers == 1:
+        return iter(loader)
+    told = wire.tell(lambda: str(torch.initial_seed()).encode())
+    stream = CommonRandom(told + f":{number}".encode()).read(loader)
+    if is_checked:
+        first = list(islice(stream, wire.workers))
+        _refuse_different(wire.gather(msgspec.msgpack.encode([digests(one) for one in first])))
+        return chain(first, stream)
+    return stream
+
+
+def _refuse_different(told: Sequence[bytes]) -> None:
+    if len(set(told)) == 1:
+        return
+    found = [msgspec.msgpack.decode(one, type=list[list[bytes]]) for one in told]
+    samples = [set(chain.from_iterable(batches)) for batches in found]
+    shared = any(one & other for at, one in enumerate(samples) for other in samples[:at])
+    if shared:
+        problem = "the workers' streams hold the same samples in another order"
+        got = "first batches that overlap, but are not the same"
+        to_type = "a shuffle with a seed that is the same at every worker"
+    else:
+        problem = "the workers' streams differ, and it is not known whether each is a shard of its own"
+        got = "first batches without a common sample"
+        to_type = (
+            'stretto.distribute(..., deal="own") if each worker reads its own shard; deal="round-robin" if all read '
+            "the same samples in the same order, changed by random numbers of their own"
+        )
+    expected = "the same batches in the same order at every worker, or one shard for each"
+    raise LoaderError(explain(problem, got=got, expected=expected, to_type=to_type))
+
+
+def digests(batch: Any) -> list[bytes]:
+    """Return a digest of each sample of a batch: row i of everything in it that has rows."""
+    columns = list(_columns(batch))
+    rows = max((len(column) for column in columns), default=0)
+    return [_digest(column[row] for column in columns if row < len(column)) for row in range(rows)]
+
+
+def _digest(values: Iterable[Any]) -> bytes:
+    found = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    for value in values:
+        found.update(value.tobytes() if isinstance(value, np.ndarray | np.generic) else repr(value).encode())
+    return found.digest()
+
+
+def _columns(batch: Any) -> Iterator[Any]:
+    """Yield the parts of a batch that have a row for each sample."""
+    if isinstance(batch, torch.Tensor):
+        plain = batch.detach().cpu()
+        yield from _columns((plain if plain.dtype != torch.bfloat16 else plain.float()).numpy())
+    elif isinstance(batch, np.ndarray):
+        yield np.ascontiguousarray(batch) if batch.ndim else batch.reshape(1)
+    elif isinstance(batch, Mapping):
+        for one in batch.values():
+            yield from _columns(one)
+    elif isinstance(batch, list | tuple) and any(isinstance(one, torch.Tensor | np.ndarray) for one in batch):
+        for one in batch:
+            yield from _columns(one)
+    elif isinstance(batch, list | tuple):
+        yield batch

@@ -1,0 +1,171 @@
+"""A worker's side of the script's barriers: asks the coordinator who is missing, or reads a store.
+
+Each answer is asked for, again and again until nobody is missing, so every wait ends: with the answer, or with a
+WireError that names the missing workers when the limit of all waits is over.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Protocol
+
+import msgspec
+import zmq
+
+from stretto.errors import WireError, explain
+from stretto.membership.barriers import EVERYBODY, NOBODY, Arrive, Missing, Position
+from stretto.security import WorkerKeys
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+FIRST_S, LONGEST_S = 0.005, 0.1
+"""Time between two questions, at first and at most."""
+ANSWER_S = 1.0
+"""Time after which a question without an answer is asked again."""
+
+_ENCODER = msgspec.msgpack.Encoder()
+_MISSING = msgspec.msgpack.Decoder(Missing)
+
+
+class Barrier(Protocol):
+    """What a worker waits at."""
+
+    def begin(self, place: Callable[[], int]) -> None:
+        """Training begins; `place` returns how many exchanges among all this worker has begun."""
+        ...
+
+    def announce(self, position: Position) -> None:
+        """Report a position without waiting."""
+        ...
+
+    def wait(self, position: Position, of: int, mend: Callable[[], None]) -> None:
+        """Report a position and wait for worker `of`, or EVERYBODY; call `mend` between two questions.
+
+        Raises WireError when workers are still missing after the limit of all waits.
+        """
+        ...
+
+
+class CoordinatorBarrier:
+    """Barriers that the coordinator keeps. The connection is made at the first one."""
+
+    def __init__(self, worker: int, life: int, address: str, keys: WorkerKeys | None, limit_s: float) -> None:
+        self._worker, self._life, self._address = worker, life, address
+        self._keys, self._limit_s = keys, limit_s
+        self._dealer: Any = None
+
+    def begin(self, place: Callable[[], int]) -> None:
+        """Heartbeats tell the coordinator."""
+
+    def announce(self, position: Position) -> None:
+        """Report a position; the coordinator's answer says that it has come."""
+        self._ask_until(Arrive(position, NOBODY), lambda: None)
+
+    def wait(self, position: Position, of: int, mend: Callable[[], None]) -> None:
+        """Report a position and wait."""
+        self._ask_until(Arrive(position, of), mend)
+
+    def _ask_until(self, said: Arrive, mend: Callable[[], None]) -> None:
+        limit, pause_s = time.monotonic() + self._limit_s, FIRST_S
+        missing: list[int] | None = None
+        while time.monotonic() < limit:
+            found = self._ask(said)
+            missing = found if found is not None else missing
+            if found == []:
+                return
+            mend()
+            time.sleep(pause_s)
+            pause_s = min(pause_s * 1.5, LONGEST_S)
+        raise late(self._worker, missing, self._limit_s)
+
+    def _ask(self, said: Arrive) -> list[int] | None:
+        """The workers that are missing; None when no answer has come in time."""
+        dealer = self._connected()
+        try:
+            dealer.send(_ENCODER.encode(said), zmq.NOBLOCK)
+        except zmq.Again:  # the coordinator is being started again
+            return None
+        answer = None
+        while dealer.poll(0 if answer is not None else int(ANSWER_S * 1000)):  # the last one is the newest
+            answer = dealer.recv() or answer
+        return _MISSING.decode(answer).workers if answer is not None else None
+
+    def _connected(self) -> Any:
+        if self._dealer is None:
+            dealer: Any = zmq.Context.instance().socket(zmq.DEALER)
+            self._dealer = dealer
+            name = b"barrier %d.%d" % (self._worker, self._life)
+            for option, value in {zmq.IDENTITY: name, zmq.LINGER: 0, zmq.RECONNECT_IVL: 20}.items():
+                dealer.setsockopt(option, value)
+            if self._keys is not None:
+                dealer.curve_serverkey = self._keys.servers
+                dealer.curve_publickey, dealer.curve_secretkey = self._keys.public, self._keys.secret
+            dealer.connect(self._address if "://" in self._address else f"tcp://{self._address}")
+        return self._dealer
+
+
+class StoreBarrier:
+    """Barriers in the store at which workers without a coordinator find each other, as under torchrun."""
+
+    def __init__(self, worker: int, workers: int, store: Callable[[], Store], limit_s: float) -> None:
+        self._worker, self._workers, self._make = worker, workers, store
+        self._limit_s = limit_s
+        self._store: Store | None = None
+
+    def begin(self, place: Callable[[], int]) -> None:
+        """A store has no heartbeats: workers meet where all of them call."""
+
+    def announce(self, position: Position) -> None:
+        """Report a position."""
+        self._connected().set(_key(position, self._worker), "1")
+
+    def wait(self, position: Position, of: int, mend: Callable[[], None]) -> None:
+        """Report a position and wait. Nobody can be replaced here, so there is nothing to mend."""
+        self.announce(position)
+        others = (one for one in range(self._workers) if one != self._worker and of in (one, EVERYBODY))
+        limit = time.monotonic() + self._limit_s
+        for one in others:
+            left_s = max(limit - time.monotonic(), 0.001)
+            try:
+                self._connected().wait([_key(position, one)], timedelta(seconds=left_s))
+            except RuntimeError:
+                raise late(self._worker, [one], self._limit_s) from None
+
+    def _connected(self) -> Store:
+        if self._store is None:
+            self._store = self._make()
+        return self._store
+
+
+def _key(position: Position, worker: int) -> str:
+    return f"barrier/{position.section}/{position.place}/{position.label}/{position.index}/{worker}"
+
+
+def late(worker: int, missing: list[int] | None, limit_s: float) -> WireError:
+    """The error of a worker that has waited at a barrier for too long."""
+    whom = f"worker {', '.join(map(str, missing))}" if missing else "the coordinator, which did not answer"
+    problem = f"worker {worker} waited {limit_s:g} s at a barrier (stretto.barrier, main_first or save) for {whom}"
+    expected = "a call that all workers come to: one inside `if stretto.is_main():` stops here"
+    return WireError(
+        explain(problem, got="no sign that it has come there", expected=expected, to_type=f"--timeout {limit_s * 2:g}")
+    )
+
+
+def by_environment(
+    environment: Mapping[str, str], worker: int, workers: int, life: int, keys: WorkerKeys | None, limit_s: float
+) -> Barrier | None:
+    """The barrier of a worker that a launcher has started; None for one that has nobody to wait for."""
+    if "STRETTO_COORDINATOR" in environment:
+        return CoordinatorBarrier(worker, life, environment["STRETTO_COORDINATOR"], keys, limit_s)
+    if workers == 1:
+        return None
+
+    def store() -> Store:
+        from stretto.transport.env_rendezvous import store_by_environment
+
+        return store_by_environment(environment, worker, workers, limit_s)
+
+    return StoreBarrier(worker, workers, store, limit_s)

@@ -1,0 +1,157 @@
+"""A worker's side of its membership: what it knows, and what it says. A plain state machine."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from stretto.membership.coordinator import rested
+from stretto.membership.messages import Abort, Broken, Form, GoOn, Here, Hold, Out, Said, Stop, Told, Welcome
+
+ALONE = 0.7
+"""The share of the patience for which a worker goes on alone without a word of the coordinator."""
+
+
+class Attendance:
+    """What a worker knows of its membership, and what it says; a plain state machine.
+
+    `news` is told of each Abort that ends the generation that this worker is in, and of Out and Stop.
+    """
+
+    def __init__(self, worker: int, life: int, news: Callable[[int, str], None]) -> None:
+        self._me = worker, life
+        self._news = news
+        self.settings: dict[str, Any] | None = None
+        self.generation = 0
+        """The last one that this worker was in."""
+        self.aborted = 0
+        """The last one that is known to be over."""
+        self.held = False
+        """Whether the worker is to stand still at its next rest."""
+        self.is_alone = False
+        """Whether nobody else is in its generation."""
+        self.out: str | None = None
+        self.stopped: Stop | None = None
+        self.answer: Form | GoOn | None = None
+        """What the worker that stands was told."""
+        self._standing: Here | None = None
+        self._rested = -1
+        """The hand at which this generation began, or rested last."""
+
+    def stand(self, here: Here) -> None:
+        """The worker stands still, until `answer` is there."""
+        sign = 1 if here.generation > 0 else -1
+        here = msgspec.structs.replace(here, generation=sign * self.generation, at_rest=here.at_rest and sign > 0)
+        self.answer, self._standing = None, here
+        if here.at_rest and self.aborted >= self.generation:
+            self._standing = msgspec.structs.replace(here, at_rest=False)
+        elif here.at_rest and here.hand <= self._rested:
+            self._reply(GoOn(self.generation, self._rested + 1))
+
+    def says(self) -> list[Said]:
+        """What is to be said now, and again until there is an answer."""
+        if self._standing is None:
+            return []
+        is_broken = self.generation > self.aborted and not self._standing.at_rest
+        return [*([Broken(self.generation, "it stands still")] if is_broken else []), self._standing]
+
+    def told(self, told: Told) -> bool:
+        """The coordinator says something; True when there is something to be said at once."""
+        match told:
+            case Welcome():
+                self.settings = told.settings
+            case Abort():
+                return self._abort(told.generation, told.why)
+            case Hold():
+                news = told.generation == self.generation > self.aborted and not self.held
+                self.held = self.held or news
+                return news
+            case GoOn():
+                here = self._standing
+                if here is not None and here.at_rest and here.generation == told.generation and here.hand < told.hand:
+                    self._reply(told)
+            case Form():
+                return self._form(told)
+            case Out():
+                self.out = self.out or told.why
+                self._news(self.generation, told.why)
+            case Stop():
+                self.stopped = self.stopped or told
+                self._news(self.generation, told.why)
+        return False
+
+    def _abort(self, generation: int, why: str) -> bool:
+        if generation < max(self.generation, self.aborted):
+            return False
+        is_first, here = generation > self.aborted, self._standing
+        self.aborted, self.held = generation, False
+        if here is not None and here.at_rest:
+            self._standing = msgspec.structs.replace(here, at_rest=False)
+        self._news(generation, why)
+        return is_first and here is not None
+
+    def _form(self, form: Form) -> bool:
+        here = self._standing
+        if here is None:
+            return False
+        mine = next((one for one in form.members if (one.worker, one.life) == self._me), None)
+        if mine is None:  # though an earlier life of this worker may be in it
+            others = [one for one in form.members if one.worker != self._me[0]]
+            self._reply(msgspec.structs.replace(form, members=others))
+        elif form.generation == self.generation:
+            if here.at_rest and mine.here == here:
+                self._enter(form)
+        elif form.generation > self.generation:
+            if form.generation > self.aborted:
+                self._enter(form)
+                return False
+            self.generation = form.generation  # over before it began
+            sign = 1 if here.generation > 0 else -1
+            self._standing = msgspec.structs.replace(here, generation=sign * form.generation, at_rest=False)
+            return True
+        return False
+
+    def _enter(self, form: Form) -> None:
+        self.generation, self.held, self._rested = form.generation, False, rested(form)
+        self.is_alone = len(form.members) == 1
+        self._reply(form)
+
+    def _reply(self, answer: Form | GoOn) -> None:
+        self.answer, self._standing = answer, None
+
+
+class Attending(ABC):
+    """A worker's line to the coordinator, whatever carries what is said."""
+
+    def __init__(self, attendance: Attendance) -> None:
+        self.attendance = attendance
+
+    @property
+    def held(self) -> bool:
+        """Whether all are asked to stand still at their next rest."""
+        return self.attendance.held
+
+    @property
+    def aborted(self) -> int:
+        """The last generation that is known to be over: one that is just being formed may be over before it is."""
+        return self.attendance.aborted
+
+    def stand(self, here: Here) -> Form:
+        """Stand still until the next generation is formed. A form without this worker asks it to leave.
+
+        Raises MemberOutError when this life is no member any more, and what else the line raises.
+        """
+        answer = self._stand(msgspec.structs.replace(here, at_rest=False))
+        assert isinstance(answer, Form)
+        return answer
+
+    def at_rest(self, here: Here) -> Form | GoOn:
+        """Stand still between two hands, because `held`; others may have come further. Raises as `stand` does."""
+        return self._stand(msgspec.structs.replace(here, at_rest=True))
+
+    @abstractmethod
+    def _stand(self, here: Here) -> Form | GoOn:
+        """Say where the worker stands, and wait for the answer."""

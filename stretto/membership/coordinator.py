@@ -1,0 +1,780 @@
+"""Who is in: the coordinator's book of workers, their lives and the generations that they form. A plain state machine.
+
+It is told what workers say, what the launcher sees, and the time; it says what is to be told to whom. Messages may be
+lost, doubled and come late: a worker says again what it has not been answered, and is answered the same again.
+
+Two things are final, whatever is heard later: that a worker stands still behind an Abort of generation G (it says
+`Here` with that generation and not at rest), and that it was in G without getting any state (`Here` with -G, which the
+others are shown as 0). A worker at rest may be sent on, so the hands tell which of its words is the last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import msgspec
+
+from stretto.membership.barriers import Awaited
+from stretto.membership.loop_positions import Exchanges, Waits, explained, sentence
+from stretto.membership.messages import (
+    Abort,
+    Beat,
+    Broken,
+    Form,
+    GoOn,
+    Hello,
+    Here,
+    Hold,
+    Leave,
+    Member,
+    Out,
+    Quit,
+    Said,
+    Stop,
+    Told,
+    Welcome,
+)
+
+COORDINATOR = -1000
+"""Stands for the coordinator where an event asks for the number of a worker."""
+ASKED = "it was asked to end"
+UNKNOWN = "the run knows nothing of the generation that it comes from"
+STUCK = 5
+"""Number of times in a row that the same members may break off the same exchange."""
+ANEW = "no worker with history is left: all begin anew, from the last checkpoint"
+
+
+@dataclass(frozen=True, slots=True)
+class Post:
+    """What one life of one worker is to be told."""
+
+    worker: int
+    life: int
+    told: Told
+
+
+class Gone(msgspec.Struct, array_like=True, tag=True, frozen=True):
+    """The launcher says: a process has ended, and is started again or not."""
+
+    worker: int
+    life: int
+    why: str
+    will_return: bool
+
+
+class Save(msgspec.Struct, array_like=True, tag=True, frozen=True):
+    """The launcher says: a checkpoint is wanted."""
+
+
+class _Record(msgspec.Struct, array_like=True, tag=True, frozen=True):
+    pass
+
+
+class Began(_Record, frozen=True):
+    """The run has begun, with these settings."""
+
+    settings: dict[str, Any]
+    expected: int
+    min_workers: int
+    max_workers: int | None
+    free: bool
+    patience_s: float
+    return_s: float
+
+
+class Formed(_Record, frozen=True):
+    """A generation; `left` are those that leave with it in good order."""
+
+    form: Form
+    left: list[int] = []
+
+
+class Onward(_Record, frozen=True):
+    """Some that stood at rest were told to go on to this hand: where they stood before they never stand again."""
+
+    hand: int
+
+
+class Ended(_Record, frozen=True):
+    """A life is over."""
+
+    worker: int
+    life: int
+    state: Literal["gone", "left"]
+    why: str
+    returns: bool
+
+
+class Stopped(_Record, frozen=True):
+    """The run can't go on."""
+
+    why: str
+    uneven: bool = False
+
+
+_DECODER = msgspec.msgpack.Decoder(Began | Formed | Onward | Ended | Stopped)
+_ENCODER = msgspec.msgpack.Encoder()
+
+State: TypeAlias = Literal["new", "in", "gone", "left"]
+Phase: TypeAlias = Literal["gathering", "running", "holding", "aborting", "stopped"]
+Event: TypeAlias = dict[str, Any]
+
+
+@dataclass(slots=True)
+class _Process:
+    """One life of a worker, the last that is known of its number."""
+
+    life: int
+    heard: float
+    state: State = "new"
+    here: Here | None = None
+    """Where it stands, once it does."""
+    hand: int = 0
+    """The furthest hand that it is known to have been dealt in this generation."""
+    place: int = -1
+    """How many exchanges among all it has begun, as its heartbeats report; -1 before its first generation."""
+    doing: str = ""
+    waits: Waits | None = None
+    """The last exchange of this generation that it is known to have waited in."""
+    since: float = 0.0
+    quits: bool = False
+    slow: bool = False
+    entered: int = 0
+    """The last generation that it was a member of."""
+    ended: float = 0.0
+    returns: bool = False
+    why: str = ""
+
+    @property
+    def lives(self) -> bool:
+        """Whether it is still to be reckoned with."""
+        return self.state in ("new", "in")
+
+
+class Roll:
+    """Who is in, and in which generation.
+
+    `expected` workers make the first generation. Fewer than `min_workers` do not go on, more than `max_workers` are not
+    let in. Who is not heard of for `patience_s` is dead; one whose return was announced is waited for `return_s`, where
+    it matters, by default as long. In a `free` roll nobody waits for anybody: newcomers are in at once, and a death
+    is only news.
+    """
+
+    def __init__(
+        self,
+        settings: dict[str, Any],
+        expected: int,
+        min_workers: int = 1,
+        max_workers: int | None = None,
+        free: bool = False,
+        *,
+        patience_s: float,
+        return_s: float | None = None,
+    ) -> None:
+        self._began = Began(
+            settings, expected, min_workers, max_workers, free, patience_s, patience_s if return_s is None else return_s
+        )
+        self._all: dict[int, _Process] = {}
+        self._formed = Form(0, [])
+        self._phase: Phase = "running" if free else "gathering"
+        self._why = ""
+        """Why the generation is over, or why the run cannot go on."""
+        self._limit: float | None = None
+        """Until when a broken exchange may remain without a known death."""
+        self._onward = 0
+        """The hand that some were told to go on to, in this generation."""
+        self._saves = False
+        self._exchanges = Exchanges()
+        self._is_exchange_broken = False
+        """Whether the generation is over since an exchange was broken off, and not for a death or its forming."""
+        self._broken_off: tuple[list[tuple[int, int, int]], int] = [], 0
+        """The members, their lives and commits when an exchange was broken off last, and how often in a row."""
+        self.uneven: str | None = None
+        """Why the run cannot go on, if the workers' loops are of unequal length."""
+        self._posts: list[Post] = []
+        self._records: list[bytes] = []
+        self.notices: list[str] = []
+        """What a person should know, since it was last taken away."""
+        self.events: list[Event] = []
+        """What the log should hold, since it was last taken away."""
+        self._record(self._began)
+
+    @classmethod
+    def restored(cls, records: Iterable[bytes], now: float) -> Roll:
+        """The roll that wrote these records, as far as they go. The first says how it began."""
+        began, *others = (_DECODER.decode(one) for one in records)
+        assert isinstance(began, Began), "a journal of the roll begins with the settings"
+        roll = cls(
+            began.settings,
+            began.expected,
+            began.min_workers,
+            began.max_workers,
+            began.free,
+            patience_s=began.patience_s,
+            return_s=began.return_s,
+        )
+        for one in others:
+            roll._replay(one, now)
+        roll._records.clear()
+        return roll
+
+    @property
+    def generation(self) -> int:
+        """The generation that there is; 0 before the first."""
+        return self._formed.generation
+
+    @property
+    def phase(self) -> Phase:
+        """What the roll is about."""
+        return self._phase
+
+    @property
+    def members(self) -> dict[int, int]:
+        """The members of the generation that still live, and their lives."""
+        return {one.worker: one.life for one in self._formed.members if self._is_in(one)}
+
+    def awaited(self, in_training: bool, now: float) -> dict[int, Awaited]:
+        """The workers that a barrier of the script waits for.
+
+        In training they are the members that can still come: one that stands at rest waits for those at the barrier
+        itself, and so may one that was restarted where nobody waits, until it takes part. Before training they are all
+        workers that were started, until they are in: one that failed and is restarted is waited for as well, since
+        nobody has begun without it.
+        """
+        if in_training:
+            found = {worker: self._all[worker] for worker in self.members}
+            resting = {worker for worker, one in found.items() if one.here is not None and one.here.at_rest}
+            joining = {worker for worker, one in found.items() if self._began.free and one.life and one.place < 0}
+            free = found.keys() - resting - joining
+            return {worker: Awaited(found[worker].life, found[worker].place) for worker in free}
+        early = (worker for worker in range(self._began.expected) if self._is_to_begin(worker, now))
+        return {worker: Awaited(self._all[worker].life if worker in self._all else 0, -1) for worker in early}
+
+    def _is_to_begin(self, worker: int, now: float) -> bool:
+        """True if a worker that was started has not come to the training yet, and still can."""
+        one = self._all.get(worker)
+        if one is None:
+            return True
+        return one.state == "gone" and (self._returns(one, now) if self.generation else one.returns)
+
+    def records(self) -> list[bytes]:
+        """What has to be on the disk before anything more is told; each is given once."""
+        records, self._records = self._records, []
+        return records
+
+    # --- what it is told --------------------------------------------------------------------------------------------
+
+    def hear(self, worker: int, life: int, said: Said, now: float) -> list[Post]:
+        """A worker says something."""
+        one = self._all.get(worker)
+        if one is not None and life < one.life:
+            return [Post(worker, life, Out(f"a later process of worker {worker} has taken its place"))]
+        if one is None or life > one.life:
+            one = self._begin(worker, life, now)
+        if self._phase == "stopped":
+            self._tell(worker, Stop(self._why, self.uneven is not None))
+        elif one.state == "gone":
+            self._tell(worker, Out(one.why))
+        else:
+            one.heard, one.slow = now, False
+            self._take(worker, one, said, now)
+        return self._settled(now)
+
+    def gone(
+        self, worker: int, life: int, now: float, will_return: bool = False, why: str = "its process ended"
+    ) -> list[Post]:
+        """The launcher saw a process end, and starts it again or not."""
+        one = self._all.get(worker)
+        if one is None or life > one.life:
+            one = self._begin(worker, life, now)
+        if life == one.life and one.state != "left":
+            self._end(worker, why, will_return, now, again=f", worker {worker} is started again" if will_return else "")
+        return self._settled(now)
+
+    def tick(self, now: float) -> list[Post]:
+        """Time has passed: somebody's patience may have run out."""
+        for worker, one in self._all.items():
+            silent = now - one.heard
+            if one.lives and silent > self._began.patience_s:
+                self._end(worker, f"nothing was heard of it for {silent:.1f} s", True, now)
+            elif one.lives and silent > self._began.patience_s / 2 and not one.slow:
+                one.slow = True
+                self._note_slow(worker, silent, now)
+        self._heed_limits(now)
+        return self._settled(now)
+
+    def slept(self, seconds: float) -> None:
+        """Nobody listened for so long: that workers were not heard is not their fault."""
+        for one in self._all.values():
+            one.heard += seconds
+
+    def save(self, now: float) -> list[Post]:
+        """A checkpoint is wanted, at the next rest of all."""
+        self._saves = not self._began.free
+        return self._settled(now)
+
+    def _take(self, worker: int, one: _Process, said: Said, now: float) -> None:
+        match said:
+            case Hello():
+                self._tell(worker, Welcome(self._began.settings, self.generation))
+            case Beat():
+                self._beat(worker, one, said, now)
+            case Broken():
+                self._broken(worker, one, said, now)
+            case Here():
+                self._here(worker, one, said, now)
+            case Quit():
+                self._quit(worker, one, now)
+            case Leave():
+                self._leave(worker, one, now)
+
+    def _beat(self, worker: int, one: _Process, said: Beat, now: float) -> None:
+        one.doing, one.since, one.place = said.doing, now - said.for_s, max(one.place, said.place)
+        if one.state != "in" or said.generation != self.generation:
+            return
+        one.hand = max(one.hand, said.hand)
+        self._note_exchange(one, said.waits)
+        if self._phase == "aborting" and one.here is None:
+            self._tell(worker, Abort(self.generation, self._why))
+        elif self._phase == "holding" and one.here is None:
+            self._tell(worker, Hold(self.generation))
+
+    def _broken(self, worker: int, one: _Process, said: Broken, now: float) -> None:
+        is_news = one.state == "in" and said.generation == self.generation
+        if is_news and self._phase in ("running", "holding") and not self._began.free:
+            self.notices.append(f"worker {worker} could not exchange ({said.why}); all stand still and sort it out")
+            self._abort(f"worker {worker} could not exchange: {said.why}", now)
+            self._is_exchange_broken = not said.forming
+
+    def _here(self, worker: int, one: _Process, said: Here, now: float) -> None:
+        if one.state == "left":
+            self._tell_again(worker, said)
+        elif one.state == "new":
+            self._here_new(worker, one, said, now)
+        elif said.generation > self.generation:  # a journal was damaged, and what it told of is not known any more
+            self._end(worker, UNKNOWN, False, now)
+            self._tell(worker, Out(one.why))
+        elif abs(said.generation) < self.generation and (not self._began.free or abs(said.generation) < one.entered):
+            self._tell_again(worker, said)
+        elif self._began.free:
+            self._admit(worker, one, said, now)
+        elif abs(said.generation) == self.generation and not said.at_rest:
+            one.here = said
+            self._note_exchange(one, said.waits)
+            if self._phase in ("running", "holding"):
+                self._abort(f"worker {worker} stands still", now)
+        elif said.generation == self.generation and self._phase == "aborting":
+            self._tell(worker, Abort(self.generation, self._why))
+        elif said.generation == self.generation:
+            self._here_at_rest(worker, one, said)
+
+    def _note_exchange(self, one: _Process, waits: Waits | None) -> None:
+        """Note where a member waits. Loops of unequal length end the run: no later exchange can put them right."""
+        if waits is None or self._began.free or self._phase == "stopped":
+            return
+        one.waits = waits
+        if self._exchanges.differs(waits):
+            known = {worker: self._all[worker].waits for worker in self.members}
+            found = {worker: it.place for worker, it in known.items() if it and it.exchange >= waits.exchange}
+            self._stop(explained(found), uneven=True)
+
+    def _here_new(self, worker: int, one: _Process, said: Here, now: float) -> None:
+        if said.generation > one.entered:
+            self._end(worker, UNKNOWN, False, now)
+            self._tell(worker, Out(one.why))
+        elif said.generation <= 0 and self._is_over():
+            self._tell(worker, self._formed)
+        elif said.generation <= 0 and one.here is None:
+            limit = self._began.max_workers
+            others = len(self.members) + sum(other.here is not None for other in self._new().values())
+            if limit is not None and others >= limit:
+                self._end(worker, f"the run has its {limit} workers", False, now)
+                self._tell(worker, Out(one.why))
+            elif self._began.free:
+                self._admit(worker, one, said, now)
+            else:
+                one.here = said
+
+    def _here_at_rest(self, worker: int, one: _Process, said: Here) -> None:
+        last = rested(self._formed)
+        mine = next(each.here for each in self._formed.members if each.worker == worker)
+        if said == mine:
+            self._tell(worker, self._formed)
+        elif said.hand <= last:
+            self._tell(worker, GoOn(self.generation, last + 1))
+        elif one.here is None or said.hand > one.here.hand:
+            one.here, one.hand = said, max(one.hand, said.hand)
+
+    def _tell_again(self, worker: int, said: Here) -> None:
+        """It has missed the last generation, or is not in it."""
+        is_in = any(each.worker == worker for each in self._formed.members)
+        if is_in == (self._all[worker].state == "in"):
+            self._tell(worker, self._formed)
+            if is_in and self._phase == "aborting":
+                self._tell(worker, Abort(self.generation, self._why))
+
+    def _quit(self, worker: int, one: _Process, now: float) -> None:
+        one.quits = one.lives
+        if one.state == "new":
+            self._end(worker, ASKED, False, now, "left")
+        elif one.state == "in" and self._began.free:
+            self._form_free([other for other in self.members if other != worker], ASKED, now, worker)
+
+    def _leave(self, worker: int, one: _Process, now: float) -> None:
+        if one.lives:
+            self._end(worker, "it has left the loop", False, now, "left")
+
+    # --- what follows ------------------------------------------------------------------------------------------------
+
+    def _settled(self, now: float) -> list[Post]:
+        """Do what is to be done until nothing more follows; returns what is to be told."""
+        while self._step(now):
+            pass
+        posts, self._posts = self._posts, []
+        return posts
+
+    def _step(self, now: float) -> bool:
+        """Do one thing that follows from what is known; False when there is none."""
+        if self._phase == "gathering":
+            return self._begin_anew(now, "")
+        if self._phase == "stopped":
+            return False
+        if self._began.free:
+            return self._stop_if_few(now)
+        if self._phase == "aborting":
+            return self._form_behind_abort(now)
+        if self._lost():
+            return self._abort(self._said_of(self._lost()), now)
+        if not self.members and self._new() and not self._is_over():
+            return self._begin_anew(now, ANEW)
+        return self._form_at_rest(now) if self._phase == "holding" else self._hold()
+
+    def _abort(self, why: str, now: float) -> bool:
+        """The generation is over: all that are left of it are to stand still."""
+        self._phase, self._why = "aborting", why
+        self._limit = None if self._lost() else now + self._began.patience_s
+        for worker in self.members:
+            if (here := self._all[worker].here) is not None and here.at_rest:
+                self._all[worker].here = None
+            self._tell(worker, Abort(self.generation, why))
+        return True
+
+    def _hold(self) -> bool:
+        """Ask all to stand still at their next rest, if there is something to be done there."""
+        members = [self._all[worker] for worker in self.members]
+        is_wanted = self._saves or self._standing() or any(one.quits or one.here is not None for one in members)
+        if not members or not is_wanted:
+            return False
+        self._phase = "holding"
+        for worker in self.members:
+            if self._all[worker].here is None:
+                self._tell(worker, Hold(self.generation))
+        return True
+
+    def _form_at_rest(self, now: float) -> bool:
+        """Bring all to one hand; when they stand there newcomers come in, quitters leave, or a checkpoint is made."""
+        members = {worker: self._all[worker] for worker in self.members}
+        if not members:
+            self._phase = "running"
+            return False
+        furthest = max(self._onward, *(one.hand for one in members.values()))
+        behind = [worker for worker, one in members.items() if one.here is not None and one.here.hand < furthest]
+        if behind and furthest > self._onward:
+            self._onward = furthest
+            self._record(Onward(furthest))
+        for worker in behind:
+            members[worker].here = None
+            self._tell(worker, GoOn(self.generation, furthest))
+        if any(one.here is None for one in members.values()):
+            return False
+        left = [worker for worker, one in members.items() if one.quits]
+        after = sorted({*members, *self._standing()} - set(left))
+        if after == [one.worker for one in self._formed.members]:
+            self._go_on(after)
+        else:
+            self._form(after, self._change(after, left), now, left)
+            self._stop_short(after)
+        return True
+
+    def _stop_short(self, after: list[int]) -> None:
+        """Where those that left were too many, the others do not go on by themselves."""
+        if 0 < len(after) < self._began.min_workers:
+            self._abort(self._few(len(after)), 0.0)
+            self._limit = None
+
+    def _form_behind_abort(self, now: float) -> bool:
+        """Once all that are left stand still, those with history go on."""
+        members = {worker: self._all[worker] for worker in self.members}
+        if any(one.here is None for one in members.values()):
+            return False
+        history = sorted(worker for worker, one in members.items() if one.here and one.here.generation > 0)
+        if not history:
+            return self._begin_anew(now, ANEW)
+        others = len(self._standing()) + len(members) - len(history) + self._done()
+        if len(history) + others < self._began.min_workers:
+            return self._stop_if_few(now)
+        if self._is_exchange_broken and self._is_stuck(members):
+            return self._stop(self._same_again(members))
+        why = self._why
+        if len(history) == 1 and len(self._formed.members) > 1:
+            why += f"; worker {history[0]} goes on alone: what it commits now, nobody else has seen"
+            self.notices.append(why)
+        return self._form(history, why, now)
+
+    def _is_stuck(self, members: dict[int, _Process]) -> bool:
+        """Whether the same members have broken off the same exchange again and again, and nobody has ended it."""
+        now = sorted((worker, one.life, one.here.commits if one.here else 0) for worker, one in members.items())
+        before, times = self._broken_off
+        self._broken_off = now, times + 1 if now == before else 1
+        return self._broken_off[1] >= STUCK
+
+    def _same_again(self, members: dict[int, _Process]) -> str:
+        places = {worker: one.waits.place for worker, one in members.items() if one.waits is not None}
+        return f"the same workers have broken off the same exchange {STUCK} times: {sentence(places) or self._why}"
+
+    def _begin_anew(self, now: float, why: str) -> bool:
+        """Nobody has any history: all that can be there are waited for, and begin together."""
+        standing = sorted(worker for worker, one in self._all.items() if one.lives and one.here is not None)
+        if self._is_somebody_to_come(now) or self._is_over():
+            return self._stop_if_few(now)
+        if not standing or len(standing) + self._done() < self._began.min_workers:
+            return self._stop(self._few(len(standing)))
+        if why:
+            self.notices.append(why)
+        return self._form(standing, why, now)
+
+    def _is_somebody_to_come(self, now: float) -> bool:
+        coming = (one.here is None if one.lives else self._returns(one, now) for one in self._all.values())
+        return self._unseen() > 0 or any(coming)
+
+    def _stop_if_few(self, now: float) -> bool:
+        """Stop when not enough workers are there or may still come."""
+        there = sum(one.lives or self._returns(one, now) for one in self._all.values())
+        if there + self._unseen() + self._done() >= max(self._began.min_workers, 1):
+            return False
+        return self._stop(self._few(there))
+
+    def _few(self, there: int) -> str:
+        return f"{_workers(there)} cannot go on, at least {max(self._began.min_workers, 1)} are asked for"
+
+    def _heed_limits(self, now: float) -> None:
+        patience = self._began.patience_s
+        if self._phase == "aborting" and self._limit is not None and now > self._limit:
+            for worker in self.members:
+                if self._all[worker].here is None:
+                    self._end(worker, f"it did not stand still within {patience:g} s", True, now)
+        if self._phase in ("running", "holding") and not self._began.free and self.members:
+            left = [one for one in self._formed.members if self._has_left(one)]
+            if left and all(now > self._all[one.worker].ended + patience for one in left):
+                self._abort(f"worker {left[0].worker} has left the loop", now)
+                self._limit = None
+
+    # --- what is done ------------------------------------------------------------------------------------------------
+
+    def _begin(self, worker: int, life: int, now: float) -> _Process:
+        """A new life has begun; the one before is over."""
+        if worker in self._all and self._all[worker].lives:
+            self._end(worker, "its next process has begun", True, now)
+        self._all[worker] = _Process(life, now)
+        return self._all[worker]
+
+    def _end(
+        self, worker: int, why: str, returns: bool, now: float, state: Literal["gone", "left"] = "gone", again: str = ""
+    ) -> None:
+        """A life is over."""
+        one = self._all[worker]
+        if one.state == "gone" and one.returns == returns:
+            return
+        if one.lives and state == "gone":
+            self._note_gone(worker, one, why, again, now)
+        if state == "left":
+            self._note("left", worker, one.life, why)
+        if one.state == "in":
+            self._limit = None
+        one.why, one.returns, one.ended = why if one.lives else one.why, returns, now
+        one.state = state
+        self._record(Ended(worker, one.life, state, one.why, returns))
+
+    def _admit(self, worker: int, one: _Process, said: Here, now: float) -> None:
+        """In a free roll a newcomer is in at once; nobody else is told."""
+        one.here = said
+        self._form_free([*self.members.keys() - {worker}, worker], f"worker {worker} is in", now, worker)
+
+    def _form_free(self, workers: list[int], why: str, now: float, told: int) -> None:
+        """A generation that only the one who caused it is told of."""
+        for worker in workers:
+            self._all[worker].here = self._all[worker].here or Here(self._all[worker].entered)
+        self._form(sorted(workers), why, now, [] if told in workers else [told], only=told)
+
+    def _form(
+        self, workers: list[int], why: str, now: float, left: list[int] | None = None, only: int | None = None
+    ) -> bool:
+        """The next generation, of these workers."""
+        former = {one.worker: one.life for one in self._formed.members}
+        members = [Member(worker, self._all[worker].life, _shown(self._all[worker].here)) for worker in workers]
+        gone = sorted(worker for worker in former if worker not in workers)
+        form = Form(self.generation + 1, members, gone, why)  # no checkpoint: who has just come would not make it
+        told = [*workers, *(left or [])]
+        joined = [one for one in members if former.get(one.worker) != one.life]
+        self._record(Formed(form, left or []))
+        self._enter(form, left or [], now)
+        for worker in told if only is None else [only]:
+            self._tell(worker, form)
+        for one in joined:
+            self._note("joined", one.worker, one.life, why)
+        for worker in left or []:
+            self._note("left", worker, self._all[worker].life, ASKED)
+        self._note("formed", COORDINATOR, 0, why, members=workers)
+        return True
+
+    def _go_on(self, workers: list[int]) -> None:
+        """The same generation goes on from this rest."""
+        members = [Member(worker, self._all[worker].life, _shown(self._all[worker].here)) for worker in workers]
+        form = Form(self.generation, members, save=self._saves)
+        self._record(Formed(form))
+        self._enter(form, [], 0.0)
+        for worker in workers:
+            self._tell(worker, form)
+
+    def _enter(self, form: Form, left: list[int], now: float) -> None:
+        """Take over a generation, new or read from the journal."""
+        former, self._formed = self._formed, form
+        self._exchanges, self._is_exchange_broken = Exchanges(), False
+        self._phase, self._limit, self._onward = "running", None, 0
+        self._saves = self._saves and not form.save
+        within = {one.worker for one in form.members}
+        for one in former.members:
+            process = self._all.get(one.worker)
+            if process is None or process.life != one.life or process.state != "in" or one.worker in within:
+                continue
+            if one.worker in left:
+                process.state, process.why, process.ended = "left", ASKED, now
+            else:
+                process.state = "new"
+        for one in form.members:
+            process = self._all[one.worker]
+            process.waits = None
+            process.state, process.here, process.hand, process.entered = "in", None, 0, form.generation
+
+    def _stop(self, why: str, uneven: bool = False) -> bool:
+        """End the run. Workers whose loops are `uneven` say so themselves, as an error of their scripts."""
+        self._phase, self._why, self.uneven = "stopped", why, why if uneven else None
+        self._record(Stopped(why, uneven))
+        if not uneven:
+            self.notices.append(f"the run cannot go on: {why}")
+        for worker, one in self._all.items():
+            if one.lives:
+                self._tell(worker, Stop(why, uneven))
+        return True
+
+    def _replay(self, record: Began | Formed | Onward | Ended | Stopped, now: float) -> None:
+        match record:
+            case Formed(form, left):
+                for one in form.members:
+                    known = self._all.get(one.worker)
+                    if known is None or known.life < one.life:
+                        self._all[one.worker] = _Process(one.life, now)
+                self._enter(form, left, now)
+            case Onward(hand):
+                self._onward = hand
+            case Ended(worker, life, state, why, returns):
+                self._all[worker] = _Process(life, now, state, why=why, returns=returns, ended=now)
+            case Stopped(why, uneven):
+                self._phase, self._why, self.uneven = "stopped", why, why if uneven else None
+
+    # --- what is known -----------------------------------------------------------------------------------------------
+
+    def _is_in(self, member: Member) -> bool:
+        one = self._all[member.worker]
+        return one.life == member.life and one.state == "in"
+
+    def _has_left(self, member: Member) -> bool:
+        one = self._all[member.worker]
+        return one.life == member.life and one.state == "left"
+
+    def _is_over(self) -> bool:
+        """Whether nobody goes on, because some have done with everything."""
+        return self.generation > 0 and not self.members and self._done() > 0 and not self._began.free
+
+    def _done(self) -> int:
+        """How many have ended their loop, and were not asked to."""
+        return sum(one.state == "left" and one.why != ASKED for one in self._all.values())
+
+    def _unseen(self) -> int:
+        """How many of those who were expected at first have not been heard of yet."""
+        if self.generation and not self._began.free:
+            return 0
+        return sum(worker not in self._all for worker in range(self._began.expected))
+
+    def _lost(self) -> list[int]:
+        """Members that are gone, and did not leave in good order."""
+        return [one.worker for one in self._formed.members if not self._is_in(one) and not self._has_left(one)]
+
+    def _new(self) -> dict[int, _Process]:
+        """Who lives and is no member."""
+        return {worker: one for worker, one in self._all.items() if one.state == "new"}
+
+    def _standing(self) -> list[int]:
+        """Newcomers that wait to be let in."""
+        return [worker for worker, one in self._new().items() if one.here is not None]
+
+    def _returns(self, one: _Process, now: float) -> bool:
+        return one.state == "gone" and one.returns and now <= one.ended + self._began.return_s
+
+    def _said_of(self, lost: list[int]) -> str:
+        return "; ".join(f"worker {worker} is gone" + self._cause(worker) for worker in lost)
+
+    def _cause(self, worker: int) -> str:
+        one = self._all[worker]
+        return f" ({one.why})" if one.state == "gone" and one.why else ""
+
+    def _change(self, after: list[int], left: list[int]) -> str:
+        former = [one.worker for one in self._formed.members]
+        said = [f"worker {worker} is in" for worker in after if worker not in former]
+        return "; ".join([*said, *(f"worker {worker} leaves in good order" for worker in left)])
+
+    # --- what is told ------------------------------------------------------------------------------------------------
+
+    def _tell(self, worker: int, told: Told) -> None:
+        self._posts.append(Post(worker, self._all[worker].life, told))
+
+    def _record(self, record: _Record) -> None:
+        self._records.append(_ENCODER.encode(record))
+
+    def _note(self, what: str, worker: int, life: int, why: str, **more: object) -> None:
+        said = {"what": what, "worker": worker, "life": life, "generation": self.generation, "why": why}
+        self.events.append({"event": "member", **said, **more})
+
+    def _note_gone(self, worker: int, one: _Process, why: str, again: str, now: float) -> None:
+        others = sum(other != worker for other in self.members)
+        doing = f" while {one.doing} for {max(now - one.since, 0.0):.1f} s" if one.doing else ""
+        goes = "worker goes" if others == 1 else "workers go"
+        self.notices.append(f"worker {worker} is gone ({why}){doing}; {others} {goes} on{again}")
+        self._note("gone", worker, one.life, why)
+
+    def _note_slow(self, worker: int, silent: float, now: float) -> None:
+        one = self._all[worker]
+        doing = f" It was {one.doing} for {max(now - one.since - silent, 0.0):.1f} s." if one.doing else ""
+        left = self._began.patience_s - silent
+        self.notices.append(
+            f"worker {worker} has not been heard of for {silent:.1f} s.{doing} In {max(left, 0.0):.1f} s it is "
+            "taken for dead"
+        )
+        self._note("slow", worker, one.life, f"not heard of for {silent:.1f} s")
+
+
+def rested(form: Form) -> int:
+    """The hand at which a generation began or last rested; -1 when its members did not stand at rest."""
+    return max((one.here.hand for one in form.members if one.here.at_rest), default=-1)
+
+
+def _shown(here: Here | None) -> Here:
+    """As the others are to see it: without history is 0."""
+    assert here is not None, "who enters a generation has said where it stands"
+    return msgspec.structs.replace(here, generation=max(here.generation, 0))
+
+
+def _workers(number: int) -> str:
+    return "one worker" if number == 1 else f"{number} workers"

@@ -1,0 +1,61 @@
+"""Where a worker is in its loop, in a page of memory that outlives its process: the launcher reads it at the end.
+
+The launcher makes a file without a name and gives it to the process, which maps it: a note costs one write to memory.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import tempfile
+from collections.abc import MutableMapping
+
+from stretto.membership.loop_positions import Place
+
+VARIABLE = "STRETTO_STATUS_FD"
+"""Environment variable that holds the number of the file descriptor."""
+_LAYOUT = struct.Struct("<?iii")
+
+
+class Status:
+    """A worker's side. Without a launcher nothing is noted."""
+
+    def __init__(self) -> None:
+        self._page: mmap.mmap | None = None
+        self._place, self._is_finished = Place(), False
+
+    def open(self, environment: MutableMapping[str, str]) -> None:
+        """Map the page that the launcher has given, and take it out of the environment: it is this process's alone."""
+        if (number := environment.pop(VARIABLE, None)) is not None:
+            self._page = mmap.mmap(int(number), _LAYOUT.size)
+            os.close(int(number))
+
+    def note(self, place: Place, is_finished: bool = False) -> None:
+        """Note where this worker is, and whether its training has come to its end."""
+        if self._page is not None:
+            _LAYOUT.pack_into(self._page, 0, is_finished, place.phase, place.epoch, place.step)
+        self._place = place
+
+    def finish(self) -> None:
+        """Note that the training has come to its end."""
+        self.note(self._place, is_finished=True)
+
+
+status = Status()
+"""Status of this process, if it is a worker's."""
+
+
+def make_page() -> int:
+    """Return the descriptor of an empty page."""
+    with tempfile.TemporaryFile() as file:
+        place = Place()
+        file.write(_LAYOUT.pack(False, place.phase, place.epoch, place.step))
+        file.flush()
+        return os.dup(file.fileno())
+
+
+def read_page(descriptor: int) -> tuple[bool, Place]:
+    """Return whether the worker's training has come to its end, and where it was."""
+    is_finished, phase, epoch, step = _LAYOUT.unpack(os.pread(descriptor, _LAYOUT.size, 0))
+    return is_finished, Place(phase, epoch, step)

@@ -1,0 +1,385 @@
+"""The desk of who deals batches: it lets workers tell each other bytes, and newcomers in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from stretto.data.dispatcher import Coordinator
+from stretto.data.leases import Free, Ledger
+from stretto.errors import UnevenLoopsError
+from stretto.membership.loop_positions import Place, are_apart, explained
+from stretto.parameter_server import messages as m
+from stretto.parameter_server.framing import DTYPES, ParcelError, Pieces, whole
+from stretto.parameter_server.handler import Asked, Post, Together, shown
+from stretto.parameter_server.snapshots import Shelf
+
+SKIPPED = 1000
+"""Nobody knows how far the dead had come; the exchanges of those who come after them have numbers far beyond."""
+NOBODY: list[Tensor] = []
+"""What is answered when the teller was lost."""
+
+
+class CoordinatorDesk:
+    """Hands out batches, lets workers tell each other bytes, and lets newcomers in when nobody is in a meeting."""
+
+    def __init__(
+        self,
+        workers: int,
+        clock: Callable[[], float],
+        shelf: Shelf | None = None,
+        cut_every_s: float | None = None,
+        ends: Shelf | None = None,
+    ) -> None:
+        self._clock, self._shelf, self._cut_every_s = clock, shelf, cut_every_s
+        self._ends = ends
+        """Keeps who has come to an end, and the last answer that those who are left may lack."""
+        self._together = Together(workers, _gathered, Asked(clock))
+        self.coordinator = Coordinator(workers)
+        self._age = -1 if shelf is not None and shelf.cuts() else 0
+        if self._age < 0:
+            self._together.tell_anew()
+        self._begun = m.Begun(0, -1, [])
+        """How the age began."""
+        self._is_torn = False
+        """Whether all have to go back, for only some shards have an update."""
+        self._cut_at, self._called_at = -1, clock()
+        self._is_over = False
+        """Whether the pass was over at the last cut."""
+        self._order: tuple[int, Tensor] = 0, torch.empty(0, dtype=torch.uint8)
+        """The order of a pass, as it was told, and which pass that is."""
+        self._begin_said: tuple[int, list[int], int | None, bool] = 0, [], None, False
+        self._seen = set(range(workers)) if self._age == 0 else set()
+        """The members that this process has heard of: the others may have been called to a meeting."""
+        self._ending: set[int] = set()
+        """The members that are in the meeting at the end of the pass, or on their way to it."""
+        self._apart: dict[int, tuple[int, int]] = {}
+        """The members that are in no meeting: at which exchange they are, and how often they were called to one."""
+        self._op = self._met = 0
+        self._joining: dict[int, int] = {}
+        self._closing: dict[int, int] = {}
+        self._last: dict[int, tuple[int, m.Leased]] = {}
+        """The last lease of each worker, which may be asked for again."""
+        self._ended: dict[int, bool] = {}
+        """The workers that have come to an end, and whether they quit: the others go on, and others may come."""
+        self._take_up_ends()
+        self._take_up_order()
+
+    def expects(self, worker: int, head: m.Head) -> None:
+        """Anything: what it brings is all the memory that it takes."""
+
+    def streams(self, worker: int, head: m.Head) -> bool:
+        """Nothing is of use before it is whole."""
+        return False
+
+    def write(self, worker: int, index: int, at: int, piece: Tensor) -> None:
+        """Never asked for."""
+
+    def take(self, worker: int, head: m.Head, tensors: list[Pieces]) -> list[Post]:
+        """A whole parcel."""
+        body, number = head.body, head.number
+        if isinstance(body, m.Lease | m.Close | m.Cut | m.Count) and (self._is_torn or body.age != self._age):
+            return [Post(worker, number, m.Anew(self._age))]
+        if isinstance(body, m.Lease):
+            return [Post(worker, number, self._lease(worker, number, body)), *self._release()]
+        if isinstance(body, m.Settle):
+            if body.age == self._age:
+                self.coordinator.settle(worker, body.number, body.batches)
+            return self._release()
+        if isinstance(body, m.Gather | m.Keep | m.Meet):
+            return self._meet(worker, head, tensors)
+        if isinstance(body, m.Heard):
+            return self._heard(
+                worker, body, [whole(one, kind) for one, (kind, _) in zip(tensors, head.tensors, strict=True)]
+            )
+        if isinstance(body, m.Begin):
+            return self._begin(worker, head, body, tensors)
+        if isinstance(body, m.Close) and body.number != self.coordinator.number:
+            return [Post(worker, number, m.Closed(True))]
+        if isinstance(body, m.Close):
+            self._closing[worker] = number
+            self.coordinator.wait(worker, body.number, body.left)
+            return self._release()
+        return [*self._of_members(worker, head, tensors), *self._admit()]
+
+    def _of_members(self, worker: int, head: m.Head, tensors: list[Pieces]) -> list[Post]:
+        """What is said of who is there, and of going back."""
+        body, number = head.body, head.number
+        if isinstance(body, m.Apart):
+            self._apart[worker] = body.op, body.met
+            self._op, self._met = max(self._op, body.op), max(self._met, body.met)
+            return []
+        if isinstance(body, m.Kept):
+            self._keep(body.number, _flat(head, tensors, torch.uint8))
+            return []
+        if isinstance(body, m.Group):
+            self._together.group(body.generation, body.members)
+            return []
+        if isinstance(body, m.Join):
+            before = self.gone(worker) if worker in self._together.members else []
+            self._joining[worker] = number
+            return before
+        if isinstance(body, m.End | m.Quit):
+            self._note_end(worker, isinstance(body, m.Quit))
+            return [Post(worker, number, m.Answered()), *self._go_without(worker)]
+        if isinstance(body, m.Count):
+            ledger = self.coordinator.ledger if body.number == self.coordinator.number else Ledger([], Free())
+            trained = torch.tensor([*ledger.samples_by_worker().items()], dtype=torch.int64).reshape(-1)
+            return [Post(worker, number, m.Answered(), [torch.tensor(ledger.counted(), dtype=torch.uint8), trained])]
+        if isinstance(body, m.Cut):
+            self._cut(body.op, body.kept)
+            return [Post(worker, number, m.Closed(self._is_over))]
+        if isinstance(body, m.Cuts):
+            return [Post(worker, number, m.Has(self._shelf.cuts() if self._shelf else [], 0, self._age))]
+        if isinstance(body, m.Back):
+            return self._back(worker, number, body)
+        raise ParcelError(f"the coordinator was told {type(body).__name__}")
+
+    def leave(self, worker: int) -> list[Post]:
+        """A worker has left: its batches go back."""
+        self.coordinator.leave(worker)
+        for kept in (self._closing, self._apart):
+            kept.pop(worker, None)
+        return [*self._together.leave(worker), *self._release(), *self._admit()]
+
+    def gone(self, worker: int, number: int = 0, batches: Sequence[int] = (), torn: bool = False) -> list[Post]:
+        """A worker is gone: what it did counts, what it had not done goes back, and the others go on without it.
+
+        Where some shards have its last update and others do not, all go back to the last cut: there all have the same.
+        """
+        self._is_torn = self._is_torn or (torn and self._shelf is not None)
+        self.coordinator.settle(worker, number, batches)
+        self.coordinator.leave(worker)
+        for kept in (self._closing, self._joining, self._last, self._apart):
+            kept.pop(worker, None)
+        self._ending.discard(worker)
+        return [*self._together.gone(worker), *self._release(), *self._admit()]
+
+    def work_of(self, worker: int) -> m.Left:
+        """Nothing is worked on here."""
+        return m.Left(0, [])
+
+    # --- batches ------------------------------------------------------------------------------------------------
+
+    def _lease(self, worker: int, number: int, body: m.Lease) -> m.Leased:
+        asked, leased = self._last.get(worker, (0, None))
+        if leased is not None and asked == number:
+            return leased
+        self._ending.discard(worker)
+        self.coordinator.may_call = not self._ending and self._together.members <= self._seen
+        self._call_due(worker)
+        handed = self.coordinator.lease(worker, body.number)
+        leased = m.Leased(handed.lease.batch if handed.lease else None, handed.samples, handed.meet, handed.cut)
+        self._last[worker] = number, leased
+        return leased
+
+    def _call_due(self, worker: int) -> None:
+        """Call all to a cut, when it is time and no other meeting makes one."""
+        if self._shelf is None or self._cut_every_s is None or self._begin_said[2] is not None:
+            return
+        if self._clock() - self._called_at >= self._cut_every_s:
+            self._called_at = self._clock()
+            self.coordinator.call(worker)
+
+    def _release(self) -> list[Post]:
+        """Answer those that wait for the end of the pass, if it has come, or if there are batches again."""
+        told = self.coordinator.release(self._together.members <= self._seen)
+        self._ending |= {one for one, over in told.items() if over}
+        return [Post(one, self._closing.pop(one), m.Closed(over)) for one, over in told.items() if one in self._closing]
+
+    def _begin(self, worker: int, head: m.Head, body: m.Begin, tensors: list[Pieces]) -> list[Post]:
+        if body.meet is not None and body.meet < 1:
+            raise ParcelError(f"a meeting after every {body.meet} batches")
+        sizes = _flat(head, tensors, torch.int64).tolist()
+        if body.number > self.coordinator.number:
+            self.coordinator.begin(body.number, sizes, body.meet, body.dealt, body.settled)
+            self._begin_said = body.number, sizes, body.meet, body.dealt
+        return [Post(worker, head.number, m.Answered())]
+
+    # --- meetings, and who may come -----------------------------------------------------------------------------
+
+    def _meet(self, worker: int, head: m.Head, tensors: list[Pieces]) -> list[Post]:
+        """Everyone's bytes, or the teller's."""
+        body = head.body
+        assert isinstance(body, m.Gather | m.Keep | m.Meet)
+        self._op = max(self._op, body.op)
+        self._apart.pop(worker, None)
+        self._ending.discard(worker)
+        self._ending |= {worker} if isinstance(body, m.Meet) and not body.call else set()
+        if isinstance(body, m.Meet):
+            self._seen.add(worker)  # it says which call has led to it
+            self.coordinator.called_at_least(body.call, body.cut)
+            self._met = max(self._met, body.call)
+            posts = self._together.lay(worker, body.op, head.number, (None, torch.empty(0, dtype=torch.uint8), None))
+            return [*[Post(one.worker, one.number, one.body) for one in posts], *self._release()]
+        flat, posts = _flat(head, tensors, torch.uint8), []
+        if isinstance(body, m.Keep) and body.number == self._order[0]:  # whoever has heard it may be dead
+            posts = self._together.know(worker, body.op, sorted(self._together.members), [self._order[1]])
+        posts += self._together.lay(worker, body.op, head.number, (body.teller, flat, body.at))
+        if isinstance(body, m.Keep) and posts and posts[0].tensors:
+            self._keep(body.number, posts[0].tensors[0])
+        return posts
+
+    def _heard(self, worker: int, body: m.Heard, found: list[Tensor]) -> list[Post]:
+        """What an exchange came to that this process may not know of; it does not say where the worker stands now."""
+        self._op, self._met = max(self._op, body.op), max(self._met, body.call)
+        self.coordinator.called_at_least(body.call, body.cut)
+        return [*self._together.know(worker, body.op, body.members, found), *self._release()]
+
+    def _keep(self, number: int, order: Tensor) -> None:
+        if number > self._order[0]:
+            self._order = number, order.clone()
+
+    def _admit(self) -> list[Post]:
+        """Let newcomers in while no member is in a meeting, so that all are at the same exchange.
+
+        That is where the members are: one that is dead may have come to a meeting which they are still to come to.
+        """
+        members, left = self._together.members, self._together.left
+        is_over = False in self._ended.values() or (bool(members) and members <= left)
+        if not self._joining or (members and not is_over and (self._age < 0 or members - left - self._apart.keys())):
+            return []
+        joining, self._joining = self._joining, {}
+        if is_over or self._age < 0:  # if nobody is left to say that a server was lost those who come do
+            body: m.Body = m.Refused(m.OVER) if is_over else m.Anew(self._age)
+            return [Post(one, parcel, body) for one, parcel in joining.items()]
+        number, order = self._order
+        if not members:
+            self._op += SKIPPED
+        op, met = max(self._apart.values(), default=(self._op, self._met))
+        for worker in joining:
+            self._together.join(worker)
+            self.coordinator.join(worker, met)
+            self._last.pop(worker, None)
+            self._seen.add(worker)
+            if number:
+                self._apart[worker] = op, met
+        if self._ended.keys() & joining:
+            self._ended = {worker: quits for worker, quits in self._ended.items() if worker not in joining}
+            self._keep_ends()
+        here = sorted(self._together.members)
+        self._together.tell_anew()
+        joined = m.Joined(self._age, number, op, met, here, self.coordinator.called[:met])
+        return [Post(worker, parcel, joined, [order]) for worker, parcel in joining.items()]
+
+    # --- who has come to an end ---------------------------------------------------------------------------------
+
+    def _note_end(self, worker: int, quits: bool) -> None:
+        """A worker has come to an end: it says nothing again to a process that is started after this one."""
+        self._ended.setdefault(worker, quits)
+        self._keep_ends()
+
+    def _keep_ends(self) -> None:
+        """Keep who has come to an end, and the last answer of all."""
+        if self._ends is None:
+            return
+        op, body, found = self._together.last
+        gave = body.members if isinstance(body, m.Among) else None
+        number = max(self._ends.cuts(), default=0) + 1
+        self._ends.put(number, {"ended": sorted(self._ended.items()), "op": op, "gave": gave}, found)
+
+    def _go_without(self, worker: int) -> list[Post]:
+        """A worker has come to an end."""
+        return self.gone(worker) if self._ended[worker] else self.leave(worker)
+
+    def _take_up_ends(self) -> None:
+        """What was kept of them by another process."""
+        kept = self._ends.get(max(self._ends.cuts(), default=0)) if self._ends is not None else None
+        if kept is None:
+            return
+        facts, found = kept
+        self._ended = dict(facts["ended"])
+        for worker in self._ended:
+            self._seen.add(worker)
+            self._go_without(worker)
+        body = m.Answered() if facts["gave"] is None else m.Among(facts["gave"])
+        self._together.take_up(facts["op"], body, found)
+
+    # --- going back ---------------------------------------------------------------------------------------------
+
+    def _take_up_order(self) -> None:
+        """Of the pass of the newest cut: those who have heard it may be dead."""
+        kept = self._shelf.get(max(self._shelf.cuts(), default=0)) if self._shelf is not None else None
+        if kept is not None:
+            facts, (_, order) = kept
+            self._keep(facts["order"], order)
+
+    def _cut(self, cut: int, is_kept: bool) -> None:
+        """Keep what there is, once; not what a shard had no room for, for nobody could go back to it."""
+        if self._shelf is None or cut <= self._cut_at:
+            return
+        self._cut_at, self._is_over = cut, self.coordinator.is_over
+        if not is_kept:
+            return
+        number, sizes, meet, dealt = self._begin_said
+        facts = {"begin": [number, meet, dealt], "order": self._order[0], "age": self._age, "over": self._is_over}
+        facts |= self.coordinator.state()
+        self._shelf.put(cut, facts, [torch.tensor(sizes, dtype=torch.int64), self._order[1]])
+
+    def _back(self, worker: int, number: int, body: m.Back) -> list[Post]:
+        """A server was lost: who says so is told how the new age begins; who looked before the newest cut looks again.
+
+        That one all shards have, and somebody may have gone on from it.
+        """
+        if self._shelf is not None and body.newest < max(self._shelf.cuts(), default=-1):
+            return [Post(worker, number, m.Anew(self._age))]
+        posts = self._go_back(worker, body)
+        return [*posts, Post(worker, number, self._begun), *self._release()]
+
+    def _go_back(self, worker: int, body: m.Back) -> list[Post]:
+        """The first to say that a server was lost says to which cut all go back. All that wait for a batch are told."""
+        self._met = max(self._met, body.met)
+        self._seen.add(worker)
+        self.coordinator.heard(worker, body.calls)
+        if self._shelf is None or body.age < self._age:
+            return []
+        here = self._shelf.cuts()
+        usable = [cut for cut in body.cuts if cut in here]
+        if body.least <= 0 and self._cut_at < 0 and not here:  # not all shards have got their parameters
+            self._age, self._begun, self._is_torn = 0, m.Begun(0, -1, body.births), False
+            return []
+        if not usable:
+            raise ParcelError("a server was lost, and there is no cut that all of them have")
+        kept = self._shelf.get(usable[-1])
+        assert kept is not None
+        facts, (sizes, order) = kept
+        number, meet, dealt = facts["begin"]
+        if number > self.coordinator.number:
+            self.coordinator.begin(number, sizes.tolist(), meet, dealt)
+            self._begin_said = number, sizes.tolist(), meet, dealt
+        self._keep(facts["order"], order)
+        self._shelf.forget(usable[-1])
+        self.coordinator.go_back(facts)
+        self._is_over = facts["over"]
+        self._age, self._cut_at = max(body.age, body.least, facts["age"]) + 1, usable[-1]
+        self._op = max(self._op, usable[-1])
+        self._shelf.put(usable[-1], {**facts, "age": self._age}, [sizes, order])
+        self._begun, self._is_torn = m.Begun(self._age, usable[-1], body.births), False
+        waiting, self._closing = self._closing, {}
+        self._last.clear()
+        return [Post(one, parcel, m.Anew(self._age)) for one, parcel in waiting.items()]
+
+
+def _flat(head: m.Head, tensors: list[Pieces], dtype: torch.dtype) -> Tensor:
+    """The one tensor of a parcel."""
+    if len(tensors) != 1 or DTYPES[head.tensors[0][0]] is not dtype:
+        raise ParcelError(f"{shown(head.tensors)} where one tensor of {dtype} belongs")
+    return whole(tensors[0], head.tensors[0][0])
+
+
+def _gathered(said: Mapping[int, tuple[int | None, Tensor, Place | None]]) -> list[Tensor]:
+    """Everyone's bytes, or the teller's; `NOBODY` when that is gone."""
+    places = {worker: at for worker, (_, _, at) in said.items() if at is not None}
+    if are_apart(places.values()):
+        raise UnevenLoopsError(explained(places))
+    tellers = {teller for teller, _, _ in said.values()}
+    if len(tellers) > 1 and (None in tellers or tellers <= said.keys()):  # some may not have heard who is gone
+        raise ValueError("the workers do different things: some gather, some tell")
+    teller = tellers.pop() if len(tellers) == 1 else -1
+    if teller is None:
+        return [one for _, one, _ in said.values()]
+    if teller in said:
+        return [said[teller][1]]
+    return NOBODY

@@ -1,0 +1,158 @@
+"""What a person types becomes a recipe: calls with plain values are read, nothing is ever run."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import dataclasses
+import difflib
+import inspect
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from stretto import codecs
+from stretto.errors import RecipeError, explain
+from stretto.recipe import named, then, what, when, whom
+from stretto.recipe.recipe import Recipe
+from stretto.spec import Answer, nearest
+
+EXAMPLE = "local_sgd(every=16)"
+LONGEST = 10_000
+RECIPES = tuple(named.NAMED)
+"""Names of all recipes."""
+_one_at_a_time = threading.Lock()
+"""Python 3.11 counts the depth of a syntax tree in one place for all threads, and fails when two build one at once."""
+
+
+def _answers() -> dict[str, Callable[..., Any]]:
+    found = (value for room in (what, when, whom, codecs, then) for value in vars(room).values())
+    leaves = (one for one in found if isinstance(one, type) and issubclass(one, Answer))
+    return {one.__name__: one for one in leaves if one.__name__.islower()}
+
+
+ANSWERS = _answers()
+WORDS: dict[str, Callable[..., Any]] = {**ANSWERS, "Recipe": Recipe, **named.NAMED}
+"""All names that may stand in a recipe. A name that is both a recipe and an answer is the recipe where it stands first,
+the answer within brackets."""
+
+
+def parse(text: str) -> Recipe:
+    """The recipe that a text spells, short or long. Raises RecipeError on anything else; runs nothing.
+
+    >>> parse("local_sgd(every=4)").spelled()
+    'Recipe(what=parameters(), when=together(every=4), then=replace())'
+    >>> parse("allreduce") == parse("Recipe()")
+    True
+    """
+    if len(text) > LONGEST:
+        raise _not_a_recipe(text[:40] + "...", f"a text of {len(text)} characters")
+    try:
+        with _one_at_a_time:
+            tree = ast.parse(text.strip(), mode="eval").body
+    except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
+        raise _not_a_recipe(text, str(error)) from None
+    value = _value(tree, text, WORDS)
+    if isinstance(value, Recipe):
+        return value
+    raise _not_a_recipe(text, f"{value}, which is {_kind(value)}")
+
+
+_WITHIN = {**WORDS, **ANSWERS}
+
+
+def _kind(value: object) -> str:
+    return f"an answer to {value.axis!r}, one of five" if isinstance(value, Answer) else "no recipe"
+
+
+def _not_a_recipe(text: str, got: str) -> RecipeError:
+    return RecipeError(
+        explain(
+            f"not a recipe: {text}",
+            got=got,
+            expected="a recipe's name with its options (see `stretto recipes`), or Recipe(what=..., when=..., ...)",
+            to_type=f'--recipe "{EXAMPLE}"',
+        )
+    )
+
+
+def _value(node: ast.expr, text: str, words: Mapping[str, Callable[..., Any]]) -> Any:
+    if isinstance(node, ast.Constant) and isinstance(node.value, int | float | str | None):
+        return node.value
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return _negative(node, text)
+    if isinstance(node, ast.Name):
+        return _call(words, node.id, [], {})
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+        if any(keyword.arg is None for keyword in node.keywords):
+            raise _not_a_recipe(text, "an option without a name")
+        options = {str(keyword.arg): _value(keyword.value, text, _WITHIN) for keyword in node.keywords}
+        return _call(words, node.func.id, [_value(one, text, _WITHIN) for one in node.args], options)
+    raise _not_a_recipe(text, f"`{ast.unparse(node)}`, which is code, not a value")
+
+
+def _negative(node: ast.UnaryOp, text: str) -> int | float:
+    value = _value(node.operand, text, _WITHIN)
+    if isinstance(value, int | float):
+        return -value
+    raise _not_a_recipe(text, f"`{ast.unparse(node)}`")
+
+
+def _call(words: Mapping[str, Callable[..., Any]], name: str, args: list[Any], options: dict[str, Any]) -> Any:
+    make = words.get(name)
+    if make is None:
+        raise _unknown_name(name)
+    _check_options(name, make, args, options)
+    return make(*args, **options)
+
+
+def _unknown_name(name: str) -> RecipeError:
+    near = difflib.get_close_matches(name, [*RECIPES, *ANSWERS], n=3, cutoff=0.0)
+    return RecipeError(
+        explain(
+            f"no recipe or answer is called {name!r}; the nearest are {', '.join(near)}",
+            got=name,
+            expected="one of " + ", ".join(sorted(WORDS)),
+            to_type=f'--recipe "{nearest(name, RECIPES) or EXAMPLE}"',
+        )
+    )
+
+
+def _check_options(name: str, make: Callable[..., Any], args: list[Any], options: dict[str, Any]) -> None:
+    allowed = [one for one in inspect.signature(make).parameters if one != "called"]
+    wrong = next((one for one in options if one not in allowed), None)
+    if wrong is not None:
+        near = nearest(wrong, allowed)
+        example = f"{name}({near}={options[wrong]})" if near else f"{name}()"
+        raise RecipeError(
+            explain(f"{name} has no option {wrong!r}", got=wrong, expected=_options(allowed), to_type=example)
+        )
+    try:
+        inspect.signature(make).bind(*args, **options)
+    except TypeError as error:
+        raise RecipeError(
+            explain(f"{name}: {error}", got=f"{name}(...)", expected=_options(allowed), to_type=f"{name}(...)")
+        ) from None
+
+
+def _options(allowed: list[str]) -> str:
+    return "the options " + ", ".join(allowed) if allowed else "no options"
+
+
+def with_shards(text: str, shards: int) -> str:
+    """The text of a recipe over a parameter server of so many shards, as short as it can be.
+
+    >>> with_shards("async_sgd(weight=0.5)", 2)
+    'async_sgd(weight=0.5, shards=2)'
+    >>> with_shards("allreduce", 2)
+    'Recipe(whom=server(shards=2))'
+    """
+    recipe = parse(text)
+    wanted = dataclasses.replace(recipe, whom=whom.server(shards), called="")
+    with contextlib.suppress(RecipeError):
+        name, _, options = str(recipe).partition("(")
+        kept = [one for one in options.removesuffix(")").split(", ") if one and not one.startswith("shards=")]
+        short = f"{name}({', '.join([*kept, f'shards={shards}'])})"
+        if parse(short) == wanted:
+            return short
+    return str(wanted)

@@ -1,0 +1,251 @@
+"""A recipe: one answer to each of the five questions, checked when it is built."""
+
+from __future__ import annotations
+
+from dataclasses import Field, dataclass, field, fields
+from dataclasses import replace as replaced
+from typing import Any
+
+from stretto.codecs import Codec, exact
+from stretto.errors import RecipeError, explain
+from stretto.recipe.then import OnParameters, Then, add, constant, frozen_variance, outer, pull, replace, step
+from stretto.recipe.what import What, gradient_differences, gradients, momenta, parameters, updates
+from stretto.recipe.when import When, on_arrival, together
+from stretto.recipe.whom import Whom, everyone, server
+from stretto.spec import Answer
+
+
+@dataclass(frozen=True, repr=False)
+class Recipe(Answer):
+    """How workers learn together: what they exchange, when, with whom, in what encoding, and what is done then.
+
+    >>> print(Recipe(what=updates(), when=together(every=16), then=add()))
+    Recipe(what=updates(), when=together(every=16), then=add())
+
+    Printed it can be typed back: `stretto run --recipe "local_sgd(every=16)" train.py`. Two recipes are equal when
+    their five answers are, whatever they were called. Raises RecipeError when the answers do not fit together.
+    """
+
+    what: What = gradients()
+    when: When = together()
+    whom: Whom = everyone()
+    how: Codec = exact()
+    then: Then = step()
+    called: str = field(default="", compare=False, kw_only=True)
+    """The short text, when it was made by one of `stretto.recipes`."""
+
+    axis = "recipe"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for check in (_check_whom, _check_differences, _check_then, _check_weight, _check_when, _check_how):
+            check(self)
+
+    def __str__(self) -> str:
+        return self.called or self.spelled()
+
+    def spelled(self) -> str:
+        """The long form, whatever the recipe is called."""
+        answers = [f"{one.name}={getattr(self, one.name)}" for one in _axes() if _differs(self, one.name)]
+        return f"Recipe({', '.join(answers)})"
+
+    def words(self) -> dict[str, str]:
+        """The five answers as text."""
+        return {one.name: str(getattr(self, one.name)) for one in _axes()}
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether nobody waits: exchanges are applied by a server as they arrive."""
+        return isinstance(self.when, on_arrival)
+
+    @property
+    def shards(self) -> int:
+        """How many shards its parameter server has; 0 when it has none."""
+        return self.whom.shards if isinstance(self.whom, server) else 0
+
+    def sources(self) -> tuple[str, ...]:
+        """The papers of its parts, each once."""
+        papers = (paper for one in _axes() for paper in getattr(self, one.name).sources())
+        return tuple(dict.fromkeys(papers))
+
+
+def _axes() -> list[Field[Any]]:
+    return [one for one in fields(Recipe) if one.name != "called"]
+
+
+def _differs(recipe: Recipe, name: str) -> bool:
+    return bool(getattr(recipe, name) != Recipe.__dataclass_fields__[name].default)
+
+
+THENS: dict[type[When], dict[type[What], tuple[type[Then], ...]]] = {
+    together: {
+        gradients: (step,),
+        gradient_differences: (step,),
+        momenta: (frozen_variance,),
+        parameters: (replace,),
+        updates: (add, outer),
+    },
+    on_arrival: {gradients: (add,), parameters: (pull, replace), updates: (add, outer)},
+}
+"""What can be done with the answer to each kind of question: a gradient is not a set of parameters."""
+
+
+def _check_whom(recipe: Recipe) -> None:
+    if not recipe.asynchronous or recipe.shards:
+        return
+    raise RecipeError(
+        explain(
+            f"when={recipe.when} needs somebody for things to arrive at",
+            got=f"when={recipe.when}, whom={recipe.whom}",
+            expected="whom=server(shards=n)",
+            to_type=f"Recipe(what={recipe.what}, when={recipe.when}, whom=server(), then={_fitting_then(recipe)})",
+        )
+    )
+
+
+def _check_differences(recipe: Recipe) -> None:
+    """A state that both sides keep needs everybody in every round, and messages that can be told apart."""
+    if not isinstance(recipe.what, gradient_differences | momenta):
+        return
+    if recipe.asynchronous:
+        raise RecipeError(
+            explain(
+                f"what={recipe.what} adds up states that all workers keep, so all must hear every message",
+                got=f"what={recipe.what}, when={recipe.when}",
+                expected="when=together()",
+                to_type=f"Recipe(what={recipe.what}, how={recipe.how})",
+            )
+        )
+    if isinstance(recipe.what, momenta):
+        return
+    silent = recipe.what.groups > 1
+    if not recipe.how.pair or (silent and recipe.how.linear):
+        raise RecipeError(
+            explain(
+                f"what={recipe.what} can't be sent as {recipe.how}",
+                got=f"what={recipe.what}, how={recipe.how}",
+                expected="a codec that is a pair of encode and decode"
+                + (", of messages that are not summed on the way: a worker may be silent" if silent else ""),
+                to_type=f"Recipe(what={recipe.what}, how=error_feedback(top_k(0.01)))",
+            )
+        )
+
+
+def _fitting_then(recipe: Recipe) -> str:
+    fitting = THENS[type(recipe.when)][type(recipe.what)]
+    return str(recipe.then) if isinstance(recipe.then, fitting) else f"{fitting[0].__name__}()"
+
+
+def _check_then(recipe: Recipe) -> None:
+    fitting = THENS[type(recipe.when)][type(recipe.what)]
+    if isinstance(recipe.then, fitting) and not _is_frozen_alone(recipe):
+        return
+    given = f"what={recipe.what}, when={recipe.when}"
+    whom = f", whom={recipe.whom}" if recipe.shards else ""
+    raise RecipeError(
+        explain(
+            f"what={recipe.what} and then={recipe.then} do not fit: {_reason(recipe)}",
+            got=f"{given}, then={recipe.then}",
+            expected=f"with {given}, then= one of " + ", ".join(f"{one.__name__}()" for one in fitting),
+            to_type=f"Recipe({given}{whom}, then={_fitting_then(recipe)})",
+        )
+    )
+
+
+def _is_frozen_alone(recipe: Recipe) -> bool:
+    """Whether a variance would be frozen though it is no momentum that is exchanged."""
+    return isinstance(recipe.then, frozen_variance) and not isinstance(recipe.what, momenta)
+
+
+def _reason(recipe: Recipe) -> str:
+    then = recipe.then
+    if isinstance(then, frozen_variance) or isinstance(recipe.what, momenta):
+        return "frozen_variance() steps with a momentum, and only it does"
+    if isinstance(then, pull):
+        return "pull() is between a server's parameters and a worker's, as they arrive"
+    if isinstance(then, replace):
+        return "replace() takes the answer as the parameters"
+    if isinstance(then, OnParameters):
+        return f"{type(then).__name__}() adds a change to the parameters last agreed"
+    return "step() gives the answer to the optimizer as a gradient"
+
+
+def _check_weight(recipe: Recipe) -> None:
+    if recipe.asynchronous or not isinstance(recipe.then, add) or isinstance(recipe.then.weight, constant):
+        return
+    raise RecipeError(
+        explain(
+            f"nothing is stale under {recipe.when}, so {recipe.then.weight} has nothing to weigh",
+            got=f"when={recipe.when}, then={recipe.then}",
+            expected="a constant weight, or when=on_arrival()",
+            to_type=f"Recipe(what={recipe.what}, when=on_arrival(), whom=server(), then={recipe.then})",
+        )
+    )
+
+
+def _check_when(recipe: Recipe) -> None:
+    if isinstance(recipe.what, gradients) and recipe.when not in (together(), _every_step(recipe.when)):
+        expected = "every=1 with gradients; to exchange less often, exchange updates or parameters"
+        whom = f", whom={recipe.whom}" if recipe.shards else ""
+        raise RecipeError(
+            explain(
+                f"gradients are exchanged in every backward pass, not {recipe.when}",
+                got=f"what={recipe.what}, when={recipe.when}",
+                expected=expected,
+                to_type=f"Recipe(what=updates(), when={recipe.when}{whom}, then=add()), "
+                "or accumulate with stretto.no_sync()",
+            )
+        )
+    if recipe.asynchronous and isinstance(recipe.what, parameters) and recipe.what.optimizer_state != "keep":
+        raise RecipeError(
+            explain(
+                "a server on arrival knows no optimizer's state",
+                got=f"what={recipe.what}, when={recipe.when}",
+                expected='optimizer_state="keep"',
+                to_type=f"Recipe(what=parameters(), when={recipe.when}, whom={recipe.whom}, then={recipe.then})",
+            )
+        )
+
+
+def _every_step(when: When) -> When | None:
+    return replaced(when, every=1) if isinstance(when, on_arrival) else None
+
+
+def _check_how(recipe: Recipe) -> None:
+    if recipe.how.needs_theta and not isinstance(recipe.what, gradients):
+        raise RecipeError(
+            explain(
+                f"{recipe.how} compares gradients with how far the parameters moved",
+                got=f"what={recipe.what}, how={recipe.how}",
+                expected="what=gradient_differences() or what=gradients()",
+                to_type=f"Recipe(what=gradient_differences(0.01), how={recipe.how})",
+            )
+        )
+    if recipe.asynchronous and (not recipe.how.pair or recipe.how.needs_theta):
+        raise RecipeError(
+            explain(
+                f"{recipe.how} needs all workers in one conversation, and on arrival there is none",
+                got=f"when={recipe.when}, how={recipe.how}",
+                expected="a codec that is a pair of encode and decode",
+                to_type=f"Recipe(what={recipe.what}, when={recipe.when}, whom={recipe.whom}, then={recipe.then})",
+            )
+        )
+    whole = isinstance(recipe.what, parameters) and not (recipe.how.elementwise and recipe.how.reply is None)
+    if recipe.asynchronous and whole:
+        raise RecipeError(
+            explain(
+                "parameters travel whole to a server on arrival: a part of them says nothing of the rest",
+                got=f"what={recipe.what}, when={recipe.when}, how={recipe.how}",
+                expected="how=exact() or how=cast(), or what=updates()",
+                to_type=f"Recipe(what=updates(), when={recipe.when}, whom={recipe.whom}, how={recipe.how}, then=add())",
+            )
+        )
+    if recipe.how.reply is not None and not recipe.asynchronous:
+        raise RecipeError(
+            explain(
+                f"{recipe.how} encodes a server's replies, and under {recipe.when} no server replies",
+                got=f"when={recipe.when}, how={recipe.how}",
+                expected="when=on_arrival() and whom=server(), or the codec of one way",
+                to_type=f"Recipe(what=updates(), when=on_arrival(), whom=server(), how={recipe.how}, then=add())",
+            )
+        )

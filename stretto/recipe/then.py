@@ -1,0 +1,276 @@
+"""What is done with the answer?
+
+`theta` are the parameters, flat; `answer` is what the workers agreed on, of the same length: for all that changes the
+parameters at an exchange, the mean change since they last agreed. Under `on_arrival` a server does it: `apply` becomes
+`arrive`, which makes the next version of the server's parameters out of the present one.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+from stretto.lazy_torch import torch
+from stretto.spec import Answer, Range
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Memory:
+    """What a worker remembers between exchanges of one flat range: the parameters last agreed, and a velocity."""
+
+    def __init__(self, theta: Tensor) -> None:
+        self.agreed = theta.clone()
+        self.velocity: Tensor | None = None
+
+
+PIECE = 1 << 16
+"""Numbers that are worked on at a time, so that the second operation finds them in the processor's cache."""
+
+
+def _add(theta: Tensor, answer: Tensor, agreed: Tensor, weight: float) -> None:
+    """`agreed += weight * answer; theta = agreed`."""
+    flat: tuple[Any, ...] = (theta, answer, agreed)
+    for now, change, before in zip(*(one.split(PIECE) for one in flat), strict=True):
+        now.copy_(before.add_(change, alpha=weight))
+
+
+class Then(Answer):
+    """Base of the answers to *then*."""
+
+    axis = "then"
+    example: ClassVar[str] = "replace()"
+
+
+class OnParameters(Then):
+    """An answer that changes the parameters at the exchange."""
+
+    def apply(self, theta: Tensor, answer: Tensor, memory: Memory) -> None:
+        """Set `theta` and the memory to the new agreed parameters; `answer` is the mean change of all workers."""
+        raise NotImplementedError
+
+    def arrive(self, now: Tensor, mean: Tensor, arrived: Arrived, velocity: Velocity | None, out: Tensor) -> None:
+        """Write a server's next version into `out`; `mean` is that of what arrived, weighted by samples and staleness.
+
+        All are ranges of the same length. `out` may be `mean`, `now` is left as it is.
+        """
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """What a server applies at once: `count` exchanges where `collect` were waited for, of `workers` workers.
+
+    Fewer than `collect` are applied where no more come, and weigh accordingly less.
+    """
+
+    count: int
+    collect: int
+    workers: int
+
+    @property
+    def part(self) -> float:
+        """How much of a whole application this is."""
+        return self.count / self.collect
+
+
+class Velocity:
+    """A server's outer momentum of one flat range, and the changes since it was last refreshed."""
+
+    def __init__(self, like: Tensor) -> None:
+        self.v = like.new_zeros(like.shape)
+        self.since = like.new_zeros(like.shape)
+        self.arrivals = 0
+
+
+@dataclass(frozen=True, repr=False)
+class step(Then):
+    """Let the optimizer use the answer as the gradient: whatever it does with a gradient it does with the mean."""
+
+
+@dataclass(frozen=True, repr=False)
+class frozen_variance(step):
+    """Step as Adam does until the answer is a momentum; from then on with that, over a variance that stays as it is.
+
+    theta -= lr * m / (sqrt(v / (1 - beta2^T)) + eps), with v and T those of the end of the warm-up; AdamW's decoupled
+    weight decay is kept.
+    """
+
+    papers = ("Tang et al. 2021 (1-bit Adam, 2102.02888)",)
+
+
+@dataclass(frozen=True, repr=False)
+class replace(OnParameters):
+    """Take the mean of the parameters: `theta = theta_old + answer`, where the answer is the mean change."""
+
+    papers = ("Su, Chen 2015 (1507.01239)",)
+
+    def apply(self, theta: Tensor, answer: Tensor, memory: Memory) -> None:
+        _add(theta, answer, memory.agreed, 1.0)
+
+    def arrive(self, now: Tensor, mean: Tensor, arrived: Arrived, velocity: Velocity | None, out: Tensor) -> None:
+        out.copy_(mean)
+
+
+class Weight(Answer):
+    """Base of the weights of `add`. A staleness is the number of versions made since the one that was computed on."""
+
+    axis = "weight"
+    example: ClassVar[str] = "constant(1.0)"
+
+    def of(self, staleness: int, workers: int) -> float:
+        """The weight of an update of that staleness, of one of so many workers."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, repr=False)
+class constant(Weight):
+    """The same weight c for every answer."""
+
+    c: Annotated[float, Range(above=0)]
+
+    def of(self, staleness: int, workers: int) -> float:
+        return self.c
+
+
+@dataclass(frozen=True, repr=False)
+class equal_share(Weight):
+    """`1 / N` with N workers, so that one update of each adds up to their mean, as behind a barrier."""
+
+    def of(self, staleness: int, workers: int) -> float:
+        return 1.0 / workers
+
+
+@dataclass(frozen=True, repr=False)
+class inverse_staleness(Weight):
+    """`1 / t` for an update of staleness t above 0, and 1 for a fresh one.
+
+    >>> [inverse_staleness().of(t, workers=4) for t in (0, 1, 2, 4)]
+    [1.0, 1.0, 0.5, 0.25]
+    """
+
+    papers = ("Zhang, Gupta, Lian, Liu 2015 (1511.05950)",)
+
+    def of(self, staleness: int, workers: int) -> float:
+        return 1.0 / max(staleness, 1)
+
+
+@dataclass(frozen=True, repr=False)
+class exponential(Weight):
+    """`exp(-lam * t)` for an update of staleness t."""
+
+    lam: Annotated[float, Range(least=0)]
+
+    def of(self, staleness: int, workers: int) -> float:
+        return math.exp(-self.lam * staleness)
+
+
+@dataclass(frozen=True, repr=False)
+class delay_compensated(Weight):
+    """Weigh each number by how the parameters have moved since, as a Taylor term of the gradient says.
+
+    theta -= lr * (g + lambda * g * g * (theta - theta_old)), with theta_old what the update was computed on
+    ms = m * ms + (1 - m) * g * g;  lambda = lam / sqrt(ms + 1e-7)      adaptive
+    lambda = lam                                                        otherwise
+
+    g is the update divided by -lr: the gradient itself with plain SGD. Memory: for each worker the version that it
+    has, and with `adaptive` ms.
+    """
+
+    lam: Annotated[float, Range(least=0)] = 2.0
+    m: Annotated[float, Range(least=0, below=1)] = 0.95
+    adaptive: bool = True
+
+    papers = ("Zheng et al. 2016 (1609.08326)",)
+
+    def of(self, staleness: int, workers: int) -> float:
+        return 1.0
+
+    def compensate(self, update: Tensor, lr: float, now: Tensor, old: Tensor, ms: Tensor | None) -> Tensor:
+        """The update as it would be had it been computed on `now`, to first order. `ms` is brought up to date."""
+        g = update / -lr
+        strength: Tensor | float = self.lam
+        if ms is not None:
+            ms.mul_(self.m).addcmul_(g, g, value=1 - self.m)
+            strength = self.lam / (ms + 1e-7).sqrt()
+        return update.addcmul(g * g * strength, now - old, value=-lr)
+
+
+@dataclass(frozen=True, repr=False)
+class add(OnParameters):
+    """Add the answer to the parameters last agreed: `theta = theta_old + c * answer`.
+
+    At a server each update is weighted by itself: `theta += (1/s) sum_l w(t_l) D_l` over the s that are collected.
+    """
+
+    weight: Weight = constant(1.0)
+
+    def sources(self) -> tuple[str, ...]:
+        """The papers of the weight."""
+        return self.weight.sources()
+
+    def apply(self, theta: Tensor, answer: Tensor, memory: Memory) -> None:
+        assert isinstance(self.weight, constant)
+        _add(theta, answer, memory.agreed, self.weight.c)
+
+    def arrive(self, now: Tensor, mean: Tensor, arrived: Arrived, velocity: Velocity | None, out: Tensor) -> None:
+        torch.add(now, mean, alpha=arrived.part, out=out)
+
+
+@dataclass(frozen=True, repr=False)
+class pull(OnParameters):
+    """Pull each worker towards the server's parameters c, and those towards the worker's (elastic averaging).
+
+    e = alpha * (x_i - c);  x_i -= e;  c += e
+    """
+
+    alpha: Annotated[float, Range(above=0, most=1)] = 0.5
+
+    papers = ("Zhang, Choromanska, LeCun 2015 (elastic averaging SGD)",)
+
+    def arrive(self, now: Tensor, mean: Tensor, arrived: Arrived, velocity: Velocity | None, out: Tensor) -> None:
+        torch.lerp(now, mean, min(self.alpha * arrived.count, 1.0), out=out)
+
+
+@dataclass(frozen=True, repr=False)
+class outer(OnParameters):
+    """Step an outer SGD with the outer gradient `d = -answer`, as DiLoCo does.
+
+    v = momentum * v + d;  theta = theta_old - lr * (d + momentum * v)   with nesterov
+                           theta = theta_old - lr * v                    without
+    Memory: the parameters last agreed and v.
+
+    At a server, where updates are stale, v is refreshed only with every n-th application, n = N / collect, by the mean
+    d of those n (delayed Nesterov, Liu et al. 2024, 2401.09135; n = 1 is the rule above):
+
+    theta -= lr * d / n,  and with every n-th:  v = momentum * v + mean(d);  theta -= lr * momentum * v
+    """
+
+    lr: Annotated[float, Range(above=0)] = 0.7
+    momentum: Annotated[float, Range(least=0, below=1)] = 0.9
+    nesterov: bool = True
+
+    papers = ("Douillard et al. 2023 (2311.08105)", "Sutskever et al. 2013 (Nesterov momentum)")
+
+    def apply(self, theta: Tensor, answer: Tensor, memory: Memory) -> None:
+        if memory.velocity is None:
+            memory.velocity = answer.new_zeros(answer.shape)
+        memory.velocity.mul_(self.momentum).sub_(answer)
+        if self.nesterov:
+            memory.agreed.add_(answer, alpha=self.lr).sub_(memory.velocity, alpha=self.lr * self.momentum)
+        else:
+            memory.agreed.sub_(memory.velocity, alpha=self.lr)
+        theta.copy_(memory.agreed)
+
+    def arrive(self, now: Tensor, mean: Tensor, arrived: Arrived, velocity: Velocity | None, out: Tensor) -> None:
+        assert velocity is not None
+        n = max(arrived.workers // arrived.collect, 1)
+        velocity.since.sub_(mean, alpha=arrived.part / n)
+        torch.add(now, mean, alpha=self.lr * arrived.part / n if self.nesterov else 0.0, out=out)
+        velocity.arrivals += 1
+        if velocity.arrivals % n == 0:
+            velocity.v.mul_(self.momentum).add_(velocity.since)
+            velocity.since.zero_()
+            out.sub_(velocity.v, alpha=self.lr * (self.momentum if self.nesterov else 1.0))

@@ -1,0 +1,188 @@
+"""What do workers exchange?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
+
+from stretto.collective_ops import Mean
+from stretto.lazy_torch import torch
+from stretto.spec import Answer, Range
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from stretto.collective_ops import Conversation, Encoding
+
+
+PIECE = 1 << 16
+"""Numbers that are worked on at a time, so that the second operation finds them in the processor's cache."""
+
+
+class What(Answer):
+    """Base of the answers to *what*."""
+
+    axis = "what"
+    example: ClassVar[str] = "gradients()"
+
+    def memory(self, how: Encoding, like: Tensor, scene: Any) -> Any:
+        """What a worker remembers of exchanges of tensors like this one, in this encoding."""
+        return how.memory(like, scene)
+
+    def converse(self, how: Encoding, x: Tensor, memory: Any) -> Conversation:
+        """The conversation that ends in the mean of everyone's `x`, this worker's contribution, which is given away."""
+        return how.converse(x, memory)
+
+    def codec_memory(self, memory: Any) -> Any:
+        """The codec's part of what is remembered."""
+        return memory
+
+
+class OfParameters(What):
+    """Something about the parameters, exchanged after local steps.
+
+    It travels as the change since the parameters last agreed, `theta_i - theta_old`: the sum of n changes loses far
+    fewer bits to rounding than the sum of n shares of the parameters, and what no worker changed stays bit for bit.
+    """
+
+    def bring(self, theta: Tensor, agreed: Tensor, share: float, out: Tensor) -> None:
+        """Write this worker's contribution, weighted by its share of the samples, into `out`."""
+        flat: tuple[Any, ...] = (theta, agreed, out)
+        for now, before, piece in zip(*(one.split(PIECE) for one in flat), strict=True):
+            torch.sub(now, before, out=piece).mul_(share)
+
+
+@dataclass(frozen=True, repr=False)
+class gradients(What):
+    """The gradient of each backward pass, agreed before `backward()` returns.
+
+    `g = sum_i (n_i / n) g_i`, with n_i the samples of worker i. Cost: the bytes of the model a backward pass.
+    """
+
+
+class Differences:
+    """What a worker remembers under `gradient_differences`: its own state h_m, the sum h of all, its codec's memory."""
+
+    def __init__(self, like: Tensor, codec: Any, worker: int) -> None:
+        self.own = like.new_zeros(like.shape)
+        self.all = like.new_zeros(like.shape)
+        self.codec = codec
+        self.turn = worker
+
+    def regroup(self, workers: int, joined: bool) -> None:
+        """Others exchange now: the sum of all states would keep those of who is gone, so all begin at 0 again."""
+        self.own.zero_()
+        self.all.zero_()
+
+
+@dataclass(frozen=True, repr=False)
+class gradient_differences(gradients):
+    """The difference between a worker's gradient and what all know of it already, a state that both sides keep.
+
+    D_m = g_m - h_m;  h_m += beta * sent_m;  the answer is h + sum_m sent_m;  then h += beta * sum_m sent_m
+
+    g_m is the contribution of worker m (its gradient times its share of the samples), sent_m what its message says, h
+    the sum of all h_m. All states begin at 0. With exact messages the answer is that of `gradients()` for every beta;
+    with `error_feedback` around the codec what was not sent is added to the next difference (GD-SEC's e_m). beta = 1
+    without it is EF21. With `groups` above 1 only every so-manieth worker speaks in a round, in turn; the others send
+    nothing, and their states stay. Memory: two tensors the size of the gradient.
+    """
+
+    beta: Annotated[float, Range(least=0, most=1)] = 1.0
+    groups: Annotated[int, Range(least=1)] = 1
+
+    papers = ("Chen, Blum, Takac, Sadler 2022 (2202.02491)", "Fatkhullin et al. 2021 (2110.03294)")
+
+    def memory(self, how: Encoding, like: Tensor, scene: Any) -> Differences:
+        return Differences(like, how.memory(like, scene), scene.worker)
+
+    def converse(self, how: Encoding, x: Tensor, memory: Differences) -> Conversation:
+        sent = yield from how.exchange(self._message(how, x.sub_(memory.own), memory), x)
+        answer = memory.all + sent
+        memory.all.add_(sent, alpha=self.beta)
+        return answer
+
+    def codec_memory(self, memory: Differences) -> Any:
+        return memory.codec
+
+    def _message(self, how: Encoding, difference: Tensor, memory: Differences) -> Tensor:
+        """What this worker says, which becomes part of its state."""
+        silent, memory.turn = memory.turn % self.groups > 0, memory.turn + 1
+        if silent:
+            return _nothing(difference)
+        message = how.encode(difference, memory.codec)
+        memory.own.add_(how.decode(message, difference.new_empty(difference.shape)), alpha=self.beta)
+        return message
+
+
+class Momentum:
+    """What a worker remembers under `momenta`: the agreed momentum m, the rounds so far, its codec's memory."""
+
+    def __init__(self, like: Tensor, codec: Any, workers: int) -> None:
+        self.m = like.new_zeros(like.shape)
+        self.rounds = 0
+        self.workers = workers
+        self.codec = codec
+
+    common = ("m", "rounds")
+
+    def regroup(self, workers: int, joined: bool) -> None:
+        """Others exchange now."""
+        self.workers = workers
+
+
+@dataclass(frozen=True, repr=False)
+class momenta(gradients):
+    """The momentum of Adam with this worker's gradient in it, after a warm-up in which gradients are exchanged exactly.
+
+    m_i = beta m + (1 - beta) g_i;  m = sum_i (n_i / n) m_i
+
+    g_i is the gradient of worker i, m what was agreed last. `warm_up` rounds exchange g_i as it is, and m follows;
+    `beta` is the optimizer's own beta1. Memory: a tensor the size of the gradient.
+    """
+
+    warm_up: Annotated[int, Range(least=1)] = 100
+    beta: Annotated[float, Range(least=0, below=1)] = 0.9
+
+    papers = ("Tang et al. 2021 (1-bit Adam, 2102.02888)",)
+
+    def memory(self, how: Encoding, like: Tensor, scene: Any) -> Momentum:
+        return Momentum(like, how.memory(like, scene), scene.workers)
+
+    def codec_memory(self, memory: Momentum) -> Any:
+        return memory.codec
+
+    def converse(self, how: Encoding, x: Tensor, memory: Momentum) -> Conversation:
+        if memory.rounds < self.warm_up:
+            gradient = cast("Tensor", (yield Mean(x)))
+            memory.m.mul_(self.beta).add_(gradient, alpha=1 - self.beta)
+            memory.rounds += 1
+            return gradient
+        x.mul_(1 - self.beta).add_(memory.m, alpha=self.beta / memory.workers)
+        memory.m.copy_((yield from how.converse(x, memory.codec)))
+        memory.rounds += 1
+        return memory.m.clone()
+
+
+def _nothing(like: Tensor) -> Tensor:
+    """The message of a worker that has nothing to say."""
+    return like.new_empty(0, dtype=torch.uint8)
+
+
+@dataclass(frozen=True, repr=False)
+class updates(OfParameters):
+    """The change of the parameters over the local steps, so learning rate and momentum are inside.
+
+    `D_i = theta_i - theta_old`, with theta_old the parameters last agreed. The optimizer's state stays local.
+    """
+
+
+@dataclass(frozen=True, repr=False)
+class parameters(OfParameters):
+    """The parameters themselves: `theta = sum_i (n_i / n) theta_i`, sent as their change (see OfParameters).
+
+    optimizer_state says what becomes of the optimizer's state at an exchange: "keep" it as each worker has it,
+    "average" it with the parameters (twice the bytes with momentum, three times with Adam), or "reset" it to zero.
+    """
+
+    optimizer_state: Literal["average", "keep", "reset"] = "keep"

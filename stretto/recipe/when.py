@@ -1,0 +1,76 @@
+"""When do workers exchange, and who waits?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+from stretto.spec import Answer, Range
+
+
+class When(Answer):
+    """Base of the answers to *when*."""
+
+    axis = "when"
+    example: ClassVar[str] = "together()"
+
+
+@dataclass(frozen=True, repr=False)
+class together(When):
+    """All workers exchange after every k local steps, and wait for each other.
+
+    Until step `after` they exchange at every step; from there on at every k-th.
+    """
+
+    every: Annotated[int, Range(least=1)] = 1
+    after: Annotated[int, Range(least=0)] = 0
+
+    papers = ("Lin et al. 2018 (1808.07217)",)
+
+    def sources(self) -> tuple[str, ...]:
+        """The paper of `after`, where that is used."""
+        return self.papers if self.after else ()
+
+    def due(self, step: int) -> bool:
+        """Whether an exchange follows local step `step`, counted from 1.
+
+        >>> [step for step in range(1, 11) if together(every=3, after=2).due(step)]
+        [1, 2, 5, 8]
+        """
+        return step <= self.after or (step - self.after) % self.every == 0
+
+
+@dataclass(frozen=True, repr=False)
+class on_arrival(When):
+    """Nobody waits for anybody: a server applies what comes, each worker exchanges after every k local steps.
+
+    The server applies once `collect` exchanges are there, whosever they are (1: each as it comes; more: soft
+    synchronisation). A worker that would be more than `bound` rounds ahead of the slowest is made to wait (stale
+    synchronous parallel; 0 is the barrier, None lets all run free); rounds count from the last meeting of all, which is
+    an evaluation or the end of a pass. With `overlap` sending and receiving go on while the worker computes its next
+    round: nothing is waited for on a slow network, and updates are about twice as stale. It takes up one round of the
+    bound; a bound of 0 leaves nothing to overlap.
+    """
+
+    every: Annotated[int, Range(least=1)] = 1
+    collect: Annotated[int, Range(least=1)] = 1
+    bound: Annotated[int, Range(least=0)] | None = None
+    overlap: bool = False
+
+    def sources(self) -> tuple[str, ...]:
+        """The papers of `every`, `collect` and `bound`, where those are used."""
+        used = {
+            "Dean et al. 2012 (DistBelief)": True,
+            "Zhang, Gupta, Lian, Liu 2015 (1511.05950)": self.collect > 1,
+            "Ho et al. 2013 (stale synchronous parallel)": self.bound is not None,
+        }
+        return tuple(paper for paper, is_used in used.items() if is_used)
+
+    def due(self, step: int) -> bool:
+        """Whether an exchange follows local step `step`, counted from 1."""
+        return step % self.every == 0
+
+    @property
+    def ahead(self) -> int:
+        """Rounds that a worker begins before it hears of its last exchange: 1 with overlap, 0 without."""
+        return int(self.overlap and self.bound != 0)

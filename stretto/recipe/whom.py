@@ -1,0 +1,35 @@
+"""With whom does a worker exchange?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+from stretto.spec import Answer, Range
+
+
+class Whom(Answer):
+    """Base of the answers to *whom*."""
+
+    axis = "whom"
+    example: ClassVar[str] = "everyone()"
+
+
+@dataclass(frozen=True, repr=False)
+class everyone(Whom):
+    """With all workers at once, without a centre: an all-reduce.
+
+    Cost: 2(N-1)/N times the bytes exchanged, per worker, on a ring.
+    """
+
+
+@dataclass(frozen=True, repr=False)
+class server(Whom):
+    """With a parameter server, of so many shards: each holds a range of the parameters.
+
+    Cost: twice the bytes exchanged per worker, and N times them, divided by the shards, per shard.
+    """
+
+    shards: Annotated[int, Range(least=1, most=256)] = 1
+
+    papers = ("Li et al. 2014 (parameter server)",)

@@ -1,0 +1,180 @@
+"""Which plots a page shows, and the sentence beneath each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from markupsafe import Markup
+
+from stretto.report import formatting, plot_style, plots, time_series
+from stretto.report.aggregation import Group, Peers, at, grouped, worker_counts
+from stretto.report.plots import SAMPLES, Line, Row
+from stretto.report.run_log import History
+from stretto.report.run_record import Record
+from stretto.report.tables import FAST, STATE, WHERE, metric_names, speed_up
+from stretto.report.target import Target
+from stretto.report.time_series import Curve, Moment, Sample
+
+LEARN = "Loss and metrics"
+MOST_METRICS = 3
+
+Histories = Mapping[str, History]
+"""The logs of the runs that left one, by the name of their folder."""
+
+
+@dataclass(frozen=True)
+class Plot:
+    """A drawing, the heading that it belongs under and the sentence beneath it."""
+
+    heading: str
+    svg: Markup
+    caption: str
+
+
+@dataclass(frozen=True)
+class Album:
+    """Everything that the plots of one page are made of."""
+
+    records: Sequence[Record]
+    histories: Histories
+    target: Target | None = None
+    moments: tuple[Moment, ...] = ()
+    """When somebody was lost, or came; of a single run."""
+
+    def groups(self) -> list[Group]:
+        """The groups that have anything to show, failed runs included."""
+        return grouped(self.records)
+
+    def history(self, record: Record) -> History | None:
+        """The log of a record's run."""
+        return self.histories.get(Path(record["folder"]).name)
+
+
+def pictures(album: Album) -> list[Plot]:
+    """All plots of a page; one set of curves for each number of workers."""
+    groups = album.groups()
+    counts = worker_counts(groups) or [1]
+    colours = plot_style.colours(groups)
+    several = len(counts) > 1
+    found = [_curves(album, at(groups, n), colours, n, several) for n in counts]
+    found += [_scaling(groups, colours, Peers(album.records))] if several else []
+    found += [_split(album, groups, colours)]
+    found += [_distance(at(groups, n), colours, n, several) for n in counts]
+    return [plot for plot in found if plot]
+
+
+def _with_workers(caption: str, workers: int, several: bool) -> str:
+    return f"{formatting.plural(workers, 'worker')}. {caption}" if several else caption
+
+
+def _lines(groups: Sequence[Group], colours: Mapping[str, str], curve: Callable[[Record], Curve]) -> tuple[Line, ...]:
+    lines = (Line(g.label, colours[g.recipe], tuple(curve(record) for record in g.asked)) for g in groups)
+    return tuple(line for line in lines if any(one.samples for one in line.curves))
+
+
+# Loss and metrics
+
+
+def _curves(
+    album: Album, groups: Sequence[Group], colours: Mapping[str, str], workers: int, several: bool
+) -> Plot | None:
+    losses = Row("Training loss", _lines(groups, colours, lambda record: _loss(album, record)))
+    names = metric_names([record for group in groups for record in group.asked])[:MOST_METRICS]
+    metrics = [_metric_row(album, groups, colours, name) for name in names]
+    rows = [row for row in (losses, *metrics) if row.lines]
+    if not rows:
+        return None
+    svg = Markup(plots.curves(f"curves{workers}", rows, album.moments))
+    return Plot(LEARN, svg, _with_workers(_curves_caption(album, groups, losses), workers, several))
+
+
+def _loss(album: Album, record: Record) -> Curve:
+    history = album.history(record)
+    return time_series.loss(history) if history else Curve(())
+
+
+def _metric_row(album: Album, groups: Sequence[Group], colours: Mapping[str, str], name: str) -> Row:
+    def curve(record: Record) -> Curve:
+        history = album.history(record)
+        return time_series.metric(history, name) if history else Curve(())
+
+    target = album.target
+    if target is None or target.metric != name:
+        return Row(name, _lines(groups, colours, curve))
+    title = f"{name} (dashed: the target, {target.number:g})"
+    return Row(title, _lines(groups, colours, curve), target.number)
+
+
+def _curves_caption(album: Album, groups: Sequence[Group], losses: Row) -> str:
+    texts = ["Training time leaves evaluations out."]
+    steps = max((curve.steps for line in losses.lines for curve in line.curves), default=0)
+    if steps:
+        smoothed = f", smoothed: a point is the mean of up to {steps} steps" if steps > 1 else ""
+        texts.append(f"Loss: mean over workers{smoothed}.")
+        if any(record.get("staleness") for record in _records(groups)):
+            texts.append("Asynchronous workers: mean of what they logged at about the same time.")
+    if any(len(group.asked) > 1 for group in groups):
+        texts.append("A line for each seed.")
+    if any(group.alone for group in groups) and not all(group.alone for group in groups):
+        texts.append("Dotted: where a run ended that sends nothing.")
+    if album.moments:
+        texts.append("Upright lines: somebody was lost or stopped (red), or came back (grey).")
+    lost = sum(time_series.not_finite(one) for record in _records(groups) if (one := album.history(record)))
+    if lost:
+        texts.append(f"{lost} logged or evaluated values were not finite and are left out.")
+    return " ".join(texts)
+
+
+def _records(groups: Sequence[Group]) -> list[Record]:
+    return [record for group in groups for record in group.asked]
+
+
+# Speed, time, distance
+
+
+def _scaling(groups: Sequence[Group], colours: Mapping[str, str], peers: Peers) -> Plot:
+    svg = plots.scaling("scaling", groups, colours, lambda record: speed_up(record, peers))
+    caption = "Samples per second over those of the run alone, median over seeds. Dashed: as fast as it could be."
+    return Plot(FAST, Markup(svg), caption)
+
+
+def _split(album: Album, groups: Sequence[Group], colours: Mapping[str, str]) -> Plot | None:
+    several = len(worker_counts(groups)) > 1
+    firsts = [group.asked[0] for group in groups if group.asked[0]["time_split"]]
+    runs = [
+        plots.bars_of(group.asked[0], _bar_title(group, several), colours[group.recipe])
+        for group in groups
+        if group.asked[0]["time_split"]
+    ]
+    if not runs:
+        return None
+    seed = f" Seed {firsts[0]['seed']}." if len({record["seed"] for record in album.records}) > 1 else ""
+    caption = f"Each bar is the whole time of a worker; its parts sum to it.{seed}"
+    return Plot(WHERE, Markup(plots.time_split("split", runs)), caption)
+
+
+def _bar_title(group: Group, several: bool) -> str:
+    return f"{group.label} ×{group.workers}" if several and not group.alone else group.label
+
+
+def _distance(groups: Sequence[Group], colours: Mapping[str, str], workers: int, several: bool) -> Plot | None:
+    rows = [
+        Row("Relative distance of the parameters", _lines(groups, colours, _apart("parameter_distance"))),
+        Row("Share of predictions that differ", _lines(groups, colours, _apart("prediction_disagreement"))),
+    ]
+    rows = [row for row in rows if row.lines]
+    if not rows:
+        return None
+    caption = "Against the run alone with the batches of all workers joined, after the same samples."
+    svg = Markup(plots.pair(f"distance{workers}", rows, SAMPLES))
+    return Plot(STATE, svg, _with_workers(caption, workers, several))
+
+
+def _apart(field: str) -> Callable[[Record], Curve]:
+    def curve(record: Record) -> Curve:
+        found = [one for one in record.get("distances") or [] if one.get(field) is not None]
+        return Curve(tuple(Sample(one.get("seconds") or 0.0, one["samples"], 0.0, one[field]) for one in found))
+
+    return curve

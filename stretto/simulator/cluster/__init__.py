@@ -1,0 +1,1 @@
+"""Simulated services, membership and transports."""

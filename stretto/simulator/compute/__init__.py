@@ -1,0 +1,1 @@
+"""Simulated computing: step time, speeds, contention."""

@@ -1,0 +1,422 @@
+"""How fast simulated workers compute: what a person types for `--speeds`, and the seconds that each step takes.
+
+A factor says how much longer a step takes than the measured one: 1 is as measured, 2 is twice as long.
+Every draw belongs to (seed, worker, step), so that it is the same in whatever order workers ask.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import lru_cache
+from math import exp, expm1, floor, inf, sqrt
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from stretto.errors import LaunchError, explain
+from stretto.spec import nearest
+from stretto.units import marked, numeric, seconds, spelled
+
+BLOCK = 256
+"""So many steps of one worker are drawn at once."""
+STREAM = 1
+"""Keeps these draws apart from others of the same seed."""
+WIDEST = 10.0
+"""The largest sigma: beyond it nearly every factor is 0."""
+TINY = 5e-324
+"""The smallest number above 0."""
+CALL = re.compile(r"\s*([A-Za-z_]+)\s*(?:\((.*)\)\s*)?", re.ASCII | re.DOTALL)
+
+Course = Callable[[int, float, float], float]
+"""The steps of one worker: (step, virtual time at its begin, seconds of a measured step) to its seconds."""
+
+
+class Speeds(ABC):
+    """An answer to how fast workers compute; its text is what a person types for it."""
+
+    @abstractmethod
+    def course(self, worker: int, workers: int, seed: int) -> Course:
+        """What the steps of one of so many workers take."""
+
+
+@dataclass(frozen=True)
+class Equal(Speeds):
+    """Every step takes what was measured."""
+
+    def __str__(self) -> str:
+        """As it is typed."""
+        return "equal"
+
+    def course(self, worker: int, workers: int, seed: int) -> Course:
+        """Always 1."""
+        return _Constant(1.0)
+
+
+@dataclass(frozen=True)
+class Factors(Speeds):
+    """A factor for each worker, in order."""
+
+    factors: tuple[float, ...]
+
+    def __str__(self) -> str:
+        """As it is typed."""
+        return ",".join(map(spelled, self.factors))
+
+    def course(self, worker: int, workers: int, seed: int) -> Course:
+        """The worker's own factor. Raises LaunchError when there are more or fewer factors than workers."""
+        if len(self.factors) != workers:
+            problem = f"speeds are given for {len(self.factors)} workers, but there are {workers}"
+            example = '--speeds "slow(0.1, 5)"'
+            raise LaunchError(explain(problem, got=self, expected=f"{workers} factors", to_type=example))
+        return _Constant(self.factors[worker])
+
+
+@dataclass(frozen=True)
+class Lognormal(Speeds):
+    """Factors exp(sigma z - sigma^2/2) with z of the standard normal distribution: their mean is 1.
+
+    Each worker has one for the whole run, or with `each_step` a new one for each step.
+    """
+
+    sigma: float
+    each_step: bool = False
+
+    def __str__(self) -> str:
+        """As it is typed."""
+        return f"lognormal({spelled(self.sigma)}{', each=step' if self.each_step else ''})"
+
+    def course(self, worker: int, workers: int, seed: int) -> Course:
+        """One factor, or a drawn one for each step."""
+        if self.each_step:
+            return _Drawn(self._draw, seed, worker)
+        return _Constant(self._draw(_rng(seed, worker), 1).item())
+
+    def _draw(self, rng: np.random.Generator, count: int) -> NDArray[np.float64]:
+        return np.exp(self.sigma * rng.standard_normal(count) - self.sigma**2 / 2)
+
+
+@dataclass(frozen=True)
+class Exponential(Speeds):
+    """Each step's factor is shift + (1 - shift) Exp(1): its mean is 1.
+
+    Without a shift this is the model under which K-sync and K-async have closed forms.
+    Source: Dutta et al. 2018, Slow and Stale Gradients Can Win the Race.
+    """
+
+    shift: float = 0.0
+
+    def __str__(self) -> str:
+        """As it is typed."""
+        return f"shifted_exponential({spelled(self.shift)})" if self.shift else "exponential"
+
+    def course(self, worker: int, workers: int, seed: int) -> Course:
+        """A drawn factor for each step."""
+        return _Drawn(self._draw, seed, worker)
+
+    def _draw(self, rng: np.random.Generator, count: int) -> NDArray[np.float64]:
+        return self.shift + (1 - self.shift) * rng.standard_exponential(count)
+
+
+@dataclass(frozen=True)
+class Slow(Speeds):
+    """A fraction of the workers, rounded and at least one, drawn by the seed, takes `factor` times as long."""
+
+    fraction: float
+    factor: float
+
+    def __str__(self) -> str:
+        """As it is typed."""
+        return f"slow({spelled(self.fraction)}, {spelled(self.factor)})"
+
+    def course(self, worker: int, workers: int, seed: int) -> Course:
+        """The factor, or 1."""
+        count = max(1, floor(self.fraction * workers + 0.5))
+        return _Constant(self.factor if worker in _some(seed, workers, count) else 1.0)
+
+
+@dataclass(frozen=True)
+class Drifting(Speeds):
+    """Each worker's log factor is a mean-reverting walk in virtual time t; the stationary mean of the factor is 1.
+
+    factor = exp(x - sigma^2/2),  x(t + d) = x(t) e^(-d/tau) + sigma sqrt(1 - e^(-2d/tau)) z,  x(0) = sigma z
+    This is the exact step of the Ornstein-Uhlenbeck process, however far apart the steps are (Gillespie 1996).
+    """
+
+    sigma: float
+    tau_s: float
+
+    def __str__(self) -> str:
+        """As it is typed."""
+        return f"drifting({spelled(self.sigma)}, {spelled(self.tau_s)}s)"
+
+    def course(self, worker: int, workers: int, seed: int) -> Course:
+        """A walk of the worker's own."""
+        return _Walk(self, seed, worker)
+
+
+@dataclass(frozen=True)
+class Trace(Speeds):
+    """Measured seconds of steps, replayed in order and from the start again.
+
+    Worker w replays worker w mod n of the n workers in the file. `times` are read from the file, lowest number first.
+    """
+
+    file: str
+    times: tuple[tuple[float, ...], ...] = field(repr=False)
+
+    def __str__(self) -> str:
+        """As it is typed."""
+        return f"trace({self.file})"
+
+    def course(self, worker: int, workers: int, seed: int) -> Course:
+        """The measured seconds, whatever a step takes here."""
+        return _Replayed(self.times[worker % len(self.times)])
+
+
+class Pace:
+    """How long each step of each worker takes, in virtual seconds.
+
+    >>> pace = Pace(parse("1,1,2"), workers=3, seed=0)
+    >>> pace.step_s(worker=2, step=0, now=0.0, step_time_s=0.005)
+    0.01
+
+    The same for a seed, in whatever order workers ask. Raises LaunchError when the speeds are not for so many workers.
+    """
+
+    def __init__(self, speeds: Speeds, workers: int, seed: int) -> None:
+        self._courses = [speeds.course(worker, workers, seed) for worker in range(workers)]
+
+    def step_s(self, worker: int, step: int, now: float, step_time_s: float) -> float:
+        """Seconds of this worker's step number `step`, begun at virtual time `now`. A worker's time never runs back."""
+        return self._courses[worker](step, now, step_time_s)
+
+    def mean_factor(self, worker: int) -> float | None:
+        """The factor of a worker for which it is the same in every step, else None."""
+        course = self._courses[worker]
+        return course.factor if isinstance(course, _Constant) else None
+
+
+class _Constant:
+    """A worker with the same factor in every step."""
+
+    __slots__ = ("factor",)
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def __call__(self, step: int, now: float, step_time_s: float) -> float:
+        return self.factor * step_time_s
+
+
+class _Drawn:
+    """A worker with a draw for each step; a block of them is kept."""
+
+    __slots__ = ("_block", "_draw", "_number", "_seed", "_worker")
+
+    def __init__(self, draw: Callable[[np.random.Generator, int], NDArray[np.float64]], seed: int, worker: int) -> None:
+        self._draw, self._seed, self._worker = draw, seed, worker
+        self._number = -1
+
+    def value(self, step: int) -> float:
+        number, place = divmod(step, BLOCK)
+        if number != self._number:
+            self._block = self._draw(_rng(self._seed, self._worker, number), BLOCK)
+            self._number = number
+        return self._block.item(place)
+
+    def __call__(self, step: int, now: float, step_time_s: float) -> float:
+        return self.value(step) * step_time_s
+
+
+class _Replayed:
+    """A worker whose steps were measured before."""
+
+    __slots__ = ("_times",)
+
+    def __init__(self, times: tuple[float, ...]) -> None:
+        self._times = times
+
+    def __call__(self, step: int, now: float, step_time_s: float) -> float:
+        return self._times[step % len(self._times)]
+
+
+class _Walk:
+    """A worker whose log factor walks."""
+
+    __slots__ = ("_normal", "_speeds", "_then", "_x")
+
+    def __init__(self, speeds: Drifting, seed: int, worker: int) -> None:
+        self._speeds = speeds
+        self._normal = _Drawn(np.random.Generator.standard_normal, seed, worker)
+        self._then, self._x = -inf, 0.0
+
+    def __call__(self, step: int, now: float, step_time_s: float) -> float:
+        sigma, past = self._speeds.sigma, (self._then - now) / self._speeds.tau_s
+        self._x = self._x * exp(past) + sigma * sqrt(-expm1(2 * past)) * self._normal.value(step)
+        self._then = now
+        return exp(self._x - sigma**2 / 2) * step_time_s
+
+
+def _rng(seed: int, worker: int, block: int = 0) -> np.random.Generator:
+    return np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(STREAM, worker, block)))
+
+
+@lru_cache(maxsize=1)
+def _some(seed: int, workers: int, count: int) -> frozenset[int]:
+    return frozenset(_rng(seed, 0).permutation(workers)[:count].tolist())
+
+
+def parse(text: str) -> Speeds:
+    """The speeds that a text spells; `str` of them spells it again. Raises LaunchError with the place marked.
+
+    >>> parse("lognormal(0.5, each=step)")
+    Lognormal(sigma=0.5, each_step=True)
+    >>> str(parse("drifting(.3, 2m)"))
+    'drifting(0.3, 120s)'
+    """
+    match = CALL.fullmatch(text)
+    if match is None:
+        return Factors(tuple(_value(text, word, _within(TINY), ANY) for word in _words(text)))
+    name = _Word(match[1], match.start(1))
+    if name.text not in FORMS:
+        near = FORMS.get(nearest(name.text, FORMS) or "", ANY)
+        raise _refused(text, name, ANY._replace(example=near.example))
+    form = FORMS[name.text]
+    words = _words(text, *match.span(2), len(form.readers) - 1) if (match[2] or "").strip() else []
+    if not form.needs <= len(words) <= len(form.readers):
+        raise _refused(text, words[-1] if words else name, form)
+    return form.make(*(_value(text, word, read, form) for word, read in zip(words, form.readers, strict=False)))
+
+
+class _Word(NamedTuple):
+    """A word within a text, and where it starts."""
+
+    text: str
+    start: int
+
+
+class _Form(NamedTuple):
+    """One way to say speeds: how it is written, an example, what it makes of what its readers read (None: refused)."""
+
+    written: str
+    example: str
+    make: Callable[..., Speeds] = Equal
+    readers: tuple[Callable[[str], object], ...] = ()
+    needs: int = 0
+
+
+def _words(text: str, start: int = 0, stop: int | None = None, splits: int = -1) -> list[_Word]:
+    words = []
+    for part in text[start:stop].split(",", splits):
+        words.append(_Word(part.strip(), start + len(part) - len(part.lstrip())))
+        start += len(part) + 1
+    return words
+
+
+def _value(text: str, word: _Word, read: Callable[[str], Any], form: _Form) -> Any:
+    value = read(word.text)
+    if value is None:
+        raise _refused(text, word, form)
+    return value
+
+
+def _refused(text: str, word: _Word, form: _Form) -> LaunchError:
+    got = marked(text, word.start, word.start + len(word.text))
+    problem = f"these are no speeds: {word.text or 'nothing'}"
+    return LaunchError(explain(problem, got=got, expected=form.written, to_type=f'--speeds "{form.example}"'))
+
+
+def _within(least: float, most: float = inf) -> Callable[[str], float | None]:
+    def read(text: str) -> float | None:
+        value = numeric(text)
+        return value if value is not None and least <= value <= most else None
+
+    return read
+
+
+def _each_step(text: str) -> bool | None:
+    return True if re.fullmatch(r"each\s*=\s*step", text) else None
+
+
+def _tau(text: str) -> float | None:
+    return seconds(text) or None
+
+
+class _Measured(msgspec.Struct):
+    """One line of a file of measured steps."""
+
+    worker: Annotated[int, msgspec.Meta(ge=0)]
+    step_s: Annotated[float, msgspec.Meta(gt=0)]
+
+
+def _trace(file: str) -> Trace:
+    times: dict[int, list[float]] = {}
+    try:
+        lines = Path(file).read_bytes().splitlines()
+    except (OSError, ValueError) as error:
+        raise _bad_trace(file, str(error)) from None
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            measured = _line(file, number, line)
+            times.setdefault(measured.worker, []).append(measured.step_s)
+    if not times:
+        raise _bad_trace(file, "no lines")
+    return Trace(file, tuple(tuple(times[worker]) for worker in sorted(times)))
+
+
+def _line(file: str, number: int, line: bytes) -> _Measured:
+    try:
+        return msgspec.json.decode(line, type=_Measured)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise _bad_trace(file, f"line {number}: {error}") from None
+
+
+def _bad_trace(file: str, got: str) -> LaunchError:
+    expected = 'lines such as {"worker": 0, "step_s": 0.0123}, with step_s above 0'
+    problem = f"no measured steps can be read from {file}"
+    return LaunchError(explain(problem, got=got, expected=expected, to_type='--speeds "trace(FILE)"'))
+
+
+FORMS = {
+    "equal": _Form("equal, without values", "equal"),
+    "lognormal": _Form(
+        f"lognormal(SIGMA) or lognormal(SIGMA, each=step), SIGMA from 0 to {spelled(WIDEST)}",
+        "lognormal(0.5)",
+        Lognormal,
+        (_within(0, WIDEST), _each_step),
+        needs=1,
+    ),
+    "exponential": _Form("exponential, without values", "exponential", Exponential),
+    "shifted_exponential": _Form(
+        "shifted_exponential(SHIFT), SHIFT from 0 to 1",
+        "shifted_exponential(0.5)",
+        Exponential,
+        (_within(0, 1),),
+        needs=1,
+    ),
+    "slow": _Form(
+        "slow(FRACTION, FACTOR), FRACTION above 0 and up to 1, FACTOR at least 1",
+        "slow(0.1, 5)",
+        Slow,
+        (_within(TINY, 1), _within(1)),
+        needs=2,
+    ),
+    "drifting": _Form(
+        f"drifting(SIGMA, TIME), SIGMA from 0 to {spelled(WIDEST)}, TIME such as 500ms, 60s, 2m, 1h",
+        "drifting(0.3, 60s)",
+        Drifting,
+        (_within(0, WIDEST), _tau),
+        needs=2,
+    ),
+    "trace": _Form(
+        'trace(FILE), lines of {"worker": 0, "step_s": 0.0123} in it', "trace(steps.jsonl)", _trace, (str,), needs=1
+    ),
+}
+"""All names that speeds can have."""
+ANY = _Form("a factor above 0 for each worker, commas between, or one of " + ", ".join(FORMS), "1,1,2,4")

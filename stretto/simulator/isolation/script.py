@@ -1,0 +1,119 @@
+"""A user's script in the simulation: compiled once, run by every worker with names of its own."""
+
+from __future__ import annotations
+
+import functools
+import io
+import os
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from importlib.util import spec_from_file_location
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any, TextIO
+
+from stretto.api import close
+from stretto.errors import LaunchError, explain
+from stretto.launcher.entry import module_file
+from stretto.runtime.runtime import Enough
+from stretto.simulator.engine import Worker
+from stretto.simulator.isolation.process_state import Own, sow
+
+
+class _Said(io.RawIOBase):
+    """Bytes that a worker says, handed on as they come. `number` is that of a file for those who ask for one."""
+
+    name = "<what a simulated worker says>"
+
+    def __init__(self, say: Callable[[bytes], object], number: Callable[[], int]) -> None:
+        super().__init__()
+        self._say, self.fileno = say, number  # type: ignore[method-assign]
+
+    def writable(self) -> bool:
+        """Always."""
+        return True
+
+    def write(self, said: Any, /) -> int:
+        """Hand it on."""
+        self._say(bytes(said))
+        return len(said)
+
+
+class Heard(io.TextIOWrapper):
+    """What a worker says, handed on as it comes: a stream of text as any, which need not be a file."""
+
+    def __init__(self, say: Callable[[bytes], object], number: Callable[[], int] = lambda: 1) -> None:
+        super().__init__(_Said(say, number), encoding="utf-8", errors="backslashreplace", write_through=True)
+
+
+class Nowhere(Heard):
+    """Takes what workers say that nobody listens to."""
+
+    def __init__(self) -> None:
+        super().__init__(len, _nowhere)
+
+
+@functools.cache
+def _nowhere() -> int:
+    return os.open(os.devnull, os.O_WRONLY)
+
+
+class Program:
+    """A script and its arguments; or a module, whose name `path` is."""
+
+    def __init__(self, path: Path, arguments: Sequence[str], seed: int, module: bool = False) -> None:
+        self._name: str | None = None
+        if module:
+            self._name, path = module_file(str(path))
+        self.path = path.absolute()
+        self._arguments, self._seed = [str(path), *arguments], seed
+        self._code = _compiled(path, self.path)
+        self.mains: dict[int, ModuleType] = {}
+        """The names of each worker's script."""
+
+    def own(self, worker: Worker, out: TextIO, err: TextIO) -> Own:
+        """What a worker begins with: `__main__`, the arguments, and random states that depend on the seed alone."""
+        main = ModuleType("__main__")
+        vars(main)["__file__"] = str(self.path)
+        vars(main)["__builtins__"] = __builtins__
+        if self._name is not None:
+            spec = spec_from_file_location(self._name, self.path)
+            assert spec is not None
+            vars(main).update(__spec__=spec, __package__=spec.parent, __loader__=spec.loader, __cached__=spec.cached)
+        self.mains[worker.number] = main
+        sow(self._seed)
+        return Own(main, list(self._arguments), out, err)
+
+    def live(self, worker: Worker) -> None:
+        """Run the script, then close the run."""
+        try:
+            self._import_package()
+            exec(self._code, vars(self.mains[worker.number]))  # noqa: S102 (the file that the user asked to run)
+        except Enough:
+            pass
+        except SystemExit as end:
+            if end.code not in (None, 0):
+                raise
+        close()
+
+    def _import_package(self) -> None:
+        """Import the package that a module is in, as `python -m` does."""
+        package = self._name.rpartition(".")[0] if self._name is not None else ""
+        if package:
+            import_module(package)
+
+
+def _compiled(path: Path, absolute: Path) -> CodeType:
+    try:
+        return compile(path.read_bytes(), str(absolute), "exec", dont_inherit=True)
+    except (SyntaxError, ValueError) as error:
+        problem = f"{path} is no Python: {error}"
+        raise LaunchError(
+            explain(problem, got="a syntax error", expected="a script that runs alone", to_type=f"python {path}")
+        ) from None
+
+
+def importable(path: Path, module: bool = False) -> None:
+    """Let scripts import what lies beside them, and modules what lies in this folder, as Python does."""
+    sys.path.insert(0, str(Path.cwd() if module else path.resolve().parent))

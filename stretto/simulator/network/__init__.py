@@ -1,0 +1,1 @@
+"""Simulated links: topology, flows, bytes on the wire."""

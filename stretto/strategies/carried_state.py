@@ -1,0 +1,75 @@
+"""Memories of exchanges carried over to an exchange of other parameters, number by number, for those in both."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stretto.codecs import Codec
+from stretto.strategies.flat_buffers import Part, Slot
+from stretto.strategies.local_updates import RoundRange
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Piece:
+    """A codec's memory of the numbers `start` to `stop` of a part."""
+
+    memory: Any
+    part: Part
+    start: int
+    stop: int
+
+
+Residuals = list[tuple[Part, Tensor]]
+"""For each part what was contributed and not sent yet, flat."""
+
+
+def residuals(codec: Codec, pieces: Sequence[Piece]) -> Residuals:
+    """Return the residuals of a codec with error feedback, by part; nothing for one without."""
+    found: dict[int, tuple[Part, Tensor]] = {}
+    for one in pieces:
+        residual = codec.residual(one.memory)
+        if residual is not None:
+            _, flat = found.setdefault(id(one.part), (one.part, torch.zeros_like(one.part.theta)))
+            flat[one.start : one.stop].copy_(residual.reshape(-1))
+    return list(found.values())
+
+
+@torch.no_grad()
+def take_on(codec: Codec, before: Residuals, pieces: Sequence[Piece]) -> None:
+    """Add the residuals of parameters that are in these pieces, too."""
+    for part in {id(one.part): one.part for one in pieces}.values() if before else ():
+        flat = torch.zeros_like(part.theta)
+        for source, known in before:
+            for old, new in _in_both(source, part):
+                new.view(flat).copy_(old.view(known))
+        for one in pieces:
+            if one.part is part and codec.residual(one.memory) is not None:
+                codec.take_on(one.memory, flat[one.start : one.stop])
+
+
+@torch.no_grad()
+def carry_over(before: Sequence[RoundRange], after: Sequence[RoundRange]) -> None:
+    """Let parameters that were exchanged before keep their agreed values, and their outer velocity."""
+    for source in before:
+        for one in after:
+            for old, new in _in_both(source.part, one.part):
+                new.view(one.memory.agreed).copy_(old.view(source.memory.agreed))
+                if source.memory.velocity is not None:
+                    if one.memory.velocity is None:
+                        one.memory.velocity = torch.zeros_like(one.memory.agreed)
+                    new.view(one.memory.velocity).copy_(old.view(source.memory.velocity))
+
+
+def _in_both(one: Part, other: Part) -> Iterator[tuple[Slot, Slot]]:
+    """The places of parameters that lie in both parts; nothing where their numbers are of other kinds."""
+    if one.theta.dtype != other.theta.dtype:
+        return
+    places = {id(slot.parameter): slot for slot in one.slots if slot.home is None}
+    for slot in other.slots:
+        if slot.home is None and id(slot.parameter) in places:
+            yield places[id(slot.parameter)], slot

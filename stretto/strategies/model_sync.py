@@ -1,0 +1,191 @@
+"""What must hold of a model and its optimizer before they can learn together, and bringing all workers to one start."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from stretto.errors import ModelError, RecipeError, explain
+from stretto.strategies.tensor_sync import crc, follow
+from stretto.transport import Wire
+
+Named = list[tuple[str, Parameter]]
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name as the script's model has it, without what torch.compile puts before it."""
+    return name.removeprefix("_orig_mod.").replace("._orig_mod.", ".")
+
+
+class Several(nn.ModuleList):
+    """Several models as one. `given` is what the script gave, which its `evaluate` is called with."""
+
+    def __init__(self, models: Sequence[nn.Module]) -> None:
+        super().__init__(models)
+        self.given = models
+
+
+def given(model: nn.Module) -> Any:
+    """Return the model, or the list of models, as the script has it."""
+    return model.given if isinstance(model, Several) else model
+
+
+def watch_forward(model: nn.Module, act: Callable[[], None]) -> list[RemovableHandle]:
+    """Have something done before each forward pass; a model that is compiled in place is left as it is.
+
+    Returns the hooks, for whoever takes them off.
+    """
+    found = weakref.WeakMethod(act)  # a module lives longer than what looks at it
+
+    def call(_module: nn.Module, _args: Any) -> None:
+        if (there := found()) is not None:
+            there()
+
+    models = model if isinstance(model, Several) else [model]
+    plain = [one for one in models if getattr(one, "_compiled_call_impl", None) is None]
+    return [one.register_forward_pre_hook(call) for one in plain]
+
+
+def trained(parameter: Parameter) -> bool:
+    """True if a step of its optimizer may change this parameter: it requires a gradient, or still has one."""
+    return parameter.requires_grad or parameter.grad is not None
+
+
+def trainable(model: nn.Module, optimizers: Iterable[Optimizer]) -> Named:
+    """Return the parameters that these optimizers train, by name, each once.
+
+    Raises ModelError when the optimizers hold parameters that the model does not have, or complex ones.
+    """
+    held = {id(one) for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]}
+    named = [(plain_name(name), one) for name, one in model.named_parameters()]
+    foreign = len(held - {id(one) for _, one in named})
+    if foreign:
+        raise ModelError(
+            explain(
+                "the optimizer holds parameters that are not the model's",
+                got=f"{foreign} of {len(held)} parameters of the optimizer are not in the model",
+                expected="an optimizer over the model's parameters alone",
+                to_type="torch.optim.SGD(model.parameters(), ...); for more modules, "
+                "stretto.distribute([encoder, head], optimizer, loader)",
+            )
+        )
+    found = [(name, one) for name, one in named if id(one) in held and trained(one)]
+    for name, one in found:
+        if one.is_complex():
+            problem = f"parameter {name} is complex, which can't be exchanged"
+            raise ModelError(
+                explain(problem, got=str(one.dtype), expected="real numbers", to_type="torch.view_as_real")
+            )
+    return found
+
+
+def refuse_all_frozen(model: nn.Module) -> None:
+    """Raise ModelError if no parameter of the model is trained, so that there is nothing to exchange."""
+    parameters = list(model.parameters())
+    if not any(one.requires_grad or one.grad is not None for one in parameters):
+        raise ModelError(
+            explain(
+                "no parameter of the model is trained: all are frozen",
+                got=f"{len(parameters)} parameters, none of which requires a gradient",
+                expected="at least one parameter that does before the first epoch begins",
+                to_type="model.requires_grad_(True); to evaluate alone, start the script with python",
+            )
+        )
+
+
+def state_of(model: nn.Module) -> dict[str, Tensor]:
+    """All parameters and buffers by name, those that share their memory once."""
+    found: dict[str, Tensor] = {}
+    for name, one in [*model.named_parameters(), *model.named_buffers()]:
+        found[plain_name(name)] = one.detach()
+    return found
+
+
+def agree_on_model(wire: Wire, model: nn.Module, recipe: str) -> None:
+    """Raise, at every worker, unless all have models of the same names, shapes and dtypes, and the same recipe."""
+    mine = [(name, list(one.shape), str(one.dtype)) for name, one in state_of(model).items()]
+    packed = msgspec.msgpack.encode(mine)
+    digest = hashlib.blake2b(packed, digest_size=16).digest()
+    told = wire.gather(digest + recipe.encode())
+    if len({one[:16] for one in told}) > 1:
+        raise ModelError(_model_difference(wire.gather(packed)))
+    if len(set(told)) > 1:
+        by_worker = [one[16:].decode() for one in told]
+        raise RecipeError(
+            explain(
+                "the workers were given different recipes",
+                got="; ".join(by_worker),
+                expected="one recipe",
+                to_type="the same script and STRETTO_RECIPE everywhere",
+            )
+        )
+
+
+def _model_difference(packed: Sequence[bytes]) -> str:
+    layouts = [{name: (shape, kind) for name, shape, kind in msgspec.msgpack.decode(one)} for one in packed]
+    names = list(dict.fromkeys(name for layout in layouts for name in layout))
+    for name in names:
+        found = [layout.get(name) for layout in layouts]
+        if any(one != found[0] for one in found):
+            shown = ", ".join(f"worker {worker}: {_shape(one)}" for worker, one in enumerate(found))
+            problem = f"the workers' models differ in {name}"
+            return explain(
+                problem,
+                got=shown,
+                expected="the same model on every worker",
+                to_type="build the model from settings that do not depend on the worker",
+            )
+    return "the workers' models hold the same tensors in a different order"
+
+
+def _shape(found: tuple[list[int], str] | None) -> str:
+    return "not there" if found is None else f"{tuple(found[0])} {found[1].removeprefix('torch.')}"
+
+
+def same_start(wire: Wire, model: nn.Module) -> int:
+    """Bring all workers to worker 0's parameters and buffers; only tensors that differ travel. Returns how many did."""
+    state = state_of(model)
+    told = wire.gather(_sums(state))
+    if len(set(told)) == 1:
+        return 0
+    sums = [msgspec.msgpack.decode(one, type=list[int]) for one in told]
+    apart = [one for one, values in zip(state.values(), zip(*sums, strict=True), strict=True) if len(set(values)) > 1]
+    if apart:
+        follow(wire, apart)
+    return len(apart)
+
+
+def _sums(state: dict[str, Tensor]) -> bytes:
+    return msgspec.msgpack.encode([crc(one) for one in state.values()])
+
+
+def part_random_states(wire: Wire, section: int = 1) -> None:
+    """Give every worker but the first random states of its own, so that dropout and augmentation differ among them.
+
+    Worker 0 goes on with the script's: a run with one worker draws what the script alone draws.
+    """
+    told = wire.tell(str(torch.initial_seed()).encode())
+    if wire.worker == 0:
+        return
+    draw_from(told + f":{wire.worker}{f':{section}' * (section > 1)}".encode())
+
+
+def draw_from(text: bytes) -> None:
+    """Put all random generators of this process where this text says."""
+    own = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+    torch.default_generator.manual_seed(own)
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed(own)
+    random.seed(own)
+    np.random.seed(own % (1 << 32))

@@ -1,0 +1,99 @@
+"""Optimizers that `stretto.distribute` was not given: what they move at one worker, the other workers do not see."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from stretto.errors import ModelError, explain
+from stretto.strategies.model_sync import plain_name
+from stretto.strategies.optimizers import Optimizers, parameters_of
+
+watching: ContextVar[Callable[[Optimizer], None] | None] = ContextVar("watching", default=None)
+"""What is told of every step of any optimizer at this worker; several workers may share a process."""
+_installed: list[Any] = []
+
+
+def watch(act: Callable[[Optimizer], None]) -> None:
+    """Have this done before each step of any optimizer that this worker's script makes."""
+    if not _installed:
+        _installed.append(register_optimizer_step_pre_hook(_before_step))
+    watching.set(act)
+
+
+def unwatch() -> None:
+    """Look at no step any more: the section has ended."""
+    watching.set(None)
+
+
+def _before_step(optimizer: Optimizer, *_arguments: Any) -> None:
+    if (act := watching.get()) is not None:
+        act(optimizer)
+
+
+class OutsideOptimizers:
+    """Looks for parameters of the model, or of another one, that are trained past the exchange.
+
+    `step_of` is the number of the global step that the loop is in, None outside of one: what a script trains before and
+    after its loop is its own affair.
+    """
+
+    def __init__(self, model: nn.Module, optimizers: Optimizers, step_of: Callable[[], int | None]) -> None:
+        self._model, self._optimizers, self._step_of = model, optimizers, step_of
+        self._seen: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+        """The first global step that an outside optimizer stepped in."""
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Raise ModelError where an optimizer would let the workers drift apart in silence."""
+        step = self._step_of()
+        if step is None or any(optimizer is one for one in self._optimizers):
+            return
+        names = {id(one): plain_name(name) for name, one in self._model.named_parameters()}
+        held = parameters_of(optimizer)
+        mine = [names[id(one)] for one in held if id(one) in names and one.grad is not None]
+        if mine:
+            raise ModelError(_moves(type(optimizer).__name__, mine))
+        if any(isinstance(one, nn.Parameter) for one in held) and self._seen.setdefault(optimizer, step) != step:
+            raise ModelError(_drifts(type(optimizer).__name__, len(held)))
+
+    def check_held(self) -> None:
+        """Raise ModelError if a parameter of the model has a gradient, and no given optimizer to step with it."""
+        held = {id(one) for one in self._optimizers.parameters}
+        parameters = self._model.named_parameters()
+        asked = ((name, one) for name, one in parameters if one.requires_grad and one.grad is not None)
+        lost = [plain_name(name) for name, one in asked if id(one) not in held]
+        if lost:
+            raise ModelError(_not_held(lost))
+
+
+def _moves(kind: str, names: list[str]) -> str:
+    return explain(
+        f"an optimizer that stretto.distribute was not given is about to change {names[0]}",
+        got=f"a step of {kind} over {len(names)} parameters of the model",
+        expected="every optimizer of the loop in the call, so that its steps are exchanged",
+        to_type="stretto.distribute(model, [first, second], loader); a new optimizer: call stretto.distribute again",
+    )
+
+
+def _drifts(kind: str, count: int) -> str:
+    return explain(
+        "an optimizer that stretto.distribute was not given trains another model in the loop",
+        got=f"{kind} over {count} parameters, which would be others on each worker",
+        expected="every model and every optimizer of the loop in the call",
+        to_type="stretto.distribute([generator, discriminator], [opt_g, opt_d], loader)",
+    )
+
+
+def _not_held(names: list[str]) -> str:
+    return explain(
+        f"{names[0]} has a gradient, and no optimizer that stretto.distribute was given holds it",
+        got=f"{len(names)} parameters that require gradients and are in no optimizer",
+        expected="every trainable parameter of the model in one of the optimizers",
+        to_type="parameter.requires_grad_(False) for what is not trained, or a list of all optimizers of the loop",
+    )

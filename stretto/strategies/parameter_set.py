@@ -1,0 +1,148 @@
+"""Parameters that are exchanged as one set: those of one optimizer, or of all where one exchange carries all.
+
+What is trained may change at any moment: a script freezes and thaws layers, adds parameter groups, replaces a head.
+A set notices that by itself before the next step; the workers agree on it at their next exchange (see Replica).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from stretto.errors import ModelError, explain
+from stretto.loader.sample_weights import Weights
+from stretto.strategies.flat_buffers import Arena
+from stretto.strategies.local_updates import RoundExchange
+from stretto.strategies.model_sync import Named, plain_name, trainable, trained
+from stretto.strategies.optimizers import parameters_of
+from stretto.strategies.tensor_sync import crc, follow
+from stretto.transport import Wire
+
+
+class ParameterSet:
+    """The parameters that these optimizers train, flat, and how far their training is from the last exchange."""
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], wire: Wire) -> None:
+        self.optimizers, self.weights = optimizers, Weights(wire)
+        self._model, self._wire = model, wire
+        self.arena: Arena | None = None
+        self.rounds: RoundExchange | None = None
+        """Exchange of a recipe of parameters."""
+        self.has_stepped = False
+        """True if an optimizer has stepped since the last exchange."""
+        self._seen: list[int] = []
+        self._before: dict[int, Tensor] = {}
+        """Values of parameters outside the arena before their first step, by the parameter's id."""
+
+    def lay(self, named: Named, spare: bool) -> Arena:
+        """Lay these parameters flat."""
+        self.arena, self._before = Arena(named, spare), {}
+        self.see()
+        return self.arena
+
+    def see(self) -> None:
+        """Take what is trained now for what the workers have agreed on."""
+        self._seen = self._signature()
+
+    @property
+    def laid(self) -> set[int]:
+        """Ids of the parameters that lie in the arena."""
+        return {id(slot.parameter) for slot in self.arena.slots} if self.arena is not None else set()
+
+    def is_laid(self) -> bool:
+        """True if all parameters still lie in the arena: a script may have moved its model."""
+        return self.arena is None or all(part.in_place() for part in self.arena.parts)
+
+    def has_changed(self) -> bool:
+        """True if other parameters are trained than the workers have agreed on. Cost: a look at each parameter."""
+        return self._signature() != self._seen
+
+    def keep_values(self) -> None:
+        """Remember the values of parameters that are new to the exchange, before a step changes them."""
+        for one in self.strangers():
+            self._before.setdefault(id(one), one.detach().clone())
+
+    def strangers(self) -> list[Parameter]:
+        """Return the parameters that are trained and that no exchange carries yet."""
+        laid = self.laid
+        return [one for one in self.trained_parameters() if id(one) not in laid]
+
+    def trained_parameters(self) -> list[Parameter]:
+        """Return the parameters that the optimizers train now."""
+        return [one for one in self._held() if trained(one)]
+
+    def _signature(self) -> list[int]:
+        return [id(one) for one in self.trained_parameters()]
+
+    def _held(self) -> list[Parameter]:
+        return [one for each in self.optimizers for one in parameters_of(each)]
+
+    # --- agreeing -----------------------------------------------------------------------------------------------
+
+    def agree(self, at_start: bool) -> tuple[Named, Named]:
+        """Agree with all workers on what is trained: what any of them trains; returns this, and what is new in it.
+
+        New parameters must be equal everywhere; at the start of an epoch, where no worker has used them yet, all take
+        those of the first worker. Raises ModelError, at all workers, where they are not.
+        """
+        laid = self.laid
+        mine = [(name, id(one) in laid) for name, one in trainable(self._model, self.optimizers)]
+        told = [
+            msgspec.msgpack.decode(one, type=list[tuple[str, bool]])
+            for one in self._wire.gather(msgspec.msgpack.encode(mine))
+        ]
+        wanted = {name for one in told for name, _ in one}
+        unlaid = {name for one in told for name, is_laid in one if not is_laid}
+        named = {plain_name(name): one for name, one in self._model.named_parameters()}
+        self._check_there(wanted, named)
+        new = [(name, one) for name, one in named.items() if name in unlaid]
+        self._start_alike(new, at_start)
+        return [(name, one) for name, one in named.items() if name in wanted], new
+
+    def _check_there(self, wanted: set[str], named: dict[str, Parameter]) -> None:
+        held = {id(one) for one in self._held()}
+        missing = sorted(name for name in wanted if name not in named or id(named[name]) not in held)
+        told = self._wire.gather(msgspec.msgpack.encode(missing))
+        lacking = {worker: names for worker, one in enumerate(told) if (names := msgspec.msgpack.decode(one))}
+        if lacking:
+            worker, names = next(iter(lacking.items()))
+            raise ModelError(
+                explain(
+                    "the workers train different parameters",
+                    got=f"the optimizer of worker {worker} does not hold {', '.join(names)}; another worker's does",
+                    expected="the same parameters in the optimizers of all workers",
+                    to_type="add parameter groups between two epochs, on every worker",
+                )
+            )
+
+    def _start_alike(self, new: Named, at_start: bool) -> None:
+        values = [self._before.get(id(one), one.detach()) for _, one in new]
+        told = self._wire.gather(msgspec.msgpack.encode([crc(one) for one in values]))
+        if len(set(told)) == 1:
+            return
+        if at_start:
+            follow(self._wire, values)
+            return
+        sums = [msgspec.msgpack.decode(one, type=list[int]) for one in told]
+        name = next(new[index][0] for index, each in enumerate(zip(*sums, strict=True)) if len(set(each)) > 1)
+        raise ModelError(
+            explain(
+                f"{name} began to train in the middle of an epoch, and differs among the workers",
+                got="other values on each worker",
+                expected="the same values everywhere, before the first step that changes them",
+                to_type="make new layers between two epochs, or after torch.manual_seed of the same number everywhere",
+            )
+        )
+
+    @torch.no_grad()
+    def agreed_values(self, exchange: RoundExchange) -> None:
+        """Let an exchange of parameters that are new start from what all had before the first step."""
+        for one in exchange.ranges:
+            for slot in one.part.slots:
+                if (value := self._before.get(id(slot.parameter))) is not None and slot.home is None:
+                    slot.view(one.memory.agreed).copy_(value)

@@ -1,0 +1,192 @@
+"""What a worker has besides its parameters, made flat to be exchanged: the optimizer's state, the model's buffers."""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from stretto.codecs import exact
+from stretto.strategies.collective_runner import Talk
+from stretto.strategies.traffic_counters import Account
+from stretto.transport import Wire
+
+Layout = list[tuple[int, str, list[int], str, float | None]]
+"""Of each entry of the optimizer's state: parameter, name, shape, dtype, and the value of a counter."""
+
+
+class FlatTensors:
+    """Tensors of any shapes, averaged over the workers as one flat tensor for each dtype and device."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        for tensor in tensors:
+            groups.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+        self._groups = list(groups.values())
+
+    def ask_mean(self, wire: Wire, share: float, account: Account | None = None) -> list[Talk]:
+        """Set off the exact weighted mean of all, which is put to an account."""
+        flats = [torch.cat([one.detach().reshape(-1) for one in group]).mul_(share) for group in self._groups]
+        if account is not None:
+            account.began(sum(flat.nbytes for flat in flats))
+        return [Talk(wire, exact().converse(flat, None), account) for flat in flats]
+
+    @torch.no_grad()
+    def take(self, means: Sequence[Tensor]) -> None:
+        """Write the means back into the tensors."""
+        for group, mean in zip(self._groups, means, strict=True):
+            at = 0
+            for one in group:
+                one.copy_(mean[at : at + one.numel()].view(one.shape))
+                at += one.numel()
+
+
+class OptimizerState:
+    """The state of an optimizer that is averaged: its floating tensors; 0-dimensional ones are counters and stay."""
+
+    def __init__(self, optimizer: Optimizer, wire: Wire) -> None:
+        self._optimizer, self._wire = optimizer, wire
+
+    @property
+    def _parameters(self) -> list[Parameter]:
+        return [one for group in self._optimizer.param_groups for one in group["params"]]
+
+    def layout(self) -> Layout:
+        """What there is, in a fixed order."""
+        return [
+            (index, str(name), list(value.shape), str(value.dtype), None if value.dim() else float(value))
+            for index, parameter in enumerate(self._parameters)
+            for name, value in sorted(self._optimizer.state.get(parameter, {}).items())
+            if isinstance(value, Tensor)
+        ]
+
+    def to_average(self) -> FlatTensors:
+        """The tensors to average, after agreeing with all workers on which there are.
+
+        A worker that has not stepped yet gets zeros for what the others have, which is how optimizers begin.
+        """
+        mine = self.layout()
+        shape_only = msgspec.msgpack.encode([entry[:4] for entry in mine])
+        if len(set(self._wire.gather(_digest(shape_only)))) > 1:
+            self._adopt(self._wire.gather(msgspec.msgpack.encode(mine)))
+        return FlatTensors([value for _, value in self._tensors() if value.dim() and value.is_floating_point()])
+
+    def reset(self) -> None:
+        """Set all state to zero, as at the beginning."""
+        for _, value in self._tensors():
+            value.zero_()
+
+    def _tensors(self) -> list[tuple[str, Tensor]]:
+        return [
+            (str(name), value)
+            for parameter in self._parameters
+            for name, value in sorted(self._optimizer.state.get(parameter, {}).items())
+            if isinstance(value, Tensor)
+        ]
+
+    def _adopt(self, layouts: Sequence[bytes]) -> None:
+        for layout in layouts:
+            for index, name, shape, dtype, counter in msgspec.msgpack.decode(layout, type=Layout):
+                parameter = self._parameters[index]
+                state: dict[str, Any] = self._optimizer.state[parameter]
+                if isinstance(state.get(name), Tensor):
+                    continue
+                kind = getattr(torch, dtype.removeprefix("torch."))
+                device = parameter.device if counter is None else "cpu"
+                state[name] = torch.full(shape, counter or 0.0, dtype=kind, device=device)
+
+
+def _digest(message: bytes) -> bytes:
+    return hashlib.blake2b(message, digest_size=16).digest()
+
+
+class MovingBuffers:
+    """The floating buffers that training changes, such as the statistics of batch-norm.
+
+    Which those are is agreed among all workers when asked: a buffer that no worker's training has changed is not sent,
+    and does not drift by rounding. Integer and bool buffers are never averaged.
+    """
+
+    def __init__(self, model: nn.Module, wire: Wire) -> None:
+        self._model, self._wire = model, wire
+        self._first = {name: crc(buffer) for name, buffer in model.named_buffers()}
+        self._moving: set[str] = set()
+        self._asked = False
+
+    def state(self) -> tuple[list[str], bool]:
+        """Which are known to move, and whether all were asked."""
+        return sorted(self._moving), self._asked
+
+    def restore(self, state: tuple[list[str], bool]) -> None:
+        """Know what others know."""
+        self._moving, self._asked = set(state[0]), state[1]
+
+    def agree(self, again: bool = True) -> None:
+        """Agree on which buffers move; not `again` if it was asked before. A model without buffers asks nobody."""
+        if not self._first or (self._asked and not again):
+            return
+        self._asked = True
+        still = [(name, one) for name, one in self._model.named_buffers() if name not in self._moving]
+        changed = [name for name, one in still if crc(one) != self._first.get(name)]
+        for names in self._wire.gather(msgspec.msgpack.encode(changed)):
+            self._moving.update(msgspec.msgpack.decode(names, type=list[str]))
+
+    def floating(self) -> list[Tensor]:
+        """Those that are averaged, in a fixed order."""
+        return [one for name, one in self._model.named_buffers() if name in self._moving and one.is_floating_point()]
+
+    def all(self) -> list[Tensor]:
+        """All that move, integers too."""
+        return [one for name, one in self._model.named_buffers() if name in self._moving]
+
+    def follow_lead(self) -> None:
+        """Take all moving buffers from worker 0."""
+        if moving := self.all():
+            follow(self._wire, moving)
+
+
+def crc(tensor: Tensor) -> int:
+    """A checksum of the tensor's bits."""
+    return zlib.crc32(octets(tensor).data)
+
+
+def heard(wire: Wire, make: Callable[[], bytes], teller: int) -> bytes | None:
+    """What the teller tells; None at whoever has told it, which may be another when that one is gone."""
+    tells: list[bool] = []
+
+    def mine() -> bytes:
+        tells.append(True)
+        return make()
+
+    told = wire.tell(mine, teller)
+    return None if tells else told
+
+
+@torch.no_grad()
+def follow(wire: Wire, tensors: Sequence[Tensor], teller: int = 0) -> None:
+    """Take the values of these tensors from one worker, bit for bit."""
+    told = heard(wire, lambda: b"".join(octets(one).tobytes() for one in tensors), teller)
+    if told is None:
+        return
+    at = 0
+    for one in tensors:
+        size = one.numel() * one.element_size()
+        if size:
+            read = torch.frombuffer(bytearray(told[at : at + size]), dtype=one.dtype)
+            one.copy_(read.view(one.shape))
+        at += size
+
+
+def octets(tensor: Tensor) -> NDArray[np.uint8]:
+    """The bytes of a tensor's numbers in plain order, without a copy where the tensor lies so on the CPU."""
+    flat = tensor.detach().contiguous().cpu().reshape(-1)
+    return flat.view(torch.uint8).numpy() if flat.numel() else np.empty(0, np.uint8)

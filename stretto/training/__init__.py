@@ -1,0 +1,1 @@
+"""Training one worker's share: the script's loop, hooked to a recipe."""

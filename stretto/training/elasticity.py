@@ -1,0 +1,374 @@
+"""One worker among others that may die, leave or come: where all stand still, what it takes over, what it leaves.
+
+Between two hands, when nothing that the optimizer has done waits to be exchanged, a worker is *at rest*: then others
+may come in, this one may leave, and a checkpoint is the whole state of the run.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from stretto.checkpoint import state_transfer
+from stretto.checkpoint.storage import State
+from stretto.data.assignment import Deal
+from stretto.loader.epoch_batches import Hands, LeasedHands, Leftover, members_of, number_of
+from stretto.loader.epoch_order import Order, unpack
+from stretto.membership.epoch_numbers import epoch_of
+from stretto.parameter_server.client import ServerWire
+from stretto.runtime.event_writer import zero_of
+from stretto.strategies.model_sync import draw_from
+from stretto.training.checkpoint_manager import Keeper
+from stretto.training.trainer_view import Present
+from stretto.training.worker_context import Seat
+from stretto.transport import Wire
+from stretto.transport.elastic import Change, EnduringWire
+
+
+class Presence:
+    """What one worker knows of who is there, and does about it."""
+
+    def __init__(self, trainer: Present, seat: Seat) -> None:
+        self._trainer, self._seat = trainer, seat
+        self._taken: State | None = None
+        """The state to go on from, until the pass that it is of has begun."""
+        self._late: tuple[Change, tuple[int, ...]] | None = None
+        """A change that others have heard of in a pass that this worker has not begun."""
+        self._passes_over, self._asked = 0, False
+        self.left = False
+        """Whether this worker has left the others."""
+        self.keeper = Keeper(trainer, seat)
+        self._members = members_of(trainer.wire)
+        self._tail: list[Leftover] = []
+        """Of passes that are over, what no exchange has carried."""
+        self._asks = False
+        """Whether all are being asked if the pass goes on."""
+        self._lost: list[list[Any]] = []
+        """Those of workers that are gone."""
+        self._counted = 0
+        """The samples in these that are still counted: until they are dealt again."""
+        self._redealt: tuple[list[list[Any]], int] = [], 0
+        """Batches lost in earlier epochs and assigned again in this one, and their samples that were counted."""
+        if isinstance(trainer.wire, EnduringWire):
+            trainer.wire.position = lambda: (trainer.turns, trainer.section.rounds + trainer.rounds_done)
+            trainer.wire.on_change = self._changed
+        if isinstance(trainer.wire, EnduringWire | ServerWire):
+            trainer.wire.place = trainer.place
+        if isinstance(trainer.wire, ServerWire):
+            trainer.wire.exchanges_begun = self.place
+        if seat.barrier is not None:
+            seat.barrier.begin(self.place)
+
+    # --- coming in ----------------------------------------------------------------------------------------------
+
+    def arrive(self) -> None:
+        """Take over the state of those who are there, or of a checkpoint, if there is one."""
+        wire, state = self._trainer.wire, self._trainer.section.state
+        self._trainer.section.state = None
+        if state is not None:
+            self._take(state)
+        if isinstance(wire, EnduringWire) and wire.arrives:
+            self._draw_otherwise()
+        elif isinstance(wire, ServerWire) and comes_late(wire):
+            self._join(wire)
+
+    def _join(self, wire: ServerWire) -> None:
+        """Take part in a run over a server from where it stands; its parameters have been read."""
+        assert wire.joined is not None
+        self._passes_over = epoch_of(wire.joined.number) - 1
+        self._trainer.peeks = list(unpack(wire.order[1]).peeks)
+        self._trainer.referee.restore([self._passes_over - len(self._trainer.peeks), None])
+        if self._seat.run is not None and (zero := zero_of(self._seat.run)) is not None:
+            self._trainer.journal.zero = zero
+        self._draw_otherwise()
+
+    def _take(self, state: State) -> None:
+        if not state.facts:
+            return
+        trainer, facts = self._trainer, state.facts
+        self._taken = state
+        state_transfer.take_model(trainer.model, state.tensors)
+        own = state.own.get(number_of(trainer.wire)) if self._is_same_crew(state) else None
+        each_its_own = facts["own_optimizer"] and trainer.replica.keeps_own_optimizer
+        state_transfer.take_optimizers(trainer.optimizers, own[1] if own and each_its_own else state.tensors)
+        trainer.steps, trainer.turns, trainer.hands_done = facts["steps"], facts["turns"], facts["hands"]
+        trainer.steps_of = list(facts["steps_of"])
+        trainer.rounds_done, trainer.samples = facts["rounds"], facts["samples"]
+        trainer.samples_before, trainer.turns_before = facts["samples_before"], facts["turns_before"]
+        trainer.peeks = list(facts["peeks"])
+        trainer.referee.restore(facts["referee"])
+        self.keeper.saved_at = facts["saved"]
+        trainer.journal.start_at(facts["t"], facts["zero"] if comes_late(trainer.wire) else None, facts["boot"])
+        trainer.replica.take(facts["replica"], state.tensors, own, self._orphans(state))
+
+    def _is_same_crew(self, state: State) -> bool:
+        return sorted(state.own) == sorted(members_of(self._trainer.wire))
+
+    def _orphans(self, state: State) -> list[state_transfer.Own]:
+        """What workers had for themselves that are not there: their debts go to the first of those who are."""
+        if self._is_same_crew(state) or self._trainer.wire.worker:
+            return []
+        return list(state.own.values())
+
+    def _draw_otherwise(self) -> None:
+        """Random states of this life's own."""
+        draw_from(f"{self._seat.seed}:{self._seat.worker}:{self._seat.life}".encode())
+
+    # --- passes -------------------------------------------------------------------------------------------------
+
+    def is_over(self, number: int) -> bool:
+        """Whether a pass was over before this worker came."""
+        if number <= self._passes_over:
+            return True
+        if self._taken is None:
+            return False
+        facts = self._taken.facts
+        return bool(number < facts["passes"] or (number == facts["passes"] and facts["order"] is None))
+
+    def found(self, number: int) -> tuple[Order, Deal] | None:
+        """The order and the deal of a pass that others have begun."""
+        if self._taken is None or number != self._taken.facts["passes"]:
+            return None
+        facts = self._taken.facts
+        return unpack(facts["order"]), Deal.restored(facts["deal"], members_of(self._trainer.wire))
+
+    def members(self) -> tuple[int, ...]:
+        """Whom a pass that begins is dealt to: as those did who have begun it already."""
+        if self._late is not None and self._late[0].hand > self._trainer.turns:
+            return self._late[1]
+        return members_of(self._trainer.wire)
+
+    def pass_begun(self) -> None:
+        """The hands of a pass are there: what others knew of it before is told to them."""
+        late, self._late = self._late, None
+        hands = self._trainer.hands
+        if late is not None and isinstance(hands, LeasedHands) and late[0].hand > self._trainer.turns_before:
+            hands.change(late[0], late[0].hand - self._trainer.turns_before, 0)
+        self._lose(())
+        if self._taken is not None and self._trainer.passes >= self._taken.facts["passes"]:
+            self._go_on_from(self._taken)
+
+    def pass_taken_back(self) -> None:
+        """Undo the begin of a peeked epoch: batches lost before it are assigned again in the next."""
+        (lost, counted), self._redealt = self._redealt, ([], 0)
+        self._lost, self._counted = lost + self._lost, counted + self._counted
+        self._trainer.samples += counted
+        self._trainer.samples_before += counted
+
+    def pass_skipped(self) -> None:
+        """A pass was over before this worker came. A state of its very end is where the script goes on from."""
+        taken = self._taken
+        if taken is not None and taken.facts["closing"] and self._trainer.passes == taken.facts["passes"]:
+            self._go_on_from(taken)
+
+    def pass_begins(self) -> None:
+        """The first pass after a state that a script ended with: its order is drawn from there."""
+        self._redealt = [], 0
+        if self._taken is not None and self._trainer.passes > self._taken.facts["passes"]:
+            self._go_on_from(self._taken)
+
+    def _go_on_from(self, state: State) -> None:
+        """Model, settings and random states as when the state was taken, whatever the script did on its way here."""
+        self._taken = None
+        state_transfer.take_model(self._trainer.model, state.tensors)
+        self._trainer.settings.take(state.facts["settings"])
+        own = state.own.get(number_of(self._trainer.wire)) if self._is_same_crew(state) else None
+        if own is not None:
+            state_transfer.take_random_states(own, self._trainer.loader)
+
+    # --- leaving ------------------------------------------------------------------------------------------------
+
+    @property
+    def can_leave(self) -> bool:
+        """Whether others can go on without this worker."""
+        wire = self._trainer.wire
+        return isinstance(wire, EnduringWire) or (isinstance(wire, ServerWire) and wire.endures)
+
+    def ask_to_leave(self) -> None:
+        """Leave in good order as soon as that is possible; a signal's handler may ask."""
+        self._asked = True
+        if isinstance(self._trainer.wire, EnduringWire):
+            self._trainer.wire.quit()
+
+    def dealt(self) -> None:
+        """A hand was dealt: others wait for this worker until it has ended it."""
+        self.keeper.pass_on()
+        self.doing("computing")
+
+    def doing(self, text: str) -> None:
+        """What this worker does, for those who ask."""
+        wire = self._trainer.wire
+        if isinstance(wire, EnduringWire | ServerWire):
+            wire.doing(text, self._trainer.turns)
+
+    # --- barriers of the script ---------------------------------------------------------------------------------
+
+    def place(self) -> int:
+        """Return how far this worker has come: more with each exchange among all, or batch, that it begins."""
+        trainer, wire = self._trainer, self._trainer.wire
+        begun: int = getattr(wire, "begun", trainer.turns)  # a wire need not count: then batches do
+        return begun + trainer.section.passes + trainer.passes if trainer.replica.arrival is not None else begun
+
+    def mend(self) -> None:
+        """Take part in forming the next generation while the script waits outside an exchange."""
+        if isinstance(self._trainer.wire, EnduringWire):
+            self._trainer.wire.mend()
+
+    def is_catching_up(self) -> bool:
+        """True for a worker that came late, until it takes part in an epoch: the others are past its barriers."""
+        trainer = self._trainer
+        return comes_late(trainer.wire) and trainer.hands is None and self.is_over(trainer.passes)
+
+    # --- at rest ------------------------------------------------------------------------------------------------
+
+    def rest(self) -> None:
+        """Between two hands: stand still if all are to, and let others in; write a checkpoint if one is due."""
+        wire = self._trainer.wire
+        if self._asked and isinstance(wire, ServerWire):
+            self._trainer.bring_all()
+            wire.quit()
+            self.left = True
+            raise SystemExit(0)
+        if isinstance(wire, EnduringWire):
+            while wire.is_to_rest() and self._trainer.is_at_rest():
+                change = wire.rest()
+                if change is None:
+                    return
+                self._rested(change)
+        if self.keeper.is_due():
+            self.keeper.save()
+
+    def _rested(self, change: Change) -> None:
+        wire = self._trainer.wire
+        assert isinstance(wire, EnduringWire)
+        if wire.number in change.gone and wire.number not in change.members:
+            self._leave()
+        if change.came:
+            wire.tell_state(lambda: state_transfer.pack(self.keeper.state({})))
+        if change.save:
+            self.keeper.save()
+
+    def _leave(self) -> None:
+        """Leave in good order: what this worker owes is left where the others find it."""
+        self.left = True
+        if self._seat.run is not None and (owed := self._trainer.replica.owed()):
+            folder = self._seat.run / "handed"
+            folder.mkdir(exist_ok=True)
+            told = state_transfer.pack_own(({}, owed))
+            (folder / f"worker-{self._seat.worker}.part").write_bytes(told)
+            (folder / f"worker-{self._seat.worker}.part").rename(folder / f"worker-{self._seat.worker}.owed")
+        raise SystemExit(0)
+
+    def _inherit(self, gone: tuple[int, ...]) -> None:
+        """The first worker takes on what leavers owe."""
+        if self._seat.run is None:
+            return
+        for worker in gone:
+            path = self._seat.run / "handed" / f"worker-{worker}.owed"
+            if path.is_file():
+                self._trainer.replica.add_owed(state_transfer.unpack_own(path.read_bytes())[1])
+                path.unlink()
+
+    # --- a change of members ------------------------------------------------------------------------------------
+
+    def _changed(self, change: Change) -> None:
+        """Others exchange from now on. A worker that is a round behind does that round first as it was."""
+        trainer = self._trainer
+        behind = trainer.section.rounds + trainer.rounds_done < change.rounds
+        before, self._members = self._members, change.members
+        back: dict[int, int] = {}
+        ahead = change.hand - trainer.turns_before
+        if isinstance(trainer.hands, LeasedHands) and trainer.hands.is_over:
+            if self._asks and change.behind:  # the others have closed the pass with what is looked at now
+                left = trainer.hands.uncommitted()
+                back = {one: self._give_up(left.take(one)) for one in change.gone}
+                trainer.hands.deal.commit()
+            back |= trainer.hands.close_with(change)
+        elif isinstance(trainer.hands, LeasedHands):
+            deal = trainer.hands.deal
+            back = trainer.hands.change(change, max(ahead, deal.hand), deal.hand if behind else deal.committed)
+        if isinstance(trainer.closing, LeasedHands):
+            trainer.closing.close_with(change)
+        if trainer.hands is None and change.hand > trainer.turns:
+            self._late = (change, before)
+        trainer.replica.lose(change.gone, behind)
+        if not behind:
+            for one, samples in self._lose(change.gone).items():
+                back[one] = back.get(one, 0) + samples
+        if isinstance(trainer.hands, LeasedHands):
+            trainer.samples = trainer.samples_before + trainer.hands.handed
+        trainer.replica.regroup(len(change.members), bool(change.came), behind)
+        first = next(one for one in change.members if one not in change.came)  # who comes hears of no change
+        if first == number_of(trainer.wire):
+            self._inherit(change.gone)
+            self._say(change, back)
+
+    def _say(self, change: Change, back: dict[int, int]) -> None:
+        """The first worker writes down who is there from now on, and what others do again."""
+        journal = self._trainer.journal
+        facts = {"generation": change.generation, "gone": list(change.gone), "came": list(change.came)}
+        if self._trainer.dealer.assignment == "contiguous" and self._trainer.hands is not None:
+            journal.notice(
+                "the workers have changed: the rest of the epoch is assigned again, and state carried from batch to "
+                "batch does not fit its stretches until the next epoch"
+            )
+        journal.write("regrouped", **facts, members=list(change.members))
+        for worker, life in zip(change.gone, change.lives, strict=True):
+            journal.write("reissued", of=worker, life=life, samples=back.get(worker, 0))
+        journal.flush()
+
+    # --- what was left over in a pass --------------------------------------------------------------------------
+
+    def keep_tail(self, hands: Hands | None) -> None:
+        """A pass ends with work that no exchange has carried: who dies before the next one has not done it."""
+        if not isinstance(self._trainer.wire, EnduringWire) or not isinstance(hands, LeasedHands):
+            return
+        self._tail.append(hands.uncommitted())
+        self._lost += hands.undealt()
+
+    def reopens(self, hands: Hands) -> bool:
+        """Whether something was given back when all was dealt: all ask each other, so that all know the same."""
+        wire = self._trainer.wire
+        is_dealt = self._trainer.replica.in_rounds
+        if not isinstance(wire, EnduringWire) or not isinstance(hands, LeasedHands) or not is_dealt:
+            return False
+        self._asks = True
+        told = wire.gather(lambda: b"more" if hands.undealt() else b"")
+        self._asks = False
+        if b"more" not in told:
+            return False
+        hands.reopen()
+        self._trainer.turns_before += 1
+        return True
+
+    def carried(self) -> None:
+        """An exchange has carried all there was."""
+        self._tail.clear()
+
+    def _give_up(self, pieces: list[list[Any]]) -> int:
+        """Work that was counted is to be done again; returns its samples."""
+        samples = sum(map(len, pieces))
+        self._lost += pieces
+        self._counted += samples
+        return samples
+
+    def _lose(self, gone: tuple[int, ...]) -> dict[int, int]:
+        """What those who are gone had left over from earlier passes is done again in this one, or the next.
+
+        Returns how many samples of whom that are.
+        """
+        lost = {worker: sum(self._give_up(one.take(worker)) for one in self._tail) for worker in gone}
+        hands = self._trainer.hands
+        if self._lost and isinstance(hands, LeasedHands) and not hands.is_over:
+            hands.extend(self._lost)
+            self._redealt = self._redealt[0] + self._lost, self._redealt[1] + self._counted
+            self._trainer.samples -= self._counted
+            self._trainer.samples_before -= self._counted
+            self._lost, self._counted = [], 0
+        return lost
+
+
+def comes_late(wire: Wire) -> bool:
+    """Whether a worker comes to others that have begun: it asks nobody what was settled at the beginning."""
+    if isinstance(wire, EnduringWire):
+        return wire.arrives
+    return isinstance(wire, ServerWire) and wire.joined is not None and wire.joined.arena > 0

@@ -1,0 +1,143 @@
+"""What a worker does while others work on a batch and there is none for it.
+
+The others run the script's loop; this one can't, since there is no batch to give it. So in such a hand they tell what
+they do: an exchange begins, the optimizer steps, the hand ends. The idle worker joins the exchanges with a weight of
+zero, steps with the very gradients the others step with, and takes over what their schedulers and scalers have become.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from stretto.errors import ModelError, explain
+from stretto.strategies.optimizers import Optimizers
+from stretto.strategies.tensor_sync import follow, heard
+from stretto.training.schedule import Schedules
+from stretto.transport import Wire
+
+EXCHANGE, COUNT, END = b"exchange", b"count", b"end"
+STEP = b"step "
+"""Followed by the optimizer's place among those that the script gave."""
+Plain = dict[str, Any]
+
+
+def step_of(index: int) -> bytes:
+    """Return the word for a step of this optimizer.
+
+    >>> step_of(1), stepped(step_of(1)), stepped(END)
+    (b'step 1', 1, None)
+    """
+    return STEP + str(index).encode()
+
+
+def stepped(word: bytes) -> int | None:
+    """Return the optimizer whose step a word announces; None for another word."""
+    return int(word.removeprefix(STEP)) if word.startswith(STEP) else None
+
+
+def tell_gradients(wire: Wire, teller: int, parameters: list[nn.Parameter]) -> None:
+    """Give the idle workers the gradients that the optimizer is about to use, clipped and unscaled as they are."""
+    has = msgspec.msgpack.encode([one.grad is not None for one in parameters])
+    present = msgspec.msgpack.decode(wire.tell(has, teller), type=list[bool])
+    for parameter, held in zip(parameters, present, strict=True):
+        if held and parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        elif not held:
+            parameter.grad = None
+    follow(wire, [one.grad for one in parameters if one.grad is not None], teller)
+
+
+class Settings:
+    """What steps besides the parameters: the optimizer's settings, its schedulers and the script's gradient scalers.
+
+    `scalers` finds the script's. `schedules` has the position that the schedulers are advanced by.
+    """
+
+    def __init__(
+        self, optimizers: Optimizers, scalers: Callable[[], list[GradScaler]], schedules: Schedules | None = None
+    ) -> None:
+        self._schedules = schedules
+        self._optimizers, self._find = optimizers, scalers
+        self._scalers: list[GradScaler] = []
+        self._asked = 0
+
+    def tell(self, wire: Wire, teller: int) -> None:
+        """Bring the idle workers to where the teller is."""
+        told = heard(wire, lambda: msgspec.msgpack.encode(self.state()), teller)
+        if told is not None:
+            self.take(msgspec.msgpack.decode(told, type=list[list[Plain]]))
+
+    def state(self) -> list[list[Plain]]:
+        """What the optimizer's groups, the schedulers and the scalers are at: plain values."""
+        positions = [self._schedules.state()] if self._schedules is not None else []
+        return [[_plain(one) for one in kind] for kind in self._kinds()] + [positions]
+
+    def take(self, state: list[list[Plain]]) -> None:
+        """Be where another worker is, or was."""
+        groups, schedulers, scalers, *rest = state
+        for position in rest[0] if rest else ():
+            if self._schedules is not None:
+                self._schedules.take(position)
+        mine = self._kinds()
+        if len(groups) != len(mine[0]):
+            raise ModelError(
+                explain(
+                    "the optimizers of the workers have other parameter groups",
+                    got=f"{len(mine[0])} groups here, {len(groups)} at another worker",
+                    expected="the same groups at all workers",
+                    to_type="add parameter groups between two epochs, on every worker",
+                )
+            )
+        for setting, plain in [*zip(mine[0], groups, strict=True), *zip(mine[1], schedulers, strict=False)]:
+            _take(setting, plain)
+        for scaler, plain in zip(self._scalers, scalers, strict=False):
+            scaler.load_state_dict(plain)
+
+    def _kinds(self) -> list[list[Plain]]:
+        schedulers = [found for one in self._optimizers for found in _schedulers(one)]
+        return [self._optimizers.param_groups, schedulers, self._scaler_states()]
+
+    def _scaler_states(self) -> list[Plain]:
+        """The collector, which is slow, is asked for scalers at the 1st, 2nd, 4th, 8th ... time until there is one."""
+        self._asked += 1
+        if not self._scalers and self._asked & (self._asked - 1) == 0:
+            self._scalers = [one for one in self._find() if one.is_enabled()]
+        return [one.state_dict() for one in self._scalers]
+
+
+def _schedulers(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """The attributes of an optimizer's learning-rate schedulers, in a fixed order.
+
+    Nobody keeps a list of them but the garbage collector, which is slow: it is asked only where a scheduler has left
+    its mark on the optimizer.
+    """
+    if not hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+        return []
+    referrers = gc.get_referrers(optimizer)
+    found = [vars(one) if isinstance(one, LRScheduler) else one for one in referrers]
+    mine = [one for one in found if isinstance(one, dict) and one.get("optimizer") is optimizer and "last_epoch" in one]
+    return sorted(mine, key=lambda one: sorted(_plain(one)))
+
+
+def _plain(settings: dict[str, Any]) -> Plain:
+    return {name: value for name, value in settings.items() if _is_plain(value)}
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(_is_plain(one) for one in value)
+    return isinstance(value, int | float | str | bool | None)
+
+
+def _take(settings: dict[str, Any], told: Plain) -> None:
+    for name, value in told.items():
+        settings[name] = tuple(value) if isinstance(settings.get(name), tuple) else value

@@ -1,0 +1,390 @@
+"""Learning-rate schedulers: how far each is advanced when the script steps it.
+
+A scheduler is written for one process, which takes one batch a step. Among N workers a global step takes N batches, so
+a scheduler that is stepped once a batch would come to an N-th of its length. Under "per-sample" such a call advances it
+by the batches that the global step took: it is where it would be in one process after as many samples. A scheduler
+whose length the script has derived from `len(loader)` after `distribute` counts global steps already, and is advanced
+by these. Stepped between two epochs, or with an argument (a metric, an epoch), it is advanced as the script says.
+
+Torch keeps no list of schedulers, and their classes override `step`: so `step` is wrapped in the classes. The wrapper
+does nothing to a scheduler whose optimizer was not distributed. The position is counted alike on all workers; idle
+workers and newcomers receive it with the schedulers' states (see shadow.Settings).
+"""
+
+from __future__ import annotations
+
+import functools
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import ceil, floor
+from typing import Any, Literal, Protocol, get_args
+from weakref import WeakKeyDictionary
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
+
+from stretto.errors import ScriptError, explain
+from stretto.recipe.recipe import Recipe
+from stretto.runtime.event_writer import Journal
+from stretto.training.schedulers import is_initial, length_of, position_of, total_of
+from stretto.transport import Wire
+
+Mode = Literal["per-sample", "per-step"]
+Both = tuple[float, float]
+"""A position in batches of the script, and in global steps."""
+
+CLOSED_FORMS = (LambdaLR, OneCycleLR)
+"""Classes whose learning rate follows from the number of steps alone."""
+PAST_STEPS = 3
+"""Calls past a schedule's end after which a notice says that the script continues."""
+ROUNDING = 1e-6
+
+
+class Run(Protocol):
+    """The part of a trainer that schedules depend on."""
+
+    recipe: Recipe | None
+    wire: Wire
+    journal: Journal
+    loader: Any
+    dealer: Any
+    hands: Any
+    hand: Any
+    steps: int
+    samples: int
+    samples_before: int
+
+
+@dataclass
+class _Made:
+    """The circumstances in which a scheduler was made after `distribute`."""
+
+    at: Both
+    by_length: bool
+    """True if the script had asked for the length of the distributed loader."""
+
+
+@dataclass
+class _Stepped:
+    """A scheduler that the script has stepped."""
+
+    name: str
+    length: int | None
+    """Steps until its end; None if that is unknown."""
+    position: int = 0
+    past: int = 0
+    """Calls after its end."""
+
+
+class Schedules:
+    """Advances the schedulers of the distributed optimizers. `join` batches of the script make one batch here."""
+
+    def __init__(self, run: Run, optimizers: Sequence[Optimizer], mode: Mode = "per-sample", join: int = 1) -> None:
+        self._run, self._optimizers, self._mode, self._join = run, optimizers, mode, join
+        self._made: WeakKeyDictionary[LRScheduler, _Made] = WeakKeyDictionary()
+        self._records: dict[LRScheduler, _Stepped] = {}
+        """Held until the end: the last checkpoint is written when the script's own names may be gone."""
+        self._inside = self._is_left = self._has_spoken = False
+        self._divisor = 0
+        """Batches a global step when the script asked for the length of the loader; 0 before."""
+        self._done: Both = (0.0, 0.0)
+        """Position when the window began: the global steps since the optimizer has stepped last."""
+        self._pending: Both = (0.0, 0.0)
+        """Batches of the window in earlier epochs."""
+        self._base: Both = (0.0, 0.0)
+        """Batches of this epoch before the window."""
+        self._hands = self._hands_before = 0
+        """Global steps of the window, and of the one before."""
+        self._of_epoch = 0
+        self._windows = 0
+        """Windows of this epoch that are over."""
+        self._is_called = self._was_called = False
+        """True if a scheduler was stepped in this window, and in an earlier one of this epoch."""
+        self._at_call: Both = (0.0, 0.0)
+        """Batches of this epoch at that time."""
+        self._streamed = 0
+
+    # --- the position -------------------------------------------------------------------------------------------
+
+    def asked_length(self) -> None:
+        """Note that the script has asked for the number of global steps of an epoch."""
+        if not self._divisor:
+            self._divisor = self._run.dealer.batches_a_step
+            self._base = self._counted(self._base[0])
+
+    def begin_hand(self, has_stepped: bool, streamed: int) -> None:
+        """Begin a global step. `has_stepped` is True if the optimizer has stepped in the one before.
+
+        `streamed` is the number of batches in it, where they come from a stream.
+        """
+        if self._hands and (has_stepped or self._is_called):
+            self._close()
+        if not self._of_epoch:
+            self._windows, self._was_called = 0, False
+        self._hands += 1
+        self._of_epoch += 1
+        self._streamed += streamed
+        self._is_left = False
+
+    def end_epoch(self) -> None:
+        """End an epoch. What others have got since this worker's last step belongs to its next."""
+        if self._is_called:
+            self._close()
+        now = self._now()
+        self._pending = tuple(map(float.__add__, self._pending, _minus(now, self._base)))  # type: ignore[assignment]
+        self._base, self._streamed = (0.0, 0.0), 0
+        self._of_epoch = 0
+
+    def skip_epoch(self) -> None:
+        """Count an epoch that was over before this worker came."""
+        batches, steps = self._counted(len(self._run.loader))
+        self._pending = self._pending[0] + batches, self._pending[1] + steps
+
+    def leave_loop(self) -> None:
+        """Note that the script iterates no longer: what it steps now is stepped once an epoch."""
+        self._is_left = True
+
+    def state(self) -> dict[str, Any]:
+        """Return the position as plain values: the same on all workers that wait for each other."""
+        return {name: list(one) if isinstance(one, tuple) else one for name, one in self._fields()}
+
+    def take(self, state: dict[str, Any]) -> None:
+        """Continue from the position of another worker, or of a checkpoint."""
+        for name, _ in self._fields():
+            value = state[name]
+            setattr(self, f"_{name}", tuple(value) if isinstance(value, list) else value)
+
+    def _fields(self) -> Iterator[tuple[str, Any]]:
+        names = "divisor done pending base hands hands_before of_epoch windows is_called was_called at_call streamed"
+        return ((name, getattr(self, f"_{name}")) for name in names.split())
+
+    def _close(self) -> None:
+        now = self._at_call if self._is_called else self._now()
+        self._done = self._position(self._hands, now)
+        self._pending, self._base = (0.0, 0.0), now
+        self._was_called = self._was_called or self._is_called
+        self._is_called = False
+        self._windows += 1
+        self._hands_before, self._hands = self._hands, 0
+
+    def _position(self, hands: int, now: Both | None = None) -> Both:
+        batches, steps = _minus(now or self._now(), self._base)
+        gained = batches + self._pending[0], steps + self._pending[1]
+        return self._done[0] + gained[0] / max(hands, 1), self._done[1] + gained[1] / max(hands, 1)
+
+    def _now(self) -> Both:
+        """The batches of the script that all workers have got in this epoch."""
+        run = self._run
+        samples, order = run.samples - run.samples_before, getattr(run.hands, "order", None)
+        if order is None:
+            return self._counted(self._streamed * self._join)
+        size = getattr(run.loader, "batch_size", None)
+        if size is not None:
+            return self._counted(min(ceil(samples / size), len(run.loader)))
+        dealt, begun = len(order.bounds) - 1, bisect_left(order.bounds, samples)
+        length = self._length() or dealt * self._join
+        return self._counted(min(ceil(begun / max(dealt / length, 1)) * self._join, length))
+
+    def _counted(self, batches: float) -> Both:
+        return float(batches), float(ceil(batches / self._divisor)) if self._divisor else 0.0
+
+    # --- calls --------------------------------------------------------------------------------------------------
+
+    def call(self, scheduler: LRScheduler, step: Callable[[], Any], has_arguments: bool) -> Any:
+        """Step a scheduler of a distributed optimizer as often as a call of its `step` stands for."""
+        if self._inside or not any(getattr(scheduler, "optimizer", None) is one for one in self._optimizers):
+            return step()
+        if is_initial(scheduler):
+            self._made[scheduler] = _Made(self._position(self._hands), bool(self._divisor))
+            return step()
+        self._inside = True
+        try:
+            return step() if has_arguments else self._advance(scheduler, step)
+        finally:
+            self._inside = False
+
+    def _advance(self, scheduler: LRScheduler, step: Callable[[], Any]) -> Any:
+        record = self._record(scheduler)
+        if self._mode == "per-step":
+            return self._as_called(scheduler, record, step)
+        is_alone = self._run.wire.workers * max(self._join, self._divisor) == 1
+        counts = not (is_alone or self._run.hand is None or self._is_left or self._is_once_an_epoch())
+        if self._run.hand is not None:
+            self._is_called, self._at_call = True, self._now()
+        times = self._until_end(scheduler, record, self._times(scheduler)) if counts else 1
+        if counts:
+            self._say_once(scheduler, record, times)
+        if type(scheduler) in CLOSED_FORMS and times > 1:
+            scheduler.last_epoch += times - 1
+            scheduler._step_count += times - 1
+            times = 1
+        found = None
+        for _ in range(times):
+            found = step()
+        record.position = position_of(scheduler)
+        return found
+
+    def _times(self, scheduler: LRScheduler) -> int:
+        """Return the number of steps that one call in a global step stands for."""
+        made = self._made_of(scheduler)
+        unit = int(made.by_length and not self._counts_batches(scheduler))
+        hands = max(self._hands, self._hands_before) if self._is_last() else self._hands
+        before = max(self._done[unit], made.at[unit])
+        return max(floor(self._position(hands)[unit] + ROUNDING) - floor(before + ROUNDING), 0)
+
+    def _is_once_an_epoch(self) -> bool:
+        """True for the first call in an epoch of several steps, if that is at its end."""
+        ends = self._is_last() or (self._divisor and self._of_epoch >= self._counted(self._length() or 0)[1] > 0)
+        return bool(ends) and self._windows > 0 and not self._was_called
+
+    def _is_last(self) -> bool:
+        run = self._run
+        return bool(0 < run.hands.samples <= run.samples - run.samples_before)
+
+    def _length(self) -> int | None:
+        """Batches of an epoch in one process; None for a stream that does not know it."""
+        try:
+            return len(self._run.loader)
+        except TypeError:
+            return None
+
+    def _made_of(self, scheduler: LRScheduler) -> _Made:
+        """Return the circumstances in which a scheduler was made: of a composed scheduler, those of its last part."""
+        parts = [self._made_of(one) for one in getattr(scheduler, "_schedulers", ())]
+        if own := self._made.get(scheduler):
+            parts.append(own)
+        return max(parts, key=lambda one: (one.by_length, one.at), default=_Made((0.0, 0.0), by_length=False))
+
+    def _counts_batches(self, scheduler: LRScheduler) -> bool:
+        """True if its length shows that it counts batches, though `len(loader)` was asked before it was made."""
+        length, epoch = total_of(scheduler), self._length()
+        if not length or not epoch or length % epoch:
+            return False
+        return bool(length % self._counted(epoch)[1])
+
+    def _until_end(self, scheduler: LRScheduler, record: _Stepped, times: int) -> int:
+        """Return the steps up to the end of a scheduler that raises past it; write a notice for any scheduler."""
+        total = total_of(scheduler)
+        if total is None:
+            return times
+        left = max(total - position_of(scheduler), 0)
+        if times > 0 and left == 0:
+            self._say_past(record, total)
+        return min(times, left) if hasattr(scheduler, "total_steps") else times
+
+    def _say_past(self, record: _Stepped, total: int) -> None:
+        record.past += 1
+        if record.past == PAST_STEPS:
+            self._run.journal.notice(
+                f"{record.name} has made its {total} steps, and the script continues: all workers together have "
+                f'got more batches than the schedule has steps (schedule="per-step" advances it once a call)'
+            )
+
+    # --- as the script calls it ---------------------------------------------------------------------------------
+
+    def _as_called(self, scheduler: LRScheduler, record: _Stepped, step: Callable[[], Any]) -> Any:
+        self._say_once(scheduler, record, 1)
+        total, recipe = total_of(scheduler), self._run.recipe
+        try:
+            found = step()
+        except ValueError as error:
+            if recipe is None or not recipe.asynchronous or total is None or position_of(scheduler) <= total:
+                raise
+            raise ScriptError(
+                explain(
+                    f"{record.name} has run out: under {recipe} workers take unequal numbers of steps",
+                    got=f"step {position_of(scheduler)} of worker {self._run.wire.worker}",
+                    expected=f"at most the {total} steps that the schedule has",
+                    to_type='stretto.distribute(..., schedule="per-sample")',
+                )
+            ) from error
+        record.position = position_of(scheduler)
+        return found
+
+    def finish(self) -> None:
+        """Say which schedules have not come to their end because they were advanced once a call."""
+        if self._mode != "per-step" or self._has_spoken or self._run.wire.workers == 1:
+            return
+        for one in self._records.values():
+            if one.length is not None and one.position < one.length:
+                self._say_short(one, f"made {one.position}")
+                return
+
+    def _say_once(self, scheduler: LRScheduler, record: _Stepped, times: int) -> None:
+        workers, length = self._run.wire.workers, total_of(scheduler)
+        if self._has_spoken or workers == 1 or self._run.hand is None:
+            return
+        epoch = self._length()
+        epochs, rest = divmod(length, epoch) if length and epoch else (0, 1)
+        made = epochs * ceil(epoch / (workers * self._join)) if epoch and not rest else None
+        if self._mode == "per-sample" and times > 1:
+            self._has_spoken = True
+            fits = f" has {length} steps, and each of {workers} workers makes {made} in {_epochs(epochs)}: it"
+            self._run.journal.notice(
+                f"{record.name}{fits if made else ''} is advanced by the batches that all workers get, {times} in this "
+                f'step, so that it ends as in one process (schedule="per-step" advances it once a call)'
+            )
+        elif self._mode == "per-step" and made and length and made < length:
+            self._say_short(record, f"makes {made} in {_epochs(epochs)}")
+
+    def _say_short(self, record: _Stepped, makes: str) -> None:
+        self._has_spoken = True
+        self._run.journal.notice(
+            f"{record.name} has {record.length} steps, and each of {self._run.wire.workers} workers {makes}: it does "
+            f'not come to its end; schedule="per-sample" advances it by the batches that all workers get'
+        )
+
+    def _record(self, scheduler: LRScheduler) -> _Stepped:
+        if scheduler not in self._records:
+            self._records[scheduler] = _Stepped(type(scheduler).__name__, length_of(scheduler))
+        return self._records[scheduler]
+
+
+def _minus(one: Both, other: Both) -> Both:
+    return max(one[0] - other[0], 0.0), max(one[1] - other[1], 0.0)
+
+
+def _epochs(number: int) -> str:
+    return f"{number} epoch{'s' * (number != 1)}"
+
+
+def check_mode(mode: object) -> None:
+    """Raise ScriptError for a `schedule=` that there is not."""
+    if mode not in get_args(Mode):
+        raise ScriptError(
+            explain(
+                "schedule= says how learning-rate schedulers are advanced",
+                got=f"{mode!r:.100}",
+                expected='"per-sample" (by the batches of all workers) or "per-step" (once a call)',
+                to_type='schedule="per-sample"',
+            )
+        )
+
+
+def intercept(current: Callable[[], Schedules | None]) -> None:
+    """Wrap `step` in all classes of schedulers, each class once.
+
+    `current` returns the schedules of the worker that calls, or None.
+    """
+    for one in _classes(LRScheduler):
+        if "step" in vars(one) and not hasattr(one.step, "_stretto_wraps"):
+            one.step = _wrapped(one.step, current)  # type: ignore[method-assign]
+
+
+def _classes(parent: type[LRScheduler]) -> Iterator[type[LRScheduler]]:
+    yield parent
+    for one in parent.__subclasses__():
+        yield from _classes(one)
+
+
+def _wrapped(original: Any, current: Callable[[], Schedules | None]) -> Any:
+    @functools.wraps(original)
+    def step(scheduler: LRScheduler, *given: Any, **named: Any) -> Any:
+        schedules = current()
+        if schedules is None:
+            return original(scheduler, *given, **named)
+        return schedules.call(scheduler, lambda: original(scheduler, *given, **named), bool(given or named))
+
+    step._stretto_wraps = original  # type: ignore[attr-defined]
+    return step

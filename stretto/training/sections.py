@@ -1,0 +1,338 @@
+"""The sections of one worker's process: each `distribute` ends the one before it and begins another.
+
+All sections use one transport: the coordinator, the shards and the other workers see one run, whose numbers continue.
+The first section writes to the run folder, section k to `section-k` in it, a run folder of its own. A worker that is
+started again, and a run that is resumed, find out in which section the others are, or the checkpoint is: the sections
+before that one have empty loaders, and their models are read from the run folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import nn
+
+from stretto.checkpoint import state_transfer
+from stretto.checkpoint.storage import Checkpoints, State
+from stretto.errors import LaunchError, LoaderError, ScriptError, StaysOutError, explain
+from stretto.loader.data_digest import digest_of, refuse_other_data
+from stretto.loader.epoch_batches import members_of, number_of
+from stretto.membership.epoch_numbers import section_of
+from stretto.membership.loop_positions import Place
+from stretto.membership.worker_status import status
+from stretto.parameter_server.client import ServerWire
+from stretto.recipe.recipe import Recipe
+from stretto.run_dir import CHECKPOINTS, section_folder, section_folders, write_section
+from stretto.runtime.event_writer import open_folder
+from stretto.strategies.model_sync import trainable
+from stretto.strategies.optimizers import Optimizers
+from stretto.training.elasticity import comes_late
+from stretto.training.section import Section, continued
+from stretto.training.trainer import Trainer
+from stretto.training.worker_context import Seat
+from stretto.transport import Wire
+from stretto.transport.elastic import EnduringWire
+
+FINAL = "final.safetensors"
+RANDOM = "final.random"
+"""The random states that all workers continue with after a section that another one follows."""
+
+
+class Sections:
+    """The sections of one process, and the wire that they share."""
+
+    def __init__(self, seat: Seat) -> None:
+        self._seat = seat
+        self._wire: Wire | None = None
+        self._kind: tuple[int, bool] | None = None
+        self._number = 0
+        """The section that began last."""
+        self._found = Section()
+        """The section in which the others are, or the checkpoint is."""
+        self._next = Section()
+        self._trainer: Trainer | None = None
+        """The trainer of the open section; None after its end, and in a section that is skipped."""
+        self.last: Trainer | None = None
+        """The trainer that was made last, whose section may have ended."""
+        self._is_open = False
+        """True between the beginning of a section and its end, skipped or not."""
+        self._zero = 0.0
+        self._is_asked = False
+        """True if this worker was asked to leave."""
+
+    @property
+    def is_skipped(self) -> bool:
+        """True if the section that began last was over before this worker came."""
+        return 0 < self._number < self._found.number
+
+    @property
+    def skipped(self) -> tuple[int, int] | None:
+        """The number of a section that is skipped, and how many exchanges this worker has begun; None in others."""
+        if not self.is_skipped:
+            return None
+        return self._number, self._wire.begun if isinstance(self._wire, EnduringWire) else 0
+
+    def begin(
+        self, model: nn.Module, optimizers: Optimizers, loader: Any, recipe: Recipe | None, *evaluation: Any
+    ) -> Trainer | None:
+        """End the section before, and begin another. Return None if it was over before this worker came.
+
+        Raises ScriptError for a recipe that needs another kind of connection, and LoaderError for data that differ.
+        """
+        self.end()
+        wire = self._reach(model, optimizers, loader, recipe)
+        self._number += 1
+        self._is_open = self.is_skipped
+        if self.is_skipped:
+            self._skip(model)
+            return None
+        section, began = self._section(wire), self._seat.around.clock()
+        try:
+            seat = self._seated(section, wire, loader)
+            trainer = Trainer(seat, wire, model, optimizers, loader, recipe, section, *evaluation)
+        except BaseException as error:
+            if isinstance(wire, ServerWire):
+                wire.quit() if isinstance(error, StaysOutError) else wire.close()
+            raise
+        self._trainer = self.last = trainer
+        self._is_open = True
+        if section.number == self._found.number:
+            self._zero = trainer.journal.zero - section.seconds
+        section.seconds = trainer.journal.zero - self._zero
+        if section.number > self._found.number and wire.worker == 0:
+            name = section_folder(Path(), section.number).name
+            self._write("section", began, section=section.number, folder=name)
+        if self._is_asked:
+            trainer.presence.ask_to_leave()
+        return trainer
+
+    def end(self) -> None:
+        """End the section that has begun last, if it has not ended. The wire stays for the next one.
+
+        All workers continue with the random states of the first, so that the script draws the same numbers on all.
+        """
+        is_open, self._is_open = self._is_open, False
+        if not is_open:
+            return
+        if self.is_skipped:
+            self._take_random_states(self._read_random())
+            return
+        trainer = self._end()
+        wire, folder = trainer.wire, self._folder(self._number)
+        if trainer.presence.left:
+            return
+        told = wire.tell(lambda: _keep(state_transfer.pack_own(state_transfer.random_states(None)), folder))
+        if wire.worker:
+            self._take_random_states(told)
+
+    def close(self) -> None:
+        """End the section that has begun last, and let go of the other workers."""
+        if self._trainer is not None:
+            self._end()
+        self._is_open = False
+        wire, self._wire = self._wire, None
+        if wire is not None:
+            wire.close()
+            status.finish()
+
+    def abandon(self) -> float:
+        """Write the rest of a failed section's log; return the seconds since the first section began."""
+        trainer = self._trainer
+        if trainer is None:
+            if isinstance(self._wire, ServerWire):
+                self._wire.close()
+            return self._seat.around.clock() - self._zero if self._number else 0.0
+        t = trainer.journal.t() + trainer.section.seconds
+        trainer.abandon()
+        return t
+
+    def ask_to_leave(self) -> None:
+        """Leave the others gracefully as soon as that is possible; a signal's handler may ask."""
+        self._is_asked = True
+        if self._trainer is not None:
+            self._trainer.presence.ask_to_leave()
+
+    def _end(self) -> Trainer:
+        trainer, self._trainer = self._trainer, None
+        assert trainer is not None
+        trainer.end()
+        self._next = trainer.next_section()
+        if isinstance(trainer.wire, EnduringWire):
+            position = trainer.turns, self._next.rounds
+            trainer.wire.position, trainer.wire.on_change = (lambda: position), (lambda _change: None)
+        if isinstance(trainer.wire, EnduringWire | ServerWire):
+            trainer.wire.place = Place
+        return trainer
+
+    # --- where the others are -----------------------------------------------------------------------------------
+
+    def _reach(self, model: nn.Module, optimizers: Optimizers, loader: Any, recipe: Recipe | None) -> Wire:
+        """Return the wire; the first section asks for it, and finds out where the others are."""
+        kind = (recipe.shards, recipe.asynchronous) if recipe is not None and recipe.shards else (0, False)
+        if self._wire is not None and kind != self._kind:
+            raise ScriptError(
+                explain(
+                    "the recipe needs another kind of connection than the first distribute of this process",
+                    got=f"{recipe}: {_in_words(kind)}",
+                    expected=_in_words(self._kind or kind),
+                    to_type="one recipe for all, with --recipe or in every call of stretto.distribute",
+                )
+            )
+        self._seat.around.begins(model, loader)  # before the others are waited for
+        if self._wire is None:
+            named = trainable(model, optimizers)
+            self._kind = kind
+            self._wire = self._seat.wire_for(recipe, named[0][1].device if named else torch.device("cpu"))
+            if self._seat.opens_folder:
+                self._seat = self._seat.with_folder(open_folder(self._wire, self._seat.asked(recipe)))
+            self._found = self._where(self._wire)
+        return self._wire
+
+    def _where(self, wire: Wire) -> Section:
+        """Return the section that the others are in, or that a checkpoint is of, with its state."""
+        if isinstance(wire, EnduringWire) and wire.arrives:
+            state = state_transfer.unpack(wire.tell_state(b""))
+            wire.arrived()
+            return continued(state)
+        if isinstance(wire, ServerWire) and comes_late(wire):
+            assert wire.joined is not None
+            return Section(section_of(wire.joined.number))
+        begins_again = isinstance(wire, EnduringWire) and wire.begins_again
+        if self._seat.resume is None and not begins_again:
+            return Section()
+        notices: list[str] = []
+        return continued(state_transfer.unpack(wire.tell(lambda: self._read(begins_again, notices))), notices)
+
+    def _read(self, begins_again: bool, notices: list[str]) -> bytes:
+        """Return the newest whole checkpoint of this run, if it begins again, or else of the run that is resumed."""
+        runs = [run for run in (self._seat.run if begins_again else None, self._seat.resume) if run is not None]
+        folders = [one / CHECKPOINTS for run in runs for one in (*reversed(section_folders(run)), run)]
+        for folder in folders:
+            found = Checkpoints(folder).newest(notices.append) if folder.is_dir() else None
+            if found is not None:
+                number, state = found
+                notices.append(f"goes on from the checkpoint of round {number} in {folder}")
+                return state_transfer.pack(State(state_transfer.from_text(state.facts), state.tensors, state.own))
+        if self._seat.resume is None:
+            return state_transfer.pack(State({}, {}))
+        problem, expected = f"there is no whole checkpoint in {folders[-1]}", "a run with --checkpoint-every"
+        got, to_type = "nothing to go on from", "stretto run without --resume, with --checkpoint-every"
+        raise LaunchError(explain(problem, got=got, expected=expected, to_type=to_type))
+
+    # --- a section that begins ----------------------------------------------------------------------------------
+
+    def _section(self, wire: Wire) -> Section:
+        """Return the section that begins. A worker that came late to the section before is in time now."""
+        if self._number == self._found.number:
+            return self._found
+        if isinstance(wire, EnduringWire):
+            wire.arrives = wire.begins_again = False
+        elif isinstance(wire, ServerWire):
+            wire.joined = None
+        return self._next
+
+    def _seated(self, section: Section, wire: Wire, loader: Any) -> Seat:
+        """Return the seat of this worker in a section, whose folder is there then."""
+        seat = self._seat
+        if section.number == 1:
+            return seat
+        if section.number > self._found.number:
+            seat = seat.from_the_start()
+        data, folder = digest_of(loader), self._folder(section.number)
+        if comes_late(wire):
+            refuse_other_data(data, folder, "comes to a section whose data are not its own")
+        else:
+            self._agree_on_data(wire, data)
+            wire.tell(lambda: self._make(section, wire, data, folder))
+        if folder is not None:
+            folder.mkdir(exist_ok=True)
+        return seat.with_folder(folder)
+
+    def _agree_on_data(self, wire: Wire, data: str) -> None:
+        told = wire.gather(data.encode())
+        other = next((worker for worker, one in enumerate(told) if one != told[0]), None)
+        if other is not None:
+            raise LoaderError(
+                explain(
+                    f"the data of worker {other} differ from those of worker 0 in section {self._number}",
+                    got="data that each worker has drawn with random numbers of its own",
+                    expected="the same data, in the same order, at every worker",
+                    to_type="stretto.finish() before the data are drawn, or random_split(..., generator="
+                    "torch.Generator().manual_seed(fold))",
+                )
+            )
+
+    def _make(self, section: Section, wire: Wire, data: str, folder: Path | None) -> bytes:
+        """Make the folder of a section, at the first worker."""
+        if self._seat.resume is not None and section.number == self._found.number:
+            resumed = section_folder(self._seat.resume, section.number)
+            refuse_other_data(data, resumed, "goes on with other data than the run had that is resumed")
+        if folder is not None and self._seat.run is not None:
+            absent = sorted(set(range(self._seat.workers)) - set(members_of(wire)))
+            write_section(self._seat.run, folder, {"section": section.number, "data": data, "absent": absent})
+        return b"made"
+
+    def _folder(self, number: int) -> Path | None:
+        return section_folder(self._seat.run, number) if self._seat.run is not None else None
+
+    def _write(self, kind: str, at: float, /, **carries: object) -> None:
+        """Write an event into the log of the whole run."""
+        if self._seat.run is None or self._wire is None:
+            return
+        log = self._seat.around.log(self._seat.run, number_of(self._wire))
+        log.write(kind, at - self._zero, at=round(at, 6), **carries)
+        log.close()
+
+    # --- a section that is skipped --------------------------------------------------------------------------------
+
+    def _ended(self, name: str) -> Path | None:
+        """Return a file of the skipped section, from this run or from the run that is resumed."""
+        runs = [run for run in (self._seat.run, self._seat.resume) if run is not None]
+        paths = [section_folder(run, self._number) / name for run in runs]
+        return next((path for path in paths if path.is_file()), None)
+
+    @torch.no_grad()
+    def _skip(self, model: nn.Module) -> None:
+        """Give the model the values that it had at the end of a section that was over before this worker came."""
+        path, found = self._ended(FINAL), {}
+        if path is not None:
+            with contextlib.suppress(OSError, SafetensorError):
+                found = load_file(path)
+        named = state_transfer.state_dict_of(model)
+        fits = {name for name, one in found.items() if name in named and named[name].shape == one.shape}
+        for name in fits:
+            named[name].copy_(found[name])
+        if not fits:
+            text = f"the model that section {self._number} ended with is not here; the script's own stays as it is"
+            self._write("notice", self._seat.around.clock(), text=text)
+
+    def _read_random(self) -> bytes:
+        path = self._ended(RANDOM)
+        return path.read_bytes() if path is not None else b""
+
+    def _take_random_states(self, told: bytes) -> None:
+        if told:
+            state_transfer.take_random_states(state_transfer.unpack_own(told), None)
+
+
+def _keep(told: bytes, folder: Path | None) -> bytes:
+    """Keep random states for a worker that comes later; a disk that does not take them costs no more than that."""
+    if folder is not None:
+        with contextlib.suppress(OSError):
+            part = folder / f"{RANDOM}.part"
+            part.write_bytes(told)
+            part.replace(folder / RANDOM)
+    return told
+
+
+def _in_words(kind: tuple[int, bool]) -> str:
+    shards, asynchronous = kind
+    servers = "a server" if shards == 1 else f"{shards} servers"
+    if not shards:
+        return "workers exchange with each other"
+    return f"workers exchange over {servers}, and {'do not wait' if asynchronous else 'wait'} for each other"

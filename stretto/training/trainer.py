@@ -1,0 +1,778 @@
+"""One worker's training: ties the script's loop, by hooks and the loader, to a recipe and a wire."""
+
+from __future__ import annotations
+
+import functools
+import math
+import struct
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from stretto.codecs import Scene
+from stretto.data.leases import Lease
+from stretto.errors import LogError, NotFiniteError, ScriptError, StaysOutError, explain
+from stretto.loader.epoch_batches import Assignment, Dealer, Hands, LeasedHands, is_leasable, number_of
+from stretto.loader.global_step import Hand
+from stretto.loader.leased_batches import FreeHands
+from stretto.loader.sample_weights import Arrivals
+from stretto.membership.loop_positions import CLOSED, COMING, LOOP, OVER, Place
+from stretto.membership.worker_status import status
+from stretto.parameter_server.client import ServerWire
+from stretto.recipe.recipe import Recipe
+from stretto.runtime.event_writer import ADVICE, Journal
+from stretto.runtime.phase_timer import Stopwatch
+from stretto.runtime.runtime import Enough
+from stretto.strategies.asynchronous import ArrivalExchange
+from stretto.strategies.model_replica import Replica
+from stretto.strategies.model_sync import agree_on_model, part_random_states, plain_name, refuse_all_frozen, same_start
+from stretto.strategies.optimizers import Optimizers, parameters_of
+from stretto.strategies.outside_optimizers import OutsideOptimizers, unwatch, watch
+from stretto.strategies.traffic_counters import Tally
+from stretto.training import idle_worker
+from stretto.training.effective_batch import ScaledRate, batch_of, said
+from stretto.training.elasticity import Presence, comes_late
+from stretto.training.evaluation import Evaluate
+from stretto.training.evaluator import Referee
+from stretto.training.iterators import Begun
+from stretto.training.recipe_warnings import advice
+from stretto.training.schedule import Mode, Schedules
+from stretto.training.section import Section
+from stretto.training.worker_context import Seat
+from stretto.transport import Wire
+
+CHECK_EVERY_ROUNDS = 100
+
+
+class Trainer:
+    """Everything that happens to one worker between `distribute` and the end of the script.
+
+    `recipe` is None for a worker that is alone and exchanges nothing.
+    """
+
+    def __init__(
+        self,
+        seat: Seat,
+        wire: Wire,
+        model: nn.Module,
+        optimizers: Optimizers,
+        loader: Any,
+        recipe: Recipe | None,
+        section: Section,
+        evaluate: Evaluate | None,
+        evaluate_every: int | None,
+        schedule: Mode = "per-sample",
+        assignment: Assignment | None = None,
+    ) -> None:
+        self.model, self.optimizers, self.recipe = model, optimizers, recipe
+        self.wire, self.section = wire, section
+        self.is_over = False
+        """True once the section has ended."""
+        is_late = comes_late(self.wire) or (isinstance(self.wire, ServerWire) and seat.life > 0)
+        if is_late and not is_leasable(loader):
+            raise StaysOutError("a stream that others are in the middle of can be taken up by nobody")
+        self.loader = loader
+        self.journal = Journal(seat.run, self.wire, seat.around, number_of(self.wire), comes_late(self.wire))
+        self.watch = Stopwatch(seat.around.clock, self.journal.zero)
+        if not comes_late(self.wire):
+            agree_on_model(self.wire, model, recipe.spelled() if recipe else "")
+            same_start(self.wire, model)
+            part_random_states(self.wire, section.number)
+        meet = evaluate_every * self.wire.workers if evaluate_every and evaluate else None
+        when = recipe.when if recipe else None
+        self.dealer = Dealer(
+            loader, self.wire, seat.join, when, meet, seat.around, seat.rule, seat.workers, assignment, seat.split
+        )
+        self.arrivals = Arrivals(self.wire)
+        self.referee = Referee(self, seat, evaluate, evaluate_every)
+        self.steps_of = [0] * len(optimizers)
+        self._stepped_at = [0] * len(optimizers)
+        """The exchanges that were done at each optimizer's last step."""
+        self._exchanges_before = 0
+        self._piled: int | None = 0
+        """Batches in a row whose gradients were exchanged without a step; None when that was said."""
+        self._phase = COMING
+        self.steps = self.hands_done = self.rounds_done = self.passes = 0
+        self.samples = self.own_samples = self.samples_before = 0
+        self.turns = self.turns_before = section.turns
+        """How often a hand was asked for: the ends of passes, which have none, count."""
+        self.hands: Hands | None = None
+        self.closing: Hands | None = None
+        """Those of a pass whose books are being closed."""
+        self.hand: Hand | None = None
+        self.iterations = 0
+        """Number of iterations over the loader that the script has begun."""
+        self.peeks: list[int] = []
+        """Numbers of the iterations that were peeks: at most one batch and no optimizer step."""
+        self._begun = Begun(0, 0, 0, whole=False)
+        self._is_taken_back = False
+        """True if the next epoch has the number of the last one, which was only peeked."""
+        self._has_peeked = self._all_peeked = False
+        """True if this worker has left the epoch after a peek; and if all had at their last exchange of counts."""
+        self._schedules_before: dict[str, Any] = {}
+        """The position of the schedules when this epoch began."""
+        self._optimizer_steps = 0
+        """Number of steps without those that are only counted because a gradient scaler may have skipped them."""
+        self._unstepped = 0
+        """The samples given in this pass that do not count, since no step was made."""
+        self._untrained = 0
+        """The samples of epochs in which no worker made a step."""
+        self._leases: list[Any] = []
+        self._worked = 0
+        """How many of these the optimizer has done a step with, or after."""
+        self.schedules = Schedules(self, list(optimizers), schedule, seat.join)
+        self.settings = idle_worker.Settings(optimizers, seat.around.scalers, self.schedules)
+        self._shadowing = False
+        self._accumulated = False
+        self._stepped_last = True
+        """Whether the optimizer has stepped in the hand before."""
+        self._stepped_here: set[int] = set()
+        """The optimizers that have stepped in this global step."""
+        self._steps_sent = self._samples_sent = 0
+        self._around = seat.around
+        self._pace = seat.around.pace(self.watch, seat.slow)
+        self._skips = seat.on_nan == "skip" and recipe is not None and recipe.asynchronous
+        self.tally = Tally(self._scene(seat))
+        self.replica = Replica(
+            model,
+            optimizers,
+            recipe,
+            self.wire,
+            self.watch,
+            self.journal,
+            self.tally,
+            seat.around,
+            self._pace,
+            self._exchange_begins,
+            self._exchange_ended,
+            self._settle,
+            self._skips,
+            section.arenas,
+        )
+        self._outside = OutsideOptimizers(model, optimizers, lambda: self.hands_done if self.hand is not None else None)
+        watch(self._outside.before_step)
+        self._is_held = False
+        """True if every trainable parameter was found in an optimizer, in this epoch."""
+        self._hooks = [
+            hook
+            for index, one in enumerate(optimizers)
+            for hook in (
+                one.register_step_pre_hook(functools.partial(self._before_step, index)),
+                one.register_step_post_hook(functools.partial(self._after_step, index)),
+            )
+        ]
+        # after the hooks above, which send updates of the scaled rate
+        self._rates = [ScaledRate(one, seat.lr_factor) for one in optimizers] if seat.lr_factor != 1 else []
+        self.presence = Presence(self, seat)
+        self.dealer.members, self.dealer.peeks = self.presence.members, lambda: self.peeks
+        self.presence.arrive()
+        for text in section.notices:
+            self.journal.notice(text)
+        self._say_start(seat)
+        if evaluate is not None and evaluate_every is not None and self._evaluates_newest:
+            self.journal.notice(
+                f"evaluate_every={evaluate_every} over a stream: worker 0 evaluates the server's newest parameters "
+                "after each so many of its own steps; the samples at these evaluations are estimates"
+            )
+        for text in advice(recipe, optimizers) if recipe is not None and self.wire.workers > 1 else ():
+            self.journal.notice(text)
+
+    def _scene(self, seat: Seat) -> Scene:
+        wire, journal = self.wire, self.journal
+        return Scene(wire.worker, wire.workers, seat.seed or 0, clock=journal.t, notice=journal.notice)
+
+    @property
+    def _evaluates_newest(self) -> bool:
+        """True if worker 0 evaluates alone: no service counts a stream's batches where workers do not wait."""
+        return self.recipe is not None and self.recipe.asynchronous and not self.dealer.leases
+
+    # --- passes -----------------------------------------------------------------------------------------------
+
+    def begin_pass(self) -> bool:
+        """A pass over the loader begins; one that the script left early is ended first.
+
+        A pass that was over before this worker came is empty. One of which a batch was peeked begins again. False for
+        an iteration that was a peek in an earlier life of this worker, and is one again.
+        """
+        self._refuse_if_over()
+        self.end_peek() or self.end_pass()
+        self.iterations += 1
+        if self.iterations in self.peeks:
+            self.passes += self.replica.arrival is not None
+            return False
+        self.passes += not self._is_taken_back
+        self._is_taken_back = self._has_peeked = False
+        self._begin_pass()
+        return True
+
+    def _begin_pass(self) -> None:
+        self._is_held = False
+        self._schedules_before = self.schedules.state()
+        if self.presence.is_over(self.passes):
+            self.schedules.skip_epoch()
+            self.presence.pass_skipped()
+            return
+        self._phase, self._steps_before = LOOP, self.steps
+        if self.recipe is not None and not self.hands_done:
+            refuse_all_frozen(self.model)
+        self.replica.resume(own=False)
+        found = self.presence.found(self.passes)
+        self.replica.prepare(together=found is None)
+        if found is None:
+            self.samples_before, self.turns_before = self.samples, self.turns
+        self.presence.pass_begins()
+        with self.watch.on("loading"):
+            self._pace.begin_pass()
+            self.hands = self.dealer.deal(self.section.pass_number(self.passes), found)
+        if isinstance(self.hands, FreeHands):
+            self.hands.finish, self.hands.meet = self.bring_all, self._meet
+            self.hands.cut_made = self.presence.keeper.cut_made
+            self.samples_before = (self.passes - 1) * self.hands.samples - self._untrained
+        self.presence.pass_begun()
+        self._begun = Begun(
+            self._optimizer_steps, self.hands_done, self.own_samples, found is None or not found[1].hand
+        )
+
+    def next_batch(self) -> Any:
+        """End the hand before, and give this worker's next batch; None when the pass is over."""
+        self._refuse_if_over()
+        self.end_hand()
+        if self.hands is None:
+            return None
+        while True:
+            self.presence.rest()
+            if self._sees_enough():
+                raise Enough
+            self.watch.switch("loading")
+            hand = self.hands.next()
+            self.turns += 1
+            self.presence.dealt()
+            self._meet(self.hands.meetings())
+            if hand is None:
+                self.watch.switch("other")
+                if not self.end_pass(left=False):
+                    continue
+                if self._around.has_seen_enough():
+                    raise Enough
+                return None
+            self._begin_hand(hand)
+            if not hand.idle:
+                self._pace.begin()
+                self.watch.switch("computing")
+                return hand.batch
+            self.watch.switch("waiting")
+            self._shadow(hand)
+            self.end_hand()
+
+    def _is_peek(self) -> bool:
+        """True if this epoch has given one batch, or none, and the optimizer made no step."""
+        if self.hands is None or (self.hand is not None and self.hand.short) or self._accumulated:
+            return False
+        return self._begun.is_peek(self._optimizer_steps, self.hands_done)
+
+    def end_peek(self) -> bool:
+        """Take back a pass that the script has only looked at, where all workers do the same: it has not begun.
+
+        Workers that do not wait for each other agree on it when they end the epoch.
+        """
+        if self.replica.arrival is not None or not self._is_peek():
+            return False
+        self.watch.switch("other")
+        self._pace.go_on()
+        self.hand = None
+        self._uncount()
+        self.presence.pass_taken_back()
+        self.peeks.append(self.iterations)
+        self.hands, self._is_taken_back = None, True
+        self.schedules.take(self._schedules_before)
+        return True
+
+    def _uncount(self) -> int:
+        """Nothing that was given in this pass counts: no step was made. Returns the samples that did count."""
+        begun, mine = self._begun, self.own_samples - self._begun.own_samples
+        counted = mine if self.replica.arrival is not None else self.samples - self.samples_before
+        self.replica.forget(self.hands_done - begun.hands)
+        self.hands_done, self.own_samples = begun.hands, begun.own_samples
+        self.samples = self.samples_before
+        self._leases, self._worked = [], 0
+        return counted
+
+    def _uncount_stepless(self) -> None:
+        """Samples that the optimizer made no step with are not trained, in a pass without any."""
+        if self.hands is None or not self._begun.is_stepless(self._optimizer_steps, self.hands_done):
+            return
+        done = self.hands_done
+        self._unstepped += self._uncount()
+        self.hands_done = done
+        self._begun = replace(self._begun, hands=done)
+        self.hands.uncount()
+
+    def _say_unstepped(self) -> None:
+        """Say that samples of the pass that ends do not count, if there are any."""
+        samples, self._unstepped = self._unstepped, 0
+        if samples:
+            whose = f"worker {self.wire.worker} in epoch" if self.replica.arrival is not None else "epoch"
+            self.journal.notice(
+                f"{whose} {self.referee.epoch + 1} made no optimizer step: its {samples} samples are not counted as "
+                "trained; an evaluation needs a loader of its own"
+            )
+
+    def end_pass(self, left: bool = True) -> bool:
+        """All workers look at the agreed model, are compared, evaluated, and settle what they know of each other.
+
+        False when the pass goes on, since somebody has died with work that was not exchanged; unless the script has
+        `left` it.
+        """
+        if self.hands is None:
+            return True
+        self.end_hand(left=True)
+        self._has_peeked = left and self._is_peek()
+        self._uncount_stepless()
+        self.bring_all()
+        if left and isinstance(self.hands, FreeHands):
+            self.hands.leave()
+        self._phase = CLOSED
+        status.note(self.place())
+        if left and isinstance(self.hands, LeasedHands) and self.hands.has_more:
+            self.wire.tell(b"left")  # one that has not left waits in an all-gather: gloo ends who meets it in another
+        self.replica.look()
+        if self.presence.reopens(self.hands) and not left:
+            self._phase = LOOP
+            self.replica.resume()
+            return False
+        if self.replica.arrival is not None:
+            self._count_all_samples()
+            if self.hands.samples and self.samples == self.samples_before:
+                self._untrained += self.hands.samples
+            if self._all_peeked:
+                self.peeks.append(self.iterations)
+                self.hands, self._unstepped = None, 0
+                self.schedules.take(self._schedules_before)
+                return True
+        if not self.replica.is_carried:
+            self.presence.keep_tail(self.hands)
+        self._settle_leases()
+        if self._unstepped:
+            self.schedules.take(self._schedules_before)
+        self._say_unstepped()
+        self.schedules.end_epoch()
+        self.check("at the end of a pass")
+        self.closing, self.hands = self.hands, None
+        self.referee.close_pass(self.closing)
+        if self.presence.keeper.is_told_to_save():
+            self.presence.keeper.save()
+        self.closing = None
+        return True
+
+    def bring_all(self) -> None:
+        """Bring to a server what has not been sent yet, and wait until it is there."""
+        self._uncount_stepless()
+        if self.replica.arrival is not None:
+            self._send(self.replica.arrival.finish)
+
+    def bring_steps(self) -> None:
+        """The same of what has been stepped with, where nothing is accumulated: the books say that it is done."""
+        if self._stepped_last:
+            self.bring_all()
+
+    def _meet(self, times: int) -> None:
+        """Meet the other workers, when that is due, evaluate what the server has, and save it if that is due, too."""
+        for _ in range(times):
+            self.look_together(self.referee.evaluate, called=True)
+            self.presence.keeper.cut_made()
+
+    def look_together(self, then: Callable[[], None], called: bool = False) -> None:
+        """All workers that do not wait for each other look at what the server has, do this, and go on."""
+        self.watch.switch("other")
+        if self.replica.arrival is not None:
+            self.replica.look(called)
+        self._count_all_samples()
+        then()
+        self.replica.resume()
+
+    def _count_all_samples(self) -> None:
+        """Workers that do not wait for each other ask at meetings how far all are: who was dealt last knows."""
+        mine = self.samples if self.dealer.leases else self.own_samples
+        told = [struct.unpack("<q?", one) for one in self.wire.gather(struct.pack("<q?", mine, self._has_peeked))]
+        samples = [one for one, _ in told]
+        self.samples = max(samples) if self.dealer.leases else sum(samples)
+        self._all_peeked = all(peeked for _, peeked in told)
+
+    def _sees_enough(self) -> bool:
+        """Return True if the run ends before the next hand; all sections count."""
+        before = self.section
+        hands, samples = before.hands + self.hands_done, before.samples + self.samples
+        return self._around.sees_enough(hands, samples, before.seconds + self.journal.t())
+
+    def _refuse_if_over(self) -> None:
+        """Raise ScriptError if the section has ended: its loader has no batches any more."""
+        if self.is_over:
+            raise ScriptError(
+                explain(
+                    "the run that this loader is of has ended",
+                    got="a loop over its batches after stretto.finish(), or after another stretto.distribute",
+                    expected="the loader that the last stretto.distribute returned",
+                    to_type="loader = stretto.distribute(model, optimizer, loader) before the loop",
+                )
+            )
+
+    def next_section(self) -> Section:
+        """Return the section that follows this one, which has ended."""
+        before, traffic = self.section, self.wire.traffic()
+        return Section(
+            before.number + 1,
+            self.turns,
+            before.rounds + self.rounds_done,
+            before.hands + self.hands_done,
+            before.samples + self.samples,
+            before.passes + self.passes,
+            self.replica.arenas,
+            traffic.bytes_sent,
+            traffic.bytes_received,
+        )
+
+    def end(self) -> None:
+        """End the section: close its epoch, evaluate, write the final state and the end of the log, remove hooks."""
+        if not self.presence.left:
+            self.end_peek() or self.end_pass()
+            self._phase = OVER
+            has_worked = self._has_anybody_worked()
+            if self.replica.arrival is not None and has_worked:
+                self.replica.look()
+            self.schedules.finish()
+            self.referee.finish(has_worked)
+            self.presence.keeper.finish(has_worked)
+        self._write_outcomes()
+        self.journal.write(
+            "end", step=self.steps, samples=self.own_samples, training_s=self.training_s(), **self.measured()
+        )
+        self._close_journal()
+        self.is_over = True
+        unwatch()
+        for hook in self._hooks:
+            hook.remove()
+        for rate in self._rates:
+            rate.release()
+        self.replica.release()
+
+    def _close_journal(self) -> None:
+        """Write what is left of the log. A disk that did not take the model either was told of, and fails no run."""
+        try:
+            self.journal.close()
+        except LogError as error:
+            if not self.referee.is_final_elsewhere:
+                raise
+            print(f"stretto: worker {self.journal.worker}: {error}: its end is lost", file=sys.stderr, flush=True)
+
+    def _has_anybody_worked(self) -> bool:
+        """Whether there is something to look at in the end: where nobody waits one may have got no batch at all."""
+        if self.replica.arrival is None:
+            return bool(self.hands_done)
+        return b"some" in self.wire.gather(b"some" if self.hands_done else b"none")
+
+    def abandon(self) -> None:
+        """The script has failed: keep what is known, and let nobody at a server wait for this worker."""
+        self._write_outcomes()
+        self.journal.flush()
+        if isinstance(self.wire, ServerWire):
+            self.wire.close()
+
+    def place(self) -> Place:
+        """Return where the script is in its loop: the step under way, or the last one of a loop that it has left."""
+        step = self._steps_before + 1 if self._phase == LOOP else self.steps
+        return Place(self._phase, self.passes, step)
+
+    # --- hands ------------------------------------------------------------------------------------------------
+
+    def _begin_hand(self, hand: Hand) -> None:
+        self.schedules.begin_hand(bool(self._stepped_here), hand.streamed)
+        self.hand = hand
+        self.hands_done += 1
+        if hand.total:
+            self.replica.weigh(hand.own, hand.total, hand.parts)
+        self.samples = self.samples_before + hand.handed
+        self.own_samples += hand.own
+        self._stepped_here.clear()
+        self._exchanges_before = self.rounds_done
+        self._steps_before = self.steps
+        status.note(self.place())
+        self._accumulated = False
+        if hand.lease is not None:
+            self._leases.append(hand.lease)
+
+    def end_hand(self, left: bool = False) -> None:
+        """What follows on a hand at every worker alike: the end for the idle, an evaluation that is due, progress.
+
+        `left` says that the script has left its pass in the middle of the hand.
+        """
+        if self.hand is None:
+            return
+        self.watch.switch("other")
+        self._pace.go_on()
+        hand, self.hand = self.hand, None
+        self._stepped_last = hand.idle or bool(self._stepped_here)
+        if not hand.idle:
+            if left and len(self._leases) > self._worked:  # nothing will come of what the script left without a step
+                self.own_samples -= hand.own
+                del self._leases[self._worked :]
+            if not left:
+                self._make_up_for_a_skipped_step(hand)
+            self._announce(hand, idle_worker.END)
+            if hand.short:
+                self.settings.tell(self.wire, hand.teller)
+            self._notice_accumulation()
+        if self.recipe is None:
+            self._settle_leases()
+        if self.replica.arrival is not None and self._stepped_here:
+            self._send_if_due(self.replica.arrival)
+        if self.replica.gradients is not None and self.rounds_done % CHECK_EVERY_ROUNDS == 1:
+            self.check(f"after exchange {self.rounds_done}")
+        if self.replica.arrival is None:
+            self.referee.evaluate_if_due()
+        elif self._evaluates_newest:
+            self.referee.evaluate_newest_if_due()
+        if self.journal.due():
+            self._write_outcomes()
+            self.journal.write("progress", step=self.steps, samples=self.own_samples, **self.measured())
+            self.journal.flush()
+
+    def _notice_accumulation(self) -> None:
+        """Say once that gradients are accumulated, and each batch's exchanged for itself."""
+        if self.replica.gradients is None or self._piled is None or self.wire.workers == 1:
+            return
+        if not self._stepped_here and self.rounds_done > self._exchanges_before:
+            self._piled += 1
+        elif self._stepped_here and self._piled:
+            batches, self._piled = self._piled + 1, None
+            self.journal.notice(
+                f"the gradients of {batches} batches are accumulated for a step and exchanged {batches} times: "
+                f"all but the last backward pass in `with stretto.no_sync():` would send 1/{batches} of the bytes"
+            )
+
+    def _shadow(self, hand: Hand) -> None:
+        """Follow what the others do in a hand that has no batch for this worker."""
+        self._shadowing = True
+        while (word := self._hear(hand)) != idle_worker.END:
+            if word == idle_worker.EXCHANGE and self.replica.gradients is not None:
+                self.replica.gradients.take_part()
+            elif word == idle_worker.COUNT:
+                self._count_step(0, is_done=False)
+            elif (index := idle_worker.stepped(word)) is not None:
+                if self.replica.gradients is not None:
+                    idle_worker.tell_gradients(self.wire, hand.teller, parameters_of(self.optimizers.each[index]))
+                    self.optimizers.each[index].step()
+                else:
+                    self._count_step(index)
+        self.settings.tell(self.wire, hand.teller)
+        self._shadowing = False
+
+    def _hear(self, hand: Hand) -> bytes:
+        with self.watch.on("waiting"):
+            return self.wire.tell(lambda: idle_worker.END, hand.teller)
+
+    def _announce(self, hand: Hand | None, word: bytes) -> None:
+        if hand is not None and hand.short and not self._shadowing:
+            self.wire.tell(word, hand.teller)
+
+    def accumulate(self, on: bool) -> None:
+        """Hold exchanges back, or no longer: the script accumulates gradients."""
+        self._accumulated = True
+        if self.replica.gradients is not None:
+            self.replica.gradients.paused = on
+
+    def is_at_rest(self) -> bool:
+        """Whether nothing that was computed waits to be exchanged, or to be stepped with."""
+        return self.replica.is_carried and (self.hand is None) and self._stepped_last
+
+    # --- steps and exchanges ----------------------------------------------------------------------------------
+
+    def _before_step(self, index: int, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Hook of an optimizer: it is about to step."""
+        if not self._is_held:
+            self._outside.check_held()
+            self._is_held = True
+        before, self._stepped_at[index] = self._stepped_at[index], self.rounds_done
+        self.replica.before_step(index, self._shadowing or self.rounds_done > before)
+
+    def _after_step(self, index: int, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Hook of an optimizer: it has done a local step."""
+        before = self.watch.switch("other")
+        self._pace.go_on()
+        if getattr(optimizer, "found_inf", None) is None and not self._skips:
+            self._refuse_not_finite(optimizer)
+        self._announce(self.hand, idle_worker.step_of(index))
+        if self.replica.gradients is not None and self.hand is not None and self.hand.short and not self._shadowing:
+            idle_worker.tell_gradients(self.wire, self.hand.teller, parameters_of(optimizer))
+        self._count_step(index)
+        self.watch.switch(before)
+
+    def _count_step(self, index: int, is_done: bool = True) -> None:
+        self.steps_of[index] += 1
+        self.steps = max(self.steps_of)
+        self._optimizer_steps += is_done
+        self._stepped_here.add(index)
+        self._worked = len(self._leases)
+        if self.hands is not None:
+            self.hands.ask_ahead()
+        if not self.replica.stepped(index, self.steps_of[index]) or self._sends_late:
+            return
+        self._named(lambda: self._exchange(index))
+        if self.replica.arrival is None and self.rounds_done % CHECK_EVERY_ROUNDS == 1:
+            self.check(f"after exchange {self.rounds_done}")
+
+    @property
+    def _sends_late(self) -> bool:
+        """True if a server is sent what several optimizers did in a global step at its end, as one update."""
+        return self.replica.arrival is not None and len(self.optimizers) > 1
+
+    def _send_if_due(self, arrival: ArrivalExchange) -> None:
+        if self._sends_late:
+            self._steps_sent += 1
+            if self.replica.is_due(self._steps_sent):
+                self._named(lambda: self._send(arrival.run))
+        arrival.glance()
+
+    def _named(self, exchange: Callable[[], None]) -> None:
+        try:
+            exchange()
+        except NotFiniteError as error:
+            raise NotFiniteError(f"{error}; step {self.steps}, worker {self.wire.worker}; {ADVICE}") from None
+
+    def _exchange(self, index: int) -> None:
+        if self.replica.arrival is not None:
+            self._send(self.replica.arrival.run)
+        else:
+            self.replica.exchange(index)
+
+    def _send(self, exchange: Callable[[int, list[Lease]], bool]) -> None:
+        """Exchange with a server what has not been sent yet."""
+        samples, leases = self._unsent()
+        with ExitStack() as scaled:
+            for rate in self._rates:
+                scaled.enter_context(rate.applied())
+            is_sent = exchange(samples, leases)
+        if not is_sent:
+            text = f"worker {self.wire.worker} left out an update with NaN or infinity: {samples} samples do not count"
+            self.journal.write("notice", text=text)
+            self.journal.flush()
+
+    def _unsent(self) -> tuple[int, list[Lease]]:
+        """The samples and the leases whose work no exchange has carried yet."""
+        samples, self._samples_sent = self.own_samples - self._samples_sent, self.own_samples
+        return samples, self._take_leases()
+
+    def _take_leases(self) -> list[Lease]:
+        """Those of the work since the last exchange, which carries it."""
+        leases, self._leases, self._worked = self._leases, [], 0
+        return leases
+
+    def _exchange_begins(self) -> None:
+        self._announce(self.hand, idle_worker.EXCHANGE)
+
+    def _exchange_ended(self, blocked_s: float) -> None:
+        self.rounds_done += 1
+        if self.replica.arrival is not None:
+            return
+        self.arrivals.note(self.journal.t(), blocked_s)
+        if self.replica.carried():
+            self.presence.carried()
+            self._settle_leases()
+
+    def _make_up_for_a_skipped_step(self, hand: Hand) -> None:
+        """Count a step that a gradient scaler left out at this worker alone, lest the others wait for its exchange."""
+        if not self.replica.in_rounds or self._accumulated:
+            return
+        for index in [one for one in range(len(self.optimizers)) if one not in self._stepped_here]:
+            steps_each_hand = self.steps_of[index] > 0 and self.steps_of[index] == self.hands_done - 1
+            is_wild = self._has_wild_gradient(self.optimizers.each[index])
+            if (steps_each_hand and len(self.optimizers) == 1) or is_wild:
+                self._announce(hand, idle_worker.step_of(index) if is_wild else idle_worker.COUNT)
+                self._count_step(index, is_done=is_wild)
+
+    def _has_wild_gradient(self, optimizer: Optimizer) -> bool:
+        found = (one.grad for one in parameters_of(optimizer) if one.grad is not None)
+        return any(not bool(torch.isfinite(grad.sum())) for grad in found)
+
+    def _refuse_not_finite(self, optimizer: Optimizer) -> None:
+        """A NaN in the loss reaches the last parameter's gradient first; the optimizer has just used it."""
+        last = next((one for one in reversed(optimizer.param_groups[-1]["params"]) if one.grad is not None), None)
+        if last is None or math.isfinite(last.grad.sum()):
+            return
+        names = {id(one): plain_name(name) for name, one in self.model.named_parameters()}
+        name = names.get(id(last), "a parameter outside the model")
+        self.journal.flush()
+        raise NotFiniteError(
+            f"the loss became NaN or infinite: the gradient of {name} is not finite "
+            f"at step {self.steps + 1} on worker {self.wire.worker}; {ADVICE}"
+        )
+
+    # --- what is known ----------------------------------------------------------------------------------------
+
+    def check(self, when: str) -> None:
+        """Compare the replicas of all workers, which must be equal now."""
+        if self.replica.check(when) and self.wire.worker == 0:
+            self.journal.write("check", step=self.steps, round=self.rounds_done, equal=True)
+
+    def training_s(self) -> float:
+        """Seconds since the start, without those spent evaluating."""
+        return round(self.journal.t() - self.watch.split()["evaluating"], 6)
+
+    def measured(self) -> dict[str, Any]:
+        """This worker's cumulative figures."""
+        traffic, before = self.wire.traffic(), self.section
+        arrival = self.replica.arrival
+        held = {"held_s": round(arrival.held_s, 6)} if arrival is not None else {}
+        return {
+            **held,
+            "rounds": self.rounds_done,
+            "split": self.watch.split(),
+            "bytes_sent": traffic.bytes_sent - before.sent,
+            "bytes_received": traffic.bytes_received - before.received,
+            "bytes_counted": traffic.counted,
+            **self.tally.figures(),
+        }
+
+    def _settle_leases(self) -> None:
+        self._settle(self._take_leases())
+
+    def _settle(self, leases: list[Lease]) -> None:
+        if self.hands is not None:
+            self.hands.settle(leases)
+
+    def _write_outcomes(self) -> None:
+        """Say which of this worker's updates were applied, and how stale they were."""
+        arrival = self.replica.arrival
+        if arrival is not None and arrival.outcomes:
+            self.journal.write("applied", updates=arrival.outcomes)
+            arrival.outcomes = []
+
+    def _say_start(self, seat: Seat) -> None:
+        self.journal.write(
+            "start",
+            workers=self.wire.workers,
+            **self._around.facts(),
+            device=str(next(self.model.parameters(), torch.empty(0)).device),
+            threads=torch.get_num_threads(),
+            recipe=str(self.recipe) if self.recipe else "alone",
+            servers=self.recipe.shards if self.recipe else 0,
+            at=round(self._around.clock(), 6),
+        )
+        if self.recipe is not None and self.wire.workers > 1:
+            waits, splits = not self.recipe.asynchronous, self.dealer.splits
+            batch = batch_of(self.loader)
+            self.journal.say(said(self.wire.workers, batch, split=splits, waits=waits, factor=seat.lr_factor))
+        if not self.dealer.leases and not (self.wire.workers == 1 and seat.join == 1):
+            shards = f" ({self.dealer.library})" if self.dealer.library else ""
+            how = (
+                f"each worker reads a shard of its own{shards} and keeps all of it"
+                if self.dealer.assignment == "own"
+                else f"every worker reads all of it and keeps one batch in {self.wire.workers}"
+            )
+            self.journal.notice(f"the loader is a stream: {how}; how often each sample counted can't be audited")
+        self.journal.flush()

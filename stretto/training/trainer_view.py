@@ -1,0 +1,60 @@
+"""What those who keep watch over a trainer see of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from torch import nn
+
+from stretto.loader.epoch_batches import Dealer, Hands
+from stretto.membership.loop_positions import Place
+from stretto.runtime.event_writer import Journal
+from stretto.strategies.model_replica import Replica
+from stretto.strategies.optimizers import Optimizers
+from stretto.training.evaluator import Referee
+from stretto.training.idle_worker import Settings
+from stretto.training.section import Section
+from stretto.transport import Wire
+
+
+class Present(Protocol):
+    """What is seen of a trainer."""
+
+    model: nn.Module
+    optimizers: Optimizers
+    loader: Any
+    dealer: Dealer
+    wire: Wire
+    section: Section
+    journal: Journal
+    replica: Replica
+    referee: Referee
+    settings: Settings
+    hands: Hands | None
+    closing: Hands | None
+    steps: int
+    steps_of: list[int]
+    turns: int
+    hands_done: int
+    rounds_done: int
+    samples: int
+    passes: int
+    peeks: list[int]
+    samples_before: int
+    turns_before: int
+
+    def bring_all(self) -> None:
+        """Bring to a server what has not been sent yet, and wait until it is there."""
+
+    def bring_steps(self) -> None:
+        """The same of what has been stepped with, where nothing is accumulated."""
+
+    def place(self) -> Place:
+        """Return where the script is in its loop."""
+
+    def is_at_rest(self) -> bool:
+        """Whether nothing waits to be exchanged."""
+
+    def look_together(self, then: Callable[[], None]) -> None:
+        """All workers that do not wait for each other look at what the server has, do this, and go on."""

@@ -1,0 +1,101 @@
+"""What belongs together in an exchange, and its answers: kept by reference, and as bytes for those who lack them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from torch import Tensor
+
+from stretto.transport.tensor_bytes import Packed, packed, unpacked
+
+
+@dataclass(slots=True)
+class Attempt:
+    """The answers of one attempt; those that lie in tensors of others with the state in which they were given."""
+
+    number: int
+    answers: list[Any] = field(default_factory=list)
+    versions: list[int | None] = field(default_factory=list)
+    copied: bool = False
+    """Whether the tensors among the answers are nobody else's."""
+
+    def ask(self) -> int:
+        """An ask is under way; returns its place among the attempt's."""
+        self.answers.append(None)
+        self.versions.append(None)
+        return len(self.answers) - 1
+
+    def note(self, place: int, answer: Any) -> None:
+        """Its answer is there."""
+        self.answers[place] = answer
+        self.versions[place] = answer._version if isinstance(answer, Tensor) else None
+
+    @property
+    def intact(self) -> bool:
+        """Whether nobody has changed the answers since."""
+        return all(
+            version is None or one._version == version for one, version in zip(self.answers, self.versions, strict=True)
+        )
+
+    def keep_copies(self, over: Attempt | None) -> None:
+        """Keep the answers as they are now, whatever is done to them: where copies lie that are `over`, if they fit.
+
+        Memory that is allocated anew at every step is faulted in anew, which can take as long as the copy.
+        """
+        spare = over.answers if over is not None and over.copied else []
+        pairs = itertools.zip_longest(self.answers, spare[: len(self.answers)])
+        self.answers = [_copied(one, old) if isinstance(one, Tensor) else one for one, old in pairs]
+        self.versions, self.copied = [None] * len(self.answers), True
+
+
+def _copied(answer: Tensor, spare: Any) -> Tensor:
+    if isinstance(spare, Tensor) and _sort(spare) == _sort(answer):
+        return spare.copy_(answer)
+    return answer.clone()
+
+
+def _sort(one: Tensor) -> tuple[Any, ...]:
+    return one.shape, one.dtype, one.device
+
+
+_Answer = tuple[str, list[Packed], list[bytes]]
+"""One of "tensor", "tensors", "bytes" and "messages"; the tensors; the messages."""
+
+
+class _Told(msgspec.Struct):
+    """Attempts as they travel: of each its number and its answers."""
+
+    attempts: list[tuple[int, list[_Answer]]]
+
+
+def pack(attempts: Sequence[Attempt]) -> bytes:
+    """Attempts as bytes, for those who lack their answers."""
+    told = [(one.number, [_packed(found) for found in one.answers]) for one in attempts]
+    return msgspec.msgpack.encode(_Told(told))
+
+
+def _packed(answer: Any) -> _Answer:
+    if isinstance(answer, Tensor):
+        return "tensor", [packed(answer)], []
+    if isinstance(answer, bytes):
+        return "bytes", [], [answer]
+    if answer and isinstance(answer[0], Tensor):
+        return "tensors", [packed(one) for one in answer], []
+    return "messages", [], list(answer)
+
+
+def unpack(told: bytes) -> list[Attempt]:
+    """The attempts again."""
+    attempts = msgspec.msgpack.decode(told, type=_Told).attempts
+    return [Attempt(number, [_unpacked(*one) for one in found], [None] * len(found)) for number, found in attempts]
+
+
+def _unpacked(sort: str, tensors: list[Packed], messages: list[bytes]) -> Any:
+    if sort in ("bytes", "messages"):
+        return messages[0] if sort == "bytes" else messages
+    found = [unpacked(one) for one in tensors]
+    return found[0] if sort == "tensor" else found

@@ -1,0 +1,178 @@
+"""The group of a generation: formed within a limit at a store that one member keeps, and broken off from any thread."""
+
+from __future__ import annotations
+
+import functools
+import os
+import socket
+import threading
+import time
+from datetime import timedelta
+from weakref import WeakValueDictionary
+
+import psutil
+import torch
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+from stretto.errors import BrokenWireError, WireError
+from stretto.security import address_toward
+from stretto.transport.gloo_sockets import shut_connections_to
+from stretto.transport.malloc import trim_freed_memory
+from stretto.transport.process_group import CollectiveWire, drop_parked, reason
+
+LOOK_S = 0.02
+"""How often a forming looks whether it was broken off."""
+
+
+class StoreKeeper:
+    """Keeps a store where the members of generations meet, from the first time that its address is asked for.
+
+    `host` is the address at which the others reach this process.
+    """
+
+    def __init__(self, host: str) -> None:
+        self._host = host
+        self._store: TCPStore | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def address(self) -> str:
+        """Where it is, as host:port."""
+        with self._lock:
+            if self._store is None:
+                self._store = _listen(self._host)
+            return f"{self._host}:{self._store.port}"
+
+
+def own_address(toward: str) -> str:
+    """The address of this machine: of the interface that gloo is told to use, or else of the one that leads there."""
+    interface = os.environ.get("GLOO_SOCKET_IFNAME")
+    for one in psutil.net_if_addrs().get(interface or "", []):
+        if one.family == socket.AF_INET:
+            return str(one.address)
+    return address_toward(toward)
+
+
+@functools.cache
+def store_keeper() -> StoreKeeper:
+    """The one of this process, at its address toward the coordinator."""
+    return StoreKeeper(own_address(os.environ.get("STRETTO_COORDINATOR", "127.0.0.1:0").rpartition(":")[0]))
+
+
+def form(
+    store_address: str | None,
+    keeps: bool,
+    prefix: str,
+    rank: int,
+    size: int,
+    limit_s: float,
+    timeout_s: float,
+    device: torch.device | None = None,
+) -> CollectiveWire:
+    """Meet the other members at the store, under a prefix of this generation's own.
+
+    The member that `keeps` the store finds it at its own `store_keeper`; the others are told its address.
+    Raises BrokenWireError when somebody has not come after `limit_s`, or at once when `abort_forming` says so. The
+    groups of former generations are dropped, where gloo is done with them.
+    """
+    address = store_keeper().address if keeps else store_address
+    if address is None:
+        raise WireError(f"worker {rank} of {size} was not told where the others meet")
+    forming = _Forming(address, prefix, rank, size, limit_s, timeout_s, device)
+    wire = forming.result()
+    drop_parked()
+    trim_freed_memory()
+    return wire
+
+
+def abort_forming(prefix: str) -> None:
+    """Break off the generation of this prefix in this process: its forming, now or later, or the wire it has given."""
+    with _lock:
+        _aborted.add(prefix)
+        wire = _formed.get(prefix)
+    if wire is not None:
+        wire.abort()
+
+
+_lock = threading.Lock()
+_aborted: set[str] = set()
+_formed: WeakValueDictionary[str, CollectiveWire] = WeakValueDictionary()
+
+
+class _Forming:
+    """One forming, in a thread that is left behind when it is broken off: gloo can't be interrupted."""
+
+    def __init__(
+        self,
+        store_address: str,
+        prefix: str,
+        rank: int,
+        size: int,
+        limit_s: float,
+        timeout_s: float,
+        device: torch.device | None,
+    ) -> None:
+        host, _, port = store_address.rpartition(":")
+        self._host, self._port = host, int(port)
+        self._prefix, self._rank, self._size = prefix, rank, size
+        self._limit_s, self._timeout_s, self._device = limit_s, timeout_s, device
+        self._wire: CollectiveWire | None = None
+        self._error = ""
+        self._over, self._left = threading.Event(), False
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def result(self) -> CollectiveWire:
+        """Wait for it within the limit."""
+        end = time.monotonic() + self._limit_s
+        while not self._over.wait(LOOK_S) and self._prefix not in _aborted and time.monotonic() < end:
+            pass
+        with _lock:
+            broken = self._prefix in _aborted
+            self._left = self._wire is None or broken
+            if self._wire is not None and not broken:
+                _formed[self._prefix] = self._wire
+                return self._wire
+        self._leave()
+        raise self._why(broken)
+
+    def _why(self, broken: bool) -> BrokenWireError:
+        who = f"worker {self._rank} of {self._size}"
+        if broken:
+            return BrokenWireError(f"{who} was told that somebody is gone while it met the others")
+        why = f": {self._error}" if self._error else ""
+        return BrokenWireError(f"{who} could not meet the others within {self._limit_s:g} s{why}")
+
+    def _leave(self) -> None:
+        """Wake what waits at the store, and close what has been formed meanwhile."""
+        shut_connections_to(self._host, self._port)
+        if self._wire is not None:
+            self._wire.abort()
+            self._wire.close()
+
+    def _run(self) -> None:
+        try:
+            store = TCPStore(self._host, self._port, None, False, timedelta(seconds=self._limit_s), False)
+            wire = CollectiveWire(
+                PrefixStore(self._prefix, store), self._rank, self._size, self._timeout_s, self._device, endures=True
+            )
+        except (RuntimeError, WireError) as error:
+            self._error = reason(error)
+        else:
+            with _lock:
+                self._wire = wire
+                left = self._left
+            if left:
+                wire.abort()
+                wire.close()
+        self._over.set()
+
+
+def _listen(host: str) -> TCPStore:
+    family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+    with socket.socket(family, socket.SOCK_STREAM) as listening:
+        listening.bind((host, 0))
+        listening.listen(1024)
+        port = listening.getsockname()[1]
+        return TCPStore(
+            host, port, None, True, timedelta(seconds=300), False, master_listen_fd=os.dup(listening.fileno())
+        )

@@ -1,0 +1,126 @@
+"""A wire between threads of one process: for tests, and the reference of what a wire does."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from stretto.collective_ops import Answer, Ask, Mean, answer
+from stretto.errors import WireError
+from stretto.transport.interface import Message, Traffic, made, nbytes
+
+
+class _Table:
+    """Where the workers meet: round r is whole when everyone has laid something down for it."""
+
+    def __init__(self, workers: int, timeout_s: float) -> None:
+        self.workers = workers
+        self.timeout_s = timeout_s
+        self.gone: set[int] = set()
+        self._changed = threading.Condition()
+        self._laid: dict[int, dict[int, Any]] = {}
+        self._taken: dict[int, int] = {}
+        self._answers: dict[int, Any] = {}
+
+    def lay(self, round_: int, worker: int, thing: object) -> None:
+        with self._changed:
+            self._laid.setdefault(round_, {})[worker] = thing
+            self._changed.notify_all()
+
+    def take(self, round_: int, combine: Callable[[list[Any]], Any]) -> Any:
+        """Wait until the round is whole; the last to take it clears it away."""
+        with self._changed:
+            whole = self._changed.wait_for(lambda: self._whole(round_) or self._broken(round_), self.timeout_s)
+            if not whole or not self._whole(round_):
+                raise WireError(self._missing(round_))
+            if round_ not in self._answers:
+                laid = self._laid[round_]
+                self._answers[round_] = combine([laid[worker] for worker in range(self.workers)])
+            return self._leave(round_)
+
+    def _leave(self, round_: int) -> Any:
+        self._taken[round_] = self._taken.get(round_, 0) + 1
+        if self._taken[round_] < self.workers:
+            return self._answers[round_]
+        del self._laid[round_], self._taken[round_]
+        return self._answers.pop(round_)
+
+    def leave_for_good(self, worker: int) -> None:
+        with self._changed:
+            self.gone.add(worker)
+            self._changed.notify_all()
+
+    def _whole(self, round_: int) -> bool:
+        return len(self._laid.get(round_, {})) == self.workers
+
+    def _broken(self, round_: int) -> bool:
+        return bool(self.gone - set(self._laid.get(round_, {})))
+
+    def _missing(self, round_: int) -> str:
+        missing = sorted(set(range(self.workers)) - set(self._laid.get(round_, {})))
+        why = "left" if set(missing) & self.gone else f"did not come within {self.timeout_s:g} s"
+        return f"worker {', '.join(map(str, missing))} {why} (exchange {round_})"
+
+
+@dataclass(slots=True)
+class _Ticket:
+    wire: MemoryWire
+    round_: int
+
+    def wait(self) -> Answer:
+        found: Answer = self.wire.table.take(self.round_, answer)
+        return found.clone() if isinstance(found, Tensor) else [one.clone() for one in found]
+
+
+class MemoryWire:
+    """One worker's end of a wire in memory. Bytes are counted as a ring would send them."""
+
+    def __init__(self, worker: int, table: _Table) -> None:
+        self.worker = worker
+        self.workers = table.workers
+        self.table = table
+        self._round = 0
+        self._bytes_sent = 0
+
+    def start(self, ask: Ask) -> _Ticket:
+        """Lay the ask down for the others."""
+        factor = 2 * (self.workers - 1) / self.workers if isinstance(ask, Mean) else self.workers - 1
+        return _Ticket(self, self._lay(ask, factor * nbytes(ask.tensor)))
+
+    def gather(self, message: Message) -> list[bytes]:
+        """The message of every worker."""
+        message = made(message)
+        round_ = self._lay(message, (self.workers - 1) * len(message))
+        gathered: list[bytes] = self.table.take(round_, list)
+        return gathered
+
+    def tell(self, message: Message, teller: int = 0) -> bytes:
+        """The teller's message, at every worker."""
+        message = made(message) if self.worker == teller else b""
+        round_ = self._lay(message, (self.workers - 1) * len(message))
+        told: bytes = self.table.take(round_, lambda messages: messages[teller])
+        return told
+
+    def traffic(self) -> Traffic:
+        """Bytes so far; a ring receives as much as it sends."""
+        return Traffic(self._bytes_sent, self._bytes_sent, counted=True)
+
+    def close(self) -> None:
+        """Tell the others that nothing more comes."""
+        self.table.leave_for_good(self.worker)
+
+    def _lay(self, thing: object, sent: float) -> int:
+        self._round += 1
+        self._bytes_sent += round(sent)
+        self.table.lay(self._round, self.worker, thing)
+        return self._round
+
+
+def wires(workers: int, timeout_s: float = 60.0) -> list[MemoryWire]:
+    """The ends of one wire, for as many workers, each to be used by a thread of its own."""
+    table = _Table(workers, timeout_s)
+    return [MemoryWire(worker, table) for worker in range(workers)]

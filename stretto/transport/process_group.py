@@ -1,0 +1,396 @@
+"""A wire over torch.distributed's process groups: gloo between CPUs, NCCL between GPUs.
+
+The groups are made directly, not as torch's default group: a script that uses torch.distributed itself is left alone,
+and a later generation of workers can form its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+import struct
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from stretto.collective_ops import Answer, Ask, Every, Mean
+from stretto.errors import BrokenWireError, WireError
+from stretto.transport.gloo_sockets import GroupSockets
+from stretto.transport.gloo_sockets import sockets_of_process as _sockets
+from stretto.transport.interface import Message, Ticket, Traffic, as_bytes, made, nbytes
+from stretto.transport.tcp_info import tcp_bytes
+
+FRAME = 256
+"""Bytes of the first frame of a message: its length in 8 bytes, then as much of it as fits."""
+PIECE_BYTES = 16 << 20
+"""Longer messages go in pieces, each with a limit of its own: a slow link is not one over which nothing comes."""
+LOOK_S = 0.02
+"""How often a wait that may be broken off looks whether it was."""
+LOOK = timedelta(seconds=LOOK_S)
+QUIET_S = 0.02
+"""How long gloo's threads are given to end what they compute once no byte can come any more."""
+SEAL_TAG = 0
+"""The tag of no message."""
+
+
+class CollectiveWire:
+    """One worker's end of a process group. All waits share one limit: nothing comes for `timeout_s`.
+
+    One that `endures` can be broken off by `abort`, and breaks itself off at the first failure, which the others hear
+    by that; whoever waits, and all asks from then on, get a BrokenWireError.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        worker: int,
+        workers: int,
+        timeout_s: float,
+        device: torch.device | None = None,
+        endures: bool = False,
+    ) -> None:
+        self.worker = worker
+        self.workers = workers
+        self.timeout_s = timeout_s
+        before = _sockets()
+        self._control = _form(dist.ProcessGroupGloo, store, "control", worker, workers, timeout_s)
+        self._tensors = self._control
+        self._nccl = device is not None and device.type == "cuda"
+        if self._nccl:
+            self._tensors = _form(dist.ProcessGroupNCCL, store, "tensors", worker, workers, timeout_s)
+        self._opened = frozenset(one for one, name in _sockets().items() if before.get(one) != name)
+        self._worked_out = 0
+        self._tag = 0
+        self._last = Traffic(0, 0, counted=False)
+        self._broken = threading.Event()
+        self._sealed_at = math.inf
+        self._under_way: set[Any] = set()
+        self._sockets = GroupSockets(PrefixStore("control", store), worker, workers, self._opened) if endures else None
+
+    def start(self, ask: Ask) -> Ticket:
+        """Begin an all-reduce, or an all-gather of the sizes for messages that may differ in length."""
+        self._worked_out += self._cost(ask)
+        try:
+            if isinstance(ask, Mean):
+                return _MeanTicket(self, ask.tensor, self._begin("allreduce", [ask.tensor]))
+            self._tag += 1
+            return _EveryTicket(self, ask, *self._gather_sizes(ask), self._tag)
+        except BrokenWireError as error:
+            return _BrokenTicket(str(error))
+
+    def gather(self, message: Message) -> list[bytes]:
+        """The message of every worker; one round when all are short."""
+        message = made(message)
+        frames = self._all_frames(_frame(message))
+        lengths = [_length(frame) for frame in frames]
+        longest = max(lengths)
+        if longest <= FRAME - 8:
+            return [_head(frame) for frame in frames]
+        whole = self._all_frames(_padded(as_bytes(message), longest))
+        return [bytes(one[:length].numpy()) for one, length in zip(whole, lengths, strict=True)]
+
+    def tell(self, message: Message, teller: int = 0) -> bytes:
+        """The teller's message; one round when it is short."""
+        message = made(message) if self.worker == teller else b""
+        frame = _frame(message)
+        self._finish(self._begin("broadcast", frame, teller), "a message")
+        length = _length(frame)
+        if length <= FRAME - 8:
+            return _head(frame)
+        whole = as_bytes(message) if self.worker == teller else torch.empty(length, dtype=torch.uint8)
+        for piece in _pieces(whole):
+            self._finish(self._begin("broadcast", piece, teller), "a message")
+        return bytes(whole.numpy())
+
+    def traffic(self) -> Traffic:
+        """The bytes of the group's own sockets, as the kernel counts them; worked out where it does not."""
+        if self._control is None:
+            return self._last
+        counted = None if self._nccl else self._sockets.traffic() if self._sockets else _counted(self._opened)
+        if counted is None:
+            self._last = Traffic(self._worked_out, self._worked_out, counted=False)
+        elif counted.bytes_sent >= self._last.bytes_sent:
+            self._last = counted
+        return self._last
+
+    def abort(self) -> None:
+        """Break off what is under way and all that is asked later; from any thread, as often as one likes."""
+        if self._sockets is None:
+            raise WireError("only a wire that endures can be broken off")
+        self._broken.set()
+        self._sockets.shut()
+
+    def close(self) -> None:
+        """Let go of the groups. Those with operations that gloo has not ended are kept, for `drop_parked`."""
+        self.traffic()
+        if self._sockets is not None and self._control is not None:
+            self._park(self._broken.is_set())
+        self._opened = frozenset()
+        self._control = self._tensors = None
+
+    def _park(self, broken: bool) -> None:
+        if broken:
+            self._let_go()
+        self._broken.set()
+        self._sealed_at = min(self._sealed_at, time.monotonic())
+        if self._sockets is not None:
+            self._sockets.close()
+        _parked.append(_Parked(self._control, self._tensors, self._under_way))
+        if not broken:
+            drop_parked()
+
+    def _cost(self, ask: Ask) -> int:
+        factor = 2 * (self.workers - 1) / self.workers if isinstance(ask, Mean) else self.workers - 1
+        return round(factor * nbytes(ask.tensor))
+
+    def _gather_sizes(self, ask: Every) -> tuple[list[Tensor], Any]:
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.workers)]
+        work = self._begin("allgather", [sizes], [torch.tensor([ask.tensor.numel()])], control=True)
+        return sizes, work
+
+    def _all_frames(self, frame: Tensor) -> list[Tensor]:
+        frames = [torch.empty_like(frame) for _ in range(self.workers)]
+        for mine, *all_of_it in zip(_pieces(frame), *map(_pieces, frames), strict=True):
+            self._finish(self._begin("allgather", [all_of_it], [mine], control=True), "a message of every worker")
+        return frames
+
+    def _begin(self, verb: str, *what: Any, control: bool = False) -> Any:
+        """Start an operation of the group; bytes always go over the control group."""
+        if self._broken.is_set():
+            raise self._failed(RuntimeError("it was broken off"), verb)
+        try:
+            work = getattr(self._group(control or verb == "broadcast"), verb)(*what)
+        except RuntimeError as error:
+            raise self._failed(error, verb) from error
+        if self._sockets is not None and verb not in ("send", "recv"):
+            self._under_way.add(work)
+        return work
+
+    def _group(self, control: bool) -> Any:
+        """Not to be kept in a frame that a traceback may hold: a closed wire's group would live as long."""
+        if self._control is None:
+            raise WireError("the wire is closed")
+        return self._control if control else self._tensors
+
+    def _finish(self, work: Any, what: str) -> None:
+        began = time.monotonic()
+        try:
+            if self._sockets is None:
+                work.wait()
+            else:
+                self._watch(work)
+        except RuntimeError as error:
+            raise self._failed(error, what, time.monotonic() - began) from error
+
+    def _finish_all(self, works: Sequence[Any], what: str) -> None:
+        """Wait for sends and receives.
+
+        They can't be asked whether they are over, so that those of a wire that endures are waited for in a thread,
+        which is left behind when they are broken off. It holds nothing that is written to but what it alone has.
+        """
+        if self._sockets is None:
+            for work in works:
+                self._finish(work, what)
+            return
+        began, errors, over = time.monotonic(), list[str](), threading.Event()
+        threading.Thread(target=_wait_apart, args=(works, errors, over), daemon=True).start()
+        while not over.wait(LOOK_S):
+            if self._broken.is_set() and not over.is_set():
+                errors.append("it was broken off")
+                break
+        if errors:
+            raise self._failed(RuntimeError(errors[0]), what, time.monotonic() - began)
+
+    def _watch(self, work: Any) -> None:
+        """Wait for an operation, or until the wire is broken off."""
+        while not work.is_completed():
+            if self._broken.is_set():
+                raise RuntimeError("it was broken off")
+            with contextlib.suppress(RuntimeError):
+                work.wait(LOOK)
+                break
+        else:
+            work.wait()
+        self._under_way.discard(work)
+
+    def _let_go(self) -> None:
+        """Wait until gloo can't write into the tensors of broken operations any more.
+
+        Mostly they end with an error at once. One whose message was under way when its connection broke is forgotten
+        by gloo until its time-out: its thread sleeps, holding the tensor. It is left when nothing more can be read and
+        the thread had time to end what it might just have computed.
+        """
+        self._seal()
+        while not all(work.is_completed() for work in self._under_way) and time.monotonic() < self._sealed_at + QUIET_S:
+            time.sleep(0.0005)
+
+    def _seal(self) -> None:
+        """Have gloo close what it left open: it reads no end of a connection whose message has nowhere to go.
+
+        Its thread would run hot at such a one. A receive fails at the shut connection, or closes all in running out.
+        """
+        if self._sealed_at < math.inf:
+            return
+        for one in range(self.workers):
+            with contextlib.suppress(RuntimeError):
+                if one != self.worker:
+                    self._control.recv([torch.empty(1)], one, SEAL_TAG).wait(timedelta(milliseconds=1))
+        self._sealed_at = time.monotonic()
+
+    def _failed(self, error: Exception, what: str, waited_s: float = 0.0) -> WireError:
+        text = f"worker {self.worker} waited {waited_s:.1f} s for {what}; another worker is gone or too late"
+        if self._sockets is None:
+            return WireError(f"{text}: {reason(error)}")
+        self.abort()
+        self._let_go()
+        return BrokenWireError(f"{text}: {reason(error)}")
+
+
+@dataclass(slots=True)
+class _Parked:
+    """The groups of a wire that was closed, and what gloo may still be at."""
+
+    control: Any
+    tensors: Any
+    under_way: set[Any]
+
+    def idle(self) -> bool:
+        return all(work.is_completed() for work in self.under_way)
+
+
+_parked: list[_Parked] = []
+
+
+def drop_parked() -> int:
+    """Drop the groups of closed wires whose operations have ended; returns how many are kept.
+
+    A group that is dropped waits for its operations, and who drops it with it: so not before.
+    """
+    _parked[:] = [one for one in _parked if not one.idle()]
+    return len(_parked)
+
+
+@dataclass(slots=True)
+class _BrokenTicket:
+    why: str
+
+    def wait(self) -> Answer:
+        raise BrokenWireError(self.why)
+
+
+@dataclass(slots=True)
+class _MeanTicket:
+    wire: CollectiveWire
+    tensor: Tensor
+    work: Any
+
+    def wait(self) -> Tensor:
+        self.wire._finish(self.work, f"the mean of {self.tensor.numel()} numbers")
+        return self.tensor
+
+
+@dataclass(slots=True)
+class _EveryTicket:
+    wire: CollectiveWire
+    ask: Every
+    sizes: list[Tensor]
+    work: Any
+    tag: int
+
+    def wait(self) -> Answer:
+        self.wire._finish(self.work, "the sizes of every worker's message")
+        sizes = [int(size) for size in self.sizes]
+        message = self.ask.tensor
+        found = [message if one == self.wire.worker else message.new_empty(size) for one, size in enumerate(sizes)]
+        if self.wire._nccl:
+            return self._padded(sizes)
+        step = PIECE_BYTES // message.element_size()
+        for at in range(0, max(sizes), step):
+            pieces = [one[at : at + step] for one in found]
+            self.wire._finish_all([*self._sends(pieces), *self._receives(pieces)], "every worker's message")
+        return found
+
+    def _sends(self, pieces: Sequence[Tensor]) -> list[Any]:
+        """This worker's piece to each of the others, as long as it is; nothing where it is empty."""
+        mine = pieces[self.wire.worker]
+        others = [one for one in range(self.wire.workers) if one != self.wire.worker] if mine.numel() else []
+        return [self.wire._begin("send", [mine], one, self.tag) for one in others]
+
+    def _receives(self, pieces: Sequence[Tensor]) -> list[Any]:
+        others = [one for one, into in enumerate(pieces) if one != self.wire.worker and into.numel()]
+        return [self.wire._begin("recv", [pieces[one]], one, self.tag) for one in others]
+
+    def _padded(self, sizes: Sequence[int]) -> Answer:
+        """All messages as long as the longest, which is what NCCL can gather."""
+        padded = _padded(self.ask.tensor, max(sizes))
+        found = [torch.empty_like(padded) for _ in sizes]
+        self.wire._finish(self.wire._begin("allgather", [found], [padded]), "every worker's message")
+        return [one[:size] for one, size in zip(found, sizes, strict=True)]
+
+
+def _wait_apart(works: Sequence[Any], errors: list[str], over: threading.Event) -> None:
+    try:
+        for work in works:
+            work.wait()
+    except RuntimeError as error:
+        errors.append(reason(error))
+    over.set()
+
+
+def _pieces(message: Tensor) -> Sequence[Tensor]:
+    """What goes over the wire at once."""
+    return torch.split(message, PIECE_BYTES // message.element_size())
+
+
+def _form(kind: Any, store: Store, name: str, worker: int, workers: int, timeout_s: float) -> Any:
+    try:
+        return kind(PrefixStore(name, store), worker, workers, timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        raise WireError(
+            f"worker {worker} of {workers} could not meet the others within {timeout_s:g} s: {reason(error)}"
+        ) from error
+
+
+def reason(error: Exception) -> str:
+    """What an engine says went wrong, in one line, without the places in its own source."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return re.sub(r"^(\[[^\]]*\]\s*)+", "", lines[0]).partition(". This ")[0]
+
+
+def _frame(message: bytes) -> Tensor:
+    head = struct.pack("<q", len(message)) + message[: FRAME - 8]
+    return _padded(as_bytes(head), FRAME)
+
+
+def _length(frame: Tensor) -> int:
+    return int(struct.unpack("<q", bytes(frame[:8].numpy()))[0])
+
+
+def _head(frame: Tensor) -> bytes:
+    return bytes(frame[8 : 8 + _length(frame)].numpy())
+
+
+def _padded(message: Tensor, length: int) -> Tensor:
+    """The message with zeros behind it; gloo aborts the process when lengths differ."""
+    if message.numel() == length:
+        return message
+    padded = message.new_zeros(length)
+    padded[: message.numel()] = message
+    return padded
+
+
+def _counted(sockets: Sequence[int] | frozenset[int]) -> Traffic | None:
+    """The bytes that the kernel saw leave and come on these sockets, repeats included; None where it does not tell."""
+    pairs = [pair for one in sockets if (pair := tcp_bytes(one)) is not None]
+    if not pairs:
+        return None
+    return Traffic(sum(sent for sent, _ in pairs), sum(received for _, received in pairs), counted=True)

@@ -1,0 +1,185 @@
+"""What is done to processes on purpose: the text is the simulator's, the plan the seed's, and the blows are real."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from itertools import islice, takewhile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scene import Place
+
+from stretto.errors import LaunchError
+from stretto.events import read_events
+from stretto.faults.plan import Happening, parse, schedule
+from stretto.launcher.config import Order, check, planned, settled
+
+LIVE = "kill worker every 20s; pause worker 2 for 5s at 30s; kill server at 40s; kill coordinator at 60s"
+
+LOOP = """
+import os, pathlib, signal, time
+rank, life = int(os.environ["STRETTO_RANK"]), int(os.environ["STRETTO_LIFE"])
+with open(f"lives-{rank}", "a") as file:
+    file.write(f"{time.time()}\\n")
+limit, last, longest = time.monotonic() + 15, time.monotonic(), 0.0
+while not pathlib.Path("enough").exists():
+    assert time.monotonic() < limit
+    time.sleep(0.005)
+    now = time.monotonic()
+    longest, last = max(longest, now - last), now
+print("stood still for", longest)
+"""
+
+
+@pytest.fixture
+def crew(place: Place) -> Place:
+    """A place whose runs have a coordinator."""
+    place.coordinator()
+    return place
+
+
+def chaos_of(folder: Path) -> list[dict[str, Any]]:
+    """What was done on purpose."""
+    events = list(read_events(folder / "events.jsonl"))
+    return [event for event in events if event["event"] == "chaos"]
+
+
+def until(seconds: float, seed: int, text: str = LIVE, workers: int = 4) -> list[tuple[float, Happening]]:
+    """What a supervised run is in for."""
+    plan = schedule(parse(text), workers, 1, seed, supervised=True)
+    return list(takewhile(lambda turn: turn[0] <= seconds, plan))
+
+
+def test_the_text_of_a_live_run_is_read() -> None:
+    assert [str(fault) for fault in parse(LIVE)] == LIVE.split("; ")
+
+
+@given(st.integers(0, 2**32 - 1))
+def test_the_same_seed_makes_the_same_plan(seed: int) -> None:
+    assert until(300, seed) == until(300, seed)
+    assert until(300, seed) != until(300, seed + 1)
+
+
+@settings(max_examples=30)
+@given(st.integers(0, 1000), st.integers(1, 5))
+def test_in_a_supervised_run_kills_never_end(seed: int, workers: int) -> None:
+    """Nobody is gone for good: each comes back and is killed again, all of them now and then."""
+    struck = list(islice(schedule(parse("kill worker every 20s"), workers, 0, seed, supervised=True), 300))
+    assert len(struck) == 300
+    counts = Counter(happening.numbers[0] for _, happening in struck)
+    assert set(counts) == set(range(workers))
+    mean_s = struck[-1][0] / 300
+    assert 20 * 0.7 < mean_s < 20 * 1.4
+
+
+def test_who_stays_away_is_not_struck_meanwhile() -> None:
+    """Of two workers that are killed often and stay away for long, never one that is away."""
+    plan = schedule(parse("kill worker every 1s, back after 3s"), 2, 0, 0, supervised=True)
+    away: set[int] = set()
+    for _, happening in islice(plan, 400):
+        worker = happening.numbers[0]
+        if happening.verb == "kill":
+            assert worker not in away and happening.back_after_s == 3
+            away.add(worker)
+        else:
+            assert (happening.verb, happening.back_after_s) == ("back", None)
+            away.remove(worker)
+
+
+@pytest.mark.parametrize(
+    ("chaos", "order", "words"),
+    [
+        ("cut workers 0-1 for 1s at 1s", {}, ("links are cut and slowed in simulations only", "got: cut workers 0-1")),
+        ("slow link of worker 1 by 3 for 1s at 2s", {}, ("links are cut and slowed in simulations only",)),
+        ("kill worker 4 at 1s", {}, ("there is no worker 4 of 4",)),
+        ("kill server at 1s", {}, ("there is no parameter server",)),
+        ("kill server 1 at 1s", {"recipe": "async_sgd"}, ("there is no server 1 of 1",)),
+        ("kill worker 1 at 3s, back after 2s", {"restarts": 0}, ("nobody is back with --restarts 0",)),
+        ("kill coordinator at 1s", {"workers": 1}, ("there is no coordinator to strike",)),
+        ("pause coordinator for 1s at 1s", {"workers": 1}, ("there is no coordinator to strike",)),
+        ("kill everybody at 1s", {}, ("these are no faults: everybody", "^^^^^^^^^")),
+        ("", {}, ("something is missing at the end",)),
+    ],
+)
+def test_what_cannot_be_done_live_is_refused(
+    crew: Place, chaos: str, order: dict[str, Any], words: tuple[str, ...]
+) -> None:
+    asked = {"workers": 4} | order
+    with pytest.raises(LaunchError) as raised:
+        check(Order(crew.script(""), chaos=chaos, **asked))
+    assert [word for word in words if word not in str(raised.value)] == []
+
+
+def test_the_plan_is_that_of_the_order(crew: Place) -> None:
+    order = settled(Order(crew.script(""), workers=4, recipe="async_sgd", seed=3, chaos=LIVE))
+    check(order)
+    assert list(islice(planned(order), 20)) == list(islice(schedule(parse(LIVE), 4, 1, 3, supervised=True), 20))
+    assert list(planned(Order(crew.script(""), workers=4))) == []
+
+
+def test_who_is_killed_comes_back_and_who_is_paused_goes_on(crew: Place) -> None:
+    chaos = "kill worker 1 at 1s; pause worker 2 for 800ms at 1s; kill worker 0 at 1200ms, back after 1500ms"
+    ends = 'if rank == 3:\n    time.sleep(4.5)\n    pathlib.Path("enough").touch()\n'
+    folder = crew.run(LOOP.replace("limit, last", ends + "limit, last", 1), workers=4, chaos=chaos)
+    done = chaos_of(folder)
+    assert [(one["verb"], one["worker"], one["kind"], one["numbers"]) for one in done] == [
+        ("kill", 1, "worker", [1]),
+        ("pause", 2, "worker", [2]),
+        ("kill", 0, "worker", [0]),
+        ("go_on", 2, "worker", [2]),
+    ]
+    assert [one["t"] for one in done] == sorted(one["t"] for one in done)
+    for one, due in zip(done, (1.0, 1.0, 1.2, 1.8), strict=True):
+        assert due <= one["t"] < due + 0.5
+        assert one["at"] > 0
+    lives = [[float(line) for line in Path(f"lives-{rank}").read_text().splitlines()] for rank in range(4)]
+    assert [len(one) for one in lives] == [2, 2, 1, 1]
+    stood = [float((folder / f"worker-{rank}.log").read_text().split()[-1]) for rank in range(4)]
+    assert stood[2] >= 0.7
+    gone = {what[1]: what for _, _, what in crew.heard()}
+    assert gone == {0: ["Gone", 0, 0, "killed by SIGKILL", True], 1: ["Gone", 1, 0, "killed by SIGKILL", True]}
+    assert lives[0][1] - lives[0][0] > 1.5
+
+
+def test_what_is_done_is_said_on_the_terminal_and_drawn(crew: Place) -> None:
+    script = crew.script(LOOP.replace("limit, last", 'if life:\n    pathlib.Path("enough").touch()\nlimit, last'))
+    line = ("run", "-n", "2", "--chaos", "kill worker 1 at 500ms", "--out", "here", script)
+    _, err = crew.stretto(*line).communicate(timeout=15)
+    assert b"stretto: chaos: killed: worker 1\n" in err
+    assert json.loads(Path("here/run.json").read_text())["chaos"] == "kill worker 1 at 500ms"
+
+
+def test_who_is_not_there_is_not_struck(crew: Place) -> None:
+    """Two blows at once hit once."""
+    script = crew.script(LOOP.replace("limit, last", 'if life:\n    pathlib.Path("enough").touch()\nlimit, last'))
+    chaos = "kill worker 1 at 500ms; kill worker 1 at 510ms"
+    _, err = crew.stretto("run", "-n", "2", "--chaos", chaos, "--out", "here", script).communicate(timeout=15)
+    assert len(chaos_of(Path("here"))) + err.count(b"chaos: worker 1 is not there") == 2
+    assert len(Path("lives-1").read_text().splitlines()) == 2
+
+
+def test_coordinator_and_server_are_struck_too(place: Place) -> None:
+    place.service()
+    place.coordinator()
+    text = """
+import pathlib, time
+limit = time.monotonic() + 15
+while len(pathlib.Path("coordinators").read_text().splitlines()) < 2 if pathlib.Path("coordinators").exists() else True:
+    assert time.monotonic() < limit
+    time.sleep(0.01)
+"""
+    folder = place.run(text, workers=2, recipe="async_sgd", chaos="kill server at 1500ms; kill coordinator at 1500ms")
+    assert [(one["worker"], one["kind"], one["numbers"]) for one in chaos_of(folder)] == [
+        (-1, "server", [0]),
+        (-1000, "coordinator", [0]),
+    ]
+
+
+def test_without_survival_a_kill_ends_the_run(place: Place) -> None:
+    text = "import time\ntime.sleep(60)"
+    with pytest.raises(LaunchError, match="worker 0 was killed by SIGKILL\n--chaos sent it"):
+        place.run(text, chaos="kill worker at 500ms")

@@ -1,0 +1,219 @@
+"""The command `stretto` as a shell starts it."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from scene import Place, staff, until
+
+from stretto.cli.main import command
+from stretto.recipe.named import NAMED
+
+WITHIN_S = 3.0
+
+SLEEPERS = """
+import os, pathlib, signal, subprocess, time
+subprocess.Popen(["sleep", "60"])
+if os.environ["STRETTO_RANK"] == "1":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+pathlib.Path("ready-" + os.environ["STRETTO_RANK"]).touch()
+time.sleep(60)
+"""
+"""Two workers that would go on, each with a process of its own, one deaf to SIGTERM."""
+
+
+def sleeping(place: Place, before: str = "") -> subprocess.Popen[bytes]:
+    """A run that is well under way."""
+    process = place.stretto("run", "-n", "2", place.script(SLEEPERS), before=before)
+    until(lambda: Path("ready-0").exists() and Path("ready-1").exists())
+    until(lambda: len(place.left()) == staff() + 4)  # two workers, two of theirs
+    return process
+
+
+def ended(place: Place, process: subprocess.Popen[bytes]) -> tuple[int, str, str]:
+    """Wait for the end; exit code, standard output and standard error."""
+    out, err = process.communicate(timeout=15)
+    return process.returncode, out.decode(), err.decode()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_a_signal_to_the_launcher_ends_everything(place: Place, number: signal.Signals, code: int) -> None:
+    process = sleeping(place)
+    began = time.monotonic()
+    process.send_signal(number)
+    returned, _, err = ended(place, process)
+    assert time.monotonic() - began < WITHIN_S
+    assert returned == code
+    first, stopped, *_ = err.splitlines()
+    assert first.startswith("stretto: starting 2 workers of ")
+    assert stopped == f"stretto: stopped by {number.name}"
+    assert place.left() == []
+
+
+def test_a_second_signal_does_not_wait_for_the_grace(place: Place) -> None:
+    """Which is so long here that the test would not see its end."""
+    process = sleeping(place, "import stretto.launcher.processes; stretto.launcher.processes.GRACE_S = 600.0; ")
+    process.send_signal(signal.SIGINT)
+    until(lambda: len(place.left()) <= 4)  # worker 0 and its process have ended, worker 1 is deaf
+    process.send_signal(signal.SIGINT)
+    assert ended(place, process)[0] == 130
+
+
+def test_all_end_when_the_launcher_is_killed(place: Place) -> None:
+    process = sleeping(place)
+    process.kill()
+    until(lambda: place.left() == [], limit_s=WITHIN_S)
+    assert process.wait() == -signal.SIGKILL
+
+
+def test_all_end_though_nobody_reads_what_is_shown(place: Place) -> None:
+    """The pipe to the reader is full, and so is the worker's."""
+    script = place.script("import pathlib\nwhile True:\n    print('x' * 1000)\n    pathlib.Path('alive').touch()")
+    process = place.stretto("run", script)
+    until(lambda: Path("alive").exists() and time.time() - Path("alive").stat().st_mtime > 0.3)
+    began = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=10) == 143
+    assert time.monotonic() - began < WITHIN_S
+
+
+def test_a_failed_run_is_told_once_with_exit_code_1(place: Place) -> None:
+    script = place.script(
+        """
+        import os, time
+        print("hello", flush=True)
+        if os.environ["STRETTO_RANK"] == "0":
+            raise ValueError("boom")
+        time.sleep(60)
+        """
+    )
+    code, out, err = ended(place, place.stretto("run", "-n", "2", "--out", "here", script))
+    assert (code, out) == (1, "hello\n")
+    _, _, err = err.partition("run folder here\n")
+    assert err.startswith("stretto: worker 0 failed: ValueError: boom\nTraceback (most recent call last):\n")
+    assert err.endswith("the whole log: here/worker-0.log\n")
+    assert err.count("ValueError") == 2  # in the headline, and in the line of the script
+
+
+def test_every_word_after_the_script_is_the_scripts(place: Place) -> None:
+    place.script("import os, sys; print(sys.argv[1:], os.environ['STRETTO_RANK'], os.environ['STRETTO_WORLD_SIZE'])")
+    own = ["data.csv", "--seed", "5", "--workers=8", "--resume", "x", "--epochs", "1", "--recipe", "--help", "--", "-n"]
+    line = ["run", "--seed", "3", "-n2", "--quiet", "--out=here", "train.py", *own]
+    code, out, err = ended(place, place.stretto(*line))
+    assert (code, err) == (0, "")
+    assert out == f"{own} 0 2\n"
+    asked = json.loads(Path("here/run.json").read_text())
+    assert (asked["seed"], asked["workers"]) == (3, 2)
+    assert asked["command"][1:] == line
+    assert Path("here/report.html").exists()
+
+
+def test_the_record_goes_where_it_is_asked_to(place: Place) -> None:
+    script = place.script("print('from the script')")
+    code, out, err = ended(place, place.stretto("run", "-n", "2", "--json", "-", script))
+    assert code == 0
+    record = json.loads(out)
+    assert record["workers"] == 2
+    assert "from the script" in err
+    assert f"page: {record['folder']}/report.html" in err
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "words"),
+    [
+        (
+            ["run", "--recpie", "allreduce", "train.py"],
+            2,
+            ("no option --recpie", "the nearest are --recipe, ", "the script's own after it"),
+        ),
+        (["run", "--worker=4", "train.py"], 2, ("no option --worker", "nearest are --workers, --min-workers, ")),
+        (["run", "--lr", "0.1", "train.py"], 2, ("no option --lr", "got: --lr")),
+        (["run", "-n", "four", "train.py"], 2, ("got: four", "expected: a whole number")),
+        (["run", "-n", "1.5", "train.py"], 2, ("got: 1.5", "expected: a whole number")),
+        (["run", "-n", "0", "train.py"], 1, ("got: 0", "expected: a whole number, at least 1", "try: -n 4")),
+        (["run", "-n"], 2, ("-n",)),
+        (["run", "--patience", "ten", "train.py"], 2, ("ten is no time", "expected: a time such as", "try: 10s")),
+        (["run", "--chaos", "kil worker at 1s", "train.py"], 1, ("these are no faults: kil", "got: kil worker", "^^^")),
+        (["run"], 2, ("SCRIPT",)),
+        (["run", "trian.py"], 1, ("there is no script trian.py", "try: stretto run train.py")),
+        (["run", "--out", ".", "train.py"], 1, ("exists and is not empty", "try: --out")),
+        (["run", "--json", "no/such/file", "train.py"], 1, ("there is no folder no/such",)),
+        (["run", "--output", "some", "train.py"], 2, ("some", "lead")),
+        (["rnu", "train.py"], 2, ("rnu",)),
+    ],
+)
+def test_a_line_that_cannot_be_is_one_clear_error(
+    place: Place, line: list[str], code: int, words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    place.script("open('ran', 'w')")
+    assert command(line) == code
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("stretto: ")
+    assert "Traceback" not in err
+    assert [word for word in words if word not in err] == []
+    assert not Path("ran").exists()
+
+
+def test_on_a_terminal_a_live_line_stays_below_what_the_script_says(place: Place) -> None:
+    script = place.script(
+        """
+        import json, os, time
+        event = {"event": "log", "t": 0.0, "worker": 0, "step": 5, "values": {"loss": 0.25}}
+        with open(os.environ["STRETTO_RUN"] + "/events.jsonl", "w") as log:
+            log.write(json.dumps(event) + "\\n")
+        print("half a line", end="", flush=True)
+        time.sleep(0.5)
+        print(", and the rest")
+        raise ValueError("enough")
+        """
+    )
+    ours, theirs = pty.openpty()
+    process = place.stretto("run", script, stdout=theirs, stderr=theirs, env=os.environ | {"TERM": "xterm"})
+    os.close(theirs)
+    shown = b""
+    try:
+        while data := os.read(ours, 65536):
+            shown += data
+    except OSError:  # how Linux says that the other end is closed
+        pass
+    os.close(ours)
+    assert process.wait(timeout=5) == 1
+    text = shown.decode()
+    assert "half a line\r\n" in text
+    assert "half a line, and the rest\r\n" in text
+    assert "step 5 · loss 0.25" in text
+    assert text.index("\x1b[?25h") < text.index("stretto: worker 0 failed")  # the cursor is back before the end
+
+
+def test_the_reader_of_the_output_may_leave(place: Place) -> None:
+    script = place.script("for n in range(20000): print(n)\nopen('done', 'w')")
+    process = place.stretto("run", "--quiet", script)
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.stdout.close()
+    process.stdout = None
+    assert process.wait(timeout=15) == 0
+    assert Path("done").exists()
+
+
+def test_recipes_are_listed_from_the_code(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(["recipes", "--json"]) == 0
+    assert [entry["name"] for entry in json.loads(capsys.readouterr().out)] == list(NAMED)
+    assert command(["recipes"]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"{name}(" in shown for name in NAMED)
+
+
+def test_no_process_but_the_launcher_is_needed_to_see_the_help(place: Place) -> None:
+    code, out, err = ended(place, place.stretto())
+    assert (code, err) == (0, "")
+    assert all(word in out for word in ("run", "report", "recipes"))
+    assert ended(place, place.stretto("--version"))[1].startswith("stretto ")

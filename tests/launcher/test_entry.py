@@ -1,0 +1,121 @@
+"""Programs that are no files: modules, packages and console scripts; live, compared and simulated."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from scene import Place
+
+from stretto.cli.main import main
+from stretto.errors import LaunchError
+from stretto.launcher import entry
+from stretto.launcher.local import Order, run
+from stretto.launcher.progress_display import Watch
+
+TELLS = """
+import json, os, sys
+from . import words
+from .words import WORD
+
+told = [__name__, __package__, __spec__.name, __file__, sys.argv, sys.path[0], WORD]
+print(json.dumps(told))
+sys.exit(0)
+"""
+
+
+@pytest.fixture
+def package(place: Place) -> Path:
+    """A package `pkg` with a module, a `__main__`, and another package without one."""
+    (place.folder / "pkg" / "inner").mkdir(parents=True)
+    for file in ("pkg/__init__.py", "pkg/inner/__init__.py"):
+        (place.folder / file).write_text("import stub\nopen('imported', 'a').write(__name__ + ' ')\n")
+    (place.folder / "pkg" / "words.py").write_text("WORD = 'found'")
+    for file in ("pkg/train.py", "pkg/__main__.py"):
+        place.script(TELLS, file)
+    (place.folder / "namespace" / "deep").mkdir(parents=True)
+    place.script("print(__name__, __package__)", "namespace/deep/train.py")
+    return place.folder / "pkg"
+
+
+def plainly(*words: str) -> str:
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=60, check=True)
+    return done.stdout
+
+
+@pytest.mark.parametrize("name", ["pkg.train", "pkg", "namespace.deep.train"])
+def test_a_module_runs_as_python_runs_it(package: Path, name: str) -> None:
+    folder = run(Order(Path(name), args=("--lr", "1", "-m"), module=True), Watch(quiet=True))
+    assert (folder / "worker-0.log").read_text() == plainly("-m", name, "--lr", "1", "-m")
+    assert folder.name.endswith(f"-{name}")
+    asked = json.loads((folder / "run.json").read_text())
+    assert (asked["script"], asked["module"]) == (name, True)
+
+
+def test_a_module_is_found_without_importing_its_package(package: Path) -> None:
+    entry.check(Path("pkg.train"), module=True)
+    assert entry.module_file("pkg") == ("pkg.__main__", package / "__main__.py")
+    assert not Path("imported").exists()
+
+
+def test_the_command_line_runs_modules_and_hands_on_every_word_after_the_name(
+    package: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main.command(["run", "--quiet", "--out", "here", "-m", "pkg.train", "-m", "--seed", "2", "--help"]) == 0
+    *_, argv, path, word = json.loads(capfd.readouterr().out)
+    assert argv == [str(package / "train.py"), "-m", "--seed", "2", "--help"]
+    assert (path, word) == (os.getcwd(), "found")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("pkg.trian", ("there is no module pkg.trian", "near it are pkg.train", "try: stretto run -m pkg.train")),
+        ("pgk.train", ("there is no module pgk.train", "near it are pkg", "try: stretto run -m pkg")),
+        ("pkg.inner", ("pkg.inner is a package without __main__.py",)),
+        ("pkg.train.more", ("there is no module pkg.train.more",)),
+        ("pkg/train.py", ("there is no module pkg/train.py", "try: stretto run -m pkg.train")),
+        ("sys", ("sys is not written in Python",)),
+    ],
+)
+def test_a_module_that_cannot_be_run_is_one_sentence_before_anything_starts(
+    package: Path, name: str, words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.command(["run", "-m", name]) == 1
+    said = capsys.readouterr().err
+    assert [word for word in words if word not in said] == []
+    assert not Path("runs").exists() and not Path("imported").exists()
+
+
+def test_relative_imports_of_a_file_say_how_to_start_it(package: Path) -> None:
+    (package / "train.py").write_text("from .words import WORD")
+    with pytest.raises(LaunchError, match=r"start it as a module: stretto run -m pkg\.train"):
+        run(Order(Path("pkg/train.py")), Watch(quiet=True))
+
+
+def test_a_console_script_is_found_on_the_path_and_run(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    commands = place.folder / "commands"
+    commands.mkdir()
+    text = "#!{}\nimport sys\nsys.path.insert(0, {!r})\nimport stub\nprint(sys.argv)\nsys.exit(None)\n"
+    place.script("")
+    for name, interpreter in (("train", "/usr/bin/env python3"), ("compile", "/bin/sh")):
+        (commands / name).write_text(text.format(interpreter, str(place.folder)))
+        (commands / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{commands}{os.pathsep}{os.environ['PATH']}")
+    folder = run(Order(Path("train"), args=("--lr", "1")), Watch(quiet=True))
+    assert (folder / "worker-0.log").read_text() == f"['{commands}/train', '--lr', '1']\n"
+    with pytest.raises(LaunchError, match=f"the command {commands}/compile is not written in Python"):
+        run(Order(Path("compile")), Watch(quiet=True))
+    place.script("print('mine')", "train")
+    folder = run(Order(Path("train")), Watch(quiet=True))
+    assert (folder / "worker-0.log").read_text() == "mine\n"
+
+
+def test_long_interpreters_of_console_scripts_are_read(tmp_path: Path) -> None:
+    file = tmp_path / "long"
+    file.write_text("#!/bin/sh\n'''exec' \"/a/long path/python\" \"$0\" \"$@\"\n' '''\nprint(1)\n")
+    assert entry._is_python(file)

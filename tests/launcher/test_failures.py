@@ -1,0 +1,255 @@
+"""A run that fails: the cause is told first and once, and everything ends in time."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+from scene import Place
+
+from stretto.errors import LaunchError
+from stretto.events import read_events
+from stretto.launcher import log_relay
+
+WITHIN_S = 3.0
+"""How long a failed run may take to end."""
+
+WAIT = """
+import os, sys, time
+rank = int(os.environ["STRETTO_RANK"])
+open(f"started-{rank}", "w").close()
+"""
+
+
+def failure(place: Place, text: str, **order: object) -> str:
+    """The text of a run's failure, which must come in time, counted from when the workers were at work."""
+    with pytest.raises(LaunchError) as raised:
+        place.run(WAIT + text, **order)
+    started = max(path.stat().st_mtime for path in place.folder.glob("started-*"))
+    assert time.time() - started < WITHIN_S
+    assert place.left() == []
+    return str(raised.value)
+
+
+def test_an_exception_on_one_worker_ends_all_and_is_shown_from_the_script_on(place: Place) -> None:
+    told = failure(
+        place,
+        """
+def compute():
+    raise ValueError("boom")
+
+if rank == 2:
+    print("last words")
+    compute()
+time.sleep(60)
+""",
+        workers=4,
+    )
+    lines = told.splitlines()
+    assert lines[0] == "worker 2 failed: ValueError: boom"
+    assert lines[1] == "Traceback (most recent call last):"
+    assert "in <module>" in lines[2]
+    assert lines[-1].startswith("the whole log: runs/")
+    assert lines[-1].endswith("/worker-2.log")
+    assert told.count("boom") == 2
+    assert not any(name in told for name in ("runpy", "stretto/launch", "last words"))
+    log = Path(lines[-1].removeprefix("the whole log: ")).read_text()
+    assert log.index("last words") < log.index("ValueError: boom") < log.index("in compute")
+
+
+def test_the_error_is_an_event(place: Place) -> None:
+    failure(place, "raise KeyError('x')", out=Path("here"))
+    events = list(read_events(Path("here/events.jsonl")))
+    assert [(one["event"], one["worker"], one["kind"], one["text"]) for one in events] == [
+        ("error", 0, "KeyError", "'x'")
+    ]
+    assert events[0]["consequence"] is False
+
+
+def test_the_cause_comes_before_its_consequences(place: Place) -> None:
+    told = failure(
+        place,
+        """
+from stretto.errors import WireError
+if rank != 1:
+    raise WireError("worker 1 is gone")
+time.sleep(0.4)
+raise ValueError("the cause")
+""",
+        workers=3,
+    )
+    assert told.startswith("worker 1 failed: ValueError: the cause")
+
+
+def test_without_a_cause_the_first_consequence_is_told(place: Place) -> None:
+    told = failure(
+        place,
+        """
+from stretto.errors import WireError
+if rank == 1:
+    raise WireError("nobody came within 5 s")
+time.sleep(60)
+""",
+        workers=2,
+    )
+    assert told.startswith("worker 1 failed: WireError: nobody came within 5 s")
+
+
+def test_a_worker_that_left_in_peace_is_named_to_those_that_wait_for_it(place: Place) -> None:
+    told = failure(
+        place,
+        """
+from stretto.errors import WireError
+if rank == 1:
+    time.sleep(0.3)
+    raise WireError("worker 0 is gone")
+""",
+        workers=2,
+    )
+    assert told.startswith("worker 1 failed: WireError: worker 0 is gone")
+    assert "ended before that without an error: worker 0" in told
+
+
+def test_a_killed_worker_is_the_cause_of_what_the_others_see(place: Place) -> None:
+    told = failure(
+        place,
+        """
+from stretto.errors import WireError
+if rank == 0:
+    time.sleep(0.2)
+    raise WireError("worker 1 is gone")
+print("alive so far", flush=True)
+os.kill(os.getpid(), 9)
+""",
+        workers=2,
+    )
+    assert told.startswith("worker 1 was killed by SIGKILL")
+    assert "alive so far" in told
+
+
+@pytest.mark.parametrize(
+    ("end", "said"),
+    [
+        ("sys.exit(3)", "worker 1 failed: SystemExit: the script called sys.exit(3)"),
+        ("sys.exit('no data')", "worker 1 failed: SystemExit: no data"),
+        ("print('mute', flush=True); os._exit(7)", "worker 1 ended with exit code 7 and named no error"),
+        ("os.abort()", "worker 1 was killed by SIGABRT"),
+        ("exec(compile('x = = 1', 'train.py', 'exec'))", "worker 1 failed: SyntaxError: invalid syntax"),
+    ],
+)
+def test_every_end_that_is_no_good_end_is_named(place: Place, end: str, said: str) -> None:
+    told = failure(place, f"if rank == 1: {end}\ntime.sleep(60)", workers=2, min_workers=2, restarts=0)
+    assert told.startswith(said)
+    assert ("mute" in told) == ("mute" in end)
+
+
+def test_an_error_of_the_librarys_own_is_shown_without_its_frames(place: Place) -> None:
+    told = failure(place, "import pathlib, stretto.events\nlist(stretto.events.read_events(pathlib.Path('missing')))")
+    assert told.startswith("worker 0 failed: LogError: ")
+    assert "in <module>" in told
+    assert "events.py" not in told
+
+
+def test_of_an_error_of_the_librarys_own_only_the_causes_in_the_script_are_shown(place: Place) -> None:
+    """What a function of the script raised, but nothing that a package did."""
+    told = failure(
+        place,
+        """
+from stretto.errors import EvaluateError
+import json
+def accuracy():
+    return 1 / 0
+def evaluate():
+    try:
+        accuracy()
+    except ZeroDivisionError as error:
+        raise EvaluateError("evaluate raised") from error
+evaluate()
+""",
+    )
+    assert "in accuracy" in told
+    assert "ZeroDivisionError" in told
+    assert "The above exception was the direct cause" in told
+
+
+def test_an_error_after_the_script_is_told_like_any_other(place: Place) -> None:
+    told = failure(place, "def fail(): raise OSError('in close')\nstub.train.close = fail")
+    assert told.startswith("worker 0 failed: OSError: in close")
+
+
+def test_when_the_log_is_full_the_end_of_the_output_is_shown(place: Place) -> None:
+    told = failure(
+        place,
+        """
+if rank == 1:
+    import resource
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    raise ValueError("boom")
+time.sleep(60)
+""",
+        workers=2,
+    )
+    assert told.startswith("worker 1 ended with exit code 1 and named no error")
+    assert "ValueError: boom" in told
+    assert "File too large" in told
+
+
+def test_a_full_disk_costs_a_worker_its_log_but_not_its_life(
+    place: Place, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(log_relay, "log_of", lambda *_: Path("/dev/full"))
+    place.run("print('still here')")
+    assert capfd.readouterr().out == "still here\n"
+
+
+def test_a_worker_may_stop_while_others_go_on(place: Place) -> None:
+    folder = place.run(
+        """
+        import os, pathlib, time
+        rank, gone = int(os.environ["STRETTO_RANK"]), pathlib.Path("gone")
+        if rank == 0:
+            gone.write_text(str(os.getpid()))
+        while not gone.exists() or (rank and pathlib.Path("/proc", gone.read_text() or "self").exists()):
+            time.sleep(0.01)
+        print("ended", rank)
+        """,
+        workers=3,
+    )
+    assert [(folder / f"worker-{rank}.log").read_text() for rank in range(3)] == [f"ended {n}\n" for n in range(3)]
+
+
+@pytest.mark.parametrize(
+    "stubborn", ["signal.signal(signal.SIGTERM, signal.SIG_IGN)", "os.kill(os.getpid(), signal.SIGSTOP)"]
+)
+def test_a_worker_that_does_not_heed_is_killed(place: Place, stubborn: str) -> None:
+    told = failure(
+        place,
+        f"""
+import pathlib, signal
+if rank == 0:
+    pathlib.Path("ready").touch()
+    {stubborn}
+while not pathlib.Path("ready").exists():
+    time.sleep(0.01)
+if rank == 1:
+    raise ValueError("boom")
+time.sleep(60)
+""",
+        workers=2,
+    )
+    assert told.startswith("worker 1 failed: ValueError: boom")
+
+
+@pytest.mark.parametrize("end", ["pass", "raise ValueError", "os.kill(os.getpid(), 9)"])
+def test_processes_that_workers_started_end_with_them(place: Place, end: str) -> None:
+    text = f"""
+import subprocess
+subprocess.Popen(["sleep", "60"])
+{end}
+"""
+    if end == "pass":
+        place.run(WAIT + text, workers=2)
+    else:
+        failure(place, text, workers=2)
+    assert place.left() == []

@@ -1,0 +1,123 @@
+"""Help texts, completion, and the words of errors."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from typer.main import get_command
+
+from stretto.cli.main import main
+from stretto.cli.script_arguments import recipe_names, without
+from stretto.errors import RecipeError
+from stretto.launcher.config import Order, in_server_words
+from stretto.launcher.resume_hint import left_in
+from stretto.recipe.named import NAMED, diloco, local_sgd
+from stretto.recipe.parser import parse
+
+COMMANDS = list(getattr(get_command(main.app), "commands"))  # noqa: B009 (typer does not say that an app is a group)
+
+
+@pytest.mark.parametrize("name", [*COMMANDS, None])
+def test_every_help_has_panels_and_two_examples_that_begin_with_its_command(
+    name: str | None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "110")
+    assert main.command([*([name] if name else []), "--help"]) == 0
+    text = capsys.readouterr().out
+    assert "╭─ Options" in text
+    examples = re.findall(rf"^ stretto {name or ''}.*$", text.partition("Examples:")[2], flags=re.M)
+    assert len(examples) == 2
+
+
+@pytest.mark.parametrize("name", ["run", "compare", "simulate"])
+def test_options_are_in_panels_and_write_their_defaults_alike(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main.command([name, "--help"]) == 0
+    text = capsys.readouterr().out
+    panels = re.split(r"╭─ ", text)
+    assert {panel.partition(" ─")[0] for panel in panels} >= {"Workers and recipe", "Parameter server", "Output"}
+    for panel in panels[3:]:
+        for option in re.findall(r"│ (--.*?)(?=│ --|╰)", panel, flags=re.S):
+            assert "[default: " in option or "<bool>" in option, option
+    assert "; else " not in text
+
+
+def test_the_completion_of_shells_is_offered_and_knows_the_recipes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.command(["--help"]) == 0
+    assert "--install-completion" in capsys.readouterr().out
+    assert recipe_names("local") == ["local_sgd"]
+    assert recipe_names("") == list(NAMED)
+
+
+def test_completing_shells_are_answered(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def completed(words: str) -> list[str]:
+        monkeypatch.setenv("_STRETTO_COMPLETE", "complete_bash")
+        monkeypatch.setenv("COMP_WORDS", words)
+        monkeypatch.setenv("COMP_CWORD", str(len(words.split(" ")) - 1))
+        with pytest.raises(SystemExit):
+            main.command(["anything"])
+        return capsys.readouterr().out.split()
+
+    assert completed("stretto re") == ["report", "recipes"]
+    assert completed("stretto run --recipe local") == ["local_sgd"]
+    assert "--recipe" in completed("stretto run --re")
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (["rnu", "train.py"], "there is no command rnu; the nearest are run, "),
+        (["join", "run", "--wrokers", "2"], "the nearest are --workers, "),
+        (["recipes", "--jsno"], "the nearest are --json, "),
+        (["simulate", "--netwrok", "x", "train.py"], "the nearest are --network, "),
+    ],
+)
+def test_a_typo_names_the_three_nearest(line: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.command(line) == 2
+    said = capsys.readouterr().err
+    assert words in said
+    assert said.count("stretto: ") == 1
+
+
+def test_a_typo_in_a_recipe_names_the_three_nearest() -> None:
+    with pytest.raises(
+        RecipeError, match=r"no recipe or answer is called 'local_sdg'; the nearest are local_sgd, \w+, \w+"
+    ):
+        parse("local_sdg(every=2)")
+
+
+def test_a_wrong_value_is_told_in_the_words_that_were_typed() -> None:
+    with pytest.raises(RecipeError, match=r"^every of local_sgd must be at least 1, got 0\n"):
+        local_sgd(every=0)
+    with pytest.raises(RecipeError, match=r"^outer_lr of diloco must be above 0, got -1\n") as raised:
+        diloco(outer_lr=-1)
+    assert "try: diloco(outer_lr=" in str(raised.value)
+    with pytest.raises(RecipeError, match=r"^every of together must be a whole number at least 1, got \"x\"\n"):
+        parse('Recipe(when=together(every="x"))')
+
+
+def test_servers_say_what_they_make_of_a_recipe() -> None:
+    said = in_server_words(Order(Path("train.py"), workers=2, recipe="allreduce", servers=2))
+    assert said is not None and "makes Recipe(whom=server(shards=2)) of the recipe allreduce" in said
+    assert in_server_words(Order(Path("train.py"), workers=2, recipe="async_sgd", servers=2)) is None
+    assert in_server_words(Order(Path("train.py"), workers=2, recipe="allreduce")) is None
+
+
+def test_a_stopped_run_says_its_folder_its_page_and_how_it_is_continued(tmp_path: Path) -> None:
+    words = ("-n", "4", "--recipe", "local_sgd(every=4)", "train.py", "--lr", "1")
+    said = left_in(tmp_path, words)
+    assert f"run folder: {tmp_path}" in said and f"stretto report {tmp_path}" in said
+    assert "no checkpoint was written" in said
+    (tmp_path / "checkpoints" / "round-00000004").mkdir(parents=True)
+    last = left_in(tmp_path, words).splitlines()[-1]
+    again = f"stretto run --resume {tmp_path} -n 4 --recipe 'local_sgd(every=4)' train.py --lr 1"
+    assert last == f"continue from the last checkpoint: {again}"
+
+
+def test_the_line_that_continues_keeps_all_but_the_folders() -> None:
+    line = ["-n4", "--out", "here", "--seed", "1", "--resume=old", "--out=there", "--quiet"]
+    assert without(line, ("--out", "--resume")) == ["-n4", "--seed", "1", "--quiet"]

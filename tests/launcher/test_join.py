@@ -1,0 +1,199 @@
+"""Workers of other hosts join a run, and are cut off from it: network namespaces stand for the hosts.
+
+What else a run with `--host` and those that join it are refused is told without starting a process of theirs.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scene import Place
+
+from stretto.errors import LaunchError
+from stretto.events import read_events
+from stretto.launcher.config import Order, check
+from stretto.launcher.endpoints import servers_for
+from stretto.launcher.join import INVITATION, Guests, cast_of, invite
+
+SCRIPT = """
+import pathlib, time, torch, stretto
+torch.manual_seed(0)
+x = torch.randn(640, 8); y = x.sum(1, keepdim=True)
+net = torch.nn.Linear(8, 1)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+data = torch.utils.data.TensorDataset(x, y)
+loader = torch.utils.data.DataLoader(data, batch_size=8, shuffle=True)
+loader = stretto.distribute(net, optimizer, loader)
+for epoch in range(60):
+    for a, b in loader:
+        optimizer.zero_grad()
+        ((net(a) - b) ** 2).mean().backward()
+        optimizer.step()
+        if not pathlib.Path("enough").exists():
+            time.sleep(0.03)
+"""
+PATIENCE_S = 1.0
+HUB, *HOSTS = (f"stretto-{os.getpid()}-{name}" for name in ("hub", "here", "there"))
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=10)
+
+
+@pytest.fixture
+def hosts() -> Iterator[None]:
+    """Two hosts on a bridge: 10.79.0.1 and 10.79.0.2."""
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        pytest.skip("network namespaces need root and iproute2")
+    with ExitStack() as stack:
+        for name in (HUB, *HOSTS):
+            ip("netns", "add", name)
+            stack.callback(ip, "netns", "del", name)
+        ip("-n", HUB, "link", "add", "bridge", "type", "bridge")
+        ip("-n", HUB, "link", "set", "bridge", "up")
+        for number, name in enumerate(HOSTS):
+            port = f"port{number}"
+            ip("-n", HUB, "link", "add", port, "type", "veth", "peer", "name", "uplink", "netns", name)
+            ip("-n", HUB, "link", "set", port, "master", "bridge", "up")
+            ip("-n", name, "addr", "add", f"10.79.0.{number + 1}/24", "dev", "uplink")
+            for device in ("lo", "uplink"):
+                ip("-n", name, "link", "set", device, "up")
+        yield
+
+
+def on(host: str, *words: str) -> subprocess.Popen[str]:
+    command = ["ip", "netns", "exec", host, sys.executable, "-m", "stretto.cli", *words]
+    environment = {name: value for name, value in os.environ.items() if name != "STRETTO_MEMBERS"}
+    environment["OMP_NUM_THREADS"] = "1"
+    return subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+
+def events(run: Path) -> list[dict[str, Any]]:
+    log = run / "events.jsonl"
+    return list(read_events(log)) if log.exists() else []
+
+
+def generations(run: Path) -> list[list[int]]:
+    return [event["members"] for event in events(run) if event["event"] == "member" and event["what"] == "formed"]
+
+
+def until(is_so: Callable[[], bool], *processes: subprocess.Popen[str]) -> None:
+    limit = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < limit, "it has not come so within 60 s"
+        assert all(one.poll() is None for one in processes), [one.communicate()[0] for one in processes]
+        time.sleep(0.05)
+
+
+def test_of_a_network_cut_in_two_one_side_goes_on_and_the_other_comes_back(place: Place, hosts: None) -> None:
+    (place.folder / "train.py").write_text(SCRIPT)
+    run = place.folder / "run"
+    options = ["--recipe", "local_sgd(every=2)", "--patience", f"{PATIENCE_S}s", "--host", "10.79.0.1"]
+    here = on(HOSTS[0], "run", "-n", "2", *options, "--out", "run", "train.py")
+    until(lambda: generations(run) != [], here)
+    there = on(HOSTS[1], "join", "run", "-n", "2")
+    both = here, there
+    until(lambda: [0, 1, 2, 3] in generations(run), *both)
+
+    ip("-n", HUB, "link", "set", "port1", "nomaster")
+    before = len(generations(run))
+    until(lambda: "worker 3 stops by itself" in (run / "events.jsonl").read_text(), *both)
+    until(lambda: "worker 2 stops by itself" in (run / "events.jsonl").read_text(), *both)
+    assert generations(run)[-1] == [0, 1]
+    alone = generations(run)[before:]
+    assert all(set(members) >= {0, 1} for members in alone), "only the side with the coordinator goes on"
+
+    ip("-n", HUB, "link", "set", "port1", "master", "bridge")
+    until(lambda: generations(run)[-1] == [0, 1, 2, 3], *both)
+    (place.folder / "enough").touch()
+    for one in both:
+        said, _ = one.communicate(timeout=60)
+        assert one.returncode == 0, said
+    audits = [event["seen"] for event in events(run) if event["event"] == "epoch"]
+    assert len(audits) == 60
+    assert all((seen["once"], seen["twice"], seen["never"]) == (640, 0, 0) for seen in audits)
+    joined = [(event["worker"], event["life"]) for event in events(run) if event.get("what") == "joined"]
+    assert sorted(joined) == [(0, 0), (1, 0), (2, 0), (2, 1), (3, 0), (3, 1)]
+
+
+test_of_a_network_cut_in_two_one_side_goes_on_and_the_other_comes_back.limit_s = 240  # type: ignore[attr-defined]
+
+
+def invited(place: Place, **order: Any) -> Path:
+    """A run folder with an invitation to a coordinator that nobody is."""
+    (place.folder / "train.py").write_text("")
+    folder = place.folder / "run"
+    folder.mkdir()
+    with servers_for(0, plain=False, coordinated=True) as servers:
+        invite(folder, Order(Path("train.py"), workers=2, host="127.0.0.1", **order), servers)
+    return folder
+
+
+def test_an_invitation_is_for_the_owners_eyes_and_says_all_there_is_to_know(place: Place) -> None:
+    (place.folder / "train.py").write_text("")
+    asked = Order(
+        Path("train.py"), ("--fast",), workers=2, host="127.0.0.1", recipe="local_sgd", seed=3, patience_s=2.0
+    )
+    with servers_for(0, plain=False, coordinated=True) as servers:
+        invite(place.folder, asked, servers)
+        assert stat.S_IMODE((place.folder / INVITATION).stat().st_mode) == 0o600
+        one, other = cast_of(Guests(place.folder, 2)), cast_of(Guests(place.folder, threads=3))
+        assert (one.guests, other.guests) == ((2, 3), (4,)), "each joins with numbers of its own"
+        assert (other.order.recipe, other.order.seed, other.order.args) == ("local_sgd", 3, ("--fast",))
+        assert other.order.script == place.folder / "train.py"
+        given = other.part(4).environment
+        assert given["STRETTO_COORDINATOR"] == "{}:{}".format(*servers.coordinator.getsockname())  # type: ignore[union-attr]
+        assert given["STRETTO_KEYS"] == servers.for_worker()["STRETTO_KEYS"]
+        assert (given["STRETTO_RANK"], given["STRETTO_WORLD_SIZE"], given["OMP_NUM_THREADS"]) == ("4", "2", "3")
+        assert [part.number for part in one.all()] == [2, 3]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "told"),
+    [
+        (lambda run: shutil.rmtree(run), "there is no run"),
+        (lambda run: (run / INVITATION).unlink(), "nobody can join"),
+        (lambda run: (run / INVITATION).write_bytes(b'{"coordinator": 3}'), "is no invitation"),
+        (lambda run: None, "the run has ended, or this machine cannot reach it"),
+    ],
+)
+def test_who_cannot_join_is_told_why(place: Place, spoil: Callable[[Path], None], told: str) -> None:
+    folder = invited(place)
+    spoil(folder)
+    with pytest.raises(LaunchError, match=told) as caught:
+        cast_of(Guests(folder))
+    assert all(word in str(caught.value) for word in ("got:", "expected:", "try:")), caught.value
+
+
+def test_nobody_joins_with_no_worker(place: Place) -> None:
+    with pytest.raises(LaunchError, match="0 workers cannot join"):
+        cast_of(Guests(invited(place), 0))
+
+
+@pytest.mark.parametrize(
+    ("order", "told"),
+    [
+        ({"recipe": "async_sgd", "workers": 2}, "nobody can join a run over a parameter server"),
+        ({"alone": True}, "the host of a run alone"),
+    ],
+)
+def test_what_cannot_be_joined_has_no_host(place: Place, order: dict[str, Any], told: str) -> None:
+    (place.folder / "train.py").write_text("")
+    with pytest.raises(LaunchError, match=told):
+        check(Order(Path("train.py"), host="127.0.0.1", **order))
+
+
+@pytest.mark.parametrize("host", ["192.0.2.77", "no such host"])
+def test_an_address_of_another_machine_is_refused(host: str) -> None:
+    with pytest.raises(LaunchError, match="is no address of this machine"), servers_for(0, False, True, host):
+        pass

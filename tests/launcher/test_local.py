@@ -1,0 +1,286 @@
+"""Laws of a run on this machine, each with real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from pathlib import Path
+
+import pytest
+from scene import Place
+
+from stretto.errors import LaunchError, RecipeError, StrettoError
+from stretto.launcher import process_specs, processes
+from stretto.launcher.local import Order, run
+from stretto.launcher.progress_display import Watch
+from stretto.membership.variables import OF_TORCHRUN
+
+
+def test_a_worker_finds_its_place_in_the_environment(place: Place) -> None:
+    folder = place.run(
+        """
+        import json, os
+        names = json.dumps(dict(os.environ))
+        open(f"environment-{os.environ['STRETTO_RANK']}.json", "w").write(names)
+        """,
+        workers=3,
+        recipe="local_sgd(every=4)",
+        seed=7,
+        timeout_s=12.5,
+        keep_states=True,
+        threads=2,
+    )
+    for rank in range(3):
+        given = json.loads(Path(f"environment-{rank}.json").read_text())
+        assert (given["STRETTO_RANK"], given["STRETTO_WORLD_SIZE"]) == (str(rank), "3")
+        assert given["STRETTO_STORE"].startswith("127.0.0.1:")
+        assert not set(OF_TORCHRUN) & set(given), "other libraries would open a process group"
+        assert given["STRETTO_RUN"] == str(folder.resolve())
+        assert given["STRETTO_RECIPE"] == "local_sgd(every=4)"
+        assert (given["STRETTO_SEED"], given["STRETTO_TIMEOUT"]) == ("7", "12.5")
+        assert (given["STRETTO_KEEP_STATES"], given["OMP_NUM_THREADS"]) == ("1", "2")
+        assert not {"STRETTO_ALONE", "STRETTO_JOIN"} & set(given)
+        assert ("STRETTO_LISTEN_FD" in given) == (rank == 0)
+
+
+def test_what_another_run_has_left_in_the_environment_is_taken_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in (*process_specs.OURS, *OF_TORCHRUN):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("STRETTO_DATA", "here")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        given = process_specs.environment_of(1, Order(Path("train.py"), workers=2), tmp_path, listener)
+        alone = process_specs.environment_of(0, Order(Path("train.py"), alone=True, join=4), tmp_path, listener)
+    left = {name for name in given if name.startswith("STRETTO_") and name != "STRETTO_TEST_MARK"}
+    assert not set(OF_TORCHRUN) & set(given)
+    assert left == {
+        "STRETTO_RANK",
+        "STRETTO_WORLD_SIZE",
+        "STRETTO_STORE",
+        "STRETTO_RUN",
+        "STRETTO_SEED",
+        "STRETTO_TIMEOUT",
+        "STRETTO_DATA",
+        "STRETTO_PATIENCE",
+        "STRETTO_BATCH",
+    }
+    assert (alone["STRETTO_ALONE"], alone["STRETTO_JOIN"]) == ("1", "4")
+
+
+def test_cores_are_shared_out_unless_the_user_says_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def threads(**order: int) -> str:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            given = process_specs.environment_of(0, Order(Path("train.py"), **order), tmp_path, listener)  # type: ignore[arg-type]
+        return given["OMP_NUM_THREADS"]
+
+    monkeypatch.setattr("stretto.launcher.config.cores", lambda: 8)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert [threads(workers=n) for n in (1, 3, 8, 100)] == ["8", "2", "1", "1"]
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    assert (threads(workers=2), threads(workers=2, threads=3)) == ("5", "3")
+
+
+def test_gpus_are_shared_out_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def devices(worker: int) -> str | None:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            given = process_specs.environment_of(worker, Order(Path("train.py"), workers=4), tmp_path, listener)
+        return given.get("CUDA_VISIBLE_DEVICES")
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-7,2")
+    assert [devices(worker) for worker in range(4)] == ["4", "GPU-7", "2", "4"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert devices(0) == ""
+    for name in ("nvidia0", "nvidia10", "nvidia2", "nvidiactl", "nvidia-caps"):
+        (tmp_path / name).touch()
+    assert process_specs.gpus({}, tmp_path) == ["0", "2", "10"]
+
+
+def test_the_workers_meet_at_the_socket_that_the_lead_inherits(place: Place) -> None:
+    place.run(
+        """
+        import os, socket
+        port = int(os.environ["STRETTO_STORE"].rpartition(":")[2])
+        if os.environ["STRETTO_RANK"] == "0":
+            listener = socket.socket(fileno=int(os.environ["STRETTO_LISTEN_FD"]))
+            assert listener.getsockname() == ("127.0.0.1", port)
+            listener.accept()[0].send(b"welcome")
+        else:
+            assert socket.create_connection(("127.0.0.1", port)).recv(7) == b"welcome"
+        """,
+        workers=2,
+    )
+
+
+def test_a_script_runs_as_if_it_had_been_started_plainly(place: Place) -> None:
+    folder = place.run(
+        """
+        import sys
+        import beside
+        assert __name__ == "__main__" and sys.modules["__main__"].beside is beside
+        assert sys.argv[1:] == ["--lr", "0.1", "a b"], sys.argv
+        assert sys.path[0] == beside.HERE
+        assert __file__ == beside.HERE + "/train.py"
+        assert sys.stdin.read() == ""
+        """
+        if (place.folder / "beside.py").write_text(f"HERE = {str(place.folder)!r}\n")
+        else "",
+        "--lr",
+        "0.1",
+        "a b",
+    )
+    written = json.loads((folder / "run.json").read_text())
+    assert (written["args"], written["workers"], written["alone"], written["join"]) == (
+        ["--lr", "0.1", "a b"],
+        1,
+        False,
+        1,
+    )
+    assert written["versions"]["python"] == ".".join(map(str, __import__("sys").version_info[:3]))
+    assert written["machine"]["cores"] >= 1
+
+
+def test_the_names_of_the_script_outlast_it(place: Place) -> None:
+    """What `finish` evaluates may have to be pickled by name."""
+    text = """
+        import sys
+        stub.train.close = lambda: print("found", sys.modules["__main__"].accuracy())
+        def accuracy():
+            return 17
+        {end}
+        """
+    for end in ("", "sys.exit(0)"):
+        folder = place.run(text.format(end=end))
+        assert "found 17" in (folder / "worker-0.log").read_text()
+
+
+FLOOD = """
+import os, sys
+for number in range(3000):
+    print(f"{os.environ['STRETTO_RANK']}:{number}:" + "x" * 90)
+    print(f"{os.environ['STRETTO_RANK']}:{number}:error", file=sys.stderr)
+print("end", end="")
+"""
+
+
+@pytest.mark.parametrize("output", ["lead", "all", "none"])
+def test_no_line_is_lost_and_no_pipe_stays_full(place: Place, output: str, capfd: pytest.CaptureFixture[str]) -> None:
+    folder = place.run(FLOOD, workers=3, output=output)
+    logs = [(folder / f"worker-{rank}.log").read_text() for rank in range(3)]
+    for rank, log in enumerate(logs):
+        lines = [f"{rank}:{n}:{rest}" for n in range(3000) for rest in ("x" * 90, "error")]
+        assert log == "\n".join([*lines, "end"])
+    shown = capfd.readouterr().out
+    if output == "all":
+        found = [[line[4:] for line in shown.splitlines() if line.startswith(f"[{n}] ")] for n in range(3)]
+        assert found == [log.splitlines() for log in logs]
+    else:
+        assert shown == (logs[0] if output == "lead" else "")
+
+
+def test_lines_are_seen_when_they_are_ended(place: Place) -> None:
+    """Though the output is a pipe, which Python fills in blocks."""
+    place.run(
+        """
+        import os, pathlib, time
+        print("seen")
+        log = pathlib.Path(os.environ["STRETTO_RUN"], "worker-0.log")
+        limit = time.monotonic() + 5
+        while log.read_text() != "seen\\n":
+            assert time.monotonic() < limit
+            time.sleep(0.01)
+        """
+    )
+
+
+@pytest.mark.parametrize(
+    ("order", "error", "words"),
+    [
+        ({"workers": 0}, LaunchError, ("number of workers", "got: 0", "try: -n 4")),
+        ({"workers": -3}, LaunchError, ("number of workers", "got: -3")),
+        ({"threads": 0}, LaunchError, ("number of threads", "got: 0")),
+        ({"seed": -1}, LaunchError, ("the seed", "got: -1")),
+        ({"timeout_s": 0.0}, LaunchError, ("limit of a wait", "--timeout 600")),
+        ({"port": 70000}, LaunchError, ("the port", "got: 70000")),
+        ({"alone": True, "workers": 2}, LaunchError, ("alone means one worker", "got: 2")),
+        ({"servers": 2}, LaunchError, ("--servers needs --recipe", "got: --servers 2", "try: --recipe")),
+        ({"recipe": "async_sgd", "servers": 0}, LaunchError, ("number of servers", "got: 0", "try: --servers 2")),
+        ({"recipe": "async_sgd", "servers": -1}, LaunchError, ("number of servers", "got: -1")),
+        ({"recipe": "async_sgd", "servers": 300}, RecipeError, ("shards", "300", "at most 256")),
+        ({"slow": "1:2.0"}, LaunchError, ("there is no worker 1 of 1", "try: --slow")),
+        ({"patience_s": 0.01}, LaunchError, ("the patience", "got: 0.01s", "try: --patience 10s")),
+        ({"patience_s": float("inf")}, LaunchError, ("the patience", "got: infs")),
+        ({"workers": 2, "min_workers": 3}, LaunchError, ("least number of workers", "from 1 to 2", "--min-workers 2")),
+        ({"workers": 2, "min_workers": 0}, LaunchError, ("least number of workers", "got: 0")),
+        ({"workers": 2, "max_workers": 1}, LaunchError, ("largest number of workers", "got: 1", "--max-workers 2")),
+        ({"restarts": -1}, LaunchError, ("number of restarts", "got: -1", "try: --restarts 3")),
+        ({"checkpoint_every": "often"}, LaunchError, ("every 'often'", "20 rounds", "try: --checkpoint-every 5m")),
+        ({"checkpoint_every": "0s"}, LaunchError, ("every '0s'",)),
+        ({"checkpoint_every": "0 rounds"}, LaunchError, ("every '0 rounds'",)),
+        ({"keep": 2}, LaunchError, ("--keep changes nothing", "--checkpoint-every 5m --keep 2")),
+        ({"keep": 0, "checkpoint_every": "5m"}, LaunchError, ("number of checkpoints", "got: 0")),
+        ({"resume": Path("none")}, LaunchError, ("there is no run none", "try: --resume")),
+        ({"resume": Path(".")}, LaunchError, (". has no checkpoints",)),
+        ({"recipe": "local_sdg(every=4)"}, RecipeError, ("local_sdg", "try: ")),
+        ({"recipe": "__import__('os').system('touch ran')"}, RecipeError, ("try: ",)),
+        ({"out": Path("/dev/null/x")}, StrettoError, ("/dev/null/x",)),
+    ],
+)
+def test_what_cannot_be_run_is_refused_before_anything_starts(
+    place: Place, order: dict[str, object], error: type[Exception], words: tuple[str, ...]
+) -> None:
+    with pytest.raises(error) as raised:
+        place.run("open('ran', 'w')", **order)
+    assert all(word in str(raised.value) for word in words)
+    assert not Path("ran").exists()
+    assert not Path("runs").exists()
+
+
+def test_a_port_in_use_is_refused_by_name(place: Place) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(LaunchError, match=f"port {port} is in use"):
+            place.run("", port=port)
+    assert not Path("runs").exists()
+
+
+def test_a_given_port_is_where_workers_meet(place: Place) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+    folder = place.run("import os; print(os.environ['STRETTO_STORE'].rpartition(':')[2])", port=port)
+    assert (folder / "worker-0.log").read_text() == f"{port}\n"
+
+
+def test_a_missing_script_is_refused_with_its_neighbours(place: Place) -> None:
+    place.script("", "train_digits.py")
+    with pytest.raises(LaunchError, match=r"there is no script train_digit\.py") as raised:
+        run(Order(Path("train_digit.py")), Watch(quiet=True))
+    assert "try: stretto run train_digits.py" in str(raised.value)
+    with pytest.raises(LaunchError, match="is a folder"):
+        run(Order(place.folder), Watch(quiet=True))
+
+
+def test_a_system_that_starts_no_more_processes_is_named_and_the_started_ones_end(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin = processes.subprocess.Popen
+
+    def third_fails(command: list[str], **options: object) -> object:
+        if options.get("env", {}).get("STRETTO_RANK") == "2":  # type: ignore[attr-defined]
+            raise BlockingIOError(11, os.strerror(11))
+        return begin(command, **options)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(processes.subprocess, "Popen", third_fails)
+    with pytest.raises(LaunchError, match="worker 2 of 4 cannot be started: Resource temporarily"):
+        place.run("import time; time.sleep(60)", workers=4)
+    assert place.left() == []
+
+
+def test_a_worker_gets_no_name_of_the_current_folder_in_its_way(place: Place) -> None:
+    """A file named like a module of the library, beside another script, is not the launcher's business."""
+    (place.folder / "runpy.py").write_text("raise RuntimeError('taken')")
+    elsewhere = place.folder / "scripts"
+    elsewhere.mkdir()
+    (elsewhere / "train.py").write_text("import sys, types\nsys.modules['stretto.training'] = sys\nsys.close = print")
+    run(Order(elsewhere / "train.py"), Watch(quiet=True))

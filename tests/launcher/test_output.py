@@ -1,0 +1,101 @@
+"""Lines of ours beside those of a script: on lines of their own, and the first of them at once."""
+
+from __future__ import annotations
+
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from scene import Place
+
+from stretto.launcher.progress_display import Watch
+from stretto.notices import say
+
+EVALUATES = """
+import json, os, time
+def evaluation(step):
+    event = {"event": "evaluation", "t": 0.0, "worker": 0, "epoch": 1, "step": step}
+    event |= {"training_s": 1.0, "metrics": {"a": 1}}
+    with open(os.environ["STRETTO_RUN"] + "/events.jsonl", "a") as log:
+        log.write(json.dumps(event) + "\\n")
+    time.sleep(0.6)
+"""
+
+
+def shown(place: Place, script: Path, *options: str) -> list[str]:
+    """The lines of a run whose output and errors go to one file."""
+    process = place.stretto("run", *options, script, stderr=subprocess.STDOUT)
+    out, _ = process.communicate(timeout=20)
+    return out.decode().split("\n")[:-1]
+
+
+def test_a_line_of_ours_never_glues_to_half_a_line_or_a_bar_of_the_script(place: Place) -> None:
+    text = EVALUATES + "import sys\n"
+    text += "print('half', end='', flush=True)\nevaluation(1)\nprint(' a line')\n"
+    text += "print('\\r 50%|##', end='\\r', file=sys.stderr, flush=True)\nevaluation(2)\n"
+    text += "print('no end', end='')\n"
+    lines = shown(place, place.script(text), "--out", "here")
+    first, half, one, rest, bar, two, last, *summary = lines
+    assert first.startswith("stretto: starting 1 worker of ")
+    assert (half, rest, bar.strip(), last) == ("half", " a line", "50%|##", "no end")
+    assert one.startswith("stretto: epoch 1, step 1: a 1") and two.startswith("stretto: epoch 1, step 2: a 1")
+    assert any(line.startswith("page: ") for line in summary)
+
+
+def test_an_error_begins_a_line_though_only_the_script_is_shown(place: Place) -> None:
+    script = place.script("print('no end', end='', flush=True)\nraise ValueError('boom')")
+    lines = shown(place, script, "--quiet", "--out", "here")
+    assert lines[:2] == ["no end", "stretto: worker 0 failed: ValueError: boom"]
+
+
+def test_on_a_terminal_a_line_that_a_worker_prints_for_us_begins_a_line(place: Place) -> None:
+    """Whatever of its own it has left without an end."""
+    script = place.script(
+        "import sys, time\nprint('\\r 50%|##', end='', flush=True)\ntime.sleep(0.5)\n"
+        "print('stretto: note', file=sys.stderr)\ntime.sleep(0.5)\nprint('\\r100%|####')\n"
+    )
+    ours, theirs = pty.openpty()
+    process = place.stretto("run", script, stdout=theirs, stderr=theirs, env=os.environ | {"TERM": "xterm"})
+    os.close(theirs)
+    seen = b""
+    try:
+        while data := os.read(ours, 65536):
+            seen += data
+    except OSError:  # how Linux says that the other end is closed
+        pass
+    os.close(ours)
+    assert process.wait(timeout=10) == 0
+    text = seen.decode()
+    assert " 50%|##\r\n" in text and "\x1b[2Kstretto: note\r\n" in text and "100%|####\r\n" in text
+    assert "##stretto" not in text
+
+
+def test_the_first_line_says_what_is_started_before_torch_is_imported(place: Place) -> None:
+    script = place.script("print('from the script')")
+    before = "import sys; from stretto.launcher.progress_display import Watch as W; was = W.starting; "
+    before += "W.starting = lambda watch, what: (was(watch, what), print('torch' in sys.modules, file=sys.stderr)); "
+    line = ["-n", "2", "--recipe", "local_sgd(every=16)", "--out", "here"]
+    process = place.stretto("run", *line, script, "--lr", "1", before=before)
+    _, err = process.communicate(timeout=20)
+    first, torch, *_ = err.decode().splitlines()
+    assert first == f"stretto: starting 2 workers of {script} --lr 1, recipe local_sgd(every=16), run folder here"
+    assert torch == "False"
+
+
+def test_quiet_says_nothing_of_a_start(capfd: pytest.CaptureFixture[str]) -> None:
+    Watch(quiet=True).starting("anything")
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_line_of_ours_clears_a_bar_of_tqdm(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    say("alone")
+    bars = SimpleNamespace(write=lambda text, file: print(f"cleared\n{text}\ndrawn", file=file))
+    monkeypatch.setitem(sys.modules, "tqdm", SimpleNamespace(tqdm=bars))  # type: ignore[arg-type]
+    say("beside a bar")
+    assert capsys.readouterr().err == "stretto: alone\ncleared\nstretto: beside a bar\ndrawn\n"

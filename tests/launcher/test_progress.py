@@ -1,0 +1,118 @@
+"""What is shown of a run follows from its events."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from stretto.launcher.run_status import RECENT_S, Progress
+
+
+def counted(worker: int, t: float, samples: int, waiting: float = 0.0, evaluating: float = 0.0) -> dict[str, Any]:
+    split = {"waiting": waiting, "evaluating": evaluating, "computing": t - waiting - evaluating}
+    event = {"event": "progress", "t": t, "worker": worker, "step": samples // 8, "samples": samples}
+    return event | {"split": split, "bytes_sent": 1_500_000, "bytes_received": 0}
+
+
+def test_the_rate_is_that_of_all_workers_while_they_train() -> None:
+    progress = Progress()
+    for second in range(1, 5):
+        for worker in range(3):
+            progress.take(counted(worker, second * 2.0, second * 100, evaluating=second * 1.0))
+    assert progress.samples_per_second() == pytest.approx(300)
+
+
+def test_the_rate_forgets_what_is_long_ago() -> None:
+    progress = Progress()
+    progress.take(counted(0, 100.0, 100))
+    for second in range(1, 3 * int(RECENT_S)):
+        progress.take(counted(0, 100.0 + second, 100 + 1000 * second))
+    assert progress.samples_per_second() == pytest.approx(1000)
+
+
+def test_waiting_is_the_share_of_all_workers_time() -> None:
+    progress = Progress()
+    progress.take(counted(0, 10.0, 1, waiting=1.0))
+    progress.take(counted(1, 10.0, 1, waiting=4.0))
+    assert progress.waiting() == pytest.approx(0.25)
+
+
+def test_nothing_is_shown_that_is_not_known() -> None:
+    assert Progress().facts() == []
+    assert Progress().samples_per_second() is None
+
+
+def test_the_facts_in_their_order() -> None:
+    progress = Progress()
+    progress.take({"event": "start", "worker": 0, "recipe": "allreduce()"})
+    progress.take({"event": "epoch", "worker": 0, "epoch": 1, "step": 5})
+    progress.take({"event": "log", "worker": 0, "step": 9, "values": {"loss": 0.123456}})
+    progress.take({"event": "evaluation", "worker": 0, "epoch": 2, "step": 10, "metrics": {"accuracy": 0.5}})
+    progress.take(counted(0, 10.0, 80, waiting=5.0))
+    progress.take(counted(1, 10.0, 80))
+    assert progress.facts() == [
+        "epoch 2",
+        "step 10",
+        "16 samples/s",
+        "loss 0.1235",
+        "accuracy 0.5",
+        "waiting 25%",
+        "sent 3.0 MB",
+    ]
+
+
+def applied(worker: int, *staleness: int) -> dict[str, Any]:
+    updates = [[round_, round_, value, 8] for round_, value in enumerate(staleness, 1)]
+    return {"event": "applied", "t": 1.0, "worker": worker, "updates": updates}
+
+
+def test_staleness_is_that_of_all_updates_so_far() -> None:
+    progress = Progress()
+    progress.take(applied(0, 0, 3, 4))
+    progress.take(applied(1, 7))
+    assert progress.facts() == ["staleness 3.5 mean, 7 max"]
+    progress.take(applied(0))
+    assert progress.facts() == ["staleness 3.5 mean, 7 max"]
+
+
+def test_fresh_updates_are_worth_a_fact_too() -> None:
+    progress = Progress()
+    progress.take(applied(0, 0, 0))
+    assert progress.facts() == ["staleness 0.0 mean, 0 max"]
+
+
+def test_the_lead_of_the_fastest_is_not_lost_when_a_slow_one_evaluates() -> None:
+    progress = Progress()
+    progress.take(counted(1, 10.0, 800))
+    slow = {"event": "evaluation", "worker": 0, "epoch": 1, "step": 20, "training_s": 1.0, "metrics": {"a": 0.5}}
+    assert progress.take(slow) == "epoch 1, step 20: a 0.5 (after 1.0 s of training)"
+    assert progress.facts()[0] == "step 100"
+
+
+def test_what_deserves_a_line() -> None:
+    progress = Progress()
+    notice = {"event": "notice", "worker": 0, "text": "mind this"}
+    assert progress.take(notice) == "note: mind this"
+    assert progress.take(notice | {"worker": 1}) is None
+    assert Progress(notices=False).take(notice) is None
+    evaluation = {"event": "evaluation", "worker": 0, "epoch": 1, "step": 7, "training_s": 1.25, "metrics": {"a": 0.5}}
+    assert progress.take(evaluation) == "epoch 1, step 7: a 0.5 (after 1.2 s of training)"
+    epoch = {"event": "epoch", "worker": 0, "epoch": 1, "step": 7, "samples": 1797, "training_s": 2.0}
+    assert progress.take(epoch) == "epoch 1 ended: step 7, 1,797 samples in 2.0 s of training"
+    assert progress.take({"event": "of a later version", "worker": 0}) is None
+
+
+def test_an_encoding_says_how_many_times_fewer_bytes_it_needs() -> None:
+    progress = Progress()
+    progress.take(counted(0, 10.0, 80) | {"exchanged": {"gradients": [4000, 100, 4000, 300], "looks": [0, 9, 0, 9]}})
+    progress.take(counted(1, 10.0, 80) | {"exchanged": {"gradients": [4000, 300, 4000, 100]}})
+    assert progress.facts()[-1] == "encoded in 20.0× fewer bytes"
+
+
+def test_exact_numbers_need_as_many_bytes_as_they_are() -> None:
+    progress = Progress()
+    progress.take(counted(0, 10.0, 80) | {"exchanged": {"gradients": [4000, 4000, 4000, 4000]}})
+    progress.take(counted(1, 10.0, 80))
+    assert progress.fewer() is None
+    assert not [fact for fact in progress.facts() if "fewer" in fact]

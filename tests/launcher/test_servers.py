@@ -1,0 +1,458 @@
+"""The servers of a run: started beside the workers, found by them, and gone with them."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+from scene import Place, environment, staff, until
+
+from stretto.cli.main import command
+from stretto.errors import LaunchError
+from stretto.events import read_events
+from stretto.launcher.endpoints import servers_for
+from stretto.launcher.local import Order, settled
+from stretto.launcher.process_specs import OURS, Cast
+from stretto.membership.variables import RANK, STORE, WORLD_SIZE
+from stretto.report.run_record import record
+
+WITHIN_S = 3.0
+TELL = "print(place)\nos.write(1, repr(dict(os.environ)).encode())\ntime.sleep(60)"
+WAIT = """
+import os, pathlib, time
+rank, shards = os.environ["STRETTO_RANK"], len(os.environ["STRETTO_SERVERS"].split(",")) - 1
+while not all(pathlib.Path(f"server-{shard}.pid").exists() for shard in range(shards)):
+    time.sleep(0.01)
+"""
+"""A worker that goes on when all servers serve."""
+FOREVER = WAIT + "pathlib.Path('ready-' + rank).touch()\ntime.sleep(60)\n"
+KEY = re.compile(r"^[!-~]{40}$")
+"""As ZeroMQ writes a key."""
+
+
+def told(folder: Path, shard: int) -> tuple[str, dict[str, str]]:
+    """The place that a server of `TELL` was given, and its environment."""
+    place, environment = (folder / f"server-{shard}.log").read_text().splitlines()
+    return place, ast.literal_eval(environment)
+
+
+def environments(workers: int) -> list[dict[str, str]]:
+    """What workers of `KEEP` found in theirs."""
+    return [json.loads(Path(f"environment-{rank}.json").read_text()) for rank in range(workers)]
+
+
+KEEP = WAIT + "import json\nopen(f'environment-{rank}.json', 'w').write(json.dumps(dict(os.environ)))\n"
+
+
+def test_servers_find_their_place_and_workers_find_them(place: Place) -> None:
+    place.service(TELL)
+    asked: dict[str, Any] = {"recipe": "async_sgd", "servers": 2, "timeout_s": 12.5, "on_nan": "skip"}
+    folder = place.run(KEEP, workers=3, **asked)
+    for shard in range(2):
+        said, given = told(folder, shard)
+        assert (given["STRETTO_SHARD"], given["STRETTO_SHARDS"], given["STRETTO_WORLD_SIZE"]) == (str(shard), "2", "3")
+        assert (given["STRETTO_RUN"], given["OMP_NUM_THREADS"]) == (str(folder.resolve()), "1")
+        assert ("STRETTO_COORDINATOR_FD" in given) == (shard == 0)
+        assert not {"STRETTO_RECIPE", "STRETTO_KEYS", "STRETTO_SERVERS"} & set(given)
+        assert said.startswith(f"ShardPlace(shard={shard}, shards=2, workers=3, listen_fd=")
+        assert "on_nan='skip', timeout_s=12.5, " in said
+        assert ("coordinator_fd=None" in said) == (shard == 1)
+    workers = environments(3)
+    assert len({one["STRETTO_SERVERS"] for one in workers}) == 1
+    addresses = workers[0]["STRETTO_SERVERS"].split(",")
+    assert len(set(addresses)) == 3
+    assert all(re.fullmatch(r"127\.0\.0\.1:\d+", one) for one in addresses)
+    for one in workers:
+        assert one["STRETTO_RECIPE"] == "async_sgd(shards=2)"
+        assert one["STRETTO_ON_NAN"] == "skip"
+        assert not {"STRETTO_SERVER_KEYS", "STRETTO_SHARD"} & set(one)
+
+
+def test_the_servers_inherit_the_sockets_that_workers_are_sent_to(place: Place) -> None:
+    """Each socket says which it is."""
+    place.service(
+        """
+        for name, fd in (("coordinator", place.coordinator_fd), (f"shard {place.shard}", place.listen_fd)):
+            if fd is not None:
+                socket.socket(fileno=fd).accept()[0].sendall(name.encode())
+        time.sleep(60)
+        """
+    )
+    folder = place.run(
+        """
+        import os, socket
+        found = [one.rpartition(":") for one in os.environ["STRETTO_SERVERS"].split(",")]
+        print([socket.create_connection((host, int(port))).makefile().read() for host, _, port in found])
+        """,
+        recipe="async_sgd(shards=3)",
+    )
+    assert (folder / "worker-0.log").read_text() == "['coordinator', 'shard 0', 'shard 1', 'shard 2']\n"
+
+
+def test_the_sockets_are_the_servers_alone(place: Place) -> None:
+    """Where nobody starts it again, its port refuses once a server is gone: neither launcher nor worker holds it."""
+    place.service()
+    process = place.stretto("run", "--recipe", "async_sgd", place.script(FOREVER))
+    until(lambda: Path("ready-0").exists())
+    found = [environment(one).get("STRETTO_SERVERS") for one in place.left()]
+    ports = [int(one.rpartition(":")[2]) for one in next(filter(None, found)).split(",")]
+    assert [refuses(port) for port in ports] == [False, False]
+    process.send_signal(signal.SIGSTOP)  # so that it cannot end the others
+    os.kill(place.server(), signal.SIGKILL)
+    until(lambda: [refuses(port) for port in ports] == [True, True])
+    assert len(place.left()) == 3  # the launcher, its warden, the worker
+    process.send_signal(signal.SIGCONT)
+    assert process.wait(timeout=10) == 1
+
+
+def refuses(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=5).close()
+    except ConnectionRefusedError:
+        return True
+    return False
+
+
+def test_workers_are_started_before_servers(tmp_path: Path) -> None:
+    order = Order(Path("train.py"), workers=3)
+    with socket.create_server(("127.0.0.1", 0)) as listener, servers_for(2, plain=True) as servers:
+        found = [(part.number, str(part)) for part in Cast(order, tmp_path, listener, servers).all()]
+    assert found[:3] == [(n, f"worker {n} of 3") for n in range(3)]
+    assert found[3:] == [(-1, "server 0 of 2"), (-2, "server 1 of 2")]
+
+
+@pytest.mark.parametrize(("recipe", "shards"), [("async_sgd", 1), ("async_sgd(shards=2)", 2), ("allreduce", 0)])
+def test_a_recipe_starts_its_servers_by_itself(place: Place, recipe: str, shards: int) -> None:
+    place.service()
+    text = "import os\nprint(os.environ.get('STRETTO_SERVERS', '').count(':'))" if not shards else KEEP
+    folder = place.run(text, recipe=recipe)
+    assert len(list(folder.glob("server-*.log"))) == shards
+    assert json.loads((folder / "run.json").read_text())["servers"] == shards
+    assert shards or (folder / "worker-0.log").read_text() == "0\n"
+
+
+def test_without_servers_nothing_of_them_is_there(place: Place) -> None:
+    folder = place.run("import os; print(sorted(name for name in os.environ if name.startswith('STRETTO_')))")
+    names = ast.literal_eval((folder / "worker-0.log").read_text())
+    assert set(names) & set(OURS) == {"STRETTO_LISTEN_FD", RANK, WORLD_SIZE, STORE}
+    asked = json.loads((folder / "run.json").read_text())
+    assert (asked["servers"], asked["slow"]) == (0, None)
+
+
+def test_servers_put_a_recipe_over_a_server() -> None:
+    def over(recipe: str | None, servers: int | None, **more: Any) -> tuple[str | None, int | None]:
+        order = settled(Order(Path("train.py"), recipe=recipe, servers=servers, **more))
+        assert settled(order) == order
+        return order.recipe, order.servers
+
+    assert over("allreduce", 2) == ("Recipe(whom=server(shards=2))", 2)
+    assert over("async_sgd(weight=0.5, shards=4)", 2) == ("async_sgd(weight=0.5, shards=2)", 2)
+    assert over("async_sgd(shards=4)", None) == ("async_sgd(shards=4)", 4)
+    assert over("allreduce", None) == ("allreduce", 0)
+    assert over(None, None) == (None, 0)
+    assert over("async_sgd", None, alone=True) == ("async_sgd", 0)
+
+
+# How they end
+
+
+def test_servers_end_with_the_run_and_say_nothing(place: Place) -> None:
+    place.service("print('serving')\ntime.sleep(60)")
+    began = time.monotonic()
+    process = place.stretto("run", "-n", "2", "--recipe", "async_sgd(shards=2)", "--out", "here", place.script(WAIT))
+    _, err = process.communicate(timeout=15)
+    assert process.returncode == 0, err
+    assert time.monotonic() - began < 10
+    assert place.left() == []
+    assert [Path(f"here/server-{shard}.log").read_text() for shard in range(2)] == ["serving\n"] * 2
+    assert not Path("here/events.jsonl").exists()
+    assert err.splitlines()[1:] == []
+
+
+def test_a_server_heeds_at_once_though_other_threads_do_not(place: Place) -> None:
+    """Ended by SIGTERM, it leaves with 0: what the crew would see is asked of the process itself."""
+    place.service("import threading\nthreading.Thread(target=time.sleep, args=(60,)).start()\ntime.sleep(60)")
+    given = os.environ | {
+        "STRETTO_SHARD": "0",
+        "STRETTO_SHARDS": "1",
+        "STRETTO_WORLD_SIZE": "1",
+        "STRETTO_LISTEN_FD": "0",
+    }
+    given |= {"STRETTO_RUN": ".", "STRETTO_TIMEOUT": "9", "STRETTO_ON_NAN": "stop"}
+    with subprocess.Popen([sys.executable, "-P", "-m", "stretto.launcher.shard_main"], env=given) as process:
+        os.kill(place.server(), signal.SIGTERM)
+        assert process.wait(timeout=WITHIN_S) == 0
+    assert not Path("events.jsonl").exists()
+
+
+@pytest.mark.parametrize("shard", [0, 1])
+def test_a_killed_server_ends_the_run_with_one_clear_error(place: Place, shard: int) -> None:
+    place.service("print('alive so far')\ntime.sleep(60)")
+    line = ("-n", "2", "--recipe", "async_sgd", "--servers", "2", "--restarts", "0")
+    process = place.stretto("run", *line, place.script(FOREVER))
+    until(lambda: Path("ready-0").exists() and Path("ready-1").exists())
+    until(lambda: len(place.left()) == staff() + 4)  # two workers, two servers
+    began = time.monotonic()
+    os.kill(place.server(shard), signal.SIGKILL)
+    out, err = process.communicate(timeout=15)
+    assert time.monotonic() - began < WITHIN_S
+    assert (process.returncode, out) == (1, b"")
+    _, _, said = err.decode().partition("\n")
+    assert said.startswith(f"stretto: server {shard} was killed by SIGKILL\n")
+    assert said.count("stretto: ") == said.count("SIGKILL") == 1
+    assert "alive so far" in said
+    assert said.endswith(f"/server-{shard}.log\n")
+    assert place.left() == []
+
+
+def test_a_killed_server_is_the_cause_of_what_workers_see(place: Place) -> None:
+    """Though it is the workers that are heard first."""
+    place.service(
+        "until = time.monotonic() + 0.5\nwhile time.monotonic() < until: time.sleep(0.01)\nos.kill(os.getpid(), 9)"
+    )
+    text = WAIT + "from stretto.errors import WireError\nraise WireError('the server is gone')"
+    with pytest.raises(LaunchError, match="^server 0 was killed by SIGKILL"):
+        place.run(text, workers=2, recipe="async_sgd", restarts=0)
+
+
+def test_all_end_when_the_launcher_is_killed(place: Place) -> None:
+    place.service("import subprocess\nsubprocess.Popen(['sleep', '60'])\ntime.sleep(60)")
+    process = place.stretto("run", "--recipe", "async_sgd", place.script(FOREVER))
+    until(lambda: Path("ready-0").exists() and len(place.left()) == 5)  # launcher, warden, worker, server, its child
+    process.kill()
+    until(lambda: place.left() == [], limit_s=WITHIN_S)
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ("sys.exit(3)", "server 0 failed: SystemExit"),
+        ("pass", "server 0 ended with exit code 0 and named no error"),
+        ("os._exit(7)", "server 0 ended with exit code 7 and named no error"),
+        (
+            "import threading\nthreading.Thread(target=time.sleep, args=(60,)).start()",
+            "server 0 ended with exit code 0",
+        ),
+        ("os.kill(os.getpid(), 15)\ntime.sleep(60)", "server 0 ended with exit code 0 and named no error"),
+        ("raise ValueError('a shape that does not fit')", "server 0 failed: ValueError: a shape that does not fit"),
+    ],
+)
+def test_every_end_of_a_server_ends_the_run(place: Place, body: str, says: str) -> None:
+    place.service(body)
+    with pytest.raises(LaunchError) as raised:
+        place.run("import time\ntime.sleep(60)", workers=2, recipe="async_sgd")
+    assert str(raised.value).startswith(says)
+    assert "server-0.log" in str(raised.value)
+
+
+def test_an_error_of_a_server_is_an_event_and_the_record_names_it(place: Place) -> None:
+    place.service("if place.shard == 1: raise ValueError('boom')\ntime.sleep(60)")
+    with pytest.raises(LaunchError, match="^server 1 failed: ValueError: boom\nTraceback") as raised:
+        place.run("import time\ntime.sleep(60)", recipe="async_sgd(shards=2)", out=Path("here"))
+    assert not any(name in str(raised.value) for name in ("runpy", "serve.py"))
+    (event,) = read_events(Path("here/events.jsonl"))
+    assert event.pop("traceback").startswith("Traceback")
+    assert event.pop("at") > 0
+    said = {"event": "error", "t": 0.0, "kind": "ValueError", "text": "boom", "consequence": False}
+    assert event == {**said, "worker": -2}
+    assert record(Path("here"))["failed"] == "server 1 failed: ValueError: boom"
+    assert "ValueError: boom" in Path("here/server-1.log").read_text()
+
+
+def test_what_servers_say_is_shown_when_all_is_asked_for(place: Place, capfd: pytest.CaptureFixture[str]) -> None:
+    place.service("print('hello')\ntime.sleep(60)")
+    place.run(WAIT + "print('hi')", recipe="async_sgd", output="all")
+    assert sorted(capfd.readouterr().out.splitlines()) == ["[0] hi", "[server 0] hello"]
+
+
+def test_a_system_that_starts_no_server_is_named_and_the_workers_end(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin = subprocess.Popen
+
+    def second_fails(line: list[str], **options: Any) -> Any:
+        if options.get("env", {}).get("STRETTO_SHARD") == "1":
+            raise BlockingIOError(11, os.strerror(11))
+        return begin(line, **options)
+
+    monkeypatch.setattr("stretto.launcher.processes.subprocess.Popen", second_fails)
+    place.service()
+    with pytest.raises(LaunchError, match="server 1 of 2 cannot be started: Resource temporarily"):
+        place.run("import time; time.sleep(60)", recipe="async_sgd(shards=2)")
+    assert place.left() == []
+
+
+def test_workers_do_not_wait_for_servers_to_start(place: Place) -> None:
+    """A server that takes long to begin holds up nobody who does not need it yet."""
+    place.service()
+    (place.folder / "service/sitecustomize.py").write_text(
+        "import os, time\nif 'STRETTO_SHARD' in os.environ: time.sleep(60)"
+    )
+    place.run("import pathlib; pathlib.Path('ran').touch()", recipe="async_sgd")
+    assert Path("ran").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_the_launcher_ends_servers_too(place: Place, number: signal.Signals) -> None:
+    place.service()
+    process = place.stretto("run", "--recipe", "async_sgd", place.script(FOREVER))
+    until(lambda: Path("ready-0").exists())
+    process.send_signal(number)
+    _, err = process.communicate(timeout=10)
+    said = [line.removeprefix("stretto: ").split(":")[0] for line in err.decode().splitlines()]
+    assert said[1:] == [f"stopped by {number.name}", "run folder", "page", "continue"]
+    assert place.left() == []
+
+
+def test_a_stopped_server_is_ended_all_the_same(place: Place) -> None:
+    place.service("os.kill(os.getpid(), 19)\ntime.sleep(60)")
+    place.run(WAIT, recipe="async_sgd")
+    assert place.left() == []
+
+
+def test_a_server_is_no_worker_that_has_ended(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text('{"workers": 1}')
+    (tmp_path / "events.jsonl").write_text('{"event": "end", "t": 1.0, "worker": -1}\n')
+    assert record(tmp_path)["failed"] == "the run did not come to its end"
+
+
+# Their keys
+
+
+def secrets(found: dict[str, str]) -> list[str]:
+    return [found[name] for name in ("STRETTO_KEYS", "STRETTO_SERVER_KEYS") if name in found]
+
+
+def test_each_side_has_its_own_secret_and_the_others_public_key(place: Place) -> None:
+    place.service(TELL)
+    folder = place.run(KEEP, workers=2, recipe="async_sgd", servers=2)
+    sides = {one["STRETTO_KEYS"] for one in environments(2)}
+    (server_public, worker_public, worker_secret), *others = [side.split(",") for side in sides]
+    assert others == []
+    for shard in range(2):
+        said, given = told(folder, shard)
+        place_keys = re.search(r"keys=\((.*?)\), on_nan", said)
+        assert place_keys is not None
+        secret, public, workers = ast.literal_eval(f"({place_keys[1]})")
+        assert (public, workers) == (server_public, worker_public)
+        assert "STRETTO_SERVER_KEYS" not in given  # what a server starts does not inherit its secret
+        assert zmq.curve_public(secret.encode()).decode() == server_public
+        assert worker_secret not in said
+    assert zmq.curve_public(worker_secret.encode()).decode() == worker_public
+    assert all(KEY.match(one) for one in (server_public, worker_public, worker_secret))
+
+
+def test_keys_are_new_in_each_run_and_written_nowhere(place: Place) -> None:
+    place.service()
+    runs = [
+        place.stretto("run", "--recipe", "async_sgd", place.script(FOREVER, f"{n}.py"), cwd=place.folder) for n in "ab"
+    ]
+    kept = ""
+    until(lambda: len([one for one in place.left() if secrets(environment(one))]) == 4)
+    processes = place.left()
+    keys = {key for one in processes for side in secrets(environment(one)) for key in side.split(",")}
+    assert len(keys) == 8  # in each of two runs two pairs
+    lines = "\n".join(" ".join(one.cmdline()) for one in processes)
+    until(lambda: Path("ready-0").exists())
+    for process in runs:
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=10)
+        kept += out.decode() + err.decode()
+    written = [path for path in place.folder.glob("runs/**/*") if path.is_file()]
+    assert len({path.name for path in written} & {"run.json", "server-0.log", "worker-0.log"}) == 3
+    kept += "\n".join(path.read_text() for path in written)
+    assert [key for key in keys if key in lines or key in kept] == []
+
+
+def test_a_failure_tells_no_key(place: Place, capfd: pytest.CaptureFixture[str]) -> None:
+    place.service("open('keys', 'w').write(','.join(place.keys))\nraise ValueError('boom')")
+    with pytest.raises(LaunchError) as raised:
+        place.run("import time\ntime.sleep(60)", recipe="async_sgd", out=Path("here"))
+    kept = str(raised.value) + "".join(path.read_text() for path in Path("here").iterdir()) + str(capfd.readouterr())
+    keys = Path("keys").read_text().split(",")
+    assert len(keys) == 3
+    assert [key for key in keys if key in kept] == []
+
+
+def test_printed_keys_hide_their_secrets() -> None:
+    with servers_for(1, plain=False) as servers:
+        assert servers.keys is not None
+        assert servers.keys.server.public in repr(servers)
+        assert servers.keys.server.secret not in repr(servers)
+        assert servers.keys.worker.secret not in repr(servers)
+
+
+def test_plain_means_no_keys(place: Place) -> None:
+    place.service(TELL)
+    script = place.script(KEEP)
+    process = place.stretto("run", "--recipe", "async_sgd", "--plain", "--out", "here", script)
+    assert process.communicate(timeout=15)[1] is not None
+    assert process.returncode == 0
+    assert "keys=None" in told(Path("here"), 0)[0]
+    assert secrets(environments(1)[0]) == []
+    assert "STRETTO_SERVERS" in environments(1)[0]
+
+
+def test_a_zeromq_that_cannot_encrypt_is_told_what_to_type(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    def cannot() -> None:
+        raise zmq.ZMQError(zmq.ENOTSUP)
+
+    monkeypatch.setattr(zmq, "curve_keypair", cannot)
+    with pytest.raises(LaunchError, match="try: --plain"):
+        place.run("", recipe="async_sgd")
+    assert not Path("runs").exists()
+
+
+# What is typed
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "words"),
+    [
+        (["--servers", "2"], 1, ("--servers needs --recipe", "got: --servers 2", "try: --recipe async_sgd")),
+        (["--servers", "0", "--recipe", "async_sgd"], 1, ("got: 0", "at least 1", "try: --servers 2")),
+        (["--servers=-1", "--recipe", "async_sgd"], 1, ("got: -1", "at least 1")),
+        (["--servers", "257", "--recipe", "async_sgd"], 1, ("257", "at most 256")),
+        (["--servers", "two", "--recipe", "async_sgd"], 2, ("got: two", "a whole number")),
+        (["--servers", "1.5", "--recipe", "async_sgd"], 2, ("got: 1.5", "a whole number")),
+        (["--sevrers", "2"], 2, ("no option --sevrers", "nearest are --servers")),
+        (["--slow", "1:2.0"], 1, ("there is no worker 1 of 1", 'try: --slow "1:2.0,3:5.0"')),
+        (["--slow", "fast", "-n", "2"], 1, ("--slow cannot be 'fast'", "got: fast", "WORKER:FACTOR")),
+        (["--on-nan", "explode"], 2, ("explode", "stop")),
+        (["--plain=yes"], 2, ("--plain",)),
+    ],
+)
+def test_a_line_that_cannot_be_is_one_clear_error(
+    place: Place, line: list[str], code: int, words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = place.script("open('ran', 'w')")
+    assert command(["run", *line, str(script)]) == code
+    err = capsys.readouterr().err
+    assert err.count("stretto: ") == 1
+    assert "Traceback" not in err
+    assert [word for word in words if word not in err] == []
+    assert not Path("ran").exists() and not Path("runs").exists()
+
+
+def test_what_is_typed_reaches_the_servers(place: Place) -> None:
+    place.service(TELL)
+    line = ["--recipe", "async_sgd", "--servers", "2", "--on-nan", "skip", "--slow", "1:2", "-n2", "--out", "here"]
+    process = place.stretto("run", *line, place.script(KEEP), "--lr", "0.1")
+    _, err = process.communicate(timeout=15)
+    assert process.returncode == 0, err
+    assert "on_nan='skip'" in told(Path("here"), 1)[0]
+    assert environments(2)[1]["STRETTO_RECIPE"] == "async_sgd(shards=2)"
+    assert environments(2)[1]["STRETTO_ON_NAN"] == "skip"
+    asked = json.loads(Path("here/run.json").read_text())
+    assert (asked["servers"], asked["slow"], asked["args"]) == (2, "1:2", ["--lr", "0.1"])

@@ -1,0 +1,74 @@
+"""Workers that are slow on purpose: what was typed is what is done, or it is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scene import Place
+
+from stretto.errors import LaunchError
+from stretto.faults.stragglers import factors
+
+WORKERS = 50
+written = st.decimals(1, 1000, places=2).map(str)
+
+
+@given(st.dictionaries(st.integers(0, WORKERS - 1), written, min_size=1))
+def test_what_is_typed_is_what_is_meant(asked: dict[int, str]) -> None:
+    text = ",".join(f"{worker}:{factor}" for worker, factor in asked.items())
+    assert factors(text, WORKERS) == {worker: float(factor) for worker, factor in asked.items()}
+
+
+def test_nobody_is_slow_unasked() -> None:
+    assert factors(None, 4) == {}
+
+
+def test_spaces_and_whole_numbers_are_welcome() -> None:
+    assert factors(" 1 : 2 , 3:5. ", 4) == {1: 2.0, 3: 5.0}
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "got: nothing"),
+        ("1:2,", "got: nothing"),
+        ("1", "got: 1"),
+        ("1:", "got: 1:"),
+        (":2", "got: :2"),
+        ("one:2", "got: one:2"),
+        ("1:two", "got: 1:two"),
+        ("1:2;3:5", "got: 1:2;3:5"),
+        ("1=2", "got: 1=2"),
+        ("-1:2", "got: -1:2"),
+        ("1:-2", "got: 1:-2"),
+        ("1.0:2", "got: 1.0:2"),
+        ("1:2:3", "got: 1:2:3"),
+        ("1:nan", "got: 1:nan"),
+        ("1:inf", "got: 1:inf"),
+        ("1:1e3", "got: 1:1e3"),
+        ("1:2_0", "got: 1:2_0"),
+        ("²:2", "got: ²:2"),
+        ("9" * 5000 + ":2", "--slow cannot be"),
+        ("1:" + "9" * 5000, "--slow cannot be"),
+        ("4:2", "there is no worker 4 of 4"),
+        ("1:2,1:3", "worker 1 is slow twice"),
+        ("1:0.5", "worker 1 cannot be slowed by 0.5"),
+        ("1:0", "worker 1 cannot be slowed by 0.0"),
+    ],
+)
+def test_anything_else_is_refused(text: str, says: str) -> None:
+    with pytest.raises(LaunchError) as raised:
+        factors(text, 4)
+    assert says in str(raised.value)
+    assert 'try: --slow "1:2.0,3:5.0"' in str(raised.value)
+
+
+def test_only_the_slow_worker_is_told(place: Place) -> None:
+    folder = place.run(
+        "import os; print(os.environ.get('STRETTO_SLOW'))", workers=3, slow="1:2,2:1.5", out=Path("here")
+    )
+    assert [(folder / f"worker-{rank}.log").read_text() for rank in range(3)] == ["None\n", "2.0\n", "1.5\n"]
+    assert '"slow": "1:2,2:1.5"' in (folder / "run.json").read_text()

@@ -1,0 +1,81 @@
+"""What a person sees where there is no terminal, and how a growing log is read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from stretto.launcher import progress_display as room
+from stretto.launcher.config import Order
+from stretto.launcher.progress_display import Tail, Watch
+
+
+def append(folder: Path, **event: object) -> None:
+    with (folder / "events.jsonl").open("a") as log:
+        log.write(json.dumps({"t": 0.0, "worker": 0} | event) + "\n")
+
+
+def test_every_event_is_read_once_and_only_when_it_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    tail = Tail(path)
+    assert tail.read() == []
+    lines = [b'{"event": "a"}\n', b'{"event": ', b'"b"}\n{"ev', b'ent": "c"}\n', b"no event\n", b'{"event": "d"}\n']
+    found = []
+    for line in lines:
+        with path.open("ab") as log:
+            log.write(line)
+        found.append([event["event"] for event in tail.read()])
+    assert found == [["a"], [], ["b"], ["c"], [], ["d"]]
+
+
+def test_plain_progress_comes_in_intervals_and_lines_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(room.time, "monotonic", lambda: now[0])
+    watch = Watch()
+    watch.begin(tmp_path, Order(Path("train.py")))
+    for second in range(13):
+        now[0] = float(second)
+        append(tmp_path, event="log", step=second, values={"loss": 1.0})
+        if second == 7:
+            append(tmp_path, event="evaluation", epoch=1, step=7, training_s=7.0, metrics={"accuracy": 0.5})
+        watch.poll()
+    watch.end()
+    assert capsys.readouterr().err.splitlines() == [
+        "stretto: step 5, loss 1",
+        "stretto: epoch 1, step 7: accuracy 0.5 (after 7.0 s of training)",
+        "stretto: step 12, loss 1, accuracy 0.5",
+    ]
+
+
+def test_quiet_leaves_only_what_the_script_says(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    watch = Watch(quiet=True)
+    watch.begin(tmp_path, Order(Path("train.py")))
+    append(tmp_path, event="evaluation", epoch=1, step=7, training_s=7.0, metrics={"accuracy": 0.5})
+    watch.say(b"from the script\n")
+    watch.end()
+    assert capfd.readouterr() == ("from the script\n", "")
+
+
+def test_a_notice_is_shown_when_the_lead_that_says_it_is_not(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    append(tmp_path, event="notice", text="mind this")
+    for output in ("lead", "none"):
+        watch = Watch()
+        watch.begin(tmp_path, Order(Path("train.py"), output=output))  # type: ignore[arg-type]
+        watch.end()
+    assert capfd.readouterr().err == "stretto: note: mind this\n"
+
+
+def test_of_a_progress_bar_no_more_is_kept_than_is_to_be_seen(capsys: pytest.CaptureFixture[str]) -> None:
+    """However often it is drawn: whole, in halves, and with its carriage return before or behind."""
+    watch = Watch()
+    for step in range(1000):
+        watch._say_above(b"\rtraining:%4d" % step)
+        watch._say_above(b" of 1000\r")
+        assert watch._begun == b"training:%4d of 1000\r" % step
+    watch._say_above(b"\rdone\nand ")
+    assert watch._begun == b"and "
+    assert capsys.readouterr().err == "done\n"

@@ -1,0 +1,112 @@
+"""Properties of barriers as the coordinator keeps them, without sockets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+
+from stretto.membership.barriers import EVERYBODY, NOBODY, Arrive, Awaited, Barriers, Position
+from stretto.membership.coordinator import Roll
+from stretto.membership.messages import Beat, Hello, Here, Leave
+
+
+class Known:
+    """Attendees that a test sets."""
+
+    def __init__(self, awaited: Mapping[int, Awaited]) -> None:
+        self.now = dict(awaited)
+
+    def awaited(self, in_training: bool, now: float) -> Mapping[int, Awaited]:
+        return self.now
+
+
+def at(place: int, index: int = 1, label: str = "barrier", section: int = 1) -> Position:
+    return Position(section, place, label, index)
+
+
+def missing(barriers: Barriers, worker: int, position: Position, of: int = EVERYBODY, life: int = 0) -> list[int]:
+    return barriers.hear(worker, life, Arrive(position, of), 0.0).workers
+
+
+def test_a_barrier_is_passed_when_all_have_come_in_any_order_and_asked_as_often_as_they_like() -> None:
+    barriers = Barriers(Known({one: Awaited(0, 4) for one in range(3)}))
+    assert missing(barriers, 2, at(4)) == [0, 1]
+    assert missing(barriers, 0, at(4)) == [1]
+    assert missing(barriers, 0, at(4)) == [1]
+    assert missing(barriers, 1, at(4)) == []
+    assert missing(barriers, 2, at(4)) == missing(barriers, 0, at(4)) == []
+    assert missing(barriers, 0, at(4, 2)) == [1, 2], "the next call is another barrier"
+
+
+def test_calls_that_some_workers_leave_out_do_not_shift_the_others() -> None:
+    """`if is_main(): save(...)` is no call of the others."""
+    barriers = Barriers(Known({one: Awaited(0, 4) for one in range(2)}))
+    missing(barriers, 0, at(4, label="save only.pt"), NOBODY)
+    assert missing(barriers, 1, at(4)) == [0]
+    assert missing(barriers, 1, at(4, label="save all.pt"), of=0) == [0]
+
+
+def test_a_worker_that_has_begun_a_further_exchange_is_past() -> None:
+    known = Known({0: Awaited(0, 4), 1: Awaited(0, 4)})
+    barriers = Barriers(known)
+    assert missing(barriers, 1, at(4)) == [0]
+    known.now[0] = Awaited(0, 5)
+    assert missing(barriers, 1, at(4)) == []
+
+
+def test_a_failed_worker_is_not_waited_for_and_its_next_life_comes_anew() -> None:
+    known = Known({0: Awaited(0, 9), 1: Awaited(0, 9)})
+    barriers = Barriers(known)
+    assert missing(barriers, 0, at(9), NOBODY) == []
+    del known.now[0]
+    assert missing(barriers, 1, at(9, 2)) == []
+    known.now = {0: Awaited(1, 3), 1: Awaited(1, 3)}  # all began again from a checkpoint
+    assert missing(barriers, 1, at(3), life=1) == [0], "what an earlier life has passed does not count"
+    assert missing(barriers, 0, at(3), life=0) == []
+    assert missing(barriers, 1, at(3), life=1) == [0], "nor what it still says"
+
+
+@pytest.mark.parametrize("returns", [True, False])
+def test_before_training_a_restarted_worker_is_waited_for_and_a_lost_one_is_not(returns: bool) -> None:
+    roll = Roll({}, 2, patience_s=10.0)
+    barriers = Barriers(roll)
+    first = at(0, label="main_first", section=0)
+    assert missing(barriers, 1, first, of=0) == [0]
+    roll.gone(0, 0, 1.0, will_return=returns)
+    assert missing(barriers, 1, first, of=0) == ([0] if returns else [])
+    missing(barriers, 0, first, NOBODY, life=1)
+    assert missing(barriers, 1, first, of=0) == []
+
+
+@pytest.mark.parametrize("free", [True, False])
+def test_a_restarted_worker_neither_blocks_the_others_nor_is_blocked(free: bool) -> None:
+    roll = Roll({}, 2, free=free, patience_s=10.0)
+    barriers = Barriers(roll)
+    for worker in (0, 1):
+        for said in (Hello("here", 1), Here(0), Beat(1, "computing", 0.0, 1, 5)):
+            roll.hear(worker, 0, said, 1.0)
+    assert missing(barriers, 0, at(5)) == [1]
+    roll.gone(1, 0, 2.0, will_return=True)
+    assert missing(barriers, 0, at(5)) == []
+    early = at(0, section=0)
+    assert missing(barriers, 1, early, life=1) == [], "the others train"
+    roll.hear(1, 1, Hello("here", 2), 2.5)
+    roll.hear(1, 1, Beat(0, "starting", 0.0, 0), 2.5)
+    roll.hear(1, 1, Here(0), 2.6)
+    assert missing(barriers, 0, at(5, 2)) == [], "it is not in yet"
+
+
+def test_a_worker_that_rests_or_has_left_is_not_waited_for() -> None:
+    roll = Roll({}, 3, patience_s=10.0)
+    barriers = Barriers(roll)
+    for worker in range(3):
+        roll.hear(worker, 0, Hello("here", 1), 1.0)
+        roll.hear(worker, 0, Here(0), 1.0)
+    for worker in range(3):
+        roll.hear(worker, 0, Beat(1, "computing", 0.0, 7, 5), 1.0)
+    roll.save(1.0)
+    roll.hear(1, 0, Here(1, 5, 7, at_rest=True), 1.1)
+    assert missing(barriers, 0, at(5)) == [2]
+    roll.hear(2, 0, Leave(), 1.2)
+    assert missing(barriers, 0, at(5)) == []

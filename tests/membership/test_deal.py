@@ -1,0 +1,399 @@
+"""The deal under deaths, leavers and newcomers: all agree on every hand, and every sample counts exactly once."""
+
+from __future__ import annotations
+
+import copy
+import tracemalloc
+from array import array
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from numpy.typing import NDArray
+
+from stretto.data.assignment import Deal, Pieces, Portion, bounds_of
+
+Rule = Literal["local", "joined"]
+RULES: list[Rule] = ["local", "joined"]
+SIZES = st.one_of(
+    st.builds(lambda size, full, last: [size] * full + [last] * (last < size), *[st.integers(1, 9)] * 3),
+    st.builds(lambda full, last: [4] * full + [last], st.integers(8, 24), st.integers(1, 4)),
+    st.lists(st.integers(1, 9), min_size=1, max_size=24),
+)
+
+
+def positions(ranges: Iterable[tuple[int, int]]) -> list[int]:
+    return [at for start, stop in ranges for at in range(start, stop)]
+
+
+def travelled(state: dict[str, Any]) -> dict[str, Any]:
+    """The state as a checkpoint or another worker gives it."""
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(state))
+
+
+def hands(deal: Deal, me: int) -> Iterator[Portion]:
+    return iter(lambda: deal.next(me), None)
+
+
+class Life(NamedTuple):
+    """A worker since the hand after which it came."""
+
+    worker: int
+    came: int
+
+
+class Change(NamedTuple):
+    members: list[int]
+    after: int
+    committed: int
+
+
+class Saved(NamedTuple):
+    """A state, the members of that time, how many changes there had been, and what had been dealt."""
+
+    state: dict[str, Any]
+    members: list[int]
+    changes: int
+    table: dict[int, dict[Life, Pieces]]
+
+
+class Seat:
+    """A living worker: its machine, since when that runs, what it knows to be committed, and what it expects."""
+
+    def __init__(self, life: Life, deal: Deal, begun: int, known: int) -> None:
+        self.life, self.deal, self.begun, self.known = life, deal, begun, known
+        self.expected: list[Pieces] | None = None
+
+
+class Crew(RuleBasedStateMachine):
+    """Workers with a machine each; the table holds what was dealt to whom, as those who are left must see it."""
+
+    how: Rule
+
+    @initialize(sizes=SIZES, workers=st.integers(1, 4), others=st.integers(0, 2))
+    def begin(self, sizes: list[int], workers: int, others: int) -> None:
+        self.sizes, self.base = sizes, workers + others
+        self.bounds = bounds_of(sizes)
+        self.batches = {(start, stop) for start, stop in zip(self.bounds, self.bounds[1:], strict=False)}
+        members = list(range(workers))
+        self.seats = {
+            one: Seat(Life(one, 0), Deal(sizes, members, self.how, self.base, self.bounds), 0, 0) for one in members
+        }
+        self.table: dict[int, dict[Life, Pieces]] = {}
+        self.changes: list[Change] = []
+        self.given_back = False
+        self.saved = Saved(travelled(self.seats[0].deal.state()), members, 0, {})
+
+    @property
+    def committed(self) -> int:
+        return max(seat.known for seat in self.seats.values())
+
+    @property
+    def furthest(self) -> int:
+        return max(seat.deal.hand for seat in self.seats.values())
+
+    @property
+    def front(self) -> int:
+        """Up to which hand all is as it was told or dealt, even if those who got there are gone."""
+        return max([self.furthest, *(change.after for change in self.changes)])
+
+    def some(self, data: st.DataObject) -> Seat:
+        return self.seats[data.draw(st.sampled_from(sorted(self.seats)))]
+
+    def is_level(self) -> bool:
+        """All have been dealt the same hands, and know the same to be committed."""
+        return {(seat.deal.hand, seat.known) for seat in self.seats.values()} == {(self.front, self.committed)}
+
+    @rule(data=st.data(), times=st.integers(1, 3))
+    def deal(self, data: st.DataObject, times: int) -> None:
+        seat = self.some(data)
+        for _ in range(times):
+            if seat.deal.hand - self.committed < 6:
+                self.deal_one(seat)
+
+    def deal_one(self, seat: Seat) -> bool:
+        if seat.known < self.committed:
+            seat.deal.commit()
+            seat.known = seat.deal.hand
+        seen: dict[int, Pieces] = {one: next(seat.deal.ahead(one), ()) for one in self.seats}
+        portion = seat.deal.next(seat.life.worker)
+        assert (portion.own if portion else ()) == seen[seat.life.worker]
+        if seat.expected is not None:
+            assert (portion.own if portion else None) == next(iter(seat.expected), None)
+            seat.expected = seat.expected[1:]
+        if portion is None:
+            assert seat.deal.hand == self.front
+            assert len(self.dealt()) == self.bounds[-1]
+            return False
+        number = seat.deal.hand
+        if number not in self.table:
+            self.check_new([seen[one] for one in sorted(self.seats)])
+            self.table[number] = {self.seats[one].life: seen[one] for one in self.seats}
+        self.check_known(number, seen, portion)
+        return True
+
+    def dealt(self) -> list[int]:
+        return [at for hand in self.table.values() for piece in hand.values() for at in positions(piece)]
+
+    def check_new(self, pieces: list[Pieces]) -> None:
+        """The hand is what the rules say, made of the lowest positions that are nobody's."""
+        sizes = [len(positions(piece)) for piece in pieces]
+        free = sorted(set(range(self.bounds[-1])).difference(self.dealt()))
+        assert sorted(at for piece in pieces for at in positions(piece)) == free[: sum(sizes)]
+        assert sum(sizes) > 0
+        assert sizes == sorted(sizes, key=bool, reverse=True), "the first have the pieces"
+        if self.how == "local":
+            assert all(len(piece) <= 1 and set(piece) <= self.batches for piece in pieces)
+            assert all(sizes) or sum(sizes) == len(free), "nobody is idle while there is something"
+            return
+        full, plain = self.bounds[min(self.base, len(self.sizes))], not self.given_back
+        allowed = {min(full, len(free))} if self.given_back else set()
+        if free[0] in self.bounds:
+            allowed.add(self.bounds[min(self.bounds.index(free[0]) + self.base, len(self.sizes))] - free[0])
+        assert sum(sizes) in allowed
+        if plain and len(sizes) == self.base:
+            assert all(len(piece) <= 1 and set(piece) <= self.batches for piece in pieces)
+        elif len(sizes) != self.base:
+            assert max(sizes) - min(sizes) <= 1
+            assert sizes == sorted(sizes, reverse=True)
+
+    def check_known(self, number: int, seen: dict[int, Pieces], portion: Portion) -> None:
+        """What this machine gives to whom is what others had seen; those who came later are idle in it."""
+        hand = self.table[number]
+        for one, seat in self.seats.items():
+            assert seen[one] == hand.get(seat.life, ())
+        assert portion.samples == len(positions(portion.own))
+        assert portion.total == sum(len(positions(piece)) for piece in hand.values())
+        assert portion.short == (() in hand.values())
+
+    @precondition(lambda self: self.is_level() and self.front > self.committed)
+    @rule(data=st.data())
+    def exchange(self, data: st.DataObject) -> None:
+        """Some know at once that it has succeeded, others before they go on, or from those who form anew."""
+        for worker in data.draw(st.sets(st.sampled_from(sorted(self.seats)), min_size=1)):
+            self.seats[worker].deal.commit()
+            self.seats[worker].known = self.seats[worker].deal.hand
+        self.the_books_are_right()
+
+    @rule(data=st.data())
+    def change(self, data: st.DataObject) -> None:
+        """Some die or leave, others come: with the newest state when all is committed, or with an older one."""
+        gone = data.draw(st.sets(st.sampled_from(sorted(self.seats)), max_size=len(self.seats) - 1))
+        absent = sorted(set(range(6)).difference(self.seats))
+        new = data.draw(st.sets(st.sampled_from(absent), max_size=2) if absent else st.just(set()))
+        for worker in gone:
+            del self.seats[worker]
+        after, told = self.front, Change(sorted({*self.seats, *new}), self.furthest, self.committed)
+        saved = self.saved
+        if self.is_level() and self.front == self.committed and data.draw(st.booleans()):
+            saved = Saved(travelled(self.some(data).deal.state()), told.members, len(self.changes) + 1, {})
+        self.take_back(after, told.committed)
+        self.changes.append(told)
+        for seat in self.seats.values():
+            self.tell(seat, [told])
+        for worker in new:
+            deal = Deal.restored(saved.state, saved.members)
+            self.seats[worker] = Seat(Life(worker, after), deal, deal.hand, told.committed)
+            self.tell(self.seats[worker], self.changes[saved.changes :])
+        self.the_books_are_right()
+
+    def take_back(self, after: int, committed: int) -> None:
+        living = {seat.life for seat in self.seats.values()}
+        self.table = {number: hand for number, hand in self.table.items() if number <= after}
+        for number in range(committed + 1, after + 1):
+            kept = {life: piece for life, piece in self.table[number].items() if life in living}
+            self.given_back |= any(positions(piece) for life, piece in self.table[number].items() if life not in kept)
+            self.table[number] = kept
+
+    def tell(self, seat: Seat, told: list[Change]) -> None:
+        for one in told:
+            seat.deal.change(one.members, one.after, one.committed)
+            seat.known = one.committed
+        seat.expected = None
+
+    @precondition(lambda self: self.is_level() and self.front == self.committed)
+    @rule(data=st.data())
+    def save(self, data: st.DataObject) -> None:
+        state = travelled(self.some(data).deal.state())
+        self.saved = Saved(state, sorted(self.seats), len(self.changes), copy.deepcopy(self.table))
+
+    @rule(data=st.data(), workers=st.integers(1, 5))
+    def restart(self, data: st.DataObject, workers: int) -> None:
+        """All die; others go on from what was saved, without what was dealt since."""
+        if data.draw(st.integers(0, 3)):
+            return
+        self.table = copy.deepcopy(self.saved.table)
+        hand, members = self.saved.state["hand"], list(range(workers))
+        self.seats = {
+            one: Seat(Life(one, hand), Deal.restored(self.saved.state, members), hand, hand) for one in members
+        }
+        self.changes = []
+        self.saved = self.saved._replace(members=members, changes=0)
+
+    @rule(data=st.data())
+    def look_ahead(self, data: st.DataObject) -> None:
+        seat = self.some(data)
+        before = copy.deepcopy(vars(seat.deal))
+        seat.expected = list(seat.deal.ahead(seat.life.worker))
+        assert vars(seat.deal) == before
+
+    @invariant()
+    def nothing_is_dealt_twice(self) -> None:
+        assert len(set(self.dealt())) == len(self.dealt())
+
+    def the_books_are_right(self) -> None:
+        for seat in self.seats.values():
+            everything = self.counts(seat, self.table_lives(), 0)
+            for other in self.seats.values():
+                own = self.counts(seat, {other.life}, max(seat.begun, other.life.came))
+                assert np.array_equal(seat.deal.own(other.life.worker), own)
+                everything -= own
+                ahead = range(seat.known + 1, seat.deal.hand + 1)
+                held = [self.table[number].get(other.life, ()) for number in ahead]
+                assert seat.deal.pending(other.life.worker) == sum(len(positions(piece)) for piece in held)
+            assert np.array_equal(seat.deal.departed(), everything)
+
+    def table_lives(self) -> set[Life]:
+        return {life for hand in self.table.values() for life in hand}
+
+    def counts(self, seat: Seat, lives: set[Life], after: int) -> NDArray[np.uint8]:
+        """What these have committed behind a hand, as far as a seat knows."""
+        found = np.zeros(self.bounds[-1], np.uint8)
+        for number in range(after + 1, min(seat.known, seat.deal.hand) + 1):
+            for life in lives & self.table[number].keys():
+                found[positions(self.table[number][life])] += 1
+        return found
+
+    @invariant()
+    def what_is_uncommitted_is_not_saved(self) -> None:
+        for seat in self.seats.values():
+            if seat.deal.hand != seat.known:
+                with pytest.raises(ValueError, match="committed"):
+                    seat.deal.state()
+
+    def teardown(self) -> None:
+        """Whatever happened: those who are left finish the pass, and each sample counts once."""
+        if not hasattr(self, "seats"):
+            return
+        for seat in self.seats.values():
+            while self.deal_one(seat):
+                pass
+        for seat in self.seats.values():
+            seat.deal.commit()
+            seat.known = seat.deal.hand
+            assert seat.deal.hand == self.front
+        self.the_books_are_right()
+        longest = min(self.seats.values(), key=lambda seat: seat.begun)
+        owned = [seat.deal.own(seat.life.worker) for seat in self.seats.values()]
+        assert (sum(owned, longest.deal.departed()) == 1).all()
+
+
+@pytest.mark.parametrize("how", RULES)
+def test_all_agree_and_every_sample_counts_once_whatever_happens(how: Rule) -> None:
+    machine = type("Machine", (Crew,), {"how": how})
+    run_state_machine_as_test(machine, settings=settings(max_examples=50, stateful_step_count=20))
+
+
+@pytest.mark.parametrize("how", RULES)
+@given(sizes=SIZES, workers=st.integers(1, 5))
+def test_undisturbed_each_worker_gets_every_nth_batch(how: Rule, sizes: list[int], workers: int) -> None:
+    bounds = bounds_of(sizes)
+    for me in range(workers):
+        deal = Deal(sizes, range(workers), how)
+        for hand, portion in enumerate(hands(deal, me)):
+            dealt = sizes[hand * workers : (hand + 1) * workers]
+            at = hand * workers + me
+            assert portion.own == (((bounds[at], bounds[at + 1]),) if at < len(sizes) else ())
+            assert (portion.total, portion.short) == (sum(dealt), len(dealt) < workers)
+        assert deal.hand == -(-len(sizes) // workers)
+
+
+def test_a_joined_hand_is_cut_evenly_among_those_who_are_there() -> None:
+    """Hands of 40 samples; worker 1 dies with hands 2 and 3 uncommitted, and one hears of it before it has hand 3."""
+    early, late = Deal([10] * 24, range(4), "joined"), Deal([10] * 24, range(4), "joined")
+    for deal, dealt in ((early, 3), (late, 2)):
+        assert [portion.total for portion in islice(hands(deal, 0), dealt)] == [40] * dealt
+        deal.change([0, 2, 3], after=3, committed=1)
+    assert late.next(3) == Portion(((110, 120),), 10, 30, False)
+    for deal in (early, late):
+        assert deal.next(0) == Portion(((50, 60), (90, 94)), 14, 40, False)
+        assert deal.next(2) == Portion(((154, 167),), 13, 40, False)
+        assert deal.departed().nonzero()[0].tolist() == list(range(10, 20))
+        assert deal.pending(1) == 0
+        assert deal.pending(3) == 10 + 10 + 13 + 13
+
+
+def test_what_does_not_fit_together_is_refused() -> None:
+    deal = Deal([1] * 9, range(3))
+    deal.next(0), deal.next(0)
+    deal.commit()
+    for after, committed in ((1, 1), (2, 1), (2, 3)):
+        with pytest.raises(ValueError, match="known"):
+            deal.change([0, 1], after, committed)
+    deal.change([0, 1], 3, 2)
+    with pytest.raises(ValueError, match="a change is to come"):
+        deal.state()
+
+
+class Watched(array):  # type: ignore[type-arg]
+    """Counts how often it is read."""
+
+    reads = 0
+
+    def __getitem__(self, at: Any) -> Any:
+        self.reads += 1
+        return super().__getitem__(at)
+
+
+@pytest.mark.parametrize("how", RULES)
+@pytest.mark.parametrize("there", [range(300), range(299)], ids=["all", "one less"])
+def test_undisturbed_dealing_costs_the_same_with_many_workers_and_keeps_nothing(how: Rule, there: range) -> None:
+    deal = Deal((), there, how, 300, Watched("q", range(0, 1_200_001, 4)))
+    deal.next(7)
+    deal._bounds.reads = 0  # type: ignore[attr-defined]
+    tracemalloc.start()
+    assert sum(1 for _ in hands(deal, 7)) >= 999
+    kept = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert deal._bounds.reads <= 10 * deal.hand  # type: ignore[attr-defined]
+    assert kept < 10_000
+
+
+def test_a_state_is_small() -> None:
+    deal = Deal([32] * 100_000 + [7], range(8))
+    for _ in islice(hands(deal, 0), 1000):
+        pass
+    deal.commit()
+    assert len(msgspec.msgpack.encode(deal.state())) < 200
+
+
+@given(SIZES, st.sets(st.integers(0, 23)), st.integers(1, 4))
+@settings(max_examples=60)
+def test_what_was_handed_out_one_by_one_goes_on_as_a_deal(sizes: list[int], some: set[int], members: int) -> None:
+    """What was settled is not dealt again, all else is, once; and what is left is told before."""
+    settled = {batch for batch in some if batch < len(sizes)}
+    bounds = bounds_of(sizes)
+    done = {at for batch in settled for at in range(bounds[batch], bounds[batch + 1])}
+    deal = Deal.restored(travelled(Deal.of_settled(bounds, settled, members).state()), range(members))
+    assert deal.handed == len(done)
+    left = positions(deal.left())
+    assert left == sorted(set(range(bounds[-1])) - done)
+    twins = [copy.deepcopy(deal) for _ in range(members)]
+    dealt = [at for me, twin in enumerate(twins) for one in hands(twin, me) for at in positions(one.own)]
+    assert sorted(dealt) == left
+    assert not twins[0].left()
+    twins[0].commit()
+    assert twins[0].departed().tolist() == [int(at in done) for at in range(bounds[-1])]

@@ -1,0 +1,133 @@
+"""Laws of the journal: what was flushed is there, what is damaged is not given back, nor anything behind it."""
+
+from __future__ import annotations
+
+import os
+import resource
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stretto.errors import LogError
+from stretto.membership.write_ahead_log import Journal, read
+
+RECORDS = [b"one", b"", b"\x00" * 40, bytes(range(64))]
+
+
+def written(path: Path, records: list[bytes]) -> list[int]:
+    """Write a journal; where each record ends in the file."""
+    journal, ends = Journal(path), []
+    for record in records:
+        journal.append(record)
+        journal.flush()
+        ends.append(path.stat().st_size)
+    journal.close()
+    return ends
+
+
+@given(batches=st.lists(st.lists(st.binary(max_size=200), max_size=4), max_size=5))
+@settings(max_examples=60)
+def test_what_is_appended_is_read_again_over_any_number_of_openings(tmp_path_factory, batches) -> None:
+    path = tmp_path_factory.mktemp("journal") / "journal"
+    for batch in batches:
+        journal = Journal(path)
+        for record in batch:
+            journal.append(record)
+        journal.close()
+    assert read(path) == [record for batch in batches for record in batch]
+
+
+def test_what_is_flushed_is_in_the_file_and_what_is_not_is_not(tmp_path) -> None:
+    journal = Journal(tmp_path / "journal")
+    journal.append(b"flushed")
+    journal.flush()
+    journal.append(b"not yet")
+    assert read(tmp_path / "journal") == [b"flushed"]
+    journal.close()
+    assert read(tmp_path / "journal") == [b"flushed", b"not yet"]
+
+
+def test_flushing_syncs_what_was_written_and_nothing_when_there_was_nothing(tmp_path, monkeypatch) -> None:
+    journal = Journal(tmp_path / "journal")
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fdatasync", synced.append)
+    journal.flush()
+    assert not synced
+    journal.append(b"one")
+    journal.flush()
+    journal.flush()
+    assert len(synced) == 1
+
+
+def test_there_is_nothing_in_a_journal_that_is_not_there(tmp_path) -> None:
+    assert read(tmp_path / "none") == []
+
+
+def test_cut_at_every_byte_the_whole_records_before_are_given_and_reading_changes_nothing(tmp_path) -> None:
+    path = tmp_path / "journal"
+    ends = written(path, RECORDS)
+    whole = path.read_bytes()
+    for size in range(len(whole) + 1):
+        path.write_bytes(whole[:size])
+        assert read(path) == RECORDS[: sum(end <= size for end in ends)]
+        assert path.stat().st_size == size
+
+
+def test_flipped_at_every_bit_the_records_before_are_given(tmp_path) -> None:
+    path = tmp_path / "journal"
+    ends = written(path, RECORDS)
+    whole = path.read_bytes()
+    for at in range(len(whole)):
+        for bit in range(8):
+            path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << bit]) + whole[at + 1 :])
+            assert read(path) == RECORDS[: sum(end <= at for end in ends)]
+
+
+def test_a_record_that_is_missing_doubled_or_in_another_place_is_seen(tmp_path) -> None:
+    path = tmp_path / "journal"
+    ends = [0, *written(path, RECORDS)]
+    whole = path.read_bytes()
+    one, two, three, four = (whole[a:b] for a, b in pairwise(ends))
+    for order, good in ((one + three + four, 1), (one + one + two, 1), (two + one, 0), (one + two + four + three, 2)):
+        path.write_bytes(order)
+        assert read(path) == RECORDS[:good]
+
+
+def test_reopened_at_every_tear_it_goes_on_from_the_last_whole_record(tmp_path) -> None:
+    path = tmp_path / "journal"
+    ends = written(path, RECORDS)
+    whole = path.read_bytes()
+    for size in range(0, len(whole) + 1, 3):
+        path.write_bytes(whole[:size])
+        journal = Journal(path)
+        journal.append(b"after")
+        journal.close()
+        assert read(path) == [*RECORDS[: sum(end <= size for end in ends)], b"after"]
+
+
+def test_what_could_not_be_written_is_told_and_written_once_there_is_room(tmp_path) -> None:
+    path = tmp_path / "journal"
+    journal = Journal(path)
+    journal.append(b"fits")
+    journal.flush()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    journal.append(bytes(200))
+    journal.append(b"behind")
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+        with pytest.raises(LogError, match="cannot be written: File too large"):
+            journal.flush()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert path.stat().st_size == 100  # torn
+    assert read(path) == [b"fits"]
+    journal.close()
+    assert read(path) == [b"fits", bytes(200), b"behind"]
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path) -> None:
+    with pytest.raises(LogError, match="cannot be opened: No such file"):
+        Journal(tmp_path / "none" / "journal")

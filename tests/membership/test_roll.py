@@ -1,0 +1,589 @@
+"""Laws of the roll: whatever is lost, doubled or late and whoever dies, all that live come together again."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Any
+
+import hypothesis.strategies as st
+from hypothesis import example, given, settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
+
+from stretto.membership.client_state import Attendance
+from stretto.membership.coordinator import Post, Roll
+from stretto.membership.messages import Beat, Broken, Form, GoOn, Hello, Here, Leave, Quit, Said, Stop
+
+PATIENCE_S = 10.0
+STRIKES = (*["kill", "begin"] * 3, "pause", "go on", "crash", "restart", "save", "quit", "leave")
+
+
+@dataclass
+class Worker:
+    """One process: it trains in rounds, each of which needs all members, and stands still where it has to."""
+
+    number: int
+    life: int
+    world: World
+    history: bool = False
+    commits: int = 0
+    hand: int = 0
+    is_exchanging: bool = False
+    is_paused: bool = False
+    is_ended: bool = False
+    has_left: bool = False
+    quits: bool = False
+    form: Form | None = None
+    said: set[Here] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.attendance = Attendance(self.number, self.life, lambda generation, why: None)
+        self.stand(at_rest=False)
+
+    @property
+    def runs(self) -> bool:
+        return not self.is_paused and not self.is_ended
+
+    @property
+    def stands(self) -> bool:
+        return self.attendance._standing is not None
+
+    def stand(self, at_rest: bool) -> None:
+        self.is_exchanging = False
+        generation = self.attendance.generation if self.history else 0
+        self.attendance.stand(Here(generation, self.commits, self.hand, at_rest))
+
+    def says(self) -> list[Said]:
+        """All that its companion says from time to time."""
+        attendance = self.attendance
+        said: list[Said] = [] if attendance.settings is not None else [Hello("here", 1)]
+        said.append(Beat(attendance.generation, "computing", 0.1, self.hand))
+        said += [Quit()] if self.quits else []
+        said += [Leave()] if self.has_left else []
+        return [*said, *attendance.says()]
+
+    def hear(self, post: Post) -> None:
+        if self.attendance.told(post.told):
+            self.world.say(self, self.attendance.says())
+
+    def step(self) -> None:
+        """Do the next thing, if there is any."""
+        attendance = self.attendance
+        if attendance.out is not None or attendance.stopped is not None:
+            self.is_ended = True
+        elif attendance.answer is not None:
+            self.answered()
+        elif self.stands or self.form is None:
+            return
+        elif attendance.aborted >= attendance.generation:
+            self.stand(at_rest=False)
+        elif not self.history:
+            self.take()
+        elif self.is_exchanging:
+            self.exchange()
+        elif attendance.held:
+            self.stand(at_rest=True)
+        else:
+            self.hand += 1
+            self.is_exchanging = True
+            self.world.entered[self.form.generation, self.commits].add(self.number)
+
+    def answered(self) -> None:
+        answer, self.attendance.answer = self.attendance.answer, None
+        if isinstance(answer, GoOn):
+            if self.hand < answer.hand and not self.is_exchanging:
+                self.hand += 1
+                self.is_exchanging = True
+                assert self.form is not None
+                self.world.entered[self.form.generation, self.commits].add(self.number)
+            return
+        assert isinstance(answer, Form)
+        if self.number not in answer.numbers:
+            self.has_left = self.is_ended = True
+            return
+        self.form = answer
+        self.world.arrived[answer.generation].add(self.number)
+        if self.history:
+            self.catch_up()
+
+    def take(self) -> None:
+        """A newcomer takes the state of those that have one; where nobody has, all begin."""
+        assert self.form is not None
+        givers = {one.worker for one in self.form.members if one.here.generation > 0}
+        if not givers or givers & self.world.arrived[self.form.generation]:
+            self.history = True
+            self.catch_up()
+
+    def catch_up(self) -> None:
+        """Who is behind takes the answers of one that is ahead; exchanges are counted on from there."""
+        assert self.form is not None
+        heres = [one.here for one in self.form.members]
+        self.commits = max(one.commits for one in heres)
+        self.hand = max(one.hand for one in heres)
+
+    def exchange(self) -> None:
+        assert self.form is not None
+        if self.world.entered[self.form.generation, self.commits] >= {one.worker for one in self.form.members}:
+            self.commits += 1
+            self.is_exchanging = False
+
+
+class World:
+    """All of it. What is on its way is in `to_roll` and `to_workers`; `disk` is the journal."""
+
+    def __init__(self, workers: int, least: int) -> None:
+        self.least = min(least, workers)
+        self.roll = Roll({}, workers, self.least, patience_s=PATIENCE_S, return_s=1e9)
+        self.now = 0.0
+        self.disk: list[bytes] = self.roll.records()
+        self.to_roll: list[tuple[int, int, Said]] = []
+        self.to_workers: list[Post] = []
+        self.entered: dict[tuple[int, int], set[int]] = defaultdict(set)
+        self.arrived: dict[int, set[int]] = defaultdict(set)
+        self.processes: list[Worker] = []
+        self.forms: dict[int, Form] = {}
+        self.ended: set[tuple[int, int]] = set()
+        self.lost: set[int] = set()
+        """Numbers that are not started again."""
+        self.stopped = False
+        self.crash: int | None = None
+        """How many of the next records reach the disk before the coordinator dies."""
+        for number in range(workers):
+            self.begin(number, 0)
+
+    def begin(self, number: int, life: int) -> None:
+        self.processes.append(Worker(number, life, self))
+
+    def last(self, number: int) -> Worker:
+        return max((one for one in self.processes if one.number == number), key=lambda one: one.life)
+
+    def running(self) -> list[Worker]:
+        return [one for one in self.processes if one.runs]
+
+    def say(self, worker: Worker, said: list[Said]) -> None:
+        for one in said:
+            if isinstance(one, Here):
+                worker.said.add(one)
+            self.to_roll.append((worker.number, worker.life, one))
+
+    # --- the coordinator ---------------------------------------------------------------------------------------------
+
+    def follow(self, posts: list[Post]) -> None:
+        """What the roll has said is journalled and told, unless the coordinator dies before."""
+        records = self.roll.records()
+        for event in self.roll.events:
+            if event["what"] in ("gone", "left"):
+                self.ended.add((event["worker"], event["life"]))
+        self.roll.events.clear()
+        if self.crash is not None:
+            reached, self.crash = records[: self.crash], None
+            self.disk += reached
+            self.restart()
+            return
+        self.disk += records
+        for post in posts:
+            self.check(post)
+        self.to_workers += posts
+
+    def restart(self) -> None:
+        self.roll = Roll.restored(self.disk, self.now)
+
+    def hear(self, worker: int, life: int, said: Said) -> None:
+        self.follow(self.roll.hear(worker, life, said, self.now))
+
+    def gone(self, worker: Worker, will_return: bool) -> None:
+        if not will_return:
+            self.lost.add(worker.number)
+        self.follow(self.roll.gone(worker.number, worker.life, self.now, will_return, "killed"))
+
+    def tick(self, seconds: float) -> None:
+        self.now += seconds
+        self.follow(self.roll.tick(self.now))
+
+    # --- what must hold ----------------------------------------------------------------------------------------------
+
+    def check(self, post: Post) -> None:
+        if isinstance(post.told, Stop):
+            self.stopped = True
+            able = (
+                {one.number for one in self.processes} - {one.number for one in self.processes if one.quits} - self.lost
+            )
+            assert len(able) < max(self.least, 1), "as long as enough are there or to come it does not stop"
+        if not isinstance(post.told, Form):
+            return
+        form = post.told
+        last = self.forms.get(form.generation)
+        if form == last:
+            return
+        if last is None:
+            assert form.generation > max(self.forms, default=-1), "generations only grow"
+            assert not form.save, "who has just come does not know of a checkpoint"
+        else:
+            assert [(one.worker, one.life) for one in last.members] == [(one.worker, one.life) for one in form.members]
+            assert all(one.here.at_rest and one.here.generation == form.generation for one in form.members)
+        self.forms[form.generation] = form
+        self.check_new(form)
+
+    def check_new(self, form: Form) -> None:
+        heres = {one.worker: one.here for one in form.members}
+        lives = {(one.number, one.life): one for one in self.processes}
+        for one in form.members:
+            worker = lives[one.worker, one.life]
+            stands = worker.attendance._standing
+            assert stands is not None, "who is in a new generation stands still"
+            assert (stands.commits, stands.hand, stands.at_rest) == (one.here.commits, one.here.hand, one.here.at_rest)
+            assert max(stands.generation, 0) == one.here.generation
+            assert abs(stands.generation) <= form.generation
+            assert (one.here.generation > 0) == worker.history
+        giving = [here for here in heres.values() if here.generation > 0]
+        if not giving:
+            able = [one for one in self.processes if one.history and one.runs and not one.has_left]
+            able = [one for one in able if (one.number, one.life) not in self.ended and not one.attendance.out]
+            assert not [one for one in able if one is self.last(one.number)], "who has history is not passed over"
+        elif all(here.at_rest for here in giving):
+            assert len({(here.hand, here.commits) for here in giving}) == 1, "all rest at one hand"
+        else:
+            assert not any(here.at_rest for here in giving)
+            assert len(heres) == len(giving), "newcomers come in at rest"
+            assert max(here.commits for here in giving) - min(here.commits for here in giving) <= 1
+        before = self.forms.get(form.generation - 1)
+        if before is not None and giving and form.generation not in {here.generation for here in giving}:
+            assert {here.generation for here in giving} == {before.generation}, "they have said Here for the last one"
+
+    # --- faults ------------------------------------------------------------------------------------------------------
+
+    def storm(self, draw: random.Random, rounds: int, bad: float, faults: float) -> None:
+        """Rounds over a network that loses, doubles and reorders some of all messages, with workers that are late."""
+        for _ in range(rounds):
+            while draw.random() < faults:
+                self.strike(draw)
+            for one in self.running():
+                self.say(one, one.says())
+            self.flow(draw, bad)
+            for one in self.running():
+                if draw.random() < 0.8:
+                    one.step()
+            self.tick(PATIENCE_S * draw.choice((0.05, 0.05, 0.3)))
+
+    def strike(self, draw: random.Random) -> None:
+        """One fault."""
+        what = draw.choice(STRIKES)
+        last = self.last(draw.choice(self.processes).number)
+        if what == "kill" and not last.is_ended:
+            last.is_ended = True
+            if draw.random() < 0.7:
+                self.gone(last, will_return=draw.random() < 0.8)
+        elif (
+            what == "begin" and (last.is_ended or last.is_paused) and not last.has_left and last.number not in self.lost
+        ):
+            self.begin(last.number, last.life + 1)
+        elif what == "pause":
+            last.is_paused = True
+        elif what == "go on":
+            for one in self.processes:
+                one.is_paused = False
+        elif what == "crash":
+            self.crash = draw.randrange(4)
+        elif what == "restart":
+            self.restart()
+        elif what == "save":
+            self.follow(self.roll.save(self.now))
+        elif what == "quit" and draw.random() < 0.5:
+            last.quits = True
+        elif what == "leave" and last.runs and last.commits > 3 and draw.random() < 0.3:
+            last.has_left = last.is_ended = True
+            self.say(last, [Leave()])
+
+    # --- when the faults stop ----------------------------------------------------------------------------------------
+
+    def calm(self, rounds: int) -> None:
+        """So many rounds without a fault: what is said arrives once and in order, and who is missing comes back."""
+        for _ in range(rounds):
+            for number in sorted({one.number for one in self.processes}):
+                last = self.last(number)
+                last.is_paused = False
+                if last.is_ended and (last.has_left or number in self.lost):
+                    self.gone(last, will_return=False)  # in case that it was not heard before
+                elif last.is_ended and number not in self.lost and not last.attendance.stopped:
+                    self.gone(last, will_return=True)
+                    self.begin(number, last.life + 1)
+            for one in self.running():
+                self.say(one, one.says())
+            self.flow()
+            for one in self.running():
+                one.step()
+            self.tick(PATIENCE_S / 10)
+
+    def flow(self, draw: random.Random | None = None, bad: float = 0.0) -> None:
+        """Everything on its way arrives, and what follows from it; if `bad` not all, not once, not in order."""
+        for _ in range(200):
+            to_roll, self.to_roll = self._through(self.to_roll, draw, bad)
+            for message in to_roll:
+                self.hear(*message)
+            to_workers, self.to_workers = self._through(self.to_workers, draw, bad)
+            for post in to_workers:
+                self.deliver(post)
+            if bad or not (self.to_roll or self.to_workers):
+                return
+        raise AssertionError("the talk does not end")
+
+    def _through(self, waiting: list[Any], draw: random.Random | None, bad: float) -> tuple[list[Any], list[Any]]:
+        """What arrives of that, and what is still on its way."""
+        if draw is None or not bad:
+            return waiting, []
+        arrives = [one for one in waiting if draw.random() > bad]
+        draw.shuffle(arrives)
+        return arrives, [one for one in waiting if draw.random() < bad][-20:]
+
+    def deliver(self, post: Post) -> None:
+        for one in self.processes:
+            if (one.number, one.life) == (post.worker, post.life) and not one.is_ended:
+                one.hear(post)
+
+    def check_calm(self) -> None:
+        """All that live are in one generation, and their rounds go on."""
+        there = [one for one in self.running() if not one.has_left]
+        if not there:
+            return
+        assert not self.stopped
+        assert {one.attendance.generation for one in there} == {self.roll.generation}, "all are in one generation"
+        assert all(one.history and one.attendance.aborted < one.attendance.generation for one in there)
+        assert len({one.number for one in there}) == len(there)
+        before = [one.commits for one in there]
+        self.calm(12)
+        assert all(one.commits > was for one, was in zip(there, before, strict=True)), "rounds go on"
+        assert len({one.commits for one in there}) <= 2
+
+
+class Faults(RuleBasedStateMachine):
+    """Faults at any point, in any order; when they stop, all is well within so many rounds."""
+
+    @initialize(workers=st.integers(1, 4), least=st.integers(1, 2))
+    def begin(self, workers: int, least: int) -> None:
+        self.world = World(workers, least)
+
+    @rule(seed=st.integers(0, 1 << 20), rounds=st.integers(1, 12), bad=st.sampled_from([0.0, 0.1, 0.4]))
+    def train(self, seed: int, rounds: int, bad: float) -> None:
+        self.world.storm(random.Random(seed), rounds, bad, faults=0.0)
+
+    @rule(rounds=st.integers(1, 12))
+    def train_well(self, rounds: int) -> None:
+        self.world.storm(random.Random(0), rounds, bad=0.0, faults=0.0)
+
+    @rule(pick=st.integers(0, 30))
+    def speak(self, pick: int) -> None:
+        if running := self.world.running():
+            one = running[pick % len(running)]
+            self.world.say(one, one.says())
+
+    @rule(pick=st.integers(0, 30))
+    def step(self, pick: int) -> None:
+        if running := self.world.running():
+            running[pick % len(running)].step()
+
+    @rule(pick=st.integers(0, 1000), keep=st.booleans())
+    def reach_roll(self, pick: int, keep: bool) -> None:
+        """Any message on its way arrives; if it is kept, it arrives once more later."""
+        if waiting := self.world.to_roll:
+            at = pick % len(waiting)
+            self.world.hear(*(waiting[at] if keep else waiting.pop(at)))
+
+    @rule(pick=st.integers(0, 1000), keep=st.booleans())
+    def reach_worker(self, pick: int, keep: bool) -> None:
+        waiting = [post for post in self.world.to_workers if self.is_awake(post)]
+        if waiting:
+            post = waiting[pick % len(waiting)]
+            if not keep:
+                self.world.to_workers.remove(post)
+            self.world.deliver(post)
+
+    def is_awake(self, post) -> bool:
+        return not any(
+            (one.number, one.life) == (post.worker, post.life) and one.is_paused for one in self.world.processes
+        )
+
+    @rule(data=st.data())
+    def lose(self, data: st.DataObject) -> None:
+        for waiting in (self.world.to_roll, self.world.to_workers):
+            if waiting and data.draw(st.booleans()):
+                del waiting[data.draw(st.integers(0, len(waiting) - 1)) :: data.draw(st.integers(1, 3))]
+
+    @rule(number=st.integers(0, 3), seen=st.booleans(), again=st.booleans())
+    def kill(self, number: int, seen: bool, again: bool) -> None:
+        last = self.last(number)
+        if last is None:
+            return
+        last.is_ended = True
+        if seen:
+            self.world.gone(last, will_return=True)
+        if again and last.number not in self.world.lost:
+            self.world.begin(last.number, last.life + 1)
+
+    @rule(number=st.integers(0, 3))
+    def pause(self, number: int) -> None:
+        last = self.last(number)
+        if last is not None:
+            last.is_paused = not last.is_paused
+
+    @rule(number=st.integers(0, 3))
+    def start_again_beside_one_that_sleeps(self, number: int) -> None:
+        last = self.last(number)
+        if last is not None and last.is_paused:
+            self.world.begin(last.number, last.life + 1)
+
+    @rule(seconds=st.sampled_from([1.0, 4.0, 11.0]))
+    def wait(self, seconds: float) -> None:
+        for one in self.world.running():
+            self.world.say(one, one.says())
+        self.world.tick(seconds)
+
+    @rule()
+    def save(self) -> None:
+        self.world.follow(self.world.roll.save(self.world.now))
+
+    @rule(number=st.integers(0, 3))
+    def quit(self, number: int) -> None:
+        last = self.last(number)
+        if last is not None:
+            last.quits = True
+
+    @rule(records=st.integers(0, 3))
+    def the_coordinator_dies(self, records: int) -> None:
+        self.world.crash = records
+
+    @rule()
+    def the_coordinator_is_started_again(self) -> None:
+        self.world.restart()
+
+    def last(self, number: int) -> Worker | None:
+        """The process of that number, if it lives."""
+        last = self.world.last(number % len({one.number for one in self.world.processes}))
+        return None if last.is_ended else last
+
+    def teardown(self) -> None:
+        if hasattr(self, "world"):
+            self.world.crash = None
+            self.world.calm(60)
+            self.world.check_calm()
+
+
+def test_whatever_dies_all_that_live_come_together_again() -> None:
+    run_state_machine_as_test(Faults, settings=settings(max_examples=150, stateful_step_count=40))
+
+
+@given(
+    seed=st.integers(0, 1 << 40),
+    workers=st.integers(1, 4),
+    least=st.integers(1, 2),
+    bad=st.sampled_from([0.0, 0.0, 0.1, 0.3]),
+    faults=st.sampled_from([0.05, 0.2]),
+)
+@example(seed=11790963, workers=4, least=1, bad=0.3, faults=0.2)  # who determined a GoOn leaves; an old Here comes
+@settings(max_examples=400)
+def test_after_any_storm_all_that_live_come_together_again(
+    seed: int, workers: int, least: int, bad: float, faults: float
+) -> None:
+    world = World(workers, least)
+    world.storm(random.Random(seed), 80, bad, faults)
+    world.crash = None
+    world.calm(60)
+    world.check_calm()
+
+
+def told(posts: list[Post]) -> list[tuple[int, str]]:
+    """Who is told what kind of thing."""
+    return [(post.worker, type(post.told).__name__) for post in posts]
+
+
+def formed(workers: int, **more: Any) -> Roll:
+    """A roll whose first generation is there."""
+    roll = Roll({}, workers, patience_s=PATIENCE_S, **more)
+    posts = [post for number in range(workers) for post in roll.hear(number, 0, Here(0), 0.0)]
+    assert told(posts)[-workers:] == [(number, "Form") for number in range(workers)]
+    return roll
+
+
+def test_a_word_from_before_a_rest_is_not_taken_for_a_new_one() -> None:
+    roll = formed(2)
+    roll.save(1.0)
+    early, late = Here(1, 2, 2, True), Here(1, 3, 3, True)
+    roll.hear(0, 0, early, 1.0)
+    assert (0, "GoOn") in told(roll.hear(1, 0, late, 1.0))
+    assert told(roll.hear(0, 0, late, 1.0)) == [(0, "Form"), (1, "Form")]
+    roll.save(2.0)
+    roll.hear(1, 0, Leave(), 2.0)
+    assert told(roll.hear(0, 0, early, 2.0)) == [(0, "GoOn")]
+    assert told(roll.hear(0, 0, late, 2.0)) == [(0, "Form")], "the same as before, in case it was lost"
+    assert roll.generation == 1
+
+
+def test_that_nobody_listened_is_not_the_workers_fault() -> None:
+    roll = formed(2)
+    roll.slept(3 * PATIENCE_S)
+    assert roll.tick(3 * PATIENCE_S) == []
+    assert told(roll.tick(4.1 * PATIENCE_S)) == []
+    assert roll.members == {}
+
+
+def test_who_is_slow_is_named_once_until_it_is_heard_again() -> None:
+    roll = formed(2)
+    for now in (6.0, 7.0, 8.0):
+        roll.hear(1, 0, Beat(1, "computing", 0.2, 3), now)
+        roll.tick(now)
+    assert [(one["what"], one["worker"]) for one in roll.events if one["what"] == "slow"] == [("slow", 0)]
+    assert len([one for one in roll.notices if "worker 0 has not been heard of" in one]) == 1
+
+
+def test_in_a_free_roll_those_who_were_started_and_not_yet_heard_of_are_counted_as_there() -> None:
+    roll = Roll({}, 3, 3, free=True, patience_s=5.0)
+    roll.hear(0, 0, Hello("here", 1), 0.0)
+    roll.hear(0, 0, Here(0), 0.0)
+    assert roll.phase == "running"
+
+
+def test_in_a_free_roll_generations_grow_and_nobody_is_stopped_by_a_death_or_by_a_restart() -> None:
+    roll = formed(1, free=True)
+    disk = roll.records()
+    posts = roll.hear(1, 0, Here(0), 1.0)
+    assert told(posts) == [(1, "Form")]
+    assert roll.hear(1, 0, Here(0), 1.0) == posts, "the same again, in case it was lost"
+    assert roll.gone(0, 0, 2.0, will_return=True) == []
+    roll = Roll.restored([*disk, *roll.records()], 2.0)
+    assert roll.hear(1, 0, Here(0), 2.0) == posts
+    assert told(roll.hear(0, 1, Here(0), 3.0)) == [(0, "Form")]
+    assert (roll.generation, roll.members) == (3, {0: 1, 1: 0})
+    assert told(roll.hear(1, 0, Quit(), 4.0)) == [(1, "Form")]
+    assert (roll.generation, roll.members) == (4, {0: 1})
+    assert roll.hear(0, 1, Leave(), 5.0) == []
+    assert roll.phase == "running"
+
+
+def test_a_worker_that_is_not_heard_behind_a_broken_exchange_is_dead_after_the_patience() -> None:
+    roll = formed(3)
+    assert told(roll.hear(0, 0, Broken(1, "closed"), 1.0)) == [(0, "Abort"), (1, "Abort"), (2, "Abort")]
+    for worker in (0, 1):
+        roll.hear(worker, 0, Here(1, 5, 5), 1.0)
+    for now in range(1, 12):
+        for worker in range(3):
+            posts = roll.hear(worker, 0, Beat(1, "hanging", 1.0, 5), float(now))
+        posts = roll.tick(float(now))
+        assert posts == [] or now > 10
+    roll.hear(2, 0, Beat(1, "hanging", 1.0, 5), 11.4)
+    posts = roll.tick(11.5)
+    assert roll.generation == 2 and roll.members == {0: 0, 1: 0}
+    assert told(roll.hear(2, 0, Here(1, 5, 5), 12.0)) == [(2, "Out")]
+
+
+def test_who_comes_from_a_generation_that_a_damaged_journal_has_lost_is_out() -> None:
+    """It would wait for ever otherwise: nothing is known of what it has."""
+    roll = formed(3)
+    disk = roll.records()
+    roll.gone(2, 0, 1.0)
+    for worker in (0, 1):
+        posts = roll.hear(worker, 0, Here(1, 5, 5), 1.0)
+    assert told(posts) == [(0, "Form"), (1, "Form")]
+    assert roll.generation == 2
+    roll = Roll.restored(disk, 2.0)
+    assert told(roll.hear(0, 0, Here(2, 6, 6), 2.0))[0] == (0, "Out")
+    assert 0 not in roll.members or roll.phase != "running"

@@ -1,0 +1,29 @@
+"""What a desk keeps to come back to, in files."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+
+import pytest
+import torch
+
+from stretto.parameter_server.snapshots import Folder
+
+
+def test_a_full_disk_costs_the_cut_and_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Those before it are still there, it is said once, and the next is kept when there is room."""
+    folder, theta = Folder(tmp_path, "shard0"), [torch.arange(10_000.0)]
+    folder.put(1, {"version": 1}, theta)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5_000, limits[1]))
+    try:
+        folder.put(2, {"version": 2}, theta)
+        folder.put(3, {"version": 3}, theta)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert capsys.readouterr().err.count("shard0: a cut could not be kept: File too large; training goes on") == 1
+    assert folder.cuts() == [1]
+    assert [path.name for path in tmp_path.iterdir()] == ["shard0-1.cut"]
+    folder.put(4, {"version": 4}, theta)
+    assert folder.cuts() == [1, 4]

@@ -1,0 +1,102 @@
+"""Simulated workers that train while processes die, and what is asked of what becomes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from crew import flat, regression, small_net
+from hypothesis import strategies as st
+from hypothesis.strategies import SearchStrategy
+from simulator.simulated import Ended, simulated
+from torch import nn
+from torch.utils.data import DataLoader
+
+import stretto
+from stretto.recipe.parser import parse
+
+NET = "100Mbit/s 1ms"
+LATENCY = 0.001
+SAMPLES = 41
+"""So that the last hand of a pass is not for all."""
+TOGETHER = ["allreduce", "local_sgd(every=3)", "diloco(every=4)", "power_sgd(rank=1)"]
+THROUGH = "Recipe(what=gradients(), when=together(every=1), whom=server(shards=2), then=step())"
+ALSO_THROUGH = [
+    "Recipe(what=gradients(), how=low_rank(rank=1), whom=server(shards=2))",
+    "Recipe(what=parameters(), when=together(every=3), whom=server(shards=2), then=replace())",
+]
+"""The first has several asks under way at once."""
+FREE = ["async_sgd", "async_sgd(shards=2)", "soft_sync(collect=2)", "stale_synchronous(bound=1)"]
+ALL = {"once": SAMPLES, "twice": 0, "never": 0, "dropped": 0}
+
+
+def _stays(worker: int, steps: int) -> bool:
+    return False
+
+
+def training(
+    epochs: int = 2, samples: int = SAMPLES, leaves: Callable[[int, int], bool] = _stays, **more: Any
+) -> Callable[[int], Any]:
+    """Passes over samples; a worker that `leaves` one after so many steps does so before the next."""
+
+    def work(worker: int) -> Any:
+        net = small_net()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+        loader: Any = DataLoader(regression(samples), batch_size=4, shuffle=True)
+        loader = stretto.distribute(net, optimizer, loader, **more)
+        for _ in range(epochs):
+            for steps, (x, y) in enumerate(loader):
+                if leaves(worker, steps):
+                    break
+                optimizer.zero_grad()
+                nn.functional.mse_loss(net(x), y).backward()
+                optimizer.step()
+        return flat(net)
+
+    return work
+
+
+def lived(recipe: str, fault: str, workers: int = 3, epochs: int = 2, samples: int = SAMPLES, **more: Any) -> Ended:
+    return simulated(workers, training(epochs, samples), recipe, net=NET, fault=fault, **more)
+
+
+def seen(ended: Ended) -> list[dict[str, int]]:
+    """How often samples counted, in each pass; those that were done again later are made up for."""
+    return [{name: value for name, value in one["seen"].items() if name != "made_up"} for one in ended.of("epoch")]
+
+
+def is_whole(ended: Ended, recipe: str, epochs: int = 2) -> None:
+    """Each sample counted once in each pass, and those that train together have the same."""
+    assert seen(ended)[-1] == ALL
+    assert all(one == ALL for one in seen(ended))
+    assert len(seen(ended)) >= epochs
+    found = [one for one in ended.found if one is not None]
+    assert found
+    assert parse(recipe).asynchronous or all(torch.equal(one, found[0]) for one in found)
+    assert parse(recipe).asynchronous or told_of_samples(ended) == SAMPLES * epochs
+
+
+def told_of_samples(ended: Ended) -> int:
+    """The running count at the end of the last pass, with what had to be done again by then counted once."""
+    return int(ended.of("epoch")[-1]["samples"])
+
+
+def faults(servers: int = 0) -> SearchStrategy[tuple[int, str]]:
+    """How many workers, and what befalls them and the servers; the last worker that is killed comes back."""
+    return st.integers(2, 5).flatmap(lambda workers: st.tuples(st.just(workers), _faults(workers, servers)))
+
+
+def _faults(workers: int, servers: int) -> SearchStrategy[str]:
+    at, for_s = st.floats(0, 0.3), st.floats(0.001, 0.1)
+    pausing = [*(f"worker {one}" for one in range(workers)), *(f"server {one}" for one in range(servers))]
+    coming_back = [*pausing, *["coordinator"] * bool(servers)]
+    kills = st.builds("kill {} at {:.6f}s, back after {:.6f}s".format, st.sampled_from(coming_back), at, for_s)
+    kills_for_good = st.builds("kill worker {} at {:.6f}s".format, st.integers(0, workers - 2), at)
+    pauses = st.builds("pause {} for {:.6f}s at {:.6f}s".format, st.sampled_from(pausing), for_s, at)
+    return st.lists(st.one_of(kills, pauses, kills_for_good), min_size=1, max_size=4).map("; ".join)
+
+
+def told(ended: Ended, what: str) -> list[tuple[int, int]]:
+    """Of whom the log says so: workers and their lives."""
+    return [(one["worker"], one["life"]) for one in ended.of("member") if one["what"] == what]

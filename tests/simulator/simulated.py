@@ -1,0 +1,109 @@
+"""Simulates a function of the worker, or a script, in this process: what `crew.together` does in threads."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from textwrap import dedent
+from types import MappingProxyType
+from typing import Any
+
+import msgspec
+
+from stretto.events import Event
+from stretto.faults import plan
+from stretto.launcher.config import Order
+from stretto.simulator.compute import speed as speeds
+from stretto.simulator.config import Simulation, check
+from stretto.simulator.engine import Tariff
+from stretto.simulator.isolation.script import Heard
+from stretto.simulator.network import topology
+from stretto.simulator.runner import begin, simulate
+from stretto.training.worker_context import given_seat
+
+STEP_S = 0.01
+ACTING = "from sim import simulated\nsimulated.act()\n"
+"""The script of a simulation whose workers do what a function says."""
+_work: list[Callable[[int], Any]] = []
+_found: dict[int, Any] = {}
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What a simulation has left."""
+
+    found: list[Any]
+    """What the function returned at each worker."""
+    seconds: float
+    """Virtual time at the end."""
+    log: bytes
+    final: bytes
+    """The file of the agreed model."""
+    said: str
+
+    @property
+    def events(self) -> list[Event]:
+        """All events, in the order written."""
+        return [msgspec.json.decode(line) for line in self.log.splitlines()]
+
+    def of(self, kind: str) -> list[Event]:
+        """The events of one kind."""
+        return [one for one in self.events if one["event"] == kind]
+
+
+def simulated(
+    workers: int,
+    work: Callable[[int], Any] | str,
+    recipe: str | None = None,
+    *,
+    net: str = "instant",
+    speed: str = "equal",
+    fault: str = "",
+    tariff: Tariff = Tariff(STEP_S),  # noqa: B008
+    order: Sequence[int] | None = None,
+    args: tuple[str, ...] = (),
+    folder: Path | None = None,
+    seed: int = 0,
+    asks: Mapping[str, Any] = MappingProxyType({}),
+    **more: Any,
+) -> Ended:
+    """Simulate a function of the worker's number, or the text of a script; the first error is raised.
+
+    `asks` goes with the order.
+    """
+    with TemporaryDirectory() as temporary:
+        place = folder or Path(temporary)
+        script = place / "train.py"
+        script.write_text(dedent(work) if isinstance(work, str) else ACTING)
+        asked = Order(script=script, workers=workers, recipe=recipe, args=args, seed=seed, **asks)
+        settings = topology.parse(net), speeds.parse(speed), plan.parse(fault) if fault else ()
+        simulation = check(Simulation(asked, tariff, *settings, **more))
+        run, said = begin(simulation, place / "run"), io.BytesIO()
+        _found.clear()
+        _work[:] = [] if isinstance(work, str) else [work]
+        world = simulate(simulation, run, Heard(said.write), lambda: None, order)
+        final = run / "final.safetensors"
+        return Ended(
+            [_found.get(worker) for worker in range(workers)],
+            world.queue.now,
+            (run / "events.jsonl").read_bytes(),
+            final.read_bytes() if final.exists() else b"",
+            said.getvalue().decode(),
+        )
+
+
+def act() -> None:
+    """What the script of a function does."""
+    seat = given_seat.get()
+    assert seat is not None
+    _found[seat.worker] = _work[0](seat.worker)
+
+
+def now() -> float:
+    """The virtual time of the worker whose turn it is."""
+    seat = given_seat.get()
+    assert seat is not None
+    return seat.around.clock()

@@ -1,0 +1,162 @@
+"""Simulated runs against real ones of the same script and seed: what they compute, and the bytes that they count."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import defaultdict, deque
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from simulator.simulated import simulated
+
+from stretto.events import Event, read_events
+from stretto.parameter_server import messages as m
+from stretto.report.run_record import record
+from stretto.simulator.cluster import rpc_server
+from stretto.simulator.compute.cost_model import Tariff
+
+SEED, SAMPLES = 2, 100
+SCRIPT = """
+import torch, stretto
+x = torch.randn(100, 8)
+y = torch.sin(x.sum(1, keepdim=True))
+net = torch.nn.Sequential(
+    torch.nn.Linear(8, 400), torch.nn.Dropout(0.2), torch.nn.Tanh(), torch.nn.Linear(400, 90), torch.nn.Linear(90, 1)
+)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.02, momentum=0.5)
+data = torch.utils.data.TensorDataset(x, y, torch.arange(100.0))
+loader = torch.utils.data.DataLoader(data, batch_size=8, shuffle=True)
+loader = stretto.distribute(net, optimizer, loader, evaluate=lambda net: {"loss": ((net(x) - y) ** 2).mean().item()})
+for epoch in range(2):
+    for a, b, number in loader:
+        optimizer.zero_grad()
+        ((net(a) - b) ** 2).mean().backward()
+        optimizer.step()
+        stretto.log(first=number[0])
+"""
+"""Draws its numbers without a seed of its own, as does dropout: a run's seed is all that they depend on."""
+
+WORKERS = {"local_sgd(every=4)": 3, "power_sgd(rank=2)": 2, "staleness_aware": 3}
+ON_ITS_WAY = 4096
+"""Bytes that a live worker may not have received yet when it reads its counters for the last time."""
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The folders of real runs, one for each recipe, all at once."""
+    folder = tmp_path_factory.mktemp("live")
+    (folder / "train.py").write_text(SCRIPT)
+    started = {recipe: _start(folder, recipe, workers) for recipe, workers in WORKERS.items()}
+    for process in started.values():
+        said, _ = process.communicate(timeout=100)
+        assert process.returncode == 0, said.decode()
+    return {recipe: folder / _folder(recipe) for recipe in started}
+
+
+def _start(folder: Path, recipe: str, workers: int) -> subprocess.Popen[bytes]:
+    options = ["-n", str(workers), "--recipe", recipe, "--seed", str(SEED), "--out", _folder(recipe)]
+    return subprocess.Popen(
+        [sys.executable, "-m", "stretto.cli", "run", *options, "--threads", "1", "train.py"],
+        cwd=folder,
+        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "STRETTO_MEMBERS": "0"},  # as a simulation: no coordinator
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+
+
+def _folder(recipe: str) -> str:
+    return recipe.partition("(")[0]
+
+
+def simulated_run(folder: Path, recipe: str, **more: Any) -> dict[str, torch.Tensor]:
+    """The parameters of the same run in the simulator, which leaves its folder in this one."""
+    simulated(WORKERS[recipe], SCRIPT, recipe, seed=SEED, folder=folder, **more)
+    return load_file(folder / "run/final.safetensors")
+
+
+def furthest(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    """The largest difference of a tensor, in parts of its largest number."""
+    assert one.keys() == other.keys()
+    return max(float((one[name] - other[name]).abs().max() / other[name].abs().max()) for name in one)
+
+
+@pytest.mark.parametrize("recipe", list(WORKERS)[:2])
+def test_the_same_parameters_and_bytes_as_a_real_run(recipe: str, live: dict[str, Path], tmp_path: Path) -> None:
+    """To rounding: gloo's ring adds in another order. Dropout and shuffling draw what they do live."""
+    real = load_file(live[recipe] / "final.safetensors")
+    assert furthest(simulated_run(tmp_path, recipe, net="100Mbit/s 1ms"), real) < 1e-5
+    here, there = record(tmp_path / "run"), record(live[recipe])
+    for name in ("samples", "steps", "rounds", "samples_seen", "samples_by_worker"):
+        assert here[name] == there[name], name
+    assert here["bytes_received"] == pytest.approx(there["bytes_received"], rel=0.01, abs=ON_ITS_WAY)
+    assert here["bytes_sent"] == pytest.approx(there["bytes_sent"], rel=0.05), "which may hold repeats of TCP"
+    assert here["metrics"].keys() == there["metrics"].keys()
+    said = [{one["event"] for one in read_events(run / "events.jsonl")} for run in (tmp_path / "run", live[recipe])]
+    assert said[0] ^ said[1] <= {"progress"}
+
+
+# --- a recorded order, replayed -----------------------------------------------------------------------------------
+
+
+Kind = tuple[str, int]
+"""What is taken in turn: updates, or asks for a batch of one pass."""
+
+
+def turns_of(log: list[Event]) -> dict[Kind, deque[int]]:
+    """The workers whose updates were applied, and who were given the batches of each pass, one after another."""
+    updates = [(update[1], one["worker"]) for one in log if one["event"] == "applied" for update in one["updates"]]
+    batches = [(one["samples"], one["worker"]) for one in log if one["event"] == "log"]
+    turns: dict[Kind, deque[int]] = defaultdict(deque)
+    for _, worker in sorted(updates):
+        turns["update", 0].append(worker)
+    for handed, worker in sorted(batches):
+        turns["batch", -(-handed // SAMPLES)].append(worker)
+    return turns
+
+
+def in_turn(turns: dict[Kind, deque[int]]) -> type[rpc_server.Office]:
+    """An office that takes nothing out of turn: what comes too early is held back."""
+
+    class InTurn(rpc_server.Office):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            self._held: dict[Kind, list[Any]] = defaultdict(list)
+
+        def _take(self, link: rpc_server.SimLink, head: m.Head, tensors: Any) -> None:
+            body = head.body
+            if not isinstance(body, m.Push | m.Lease):
+                super()._take(link, head, tensors)
+                return
+            kind = ("update", 0) if isinstance(body, m.Push) else ("batch", body.number)
+            left, held = turns[kind], self._held[kind]
+            held.append((link, head, tensors))
+            while found := [one for one in held if not left or one[0].worker.number == left[0]]:
+                held.remove(found[0])
+                if left:
+                    left.popleft()
+                super()._take(*found[0])
+
+    return InTurn
+
+
+@pytest.mark.parametrize("speed", ["equal", "1,5,2"])
+def test_a_real_order_of_arrivals_replayed_gives_the_same_parameters(
+    speed: str, live: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An update is weighted by how many came between what it was computed on and itself: all depends on the order."""
+    log = list(read_events(live["staleness_aware"] / "events.jsonl"))
+    real = load_file(live["staleness_aware"] / "final.safetensors")
+    turns = turns_of(log)
+    monkeypatch.setattr(rpc_server, "Office", in_turn(turns))
+    found = simulated_run(tmp_path, "staleness_aware", speed=speed, tariff=Tariff(0.01, take_s=0.001))
+    assert not any(turns.values())
+    assert furthest(found, real) < 1e-5
+    again = [one for one in read_events(tmp_path / "run/events.jsonl") if one["event"] == "applied"]
+    assert sorted(update for one in again for update in one["updates"]) == sorted(
+        update for one in log if one["event"] == "applied" for update in one["updates"]
+    )

@@ -1,0 +1,231 @@
+"""What a simulated script does by itself is what it does when it is started plainly."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from shutil import rmtree
+from textwrap import dedent
+
+import pytest
+import torch
+from simulator.simulated import simulated
+
+from stretto.simulator.isolation.shared_memory import Commons
+
+TRAINS = """
+import torch, stretto
+torch.manual_seed(0)
+x = torch.randn(400, 6)
+net = torch.nn.Linear(6, 1)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True)), batch_size=4)
+loader = stretto.distribute(net, optimizer, loader)
+for epoch in range(EPOCHS):
+    for a, b in loader:
+        optimizer.zero_grad()
+        ((net(a) - b) ** 2).mean().backward()
+        optimizer.step()
+"""
+
+
+def trains(epochs: int = 1) -> str:
+    return TRAINS.replace("EPOCHS", str(epochs))
+
+
+def test_annotations_are_what_they_are_in_the_script() -> None:
+    """Dataclasses whose fields' types become options are common."""
+    text = """
+    import dataclasses
+    @dataclasses.dataclass
+    class Options:
+        lr: float = 0.1
+    assert [field.type for field in dataclasses.fields(Options)] == [float]
+    """
+    simulated(1, dedent(text) + trains())
+
+
+def test_an_open_file_is_read_on_and_not_again(tmp_path: Path) -> None:
+    data = tmp_path / "data.txt"
+    data.write_text("0\n1\n2\n3\n")
+    text = f"""
+    import numpy
+    with open({str(data)!r}) as file:
+        parts = [numpy.loadtxt(file, max_rows=2).tolist() for _ in range(2)]
+    assert parts == [[0, 1], [2, 3]], parts
+    whole = [numpy.loadtxt({str(data)!r}).tolist() for _ in range(2)]
+    assert whole == [[0, 1, 2, 3]] * 2
+    """
+    simulated(2, dedent(text) + trains())
+
+
+def test_a_file_that_has_changed_is_read_anew(tmp_path: Path) -> None:
+    text = f"""
+    import numpy
+    file = {str(tmp_path)!r} + "/%d.txt" % torch.initial_seed()
+    for number in range(3):
+        numpy.savetxt(file, [number] * (1 + number))
+        assert numpy.loadtxt(file).tolist() == ([number] * (1 + number) if number else 0)
+    """
+    simulated(2, trains() + dedent(text))
+
+
+def test_each_worker_has_its_folder_and_its_modes() -> None:
+    """As processes have: what one has set the next one does not begin with."""
+    text = """
+    import os, torch
+    assert os.path.isabs(__file__)
+    assert torch.get_default_dtype() is torch.float32
+    torch.set_default_dtype(torch.float64)
+    os.makedirs(__file__ + ".d/inner", exist_ok=True)
+    assert not os.getcwd().endswith("inner")
+    os.chdir(__file__ + ".d/inner")
+    """
+    before = os.getcwd()
+    simulated(2, dedent(text) + trains() + "\nassert os.getcwd().endswith('.d/inner')\n", net="100Mbit/s 1ms")
+    assert os.getcwd() == before
+    assert torch.get_default_dtype() is torch.float32
+
+
+def test_modules_beside_the_script_begin_anew_in_each_simulation(tmp_path: Path) -> None:
+    """But not those that are installed below it, which may not be loaded twice."""
+    installed = tmp_path / ".venv" / "lib"
+    for place, name in (tmp_path, "beside_it.py"), (tmp_path / "beside_too", "__init__.py"), (installed, "below_it.py"):
+        place.mkdir(parents=True, exist_ok=True)
+        (place / name).write_text("loaded = []\n")
+    text = f"""
+    import sys
+    import beside_it, beside_too
+    sys.path.append({str(installed)!r})
+    import below_it
+    for one in beside_it, beside_too:
+        one.loaded.append(0)
+        assert len(one.loaded) == 1
+    sys.path.remove({str(installed)!r})
+    """
+    try:
+        for _ in range(2):
+            simulated(1, dedent(text) + trains(), folder=tmp_path)
+            rmtree(tmp_path / "run")
+            assert {"beside_it", "beside_too", "below_it"} & set(sys.modules) == {"below_it"}
+    finally:
+        sys.modules.pop("below_it", None)
+
+
+def test_a_folder_that_is_gone_is_no_matter(tmp_path: Path) -> None:
+    text = """
+    import os, tempfile
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+    """
+    simulated(2, dedent(text) + trains(), folder=tmp_path)
+
+
+def test_what_a_worker_says_goes_into_a_stream_as_any_other() -> None:
+    text = """
+    import sys
+    for stream in sys.stdout, sys.stderr:
+        stream.reconfigure(line_buffering=True)
+        stream.buffer.write(b"bytes\\n")
+        stream.fileno()
+        print("text \\udc80", file=stream, flush=True)
+        assert not stream.isatty() and stream.writable() and stream.encoding == "utf-8"
+    """
+    ended = simulated(2, dedent(text) + trains())
+    assert len(ended.of("end")) == 2
+
+
+@pytest.mark.parametrize("speed", ["1,10", "10,1"])
+def test_time_is_up_after_the_same_hand_whoever_is_slow(speed: str) -> None:
+    """The quick one has begun its 50th hand when it is time, and waits for the slow one."""
+    ended = simulated(2, trains(), "local_sgd(every=50)", speed=speed, time_s=1.0)
+    assert [one["step"] for one in ended.of("end")] == [50, 50]
+
+
+@pytest.mark.parametrize(
+    "fault", ["pause worker 1 for 5s at 12ms; kill worker 1 at 12ms, back after 1s", "pause worker 1 for 1s at 12ms"]
+)
+def test_what_is_stopped_and_killed_at_once_is_killed(fault: str) -> None:
+    ended = simulated(2, trains(), "allreduce", fault=fault)
+    assert ended.of("epoch")[-1]["seen"]["once"] == 400
+
+
+def test_a_server_that_is_not_there_has_no_slow_link() -> None:
+    """The script names the recipe, so that it is known only when it runs."""
+    text = trains().replace("loader)\nfor", 'loader, recipe="async_sgd")\nfor')
+    with pytest.raises(Exception, match="the link of server 1 was slowed at 0 s .* has no such server"):
+        simulated(2, text, net="100Mbit/s", fault="slow link of server 1 by 10 for 1s at 0s")
+
+
+def test_who_share_a_link_slow_it_together() -> None:
+    """That the server's slowness ends does not end the worker's."""
+    faults = ["slow link of worker 0 by 10 for 1h at 0s", "slow link of server 0 by 2 for FORs at 0s"]
+    given = [faults[:1], *([faults[0], faults[1].replace("FOR", wait)] for wait in ("0.01", "1000"))]
+    net = "1Mbit/s, servers with workers"
+    one, shortly, both = (
+        simulated(2, trains(), "async_sgd", net=net, fault="; ".join(these)).seconds for these in given
+    )
+    assert one < both
+    assert shortly == pytest.approx(one, rel=0.05)
+
+
+def test_who_writes_into_data_writes_into_its_own() -> None:
+    """A data set with a table, of the script's and of its own; two epochs, so that it is written before it is read."""
+    writes = """
+    class Noting(torch.utils.data.Dataset):
+        def __init__(self):
+            self.x, self.seen = torch.randn(8000, 6), torch.zeros(8000)
+        def __len__(self):
+            return len(self.x)
+        def __getitem__(self, at):
+            self.seen[at] += 1
+            TABLE[at] += 1
+            return self.x[at], self.x[at].sum(0, keepdim=True)
+    TABLE = torch.zeros(8000)
+    data = Noting()
+    loader = torch.utils.data.DataLoader(data, batch_size=1000)
+    loader = stretto"""
+    text = trains(2).replace("loader = stretto", dedent(writes))
+    ended = simulated(4, text + "\nassert data.seen.sum() == TABLE.sum() == 4000, (data.seen.sum(), TABLE.sum())")
+    assert ended.of("epoch")[-1]["seen"]["once"] == 8000
+
+
+def test_data_that_is_alike_is_kept_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name and a data set of the same bytes, of a kind that numpy does not know."""
+    made: list[Commons] = []
+    monkeypatch.setattr("stretto.simulator.runner.Commons", lambda: made.append(Commons()) or made[-1])
+    text = trains().replace("x = torch.randn(400, 6)", "x = torch.randn(8000, 6).bfloat16()")
+    text = text.replace("net(a) - b", "net(a.float()) - b.float()")
+    simulated(3, text + "\nassert x.data_ptr() == loader.dataset.tensors[0].data_ptr()")
+    assert made[0].saved == 2 * 8000 * 6 * 2, "what is not the first worker's, and large"
+
+
+@pytest.mark.parametrize("fault", ["", "kill worker 1 at 1h"])
+@pytest.mark.parametrize("recipe", ["allreduce", "async_sgd"])
+def test_data_is_shared_before_the_next_worker_loads_its_own(
+    recipe: str, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where workers may die they wait for each other before they train, and a thousand would have loaded theirs."""
+    loaded: list[int] = []
+    shared: list[int] = []
+    monkeypatch.setattr(torch, "loaded", loaded, raising=False)
+    monkeypatch.setattr(Commons, "loader", lambda *_: shared.append(len(loaded)))
+    simulated(3, trains().replace("net =", "torch.loaded.append(1)\nnet ="), recipe, fault=fault)
+    assert shared == [1, 2, 3]
+
+
+def test_a_profiler_sees_the_marks_of_optimizers() -> None:
+    """They are left out only where nobody looks; a script's own go on."""
+    text = trains().replace("for epoch", "profile = torch.profiler.profile()\nprofile.start()\nfor epoch")
+    text += """
+profile.stop()
+seen = {event.key for event in profile.key_averages()}
+assert {"Optimizer.step#SGD.step", "Optimizer.zero_grad#SGD.zero_grad"} <= seen, seen
+assert torch.autograd.profiler.record_function("mine")(lambda: 3)() == 3
+with torch.autograd.profiler.record_function("mine") as mark:
+    assert isinstance(mark, torch.profiler.record_function)
+"""
+    before = torch.autograd.profiler.record_function
+    simulated(1, text)
+    assert torch.autograd.profiler.record_function is before

@@ -1,0 +1,393 @@
+"""What `stretto simulate` says to what it cannot simulate: one readable error, and no trace left in the process."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import re
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from greenlet import getcurrent, greenlet
+
+from stretto.cli.main import FAILED, USAGE, command
+from stretto.events import read_events
+from stretto.launcher.config import Order
+from stretto.simulator.isolation import memory_estimate
+from stretto.simulator.sweep.runner import SweepOrder
+
+SCRIPT = """
+import torch, stretto
+BEFORE
+x = torch.arange(24.0).reshape(12, 2) / 24
+net = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+data = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
+loader = torch.utils.data.DataLoader(data, batch_size=2LOADER)
+loader = stretto.distribute(net, optimizer, loaderRECIPE)
+lead = torch.initial_seed() == 0  # the others are given seeds of their own
+for epoch in range(EPOCHS):
+    for a, b in loader:
+        optimizer.zero_grad()
+        IN_LOOP
+        loss = ((net(a) - b) ** 2).mean()
+        loss.backward()
+        optimizer.step()
+AFTER
+"""
+SLOTS = {"BEFORE": "", "LOADER": "", "RECIPE": "", "EPOCHS": "2", "IN_LOOP": "", "AFTER": ""}
+
+Simulate = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def simulate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Simulate:
+    """Runs the command line on a script with something in it: the exit code, what it said here and as an error."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "300")
+
+    def run(*options: str, **slots: str) -> tuple[int, str, str]:
+        text = SCRIPT
+        for name, inside in (SLOTS | slots).items():
+            text = text.replace(name, inside)
+        Path("train.py").write_text(text)
+        if "--step-time" not in options:
+            options = ("--step-time", "10ms", *options)
+        code = command(["simulate", *([] if "-n" in options else ["-n", "2"]), "--out", "run", *options, "train.py"])
+        return code, *capfd.readouterr()
+
+    return run
+
+
+def living() -> list[greenlet]:
+    """Greenlets that have begun and not ended, but for the one that asks."""
+    gc.collect()
+    found = [one for one in gc.get_objects() if issubclass(type(one), greenlet)]
+    return [one for one in found if one and not one.dead and one is not getcurrent() and one.parent is not None]
+
+
+def errors() -> list[str]:
+    """What the log says of errors."""
+    return [one["text"] for one in read_events(Path("run/events.jsonl")) if one["event"] == "error"]
+
+
+def test_a_good_one_is_simulated(simulate: Simulate) -> None:
+    code, said, wrong = simulate("--recipe", "allreduce", AFTER="print('all is well')")
+    assert code == 0, wrong
+    assert "all is well" in said
+    assert Path("run/final.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "said"),
+    [
+        (
+            ["--network", "100Mbit/s 20mm"],
+            FAILED,
+            ["--network cannot be read here", "100Mbit/s 20mm", "          ^^^^"],
+        ),
+        (["--network", ""], FAILED, ["--network cannot be read here", "got: the end"]),
+        (["--speeds", "equl"], FAILED, ["these are no speeds: equl", "^^^^"]),
+        (["--speeds", "1,1,4"], FAILED, ["speeds are given for 3 workers, but there are 2"]),
+        (["--faults", "kill worker 7 at 1s"], FAILED, ["there is no worker 7 of 2", "a worker from 0 to 1"]),
+        (
+            ["--recipe", "allreduce", "--faults", "pause server 0 for 1s at 1s"],
+            FAILED,
+            ["there is no parameter server"],
+        ),
+        (["--faults", "cut workers 0-1 for 1s at 1s"], FAILED, ["all 2 workers on one side of a cut"]),
+        *(
+            (["--network", "1Gbit/s, servers in worker 0", "--faults", fault], FAILED, ["live and die together"])
+            for fault in ("kill worker 0 at 1s", "pause worker for 1s at 1s", "kill server 0 at 1s")
+        ),
+        (["--faults", "explode at 1s"], FAILED, ["these are no faults: explode", "^^^^^^^"]),
+        (["--until", "tomorrow"], FAILED, ["--until cannot be 'tomorrow'", '--until "time=1h"']),
+        (["--until", "samples=-3"], FAILED, ["--until cannot be 'samples=-3'"]),
+        (["--until", "time=nan"], FAILED, ["--until cannot be 'time=nan'"]),
+        (["--step-time", "soon"], FAILED, ["--step-time cannot be 'soon'", "5ms"]),
+        (["--step-time", "1ms encoding"], FAILED, ["no time of a step"]),
+        (["--step-time", "-1ms"], FAILED, ["--step-time cannot be"]),
+        (["--patience", "soon"], FAILED, ["the patience cannot be soon", "a time such as 500ms"]),
+        (["--patience", "1ms"], FAILED, ["the patience cannot be 0.001s", "at least 100ms"]),
+        (["--min-workers", "few"], FAILED, ["the least number of workers cannot be few"]),
+        (["--min-workers", "3"], FAILED, ["the least number of workers cannot be 3", "from 1 to 2"]),
+        (["--max-workers", "1"], FAILED, ["the largest number of workers cannot be 1"]),
+        (["-n", "0"], FAILED, ["the number of workers cannot be 0", "at least 1"]),
+        (["-n", "many"], FAILED, ["the number of workers cannot be many"]),
+        (["--seed", "x"], FAILED, ["the seed cannot be x"]),
+        (["--seed", "-1"], FAILED, ["the seed cannot be -1"]),
+        (["--processors", "0"], FAILED, ["there cannot be 0 processors"]),
+        (["--processors", "nan"], FAILED, ["there cannot be nan processors"]),
+        (["--recipe", "alreduce"], FAILED, ["alreduce"]),
+        (["--servers", "2"], FAILED, ["--servers needs --recipe"]),
+        (["--plain"], FAILED, ["no server to speak plainly to"]),
+        (["--target", "loss<=1"], FAILED, ["--target and --jobs are for a sweep"]),
+        (["--on-nan", "hope"], USAGE, ["hope"]),
+    ],
+    ids=lambda value: "_".join(value) if isinstance(value, list) else None,
+)
+def test_options_that_cannot_be_are_refused_before_anything_runs(
+    simulate: Simulate, options: list[str], code: int, said: list[str]
+) -> None:
+    ended, here, wrong = simulate(*options, BEFORE="print('it runs')")
+    assert ended == code
+    assert wrong.startswith("stretto: ")
+    assert all(one in wrong for one in said), wrong
+    assert "Traceback" not in wrong and "it runs" not in here
+    assert not Path("run").exists()
+
+
+@pytest.mark.parametrize(
+    ("slots", "said"),
+    [
+        ({"BEFORE": "raise KeyError('of mine')"}, ["worker 0 failed at 0 s", "KeyError", "of mine"]),
+        ({"IN_LOOP": "if not lead and epoch: a.nothing"}, ["worker 1 failed at 0.03 s", "AttributeError", "nothing"]),
+        ({"IN_LOOP": "a = a / 0"}, ["worker 0 failed at 0.01 s", "NaN or infinite", "learning rate"]),
+        ({"AFTER": "raise SystemExit(3)"}, ["worker 0 failed", "SystemExit", "3"]),
+        ({"BEFORE": "import nothing_of_the_kind"}, ["ModuleNotFoundError", "nothing_of_the_kind"]),
+        ({"BEFORE": "raise SystemExit"}, ["the script ended without calling stretto.distribute"]),
+    ],
+    ids=str,
+)
+def test_a_script_that_fails_ends_all_with_one_error_that_names_the_worker(
+    simulate: Simulate, slots: dict[str, str], said: list[str]
+) -> None:
+    code, _, wrong = simulate("--recipe", "local_sgd(every=2)", **slots)
+    assert code == FAILED
+    assert all(one in wrong for one in said), wrong
+    assert "stretto/sim" not in wrong, "the way into the script is none of the script's"
+    assert not living()
+    assert len(errors()) == 1
+
+
+@pytest.mark.parametrize(
+    ("slots", "said"),
+    [
+        ({"BEFORE": "raise KeyError('of mine')"}, ["KeyError", "of mine"]),
+        ({"IN_LOOP": "a.nothing"}, ["AttributeError", "nothing"]),
+        ({"AFTER": "raise SystemExit(3)", "EPOCHS": "1"}, ["the script called sys.exit(3)"]),
+    ],
+    ids=str,
+)
+def test_a_script_that_fails_while_it_is_measured_is_told_so_as_well(
+    simulate: Simulate, slots: dict[str, str], said: list[str]
+) -> None:
+    code, _, wrong = simulate("--recipe", "local_sgd(every=2)", "--step-time", "auto", **slots)
+    assert code == FAILED
+    said = [*said, "worker 0 failed while it was measured how long a step takes"]
+    assert all(one in wrong for one in said), wrong
+    assert "stretto/sim" not in wrong
+    assert not living()
+    assert not Path("run").exists()
+
+
+def test_a_script_that_is_no_python_is_refused_before_anything_runs(simulate: Simulate) -> None:
+    code, _, wrong = simulate(BEFORE="1 +")
+    assert code == FAILED
+    assert "train.py is no Python: invalid syntax (train.py, line 3)" in wrong
+    assert not Path("run").exists()
+
+
+def test_worker_that_trains_an_epoch_more_than_the_others_is_named(simulate: Simulate) -> None:
+    code, _, wrong = simulate("-n", "3", "--recipe", "allreduce", EPOCHS="2 if lead else 1")
+    assert code == FAILED
+    assert "got: worker 0 in a message of every worker; workers 1 and 2 in a message of one worker" in wrong
+    assert len(errors()) == 1
+    assert not living()
+
+
+COUNTS = """
+hands = iter(loader)
+for step in range(60):
+    try: next(hands)
+    except StopIteration: hands = iter(loader); next(hands)
+"""
+
+
+def test_a_loop_that_counts_its_own_steps_is_told_so(simulate: Simulate) -> None:
+    code, _, wrong = simulate("-n", "4", "--recipe", "allreduce", EPOCHS="0", AFTER=COUNTS)
+    assert code == FAILED
+    assert "the workers do different things at once" in wrong
+    assert "try: for batch in loader: ..." in wrong
+    assert not living()
+
+
+def test_how_long_a_worker_may_wait_can_be_said(simulate: Simulate) -> None:
+    """Though it is for one that computes."""
+    slow = "--recipe", "local_sgd(every=2)", "--step-time", "60s", "--speeds", "1,20"
+    code, _, wrong = simulate(*slow)
+    assert code == FAILED
+    assert re.search(r"worker 0 waited \d+ s for .*, longer than 600 s; --timeout \d+ would let it", wrong)
+    assert simulate(*slow, "--timeout", "1e5", "--out", "again")[0] == 0
+
+
+def test_workers_that_part_within_a_pass_are_told_so(simulate: Simulate) -> None:
+    code, _, wrong = simulate("--recipe", "allreduce", IN_LOOP="if not lead: break")
+    assert code == FAILED
+    assert "the workers do different things at once" in wrong
+    assert "got: worker 0 in the exchange of a step; worker 1 in " in wrong
+    assert not living()
+
+
+def test_too_few_survivors_end_the_run_with_one_error(simulate: Simulate) -> None:
+    code, _, wrong = simulate("--recipe", "allreduce", "--faults", "kill worker 1 at 15ms", "--min-workers", "2")
+    assert code == FAILED
+    assert "too few workers are left" in wrong
+    assert "expected: at least 2" in wrong
+    assert len(errors()) == 1
+    assert not living()
+
+
+def test_a_sweep_is_told_what_was_said_of_workers_that_die() -> None:
+    order = Order(Path("train.py"), workers=4, patience_s=2.5, min_workers=2, max_workers=8, batch="joined")
+    said = ["--patience", "2.5s", "--min-workers", "2", "--keep-batch", "joined", "--max-workers", "8"]
+    assert SweepOrder(order, ()).also == said
+    assert SweepOrder(Order(Path("train.py")), ()).also == []
+
+
+def test_a_kill_of_the_server_of_an_only_worker_ends_the_run_with_its_time(simulate: Simulate) -> None:
+    code, _, wrong = simulate("-n", "1", "--recipe", "async_sgd", "--faults", "kill server 0 at 15ms")
+    assert code == FAILED
+    assert "server 0 was killed at 0.015 s of virtual time, as --faults asked" in wrong
+    assert len(errors()) == 1
+    assert not living()
+
+
+@pytest.mark.parametrize("recipe", ["async_sgd(shards=2)", "allreduce"])
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("kill server 2 at 0s", "server 2 was killed at 0 s"),
+        ("kill server 2 at 15ms", "server 2 was killed at 0.015 s"),
+        ("pause server 2 for 1ms at 15ms", "server 2 was stopped at 0.015 s"),
+    ],
+)
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_a_fault_of_a_server_that_a_recipe_of_the_script_has_not(
+    simulate: Simulate, recipe: str, fault: str, said: str, workers: str
+) -> None:
+    code, _, wrong = simulate("-n", workers, "--faults", fault, RECIPE=f", recipe={recipe!r}")
+    assert code == FAILED
+    assert f"{said} of virtual time, as --faults asked, and the recipe of this run has no such" in wrong
+    assert len(errors()) == 1
+    assert not living()
+
+
+def test_too_little_memory_is_foreseen(simulate: Simulate, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_estimate, "_free", lambda: 64 << 20)
+    big = "net.big = torch.nn.Parameter(torch.zeros(1 << 20)); net.add_module('last', torch.nn.Linear(2, 1))"
+    code, _, wrong = simulate("-n", "500", "--recipe", "local_sgd", BEFORE=f"B = {big!r}", LOADER=")\nexec(B")
+    assert code == FAILED
+    assert "500 workers will not fit into memory" in wrong
+    assert "64 MiB are free" in wrong
+    assert not living()
+
+
+def test_processes_of_a_loader_are_left_out_with_a_note(simulate: Simulate) -> None:
+    code, _, wrong = simulate("--recipe", "allreduce", LOADER=", num_workers=2")
+    assert code == 0, wrong
+    assert wrong.count("the loader's 2 processes are left out: batches are made in this one") == 1
+
+
+LOGS = "import logging; logging.basicConfig(level='INFO', format='LOG %(message)s')"
+
+
+@pytest.mark.parametrize("step_time", ["auto", "10ms"])
+def test_what_the_first_worker_logs_is_shown_once(
+    simulate: Simulate, step_time: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.root, "handlers", [])
+    code, _, wrong = simulate("--step-time", step_time, "-n", "3", BEFORE=LOGS, AFTER="logging.info('the end')")
+    assert code == 0, wrong
+    assert wrong.count("LOG the end") == 1
+
+
+NAMED = """
+import logging
+log = logging.getLogger("train")
+if not log.handlers:
+    log.addHandler(logging.FileHandler("named.log"))
+"""
+
+
+@pytest.mark.parametrize("step_time", ["auto", "10ms"])
+def test_each_worker_has_the_handlers_that_it_gave_a_logger(simulate: Simulate, step_time: str) -> None:
+    """As in processes of their own: three write a line each, whatever was measured before."""
+    after = "log.warning('the end'); log.handlers[0].close()"
+    code, _, wrong = simulate("--step-time", step_time, "-n", "3", BEFORE=NAMED, AFTER=after)
+    assert code == 0, wrong
+    assert Path("named.log").read_text().count("the end") == 3 + 2 * (step_time == "auto")
+    assert logging.getLogger("train").handlers == []
+    assert logging.Logger.addHandler.__qualname__ == "Logger.addHandler"
+
+
+@pytest.mark.parametrize("epochs", ["0", "1", "3"])
+@pytest.mark.parametrize(("workers", "batch"), [("1", " * 6"), ("2", " * 3")])
+def test_a_step_is_measured_however_few_there_are(simulate: Simulate, workers: str, batch: str, epochs: str) -> None:
+    """One in a pass, one at all, or none."""
+    code, _, wrong = simulate("--step-time", "auto", "-n", workers, EPOCHS=epochs, LOADER=batch)
+    assert code == 0, wrong
+    assert [one["step"] for one in read_events(Path("run/events.jsonl")) if one["event"] == "epoch"] == [
+        *range(1, int(epochs) + 1)
+    ]
+    assert not living()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_simulation_with_one_line(simulate: Simulate, number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    code, _, wrong = simulate(IN_LOOP=f"import os; epoch and os.kill(os.getpid(), {int(number)})")
+    assert code == 128 + number
+    assert wrong.splitlines()[-2:] == [
+        "stretto: what there is until then: stretto report run",
+        f"stretto: stopped by {number.name}",
+    ]
+    assert errors() == [f"stopped by {number.name}"]
+    assert signal.getsignal(number) is before
+
+
+def test_a_signal_that_was_ignored_before_stays_so(simulate: Simulate) -> None:
+    """As under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        code, _, wrong = simulate(IN_LOOP=f"import os; os.kill(os.getpid(), {int(signal.SIGHUP)})")
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert code == 0, wrong
+
+
+def test_a_thread_of_the_script_that_only_computes_does_no_harm(simulate: Simulate) -> None:
+    before = threading.active_count()
+    spawn = "import threading; seen = []; one = threading.Thread(target=lambda: seen.append(a.sum())); one.start()"
+    code, _, wrong = simulate("--recipe", "async_sgd", IN_LOOP=f"{spawn}; one.join(); assert len(seen) == 1")
+    assert code == 0, wrong
+    assert threading.active_count() == before
+
+
+def test_a_failed_simulation_leaves_the_process_as_it_was(simulate: Simulate) -> None:
+    def here() -> list[object]:
+        return [sys.modules["__main__"], sys.argv, list(sys.path), sys.stdout, torch.get_rng_state().tolist()]
+
+    before = [*here(), torch.manual_seed, torch.autograd.backward]
+    code, _, _ = simulate("--seed", "3", IN_LOOP="raise ValueError('in the middle')")
+    assert code == FAILED
+    assert [*here(), torch.manual_seed, torch.autograd.backward] == before
+
+
+def test_what_is_measured_can_be_typed_back(simulate: Simulate) -> None:
+    """A run whose step is measured, and the same with what was measured: the same log, whatever the seed."""
+    code, _, wrong = simulate("--recipe", "async_sgd", "--seed", "3", "--step-time", "auto", "--speeds", "exponential")
+    assert code == 0, wrong
+    line = next(one for one in wrong.splitlines() if "--step-time" in one)
+    measured = line.split('--step-time "')[1].rstrip('"')
+    log = Path("run/events.jsonl").read_bytes()
+    Path("run").rename("measured")
+    options = ("--recipe", "async_sgd", "--seed", "3", "--step-time", measured, "--speeds", "exponential")
+    assert simulate(*options)[0] == 0
+    assert Path("run/events.jsonl").read_bytes() == log

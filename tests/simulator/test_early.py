@@ -1,0 +1,100 @@
+"""What goes wrong before the scripts have called `distribute`, and where nobody knows yet which recipe they name."""
+
+from __future__ import annotations
+
+import pytest
+from simulator.dying import ALL, NET, THROUGH, seen, told
+from simulator.simulated import Ended, simulated
+
+from stretto.errors import LaunchError
+
+RECIPES = ["allreduce", THROUGH, "async_sgd(shards=2)", "stale_synchronous(bound=1)"]
+SLEEPY = """
+    import time
+    import torch
+    from crew import regression, small_net
+    from torch import nn
+    from torch.utils.data import DataLoader
+    import stretto
+
+    time.sleep({nap_s})
+    net = small_net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    loader = DataLoader(regression(41), batch_size=4, shuffle=True)
+    loader = stretto.distribute(net, optimizer, loader, recipe={recipe!r})
+    for _ in range(2):
+        for x, y in loader:
+            optimizer.zero_grad()
+            nn.functional.mse_loss(net(x), y).backward()
+            optimizer.step()
+"""
+"""A script that has something else to do before it calls `distribute`."""
+
+
+def slept(nap_s: float, recipe: str, fault: str, is_ordered: bool = False, **more: object) -> Ended:
+    script = SLEEPY.format(nap_s=nap_s, recipe=recipe)
+    return simulated(3, script, recipe if is_ordered else None, net=NET, fault=fault, **more)  # type: ignore[arg-type]
+
+
+def struck(ended: Ended) -> list[tuple[int, str]]:
+    """Whom, and what the log says of it."""
+    return [(one["worker"], one["text"]) for one in ended.of("chaos")]
+
+
+@pytest.mark.parametrize("is_ordered", [True, False])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_script_may_take_longer_than_the_patience_before_it_begins(recipe: str, is_ordered: bool) -> None:
+    ended = slept(15, recipe, "kill worker 1 at 1h", is_ordered)
+    assert seen(ended) == [ALL, ALL]
+    assert not told(ended, "gone")
+
+
+@pytest.mark.parametrize("is_ordered", [True, False])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_who_dies_is_missed_as_the_recipe_says_whoever_names_it(recipe: str, is_ordered: bool) -> None:
+    """Before the scripts name it, and after."""
+    for at in ("100ms", "540ms"):
+        for back in ("", ", back after 20ms"):
+            ended = slept(0.5, recipe, f"kill worker 1 at {at}{back}", is_ordered)
+            assert seen(ended) == [ALL, ALL]
+            assert told(ended, "gone") == [(1, 0)]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_each_life_that_is_over_is_told_of(recipe: str) -> None:
+    ended = slept(0.15, recipe, "kill worker 2 at 10ms, back after 1ms; kill worker 2 at 40ms, back after 1ms")
+    assert told(ended, "gone") == [(2, 0), (2, 1)]
+    assert seen(ended) == [ALL, ALL]
+
+
+def test_when_all_die_before_they_name_a_recipe_the_run_ends_with_one_error() -> None:
+    with pytest.raises(LaunchError, match="too few workers are left"):
+        slept(0.1, "async_sgd", "kill workers 0-2 at 50ms")
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_server_that_is_drawn_early_is_one_of_those_there_are(seed: int) -> None:
+    ended = slept(0.1, "async_sgd(shards=2)", "kill server at 10ms", seed=seed)
+    ((server, text),) = struck(ended)
+    assert server in (-1, -2)
+    assert text == f"killed: server {-1 - server}"
+    assert told(ended, "gone") == [(server, 0)]
+    assert seen(ended) == [ALL, ALL]
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("who", ["server", "server 0"])
+def test_a_link_that_is_slow_before_there_is_a_server_is_slow_when_there_is(who: str, seed: int) -> None:
+    """And whole again when its time is over."""
+    slow = f"slow link of {who} by 1000 for {{}} at 10ms; kill worker 1 at 1h"
+    faults = "kill worker 1 at 1h", slow.format("200ms"), slow.format("30ms")
+    plain, early, late = (slept(0.05, "async_sgd", fault, seed=seed).seconds for fault in faults)
+    assert plain + 0.1 < early < plain + 0.2
+    assert late == plain
+
+
+def test_pauses_of_one_server_that_overlap_last_until_the_last_ends() -> None:
+    """One that is drawn where nobody knew that there is only one."""
+    fault = "pause server for 300ms at 70ms; pause server for 30ms at 80ms"
+    both, one = (slept(0.05, "async_sgd", text).seconds for text in (fault, "pause server 0 for 300ms at 70ms"))
+    assert both == one

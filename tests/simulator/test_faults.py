@@ -1,0 +1,309 @@
+"""Faults: the text and its marks, and schedules that are sorted, repeatable and make sense to whoever plays them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from itertools import islice, takewhile
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stretto.errors import LaunchError
+from stretto.faults.plan import At, Cut, Every, Fault, Happening, Kill, Pause, Slow, Target, check, parse, schedule
+
+WORKERS, SHARDS = 5, 2
+Played = list[tuple[float, Happening]]
+
+span = st.floats(0.01, 1e9)
+when = st.one_of(st.builds(At, st.floats(0, 1e9)), st.builds(Every, span))
+worker = st.builds(Target, st.just("worker"), st.none() | st.integers(0, WORKERS - 1))
+server = st.builds(Target, st.just("server"), st.none() | st.integers(0, SHARDS - 1))
+anybody = st.one_of(worker, server, st.just(Target("coordinator")))
+some = st.sets(st.integers(0, WORKERS - 1), min_size=1, max_size=WORKERS - 1).map(lambda one: tuple(sorted(one)))
+
+
+def any_faults(
+    when: st.SearchStrategy[At | Every], span: st.SearchStrategy[float]
+) -> st.SearchStrategy[Sequence[Fault]]:
+    one = st.one_of(
+        st.builds(Kill, anybody, when, st.none() | span),
+        st.builds(Pause, anybody, when, span),
+        st.builds(Cut, some, when, span),
+        st.builds(Slow, worker | server, when, span, st.floats(1, 1e9)),
+    )
+    return st.lists(one, min_size=1, max_size=5)
+
+
+crowded = st.integers(0, 8).map(float)
+faults = any_faults(when, span)
+close = any_faults(st.builds(At, crowded) | st.builds(Every, crowded.filter(bool)), crowded.filter(bool))
+"""Times from a few whole numbers, so that faults meet and overlap."""
+
+
+def play(faults: Sequence[Fault], seed: int = 0, until: float = 60.0) -> Played:
+    """What happens until a time, and all that has begun then to its end."""
+    return list(takewhile(lambda one: one[0] <= until, schedule(faults, WORKERS, SHARDS, seed)))
+
+
+@given(faults)
+def test_what_is_printed_is_what_is_typed(faults: Sequence[Fault]) -> None:
+    assert parse("; ".join(map(str, faults))) == tuple(faults)
+    check(faults, WORKERS, SHARDS)
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [
+        ("kill worker 3 at 10s", Kill(Target("worker", 3), At(10))),
+        ("kill worker 3 at 10s, back after 5s", Kill(Target("worker", 3), At(10), 5)),
+        ("KILL  Worker 3 \n at 10S ,back after 5s", Kill(Target("worker", 3), At(10), 5)),
+        ("kill worker every 20s", Kill(Target("worker"), Every(20))),
+        ("kill worker every 20s, back after 500ms", Kill(Target("worker"), Every(20), 0.5)),
+        ("kill server at 1h", Kill(Target("server"), At(3600))),
+        ("kill server 1 at 0s", Kill(Target("server", 1), At(0))),
+        ("kill coordinator at 2m", Kill(Target("coordinator"), At(120))),
+        ("pause worker 2 for 5s at 30s", Pause(Target("worker", 2), At(30), 5)),
+        ("pause worker for 5s every 60s", Pause(Target("worker"), Every(60), 5)),
+        ("cut workers 0-3 for 10s at 20s", Cut((0, 1, 2, 3), At(20), 10)),
+        ("cut worker 7,0,2,5-7 for 10s at 20s", Cut((0, 2, 5, 6, 7), At(20), 10)),
+        ("slow link of worker 1 by 10 for 20s at 5s", Slow(Target("worker", 1), At(5), 20, 10)),
+        ("slow link of server by 4.5 for 10s at 5s", Slow(Target("server"), At(5), 10, 4.5)),
+    ],
+)
+def test_what_can_be_typed(text: str, meant: Fault) -> None:
+    assert parse(text) == (meant,)
+    assert parse(f"{text};{text}") == (meant, meant)
+
+
+def test_a_fault_of_several_is_one_for_each() -> None:
+    each = [Kill(Target("worker", one), At(10)) for one in (0, 1, 2, 7)]
+    assert parse("kill workers 0-2,7 at 10s") == tuple(each)
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong", "expected"),
+    [
+        ("kil worker 3 at 10s", "kil", "kill or pause or cut or slow"),
+        ("kill 3 at 10s", "3", "worker or server or coordinator"),
+        ("kill worker three at 10s", "three", "at or every"),
+        ("kill worker -3 at 10s", "-3", "at or every"),
+        ("kill worker 3x at 10s", "3x", "numbers"),
+        ("kill worker ² at 10s", "²", "numbers"),
+        ("kill worker 1234567 at 10s", "1234567", "numbers"),
+        ("kill worker 3 in 10s", "in", "at or every"),
+        ("kill worker 3 at 10", "10", "a time"),
+        ("kill worker 3 at -1s", "-1s", "a time"),
+        ("kill worker every 0s", "0s", "at least 0.001ms"),
+        ("kill worker 3 at 10s, bak after 5s", "bak", "back"),
+        ("kill worker 3 at 10s, back in 5s", "in", "after"),
+        ("kill worker 3 at 10s back after 5s", "back", ";"),
+        ("kill worker 3 at 10s, back after 0s", "0s", "at least 0.001ms"),
+        ("kill coordinator 1 at 10s", "1", "at or every"),
+        ("kill worker 3 at 10s; pause worker 2 at 30s", "at", "for"),
+        ("pause worker 2 for 0s at 30s", "0s", "at least 0.001ms"),
+        ("cut server for 5s at 30s", "server", "workers or worker"),
+        ("cut workers for 5s at 30s", "for", "numbers"),
+        ("cut workers 3-1 for 5s at 30s", "3-1", "numbers"),
+        ("cut workers 1,,2 for 5s at 30s", ",", "numbers"),
+        ("slow worker 1 by 10 for 20s at 5s", "worker", "link"),
+        ("slow link of coordinator by 10 for 20s at 5s", "coordinator", "worker or server"),
+        ("slow link of worker 1 by 0.5 for 20s at 5s", "0.5", "at least 1"),
+        ("slow link of worker 1 by x for 20s at 5s", "x", "at least 1"),
+        (";kill worker 3 at 10s", ";", "kill or pause or cut or slow"),
+    ],
+)
+def test_anything_else_is_refused_with_a_mark_under_it(text: str, wrong: str, expected: str) -> None:
+    with pytest.raises(LaunchError) as raised:
+        parse(text)
+    shown, marks, rest = str(raised.value).split("\n")[1:4]
+    assert shown == f"  got: {text}"
+    assert shown[len("  got: ") :].find(wrong) >= 0
+    assert shown[marks.index("^") : marks.rindex("^") + 1] == wrong
+    assert expected in rest
+    example = str(raised.value).rpartition("try: ")[2]
+    assert parse(example.strip('"')), "what is proposed can be typed"
+
+
+@pytest.mark.parametrize("text", ["", "kill", "kill worker 3 at", "kill worker 3 at 10s;", "kill worker 3 at 10s,"])
+def test_what_is_missing_has_a_mark_too(text: str) -> None:
+    with pytest.raises(LaunchError, match="missing at the end") as raised:
+        parse(text)
+    assert str(raised.value).split("\n")[2] == " " * len(f"  got: {text}") + "^"
+
+
+@pytest.mark.parametrize(
+    ("text", "shards", "says"),
+    [
+        ("kill worker 5 at 1s", 2, "there is no worker 5 of 5"),
+        ("kill worker 1 at 1s; pause worker 9 for 1s at 1s", 2, "got: pause worker 9 for 1s at 1s"),
+        ("cut workers 3-6 for 1s at 1s", 2, "there is no worker 5 of 5"),
+        ("kill server at 1s", 0, "there is no parameter server"),
+        ("slow link of server by 2 for 1s at 1s", 0, "there is no parameter server"),
+        ("kill server 2 at 1s", 2, "there is no server 2 of 2"),
+        ("cut workers 0-4 for 1s at 1s", 2, "all 5 workers"),
+    ],
+)
+def test_faults_that_cannot_strike_are_refused(text: str, shards: int, says: str) -> None:
+    with pytest.raises(LaunchError) as raised:
+        check(parse(text), WORKERS, shards)
+    assert says in str(raised.value)
+
+
+def test_the_coordinator_is_there_without_a_server() -> None:
+    check(parse("kill coordinator at 1s; kill worker 4 at 1s"), WORKERS, 0)
+
+
+def told(text: str, seed: int = 0, until: float = 60.0) -> list[tuple[float, str, tuple[int, ...]]]:
+    return [(time, one.verb, one.numbers) for time, one in play(parse(text), seed, until)]
+
+
+def test_each_fault_has_its_beginning_and_its_end() -> None:
+    assert told("kill worker 3 at 10s, back after 5s; cut workers 0,2 for 10s at 8s") == [
+        (8, "cut", (0, 2)),
+        (10, "kill", (3,)),
+        (15, "back", (3,)),
+        (18, "heal", (0, 2)),
+    ]
+    assert play(parse("slow link of server 1 by 4 for 5s at 1s; kill coordinator at 2s")) == [
+        (1, Happening("slow", "server", (1,), 4)),
+        (2, Happening("kill", "coordinator", (0,))),
+        (6, Happening("restore", "server", (1,), 4)),
+    ]
+
+
+def test_ends_come_before_beginnings_at_one_time() -> None:
+    verbs = [verb for _, verb, _ in told("kill worker 3 at 15s; kill worker 3 at 10s, back after 5s")]
+    assert verbs == ["kill", "back", "kill"]
+
+
+def test_who_is_gone_is_not_struck() -> None:
+    assert told("kill worker 3 at 1s; kill worker 3 at 2s, back after 1s; pause worker 3 for 1s at 3s") == [
+        (1, "kill", (3,))
+    ]
+
+
+def test_who_is_paused_is_not_paused_again() -> None:
+    assert told("pause worker 2 for 5s at 1s; pause worker 2 for 5s at 3s") == [(1, "pause", (2,)), (6, "go_on", (2,))]
+    twice = parse("pause worker for 1h every 1s")
+    assert sorted(one.numbers[0] for _, one in islice(schedule(twice, WORKERS, 0, 0), WORKERS)) == list(range(WORKERS))
+
+
+def test_a_pause_ends_with_the_life_that_it_was_for() -> None:
+    """The first pause would end at 11, within the second: but that one is of a new process."""
+    text = "pause worker 2 for 10s at 1s; kill worker 2 at 2s, back after 1s; pause worker 2 for 10s at 4s"
+    assert told(text) == [
+        (1, "pause", (2,)),
+        (2, "kill", (2,)),
+        (3, "back", (2,)),
+        (4, "pause", (2,)),
+        (14, "go_on", (2,)),
+    ]
+
+
+def test_a_pause_lasts_as_long_as_asked_or_to_the_end_of_the_process() -> None:
+    text = "pause worker 0 for 10s every 3s; kill worker 0 every 8s, back after 100ms"
+    began, whole = 0.0, 0
+    for time, verb, _ in told(text, until=2000):
+        began = time if verb == "pause" else began
+        if verb == "go_on":
+            assert time == began + 10
+            whole += 1
+    assert whole > 20
+
+
+def lived(played: Iterable[tuple[float, Happening]]) -> None:
+    """Play it as the processes would live it: nothing may happen to who is gone, nothing ends that has not begun."""
+    gone, paused, links = set[object](), set[object](), Counter[object]()
+    for _, one in played:
+        process = one.kind, one.numbers
+        if one.verb in ("kill", "pause"):
+            assert process not in gone
+        if one.verb == "kill":
+            paused.discard(process)
+            if one.kind == "worker" or one.back_after_s is not None:
+                gone.add(process)  # others are started again by somebody else
+        elif one.verb == "back":
+            gone.remove(process)
+        elif one.verb == "pause":
+            assert process not in paused
+            paused.add(process)
+        elif one.verb == "go_on":
+            paused.remove(process)
+        else:
+            link = one.kind, one.numbers, one.factor, one.verb in ("slow", "restore")
+            links[link] += 1 if one.verb in ("cut", "slow") else -1
+            assert links[link] >= 0
+
+
+@settings(max_examples=200)
+@given(close, st.integers(0, 2**70))
+def test_what_happens_is_in_order_and_makes_sense(faults: Sequence[Fault], seed: int) -> None:
+    played = list(islice(schedule(faults, WORKERS, SHARDS, seed), 300))
+    assert [time for time, _ in played] == sorted(time for time, _ in played)
+    assert played == list(islice(schedule(faults, WORKERS, SHARDS, seed), 300))
+    lived(played)
+
+
+@given(any_faults(st.builds(At, crowded), crowded.filter(bool)), st.integers(0, 9))
+def test_all_that_begins_ends(faults: Sequence[Fault], seed: int) -> None:
+    """Where all faults come once, nothing is left over but those that were killed for good."""
+    verbs = Counter(one.verb for _, one in schedule(faults, WORKERS, SHARDS, seed))
+    assert verbs["cut"] == verbs["heal"] == sum(isinstance(one, Cut) for one in faults)
+    assert verbs["slow"] == verbs["restore"]
+    for_good = sum(isinstance(one, Kill) and one.back_after_s is None for one in faults)
+    assert verbs["back"] <= verbs["kill"] <= verbs["back"] + for_good
+    assert verbs["pause"] - verbs["kill"] <= verbs["go_on"] <= verbs["pause"]
+
+
+@given(close, close, st.integers(0, 9))
+def test_more_faults_do_not_change_the_times_of_the_first(
+    first: Sequence[Fault], more: Sequence[Fault], seed: int
+) -> None:
+    """Here of faults that kill or pause nobody, so that no victim can be gone."""
+    links = [one for one in first if isinstance(one, Cut | Slow)]
+    added = [one for one in more if isinstance(one, Cut | Slow)]
+    alone, both = play(links, seed), play([*links, *added], seed)
+    assert not Counter(alone) - Counter(both)
+
+
+def test_a_second_fault_that_kills_moves_only_those_who_are_gone() -> None:
+    text = "slow link of worker by 2 for 1s every 2s"
+    alone = [one for one in told(text, until=600) if one[1] == "slow"]
+    both = [one for one in told(f"{text}; kill worker 3 at 0s", until=600) if one[1] == "slow"]
+    assert [time for time, _, _ in alone] == [time for time, _, _ in both]
+    for (_, _, before), (_, _, after) in zip(alone, both, strict=True):
+        assert after == before if before != (3,) else after != (3,)
+
+
+def test_times_between_failures_are_exponential_and_victims_uniform() -> None:
+    plan = schedule(parse("kill worker every 20s, back after 0.001ms"), WORKERS, 0, seed=1)
+    kills = [(time, one.numbers[0]) for time, one in islice(plan, 20_000) if one.verb == "kill"]
+    gaps = np.diff([0.0] + [time for time, _ in kills])
+    assert gaps.mean() == pytest.approx(20, rel=0.05)
+    assert gaps.std() == pytest.approx(20, rel=0.05)
+    assert np.median(gaps) == pytest.approx(20 * np.log(2), rel=0.05)
+    counts = np.bincount([victim for _, victim in kills], minlength=WORKERS)
+    assert counts == pytest.approx(np.full(WORKERS, len(kills) / WORKERS), rel=0.1)
+
+
+def test_the_seed_draws() -> None:
+    text = "kill worker every 20s, back after 5s"
+    assert len({tuple(told(text, seed, until=600)) for seed in range(20)}) == 20
+    once = {told("kill server at 1s", seed)[0][2] for seed in range(20)}
+    assert once == {(0,), (1,)}
+
+
+@pytest.mark.parametrize("verb", ["kill worker", "pause worker for 1s", "slow link of worker by 2 for 1s"])
+def test_faults_end_when_nobody_is_left(verb: str) -> None:
+    """Without this the plan would look for a victim for ever."""
+    played = list(schedule(parse(f"kill worker every 20s; {verb} every 5s"), WORKERS, 0, seed=0))
+    assert sum(one.verb == "kill" for _, one in played) == WORKERS
+    lived(played)
+
+
+def test_faults_go_on_when_somebody_comes_back() -> None:
+    plan = schedule(parse("kill worker every 1s, back after 30s"), 2, 0, seed=0)
+    assert len(list(islice(plan, 1000))) == 1000

@@ -1,0 +1,86 @@
+"""What a long simulation, or one of many workers, keeps: nothing of the dead, and nothing that many have alike."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections import Counter
+from typing import Any
+
+import pytest
+from simulator.dying import FREE, THROUGH, TOGETHER, lived
+from simulator.simulated import simulated
+
+from stretto.loader import epoch_batches
+from stretto.simulator.cluster import rpc_channel
+from stretto.training.trainer import Trainer
+from stretto.training.worker_context import Seat
+
+TENSORS = """
+import os, torch, stretto
+x, y = torch.randn(2000, 6), torch.randn(2000, 8)
+net = torch.nn.Linear(6, 8)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+data = torch.utils.data.TensorDataset(x, y)
+loader = stretto.distribute(net, optimizer, torch.utils.data.DataLoader(data, batch_size=500))
+for a, b in loader:
+    torch.nn.functional.mse_loss(net(a), b).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+torch.counted.append(len(os.listdir("/dev/fd")))
+"""
+
+
+@pytest.mark.parametrize("recipe", [*TOGETHER, *FREE, THROUGH])
+def test_nothing_is_left_of_lives_that_are_over(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    born: dict[tuple[int, int], weakref.ref[Trainer]] = {}
+    real = Trainer.__init__
+
+    def noted(self: Trainer, seat: Seat, *given: Any) -> None:
+        born[seat.worker, seat.life] = weakref.ref(self)
+        real(self, seat, *given)
+
+    monkeypatch.setattr(Trainer, "__init__", noted)
+    lived(recipe, "kill worker 1 at 30ms, back after 10ms; kill worker 0 at 90ms, back after 10ms")
+    gc.collect()
+    assert set(born) == {(0, 0), (1, 0), (2, 0), (0, 1), (1, 1)}
+    assert born[0, 0]() is born[1, 0]() is None
+
+
+def test_a_worker_costs_no_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process has only so many, and a thousand workers share each tensor of the script."""
+    counts: dict[int, int] = {}
+    for workers in (2, 12):
+        counted: list[int] = []
+        monkeypatch.setattr("torch.counted", counted, raising=False)
+        gc.collect()  # what others have left open
+        simulated(workers, TENSORS, "local_sgd(every=2)")
+        counts[workers] = max(counted)
+    assert counts[12] <= counts[2]
+
+
+def test_no_replies_stay_when_a_server_was_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the shards behind it, and of what was under way, are nobody's."""
+    left: Counter[str] = Counter()
+    close = rpc_channel.SimLink.close
+
+    def counted(self: rpc_channel.SimLink) -> None:
+        left["replies"] += len(self._replies)
+        left["unread"] += len(self._unread)
+        close(self)
+
+    monkeypatch.setattr(rpc_channel.SimLink, "close", counted)
+    fault = "; ".join(f"kill server {n % 2} at {40 + 45 * n}ms, back after 5ms" for n in range(6))
+    lived("async_sgd(shards=4)", fault, 3, 6)
+    assert left == {"replies": 0, "unread": 0}
+
+
+def test_what_no_exchange_has_carried_is_listed_of_the_dead_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thousand workers that each list what all of them have not yet exchanged would be a million lists."""
+    taken: list[int] = []
+    real = epoch_batches.Leftover.take
+    monkeypatch.setattr(epoch_batches.Leftover, "take", lambda self, worker: taken.append(worker) or real(self, worker))
+    fault = "kill worker 1 at 190ms, back after 20ms"
+    ended = lived("local_sgd(every=60)", fault, 3, 6)
+    assert set(taken) == {1}
+    assert ended.of("epoch")[-1]["seen"]["once"] == 41

@@ -1,0 +1,203 @@
+"""Simulated servers are killed and stopped: the live desks, links and cuts see to what becomes of it."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import pytest
+from drawn import TIMES
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from simulator.dying import ALSO_THROUGH, FREE, NET, THROUGH, faults, is_whole, lived, told, training
+from simulator.simulated import simulated
+
+from stretto.parameter_server.client import ServerWire
+from stretto.report import incidents
+from stretto.report.run_log import read
+from stretto.simulator.cluster import rpc_server
+
+RECIPES = [*FREE, "stale_synchronous(bound=1, shards=2)", THROUGH, *ALSO_THROUGH]
+SHARDS = {one: 2 if "shards=2" in one else 1 for one in RECIPES}
+
+
+def hidden(ended: Any) -> bytes:
+    """The log but for what tells of the strikes."""
+    lines = ended.log.splitlines(keepends=True)
+    return b"".join(one for one in lines if b'"chaos"' not in one and b'"worker":-' not in one)
+
+
+# --- what holds whenever ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", [*FREE, THROUGH, *ALSO_THROUGH])
+def test_whenever_a_server_dies_every_sample_counts_once(recipe: str) -> None:
+    """Moments of all phases, from before the first worker asks for a server until after the last has ended."""
+    length = lived(recipe, "kill worker 1 at 1h").seconds
+    for number in range(8):
+        moment, victim = number * length / 7, number % SHARDS[recipe]
+        ended = lived(recipe, f"kill server {victim} at {moment:.6f}s, back after 15ms")
+        is_whole(ended, recipe)
+        assert None not in ended.found
+
+
+GIVEN_AGAIN = """kill server 0 at 0s, back after 0.0546875s; kill server 0 at 0.0703125s, back after 0.0625s;
+    kill worker 0 at 0.09375s, back after 0.03125s"""
+"""Worker 0 dies when it has given the parameters; worker 1 gives them again, to a server that did not hear of it."""
+MEETS_ALONE = """kill worker 0 at 0.048221s, back after 0.043881s; kill worker 1 at 0.012764s, back after 0.044639s;
+    pause worker 2 for 0.026168s at 0.025267s"""
+"""Worker 0 dies in a meeting that worker 2 is still to come to; meanwhile worker 1 is back."""
+NOBODY_HAS_ASKED = "kill worker 1 at 0s, back after 0.029285s; kill worker 0 at 0s"
+"""All die before one has asked for a server, and one comes back."""
+WITHIN_A_BACKWARD = "kill server 0 at 0.0735s, back after 20ms"
+"""Worker 0 is told something within a backward pass, worker 1 beside its own; the answer is lost."""
+
+
+@settings(max_examples=25 * TIMES)
+@given(
+    st.sampled_from(sorted(SHARDS)).flatmap(lambda recipe: st.tuples(st.just(recipe), faults(SHARDS[recipe]))),
+    st.booleans(),
+)
+@example(("async_sgd(shards=2)", (3, GIVEN_AGAIN)), False)
+@example(("stale_synchronous(bound=1, shards=2)", (3, MEETS_ALONE)), True)
+@example(("stale_synchronous(bound=1)", (2, NOBODY_HAS_ASKED)), False)
+@example((THROUGH, (2, WITHIN_A_BACKWARD)), False)
+def test_whoever_dies_beside_it_every_sample_counts_once(drawn: tuple[str, tuple[int, str]], often: bool) -> None:
+    recipe, (workers, fault) = drawn
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rpc_server, "CUT_EVERY_S", 0.03 if often else 10)
+        is_whole(lived(recipe, fault, workers, epochs=3), recipe, 3)
+
+
+def test_the_same_seed_gives_the_same_deaths_to_the_byte() -> None:
+    fault = "kill server every 60ms, back after 20ms; pause server 1 for 30ms at 50ms; kill worker 1 at 70ms"
+    recipe = "async_sgd(shards=2)"
+    logs = {lived(recipe, fault, 4, order=order).log for order in (None, None, [3, 1, 0, 2])}
+    assert len(logs) == 1
+    assert logs != {lived(recipe, fault, 4, seed=1).log}
+
+
+@pytest.mark.parametrize("recipe", [*FREE, THROUGH])
+def test_who_died_before_the_script_named_its_recipe_is_not_waited_for(recipe: str) -> None:
+    work = training(epochs=3, recipe=recipe)
+    ended = simulated(2, work, None, net=NET, fault=NOBODY_HAS_ASKED)
+    is_whole(ended, recipe, 3)
+    assert told(ended, "gone") == [(0, 0), (1, 0)]
+
+
+# --- some deaths --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", ["async_sgd", "async_sgd(shards=2)"])
+def test_all_go_back_to_the_cut_once(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that has asked for more than one thing when a server is lost is refused more than once."""
+    backs: Counter[tuple[int, int]] = Counter()
+    recover = ServerWire.recover
+
+    def counted(wire: ServerWire) -> None:
+        backs[wire.number, wire.age] += 1
+        recover(wire)
+
+    monkeypatch.setattr(ServerWire, "recover", counted)
+    for at in range(60, 220, 8):
+        backs.clear()
+        is_whole(lived(recipe, f"kill server 0 at {at}ms, back after 20ms", 4, 3), recipe, 3)
+        assert {age for _, age in backs} <= {0}, f"killed at {at} ms"
+        assert set(backs.values()) <= {1}
+
+
+def test_who_goes_back_while_servers_are_lost_again_does_not_go_back_within(monkeypatch: pytest.MonkeyPatch) -> None:
+    depth, most, draw = Counter[int](), 0, random.Random(0)
+    recover = ServerWire.recover
+
+    def counted(wire: ServerWire) -> None:
+        nonlocal most
+        depth[wire.number] += 1
+        most = max(most, depth[wire.number])
+        recover(wire)
+        depth[wire.number] -= 1
+
+    monkeypatch.setattr(ServerWire, "recover", counted)
+    moments = accumulate((draw.uniform(60, 400) for _ in range(60)), initial=60.0)
+    fault = "; ".join(f"kill server 0 at {at:.3f}ms, back after 10ms" for at in moments)
+    ended = simulated(2, training(1), "async_sgd", net="1Gbit/s 30ms", fault=fault)
+    is_whole(ended, "async_sgd", 1)
+    assert most == 1
+
+
+def test_what_was_done_since_the_cut_is_done_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first pass ends at a cut, so what a death in the second costs is done since; cuts that are near cost less."""
+
+    def steps(every_s: float) -> int:
+        monkeypatch.setattr(rpc_server, "CUT_EVERY_S", every_s)
+        ended = lived("async_sgd", "kill server 0 at 150ms, back after 20ms", samples=400)
+        assert ended.of("epoch")[-1]["seen"]["once"] == 400
+        return sum(int(one["step"]) for one in ended.of("end"))
+
+    assert steps(10) > steps(0.03) >= 2 * 400 / 4
+
+
+def test_the_log_and_the_report_tell_of_it(tmp_path: Path) -> None:
+    ended = lived("async_sgd(shards=2)", "kill server 1 at 95ms, back after 30ms", folder=tmp_path)
+    assert [
+        (one["worker"], one["what"], one["life"], one["t"]) for one in ended.of("member") if one["worker"] == -2
+    ] == [
+        (-2, "gone", 0, 0.095),
+        (-2, "joined", 1, 0.125),
+    ]
+    assert [(one["worker"], one["verb"]) for one in ended.of("chaos")] == [(-2, "kill")]
+    assert any("server 1" in line for line in incidents.in_lines(read(tmp_path / "run")))
+
+
+def test_one_that_is_killed_again_and_again_comes_back_each_time() -> None:
+    ended = lived("async_sgd", "kill server 0 every 100ms, back after 5ms", epochs=6)
+    assert len([one for one in told(ended, "joined") if one[0] == -1]) >= 2
+    is_whole(ended, "async_sgd", 6)
+
+
+def test_without_a_word_of_its_return_a_server_is_started_again() -> None:
+    ended = lived("async_sgd", "kill server 0 at 95ms")
+    ours = [(one["what"], one["t"]) for one in ended.of("member") if one["worker"] == -1]
+    assert ours == [("gone", 0.095), ("joined", 0.295)]
+    is_whole(ended, "async_sgd")
+
+
+def test_what_comes_to_a_server_that_is_stopped_waits() -> None:
+    plain = simulated(2, training(), "async_sgd", net=NET)
+    paused = simulated(2, training(), "async_sgd", net=NET, fault="pause server 0 for 1s at 60ms")
+    assert paused.seconds == pytest.approx(plain.seconds + 1, abs=0.02)
+    is_whole(paused, "async_sgd")
+    early = simulated(2, training(), "async_sgd", net=NET, fault="pause server 0 for 1s at 0s")
+    assert early.seconds == pytest.approx(plain.seconds + 1, abs=0.02)
+
+
+def test_one_that_is_killed_while_it_is_stopped_does_not_go_on() -> None:
+    fault = "pause server 0 for 1h at 60ms; kill server 0 at 80ms, back after 20ms"
+    ended = lived("async_sgd", fault)
+    assert ended.seconds < 1
+    is_whole(ended, "async_sgd")
+
+
+def test_one_that_begins_again_is_told_who_exchanges_from_now_on() -> None:
+    """The generation that was formed while it was away, it was not told of: nobody else would tell it."""
+    fault = "kill server 0 at 60ms, back after 80ms; kill worker 2 at 70ms"
+    is_whole(lived(THROUGH, fault), THROUGH)
+
+
+def test_what_comes_too_late_changes_nothing() -> None:
+    plain = lived("async_sgd", "kill worker 1 at 1h")
+    late = lived("async_sgd", "kill worker 1 at 1h; kill server 0 at 10s")
+    assert hidden(late) == hidden(plain)
+
+
+def test_a_server_that_was_drawn_before_the_recipe_was_known_is_one_that_is_there() -> None:
+    """The script names the recipe; of two strikes at once on the only server one is enough."""
+    work = training(recipe="async_sgd")
+    for seed in range(4):
+        fault = "pause server for 10ms at 60ms; pause server for 30ms at 61ms"
+        ended = simulated(2, work, net=NET, fault=fault, seed=seed)
+        assert {one["worker"] for one in ended.of("chaos")} == {-1}
+        is_whole(ended, "async_sgd")

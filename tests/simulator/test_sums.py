@@ -1,0 +1,190 @@
+"""What servers have at the end is what the books say, whoever died: looks and checkpoints on the way change nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+from drawn import TIMES
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load
+from simulator.dying import NET, faults
+from simulator.simulated import Ended, simulated
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import stretto
+from stretto.interval import every
+from stretto.recipe.parser import parse
+from stretto.simulator.cluster import rpc_server
+from stretto.simulator.runner import Cast
+
+BATCHES, SIZE = 12, 2
+APART = 16
+"""The numbers of two batches are so far apart, so that every server has some."""
+RECIPES = [
+    "async_sgd",
+    "async_sgd(shards=2)",
+    "async_sgd(overlap=True)",
+    "downpour(every=2)",
+    "stale_synchronous(bound=1)",
+]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a script and its user ask for."""
+
+    recipe: str
+    workers: int = 2
+    epochs: int = 1
+    fault: str = ""
+    evaluate_every: int | None = None
+    checkpoint: str | None = None
+    cut_every_s: float = 10.0
+    accumulated: int = 1
+    speed: str = "equal"
+
+
+class Counter(nn.Module):
+    """Each step with a batch adds 1 to the number of that batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(BATCHES * APART))
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return -self.w[APART * batch]
+
+
+def counting(asked: Asked) -> Callable[[int], None]:
+    def work(worker: int) -> None:
+        net = Counter()
+        optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+        data = TensorDataset(torch.arange(BATCHES * SIZE) // SIZE)
+        more: dict[str, Any] = {}
+        if asked.evaluate_every:
+            more = {
+                "evaluate_every": asked.evaluate_every,
+                "evaluate": lambda model: {"sum": float(model.w.detach().sum())},
+            }
+        loader: Any = DataLoader(data, batch_size=SIZE, shuffle=False)
+        loader = stretto.distribute(net, optimizer, loader, **more)
+        for _ in range(asked.epochs):
+            for hand, (batch,) in enumerate(loader, 1):
+                if hand % asked.accumulated:
+                    with stretto.no_sync():
+                        net(batch[:1]).sum().backward()
+                    continue
+                net(batch[:1]).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            optimizer.zero_grad()
+
+    return work
+
+
+def ended(asked: Asked) -> Ended:
+    real, cut_every_s = Cast.seat, asked.cut_every_s
+
+    def seat(cast: Cast, worker: Any) -> Any:
+        due = every(asked.checkpoint) if asked.checkpoint else None
+        return replace(real(cast, worker), checkpoint=due)
+
+    with pytest.MonkeyPatch.context() as patch, TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        patch.setattr(Cast, "seat", seat)
+        patch.setattr(rpc_server, "CUT_EVERY_S", cut_every_s)
+        return simulated(
+            asked.workers,
+            counting(asked),
+            asked.recipe,
+            net=NET,
+            fault=asked.fault,
+            speed=asked.speed,
+            folder=Path(folder),
+        )
+
+
+def counts_once(asked: Asked) -> None:
+    """Every batch is in the parameters once for each pass; those whose gradients were not stepped with are in none."""
+    found = ended(asked)
+    lives = asked.workers + asked.fault.count("kill worker")
+    for one in found.of("epoch"):
+        seen = one["seen"]
+        assert (seen["once"] + seen["never"], seen["twice"], seen["dropped"]) == (BATCHES * SIZE, 0, 0)
+        assert seen["never"] <= SIZE * lives * (asked.accumulated - 1), "one batch alone is no step"
+    assert [one["epoch"] for one in found.of("epoch")] == list(range(1, asked.epochs + 1))
+    share = 1 / asked.workers if asked.recipe.startswith("stale") else 1.0
+    sums = load(found.final)["w"][::APART] / share
+    if asked.accumulated == 1:
+        torch.testing.assert_close(sums, torch.full((BATCHES,), float(asked.epochs)))
+    else:
+        assert float(sums.max()) <= asked.epochs
+
+
+ALONE = Asked("async_sgd", workers=5, accumulated=2, fault="kill worker 0 at 0.000000s, back after 0.031250s")
+"""The restarted worker gets one batch, and makes no step with it."""
+LOOKS = Asked("async_sgd(shards=2)", evaluate_every=1, fault="kill server 0 at 0.050384s, back after 0.091730s")
+"""A server dies between the meeting and the look: what this worker had before is void."""
+TELLS = Asked("async_sgd", evaluate_every=3, checkpoint="3r", fault="kill worker 0 at 48ms, back after 20ms")
+"""Whoever asks whether a checkpoint is due must know who is there."""
+CALLED = Asked(
+    "async_sgd(overlap=True)",
+    workers=3,
+    evaluate_every=2,
+    checkpoint="1r",
+    cut_every_s=0.03,
+    fault="kill server 0 at 0.113565s, back after 0.029407s; pause worker 2 for 0.045912s at 0.074223s",
+)
+"""Who is in an exchange has not said which meetings it was called to."""
+LETS_IN = Asked(
+    "downpour(every=3, overlap=True)",
+    epochs=2,
+    checkpoint="1r",
+    cut_every_s=0.01,
+    fault="kill worker 1 at 0.189655s, back after 0.043825s",
+)
+"""Who brings its steps for a checkpoint is not done with the meeting: a newcomer waits."""
+ACCUMULATED = Asked("async_sgd", accumulated=2, fault="kill server 0 at 30ms, back after 5ms")
+"""What was accumulated when all go back is done again."""
+
+
+@pytest.mark.parametrize("asked", [ALONE, LOOKS, TELLS, CALLED, LETS_IN, ACCUMULATED])
+def test_what_servers_have_is_what_the_books_say(asked: Asked) -> None:
+    counts_once(asked)
+
+
+@pytest.mark.parametrize("evaluate_every", [1, 2, 3])
+@pytest.mark.parametrize("workers", [2, 3, 4])
+def test_nobody_holds_another_back_while_all_ask_whether_a_checkpoint_is_due(workers: int, evaluate_every: int) -> None:
+    recipe, speed = "stale_synchronous(bound=1)", "lognormal(0.5)"
+    counts_once(Asked(recipe, workers, epochs=2, evaluate_every=evaluate_every, checkpoint="3r", speed=speed))
+
+
+@settings(max_examples=25 * TIMES)
+@given(
+    st.sampled_from(RECIPES).flatmap(lambda one: st.tuples(st.just(one), faults(parse(one).shards))),
+    st.integers(1, 2),
+    st.none() | st.integers(1, 3),
+    st.sampled_from([None, "1r", "3r"]),
+    st.sampled_from([10.0, 0.03]),
+    st.integers(1, 2),
+    st.sampled_from(["equal", "lognormal(0.5)"]),
+)
+def test_whoever_dies_what_servers_have_is_what_the_books_say(
+    drawn: tuple[str, tuple[int, str]],
+    epochs: int,
+    evaluate_every: int | None,
+    checkpoint: str | None,
+    cut_every_s: float,
+    accumulated: int,
+    speed: str,
+) -> None:
+    recipe, (workers, fault) = drawn
+    counts_once(Asked(recipe, workers, epochs, fault, evaluate_every, checkpoint, cut_every_s, accumulated, speed))

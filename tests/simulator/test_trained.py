@@ -1,0 +1,43 @@
+"""Samples by worker in the record of a simulated run sum to the samples trained, when workers were killed, too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+from drawn import TIMES
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from simulator.dying import FREE, SAMPLES, faults, lived
+from simulator.simulated import Ended
+
+from stretto.report.run_record import record
+
+EPOCHS = 2
+
+
+def trained(folder: Path, recipe: str, fault: str, workers: int) -> list[int]:
+    ended: Ended = lived(recipe, fault, workers, EPOCHS, folder=folder)
+    assert {one["seen"]["once"] for one in ended.of("epoch")} == {SAMPLES}
+    found = record(folder / "run")
+    assert found["samples"] == EPOCHS * SAMPLES
+    return list(found["samples_by_worker"])
+
+
+@settings(max_examples=4 * TIMES)
+@given(st.sampled_from(FREE), faults())
+@example("async_sgd", (2, "kill worker 1 at 0.2s"))
+def test_samples_of_all_workers_sum_to_those_that_were_trained(recipe: str, drawn: tuple[int, str]) -> None:
+    workers, fault = drawn
+    with TemporaryDirectory() as folder:
+        found = trained(Path(folder), recipe, fault, workers)
+    assert sum(found) == EPOCHS * SAMPLES
+    assert len(found) == workers
+
+
+@pytest.mark.parametrize("at", ["50ms", "120ms"])
+def test_a_worker_that_was_killed_keeps_the_samples_that_it_has_trained(at: str, tmp_path: Path) -> None:
+    found = trained(tmp_path, "async_sgd", f"kill worker 1 at {at}, back after 10s", 3)
+    assert all(found)
+    assert found[1] < min(found[0], found[2])

@@ -1,0 +1,387 @@
+"""What wires take of processors, and what a link carries at once: closed forms, order, and what is measured here."""
+
+from __future__ import annotations
+
+import io
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from math import inf
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stretto.collective_ops import Every, Mean
+from stretto.errors import LaunchError
+from stretto.parameter_server.client import ServerWire
+from stretto.parameter_server.framing import CHUNK_BYTES
+from stretto.parameter_server.messages import Ask
+from stretto.simulator.cluster.collective import Table
+from stretto.simulator.cluster.rpc_server import Offices
+from stretto.simulator.compute import cost_model, transport_costs
+from stretto.simulator.compute.cost_model import Tariff
+from stretto.simulator.engine import Worker, World
+from stretto.simulator.event_queue import Queue
+from stretto.simulator.isolation.process_state import Own
+from stretto.simulator.network import topology, wire_bytes
+from stretto.simulator.network.flows import Net
+from stretto.simulator.network.topology import Links
+
+NUMBERS = 100_000
+BYTES = 4 * NUMBERS
+RATE = 1e6
+"""Bytes per second of 8 Mbit/s."""
+
+
+class Scene:
+    """A world whose workers live, each with a wire."""
+
+    def __init__(self, workers: int, net: str, cost: Tariff, processors: float | None, shards: int = 0) -> None:
+        links = Links(topology.parse(net), workers, shards)
+        self.world = World(workers, links, cost, (), processors, shards)
+        table, offices = Table(self.world, links), None
+        if shards:
+            offices = Offices(self.world, shards, "stop", True, inf)
+        self._wires = [offices.wire(one) if offices else table.wire(one, inf) for one in self.world.workers]
+
+    def seconds(self, live: Callable[[Any], None]) -> float:
+        """How long it takes until all have done it."""
+        ends = []
+
+        def course(worker: Worker) -> None:
+            live(self._wires[worker.number])
+            ends.append(worker.now())
+
+        self.world.run(course, lambda one: Own(ModuleType("__main__"), [], io.StringIO(), io.StringIO()))
+        return max(ends)
+
+
+def mean_s(workers: int, net: str = "instant", processors: float | None = None, **cost: float) -> float:
+    """Virtual seconds of one all-reduce."""
+    return Scene(workers, net, Tariff(0.0, **cost), processors).seconds(
+        lambda wire: wire.start(Mean(torch.ones(NUMBERS))).wait()
+    )
+
+
+times = st.floats(0, 1, allow_subnormal=False)
+
+
+@given(st.builds(Tariff, *[times] * 11))
+def test_what_is_printed_can_be_typed(one: Tariff) -> None:
+    again = cost_model.parse(str(one))
+    for field, value in vars(one).items():
+        assert getattr(again, field) == pytest.approx(value, abs=1e-7)
+
+
+def test_what_is_typed_behind_auto_goes_before_what_was_measured() -> None:
+    measured = Tariff(0.005, ask_s=0.001, message_s=0.002)
+    assert cost_model.parse("auto", lambda: measured) == measured
+    found = cost_model.parse("auto, 3ms per message, 4ms per MB", lambda: measured)
+    assert found == Tariff(0.005, ask_s=0.001, message_s=0.003, megabyte_s=0.004)
+
+
+@pytest.mark.parametrize(
+    "text", ["auto", "3ms per MB", "5ms, auto", "5ms, 1ms per mile", "5ms, 1ms per MB, 2ms per MB"]
+)
+def test_what_cannot_be_a_tariff_is_refused(text: str) -> None:
+    with pytest.raises(LaunchError, match="--step-time"):
+        cost_model.parse(text)
+
+
+@pytest.mark.parametrize("workers", [2, 3, 4, 7])
+def test_messages_and_bytes_are_those_that_are_counted(workers: int) -> None:
+    """Every message has three headers, of which each end sees all: what is left are the numbers themselves."""
+    payload = pytest.approx(4 * BYTES * (workers - 1) / workers, rel=0.01)
+    for worker in range(workers):
+        sent, received = wire_bytes.mean_bytes(worker, workers, BYTES)
+        messages = wire_bytes.mean_messages(worker, workers, BYTES)
+        assert messages == 8 * (workers - 1)
+        assert sent + received - 3 * wire_bytes.ANNOUNCED * messages == payload
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+def test_an_exchange_takes_its_messages_and_the_longer_of_links_and_processors(workers: int) -> None:
+    moved = 4 * BYTES * (workers - 1) / workers
+    messages = 8 * (workers - 1)
+    on_links = moved / 2 / 1e6
+    assert mean_s(workers) == pytest.approx(0)
+    assert mean_s(workers, exchange_s=0.5, message_s=0.01) == pytest.approx(0.5 + 0.01 * messages)
+    assert mean_s(workers, "8Mbit/s", message_s=0.01) == pytest.approx(on_links + 0.01 * messages)
+    assert mean_s(workers, "8Mbit/s", megabyte_s=0.1) == pytest.approx(on_links)
+    assert mean_s(workers, "8Mbit/s", megabyte_s=2.0) == pytest.approx(2.0 * moved / 1e6)
+
+
+@pytest.mark.parametrize("net", ["instant", "8Mbit/s 10ms"])
+def test_what_is_late_comes_on_top_of_what_is_worked_and_carried(net: str) -> None:
+    late = 2 * 3 * topology.parse(net).link.latency
+    moved = 3 * BYTES
+    assert mean_s(4, net, megabyte_s=1.0) == pytest.approx(late + moved / 1e6)
+    assert mean_s(4, net, megabyte_s=1.0, processors=2.0) == pytest.approx(late + 2 * moved / 1e6)
+
+
+def test_words_take_their_telling_besides_once_for_each_round_of_them() -> None:
+    def told_s(act: Callable[[Any], object], **cost: float) -> float:
+        return Scene(4, "instant", Tariff(0.0, **cost), None).seconds(act)
+
+    short, long = b"x", bytes(1000)
+    assert told_s(lambda wire: wire.gather(short), telling_s=0.1) == pytest.approx(0.1)
+    assert told_s(lambda wire: wire.gather(long), telling_s=0.1) == pytest.approx(0.2)
+    assert told_s(lambda wire: wire.tell(short), telling_s=0.1) == pytest.approx(0.1)
+    assert told_s(lambda wire: wire.tell(long), telling_s=0.1) == pytest.approx(0.2)
+    assert told_s(lambda wire: wire.start(Every(torch.ones(9))).wait(), telling_s=0.1) == pytest.approx(0.1)
+    assert mean_s(4, telling_s=0.1) == 0
+
+
+@pytest.mark.parametrize("processors", [0.5, 1.0, 2.0, 8.0])
+def test_workers_share_the_processors_that_their_exchange_needs(processors: float) -> None:
+    took = mean_s(4, megabyte_s=1.0, processors=processors)
+    assert took == pytest.approx(max(4 / processors, 1.0) * 3 * BYTES / 1e6)
+
+
+def gather_s(processors: float | None = None, **cost: float) -> float:
+    """Virtual seconds until a server has told each of two workers what both have said."""
+    return Scene(2, "instant", Tariff(0.0, **cost), processors, 1).seconds(lambda wire: wire.gather(b"x"))
+
+
+def test_a_parcel_is_worked_on_at_both_ends_one_after_another_at_the_server() -> None:
+    """Each worker's goes out at once; the server takes in two, then sends two; each worker takes in one."""
+    assert gather_s() == pytest.approx(0)
+    assert gather_s(parcel_s=0.1) == pytest.approx(0.1 + 2 * 0.1 + 2 * 0.1 + 0.1)
+    assert gather_s(parcel_s=0.1, processors=1.0) == pytest.approx(0.8)
+
+
+def test_a_server_in_worker_0_has_the_processor_that_the_worker_has() -> None:
+    """It takes in two parcels and sends two, while the worker computes for as long again."""
+
+    def seconds(net: str) -> float:
+        def live(wire: ServerWire) -> None:
+            wire.gather(b"x")
+            if wire.worker == 0:
+                scene.world.busy(scene.world.share_of_service(0), 1.0, lambda: None)
+                scene.world.workers[0].work(1.0)
+
+        scene = Scene(2, net, Tariff(0.0), 8.0, 1)
+        return scene.seconds(live)
+
+    assert seconds("instant, servers with workers") == pytest.approx(1.0)
+    assert seconds("instant, servers in worker 0") == pytest.approx(2.0, rel=0.01)
+
+
+def push_s(nbytes: int, net: str, **cost: float) -> float:
+    """Virtual seconds of a parcel of so many bytes, and the answer to it, from a worker to a server."""
+
+    def live(wire: ServerWire) -> None:
+        wire.links[0].wait(wire.links[0].send(Ask(1, "mean"), [torch.ones(nbytes // 4)]))
+
+    return Scene(1, net, Tariff(0.0, **cost), None, 1).seconds(live)
+
+
+def test_of_a_large_parcel_chunks_are_made_carried_and_taken_in_at_once() -> None:
+    """Two chunks each way: the first is made, then carried while the second is, then the last one is taken in."""
+    megabytes = 2 * CHUNK_BYTES / 1e6
+    close = {"rel": 1e-3}
+    assert push_s(2 * CHUNK_BYTES, "instant", parcel_megabyte_s=1.0) == pytest.approx(2 * 1.5 * megabytes, **close)
+    assert push_s(2 * CHUNK_BYTES, "8Mbit/s", parcel_megabyte_s=0.1) == pytest.approx(2 * 1.1 * megabytes, **close)
+    assert push_s(CHUNK_BYTES // 2, "8Mbit/s", parcel_megabyte_s=1.0) == pytest.approx(2 * 3 * megabytes / 4, **close)
+
+
+@pytest.mark.parametrize(
+    ("net", "processors", "way_s"),
+    [("8Gbit/s, servers with workers", None, 2.0), ("8Gbit/s", None, 3.0), ("8Gbit/s", 0.5, 6.0)],
+)
+def test_what_goes_over_a_link_takes_what_links_take_besides(net: str, processors: float | None, way_s: float) -> None:
+    """Who sends, the links for both ends, and who receives, one after another; half a processor is half as quick."""
+    nbytes = CHUNK_BYTES // 2
+
+    def live(wire: ServerWire) -> None:
+        wire.links[0].wait(wire.links[0].send(Ask(1, "mean"), [torch.ones(nbytes // 4)]))
+
+    cost = Tariff(0.0, parcel_megabyte_s=1.0, link_megabyte_s=0.5)
+    took = Scene(1, net, cost, processors, 1).seconds(live)
+    assert took == pytest.approx(2 * way_s * nbytes / 1e6, rel=5e-3)
+
+
+def test_who_works_on_a_message_goes_before_those_who_compute() -> None:
+    world = World(2, Links(topology.Network(), 2), Tariff(0.0), (), 1.0)
+    ends = {}
+
+    def course(worker: Worker) -> None:
+        if worker.number:
+            world.busy(1 + worker.number, 1.0, lambda: ends.update(message=world.queue.now))
+        worker.work(3.0)
+        ends[worker.number] = worker.now()
+
+    world.run(course, lambda one: Own(ModuleType("__main__"), [], io.StringIO(), io.StringIO()))
+    assert ends["message"] == pytest.approx(1.0, rel=0.01)
+    assert max(ends.values()) == pytest.approx(7.0)
+
+
+@settings(max_examples=40)
+@given(st.lists(st.integers(0, 3_000_000), min_size=2, max_size=12))
+def test_parcels_of_all_lengths_arrive_in_the_order_in_which_they_left(lengths: list[int]) -> None:
+    came = []
+
+    def live(wire: ServerWire) -> None:
+        (link,) = wire.links
+        asks = [link.send(Ask(op, "mean"), [torch.ones(length // 4)]) for op, length in enumerate(lengths, 1)]
+        for place, number in enumerate(asks):
+            link.wait(number)
+            came.append(number)
+            assert not any(link.is_there(one) for one in asks[place + 1 :])
+
+    cost = Tariff(0.0, parcel_s=0.001, parcel_megabyte_s=1.0)
+    Scene(1, "8Mbit/s 1ms", cost, None, 1).seconds(live)
+    assert came == sorted(came)
+
+
+# --- bursts -------------------------------------------------------------------------------------------------------
+
+
+def arrivals(net: str, sends: list[tuple[float, int, int, float]]) -> list[float]:
+    """When each of these has come: (at, from, to, bytes)."""
+    queue = Queue()
+    links = Net(queue, Links(topology.parse(net), 3))
+    came = [0.0] * len(sends)
+    for number, (at, source, target, nbytes) in enumerate(sends):
+
+        def arrived(number: int = number) -> None:
+            came[number] = queue.now
+
+        def go(source: int = source, target: int = target, nbytes: float = nbytes, then: object = arrived) -> None:
+            links.send(source, target, nbytes, then)
+
+        queue.at(at, go)
+    while queue.step():
+        pass
+    return came
+
+
+@pytest.mark.parametrize(("nbytes", "seconds"), [(1_000_000, 0.9), (100_000, 0.0), (100_500, 0.0005), (50_000, 0.0)])
+def test_after_a_rest_a_burst_goes_at_once(nbytes: float, seconds: float) -> None:
+    assert arrivals("8Mbit/s, burst 100kB", [(0.0, 0, 1, nbytes)]) == pytest.approx([seconds])
+
+
+def test_a_burst_comes_back_while_the_link_rests_and_not_while_it_carries() -> None:
+    """A burst and 0.1 s; rests 0.02 s, in which 20 kB come in; then rests for long."""
+    sends = [(0.0, 0, 1, 200_000), (0.12, 0, 1, 100_000), (5.0, 0, 1, 200_000)]
+    assert arrivals("8Mbit/s, burst 100kB", sends) == pytest.approx([0.1, 0.2, 5.1])
+
+
+def test_the_emptiest_link_of_a_way_tells_what_goes_at_once() -> None:
+    """What goes from 0 to 1 empties the one's way out and the other's way in, but not the way out of 2."""
+    sends = [(0.0, 0, 1, 100_000), (0.0, 2, 1, 100_000), (0.0, 0, 2, 100_000)]
+    assert arrivals("8Mbit/s, burst 100kB", sends) == pytest.approx([0.0, 0.1, 0.1])
+
+
+@given(st.lists(st.tuples(st.floats(0, 3), st.integers(1, 400_000)), min_size=1, max_size=8), st.integers(0, 200))
+def test_no_link_carries_more_than_its_rate_and_one_burst(sends: list[tuple[float, int]], kilobytes: int) -> None:
+    came = arrivals(f"8Mbit/s, burst {kilobytes}kB", [(at, 0, 1, nbytes) for at, nbytes in sorted(sends)])
+    first = min(at for at, _ in sends)
+    carried = RATE * (max(came) - first) + 1e3 * kilobytes
+    assert carried >= sum(nbytes for _, nbytes in sends) * (1 - 1e-9) - 1
+
+
+# --- measured -----------------------------------------------------------------------------------------------------
+
+
+def test_the_wires_of_this_machine_are_measured() -> None:
+    found = vars(transport_costs.here(plain=True))
+    assert all(0 <= value < 1 for value in found.values())
+    assert found["message_s"] > 0
+    assert found["parcel_s"] > 0
+
+
+@pytest.mark.parametrize("truth", [(3e-4, 5e-5, 2e-3, 4e-4), (1e-4, 0.0, 0.0, 0.0)])
+def test_from_a_few_exchanges_all_costs_are_found(truth: tuple[float, float, float, float]) -> None:
+    """A wire that takes just that: what is found is what it takes."""
+
+    class Wire:
+        workers, spent = 4, 0.0
+
+        def start(self, ask: Mean) -> Wire:
+            moved = [wire_bytes.mean_bytes(one, 4, ask.tensor.nbytes) for one in range(4)]
+            messages = sum(wire_bytes.mean_messages(one, 4, ask.tensor.nbytes) for one in range(4)) / 4
+            payload = sum(map(sum, moved)) / 4 - 3 * wire_bytes.ANNOUNCED * messages
+            self.spent += truth[0] + truth[1] * messages + truth[2] * payload / 1e6
+            return self
+
+        def wait(self) -> None:
+            """It is over."""
+
+        def gather(self, message: bytes) -> None:
+            self.spent += truth[0] + truth[1] * 12 + truth[3]
+
+        def tell(self, message: bytes) -> None:
+            self.spent += truth[0] + truth[1] * 1.5 + truth[3]
+
+    wire = Wire()
+    found = transport_costs.of_collective(wire, lambda: wire.spent)
+    assert found == pytest.approx(truth, rel=0.03, abs=1e-8)
+
+
+def test_a_usual_exchange_takes_what_it_took_though_crossing_messages_take_more() -> None:
+    """Of a single number no two messages cross, and they take less each; a line through both would begin below 0."""
+
+    class Wire:
+        workers, spent = 4, 0.0
+
+        def start(self, ask: Mean) -> Wire:
+            self.spent += 4e-4 if ask.tensor.numel() == 1 else 3.6e-3
+            return self
+
+        def wait(self) -> None:
+            """It is over."""
+
+        def gather(self, message: bytes) -> None:
+            """Nothing."""
+
+        tell = gather
+
+    wire = Wire()
+    exchange_s, message_s, *_ = transport_costs.of_collective(wire, lambda: wire.spent)  # type: ignore[arg-type]
+    assert exchange_s >= 0
+    assert exchange_s + message_s * wire_bytes.mean_messages(0, 4, 4000) == pytest.approx(3.6e-3)
+
+
+@pytest.mark.parametrize("workers", [1, 4])
+def test_of_a_server_it_is_found_what_links_take_besides(workers: int) -> None:
+    """Worker 0 is where the server is; the others read for longer, each as fast as it can."""
+    truth = parcel_s, near_s, link_s = 1e-4, 2e-3, 5e-3
+    all_here, spent = threading.Barrier(workers), [0.0]
+
+    class Wire:
+        def __init__(self, worker: int) -> None:
+            self.worker, self.workers = worker, workers
+
+        def open(self, *_: object) -> None:
+            """It is there."""
+
+        def gather(self, message: bytes) -> None:
+            all_here.wait(20)
+            if self.worker == 0:
+                spent[0] += 4 * workers * parcel_s
+            all_here.wait(20)
+
+        def read(self, lengths: list[int]) -> Wire:
+            megabytes = 4 * sum(lengths) / 1e6
+            with lock:
+                spent[0] += 4 * parcel_s + 2 * megabytes * (near_s + link_s * (self.worker > 0))
+            return self
+
+        def wait(self, take: object) -> None:
+            time.sleep(0.002 * self.worker)
+
+    def clock() -> float:
+        return spent[0]
+
+    lock = threading.Lock()
+    with ThreadPoolExecutor(workers) as crew:
+        found = list(crew.map(lambda one: transport_costs.of_server(Wire(one), clock, clock), range(workers)))  # type: ignore
+    expected = truth if workers > 1 else (parcel_s, near_s, 0.0)
+    for one in found:
+        assert one == pytest.approx(expected, rel=0.05)

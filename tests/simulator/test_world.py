@@ -1,0 +1,478 @@
+"""The world of a simulation, without training: its time, its turns, what is each worker's own, and how it ends."""
+
+from __future__ import annotations
+
+import functools
+import io
+import random
+import sys
+from collections.abc import Callable
+from itertools import pairwise, permutations
+from math import inf
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stretto.collective_ops import Every, Mean
+from stretto.errors import LaunchError, WireError
+from stretto.faults import plan as chaos
+from stretto.simulator.cluster.collective import SimWire, Table
+from stretto.simulator.engine import Tariff, Worker, World
+from stretto.simulator.isolation.process_state import Own
+from stretto.simulator.network import topology
+from stretto.simulator.network.topology import Links
+
+Live = Callable[[Worker, SimWire], None]
+
+
+class Scene:
+    """A world with one wire for all, in which something may go wrong; `lived` lets its workers live."""
+
+    def __init__(self, workers: int, net: str = "instant", fault: str = "", limit_s: float = inf, **more: Any) -> None:
+        links = Links(topology.parse(net), workers)
+        plan = chaos.schedule(chaos.parse(fault) if fault else (), workers, 0, 0)
+        self.world = World(workers, links, Tariff(0.0), plan, **more)
+        table = Table(self.world, links)
+        self._wires = [table.wire(one, limit_s) for one in self.world.workers]
+
+    def lived(self, live: Live, order: Any = None) -> World:
+        """The world after it."""
+        self.world.run(lambda one: live(one, self._wires[one.number]), self._own, order)
+        return self.world
+
+    def _own(self, worker: Worker) -> Own:
+        torch.manual_seed(worker.number)
+        np.random.seed(worker.number)
+        random.seed(worker.number)
+        return Own(ModuleType("__main__"), [str(worker.number)], io.StringIO(), io.StringIO())
+
+
+def doing_nothing(worker: Worker, wire: SimWire) -> None:
+    """A life."""
+
+
+# --- time ---------------------------------------------------------------------------------------------------------
+
+TENTHS = st.integers(0, 50).map(lambda tenths: tenths / 10)
+
+
+@given(st.lists(st.lists(TENTHS, min_size=3, max_size=3), min_size=1, max_size=8))
+def test_with_a_barrier_after_each_round_time_is_the_sum_of_the_slowest(rounds: list[list[float]]) -> None:
+    def live(worker: Worker, wire: SimWire) -> None:
+        for each in rounds:
+            worker.work(each[worker.number])
+            wire.gather(b"")
+
+    assert Scene(3).lived(live).queue.now == pytest.approx(sum(map(max, rounds)), abs=1e-9)
+
+
+@given(st.lists(st.lists(TENTHS, max_size=6), min_size=1, max_size=4))
+def test_without_one_it_is_the_slowest_sum(works: list[list[float]]) -> None:
+    ends = {}
+
+    def live(worker: Worker, wire: SimWire) -> None:
+        for seconds in works[worker.number]:
+            worker.work(seconds)
+        worker.catch_up()
+        ends[worker.number] = worker.now()
+
+    world = Scene(len(works)).lived(live)
+    assert ends == pytest.approx(dict(enumerate(map(sum, works))), abs=1e-9)
+    assert world.queue.now == max(ends.values())
+
+
+def test_workers_that_share_processors_take_their_share_of_them() -> None:
+    """Five seconds of work for each of four on two processors; a worker uses no more than one."""
+    assert Scene(4, processors=2.0).lived(lambda one, _: one.work(5.0)).queue.now == pytest.approx(10.0)
+    assert Scene(4, processors=9.0).lived(lambda one, _: one.work(5.0)).queue.now == pytest.approx(5.0)
+
+
+STEPS = st.lists(
+    st.tuples(st.sampled_from(("work", "sleep", "say", "hear", "catch up")), st.integers(0, 3), TENTHS), max_size=8
+)
+
+
+@settings(max_examples=60)
+@given(st.lists(STEPS, min_size=2, max_size=4), st.randoms(use_true_random=False), st.booleans())
+def test_no_time_runs_back_and_everything_arrives_once_in_order_and_not_too_early(
+    lives: list[list[tuple[str, int, float]]], chance: random.Random, is_paused: bool
+) -> None:
+    """Workers send to each other, and look for what has come, in whatever order they are made."""
+    net = "8kbit/s 100ms"
+    said: dict[tuple[int, int], list[float]] = {}
+    come: dict[tuple[int, int], list[tuple[int, float]]] = {}
+    times: list[float] = []
+    scene = Scene(len(lives), net, "pause worker 1 for 3s at 1s" if is_paused else "")
+    world = scene.world
+    own_times: list[list[float]] = [[] for _ in lives]
+
+    def say(worker: Worker, target: int) -> None:
+        pair = worker.number, target
+
+        def leave() -> None:
+            left = said.setdefault(pair, [])
+            left.append(world.queue.now)
+            number = len(left)
+            world.net.send(*pair, 1000.0, lambda: come.setdefault(pair, []).append((number, world.queue.now)))
+
+        worker.act(leave)
+
+    def live(worker: Worker, wire: SimWire) -> None:
+        for verb, target, seconds in lives[worker.number]:
+            if verb == "say" and target < len(lives) and target != worker.number:
+                say(worker, target)
+            elif verb in ("work", "sleep"):
+                getattr(worker, verb)(seconds)
+            elif verb == "catch up":
+                worker.catch_up()
+            times.append(world.queue.now)
+            own_times[worker.number].append(worker.now())
+        worker.sleep(1000.0)
+        worker.catch_up()
+
+    scene.lived(live, order=chance.sample(range(len(lives)), len(lives)))
+    assert all(one <= other for seen in (times, *own_times) for one, other in pairwise(seen))
+    assert said.keys() == come.keys()
+    for pair, left in said.items():
+        assert [number for number, _ in come[pair]] == list(range(1, len(left) + 1))
+        assert all(there - here >= 1.1 - 1e-9 for here, (_, there) in zip(left, come[pair], strict=True))
+        assert come[pair] == sorted(come[pair])
+
+
+def test_what_is_said_while_something_is_under_way_waits_for_it_in_line() -> None:
+    scene = Scene(2, "8kbit/s 100ms")
+    world, come = scene.world, []
+
+    def live(worker: Worker, wire: SimWire) -> None:
+        for number in range(3 if worker.number == 0 else 0):
+            send = functools.partial(come.append, number)
+            worker.act(lambda send=send: world.net.send(0, 1, 1000.0, lambda: (send(), come.append(world.queue.now))))
+        worker.sleep(10.0)
+        worker.catch_up()
+
+    scene.lived(live)
+    assert come == pytest.approx([0, 1.1, 1, 2.1, 2, 3.1])
+
+
+def test_the_order_in_which_workers_are_made_changes_nothing() -> None:
+    def told(order: Any) -> tuple[list[tuple[float, int]], float]:
+        met = []
+
+        def live(worker: Worker, wire: SimWire) -> None:
+            for _ in range(3):
+                worker.work(worker.number % 2 + 1)
+                wire.gather(bytes(worker.number))
+                met.append((worker.now(), worker.number))
+
+        return met, Scene(3, "1Mbit/s 5ms").lived(live, order).queue.now
+
+    assert len({repr(told(order)) for order in permutations(range(3))}) == 1
+
+
+# --- faults -------------------------------------------------------------------------------------------------------
+
+
+@given(
+    TENTHS.map(lambda start: start + 0.05),
+    st.lists(st.tuples(TENTHS, TENTHS.map(lambda long: long + 0.1)), max_size=4),
+    st.lists(TENTHS, min_size=1, max_size=4),
+)
+def test_a_pause_makes_work_last_longer_by_what_of_it_falls_into_the_work(
+    start: float, pauses: list[tuple[float, float]], works: list[float]
+) -> None:
+    """One pause after another, and none at the very moment when some work ends."""
+    spans, at = [], start
+    for gap, long in pauses:
+        spans.append((at, at + long))
+        at += long + gap + 0.1
+    text = "; ".join(f"pause worker 0 for {b - a:.6f}s at {a:.6f}s" for a, b in spans)
+    end = 0.0
+    for left in works:
+        for a, b in spans:
+            if a <= end < b:
+                end = b
+            if end < a < end + left:
+                left, end = left - (a - end), b
+        end += left
+
+    def live(worker: Worker, wire: SimWire) -> None:
+        for seconds in works:
+            worker.work(seconds)
+
+    scene = Scene(1, fault=text)
+    lone = scene.world.workers[0]
+    scene.lived(live)
+    assert lone.now() == pytest.approx(end, abs=1e-4)
+
+
+def meeting(worker: Worker, wire: SimWire) -> None:
+    """A second of work, then an exchange of 4,000 bytes, which takes a second each way at 4,000 bytes a second."""
+    worker.work(1.0)
+    wire.start(Mean(torch.ones(1000))).wait()
+
+
+NET = "32kbit/s"
+WHOLE = 2.0
+"""Two workers exchange 4,000 bytes at 4,000 bytes a second: 2 (N-1)/N = 1 second, after one of work."""
+
+
+@pytest.mark.parametrize(
+    ("fault", "seconds"),
+    [
+        ("", WHOLE),
+        ("pause worker 0 for 3s at 0.5s", WHOLE + 3),
+        ("pause worker 1 for 3s at 0.5s; pause worker 0 for 3s at 0.5s", WHOLE + 3),
+        ("pause worker 1 for 3s at 0.5s; pause worker 0 for 1s at 0.5s", WHOLE + 3),
+        ("cut workers 0 for 5s at 1.5s", WHOLE + 5),
+        ("cut workers 0 for 0.25s at 0.5s", WHOLE),
+        ("cut workers 0 for 1.25s at 0.5s", WHOLE + 0.75),
+        ("cut workers 0 for 5s at 1.5s; cut workers 1 for 1s at 6s", WHOLE + 5.5),
+        ("slow link of worker 1 by 4 for 60s at 0s", 1 + 4),
+        ("slow link of worker 1 by 4 for 2s at 0.5s", 2.5 + 0.625),
+        ("slow link of worker 1 by 2 for 60s at 0s; slow link of worker 1 by 5 for 60s at 0s", 1 + 10),
+    ],
+)
+def test_a_fault_costs_exactly_what_it_should(fault: str, seconds: float) -> None:
+    assert Scene(2, NET, fault).lived(meeting).queue.now == pytest.approx(seconds, abs=1e-6)
+
+
+def test_a_worker_that_is_stopped_holds_an_exchange_of_all_up() -> None:
+    heard = {}
+
+    def live(worker: Worker, wire: SimWire) -> None:
+        worker.work(1.0 + worker.number)
+        wire.gather(b"")
+        heard[worker.number] = worker.now()
+
+    Scene(2, fault="pause worker 0 for 5s at 1.5s").lived(live)
+    assert heard == {0: 6.5, 1: 6.5}
+
+
+@pytest.mark.parametrize("left", [100, 20_000])
+def test_what_was_cut_goes_on_with_what_is_left(left: int) -> None:
+    """Whether it then fits into a packet or not."""
+    moment = 1.0 - left / 1e6
+    fault = f"cut worker 0 for 2s at {moment:.6f}s; slow link of worker 1 by 2 for 1s at 10s"
+    scene = Scene(2, "8Mbit/s", fault)
+    told: list[float] = []
+    scene.world.net.send(0, 1, 1_000_000, lambda: told.append(scene.world.queue.now))
+    scene.lived(lambda worker, wire: worker.sleep(5.0) or worker.catch_up())  # type: ignore[func-returns-value]
+    assert told == pytest.approx([3.0])
+
+
+def test_a_packet_that_begins_on_a_slow_link_is_quick_when_that_is_over() -> None:
+    scene = Scene(2, "8Mbit/s", "slow link of worker 0 by 100000 for 10ms at 0s")
+    told: list[float] = []
+
+    def live(worker: Worker, wire: SimWire) -> None:
+        if worker.number == 0:
+            worker.sleep(0.001)
+            worker.act(lambda: scene.world.net.send(0, 1, 1000, lambda: told.append(scene.world.queue.now)))
+        worker.sleep(1.0)
+        worker.catch_up()
+
+    scene.lived(live)
+    assert told == pytest.approx([0.011], abs=1e-4)
+
+
+def test_a_backward_pass_within_another_is_a_part_of_it() -> None:
+    done: list[str] = []
+
+    def live(worker: Worker, wire: SimWire) -> None:
+        def inner() -> None:
+            worker.backward(lambda: worker.after_backward(lambda: done.append("behind")))
+            done.append("outer")
+
+        worker.backward(inner)
+
+    Scene(1).lived(live)
+    assert done == ["outer", "behind"]
+
+
+# --- ends ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_deadlock_says_who_waits_for_what() -> None:
+    def live(worker: Worker, wire: SimWire) -> None:
+        worker.work(0.25)
+        if worker.number != 1:
+            wire.gather(b"")
+
+    with pytest.raises(LaunchError) as caught:
+        Scene(3).lived(live)
+    assert str(caught.value).splitlines() == [
+        "nothing can happen any more at 0.25 s of virtual time: everybody waits for another",
+        "  worker 0 waits for worker 1 in exchange 1",
+        "  worker 2 waits for worker 1 in exchange 1",
+        "  worker 1 has come to its end",
+    ]
+
+
+def test_faults_without_end_do_not_hide_a_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stretto.simulator.engine.IDLE_EVENTS", 1000)
+
+    def live(worker: Worker, wire: SimWire) -> None:
+        if worker.number:
+            wire.gather(b"")
+
+    with pytest.raises(LaunchError, match="worker 1 waits for worker 0"):
+        Scene(2, "1Mbit/s", "slow link of worker 0 by 2 for 1s every 2s").lived(live)
+
+
+def test_workers_that_do_different_things_are_told_so() -> None:
+    def live(worker: Worker, wire: SimWire) -> None:
+        wire.start((Mean, Every)[worker.number](torch.ones(3))).wait()
+
+    with pytest.raises(WireError, match="different things"):
+        Scene(2).lived(live)
+
+
+def test_a_wait_has_a_limit() -> None:
+    def live(worker: Worker, wire: SimWire) -> None:
+        worker.work(10.0 * worker.number)
+        wire.gather(b"")
+
+    with pytest.raises(WireError, match="worker 0 waited 10 s for .* longer than 5 s"):
+        Scene(2, limit_s=5.0).lived(live)
+
+
+def test_a_wait_within_a_backward_pass_is_refused_by_name() -> None:
+    """There torch's engine is at work, which knows one backward pass at a time."""
+
+    class Waiting(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            scene.world.workers[0].until(lambda: False, lambda: "a wonder")
+            return grad
+
+    scene = Scene(1)
+    with pytest.raises(RuntimeError, match="worker 0 can't wait for a wonder within a backward pass"):
+        scene.lived(lambda worker, wire: Waiting.apply(torch.ones(1, requires_grad=True)).sum().backward())
+
+
+WHY = {"with an error": "of worker 1", "in a deadlock": "everybody waits", "killed": "worker 2 was killed at 0.5 s"}
+
+
+@pytest.mark.parametrize("ended", ["well", *WHY])
+def test_afterwards_nobody_is_left_and_the_process_is_as_before(ended: str) -> None:
+    def live(worker: Worker, wire: SimWire) -> None:
+        torch.rand(3), np.random.rand(3), random.random()
+        torch.set_grad_enabled(False)
+        sys.path.insert(0, "nowhere")
+        sys.argv = ["somewhere"]
+        try:
+            if worker.number == 1 and ended != "well":
+                worker.work(1.0)
+                worker.catch_up()
+                if ended == "with an error":
+                    raise KeyError("of worker 1")
+                return
+            wire.gather(b"")
+        finally:
+            ends.append(worker.number)
+
+    def here() -> list[Any]:
+        states = [torch.get_rng_state().tolist(), random.getstate(), repr(np.random.get_state())]
+        names = [sys.modules["__main__"], sys.argv, sys.stdout, list(sys.path)]
+        return [*states, *names, torch.autograd.backward, torch.is_grad_enabled(), torch.get_num_threads()]
+
+    ends: list[int] = []
+    np.random.randn()  # keeps the second of a pair back
+    before = here()
+    scene = Scene(3, fault="kill worker 2 at 0.5s" if ended == "killed" else "")
+    if ended == "well":
+        scene.lived(live)
+    else:
+        with pytest.raises((KeyError, LaunchError), match=WHY[ended]):
+            scene.lived(live)
+    assert here() == before
+    assert sorted(ends) == [0, 1, 2]
+    assert all(one.greenlet is not None and one.greenlet.dead for one in scene.world.workers)
+
+
+# --- what is each worker's own ------------------------------------------------------------------------------------
+
+DRAWS: dict[str, Callable[[], object]] = {
+    "torch": lambda: torch.rand(2).tolist(),
+    "torch's normal": lambda: torch.randn(3).tolist(),
+    "numpy": lambda: np.random.rand(2).tolist(),
+    "numpy's normal": lambda: np.random.randn(),
+    "random": random.random,
+    "random's normal": lambda: random.gauss(0, 1),
+    "many of numpy": lambda: np.random.rand(700).sum(),
+}
+
+
+@settings(max_examples=60)
+@given(st.lists(st.lists(st.sampled_from(sorted(DRAWS)), max_size=6), min_size=2, max_size=4))
+def test_what_a_worker_draws_does_not_depend_on_the_others(draws: list[list[str]]) -> None:
+    """Each draws what it would alone, though they take turns after every draw."""
+    drawn: dict[int, list[object]] = {}
+
+    def live(worker: Worker, wire: SimWire) -> None:
+        mine = drawn.setdefault(worker.number, [])
+        for name in draws[worker.number]:
+            mine.append(DRAWS[name]())
+            worker.sleep(1.0)
+            worker.catch_up()
+
+    Scene(len(draws)).lived(live)
+    for worker, names in enumerate(draws):
+        torch.manual_seed(worker)
+        np.random.seed(worker)
+        random.seed(worker)
+        assert drawn[worker] == [DRAWS[name]() for name in names]
+
+
+def test_modes_names_and_output_are_each_workers_own() -> None:
+    seen: dict[int, list[object]] = {}
+
+    def modes() -> list[object]:
+        enabled = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
+        return [*enabled, sys.argv[0], vars(sys.modules["__main__"])["mine"], type(sys.stdout).__name__]
+
+    def live(worker: Worker, wire: SimWire) -> None:
+        vars(sys.modules["__main__"])["mine"] = worker.number
+        with torch.set_grad_enabled(worker.number != 0), torch.autocast("cpu", enabled=worker.number == 1):
+            wire.gather(b"")
+            seen[worker.number] = modes()
+        print(f"worker {worker.number}")
+        wire.gather(b"")
+        print("again")
+        seen[worker.number].append(sys.stdout.getvalue())
+
+    Scene(3).lived(live)
+    for one in range(3):
+        assert seen[one] == [one != 0, one == 1, str(one), one, "StringIO", f"worker {one}\nagain\n"]
+
+
+def test_another_workers_turn_may_come_while_one_waits_behind_its_backward_pass() -> None:
+    """What a worker asks within its backward pass is laid down behind it, and in the same order."""
+    order: list[tuple[int, str]] = []
+
+    def live(worker: Worker, wire: SimWire) -> None:
+        x = torch.ones(2, requires_grad=True)
+        tickets: list[Any] = []
+
+        def hook(grad: torch.Tensor) -> None:
+            worker.after_backward(lambda: order.append((worker.number, "first")))
+            tickets.append(wire.start(Mean(torch.full((2,), 1.0 + worker.number))))
+            worker.after_backward(lambda: order.append((worker.number, f"then {tickets[0].wait().tolist()}")))
+
+        x.register_hook(hook)
+        (2 * x).sum().backward()
+        order.append((worker.number, "last"))
+        assert x.grad is not None and x.grad.tolist() == [2.0, 2.0]
+
+    Scene(2).lived(live)
+    for one in range(2):
+        assert [word for worker, word in order if worker == one] == ["first", "then [3.0, 3.0]", "last"]

@@ -1,0 +1,724 @@
+"""A checkpoint is there as a whole or not at all: whatever is cut, flipped, killed or full."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from torch import Tensor
+
+from stretto.checkpoint import state_transfer, storage
+from stretto.checkpoint.storage import BackgroundWriter, Checkpoints, Snapshots, State, write_tensors
+from stretto.errors import LaunchError
+from stretto.interval import Every, every
+from stretto.strategies.optimizers import Optimizers
+from stretto.strategies.tensor_sync import octets
+
+LIMIT_S = 60
+MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+"""A folder on no disk, where bringing files to the disk takes no time."""
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "plain": lambda one: one,
+    "transposed": lambda one: one.t() if one.dim() == 2 else one,
+    "every other": lambda one: one[::2] if one.dim() else one,
+    "expanded": lambda one: one[:1].expand(3, *one.shape[1:]) if one.dim() and len(one) else one,
+}
+
+
+@pytest.fixture(autouse=True)
+def limited() -> Iterator[None]:
+    """No test may hang."""
+
+    def too_long(_number: int, _frame: object) -> None:
+        raise TimeoutError(f"the test took more than {LIMIT_S} s")
+
+    before = signal.signal(signal.SIGALRM, too_long)
+    signal.setitimer(signal.ITIMER_REAL, LIMIT_S)
+    yield
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def seen(tensors: dict[str, Tensor]) -> dict[str, tuple[Any, ...]]:
+    """All that must survive of tensors."""
+    return {
+        name: (one.dtype, one.shape, octets(one.clone(memory_format=torch.contiguous_format)).tobytes())
+        for name, one in tensors.items()
+    }
+
+
+def all_seen(state: State) -> tuple[Any, ...]:
+    own = {worker: (facts, seen(tensors)) for worker, (facts, tensors) in state.own.items()}
+    return state.facts, seen(state.tensors), own
+
+
+def small(number: int) -> State:
+    """A small state in which everything tells its number."""
+    own = {3: ({"number": number}, {"residual": torch.full((3,), number)})}
+    return State({"number": number}, {"model/w": torch.full((2, 2), float(number))}, own)
+
+
+def check_is(state: State, number: int) -> None:
+    assert all_seen(state) == all_seen(small(number))
+
+
+def told(found: tuple[int, State] | None) -> int | None:
+    """The round that was found, once all in it is of that round."""
+    if found is None:
+        return None
+    check_is(found[1], found[0])
+    return found[0]
+
+
+def leftovers(folder: Path) -> list[Path]:
+    return list(folder.glob(".*"))
+
+
+# --- what is written is read -----------------------------------------------------------------------------------------
+
+texts = st.text(max_size=5)
+plain = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | texts
+deep = st.recursive(
+    plain, lambda one: st.lists(one, max_size=3) | st.dictionaries(texts, one, max_size=3), max_leaves=5
+)
+facts = st.dictionaries(texts, deep, max_size=3)
+layouts, dtypes = st.sampled_from(list(LAYOUTS)), st.sampled_from(list(storage.KINDS))
+shapes = st.lists(st.integers(0, 3), max_size=3)
+drawn = st.lists(st.tuples(layouts, dtypes, shapes, st.booleans(), texts), max_size=4)
+
+
+def any_bits(dtype: torch.dtype, shape: list[int], bits: random.Random) -> Tensor:
+    """A tensor of whatever bits, not-a-numbers among them."""
+    raw = bits.randbytes(torch.Size(shape).numel() * dtype.itemsize)
+    if dtype == torch.bool:
+        raw = bytes(byte & 1 for byte in raw)
+    return (torch.frombuffer(bytearray(raw), dtype=dtype) if raw else torch.empty(0, dtype=dtype)).view(shape)
+
+
+def some_tensors(drawn: list[tuple[str, torch.dtype, list[int], bool, str]]) -> dict[str, Tensor]:
+    """Tensors of any dtype, shape and layout, some of which share their memory with the one before."""
+    found: list[Tensor] = []
+    bits = random.Random(len(drawn))
+    for layout, dtype, shape, shares, _ in drawn:
+        found.append(LAYOUTS[layout](found[-1] if shares and found else any_bits(dtype, shape, bits)))
+    return {f"{index}/{name}": one for index, (one, (*_, name)) in enumerate(zip(found, drawn, strict=True))}
+
+
+tensors = drawn.map(some_tensors)
+own_of_workers = st.dictionaries(st.integers(0, 10**6), st.tuples(facts, tensors), max_size=2)
+
+
+@settings(max_examples=100)
+@given(facts, tensors, own_of_workers, st.integers(0, 10**12))
+def test_what_is_written_is_read_bit_for_bit(
+    facts: dict[str, Any], tensors: dict[str, Tensor], own: dict[int, Any], number: int
+) -> None:
+    with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
+        checkpoints = Checkpoints(Path(folder) / "checkpoints")
+        state = State(facts, tensors, own)
+        checkpoints.write(state, number)
+        found = Checkpoints(checkpoints.folder).newest(pytest.fail)
+        assert found is not None and found[0] == number
+        assert all_seen(found[1]) == all_seen(state)
+
+
+def test_what_is_not_finite_survives(tmp_path: Path) -> None:
+    Checkpoints(tmp_path).write(State({"loss": [float("nan"), float("inf")]}, {}), 1)
+    found = Checkpoints(tmp_path).newest(pytest.fail)
+    assert found is not None and repr(found[1].facts) == "{'loss': [nan, inf]}"
+
+
+@pytest.mark.parametrize("fact", [(1, 2), b"bytes", {1: "one"}, {"deep": [{"set": {1}}]}, torch.zeros(1)])
+def test_facts_that_would_come_back_different_are_refused(tmp_path: Path, fact: object) -> None:
+    for state in (State({"fact": fact}, {}), State({}, {}, {0: ({"fact": fact}, {})})):
+        with pytest.raises(TypeError, match="fact"):
+            Checkpoints(tmp_path).write(state, 1)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        {"wide": torch.zeros(1, dtype=torch.complex128)},
+        {"sparse": torch.eye(2).to_sparse()},
+        {"__metadata__": torch.zeros(1)},
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused(tmp_path: Path, tensors: dict[str, Tensor]) -> None:
+    with pytest.raises(TypeError, match=next(iter(tensors))):
+        Checkpoints(tmp_path).write(State({}, tensors), 1)
+    assert not list(tmp_path.iterdir())
+
+
+def test_tensors_larger_than_a_chunk_survive(tmp_path: Path) -> None:
+    state = State({}, {"large": torch.randn(storage.CHUNK_BYTES // 4 * 3 + 5), "small": torch.randn(3)})
+    Checkpoints(tmp_path).write(state, 1)
+    found = Checkpoints(tmp_path).newest(pytest.fail)
+    assert found is not None and all_seen(found[1]) == all_seen(state)
+
+
+def test_the_same_round_again_writes_over_nothing(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    for value in range(12):
+        checkpoints.write(State({"value": value}, {}), 7)
+        found = Checkpoints(tmp_path).newest(pytest.fail)
+        assert found is not None and (found[0], found[1].facts) == (7, {"value": value})
+
+
+def test_all_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[Path] = []
+    renamed: list[Path] = []
+    fsync, rename = os.fsync, Path.rename
+
+    def notes_fsync(descriptor: int) -> None:
+        synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
+        fsync(descriptor)
+
+    def notes_rename(path: Path, target: Path) -> Path:
+        renamed.append(path)
+        assert {*path.iterdir(), path} <= {*synced}
+        synced.clear()
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", notes_fsync)
+    monkeypatch.setattr(Path, "rename", notes_rename)
+    Checkpoints(tmp_path / "checkpoints").write(small(1), 1)
+    assert len(renamed) == 1 and synced == [tmp_path / "checkpoints", tmp_path]
+
+
+# --- what is damaged is found out ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def two() -> Iterator[Path]:
+    """The folder of the second of two checkpoints."""
+    with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
+        checkpoints = Checkpoints(Path(folder))
+        checkpoints.write(small(1), 1)
+        yield checkpoints.write(small(2), 2)
+
+
+def check_detected(two: Path, file: Path) -> None:
+    """The damage of a file is told by the names of the file and by checksums, and the first checkpoint is given."""
+    notices: list[str] = []
+    assert told(Checkpoints(two.parent).newest(notices.append)) == 1
+    (notice,) = notices
+    assert str(file) in notice and two.name in notice and "checksum" in notice
+
+
+def every_file(two: Path) -> Iterator[tuple[Path, bytes]]:
+    files = sorted(two.iterdir())
+    assert [file.name for file in files] == ["manifest.json", "state.safetensors", "worker-3.safetensors"]
+    for file in files:
+        whole = file.read_bytes()
+        yield file, whole
+        file.write_bytes(whole)
+    assert told(Checkpoints(two.parent).newest(pytest.fail)) == 2
+
+
+def test_a_cut_at_any_byte_is_detected(two: Path) -> None:
+    for file, whole in every_file(two):
+        for length in range(len(whole)):
+            file.write_bytes(whole[:length])
+            check_detected(two, file)
+        file.write_bytes(whole + b"\n")
+        check_detected(two, file)
+
+
+def test_a_flip_at_any_byte_is_detected(two: Path) -> None:
+    for file, whole in every_file(two):
+        for at in range(len(whole)):
+            file.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << at % 8]) + whole[at + 1 :])
+            check_detected(two, file)
+
+
+def test_a_missing_file_is_detected(two: Path) -> None:
+    notices: list[str] = []
+    for file in sorted(two.iterdir()):
+        whole = file.read_bytes()
+        file.unlink()
+        assert told(Checkpoints(two.parent).newest(notices.append)) == 1
+        assert str(file) in notices[-1]
+        file.write_bytes(whole)
+    assert len(notices) == 3
+
+
+def test_files_of_another_whole_checkpoint_are_detected(two: Path) -> None:
+    for file, _ in every_file(two):
+        if file.name != "manifest.json":
+            shutil.copy(two.with_name("round-00000001") / file.name, file)
+            check_detected(two, file)
+
+
+def test_nothing_whole_is_nothing(two: Path) -> None:
+    notices: list[str] = []
+    for folder in two.parent.iterdir():
+        (folder / "manifest.json").write_bytes(b"")
+    assert Checkpoints(two.parent).newest(notices.append) is None
+    assert len(notices) == 2
+    assert Checkpoints(two.parent).last() is None
+    assert Checkpoints(two / "nowhere").newest(pytest.fail) is None
+
+
+def test_a_format_of_the_future_is_told_and_kept(two: Path) -> None:
+    manifest = two / "manifest.json"
+    body = json.dumps(json.loads(manifest.read_bytes())["checkpoint"] | {"format": 2}).encode()
+    manifest.write_bytes(storage._sealed(body))
+    notices: list[str] = []
+    checkpoints = Checkpoints(two.parent, keep=1)
+    assert told(checkpoints.newest(notices.append)) == 1
+    assert "format 2" in notices[0]
+    checkpoints.prune()
+    assert two.exists()
+
+
+def test_what_is_not_ours_stays(two: Path) -> None:
+    checkpoints = Checkpoints(two.parent, keep=1)
+    mine = [two.parent / name for name in (".git", "notes", "round-1", "round-00000001.kept")]
+    for folder in mine:
+        folder.mkdir()
+    checkpoints.write(small(3), 3)
+    checkpoints.prune()
+    assert sorted(two.parent.iterdir()) == sorted([*mine, two.with_name("round-00000003")])
+
+
+# --- which are kept --------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=40)
+@given(st.lists(st.tuples(st.integers(0, 5), st.booleans()), max_size=7), st.integers(1, 3), st.booleans())
+def test_the_newest_whole_ones_are_kept(made: list[tuple[int, bool]], keep: int, known: bool) -> None:
+    with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
+        checkpoints = Checkpoints(Path(folder), keep)
+        whole = {}
+        for number, damage in made:
+            path = Checkpoints(Path(folder)).write(small(number), number)
+            whole[path] = not damage
+            if damage:
+                (path / "state.safetensors").write_bytes(b"")
+        if known:
+            checkpoints.last()
+        ordered = sorted(whole, key=storage._place)
+        good = [path for path in ordered if whole[path]]
+        kept = ordered[ordered.index(good[-keep]) :] if len(good) >= keep else ordered
+        checkpoints.prune()
+        assert sorted(Path(folder).iterdir(), key=storage._place) == kept
+        last = storage._place(good[-1])[0] if good else None
+        assert told(checkpoints.newest()) == checkpoints.last() == last
+
+
+# --- processes that are killed ---------------------------------------------------------------------------------------
+
+
+def forked(work: Callable[[], None]) -> int:
+    """Do something in another process; its number."""
+    process = os.fork()
+    if process == 0:
+        try:
+            work()
+        finally:
+            os._exit(1)
+    return process
+
+
+def write_on(folder: Path, done: int, keep: int = 2) -> None:
+    """Write one round after the other, and say so through a pipe when one is on the disk."""
+    checkpoints = Checkpoints(folder, keep)
+    number = checkpoints.last() or 0
+    while True:
+        number += 1
+        checkpoints.write(small(number), number)
+        os.write(done, f"{number}\n".encode())
+        checkpoints.prune()
+
+
+def test_killed_at_random_points(tmp_path: Path) -> None:
+    points, written = random.Random(5), 0
+    for _ in range(40):
+        pipe, done = os.pipe()
+        process = forked(partial(write_on, tmp_path, done))
+        os.close(done)
+        with os.fdopen(pipe) as lines:
+            said = [lines.readline() for _ in range(points.randrange(3))]
+            threading.Event().wait(points.uniform(0, 0.01))
+            os.kill(process, signal.SIGKILL)
+            assert os.WTERMSIG(os.waitpid(process, 0)[1]) == signal.SIGKILL
+            said += lines.readlines()
+        written += len(said)
+        found = told(Checkpoints(tmp_path).newest(pytest.fail)) or 0
+        assert [int(line) for line in said] == list(range(written - len(said) + 1, written + 1))
+        assert found in (written, written + 1)
+        written = found
+
+
+STEPS = ("open", "write", "fsync", "close", "mkdir", "rename", "unlink", "rmdir")
+
+
+def test_killed_at_every_step(tmp_path: Path) -> None:
+    """Before each call to the system that changes something a process is killed."""
+    steps, left = 0, 0
+    while True:
+        shutil.rmtree(tmp_path / "checkpoints", ignore_errors=True)
+        checkpoints = Checkpoints(tmp_path / "checkpoints", keep=1)
+        checkpoints.write(small(1), 1)
+        process = forked(partial(write_until, checkpoints, steps))
+        code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+        assert code in (0, -signal.SIGKILL)
+        left += bool(leftovers(checkpoints.folder))
+        assert told(Checkpoints(checkpoints.folder).newest(pytest.fail)) in ((1, 2) if code else (2,))
+        checkpoints.write(small(3), 3)
+        assert leftovers(checkpoints.folder) == []
+        assert told(checkpoints.newest(pytest.fail)) == 3
+        if code == 0:
+            break
+        steps += 1
+    assert steps > 25 and left > 20
+
+
+def write_until(checkpoints: Checkpoints, steps: int) -> None:
+    """Write a checkpoint and be killed before the step of this number, or end with 0."""
+    left = steps
+
+    def step(_frame: object, event: str, called: Any) -> None:
+        nonlocal left
+        if event == "c_call" and called.__name__ in STEPS:
+            if left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            left -= 1
+
+    sys.setprofile(step)
+    checkpoints.write(small(2), 2)
+    checkpoints.prune()
+    sys.setprofile(None)
+    os._exit(0)
+
+
+def test_who_reads_while_another_writes_finds_ever_newer_ones() -> None:
+    with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
+        checkpoints = Checkpoints(Path(folder))
+        checkpoints.write(small(0), 0)
+        pipe, done = os.pipe()
+        process = forked(partial(write_on, checkpoints.folder, done, keep=1))
+        os.close(done)
+        try:
+            reads = before = 0
+            while reads < 400 or before < 50:
+                now = told(checkpoints.newest(pytest.fail))
+                assert now is not None and now >= before
+                before, reads = now, reads + 1
+        finally:
+            os.kill(process, signal.SIGKILL)
+            os.waitpid(process, 0)
+            os.close(pipe)
+
+
+# --- in the background -----------------------------------------------------------------------------------------------
+
+
+class Gated(Checkpoints):
+    """Each write waits to be let through, and fails as it is told."""
+
+    def __init__(self, folder: Path, keep: int = 3) -> None:
+        super().__init__(folder, keep)
+        self.began, self.gate, self.tried = threading.Semaphore(0), threading.Semaphore(0), list[int]()
+        self.error: Exception | None = None
+
+    def write(self, state: State, number: int) -> Path:
+        self.tried.append(number)
+        self.began.release()
+        assert self.gate.acquire(timeout=10)
+        if self.error is not None:
+            raise self.error
+        return super().write(state, number)
+
+
+def test_one_is_under_way_and_one_waits_and_a_newer_one_replaces_it(tmp_path: Path) -> None:
+    gated = Gated(tmp_path)
+    writer = BackgroundWriter(gated, pytest.fail)
+    writer.submit(small(1), 1)
+    assert gated.began.acquire(timeout=10)
+    for number in (2, 3, 4):
+        writer.submit(small(number), number)
+    assert not writer.close(0)
+    gated.gate.release(2)
+    assert writer.close(10)
+    assert gated.tried == [1, 4]
+    assert told(Checkpoints(tmp_path).newest(pytest.fail)) == 4
+    with pytest.raises(RuntimeError, match="closed"):
+        writer.submit(small(5), 5)
+
+
+FAILURES = {"no room": OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "file"), "a bug": TypeError("no such thing")}
+
+
+@settings(max_examples=30)
+@given(st.lists(st.sampled_from([None, *FAILURES])), st.integers(1, 3))
+def test_failures_are_told_once_and_once_more_when_it_works_again(plan: list[str | None], keep: int) -> None:
+    notices: list[str] = []
+    expected: list[str] = []
+    with tempfile.TemporaryDirectory(dir=MEMORY) as folder:
+        gated = Gated(Path(folder), keep)
+        writer = BackgroundWriter(gated, notices.append)
+        gated.gate.release(len(plan) + 1)
+        for number, failure in enumerate(plan):
+            with_it = small(number)
+            before = plan[number - 1] if number else None
+            whole = [one for one in range(number) if plan[one] is None]
+            if failure and not before:
+                why = "No space left on device" if failure == "no room" else "no such thing"
+                last = f"the last whole one is round {whole[-1]}" if whole else "there is no whole one yet"
+                expected.append(f"the checkpoint could not be written: {why}; training goes on; {last}")
+            if before and not failure:
+                expected.append(f"checkpoints are written again: that of round {number} is whole")
+            assert writer.settle(10)
+            gated.error = FAILURES[failure] if failure else None
+            writer.submit(with_it, number)
+            assert gated.began.acquire(timeout=10)
+        assert writer.close(10)
+        assert notices == expected
+        whole = [number for number, failure in enumerate(plan) if failure is None]
+        assert told(Checkpoints(Path(folder)).newest(pytest.fail)) == (whole[-1] if whole else None)
+        assert len(list(Path(folder).iterdir())) == min(len(whole), keep)
+
+
+def test_what_could_not_be_told_is_told_at_the_next_failure(tmp_path: Path) -> None:
+    notices: list[str] = []
+
+    def full(text: str) -> None:
+        notices.append(text)
+        if len(notices) < 3:
+            raise OSError(errno.ENOSPC, "the log is on the same disk")
+
+    gated = Gated(tmp_path)
+    gated.error = FAILURES["no room"]
+    writer = BackgroundWriter(gated, full)
+    gated.gate.release(5)
+    for number in range(5):
+        writer.submit(small(number), number)
+        assert gated.began.acquire(timeout=10)
+        assert writer.settle(10)
+    assert writer.close(10)
+    assert len(notices) == 3
+
+
+def test_a_written_state_is_let_go(tmp_path: Path) -> None:
+    """Else the memory of snapshots would never be free."""
+    snapshots, tensor = Snapshots(), torch.randn(100)
+    writer = BackgroundWriter(Checkpoints(tmp_path), pytest.fail)
+    places = set()
+    for number in range(6):
+        copies = snapshots.copied({"model/w": tensor})
+        places.add(copies["model/w"].data_ptr())
+        writer.submit(State({}, copies), number)
+        del copies
+        assert writer.settle(10)
+    assert writer.close(10)
+    assert len(places) == 1
+
+
+class Copies(RuleBasedStateMachine):
+    """Snapshots against plain copies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.snapshots, self.made = Snapshots(), 0.0
+        self.tensors = {"a": torch.zeros(2, 3).t(), "b": torch.zeros((), dtype=torch.int64), "e": torch.empty(0)}
+        self.held: list[tuple[dict[str, Tensor], dict[str, Any]]] = []
+        self.places: set[int] = set()
+
+    @rule()
+    def trains(self) -> None:
+        self.made += 1
+        self.tensors["a"].fill_(self.made)
+        self.tensors["b"].fill_(self.made)
+
+    @rule(length=st.integers(1, 4))
+    def changes_shape(self, length: int) -> None:
+        self.tensors["a"] = torch.full((length,), self.made)
+
+    @rule()
+    def copies(self) -> None:
+        copied = self.snapshots.copied(self.tensors)
+        assert seen(copied) == seen(self.tensors)
+        self.held.append((copied, seen(copied)))
+
+    @rule(index=st.integers(0, 5))
+    def lets_go(self, index: int) -> None:
+        if index < len(self.held):
+            del self.held[index]
+
+    @invariant()
+    def what_is_held_stays_as_it_was(self) -> None:
+        for copied, was in self.held:
+            assert seen(copied) == was
+
+    @invariant()
+    def at_most_two_are_kept(self) -> None:
+        assert all(len(kept) <= 2 for kept in self.snapshots._kept.values())
+
+
+TestCopies = Copies.TestCase
+TestCopies.settings = settings(max_examples=60)
+
+
+def test_free_memory_is_used_again() -> None:
+    snapshots, tensors = Snapshots(), {"w": torch.randn(1000)}
+    first, second = snapshots.copied(tensors), snapshots.copied(tensors)
+    places = {first["w"].data_ptr(), second["w"].data_ptr()}
+    assert len(places) == 2
+    third = snapshots.copied(tensors)
+    assert third["w"].data_ptr() not in places
+    del first
+    assert snapshots.copied(tensors)["w"].data_ptr() in places - {second["w"].data_ptr()}
+
+
+# --- a disk that is full ---------------------------------------------------------------------------------------------
+
+FULL = """
+import json, subprocess, sys
+from pathlib import Path
+import torch
+from stretto.checkpoint.storage import BackgroundWriter, Checkpoints, State
+
+disk = Path(sys.argv[1])
+checkpoints, notices, found = Checkpoints(disk / "checkpoints", keep=1), [], []
+writer = BackgroundWriter(checkpoints, notices.append)
+
+def go_on(number):
+    writer.submit(State({}, {"model/w": torch.full((50_000,), float(number))}), number)
+    assert writer.settle(20)
+    newest = checkpoints.newest(notices.append)
+    found.append(newest and newest[0])
+    assert newest is None or newest[1].tensors["model/w"].eq(newest[0]).all()
+
+go_on(1)
+try:
+    (disk / "junk").write_bytes(bytes(1 << 20))
+except OSError:
+    pass
+go_on(2)
+go_on(3)
+(disk / "junk").unlink()
+go_on(4)
+subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+go_on(5)
+go_on(6)
+subprocess.run(["mount", "-o", "remount,rw", str(disk)], check=True)
+go_on(7)
+assert writer.close(20)
+print(json.dumps([found, notices, sorted(one.name for one in checkpoints.folder.iterdir())]))
+"""
+
+
+def test_a_full_disk_is_told_and_training_goes_on(tmp_path: Path) -> None:
+    mount = 'mount -t tmpfs -o size=1m none "$1"'
+    if os.geteuid() != 0 or subprocess.run(["unshare", "-m", "sh", "-c", mount, "sh", tmp_path]).returncode != 0:
+        pytest.skip("no disk of its own can be mounted here")
+    line: list[str | Path] = [
+        "unshare",
+        "-m",
+        "sh",
+        "-c",
+        f'{mount} && exec "$0" -c "$2" "$1"',
+        sys.executable,
+        tmp_path,
+        FULL,
+    ]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.returncode == 0, done.stderr
+    found, notices, left = json.loads(done.stdout)
+    assert found == [1, 1, 1, 4, 4, 4, 7]
+    assert notices == [
+        "the checkpoint could not be written: No space left on device; training goes on; the last whole one is round 1",
+        "checkpoints are written again: that of round 4 is whole",
+        "the checkpoint could not be written: Read-only file system; training goes on; the last whole one is round 4",
+        "checkpoints are written again: that of round 7 is whole",
+    ]
+    assert left == ["round-00000007"]
+
+
+# --- how often -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [
+        ("5m", Every(seconds=300)),
+        ("30s", Every(seconds=30)),
+        ("500ms", Every(seconds=0.5)),
+        ("20 rounds", Every(rounds=20)),
+        ("1 round", Every(rounds=1)),
+        (" 20r ", Every(rounds=20)),
+    ],
+)
+def test_what_is_typed_is_what_is_meant(text: str, meant: Every) -> None:
+    assert every(text) == meant
+    assert every(str(meant)) == meant
+
+
+@pytest.mark.parametrize("text", ["", "5", "m", "0s", "0 rounds", "-5m", "five m", "5 m 3", "nan s", "infs", "1e999s"])
+def test_what_is_neither_a_time_nor_rounds_is_refused(text: str) -> None:
+    with pytest.raises(LaunchError) as error:
+        every(text)
+    assert all(word in str(error.value) for word in ("got: ", "expected: ", "try: --checkpoint-every 5m"))
+
+
+@given(st.integers(1, 20), st.lists(st.integers(0, 30), max_size=30), st.booleans())
+def test_it_is_due_as_often_as_was_asked(wanted: int, passes: list[int], rounds: bool) -> None:
+    how_often = Every(rounds=wanted) if rounds else Every(seconds=wanted)
+    now, last = 7, 7
+    assert not how_often.due(*((0.0, now) if rounds else (now, 0)))
+    for passed in passes:
+        now += passed
+        due = how_often.due(*((0.0, now) if rounds else (now, 0)))
+        assert due == (now - last >= wanted)
+        last = now if due else last
+
+
+def test_tensors_are_not_written_over_a_file(tmp_path: Path) -> None:
+    (tmp_path / "there").write_text("mine")
+    with pytest.raises(FileExistsError):
+        write_tensors(tmp_path / "there", {})
+    assert (tmp_path / "there").read_text() == "mine"
+
+
+def test_an_optimizer_that_keeps_lists_begins_anew_and_says_which() -> None:
+    """Half of what it keeps would be worse than nothing: L-BFGS fails on it."""
+
+    def step(net: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss: torch.Tensor = (net(torch.ones(3, 2)) ** 2).mean()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+
+    net = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.LBFGS(net.parameters(), max_iter=3)
+    for _ in range(2):
+        step(net, optimizer)
+    assert {"old_dirs", "old_stps", "ro"} <= set(state_transfer.unkept(Optimizers([optimizer])))
+    again = torch.optim.LBFGS(net.parameters(), max_iter=3)
+    state_transfer.take_optimizers(Optimizers([again]), state_transfer.optimizer_tensors(Optimizers([optimizer])))
+    step(net, again)
+    adam = torch.optim.Adam(net.parameters())
+    step(net, adam)
+    assert state_transfer.unkept(Optimizers([adam])) == []

@@ -1,0 +1,150 @@
+"""Properties of the effective batch: `--batch split` equals one process, `--lr-scale` leaves schedulers alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from crew import alone, apart, flat, regression, small_net, together, training
+from simulator.dying import NET
+from simulator.simulated import simulated
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import stretto
+from stretto.compare.trials import ask, trials
+from stretto.errors import LaunchError, LoaderError
+from stretto.launcher.config import Order, check
+
+DOUBLE = torch.float64
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=0.01)
+
+
+@pytest.mark.parametrize("recipe", ["allreduce", "local_sgd(every=1)"])
+@pytest.mark.parametrize("samples", [64, 65, 70])
+def test_workers_that_share_each_batch_equal_one_process_step_for_step(recipe: str, samples: int) -> None:
+    """The last batch of 65 samples is too small for all."""
+    make = {"make": adam} if recipe == "allreduce" else {}
+    work = training(regression(samples, DOUBLE), 8, dtype=DOUBLE, **make)
+    found = together(3, work, recipe, split=True)
+    assert apart(found[0], alone(work)) <= 1e-12
+    assert all(torch.equal(one, found[0]) for one in found)
+
+
+def numbers(n: int) -> TensorDataset:
+    return TensorDataset(torch.arange(float(n)).view(-1, 1))
+
+
+def reading(data: Callable[[], Any], **options: Any) -> Callable[[int], list[list[float]]]:
+    """A function of the worker that trains, and returns the numbers in each of its batches."""
+
+    def work(worker: int) -> list[list[float]]:
+        net = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(net.parameters(), lr=1e-6)
+        loader = stretto.distribute(net, optimizer, data(), **options)
+        found = []
+        for batch in loader:
+            x = batch[0] if isinstance(batch, list | tuple) else batch
+            optimizer.zero_grad()
+            net(x).mean().backward()
+            optimizer.step()
+            found.append(x.view(-1).tolist())
+        return found
+
+    return work
+
+
+KINDS: dict[str, Callable[[], Any]] = {
+    "map-style": lambda: DataLoader(numbers(26), batch_size=6),
+    "stream": lambda: list(torch.arange(26.0).view(-1, 1).split(6)),
+}
+
+
+@pytest.mark.parametrize("recipe", ["allreduce", "async_sgd"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_worker_gets_a_part_of_each_batch(kind: str, recipe: str) -> None:
+    found = together(4, reading(KINDS[kind]), recipe, split=True)
+    assert sorted(x for one in found for batch in one for x in batch) == list(range(26))
+    assert max(len(batch) for one in found for batch in one) == 2
+
+
+def test_shared_batches_survive_the_death_of_a_worker() -> None:
+    ended = simulated(3, training(regression(64), 8), "allreduce", net=NET, fault="kill worker 1 at 40ms",
+                      asks={"global_batch": "split"})  # fmt: skip
+    assert [one["seen"]["once"] for one in ended.of("epoch")] == [64, 64]
+
+
+@pytest.mark.parametrize("deal", ["contiguous"])
+def test_stretches_of_shared_batches_are_refused(deal: Any) -> None:
+    with pytest.raises(LoaderError, match="deal= does not fit"):
+        together(2, reading(KINDS["map-style"], deal=deal), "allreduce", split=True)
+
+
+@pytest.mark.parametrize("recipe", ["allreduce", "local_sgd(every=2)", "async_sgd", "delay_compensated"])
+def test_a_scaled_rate_is_the_rate_times_the_factor(recipe: str) -> None:
+    """One process with the larger rate makes the same steps; between steps the script sees its own rate."""
+    data = regression(48, DOUBLE)
+
+    def work(rate: float) -> Callable[[int], Tensor]:
+        def run(worker: int) -> Tensor:
+            net = small_net(DOUBLE)
+            optimizer = torch.optim.SGD(net.parameters(), lr=rate)
+            before = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+            loader = stretto.distribute(net, optimizer, DataLoader(data, batch_size=8))
+            after = torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, total_iters=4)
+            for _ in range(2):
+                for x, y in loader:
+                    optimizer.zero_grad()
+                    nn.functional.mse_loss(net(x), y).backward()
+                    optimizer.step()
+                    after.step()
+                before.step()
+            assert optimizer.param_groups[0]["lr"] == pytest.approx(rate / 4)
+            return flat(net)
+
+        return run
+
+    assert apart(together(1, work(0.01), recipe, lr_factor=4.0)[0], together(1, work(0.04), recipe)[0]) <= 1e-12
+
+
+def test_idle_workers_step_with_the_scaled_rate_too() -> None:
+    found = together(3, training(regression(65, DOUBLE), 8, dtype=DOUBLE), "allreduce", lr_factor=3.0)
+    assert all(torch.equal(one, found[0]) for one in found)
+
+
+def test_factors_follow_the_number_of_workers() -> None:
+    script = Path(__file__)
+    factors = [Order(script, workers=4, lr_scale=scale).lr_factor for scale in ("none", "linear", "sqrt")]
+    assert factors == [1, 4, 2]
+    assert Order(script, alone=True, join=4, lr_scale="linear").lr_factor == 4
+    with pytest.raises(LaunchError, match="--lr-scale is for a larger batch"):
+        check(Order(script, workers=4, recipe="allreduce", global_batch="split", lr_scale="linear"))
+
+
+def test_a_comparison_of_shared_batches_refers_to_the_run_alone() -> None:
+    about: Any = {"seeds": 1, "target": None, "threads": None, "timeout_s": 60.0}
+    question = ask(Path(__file__), (), workers="1,4", recipes=["allreduce"], global_batch="split", **about)
+    assert [(one.workers, one.join, one.reference) for one in trials(question)] == [
+        (1, 1, None),
+        (1, 1, "alone-seed0"),
+        (4, 1, "alone-seed0"),
+    ]
+    assert "--batch split" in " ".join(question.command())
+
+
+@pytest.mark.parametrize(
+    ("recipe", "line"),
+    [
+        ("allreduce", "2 workers x 8 = 16 samples a step; learning rate as in the script"),
+        ("async_sgd", "2 workers that do not wait for each other, each with a batch of 8 samples a step; learning"),
+    ],
+)
+def test_a_run_says_its_effective_batch_once(recipe: str, line: str, capfd: pytest.CaptureFixture[str]) -> None:
+    together(2, training(regression(32), 8), recipe)
+    assert capfd.readouterr().err.count(line) == 1

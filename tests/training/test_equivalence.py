@@ -1,0 +1,154 @@
+"""The laws of equivalence: several workers are one machine with the joined batch, where the mathematics says so."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from crew import alone, apart, one_worker, regression, sgd, together, training
+
+EVERY_STEP = {
+    "parameters": "local_sgd(every=1)",
+    "updates": "Recipe(what=updates(), when=together(every=1), then=add())",
+    "gradients": "allreduce",
+}
+OPTIMIZERS = {
+    "sgd": sgd,
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9, weight_decay=1e-3),
+    "nesterov": lambda parameters: torch.optim.SGD(parameters, lr=0.02, momentum=0.9, nesterov=True),
+    "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
+    "adafactor": lambda parameters: torch.optim.Adafactor(parameters, lr=0.01),
+}
+TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-12}
+
+
+@pytest.mark.parametrize("samples", [96, 96 * 4 + 5, 97])
+@pytest.mark.parametrize("workers", [2, 3, 4])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("what", EVERY_STEP)
+def test_every_step_with_sgd_is_one_machine_with_the_joined_batch(
+    what: str, dtype: torch.dtype, workers: int, samples: int
+) -> None:
+    batch = 8
+    hands = -(-samples // (batch * workers))
+    work = training(regression(samples, dtype), batch, epochs=-(-100 // hands), dtype=dtype)
+    found = together(workers, work, EVERY_STEP[what])
+    wanted = alone(work, join=workers)
+    assert apart(found[0], wanted) <= TOLERANCE[dtype]
+    assert all(torch.equal(one, found[0]) for one in found)
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_allreduce_is_one_machine_whatever_the_optimizer(make) -> None:
+    work = training(regression(101, torch.float64), 8, epochs=5, make=make, dtype=torch.float64)
+    assert apart(together(3, work, "allreduce")[0], alone(work, join=3)) <= 1e-10
+
+
+@pytest.mark.parametrize("every", [2, 5])
+def test_averaging_parameters_or_updates_is_the_same(every: int) -> None:
+    work = training(regression(200, torch.float64), 8, epochs=3, dtype=torch.float64)
+    updates = f"Recipe(what=updates(), when=together(every={every}), then=add())"
+    parameters = f"local_sgd(every={every})"
+    assert apart(together(3, work, updates)[0], together(3, work, parameters)[0]) <= 1e-12
+
+
+def test_averaging_every_k_steps_is_the_loop_written_by_hand() -> None:
+    """Three nets trained in turn on their batches, averaged by hand every 4 steps and at the end."""
+    workers, every, batch, data = 3, 4, 8, regression(240, torch.float64)
+    found = together(workers, training(data, batch, epochs=3, dtype=torch.float64), f"local_sgd(every={every})")
+    assert apart(found[0], _by_hand(data, workers, batch, every, epochs=3)) <= 1e-12
+
+
+def _by_hand(data, workers: int, batch: int, every: int, epochs: int) -> torch.Tensor:
+    from crew import flat, small_net
+
+    nets = [small_net(torch.float64) for _ in range(workers)]
+    optimizers = [sgd(net.parameters()) for net in nets]
+    x, y = data.tensors
+    step = 0
+    for _ in range(epochs):
+        for start in range(0, len(x), batch * workers):
+            for worker, (net, optimizer) in enumerate(zip(nets, optimizers, strict=True)):
+                mine = slice(start + worker * batch, start + (worker + 1) * batch)
+                optimizer.zero_grad()
+                torch.nn.functional.mse_loss(net(x[mine]), y[mine]).backward()
+                optimizer.step()
+            step += 1
+            if step % every == 0:
+                _average(nets)
+    _average(nets)
+    return flat(nets[0])
+
+
+@torch.no_grad()
+def _average(nets) -> None:
+    for ones in zip(*(net.parameters() for net in nets), strict=True):
+        mean = torch.stack(list(ones)).mean(0)
+        for one in ones:
+            one.copy_(mean)
+
+
+def test_after_n_averages_at_every_step_until_n() -> None:
+    work = training(regression(240, torch.float64), 8, epochs=1, dtype=torch.float64)
+    until_the_end = together(3, work, "local_sgd(every=1000, after=1000)")[0]
+    assert apart(until_the_end, together(3, work, "local_sgd(every=1)")[0]) == 0
+
+
+def test_the_outer_optimizer_is_torchs_nesterov() -> None:
+    """DiLoCo's outer step against torch.optim.SGD on the outer gradient."""
+    from stretto.recipe.then import Memory, outer
+
+    for nesterov in (True, False):
+        theta = torch.linspace(-1, 1, 50, dtype=torch.float64)
+        memory, reference = Memory(theta), torch.nn.Parameter(theta.clone())
+        optimizer = torch.optim.SGD([reference], lr=0.7, momentum=0.9, nesterov=nesterov)
+        for round_ in range(5):
+            update = torch.sin(torch.arange(50, dtype=torch.float64) + round_)
+            reference.grad = -update
+            optimizer.step()
+            outer(0.7, 0.9, nesterov).apply(theta, update, memory)
+            assert torch.allclose(theta, reference.detach(), rtol=1e-12, atol=1e-14)
+
+
+def test_diloco_with_a_plain_outer_step_is_parameter_averaging() -> None:
+    work = training(regression(240, torch.float64), 8, epochs=2, dtype=torch.float64)
+    plain = "diloco(every=5, outer_lr=1.0, outer_momentum=0.0)"
+    assert apart(together(3, work, plain)[0], together(3, work, "local_sgd(every=5)")[0]) <= 1e-12
+
+
+ALL_RECIPES = [
+    "allreduce",
+    "local_sgd(every=3)",
+    'local_sgd(every=3, optimizer_state="reset")',
+    'local_sgd(every=3, optimizer_state="keep", after=4)',
+    "diloco(every=4)",
+    "Recipe(what=updates(), when=together(every=2), then=add(weight=constant(0.5)))",
+    'allreduce(how=cast("bf16"))',
+    'diloco(every=4, how=cast("fp16"))',
+]
+
+
+@pytest.mark.parametrize("recipe", ALL_RECIPES)
+def test_one_worker_computes_the_bits_of_the_plain_loop(recipe: str) -> None:
+    make = OPTIMIZERS["momentum"]
+    work = training(regression(50), 8, make=make, shuffle=True)
+    torch.manual_seed(3)
+    wanted = _plainly(make)
+    torch.manual_seed(3)
+    found = one_worker(work, recipe)
+    assert torch.equal(found, wanted)
+
+
+def _plainly(make) -> torch.Tensor:
+    """The loop of `training` without the line."""
+    from crew import flat, small_net
+
+    net = small_net()
+    optimizer = make(net.parameters())
+    loader = torch.utils.data.DataLoader(regression(50), batch_size=8, shuffle=True)
+    for _ in range(2):
+        for x, y in loader:
+            optimizer.zero_grad()
+            torch.nn.functional.mse_loss(net(x), y).backward()
+            optimizer.step()
+    return flat(net)

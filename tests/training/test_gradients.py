@@ -1,0 +1,56 @@
+"""The exchange of gradients with a codec that cannot carry counts along, and with several buckets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from crew import Branching, alone, apart, flat, regression, small_net, together
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import stretto
+from stretto.codecs import SingleRound
+from stretto.recipe.recipe import Recipe
+from stretto.strategies import gradient_allreduce
+
+DOUBLE = torch.float64
+
+
+@dataclass(frozen=True, repr=False)
+class whole(SingleRound):
+    """Sends every message whole; what lies behind the numbers would be lost on it."""
+
+    linear = False
+
+    def encode(self, x: Tensor, memory: Any) -> Tensor:
+        return x.clone()
+
+    def decode(self, message: Tensor, like: Tensor) -> Tensor:
+        return message
+
+
+@pytest.mark.parametrize("codec", [whole(), stretto.codecs.exact()], ids=str)
+@pytest.mark.parametrize("bucket_bytes", [8, 200, 1 << 20])
+def test_whatever_the_buckets_and_the_codec(codec: Any, bucket_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gradient_allreduce, "FIRST_BUCKET_BYTES", bucket_bytes)
+    monkeypatch.setattr(gradient_allreduce, "BUCKET_BYTES", bucket_bytes)
+    states = [Branching().state_dict(), small_net(DOUBLE).state_dict()]
+
+    def work(make: Any, state: dict[str, Tensor]) -> Tensor:
+        net = make()
+        net.load_state_dict(state)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9, weight_decay=0.1)
+        loader = DataLoader(regression(90, DOUBLE), batch_size=4)
+        for x, y in stretto.distribute(net, optimizer, loader, recipe=Recipe(how=codec)):
+            optimizer.zero_grad()
+            nn.functional.mse_loss(net(x), y).backward()
+            optimizer.step()
+        return flat(net)
+
+    for make, state in zip((Branching, lambda: small_net(DOUBLE)), states, strict=True):
+        found = together(3, lambda worker, make=make, state=state: work(make, state))
+        assert apart(found[0], alone(lambda worker, make=make, state=state: work(make, state), join=3)) <= 1e-10
+        assert torch.equal(found[0], found[2])

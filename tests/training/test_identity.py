@@ -1,0 +1,242 @@
+"""Who a worker is, and what one of them does for all: alone, simulated, live."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from crew import regression, small_net
+from simulator.simulated import simulated
+from torch import nn
+from torch.utils.data import DataLoader
+
+import stretto
+from stretto.errors import LaunchError
+
+RECIPES = ["allreduce", "local_sgd(every=3)", "async_sgd(shards=2)", "stale_synchronous(bound=1)"]
+LIMIT_S = 120
+
+
+def test_alone_the_answers_are_0_1_and_true_and_nothing_waits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (stretto.rank(), stretto.world_size(), stretto.is_main()) == (0, 1, True)
+    stretto.barrier()
+    with stretto.main_first():
+        stretto.print("one", 2, sep="-")
+    assert capsys.readouterr().out == "one-2\n"
+    stretto.save({"x": torch.ones(2)}, tmp_path / "a" / "b" / "model.pt")
+    assert torch.load(tmp_path / "a/b/model.pt")["x"].tolist() == [1, 1]
+
+
+def test_a_save_that_fails_leaves_the_file_before_it_and_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "best.pt"
+    stretto.save(1, path)
+    path.chmod(0o640)
+    stretto.save(2, path)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640
+    with pytest.raises(Exception, match="pickle"):
+        stretto.save(lambda: None, path)
+    assert torch.load(path) == 2
+    assert [one.name for one in tmp_path.iterdir()] == ["best.pt"]
+
+
+def trained(folder: Path, recipe: str, before: Any = None, after: Any = None, epochs: int = 2) -> Any:
+    """A script that makes its data first, and in each epoch saves at all workers and loads again."""
+
+    def work(worker: int) -> list[int]:
+        assert (stretto.rank(), stretto.is_main()) == (worker, worker == 0)
+        with stretto.main_first():
+            (before or made)(worker)
+            assert (folder / "data").exists()
+        stretto.barrier()
+        net = small_net()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+        loader = stretto.distribute(net, optimizer, DataLoader(regression(41), batch_size=4), recipe=recipe)
+        found = []
+        for epoch in range(epochs):
+            for x, y in loader:
+                optimizer.zero_grad()
+                nn.functional.mse_loss(net(x), y).backward()
+                optimizer.step()
+            if stretto.is_main():
+                stretto.save(epoch, folder / "only.pt")
+            stretto.save({"epoch": epoch, **net.state_dict()}, folder / "best.pt")
+            loaded = torch.load(folder / "best.pt")
+            net.load_state_dict({name: one for name, one in loaded.items() if name != "epoch"})
+            found.append(loaded["epoch"])
+            stretto.barrier()
+        (after or (lambda worker: None))(worker)
+        return found
+
+    def made(worker: int) -> None:
+        assert (folder / "data").exists() == (worker > 0)
+        (folder / "data").touch()
+
+    return work
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
+def test_main_is_first_and_a_file_that_all_save_is_there_for_all(
+    tmp_path: Path, recipe: str, order: tuple[int, ...]
+) -> None:
+    ended = simulated(3, trained(tmp_path, recipe), recipe, order=order, speed="1,2,3")
+    assert ended.found == [[0, 1]] * 3
+    assert torch.load(tmp_path / "only.pt") == 1
+
+
+@pytest.mark.parametrize("recipe", ["allreduce", "async_sgd(shards=2)"])
+@pytest.mark.parametrize("at", ["35ms", "60ms", "95ms", "130ms"])
+@pytest.mark.parametrize("worker", [0, 2])
+def test_barriers_end_whoever_fails_and_comes_back(tmp_path: Path, recipe: str, at: str, worker: int) -> None:
+    fault = f"kill worker {worker} at {at}, back after 20ms"
+
+    def made(worker: int) -> None:
+        (tmp_path / "data").touch()
+
+    ended = simulated(3, trained(tmp_path, recipe, made, epochs=4), recipe, fault=fault)
+    assert ended.of("chaos")
+    assert ended.seconds < 20
+    assert [one["seen"]["once"] for one in ended.of("epoch")] == [41] * 4
+
+
+def test_a_main_worker_that_is_killed_in_the_block_is_waited_for() -> None:
+    """Its next life runs the block again."""
+    script = """
+        import pathlib, time
+        import stretto
+        from crew import regression, small_net
+        import torch
+        from torch.utils.data import DataLoader
+        place = pathlib.Path(__file__).with_name("made")
+        with stretto.main_first():
+            if stretto.is_main():
+                time.sleep(1)
+                place.touch()
+            assert place.exists()
+        net = small_net()
+        loader = DataLoader(regression(16), batch_size=4)
+        loader = stretto.distribute(net, torch.optim.SGD(net.parameters(), lr=0.1), loader)
+        for x, y in loader:
+            pass
+    """
+    ended = simulated(3, script, "allreduce", fault="kill worker 0 at 500ms, back after 200ms")
+    assert ended.seconds == pytest.approx(1.7, abs=0.2)
+
+
+def test_a_main_worker_that_raises_in_the_block_ends_the_run(tmp_path: Path) -> None:
+    def raises(worker: int) -> None:
+        raise OSError("no network")
+
+    with pytest.raises(LaunchError, match="worker 0 failed"):
+        simulated(3, trained(tmp_path, "allreduce", raises), "allreduce")
+
+
+@pytest.mark.parametrize("recipe", ["allreduce", "local_sgd(every=3)", "async_sgd(shards=2)"])
+def test_save_at_other_workers_than_main_waits_for_no_call_that_main_leaves_out(tmp_path: Path, recipe: str) -> None:
+    def work(worker: int) -> None:
+        net = small_net()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+        loader = stretto.distribute(net, optimizer, DataLoader(regression(41), batch_size=4), recipe=recipe)
+        for _ in range(2):
+            for x, y in loader:
+                optimizer.zero_grad()
+                nn.functional.mse_loss(net(x), y).backward()
+                optimizer.step()
+                if worker == 1:
+                    stretto.save(1, tmp_path / "never.pt")
+            if worker == 2:
+                stretto.save(1, tmp_path / "never.pt")
+
+    assert simulated(3, work, recipe).seconds < 20
+    assert not (tmp_path / "never.pt").exists()
+
+
+def test_a_barrier_in_the_loop_is_refused_where_workers_take_unequal_numbers_of_batches() -> None:
+    def work(worker: int) -> None:
+        net = small_net()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+        for _ in stretto.distribute(net, optimizer, DataLoader(regression(41), batch_size=4)):
+            stretto.barrier()
+
+    with pytest.raises(stretto.StrettoError, match="unequal numbers of batches"):
+        simulated(3, work, "async_sgd")
+    assert simulated(3, work, "local_sgd(every=2)").found == [None] * 3
+
+
+def test_a_barrier_that_one_worker_leaves_out_ends_with_its_number() -> None:
+    script = """
+        import time
+        import stretto
+        if stretto.rank():
+            stretto.barrier()
+        else:
+            time.sleep(1000)
+            stretto.save(1, __file__ + ".pt")
+    """
+    with pytest.raises(LaunchError, match="waited 60 s at a barrier .* for worker 0"):
+        simulated(3, script, "allreduce", asks={"timeout_s": 60.0})
+
+
+LIVE = """
+import json, os, pathlib, sys
+with open(f"names-{os.environ['STRETTO_RANK']}.json", "w") as file:
+    json.dump(sorted(os.environ), file)
+import torch, stretto
+from torch.utils.data import DataLoader, TensorDataset
+
+with stretto.main_first():
+    if stretto.is_main():
+        torch.save(torch.arange(48.0).reshape(12, 4), "data.pt")
+    x = torch.load("data.pt")
+stretto.print("seen once by", stretto.world_size())
+net = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(net.parameters(), lr=1e-4)
+loader = stretto.distribute(net, optimizer, DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=2))
+for epoch in range(3):
+    for a, b in loader:
+        optimizer.zero_grad()
+        ((net(a) - b) ** 2).mean().backward()
+        optimizer.step()
+    stretto.save({"epoch": epoch, "state": net.state_dict()}, "models/best.pt")
+    found = torch.load("models/best.pt")
+    assert found["epoch"] == epoch, (found["epoch"], epoch)
+    net.load_state_dict(found["state"])
+    stretto.barrier()
+pathlib.Path(f"here-{stretto.rank()}").touch()
+"""
+
+
+@pytest.mark.parametrize("recipe", ["allreduce", "async_sgd"])
+def test_live_workers_meet_before_training_and_in_it(tmp_path: Path, recipe: str) -> None:
+    (tmp_path / "train.py").write_text(LIVE)
+    command = [
+        sys.executable,
+        "-m",
+        "stretto.cli.main",
+        "run",
+        "-n",
+        "2",
+        "--recipe",
+        recipe,
+        "--output",
+        "all",
+        "train.py",
+    ]
+    inherited = {**os.environ, "OMP_NUM_THREADS": "1", "RANK": "7", "WORLD_SIZE": "9", "MASTER_PORT": "1"}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=inherited, capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("seen once by 2") == 1
+    assert sorted(one.name for one in tmp_path.glob("here-*")) == ["here-0", "here-1"]
+    names = set(json.loads((tmp_path / "names-1.json").read_text()))
+    assert not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"} & names

@@ -1,0 +1,222 @@
+"""Properties of iterators over the shared loader: one at a time, a peek is no epoch, an epoch needs optimizer steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from crew import alone, flat, one_worker, regression, sgd, small_net, together
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import stretto
+from stretto.api import finish
+from stretto.errors import ScriptError
+from stretto.events import read_events
+
+RECIPES = ["allreduce", "local_sgd(every=3)", "async_sgd", "downpour(every=2)"]
+DOUBLE = torch.float64
+Step = Callable[[Any], None]
+
+
+def numbers(n: int) -> TensorDataset:
+    return TensorDataset(torch.arange(float(n)).view(-1, 1))
+
+
+def prepared(data: Any, **options: Any) -> tuple[Any, Step]:
+    """A distributed loader of single numbers, and a training step on one of its batches."""
+    net = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-6)
+    loader = stretto.distribute(net, optimizer, data, **options)
+
+    def step(batch: Any) -> None:
+        optimizer.zero_grad()
+        net(batch[0]).mean().backward()
+        optimizer.step()
+
+    return loader, step
+
+
+def epochs_of(run: Path) -> list[dict[str, Any]]:
+    return [one for one in read_events(run / "events.jsonl") if one["event"] == "epoch"]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("workers", [1, 2])
+def test_nested_loops_end_with_an_error_at_the_outer_iterator(workers: int, recipe: str) -> None:
+    def work(worker: int) -> None:
+        loader, step = prepared(DataLoader(numbers(40), batch_size=4))
+        for _ in loader:
+            for batch in loader:
+                step(batch)
+
+    with pytest.raises(ScriptError, match="a later iterator of the loader has replaced this one"):
+        together(workers, work, recipe)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_zipping_the_loader_with_itself_ends_with_an_error(workers: int) -> None:
+    def work(worker: int) -> None:
+        loader, step = prepared(DataLoader(numbers(40), batch_size=4))
+        for one, _ in zip(loader, loader, strict=True):
+            step(one)
+
+    with pytest.raises(ScriptError, match="a later iterator of the loader has replaced this one"):
+        together(workers, work, "allreduce")
+
+
+def test_an_exhausted_iterator_stays_exhausted() -> None:
+    def work(worker: int) -> list[Any]:
+        loader, step = prepared(DataLoader(numbers(8), batch_size=4))
+        first = iter(loader)
+        for batch in first:
+            step(batch)
+        for batch in loader:
+            step(batch)
+        return list(first)
+
+    assert together(2, work, "allreduce") == [[], []]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_peeked_batch_is_no_epoch(recipe: str, when: str, tmp_path: Path) -> None:
+    def work(worker: int) -> list[list[float]]:
+        loader, step = prepared(DataLoader(numbers(48), batch_size=4, shuffle=True))
+        passes = []
+        if when == "before":
+            next(iter(loader))
+        for _ in range(2):
+            seen: list[float] = []
+            for batch in loader:
+                step(batch)
+                seen += batch[0].view(-1).tolist()
+            passes.append(seen)
+        if when == "after":
+            next(iter(loader))
+        return passes
+
+    found = together(2, work, recipe, run=tmp_path)
+    for epoch in range(2):
+        assert sorted(x for passes in found for x in passes[epoch]) == list(range(48))
+    written = epochs_of(tmp_path)
+    assert [one["samples"] for one in written] == [48, 96]
+    assert all(one["seen"]["once"] == 48 and not one["seen"]["never"] for one in written)
+    assert sum(one["samples"] for one in written[-1]["workers"]) == 96
+
+
+@pytest.mark.parametrize("recipe", ["allreduce", "local_sgd(every=3)", "diloco(every=4)"])
+def test_a_peek_leaves_weights_and_parameters_untouched(recipe: str) -> None:
+    """Uneven batches: a peeked batch that weighed in the next exchange would show."""
+    data = regression(44, DOUBLE)
+
+    def work(peeks: bool) -> Callable[[int], Tensor]:
+        def run(worker: int) -> Tensor:
+            net = small_net(DOUBLE)
+            optimizer = sgd(net.parameters())
+            loader = stretto.distribute(net, optimizer, DataLoader(data, batch_size=8))
+            for _ in range(3):
+                if peeks:
+                    next(iter(loader))
+                for x, y in loader:
+                    optimizer.zero_grad()
+                    nn.functional.mse_loss(net(x), y).backward()
+                    optimizer.step()
+            return flat(net)
+
+        return run
+
+    assert torch.equal(together(2, work(True), recipe)[0], together(2, work(False), recipe)[0])
+
+
+def test_one_worker_that_peeks_draws_what_the_plain_script_draws() -> None:
+    data = regression(40)
+
+    def work(worker: int) -> Tensor:
+        torch.manual_seed(3)
+        net = small_net()
+        optimizer = sgd(net.parameters())
+        loader = stretto.distribute(net, optimizer, DataLoader(data, batch_size=8, shuffle=True))
+        pending = iter(loader)
+        torch.randn(3)
+        next(pending)
+        for _ in range(2):
+            for x, y in loader:
+                optimizer.zero_grad()
+                nn.functional.mse_loss(net(x + 0.01 * torch.randn(x.shape)), y).backward()
+                optimizer.step()
+        return flat(net)
+
+    plain = work(0)
+    finish()
+    assert torch.equal(plain, alone(work))
+    assert torch.equal(plain, one_worker(work, "allreduce"))
+
+
+def test_a_peek_into_a_stream_begins_the_stream_again() -> None:
+    batches = [[torch.full((4, 1), float(n))] for n in range(6)]
+
+    def work(worker: int) -> list[float]:
+        loader, step = prepared(batches)
+        next(iter(loader))
+        seen = []
+        for batch in loader:
+            step(batch)
+            seen.append(float(batch[0][0]))
+        return seen
+
+    assert sorted(x for seen in together(2, work, "allreduce") for x in seen) == list(range(6))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_an_epoch_without_an_optimizer_step_counts_no_samples(recipe: str, tmp_path: Path) -> None:
+    def work(worker: int) -> None:
+        loader, step = prepared(DataLoader(numbers(48), batch_size=4))
+        for epoch in range(3):
+            for batch in loader:
+                if epoch != 1:
+                    step(batch)
+
+    together(2, work, recipe, run=tmp_path)
+    written = epochs_of(tmp_path)
+    assert [one["samples"] for one in written] == [48, 48, 96]
+    assert [one["seen"]["once"] for one in written] == [48, 0, 48]
+    assert [sum(one["samples"] for one in line["workers"]) for line in written] == [48, 48, 96]
+    notices = [one["text"] for one in read_events(tmp_path / "events.jsonl") if one["event"] == "notice"]
+    said = [one for one in notices if "epoch 2 made no optimizer step" in one]
+    assert len(said) == 1
+    assert "not counted as trained" in said[0]
+
+
+def test_an_epoch_of_evaluation_does_not_weigh_in_the_next_exchange() -> None:
+    data = regression(44, DOUBLE)
+
+    def work(evaluates: bool) -> Callable[[int], Tensor]:
+        def run(worker: int) -> Tensor:
+            net = small_net(DOUBLE)
+            optimizer = sgd(net.parameters())
+            loader = stretto.distribute(net, optimizer, DataLoader(data, batch_size=8))
+            for epoch in range(3):
+                for x, y in loader:
+                    if epoch == 1:
+                        if evaluates:
+                            net(x)
+                        continue
+                    optimizer.zero_grad()
+                    nn.functional.mse_loss(net(x), y).backward()
+                    optimizer.step()
+                if epoch == 0 and not evaluates:
+                    break
+            if not evaluates:
+                for x, y in loader:
+                    optimizer.zero_grad()
+                    nn.functional.mse_loss(net(x), y).backward()
+                    optimizer.step()
+            return flat(net)
+
+        return run
+
+    assert torch.equal(together(3, work(True), "allreduce")[0], together(3, work(False), "allreduce")[0])

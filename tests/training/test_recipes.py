@@ -1,0 +1,145 @@
+"""The one table of laws that every recipe passes; a new recipe is added to RECIPES and to nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from crew import apart, flat, regression, small_net, together
+from simulator.simulated import simulated
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import stretto
+from stretto.events import read_events
+from stretto.recipe.named import NAMED
+from stretto.recipe.parser import parse
+
+DOUBLE = torch.float64
+SMALL = {"ef21": "ef21(how=top_k(0.3))", "deep_gradient_compression": "deep_gradient_compression(ratio=0.2)"}
+"""One number in a hundred of a net of 60 is none: what the defaults are not meant for."""
+RECIPES = [
+    *(SMALL.get(name, name) for name in NAMED),
+    "local_sgd(every=3)",
+    'local_sgd(every=4, optimizer_state="average")',
+    'local_sgd(every=3, optimizer_state="reset", after=4)',
+    "diloco(every=3)",
+    "Recipe(what=updates(), when=together(every=2), then=add(weight=constant(0.5)))",
+    'allreduce(how=cast("bf16"))',
+    'local_sgd(every=2, how=cast("fp16"))',
+    "Recipe(whom=server())",
+    'Recipe(what=parameters(optimizer_state="average"), when=together(every=3), whom=server(shards=2), then=replace())',
+    "async_sgd(shards=2, overlap=True)",
+    "downpour(every=3, weight=0.5)",
+    "staleness_aware(collect=3)",
+    "soft_sync(collect=4, shards=3)",
+    "stale_synchronous(bound=0)",
+    "stale_synchronous(bound=1, overlap=True)",
+    "elastic_averaging(every=2, alpha=0.3, overlap=True)",
+    "async_diloco(every=3, outer_lr=0.5)",
+    'async_sgd(how=cast("bf16"))',
+    "Recipe(what=updates(), when=on_arrival(collect=2, bound=2), whom=server(), then=add(weight=exponential(lam=0.2)))",
+    "Recipe(what=parameters(), when=on_arrival(every=2, collect=2), whom=server(), then=replace())",
+    "gd_sec(xi=1, beta=0.5, groups=2)",
+    "ef21(how=top_k(0.2, chunk=16))",
+    "allreduce(how=quantise(4, bucket=16))",
+    'allreduce(how=quantise(2, bucket=16, norm="l2"))',
+    "allreduce(how=ternary())",
+    "allreduce(how=error_feedback(sign(bucket=16)))",
+    'allreduce(how=error_feedback(sign(means="one")))',
+    "allreduce(how=error_feedback(top_k(0.2)))",
+    "allreduce(how=error_feedback(random_k(0.5)))",
+    'allreduce(how=error_feedback(chain(random_k(0.5), cast("bf16"))))',
+    "allreduce(how=error_feedback(chain(top_k(0.2), quantise(8))))",
+    "allreduce(how=by_size(error_feedback(top_k(0.2)), least=30))",
+    "allreduce(how=when_it_pays(quantise(8), rounds=4, again=10))",
+    "diloco(every=3, how=quantise(4))",
+    "local_sgd(every=4, how=error_feedback(top_k(0.5)))",
+    "Recipe(how=error_feedback(top_k(0.2)), whom=server(shards=2))",
+    "power_sgd(rank=1)",
+    "async_sgd(shards=3, how=error_feedback(top_k(0.2)))",
+    "async_sgd(how=quantise(8), overlap=True)",
+    "soft_sync(how=error_feedback(threshold(0.001)))",
+    "downpour(every=3, how=error_feedback(random_k(0.5)))",
+    "async_sgd(shards=2, how=both_ways(error_feedback(top_k(0.2)), top_k(0.5)))",
+    "async_diloco(every=3, outer_lr=0.5, how=both_ways(chunked(16, 4), quantise(8)))",
+    "stale_synchronous(bound=1, overlap=True, how=both_ways(error_feedback(sign(bucket=16)), top_k(0.5)))",
+]
+TOGETHER = [one for one in RECIPES if not parse(one).asynchronous]
+TIMED = [one for one in TOGETHER if "when_it_pays" in one]
+"""What they do depends on measured times."""
+COUNT_WORKERS = [one for one in TOGETHER if "gd_s" in one or "censoring" in one or "one_bit" in one]
+"""Their rules hold the number of workers, also of those without data."""
+
+
+def optimizer_for(recipe: str, net: nn.Module) -> torch.optim.Optimizer:
+    """What the recipe is meant for: Adam, plain SGD where momentum is the recipe's own, else SGD with momentum."""
+    if "one_bit" in recipe:
+        return torch.optim.Adam(net.parameters(), lr=0.02)
+    return torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.0 if "deep_gradient" in recipe else 0.5)
+
+
+def train(recipe: str, samples: int, epochs: int = 3, losses: list[float] | None = None) -> Any:
+    data = regression(samples, DOUBLE)
+
+    def work(worker: int) -> Tensor:
+        net = small_net(DOUBLE)
+        optimizer = optimizer_for(recipe, net)
+        loader = stretto.distribute(net, optimizer, DataLoader(data, batch_size=8))
+        for _ in range(epochs):
+            for x, y in loader:
+                optimizer.zero_grad()
+                loss = nn.functional.mse_loss(net(x), y)
+                loss.backward()
+                optimizer.step()
+        if losses is not None:
+            losses.append(nn.functional.mse_loss(net(data.tensors[0]), data.tensors[1]).item())
+        return flat(net)
+
+    return work
+
+
+@pytest.fixture(params=RECIPES)
+def recipe(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def test_after_a_pass_all_workers_hold_the_same_bits(recipe: str) -> None:
+    found = together(4, train(recipe, 100), recipe)
+    assert all(torch.equal(one, found[0]) for one in found)
+
+
+@pytest.mark.parametrize("recipe", sorted(set(TOGETHER) - set(TIMED)))
+def test_the_same_run_gives_the_same_bits(recipe: str) -> None:
+    assert torch.equal(together(3, train(recipe, 100), recipe)[0], together(3, train(recipe, 100), recipe)[0])
+
+
+@pytest.mark.parametrize("recipe", sorted(set(TOGETHER) - set(TIMED) - set(COUNT_WORKERS)))
+def test_a_worker_that_never_has_data_weighs_nothing(recipe: str) -> None:
+    """Two batches for two workers, or for three of whom one is idle."""
+    close = 1e-2 if "cast" in recipe else 1e-12
+    assert apart(together(3, train(recipe, 16), recipe)[2], together(2, train(recipe, 16), recipe)[0]) <= close
+
+
+def test_it_learns(recipe: str) -> None:
+    """Simulated, which is quicker and decides nothing by itself."""
+    data, after = regression(160, DOUBLE), list[float]()
+    before = nn.functional.mse_loss(small_net(DOUBLE)(data.tensors[0]), data.tensors[1]).item()
+    epochs = 35 if any(word in recipe for word in ("soft", "weight", "elastic", "collect")) else 15
+    simulated(2, train(recipe, 160, epochs=epochs, losses=after), recipe)
+    assert max(after) < 0.8 * before
+
+
+def test_each_sample_counts_once_and_the_time_is_accounted_for(recipe: str, tmp_path: Path) -> None:
+    together(3, train(recipe, 50), recipe, run=tmp_path)
+    events = list(read_events(tmp_path / "events.jsonl"))
+    seen = [one["seen"] for one in events if one["event"] == "epoch"]
+    assert seen == [{"once": 50, "twice": 0, "never": 0, "dropped": 0}] * 3
+    for end in (one for one in events if one["event"] == "end"):
+        assert sum(end["split"].values()) == pytest.approx(end["t"], rel=0.02)
+
+
+def test_it_prints_as_it_is_typed(recipe: str) -> None:
+    assert parse(str(parse(recipe))) == parse(parse(recipe).spelled()) == parse(recipe)

@@ -1,0 +1,315 @@
+"""Bad input of every kind gets one clear error: what was got, what was expected, what to type."""
+
+from __future__ import annotations
+
+import math
+import resource
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from crew import alone, flat, regression, sgd, small_net, together
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
+
+import stretto
+from stretto import errors
+from stretto.events import EventLog, LogFile, read_events
+
+
+def refused(kind: type[Exception], match: str | None, work: Any, workers: int = 2, recipe: str = "allreduce") -> str:
+    with pytest.raises(kind, match=match) as caught:
+        together(workers, work, recipe)
+    return str(caught.value)
+
+
+def begin(net: nn.Module, optimizer: Any = None, loader: Any = None, **options: Any) -> Any:
+    loader = loader if loader is not None else DataLoader(regression(40), batch_size=8)
+    return stretto.distribute(net, optimizer or sgd(net.parameters()), loader, **options)
+
+
+def has_three_answers(text: str) -> bool:
+    return all(word in text for word in ("got:", "expected:", "try:"))
+
+
+def test_never_called() -> None:
+    assert has_three_answers(refused(errors.ScriptError, "without calling stretto.distribute", lambda worker: None))
+
+
+def test_models_whose_shapes_differ_are_named() -> None:
+    def work(worker: int) -> None:
+        begin(nn.Sequential(nn.Linear(6, 4 + worker), nn.Linear(4 + worker, 1)))
+
+    found = refused(errors.ModelError, r"differ in 0\.weight", work)
+    assert "worker 0: (4, 6)" in found
+    assert "worker 1: (5, 6)" in found
+
+
+def test_models_whose_names_differ_are_named() -> None:
+    class Other(nn.Module):
+        def __init__(self, name: str) -> None:
+            super().__init__()
+            self.add_module(name, nn.Linear(6, 1))
+
+    found = refused(errors.ModelError, "differ in", lambda worker: begin(Other(f"head{worker}")))
+    assert "head0.weight" in found
+    assert "not there" in found
+
+
+def test_an_optimizer_without_the_models_parameters() -> None:
+    found = refused(
+        errors.ModelError, "not the model's", lambda worker: begin(small_net(), sgd(small_net().parameters()))
+    )
+    assert has_three_answers(found)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"net": "no model"},
+        {"optimizer": "no optimizer"},
+        {"net": nn.DataParallel(nn.Linear(6, 1))},
+        {"loader": regression(40)},
+        {"loader": 5},
+        {"evaluate": 3},
+        {"evaluate_every": 0},
+        {"evaluate_every": 1.5},
+        {"recipe": 7},
+        {"recipe": "locl_sgd"},
+    ],
+    ids=str,
+)
+def test_arguments_of_the_wrong_kind(arguments: dict[str, Any]) -> None:
+    def work(worker: int) -> None:
+        net: Any = small_net()
+        given = {"net": net, "optimizer": sgd(net.parameters())} | arguments
+        begin(**given)
+
+    assert has_three_answers(refused(errors.StrettoError, None, work))
+
+
+def test_fewer_samples_than_workers() -> None:
+    def work(worker: int) -> None:
+        for _ in begin(small_net(), loader=DataLoader(regression(2), batch_size=1)):
+            pass
+
+    assert "-n 2" in refused(errors.LoaderError, "2 samples for 3 workers", work, workers=3)
+
+
+def test_a_loader_that_shares_out_already() -> None:
+    sampler = DistributedSampler(range(40), num_replicas=2, rank=0)  # type: ignore[arg-type]
+    loader = DataLoader(regression(40), batch_size=8, sampler=sampler)
+    assert has_three_answers(
+        refused(errors.LoaderError, "already shares", lambda worker: begin(small_net(), loader=loader))
+    )
+
+
+def test_workers_with_different_recipes() -> None:
+    from stretto.recipe.named import local_sgd
+
+    def work(worker: int) -> None:
+        begin(small_net(), recipe=local_sgd(every=worker + 1))
+
+    with pytest.raises(errors.RecipeError, match="different recipes"):
+        together(2, work)
+
+
+def test_evaluate_that_raises() -> None:
+    def broken(net: nn.Module) -> dict[str, float]:
+        raise KeyError("no such thing")
+
+    def work(worker: int) -> None:
+        for _ in begin(small_net(), evaluate=broken):
+            pass
+
+    assert "KeyError" in refused(errors.EvaluateError, "evaluate raised", work)
+
+
+@pytest.mark.parametrize("found", [None, 0.9, {}, {"accuracy": "high"}, [1]], ids=str)
+def test_evaluate_that_returns_no_numbers(found: Any) -> None:
+    def work(worker: int) -> None:
+        for _ in begin(small_net(), evaluate=lambda net: found):
+            pass
+
+    assert has_three_answers(refused(errors.EvaluateError, "did not return numbers", work))
+
+
+def poisoned(wrong: float, log: bool, recipe_worker: int = 1) -> Any:
+    def work(worker: int) -> None:
+        net = small_net()
+        optimizer = sgd(net.parameters())
+        for number, (x, y) in enumerate(begin(net, optimizer)):
+            optimizer.zero_grad()
+            loss = nn.functional.mse_loss(net(x), y) * (wrong if worker == recipe_worker and number == 1 else 1.0)
+            if log:
+                stretto.log(loss=loss)
+            loss.backward()
+            optimizer.step()
+
+    return work
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf])
+def test_a_loss_that_is_not_finite_is_named_with_step_and_worker(wrong: float) -> None:
+    found = refused(errors.NotFiniteError, "loss became", poisoned(wrong, log=True))
+    assert "step 2" in found
+    assert "worker 1" in found
+
+
+@pytest.mark.parametrize("recipe", ["allreduce", "local_sgd(every=2)", "local_sgd(every=50)", "diloco(every=2)"])
+def test_it_is_found_without_a_log_too(recipe: str) -> None:
+    found = refused(errors.NotFiniteError, "not finite", poisoned(math.nan, log=False), recipe=recipe)
+    assert "step 2" in found
+
+
+def test_a_single_machine_in_a_run_is_told_too() -> None:
+    with pytest.raises(errors.NotFiniteError, match="step 2"):
+        alone(poisoned(math.nan, log=False, recipe_worker=0))
+
+
+def test_what_overflows_in_the_encoding_is_refused_before_it_changes_anything() -> None:
+    kept = {}
+
+    def work(worker: int) -> None:
+        net = small_net()
+        kept[worker] = net
+        optimizer = torch.optim.SGD(net.parameters(), lr=1e9)
+        for x, y in begin(net, optimizer):
+            optimizer.zero_grad()
+            nn.functional.mse_loss(net(x), y).backward()
+            optimizer.step()
+
+    refused(errors.NotFiniteError, "nothing was changed", work, recipe='diloco(every=1, how=cast("fp16"))')
+    assert all(torch.isfinite(flat(net)).all() for net in kept.values())
+
+
+def test_replicas_that_differ_are_named() -> None:
+    with pytest.raises(errors.ReplicasDifferError, match=r"0\.bias of worker 2"):
+        together(3, _spoiled, "allreduce")
+
+
+def _spoiled(worker: int) -> None:
+    net = small_net()
+    optimizer = sgd(net.parameters())
+    for x, y in begin(net, optimizer):
+        optimizer.zero_grad()
+        nn.functional.mse_loss(net(x), y).backward()
+        optimizer.step()
+        if worker == 2:
+            with torch.no_grad():
+                net[0].bias[3] += 1e-3
+
+
+def test_sparse_gradients_are_refused_by_name() -> None:
+    def work(worker: int) -> None:
+        net = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 1))
+        for _ in begin(net):
+            net(torch.arange(4)).sum().backward()
+
+    assert "0.weight" in refused(errors.ModelError, "sparse", work)
+
+
+@pytest.mark.parametrize("recipe", ["allreduce", "local_sgd(every=2)", "diloco(every=2)", "ef21()", "async_sgd"])
+def test_model_that_is_wholly_frozen_is_refused(recipe: str) -> None:
+    def work(worker: int) -> None:
+        net = small_net().requires_grad_(False)
+        optimizer = sgd(net.parameters())
+        for x, _ in begin(net, optimizer):
+            net(x)
+            optimizer.step()
+
+    assert has_three_answers(refused(errors.ModelError, "all are frozen", work, recipe=recipe))
+
+
+@pytest.mark.parametrize("recipe", ["allreduce", "local_sgd(every=2)"])
+def test_model_that_is_thawed_after_the_line_trains(recipe: str) -> None:
+    def work(worker: int) -> bool:
+        net = small_net().requires_grad_(False)
+        before, optimizer = flat(net), sgd(net.parameters())
+        loader = begin(net, optimizer)
+        net.requires_grad_(True)
+        for x, y in loader:
+            optimizer.zero_grad()
+            (net(x) - y).square().mean().backward()
+            optimizer.step()
+        return bool((flat(net) != before).any())
+
+    assert together(2, work, recipe) == [True, True]
+
+
+def test_a_full_disk_is_named_once_and_refuses_at_the_end(capsys: pytest.CaptureFixture[str]) -> None:
+    log = EventLog(LogFile(Path("/dev/full")), 3)
+    for _ in range(3):
+        log.write("notice", 0.0, text="something")
+        log.flush()
+    said = capsys.readouterr().err
+    assert said.count("worker 3: the event log /dev/full cannot be written: No space left") == 1
+    with pytest.raises(errors.LogError, match="/dev/full cannot be written: No space left"):
+        log.close()
+
+
+def test_what_waits_for_a_full_disk_is_not_without_bound() -> None:
+    log = EventLog(LogFile(Path("/dev/full")), 0, keeps=100)
+    log.write("notice", 0.0, text="something")
+    log.flush()
+    log.write("notice", 0.0, text="else" * 100)
+    with pytest.raises(errors.LogError, match="No space left"):
+        log.flush()
+
+
+@given(st.lists(st.tuples(st.integers(0, 700), st.booleans()), min_size=1, max_size=5))
+def test_whatever_a_full_disk_took_each_event_is_there_once_when_it_has_room(rooms: list[tuple[int, bool]]) -> None:
+    """Two write; the disk takes some bytes, then none, then more. A line that was cut off is a notice."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "events.jsonl"
+        logs = [EventLog(LogFile(path), worker) for worker in range(2)]
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        for turn, (room, swapped) in enumerate([*rooms, (-1, not rooms[0][1])]):
+            size = path.stat().st_size
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size + room if room >= 0 else limits[0], limits[1]))
+            try:
+                for log in reversed(logs) if swapped else logs:
+                    log.write("log", float(turn), text="x" * 100 * log.worker)
+                    log.flush()
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        for log in logs:
+            log.close()
+        found = [event for event in read_events(path) if event["event"] == "log"]
+    for worker in range(2):
+        assert [one["t"] for one in found if one["worker"] == worker] == [float(n) for n in range(len(rooms) + 1)]
+
+
+def test_a_log_that_cannot_be_opened_or_read(tmp_path: Path) -> None:
+    with pytest.raises(errors.LogError, match="cannot be opened"):
+        LogFile(tmp_path / "no" / "such" / "folder")
+    with pytest.raises(errors.LogError, match="cannot be read"):
+        list(read_events(tmp_path / "none"))
+    (tmp_path / "torn").write_bytes(b'{"event":"end","t":1.0,"worker":0}\n{"event":"st')
+    assert [one["event"] for one in read_events(tmp_path / "torn")] == ["end"]
+    (tmp_path / "torn within").write_bytes(
+        b'{"event":"end","t":1.0,"worker":0}\n{"ev\n{"event":"end","t":2.0,"worker":1}\n'
+    )
+    assert [one["event"] for one in read_events(tmp_path / "torn within")] == ["end", "notice", "end"]
+    (tmp_path / "damaged").write_bytes(b'{"event"\n{"ev')
+    with pytest.raises(errors.LogError, match="line 1"):
+        list(read_events(tmp_path / "damaged"))
+
+
+def test_script_that_is_ended_within_evaluate_fails_by_name() -> None:
+    def evaluate(net: nn.Module) -> dict[str, float]:
+        raise SystemExit(0)
+
+    def work(worker: int) -> None:
+        net = small_net()
+        optimizer = sgd(net.parameters())
+        for x, y in begin(net, optimizer, evaluate=evaluate):
+            (net(x) - y).square().mean().backward()
+            optimizer.step()
+
+    assert has_three_answers(refused(errors.EvaluateError, "evaluate ended the script", work))

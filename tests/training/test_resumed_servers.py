@@ -1,0 +1,191 @@
+"""Servers die while a run that is resumed over them is beginning: it goes on from what was kept, and does it once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from faulty import Crew, Worker
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from stretto import codecs
+from stretto.checkpoint.storage import State
+from stretto.data.assignment import Deal, bounds_of
+from stretto.interval import every
+from stretto.loader.epoch_order import Order, draw
+from stretto.loader.leased_batches import FreeHands, FreeShare
+from stretto.recipe.parser import parse
+from stretto.runtime.phase_timer import Stopwatch
+from stretto.strategies.asynchronous import ArrivalExchange
+from stretto.strategies.flat_buffers import Arena
+from stretto.strategies.optimizers import Optimizers
+from stretto.strategies.traffic_counters import Tally
+from stretto.training.checkpoint_manager import Keeper
+
+BATCHES, DONE, APART = 12, 6, 16
+"""A batch changes a number of its own; these are so far apart that both servers have some."""
+STEPS = 6000
+Settled = Callable[[list[Any]], None]
+
+
+class Side:
+    """A worker's parameters, and its exchange."""
+
+    def __init__(self, worker: Worker, settled: Settled = lambda _found: None) -> None:
+        self.worker, self.settled = worker, settled
+        self.net = nn.Module()
+        self.net.w = nn.Parameter(torch.zeros(BATCHES * APART))
+        self.arena = Arena([("w", cast("nn.Parameter", self.net.w))])
+        self.theta = self.arena.parts[0].theta
+
+    def exchange(self, number: int) -> ArrivalExchange:
+        scene = codecs.Scene(self.worker.number, self.worker.crew.workers)
+        optimizer = torch.optim.SGD([cast("nn.Parameter", self.net.w)], lr=1.0)
+        recipe, watch = parse("async_sgd(shards=2)"), Stopwatch(lambda: 0.0)
+        wire = self.worker.wire
+        return ArrivalExchange(
+            self.arena,
+            number,
+            recipe,
+            wire,
+            watch,
+            Tally(scene),
+            Optimizers([optimizer]),
+            self.settled,
+            lambda _: None,
+            False,
+        )
+
+
+def follow(crew: Crew, planned: Mapping[int, Callable[[], object]]) -> None:
+    """Run to the end, with this at these steps."""
+    grads = torch.is_grad_enabled()
+    try:
+        crew.start()
+        for at in range(STEPS):
+            planned.get(at, lambda: None)()
+            if not crew.step():
+                crew.settle_all()
+                if not crew.step() and crew.is_done:
+                    return
+        raise AssertionError(f"no end: {crew.happened}")
+    finally:
+        torch.set_grad_enabled(grads)
+
+
+@pytest.mark.parametrize("dies", [0, 1])
+def test_what_a_run_goes_on_from_is_given_though_a_server_dies_meanwhile(dies: int) -> None:
+    found: dict[int, float] = {}
+
+    def run(worker: Worker) -> None:
+        side = Side(worker)
+        side.exchange(1)  # the script's own parameters
+        worker.wire.tell(lambda: b"the checkpoint")
+        with torch.no_grad():
+            side.theta.fill_(5.0)
+        again = side.exchange(2)
+        again.read()
+        worker.wire.gather(b"read")
+        found[worker.number] = float(side.theta[0])
+        worker.wire.close()
+
+    for seed in range(3):
+        for at in range(0, 120, 5):
+            found.clear()
+            crew = Crew(2, 2, seed, run, cut_every=10**9)
+            follow(crew, {at: lambda crew=crew: crew.kill_server(dies)})  # type: ignore[misc]
+            assert set(found.values()) == {5.0}, (seed, at)
+
+
+@pytest.mark.parametrize("at", [(30, 60), (40, 90), (60, 100)])
+def test_what_was_done_is_not_done_again_though_a_worker_and_then_the_coordinator_die(at: tuple[int, int]) -> None:
+    """Before the first cut, which a newcomer may be the first to ask for: it knows nothing of what was done."""
+    found: dict[int, list[float]] = {}
+
+    def run(worker: Worker) -> None:
+        leases: list[Any] = []
+        hands: list[FreeHands] = []
+        side = Side(worker, lambda done: hands[0].settle(done))
+        wire, exchange = worker.wire, side.exchange(1)
+
+        def unsent() -> tuple[int, list[Any]]:
+            now, leases[:] = list(leases), []
+            return len(now), now
+
+        data = TensorDataset(torch.arange(BATCHES))
+        loader = DataLoader(data, batch_size=1, shuffle=False)
+        share = FreeShare(lambda: draw(loader, wire, 1), wire, None, dealt=False)
+        order = Order([[one] for one in range(BATCHES)], 0)
+        begun = order, Deal.of_settled(bounds_of(order.sizes), range(DONE), 2)
+        mine = DataLoader(data, batch_sampler=share)
+        hands.append(FreeHands(mine, share, 1, begun if wire.joined is None else None))
+        hands[0].finish = lambda: exchange.finish(*unsent()) and None
+        hands[0].meet = lambda _times: None
+        while (hand := hands[0].next()) is not None:
+            with torch.no_grad():
+                for one in hand.batch[0]:
+                    side.theta[APART * int(one)] += 1.0
+            leases.append(hand.lease)
+            exchange.stepped()
+            exchange.run(*unsent())
+            hands[0].ask_ahead()
+        exchange.finish(*unsent())
+        exchange.meet()
+        exchange.read()
+        wire.gather(b"end")
+        found[worker.number] = side.theta[: BATCHES * APART : APART].tolist()
+        wire.tell(lambda: b"done")
+        wire.close()
+
+    for seed in range(8):
+        found.clear()
+        crew = Crew(2, 2, seed, run, cut_every=10**9)
+        follow(
+            crew,
+            {
+                at[0]: lambda crew=crew: crew.kill(1),  # type: ignore[misc]
+                at[0] + 2: crew.tell,
+                at[0] + 4: crew.come_back,
+                at[1]: lambda crew=crew: crew.kill_server(0),  # type: ignore[misc]
+            },
+        )
+        assert all(one == [0.0] * DONE + [1.0] * (BATCHES - DONE) for one in found.values()), seed
+
+
+def test_the_first_worker_dies_while_it_writes_and_the_next_one_does(tmp_path: Path) -> None:
+    """It knows whose states those are that were gathered, though one of them is dead by now."""
+    kept: list[list[int]] = []
+
+    def run(worker: Worker) -> None:
+        journal = SimpleNamespace(t=lambda: 0.0, write=lambda *_, **__: None, notice=lambda _text: None)
+        counts = {"rounds_done": 5, "steps": 5, "samples": 1}
+        optimizers = Optimizers([torch.optim.SGD([torch.zeros(1, requires_grad=True)])])
+        replica = SimpleNamespace(arrival=True)
+        trainer: Any = SimpleNamespace(
+            wire=worker.wire, replica=replica, journal=journal, optimizers=optimizers, **counts
+        )
+        place: Any = SimpleNamespace(run=tmp_path, keep=3, checkpoint=every("1 rounds"))
+        keeper: Any = Keeper(trainer, place)
+
+        def state(own: dict[int, Any]) -> State:
+            kept.append(sorted(own))
+            return State({}, {}, own)
+
+        keeper._own, keeper.state = lambda: ({}, {}), state
+        if not worker.life:
+            for _ in range(3):
+                keeper.save()
+        worker.wire.close()
+
+    for seed in range(3):
+        for at in range(2, 80, 6):
+            crew = Crew(3, 1, seed, run, cut_every=10**9)
+            follow(crew, {at: lambda crew=crew: crew.kill(0), at + 6: crew.tell})  # type: ignore[misc]
+            assert all(one.is_done for one in crew.crew[1:])
+    assert [0, 1, 2] in kept
+    assert [1, 2] in kept

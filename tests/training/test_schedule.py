@@ -1,0 +1,331 @@
+"""Learning-rate schedulers end where they would in one process, under every recipe, with unequal steps, too."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from crew import one_worker, regression, small_net, together
+from endure import Killed
+from endure import crew as enduring
+from simulator.simulated import simulated
+from torch import nn
+from torch.optim import lr_scheduler as schedulers
+from torch.utils.data import DataLoader
+
+import stretto
+from stretto import api
+from stretto.errors import ScriptError
+from stretto.events import read_events
+from stretto.interval import every
+
+BATCH, EPOCHS = 4, 3
+SAMPLES = 15 * BATCH + 3
+EPOCH = math.ceil(SAMPLES / BATCH)
+TOTAL = EPOCHS * EPOCH
+"""Steps of one process."""
+RECIPES = ["allreduce", "local_sgd(every=3)", "diloco(every=4)", "downpour(every=1)"]
+
+Make = Callable[[torch.optim.Optimizer], Any]
+
+
+def line(step: int, *, num_training_steps: int) -> float:
+    """A linear decay, as transformers has it."""
+    return max(0.0, 1 - step / num_training_steps)
+
+
+KINDS: dict[str, Make] = {
+    "one cycle": lambda one: schedulers.OneCycleLR(one, 0.1, total_steps=TOTAL),
+    "cosine": lambda one: schedulers.CosineAnnealingLR(one, TOTAL),
+    "lambda": lambda one: schedulers.LambdaLR(one, functools.partial(line, num_training_steps=TOTAL)),
+    "sequential": lambda one: schedulers.SequentialLR(
+        one, [schedulers.LinearLR(one, 0.1, total_iters=5), schedulers.CosineAnnealingLR(one, TOTAL - 5)], [5]
+    ),
+    "chained": lambda one: schedulers.ChainedScheduler(
+        [schedulers.ConstantLR(one, 0.5, 7), schedulers.ExponentialLR(one, 0.9)]
+    ),
+    "restarts": lambda one: schedulers.CosineAnnealingWarmRestarts(one, 10, 2),
+    "milestones": lambda one: schedulers.MultiStepLR(one, [TOTAL // 3, TOTAL - 5]),
+}
+
+
+def rates(
+    make: Make,
+    before: bool = True,
+    distribute: bool = True,
+    accumulate: int = 1,
+    happens: Callable[[int, int], None] = lambda worker, step: None,
+    epochs: int = EPOCHS,
+    **options: Any,
+) -> Callable[[int], Any]:
+    """A loop that returns the learning rate after each call of the scheduler."""
+
+    def work(worker: int) -> Any:
+        net = small_net()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.5)
+        schedule = make(optimizer) if before else None
+        loader: Any = DataLoader(regression(SAMPLES), batch_size=BATCH)
+        if distribute:
+            loader = stretto.distribute(net, optimizer, loader, **options)
+        schedule = schedule or make(optimizer)
+        found = []
+        for _ in range(epochs):
+            for number, (x, y) in enumerate(loader):
+                happens(worker, len(found))
+                nn.functional.mse_loss(net(x), y).backward()
+                if (number + 1) % accumulate == 0:
+                    optimizer.step()
+                    schedule.step()
+                    optimizer.zero_grad()
+                    found.append(optimizer.param_groups[0]["lr"])
+        return found
+
+    return work
+
+
+def plain(make: Make, **options: Any) -> list[float]:
+    """The learning rates of one process without the line."""
+    found: list[float] = rates(make, distribute=False, **options)(0)
+    return found
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_schedule_of_one_process_is_where_it_would_be_there(kind: str, before: bool) -> None:
+    alone = plain(KINDS[kind])
+    expected = [*(alone[EPOCH * epoch + at] for epoch in range(EPOCHS) for at in [2, 5, 8, 11, 14, EPOCH - 1])]
+    for found in together(3, rates(KINDS[kind], before), "allreduce"):
+        own = len(found) // EPOCHS  # a worker without a batch in the last global step of an epoch does not call
+        steps = [rate for at, rate in enumerate(expected) if at % 6 < own]
+        assert found == pytest.approx(steps)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("kind", ["one cycle", "lambda", "sequential"])
+def test_schedule_ends_under_every_recipe(kind: str, recipe: str) -> None:
+    alone = plain(KINDS[kind])
+    lasts = [found[-1] for found in together(3, rates(KINDS[kind]), recipe)]
+    assert min(abs(one - alone[-1]) for one in lasts) < 1e-9
+    assert all(one <= alone[-6] for one in lasts)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_worker_computes_the_plain_schedule(kind: str) -> None:
+    assert one_worker(rates(KINDS[kind]), "allreduce") == plain(KINDS[kind])
+
+
+def test_length_taken_from_the_distributed_loader_counts_global_steps() -> None:
+    steps: list[list[int]] = []
+
+    def work(worker: int) -> tuple[float, int]:
+        net = small_net()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+        loader = stretto.distribute(net, optimizer, DataLoader(regression(SAMPLES), batch_size=BATCH))
+        schedule = schedulers.OneCycleLR(optimizer, 0.1, total_steps=EPOCHS * len(loader), cycle_momentum=False)
+        for _ in range(EPOCHS):
+            for x, y in loader:
+                optimizer.zero_grad()
+                nn.functional.mse_loss(net(x), y).backward()
+                optimizer.step()
+                schedule.step()
+        steps.append([schedule.last_epoch, EPOCHS * len(loader)])
+        return optimizer.param_groups[0]["lr"], schedule.last_epoch
+
+    together(3, work, "allreduce")
+    assert all(made == total for made, total in steps)
+    steps.clear()
+    together(3, work, "downpour(every=1)")
+    assert all(total - 3 <= made <= total for made, total in steps)
+
+
+@pytest.mark.parametrize("accumulate", [2, 3])
+def test_accumulation_advances_once_for_each_step_of_one_process(accumulate: int) -> None:
+    total = TOTAL // accumulate
+    work = rates(lambda one: schedulers.LinearLR(one, 1.0, 0.0, total), accumulate=accumulate)
+    found = together(3, work, "allreduce")
+    assert all(one[-1] <= 0.01 * 3.1 / total for one in found)
+    assert all(one[-2] > 0 for one in found)
+
+
+ONCE = [
+    ("allreduce", "after the loop"),
+    ("allreduce", "after a break"),
+    ("allreduce", "at the last batch"),
+    ("downpour(every=1)", "after the loop"),
+    ("downpour(every=1)", "after a break"),
+]
+
+
+@pytest.mark.parametrize(("recipe", "where"), ONCE)
+def test_schedule_of_epochs_is_advanced_once(recipe: str, where: str) -> None:
+    def work(worker: int) -> int:
+        net = small_net()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+        schedule = schedulers.StepLR(optimizer, 1)
+        loader = stretto.distribute(net, optimizer, DataLoader(regression(SAMPLES), batch_size=BATCH))
+        last = len(loader) - 1
+        for _ in range(EPOCHS):
+            for number, (x, y) in enumerate(loader):
+                optimizer.zero_grad()
+                nn.functional.mse_loss(net(x), y).backward()
+                optimizer.step()
+                if where == "at the last batch" and number == last:
+                    schedule.step()
+                if where == "after a break" and number == 2:
+                    break
+            if where != "at the last batch":
+                schedule.step()
+        return schedule.last_epoch
+
+    assert together(3, work, recipe) == [EPOCHS] * 3
+
+
+def test_plateau_is_never_advanced_more_than_once() -> None:
+    def work(worker: int) -> int:
+        net = small_net()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+        schedule = schedulers.ReduceLROnPlateau(optimizer)
+        for x, y in stretto.distribute(net, optimizer, DataLoader(regression(SAMPLES), batch_size=BATCH)):
+            loss = nn.functional.mse_loss(net(x), y)
+            loss.backward()
+            optimizer.step()
+            schedule.step(1.0)
+        return schedule.last_epoch
+
+    found = together(3, work, "local_sgd(every=1)")
+    assert found[0] == math.ceil(EPOCH / 3)
+
+
+def test_schedule_of_another_optimizer_is_left_alone() -> None:
+    def work(worker: int) -> int:
+        net, other = small_net(), torch.zeros(3, requires_grad=True)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+        schedule = schedulers.StepLR(torch.optim.SGD([other], lr=0.01), 1)
+        for x, y in stretto.distribute(net, optimizer, DataLoader(regression(SAMPLES), batch_size=BATCH)):
+            nn.functional.mse_loss(net(x), y).backward()
+            optimizer.step()
+            schedule.optimizer.step()
+            schedule.step()
+        return schedule.last_epoch
+
+    assert max(together(3, work, "allreduce")) == math.ceil(EPOCH / 3)
+
+
+def test_class_of_the_script_with_a_step_of_its_own() -> None:
+    class Halving(schedulers.LRScheduler):
+        def get_lr(self) -> list[float]:
+            return [base * 0.5**self.last_epoch for base in self.base_lrs]
+
+        def step(self, epoch: int | None = None) -> None:
+            super().step(epoch)
+
+    found = together(3, rates(lambda one: Halving(one)), "allreduce")
+    assert found[0][-1] == pytest.approx(0.01 * 0.5**TOTAL)
+
+
+def test_a_stream_advances_by_the_batches_that_were_read() -> None:
+    def work(worker: int) -> int:
+        net = small_net()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+        schedule = schedulers.OneCycleLR(optimizer, 0.1, total_steps=EPOCH, cycle_momentum=False)
+        stream = list(DataLoader(regression(SAMPLES), batch_size=BATCH))
+        for x, y in stretto.distribute(net, optimizer, stream):
+            nn.functional.mse_loss(net(x), y).backward()
+            optimizer.step()
+            schedule.step()
+        return schedule.last_epoch
+
+    assert EPOCH in together(3, work, "allreduce")
+
+
+def test_never_past_the_end_that_raises() -> None:
+    """The script makes as many steps as the schedule has on each worker."""
+    found = together(3, rates(lambda one: schedulers.OneCycleLR(one, 0.1, total_steps=TOTAL // 2)), "allreduce")
+    assert found[0][-1] == found[0][-2]
+
+
+def notices(run: Path) -> str:
+    return "\n".join(one["text"] for one in read_events(run / "events.jsonl") if one["event"] == "notice")
+
+
+@pytest.mark.parametrize("total", [TOTAL, TOTAL + 5])
+def test_per_step_advances_as_called_and_says_both_numbers_once(total: int, tmp_path: Path) -> None:
+    make = functools.partial(schedulers.OneCycleLR, max_lr=0.1, total_steps=total)
+    found = together(3, rates(make, schedule="per-step"), "allreduce", run=tmp_path)
+    made = EPOCHS * math.ceil(EPOCH / 3)
+    assert found[0] == plain(make)[:made]
+    said = notices(tmp_path)
+    assert f"OneCycleLR has {total} steps" in said and f"{made}" in said
+    assert said.count("OneCycleLR") == 1
+
+
+def test_per_sample_says_what_it_does_once(tmp_path: Path) -> None:
+    together(3, rates(KINDS["one cycle"]), "allreduce", run=tmp_path)
+    said = notices(tmp_path)
+    assert said.count("OneCycleLR") == 1 and f"{TOTAL} steps" in said and "makes 18 in 3 epochs" in said
+
+
+def test_per_step_that_runs_out_under_unequal_steps_names_the_recipe() -> None:
+    make = functools.partial(schedulers.OneCycleLR, max_lr=0.1, total_steps=4)
+    with pytest.raises(ScriptError, match="OneCycleLR has run out: under .*unequal numbers of steps"):
+        together(2, rates(make, schedule="per-step"), "downpour(every=1)")
+
+
+def test_unknown_schedule_is_refused() -> None:
+    with pytest.raises(ScriptError, match="per-sample"):
+        rates(KINDS["cosine"], schedule="by-luck")(0)
+    assert api._current.get() is None
+
+
+@pytest.mark.parametrize("recipe", ["allreduce", "local_sgd(every=3)"])
+def test_schedule_ends_when_workers_are_killed_and_return(recipe: str, tmp_path: Path) -> None:
+    left = {(1, 2), (0, 9)}
+
+    def happens(worker: int, step: int) -> None:
+        if (worker, step) in left:
+            left.discard((worker, step))
+            raise Killed
+
+    alone = plain(KINDS["lambda"], epochs=EPOCHS)
+    found, _ = enduring(3, rates(KINDS["lambda"], happens=happens), recipe, tmp_path, again=1)
+    lasts = [one[-1] for one in found if one]
+    assert lasts and min(lasts) == pytest.approx(alone[-1], abs=1e-9)
+    assert max(lasts) <= alone[-4]
+
+
+@pytest.mark.parametrize("recipe", ["allreduce", "local_sgd(every=3)"])
+def test_resumed_run_continues_the_schedule(recipe: str, tmp_path: Path) -> None:
+    make, first, second = KINDS["sequential"], tmp_path / "first", tmp_path / "second"
+    enduring(3, rates(make, epochs=2), recipe, first, checkpoint=every("9 rounds"))
+    found, _ = enduring(3, rates(make), recipe, second, resume=first)
+    alone = plain(make)
+    assert all(one[-1] == pytest.approx(alone[-1 if worker == 0 else -2]) for worker, one in enumerate(found))
+
+
+@pytest.mark.parametrize("recipe", ["allreduce", "async_sgd"])
+def test_schedule_of_a_simulated_worker_that_was_killed_ends_with_the_others(recipe: str) -> None:
+    fault = "kill worker 1 at 60ms, back after 20ms"
+    positions: dict[int, int] = {}
+
+    def work(worker: int) -> None:
+        net = small_net()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+        schedule = schedulers.ExponentialLR(optimizer, 0.99)
+        loader = stretto.distribute(net, optimizer, DataLoader(regression(SAMPLES), batch_size=BATCH))
+        for _ in range(EPOCHS):
+            for x, y in loader:
+                optimizer.zero_grad()
+                nn.functional.mse_loss(net(x), y).backward()
+                optimizer.step()
+                schedule.step()
+                positions[worker] = schedule.last_epoch
+
+    ended = simulated(3, work, recipe, net="100Mbit/s 1ms", fault=fault)
+    assert [one["life"] for one in ended.of("member") if one["what"] == "joined"][-1] == 1
+    assert max(positions.values()) == TOTAL
+    assert min(positions.values()) >= TOTAL - 4

@@ -1,0 +1,156 @@
+"""Properties of streams among several workers: every sample counts once, or the run ends with an error."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from crew import together
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+import stretto
+from stretto.errors import LoaderError
+from stretto.loader.streams import CommonRandom, digests, sharded_by
+
+RECIPES = ["allreduce", "local_sgd(every=3)", "async_sgd"]
+
+
+class Shard(IterableDataset):
+    """The numbers `start`, `start + step`, ... below n."""
+
+    def __init__(self, n: int, start: int = 0, step: int = 1) -> None:
+        self.n, self.start, self.step = n, start, step
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(torch.arange(float(self.start), float(self.n), float(self.step)).view(-1, 1))
+
+
+class Shuffled(Shard):
+    """The numbers in an order of a random generator of its own."""
+
+    def __init__(self, n: int, seed: int) -> None:
+        super().__init__(n)
+        self.seed = seed
+
+    def __iter__(self) -> Iterator[Any]:
+        found = list(super().__iter__())
+        random.Random(self.seed).shuffle(found)
+        return iter(found)
+
+
+def reading(make: Callable[[int], Any], epochs: int = 2, **options: Any) -> Callable[[int], list[list[float]]]:
+    """A function of the worker that trains on a stream, and returns the numbers in each epoch's batches."""
+
+    def work(worker: int) -> list[list[float]]:
+        net = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(net.parameters(), lr=1e-6)
+        loader = stretto.distribute(net, optimizer, make(worker), **options)
+        found = []
+        for _ in range(epochs):
+            seen: list[float] = []
+            for x in loader:
+                optimizer.zero_grad()
+                net(x).mean().backward()
+                optimizer.step()
+                seen += x.view(-1).tolist()
+            found.append(seen)
+        return found
+
+    return work
+
+
+def each_once(found: list[list[list[float]]], samples: int) -> bool:
+    """Return True if each epoch of all workers holds every number once."""
+    return all(sorted(x for one in found for x in one[epoch]) == list(range(samples)) for epoch in range(2))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("samples", [7, 60, 61])
+def test_a_stream_of_own_shards_is_assigned_once(recipe: str, samples: int) -> None:
+    """The shards have unequal lengths, and one may be empty of whole batches when others are not."""
+    work = reading(lambda worker: DataLoader(Shard(samples, worker, 3), batch_size=4), deal="own")
+    assert each_once(together(3, work, recipe), samples)
+
+
+def test_a_shard_that_is_much_longer_than_others_is_read_to_its_end() -> None:
+    work = reading(lambda worker: DataLoader(Shard(40 if worker else 4, 4 if worker else 0), batch_size=4), deal="own")
+    assert each_once(together(2, work, "allreduce"), 40)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_streams_that_differ_end_with_an_error_that_names_the_way(recipe: str) -> None:
+    work = reading(lambda worker: DataLoader(Shard(60, worker, 2), batch_size=4))
+    with pytest.raises(LoaderError, match='deal="own"'):
+        together(2, work, recipe)
+
+
+def test_streams_in_another_order_end_with_an_error() -> None:
+    work = reading(lambda worker: DataLoader(Shuffled(12, worker), batch_size=4))
+    with pytest.raises(LoaderError, match="the same samples in another order"):
+        together(2, work, "allreduce")
+
+
+def test_streams_declared_alike_are_not_compared() -> None:
+    work = reading(lambda worker: DataLoader(Shard(60), batch_size=4), deal="round-robin")
+    assert each_once(together(2, work, "allreduce"), 60)
+
+
+def split_by_node(worker: int) -> Any:
+    data: Any = Shard(61, worker, 2)
+    data._distributed = SimpleNamespace(rank=worker, world_size=2)
+    return DataLoader(data, batch_size=4)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_stream_split_by_node_is_assigned_once(recipe: str) -> None:
+    assert each_once(together(2, reading(split_by_node), recipe), 61)
+
+
+def test_webdataset_splits_where_a_launcher_sets_the_world_size() -> None:
+    kind = type("WebDataset", (), {"__module__": "webdataset.compat"})
+    loader = SimpleNamespace(dataset=kind())
+    assert sharded_by(loader, {"WORLD_SIZE": "4"}) == "webdataset"
+    assert sharded_by(loader, {}) is None
+    assert sharded_by(DataLoader(Shard(4)), {"WORLD_SIZE": "4"}) is None
+
+
+def test_the_common_random_state_gives_one_order_and_leaves_the_own_states() -> None:
+    def shuffling() -> Iterator[Any]:
+        for _ in range(4):
+            yield random.random(), float(torch.rand(())), float(np.random.rand())
+
+    found = []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed)
+        before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+        found.append(list(CommonRandom(b"epoch 1").read(shuffling())))
+        after = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+        assert torch.equal(before[0], after[0])
+        assert before[1:] == after[1:]
+    assert found[0] == found[1]
+    assert len(set(found[0])) == 4
+
+
+def test_a_digest_tells_samples_apart_by_all_that_is_in_them() -> None:
+    x, y = torch.arange(6.0).view(3, 2), torch.tensor([0, 0, 1])
+    assert len(set(digests((x, y)))) == 3
+    assert digests({"x": x, "y": y}) == digests((x, y))
+    assert digests((x, y))[1:] == digests([x[1:], y[1:]])
+    assert len(set(digests((torch.zeros(3, 2), y)))) == 2
+    assert len(set(digests((torch.zeros(2, 2), ["one", "other"])))) == 2
+
+
+@pytest.mark.parametrize("deal", ["own", "sorted", 3])
+def test_an_assignment_that_is_none_is_refused(deal: Any) -> None:
+    data = torch.utils.data.TensorDataset(torch.zeros(8, 1))
+    work = reading(lambda worker: DataLoader(data, batch_size=4), deal=deal)
+    with pytest.raises(LoaderError if deal == "own" else stretto.errors.ScriptError, match="deal="):
+        together(2, work, "allreduce")

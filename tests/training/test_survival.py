@@ -1,0 +1,260 @@
+"""Workers die, leave and come: those who are left agree, and every sample counts exactly once."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from crew import flat, regression, small_net
+from endure import Cut, Hall, Killed, crew
+from torch import nn
+from torch.utils.data import DataLoader
+
+import stretto
+from stretto.checkpoint.storage import Checkpoints
+from stretto.events import read_events
+from stretto.interval import every
+
+RECIPES = [
+    "allreduce",
+    "allreduce(how=cast('fp16'))",
+    "local_sgd(every=3)",
+    "local_sgd(every=3, optimizer_state='average')",
+    "diloco(every=4)",
+    "power_sgd(rank=1)",
+    "gradient_sharing(tau=0.01)",
+    "gd_sec",
+    "deep_gradient_compression(ratio=0.1)",
+]
+
+
+def nothing(_worker: int, _moment: int) -> None:
+    """What happens otherwise."""
+
+
+def training(
+    epochs: int = 2, happens: Callable[[int, int], None] = nothing, samples: int = 97, batch: int = 4
+) -> Callable[[int], Any]:
+    def work(worker: int) -> Any:
+        net = small_net()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.5)
+        loader: Any = DataLoader(regression(samples), batch_size=batch, shuffle=False)
+        loader = stretto.distribute(net, optimizer, loader)
+        step = 0
+        for _ in range(epochs):
+            for x, y in loader:
+                optimizer.zero_grad()
+                happens(worker, 2 * step)
+                nn.functional.mse_loss(net(x), y).backward()
+                happens(worker, 2 * step + 1)
+                optimizer.step()
+                step += 1
+        return flat(net)
+
+    return work
+
+
+def killing(*plan: tuple[int, int]) -> Callable[[int, int], None]:
+    left = set(plan)
+
+    def happens(worker: int, moment: int) -> None:
+        if (worker, moment) in left:
+            left.discard((worker, moment))
+            raise Killed
+
+    return happens
+
+
+def audits(run: Path) -> list[dict[str, int]]:
+    found = [one["seen"] for one in read_events(run / "events.jsonl") if one["event"] == "epoch"]
+    return [{name: value for name, value in one.items() if name != "made_up"} for one in found]
+
+
+def all_equal(found: list[Any]) -> bool:
+    living = [one for one in found if one is not None and not isinstance(one, str)]
+    return bool(living) and all(torch.equal(one, living[0]) for one in living)
+
+
+@pytest.mark.parametrize("moment", [0, 7, 16, 18])
+@pytest.mark.parametrize("killed", [0, 2])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_others_go_on(recipe: str, killed: int, moment: int, tmp_path: Path) -> None:
+    found, hall = crew(3, training(happens=killing((killed, moment))), recipe, tmp_path)
+    assert found[killed] is None
+    assert all_equal(found)
+    assert audits(tmp_path) == [{"once": 97, "twice": 0, "never": 0, "dropped": 0}] * 2
+    assert [form.generation for form in hall.forms] == [1, 2]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_two_at_once_and_one_later(recipe: str, tmp_path: Path) -> None:
+    found, _ = crew(4, training(happens=killing((0, 4), (3, 4), (1, 19))), recipe, tmp_path)
+    assert [one is None for one in found] == [True, True, False, True]
+    assert audits(tmp_path) == [{"once": 97, "twice": 0, "never": 0, "dropped": 0}] * 2
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_who_comes_back_takes_part(recipe: str, tmp_path: Path) -> None:
+    found, hall = crew(3, training(epochs=6, happens=killing((1, 3), (0, 20))), recipe, tmp_path, again=1)
+    assert all(one is not None for one in found)
+    assert all_equal(found)
+    assert audits(tmp_path) == [{"once": 97, "twice": 0, "never": 0, "dropped": 0}] * 6
+    assert len(hall.forms[-1].members) == 3
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_who_is_asked_to_leave_owes_nothing(recipe: str, tmp_path: Path) -> None:
+    hall = Hall(3)
+
+    def happens(worker: int, moment: int) -> None:
+        if (worker, moment) == (1, 4):
+            hall.quit(1)
+
+    found, _ = crew(3, training(epochs=3, happens=happens), recipe, tmp_path, hall=hall)
+    assert found[1] == "left"
+    assert all_equal(found)
+    assert audits(tmp_path) == [{"once": 97, "twice": 0, "never": 0, "dropped": 0}] * 3
+    again = [one for one in read_events(tmp_path / "events.jsonl") if one["event"] == "reissued"]
+    assert [(one["of"], one["samples"]) for one in again] == [(1, 0)]
+
+
+def test_who_waits_too_long_for_an_evaluation_is_told_of_it_and_it_is_not_made_again(tmp_path: Path) -> None:
+    """The others' wait has a limit; when they meet anew, what took so long is there."""
+    hall, made = Hall(3), [0]
+
+    def evaluate(net: nn.Module) -> dict[str, float]:
+        made[0] += 1
+        if made[0] == 1:
+            hall.abort(1)
+        return {"norm": float(flat(net).norm())}
+
+    def work(_worker: int) -> Any:
+        net = small_net()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+        loader: Any = DataLoader(regression(24), batch_size=4)
+        for x, y in stretto.distribute(net, optimizer, loader, evaluate=evaluate):
+            optimizer.zero_grad()
+            nn.functional.mse_loss(net(x), y).backward()
+            optimizer.step()
+
+    crew(3, work, "allreduce", tmp_path, hall=hall)
+    assert made[0] == 1
+    assert [one["event"] for one in read_events(tmp_path / "events.jsonl")].count("evaluation") == 1
+    assert len(hall.forms) == 2
+
+
+@pytest.mark.parametrize("rule", ["local", "joined"])
+def test_the_batch_under_a_changed_membership(rule: str, tmp_path: Path) -> None:
+    steps = []
+
+    def happens(worker: int, moment: int) -> None:
+        if worker == 0 and moment % 2 == 0:
+            steps.append(moment // 2)
+        if (worker, moment) == (2, 0):
+            raise Killed
+
+    crew(3, training(epochs=1, happens=happens, samples=120), "allreduce", tmp_path, rule=rule)
+    assert len(steps) == {"local": 15, "joined": 11}[rule]
+
+
+@pytest.mark.parametrize("recipe", [*RECIPES, "local_sgd(every=3, optimizer_state='reset')"])
+def test_a_resumed_run_is_the_uninterrupted_one(recipe: str, tmp_path: Path) -> None:
+    def work(epochs: int) -> Callable[[int], Any]:
+        def train(worker: int) -> Any:
+            net = small_net()
+            optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
+            schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+            source = torch.Generator().manual_seed(3)
+            loader: Any = DataLoader(regression(65), batch_size=4, shuffle=True, generator=source)
+            loader = stretto.distribute(net, optimizer, loader)
+            for _ in range(epochs):
+                for x, y in loader:
+                    optimizer.zero_grad()
+                    (nn.functional.mse_loss(net(x), y)).backward()
+                    optimizer.step()
+                schedule.step()
+            return flat(net)
+
+        return train
+
+    options = {"checkpoint": every("5 rounds"), "keep": 50}
+    whole, _ = crew(2, work(3), recipe, tmp_path / "whole", **options)
+    saved = sorted((tmp_path / "whole" / "checkpoints").iterdir())
+    assert len(saved) > 1
+    for one in (saved[0], saved[len(saved) // 2]):
+        part = tmp_path / f"to-{one.name}"
+        (part / "checkpoints").mkdir(parents=True)
+        shutil.copytree(one, part / "checkpoints" / one.name)
+        again, _ = crew(2, work(3), recipe, tmp_path / f"from-{one.name}", resume=part)
+        assert torch.equal(again[0], whole[0]), one.name
+        assert torch.equal(again[1], whole[1]), one.name
+
+
+def test_other_workers_and_another_recipe_go_on(tmp_path: Path) -> None:
+    crew(3, training(epochs=2), "allreduce", tmp_path / "one", checkpoint=every("4 rounds"))
+    found, _ = crew(2, training(epochs=3), "local_sgd(every=2)", tmp_path / "two", resume=tmp_path / "one")
+    assert all_equal(found)
+    assert audits(tmp_path / "two")[-1] == {"once": 97, "twice": 0, "never": 0, "dropped": 0}
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_those_who_begin_together_agree_from_where_though_some_have_lived_before(kept: bool, tmp_path: Path) -> None:
+    """One was killed before all had met; or all were, and one that joins has never lived. The run's own checkpoint is
+    newer than the one of the run that was gone on from.
+    """
+    run, asked = tmp_path / "run", {"checkpoint": every("4 rounds")}
+    if kept:
+        crew(3, training(epochs=1), "allreduce", tmp_path / "first", **asked)
+        crew(3, training(epochs=2), "allreduce", run, resume=tmp_path / "first", **asked)
+    hall = Hall(3)
+    hall.lives[1] = 1
+    found, _ = crew(3, training(epochs=2 + kept), "allreduce", run, hall=hall, **asked)
+    assert all_equal(found)
+    assert len(audits(run)) == 2
+    assert audits(run)[-1] == {"once": 97, "twice": 0, "never": 0, "dropped": 0}
+
+
+def test_the_only_one_to_begin_anew_encodes_as_those_who_will_come(tmp_path: Path) -> None:
+    """It owes what the others did, and speaks their recipe, though at first to nobody."""
+    recipe = "power_sgd(rank=1)"
+    crew(3, training(epochs=1), recipe, tmp_path / "one", checkpoint=every("4 rounds"))
+    found, _ = crew(1, training(epochs=2), recipe, tmp_path / "two", resume=tmp_path / "one")
+    assert len(found) == 1
+    assert audits(tmp_path / "two")[-1] == {"once": 97, "twice": 0, "never": 0, "dropped": 0}
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    ["gradient_sharing(tau=0.01)", "sparse_loco(every=3)", "local_sgd(every=3, how=error_feedback(top_k(0.1)))"],
+)
+def test_who_is_alone_owes_nothing_for_what_it_has_learned(recipe: str, tmp_path: Path) -> None:
+    """It has it; whoever comes would be told of it a second time. And all that it has is agreed."""
+    crew(1, training(epochs=1, samples=96), recipe, tmp_path, checkpoint=every("1 rounds"))
+    found = Checkpoints(tmp_path / "checkpoints").newest()
+    assert found is not None
+    _, owed = found[1].own[0]
+    assert not any(one.any() for name, one in owed.items() if name.startswith("owed/"))
+    assert any(name.startswith("owed/") for name in owed)
+    agreed = [one for name, one in found[1].tensors.items() if name.startswith("agreed/0") and "agreed" in name[8:]]
+    model = torch.cat([one.flatten() for name, one in found[1].tensors.items() if name.startswith("model/")])
+    assert len(agreed) == 1
+    assert torch.allclose(agreed[0].sum(), model.sum(), atol=1e-4)
+
+
+@pytest.mark.parametrize("dies", [0, 1])
+@pytest.mark.parametrize("recipe", ["allreduce", "local_sgd(every=3, optimizer_state='average')", *RECIPES[5:8]])
+def test_who_has_the_answer_gives_it_to_who_lacks_it(recipe: str, dies: int, tmp_path: Path) -> None:
+    op, ends = dies, False
+    while not ends:
+        op += 2
+        hall = Hall(3, Cut(op, dies, 2))
+        run = tmp_path / str(op)
+        found, _ = crew(3, training(epochs=2, samples=41), recipe, run, hall=hall)
+        ends = hall.forms[-1].generation == 1
+        assert all_equal(found), op
+        assert audits(run) == [{"once": 41, "twice": 0, "never": 0, "dropped": 0}] * 2, op
+    assert op > 20

@@ -1,0 +1,388 @@
+"""Companions and a roll call over real sockets: what a worker is told, when it is told it, and who is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import zmq
+
+from stretto.errors import MemberOutError, WireError
+from stretto.events import read_events
+from stretto.membership.client import Companion
+from stretto.membership.coordinator import Gone, Roll, Save
+from stretto.membership.messages import Form, GoOn, Here, Out, Stop, Told
+from stretto.membership.server import RollCall
+from stretto.membership.write_ahead_log import Journal, read
+from stretto.security import WorkerKeys, new_keys
+
+LIMIT_S = 20.0
+START_S = 60.0
+"""How long a process may take that imports torch on a busy machine."""
+SERVER_KEYS, WORKER_KEYS = new_keys()
+DECODER = msgspec.msgpack.Decoder(Told)
+GOT = msgspec.msgpack.encode(Stop("nothing but that it was heard"))
+
+
+def until(what: Callable[[], bool]) -> float:
+    """Wait until it is so; returns how long that took."""
+    start = time.monotonic()
+    while not what():
+        assert time.monotonic() < start + LIMIT_S, "waited in vain"
+        time.sleep(0.001)
+    return time.monotonic() - start
+
+
+class Scene:
+    """A roll call in a thread, and whoever speaks to it."""
+
+    def __init__(self, folder: Path, expected: int, patience_s: float = 5.0, **more: Any) -> None:
+        self.folder, self.patience_s = folder, patience_s
+        self.notices: list[str] = []
+        self.events: list[dict[str, Any]] = []
+        self.aborts: list[tuple[int, int]] = []
+        self.companions: list[Companion] = []
+        self.pool = ThreadPoolExecutor(16)
+        self.context = zmq.Context()
+        self.dealers: list[Any] = []
+        self.stop = threading.Event()
+        roll = Roll({"batch": "local"}, expected, patience_s=patience_s, **more)
+        listener = socket.create_server(("127.0.0.1", 0))
+        self.call = RollCall(listener, roll, Journal(folder / "journal"), SERVER_KEYS, patience_s, self.publish)
+        self.thread = threading.Thread(target=self.call.run, args=(self.stop,))
+        self.thread.start()
+
+    def publish(self, notices: Any, events: Any) -> None:
+        self.notices += notices
+        self.events += events
+
+    def companion(self, worker: int, life: int = 0, keys: WorkerKeys = WORKER_KEYS) -> Companion:
+        made = Companion(
+            worker,
+            life,
+            self.call.address,
+            keys,
+            self.patience_s,
+            LIMIT_S,
+            lambda one, _: self.aborts.append((worker, one)),
+        )
+        self.companions.append(made)
+        return made
+
+    def crew(self, workers: int) -> list[Companion]:
+        """So many workers in their first generation."""
+        crew = [self.companion(worker) for worker in range(workers)]
+        assert [form.generation for form in self.all_stand(crew, Here(0))] == [1] * workers
+        return crew
+
+    def all_stand(self, crew: list[Companion], here: Here) -> list[Form]:
+        return [one.result(LIMIT_S) for one in [self.pool.submit(one.stand, here) for one in crew]]
+
+    def launcher(self) -> Any:
+        return self.dealer(b"launcher 0")
+
+    def dealer(self, name: bytes) -> Any:
+        """A socket of somebody, with the workers' key."""
+        made = self.context.socket(zmq.DEALER)
+        made.setsockopt(zmq.IDENTITY, name)
+        made.curve_serverkey, made.curve_publickey = WORKER_KEYS.servers, WORKER_KEYS.public
+        made.curve_secretkey = WORKER_KEYS.secret
+        made.connect(self.call.address)
+        self.dealers.append(made)
+        return made
+
+    def close(self) -> None:
+        for one in self.companions:
+            one.close()
+        self.pool.shutdown()
+        for one in self.dealers:
+            one.close(linger=0)
+        self.context.term()
+        self.stop.set()
+        self.thread.join(LIMIT_S)
+
+
+@pytest.fixture
+def scene(tmp_path: Path) -> Iterator[Callable[..., Scene]]:
+    made: list[Scene] = []
+
+    def make(*args: Any, **more: Any) -> Scene:
+        made.append(Scene(tmp_path, *args, **more))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def test_all_get_the_settings_and_one_form_of_the_first_generation(scene) -> None:
+    there = scene(3)
+    crew = [there.companion(worker) for worker in range(3)]
+    assert [one.settings for one in crew] == [{"batch": "local"}] * 3
+    forms = there.all_stand(crew, Here(0, store="here:1"))
+    assert forms[0] == forms[1] == forms[2]
+    assert [(one.worker, one.life, one.here.store) for one in forms[0].members] == [(n, 0, "here:1") for n in range(3)]
+
+
+def test_of_a_death_that_the_launcher_sees_all_are_told_at_once_and_form_anew(scene) -> None:
+    there = scene(3)
+    crew = there.crew(3)
+    there.launcher().send(msgspec.msgpack.encode(Gone(2, 0, "killed by SIGKILL", True)))
+    assert until(lambda: {(0, 1), (1, 1)} <= set(there.aborts)) < 1.0
+    assert [one.aborted for one in crew[:2]] == [1, 1]
+    forms = there.all_stand(crew[:2], Here(1, commits=4))
+    assert [(form.generation, form.gone, len(form.members)) for form in forms] == [(2, [2], 2)] * 2
+    assert "worker 2 is gone (killed by SIGKILL) while starting" in there.notices[-1]
+    assert there.notices[-1].endswith("2 workers go on, worker 2 is started again")
+    with pytest.raises(MemberOutError, match="worker 2 is no member any more: killed by SIGKILL"):
+        crew[2].stand(Here(1))
+
+
+def test_an_exchange_that_broke_for_one_is_broken_off_for_all(scene) -> None:
+    there = scene(2)
+    crew = there.crew(2)
+    crew[0].broken(1, "the other end closed")
+    until(lambda: set(there.aborts) == {(0, 1), (1, 1)})
+    forms = there.all_stand(crew, Here(1, commits=1))
+    assert [form.generation for form in forms] == [2, 2]
+    assert forms[0].why == "worker 0 could not exchange: the other end closed"
+
+
+def test_who_says_nothing_for_the_patience_is_taken_for_dead_and_is_out_when_it_comes_back(scene) -> None:
+    there = scene(2, patience_s=1.0)
+    crew = [there.companion(0)]
+    sleeper = there.dealer(b"worker 1.0")
+    sleeper.send(msgspec.msgpack.encode(Here(0)))
+    assert crew[0].stand(Here(0)).generation == 1
+    waited = until(lambda: (0, 1) in there.aborts)
+    assert 0.5 < waited < 3.0
+    assert any("worker 1 has not been heard of for" in one for one in there.notices)
+    assert crew[0].stand(Here(1, commits=2)).generation == 2
+    until(lambda: "worker 0 goes on alone" in there.notices[-1])
+    sleeper.send(msgspec.msgpack.encode(Here(1)))
+    while not isinstance(told := DECODER.decode(sleeper.recv() or GOT), Out):
+        pass
+    assert "nothing was heard of it for" in told.why
+
+
+def test_a_newcomer_comes_in_where_all_rest_at_one_hand(scene) -> None:
+    there = scene(2)
+    crew = there.crew(2)
+    newcomer = there.companion(2)
+    comes = there.pool.submit(newcomer.stand, Here(0))
+    until(lambda: all(one.held for one in crew))
+    crew[1].doing("computing", 5)  # it has passed its rest before it knew
+    first = there.pool.submit(crew[0].at_rest, Here(1, 4, 4)).result(LIMIT_S)
+    assert first == GoOn(1, 5)
+    forms = [there.pool.submit(one.at_rest, Here(1, 5, 5)) for one in crew]
+    form = comes.result(LIMIT_S)
+    assert [one.result(LIMIT_S) for one in forms] == [form, form]
+    assert (form.generation, len(form.members), form.save) == (2, 3, False)
+    assert [one.here.generation for one in form.members] == [1, 1, 0]
+    assert not any(one.held for one in crew)
+
+
+def test_a_checkpoint_is_asked_for_at_rest_and_the_generation_goes_on(scene) -> None:
+    there = scene(2)
+    crew = there.crew(2)
+    there.launcher().send(msgspec.msgpack.encode(Save()))
+    until(lambda: all(one.held for one in crew))
+    forms = [there.pool.submit(one.at_rest, Here(1, 3, 3)).result for one in crew]
+    assert [(one(LIMIT_S).generation, one(LIMIT_S).save) for one in forms] == [(1, True)] * 2
+    assert crew[0].at_rest(Here(1, 3, 3)) == GoOn(1, 4), "nobody saves twice at one rest"
+
+
+def test_who_is_to_end_leaves_at_a_rest_and_the_others_go_on(scene) -> None:
+    there = scene(2)
+    crew = there.crew(2)
+    crew[1].quit()
+    until(lambda: all(one.held for one in crew))
+    forms = [there.pool.submit(one.at_rest, Here(1, 3, 3)).result for one in crew]
+    assert [[one.worker for one in form(LIMIT_S).members] for form in forms] == [[0], [0]]
+    assert forms[0](LIMIT_S).gone == [1]
+
+
+def test_too_many_are_not_let_in(scene) -> None:
+    there = scene(1, max_workers=1)
+    there.crew(1)
+    with pytest.raises(MemberOutError, match="the run has its 1 workers"):
+        there.companion(1).stand(Here(0))
+
+
+def test_when_too_few_are_left_all_are_told_that_the_run_cannot_go_on(scene) -> None:
+    there = scene(2, min_workers=2)
+    crew = there.crew(2)
+    there.launcher().send(msgspec.msgpack.encode(Gone(1, 0, "killed", False)))
+    with pytest.raises(WireError, match="the run cannot go on: one worker cannot go on, at least 2"):
+        crew[0].stand(Here(1))
+
+
+def test_in_a_free_roll_nobody_waits_for_anybody(scene) -> None:
+    there = scene(2, free=True)
+    crew = [there.companion(0)]
+    assert crew[0].stand(Here(0)).generation == 1
+    crew.append(there.companion(1))
+    assert [one.worker for one in crew[1].stand(Here(0)).members] == [0, 1]
+    there.launcher().send(msgspec.msgpack.encode(Gone(1, 0, "killed", True)))
+    until(lambda: any("worker 1 is gone" in one for one in there.notices))
+    form = there.companion(1, life=1).stand(Here(0))
+    assert (form.generation, [(one.worker, one.life) for one in form.members]) == (3, [(0, 0), (1, 1)])
+    assert not there.aborts and not crew[0].held
+
+
+def test_garbage_and_unknown_names_are_refused_and_counted(scene) -> None:
+    there = scene(1)
+    for name, frames in (
+        (b"worker 0.0", [b"\xc1"]),
+        (b"worker 0.0", [b"", b""]),
+        (b"worker -1.0", [msgspec.msgpack.encode(Here(0))]),
+        (b"somebody", [msgspec.msgpack.encode(Here(0))]),
+        (b"launcher 0", [msgspec.msgpack.encode(Here(0))]),
+    ):
+        before = there.call.refused
+        there.dealer(name).send_multipart(frames)
+        until(lambda before=before: there.call.refused == before + 1)
+    there.dealer(b"worker 9.9").send(bytes(1 << 17))
+    assert there.crew(1)
+
+
+def test_another_key_is_refused_by_name(scene) -> None:
+    there = scene(1)
+    _, others = new_keys()
+    with pytest.raises(WireError, match="refused this worker's key"):
+        there.companion(0, keys=WorkerKeys(WORKER_KEYS.servers, others.public, others.secret))
+
+
+def test_a_worker_that_computes_is_not_taken_for_dead_and_hears_at_once(scene) -> None:
+    there = scene(2, patience_s=1.0)
+    crew = there.crew(2)
+    told: list[float] = []
+    crew[0].on_abort = lambda _generation, _why: told.append(time.monotonic())
+    matrix, end = torch.rand(1500, 1500), time.monotonic() + 2.5
+    there.pool.submit(lambda: (time.sleep(1.8), crew[1].broken(1, "gone")))
+    start = time.monotonic()
+    while time.monotonic() < end:
+        torch.linalg.svd(matrix[:400, :400])  # one call of C++ after the other
+    assert not [one for one in there.events if one["what"] == "gone"]
+    assert told and told[0] - start < 2.4
+
+
+def test_who_is_alone_and_cut_off_stops_before_others_can_begin_without_it(scene) -> None:
+    there = scene(1, patience_s=2.0)
+    there.crew(1)
+    there.stop.set()
+    there.thread.join(LIMIT_S)
+    assert until(lambda: there.aborts == [(0, 1)] * len(there.aborts) != []) < 2.0
+
+
+def test_who_waits_for_others_and_is_cut_off_breaks_that_off_and_who_computes_goes_on(scene) -> None:
+    there = scene(2, patience_s=1.0)
+    crew = there.crew(2)
+    crew[0].doing("exchanging", 3)
+    crew[1].doing("computing", 3)
+    there.stop.set()
+    there.thread.join(LIMIT_S)
+    assert until(lambda: (0, 1) in there.aborts) > 0.7
+    assert (1, 1) not in there.aborts
+
+
+def test_without_a_coordinator_a_worker_stops_by_itself() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as nobody, pytest.raises(WireError, match="no coordinator answered"):
+        Companion(0, 0, "{}:{}".format(*nobody.getsockname()), WORKER_KEYS, 1.0, limit_s=0.5)
+
+
+def formed_of(folder: Path) -> list[int]:
+    """The generations that the log of a run tells of."""
+    return [event["generation"] for event in read_events(folder / "events.jsonl") if event["what"] == "formed"]
+
+
+# --- the coordinator's process ---------------------------------------------------------------------------------------
+
+
+class Process:
+    """A coordinator in a process of its own, that can be killed and started again at the same socket."""
+
+    def __init__(self, folder: Path, expected: int, patience_s: float = START_S) -> None:
+        self.folder = folder
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.address = "{}:{}".format(*self.listener.getsockname())
+        settings = {"expected": expected, "patience_s": patience_s, "zero": time.perf_counter()}
+        keys = (SERVER_KEYS.secret, SERVER_KEYS.public, SERVER_KEYS.workers)
+        self.environment = {
+            **os.environ,
+            "STRETTO_RUN": str(folder),
+            "STRETTO_SETTINGS": json.dumps(settings),
+            "STRETTO_LISTEN_FD": str(self.listener.fileno()),
+            "STRETTO_SERVER_KEYS": ",".join(one.decode() for one in keys),
+        }
+        self.start()
+
+    def start(self) -> None:
+        command = [sys.executable, "-P", "-m", "stretto.launcher.coordinator_main"]
+        self.process = subprocess.Popen(command, env=self.environment, pass_fds=[self.listener.fileno()])
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(LIMIT_S)
+
+    def close(self) -> None:
+        self.process.send_signal(signal.SIGTERM)
+        assert self.process.wait(LIMIT_S) in (0, -signal.SIGKILL)
+        self.listener.close()
+
+
+def test_a_coordinator_that_is_killed_while_a_generation_forms_goes_on_from_its_journal(tmp_path) -> None:
+    place = Process(tmp_path, 3)
+    pool = ThreadPoolExecutor(4)
+    aborts: list[int] = []
+    crew: list[Companion] = []
+
+    def all_stand(here: Here) -> list[Any]:
+        return [pool.submit(one.stand, here) for one in crew]
+
+    try:
+        for worker in range(3):
+            crew.append(
+                Companion(worker, 0, place.address, WORKER_KEYS, START_S, START_S, lambda one, _: aborts.append(one))
+            )
+        assert {one.result(START_S).generation for one in all_stand(Here(0))} == {1}
+        crew[0].broken(1, "closed")
+        until(lambda: len(aborts) >= 3)
+        waiting = [pool.submit(one.stand, Here(1, commits=2)) for one in crew[:2]]
+        time.sleep(0.1)  # so that it has heard some of them, or not
+        place.kill()
+        waiting.append(pool.submit(crew[2].stand, Here(1, commits=2)))
+        place.start()
+        forms = [one.result(START_S) for one in waiting]
+        assert forms[0] == forms[1] == forms[2]
+        assert forms[0].generation == 2
+        assert len(read(tmp_path / "journal")) == 3, "the settings and two generations"
+        late = Companion(
+            0, 1, place.address, WORKER_KEYS, START_S, START_S
+        )  # it is a greater life: the old one is over
+        crew.append(late)
+        until(lambda: 2 in aborts)
+        with pytest.raises(MemberOutError, match="a later process of worker 0 has taken its place"):
+            crew[0].stand(Here(2))
+        forms = [one.result(START_S) for one in [pool.submit(one.stand, Here(2, commits=3)) for one in crew[1:3]]]
+        assert [one.worker for one in forms[0].members] == [1, 2]
+        until(lambda: formed_of(tmp_path) == [1, 2, 3])
+        assert all(event["t"] > 0 for event in read_events(tmp_path / "events.jsonl"))
+    finally:
+        for one in crew:
+            one.close()
+        pool.shutdown()
+        place.close()

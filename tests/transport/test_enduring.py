@@ -1,0 +1,101 @@
+"""Answers that some have when a worker dies reach those who lack them, whoever is left to tell."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from stretto.collective_ops import Mean
+from stretto.errors import BrokenWireError, MemberOutError
+from stretto.membership.messages import Form, Here, Member
+from stretto.transport.elastic import EnduringWire
+from tests.endure import LIMIT_S, Breakable, Cut, Former, Hall, Killed, Standing
+
+WORKERS, ATTEMPTS, LENGTHS = 4, 6, (3, 5)
+
+
+def sums(hall: Hall, worker: int, changes: bool) -> list[list[float]]:
+    """What a worker was answered in each attempt of two means: the number that a sum consists of; [] if it died."""
+    wire = EnduringWire(worker, Standing(hall, worker), Former(hall))
+    given = [torch.zeros(length) for length in LENGTHS]
+    found: list[list[float]] = []
+
+    def ask() -> list[torch.Tensor]:
+        asked = [one.fill_(float(10**worker)) for one in given] if changes else [one + 10**worker for one in given]
+        return [ticket.wait() for ticket in [wire.start(Mean(one)) for one in asked]]
+
+    try:
+        for _ in range(ATTEMPTS):
+            answers = wire.attempt(ask)
+            assert all(bool((one == one[0]).all()) for one in answers)
+            found.append([float(one[0]) for one in answers])
+            for one in answers if changes else ():
+                one.zero_()
+    except Killed:
+        hall.die(worker)
+        return []
+    wire.close()
+    return found
+
+
+@pytest.mark.parametrize("changes", [False, True])
+def test_who_has_learned_an_answer_can_tell_it_on(changes: bool) -> None:
+    """The third worker dies when only the first has the answer; the first while it tells, when only the second has."""
+    last = len(LENGTHS) * (ATTEMPTS - 1)
+    hall = Hall(WORKERS, Cut(last, dies=3, ahead=0), Cut(1, dies=0, ahead=1, generation=2))
+    with ThreadPoolExecutor(WORKERS) as pool:
+        done = [pool.submit(sums, hall, worker, changes) for worker in range(WORKERS)]
+        _, second, third, fourth = [one.result(timeout=LIMIT_S) for one in done]
+    assert second == third == [[1111.0] * 2] * (ATTEMPTS - 1) + [[110.0] * 2]
+    assert fourth == []
+
+
+class _Script(Standing):
+    """Forms one generation after the other, whoever stands."""
+
+    def __init__(self, *forms: Form) -> None:
+        super().__init__(Hall(2), 1)
+        self._forms = iter(forms)
+
+    def stand(self, here: Here) -> Form:
+        return next(self._forms)
+
+
+class _Broken(Former):
+    """Wires of generations that break when something is told, or before."""
+
+    def __init__(self, *never: int) -> None:
+        super().__init__(Hall(2))
+        self.never, self.formed = never, list[int]()
+
+    def form(self, form: Form, rank: int) -> Breakable:
+        if form.generation in self.never:
+            raise BrokenWireError("somebody has not come")
+        self.formed.append(form.generation)
+        wire = super().form(form, rank)
+        wire.abort()
+        return wire
+
+
+def _generation(number: int, history: int) -> Form:
+    return Form(number, [Member(0, 0, Here(history, 0, 0, False, "")), Member(1, 1, Here(1 - number, 0, 0, False, ""))])
+
+
+def test_who_has_come_for_a_state_that_nobody_has_any_more_is_out() -> None:
+    """The others begin together, and ask each other what a newcomer does not."""
+    former = _Broken()
+    wire = EnduringWire(1, _Script(_generation(2, history=1), _generation(3, history=0)), former)
+    assert wire.arrives
+    with pytest.raises(MemberOutError, match="nobody is left who knows the state"):
+        wire.tell_state(b"")
+    assert former.formed == [2]
+
+
+def test_who_has_asked_for_no_state_yet_begins_with_the_others() -> None:
+    former = _Broken(2)
+    wire = EnduringWire(1, _Script(_generation(2, history=1), _generation(3, history=0)), former)
+    assert not wire.arrives
+    assert wire.begins_again
+    assert former.formed == [3]

@@ -1,0 +1,526 @@
+"""Generations of workers on real processes: one is killed or stopped, the others are out, meet anew and count right.
+
+Workers are forked from a nursery, which has imported what takes long. They obey a socket: this file is all three.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from stretto.collective_ops import Every, Mean
+from stretto.errors import BrokenWireError
+from stretto.transport.conformance import check_transport
+from stretto.transport.gloo_rendezvous import abort_forming, form, store_keeper
+from stretto.transport.process_group import CollectiveWire, drop_parked
+
+LIMIT_S = 20.0
+TIMEOUT_S = 4.0
+"""The time-out of the groups: a thread of gloo that was forgotten sleeps so long."""
+QUIET_THREADS, QUIET_DESCRIPTORS = 6, 30
+"""What a worker holds with one group parked: its own threads and the store's, three of gloo; connections to stores."""
+SIZES = (1, 1000, 300_000, 2_000_000)
+
+# --- a worker -------------------------------------------------------------------------------------------------------
+
+
+class Obeying:
+    """A worker that exchanges in a loop, and forms the generations that it is told."""
+
+    def __init__(self, number: int, path: str) -> None:
+        self.number = number
+        self.link = socket.socket(socket.AF_UNIX)
+        self.link.connect(path)
+        self.said = threading.Lock()
+        self.told: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self.traffic = 0
+        self.wire: Any = None
+        threading.Thread(target=self.listen, daemon=True).start()
+        self.say("here", store=store_keeper().address, pid=os.getpid())
+
+    def say(self, what: str, **more: Any) -> None:
+        line = json.dumps({"what": what, "number": self.number, "at": time.monotonic(), **more}) + "\n"
+        with self.said:
+            self.link.sendall(line.encode())
+
+    def listen(self) -> None:
+        for line in self.link.makefile():
+            told = json.loads(line)
+            if told["do"] == "abort":
+                abort_forming(told["prefix"])
+            else:
+                self.told.put(told)
+        os._exit(0)
+
+    def live(self) -> None:
+        """Form what it is told, and exchange in it until that breaks; between two generations it tells of itself."""
+        while True:
+            told = self.told.get()
+            if told["do"] == "tell":
+                self.say("told", **_state())
+                continue
+            try:
+                self.enter(told)
+                self.exchange(told)
+            except BrokenWireError as error:
+                self.leave()
+                self.say("out", prefix=told["prefix"], why=str(error))
+
+    def enter(self, told: dict[str, Any]) -> None:
+        members = told["members"]
+        rank, keeps = members.index(self.number), told["keeper"] == self.number
+        store = None if keeps else told["store"]
+        self.wire = form(store, keeps, told["prefix"], rank, len(members), told["limit_s"], TIMEOUT_S, None)
+        self.wire.gather(b"here")
+        self.say("formed", prefix=told["prefix"])
+
+    def leave(self) -> None:
+        if self.wire is not None:
+            self.wire.abort()
+            self.traffic += self.wire.traffic().bytes_sent
+            self.wire.close()
+            self.wire = None
+
+    def exchange(self, told: dict[str, Any]) -> None:
+        """All-reduces over fresh copies, several under way at once; sums of whole numbers are exact."""
+        members = told["members"]
+        expected = float(sum(one + 1 for one in members))
+        for round_ in range(10**9):
+            tensors = [torch.full((size,), float(self.number + 1)) for size in told["sizes"]]
+            kept = list(tensors)
+            try:
+                for ticket in [self.wire.start(Mean(one)) for one in tensors]:
+                    assert bool((ticket.wait() == expected).all()), "a wrong sum"
+            except BrokenWireError:
+                for one in kept:
+                    one.fill_(float(-7))
+                self.leave()
+                time.sleep(0.002)
+                assert all(bool((one == -7).all()) for one in kept), "an old group has written"
+                raise
+            if round_ % 4 == 0:
+                mine = torch.full((self.number * 1000 + 1,), self.number)
+                found = self.wire.start(Every(mine)).wait()
+                assert [int(one[0]) for one in found] == members
+
+
+def _state() -> dict[str, Any]:
+    """What this process holds of the system."""
+    with open("/proc/self/statm") as file:
+        pages = int(file.read().split()[1])
+    return {
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "threads": len(os.listdir("/proc/self/task")),
+        "resident": pages * os.sysconf("SC_PAGE_SIZE"),
+        "cpu_s": time.process_time(),
+        "parked": drop_parked(),
+    }
+
+
+def _nursery(path: str) -> None:
+    """Fork a worker for each number that is read; end with the one that asks."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    torch.set_num_threads(1)
+    for line in sys.stdin:
+        if os.fork() == 0:
+            sys.stdin.close()
+            try:
+                Obeying(int(line), path).live()
+            except BaseException:
+                import traceback
+
+                traceback.print_exc()
+            finally:
+                os._exit(1)
+
+
+# --- who tells them -------------------------------------------------------------------------------------------------
+
+
+class Crew:
+    """Workers, and what a coordinator would tell them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = str(folder / "link")
+        self.listener = socket.socket(socket.AF_UNIX)
+        self.listener.bind(self.path)
+        self.listener.listen(16)
+        self.heard: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self.links: dict[int, socket.socket] = {}
+        self.places: dict[int, dict[str, Any]] = {}
+        self.generation = 0
+        self.members: list[int] = []
+        environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+        self.nursery = subprocess.Popen(
+            [sys.executable, __file__, self.path], stdin=subprocess.PIPE, env=environment, text=True
+        )
+
+    def born(self, number: int) -> None:
+        """Start a worker and wait until it is there."""
+        assert self.nursery.stdin is not None
+        self.nursery.stdin.write(f"{number}\n")
+        self.nursery.stdin.flush()
+        self.listener.settimeout(LIMIT_S)
+        link, _ = self.listener.accept()
+        self.links[number] = link
+        threading.Thread(target=self._hear, args=(link,), daemon=True).start()
+        self.places[number] = self.wait("here", {number})[number]
+
+    def _hear(self, link: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            for line in link.makefile():
+                self.heard.put(json.loads(line))
+
+    def tell(self, number: int, do: str, **more: Any) -> None:
+        self.links[number].sendall((json.dumps({"do": do, **more}) + "\n").encode())
+
+    def wait(self, what: str, numbers: set[int], prefix: str | None = None) -> dict[int, dict[str, Any]]:
+        """Until each of them has said it."""
+        found: dict[int, dict[str, Any]] = {}
+        end = time.monotonic() + LIMIT_S
+        while set(found) != numbers:
+            one = self.wait_for_any(what, prefix, end, numbers - set(found))
+            found[one["number"]] = one
+        return found
+
+    def wait_for_any(
+        self, what: str, prefix: str | None, end: float | None = None, numbers: set[int] | None = None
+    ) -> dict[str, Any]:
+        """Until one of them has said it."""
+        end = end or time.monotonic() + LIMIT_S
+        while True:
+            try:
+                one = self.heard.get(timeout=max(0.0, end - time.monotonic()))
+            except queue.Empty:
+                raise AssertionError(f"{what} never came from any of {numbers}") from None
+            if one["what"] == what and one.get("prefix") == prefix and (numbers is None or one["number"] in numbers):
+                return one
+
+    @property
+    def prefix(self) -> str:
+        return f"generation/{self.generation}"
+
+    def call(
+        self,
+        members: list[int],
+        limit_s: float = LIMIT_S,
+        come: list[int] | None = None,
+        sizes: tuple[int, ...] = SIZES,
+    ) -> None:
+        """Tell the members, or those that `come`, to form the next generation, at the store of the first."""
+        self.generation += 1
+        self.members = members
+        keeper = members[0]
+        store = self.places[keeper]["store"]
+        for one in come or members:
+            self.tell(
+                one,
+                "form",
+                prefix=self.prefix,
+                members=members,
+                keeper=keeper,
+                store=store,
+                limit_s=limit_s,
+                sizes=sizes,
+            )
+
+    def form(self, members: list[int], sizes: tuple[int, ...] = SIZES) -> float:
+        """The same, and wait until all have; returns how long it took."""
+        began = time.monotonic()
+        self.call(members, sizes=sizes)
+        formed = self.wait("formed", set(members), self.prefix)
+        return max(one["at"] for one in formed.values()) - began
+
+    def abort(self) -> float:
+        """Tell all members that this generation is over; returns how long it took until all were out."""
+        return self.abort_among(self.members)
+
+    def abort_among(self, numbers: list[int]) -> float:
+        """The same with these alone."""
+        began = time.monotonic()
+        for one in numbers:
+            self.tell(one, "abort", prefix=self.prefix)
+        return self.outs(set(numbers)) - began
+
+    def told_by_the_first(self, numbers: list[int]) -> float:
+        """Wait for one that notices, and tell the others; returns when all were out."""
+        first = self.wait_for_any("out", self.prefix)
+        rest = [one for one in numbers if one != first["number"]]
+        for one in rest:
+            self.tell(one, "abort", prefix=self.prefix)
+        return max(self.outs(set(rest)), float(first["at"]))
+
+    def outs(self, numbers: set[int]) -> float:
+        return max(one["at"] for one in self.wait("out", numbers, self.prefix).values())
+
+    def signal(self, number: int, which: int) -> None:
+        os.kill(self.places[number]["pid"], which)
+
+    def bury(self, number: int) -> None:
+        """Kill a worker, if it is there."""
+        with contextlib.suppress(ProcessLookupError):
+            self.signal(number, signal.SIGKILL)
+        self.links.pop(number).close()
+        del self.places[number]
+
+    def states(self) -> dict[int, dict[str, Any]]:
+        """What each holds, told while no generation is there."""
+        for one in self.links:
+            self.tell(one, "tell")
+        return self.wait("told", set(self.links))
+
+    def bury_all(self) -> None:
+        for one in list(self.links):
+            self.bury(one)
+
+    def end(self) -> None:
+        self.bury_all()
+        assert self.nursery.stdin is not None
+        self.nursery.stdin.close()
+        try:
+            self.nursery.wait(LIMIT_S)
+        finally:
+            self.nursery.kill()
+            self.nursery.wait()
+        self.listener.close()
+
+
+@pytest.fixture(scope="module")
+def nursed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crew]:
+    crew = Crew(tmp_path_factory.mktemp("crew"))
+    try:
+        yield crew
+    finally:
+        crew.end()
+
+
+@pytest.fixture
+def crew(nursed: Crew) -> Iterator[Crew]:
+    """Four workers, new for each test."""
+    try:
+        for number in range(4):
+            nursed.born(number)
+        yield nursed
+    finally:
+        nursed.bury_all()
+
+
+def kills(crew: Crew, rounds: int, seed: int = 0) -> dict[str, list[float]]:
+    """Kill one of four inside its exchange, go on with three, let a new one in; rounds of it."""
+    chance = random.Random(seed)
+    took: dict[str, list[float]] = {"out": [], "fewer": [], "again": []}
+    crew.form([0, 1, 2, 3])
+    for _ in range(rounds):
+        time.sleep(chance.uniform(0.0, 0.03))
+        victim = chance.choice(crew.members)
+        left = [one for one in crew.members if one != victim]
+        killed = time.monotonic()
+        crew.bury(victim)
+        took["out"].append(crew.told_by_the_first(left) - killed)
+        took["fewer"].append(crew.form(left))
+        crew.born(victim)
+        crew.abort()
+        took["again"].append(crew.form(sorted([*left, victim])))
+    crew.abort()
+    return took
+
+
+def settled(crew: Crew) -> dict[int, dict[str, Any]]:
+    """What each holds when what gloo forgot has run out, with one group parked."""
+    end = time.monotonic() + 3 * TIMEOUT_S
+    while True:
+        crew.form([0, 1, 2, 3], sizes=(1,))
+        crew.abort()
+        found = crew.states()
+        if time.monotonic() > end or all(one["threads"] <= QUIET_THREADS for one in found.values()):
+            return found
+        time.sleep(0.2)
+
+
+def test_survivors_of_kills_go_on_newcomers_enter_and_nothing_is_left_behind(crew: Crew) -> None:
+    took = kills(crew, 20)
+    assert median(took["out"]) < 1.0, took
+    for state in settled(crew).values():
+        assert state["threads"] <= QUIET_THREADS
+        assert state["descriptors"] <= QUIET_DESCRIPTORS
+
+
+def test_a_generation_of_living_workers_is_broken_off_at_any_point(crew: Crew) -> None:
+    chance = random.Random(0)
+    before = settled(crew)
+    for _ in range(30):
+        crew.form([0, 1, 2, 3])
+        time.sleep(chance.uniform(0.0, 0.03))
+        assert crew.abort() < 3.0
+    began = crew.states()
+    time.sleep(0.3)
+    for number, state in crew.states().items():
+        assert state["cpu_s"] - began[number]["cpu_s"] < 0.2, "a thread runs hot at a group that is over"
+    for number, state in settled(crew).items():
+        assert state["threads"] <= QUIET_THREADS
+        assert state["descriptors"] <= QUIET_DESCRIPTORS
+        assert state["resident"] < before[number]["resident"] + 40e6
+
+
+def test_a_stopped_worker_holds_nobody_once_they_are_told(crew: Crew) -> None:
+    crew.form([0, 1, 2, 3])
+    first = crew.prefix
+    crew.signal(2, signal.SIGSTOP)
+    time.sleep(0.1)
+    assert crew.abort_among([0, 1, 3]) < 3.0
+    crew.form([0, 1, 3])
+    crew.signal(2, signal.SIGCONT)
+    crew.tell(2, "abort", prefix=first)
+    assert set(crew.wait("out", {2}, first)) == {2}
+    crew.abort()
+    crew.form([0, 1, 2, 3])
+
+
+def test_a_forming_ends_at_its_limit_and_at_once_when_it_is_broken_off(crew: Crew) -> None:
+    crew.call([0, 1, 2, 3], limit_s=0.5, come=[0, 1, 2])
+    began = time.monotonic()
+    assert 0.3 < crew.outs({0, 1, 2}) - began < 5.0
+    crew.call([0, 1, 2, 3], come=[0, 1, 2])
+    time.sleep(0.1)
+    assert crew.abort_among([0, 1, 2]) < 3.0
+    crew.form([0, 1, 2, 3])
+    crew.abort()
+
+
+def test_a_forming_whose_keeper_is_stopped_or_gone_ends_too(crew: Crew) -> None:
+    crew.signal(0, signal.SIGSTOP)
+    crew.call([0, 1, 2, 3], come=[1, 2, 3])
+    time.sleep(0.1)
+    assert crew.abort_among([1, 2, 3]) < 3.0
+    crew.signal(0, signal.SIGKILL)
+    crew.call([0, 1, 2, 3], limit_s=0.5, come=[1, 2, 3])
+    crew.outs({1, 2, 3})
+    crew.form([1, 2, 3])
+    crew.abort()
+
+
+def test_one_that_is_left_alone_goes_on(crew: Crew) -> None:
+    crew.form([0, 1])
+    crew.bury(0)
+    crew.abort_among([1])
+    crew.form([1])
+    crew.abort()
+
+
+# --- in one process -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def _loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+
+
+def enduring(workers: int, timeout_s: float = LIMIT_S) -> list[CollectiveWire]:
+    """Wires that endure, in the threads of this process."""
+    store = dist.HashStore()
+    with ThreadPoolExecutor(workers) as pool:
+        return list(pool.map(lambda one: CollectiveWire(store, one, workers, timeout_s, endures=True), range(workers)))
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_a_wire_that_endures_keeps_the_laws(workers: int) -> None:
+    check_transport(enduring, (workers,))
+
+
+def test_a_broken_wire_gives_tickets_that_raise_and_its_count_stays() -> None:
+    ends = enduring(2)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda end: end.start(Mean(torch.ones(100_000))).wait(), ends))
+    waiting = ends[0].start(Mean(torch.ones(1000)))
+    threading.Timer(0.1, ends[0].abort).start()
+    with pytest.raises(BrokenWireError, match="worker 0"):
+        waiting.wait()
+    ends[0].abort()
+    sent = ends[0].traffic()
+    assert sent.counted
+    assert sent.bytes_sent > 400_000
+    for ask in (Mean(torch.ones(2)), Every(torch.ones(2))):
+        ticket = ends[0].start(ask)
+        with pytest.raises(BrokenWireError):
+            ticket.wait()
+    with pytest.raises(BrokenWireError):
+        ends[0].gather(b"anyone?")
+    ends[0].close()
+    ends[0].close()
+    assert ends[0].traffic() == sent
+    with pytest.raises(BrokenWireError):
+        ends[1].start(Mean(torch.ones(1000))).wait()
+    ends[1].close()
+
+
+def test_a_closed_wire_gives_no_answers() -> None:
+    for end in enduring(2):
+        end.close()
+        with pytest.raises(BrokenWireError):
+            end.start(Mean(torch.ones(2))).wait()
+        end.abort()
+
+
+def test_no_socket_of_anybody_else_is_shut() -> None:
+    """Threads open and close connections while groups are formed and broken off."""
+    listener = socket.create_server(("127.0.0.1", 0), backlog=64)
+    over, pairs, failed = threading.Event(), list[tuple[socket.socket, socket.socket]](), list[str]()
+
+    def open_and_close() -> None:
+        while not over.wait(0.002):
+            one = socket.create_connection(listener.getsockname())
+            other, _ = listener.accept()
+            pairs.append((one, other))
+            if len(pairs) > 64:
+                failed.extend(_severed(*pairs.pop(0)))
+
+    opening = threading.Thread(target=open_and_close)
+    opening.start()
+    try:
+        for _ in range(10):
+            for end in enduring(2):
+                end.abort()
+                end.close()
+    finally:
+        over.set()
+        opening.join()
+        listener.close()
+    for pair in pairs:
+        failed.extend(_severed(*pair))
+    assert not failed
+
+
+def _severed(one: socket.socket, other: socket.socket) -> list[str]:
+    with one, other:
+        try:
+            one.sendall(b"x")
+            return [] if other.recv(1) == b"x" else ["nothing came"]
+        except OSError as error:
+            return [str(error)]
+
+
+def main(path: str) -> None:
+    """A nursery."""
+    _nursery(path)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

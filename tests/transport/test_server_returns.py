@@ -1,0 +1,115 @@
+"""A server's process is killed and started again at the same socket: the run goes on from the last cut."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from served import ADDING, Processes, Serving, hear, push
+
+from stretto.collective_ops import Mean
+from stretto.errors import WireError
+from stretto.parameter_server.client import ServerWire
+from stretto.parameter_server.client_types import AnewError
+from stretto.parameter_server.rpc_channel import WENT_AWAY, dial
+
+LIMIT_S = 30.0
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Processes]:
+    server = Processes(tmp_path)
+    server.start()
+    yield server
+    server.end()
+
+
+def wire_to(server: Processes, patience_s: float | None) -> ServerWire:
+    return dial(0, 1, server.addresses, None, LIMIT_S, patience_s=patience_s)
+
+
+def test_what_came_after_the_cut_is_undone_and_the_rest_is_there(server: Processes) -> None:
+    wire = wire_to(server, LIMIT_S)
+    theta = [torch.zeros(70_000)]
+    wire.open(1, ADDING, theta)
+    wire.gather(b"open")
+    wire.begin(1, [4, 4, 4], None, False)
+    for batch in range(2):
+        leased = wire.lease(wire.ask_lease(1))
+        assert leased.batch == batch
+        hear(push(wire, batch + 1, [torch.ones(70_000)]), theta)
+        wire.settle(1, [batch])
+        if batch == 0:
+            assert not wire.meet(1), "there are batches left"
+    server.kill()
+    server.start()
+    with pytest.raises(AnewError):
+        hear(push(wire, 3, [torch.ones(70_000)]), theta)
+    wire.recover()
+    news, (found,) = hear(wire.read([70_000]), theta)
+    assert (news.versions, float(found.mean())) == ([1], 1.0)
+    assert [wire.lease(wire.ask_lease(1)).batch for _ in range(3)] == [1, 2, None]
+    hear(push(wire, 1, [torch.ones(70_000)], 1), theta)
+    wire.settle(1, [1, 2])
+    assert wire.is_over(1)
+    assert wire.counted(1)[0].tolist() == [1] * 12
+    wire.close()
+
+
+LARGE = 100_000
+
+
+def break_connection(wire: ServerWire) -> None:
+    """What has come over the connection to the shard, and was not read, is lost with it."""
+    link: Any = wire.links[0]
+    link._problem = WENT_AWAY
+    link._find_again()
+
+
+def test_all_answers_that_a_broken_connection_has_lost_are_told_again(serving: Serving) -> None:
+    """Several large ones were under way, and the other worker has them already."""
+    hosted = serving.host(2)
+    wires = [dial(worker, 2, hosted.addresses, hosted.keys, LIMIT_S, patience_s=LIMIT_S) for worker in range(2)]
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda one: one.gather(b"here"), wires))
+    given = [torch.full((LARGE,), number / 2) for number in range(1, 6)]
+    tickets = [[wire.start(Mean(one.clone())) for one in given] for wire in wires]
+    assert [float(ticket.wait().mean()) for ticket in tickets[0]] == [1.0, 2.0, 3.0, 4.0, 5.0]
+    break_connection(wires[1])
+    assert [float(ticket.wait().mean()) for ticket in tickets[1]] == [1.0, 2.0, 3.0, 4.0, 5.0]
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda one: one.close(), wires))
+
+
+def test_a_worker_keeps_no_more_of_what_it_said_than_another_may_lack(serving: Serving) -> None:
+    hosted = serving.host(2, shards=2)
+    wires = [dial(worker, 2, hosted.addresses, hosted.keys, LIMIT_S, patience_s=LIMIT_S) for worker in range(2)]
+    for _ in range(20):
+        tickets = [[wire.start(Mean(torch.full((LARGE,), 0.5))) for _ in range(3)] for wire in wires]
+        assert all(float(one.wait().mean()) == 1.0 for one in itertools.chain.from_iterable(tickets))
+        assert all(len(wire._spoken._all) <= 2 * 6 for wire in wires), "those of this step and of the one before"
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda one: one.close(), wires))
+
+
+def test_a_server_that_does_not_come_back_is_an_error_after_the_patience(server: Processes) -> None:
+    wire = wire_to(server, 0.5)
+    wire.open(1, ADDING, [torch.zeros(10)])
+    server.kill()
+    with pytest.raises(WireError, match=r"server 0 at .* went away, and did not come back within 0\.5 s"):
+        hear(wire.read([10]), [torch.zeros(10)])
+    wire.close()
+
+
+def test_without_patience_a_server_that_is_gone_is_an_error_at_once(server: Processes) -> None:
+    wire = wire_to(server, None)
+    wire.open(1, ADDING, [torch.zeros(10)])
+    server.kill()
+    with pytest.raises(WireError, match="server 0 at .* went away"):
+        hear(wire.read([10]), [torch.zeros(10)])
+    wire.close()

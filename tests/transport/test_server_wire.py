@@ -1,0 +1,189 @@
+"""The wire through a real parameter server keeps the laws of every wire, and a few of its own."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from served import ADDING, Serving, hear, push
+
+from stretto.collective_ops import Mean
+from stretto.errors import BrokenWireError, WireError
+from stretto.parameter_server import messages as m
+from stretto.parameter_server.client_types import AnewError, ranges
+from stretto.parameter_server.rpc_channel import Herald
+from stretto.transport.conformance import check_transport
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("plain", [True, False], ids=["plain", "curve"])
+def test_it_keeps_the_laws_of_every_wire(serving: Serving, plain: bool, shards: int) -> None:
+    check_transport(lambda workers: serving.ends(serving.host(workers, shards=shards, plain=plain)), (1, 3))
+
+
+@pytest.mark.parametrize("length", [0, 1, 63, 64, 1000, 4097])
+@pytest.mark.parametrize("shards", [1, 2, 3, 7])
+def test_ranges_cover_all_once(length: int, shards: int) -> None:
+    found = ranges(length, shards)
+    assert len(found) == shards
+    assert [number for start, stop in found for number in range(start, stop)] == list(range(length))
+
+
+@pytest.mark.parametrize("plain", [True, False], ids=["plain", "curve"])
+def test_traffic_is_what_went_both_ways_encrypted_or_not(serving: Serving, plain: bool) -> None:
+    (wire,) = serving.ends(serving.host(1, shards=2, plain=plain))
+    numbers = torch.zeros(1_000_000)
+    wire.open(1, ADDING, [numbers])
+    before = wire.traffic()
+    hear(push(wire, 1, [numbers]), [numbers])
+    after = wire.traffic()
+    assert after.counted
+    assert 4_000_000 < after.bytes_sent - before.bytes_sent < 4_100_000
+    assert 4_000_000 < after.bytes_received - before.bytes_received < 4_100_000
+    wire.close()
+    assert wire.traffic().bytes_sent >= after.bytes_sent
+
+
+def test_two_updates_may_be_under_way_and_heard_in_any_order(serving: Serving) -> None:
+    (wire,) = serving.ends(serving.host(1, shards=2))
+    parts = [torch.zeros(600_000), torch.zeros(70, dtype=torch.float64)]
+    wire.open(1, ADDING, parts)
+    one, two = (push(wire, seq, [torch.full_like(part, float(seq)) for part in parts]) for seq in (1, 2))
+    (later, after), (earlier, between) = hear(two, parts), hear(one, parts)
+    assert (earlier.versions, later.versions) == ([1, 1], [2, 2])
+    assert [(seq, version) for seq, version, *_ in earlier.applied + later.applied] == [(1, 1), (2, 2)]
+    for part, first, second in zip(parts, between, after, strict=True):
+        assert torch.equal(first, torch.full_like(part, 1.0))
+        assert torch.equal(second, torch.full_like(part, 3.0))
+
+
+def test_updates_and_means_do_not_disturb_each_other(serving: Serving) -> None:
+    wires = serving.ends(serving.host(2, shards=2))
+    theta = [torch.zeros(1000)]
+    wires[0].open(1, ADDING, theta)
+    asks = [wire.start(Mean(torch.full((500,), 1.0))) for wire in wires]
+    heard = [hear(push(wire, 1, [torch.ones(1000)]), theta) for wire in wires]
+    assert [news.versions for news, _ in heard] == [[1, 1], [2, 2]]
+    assert [float(parts[0].sum()) for _, parts in heard] == [1000.0, 2000.0]
+    assert all(torch.equal(ask.wait(), torch.full((500,), 2.0)) for ask in asks)
+
+
+def test_the_same_parcel_twice_is_applied_once(serving: Serving) -> None:
+    (wire,) = serving.ends(serving.host(1))
+    theta = torch.zeros(300_000)
+    wire.open(1, ADDING, [theta])
+    for number in [wire.links[0].send(m.Push(1, 1, 0, 8, 0.1), [torch.ones(300_000)]) for _ in range(2)]:
+        body, (pieces,) = wire.links[0].wait(number)
+        assert isinstance(body, m.Go)
+        assert body.version == 1
+        assert torch.equal(torch.cat(pieces), torch.ones(300_000))
+    news, (found,) = hear(wire.read([300_000]), [theta])
+    assert news.versions == [1]
+    assert float(found.sum()) == 300_000
+
+
+def test_closing_twice_leaves_once_and_the_server_waits_for_all_to_leave(serving: Serving) -> None:
+    hosted = serving.host(2)
+    one, other = serving.ends(hosted)
+    one.close()
+    one.close()
+    began = time.monotonic()
+    hosted.house.await_leave(0.3)
+    assert time.monotonic() - began >= 0.3
+    other.close()
+    hosted.see_out(limit_s=10.0)
+    assert time.monotonic() - began < 5.0
+
+
+def test_whoever_waits_for_a_worker_that_left_is_told_at_once(serving: Serving) -> None:
+    one, other = serving.ends(serving.host(2, shards=2))
+    ticket = one.start(Mean(torch.ones(1000)))
+    began = time.monotonic()
+    other.close()
+    with pytest.raises(WireError, match=r"server 0 refused: worker 1 left"):
+        ticket.wait()
+    with pytest.raises(WireError, match=r"the coordinator refused: worker 1 left"):
+        one.gather(b"anyone?")
+    assert time.monotonic() - began < 5.0
+
+
+def test_a_worker_that_does_not_come_is_an_error_in_time(serving: Serving) -> None:
+    one, _ = serving.ends(serving.host(2), timeout_s=0.5)
+    began = time.monotonic()
+    with pytest.raises(WireError, match=r"server 0 at tcp://127\.0\.0\.1:\d+ did not answer within 0\.5 s"):
+        one.start(Mean(torch.ones(4))).wait()
+    assert 0.4 < time.monotonic() - began < 3.0
+
+
+def test_asking_different_things_is_an_error_not_a_wrong_mean(serving: Serving) -> None:
+    wires = serving.ends(serving.host(2))
+    ticket = wires[0].start(Mean(torch.ones(2)))
+    wires[1].start(Mean(torch.ones(3)))
+    with pytest.raises(WireError, match="differ in shape"):
+        ticket.wait()
+
+
+# Those who come and go
+
+
+def test_who_waits_is_answered_without_the_dead(serving: Serving) -> None:
+    hosted = serving.host(3, shards=2)
+    wires = serving.ends(hosted)
+    herald = Herald(hosted.addresses, hosted.keys)
+    ask = wires[2].start(Mean(torch.full((200,), 1 / 3)))
+    other = wires[0].start(Mean(torch.full((200,), 1 / 3)))
+    with ThreadPoolExecutor(2) as crew:
+        told = [crew.submit(wires[one].tell, lambda one=one: f"of {one}".encode(), 1) for one in (0, 2)]
+        assert herald.gone(1, 0)
+        assert [one.result(10.0) for one in told] == [b"of 0", b"of 0"], "the first of those who are left tells"
+    for one in (ask, other):
+        torch.testing.assert_close(one.wait(), torch.ones(200))
+    assert [(wire.worker, wire.workers) for wire in (wires[0], wires[2])] == [(0, 2), (1, 2)]
+    herald.close()
+
+
+def test_a_life_that_is_over_is_not_heard_any_more(serving: Serving) -> None:
+    hosted = serving.host(2)
+    one, other = serving.ends(hosted, timeout_s=1.0)
+    herald = Herald(hosted.addresses, hosted.keys)
+    assert herald.gone(1, 0)
+    with pytest.raises(WireError, match="did not answer"):
+        other.start(Mean(torch.ones(4))).wait()
+    assert torch.equal(one.start(Mean(torch.ones(4))).wait(), torch.ones(4) * 2), "scaled from two to one"
+    herald.close()
+
+
+def test_abort_wakes_who_waits_and_the_next_generation_goes_on(serving: Serving) -> None:
+    wires = serving.ends(serving.host(3, shards=2))
+    for wire in wires:
+        wire.regroup(1, [0, 1, 2], wire.number)
+    with ThreadPoolExecutor(2) as crew:
+        waiting = [crew.submit(wires[one].start(Mean(torch.ones(500))).wait) for one in (0, 1)]
+        time.sleep(0.1)
+        began = time.monotonic()
+        for wire in wires[:2]:
+            wire.abort()
+        for one in waiting:
+            with pytest.raises(BrokenWireError):
+                one.result(5.0)
+        assert time.monotonic() - began < 2.0
+    with pytest.raises(BrokenWireError):
+        wires[0].start(Mean(torch.ones(2))).wait()
+    for wire in wires[:2]:
+        wire.regroup(2, [0, 1], wire.number)
+    asks = [wire.start(Mean(torch.full((500,), 0.5))) for wire in wires[:2]]
+    assert all(torch.equal(ask.wait(), torch.ones(500)) for ask in asks)
+
+
+def test_what_was_asked_before_the_servers_went_back_is_void(serving: Serving) -> None:
+    """A batch that nobody has leased, or a call to a meeting that the coordinator does not know to be heard."""
+    (wire,) = serving.ends(serving.host(1))
+    wire.begin(1, [1, 1, 1], 1, dealt=False)
+    assert wire.lease(wire.ask_lease(1)).batch == 0
+    asked = wire.ask_lease(1)
+    wire.age += 1
+    with pytest.raises(AnewError):
+        wire.lease(asked)
+    assert wire.calls == []

@@ -1,0 +1,100 @@
+"""The limit of a wait is on silence: what takes longer than it over a slow link, but moves, comes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from served import ADDING, Serving, hear, push
+
+from stretto.collective_ops import Every
+from stretto.parameter_server.client import ServerWire
+from stretto.transport import process_group
+from stretto.transport.process_group import CollectiveWire
+
+LIMIT_S = 1.0
+RATE = "10mbit"
+NBYTES = 3_000_000
+"""This takes more than twice the limit."""
+SHAPED = f"""
+ip link set lo mtu 1500 up
+tc qdisc add dev lo root tbf rate {RATE} burst 32kb limit 100kb
+exec "$@"
+"""
+
+
+def _together(act: Callable[[CollectiveWire], object], endures: bool) -> None:
+    """Two workers do it."""
+    store = dist.HashStore()
+
+    def one(worker: int) -> None:
+        wire = CollectiveWire(store, worker, 2, LIMIT_S, endures=endures)
+        act(wire)
+        wire.gather(b"done")
+        wire.close()
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(one, range(2)))
+
+
+def _serve(act: Callable[[ServerWire], object]) -> None:
+    serving = Serving()
+    wire = serving.end_of(serving.host(1), 0, LIMIT_S)
+    act(wire)
+    serving.end()
+
+
+def _push(wire: ServerWire) -> None:
+    parts = [torch.ones(NBYTES // 4)]
+    wire.open(1, ADDING, parts)
+    hear(push(wire, 1, parts), parts)
+
+
+def _told(wire: CollectiveWire) -> None:
+    assert wire.tell(bytes(NBYTES)) == bytes(NBYTES)
+
+
+def _gathered(wire: CollectiveWire) -> None:
+    assert wire.gather(bytes(NBYTES // 2)) == [bytes(NBYTES // 2)] * 2
+
+
+def _heard(wire: CollectiveWire) -> None:
+    for one in wire.start(Every(torch.ones(NBYTES // 8))).wait():
+        assert one.sum() == NBYTES // 8
+
+
+CASES: dict[str, Callable[[], None]] = {
+    "tell": lambda: _together(_told, endures=True),
+    "gather": lambda: _together(_gathered, endures=False),
+    "every": lambda: _together(_heard, endures=True),
+    "push": lambda: _serve(_push),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_moves_comes_however_long_it_takes(case: str) -> None:
+    if os.geteuid() or not shutil.which("tc") or not shutil.which("unshare"):
+        pytest.skip("a slow link needs root, unshare and iproute2")
+    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ["PYTHONPATH"]])
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": path}
+    command = ["unshare", "-n", "sh", "-ec", SHAPED, "sh", sys.executable, __file__, case]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0, ended.stderr
+    assert float(ended.stdout) > 2 * LIMIT_S
+
+
+if __name__ == "__main__":
+    import time
+
+    process_group.PIECE_BYTES = 1 << 17
+    began = time.monotonic()
+    CASES[sys.argv[1]]()
+    print(time.monotonic() - began)
