@@ -128,7 +128,7 @@ def describe(asked: Mapping[str, Any], now: datetime) -> dict[str, Any]:
 
 def _program(path: Path) -> str:
     """What is typed to start this program."""
-    return "stretto" if path == Path(__file__).with_name("cli.py") else path.name
+    return "stretto" if path == Path(__file__).parent / "cli" / "__main__.py" else path.name
 
 
 def cores() -> int:

@@ -118,14 +118,14 @@ class Cast:
         if order.endures:
             task |= {"STRETTO_CUTS": str(self.folder.resolve() / "cuts"), "STRETTO_CUT_EVERY": str(_cut_every_s(order))}
         task |= {"STRETTO_RESTORE": "1"} if life else {}
-        command, environment = self._service("serve", task | servers.for_server(shard))
+        command, environment = self._service("shard_main", task | servers.for_server(shard))
         return Part(number, servers.shards, command, environment, servers.inherited(shard))
 
     def _coordinator(self) -> Part:
         """Workers can't disagree on settings that it holds for them."""
         assert self.servers.coordinator is not None
         settings = {"STRETTO_SETTINGS": json.dumps(settings_of(self.order, self.zero))}
-        command, environment = self._service("coordinate", settings | self.servers.for_coordinator())
+        command, environment = self._service("coordinator_main", settings | self.servers.for_coordinator())
         return Part(COORDINATOR, 1, command, environment, [self.servers.coordinator.fileno()])
 
     def _service(self, module: str, task: dict[str, str]) -> tuple[list[str], dict[str, str]]:

@@ -159,7 +159,7 @@ class Crew:
 
 
 def _start_warden() -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-I", "-S", str(HERE / "warden.py")]
+    command = [sys.executable, "-I", "-S", str(HERE / "orphan_reaper.py")]
     try:
         return subprocess.Popen(
             command,

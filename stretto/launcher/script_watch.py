@@ -35,8 +35,8 @@ def _watch_steps(module: ModuleType, workers: int) -> None:
         if seen:
             return
         seen.append(True)
-        face = sys.modules.get("stretto.api")
-        if face is None or not face.is_distributed():
+        api = sys.modules.get("stretto.api")
+        if api is None or not api.is_distributed():
             text = (
                 f"an optimizer steps, but stretto.distribute was not called yet: until then each of the {workers} "
                 "workers trains alone"

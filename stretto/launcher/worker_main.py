@@ -35,7 +35,7 @@ AGAIN = 75
 """The exit code of a worker that is no member any more, and wants to be started again."""
 PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
 TORCH = os.path.join(sysconfig.get_path("purelib"), "torch") + os.sep
-STARTERS = (__file__, str(Path(__file__).with_name("serve.py")), PACKAGE + "sim", "<frozen runpy>")
+STARTERS = (__file__, str(Path(__file__).with_name("shard_main.py")), PACKAGE + "simulator", "<frozen runpy>")
 
 
 def main() -> None:
@@ -147,7 +147,7 @@ def fail(error: BaseException, number: int) -> NoReturn:
 
 def _leave_training() -> float:
     """Bring the events of this worker's training to the disk; returns the time on their clock."""
-    leave = getattr(sys.modules.get("stretto.training"), "abandon", None)
+    leave = getattr(sys.modules.get("stretto.api"), "abandon", None)
     return 0.0 if leave is None else float(leave())
 
 

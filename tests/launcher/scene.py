@@ -24,9 +24,9 @@ PATH = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "light")])
 
 STUB = """
 import sys, types
-train = types.ModuleType("stretto.training")
-train.close = lambda: None
-sys.modules["stretto.training"] = train
+api = types.ModuleType("stretto.api")
+api.close = lambda: None
+sys.modules["stretto.api"] = api
 """
 """Stands in for the training, so that a script can end well without importing torch."""
 

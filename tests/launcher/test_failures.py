@@ -53,7 +53,7 @@ time.sleep(60)
     assert lines[-1].startswith("the whole log: runs/")
     assert lines[-1].endswith("/worker-2.log")
     assert told.count("boom") == 2
-    assert not any(name in told for name in ("runpy", "stretto/launch", "last words"))
+    assert not any(name in told for name in ("runpy", "stretto/launcher", "last words"))
     log = Path(lines[-1].removeprefix("the whole log: ")).read_text()
     assert log.index("last words") < log.index("ValueError: boom") < log.index("in compute")
 

@@ -145,7 +145,7 @@ def test_the_names_of_the_script_outlast_it(place: Place) -> None:
     """What `finish` evaluates may have to be pickled by name."""
     text = """
         import sys
-        stub.train.close = lambda: print("found", sys.modules["__main__"].accuracy())
+        stub.api.close = lambda: print("found", sys.modules["__main__"].accuracy())
         def accuracy():
             return 17
         {end}
@@ -282,5 +282,5 @@ def test_a_worker_gets_no_name_of_the_current_folder_in_its_way(place: Place) ->
     (place.folder / "runpy.py").write_text("raise RuntimeError('taken')")
     elsewhere = place.folder / "scripts"
     elsewhere.mkdir()
-    (elsewhere / "train.py").write_text("import sys, types\nsys.modules['stretto.training'] = sys\nsys.close = print")
+    (elsewhere / "train.py").write_text("import sys, types\nsys.modules['stretto.api'] = sys\nsys.close = print")
     run(Order(elsewhere / "train.py"), Watch(quiet=True))

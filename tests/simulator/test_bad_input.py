@@ -160,7 +160,7 @@ def test_a_script_that_fails_ends_all_with_one_error_that_names_the_worker(
     code, _, wrong = simulate("--recipe", "local_sgd(every=2)", **slots)
     assert code == FAILED
     assert all(one in wrong for one in said), wrong
-    assert "stretto/sim" not in wrong, "the way into the script is none of the script's"
+    assert "stretto/simulator" not in wrong, "the way into the script is none of the script's"
     assert not living()
     assert len(errors()) == 1
 
@@ -181,7 +181,7 @@ def test_a_script_that_fails_while_it_is_measured_is_told_so_as_well(
     assert code == FAILED
     said = [*said, "worker 0 failed while it was measured how long a step takes"]
     assert all(one in wrong for one in said), wrong
-    assert "stretto/sim" not in wrong
+    assert "stretto/simulator" not in wrong
     assert not living()
     assert not Path("run").exists()
 

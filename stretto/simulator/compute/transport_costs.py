@@ -77,7 +77,8 @@ def of_collective(
     N-1 steps and hands round in as many; in each a worker sends two messages and receives two
     (`stretto.simulator.network.wire_bytes.mean_bytes`). Of a single number there is but one message in each step, of
     one worker to the next. Where messages that cross each other take more than those that don't, it is what crosses
-    that counts: most exchanges are of more than a number. `more` times as much is measured as where somebody waits for it.
+    that counts: most exchanges are of more than a number. `more` times as much is measured as where somebody waits for
+    it.
     """
     passing = passing or clock
     single, small = (_mean_s(wire, numbers, more * SMALL, passing) for numbers in (1, 1000))
