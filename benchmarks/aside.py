@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from stretto.training.trainer import Trainer
-from stretto.transport.elastic import EnduringWire
+from stretto.transport.elastic import ElasticTransport
 
 BARE = "bare"
 """The word for a segment without all that."""
@@ -21,7 +21,7 @@ class Aside:
     """One worker's readiness, which can be set aside between two steps."""
 
     def __init__(self, trainer: Trainer) -> None:
-        assert isinstance(trainer.wire, EnduringWire)
+        assert isinstance(trainer.wire, ElasticTransport)
         self._trainer, self._wire = trainer, trainer.wire
         self._is_ready = True
 

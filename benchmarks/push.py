@@ -27,7 +27,7 @@ from benchmarks.peers import WARM_UP_S, Outcome, Rate, show, total, update_of
 from benchmarks.peers.processes import LIMIT_S, Child, say, told_to_end
 from stretto.parameter_server.client_types import Update, shared_out
 from stretto.parameter_server.rpc_channel import dial
-from stretto.parameter_server.rpc_server import ShardPlace, listening, serve
+from stretto.parameter_server.rpc_server import ShardConfig, listening, serve
 from stretto.security import WorkerKeys, new_keys
 
 RECIPE = "async_sgd"
@@ -144,7 +144,7 @@ def shard() -> None:
     threading.Thread(target=_end_when_told, daemon=True).start()
     keys = tuple(os.environ["PUSH_KEYS"].split()) or None
     fd = coordinator.detach() if coordinator else None
-    serve(ShardPlace(number, shards, workers, own.detach(), fd, keys, "stop", LIMIT_S))  # type: ignore[arg-type]
+    serve(ShardConfig(number, shards, workers, own.detach(), fd, keys, "stop", LIMIT_S))  # type: ignore[arg-type]
 
 
 def _end_when_told() -> None:

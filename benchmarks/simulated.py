@@ -36,7 +36,7 @@ from stretto.simulator.compute import transport_costs
 from stretto.simulator.compute.cost_model import AUTO, NAMES
 from stretto.simulator.compute.transport_costs import WireCosts
 from stretto.training.worker_context import find_seat
-from stretto.transport import Wire
+from stretto.transport import Transport
 
 QUESTION = "seconds per step and bytes sent that the simulator predicts, against those measured in the laboratory"
 WANTED, WANTED_BYTES = 0.15, 0.01
@@ -307,7 +307,7 @@ def busy_s() -> float:
     return float(now.user + now.nice + now.system + now.irq + now.softirq)
 
 
-def _means(wire: Wire, values: Sequence[float]) -> list[float]:
+def _means(wire: Transport, values: Sequence[float]) -> list[float]:
     """Of what all hosts found."""
     told = [msgspec.msgpack.decode(one, type=list[float]) for one in wire.gather(msgspec.msgpack.encode(values))]
     return [statistics.mean(column) for column in zip(*told, strict=True)]

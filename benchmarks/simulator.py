@@ -29,8 +29,8 @@ from benchmarks.pace import ROOT, in_turns
 from benchmarks.peers import flower
 from benchmarks.peers.processes import Child, say, told_to_end
 from stretto.faults import plan
-from stretto.launcher.config import Order
-from stretto.simulator.compute.cost_model import Tariff
+from stretto.launcher.config import RunConfig
+from stretto.simulator.compute.cost_model import CostModel
 from stretto.simulator.config import Simulation, check
 from stretto.simulator.isolation.memory_estimate import held
 from stretto.simulator.network.topology import parse
@@ -180,9 +180,9 @@ def _simulated(
     *,
     faults: str = "",
 ) -> None:
-    order = Order(SCRIPT, _arguments(epochs, times), workers=workers, recipe=recipe, output="none")
+    order = RunConfig(SCRIPT, _arguments(epochs, times), workers=workers, recipe=recipe, output="none")
     struck = plan.parse(faults) if faults else ()
-    asked = check(Simulation(order, Tariff(0.001), parse("100Mbit/s 1ms"), faults=struck))
+    asked = check(Simulation(order, CostModel(0.001), parse("100Mbit/s 1ms"), faults=struck))
     with tempfile.TemporaryDirectory(prefix="stretto-simulator-") as place:
         simulate(asked, begin(asked, Path(place) / "run"), io.StringIO())
 

@@ -16,7 +16,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from stretto.errors import LaunchError
-from stretto.launcher.config import Order
+from stretto.launcher.config import RunConfig
 from stretto.report import run_log, run_record
 from stretto.report.target import Target
 from stretto.run_dir import write_run
@@ -67,7 +67,7 @@ class Point:
     def simulation(self) -> Simulation:
         """The same for this process."""
         script, args = ROOT / SCRIPT, tuple(self.args.split())
-        order = Order(script, args, self.workers, recipe=self.recipe, seed=self.seed, output="none")
+        order = RunConfig(script, args, self.workers, recipe=self.recipe, seed=self.seed, output="none")
         costs, links = cost_model.parse(self.step_time), network.parse(self.network)
         return check(Simulation(order, costs, links, speeds.parse(self.speeds)))
 

@@ -30,7 +30,7 @@ from stretto.training.evaluation import Evaluate, run
 from stretto.training.iterators import Batches
 from stretto.training.sections import Sections
 from stretto.training.trainer import Trainer
-from stretto.training.worker_context import Seat, find_seat, given_seat
+from stretto.training.worker_context import WorkerContext, find_seat, given_seat
 
 _current: ContextVar[Trainer | Literal["plain"] | None] = ContextVar("current", default=None)
 _sections: ContextVar[Sections | None] = ContextVar("sections", default=None)
@@ -110,7 +110,7 @@ def distribute(
     return SharedLoader(trainer, loader)
 
 
-def _sections_of(seat: Seat) -> Sections:
+def _sections_of(seat: WorkerContext) -> Sections:
     """Return the sections of this process; the first call makes them."""
     sections = _sections.get()
     if sections is None:
@@ -308,7 +308,7 @@ def _recipe(recipe: Recipe | str | None) -> Recipe | None:
     )
 
 
-def _chosen(seat: Seat, scripted: Recipe | None) -> Recipe | None:
+def _chosen(seat: WorkerContext, scripted: Recipe | None) -> Recipe | None:
     if seat.alone:
         return None
     return parser.parse(seat.recipe) if seat.recipe else scripted or parser.parse("allreduce")

@@ -16,14 +16,14 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-from stretto.errors import WireError
+from stretto.errors import TransportError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Mean:
+class AllReduceMean:
     """Ask for the weighted mean over all workers, which may be summed on the way.
 
     Each worker gives its *contribution*: its value times its share of the samples, so that the mean is the sum of
@@ -35,7 +35,7 @@ class Mean:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Every:
+class AllGather:
     """Ask for the message of every worker, whole, in the order of the workers.
 
     Messages are flat tensors of one dtype whose lengths may differ. Cost: (N-1) messages per worker.
@@ -44,9 +44,9 @@ class Every:
     tensor: Tensor
 
 
-Ask = Mean | Every
+CollectiveOp = AllReduceMean | AllGather
 Answer: TypeAlias = "Tensor | Sequence[Tensor]"
-Conversation: TypeAlias = "Generator[Ask, Answer, Tensor]"
+CollectiveCoroutine: TypeAlias = "Generator[CollectiveOp, Answer, Tensor]"
 """Yields asks, is sent their answers (a tensor for Mean, a sequence for Every), returns the decoded result."""
 
 
@@ -68,7 +68,7 @@ class Encoding(Protocol):
     def memory(self, like: Tensor, scene: Any) -> Any:
         """A fresh memory for tensors like this one."""
 
-    def converse(self, x: Tensor, memory: Any) -> Conversation:
+    def converse(self, x: Tensor, memory: Any) -> CollectiveCoroutine:
         """The conversation that ends in the mean of everyone's `x`."""
 
     def encode(self, x: Tensor, memory: Any) -> Tensor:
@@ -77,27 +77,27 @@ class Encoding(Protocol):
     def decode(self, message: Tensor, like: Tensor) -> Tensor:
         """What a message says."""
 
-    def exchange(self, message: Tensor, like: Tensor) -> Conversation:
+    def exchange(self, message: Tensor, like: Tensor) -> CollectiveCoroutine:
         """The conversation about messages that are there already."""
 
 
-def answer(asks: Sequence[Ask]) -> Answer:
+def answer(asks: Sequence[CollectiveOp]) -> Answer:
     """What the asks of all workers, in their order, are answered: the reference for every wire.
 
-    Raises WireError when they do not ask the same thing.
+    Raises TransportError when they do not ask the same thing.
     """
     tensors = [ask.tensor for ask in asks]
     if len({type(ask) for ask in asks}) > 1 or len({one.dtype for one in tensors}) > 1:
-        raise WireError(f"the workers ask different things: {', '.join(_shown(ask) for ask in asks)}")
-    if not isinstance(asks[0], Mean):
+        raise TransportError(f"the workers ask different things: {', '.join(_shown(ask) for ask in asks)}")
+    if not isinstance(asks[0], AllReduceMean):
         return [one.clone() for one in tensors]
     if len({one.shape for one in tensors}) > 1:
-        raise WireError(f"the workers' tensors differ in shape: {', '.join(_shown(ask) for ask in asks)}")
+        raise TransportError(f"the workers' tensors differ in shape: {', '.join(_shown(ask) for ask in asks)}")
     total = tensors[0].clone()
     for one in tensors[1:]:
         total += one
     return total
 
 
-def _shown(ask: Ask) -> str:
+def _shown(ask: CollectiveOp) -> str:
     return f"{type(ask).__name__} of {tuple(ask.tensor.shape)} {str(ask.tensor.dtype).removeprefix('torch.')}"

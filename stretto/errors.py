@@ -58,15 +58,15 @@ class ReplicasDifferError(StrettoError):
     """Replicas that must hold identical bits do not."""
 
 
-class WireError(StrettoError):
+class TransportError(StrettoError):
     """Another worker went away or did not come in time."""
 
 
-class BrokenWireError(WireError):
+class BrokenWireError(TransportError):
     """An exchange was broken off, for somebody is gone; those who are left can do it again."""
 
 
-class MemberOutError(WireError):
+class MemberOutError(TransportError):
     """This worker is no member any more: what it has is not the run's, and it may come back as a newcomer."""
 
 

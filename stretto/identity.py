@@ -25,7 +25,7 @@ from stretto.loader.epoch_batches import members_of, number_of
 from stretto.membership.barrier_client import Barrier
 from stretto.membership.barriers import EVERYBODY, Position
 from stretto.training.trainer import Trainer
-from stretto.training.worker_context import Seat, find_seat
+from stretto.training.worker_context import WorkerContext, find_seat
 
 
 def rank() -> int:
@@ -203,7 +203,7 @@ def _position(label: str) -> Position:
     return Position(counted.section, place, label, counted.calls[label])
 
 
-def _barrier() -> tuple[Seat, Barrier] | None:
+def _barrier() -> tuple[WorkerContext, Barrier] | None:
     """Where this worker waits for others; None if there are none."""
     trainer, seat = connected(), find_seat()
     if seat is None or seat.barrier is None or seat.alone:

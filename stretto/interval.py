@@ -12,7 +12,7 @@ ROUNDS = re.compile(r"([1-9][0-9]{0,8})\s*(?:r|rounds?)", re.ASCII | re.IGNORECA
 
 
 @dataclass
-class Every:
+class Interval:
     """A time or a number of rounds that comes again and again; printed as it can be typed."""
 
     seconds: float | None = None
@@ -31,7 +31,7 @@ class Every:
         return f"{spelled(self.seconds)}s" if self.seconds is not None else f"{self.rounds}r"
 
 
-def every(text: str) -> Every:
+def every(text: str) -> Interval:
     """Read a time or a number of rounds. Raises LaunchError for what is neither.
 
     >>> str(every("5m")), str(every("500ms")), str(every("20 rounds")), str(every("20r"))
@@ -40,8 +40,8 @@ def every(text: str) -> Every:
     words = text.strip()
     rounds, time = ROUNDS.fullmatch(words), seconds(words)
     if rounds is not None:
-        return Every(rounds=int(rounds[1]))
+        return Interval(rounds=int(rounds[1]))
     if time:
-        return Every(seconds=time)
+        return Interval(seconds=time)
     problem, expected = f"a checkpoint cannot be written every {text!r}", "a time (30s, 5m) or rounds (20 rounds, 20r)"
     raise LaunchError(explain(problem, got=words or "nothing", expected=expected, to_type="--checkpoint-every 5m"))

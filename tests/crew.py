@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import stretto
 from stretto.api import abandon, close
-from stretto.training.worker_context import Seat, given_seat
+from stretto.training.worker_context import WorkerContext, given_seat
 from stretto.transport import in_memory
 
 TIMEOUT_S = 20.0
@@ -28,7 +28,7 @@ def together(
     ends = in_memory.wires(workers, TIMEOUT_S)
     slow = seat.pop("slow", {})
     seats = [
-        Seat(
+        WorkerContext(
             worker,
             workers,
             lambda device, end=end: end,
@@ -39,7 +39,7 @@ def together(
         for worker, end in enumerate(ends)
     ]
 
-    def sit(place: Seat) -> Any:
+    def sit(place: WorkerContext) -> Any:
         given_seat.set(place)
         try:
             found = work(place.worker)
@@ -54,7 +54,7 @@ def together(
         done = [pool.submit(contextvars.Context().run, sit, place) for place in seats]
         errors = [error for one in done if (error := one.exception(timeout=3 * TIMEOUT_S)) is not None]
     if errors:
-        raise min(errors, key=lambda error: isinstance(error, stretto.errors.WireError))
+        raise min(errors, key=lambda error: isinstance(error, stretto.errors.TransportError))
     return [one.result() for one in done]
 
 

@@ -8,11 +8,13 @@ from torch import Tensor
 
 from stretto.parameter_server import messages as m
 from stretto.parameter_server.framing import kind
-from stretto.parameter_server.handler import Desk, Post
+from stretto.parameter_server.handler import OutgoingMessage, RequestHandler
 
 
-def told(desk: Desk, worker: int, number: int, body: m.Body, tensors: Sequence[Tensor] = ()) -> list[Post]:
+def told(
+    desk: RequestHandler, worker: int, number: int, body: m.Body, tensors: Sequence[Tensor] = ()
+) -> list[OutgoingMessage]:
     """What a desk replies to a parcel."""
-    head = m.Head(number, body, [(kind(one), one.numel()) for one in tensors])
+    head = m.Header(number, body, [(kind(one), one.numel()) for one in tensors])
     desk.expects(worker, head)
     return desk.take(worker, head, [[one.clone()] for one in tensors])

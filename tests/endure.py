@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from stretto.api import abandon, close
-from stretto.errors import BrokenWireError, MemberOutError, WireError
-from stretto.membership.messages import Form, GoOn, Here, Member
-from stretto.training.worker_context import Seat, given_seat
+from stretto.errors import BrokenWireError, MemberOutError, TransportError
+from stretto.membership.messages import Continue, GenerationView, Member, ReadyReport
+from stretto.training.worker_context import WorkerContext, given_seat
 from stretto.transport import in_memory
-from stretto.transport.elastic import EnduringWire
+from stretto.transport.elastic import ElasticTransport
 from stretto.transport.interface import made
 
 LIMIT_S = 30.0
@@ -35,7 +35,7 @@ class Cut:
     generation: int = 1
 
 
-class Breakable(in_memory.MemoryWire):
+class Breakable(in_memory.InMemoryTransport):
     """A memory wire that can be broken off for all."""
 
     def __init__(self, rank: int, table: Table, cut: Cut | None) -> None:
@@ -70,9 +70,9 @@ class Breakable(in_memory.MemoryWire):
         try:
             if cut is not None and self.worker not in (cut.dies, cut.ahead):
                 self.table.await_cut()
-                raise WireError("the answer has not come")
+                raise TransportError("the answer has not come")
             found = act()
-        except WireError as error:
+        except TransportError as error:
             raise BrokenWireError(str(error)) from None
         if cut is not None:
             self.table.note_cut()
@@ -118,16 +118,16 @@ class Hall:
         self.alive = set(range(workers))
         self.lives = dict.fromkeys(range(workers), 0)
         self._turn = threading.Condition()
-        self._here: dict[int, Here] = {}
-        self._form = Form(0, [])
+        self._here: dict[int, ReadyReport] = {}
+        self._form = GenerationView(0, [])
         self._tables: dict[int, Table] = {}
         self._hold = self._save = False
         self._quits: set[int] = set()
-        self._replies: dict[int, Form | GoOn] = {}
+        self._replies: dict[int, GenerationView | Continue] = {}
         self.hands: dict[int, int] = {}
         self.aborted = 0
         self.ends: list[Callable[[int, str], None]] = []
-        self.forms: list[Form] = []
+        self.forms: list[GenerationView] = []
         self.fails = False
 
     # --- what a test does ---
@@ -170,7 +170,7 @@ class Hall:
             if generation == self._form.generation:
                 self._abort()
 
-    def stand(self, worker: int, here: Here) -> Form | GoOn:
+    def stand(self, worker: int, here: ReadyReport) -> GenerationView | Continue:
         with self._turn:
             if here.generation > 0 and worker not in self.members:
                 raise MemberOutError("you are out")
@@ -181,7 +181,7 @@ class Hall:
                 self._abort()
             self._settle()
             if not self._turn.wait_for(lambda: worker in self._replies or self.fails, LIMIT_S) or self.fails:
-                raise WireError(f"worker {worker} waited for a generation in vain")
+                raise TransportError(f"worker {worker} waited for a generation in vain")
             return self._replies.pop(worker)
 
     def _abort(self) -> None:
@@ -189,7 +189,9 @@ class Hall:
             self.aborted = self._form.generation
             for worker, one in self._here.items():
                 if one.at_rest:
-                    self._here[worker] = Here(one.generation, one.commits, one.hand, False, one.store, one.rounds)
+                    self._here[worker] = ReadyReport(
+                        one.generation, one.commits, one.hand, False, one.store, one.rounds
+                    )
             if (table := self._tables.get(self._form.generation)) is not None:
                 table.break_off()
         self._settle()
@@ -209,22 +211,22 @@ class Hall:
         elif self.aborted < self._form.generation:
             self._sends_on({worker: one for worker, one in here.items() if worker in old and one.at_rest})
 
-    def _sends_on(self, mine: dict[int, Here]) -> bool:
+    def _sends_on(self, mine: dict[int, ReadyReport]) -> bool:
         furthest = max((self.hands.get(worker, 0) for worker in self.members & self.alive), default=0)
         late = [worker for worker, one in mine.items() if one.hand < furthest]
         for worker in late:
-            self._replies[worker] = GoOn(self._form.generation, furthest)
+            self._replies[worker] = Continue(self._form.generation, furthest)
             del self._here[worker]
         self._turn.notify_all()
         return bool(late)
 
-    def _tell(self, here: dict[int, Here], rested: bool) -> None:
+    def _tell(self, here: dict[int, ReadyReport], rested: bool) -> None:
         same = rested and set(here) == self.members
         number = self._form.generation + (not same)
         members = [Member(worker, self.lives[worker], here[worker]) for worker in sorted(here)]
         gone = sorted(self.members - set(here))
         saves = self._save and same
-        form = Form(number, members, gone, "", saves)
+        form = GenerationView(number, members, gone, "", saves)
         for worker in [*here, *(self._quits if rested else ())]:
             self._replies[worker] = form
             self._here.pop(worker, None)
@@ -252,12 +254,12 @@ class Standing:
     def aborted(self) -> int:
         return self._hall.aborted
 
-    def stand(self, here: Here) -> Form:
+    def stand(self, here: ReadyReport) -> GenerationView:
         found = self._hall.stand(self._worker, here)
-        assert isinstance(found, Form)
+        assert isinstance(found, GenerationView)
         return found
 
-    def at_rest(self, here: Here) -> Form | GoOn:
+    def at_rest(self, here: ReadyReport) -> GenerationView | Continue:
         return self._hall.stand(self._worker, here)
 
     def broken(self, generation: int, _why: str, forming: bool = False) -> None:
@@ -289,7 +291,7 @@ class Former:
     def __init__(self, hall: Hall) -> None:
         self._hall = hall
 
-    def form(self, form: Form, rank: int) -> Breakable:
+    def form(self, form: GenerationView, rank: int) -> Breakable:
         table = self._hall.table(form.generation, len(form.members))
         return Breakable(rank, table, self._hall.cuts.get(form.generation))
 
@@ -315,9 +317,11 @@ def crew(
         run.mkdir(exist_ok=True)
 
     def sit(worker: int, life: int) -> Any:
-        wire = EnduringWire(worker, Standing(hall, worker), Former(hall))
+        wire = ElasticTransport(worker, Standing(hall, worker), Former(hall))
         given_seat.set(
-            Seat(worker, workers, lambda _device: wire, recipe=recipe, run=run, life=life, **{"seed": 0} | seat)
+            WorkerContext(
+                worker, workers, lambda _device: wire, recipe=recipe, run=run, life=life, **{"seed": 0} | seat
+            )
         )
         try:
             found = work(worker)
@@ -348,5 +352,5 @@ def crew(
         done: list[Future[Any]] = [pool.submit(live, worker) for worker in range(workers)]
         errors = [error for one in done if (error := one.exception(timeout=3 * LIMIT_S)) is not None]
     if errors:
-        raise min(errors, key=lambda error: isinstance(error, WireError))
+        raise min(errors, key=lambda error: isinstance(error, TransportError))
     return [one.result() for one in done], hall

@@ -13,24 +13,24 @@ from typing import Any
 import greenlet
 from torch import Tensor
 
-from stretto.errors import WireError
+from stretto.errors import TransportError
 from stretto.parameter_server import messages as m
-from stretto.parameter_server.client import ServerWire
-from stretto.parameter_server.client_types import AnewError, Sink
-from stretto.parameter_server.dispatcher_handler import CoordinatorDesk
-from stretto.parameter_server.framing import ParcelError, Pieces, kind
-from stretto.parameter_server.handler import Desk, Post
-from stretto.parameter_server.incarnations import Lives
-from stretto.parameter_server.shard_handler import ShardDesk
-from stretto.parameter_server.snapshots import Memory
+from stretto.parameter_server.client import ParameterServerClient
+from stretto.parameter_server.client_types import RollbackRequiredError, Sink
+from stretto.parameter_server.dispatcher_handler import DispatcherHandler
+from stretto.parameter_server.framing import Chunks, FramingError, kind
+from stretto.parameter_server.handler import OutgoingMessage, RequestHandler
+from stretto.parameter_server.incarnations import Incarnations
+from stretto.parameter_server.shard_handler import ShardHandler
+from stretto.parameter_server.snapshots import InMemoryStore
 
-Parcel = tuple[m.Head, list[Pieces]]
+Parcel = tuple[m.Header, list[Chunks]]
 
 
 class Service:
     """One desk, and the lives that it listens to, as the real service does."""
 
-    def __init__(self, crew: Crew, make: Callable[[], Desk], workers: int) -> None:
+    def __init__(self, crew: Crew, make: Callable[[], RequestHandler], workers: int) -> None:
         self._crew, self._make, self._workers = crew, make, workers
         self.links: dict[tuple[int, int], FaultyLink] = {}
         self.start()
@@ -38,9 +38,9 @@ class Service:
     def start(self) -> None:
         """A process begins; what another knew is lost."""
         self.desk = self._make()
-        self._lives = Lives(self._workers)
+        self._lives = Incarnations(self._workers)
 
-    def hear(self, worker: int, life: int, head: m.Head, tensors: list[Pieces]) -> None:
+    def hear(self, worker: int, life: int, head: m.Header, tensors: list[Chunks]) -> None:
         if self._lives.is_over(worker, life):
             return
         if (gone := self._lives.untold(worker, life)) is not None:
@@ -52,8 +52,8 @@ class Service:
         try:
             self.desk.expects(worker, head)
             self._post(self.desk.take(worker, head, tensors))
-        except (ParcelError, WireError) as error:
-            self._post([Post(worker, head.number, m.Refused(str(error)))])
+        except (FramingError, TransportError) as error:
+            self._post([OutgoingMessage(worker, head.number, m.Refused(str(error)))])
 
     def gone(self, gone: m.Gone) -> m.Left:
         left = self.desk.work_of(gone.worker) if self._lives.is_last(gone.worker, gone.life) else m.Left(0, [])
@@ -65,7 +65,7 @@ class Service:
         if self._lives.end(gone.worker, gone.life):
             self._post(self.desk.gone(gone.worker, gone.number, gone.batches, gone.torn))
 
-    def _post(self, posts: Sequence[Post]) -> None:
+    def _post(self, posts: Sequence[OutgoingMessage]) -> None:
         for post in posts:
             pieces = [one.clone() for one in post.tensors]
             if post.sent is not None:
@@ -97,17 +97,17 @@ class FaultyLink:
         return self._numbers
 
     def _send(self, number: int, body: m.Request, tensors: Sequence[Tensor]) -> None:
-        head = m.Head(number, body, [(kind(one), one.numel()) for one in tensors])
+        head = m.Header(number, body, [(kind(one), one.numel()) for one in tensors])
         self.going.append((head, [[one.detach().clone()] if one.numel() else [] for one in tensors]))
 
-    def wait(self, number: int, sink: Sink | None = None) -> tuple[m.Body, list[Pieces]]:
+    def wait(self, number: int, sink: Sink | None = None) -> tuple[m.Body, list[Chunks]]:
         while number not in self.replies:
             self._crew.hub.switch()
         body, tensors = self.replies.pop(number)
         if isinstance(body, m.Refused):
-            raise WireError(f"refused: {body.text}")
-        if isinstance(body, m.Anew):
-            raise AnewError("anew")
+            raise TransportError(f"refused: {body.text}")
+        if isinstance(body, m.StaleRequest):
+            raise RollbackRequiredError("anew")
         if sink is not None:
             for index, one in enumerate(tensors):
                 sink(index, 0, one)
@@ -136,7 +136,7 @@ class FaultyLink:
         return 0, 0
 
     def close(self) -> None:
-        self.wait(self.send(m.End()))
+        self.wait(self.send(m.Finish()))
         self.send(m.Leave())
 
     def arrive(self) -> None:
@@ -171,7 +171,7 @@ class Worker:
         self.is_to_quit = False
 
     def _work(self) -> None:
-        self.wire = ServerWire(self.number, self.crew.workers, self.links[0], self.links[1:], endures=True)
+        self.wire = ParameterServerClient(self.number, self.crew.workers, self.links[0], self.links[1:], endures=True)
         for one in self.links:
             one.again = lambda one=one: self.wire.say_again(one)  # type: ignore[misc]
         if self._comes_in_time():
@@ -182,7 +182,7 @@ class Worker:
         try:
             if self.life:
                 self.wire.join()
-        except WireError as error:
+        except TransportError as error:
             if "the run is over" not in str(error):
                 raise
             return False
@@ -213,15 +213,15 @@ class Crew:
         self.random, self.workers, self.now = random.Random(seed), workers, 0.0
         self.hub = greenlet.getcurrent()
         self._births = 0
-        shelves, ends = [Memory() for _ in range(shards + 1)], Memory()
+        shelves, ends = [InMemoryStore() for _ in range(shards + 1)], InMemoryStore()
 
-        def coordinator() -> Desk:
-            return CoordinatorDesk(workers, lambda: self.now, shelves[0], cut_every, ends)
+        def coordinator() -> RequestHandler:
+            return DispatcherHandler(workers, lambda: self.now, shelves[0], cut_every, ends)
 
-        def shard(number: int) -> Callable[[], Desk]:
-            def make() -> Desk:
+        def shard(number: int) -> Callable[[], RequestHandler]:
+            def make() -> RequestHandler:
                 self._births += 1
-                return ShardDesk(workers, lambda: self.now, "stop", shelves[number], self._births)
+                return ShardHandler(workers, lambda: self.now, "stop", shelves[number], self._births)
 
             return make
 

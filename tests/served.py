@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stretto.parameter_server.client import ServerWire
-from stretto.parameter_server.client_types import News, Ticket, Update, shared_out
+from stretto.parameter_server.client import ParameterServerClient
+from stretto.parameter_server.client_types import News, PushHandle, Update, shared_out
 from stretto.parameter_server.embedded import Hosted, host
 from stretto.parameter_server.rpc_server import listening
 
@@ -26,19 +26,19 @@ class Serving:
 
     def __init__(self) -> None:
         self._hosted: list[Hosted] = []
-        self._ends: list[ServerWire] = []
+        self._ends: list[ParameterServerClient] = []
 
     def host(self, workers: int, **options: Any) -> Hosted:
         """A new server."""
         self._hosted.append(host(workers, **options))
         return self._hosted[-1]
 
-    def end_of(self, hosted: Hosted, worker: int, timeout_s: float = 20.0) -> ServerWire:
+    def end_of(self, hosted: Hosted, worker: int, timeout_s: float = 20.0) -> ParameterServerClient:
         """One worker's end of it."""
         self._ends.append(hosted.wire(worker, timeout_s))
         return self._ends[-1]
 
-    def ends(self, hosted: Hosted, timeout_s: float = 20.0) -> list[ServerWire]:
+    def ends(self, hosted: Hosted, timeout_s: float = 20.0) -> list[ParameterServerClient]:
         """All workers' ends of it."""
         return [self.end_of(hosted, worker, timeout_s) for worker in range(hosted.workers)]
 
@@ -94,13 +94,15 @@ class Processes:
             one.close()
 
 
-def push(wire: ServerWire, seq: int, parts: Sequence[Tensor], version: int = 0, arena: int = 1) -> Ticket:
+def push(
+    wire: ParameterServerClient, seq: int, parts: Sequence[Tensor], version: int = 0, arena: int = 1
+) -> PushHandle:
     """Send an update of 8 samples."""
     update = Update(seq, [version] * wire.shards, 8, 0.1, shared_out(parts, wire.shards))
     return wire.push(arena, update, [one.numel() for one in parts])
 
 
-def hear(ticket: Ticket, like: Sequence[Tensor]) -> tuple[News, list[Tensor]]:
+def hear(ticket: PushHandle, like: Sequence[Tensor]) -> tuple[News, list[Tensor]]:
     """What a ticket brings, each part whole; every number must come, and once."""
     parts = [torch.full_like(one, torch.nan) for one in like]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from stretto.errors import LaunchError
-from stretto.launcher.config import Order
+from stretto.launcher.config import RunConfig
 from stretto.run_dir import describe, make_folder
 
 NOW = datetime(2026, 11, 21, 10, 45)
@@ -33,7 +33,7 @@ def test_a_run_never_writes_over_another(tmp_path: Path) -> None:
 
 
 def test_what_was_asked_is_written_down() -> None:
-    order = Order(Path("a/train.py"), args=("--lr", "1"), workers=2, recipe="diloco()", seed=3, threads=5)
+    order = RunConfig(Path("a/train.py"), args=("--lr", "1"), workers=2, recipe="diloco()", seed=3, threads=5)
     asked = describe(order.asked(), NOW)
     assert (asked["script"], asked["args"], asked["recipe"]) == ("a/train.py", ["--lr", "1"], "diloco()")
     assert (asked["workers"], asked["seed"], asked["threads"]) == (2, 3, 5)

@@ -7,11 +7,11 @@ from rich.status import Status
 from rich.text import Text
 
 from stretto.bits.outcome import Outcome
-from stretto.launcher.progress_display import Watch
+from stretto.launcher.progress_display import ProgressDisplay
 from stretto.report import formatting
 
 
-class Silent(Watch):
+class Silent(ProgressDisplay):
     """Watches a run with the live line alone."""
 
     def note(self, text: str) -> None:
@@ -62,7 +62,7 @@ class Progress:
         rounds = formatting.plural(outcome.rounds, "round")
         self.say(f"{self._title}: {state} in {rounds}, {outcome.uplink_bits:,} bits{took}")
 
-    def watch(self) -> Watch:
+    def watch(self) -> ProgressDisplay:
         """What watches a method that runs on worker processes."""
         return Silent(quiet=self._quiet or not self._console.is_terminal, title=self._title)
 

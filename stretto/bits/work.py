@@ -13,8 +13,8 @@ from stretto.bits.methods import Method
 from stretto.bits.optimum import Optimum
 from stretto.bits.outcome import Outcome
 from stretto.bits.problem import Problem
-from stretto.codecs import Scene
-from stretto.collective_ops import Answer, Ask, Conversation, answer
+from stretto.codecs import CodecContext
+from stretto.collective_ops import Answer, CollectiveCoroutine, CollectiveOp, answer
 from stretto.errors import LaunchError, NotFiniteError, explain
 
 SENT = torch.float32
@@ -76,7 +76,7 @@ class Team:
         self._shards = problem.shards(workers)
         self.theta = torch.zeros(problem.wide, dtype=dtype)
         self._margins = self._x @ self.theta
-        scenes = [Scene(worker=m, workers=workers, theta=self.theta) for m in range(workers)]
+        scenes = [CodecContext(worker=m, workers=workers, theta=self.theta) for m in range(workers)]
         like = self.theta.to(SENT)
         self._memories = [method.recipe.what.memory(method.recipe.how, like, scene) for scene in scenes]
 
@@ -107,7 +107,7 @@ class Team:
         return gradient.add_(self.theta, alpha=share * self._problem.l2)
 
 
-def hold(conversations: Sequence[Conversation]) -> tuple[Tensor, int]:
+def hold(conversations: Sequence[CollectiveCoroutine]) -> tuple[Tensor, int]:
     """Hold the conversations of all workers; what they agree on, and the bits that all of them said."""
     said: Answer | None = None
     bits = 0
@@ -123,7 +123,7 @@ def hold(conversations: Sequence[Conversation]) -> tuple[Tensor, int]:
         said = answer(asks)
 
 
-def _turn(conversation: Conversation, said: Answer | None) -> tuple[Ask | None, Tensor | None]:
+def _turn(conversation: CollectiveCoroutine, said: Answer | None) -> tuple[CollectiveOp | None, Tensor | None]:
     """What a worker asks next, or what the conversation ended in. A mean is given to each as its own."""
     try:
         if said is None:

@@ -35,10 +35,10 @@ from stretto.cli.script_arguments import (
 from stretto.cli.simulate import command as simulate
 from stretto.errors import StrettoError, explain
 from stretto.launcher.config import Batch, OnNan, Output
-from stretto.launcher.local import Guests, Order, Stopped
+from stretto.launcher.local import JoinRequest, RunConfig, Stopped
 from stretto.launcher.local import join as join_run
 from stretto.launcher.local import run as run_order
-from stretto.launcher.progress_display import Watch
+from stretto.launcher.progress_display import ProgressDisplay
 from stretto.launcher.reexec import begin_anew
 from stretto.report.run_record import STANDARD_OUTPUT, check_target, write_json
 from stretto.report.summary import conclude
@@ -340,7 +340,7 @@ def run(
 
     Options stand before SCRIPT; everything after SCRIPT goes to it untouched.
     """
-    order = Order(
+    order = RunConfig(
         script=script,
         args=tuple(args or ()),
         module=module,
@@ -372,7 +372,7 @@ def run(
     )
     check_target(json_to, "run.json")
     here = str(json_to) == STANDARD_OUTPUT
-    folder = run_order(order, Watch(quiet=quiet, out=2 if here else 1))
+    folder = run_order(order, ProgressDisplay(quiet=quiet, out=2 if here else 1))
     conclude(folder, json_to, silent=quiet)
 
 
@@ -400,7 +400,7 @@ def join(
     quiet: Annotated[bool, typer.Option("--quiet", help="Show only the script's output.")] = False,
 ) -> None:
     """Join a run that was started with --host: add workers of this machine to it."""
-    join_run(Guests(run, workers, threads, output, restarts), Watch(quiet=quiet))
+    join_run(JoinRequest(run, workers, threads, output, restarts), ProgressDisplay(quiet=quiet))
 
 
 app.command(

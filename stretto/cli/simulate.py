@@ -27,14 +27,14 @@ from stretto.cli.script_arguments import (
     SplitBatch,
 )
 from stretto.errors import mistyped
-from stretto.launcher.config import Batch, OnNan, Order, Output, in_server_words
+from stretto.launcher.config import Batch, OnNan, Output, RunConfig, in_server_words
 from stretto.launcher.entry import typed
-from stretto.launcher.progress_display import Watch
+from stretto.launcher.progress_display import ProgressDisplay
 from stretto.launcher.signals import heeded
 from stretto.launcher.supervisor import Stopped
 from stretto.report.run_record import STANDARD_OUTPUT, check_target
 from stretto.simulator.compute import contention
-from stretto.simulator.compute.cost_model import AUTO, Tariff
+from stretto.simulator.compute.cost_model import AUTO, CostModel
 from stretto.simulator.compute.cost_model import parse as tariff_of
 from stretto.simulator.compute.wall_clock import seconds as stopclock
 from stretto.simulator.compute.wall_clock import sparing
@@ -232,13 +232,13 @@ def command(
     }
     if not sweep and (target is not None or jobs is not None):
         raise mistyped("--target and --jobs are for a sweep", "no --sweep", "--sweep too", '--sweep "workers=1,2,4"')
-    watch = Watch(quiet=quiet, out=2 if _here(json_to) else 1)
+    watch = ProgressDisplay(quiet=quiet, out=2 if _here(json_to) else 1)
     if not sweep:
         program = shlex.join(typed(script, module, args or ()))
         watch.note(f"simulating {workers} workers of {program}, {f'recipe {recipe}' if recipe else 'its own recipe'}")
     from stretto.simulator.options import simulation, whole  # and with it torch
 
-    order = Order(
+    order = RunConfig(
         script=script,
         args=tuple(args or ()),
         module=module,
@@ -274,7 +274,7 @@ def _measured_each(grid: SweepOrder, step_time: str, say: Callable[[str], None])
     """
     from stretto.simulator.options import simulation
 
-    steps: dict[int | None, Tariff] = {}
+    steps: dict[int | None, CostModel] = {}
     found: dict[str, str] = {}
     for point in points(grid):
         if point.alike not in found and "step_time" not in point.values:
@@ -298,7 +298,7 @@ def _run(
     simulation: Simulation,
     step_time: str,
     out: Path | None,
-    watch: Watch,
+    watch: ProgressDisplay,
     said: str | None,
     quiet: bool,
     json_to: Path | None,
@@ -332,20 +332,20 @@ def _stop(number: int) -> None:
     raise Stopped(number)
 
 
-def _measured(simulation: Simulation, step_time: str) -> Tariff:
+def _measured(simulation: Simulation, step_time: str) -> CostModel:
     """What was typed, or else what is measured, as its text has it: so the text gives the same run again."""
     found = tariff_of(step_time, lambda: replace(_work(simulation), **_wires(simulation)))
     return tariff_of(str(found))
 
 
-def _work(simulation: Simulation) -> Tariff:
+def _work(simulation: Simulation) -> CostModel:
     """What the script's work takes here; where workers share processors, while others are at the same work."""
     from stretto.simulator.compute.step_time import measure
 
     if simulation.crowd is None:
         return measure(simulation, stopclock, lambda: None)
 
-    def act() -> Tariff:
+    def act() -> CostModel:
         return measure(simulation, contention.seconds, lambda: None)
 
     with contention.beside(simulation.crowd, act):

@@ -1,7 +1,7 @@
 """In what encoding? One paper, one file."""
 
 from stretto.codecs.adaptive import when_it_pays
-from stretto.codecs.base import Block, Codec, Scene, SingleRound
+from stretto.codecs.base import Block, Codec, CodecContext, SingleRound
 from stretto.codecs.bidirectional import both_ways
 from stretto.codecs.by_size import by_size
 from stretto.codecs.cast import cast
@@ -23,7 +23,7 @@ from stretto.codecs.top_k import top_k
 __all__ = [
     "Block",
     "Codec",
-    "Scene",
+    "CodecContext",
     "SingleRound",
     "both_ways",
     "by_size",

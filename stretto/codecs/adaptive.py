@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
-from stretto.codecs.base import ALONE, Codec, Scene, refuse_not_finite
+from stretto.codecs.base import ALONE, Codec, CodecContext, refuse_not_finite
 from stretto.codecs.by_size import Placed, bytes_in, conserves
-from stretto.collective_ops import Conversation, Mean
+from stretto.collective_ops import AllReduceMean, CollectiveCoroutine
 from stretto.errors import RecipeError, explain
 from stretto.lazy_torch import torch
 from stretto.spec import Range
@@ -63,10 +63,10 @@ class when_it_pays(Placed):
     def sources(self) -> tuple[str, ...]:
         return self.codec.sources()
 
-    def memory(self, like: Tensor, scene: Scene = ALONE) -> Trial:
+    def memory(self, like: Tensor, scene: CodecContext = ALONE) -> Trial:
         return Trial(self.codec.memory(like, scene), scene)
 
-    def converse(self, x: Tensor, memory: Any, owed: Tensor | None = None) -> Conversation:
+    def converse(self, x: Tensor, memory: Any, owed: Tensor | None = None) -> CollectiveCoroutine:
         trial: Trial = memory
         refuse_not_finite(x, self)
         now = trial.round % (self.rounds + self.again)
@@ -76,7 +76,7 @@ class when_it_pays(Placed):
         if 2 <= now < self.rounds:
             trial.seconds[encoded].append(trial.read() - since)
         if trial.clock and now == self.rounds - 1:
-            self._decide(trial, cast("Tensor", (yield Mean(trial.times().to(x.device)))))
+            self._decide(trial, cast("Tensor", (yield AllReduceMean(trial.times().to(x.device)))))
         trial.round += 1
         return result
 
@@ -92,7 +92,7 @@ class when_it_pays(Placed):
                 f"{way} for {self.again} rounds"
             )
 
-    def bytes_of(self, x: Tensor, scene: Scene = ALONE) -> int:
+    def bytes_of(self, x: Tensor, scene: CodecContext = ALONE) -> int:
         return max(x.numel() * x.element_size(), bytes_in(self.codec, x, scene)) + AGREEMENT_BYTES
 
 
@@ -102,7 +102,7 @@ class Trial:
     The rounds and the decision are the same at all workers, and have to be.
     """
 
-    def __init__(self, inner: Any, scene: Scene) -> None:
+    def __init__(self, inner: Any, scene: CodecContext) -> None:
         self.inner = inner
         self.clock, self.notice, self.worker = scene.clock, scene.notice, scene.worker
         self.round = 0
@@ -123,9 +123,9 @@ class Trial:
         return torch.tensor([*map(fmean, self.seconds), 1.0])
 
 
-def _exactly(x: Tensor, owed: Tensor | None) -> Conversation:
+def _exactly(x: Tensor, owed: Tensor | None) -> CollectiveCoroutine:
     """Everything as it is, with all that is owed."""
-    result = cast("Tensor", (yield Mean(x if owed is None else x.add_(owed))))
+    result = cast("Tensor", (yield AllReduceMean(x if owed is None else x.add_(owed))))
     if owed is not None:
         owed.zero_()
     return result

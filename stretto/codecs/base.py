@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
+from stretto.collective_ops import AllGather, AllReduceMean, CollectiveCoroutine, Messages
 from stretto.collective_ops import Answer as Answered
-from stretto.collective_ops import Conversation, Every, Mean, Messages
 from stretto.errors import NotFiniteError
 from stretto.spec import Answer
 
@@ -27,7 +27,7 @@ class Block:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Scene:
+class CodecContext:
     """Where a codec works. What is not known is left out; a codec that needs it says so."""
 
     worker: int = 0
@@ -42,7 +42,7 @@ class Scene:
     """Tells the user something that he should know."""
 
 
-ALONE = Scene()
+ALONE = CodecContext()
 
 
 class Codec(Answer):
@@ -98,11 +98,11 @@ class Codec(Answer):
             if isinstance(part, Codec):
                 yield from part.within()
 
-    def memory(self, like: Tensor, scene: Scene = ALONE) -> Any:
+    def memory(self, like: Tensor, scene: CodecContext = ALONE) -> Any:
         """A fresh memory for tensors like this one; None for codecs that remember nothing."""
         return None
 
-    def converse(self, x: Tensor, memory: Any, owed: Tensor | None = None) -> Conversation:
+    def converse(self, x: Tensor, memory: Any, owed: Tensor | None = None) -> CollectiveCoroutine:
         """The conversation that ends in the mean of everyone's `x`, as far as the encoding lets it through.
 
         `x` is this worker's contribution (see Mean) and is given away. With `owed`, x is added to it, the sum is what
@@ -153,7 +153,7 @@ class Codec(Answer):
         """Add what a message says to `total`; the sums of a pair are made with it."""
         total.add_(self.decode(message, total.new_empty(total.shape)))
 
-    def exchange(self, message: Tensor, like: Tensor) -> Conversation:
+    def exchange(self, message: Tensor, like: Tensor) -> CollectiveCoroutine:
         """The conversation about messages that are there already: ends in the sum of what all say."""
         raise NotImplementedError
 
@@ -168,14 +168,14 @@ class SingleRound(Codec):
     def pair(self) -> bool:
         return True
 
-    def converse(self, x: Tensor, memory: Any, owed: Tensor | None = None) -> Conversation:
+    def converse(self, x: Tensor, memory: Any, owed: Tensor | None = None) -> CollectiveCoroutine:
         message = self.encode(x, memory) if owed is None else self.encode_owed(x, owed, memory)
         return (yield from self.exchange(message, x))
 
-    def exchange(self, message: Tensor, like: Tensor) -> Conversation:
+    def exchange(self, message: Tensor, like: Tensor) -> CollectiveCoroutine:
         if self.linear:
-            return self.decode(cast("Tensor", (yield Mean(message))), like)
-        messages = yield Every(message)
+            return self.decode(cast("Tensor", (yield AllReduceMean(message))), like)
+        messages = yield AllGather(message)
         if isinstance(messages, Messages):
             return like.copy_(messages.once(self, lambda: self._sum(messages, like.new_empty(like.shape))))
         return self._sum(messages, like)

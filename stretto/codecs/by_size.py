@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
-from stretto.codecs.base import ALONE, Block, Codec, Scene, refuse_not_finite
+from stretto.codecs.base import ALONE, Block, Codec, CodecContext, refuse_not_finite
 from stretto.codecs.exact import exact
-from stretto.collective_ops import Conversation
+from stretto.collective_ops import CollectiveCoroutine
 from stretto.errors import RecipeError, explain
 from stretto.lazy_torch import torch
 from stretto.spec import Range
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class Placed(Codec):
     """Base of the codecs that look at the parameters' places and shapes: what they say depends on these."""
 
-    def bytes_of(self, x: Tensor, scene: Scene = ALONE) -> int:
+    def bytes_of(self, x: Tensor, scene: CodecContext = ALONE) -> int:
         """The bytes that a worker says about a range with these parameters."""
         raise NotImplementedError
 
@@ -68,10 +68,10 @@ class by_size(Placed):
     def sources(self) -> tuple[str, ...]:
         return self.large.sources() + self.small.sources()
 
-    def memory(self, like: Tensor, scene: Scene = ALONE) -> list[Part]:
+    def memory(self, like: Tensor, scene: CodecContext = ALONE) -> list[Part]:
         return [Part(codec, runs, like, scene) for codec, runs in self._classes(like, scene)]
 
-    def converse(self, x: Tensor, memory: Any, owed: Tensor | None = None) -> Conversation:
+    def converse(self, x: Tensor, memory: Any, owed: Tensor | None = None) -> CollectiveCoroutine:
         refuse_not_finite(x, self)
         parts: list[Part] = memory
         results, debts = [], []
@@ -100,11 +100,11 @@ class by_size(Placed):
         for part in parts:
             part.codec.take_on(part.memory, part.gather(owed))
 
-    def bytes_of(self, x: Tensor, scene: Scene = ALONE) -> int:
+    def bytes_of(self, x: Tensor, scene: CodecContext = ALONE) -> int:
         parts = self.memory(x, scene)
         return sum(bytes_in(part.codec, part.gather(x), part.scene) for part in parts)
 
-    def _classes(self, like: Tensor, scene: Scene) -> list[tuple[Codec, list[Block]]]:
+    def _classes(self, like: Tensor, scene: CodecContext) -> list[tuple[Codec, list[Block]]]:
         """The codecs with the parameters that go through them, without those that have none."""
         blocks = scene.blocks or [Block("", 0, like.numel(), (like.numel(),))]
         large = [block for block in blocks if block.stop - block.start >= self.least]
@@ -115,7 +115,7 @@ class by_size(Placed):
 class Part:
     """The parameters of one class, as one flat tensor: where they are in the range, and their codec's memory."""
 
-    def __init__(self, codec: Codec, blocks: Sequence[Block], like: Tensor, scene: Scene) -> None:
+    def __init__(self, codec: Codec, blocks: Sequence[Block], like: Tensor, scene: CodecContext) -> None:
         self.codec, self.whole = codec, like.numel()
         self.runs = _merged(blocks)
         self.scene = replace(scene, blocks=_moved_up(blocks) if scene.blocks else (), theta=None)
@@ -137,7 +137,7 @@ def conserves(codec: Codec) -> bool:
     return bool(getattr(codec, "conserves", not codec.keeps_residual))
 
 
-def bytes_in(codec: Codec, x: Tensor, scene: Scene) -> int:
+def bytes_in(codec: Codec, x: Tensor, scene: CodecContext) -> int:
     """What a codec declares for a range with known parameters."""
     return codec.bytes_of(x, scene) if isinstance(codec, Placed) else codec.bytes_of(x)
 

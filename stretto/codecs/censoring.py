@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
-from stretto.codecs.base import ALONE, Scene
+from stretto.codecs.base import ALONE, CodecContext
 from stretto.codecs.difference_threshold import Moves, moves
 from stretto.codecs.sparsifier import Sparse
 from stretto.lazy_torch import torch
@@ -31,7 +31,7 @@ class censored(Sparse):
     papers = ("Chen, Blum, Sadler 2021 (1909.03631)", "Chen et al. 2018 (1805.09965)")
     needs_theta = True
 
-    def memory(self, like: Tensor, scene: Scene = ALONE) -> Moves:
+    def memory(self, like: Tensor, scene: CodecContext = ALONE) -> Moves:
         return moves(self, scene)
 
     def select(self, x: Tensor, owed: Tensor | None, memory: Moves) -> tuple[Tensor, Tensor]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from stretto.codecs.base import ALONE, Codec, Scene
+from stretto.codecs.base import ALONE, Codec, CodecContext
 from stretto.codecs.exact import exact
 from stretto.codecs.sparsifier import Sparse, aligned
-from stretto.errors import RecipeError, WireError, explain
+from stretto.errors import RecipeError, TransportError, explain
 from stretto.lazy_torch import torch
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class chain(Sparse):
     def sources(self) -> tuple[str, ...]:
         return (*self.selector.sources(), *self.encoding.sources())
 
-    def memory(self, like: Tensor, scene: Scene = ALONE) -> Both:
+    def memory(self, like: Tensor, scene: CodecContext = ALONE) -> Both:
         return Both(self.selector.memory(like, scene), self.encoding.memory(like, scene))
 
     def select(self, x: Tensor, owed: Tensor | None, memory: Both) -> tuple[Tensor, Tensor]:
@@ -116,7 +116,7 @@ class chain(Sparse):
         try:
             return self.encoding.decode(aligned(said, self.kind(like)), like)
         except (ValueError, RuntimeError) as error:
-            raise WireError(f"a message of another worker is not in the encoding {self}: {error}") from error
+            raise TransportError(f"a message of another worker is not in the encoding {self}: {error}") from error
 
     def bytes_said(self, entries: int, like: Tensor) -> int:
         return self.encoding.bytes_of(torch.empty(entries, dtype=like.dtype, device="meta"))

@@ -8,7 +8,7 @@ Laws that hold for every codec (`check_codec` tries them on many lengths, dtypes
 - zeros stay zeros; denormal and huge numbers, ties, and no numbers at all give finite results
 - with `owed`: carried + owed == owed before + x, and so over rounds and workers: nothing is lost, to rounding
 - of a pair: decode reads what encode wrote, add_to adds what decode reads, a message speaks of at most n numbers, and
-  bytes that are no message raise WireError (or ValueError), or are read as some tensor of the right shape
+  bytes that are no message raise TransportError (or ValueError), or are read as some tensor of the right shape
 
 What a codec promises beyond these is tried where it has the attribute:
 
@@ -32,9 +32,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stretto.codecs.base import Block, Codec, Scene
-from stretto.collective_ops import Answer, Ask, Conversation, Mean
-from stretto.errors import NotFiniteError, WireError
+from stretto.codecs.base import Block, Codec, CodecContext
+from stretto.collective_ops import AllReduceMean, Answer, CollectiveCoroutine, CollectiveOp
+from stretto.errors import NotFiniteError, TransportError
 
 LENGTHS = (0, 1, 5, 64, 1000, 4099)
 ROUNDS = 4
@@ -70,7 +70,7 @@ def check_codec(
         _check_contraction(codec)
 
 
-def hold(conversations: Sequence[Conversation]) -> tuple[list[Tensor], list[list[Ask]]]:
+def hold(conversations: Sequence[CollectiveCoroutine]) -> tuple[list[Tensor], list[list[CollectiveOp]]]:
     """Hold the conversations of all workers in one process; their results, and what was asked in each turn."""
     asks = [next(one) for one in conversations]
     turns = [[_kept(ask) for ask in asks]]
@@ -85,12 +85,12 @@ def hold(conversations: Sequence[Conversation]) -> tuple[list[Tensor], list[list
         turns.append([_kept(ask) for ask in asks])
 
 
-def _kept(ask: Ask) -> Ask:
+def _kept(ask: CollectiveOp) -> CollectiveOp:
     """The ask with a tensor of its own, since the conversation may go on to write over it."""
     return type(ask)(ask.tensor.clone())
 
 
-def _send(conversation: Conversation, answer: Answer) -> tuple[Ask | None, Tensor | None]:
+def _send(conversation: CollectiveCoroutine, answer: Answer) -> tuple[CollectiveOp | None, Tensor | None]:
     given = answer.clone() if isinstance(answer, Tensor) else [one.clone() for one in answer]
     try:
         return conversation.send(given), None
@@ -98,11 +98,11 @@ def _send(conversation: Conversation, answer: Answer) -> tuple[Ask | None, Tenso
         return None, end.value
 
 
-def _answered(asks: Sequence[Ask]) -> Answer:
+def _answered(asks: Sequence[CollectiveOp]) -> Answer:
     kinds = {(type(ask), ask.tensor.dtype) for ask in asks}
     assert len(kinds) == 1, "the workers ask different things in one turn"
     tensors = [ask.tensor.clone() for ask in asks]
-    if not isinstance(asks[0], Mean):
+    if not isinstance(asks[0], AllReduceMean):
         return tensors
     return torch.stack(tensors).sum(0).to(tensors[0].dtype)
 
@@ -124,7 +124,7 @@ class _Crew:
             for block in blocks:
                 self._mask[block.start : block.stop] = 1
         like = torch.zeros(length, dtype=dtype)
-        scenes = [Scene(worker, workers, 7, blocks, theta) for worker, theta in enumerate(self._thetas)]
+        scenes = [CodecContext(worker, workers, 7, blocks, theta) for worker, theta in enumerate(self._thetas)]
         self.memories = [codec.memory(like, scene) for scene in scenes]
         self.owed = [like.clone() for _ in range(workers)]
 
@@ -134,7 +134,7 @@ class _Crew:
     def contributions(self, kind: Kind) -> list[Tensor]:
         return [self.drawn(kind) / self.workers * self._mask for _ in range(self.workers)]
 
-    def round(self, given: Sequence[Tensor], with_owed: bool = False) -> tuple[list[Tensor], list[list[Ask]]]:
+    def round(self, given: Sequence[Tensor], with_owed: bool = False) -> tuple[list[Tensor], list[list[CollectiveOp]]]:
         """One conversation of all; the parameters move."""
         if with_owed:
             told = zip(given, self.memories, self.owed, strict=True)
@@ -199,7 +199,7 @@ def _check_mean(codec: Codec, dtype: torch.dtype, length: int, workers: int, tol
             _check_bytes(codec, given[0], turns, str(crew))
 
 
-def _check_bytes(codec: Codec, x: Tensor, turns: Sequence[Sequence[Ask]], what: str) -> None:
+def _check_bytes(codec: Codec, x: Tensor, turns: Sequence[Sequence[CollectiveOp]], what: str) -> None:
     declared = codec.bytes_of(x)
     for worker in range(len(turns[0])):
         said = sum(turn[worker].tensor.nbytes for turn in turns)
@@ -379,7 +379,7 @@ def _check_garbage(codec: Codec, dtype: torch.dtype) -> None:
             return
         like = torch.zeros(length, dtype=dtype)
         for garbage in _garbage(message):
-            with suppress(WireError, ValueError):
+            with suppress(TransportError, ValueError):
                 found = codec.decode(garbage, like.clone())
                 _same_everywhere([torch.nan_to_num(found)], like, f"{codec}, garbage of {garbage.numel()} bytes")
 

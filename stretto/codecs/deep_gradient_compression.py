@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 from stretto import kernels
-from stretto.codecs.base import ALONE, Scene
+from stretto.codecs.base import ALONE, CodecContext
 from stretto.codecs.sparsifier import Sparse, share_of, without_zeros
 from stretto.lazy_torch import torch
 from stretto.spec import Range
@@ -56,7 +56,7 @@ class deep_gradient_compression(Sparse):
     papers = ("Lin et al. 2018 (1712.01887)",)
     keeps_residual = True
 
-    def memory(self, like: Tensor, scene: Scene = ALONE) -> Momentum:
+    def memory(self, like: Tensor, scene: CodecContext = ALONE) -> Momentum:
         return Momentum(like, scene.workers)
 
     def residual(self, memory: Momentum) -> Tensor:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 from stretto import kernels
-from stretto.codecs.base import ALONE, Codec, Scene
+from stretto.codecs.base import ALONE, Codec, CodecContext
 from stretto.codecs.sparsifier import Sparse
 from stretto.errors import RecipeError, explain
 from stretto.spec import Range
@@ -34,7 +34,7 @@ class Moves:
         return moved.to(like.dtype)
 
 
-def moves(codec: Codec, scene: Scene) -> Moves:
+def moves(codec: Codec, scene: CodecContext) -> Moves:
     """A memory of the parameters' moves; RecipeError where it is not known what is exchanged about them."""
     if scene.theta is None:
         raise RecipeError(
@@ -66,7 +66,7 @@ class difference_threshold(Sparse):
     papers = ("Chen, Blum, Takac, Sadler 2022 (2202.02491)",)
     needs_theta = True
 
-    def memory(self, like: Tensor, scene: Scene = ALONE) -> Moves:
+    def memory(self, like: Tensor, scene: CodecContext = ALONE) -> Moves:
         return moves(self, scene)
 
     def select(self, x: Tensor, owed: Tensor | None, memory: Moves) -> tuple[Tensor, Tensor]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
-from stretto.codecs.base import ALONE, Codec, Scene, refuse_not_finite
+from stretto.codecs.base import ALONE, Codec, CodecContext, refuse_not_finite
 from stretto.codecs.sparsifier import Sparse
 from stretto.codecs.wrapper import Around
-from stretto.collective_ops import Conversation
+from stretto.collective_ops import CollectiveCoroutine
 from stretto.errors import RecipeError, explain
 from stretto.lazy_torch import torch
 from stretto.spec import Range
@@ -65,7 +65,7 @@ class error_feedback(Around):
     def sources(self) -> tuple[str, ...]:
         return (*self.papers, *self.codec.sources())
 
-    def memory(self, like: Tensor, scene: Scene = ALONE) -> Owed:
+    def memory(self, like: Tensor, scene: CodecContext = ALONE) -> Owed:
         return Owed(like, self.codec.memory(like, scene))
 
     def residual(self, memory: Owed) -> Tensor:
@@ -74,7 +74,7 @@ class error_feedback(Around):
     def take_on(self, memory: Owed, owed: Tensor) -> None:
         memory.owed.add_(owed)
 
-    def converse(self, x: Tensor, memory: Owed, owed: Tensor | None = None) -> Conversation:
+    def converse(self, x: Tensor, memory: Owed, owed: Tensor | None = None) -> CollectiveCoroutine:
         self._fade(x, memory)
         return (yield from self.codec.converse(x, memory.inner, owed=memory.owed))
 

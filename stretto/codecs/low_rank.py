@@ -7,9 +7,9 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
-from stretto.codecs.base import ALONE, Block, Codec, Scene, refuse_not_finite
+from stretto.codecs.base import ALONE, Block, Codec, CodecContext, refuse_not_finite
 from stretto.codecs.by_size import Placed
-from stretto.collective_ops import Answer, Ask, Conversation, Mean
+from stretto.collective_ops import AllReduceMean, Answer, CollectiveCoroutine, CollectiveOp
 from stretto.lazy_torch import torch
 from stretto.spec import Range
 
@@ -39,15 +39,15 @@ class low_rank(Placed):
 
     papers = ("Vogels et al. 2019 (1905.13727)",)
 
-    def memory(self, like: Tensor, scene: Scene = ALONE) -> Bases:
+    def memory(self, like: Tensor, scene: CodecContext = ALONE) -> Bases:
         return Bases(like, scene, self.rank)
 
-    def bytes_of(self, x: Tensor, scene: Scene = ALONE) -> int:
+    def bytes_of(self, x: Tensor, scene: CodecContext = ALONE) -> int:
         matrices, rest = _cut(x.numel(), scene, self.rank)
         factors = sum(self.rank * (one.rows + one.columns) for one in matrices)
         return _working(x.dtype).itemsize * (factors + sum(len(run) for run in rest))
 
-    def converse(self, x: Tensor, memory: Any, owed: Tensor | None = None) -> Conversation:
+    def converse(self, x: Tensor, memory: Any, owed: Tensor | None = None) -> CollectiveCoroutine:
         refuse_not_finite(x if owed is None else x.add_(owed), self)
         own, plain = memory.views(x)
         bases = memory.bases()
@@ -61,11 +61,11 @@ class low_rank(Placed):
         return cast("Bases", memory).write(x, p, q, plain)
 
 
-def _mean(tensors: Sequence[Tensor], codec: Codec) -> Generator[Ask, Answer, list[Tensor]]:
+def _mean(tensors: Sequence[Tensor], codec: Codec) -> Generator[CollectiveOp, Answer, list[Tensor]]:
     """The means of tensors in one turn. They are checked before and after: a sum can be too large for its type."""
     said = torch.cat([one.flatten() for one in tensors])
     refuse_not_finite(said, codec)
-    agreed = cast("Tensor", (yield Mean(said)))
+    agreed = cast("Tensor", (yield AllReduceMean(said)))
     refuse_not_finite(agreed, codec)
     parts = torch.split(agreed, [one.numel() for one in tensors])
     return [part.view(one.shape) for part, one in zip(parts, tensors, strict=True)]
@@ -90,7 +90,7 @@ class Bases:
     It is the same at all workers, and has to be: whoever joins takes it over or all begin anew.
     """
 
-    def __init__(self, like: Tensor, scene: Scene, rank: int) -> None:
+    def __init__(self, like: Tensor, scene: CodecContext, rank: int) -> None:
         self.matrices, self.rest = _cut(like.numel(), scene, rank)
         self.q = [like.new_zeros((rank, one.columns), dtype=_working(like.dtype)) for one in self.matrices]
         self.seed, self.round = scene.seed, 0
@@ -131,7 +131,7 @@ class Bases:
         return x
 
 
-def _cut(numbers: int, scene: Scene, rank: int) -> tuple[list[Matrix], list[range]]:
+def _cut(numbers: int, scene: CodecContext, rank: int) -> tuple[list[Matrix], list[range]]:
     """The matrices of a range that become smaller, and the runs of numbers that ride along."""
     whole = Block("", 0, numbers, _near_square(numbers))
     matrices, rest = [], []

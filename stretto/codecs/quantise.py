@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from stretto import kernels
-from stretto.codecs.base import ALONE, Codec, Scene, SingleRound, refuse_not_finite
-from stretto.errors import WireError
+from stretto.codecs.base import ALONE, Codec, CodecContext, SingleRound, refuse_not_finite
+from stretto.errors import TransportError
 from stretto.lazy_torch import torch
 from stretto.spec import Range
 
@@ -51,7 +51,7 @@ class quantise(SingleRound):
         """The delta of ||a - C(a)||^2 <= (1 - delta) ||a||^2: the largest of a bucket is said, and others shrink."""
         return 1 / max(1, min(n, self.bucket)) if self.norm == "max" and not self.stochastic else None
 
-    def memory(self, like: Tensor, scene: Scene = ALONE) -> Any:
+    def memory(self, like: Tensor, scene: CodecContext = ALONE) -> Any:
         return Rounds(scene) if self.stochastic else None
 
     def encode(self, x: Tensor, memory: Any) -> Tensor:
@@ -90,7 +90,7 @@ class quantise(SingleRound):
 class Rounds:
     """Counts the rounds of one worker and gives each a seed of its own."""
 
-    def __init__(self, scene: Scene) -> None:
+    def __init__(self, scene: CodecContext) -> None:
         self._of = f"{scene.seed} {scene.worker}"
         self.round = 0
 
@@ -109,7 +109,7 @@ def joined(scales: Tensor, packed: Tensor) -> Tensor:
 def parted(message: Tensor, scales: int, packed: int, codec: Codec) -> tuple[Tensor, Tensor]:
     """The scales and the packed bytes of a message; WireError if it has another length."""
     if message.dtype != torch.uint8 or message.numel() != 4 * scales + packed:
-        raise WireError(
+        raise TransportError(
             f"a message of another worker is not in the encoding {codec}: {message.numel()} numbers of "
             f"{str(message.dtype).removeprefix('torch.')}, and there should be {4 * scales + packed} bytes"
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, cast
 
-from stretto.codecs.base import ALONE, Scene
+from stretto.codecs.base import ALONE, CodecContext
 from stretto.codecs.sparsifier import Sparse, share_of
 from stretto.lazy_torch import torch
 from stretto.spec import Range
@@ -52,7 +52,7 @@ class random_k(Sparse):
     def overshoots(self) -> bool:
         return self.unbiased
 
-    def memory(self, like: Tensor, scene: Scene = ALONE) -> Rounds:
+    def memory(self, like: Tensor, scene: CodecContext = ALONE) -> Rounds:
         return Rounds()
 
     def select(self, x: Tensor, owed: Tensor | None, memory: Rounds) -> tuple[Tensor, Tensor]:

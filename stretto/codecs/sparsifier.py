@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from stretto import kernels
 from stretto.codecs.base import SingleRound, refuse_not_finite
-from stretto.collective_ops import Conversation, Mean
-from stretto.errors import WireError
+from stretto.collective_ops import AllReduceMean, CollectiveCoroutine
+from stretto.errors import TransportError
 from stretto.lazy_torch import torch
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class Sparse(SingleRound):
         try:
             indices, used = kernels.on(like).unpack_indices(message, like.numel())
         except ValueError as error:
-            raise WireError(f"a message of another worker is not in the encoding {self}: {error}") from error
+            raise TransportError(f"a message of another worker is not in the encoding {self}: {error}") from error
         return indices, used
 
     def say(self, values: Tensor, indices: Tensor, memory: Any) -> Tensor:
@@ -78,9 +78,9 @@ class Sparse(SingleRound):
         return entries * like.element_size()
 
     def expect(self, said: Tensor, nbytes: int) -> None:
-        """Raise WireError unless so many bytes follow the places."""
+        """Raise TransportError unless so many bytes follow the places."""
         if said.numel() != nbytes:
-            raise WireError(
+            raise TransportError(
                 f"a message of another worker is not in the encoding {self}: "
                 f"{said.numel()} bytes follow the places, and {nbytes} should"
             )
@@ -108,11 +108,11 @@ class Sparse(SingleRound):
         values = self.hear(message[used:], indices, total.new_empty(indices.numel()))
         kernels.on(total).add_at(total, indices, values)
 
-    def exchange(self, message: Tensor, like: Tensor) -> Conversation:
+    def exchange(self, message: Tensor, like: Tensor) -> CollectiveCoroutine:
         if not self.linear:
             return (yield from super().exchange(message, like))
         indices, used = self.told(message, like)
-        summed = cast("Tensor", (yield Mean(aligned(message[used:], self.kind(like)))))
+        summed = cast("Tensor", (yield AllReduceMean(aligned(message[used:], self.kind(like)))))
         values = self.hear(summed.view(torch.uint8), indices, like.new_empty(indices.numel()))
         kernels.on(like).add_at(like.zero_(), indices, values)
         return like

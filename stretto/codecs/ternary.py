@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 from stretto import kernels
-from stretto.codecs.base import ALONE, Scene, SingleRound, refuse_not_finite
+from stretto.codecs.base import ALONE, CodecContext, SingleRound, refuse_not_finite
 from stretto.codecs.quantise import Rounds, joined, parted, quantise
 from stretto.lazy_torch import torch
 from stretto.spec import Range
@@ -41,7 +41,7 @@ class ternary(SingleRound):
     def _packing(self) -> quantise:
         return quantise(bits=2, bucket=self.bucket)
 
-    def memory(self, like: Tensor, scene: Scene = ALONE) -> Rounds:
+    def memory(self, like: Tensor, scene: CodecContext = ALONE) -> Rounds:
         return Rounds(scene)
 
     def encode(self, x: Tensor, memory: Any) -> Tensor:

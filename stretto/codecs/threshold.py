@@ -7,7 +7,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Annotated
 
 from stretto import kernels
-from stretto.codecs.base import ALONE, Scene
+from stretto.codecs.base import ALONE, CodecContext
 from stretto.codecs.sparsifier import Sparse, aligned
 from stretto.errors import RecipeError, explain
 from stretto.lazy_torch import torch
@@ -69,7 +69,7 @@ class threshold(Sparse):
         """Whether what is carried and what is owed are the input."""
         return self.clip is None
 
-    def memory(self, like: Tensor, scene: Scene = ALONE) -> Tau:
+    def memory(self, like: Tensor, scene: CodecContext = ALONE) -> Tau:
         return Tau(self.tau)
 
     def select(self, x: Tensor, owed: Tensor | None, memory: Tau) -> tuple[Tensor, Tensor]:

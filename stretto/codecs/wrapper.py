@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from stretto.codecs.base import ALONE, Codec, Scene
-from stretto.collective_ops import Conversation
+from stretto.codecs.base import ALONE, Codec, CodecContext
+from stretto.collective_ops import CollectiveCoroutine
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,7 +39,7 @@ class Around(Codec):
     def keeps_residual(self) -> bool:
         return self.inner.keeps_residual
 
-    def memory(self, like: Tensor, scene: Scene = ALONE) -> Any:
+    def memory(self, like: Tensor, scene: CodecContext = ALONE) -> Any:
         return self.inner.memory(like, scene)
 
     def residual(self, memory: Any) -> Tensor | None:
@@ -48,7 +48,7 @@ class Around(Codec):
     def take_on(self, memory: Any, owed: Tensor) -> None:
         self.inner.take_on(memory, owed)
 
-    def converse(self, x: Tensor, memory: Any, owed: Tensor | None = None) -> Conversation:
+    def converse(self, x: Tensor, memory: Any, owed: Tensor | None = None) -> CollectiveCoroutine:
         return self.inner.converse(x, memory, owed)
 
     def bytes_of(self, x: Tensor) -> int:
@@ -69,5 +69,5 @@ class Around(Codec):
     def add_to(self, total: Tensor, message: Tensor) -> None:
         self.inner.add_to(total, message)
 
-    def exchange(self, message: Tensor, like: Tensor) -> Conversation:
+    def exchange(self, message: Tensor, like: Tensor) -> CollectiveCoroutine:
         return self.inner.exchange(message, like)

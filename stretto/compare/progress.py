@@ -9,14 +9,14 @@ from rich.console import Console
 from rich.text import Text
 
 from stretto.compare.trials import Trial
-from stretto.launcher.progress_display import Watch
+from stretto.launcher.progress_display import ProgressDisplay
 from stretto.report import formatting
 from stretto.report.run_record import Record
 
 Cost = tuple[Trial, float]
 
 
-class Silent(Watch):
+class Silent(ProgressDisplay):
     """Watches a run with the live line alone: a comparison says a line of its own when a run has ended."""
 
     def note(self, text: str) -> None:
@@ -31,7 +31,7 @@ class Progress:
         self._costs: list[Cost] = []
         self._begun = 0.0
 
-    def begin(self, trial: Trial) -> Watch:
+    def begin(self, trial: Trial) -> ProgressDisplay:
         """A run begins: what shall watch it."""
         self._begun = self._console.get_time()
         title = ", ".join(filter(None, [f"run {self._place(trial)}", f"seed {trial.seed}", self._left()]))

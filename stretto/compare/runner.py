@@ -12,9 +12,9 @@ import msgspec
 
 from stretto.compare.trials import Question, Trial, trials
 from stretto.errors import LogError, StrettoError
-from stretto.launcher.local import Order
+from stretto.launcher.local import RunConfig
 from stretto.launcher.local import run as run_order
-from stretto.launcher.progress_display import Watch
+from stretto.launcher.progress_display import ProgressDisplay
 from stretto.report import run_log
 from stretto.report.run_record import Record, record, unstarted
 
@@ -24,7 +24,7 @@ NAME = "compare.json"
 class Teller(Protocol):
     """Who is told where the comparison is."""
 
-    def begin(self, trial: Trial) -> Watch: ...
+    def begin(self, trial: Trial) -> ProgressDisplay: ...
     def end(self, trial: Trial, record: Record) -> None: ...
     def say(self, text: str) -> None: ...
 
@@ -37,7 +37,7 @@ class Comparison:
         question: Question,
         folder: Path,
         teller: Teller,
-        run: Callable[[Order, Watch], Path] = run_order,
+        run: Callable[[RunConfig, ProgressDisplay], Path] = run_order,
     ) -> None:
         self.question, self.folder = question, folder
         self.trials = trials(question)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from stretto.errors import LaunchError, explain
-from stretto.launcher.config import GlobalBatch, LrScale, Order, check
+from stretto.launcher.config import GlobalBatch, LrScale, RunConfig, check
 from stretto.launcher.entry import typed
 from stretto.report.run_record import ALONE, JOINED
 from stretto.report.target import Target
@@ -82,9 +82,9 @@ class Trial:
         """What its record calls the recipe."""
         return self.recipe or (JOINED if self.join > 1 else ALONE)
 
-    def order(self, question: Question, folder: Path) -> Order:
+    def order(self, question: Question, folder: Path) -> RunConfig:
         """What the launcher is told. A run alone is what the others are measured by, so nothing slows it down."""
-        return Order(
+        return RunConfig(
             script=question.script,
             module=question.module,
             args=question.args,

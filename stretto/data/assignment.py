@@ -27,7 +27,7 @@ Pieces: TypeAlias = tuple[Range, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Portion:
+class RankBatch:
     """What a worker gets of one hand, and what it knows of the others.
 
     `own` is empty for an idle worker; `samples` are its own, `total` those of all whose work in this hand counts.
@@ -141,7 +141,7 @@ class _Change:
     back: list[Range] = field(default_factory=list)
 
 
-class Deal:
+class BatchAssignment:
     """Deals the batches of one pass, hand by hand. `sizes` are their samples, in order.
 
     In a hand each member gets one piece, or none when there are too few; the first in the order of `members` have
@@ -182,7 +182,7 @@ class Deal:
         self._since: dict[int, int] = {}
         """By member: the hand after which it came, where that is not the beginning."""
 
-    def next(self, me: int) -> Portion | None:
+    def next(self, me: int) -> RankBatch | None:
         """Deal the next hand; None when nothing is left for anybody, unless somebody gives something back."""
         if not self._pool and self._batch == len(self._bounds) - 1:
             return None
@@ -284,7 +284,7 @@ class Deal:
         twin = self.twin()
         return (portion.own for portion in iter(lambda: twin.next(me), None))
 
-    def twin(self) -> Deal:
+    def twin(self) -> BatchAssignment:
         """Another that stands where this one does."""
         twin = copy.copy(self)
         twin._pool, twin._runs, twin._lost = self._pool.copy(), self._runs.copy(), self._lost.copy()
@@ -306,7 +306,7 @@ class Deal:
         }
 
     @classmethod
-    def restored(cls, state: dict[str, Any], members: Sequence[int]) -> Deal:
+    def restored(cls, state: dict[str, Any], members: Sequence[int]) -> BatchAssignment:
         """Go on from a state with these members. All work in it is that of ended lives."""
         deal = cls((), members, state["rule"], state["base"], _unpacked(state["sizes"]))
         deal.hand = deal._committed = state["hand"]
@@ -316,7 +316,7 @@ class Deal:
         return deal
 
     @classmethod
-    def of_settled(cls, bounds: array[int], settled: Iterable[int], workers: int) -> Deal:
+    def of_settled(cls, bounds: array[int], settled: Iterable[int], workers: int) -> BatchAssignment:
         """That of batches which were handed out one by one: what is not settled was given back."""
         deal, done = cls((), (), base=workers, bounds=bounds), set(settled)
         deal._batch = max(done, default=-1) + 1
@@ -400,16 +400,16 @@ class Deal:
         rank = bisect_left(run.members, worker)
         return self._shape(run, number).piece(rank) if run.members[rank : rank + 1] == (worker,) else ()
 
-    def _portion(self, me: int) -> Portion:
+    def _portion(self, me: int) -> RankBatch:
         """What `me` gets of the last hand."""
         run, lost = self._runs[-1], self._lost.get(self.hand)
         shape = self._shape(run, self.hand)
         mine = self._since.get(me, 0) <= run.after  # else it was that of an earlier life
         own = self._piece(run, self.hand, me) if mine else ()
         if not lost:
-            return Portion(own, _samples(own), shape.samples, shape.pieces < len(run.members))
+            return RankBatch(own, _samples(own), shape.samples, shape.pieces < len(run.members))
         counting = [shape.piece(rank) for rank, worker in enumerate(run.members) if worker not in lost]
-        return Portion(own, _samples(own), sum(map(_samples, counting)), () in counting)
+        return RankBatch(own, _samples(own), sum(map(_samples, counting)), () in counting)
 
     def _give_back(self, change: _Change, number: int) -> None:
         """Keep for a change what a hand gave to those who are gone by then."""

@@ -16,7 +16,7 @@ from stretto.membership.epoch_numbers import section_of
 
 
 @dataclass(frozen=True, slots=True)
-class Handed:
+class DispatchReply:
     """What a worker that asked is told: its lease, or to meet the others, or with neither that nothing is left.
 
     `samples` counts those handed out in the pass so far. `cut` says that the meeting is only for keeping what there is.
@@ -28,7 +28,7 @@ class Handed:
     cut: bool = False
 
 
-class Coordinator:
+class BatchDispatcher:
     """The batches of one pass after the other, handed to whoever is free."""
 
     def __init__(self, workers: int) -> None:
@@ -86,21 +86,21 @@ class Coordinator:
         self._waiting.clear()
         self._out.clear()
 
-    def lease(self, worker: int, number: int) -> Handed:
+    def lease(self, worker: int, number: int) -> DispatchReply:
         """A worker is free. What it asks of a pass that is over, it gets nothing for."""
         if number != self.number or worker not in self.members:
-            return Handed(None, self._samples)
+            return DispatchReply(None, self._samples)
         heard = self._heard.get(worker, 0)
         if heard < len(self.called):
             self._heard[worker] = heard + 1
-            return Handed(None, self._samples, meet=True, cut=self.called[heard])
+            return DispatchReply(None, self._samples, meet=True, cut=self.called[heard])
         lease = self._ledger.lease(worker) if worker not in self._out else None
         if lease is not None:
             self._leases[lease.batch] = lease
             self._handed += 1
             self._samples += lease.samples
             self._call_due()
-        return Handed(lease, self._samples)
+        return DispatchReply(lease, self._samples)
 
     def call(self, worker: int) -> None:
         """All are to meet for a cut, if there still is a batch for the worker that asks."""

@@ -29,7 +29,7 @@ SHORTEST_PATIENCE_S = 0.1
 
 
 @dataclass(frozen=True)
-class Order:
+class RunConfig:
     """One run of a script on workers of this machine: of a file, or of a `module` whose name `script` is.
 
     `recipe` is text and wins over the script's; `alone` switches every exchange off and `join` makes one
@@ -146,7 +146,7 @@ class Order:
         }
 
 
-def settled(order: Order) -> Order:
+def settled(order: RunConfig) -> RunConfig:
     """The same order with all that follows from it: the script's file, the recipe over its servers, and how many."""
     order = order if order.module else replace(order, script=entry.located(order.script))
     if order.recipe is None:
@@ -158,7 +158,7 @@ def settled(order: Order) -> Order:
     return replace(order, recipe=recipe, servers=0 if order.alone else shards)
 
 
-def in_server_words(order: Order) -> str | None:
+def in_server_words(order: RunConfig) -> str | None:
     """Return what `--servers` makes of a recipe that has no server of its own, or None where it changes nothing."""
     if order.recipe is None or not order.servers or order.alone:
         return None
@@ -171,7 +171,7 @@ def in_server_words(order: Order) -> str | None:
     return f"--servers {order.servers} makes {settled(order).recipe} of the recipe {order.recipe}: {means}"
 
 
-def is_free(order: Order) -> bool:
+def is_free(order: RunConfig) -> bool:
     """Whether the recipe of a settled order lets nobody wait for others."""
     if order.recipe is None:
         return False
@@ -180,7 +180,7 @@ def is_free(order: Order) -> bool:
     return parse(order.recipe).asynchronous
 
 
-def check(order: Order, live: bool = True) -> None:
+def check(order: RunConfig, live: bool = True) -> None:
     """Raise LaunchError or RecipeError when the order cannot be run as it is; nothing is started then.
 
     A run that is not `live` is simulated: it has no coordinator to speak to.
@@ -200,7 +200,7 @@ def check(order: Order, live: bool = True) -> None:
     _check_batch(order)
 
 
-def _check_server_options(order: Order, live: bool) -> None:
+def _check_server_options(order: RunConfig, live: bool) -> None:
     """Refuse what would change nothing without a server."""
     from stretto.recipe.parser import parse
 
@@ -215,7 +215,7 @@ def _check_server_options(order: Order, live: bool) -> None:
         raise LaunchError(explain(problem, got=got, expected=expected, to_type="--recipe async_sgd --plain"))
 
 
-def _check_numbers(order: Order) -> None:
+def _check_numbers(order: RunConfig) -> None:
     _at_least_one("the number of workers", order.workers, "-n 4")
     _at_least_one("the number of threads per worker", order.threads, "--threads 1")
     _at_least_one("the number of joined batches", order.join, "join=4")
@@ -228,7 +228,7 @@ def _check_numbers(order: Order) -> None:
         _refuse("the port", order.port, "a port from 1 to 65535, or 0 for a free one", "leave --port away")
 
 
-def _check_survival(order: Order) -> None:
+def _check_survival(order: RunConfig) -> None:
     """Refuse numbers that no run can have."""
     least, most = order.min_workers, order.max_workers
     if not (order.patience_s >= SHORTEST_PATIENCE_S and math.isfinite(order.patience_s)):
@@ -243,7 +243,7 @@ def _check_survival(order: Order) -> None:
         _refuse("the number of restarts", order.restarts, "a whole number, 0 or more", "--restarts 3")
 
 
-def _check_host(order: Order) -> None:
+def _check_host(order: RunConfig) -> None:
     """Workers that join later meet the others; they can't have a part of a server, whose workers are counted."""
     if order.host is None:
         return
@@ -255,7 +255,7 @@ def _check_host(order: Order) -> None:
         raise LaunchError(explain(problem, got=got, expected=expected, to_type=to_type))
 
 
-def _check_batch(order: Order) -> None:
+def _check_batch(order: RunConfig) -> None:
     """Refuse a larger learning rate for a batch that is not larger."""
     if order.global_batch == "split" and order.lr_scale != "none":
         problem = "--lr-scale is for a larger batch, and with --batch split all workers share the script's batch"
@@ -263,7 +263,7 @@ def _check_batch(order: Order) -> None:
         raise LaunchError(explain(problem, got=got, expected="one of the two", to_type=to_type))
 
 
-def _check_chaos(order: Order) -> None:
+def _check_chaos(order: RunConfig) -> None:
     if order.chaos is not None:
         faults = parse(order.chaos)
         check_faults(faults, order.workers, settled(order).servers or 0)
@@ -277,13 +277,13 @@ def _strikes_coordinator(fault: Fault) -> bool:
     return isinstance(fault, Kill | Pause) and fault.who.kind == "coordinator"
 
 
-def planned(order: Order) -> Iterator[tuple[float, Happening]]:
+def planned(order: RunConfig) -> Iterator[tuple[float, Happening]]:
     """What is done to the processes of a settled order on purpose, and how many seconds after their start."""
     faults = parse(order.chaos) if order.chaos is not None else ()
     return schedule(faults, order.workers, order.servers or 0, order.seed, supervised=order.endures)
 
 
-def _check_checkpoints(order: Order) -> None:
+def _check_checkpoints(order: RunConfig) -> None:
     _at_least_one("the number of checkpoints kept", order.keep, "--keep 3")
     if order.checkpoint_every is not None:
         every(order.checkpoint_every)

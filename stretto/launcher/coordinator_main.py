@@ -25,8 +25,8 @@ from stretto.events import LogFile
 from stretto.interval import every
 from stretto.launcher.shard_main import keys_in, leave
 from stretto.launcher.worker_main import fail, speak_in_lines
-from stretto.membership.coordinator import COORDINATOR, Event, Roll
-from stretto.membership.write_ahead_log import Journal, read
+from stretto.membership.coordinator import COORDINATOR, Event, MembershipCoordinator
+from stretto.membership.write_ahead_log import WriteAheadLog, read
 
 AGAIN_S = 2.0
 """How often those who are gone are told of again: a service that was started again has forgotten."""
@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def _coordinate() -> None:
-    from stretto.membership.server import RollCall
+    from stretto.membership.server import MembershipServer
     from stretto.security import ServerKeys
 
     given = os.environ
@@ -51,12 +51,12 @@ def _coordinate() -> None:
     keys = keys_in(given.pop("STRETTO_SERVER_KEYS", None))
     place = folder / "journal"
     records = read(place)
-    journal = Journal(place)
+    journal = WriteAheadLog(place)
     if journal.cut_off:
         lost = f"{journal.cut_off} bytes after it are lost"
         print(f"the journal is whole up to record {len(records)}: {lost}", file=sys.stderr, flush=True)
-    roll = Roll.restored(records, time.monotonic()) if records else _begun(settings)
-    RollCall(
+    roll = MembershipCoordinator.restored(records, time.monotonic()) if records else _begun(settings)
+    MembershipServer(
         socket.socket(fileno=int(given["STRETTO_LISTEN_FD"])),
         roll,
         journal,
@@ -67,16 +67,16 @@ def _coordinate() -> None:
     ).run(threading.Event())
 
 
-def _messenger(settings: dict[str, Any], given: Mapping[str, str]) -> _Messenger | None:
+def _messenger(settings: dict[str, Any], given: Mapping[str, str]) -> _DeathMessenger | None:
     """For workers that do not wait for each other; others say by their generation who is there."""
     if "STRETTO_SERVERS" not in given or not settings.get("free"):
         return None
-    return _Messenger([f"tcp://{one}" for one in given["STRETTO_SERVERS"].split(",")], given.get("STRETTO_KEYS"))
+    return _DeathMessenger([f"tcp://{one}" for one in given["STRETTO_SERVERS"].split(",")], given.get("STRETTO_KEYS"))
 
 
-def _begun(settings: dict[str, Any]) -> Roll:
+def _begun(settings: dict[str, Any]) -> MembershipCoordinator:
     """The roll of a run that begins."""
-    return Roll(
+    return MembershipCoordinator(
         settings,
         settings["expected"],
         settings.get("min_workers", 1),
@@ -87,7 +87,7 @@ def _begun(settings: dict[str, Any]) -> Roll:
     )
 
 
-class _Messenger(threading.Thread):
+class _DeathMessenger(threading.Thread):
     """Tells the services of a parameter server who is gone, and tells those that were started again once more."""
 
     def __init__(self, addresses: Sequence[str], keys: str | None) -> None:
@@ -103,10 +103,10 @@ class _Messenger(threading.Thread):
 
     def run(self) -> None:
         """Pass on what comes."""
-        from stretto.parameter_server.rpc_channel import Herald
+        from stretto.parameter_server.rpc_channel import DeathNotifier
         from stretto.security import worker_keys
 
-        herald = Herald(self._addresses, worker_keys(self._keys))
+        herald = DeathNotifier(self._addresses, worker_keys(self._keys))
         while True:
             try:
                 event = self._events.get(timeout=AGAIN_S)
@@ -122,7 +122,7 @@ class _Messenger(threading.Thread):
 class _Publisher:
     """Writes what is to be known: notices for the launcher to show, events to the log of the run."""
 
-    def __init__(self, log: LogFile, zero: float, messenger: _Messenger | None) -> None:
+    def __init__(self, log: LogFile, zero: float, messenger: _DeathMessenger | None) -> None:
         self._log, self._zero, self._messenger = log, zero, messenger
 
     def publish(self, notices: Sequence[str], events: Sequence[Event]) -> None:

@@ -13,7 +13,7 @@ from stretto.membership.coordinator import Gone
 RECONNECT_MS = 20
 
 
-class Herald:
+class ExitNotifier:
     """Tells the coordinator who is gone. What it has told is told again to one that was started again."""
 
     def __init__(self, servers: Servers, first: int = 0) -> None:

@@ -10,7 +10,7 @@ from stretto.events import Event
 from stretto.launcher.process_specs import called
 from stretto.launcher.processes import Exited
 from stretto.launcher.worker_main import AGAIN
-from stretto.membership.loop_positions import COMING, Place
+from stretto.membership.loop_positions import COMING, LoopPosition
 
 TAIL_LINES = 20
 NO_END = (
@@ -101,7 +101,7 @@ def _of_silence(end: Exited) -> Cause:
     return Cause(end.worker, headline, NO_END if end.worker >= 0 and not end.code else "", True, False)
 
 
-def _within(place: Place) -> str:
+def _within(place: LoopPosition) -> str:
     return f" in epoch {place.epoch} at step {place.step}" if place.phase != COMING else ""
 
 

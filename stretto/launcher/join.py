@@ -14,10 +14,10 @@ from typing import Any
 import msgspec
 
 from stretto.errors import LaunchError, LogError, explain
-from stretto.launcher.config import Order, Output
+from stretto.launcher.config import Output, RunConfig
 from stretto.launcher.endpoints import Keys, Pair, Servers
 from stretto.launcher.entry import check
-from stretto.launcher.process_specs import Cast
+from stretto.launcher.process_specs import ProcessPlan
 from stretto.run_dir import cores
 
 INVITATION = "invitation.json"
@@ -27,12 +27,12 @@ CALL_S = 5.0
 """How long the coordinator may take to answer a call."""
 
 
-class Invitation(msgspec.Struct, frozen=True):
+class JoinInfo(msgspec.Struct, frozen=True):
     """What those who join have to know. `keys` are the server's public one and the workers' pair."""
 
     coordinator: str
     keys: tuple[str, str, str] | None
-    order: Order
+    order: RunConfig
 
     def servers(self) -> Servers:
         """The services that the run has, as its guests see them."""
@@ -41,7 +41,7 @@ class Invitation(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True)
-class Guests:
+class JoinRequest:
     """What a person asks for who joins a run."""
 
     run: Path
@@ -51,7 +51,7 @@ class Guests:
     restarts: int = 3
 
 
-def invite(folder: Path, order: Order, servers: Servers) -> None:
+def invite(folder: Path, order: RunConfig, servers: Servers) -> None:
     """Lay down an invitation, which only the owner can read. Raises LogError when the disk does not take it."""
     own = servers.keys
     keys = (own.server.public, own.worker.public, own.worker.secret) if own is not None else None
@@ -59,7 +59,7 @@ def invite(folder: Path, order: Order, servers: Servers) -> None:
     script = order.script if order.module else order.script.absolute()
     order = replace(order, script=script, out=None, resume=None, chaos=None, min_workers=1)
     order = replace(order, scaled_workers=order.workers)
-    text = msgspec.json.encode(Invitation(servers.coordinator_at, keys, order), enc_hook=str)
+    text = msgspec.json.encode(JoinInfo(servers.coordinator_at, keys, order), enc_hook=str)
     path = folder / INVITATION
     try:
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
@@ -68,7 +68,7 @@ def invite(folder: Path, order: Order, servers: Servers) -> None:
         raise LogError(f"{path} cannot be written: {error.strerror}") from error
 
 
-def cast_of(guests: Guests) -> Cast:
+def cast_of(guests: JoinRequest) -> ProcessPlan:
     """The workers that join. Raises LaunchError when there is no run that they can join."""
     if guests.workers < 1:
         problem, expected = f"{guests.workers} workers cannot join", "at least 1"
@@ -84,13 +84,13 @@ def cast_of(guests: Guests) -> Cast:
         restarts=guests.restarts,
     )
     numbers = _take_numbers(guests.run / GUESTS, order.workers, guests.workers)
-    return Cast(order, guests.run, None, invitation.servers(), guests=numbers)
+    return ProcessPlan(order, guests.run, None, invitation.servers(), guests=numbers)
 
 
-def _read(run: Path) -> Invitation:
+def _read(run: Path) -> JoinInfo:
     path = run / INVITATION
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Invitation, dec_hook=_path)
+        return msgspec.json.decode(path.read_bytes(), type=JoinInfo, dec_hook=_path)
     except FileNotFoundError:
         problem = f"nobody can join {run}" if run.is_dir() else f"there is no run {run}"
         expected, to_type = "the folder of a run with --host, on a disk that both machines see", "stretto join runs/RUN"

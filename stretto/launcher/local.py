@@ -10,25 +10,25 @@ from queue import SimpleQueue
 
 from stretto.errors import LaunchError
 from stretto.events import read_events
-from stretto.launcher.config import Order, check, in_server_words, planned, settled
+from stretto.launcher.config import RunConfig, check, in_server_words, planned, settled
 from stretto.launcher.endpoints import servers_for
 from stretto.launcher.failure_cause import Cause, readable
-from stretto.launcher.join import Guests, cast_of, invite
+from stretto.launcher.join import JoinRequest, cast_of, invite
 from stretto.launcher.listeners import listening
-from stretto.launcher.log_relay import Relay, log_of
-from stretto.launcher.process_specs import Cast
-from stretto.launcher.processes import Crew, Inbox, Signalled
-from stretto.launcher.progress_display import Watch
+from stretto.launcher.log_relay import LogRelay, log_of
+from stretto.launcher.process_specs import ProcessPlan
+from stretto.launcher.processes import Inbox, ProcessTable, Signalled
+from stretto.launcher.progress_display import ProgressDisplay
 from stretto.launcher.resume_hint import left_in
 from stretto.launcher.script_watch import several_write
 from stretto.launcher.signals import heeded
 from stretto.launcher.supervisor import Stopped, Supervisor
 from stretto.run_dir import make_folder, write_run
 
-__all__ = ["Guests", "Order", "Stopped", "join", "run"]
+__all__ = ["JoinRequest", "RunConfig", "Stopped", "join", "run"]
 
 
-def run(order: Order, watch: Watch) -> Path:
+def run(order: RunConfig, watch: ProgressDisplay) -> Path:
     """Run a script on workers of this machine and return the run folder.
 
     Raises LaunchError or RecipeError before anything is started, LaunchError with the cause when a worker
@@ -53,14 +53,14 @@ def run(order: Order, watch: Watch) -> Path:
         if order.host is not None:
             invite(folder, order, servers)
         try:
-            _see_through(Cast(order, folder, listener, servers, time.perf_counter()), inbox, watch)
+            _see_through(ProcessPlan(order, folder, listener, servers, time.perf_counter()), inbox, watch)
         except Stopped as stop:
             stop.add(left_in(folder, order.retyped))
             raise
         return folder
 
 
-def join(guests: Guests, watch: Watch) -> Path:
+def join(guests: JoinRequest, watch: ProgressDisplay) -> Path:
     """Add workers of this machine to a run of another, and return its folder when they have ended.
 
     Raises LaunchError and Stopped as `run` does; the run goes on without its guests.
@@ -73,9 +73,9 @@ def join(guests: Guests, watch: Watch) -> Path:
         return cast.folder
 
 
-def _see_through(cast: Cast, inbox: Inbox, watch: Watch) -> None:
+def _see_through(cast: ProcessPlan, inbox: Inbox, watch: ProgressDisplay) -> None:
     order, folder = cast.order, cast.folder
-    crew, relay = Crew(inbox), Relay(folder, order.output, watch)
+    crew, relay = ProcessTable(inbox), LogRelay(folder, order.output, watch)
     supervisor = Supervisor(cast, crew, relay, inbox, planned(order))
     try:
         supervisor.start()
@@ -94,14 +94,14 @@ def _see_through(cast: Cast, inbox: Inbox, watch: Watch) -> None:
         raise LaunchError(_told(cause, relay, folder))
 
 
-def _note_files(folder: Path, relay: Relay) -> None:
+def _note_files(folder: Path, relay: LogRelay) -> None:
     """Say which files several workers have written; a run whose workers wrote no event has none to compare."""
     log = folder / "events.jsonl"
     if log.exists() and (text := several_write(read_events(log))) is not None:
         relay.note(text)
 
 
-def _told(cause: Cause, relay: Relay, folder: Path) -> str:
+def _told(cause: Cause, relay: LogRelay, folder: Path) -> str:
     """The readable text; what a process has told of its error goes into its log as well."""
     log = log_of(folder, cause.worker)
     if cause.said_so:

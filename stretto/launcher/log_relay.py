@@ -21,7 +21,7 @@ from typing import IO
 
 from stretto.launcher.config import Output
 from stretto.launcher.process_specs import called
-from stretto.launcher.progress_display import OURS, Watch, whole_lines
+from stretto.launcher.progress_display import OURS, ProgressDisplay, whole_lines
 from stretto.membership.coordinator import COORDINATOR
 
 CHUNK_BYTES = 1 << 16
@@ -58,14 +58,14 @@ class _Voice:
             self.file = None
 
 
-class Relay(threading.Thread):
+class LogRelay(threading.Thread):
     """Reads all pipes until it is closed and the last one is."""
 
-    def __init__(self, folder: Path, output: Output, watch: Watch) -> None:
+    def __init__(self, folder: Path, output: Output, watch: ProgressDisplay) -> None:
         super().__init__(name="relay", daemon=True)
         self._folder = folder
         self._output = output
-        self._watch: Watch | None = watch
+        self._watch: ProgressDisplay | None = watch
         self._limit: float | None = None
         self._selector = selectors.DefaultSelector()
         self._voices: dict[int, _Voice] = {}
@@ -157,7 +157,7 @@ class Relay(threading.Thread):
         for line in lines:
             self.note(line.removeprefix(OURS).decode(errors="replace"))
 
-    def _show(self, act: Callable[[Watch], None]) -> None:
+    def _show(self, act: Callable[[ProgressDisplay], None]) -> None:
         """Show something. A terminal that went away ends the showing, never the run."""
         if self._watch is None:
             return
@@ -170,7 +170,7 @@ class Relay(threading.Thread):
             traceback.print_exc()
 
 
-def _note(watch: Watch, text: str) -> None:
+def _note(watch: ProgressDisplay, text: str) -> None:
     watch.note(text)
 
 

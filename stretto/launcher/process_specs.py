@@ -18,7 +18,7 @@ from socket import socket
 
 from stretto.faults.stragglers import factors
 from stretto.interval import every
-from stretto.launcher.config import Order, is_free
+from stretto.launcher.config import RunConfig, is_free
 from stretto.launcher.endpoints import Servers, address
 from stretto.launcher.listeners import OWN, interface_of
 from stretto.launcher.worker_main import FILE, MODULE
@@ -33,7 +33,7 @@ KEPT = 3
 
 
 @dataclass(frozen=True)
-class Part:
+class ProcessSpec:
     """One process to be started. Its environment may hold keys, so it is never printed."""
 
     number: int
@@ -68,20 +68,20 @@ def server_of(shard: int) -> int:
 
 
 @dataclass(frozen=True)
-class Cast:
+class ProcessPlan:
     """What the processes of a run are made from; `zero` is when it began, by the machine's clock.
 
     Those of a run that another launcher has begun are `guests`, by their numbers, and nothing else.
     """
 
-    order: Order
+    order: RunConfig
     folder: Path
     listener: socket | None
     servers: Servers
     zero: float = 0.0
     guests: tuple[int, ...] = ()
 
-    def all(self) -> Iterator[Part]:
+    def all(self) -> Iterator[ProcessSpec]:
         """All processes. The coordinator is first, for all ask it first; workers are before servers, since they have
         more to do before they meet.
         """
@@ -90,13 +90,13 @@ class Cast:
             numbers.insert(0, COORDINATOR)
         return map(self.part, numbers)
 
-    def part(self, number: int, life: int = 0) -> Part:
+    def part(self, number: int, life: int = 0) -> ProcessSpec:
         """One of them, for the first time or again."""
         if number == COORDINATOR:
             return self._coordinator()
         return self._worker(number, life) if number >= 0 else self._server(number, life)
 
-    def _worker(self, number: int, life: int) -> Part:
+    def _worker(self, number: int, life: int) -> ProcessSpec:
         """The lead inherits the listening socket at which all will meet, so no port can be lost to another."""
         order, listener = self.order, None if number else self.listener
         command = [sys.executable, "-P", "-m", "stretto.launcher.worker_main"]
@@ -105,9 +105,9 @@ class Cast:
         if order.endures:
             environment["STRETTO_LIFE"] = str(life)
         of = max(order.workers, *(one + 1 for one in self.guests or (0,)))
-        return Part(number, of, command, environment, [listener.fileno()] if listener is not None else [])
+        return ProcessSpec(number, of, command, environment, [listener.fileno()] if listener is not None else [])
 
-    def _server(self, number: int, life: int) -> Part:
+    def _server(self, number: int, life: int) -> ProcessSpec:
         """The launcher's environment and its place; no recipe, for that comes from the workers."""
         order, servers, shard = self.order, self.servers, shard_of(number)
         task = {
@@ -119,14 +119,14 @@ class Cast:
             task |= {"STRETTO_CUTS": str(self.folder.resolve() / "cuts"), "STRETTO_CUT_EVERY": str(_cut_every_s(order))}
         task |= {"STRETTO_RESTORE": "1"} if life else {}
         command, environment = self._service("shard_main", task | servers.for_server(shard))
-        return Part(number, servers.shards, command, environment, servers.inherited(shard))
+        return ProcessSpec(number, servers.shards, command, environment, servers.inherited(shard))
 
-    def _coordinator(self) -> Part:
+    def _coordinator(self) -> ProcessSpec:
         """Workers can't disagree on settings that it holds for them."""
         assert self.servers.coordinator is not None
         settings = {"STRETTO_SETTINGS": json.dumps(settings_of(self.order, self.zero))}
         command, environment = self._service("coordinator_main", settings | self.servers.for_coordinator())
-        return Part(COORDINATOR, 1, command, environment, [self.servers.coordinator.fileno()])
+        return ProcessSpec(COORDINATOR, 1, command, environment, [self.servers.coordinator.fileno()])
 
     def _service(self, module: str, task: dict[str, str]) -> tuple[list[str], dict[str, str]]:
         """How a process that serves the workers is started, and with what."""
@@ -134,13 +134,13 @@ class Cast:
         return [sys.executable, "-P", "-m", f"stretto.launcher.{module}"], common | task | _path(common)
 
 
-def _cut_every_s(order: Order) -> float:
+def _cut_every_s(order: RunConfig) -> float:
     """How often all come together over a server: so often, at least, that a checkpoint is written when it is due."""
     asked = every(order.checkpoint_every).seconds if order.checkpoint_every else None
     return min(CUT_EVERY_S, asked or CUT_EVERY_S)
 
 
-def settings_of(order: Order, zero: float) -> dict[str, object]:
+def settings_of(order: RunConfig, zero: float) -> dict[str, object]:
     """What the coordinator is told of a run. `free`: nobody waits for a worker that has died."""
     return {
         "expected": order.workers,
@@ -154,7 +154,7 @@ def settings_of(order: Order, zero: float) -> dict[str, object]:
     }
 
 
-def environment_of(number: int, order: Order, folder: Path, listener: socket | None) -> dict[str, str]:
+def environment_of(number: int, order: RunConfig, folder: Path, listener: socket | None) -> dict[str, str]:
     """The environment of a worker: the launcher's without torchrun's names, ours, and threads that share the cores."""
     environment = _common(order)
     if order.host is not None:
@@ -166,7 +166,7 @@ def environment_of(number: int, order: Order, folder: Path, listener: socket | N
     return environment | _place(number, order, listener) | _task(number, order, folder) | _path(environment)
 
 
-def _common(order: Order) -> dict[str, str]:
+def _common(order: RunConfig) -> dict[str, str]:
     """The launcher's environment, less what is left of another run in it.
 
     The hash seed is fixed because workers that walk through a set of names must do it in one order.
@@ -224,14 +224,14 @@ OURS = (
 )
 
 
-def _place(worker: int, order: Order, listener: socket | None) -> dict[str, str]:
+def _place(worker: int, order: RunConfig, listener: socket | None) -> dict[str, str]:
     place = {RANK: str(worker), WORLD_SIZE: str(order.workers)}
     if listener is None:
         return place
     return place | {STORE: address(listener)} | ({} if worker else {"STRETTO_LISTEN_FD": str(listener.fileno())})
 
 
-def _task(worker: int, order: Order, folder: Path) -> dict[str, str]:
+def _task(worker: int, order: RunConfig, folder: Path) -> dict[str, str]:
     slow = factors(order.slow, order.workers)
     asked = {
         "STRETTO_RUN": str(folder.resolve()),

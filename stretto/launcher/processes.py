@@ -17,8 +17,8 @@ from typing import IO
 import psutil
 
 from stretto.errors import LaunchError
-from stretto.launcher.process_specs import Part
-from stretto.membership.loop_positions import Place
+from stretto.launcher.process_specs import ProcessSpec
+from stretto.membership.loop_positions import LoopPosition
 from stretto.membership.worker_status import VARIABLE, make_page, read_page
 
 HERE = Path(__file__).resolve().parent
@@ -40,7 +40,7 @@ class Exited:
     code: int
     struck: bool = False
     finished: bool = True
-    place: Place = field(default_factory=Place)
+    place: LoopPosition = field(default_factory=LoopPosition)
 
     @property
     def failed(self) -> bool:
@@ -58,7 +58,7 @@ class Signalled:
 Inbox = SimpleQueue[Exited | Signalled]
 
 
-class Crew:
+class ProcessTable:
     """The workers and servers of one run. Tells the inbox of each exit; `end` leaves no process behind."""
 
     def __init__(self, inbox: Inbox) -> None:
@@ -67,7 +67,7 @@ class Crew:
         self._struck: set[subprocess.Popen[bytes]] = set()
         self._warden = _start_warden()
 
-    def start(self, part: Part) -> IO[bytes]:
+    def start(self, part: ProcessSpec) -> IO[bytes]:
         """Start a process; returns the reading end of its output. Raises LaunchError when the system refuses."""
         page = None
         try:

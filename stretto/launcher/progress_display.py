@@ -16,7 +16,7 @@ from rich.live import Live
 from rich.text import Text
 
 from stretto.events import Event
-from stretto.launcher.config import Order
+from stretto.launcher.config import RunConfig
 from stretto.launcher.run_status import Progress
 
 STDERR = 2
@@ -56,7 +56,7 @@ def _event(line: bytes) -> Event | None:
     return None
 
 
-class Watch:
+class ProgressDisplay:
     """Shows a run's progress on the standard error and what its workers say on `out`, a file descriptor.
 
     `title` stands before the progress, for a comparison to say where it is. `quiet` leaves only what the
@@ -83,7 +83,7 @@ class Watch:
         """Announce a run before any of its processes is started."""
         self.note(f"starting {what}")
 
-    def begin(self, folder: Path, order: Order) -> None:
+    def begin(self, folder: Path, order: RunConfig) -> None:
         """A run begins in a folder. The lead says notices itself, so they are only shown when it is not."""
         self._progress = Progress(notices=order.output == "none")
         self._folder, self._section = folder, None

@@ -29,10 +29,10 @@ def main() -> None:
 
 
 def _serve() -> None:
-    from stretto.parameter_server.rpc_server import ShardPlace, serve  # and with it torch: a SIGTERM before is heeded
+    from stretto.parameter_server.rpc_server import ShardConfig, serve  # and with it torch: a SIGTERM before is heeded
 
     given = os.environ
-    place = ShardPlace(
+    place = ShardConfig(
         shard=int(given["STRETTO_SHARD"]),
         shards=int(given["STRETTO_SHARDS"]),
         workers=int(given["STRETTO_WORLD_SIZE"]),

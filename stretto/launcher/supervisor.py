@@ -17,11 +17,11 @@ import msgspec
 from stretto.errors import LogError
 from stretto.events import Event, LogFile
 from stretto.faults.plan import Happening
-from stretto.launcher.exit_notifier import Herald
+from stretto.launcher.exit_notifier import ExitNotifier
 from stretto.launcher.failure_cause import Cause, first_cause, in_words, is_recovered
-from stretto.launcher.log_relay import Relay
-from stretto.launcher.process_specs import Cast, called, server_of
-from stretto.launcher.processes import Crew, Exited, Inbox, Signalled
+from stretto.launcher.log_relay import LogRelay
+from stretto.launcher.process_specs import ProcessPlan, called, server_of
+from stretto.launcher.processes import Exited, Inbox, ProcessTable, Signalled
 from stretto.launcher.progress_display import Tail
 from stretto.launcher.worker_main import AGAIN
 from stretto.membership.coordinator import ASKED, COORDINATOR
@@ -81,7 +81,12 @@ class Supervisor:
     """Starts the processes of a run and sees it to its end. `plan` is what is done to them on purpose, and when."""
 
     def __init__(
-        self, cast: Cast, crew: Crew, relay: Relay, inbox: Inbox, plan: Iterator[tuple[float, Happening]]
+        self,
+        cast: ProcessPlan,
+        crew: ProcessTable,
+        relay: LogRelay,
+        inbox: Inbox,
+        plan: Iterator[tuple[float, Happening]],
     ) -> None:
         self._cast, self._order = cast, cast.order
         self._crew, self._relay, self._inbox = crew, relay, inbox
@@ -97,7 +102,7 @@ class Supervisor:
         """Those that the run has gone on after, and of which life."""
         self._processes: dict[int, _Process] = {}
         first = min(cast.guests, default=0)
-        self._herald = Herald(cast.servers, first) if cast.servers.coordinator_at is not None else None
+        self._herald = ExitNotifier(cast.servers, first) if cast.servers.coordinator_at is not None else None
 
     def start(self) -> None:
         """Start all processes."""

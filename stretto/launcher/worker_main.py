@@ -23,7 +23,7 @@ from typing import NoReturn
 
 import msgspec
 
-from stretto.errors import BrokenWireError, MemberOutError, StrettoError, WireError
+from stretto.errors import BrokenWireError, MemberOutError, StrettoError, TransportError
 from stretto.events import Event
 from stretto.launcher.entry import module_file, module_name
 from stretto.launcher.script_watch import Written, notice_steps_alone, own_folders
@@ -153,7 +153,7 @@ def _leave_training() -> float:
 
 def _event(error: BaseException, t: float, number: int) -> Event:
     said = {"kind": type(error).__name__, "text": _text(error), "traceback": short(error)}
-    consequence = isinstance(error, WireError)
+    consequence = isinstance(error, TransportError)
     at = round(time.perf_counter(), 6)
     return {"event": "error", "t": t, "worker": number, **said, "consequence": consequence, "at": at}
 

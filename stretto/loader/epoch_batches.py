@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from stretto.data.assignment import Deal, Range
+from stretto.data.assignment import BatchAssignment, Range
 from stretto.errors import LoaderError, explain
 from stretto.loader.epoch_order import (
     Batch,
-    Order,
-    Share,
+    EpochOrder,
+    ShardedBatchSampler,
     cut_stream,
     draw,
     in_parts,
@@ -30,14 +30,14 @@ from stretto.loader.epoch_order import (
     rebuilt,
     samples_in,
 )
-from stretto.loader.global_step import Hand, refuse_too_few
-from stretto.loader.leased_batches import FreeHands, FreeShare
+from stretto.loader.global_step import GlobalStep, refuse_too_few
+from stretto.loader.leased_batches import LeasedBatchSampler, LeasedEpoch
 from stretto.loader.streams import common_stream, sharded_by
-from stretto.parameter_server.client import ServerWire
+from stretto.parameter_server.client import ParameterServerClient
 from stretto.recipe.when import When, on_arrival
-from stretto.runtime.runtime import Surroundings
-from stretto.transport import Wire
-from stretto.transport.elastic import Change, EnduringWire
+from stretto.runtime.runtime import Runtime
+from stretto.transport import Transport
+from stretto.transport.elastic import Change, ElasticTransport
 
 Rule = Literal["local", "joined"]
 """What stays under a changed membership: each worker's batch, or the joined one."""
@@ -47,7 +47,7 @@ Assignment = Literal["round-robin", "contiguous", "own"]
 """Which batches of an epoch are a worker's: one in N, one stretch of them, or all of a shard of its own."""
 
 
-class Hands(Protocol):
+class EpochBatches(Protocol):
     """One pass, hand by hand."""
 
     dropped: int
@@ -74,15 +74,15 @@ class Hands(Protocol):
         """How often each sample of the pass was settled at this worker; None for streams."""
         ...
 
-    def next(self) -> Hand | None:
+    def next(self) -> GlobalStep | None:
         """The next hand; None when no worker has anything left."""
         ...
 
 
-class Leftover:
+class UncommittedWork:
     """What of a pass no exchange has carried. Nothing is listed before somebody is gone: there may be many workers."""
 
-    def __init__(self, order: Order, deal: Deal) -> None:
+    def __init__(self, order: EpochOrder, deal: BatchAssignment) -> None:
         self._order, self._deal = order, deal
         self._taken: set[int] = set()
 
@@ -94,14 +94,18 @@ class Leftover:
         return self._order.among(self._deal.uncommitted(worker))
 
 
-class LeasedHands:
+class AssignedEpoch:
     """The hands of a map-style loader: all is known beforehand, but for who will be there.
 
     `found` is the order of a pass that others have begun, and the deal so far.
     """
 
     def __init__(
-        self, loader: DataLoader[Any], share: Share, wire: Wire, found: tuple[Order, Deal] | None = None
+        self,
+        loader: DataLoader[Any],
+        share: ShardedBatchSampler,
+        wire: Transport,
+        found: tuple[EpochOrder, BatchAssignment] | None = None,
     ) -> None:
         share.begin(*found or ())
         self._loader, self._share, self._me = loader, share, number_of(wire)
@@ -109,7 +113,7 @@ class LeasedHands:
         self.order, self.deal = share.order, share.deal
         self.dropped, self.samples = self.order.dropped, self.deal.samples
         self._settled: list[Range] = []
-        self._parts = isinstance(wire, EnduringWire)
+        self._parts = isinstance(wire, ElasticTransport)
         self._since, self._changed = self.deal.hand, found is not None
         self.is_over = False
         """Whether all hands are dealt."""
@@ -126,7 +130,7 @@ class LeasedHands:
         """Whether there are samples that no worker has got yet."""
         return self.deal.handed < self.deal.samples
 
-    def at_rest(self) -> Deal:
+    def at_rest(self) -> BatchAssignment:
         """The deal so far, at a rest: those who are there have nothing left, though the last hand's may be gone."""
         self.deal.commit()
         return self.deal
@@ -170,9 +174,9 @@ class LeasedHands:
         self._load_anew()
         return back
 
-    def uncommitted(self) -> Leftover:
+    def uncommitted(self) -> UncommittedWork:
         """What of this pass no exchange has carried."""
-        return Leftover(self.order, self.deal.twin())
+        return UncommittedWork(self.order, self.deal.twin())
 
     def reopen(self) -> None:
         """Something was given back when all seemed to be dealt: the pass goes on."""
@@ -207,7 +211,7 @@ class LeasedHands:
         self._changed = True
         return back
 
-    def next(self) -> Hand | None:
+    def next(self) -> GlobalStep | None:
         """Deal the next hand, and load this worker's batch of it."""
         portion = self.deal.next(self._me)
         if portion is None:
@@ -217,19 +221,23 @@ class LeasedHands:
             return None
         parts = self.deal.parts() if self._parts else None
         if not portion.own:
-            return Hand(None, None, 0, self.handed, portion.total, portion.short, parts=parts)
+            return GlobalStep(None, None, 0, self.handed, portion.total, portion.short, parts=parts)
         batch = next(self._batches)
-        return Hand(batch, portion.own, portion.samples, self.handed, portion.total, portion.short, parts=parts)
+        return GlobalStep(batch, portion.own, portion.samples, self.handed, portion.total, portion.short, parts=parts)
 
 
-def number_of(wire: Wire) -> int:
+def number_of(wire: Transport) -> int:
     """A worker's number for good; its rank where nobody can go."""
-    return wire.number if isinstance(wire, EnduringWire | ServerWire) else wire.worker
+    return wire.number if isinstance(wire, ElasticTransport | ParameterServerClient) else wire.worker
 
 
-def members_of(wire: Wire) -> tuple[int, ...]:
+def members_of(wire: Transport) -> tuple[int, ...]:
     """The numbers of all workers that are there."""
-    return tuple(wire.members) if isinstance(wire, EnduringWire | ServerWire) else tuple(range(wire.workers))
+    return (
+        tuple(wire.members)
+        if isinstance(wire, ElasticTransport | ParameterServerClient)
+        else tuple(range(wire.workers))
+    )
 
 
 class StreamedHands:
@@ -240,7 +248,7 @@ class StreamedHands:
 
     dropped = samples = 0
 
-    def __init__(self, stream: Iterator[Any], wire: Wire, free: bool, splits: bool = False) -> None:
+    def __init__(self, stream: Iterator[Any], wire: Transport, free: bool, splits: bool = False) -> None:
         self._stream, self._wire, self._free = stream, wire, free
         self._batches = 1 if splits else wire.workers
         """Number of the stream's batches in a global step, at most."""
@@ -263,31 +271,33 @@ class StreamedHands:
         """Nobody knows."""
         return None
 
-    def next(self) -> Hand | None:
+    def next(self) -> GlobalStep | None:
         """Read this worker's next batch and hear what the others have."""
         batch = next(self._stream, None)
         own = samples_in(batch) if batch is not None else 0
         if self._free:
             self._handed += own
-            return Hand(batch, None, own, self._handed, streamed=self._batches) if own else None
+            return GlobalStep(batch, None, own, self._handed, streamed=self._batches) if own else None
         told = [struct.unpack("<q", one)[0] for one in self._wire.gather(struct.pack("<q", own))]
         total, teller = sum(told), next((worker for worker, samples in enumerate(told) if samples), 0)
         self._handed += total
         streamed = min(len(told) - told.count(0), self._batches)
-        return Hand(batch, None, own, self._handed, total, 0 in told, teller, streamed=streamed) if total else None
+        return (
+            GlobalStep(batch, None, own, self._handed, total, 0 in told, teller, streamed=streamed) if total else None
+        )
 
 
-class Dealer:
+class BatchSource:
     """Begins passes over a script's loader."""
 
     def __init__(
         self,
         loader: Any,
-        wire: Wire,
+        wire: Transport,
         join: int,
         when: When | None = None,
         meet: int | None = None,
-        around: Surroundings | None = None,
+        around: Runtime | None = None,
         rule: Rule = "local",
         base: int | None = None,
         assignment: Assignment | None = None,
@@ -310,13 +320,13 @@ class Dealer:
             self._rule, self._base = "joined", 1
         self.library: str | None = None
         """The library that gives each worker a shard of a stream, where one is known to."""
-        self._share: Share | FreeShare | None = None
+        self._share: ShardedBatchSampler | LeasedBatchSampler | None = None
         if is_leasable(loader):
             _refuse_sharded(loader)
             self._share = self._make_share(when, meet)
             if assignment == "own":
                 _refuse_assignment("an index-based loader", 'an iterable dataset, or deal="round-robin"')
-            self._rebuilt = rebuilt(loader, self._share, (around or Surroundings()).loads(loader))
+            self._rebuilt = rebuilt(loader, self._share, (around or Runtime()).loads(loader))
 
         elif assignment == "contiguous":
             _refuse_assignment("a stream, whose length is unknown", "a loader of a data set with a length")
@@ -324,18 +334,18 @@ class Dealer:
             self.library = sharded_by(loader)
             self.assignment = "own" if self.library is not None else None
 
-    def _make_share(self, when: When | None, meet: int | None) -> Share | FreeShare:
-        def order() -> Order:
+    def _make_share(self, when: When | None, meet: int | None) -> ShardedBatchSampler | LeasedBatchSampler:
+        def order() -> EpochOrder:
             return draw(self._loader, self._wire, self._join, self.peeks(), self._arranged)
 
-        def deals(drawn: Order) -> Deal:
-            return Deal((), self.members(), self._rule, self._base, drawn.bounds)
+        def deals(drawn: EpochOrder) -> BatchAssignment:
+            return BatchAssignment((), self.members(), self._rule, self._base, drawn.bounds)
 
         if not isinstance(when, on_arrival):
-            return Share(order, deals, number_of(self._wire))
-        if not isinstance(self._wire, ServerWire):
+            return ShardedBatchSampler(order, deals, number_of(self._wire))
+        if not isinstance(self._wire, ParameterServerClient):
             raise TypeError("batches are handed to whoever is free by a server")
-        return FreeShare(order, self._wire, meet, when.bound == 0 or self.assignment == "contiguous")
+        return LeasedBatchSampler(order, self._wire, meet, when.bound == 0 or self.assignment == "contiguous")
 
     def _arranged(self, batches: list[Batch]) -> list[Batch]:
         """Return the order in which the script's batches are assigned: stretches interleaved, or parts for leases."""
@@ -349,12 +359,12 @@ class Dealer:
         """Whether samples are leased and audited, or come from a stream."""
         return self._share is not None
 
-    def deal(self, number: int, found: tuple[Order, Deal] | None = None) -> Hands:
+    def deal(self, number: int, found: tuple[EpochOrder, BatchAssignment] | None = None) -> EpochBatches:
         """Begin pass `number`, or take part in one that others have begun."""
-        if isinstance(self._share, FreeShare):
-            return FreeHands(self._rebuilt, self._share, number, found)
+        if isinstance(self._share, LeasedBatchSampler):
+            return LeasedEpoch(self._rebuilt, self._share, number, found)
         if self._share is not None:
-            return LeasedHands(self._rebuilt, self._share, self._wire, found)
+            return AssignedEpoch(self._rebuilt, self._share, self._wire, found)
         whole = joined(iter(self._loader), self._join) if self._join > 1 else self._loader
         if self.assignment == "own":
             return StreamedHands(iter(whole), self._wire, self._free)

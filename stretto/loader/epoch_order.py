@@ -15,10 +15,10 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import BatchSampler, DataLoader, TensorDataset, default_collate
 
-from stretto.data.assignment import Deal, Pieces, bounds_of
+from stretto.data.assignment import BatchAssignment, Pieces, bounds_of
 from stretto.errors import LoaderError, explain
-from stretto.transport import Wire
-from stretto.transport.elastic import EnduringWire
+from stretto.transport import Transport
+from stretto.transport.elastic import ElasticTransport
 
 Batch = list[Any]
 """The indices of one batch, as a batch sampler gives them."""
@@ -29,7 +29,7 @@ ENDLESS = 50_000_000
 
 
 @dataclass(frozen=True)
-class Order:
+class EpochOrder:
     """The batches of one pass, in order. `dropped` samples of the data set are in none of them.
 
     `peeks` numbers the iterations before it that were no pass, for a worker that comes later.
@@ -71,13 +71,13 @@ class _Packed(msgspec.Struct):
 
 def draw(
     loader: DataLoader[Any],
-    wire: Wire,
+    wire: Transport,
     join: int,
     peeks: Sequence[int] = (),
     arranged: Callable[[list[Batch]], list[Batch]] = lambda batches: batches,
-) -> Order:
+) -> EpochOrder:
     """Draw the order of the next pass at worker 0 and tell it to all. `join` batches of the script make one."""
-    if wire.workers == 1 and not isinstance(wire, EnduringWire):
+    if wire.workers == 1 and not isinstance(wire, ElasticTransport):
         return replace(_drawn(loader, join, arranged), peeks=peeks)
     return unpack(wire.tell(lambda: pack(replace(_drawn(loader, join, arranged), peeks=peeks))))
 
@@ -137,7 +137,7 @@ def interleaved(batches: Sequence[Batch], stretches: int) -> list[Batch]:
     return [batches[start + at] for at, those in enumerate(rounds) for start in those]
 
 
-def _drawn(loader: DataLoader[Any], join: int, arranged: Callable[[list[Batch]], list[Batch]]) -> Order:
+def _drawn(loader: DataLoader[Any], join: int, arranged: Callable[[list[Batch]], list[Batch]]) -> EpochOrder:
     batches: list[Batch] = [_as_list(batch) for batch in islice(_sampler(loader), ENDLESS + 1)]
     if len(batches) > ENDLESS:
         problem = "the sampler gives no end of batches, so a pass over it can't be shared out"
@@ -154,7 +154,7 @@ def _drawn(loader: DataLoader[Any], join: int, arranged: Callable[[list[Batch]],
         batches = [list(chain(*batches[at : at + join])) for at in range(0, len(batches), join)]
     drops = getattr(loader, "drop_last", False) or getattr(loader.batch_sampler, "drop_last", False)
     handed = sum(len(batch) for batch in batches)
-    return Order(batches, max(len(loader.sampler) - handed, 0) if drops else 0)  # type: ignore[arg-type]
+    return EpochOrder(batches, max(len(loader.sampler) - handed, 0) if drops else 0)  # type: ignore[arg-type]
 
 
 def _sampler(loader: DataLoader[Any]) -> Iterable[Any]:
@@ -169,7 +169,7 @@ def _as_list(batch: Any) -> Batch:
     return indices
 
 
-def pack(order: Order) -> bytes:
+def pack(order: EpochOrder) -> bytes:
     """An order as bytes, to be told. Raises LoaderError when its indices can't be."""
     flat = [index for batch in order.batches for index in batch]
     sizes = np.array(order.sizes, dtype=np.int64).tobytes()
@@ -197,7 +197,7 @@ def _narrow(numbers: NDArray[np.int64]) -> bytes:
     return numbers.astype(np.int32).tobytes() if fits else numbers.tobytes()
 
 
-def parted(order: Order, left: Pieces) -> tuple[Order, list[int]]:
+def parted(order: EpochOrder, left: Pieces) -> tuple[EpochOrder, list[int]]:
     """The same samples in the same order, what is `left` of them as batches of their own; and which batches are done.
 
     Cost: a list of all indices.
@@ -210,11 +210,11 @@ def parted(order: Order, left: Pieces) -> tuple[Order, list[int]]:
         if start < stop:
             batches.append(order.flat[start:stop])
         at = stop
-    return Order(batches, order.dropped), done
+    return EpochOrder(batches, order.dropped), done
 
 
 @functools.lru_cache(maxsize=1)
-def unpack(told: bytes) -> Order:
+def unpack(told: bytes) -> EpochOrder:
     """The order that was told. Workers of one process that were told the same share it: nobody changes it."""
     try:
         packed = msgspec.msgpack.decode(told, type=_Packed)
@@ -225,7 +225,7 @@ def unpack(told: bytes) -> Order:
     sizes = np.frombuffer(packed.sizes, dtype=np.int64).tolist()
     others = packed.others
     flat = _wide(packed.numbers, sum(sizes)) if others is None else [_frozen(index) for index in others]
-    return Order([flat[start:stop] for start, stop in pairwise(bounds_of(sizes))], packed.dropped, packed.peeks)
+    return EpochOrder([flat[start:stop] for start, stop in pairwise(bounds_of(sizes))], packed.dropped, packed.peeks)
 
 
 def _wide(numbers: bytes, count: int) -> list[int]:
@@ -238,19 +238,21 @@ def _frozen(index: Any) -> Any:
     return tuple(_frozen(one) for one in index) if isinstance(index, list) else index
 
 
-class Share(BatchSampler):
+class ShardedBatchSampler(BatchSampler):
     """The batches that one worker loads. Their order is drawn anew in each pass, when the first is asked for.
 
     So torch's loader draws from the random generator what it always draws, in the order in which it always does.
     `deals` makes the deal of an order that was drawn.
     """
 
-    def __init__(self, draw: Callable[[], Order], deals: Callable[[Order], Deal], worker: int) -> None:
+    def __init__(
+        self, draw: Callable[[], EpochOrder], deals: Callable[[EpochOrder], BatchAssignment], worker: int
+    ) -> None:
         self._draw, self._deals, self._worker = draw, deals, worker
-        self._dealt: tuple[Order, Deal] | None = None
+        self._dealt: tuple[EpochOrder, BatchAssignment] | None = None
         self._ahead: Iterator[Pieces] | None = None
 
-    def begin(self, order: Order | None = None, deal: Deal | None = None) -> None:
+    def begin(self, order: EpochOrder | None = None, deal: BatchAssignment | None = None) -> None:
         """A pass begins: its order is drawn when it is asked for, unless it is known, with the deal so far."""
         self._dealt, self._ahead = None, None
         if order is not None and deal is not None:
@@ -262,22 +264,22 @@ class Share(BatchSampler):
         self._ahead = self.deal.ahead(self._worker)
 
     @property
-    def order(self) -> Order:
+    def order(self) -> EpochOrder:
         """The order of this pass."""
         return self._drawn()[0]
 
-    def extend(self, indices: Batch) -> Order:
+    def extend(self, indices: Batch) -> EpochOrder:
         """Put further samples behind the order of this pass."""
         order, deal = self._drawn()
-        self._dealt = Order([*order.batches, indices], order.dropped), deal
+        self._dealt = EpochOrder([*order.batches, indices], order.dropped), deal
         return self._dealt[0]
 
     @property
-    def deal(self) -> Deal:
+    def deal(self) -> BatchAssignment:
         """Who gets what of it."""
         return self._drawn()[1]
 
-    def _drawn(self) -> tuple[Order, Deal]:
+    def _drawn(self) -> tuple[EpochOrder, BatchAssignment]:
         if self._dealt is None:
             order = self._draw()
             self._dealt = order, self._deals(order)

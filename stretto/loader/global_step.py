@@ -17,7 +17,7 @@ Parts = Callable[[int], int]
 
 
 @dataclass(frozen=True, slots=True)
-class Hand:
+class GlobalStep:
     """One batch a worker. `batch` is None where this worker has none.
 
     `own` are this worker's samples, `total` those of all workers in this hand (0 for a worker that does not wait), and

@@ -10,26 +10,28 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import BatchSampler, DataLoader
 
-from stretto.data.assignment import Deal
+from stretto.data.assignment import BatchAssignment
 from stretto.data.leases import Lease
-from stretto.loader.epoch_order import Batch, Order, pack, parted, unpack
-from stretto.loader.global_step import Hand, refuse_too_few
-from stretto.parameter_server.client import ServerWire
-from stretto.parameter_server.client_types import AnewError
+from stretto.loader.epoch_order import Batch, EpochOrder, pack, parted, unpack
+from stretto.loader.global_step import GlobalStep, refuse_too_few
+from stretto.parameter_server.client import ParameterServerClient
+from stretto.parameter_server.client_types import RollbackRequiredError
 from stretto.parameter_server.messages import Leased
 
 
-class FreeShare(BatchSampler):
+class LeasedBatchSampler(BatchSampler):
     """The batches that this worker gets, one after the other, as long as there are any.
 
     A loader that loads ahead leases ahead. `meet` is after how many batches all workers meet. Where they wait for each
     other in every round the batches are `dealt` in turn, so that a round is the same as behind any other barrier.
     """
 
-    def __init__(self, draw: Callable[[], Order], wire: ServerWire, meet: int | None, dealt: bool) -> None:
+    def __init__(
+        self, draw: Callable[[], EpochOrder], wire: ParameterServerClient, meet: int | None, dealt: bool
+    ) -> None:
         self._draw, self.wire, self._meet, self._dealt = draw, wire, meet, dealt
-        self._order: Order | None = None
-        self._begun: tuple[Order, list[int]] | None = None
+        self._order: EpochOrder | None = None
+        self._begun: tuple[EpochOrder, list[int]] | None = None
         """The order of a pass that was begun in another run, and its batches that were done there."""
         self._number = 0
         self._asked: tuple[int, int] | None = None
@@ -41,13 +43,13 @@ class FreeShare(BatchSampler):
         self.cuts = 0
         """How many meetings for a cut alone are due."""
 
-    def begin(self, number: int, found: tuple[Order, Deal] | None) -> None:
+    def begin(self, number: int, found: tuple[EpochOrder, BatchAssignment] | None) -> None:
         """A pass begins. Its order is drawn anew when it is asked for, unless it was `found` with the deal so far."""
         self._number, self._order, self._asked = number, None, None
         self._begun = parted(found[0], found[1].left()) if found is not None else None
         self.leased.clear()
 
-    def order(self) -> Order:
+    def order(self) -> EpochOrder:
         """The order of this pass, drawn with all workers when it is first asked for; then batches can be leased."""
         if self._order is None:
             self._order, settled = self._begun or (self._found(), [])
@@ -64,7 +66,7 @@ class FreeShare(BatchSampler):
         """Whether the coordinator keeps the order, for a worker that comes later."""
         return self.wire.endures or self.wire.expected > 1
 
-    def _found(self) -> Order:
+    def _found(self) -> EpochOrder:
         """The order of this pass: drawn with all, or kept by the coordinator for a worker that comes later."""
         wire, number = self.wire, self._number
         if wire.order[0] == number:
@@ -74,14 +76,14 @@ class FreeShare(BatchSampler):
         wire.keeps = None
         return order
 
-    def at_rest(self) -> Deal:
+    def at_rest(self) -> BatchAssignment:
         """What of this pass is settled, and what is to be dealt again, when nothing of any worker is under way.
 
-        Raises AnewError when a server was lost.
+        Raises RollbackRequiredError when a server was lost.
         """
         bounds, counted = self.order().bounds, self.wire.count(self._number)[0]
         settled = (batch for batch, start in enumerate(bounds[:-1]) if start < len(counted) and counted[start])
-        return Deal.of_settled(bounds, settled, self.wire.expected)
+        return BatchAssignment.of_settled(bounds, settled, self.wire.expected)
 
     def ask_ahead(self) -> None:
         """Ask for the next batch; the answer is waited for when it is needed."""
@@ -103,7 +105,7 @@ class FreeShare(BatchSampler):
         self._asked = None
         try:
             return self.wire.is_over(self._number, left)
-        except AnewError:
+        except RollbackRequiredError:
             self.wire.recover()
             return False
 
@@ -147,16 +149,20 @@ class FreeShare(BatchSampler):
             asked, self._asked = self._asked, None
             try:
                 return self.wire.lease(asked), self.wire.age
-            except AnewError:
+            except RollbackRequiredError:
                 if asked[1] == self.wire.age:
                     self.wire.recover()
 
 
-class FreeHands:
+class LeasedEpoch:
     """One pass of a worker that does not wait for others."""
 
     def __init__(
-        self, loader: DataLoader[Any], share: FreeShare, number: int, found: tuple[Order, Deal] | None = None
+        self,
+        loader: DataLoader[Any],
+        share: LeasedBatchSampler,
+        number: int,
+        found: tuple[EpochOrder, BatchAssignment] | None = None,
     ) -> None:
         self._loader, self._share = loader, share
         self._loads_ahead = loader.num_workers > 0
@@ -174,8 +180,8 @@ class FreeHands:
         if found is None:
             refuse_too_few(self.samples, share.wire.workers)
 
-    def at_rest(self) -> Deal:
-        """The deal so far, when nothing of any worker is under way. Raises AnewError when a server was lost."""
+    def at_rest(self) -> BatchAssignment:
+        """The deal so far, when nothing of any worker is under way. Raises RollbackRequiredError when a server was lost."""
         return self._share.at_rest()
 
     def meetings(self) -> int:
@@ -203,7 +209,7 @@ class FreeHands:
         """Return the counts of each sample, and of the samples that each worker's incarnations have trained."""
         return self._share.counted()
 
-    def next(self) -> Hand | None:
+    def next(self) -> GlobalStep | None:
         """The next batch of this worker, or None when there are none left for anybody, and nobody has one."""
         while True:
             batch = next(self._batches, None)
@@ -215,7 +221,7 @@ class FreeHands:
                 continue
             lease, handed = self._share.leased.popleft()
             if lease.age == self._share.wire.age:
-                return Hand(batch, lease, lease.samples, handed)
+                return GlobalStep(batch, lease, lease.samples, handed)
 
     def leave(self) -> None:
         """The script has left the pass, and this worker's work is brought: wait for the others, who do the rest."""

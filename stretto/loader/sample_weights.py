@@ -9,13 +9,13 @@ import numpy as np
 
 from stretto.loader.global_step import Parts
 from stretto.runtime.phase_timer import Stopwatch
-from stretto.transport import Wire
+from stretto.transport import Transport
 
 
 class Weights:
     """The samples behind what the workers are about to exchange: everyone knows its own and the sum."""
 
-    def __init__(self, wire: Wire) -> None:
+    def __init__(self, wire: Transport) -> None:
         self._wire = wire
         self._own = self._total = 0
         self._hands: list[tuple[int, int]] = []
@@ -73,7 +73,7 @@ class Weights:
 class Arrivals:
     """When this worker was ready for each exchange and how long it was blocked: what it waited for is known later."""
 
-    def __init__(self, wire: Wire) -> None:
+    def __init__(self, wire: Transport) -> None:
         self._wire = wire
         self._notes: list[tuple[float, float]] = []
 

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from stretto.errors import LoaderError, explain
-from stretto.transport import Wire
+from stretto.transport import Transport
 
 DIGEST_BYTES = 8
 DEEPEST = 6
@@ -106,7 +106,7 @@ def _put(states: tuple[Any, ...]) -> None:
     np.random.set_state(states[2])
 
 
-def common_stream(loader: Iterable[Any], wire: Wire, number: int, is_checked: bool) -> Iterator[Any]:
+def common_stream(loader: Iterable[Any], wire: Transport, number: int, is_checked: bool) -> Iterator[Any]:
     """Return the batches of a stream that all workers read in one order.
 
     Raises LoaderError, at every worker, if `is_checked` and the workers' first batches differ.

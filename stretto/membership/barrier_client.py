@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 import zmq
 
-from stretto.errors import WireError, explain
+from stretto.errors import TransportError, explain
 from stretto.membership.barriers import EVERYBODY, NOBODY, Arrive, Missing, Position
 from stretto.security import WorkerKeys
 
@@ -44,7 +44,7 @@ class Barrier(Protocol):
     def wait(self, position: Position, of: int, mend: Callable[[], None]) -> None:
         """Report a position and wait for worker `of`, or EVERYBODY; call `mend` between two questions.
 
-        Raises WireError when workers are still missing after the limit of all waits.
+        Raises TransportError when workers are still missing after the limit of all waits.
         """
         ...
 
@@ -144,12 +144,12 @@ def _key(position: Position, worker: int) -> str:
     return f"barrier/{position.section}/{position.place}/{position.label}/{position.index}/{worker}"
 
 
-def late(worker: int, missing: list[int] | None, limit_s: float) -> WireError:
+def late(worker: int, missing: list[int] | None, limit_s: float) -> TransportError:
     """The error of a worker that has waited at a barrier for too long."""
     whom = f"worker {', '.join(map(str, missing))}" if missing else "the coordinator, which did not answer"
     problem = f"worker {worker} waited {limit_s:g} s at a barrier (stretto.barrier, main_first or save) for {whom}"
     expected = "a call that all workers come to: one inside `if stretto.is_main():` stops here"
-    return WireError(
+    return TransportError(
         explain(problem, got="no sign that it has come there", expected=expected, to_type=f"--timeout {limit_s * 2:g}")
     )
 

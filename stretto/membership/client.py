@@ -18,10 +18,22 @@ import zmq
 import zmq.utils.garbage  # its handler at exit has to be registered before ours, which runs first
 from zmq.utils.monitor import parse_monitor_message
 
-from stretto.errors import MemberOutError, UnevenLoopsError, WireError
-from stretto.membership.client_state import ALONE, Attendance, Attending
+from stretto.errors import MemberOutError, TransportError, UnevenLoopsError
+from stretto.membership.client_state import ALONE, CoordinatorConnection, MembershipClientState
 from stretto.membership.loop_positions import Waits
-from stretto.membership.messages import EXCHANGING, Beat, Broken, Form, GoOn, Hello, Here, Leave, Quit, Said, Told
+from stretto.membership.messages import (
+    EXCHANGING,
+    Broken,
+    Continue,
+    GenerationView,
+    Heartbeat,
+    Leave,
+    Quit,
+    ReadyReport,
+    Register,
+    Said,
+    Told,
+)
 from stretto.security import WorkerKeys
 
 LARGEST_TOLD = 1 << 24
@@ -33,10 +45,10 @@ _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(Told)
 
 
-class Companion(Attending):
+class MembershipClient(CoordinatorConnection):
     """A worker's connection to the coordinator, in a thread of its own.
 
-    Made, it has said Hello and has been welcomed: `settings` are those of the run. Raises WireError when no
+    Made, it has said Hello and has been welcomed: `settings` are those of the run. Raises TransportError when no
     coordinator answers for `limit_s`. Who stands gets a MemberOutError when no coordinator is there for `patience_s`,
     and a WireError when the run cannot go on.
     """
@@ -53,7 +65,7 @@ class Companion(Attending):
     ) -> None:
         self.on_abort = on_abort
         """Called from the thread when the worker's generation is over, or the worker is out: with it and the reason."""
-        super().__init__(Attendance(worker, life, self._news))
+        super().__init__(MembershipClientState(worker, life, self._news))
         self._me = f"worker {worker}"
         self._address, self._patience_s = address, patience_s
         self._every_s = min(patience_s / 5, 1.0)
@@ -124,7 +136,7 @@ class Companion(Attending):
 
     # --- waiting -----------------------------------------------------------------------------------------------------
 
-    def _stand(self, here: Here) -> Form | GoOn:
+    def _stand(self, here: ReadyReport) -> GenerationView | Continue:
         with self._changed:
             self.attendance.stand(here)
             self._wake()
@@ -147,13 +159,13 @@ class Companion(Attending):
         if self.attendance.out is not None:
             raise MemberOutError(f"{self._me} is no member any more: {self.attendance.out}")
         if (stop := self.attendance.stopped) is not None:
-            raise UnevenLoopsError(stop.why) if stop.uneven else WireError(f"the run cannot go on: {stop.why}")
+            raise UnevenLoopsError(stop.why) if stop.uneven else TransportError(f"the run cannot go on: {stop.why}")
         if self._problem:
-            raise WireError(f"the coordinator at {self._address} {self._problem}")
+            raise TransportError(f"the coordinator at {self._address} {self._problem}")
 
-    def _unanswered(self, limit_s: float) -> WireError:
+    def _unanswered(self, limit_s: float) -> TransportError:
         text = f"no coordinator answered {self._me} at {self._address} for {limit_s:g} s"
-        return WireError(text) if self.attendance.settings is None else MemberOutError(text)
+        return TransportError(text) if self.attendance.settings is None else MemberOutError(text)
 
     def _wake(self) -> None:
         with contextlib.suppress(OSError):  # it is awake, or has ended
@@ -215,7 +227,7 @@ class Companion(Attending):
             event = parse_monitor_message(self._monitor.recv_multipart())["event"]
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 is_new = True
-                self._say(Hello(socket.gethostname(), os.getpid()))
+                self._say(Register(socket.gethostname(), os.getpid()))
             elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                 self._problem = "refused this worker's key"
                 with self._changed:
@@ -244,9 +256,9 @@ class Companion(Attending):
             is_welcome = self.attendance.settings is not None
         if with_beat:
             doing, hand, since = self._doing
-            self._say(Beat(generation, doing, time.monotonic() - since, hand, self.place(), self._waits))
+            self._say(Heartbeat(generation, doing, time.monotonic() - since, hand, self.place(), self._waits))
             if not is_welcome:
-                self._say(Hello(socket.gethostname(), os.getpid()))
+                self._say(Register(socket.gethostname(), os.getpid()))
         if self._broken is not None and self._broken.generation > aborted:
             self._say(self._broken)
         if self._quits:

@@ -9,13 +9,25 @@ from typing import Any
 import msgspec
 
 from stretto.membership.coordinator import rested
-from stretto.membership.messages import Abort, Broken, Form, GoOn, Here, Hold, Out, Said, Stop, Told, Welcome
+from stretto.membership.messages import (
+    AbortGeneration,
+    Broken,
+    Continue,
+    Evicted,
+    GenerationView,
+    PauseRequest,
+    ReadyReport,
+    Registered,
+    Said,
+    Shutdown,
+    Told,
+)
 
 ALONE = 0.7
 """The share of the patience for which a worker goes on alone without a word of the coordinator."""
 
 
-class Attendance:
+class MembershipClientState:
     """What a worker knows of its membership, and what it says; a plain state machine.
 
     `news` is told of each Abort that ends the generation that this worker is in, and of Out and Stop.
@@ -34,14 +46,14 @@ class Attendance:
         self.is_alone = False
         """Whether nobody else is in its generation."""
         self.out: str | None = None
-        self.stopped: Stop | None = None
-        self.answer: Form | GoOn | None = None
+        self.stopped: Shutdown | None = None
+        self.answer: GenerationView | Continue | None = None
         """What the worker that stands was told."""
-        self._standing: Here | None = None
+        self._standing: ReadyReport | None = None
         self._rested = -1
         """The hand at which this generation began, or rested last."""
 
-    def stand(self, here: Here) -> None:
+    def stand(self, here: ReadyReport) -> None:
         """The worker stands still, until `answer` is there."""
         sign = 1 if here.generation > 0 else -1
         here = msgspec.structs.replace(here, generation=sign * self.generation, at_rest=here.at_rest and sign > 0)
@@ -49,7 +61,7 @@ class Attendance:
         if here.at_rest and self.aborted >= self.generation:
             self._standing = msgspec.structs.replace(here, at_rest=False)
         elif here.at_rest and here.hand <= self._rested:
-            self._reply(GoOn(self.generation, self._rested + 1))
+            self._reply(Continue(self.generation, self._rested + 1))
 
     def says(self) -> list[Said]:
         """What is to be said now, and again until there is an answer."""
@@ -61,24 +73,24 @@ class Attendance:
     def told(self, told: Told) -> bool:
         """The coordinator says something; True when there is something to be said at once."""
         match told:
-            case Welcome():
+            case Registered():
                 self.settings = told.settings
-            case Abort():
+            case AbortGeneration():
                 return self._abort(told.generation, told.why)
-            case Hold():
+            case PauseRequest():
                 news = told.generation == self.generation > self.aborted and not self.held
                 self.held = self.held or news
                 return news
-            case GoOn():
+            case Continue():
                 here = self._standing
                 if here is not None and here.at_rest and here.generation == told.generation and here.hand < told.hand:
                     self._reply(told)
-            case Form():
+            case GenerationView():
                 return self._form(told)
-            case Out():
+            case Evicted():
                 self.out = self.out or told.why
                 self._news(self.generation, told.why)
-            case Stop():
+            case Shutdown():
                 self.stopped = self.stopped or told
                 self._news(self.generation, told.why)
         return False
@@ -93,7 +105,7 @@ class Attendance:
         self._news(generation, why)
         return is_first and here is not None
 
-    def _form(self, form: Form) -> bool:
+    def _form(self, form: GenerationView) -> bool:
         here = self._standing
         if here is None:
             return False
@@ -114,19 +126,19 @@ class Attendance:
             return True
         return False
 
-    def _enter(self, form: Form) -> None:
+    def _enter(self, form: GenerationView) -> None:
         self.generation, self.held, self._rested = form.generation, False, rested(form)
         self.is_alone = len(form.members) == 1
         self._reply(form)
 
-    def _reply(self, answer: Form | GoOn) -> None:
+    def _reply(self, answer: GenerationView | Continue) -> None:
         self.answer, self._standing = answer, None
 
 
-class Attending(ABC):
+class CoordinatorConnection(ABC):
     """A worker's line to the coordinator, whatever carries what is said."""
 
-    def __init__(self, attendance: Attendance) -> None:
+    def __init__(self, attendance: MembershipClientState) -> None:
         self.attendance = attendance
 
     @property
@@ -139,19 +151,19 @@ class Attending(ABC):
         """The last generation that is known to be over: one that is just being formed may be over before it is."""
         return self.attendance.aborted
 
-    def stand(self, here: Here) -> Form:
+    def stand(self, here: ReadyReport) -> GenerationView:
         """Stand still until the next generation is formed. A form without this worker asks it to leave.
 
         Raises MemberOutError when this life is no member any more, and what else the line raises.
         """
         answer = self._stand(msgspec.structs.replace(here, at_rest=False))
-        assert isinstance(answer, Form)
+        assert isinstance(answer, GenerationView)
         return answer
 
-    def at_rest(self, here: Here) -> Form | GoOn:
+    def at_rest(self, here: ReadyReport) -> GenerationView | Continue:
         """Stand still between two hands, because `held`; others may have come further. Raises as `stand` does."""
         return self._stand(msgspec.structs.replace(here, at_rest=True))
 
     @abstractmethod
-    def _stand(self, here: Here) -> Form | GoOn:
+    def _stand(self, here: ReadyReport) -> GenerationView | Continue:
         """Say where the worker stands, and wait for the answer."""

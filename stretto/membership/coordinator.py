@@ -4,8 +4,8 @@ It is told what workers say, what the launcher sees, and the time; it says what 
 lost, doubled and come late: a worker says again what it has not been answered, and is answered the same again.
 
 Two things are final, whatever is heard later: that a worker stands still behind an Abort of generation G (it says
-`Here` with that generation and not at rest), and that it was in G without getting any state (`Here` with -G, which the
-others are shown as 0). A worker at rest may be sent on, so the hands tell which of its words is the last.
+`ReadyReport` with that generation and not at rest), and that it was in G without getting any state (`ReadyReport` with
+-G, which the others are shown as 0). A worker at rest may be sent on, so the hands tell which of its words is the last.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ import msgspec
 from stretto.membership.barriers import Awaited
 from stretto.membership.loop_positions import Exchanges, Waits, explained, sentence
 from stretto.membership.messages import (
-    Abort,
-    Beat,
+    AbortGeneration,
     Broken,
-    Form,
-    GoOn,
-    Hello,
-    Here,
-    Hold,
+    Continue,
+    Evicted,
+    GenerationView,
+    Heartbeat,
     Leave,
     Member,
-    Out,
+    PauseRequest,
     Quit,
+    ReadyReport,
+    Register,
+    Registered,
     Said,
-    Stop,
+    Shutdown,
     Told,
-    Welcome,
 )
 
 COORDINATOR = -1000
@@ -47,7 +47,7 @@ ANEW = "no worker with history is left: all begin anew, from the last checkpoint
 
 
 @dataclass(frozen=True, slots=True)
-class Post:
+class Outgoing:
     """What one life of one worker is to be told."""
 
     worker: int
@@ -87,7 +87,7 @@ class Began(_Record, frozen=True):
 class Formed(_Record, frozen=True):
     """A generation; `left` are those that leave with it in good order."""
 
-    form: Form
+    form: GenerationView
     left: list[int] = []
 
 
@@ -129,7 +129,7 @@ class _Process:
     life: int
     heard: float
     state: State = "new"
-    here: Here | None = None
+    here: ReadyReport | None = None
     """Where it stands, once it does."""
     hand: int = 0
     """The furthest hand that it is known to have been dealt in this generation."""
@@ -153,7 +153,7 @@ class _Process:
         return self.state in ("new", "in")
 
 
-class Roll:
+class MembershipCoordinator:
     """Who is in, and in which generation.
 
     `expected` workers make the first generation. Fewer than `min_workers` do not go on, more than `max_workers` are not
@@ -177,7 +177,7 @@ class Roll:
             settings, expected, min_workers, max_workers, free, patience_s, patience_s if return_s is None else return_s
         )
         self._all: dict[int, _Process] = {}
-        self._formed = Form(0, [])
+        self._formed = GenerationView(0, [])
         self._phase: Phase = "running" if free else "gathering"
         self._why = ""
         """Why the generation is over, or why the run cannot go on."""
@@ -193,7 +193,7 @@ class Roll:
         """The members, their lives and commits when an exchange was broken off last, and how often in a row."""
         self.uneven: str | None = None
         """Why the run cannot go on, if the workers' loops are of unequal length."""
-        self._posts: list[Post] = []
+        self._posts: list[Outgoing] = []
         self._records: list[bytes] = []
         self.notices: list[str] = []
         """What a person should know, since it was last taken away."""
@@ -202,7 +202,7 @@ class Roll:
         self._record(self._began)
 
     @classmethod
-    def restored(cls, records: Iterable[bytes], now: float) -> Roll:
+    def restored(cls, records: Iterable[bytes], now: float) -> MembershipCoordinator:
         """The roll that wrote these records, as far as they go. The first says how it began."""
         began, *others = (_DECODER.decode(one) for one in records)
         assert isinstance(began, Began), "a journal of the roll begins with the settings"
@@ -266,17 +266,17 @@ class Roll:
 
     # --- what it is told --------------------------------------------------------------------------------------------
 
-    def hear(self, worker: int, life: int, said: Said, now: float) -> list[Post]:
+    def hear(self, worker: int, life: int, said: Said, now: float) -> list[Outgoing]:
         """A worker says something."""
         one = self._all.get(worker)
         if one is not None and life < one.life:
-            return [Post(worker, life, Out(f"a later process of worker {worker} has taken its place"))]
+            return [Outgoing(worker, life, Evicted(f"a later process of worker {worker} has taken its place"))]
         if one is None or life > one.life:
             one = self._begin(worker, life, now)
         if self._phase == "stopped":
-            self._tell(worker, Stop(self._why, self.uneven is not None))
+            self._tell(worker, Shutdown(self._why, self.uneven is not None))
         elif one.state == "gone":
-            self._tell(worker, Out(one.why))
+            self._tell(worker, Evicted(one.why))
         else:
             one.heard, one.slow = now, False
             self._take(worker, one, said, now)
@@ -284,7 +284,7 @@ class Roll:
 
     def gone(
         self, worker: int, life: int, now: float, will_return: bool = False, why: str = "its process ended"
-    ) -> list[Post]:
+    ) -> list[Outgoing]:
         """The launcher saw a process end, and starts it again or not."""
         one = self._all.get(worker)
         if one is None or life > one.life:
@@ -293,7 +293,7 @@ class Roll:
             self._end(worker, why, will_return, now, again=f", worker {worker} is started again" if will_return else "")
         return self._settled(now)
 
-    def tick(self, now: float) -> list[Post]:
+    def tick(self, now: float) -> list[Outgoing]:
         """Time has passed: somebody's patience may have run out."""
         for worker, one in self._all.items():
             silent = now - one.heard
@@ -310,36 +310,36 @@ class Roll:
         for one in self._all.values():
             one.heard += seconds
 
-    def save(self, now: float) -> list[Post]:
+    def save(self, now: float) -> list[Outgoing]:
         """A checkpoint is wanted, at the next rest of all."""
         self._saves = not self._began.free
         return self._settled(now)
 
     def _take(self, worker: int, one: _Process, said: Said, now: float) -> None:
         match said:
-            case Hello():
-                self._tell(worker, Welcome(self._began.settings, self.generation))
-            case Beat():
+            case Register():
+                self._tell(worker, Registered(self._began.settings, self.generation))
+            case Heartbeat():
                 self._beat(worker, one, said, now)
             case Broken():
                 self._broken(worker, one, said, now)
-            case Here():
+            case ReadyReport():
                 self._here(worker, one, said, now)
             case Quit():
                 self._quit(worker, one, now)
             case Leave():
                 self._leave(worker, one, now)
 
-    def _beat(self, worker: int, one: _Process, said: Beat, now: float) -> None:
+    def _beat(self, worker: int, one: _Process, said: Heartbeat, now: float) -> None:
         one.doing, one.since, one.place = said.doing, now - said.for_s, max(one.place, said.place)
         if one.state != "in" or said.generation != self.generation:
             return
         one.hand = max(one.hand, said.hand)
         self._note_exchange(one, said.waits)
         if self._phase == "aborting" and one.here is None:
-            self._tell(worker, Abort(self.generation, self._why))
+            self._tell(worker, AbortGeneration(self.generation, self._why))
         elif self._phase == "holding" and one.here is None:
-            self._tell(worker, Hold(self.generation))
+            self._tell(worker, PauseRequest(self.generation))
 
     def _broken(self, worker: int, one: _Process, said: Broken, now: float) -> None:
         is_news = one.state == "in" and said.generation == self.generation
@@ -348,14 +348,14 @@ class Roll:
             self._abort(f"worker {worker} could not exchange: {said.why}", now)
             self._is_exchange_broken = not said.forming
 
-    def _here(self, worker: int, one: _Process, said: Here, now: float) -> None:
+    def _here(self, worker: int, one: _Process, said: ReadyReport, now: float) -> None:
         if one.state == "left":
             self._tell_again(worker, said)
         elif one.state == "new":
             self._here_new(worker, one, said, now)
         elif said.generation > self.generation:  # a journal was damaged, and what it told of is not known any more
             self._end(worker, UNKNOWN, False, now)
-            self._tell(worker, Out(one.why))
+            self._tell(worker, Evicted(one.why))
         elif abs(said.generation) < self.generation and (not self._began.free or abs(said.generation) < one.entered):
             self._tell_again(worker, said)
         elif self._began.free:
@@ -366,7 +366,7 @@ class Roll:
             if self._phase in ("running", "holding"):
                 self._abort(f"worker {worker} stands still", now)
         elif said.generation == self.generation and self._phase == "aborting":
-            self._tell(worker, Abort(self.generation, self._why))
+            self._tell(worker, AbortGeneration(self.generation, self._why))
         elif said.generation == self.generation:
             self._here_at_rest(worker, one, said)
 
@@ -380,10 +380,10 @@ class Roll:
             found = {worker: it.place for worker, it in known.items() if it and it.exchange >= waits.exchange}
             self._stop(explained(found), uneven=True)
 
-    def _here_new(self, worker: int, one: _Process, said: Here, now: float) -> None:
+    def _here_new(self, worker: int, one: _Process, said: ReadyReport, now: float) -> None:
         if said.generation > one.entered:
             self._end(worker, UNKNOWN, False, now)
-            self._tell(worker, Out(one.why))
+            self._tell(worker, Evicted(one.why))
         elif said.generation <= 0 and self._is_over():
             self._tell(worker, self._formed)
         elif said.generation <= 0 and one.here is None:
@@ -391,29 +391,29 @@ class Roll:
             others = len(self.members) + sum(other.here is not None for other in self._new().values())
             if limit is not None and others >= limit:
                 self._end(worker, f"the run has its {limit} workers", False, now)
-                self._tell(worker, Out(one.why))
+                self._tell(worker, Evicted(one.why))
             elif self._began.free:
                 self._admit(worker, one, said, now)
             else:
                 one.here = said
 
-    def _here_at_rest(self, worker: int, one: _Process, said: Here) -> None:
+    def _here_at_rest(self, worker: int, one: _Process, said: ReadyReport) -> None:
         last = rested(self._formed)
         mine = next(each.here for each in self._formed.members if each.worker == worker)
         if said == mine:
             self._tell(worker, self._formed)
         elif said.hand <= last:
-            self._tell(worker, GoOn(self.generation, last + 1))
+            self._tell(worker, Continue(self.generation, last + 1))
         elif one.here is None or said.hand > one.here.hand:
             one.here, one.hand = said, max(one.hand, said.hand)
 
-    def _tell_again(self, worker: int, said: Here) -> None:
+    def _tell_again(self, worker: int, said: ReadyReport) -> None:
         """It has missed the last generation, or is not in it."""
         is_in = any(each.worker == worker for each in self._formed.members)
         if is_in == (self._all[worker].state == "in"):
             self._tell(worker, self._formed)
             if is_in and self._phase == "aborting":
-                self._tell(worker, Abort(self.generation, self._why))
+                self._tell(worker, AbortGeneration(self.generation, self._why))
 
     def _quit(self, worker: int, one: _Process, now: float) -> None:
         one.quits = one.lives
@@ -428,7 +428,7 @@ class Roll:
 
     # --- what follows ------------------------------------------------------------------------------------------------
 
-    def _settled(self, now: float) -> list[Post]:
+    def _settled(self, now: float) -> list[Outgoing]:
         """Do what is to be done until nothing more follows; returns what is to be told."""
         while self._step(now):
             pass
@@ -458,7 +458,7 @@ class Roll:
         for worker in self.members:
             if (here := self._all[worker].here) is not None and here.at_rest:
                 self._all[worker].here = None
-            self._tell(worker, Abort(self.generation, why))
+            self._tell(worker, AbortGeneration(self.generation, why))
         return True
 
     def _hold(self) -> bool:
@@ -470,7 +470,7 @@ class Roll:
         self._phase = "holding"
         for worker in self.members:
             if self._all[worker].here is None:
-                self._tell(worker, Hold(self.generation))
+                self._tell(worker, PauseRequest(self.generation))
         return True
 
     def _form_at_rest(self, now: float) -> bool:
@@ -486,7 +486,7 @@ class Roll:
             self._record(Onward(furthest))
         for worker in behind:
             members[worker].here = None
-            self._tell(worker, GoOn(self.generation, furthest))
+            self._tell(worker, Continue(self.generation, furthest))
         if any(one.here is None for one in members.values()):
             return False
         left = [worker for worker, one in members.items() if one.quits]
@@ -597,7 +597,7 @@ class Roll:
         one.state = state
         self._record(Ended(worker, one.life, state, one.why, returns))
 
-    def _admit(self, worker: int, one: _Process, said: Here, now: float) -> None:
+    def _admit(self, worker: int, one: _Process, said: ReadyReport, now: float) -> None:
         """In a free roll a newcomer is in at once; nobody else is told."""
         one.here = said
         self._form_free([*self.members.keys() - {worker}, worker], f"worker {worker} is in", now, worker)
@@ -605,7 +605,7 @@ class Roll:
     def _form_free(self, workers: list[int], why: str, now: float, told: int) -> None:
         """A generation that only the one who caused it is told of."""
         for worker in workers:
-            self._all[worker].here = self._all[worker].here or Here(self._all[worker].entered)
+            self._all[worker].here = self._all[worker].here or ReadyReport(self._all[worker].entered)
         self._form(sorted(workers), why, now, [] if told in workers else [told], only=told)
 
     def _form(
@@ -615,7 +615,9 @@ class Roll:
         former = {one.worker: one.life for one in self._formed.members}
         members = [Member(worker, self._all[worker].life, _shown(self._all[worker].here)) for worker in workers]
         gone = sorted(worker for worker in former if worker not in workers)
-        form = Form(self.generation + 1, members, gone, why)  # no checkpoint: who has just come would not make it
+        form = GenerationView(
+            self.generation + 1, members, gone, why
+        )  # no checkpoint: who has just come would not make it
         told = [*workers, *(left or [])]
         joined = [one for one in members if former.get(one.worker) != one.life]
         self._record(Formed(form, left or []))
@@ -632,13 +634,13 @@ class Roll:
     def _go_on(self, workers: list[int]) -> None:
         """The same generation goes on from this rest."""
         members = [Member(worker, self._all[worker].life, _shown(self._all[worker].here)) for worker in workers]
-        form = Form(self.generation, members, save=self._saves)
+        form = GenerationView(self.generation, members, save=self._saves)
         self._record(Formed(form))
         self._enter(form, [], 0.0)
         for worker in workers:
             self._tell(worker, form)
 
-    def _enter(self, form: Form, left: list[int], now: float) -> None:
+    def _enter(self, form: GenerationView, left: list[int], now: float) -> None:
         """Take over a generation, new or read from the journal."""
         former, self._formed = self._formed, form
         self._exchanges, self._is_exchange_broken = Exchanges(), False
@@ -666,7 +668,7 @@ class Roll:
             self.notices.append(f"the run cannot go on: {why}")
         for worker, one in self._all.items():
             if one.lives:
-                self._tell(worker, Stop(why, uneven))
+                self._tell(worker, Shutdown(why, uneven))
         return True
 
     def _replay(self, record: Began | Formed | Onward | Ended | Stopped, now: float) -> None:
@@ -738,7 +740,7 @@ class Roll:
     # --- what is told ------------------------------------------------------------------------------------------------
 
     def _tell(self, worker: int, told: Told) -> None:
-        self._posts.append(Post(worker, self._all[worker].life, told))
+        self._posts.append(Outgoing(worker, self._all[worker].life, told))
 
     def _record(self, record: _Record) -> None:
         self._records.append(_ENCODER.encode(record))
@@ -765,12 +767,12 @@ class Roll:
         self._note("slow", worker, one.life, f"not heard of for {silent:.1f} s")
 
 
-def rested(form: Form) -> int:
+def rested(form: GenerationView) -> int:
     """The hand at which a generation began or last rested; -1 when its members did not stand at rest."""
     return max((one.here.hand for one in form.members if one.here.at_rest), default=-1)
 
 
-def _shown(here: Here | None) -> Here:
+def _shown(here: ReadyReport | None) -> ReadyReport:
     """As the others are to see it: without history is 0."""
     assert here is not None, "who enters a generation has said where it stands"
     return msgspec.structs.replace(here, generation=max(here.generation, 0))

@@ -23,7 +23,7 @@ KEPT = 4
 """Number of exchanges of which it is remembered where the first worker was."""
 
 
-class Place(msgspec.Struct, array_like=True, frozen=True):
+class LoopPosition(msgspec.Struct, array_like=True, frozen=True):
     """Phase of the script, number of the epoch from 1, and number of the step: the one under way, or the last one."""
 
     phase: int = COMING
@@ -41,7 +41,7 @@ class Waits(msgspec.Struct, array_like=True, frozen=True):
 
     exchange: int
     kind: Kind
-    place: Place
+    place: LoopPosition
 
     def fits(self, other: Waits) -> bool:
         """Return whether both can be one exchange. A worker that has just come fits everywhere."""
@@ -66,12 +66,12 @@ class Exchanges:
         return not waits.fits(first)
 
 
-def are_apart(places: Iterable[Place]) -> bool:
+def are_apart(places: Iterable[LoopPosition]) -> bool:
     """Return whether workers that take part in one exchange are at different places of their loops."""
     return len({one.section for one in places if one.phase != COMING}) > 1
 
 
-def explained(places: Mapping[int, Place]) -> str:
+def explained(places: Mapping[int, LoopPosition]) -> str:
     """Return the error text for loops of unequal length.
 
     >>> print(explained({0: Place(LOOP, 1, 4), 1: Place(CLOSED, 1, 3)}).splitlines()[0])
@@ -85,13 +85,13 @@ def explained(places: Mapping[int, Place]) -> str:
     )
 
 
-def sentence(places: Mapping[int, Place]) -> str:
+def sentence(places: Mapping[int, LoopPosition]) -> str:
     """Return where each worker is, those that are furthest first.
 
     >>> sentence({0: Place(LOOP, 2, 13), 1: Place(OVER, 1, 12), 2: Place(LOOP, 2, 13)})
     'worker 1 has ended its script in epoch 1 at step 12, workers 0 and 2 wait in epoch 2 at step 13'
     """
-    groups: dict[Place, list[int]] = {}
+    groups: dict[LoopPosition, list[int]] = {}
     for worker in sorted(places):
         groups.setdefault(places[worker], []).append(worker)
     ordered = sorted((one for one in groups if one.phase != COMING), key=lambda one: (-one.phase, one.epoch, one.step))
@@ -102,7 +102,7 @@ def sentence(places: Mapping[int, Place]) -> str:
     return ", ".join(parts)
 
 
-def _at(place: Place, several: bool, with_epoch: bool) -> str:
+def _at(place: LoopPosition, several: bool, with_epoch: bool) -> str:
     verb = {
         LOOP: "wait" if several else "waits",
         CLOSED: "have left the loop" if several else "has left the loop",

@@ -16,21 +16,21 @@ EXCHANGING = "exchanging"
 """What a worker does that waits for others."""
 
 
-class _Said(msgspec.Struct, array_like=True, tag=True, frozen=True):
+class _Message(msgspec.Struct, array_like=True, tag=True, frozen=True):
     pass
 
 
 # --- a worker says --------------------------------------------------------------------------------------------------
 
 
-class Hello(_Said, frozen=True):
+class Register(_Message, frozen=True):
     """A process has begun, or has found its way back to the coordinator."""
 
     host: str
     pid: int
 
 
-class Beat(_Said, frozen=True):
+class Heartbeat(_Message, frozen=True):
     """It is alive, in this generation, doing this for so many seconds.
 
     `place` grows with each exchange among all that the worker begins; -1 before its first generation. `waits` is the
@@ -45,7 +45,7 @@ class Beat(_Said, frozen=True):
     waits: Waits | None = None
 
 
-class Broken(_Said, frozen=True):
+class Broken(_Message, frozen=True):
     """Its exchange in this generation has failed: somebody is gone. `forming`: the generation was not formed yet."""
 
     generation: int
@@ -53,7 +53,7 @@ class Broken(_Said, frozen=True):
     forming: bool = False
 
 
-class Here(_Said, frozen=True):
+class ReadyReport(_Message, frozen=True):
     """It stands still and exchanges nothing until it is told a new generation. Said again until that comes.
 
     `generation` is the one it comes from, at most 0 for a worker without history, which takes and never gives.
@@ -77,38 +77,38 @@ class Here(_Said, frozen=True):
         return self.generation > 0
 
 
-class Quit(_Said, frozen=True):
+class Quit(_Message, frozen=True):
     """It was asked to end soon, and wants to leave in good order."""
 
 
-class Leave(_Said, frozen=True):
+class Leave(_Message, frozen=True):
     """It has done with everything."""
 
 
 # --- the coordinator says -------------------------------------------------------------------------------------------
 
 
-class Welcome(_Said, frozen=True):
+class Registered(_Message, frozen=True):
     """The settings of the run, the same for all, and the generation that there is."""
 
     settings: dict[str, Any]
     generation: int
 
 
-class Abort(_Said, frozen=True):
+class AbortGeneration(_Message, frozen=True):
     """This generation is over: stand still and say Here."""
 
     generation: int
     why: str
 
 
-class Hold(_Said, frozen=True):
+class PauseRequest(_Message, frozen=True):
     """Stand still at the next rest between two hands, and say Here. Nothing is broken off."""
 
     generation: int
 
 
-class GoOn(_Said, frozen=True):
+class Continue(_Message, frozen=True):
     """Others have come further: go on to the first rest at or behind this hand, and say Here again."""
 
     generation: int
@@ -120,10 +120,10 @@ class Member(msgspec.Struct, array_like=True, frozen=True):
 
     worker: int
     life: int
-    here: Here
+    here: ReadyReport
 
 
-class Form(_Said, frozen=True):
+class GenerationView(_Message, frozen=True):
     """The next generation: its members in the order of their numbers; a generation that is already there goes on.
 
     `gone` are those that were in the last one and are not in this. `save` asks for a checkpoint first,
@@ -147,18 +147,18 @@ class Form(_Said, frozen=True):
         return next((rank for rank, one in enumerate(self.members) if one.here.has_history), 0)
 
 
-class Out(_Said, frozen=True):
+class Evicted(_Message, frozen=True):
     """This life is no member any more: what it has is not the run's."""
 
     why: str
 
 
-class Stop(_Said, frozen=True):
+class Shutdown(_Message, frozen=True):
     """The run can't go on. `uneven`: since the workers' loops are of unequal length."""
 
     why: str
     uneven: bool = False
 
 
-Said: TypeAlias = Hello | Beat | Broken | Here | Quit | Leave
-Told: TypeAlias = Welcome | Abort | Hold | GoOn | Form | Out | Stop
+Said: TypeAlias = Register | Heartbeat | Broken | ReadyReport | Quit | Leave
+Told: TypeAlias = Registered | AbortGeneration | PauseRequest | Continue | GenerationView | Evicted | Shutdown

@@ -18,9 +18,9 @@ import zmq
 
 from stretto.errors import LogError
 from stretto.membership.barriers import Arrive, Barriers
-from stretto.membership.coordinator import Event, Gone, Post, Roll, Save
+from stretto.membership.coordinator import Event, Gone, MembershipCoordinator, Outgoing, Save
 from stretto.membership.messages import Said
-from stretto.membership.write_ahead_log import Journal
+from stretto.membership.write_ahead_log import WriteAheadLog
 from stretto.security import ServerKeys, doorman, router
 
 LARGEST_SAID = 1 << 16
@@ -33,10 +33,10 @@ _SAID = msgspec.msgpack.Decoder(Said)
 _REPORTED = msgspec.msgpack.Decoder(Gone | Save)
 _ARRIVED = msgspec.msgpack.Decoder(Arrive)
 
-__all__ = ["Gone", "RollCall", "Save"]
+__all__ = ["Gone", "MembershipServer", "Save"]
 
 
-class RollCall:
+class MembershipServer:
     """Carries messages between workers and a roll, until told to stop.
 
     `publish` is given the notices and the events of each step, after they are on the disk.
@@ -45,8 +45,8 @@ class RollCall:
     def __init__(
         self,
         listener: socket.socket,
-        roll: Roll,
-        journal: Journal,
+        roll: MembershipCoordinator,
+        journal: WriteAheadLog,
         keys: ServerKeys | None,
         patience_s: float,
         publish: Callable[[Sequence[str], Sequence[Event]], None],
@@ -130,13 +130,13 @@ class RollCall:
         self._tell(posts)
         self._send(name, reply)
 
-    def _report(self, said: Gone | Save) -> list[Post]:
+    def _report(self, said: Gone | Save) -> list[Outgoing]:
         now = time.monotonic()
         if isinstance(said, Save):
             return self._roll.save(now)
         return self._roll.gone(said.worker, said.life, now, said.will_return, said.why)
 
-    def _tell(self, posts: Sequence[Post]) -> None:
+    def _tell(self, posts: Sequence[Outgoing]) -> None:
         """Journal, then tell, then publish. What cannot be journalled is not told; it will be asked for again."""
         for one in self._roll.records():
             self._journal.append(one)

@@ -11,7 +11,7 @@ import struct
 import tempfile
 from collections.abc import MutableMapping
 
-from stretto.membership.loop_positions import Place
+from stretto.membership.loop_positions import LoopPosition
 
 VARIABLE = "STRETTO_STATUS_FD"
 """Environment variable that holds the number of the file descriptor."""
@@ -23,7 +23,7 @@ class Status:
 
     def __init__(self) -> None:
         self._page: mmap.mmap | None = None
-        self._place, self._is_finished = Place(), False
+        self._place, self._is_finished = LoopPosition(), False
 
     def open(self, environment: MutableMapping[str, str]) -> None:
         """Map the page that the launcher has given, and take it out of the environment: it is this process's alone."""
@@ -31,7 +31,7 @@ class Status:
             self._page = mmap.mmap(int(number), _LAYOUT.size)
             os.close(int(number))
 
-    def note(self, place: Place, is_finished: bool = False) -> None:
+    def note(self, place: LoopPosition, is_finished: bool = False) -> None:
         """Note where this worker is, and whether its training has come to its end."""
         if self._page is not None:
             _LAYOUT.pack_into(self._page, 0, is_finished, place.phase, place.epoch, place.step)
@@ -49,13 +49,13 @@ status = Status()
 def make_page() -> int:
     """Return the descriptor of an empty page."""
     with tempfile.TemporaryFile() as file:
-        place = Place()
+        place = LoopPosition()
         file.write(_LAYOUT.pack(False, place.phase, place.epoch, place.step))
         file.flush()
         return os.dup(file.fileno())
 
 
-def read_page(descriptor: int) -> tuple[bool, Place]:
+def read_page(descriptor: int) -> tuple[bool, LoopPosition]:
     """Return whether the worker's training has come to its end, and where it was."""
     is_finished, phase, epoch, step = _LAYOUT.unpack(os.pread(descriptor, _LAYOUT.size, 0))
-    return is_finished, Place(phase, epoch, step)
+    return is_finished, LoopPosition(phase, epoch, step)

@@ -28,7 +28,7 @@ def read(path: Path) -> list[bytes]:
     return _found(path).records
 
 
-class Journal:
+class WriteAheadLog:
     """A journal opened for more records. What is torn at its end is cut off."""
 
     def __init__(self, path: Path) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from stretto.errors import UnevenLoopsError, WireError
+from stretto.errors import TransportError, UnevenLoopsError
 
 Thing = TypeVar("Thing")
 Found = TypeVar("Found")
@@ -41,7 +41,7 @@ class _Round(Generic[Thing]):
     told: set[int] = field(default_factory=set)
 
 
-class Meeting(Generic[Thing, Found]):
+class KeyedBarrier(Generic[Thing, Found]):
     """Exchanges of all members, numbered. `combine` makes the answer of what each member has laid down."""
 
     def __init__(self, members: Iterable[int], combine: Callable[[Mapping[int, Thing]], Found]) -> None:
@@ -108,7 +108,7 @@ class Meeting(Generic[Thing, Found]):
         laid = {worker: round_.laid[worker] for worker in sorted(round_.laid)}
         try:
             found = self._combine(laid)
-        except (ValueError, WireError, UnevenLoopsError) as error:
+        except (ValueError, TransportError, UnevenLoopsError) as error:
             uneven = isinstance(error, UnevenLoopsError)
             return [Told(one, op, None, str(error), uneven) for one in laid if one not in round_.told]
         return [Told(one, op, found) for one in laid if one not in round_.told]

@@ -14,26 +14,26 @@ import msgspec
 import torch
 from torch import Tensor
 
-from stretto.collective_ops import Ask as Asked
-from stretto.collective_ops import Every, Mean
-from stretto.errors import BrokenWireError, WireError
-from stretto.membership.loop_positions import Place
+from stretto.collective_ops import AllGather, AllReduceMean
+from stretto.collective_ops import CollectiveOp as Asked
+from stretto.errors import BrokenWireError, TransportError
+from stretto.membership.loop_positions import LoopPosition
 from stretto.parameter_server import messages as m
 from stretto.parameter_server.barrier import GENERATION
 from stretto.parameter_server.client_types import (
-    AnewError,
-    BrokenTicket,
-    EveryTicket,
-    Link,
-    MeanTicket,
+    AllGatherHandle,
+    AllReduceHandle,
+    BrokenHandle,
+    Channel,
+    PushHandle,
+    RollbackRequiredError,
     RuleMemory,
     Spoken,
-    Ticket,
     Update,
     ranges,
     shared_out,
 )
-from stretto.parameter_server.framing import Pieces, whole
+from stretto.parameter_server.framing import Chunks, whole
 from stretto.parameter_server.shard import named
 from stretto.transport.interface import Message, Traffic, as_bytes, made
 
@@ -41,7 +41,7 @@ SETTLED_AT_ONCE = 50_000
 """So many batches fit into the head of a parcel."""
 
 
-class ServerWire:
+class ParameterServerClient:
     """One worker's end of a parameter server, over links to the coordinator and to every shard.
 
     `worker` and `workers` are this worker's place among those that are there, and how many those are. They change with
@@ -49,7 +49,7 @@ class ServerWire:
     """
 
     def __init__(
-        self, worker: int, workers: int, coordinator: Link, shards: Sequence[Link], endures: bool = False
+        self, worker: int, workers: int, coordinator: Channel, shards: Sequence[Channel], endures: bool = False
     ) -> None:
         self.number, self.members, self.expected = worker, list(range(workers)), workers
         self._coordinator, self.links = coordinator, shards
@@ -73,12 +73,12 @@ class ServerWire:
         """Told what this worker does, for those who ask, and with which hand."""
         self.exchanges_begun: Callable[[], int] = lambda: -1
         """Returns how many exchanges among all this worker has begun, for its heartbeats."""
-        self.place: Callable[[], Place | None] = lambda: None
+        self.place: Callable[[], LoopPosition | None] = lambda: None
         """Where the script is in its loop, for the coordinator to compare in exchanges of all."""
         self.on_cut: Callable[[bool], bool] = lambda _called: True
         """Comes to a meeting for a cut, with nothing of this worker under way; whether the pass was over then."""
         self.on_recovered: Callable[[], None] = lambda: None
-        """Takes up the servers' parameters, after they went back. Raises AnewError when a server was lost since."""
+        """Takes the servers' parameters after a rollback. Raises RollbackRequiredError if a server was lost since."""
         self._op = self._pushed = 0
         self._is_apart = False
         self._begun: tuple[m.Begin, Tensor] | None = None
@@ -86,7 +86,7 @@ class ServerWire:
         self._group: m.Group | None = None
         """Who exchanges from the last generation on."""
         self._spoken = Spoken(endures)
-        self._heard: tuple[m.Heard, list[Pieces]] | None = None
+        self._heard: tuple[m.Heard, list[Chunks]] | None = None
         """The last answer of the coordinator to all, which another may lack: of those before it nobody can."""
         self._aborted = False
         self._on_close: list[Callable[[], None]] = []
@@ -117,23 +117,23 @@ class ServerWire:
 
     # --- all together -------------------------------------------------------------------------------------------
 
-    def start(self, ask: Asked) -> MeanTicket | EveryTicket | BrokenTicket:
+    def start(self, ask: Asked) -> AllReduceHandle | AllGatherHandle | BrokenHandle:
         """Begin an ask: of a mean every shard adds up its range, of messages one shard gives all to all."""
         if self._aborted:
-            return BrokenTicket()
+            return BrokenHandle()
         self._op += 1
         self._is_apart = False
         flat = ask.tensor.detach()
         sent = flat.cpu().contiguous()
-        if isinstance(ask, Mean):
+        if isinstance(ask, AllReduceMean):
             numbers = [
                 self._spoken.say(link, self._op, "mean", sent[start:stop])
                 for link, (start, stop) in zip(self.links, ranges(sent.numel(), self.shards), strict=True)
             ]
-            return MeanTicket(self._spoken, self.links, flat, numbers, self.workers)
-        assert isinstance(ask, Every)
+            return AllReduceHandle(self._spoken, self.links, flat, numbers, self.workers)
+        assert isinstance(ask, AllGather)
         link = self.links[self._op % self.shards]
-        return EveryTicket(self._spoken, link, flat, self._spoken.say(link, self._op, "every", sent))
+        return AllGatherHandle(self._spoken, link, flat, self._spoken.say(link, self._op, "every", sent))
 
     def gather(self, message: Message) -> list[bytes]:
         """The message of every worker, in their order."""
@@ -161,17 +161,17 @@ class ServerWire:
         self._is_apart = False
         return self._told(self._answer(body, [as_bytes(message)]))
 
-    def _answer(self, body: m.Gather | m.Keep | m.Meet, given: list[Tensor]) -> list[Pieces]:
+    def _answer(self, body: m.Gather | m.Keep | m.Barrier, given: list[Tensor]) -> list[Chunks]:
         """The answer to an exchange of all at the coordinator."""
         return self._hear(body, self._coordinator.send(body, given))
 
-    def _hear(self, body: m.Gather | m.Keep | m.Meet, number: int) -> list[Pieces]:
+    def _hear(self, body: m.Gather | m.Keep | m.Barrier, number: int) -> list[Chunks]:
         """The same, when it has come."""
         reply, found = self._coordinator.wait(number)
         if isinstance(reply, m.Among):
             self.members = reply.members
         if self.endures:
-            about = (body.call, body.cut) if isinstance(body, m.Meet) else ()
+            about = (body.call, body.cut) if isinstance(body, m.Barrier) else ()
             self._heard = m.Heard(body.op, self.members, *about), found
         return found
 
@@ -204,7 +204,7 @@ class ServerWire:
         """Leave in good order: the others go on without this worker."""
         links = (*self.links, self._coordinator)
         for link, number in [(link, link.send(m.Quit())) for link in links]:
-            with contextlib.suppress(WireError):
+            with contextlib.suppress(TransportError):
                 link.wait(number)
         self.close()
 
@@ -229,10 +229,10 @@ class ServerWire:
                 for link, share in zip(self.links, shares, strict=True):
                     link.wait(link.send(body, share))
                 is_open = not self.endures or bool(self._cut_coordinator(cut))
-            except AnewError:
+            except RollbackRequiredError:
                 self.recover()
 
-    def push(self, arena: int, update: Update, lengths: Sequence[int]) -> Ticket:
+    def push(self, arena: int, update: Update, lengths: Sequence[int]) -> PushHandle:
         """Send an update to all shards; the ticket brings the newest version once this worker may go on.
 
         `lengths` are those of the parts of the parameters.
@@ -243,7 +243,7 @@ class ServerWire:
             about = self._begun[0].number if self._begun else 0, list(update.batches)
             body = m.Push(arena, update.seq, update.versions[shard], update.samples, update.lr, self.age, *about)
             numbers.append(link.send(body, [one.detach().cpu() for one in update.messages[shard]]))
-        return Ticket(self.links, numbers, lengths, update.messages)
+        return PushHandle(self.links, numbers, lengths, update.messages)
 
     def meet(self, seq: int, called: bool = False) -> bool:
         """Come together with all, after update `seq`; no shard lets others wait for this worker till all have come.
@@ -254,7 +254,7 @@ class ServerWire:
         about = (self.met + 1, self.calls[self.met]) if called else (0, False)
         self._rest(seq, self._op + 1)
         self._op, self._is_apart = self._op + 1, False  # until here this worker stands where it stood
-        self._answer(m.Meet(self._op, *about), [])
+        self._answer(m.Barrier(self._op, *about), [])
         self.met += called
         return self.cut()
 
@@ -265,36 +265,36 @@ class ServerWire:
         """
         while self.endures:
             try:
-                here = self._ask_all([m.Cut(self._op, self.age)] * self.shards)
+                here = self._ask_all([m.Snapshot(self._op, self.age)] * self.shards)
                 is_kept = all(isinstance(one, m.Has) and one.cuts for one, _ in here)
                 found = self._cut_coordinator(self._op, is_kept)
                 return isinstance(found, m.Closed) and found.over
-            except AnewError:
+            except RollbackRequiredError:
                 self.recover()
                 self._rest(self._pushed, self._op)
         return True
 
     def _cut_coordinator(self, cut: int, is_kept: bool = True) -> m.Body:
-        return self._coordinator.wait(self._coordinator.send(m.Cut(cut, self.age, is_kept)))[0]
+        return self._coordinator.wait(self._coordinator.send(m.Snapshot(cut, self.age, is_kept)))[0]
 
     def _rest(self, seq: int, meeting: int | None) -> None:
         """Let no shard hold others back for this worker."""
-        self._ask_all([m.Rest(seq, meeting, self.age)] * self.shards)
+        self._ask_all([m.EnterBarrier(seq, meeting, self.age)] * self.shards)
 
     def apart(self) -> None:
         """This worker has done with the meeting of all, and goes on by itself."""
         if not self._is_apart:
             self._is_apart = True
-            self._coordinator.send(m.Apart(self._op, self.met))
+            self._coordinator.send(m.LeaveBarrier(self._op, self.met))
 
-    def read(self, lengths: Sequence[int], flush: bool = False) -> Ticket:
+    def read(self, lengths: Sequence[int], flush: bool = False) -> PushHandle:
         """Ask for the newest version; `flush` applies what was being collected."""
-        return Ticket(self.links, [link.send(m.Read(flush, self.age)) for link in self.links], lengths)
+        return PushHandle(self.links, [link.send(m.Read(flush, self.age)) for link in self.links], lengths)
 
     def recall(self, parts: int) -> RuleMemory:
         """What the rule keeps besides so many parts of parameters, when all have met and nothing is under way.
 
-        Raises AnewError when a server was lost.
+        Raises RollbackRequiredError when a server was lost.
         """
         found = self._ask_all([m.Recall(self.age)] * self.shards)
         body = found[0][0]
@@ -321,13 +321,13 @@ class ServerWire:
     def keep_order(self, number: int, order: bytes) -> None:
         """Keep an order that was not told to anybody, for newcomers."""
         self.order = number, order
-        self._coordinator.send(m.Kept(number), [as_bytes(order)])
+        self._coordinator.send(m.ReplayResult(number), [as_bytes(order)])
 
     def _begin(self) -> None:
         assert self._begun is not None
         body, sizes = self._begun
         if self.endures:
-            self._coordinator.send(m.Kept(self.order[0]), [as_bytes(self.order[1])])
+            self._coordinator.send(m.ReplayResult(self.order[0]), [as_bytes(self.order[1])])
         self._coordinator.wait(self._coordinator.send(body, [sizes]))
 
     def ask_lease(self, number: int) -> tuple[int, int]:
@@ -335,16 +335,16 @@ class ServerWire:
         return self._coordinator.send(m.Lease(number, self.age)), self.age
 
     def lease(self, asked: tuple[int, int]) -> m.Leased:
-        """The batch that was asked for. Raises AnewError when the answer is of an age that is over.
+        """The batch that was asked for. Raises RollbackRequiredError when the answer is of an age that is over.
 
         What it says is void then, be it a batch or a call to a meeting: the others were not told that it was heard.
         """
         parcel, age = asked
         body, _ = self._coordinator.wait(parcel)
         if age != self.age:
-            raise AnewError("the servers went back to a cut after this was asked")
+            raise RollbackRequiredError("the servers went back to a cut after this was asked")
         if not isinstance(body, m.Leased):
-            raise WireError(f"the coordinator answered {type(body).__name__} to an ask for a batch")
+            raise TransportError(f"the coordinator answered {type(body).__name__} to an ask for a batch")
         if body.meet:
             self.calls.append(body.cut)
         return body
@@ -372,11 +372,11 @@ class ServerWire:
         while True:
             try:
                 return self.count(number)
-            except AnewError:
+            except RollbackRequiredError:
                 self.recover()
 
     def count(self, number: int) -> tuple[Tensor, dict[int, int]]:
-        """The same, once. Raises AnewError when a server was lost."""
+        """The same, once. Raises RollbackRequiredError when a server was lost."""
         _, (pieces, pairs) = self._coordinator.wait(self._coordinator.send(m.Count(number, self.age)))
         workers, samples = whole(pairs, "int64").reshape(-1, 2).T.tolist()
         return whole(pieces, "uint8"), dict(zip(workers, samples, strict=True))
@@ -387,12 +387,12 @@ class ServerWire:
         """Come to a run that is under way: wait until no member is in a meeting, and learn where it stands."""
         try:
             body, tensors = self._coordinator.wait(self._coordinator.send(m.Join()))
-        except AnewError:
+        except RollbackRequiredError:
             self.recover()
             self.join()
             return
         if not isinstance(body, m.Joined):
-            raise WireError(f"the coordinator answered {type(body).__name__} to a newcomer")
+            raise TransportError(f"the coordinator answered {type(body).__name__} to a newcomer")
         self.members, self.age, self._op = list(body.members), body.age, body.op
         self.met, self.calls = body.met, list(body.calls)
         here = self._joined_shards()
@@ -404,7 +404,7 @@ class ServerWire:
         self.order = body.number, self._told(tensors)[0]
         self._is_apart = True
         clock = min(one.clock for one in here)
-        self._ask_all([m.Enter(clock)] * self.shards)
+        self._ask_all([m.ResumeClock(clock)] * self.shards)
         self.joined = msgspec.structs.replace(body, arena=here[0].arena, clock=clock)
 
     def _joined_shards(self) -> list[m.Joined]:
@@ -413,7 +413,7 @@ class ServerWire:
     @staticmethod
     def _joined(body: m.Body) -> m.Joined:
         if not isinstance(body, m.Joined):
-            raise WireError(f"a server answered {type(body).__name__} to a newcomer")
+            raise TransportError(f"a server answered {type(body).__name__} to a newcomer")
         return body
 
     def recover(self) -> None:
@@ -433,39 +433,39 @@ class ServerWire:
         try:
             if self.cut_at >= 0:
                 self.on_recovered()
-        except AnewError:
+        except RollbackRequiredError:
             return False
         return True
 
     def _go_back(self) -> bool:
         """Agree with the others, through the coordinator, on a cut that all shards have; False to look again."""
-        kept, _ = self._coordinator.wait(self._coordinator.send(m.Cuts()))
+        kept, _ = self._coordinator.wait(self._coordinator.send(m.ListSnapshots()))
         assert isinstance(kept, m.Has)
-        has = [body for body, _ in self._ask_all([m.Cuts()] * self.shards) if isinstance(body, m.Has)]
+        has = [body for body, _ in self._ask_all([m.ListSnapshots()] * self.shards) if isinstance(body, m.Has)]
         least = max(one.age for one in has)
         cuts = sorted(set.intersection(*(set(one.cuts) for one in has)))
         newest = max(kept.cuts, default=-1)
-        back = m.Back(self.age, least, cuts, [one.birth for one in has], self.calls, self.met, newest)
+        back = m.Rollback(self.age, least, cuts, [one.birth for one in has], self.calls, self.met, newest)
         try:
             begun, _ = self._coordinator.wait(self._coordinator.send(back))
-            assert isinstance(begun, m.Begun)
+            assert isinstance(begun, m.RolledBack)
             self.age, self.cut_at = begun.age, begun.cut
-            self._ask_all([m.GoBack(begun.age, begun.cut, birth) for birth in begun.births])
-        except AnewError:
+            self._ask_all([m.RequestRollback(begun.age, begun.cut, birth) for birth in begun.births])
+        except RollbackRequiredError:
             return False
         return True
 
-    def _ask_all(self, bodies: Sequence[m.Request]) -> list[tuple[m.Body, list[Pieces]]]:
+    def _ask_all(self, bodies: Sequence[m.Request]) -> list[tuple[m.Body, list[Chunks]]]:
         """The replies of all shards, each to what it is asked."""
         numbers = [link.send(body) for link, body in zip(self.links, bodies, strict=True)]
         return [link.wait(number) for link, number in zip(self.links, numbers, strict=True)]
 
-    def say_again(self, link: Link) -> None:
+    def say_again(self, link: Channel) -> None:
         """Tell a service that was started again what it may need: who is there, the order, what was settled or said."""
         if self._group is not None:
             link.mutter(self._group)
         if link is self._coordinator and self.order[0]:
-            link.mutter(m.Kept(self.order[0]), [as_bytes(self.order[1])])
+            link.mutter(m.ReplayResult(self.order[0]), [as_bytes(self.order[1])])
         if link is self._coordinator and self._begun is not None:
             for at in range(0, len(self._settled), SETTLED_AT_ONCE):
                 batches = self._settled[at : at + SETTLED_AT_ONCE]
@@ -475,8 +475,8 @@ class ServerWire:
             heard, found = self._heard
             link.mutter(heard, [whole(one, "uint8") for one in found])
         if link is self._coordinator and self._is_apart:
-            link.mutter(m.Apart(self._op, self.met))
+            link.mutter(m.LeaveBarrier(self._op, self.met))
 
-    def _told(self, tensors: Sequence[Pieces]) -> list[bytes]:
+    def _told(self, tensors: Sequence[Chunks]) -> list[bytes]:
         """The bytes in the tensors of a reply."""
         return [bytes(whole(pieces, "uint8").numpy()) for pieces in tensors]

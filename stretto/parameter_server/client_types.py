@@ -10,9 +10,9 @@ from typing import Literal, Protocol
 from torch import Tensor
 
 from stretto.collective_ops import Answer
-from stretto.errors import BrokenWireError, UnevenLoopsError, WireError
+from stretto.errors import BrokenWireError, TransportError, UnevenLoopsError
 from stretto.parameter_server import messages as m
-from stretto.parameter_server.framing import Pieces, kind, placed, whole
+from stretto.parameter_server.framing import Chunks, kind, placed, whole
 
 ALIGNED = 64
 """Shards begin at multiples of so many numbers."""
@@ -22,32 +22,32 @@ Sink = Callable[[int, int, Tensor], None]
 """Takes a piece: of which tensor, where it begins, and its numbers."""
 
 
-class AnewError(WireError):
+class RollbackRequiredError(TransportError):
     """A server was lost, and begins anew from a cut: `ServerWire.recover`, and go on from there."""
 
 
 def refuse_refusals(called: str, body: m.Body) -> None:
-    """Raise WireError for a reply that refuses what was asked, AnewError when a server has to be gone back from.
+    """Raise TransportError for a reply that refuses what was asked, AnewError when a server has to be gone back from.
 
     Raise UnevenLoopsError where the script is at fault.
     """
     if isinstance(body, m.Refused) and body.uneven:
         raise UnevenLoopsError(body.text)
     if isinstance(body, m.Refused):
-        raise WireError(f"{called} refused: {body.text}")
-    if isinstance(body, m.Anew):
-        raise AnewError(f"{called} was lost, and begins anew")
+        raise TransportError(f"{called} refused: {body.text}")
+    if isinstance(body, m.StaleRequest):
+        raise RollbackRequiredError(f"{called} was lost, and begins anew")
 
 
-class Link(Protocol):
+class Channel(Protocol):
     """A worker's connection to the coordinator, or to a shard: parcels out, their replies in."""
 
     def send(self, body: m.Request, tensors: Sequence[Tensor] = ()) -> int:
         """Send a parcel; returns its number, to wait for the reply with. Tensors may not change until that is there."""
         ...
 
-    def wait(self, number: int, sink: Sink | None = None) -> tuple[m.Body, list[Pieces]]:
-        """The reply to a parcel. Raises WireError when it is a refusal, does not come in time, or never will.
+    def wait(self, number: int, sink: Sink | None = None) -> tuple[m.Body, list[Chunks]]:
+        """The reply to a parcel. Raises TransportError when it is a refusal, does not come in time, or never will.
 
         With a `sink` its tensors go there piece by piece as they come, and are not returned.
         """
@@ -101,9 +101,9 @@ def shared_out(parts: Sequence[Tensor], shards: int) -> list[list[Tensor]]:
 
 @dataclass(frozen=True, slots=True)
 class _Spoken:
-    link: Link
+    link: Channel
     number: int
-    body: m.Ask
+    body: m.Contribute
     tensors: list[Tensor]
 
 
@@ -114,23 +114,23 @@ class Spoken:
         self._keeps = keeps
         self._all: list[_Spoken] = []
 
-    def say(self, link: Link, op: int, kind: Literal["mean", "every"], tensor: Tensor) -> int:
+    def say(self, link: Channel, op: int, kind: Literal["mean", "every"], tensor: Tensor) -> int:
         """Say something to a shard; returns the number of the parcel."""
         unheard = (one.body.op for one in self._all if one.link is link and link.awaits(one.number))
-        body = m.Ask(op, kind, min(unheard, default=op) - 1)
+        body = m.Contribute(op, kind, min(unheard, default=op) - 1)
         number = link.send(body, [tensor])
         if self._keeps:
             self._all.append(_Spoken(link, number, body, [tensor.clone()]))
         return number
 
-    def hear(self, link: Link, number: int) -> tuple[m.Body, list[Pieces]]:
+    def hear(self, link: Channel, number: int) -> tuple[m.Body, list[Chunks]]:
         """What came of it. What nobody lacks an answer to is forgotten."""
         body, found = link.wait(number)
-        if isinstance(body, m.Answered | m.Among):
+        if isinstance(body, m.Result | m.Among):
             self._all = [one for one in self._all if one.link is not link or one.body.op > body.heard]
         return body, found
 
-    def again(self, link: Link) -> None:
+    def again(self, link: Channel) -> None:
         """Say it once more to a shard that was lost; what it has not answered yet its link asks again."""
         for one in self._all:
             if one.link is link and not link.awaits(one.number):
@@ -142,9 +142,9 @@ class Spoken:
 
 
 @dataclass(slots=True)
-class MeanTicket:
+class AllReduceHandle:
     spoken: Spoken
-    links: Sequence[Link]
+    links: Sequence[Channel]
     tensor: Tensor
     numbers: list[int]
     expected: int
@@ -162,7 +162,7 @@ class MeanTicket:
 
 
 @dataclass(slots=True)
-class BrokenTicket:
+class BrokenHandle:
     """An ask on a wire that was broken off."""
 
     def wait(self) -> Answer:
@@ -170,9 +170,9 @@ class BrokenTicket:
 
 
 @dataclass(slots=True)
-class EveryTicket:
+class AllGatherHandle:
     spoken: Spoken
-    link: Link
+    link: Channel
     like: Tensor
     number: int
 
@@ -211,10 +211,10 @@ class News:
 
 
 @dataclass(slots=True)
-class Ticket:
+class PushHandle:
     """A push or a read that is under way."""
 
-    links: Sequence[Link]
+    links: Sequence[Channel]
     numbers: list[int]
     lengths: Sequence[int] = ()
     kept: Sequence[Sequence[Tensor]] = field(default_factory=list)
@@ -227,7 +227,7 @@ class Ticket:
     def wait(self, take: Sink) -> News:
         """Wait for all shards; `take` gets the newest numbers, as they come: of which part, where they begin.
 
-        Raises WireError when a shard refuses, is gone, or is too late.
+        Raises TransportError when a shard refuses, is gone, or is too late.
         """
         replies = self._replies(lambda shard: self._into(shard, take))
         return _news([body for body, _ in replies])
@@ -242,11 +242,11 @@ class Ticket:
         for link, number in zip(self.links, self.numbers, strict=True):
             link.drop(number)
 
-    def _replies(self, into: Callable[[int], Sink | None]) -> list[tuple[m.Body, list[Pieces]]]:
+    def _replies(self, into: Callable[[int], Sink | None]) -> list[tuple[m.Body, list[Chunks]]]:
         pairs = enumerate(zip(self.links, self.numbers, strict=True))
         try:
             return [link.wait(number, into(shard)) for shard, (link, number) in pairs]
-        except AnewError:
+        except RollbackRequiredError:
             self.drop()  # what other shards reply is void as well
             raise
 
@@ -265,12 +265,12 @@ class RuleMemory:
 
 
 def _news(replies: Sequence[m.Body]) -> News:
-    goes = [body for body in replies if isinstance(body, m.Go)]
+    goes = [body for body in replies if isinstance(body, m.PushReply)]
     refused = {seq for one in goes for seq in one.refused}
     held_s = max(one.held_s for one in goes)
     return News([one.version for one in goes], goes[0].applied, refused, held_s)
 
 
-def _write(flat: Tensor, pieces: Pieces) -> None:
+def _write(flat: Tensor, pieces: Chunks) -> None:
     for at, piece in placed(pieces):
         flat[at : at + piece.numel()].copy_(piece)

@@ -7,14 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from stretto.data.dispatcher import Coordinator
+from stretto.data.dispatcher import BatchDispatcher
 from stretto.data.leases import Free, Ledger
 from stretto.errors import UnevenLoopsError
-from stretto.membership.loop_positions import Place, are_apart, explained
+from stretto.membership.loop_positions import LoopPosition, are_apart, explained
 from stretto.parameter_server import messages as m
-from stretto.parameter_server.framing import DTYPES, ParcelError, Pieces, whole
-from stretto.parameter_server.handler import Asked, Post, Together, shown
-from stretto.parameter_server.snapshots import Shelf
+from stretto.parameter_server.framing import DTYPES, Chunks, FramingError, whole
+from stretto.parameter_server.handler import Asked, CollectiveHandler, OutgoingMessage, shown
+from stretto.parameter_server.snapshots import SnapshotStore
 
 SKIPPED = 1000
 """Nobody knows how far the dead had come; the exchanges of those who come after them have numbers far beyond."""
@@ -22,26 +22,26 @@ NOBODY: list[Tensor] = []
 """What is answered when the teller was lost."""
 
 
-class CoordinatorDesk:
+class DispatcherHandler:
     """Hands out batches, lets workers tell each other bytes, and lets newcomers in when nobody is in a meeting."""
 
     def __init__(
         self,
         workers: int,
         clock: Callable[[], float],
-        shelf: Shelf | None = None,
+        shelf: SnapshotStore | None = None,
         cut_every_s: float | None = None,
-        ends: Shelf | None = None,
+        ends: SnapshotStore | None = None,
     ) -> None:
         self._clock, self._shelf, self._cut_every_s = clock, shelf, cut_every_s
         self._ends = ends
         """Keeps who has come to an end, and the last answer that those who are left may lack."""
-        self._together = Together(workers, _gathered, Asked(clock))
-        self.coordinator = Coordinator(workers)
+        self._together = CollectiveHandler(workers, _gathered, Asked(clock))
+        self.coordinator = BatchDispatcher(workers)
         self._age = -1 if shelf is not None and shelf.cuts() else 0
         if self._age < 0:
             self._together.tell_anew()
-        self._begun = m.Begun(0, -1, [])
+        self._begun = m.RolledBack(0, -1, [])
         """How the age began."""
         self._is_torn = False
         """Whether all have to go back, for only some shards have an update."""
@@ -67,28 +67,28 @@ class CoordinatorDesk:
         self._take_up_ends()
         self._take_up_order()
 
-    def expects(self, worker: int, head: m.Head) -> None:
+    def expects(self, worker: int, head: m.Header) -> None:
         """Anything: what it brings is all the memory that it takes."""
 
-    def streams(self, worker: int, head: m.Head) -> bool:
+    def streams(self, worker: int, head: m.Header) -> bool:
         """Nothing is of use before it is whole."""
         return False
 
     def write(self, worker: int, index: int, at: int, piece: Tensor) -> None:
         """Never asked for."""
 
-    def take(self, worker: int, head: m.Head, tensors: list[Pieces]) -> list[Post]:
+    def take(self, worker: int, head: m.Header, tensors: list[Chunks]) -> list[OutgoingMessage]:
         """A whole parcel."""
         body, number = head.body, head.number
-        if isinstance(body, m.Lease | m.Close | m.Cut | m.Count) and (self._is_torn or body.age != self._age):
-            return [Post(worker, number, m.Anew(self._age))]
+        if isinstance(body, m.Lease | m.Close | m.Snapshot | m.Count) and (self._is_torn or body.age != self._age):
+            return [OutgoingMessage(worker, number, m.StaleRequest(self._age))]
         if isinstance(body, m.Lease):
-            return [Post(worker, number, self._lease(worker, number, body)), *self._release()]
+            return [OutgoingMessage(worker, number, self._lease(worker, number, body)), *self._release()]
         if isinstance(body, m.Settle):
             if body.age == self._age:
                 self.coordinator.settle(worker, body.number, body.batches)
             return self._release()
-        if isinstance(body, m.Gather | m.Keep | m.Meet):
+        if isinstance(body, m.Gather | m.Keep | m.Barrier):
             return self._meet(worker, head, tensors)
         if isinstance(body, m.Heard):
             return self._heard(
@@ -97,21 +97,21 @@ class CoordinatorDesk:
         if isinstance(body, m.Begin):
             return self._begin(worker, head, body, tensors)
         if isinstance(body, m.Close) and body.number != self.coordinator.number:
-            return [Post(worker, number, m.Closed(True))]
+            return [OutgoingMessage(worker, number, m.Closed(True))]
         if isinstance(body, m.Close):
             self._closing[worker] = number
             self.coordinator.wait(worker, body.number, body.left)
             return self._release()
         return [*self._of_members(worker, head, tensors), *self._admit()]
 
-    def _of_members(self, worker: int, head: m.Head, tensors: list[Pieces]) -> list[Post]:
+    def _of_members(self, worker: int, head: m.Header, tensors: list[Chunks]) -> list[OutgoingMessage]:
         """What is said of who is there, and of going back."""
         body, number = head.body, head.number
-        if isinstance(body, m.Apart):
+        if isinstance(body, m.LeaveBarrier):
             self._apart[worker] = body.op, body.met
             self._op, self._met = max(self._op, body.op), max(self._met, body.met)
             return []
-        if isinstance(body, m.Kept):
+        if isinstance(body, m.ReplayResult):
             self._keep(body.number, _flat(head, tensors, torch.uint8))
             return []
         if isinstance(body, m.Group):
@@ -121,30 +121,36 @@ class CoordinatorDesk:
             before = self.gone(worker) if worker in self._together.members else []
             self._joining[worker] = number
             return before
-        if isinstance(body, m.End | m.Quit):
+        if isinstance(body, m.Finish | m.Quit):
             self._note_end(worker, isinstance(body, m.Quit))
-            return [Post(worker, number, m.Answered()), *self._go_without(worker)]
+            return [OutgoingMessage(worker, number, m.Result()), *self._go_without(worker)]
         if isinstance(body, m.Count):
             ledger = self.coordinator.ledger if body.number == self.coordinator.number else Ledger([], Free())
             trained = torch.tensor([*ledger.samples_by_worker().items()], dtype=torch.int64).reshape(-1)
-            return [Post(worker, number, m.Answered(), [torch.tensor(ledger.counted(), dtype=torch.uint8), trained])]
-        if isinstance(body, m.Cut):
+            return [
+                OutgoingMessage(
+                    worker, number, m.Result(), [torch.tensor(ledger.counted(), dtype=torch.uint8), trained]
+                )
+            ]
+        if isinstance(body, m.Snapshot):
             self._cut(body.op, body.kept)
-            return [Post(worker, number, m.Closed(self._is_over))]
-        if isinstance(body, m.Cuts):
-            return [Post(worker, number, m.Has(self._shelf.cuts() if self._shelf else [], 0, self._age))]
-        if isinstance(body, m.Back):
+            return [OutgoingMessage(worker, number, m.Closed(self._is_over))]
+        if isinstance(body, m.ListSnapshots):
+            return [OutgoingMessage(worker, number, m.Has(self._shelf.cuts() if self._shelf else [], 0, self._age))]
+        if isinstance(body, m.Rollback):
             return self._back(worker, number, body)
-        raise ParcelError(f"the coordinator was told {type(body).__name__}")
+        raise FramingError(f"the coordinator was told {type(body).__name__}")
 
-    def leave(self, worker: int) -> list[Post]:
+    def leave(self, worker: int) -> list[OutgoingMessage]:
         """A worker has left: its batches go back."""
         self.coordinator.leave(worker)
         for kept in (self._closing, self._apart):
             kept.pop(worker, None)
         return [*self._together.leave(worker), *self._release(), *self._admit()]
 
-    def gone(self, worker: int, number: int = 0, batches: Sequence[int] = (), torn: bool = False) -> list[Post]:
+    def gone(
+        self, worker: int, number: int = 0, batches: Sequence[int] = (), torn: bool = False
+    ) -> list[OutgoingMessage]:
         """A worker is gone: what it did counts, what it had not done goes back, and the others go on without it.
 
         Where some shards have its last update and others do not, all go back to the last cut: there all have the same.
@@ -183,37 +189,41 @@ class CoordinatorDesk:
             self._called_at = self._clock()
             self.coordinator.call(worker)
 
-    def _release(self) -> list[Post]:
+    def _release(self) -> list[OutgoingMessage]:
         """Answer those that wait for the end of the pass, if it has come, or if there are batches again."""
         told = self.coordinator.release(self._together.members <= self._seen)
         self._ending |= {one for one, over in told.items() if over}
-        return [Post(one, self._closing.pop(one), m.Closed(over)) for one, over in told.items() if one in self._closing]
+        return [
+            OutgoingMessage(one, self._closing.pop(one), m.Closed(over))
+            for one, over in told.items()
+            if one in self._closing
+        ]
 
-    def _begin(self, worker: int, head: m.Head, body: m.Begin, tensors: list[Pieces]) -> list[Post]:
+    def _begin(self, worker: int, head: m.Header, body: m.Begin, tensors: list[Chunks]) -> list[OutgoingMessage]:
         if body.meet is not None and body.meet < 1:
-            raise ParcelError(f"a meeting after every {body.meet} batches")
+            raise FramingError(f"a meeting after every {body.meet} batches")
         sizes = _flat(head, tensors, torch.int64).tolist()
         if body.number > self.coordinator.number:
             self.coordinator.begin(body.number, sizes, body.meet, body.dealt, body.settled)
             self._begin_said = body.number, sizes, body.meet, body.dealt
-        return [Post(worker, head.number, m.Answered())]
+        return [OutgoingMessage(worker, head.number, m.Result())]
 
     # --- meetings, and who may come -----------------------------------------------------------------------------
 
-    def _meet(self, worker: int, head: m.Head, tensors: list[Pieces]) -> list[Post]:
+    def _meet(self, worker: int, head: m.Header, tensors: list[Chunks]) -> list[OutgoingMessage]:
         """Everyone's bytes, or the teller's."""
         body = head.body
-        assert isinstance(body, m.Gather | m.Keep | m.Meet)
+        assert isinstance(body, m.Gather | m.Keep | m.Barrier)
         self._op = max(self._op, body.op)
         self._apart.pop(worker, None)
         self._ending.discard(worker)
-        self._ending |= {worker} if isinstance(body, m.Meet) and not body.call else set()
-        if isinstance(body, m.Meet):
+        self._ending |= {worker} if isinstance(body, m.Barrier) and not body.call else set()
+        if isinstance(body, m.Barrier):
             self._seen.add(worker)  # it says which call has led to it
             self.coordinator.called_at_least(body.call, body.cut)
             self._met = max(self._met, body.call)
             posts = self._together.lay(worker, body.op, head.number, (None, torch.empty(0, dtype=torch.uint8), None))
-            return [*[Post(one.worker, one.number, one.body) for one in posts], *self._release()]
+            return [*[OutgoingMessage(one.worker, one.number, one.body) for one in posts], *self._release()]
         flat, posts = _flat(head, tensors, torch.uint8), []
         if isinstance(body, m.Keep) and body.number == self._order[0]:  # whoever has heard it may be dead
             posts = self._together.know(worker, body.op, sorted(self._together.members), [self._order[1]])
@@ -222,7 +232,7 @@ class CoordinatorDesk:
             self._keep(body.number, posts[0].tensors[0])
         return posts
 
-    def _heard(self, worker: int, body: m.Heard, found: list[Tensor]) -> list[Post]:
+    def _heard(self, worker: int, body: m.Heard, found: list[Tensor]) -> list[OutgoingMessage]:
         """What an exchange came to that this process may not know of; it does not say where the worker stands now."""
         self._op, self._met = max(self._op, body.op), max(self._met, body.call)
         self.coordinator.called_at_least(body.call, body.cut)
@@ -232,7 +242,7 @@ class CoordinatorDesk:
         if number > self._order[0]:
             self._order = number, order.clone()
 
-    def _admit(self) -> list[Post]:
+    def _admit(self) -> list[OutgoingMessage]:
         """Let newcomers in while no member is in a meeting, so that all are at the same exchange.
 
         That is where the members are: one that is dead may have come to a meeting which they are still to come to.
@@ -243,8 +253,8 @@ class CoordinatorDesk:
             return []
         joining, self._joining = self._joining, {}
         if is_over or self._age < 0:  # if nobody is left to say that a server was lost those who come do
-            body: m.Body = m.Refused(m.OVER) if is_over else m.Anew(self._age)
-            return [Post(one, parcel, body) for one, parcel in joining.items()]
+            body: m.Body = m.Refused(m.OVER) if is_over else m.StaleRequest(self._age)
+            return [OutgoingMessage(one, parcel, body) for one, parcel in joining.items()]
         number, order = self._order
         if not members:
             self._op += SKIPPED
@@ -262,7 +272,7 @@ class CoordinatorDesk:
         here = sorted(self._together.members)
         self._together.tell_anew()
         joined = m.Joined(self._age, number, op, met, here, self.coordinator.called[:met])
-        return [Post(worker, parcel, joined, [order]) for worker, parcel in joining.items()]
+        return [OutgoingMessage(worker, parcel, joined, [order]) for worker, parcel in joining.items()]
 
     # --- who has come to an end ---------------------------------------------------------------------------------
 
@@ -280,7 +290,7 @@ class CoordinatorDesk:
         number = max(self._ends.cuts(), default=0) + 1
         self._ends.put(number, {"ended": sorted(self._ended.items()), "op": op, "gave": gave}, found)
 
-    def _go_without(self, worker: int) -> list[Post]:
+    def _go_without(self, worker: int) -> list[OutgoingMessage]:
         """A worker has come to an end."""
         return self.gone(worker) if self._ended[worker] else self.leave(worker)
 
@@ -294,7 +304,7 @@ class CoordinatorDesk:
         for worker in self._ended:
             self._seen.add(worker)
             self._go_without(worker)
-        body = m.Answered() if facts["gave"] is None else m.Among(facts["gave"])
+        body = m.Result() if facts["gave"] is None else m.Among(facts["gave"])
         self._together.take_up(facts["op"], body, found)
 
     # --- going back ---------------------------------------------------------------------------------------------
@@ -318,17 +328,17 @@ class CoordinatorDesk:
         facts |= self.coordinator.state()
         self._shelf.put(cut, facts, [torch.tensor(sizes, dtype=torch.int64), self._order[1]])
 
-    def _back(self, worker: int, number: int, body: m.Back) -> list[Post]:
+    def _back(self, worker: int, number: int, body: m.Rollback) -> list[OutgoingMessage]:
         """A server was lost: who says so is told how the new age begins; who looked before the newest cut looks again.
 
         That one all shards have, and somebody may have gone on from it.
         """
         if self._shelf is not None and body.newest < max(self._shelf.cuts(), default=-1):
-            return [Post(worker, number, m.Anew(self._age))]
+            return [OutgoingMessage(worker, number, m.StaleRequest(self._age))]
         posts = self._go_back(worker, body)
-        return [*posts, Post(worker, number, self._begun), *self._release()]
+        return [*posts, OutgoingMessage(worker, number, self._begun), *self._release()]
 
-    def _go_back(self, worker: int, body: m.Back) -> list[Post]:
+    def _go_back(self, worker: int, body: m.Rollback) -> list[OutgoingMessage]:
         """The first to say that a server was lost says to which cut all go back. All that wait for a batch are told."""
         self._met = max(self._met, body.met)
         self._seen.add(worker)
@@ -338,10 +348,10 @@ class CoordinatorDesk:
         here = self._shelf.cuts()
         usable = [cut for cut in body.cuts if cut in here]
         if body.least <= 0 and self._cut_at < 0 and not here:  # not all shards have got their parameters
-            self._age, self._begun, self._is_torn = 0, m.Begun(0, -1, body.births), False
+            self._age, self._begun, self._is_torn = 0, m.RolledBack(0, -1, body.births), False
             return []
         if not usable:
-            raise ParcelError("a server was lost, and there is no cut that all of them have")
+            raise FramingError("a server was lost, and there is no cut that all of them have")
         kept = self._shelf.get(usable[-1])
         assert kept is not None
         facts, (sizes, order) = kept
@@ -356,20 +366,20 @@ class CoordinatorDesk:
         self._age, self._cut_at = max(body.age, body.least, facts["age"]) + 1, usable[-1]
         self._op = max(self._op, usable[-1])
         self._shelf.put(usable[-1], {**facts, "age": self._age}, [sizes, order])
-        self._begun, self._is_torn = m.Begun(self._age, usable[-1], body.births), False
+        self._begun, self._is_torn = m.RolledBack(self._age, usable[-1], body.births), False
         waiting, self._closing = self._closing, {}
         self._last.clear()
-        return [Post(one, parcel, m.Anew(self._age)) for one, parcel in waiting.items()]
+        return [OutgoingMessage(one, parcel, m.StaleRequest(self._age)) for one, parcel in waiting.items()]
 
 
-def _flat(head: m.Head, tensors: list[Pieces], dtype: torch.dtype) -> Tensor:
+def _flat(head: m.Header, tensors: list[Chunks], dtype: torch.dtype) -> Tensor:
     """The one tensor of a parcel."""
     if len(tensors) != 1 or DTYPES[head.tensors[0][0]] is not dtype:
-        raise ParcelError(f"{shown(head.tensors)} where one tensor of {dtype} belongs")
+        raise FramingError(f"{shown(head.tensors)} where one tensor of {dtype} belongs")
     return whole(tensors[0], head.tensors[0][0])
 
 
-def _gathered(said: Mapping[int, tuple[int | None, Tensor, Place | None]]) -> list[Tensor]:
+def _gathered(said: Mapping[int, tuple[int | None, Tensor, LoopPosition | None]]) -> list[Tensor]:
     """Everyone's bytes, or the teller's; `NOBODY` when that is gone."""
     places = {worker: at for worker, (_, _, at) in said.items() if at is not None}
     if are_apart(places.values()):

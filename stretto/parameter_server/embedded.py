@@ -7,25 +7,25 @@ from dataclasses import dataclass
 
 import msgspec
 
-from stretto.parameter_server.client import ServerWire
-from stretto.parameter_server.dispatcher_handler import CoordinatorDesk
+from stretto.parameter_server.client import ParameterServerClient
+from stretto.parameter_server.dispatcher_handler import DispatcherHandler
 from stretto.parameter_server.rpc_channel import dial
-from stretto.parameter_server.rpc_server import House, listening
-from stretto.parameter_server.shard_handler import ShardDesk
+from stretto.parameter_server.rpc_server import ServerThreads, listening
+from stretto.parameter_server.shard_handler import ShardHandler
 from stretto.security import WorkerKeys, new_keys
-from stretto.transport.interface import Wire
+from stretto.transport.interface import Transport
 
 
 @dataclass(frozen=True)
 class Hosted:
     """Where the services listen (the coordinator first), and the keys to speak to them."""
 
-    house: House
+    house: ServerThreads
     addresses: list[str]
     keys: WorkerKeys | None
     workers: int
 
-    def wire(self, worker: int, timeout_s: float, life: int = 0) -> ServerWire:
+    def wire(self, worker: int, timeout_s: float, life: int = 0) -> ParameterServerClient:
         """One worker's end; a later life joins a run that is under way."""
         return dial(worker, self.workers, self.addresses, self.keys, timeout_s, life)
 
@@ -42,14 +42,16 @@ class Hosted:
 def host(workers: int, shards: int = 1, *, on_nan: str = "stop", plain: bool = False, at: str = "127.0.0.1") -> Hosted:
     """Start a coordinator and so many shards in threads of this process."""
     servers, keys = (None, None) if plain else new_keys()
-    house = House(workers, servers)
-    addresses = [house.open(listening(at), CoordinatorDesk(workers, time.monotonic))]
+    house = ServerThreads(workers, servers)
+    addresses = [house.open(listening(at), DispatcherHandler(workers, time.monotonic))]
     for _ in range(shards):
-        addresses.append(house.open(listening(at), ShardDesk(workers, time.monotonic, on_nan)))
+        addresses.append(house.open(listening(at), ShardHandler(workers, time.monotonic, on_nan)))
     return Hosted(house, addresses, keys, workers)
 
 
-def meet_at_lead(meeting: Wire, shards: int, on_nan: str, timeout_s: float, at: str = "127.0.0.1") -> ServerWire:
+def meet_at_lead(
+    meeting: Transport, shards: int, on_nan: str, timeout_s: float, at: str = "127.0.0.1"
+) -> ParameterServerClient:
     """Worker 0 keeps a server in its process and tells the others over the wire on which they met, which is let go.
 
     It listens `at` the address where the workers met, and nowhere else. The keys travel as open as that wire is.

@@ -13,8 +13,8 @@ import msgspec
 import torch
 from torch import Tensor
 
-from stretto.errors import WireError
-from stretto.parameter_server.messages import Body, Head
+from stretto.errors import TransportError
+from stretto.parameter_server.messages import Body, Header
 
 CHUNK_BYTES = 1 << 20
 HEAD_BYTES = 1 << 20
@@ -36,13 +36,13 @@ DTYPES = {
     )
 }
 
-Pieces = list[Tensor]
+Chunks = list[Tensor]
 """A flat tensor in pieces, in order."""
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Head)
+_decoder = msgspec.msgpack.Decoder(Header)
 
 
-class ParcelError(WireError):
+class FramingError(TransportError):
     """Something came that is no parcel, or not one that fits."""
 
 
@@ -54,7 +54,7 @@ def kind(tensor: Tensor) -> str:
 def encode(number: int, body: Body, tensors: Sequence[Tensor] = ()) -> Iterator[list[Any]]:
     """The messages of a parcel, frame by frame. Tensors are flat, contiguous, on the CPU, and read where they lie."""
     kinds = [(kind(one), one.numel()) for one in tensors]
-    message: list[Any] = [_encoder.encode(Head(number, body, kinds))]
+    message: list[Any] = [_encoder.encode(Header(number, body, kinds))]
     room = CHUNK_BYTES
     for chunk in (chunk for one in tensors for chunk in _chunks(one)):
         if chunk.nbytes > room:
@@ -72,17 +72,17 @@ def _chunks(tensor: Tensor) -> Iterator[memoryview]:
         yield from (octets[at : at + CHUNK_BYTES] for at in range(0, len(octets), CHUNK_BYTES))
 
 
-def decode_head(frame: Any) -> Head:
-    """The head in a frame. Raises ParcelError when it is none, or names a kind of tensor that does not exist."""
+def decode_head(frame: Any) -> Header:
+    """The head in a frame. Raises FramingError when it is none, or names a kind of tensor that does not exist."""
     if len(frame) > HEAD_BYTES:
-        raise ParcelError(f"a head of {len(frame)} bytes")
+        raise FramingError(f"a head of {len(frame)} bytes")
     try:
         head = _decoder.decode(frame)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ParcelError(f"no head: {error}") from None
+        raise FramingError(f"no head: {error}") from None
     for dtype, length in head.tensors:
         if dtype not in DTYPES or length < 0:
-            raise ParcelError(f"a tensor of {length} {dtype:.20}")
+            raise FramingError(f"a tensor of {length} {dtype:.20}")
     return head
 
 
@@ -90,8 +90,8 @@ class Assembly:
     """Puts one sender's messages together again. Holds no more than what has come."""
 
     def __init__(self) -> None:
-        self._head: Head | None = None
-        self._tensors: list[Pieces] = []
+        self._head: Header | None = None
+        self._tensors: list[Chunks] = []
         self._missing: list[int] = []
         self._drained: list[int] = []
 
@@ -101,14 +101,14 @@ class Assembly:
         return self._head.number if self._head is not None else 0
 
     @property
-    def head(self) -> Head:
-        """That of the parcel under way. Raises ParcelError when there is none."""
+    def head(self) -> Header:
+        """That of the parcel under way. Raises FramingError when there is none."""
         if self._head is None:
-            raise ParcelError("a chunk of no parcel")
+            raise FramingError("a chunk of no parcel")
         return self._head
 
-    def begin(self, frame: Any) -> Head:
-        """A parcel begins with this head; one that was not whole is forgotten. Raises ParcelError."""
+    def begin(self, frame: Any) -> Header:
+        """A parcel begins with this head; one that was not whole is forgotten. Raises FramingError."""
         self.forget()
         self._head = head = decode_head(frame)
         self._tensors = [[] for _ in head.tensors]
@@ -130,12 +130,12 @@ class Assembly:
         self._head, self._tensors, self._missing = None, [], []
 
     def add(self, chunks: Sequence[Any]) -> bool:
-        """Take chunks; whether the parcel is whole now. Raises ParcelError."""
+        """Take chunks; whether the parcel is whole now. Raises FramingError."""
         for chunk in chunks:
             self._place(chunk)
         return not any(self._missing)
 
-    def take(self) -> tuple[Head, list[Pieces]]:
+    def take(self) -> tuple[Header, list[Chunks]]:
         """The whole parcel, less what was drained of it."""
         head, tensors = self.head, self._tensors
         self.forget()
@@ -146,10 +146,10 @@ class Assembly:
         head = self.head
         index = next((index for index, missing in enumerate(self._missing) if missing), None)
         if index is None or not 0 < len(chunk) <= self._missing[index]:
-            raise ParcelError(f"a chunk of {len(chunk)} bytes where it does not fit")
+            raise FramingError(f"a chunk of {len(chunk)} bytes where it does not fit")
         dtype = DTYPES[head.tensors[index][0]]
         if len(chunk) % dtype.itemsize:
-            raise ParcelError(f"a chunk of {len(chunk)} bytes in a tensor of {dtype}")
+            raise FramingError(f"a chunk of {len(chunk)} bytes in a tensor of {dtype}")
         self._missing[index] -= len(chunk)
         self._tensors[index].append(_tensor(chunk, dtype))
 
@@ -169,7 +169,7 @@ def placed(pieces: Sequence[Tensor], start: int = 0) -> Iterator[tuple[int, Tens
         start += piece.numel()
 
 
-def whole(pieces: Pieces, dtype: str) -> Tensor:
+def whole(pieces: Chunks, dtype: str) -> Tensor:
     """A tensor in one piece."""
     if len(pieces) == 1:
         return pieces[0]

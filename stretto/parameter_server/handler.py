@@ -14,8 +14,8 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from stretto.parameter_server import messages as m
-from stretto.parameter_server.barrier import Meeting, Told
-from stretto.parameter_server.framing import Pieces
+from stretto.parameter_server.barrier import KeyedBarrier, Told
+from stretto.parameter_server.framing import Chunks
 
 REMEMBERED, SMALL_BYTES = 64, 1 << 16
 """So many answers are remembered, if they are no larger, where nobody says which ones it has."""
@@ -24,7 +24,7 @@ NEWS = -1
 
 
 @dataclass(frozen=True, slots=True)
-class Post:
+class OutgoingMessage:
     """A parcel to send: to which worker, in reply to which of its parcels. `sent` is called when it has been read."""
 
     worker: int
@@ -34,14 +34,14 @@ class Post:
     sent: Callable[[], None] | None = None
 
 
-class Desk(Protocol):
+class RequestHandler(Protocol):
     """Takes what a worker says; returns what is to be sent."""
 
-    def expects(self, worker: int, head: m.Head) -> None:
+    def expects(self, worker: int, head: m.Header) -> None:
         """Look at a head before its tensors are taken in. Raises ParcelError when they would not fit."""
         ...
 
-    def streams(self, worker: int, head: m.Head) -> bool:
+    def streams(self, worker: int, head: m.Header) -> bool:
         """Whether a parcel that is still coming is to be given to `write` piece by piece."""
         ...
 
@@ -49,15 +49,17 @@ class Desk(Protocol):
         """A piece of tensor `index` has come, which begins there."""
         ...
 
-    def take(self, worker: int, head: m.Head, tensors: list[Pieces]) -> list[Post]:
+    def take(self, worker: int, head: m.Header, tensors: list[Chunks]) -> list[OutgoingMessage]:
         """A whole parcel, less what was written before. Raises ParcelError when it makes no sense."""
         ...
 
-    def leave(self, worker: int) -> list[Post]:
+    def leave(self, worker: int) -> list[OutgoingMessage]:
         """A worker has left on purpose: those who wait for it are told that it won't come."""
         ...
 
-    def gone(self, worker: int, number: int = 0, batches: Sequence[int] = (), torn: bool = False) -> list[Post]:
+    def gone(
+        self, worker: int, number: int = 0, batches: Sequence[int] = (), torn: bool = False
+    ) -> list[OutgoingMessage]:
         """A worker is gone: the others go on without it. `batches` of pass `number` are its work that counts.
 
         Its last update is `torn` if only some shards have it.
@@ -92,7 +94,7 @@ class Asked:
         self._waiting = {asked: since for asked, since in self._waiting.items() if asked[0] != worker}
 
 
-class Together:
+class CollectiveHandler:
     """Exchanges of all members, of whatever kind."""
 
     def __init__(
@@ -101,7 +103,7 @@ class Together:
         combine: Callable[[Mapping[int, Any]], Any],
         asked: Asked,
     ) -> None:
-        self._meeting: Meeting[Any, Any] = Meeting(range(workers), combine)
+        self._meeting: KeyedBarrier[Any, Any] = KeyedBarrier(range(workers), combine)
         self._asked = asked
         self._says_who = False
         """Whether answers say who gave: once members have changed all do, for nobody may have heard the last."""
@@ -114,7 +116,7 @@ class Together:
         """
         self._refused: dict[tuple[int, int], m.Refused] = {}
         """The last refusals: to whom, and in which exchange."""
-        self.last: tuple[int, m.Body, list[Tensor]] = 0, m.Answered(), []
+        self.last: tuple[int, m.Body, list[Tensor]] = 0, m.Result(), []
         """The very last, however large, and the number of its exchange.
 
         Where exchanges are asked one at a time it is the only one that anybody can lack.
@@ -128,29 +130,29 @@ class Together:
     def left(self) -> set[int]:
         return self._meeting.left
 
-    def lay(self, worker: int, op: int, number: int, thing: object, heard: int | None = None) -> list[Post]:
+    def lay(self, worker: int, op: int, number: int, thing: object, heard: int | None = None) -> list[OutgoingMessage]:
         if heard is not None:
             self._heard[worker] = max(self._heard.get(worker, 0), heard)
         kept = self._answers.get(op) or (self.last[1:] if op == self.last[0] else None)
         if kept is not None:
-            return [Post(worker, number, *kept)] if worker in self._meeting.members else []
+            return [OutgoingMessage(worker, number, *kept)] if worker in self._meeting.members else []
         if (worker, op) in self._refused:
-            return [Post(worker, number, self._refused[worker, op])]
+            return [OutgoingMessage(worker, number, self._refused[worker, op])]
         self._asked.note(worker, op, number)
         return self._posts(self._meeting.lay(worker, op, thing))
 
-    def know(self, worker: int, op: int, gave: Sequence[int], found: list[Tensor]) -> list[Post]:
+    def know(self, worker: int, op: int, gave: Sequence[int], found: list[Tensor]) -> list[OutgoingMessage]:
         """A worker has heard from another process what an exchange came to: whoever asks is told the same."""
         if worker not in self.members or (waiting := self._meeting.know(op)) is None:
             return []
         self._says_who, body = True, m.Among(list(gave))
         self._remember(op, body, found)
-        return [Post(one, self._asked.answer(one, op)[0], body, found) for one in waiting]
+        return [OutgoingMessage(one, self._asked.answer(one, op)[0], body, found) for one in waiting]
 
-    def leave(self, worker: int) -> list[Post]:
+    def leave(self, worker: int) -> list[OutgoingMessage]:
         return self._posts(self._meeting.leave(worker))
 
-    def gone(self, worker: int) -> list[Post]:
+    def gone(self, worker: int) -> list[OutgoingMessage]:
         self._asked.forget(worker)
         self._heard.pop(worker, None)
         self._says_who = True
@@ -173,9 +175,9 @@ class Together:
             self._heard.clear()
             self._answers.clear()
             self._refused.clear()
-            self.last = 0, m.Answered(), []
+            self.last = 0, m.Result(), []
 
-    def _posts(self, told: Sequence[Told[Any]]) -> list[Post]:
+    def _posts(self, told: Sequence[Told[Any]]) -> list[OutgoingMessage]:
         """The answers of one exchange or several; all of one exchange come together."""
         if not told:
             return []
@@ -184,7 +186,7 @@ class Together:
             together = list(answers)
             gave = sorted(one.worker for one in together)
             found = together[0].found
-            body: m.Body = m.Answered(heard)
+            body: m.Body = m.Result(heard)
             if found is not None and self._says_who:
                 body = m.Among(gave, heard)
             if found is not None:
@@ -209,12 +211,12 @@ class Together:
         for told in list(self._refused)[:-REMEMBERED]:
             del self._refused[told]
 
-    def _post(self, told: Told[Any], body: m.Body) -> Post:
+    def _post(self, told: Told[Any], body: m.Body) -> OutgoingMessage:
         number, _ = self._asked.answer(told.worker, told.op)
         if told.found is None:
             refused = self._refused[told.worker, told.op] = m.Refused(told.problem, told.uneven)
-            return Post(told.worker, number, refused)
-        return Post(told.worker, number, body, told.found)
+            return OutgoingMessage(told.worker, number, refused)
+        return OutgoingMessage(told.worker, number, body, told.found)
 
 
 def _is_small(found: Sequence[Tensor]) -> bool:

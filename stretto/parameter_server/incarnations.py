@@ -5,7 +5,7 @@ from __future__ import annotations
 from stretto.parameter_server import messages as m
 
 
-class Lives:
+class Incarnations:
     """The lives of workers, as one process knows them: at first each is in, in its first life, and unheard."""
 
     def __init__(self, workers: int) -> None:

@@ -11,14 +11,14 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from stretto.membership.loop_positions import Place
+from stretto.membership.loop_positions import LoopPosition
 
 
-class _Said(msgspec.Struct, array_like=True, tag=True):
+class _Message(msgspec.Struct, array_like=True, tag=True):
     pass
 
 
-class Open(_Said):
+class Open(_Message):
     """The first worker gives a shard its ranges of the parameters, and the rule; whatever it had before is gone.
 
     They are the first thing to come back to, as this `cut`. Behind them comes what a rule kept besides, as `Remembers`
@@ -34,7 +34,7 @@ class Open(_Said):
     arrivals: list[int] = []
 
 
-class Push(_Said):
+class Push(_Message):
     """A worker's update, encoded as the recipe says; it asks for the newest version in return.
 
     `batches` of pass `number` are the work in it. `age` counts how often the servers went back to a cut.
@@ -50,7 +50,7 @@ class Push(_Said):
     batches: list[int] = []
 
 
-class Cut(_Said):
+class Snapshot(_Message):
     """All have met in exchange `op`, and nothing is under way: keep what there is, to come back to it.
 
     A shard says whether it `Has` it then. The coordinator keeps its part if all shards have `kept` theirs.
@@ -61,11 +61,11 @@ class Cut(_Said):
     kept: bool = True
 
 
-class Cuts(_Said):
+class ListSnapshots(_Message):
     """Which cuts are there?"""
 
 
-class Back(_Said):
+class Rollback(_Message):
     """A server was lost in this `age`: to which of these cuts, that all shards have, do we go back?
 
     `births` are the shards' processes as this worker found them, `least` the greatest age that one of them is of.
@@ -83,7 +83,7 @@ class Back(_Said):
     """The newest cut that the coordinator had before the shards were asked for theirs."""
 
 
-class GoBack(_Said):
+class RequestRollback(_Message):
     """A new age begins at this cut, if this shard's process still is the one of this `birth`."""
 
     age: int
@@ -91,17 +91,17 @@ class GoBack(_Said):
     birth: int
 
 
-class Join(_Said):
+class Join(_Message):
     """A process that was started while the run is under way: where does it stand?"""
 
 
-class Enter(_Said):
+class ResumeClock(_Message):
     """A newcomer counts its rounds from this one."""
 
     clock: int
 
 
-class Rest(_Said):
+class EnterBarrier(_Message):
     """A worker comes to the `meeting` of all, after its update `seq`: nobody waits for it until the meeting is over.
 
     Without a meeting it has nothing to do, and nobody waits for it until its next update.
@@ -112,20 +112,20 @@ class Rest(_Said):
     age: int = 0
 
 
-class Read(_Said):
+class Read(_Message):
     """The newest version, after what waited to be collected has been applied if `flush`."""
 
     flush: bool
     age: int = 0
 
 
-class Recall(_Said):
+class Recall(_Message):
     """All have met, and nothing is under way: what does the rule keep besides the parameters?"""
 
     age: int
 
 
-class Ask(_Said):
+class Contribute(_Message):
     """What all workers ask together in exchange `op`: the sum of everyone's tensor, or every tensor."""
 
     op: int
@@ -134,24 +134,24 @@ class Ask(_Said):
     """All that this worker asked here in exchanges up to this one has been answered."""
 
 
-class Gather(_Said):
+class Gather(_Message):
     """Everyone's bytes in exchange `op`, or those of the `teller` alone. `at` is where the worker is in its loop."""
 
     op: int
     teller: int | None
-    at: Place | None = None
+    at: LoopPosition | None = None
 
 
-class Keep(_Said):
+class Keep(_Message):
     """The order of pass `number`, as the `teller` tells it in exchange `op`; it is kept for newcomers."""
 
     op: int
     teller: int
     number: int
-    at: Place | None = None
+    at: LoopPosition | None = None
 
 
-class Meet(_Said):
+class Barrier(_Message):
     """All come together in exchange `op`, with nothing under way.
 
     It is the `call`-th meeting that they were called to, perhaps for a `cut` alone, or that at the end of a pass if 0.
@@ -162,7 +162,7 @@ class Meet(_Said):
     cut: bool = False
 
 
-class Heard(_Said):
+class Heard(_Message):
     """What exchange `op` of these `members` has come to, once more, for a coordinator that may have lost it.
 
     Some may lack the answer, and what the dead gave to it nobody else can say. It may have been the `call`-th meeting.
@@ -174,27 +174,27 @@ class Heard(_Said):
     cut: bool = False
 
 
-class Apart(_Said):
+class LeaveBarrier(_Message):
     """A worker has done with the meeting after exchange `op`, and goes on by itself; it was called to so many."""
 
     op: int
     met: int = 0
 
 
-class Kept(_Said):
+class ReplayResult(_Message):
     """The order of pass `number`, once more, for a coordinator that may have lost it."""
 
     number: int
 
 
-class Group(_Said):
+class Group(_Message):
     """The worker exchanges with these from now on; what waits in older generations is dropped."""
 
     generation: int
     members: list[int]
 
 
-class Begin(_Said):
+class Begin(_Message):
     """Pass `number` begins. Its tensor is the samples of each batch; all meet after every `meet` batches.
 
     Batches go to whoever is free, or are `dealt` in turn. Those that are `settled` were done before.
@@ -206,14 +206,14 @@ class Begin(_Said):
     settled: list[int] = []
 
 
-class Lease(_Said):
+class Lease(_Message):
     """A worker is free: it asks for a batch of the pass."""
 
     number: int
     age: int = 0
 
 
-class Close(_Said):
+class Close(_Message):
     """A worker has nothing left of the pass, and has settled all: it waits until that is so everywhere.
 
     One whose script has `left` the pass early gets no more of it, though there may be batches.
@@ -224,14 +224,14 @@ class Close(_Said):
     left: bool = False
 
 
-class Count(_Said):
+class Count(_Message):
     """How often did each sample of the pass count?"""
 
     number: int
     age: int
 
 
-class Settle(_Said):
+class Settle(_Message):
     """The work on these batches is in the server's parameters."""
 
     number: int
@@ -239,19 +239,19 @@ class Settle(_Said):
     age: int = 0
 
 
-class Leave(_Said):
+class Leave(_Message):
     """A worker has done with everything."""
 
 
-class End(_Said):
+class Finish(_Message):
     """The same, before it leaves: answered once a coordinator that is started again would know of it."""
 
 
-class Quit(_Said):
+class Quit(_Message):
     """A worker leaves in good order: the others go on without it."""
 
 
-class Gone(_Said):
+class Gone(_Message):
     """A life of a worker is over. `batches` of pass `number` are the work of it that is in the parameters.
 
     Its last update is `torn` if only some shards have it, or if nobody knows.
@@ -264,7 +264,7 @@ class Gone(_Said):
     torn: bool = False
 
 
-class Go(_Said):
+class PushReply(_Message):
     """A version of a shard, and what became of the worker's updates: (seq, version, staleness, samples) of each."""
 
     version: int
@@ -273,21 +273,21 @@ class Go(_Said):
     held_s: float = 0.0
 
 
-class Answered(_Said):
+class Result(_Message):
     """The tensors that were asked for."""
 
     heard: int = 0
     """Nobody lacks an answer of an exchange up to this one."""
 
 
-class Among(_Said):
+class Among(_Message):
     """The same where members were lost since the last answer: who gave. Without tensors the teller was lost."""
 
     members: list[int]
     heard: int = 0
 
 
-class Leased(_Said):
+class Leased(_Message):
     """A batch of the pass; None when none is left, or when all are to `meet`. `handed` counts samples handed out.
 
     A meeting may be for a `cut` alone.
@@ -299,13 +299,13 @@ class Leased(_Said):
     cut: bool = False
 
 
-class Closed(_Said):
+class Closed(_Message):
     """Whether the pass is over, or there are batches again."""
 
     over: bool
 
 
-class Joined(_Said):
+class Joined(_Message):
     """Where a newcomer stands. From the coordinator: the pass, the next exchange, how many meetings have been.
 
     From a shard: the arena, and the rounds of the slowest.
@@ -321,7 +321,7 @@ class Joined(_Said):
     clock: int = 0
 
 
-class Has(_Said):
+class Has(_Message):
     """The cuts that a service has, which process of it this is, and its age."""
 
     cuts: list[int]
@@ -329,20 +329,20 @@ class Has(_Said):
     age: int
 
 
-class Remembers(_Said):
+class Remembers(_Message):
     """What the rule keeps, a tensor for each range under each name; and how much of its momentum has arrived."""
 
     names: list[str]
     arrivals: list[int]
 
 
-class Anew(_Said):
+class StaleRequest(_Message):
     """What was said is of another age than the one that is here, or that of a process which knows of none yet."""
 
     age: int
 
 
-class Begun(_Said):
+class RolledBack(_Message):
     """The age that is now began at this cut, with these processes of the shards."""
 
     age: int
@@ -350,7 +350,7 @@ class Begun(_Said):
     births: list[int]
 
 
-class Left(_Said):
+class Left(_Message):
     """What a dead worker's updates here were about."""
 
     number: int
@@ -365,7 +365,7 @@ def told_of(worker: int, life: int, found: Sequence[Left], shards: int) -> Gone:
     return Gone(worker, life, number, common, torn=len(found) < shards or len(sets) > 1)
 
 
-class Refused(_Said):
+class Refused(_Message):
     """What was wrong with what was said. `uneven`: the workers' loops are of unequal length."""
 
     text: str
@@ -375,16 +375,16 @@ class Refused(_Said):
 Request: TypeAlias = (
     Open
     | Push
-    | Rest
+    | EnterBarrier
     | Read
     | Recall
-    | Ask
+    | Contribute
     | Gather
     | Keep
-    | Kept
-    | Meet
+    | ReplayResult
+    | Barrier
     | Heard
-    | Apart
+    | LeaveBarrier
     | Group
     | Begin
     | Lease
@@ -392,25 +392,27 @@ Request: TypeAlias = (
     | Close
     | Count
     | Leave
-    | End
+    | Finish
     | Quit
     | Gone
     | Join
-    | Enter
-    | Cut
-    | Cuts
-    | Back
-    | GoBack
+    | ResumeClock
+    | Snapshot
+    | ListSnapshots
+    | Rollback
+    | RequestRollback
 )
-Reply: TypeAlias = Go | Answered | Among | Leased | Closed | Joined | Has | Remembers | Anew | Begun | Left | Refused
+Reply: TypeAlias = (
+    PushReply | Result | Among | Leased | Closed | Joined | Has | Remembers | StaleRequest | RolledBack | Left | Refused
+)
 OVER = "the run is over"
 """What is said to a worker that comes when the others have done with everything."""
-SILENT = (Settle, Leave, Heard, Apart, Kept, Group)
+SILENT = (Settle, Leave, Heard, LeaveBarrier, ReplayResult, Group)
 """What is not replied to."""
 Body: TypeAlias = Request | Reply
 
 
-class Head(msgspec.Struct, array_like=True):
+class Header(msgspec.Struct, array_like=True):
     """The first frame of a parcel. `number` is the sender's; a reply carries that of what it replies to."""
 
     number: int

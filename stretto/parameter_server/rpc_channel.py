@@ -14,12 +14,12 @@ import zmq.utils.garbage  # its handler at exit has to be registered before ours
 from torch import Tensor
 from zmq.utils.monitor import parse_monitor_message
 
-from stretto.errors import BrokenWireError, WireError
+from stretto.errors import BrokenWireError, TransportError
 from stretto.parameter_server import messages as m
-from stretto.parameter_server.client import ServerWire
+from stretto.parameter_server.client import ParameterServerClient
 from stretto.parameter_server.client_types import Sink, refuse_refusals
-from stretto.parameter_server.framing import LARGEST_FRAME, Assembly, Pieces, decode_head, encode, placed
-from stretto.parameter_server.rpc_server import HERALD, name_of
+from stretto.parameter_server.framing import LARGEST_FRAME, Assembly, Chunks, decode_head, encode, placed
+from stretto.parameter_server.rpc_server import DEATH_NOTIFIER, name_of
 from stretto.security import SMALL_BYTES, WorkerKeys
 from stretto.transport.malloc import keep_freed_memory
 from stretto.transport.tcp_info import tcp_arrived, tcp_bytes
@@ -37,7 +37,7 @@ Its own word for never, -1, can hold up the end of a context for ever.
 """
 
 
-class SocketLink:
+class RpcChannel:
     """A connection of one worker over ZeroMQ. `called` is who is at the other end, for what a person reads.
 
     With a patience a service that went away is waited for so long: what had no reply is asked again, in order.
@@ -65,7 +65,7 @@ class SocketLink:
         """Called when a service has come back, before what had no reply is asked again."""
         self._assembly = Assembly()
         self._numbers = 0
-        self._replies: dict[int, tuple[m.Body, list[Pieces]]] = {}
+        self._replies: dict[int, tuple[m.Body, list[Chunks]]] = {}
         self._sink: tuple[int, Sink] | None = None
         """Where the pieces of the reply that is waited for go."""
         self._ended_traffic = self._earlier_traffic = (0, 0)
@@ -101,7 +101,7 @@ class SocketLink:
         except zmq.Again:  # nobody is there; what matters is said again
             self._problem = self._problem or WENT_AWAY
 
-    def wait(self, number: int, sink: Sink | None = None) -> tuple[m.Body, list[Pieces]]:
+    def wait(self, number: int, sink: Sink | None = None) -> tuple[m.Body, list[Chunks]]:
         """The reply to a parcel."""
         self._moved = (time.monotonic(), None)
         self._sink = (number, sink) if sink is not None else None
@@ -165,8 +165,8 @@ class SocketLink:
             return
         self.traffic()
         if self._patience_s is not None and not self._aborted.is_set():
-            with contextlib.suppress(WireError):
-                self.wait(self.send(m.End()))
+            with contextlib.suppress(TransportError):
+                self.wait(self.send(m.Finish()))
         if not self._problem:
             self._send(0, m.Leave(), ())
         self._hang_up(1000)
@@ -186,12 +186,12 @@ class SocketLink:
         self._heed()
         self._find_again()
         if self._problem:
-            raise WireError(f"{self.called} at {self.address} {self._problem}")
+            raise TransportError(f"{self.called} at {self.address} {self._problem}")
         now, arrived = time.monotonic(), tcp_arrived(self._descriptor) if self._descriptor is not None else None
         if arrived != self._moved[1]:
             self._moved = now, arrived
         if now - self._moved[0] > self._timeout_s:
-            raise WireError(f"{self.called} at {self.address} did not answer within {self._timeout_s:g} s")
+            raise TransportError(f"{self.called} at {self.address} did not answer within {self._timeout_s:g} s")
 
     def _find_again(self) -> None:
         """Take up the connection to a service that went away and is to come back."""
@@ -258,7 +258,7 @@ def dial(
     timeout_s: float,
     life: int = 0,
     patience_s: float | None = None,
-) -> ServerWire:
+) -> ParameterServerClient:
     """One worker's end of a parameter server. `addresses` are the coordinator's and the shards'.
 
     A `life` above 0 is that of a process which was started again: it joins a run that is under way. With a patience
@@ -268,10 +268,10 @@ def dial(
     context = zmq.Context()
     context.set(zmq.IO_THREADS, 1)
     links = [
-        SocketLink(context, address, worker, keys, name, timeout_s, life, patience_s)
+        RpcChannel(context, address, worker, keys, name, timeout_s, life, patience_s)
         for address, name in zip(addresses, _called(addresses), strict=True)
     ]
-    wire = ServerWire(worker, workers, links[0], links[1:], endures=patience_s is not None)
+    wire = ParameterServerClient(worker, workers, links[0], links[1:], endures=patience_s is not None)
     for link in links:
         link.again = functools.partial(wire.say_again, link)
     wire.when_closed(context.term)
@@ -284,12 +284,12 @@ def _called(addresses: Sequence[str]) -> list[str]:
     return ["the coordinator", *(f"server {shard}" for shard in range(len(addresses) - 1))]
 
 
-class Herald:
+class DeathNotifier:
     """Tells the services of a parameter server that a worker is dead. For one thread; every wait has a limit."""
 
     def __init__(self, addresses: Sequence[str], keys: WorkerKeys | None) -> None:
         self._context = zmq.Context()
-        self._sockets = [_dealer(self._context, HERALD, keys) for _ in addresses]
+        self._sockets = [_dealer(self._context, DEATH_NOTIFIER, keys) for _ in addresses]
         for one, address in zip(self._sockets, addresses, strict=True):
             one.connect(address)
         self._number = 0
@@ -334,7 +334,7 @@ class Herald:
         return None
 
 
-def _pour(tensors: list[Pieces], sink: Sink) -> None:
+def _pour(tensors: list[Chunks], sink: Sink) -> None:
     """Give a reply that has come before it was waited for to a sink."""
     for index, pieces in enumerate(tensors):
         for at, piece in placed(pieces):

@@ -22,23 +22,23 @@ import zmq.auth.thread
 
 from stretto.errors import LaunchError, explain
 from stretto.parameter_server import messages as m
-from stretto.parameter_server.dispatcher_handler import CoordinatorDesk
-from stretto.parameter_server.framing import LARGEST_FRAME, Assembly, ParcelError, decode_head, encode
-from stretto.parameter_server.handler import Desk, Post
-from stretto.parameter_server.incarnations import Lives
-from stretto.parameter_server.shard_handler import ShardDesk
-from stretto.parameter_server.snapshots import Folder
+from stretto.parameter_server.dispatcher_handler import DispatcherHandler
+from stretto.parameter_server.framing import LARGEST_FRAME, Assembly, FramingError, decode_head, encode
+from stretto.parameter_server.handler import OutgoingMessage, RequestHandler
+from stretto.parameter_server.incarnations import Incarnations
+from stretto.parameter_server.shard_handler import ShardHandler
+from stretto.parameter_server.snapshots import DiskStore
 from stretto.security import BACKLOG, SMALL_BYTES, ServerKeys, doorman, log, router
 from stretto.transport.malloc import keep_freed_memory
 
 IDLE_MS = 200
-HERALD = b"herald"
+DEATH_NOTIFIER = b"herald"
 """The name of whoever tells the services that a worker is dead."""
 _NAME = re.compile(rb"worker (\d{1,6})(?:\.(\d{1,6}))?")
 
 
 @dataclass(frozen=True)
-class ShardPlace:
+class ShardConfig:
     """One shard process's place in a run, and the listening sockets that it has inherited."""
 
     shard: int
@@ -55,22 +55,22 @@ class ShardPlace:
     cut_every_s: float | None = None
 
 
-def serve(place: ShardPlace) -> None:
+def serve(place: ShardConfig) -> None:
     """Serve a shard, and the coordinator in the first shard's process, until the process is ended."""
     torch.set_num_threads(1)
     keys = ServerKeys(*(one.encode() for one in place.keys)) if place.keys else None
     names = (f"shard{place.shard}", "coordinator", "ends")
-    own, shared, ends = (Folder(place.cuts, name) if place.cuts else None for name in names)
-    house = House(place.workers, keys)
+    own, shared, ends = (DiskStore(place.cuts, name) if place.cuts else None for name in names)
+    house = ServerThreads(place.workers, keys)
     if place.coordinator_fd is not None:
-        desk = CoordinatorDesk(place.workers, time.monotonic, shared, place.cut_every_s, ends)
+        desk = DispatcherHandler(place.workers, time.monotonic, shared, place.cut_every_s, ends)
         house.open(socket.socket(fileno=place.coordinator_fd), desk)
-    shard = ShardDesk(place.workers, time.monotonic, place.on_nan, own, time.monotonic_ns())
+    shard = ShardHandler(place.workers, time.monotonic, place.on_nan, own, time.monotonic_ns())
     house.open(socket.socket(fileno=place.listen_fd), shard)
     house.wait()
 
 
-class House:
+class ServerThreads:
     """The services of one process, each with a thread; `close` ends them."""
 
     def __init__(self, workers: int, keys: ServerKeys | None) -> None:
@@ -79,12 +79,12 @@ class House:
         self._context = zmq.Context()
         self._stop = threading.Event()
         self._threads: list[threading.Thread] = []
-        self.services: list[Service] = []
+        self.services: list[RpcServer] = []
         self._doorman = doorman(self._context, keys) if keys else None
 
-    def open(self, listener: socket.socket, desk: Desk) -> str:
+    def open(self, listener: socket.socket, desk: RequestHandler) -> str:
         """Serve a desk at a listening socket; returns its address."""
-        service = Service(self._context, listener, desk, self._workers, self._keys)
+        service = RpcServer(self._context, listener, desk, self._workers, self._keys)
         thread = threading.Thread(target=service.run, args=(self._stop,), name=service.address, daemon=True)
         self.services.append(service)
         self._threads.append(thread)
@@ -116,17 +116,22 @@ class House:
         self._context.destroy(linger=0)
 
 
-class Service:
+class RpcServer:
     """Carries parcels between one socket and one desk."""
 
     def __init__(
-        self, context: zmq.Context[Any], listener: socket.socket, desk: Desk, workers: int, keys: ServerKeys | None
+        self,
+        context: zmq.Context[Any],
+        listener: socket.socket,
+        desk: RequestHandler,
+        workers: int,
+        keys: ServerKeys | None,
     ) -> None:
         host, port = listener.getsockname()[:2]
         self.address = f"tcp://{host}:{port}"
         self._desk, self._workers = desk, workers
         self._socket = router(context, keys, LARGEST_FRAME)
-        self._lives = Lives(workers)
+        self._lives = Incarnations(workers)
         """What a life that is over still says is refused."""
         self._assemblies = [Assembly() for _ in range(workers)]
         self._numbers = [0] * workers
@@ -168,7 +173,7 @@ class Service:
             flags = zmq.NOBLOCK
 
     def _take(self, name: bytes, frames: Sequence[Any]) -> None:
-        if name == HERALD and frames:
+        if name == DEATH_NOTIFIER and frames:
             self._hear_of_death(frames)
             return
         worker, life = worker_of(name, self._workers)
@@ -185,10 +190,10 @@ class Service:
             for post in self._read(worker, frames):
                 self._send(post)
         except Exception as error:
-            why = str(error) if isinstance(error, ParcelError) else f"{type(error).__name__}: {error}"
-            self._refuse(Post(worker, self._numbers[worker], m.Refused(why)), f"worker {worker}: {why}")
+            why = str(error) if isinstance(error, FramingError) else f"{type(error).__name__}: {error}"
+            self._refuse(OutgoingMessage(worker, self._numbers[worker], m.Refused(why)), f"worker {worker}: {why}")
 
-    def _read(self, worker: int, frames: Sequence[Any]) -> list[Post]:
+    def _read(self, worker: int, frames: Sequence[Any]) -> list[OutgoingMessage]:
         assembly = self._assemblies[worker]
         if len(frames[0]):
             self._streams[worker], self._numbers[worker] = False, 0
@@ -214,7 +219,7 @@ class Service:
         """Somebody who knows says that a life of a worker is over; what this desk has of its work is answered."""
         try:
             head = decode_head(frames[0])
-        except ParcelError as error:
+        except FramingError as error:
             self._refuse(None, f"news that are none: {error}")
             return
         gone = head.body
@@ -227,7 +232,7 @@ class Service:
             if not self._lives.is_over(gone.worker, gone.life):
                 self._bury(gone)
                 self._note_left(gone.worker)
-            self._socket.send_multipart([HERALD, *next(encode(head.number, left))])
+            self._socket.send_multipart([DEATH_NOTIFIER, *next(encode(head.number, left))])
         except Exception as error:
             self._refuse(None, f"news of the death of worker {gone.worker}: {type(error).__name__}: {error}")
 
@@ -240,7 +245,7 @@ class Service:
             for post in self._desk.gone(worker, gone.number, gone.batches, gone.torn):
                 self._send(post)
 
-    def _leave(self, worker: int) -> list[Post]:
+    def _leave(self, worker: int) -> list[OutgoingMessage]:
         self._note_left(worker)
         return self._desk.leave(worker)
 
@@ -249,14 +254,14 @@ class Service:
         if len(self._left) == self._workers:
             self.empty.set()
 
-    def _refuse(self, post: Post | None, why: str) -> None:
+    def _refuse(self, post: OutgoingMessage | None, why: str) -> None:
         self.refused += 1
         log(f"refused {why}")
         if post is not None:
             self._assemblies[post.worker].forget()
             self._send(post)
 
-    def _send(self, post: Post) -> None:
+    def _send(self, post: OutgoingMessage) -> None:
         name, tracker = name_of(post.worker, self._lives.present(post.worker)), None
         small = sum(one.nbytes for one in post.tensors) < SMALL_BYTES
         try:

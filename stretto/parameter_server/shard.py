@@ -20,7 +20,7 @@ from torch import Tensor
 
 from stretto.parameter_server.framing import placed
 from stretto.parameter_server.versioned_buffers import Version, Versions
-from stretto.parameter_server.worker_record import Applied, Draft, Member
+from stretto.parameter_server.worker_record import Applied, Draft, WorkerRecord
 from stretto.recipe.then import Arrived, OnParameters, Velocity, add, constant, delay_compensated, outer, pull, replace
 from stretto.recipe.when import on_arrival
 
@@ -71,7 +71,7 @@ class Shard:
             self._when = on_arrival(every=when.every, overlap=when.overlap)
             self._then = then if isinstance(then, replace) else _alone(then)
         self._weight = self._then.weight if isinstance(self._then, add) else constant(1.0)
-        self.members = {worker: Member() for worker in range(workers)}
+        self.members = {worker: WorkerRecord() for worker in range(workers)}
         self._versions = Versions(theta)
         self._early: list[Update] = []
         self._group: list[tuple[Update, int]] = []
@@ -203,7 +203,7 @@ class Shard:
     def join(self, worker: int) -> list[Reply]:
         """A newcomer, or a worker that begins anew; until it enters it holds nobody back."""
         replies = self.leave(worker)
-        member = self.members[worker] = Member(rests=True, outside=True)
+        member = self.members[worker] = WorkerRecord(rests=True, outside=True)
         self._remember(member)
         return replies
 
@@ -302,7 +302,7 @@ class Shard:
             self._early.remove(fits)
             self._take(self.members[fits.worker], fits)
 
-    def _may_go_on(self, member: Member) -> bool:
+    def _may_go_on(self, member: WorkerRecord) -> bool:
         bound = self._when.bound
         return bound is None or member.outside or member.clock + self._when.ahead - self._slowest() <= bound
 
@@ -311,7 +311,7 @@ class Shard:
         free = [(worker, member) for worker, member in self.members.items() if member.waits]
         return [self._reply(worker, member) for worker, member in free if self._may_go_on(member)]
 
-    def _reply(self, worker: int, member: Member) -> Reply:
+    def _reply(self, worker: int, member: WorkerRecord) -> Reply:
         member.waits = False
         applied = self.told(worker)
         refused, member.refused = tuple(member.refused), []
@@ -321,7 +321,7 @@ class Shard:
 
     # --- applying -----------------------------------------------------------------------------------------------
 
-    def _take(self, member: Member, update: Update) -> None:
+    def _take(self, member: WorkerRecord, update: Update) -> None:
         member.note(update.seq)
         draft = self._draft_of(member, update)
         if not (draft.finite if draft is not None else all(map(is_finite, update.numbers))):
@@ -340,7 +340,7 @@ class Shard:
                 self._apply_group()
         self._forget(member, update.version)
 
-    def _draft_of(self, member: Member, update: Update) -> Draft | None:
+    def _draft_of(self, member: WorkerRecord, update: Update) -> Draft | None:
         """What was written of this update as it came in; forgotten if it has come whole after all."""
         if member.draft is None or member.draft.seq != update.seq:
             return None
@@ -348,12 +348,12 @@ class Shard:
             self.drop(update.worker)
         return member.draft
 
-    def _staleness(self, member: Member, version: int) -> int:
+    def _staleness(self, member: WorkerRecord, version: int) -> int:
         """Versions made since the one that was computed on, less those of the worker's own making."""
         own = len(member.own) - bisect.bisect_right(member.own, version)
         return max(self.version - version - own, 0)
 
-    def _add(self, member: Member, update: Update, staleness: int) -> None:
+    def _add(self, member: WorkerRecord, update: Update, staleness: int) -> None:
         """Asynchronous SGD: the next version in one pass over what came."""
         weight = self._weight.of(staleness, self._workers)
         following = self._versions.spare()
@@ -364,7 +364,7 @@ class Shard:
                 torch.add(now[at:stop], piece, alpha=weight, out=out[at:stop])
         self._publish_one(member, update, following, staleness)
 
-    def _add_draft(self, member: Member, update: Update, draft: Draft, staleness: int) -> None:
+    def _add_draft(self, member: WorkerRecord, update: Update, draft: Draft, staleness: int) -> None:
         """The next version has been written already, but perhaps on one that is no longer the newest."""
         member.draft = None
         weight = self._weight.of(staleness, self._workers)
@@ -374,12 +374,12 @@ class Shard:
         draft.base.done()
         self._publish_one(member, update, draft.following, staleness)
 
-    def _publish_one(self, member: Member, update: Update, following: Version, staleness: int) -> None:
+    def _publish_one(self, member: WorkerRecord, update: Update, following: Version, staleness: int) -> None:
         self._versions.publish(following)
         member.own.append(self.version)
         member.applied.append(Applied(update.seq, self.version, staleness, update.samples))
 
-    def _collect(self, member: Member, update: Update, staleness: int) -> None:
+    def _collect(self, member: WorkerRecord, update: Update, staleness: int) -> None:
         """Add the update, weighted by its staleness and its samples, to what waits to be applied."""
         if not self._sums:
             self._sums = [torch.empty_like(one) for one in self.current.ranges]
@@ -418,7 +418,7 @@ class Shard:
         adaptive = isinstance(weight, delay_compensated) and weight.adaptive
         return [torch.zeros_like(one) for one in theta] if adaptive else []
 
-    def _compensated(self, member: Member, update: Update) -> Sequence[Sequence[Tensor]]:
+    def _compensated(self, member: WorkerRecord, update: Update) -> Sequence[Sequence[Tensor]]:
         weight = self._weight
         if not isinstance(weight, delay_compensated) or not update.lr:
             return update.numbers
@@ -430,12 +430,12 @@ class Shard:
             whole.append((weight.compensate(flat, update.lr, self.current.ranges[index], old.ranges[index], squares),))
         return whole
 
-    def _remember(self, member: Member) -> None:
+    def _remember(self, member: WorkerRecord) -> None:
         """The worker has the newest version now; what it computes on that may have to be compensated."""
         if isinstance(self._weight, delay_compensated) and self.version not in member.read:
             member.read[self.version] = self.read()
 
-    def _forget(self, member: Member, version: int) -> None:
+    def _forget(self, member: WorkerRecord, version: int) -> None:
         """Nothing more will come that was computed on a version before this one."""
         for number in [one for one in member.read if one < version]:
             member.read.pop(number).done()

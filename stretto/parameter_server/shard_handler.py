@@ -11,14 +11,14 @@ import msgspec
 import torch
 from torch import Tensor
 
-from stretto.codecs import Codec, Scene
-from stretto.collective_ops import Ask, Every, Mean, answer
-from stretto.errors import RecipeError, WireError
+from stretto.codecs import Codec, CodecContext
+from stretto.collective_ops import AllGather, AllReduceMean, CollectiveOp, answer
+from stretto.errors import RecipeError, TransportError
 from stretto.parameter_server import messages as m
-from stretto.parameter_server.framing import DTYPES, ParcelError, Pieces, kind, whole
-from stretto.parameter_server.handler import NEWS, Asked, Post, Together, shown
+from stretto.parameter_server.framing import DTYPES, Chunks, FramingError, kind, whole
+from stretto.parameter_server.handler import NEWS, Asked, CollectiveHandler, OutgoingMessage, shown
 from stretto.parameter_server.shard import Reply, Shard, Update, named
-from stretto.parameter_server.snapshots import Shelf
+from stretto.parameter_server.snapshots import SnapshotStore
 from stretto.parameter_server.versioned_buffers import Version
 from stretto.recipe.parser import parse
 from stretto.recipe.recipe import Recipe
@@ -29,7 +29,7 @@ from stretto.recipe.when import on_arrival
 class Known:
     """What one worker knows of a shard's parameters, which replies in this encoding have told it."""
 
-    def __init__(self, codec: Codec, theta: Sequence[Tensor], scene: Scene) -> None:
+    def __init__(self, codec: Codec, theta: Sequence[Tensor], scene: CodecContext) -> None:
         self._codec = codec
         self._theta = [one.clone() for one in theta]
         self._memories = [codec.memory(one, scene) for one in theta]
@@ -95,7 +95,7 @@ class _Work:
         self._left = self.left(shard)
 
 
-class ShardDesk:
+class ShardHandler:
     """A shard of the parameters, and the exchanges of all workers that go through it."""
 
     def __init__(
@@ -103,7 +103,7 @@ class ShardDesk:
         workers: int,
         clock: Callable[[], float],
         on_nan: str,
-        shelf: Shelf | None = None,
+        shelf: SnapshotStore | None = None,
         birth: int = 0,
     ) -> None:
         self._workers, self._on_nan = workers, on_nan
@@ -113,7 +113,7 @@ class ShardDesk:
         self._members = set(range(workers))
         self._works = {worker: _Work(worker) for worker in range(workers)}
         self._asked = Asked(clock)
-        self._together = Together(workers, _answers, self._asked)
+        self._together = CollectiveHandler(workers, _answers, self._asked)
         if self._age < 0:
             self._together.tell_anew()
         self._shard: Shard | None = None
@@ -129,17 +129,17 @@ class ShardDesk:
         """What each worker knows of the parameters, if replies are encoded."""
         self._told: dict[int, _Told] = {}
 
-    def expects(self, worker: int, head: m.Head) -> None:
+    def expects(self, worker: int, head: m.Header) -> None:
         """An update must have the numbers of this shard's ranges, in the recipe's encoding."""
         if not isinstance(head.body, m.Push) or head.body.age != self._age:
             return
         shard = self._opened(head.body.arena)
         if not math.isfinite(head.body.lr):
-            raise ParcelError(f"an update with a learning rate of {head.body.lr}")
+            raise FramingError(f"an update with a learning rate of {head.body.lr}")
         if worker not in shard.members:
-            raise ParcelError(f"worker {worker} has left")
+            raise FramingError(f"worker {worker} has left")
         if not self._fits(head.tensors):
-            raise ParcelError(f"an update of {shown(head.tensors)} for a shard of {shown(self._wanted)}")
+            raise FramingError(f"an update of {shown(head.tensors)} for a shard of {shown(self._wanted)}")
 
     def _fits(self, tensors: Sequence[tuple[str, int]]) -> bool:
         if self._recipe.how.fixed:
@@ -149,7 +149,7 @@ class ShardDesk:
             for (kind, length), (wanted, most) in zip(tensors, self._wanted, strict=True)
         )
 
-    def streams(self, worker: int, head: m.Head) -> bool:
+    def streams(self, worker: int, head: m.Header) -> bool:
         """Updates that are added one by one are worked on as they come in."""
         body = head.body
         if not isinstance(body, m.Push) or not self._recipe.how.elementwise or self._shard is None:
@@ -163,14 +163,14 @@ class ShardDesk:
         assert self._shard is not None
         self._shard.write(worker, index, at, self._decoded_piece(piece, self._shard.current.ranges[index]))
 
-    def take(self, worker: int, head: m.Head, tensors: list[Pieces]) -> list[Post]:
+    def take(self, worker: int, head: m.Header, tensors: list[Chunks]) -> list[OutgoingMessage]:
         """A whole parcel."""
         body, number = head.body, head.number
         if self._is_of_another_age(body):
-            return [Post(worker, number, m.Anew(self._age))]
+            return [OutgoingMessage(worker, number, m.StaleRequest(self._age))]
         if isinstance(body, m.Push):
             return self._push(worker, number, body, tensors)
-        if isinstance(body, m.Ask):
+        if isinstance(body, m.Contribute):
             return self._ask(worker, head, body, tensors)
         if isinstance(body, m.Read):
             return self._read(worker, number, body.flush)
@@ -178,10 +178,10 @@ class ShardDesk:
             return self._recall(worker, number)
         if isinstance(body, m.Open):
             return self._open(worker, head, body, tensors)
-        if isinstance(body, m.Rest):
+        if isinstance(body, m.EnterBarrier):
             is_now = self._shard is not None and body.age == self._age  # of another age: it is outside until it hears
             replies = self._shard.rest(worker, body.seq, body.meeting) if self._shard and is_now else []
-            return [Post(worker, number, m.Answered()), *self._goes(replies)]
+            return [OutgoingMessage(worker, number, m.Result()), *self._goes(replies)]
         if isinstance(body, m.Group):
             self._together.group(body.generation, body.members)
             return []
@@ -191,36 +191,42 @@ class ShardDesk:
         """Whether it was said before all went back to a cut. A process that was told no age takes parameters of any."""
         if isinstance(body, m.Open):
             return body.age < self._age
-        return isinstance(body, m.Push | m.Read | m.Recall | m.Cut) and body.age != self._age
+        return isinstance(body, m.Push | m.Read | m.Recall | m.Snapshot) and body.age != self._age
 
-    def _of_members(self, worker: int, number: int, body: m.Body) -> list[Post]:
+    def _of_members(self, worker: int, number: int, body: m.Body) -> list[OutgoingMessage]:
         """What is said of who is there, and of going back."""
-        if isinstance(body, m.End | m.Quit):
+        if isinstance(body, m.Finish | m.Quit):
             go_without = self.gone if isinstance(body, m.Quit) else self.leave
-            return [Post(worker, number, m.Answered()), *go_without(worker)]
+            return [OutgoingMessage(worker, number, m.Result()), *go_without(worker)]
         if isinstance(body, m.Join):
             return self._join(worker, number)
-        if isinstance(body, m.Enter):
+        if isinstance(body, m.ResumeClock):
             if self._shard is not None:
                 self._shard.enter(worker, body.clock)
-            return [Post(worker, number, m.Answered())]
-        if isinstance(body, m.Cut):
+            return [OutgoingMessage(worker, number, m.Result())]
+        if isinstance(body, m.Snapshot):
             self._cut(body.op)
-            return [Post(worker, number, m.Has([body.op] * self._is_kept, self._birth, self._age))]
-        if isinstance(body, m.Cuts):
-            return [Post(worker, number, m.Has(self._shelf.cuts() if self._shelf else [], self._birth, self._age))]
-        if isinstance(body, m.GoBack):
+            return [OutgoingMessage(worker, number, m.Has([body.op] * self._is_kept, self._birth, self._age))]
+        if isinstance(body, m.ListSnapshots):
+            return [
+                OutgoingMessage(
+                    worker, number, m.Has(self._shelf.cuts() if self._shelf else [], self._birth, self._age)
+                )
+            ]
+        if isinstance(body, m.RequestRollback):
             age = self._age
             reply = self._go_back(body)
-            return [Post(worker, number, reply), *(self._anew() if self._age != age else [])]
-        raise ParcelError(f"a shard was told {type(body).__name__}")
+            return [OutgoingMessage(worker, number, reply), *(self._anew() if self._age != age else [])]
+        raise FramingError(f"a shard was told {type(body).__name__}")
 
-    def leave(self, worker: int) -> list[Post]:
+    def leave(self, worker: int) -> list[OutgoingMessage]:
         """A worker has left: nobody waits for its updates any more."""
         replies = self._shard.leave(worker) if self._shard else []
         return [*self._goes(replies), *self._together.leave(worker)]
 
-    def gone(self, worker: int, number: int = 0, batches: Sequence[int] = (), torn: bool = False) -> list[Post]:
+    def gone(
+        self, worker: int, number: int = 0, batches: Sequence[int] = (), torn: bool = False
+    ) -> list[OutgoingMessage]:
         """A worker is gone: nobody waits for it any more."""
         self._works[worker].end(self._shard)
         self._forget_told(worker)
@@ -234,24 +240,24 @@ class ShardDesk:
 
     # --- who is there -------------------------------------------------------------------------------------------
 
-    def _join(self, worker: int, number: int) -> list[Post]:
+    def _join(self, worker: int, number: int) -> list[OutgoingMessage]:
         """A newcomer: what was known of its last life is forgotten."""
         self._asked.forget(worker)
         self._members.add(worker)
         self._works[worker] = _Work(worker)
         self._together.join(worker)
         if self._shard is None:
-            return [Post(worker, number, m.Joined(self._age))]
+            return [OutgoingMessage(worker, number, m.Joined(self._age))]
         replies = self._shard.join(worker)
         self._know(worker, self._shard.current.ranges)
         body = m.Joined(self._age, arena=self._arena, clock=self._shard.slowest())
-        return [Post(worker, number, body), *self._goes(replies)]
+        return [OutgoingMessage(worker, number, body), *self._goes(replies)]
 
     def _know(self, worker: int, theta: Sequence[Tensor]) -> None:
         reply = self._recipe.how.reply
         self._forget_told(worker)
         if reply is not None:
-            self._known[worker] = Known(reply, theta, Scene(worker, self._workers))
+            self._known[worker] = Known(reply, theta, CodecContext(worker, self._workers))
 
     # --- going back ---------------------------------------------------------------------------------------------
 
@@ -263,19 +269,19 @@ class ShardDesk:
         about = {"arena": self._arena, "recipe": self._recipe.spelled(), **facts}
         self._cut_at, self._is_kept = cut, self._shelf.put(cut, about, tensors)
 
-    def _go_back(self, body: m.GoBack) -> m.Body:
+    def _go_back(self, body: m.RequestRollback) -> m.Body:
         """A new age begins, once. A process that was started meanwhile is not the one that was counted on."""
         if body.birth != self._birth or body.age < self._age:
-            return m.Anew(self._age)
+            return m.StaleRequest(self._age)
         if body.age == self._age:
-            return m.Answered()
+            return m.Result()
         if self._shelf is not None and body.cut < 0:  # nobody has gone on from what was given
             self._shelf.forget(body.cut)
             self._age = body.age
-            return m.Answered()
+            return m.Result()
         kept = self._shelf.get(body.cut) if self._shelf is not None else None
         if self._shelf is None or kept is None:
-            return m.Anew(self._age)
+            return m.StaleRequest(self._age)
         facts, tensors = kept
         self._shelf.forget(body.cut)
         self._age, self._cut_at = body.age, body.cut
@@ -284,12 +290,14 @@ class ShardDesk:
         assert self._shard is not None
         self._shard.restore(facts, tensors)
         self._shard.all_outside()
-        return m.Answered()
+        return m.Result()
 
-    def _anew(self) -> list[Post]:
+    def _anew(self) -> list[OutgoingMessage]:
         """Tell those whose update was held back that it is of an age that is over."""
         held = [worker for worker in range(self._workers) if self._asked.waits(worker, NEWS)]
-        return [Post(worker, self._asked.answer(worker, NEWS)[0], m.Anew(self._age)) for worker in held]
+        return [
+            OutgoingMessage(worker, self._asked.answer(worker, NEWS)[0], m.StaleRequest(self._age)) for worker in held
+        ]
 
     def _begin_anew(self, recipe: Recipe, arena: int, theta: list[Tensor]) -> None:
         assert isinstance(recipe.when, on_arrival)
@@ -305,21 +313,21 @@ class ShardDesk:
 
     def _opened(self, arena: int) -> Shard:
         if self._shard is None or arena != self._arena:
-            raise ParcelError(f"no parameters {arena} were given to this shard (it has {self._arena})")
+            raise FramingError(f"no parameters {arena} were given to this shard (it has {self._arena})")
         return self._shard
 
-    def _open(self, worker: int, head: m.Head, body: m.Open, tensors: list[Pieces]) -> list[Post]:
+    def _open(self, worker: int, head: m.Header, body: m.Open, tensors: list[Chunks]) -> list[OutgoingMessage]:
         if self._shard is not None and (body.arena, self._shard.is_untouched) < (self._arena, True):
-            raise ParcelError(f"parameters {body.arena} where work on parameters {self._arena} has come")
+            raise FramingError(f"parameters {body.arena} where work on parameters {self._arena} has come")
         try:
             recipe = parse(body.recipe)
         except RecipeError as error:
-            raise ParcelError(str(error)) from None
+            raise FramingError(str(error)) from None
         if not isinstance(recipe.when, on_arrival) or not isinstance(recipe.then, OnParameters):
-            raise ParcelError(f"{recipe} applies nothing on arrival")
+            raise FramingError(f"{recipe} applies nothing on arrival")
         integers = [dtype for dtype, _ in head.tensors if not DTYPES[dtype].is_floating_point]
         if integers:
-            raise ParcelError(f"parameters of {', '.join(integers)}, which can't be added to")
+            raise FramingError(f"parameters of {', '.join(integers)}, which can't be added to")
         found = [whole(pieces, dtype).clone() for pieces, (dtype, _) in zip(tensors, head.tensors, strict=True)]
         parts = len(found) // (1 + len(body.names))
         self._begin_anew(recipe, body.arena, found[:parts])
@@ -327,9 +335,9 @@ class ShardDesk:
         self._shard.take_up(named(body.names, found[parts:], parts), body.arrivals)
         self._age = body.age
         self._cut(body.cut)
-        return [Post(worker, head.number, m.Answered())]
+        return [OutgoingMessage(worker, head.number, m.Result())]
 
-    def _push(self, worker: int, number: int, body: m.Push, tensors: list[Pieces]) -> list[Post]:
+    def _push(self, worker: int, number: int, body: m.Push, tensors: list[Chunks]) -> list[OutgoingMessage]:
         shard = self._opened(body.arena)
         if (told := self._told.get(worker)) is not None and told.number == number:
             return [self._told_again(worker, told)]
@@ -338,7 +346,7 @@ class ShardDesk:
             self._asked.note(worker, NEWS, number)
             return []
         if self._asked.waits(worker, NEWS):
-            raise ParcelError(f"an update of worker {worker} while its last is held back")
+            raise FramingError(f"an update of worker {worker} while its last is held back")
         freed = shard.push(Update(worker, body.seq, body.version, body.samples, numbers, body.lr))
         self._works[worker].note(body)
         replies = [*freed, *shard.pull(worker)]
@@ -349,7 +357,7 @@ class ShardDesk:
         replies.remove(at_once)
         return [self._go(at_once, number, 0.0), *self._goes(replies)]
 
-    def _decoded(self, pieces: Pieces, like: Tensor) -> Pieces:
+    def _decoded(self, pieces: Chunks, like: Tensor) -> Chunks:
         """What the pieces say; a codec may write into what it is given to be like."""
         how = self._recipe.how
         if how.elementwise:
@@ -358,75 +366,75 @@ class ShardDesk:
             return [torch.zeros_like(like)]
         try:
             return [how.decode(torch.cat(pieces), torch.empty_like(like))]
-        except (WireError, ValueError) as error:
-            raise ParcelError(f"an update that does not say {like.numel()} numbers as {how}: {error}") from None
+        except (TransportError, ValueError) as error:
+            raise FramingError(f"an update that does not say {like.numel()} numbers as {how}: {error}") from None
 
     def _decoded_piece(self, piece: Tensor, like: Tensor) -> Tensor:
         return self._recipe.how.decode(piece, piece if piece.dtype == like.dtype else like.new_empty(piece.numel()))
 
-    def _goes(self, replies: Sequence[Reply]) -> list[Post]:
+    def _goes(self, replies: Sequence[Reply]) -> list[OutgoingMessage]:
         """The replies to those that had to wait."""
         return [self._go(one, *self._asked.answer(one.worker, NEWS)) for one in replies]
 
-    def _go(self, reply: Reply, number: int, held_s: float) -> Post:
+    def _go(self, reply: Reply, number: int, held_s: float) -> OutgoingMessage:
         self._forget_told(reply.worker)
         if reply.refused and self._on_nan == "stop":
             reply.version.done()
             refused = m.Refused("the update holds NaN or infinity")
             self._told[reply.worker] = _Told(number, refused, ())
-            return Post(reply.worker, number, refused)
+            return OutgoingMessage(reply.worker, number, refused)
         applied = [(one.seq, one.version, one.staleness, one.samples) for one in reply.applied]
-        body = m.Go(reply.version.number, applied, list(reply.refused), held_s)
+        body = m.PushReply(reply.version.number, applied, list(reply.refused), held_s)
         if reply.worker in self._known:
             messages = self._known[reply.worker].tell(reply.version.ranges)
             reply.version.done()
             self._told[reply.worker] = _Told(number, body, messages)
-            return Post(reply.worker, number, body, messages)
+            return OutgoingMessage(reply.worker, number, body, messages)
         assert self._shard is not None
         kept = reply.version.kept() if self._shard.moves_both else None
         self._told[reply.worker] = _Told(number, body, version=kept)
-        return Post(reply.worker, number, body, reply.version.ranges, reply.version.done)
+        return OutgoingMessage(reply.worker, number, body, reply.version.ranges, reply.version.done)
 
-    def _told_again(self, worker: int, told: _Told) -> Post:
+    def _told_again(self, worker: int, told: _Told) -> OutgoingMessage:
         """The same reply once more."""
         if told.messages is not None:
-            return Post(worker, told.number, told.body, told.messages)
+            return OutgoingMessage(worker, told.number, told.body, told.messages)
         assert self._shard is not None
-        assert isinstance(told.body, m.Go)
+        assert isinstance(told.body, m.PushReply)
         version = told.version.kept() if told.version is not None else self._shard.read(worker)
         body = msgspec.structs.replace(told.body, version=version.number)
-        return Post(worker, told.number, body, version.ranges, version.done)
+        return OutgoingMessage(worker, told.number, body, version.ranges, version.done)
 
     def _forget_told(self, worker: int) -> None:
         told = self._told.pop(worker, None)
         if told is not None and told.version is not None:
             told.version.done()
 
-    def _read(self, worker: int, number: int, flush: bool) -> list[Post]:
+    def _read(self, worker: int, number: int, flush: bool) -> list[OutgoingMessage]:
         if self._shard is None:
-            raise ParcelError("this shard has no parameters")
+            raise FramingError("this shard has no parameters")
         if flush:
             self._shard.flush()
         version = self._shard.read(worker)
         if worker in self._known:
             self._known[worker].told(version.ranges)
         applied = self._shard.told(worker)
-        body = m.Go(version.number, [(one.seq, one.version, one.staleness, one.samples) for one in applied])
-        return [Post(worker, number, body, version.ranges, version.done)]
+        body = m.PushReply(version.number, [(one.seq, one.version, one.staleness, one.samples) for one in applied])
+        return [OutgoingMessage(worker, number, body, version.ranges, version.done)]
 
-    def _recall(self, worker: int, number: int) -> list[Post]:
+    def _recall(self, worker: int, number: int) -> list[OutgoingMessage]:
         if self._shard is None:
-            raise ParcelError("this shard has no parameters")
+            raise FramingError("this shard has no parameters")
         self._shard.flush()
         kept = self._shard.memory()
         body = m.Remembers(list(kept), self._shard.arrivals)
-        return [Post(worker, number, body, [one.clone() for tensors in kept.values() for one in tensors])]
+        return [OutgoingMessage(worker, number, body, [one.clone() for tensors in kept.values() for one in tensors])]
 
-    def _ask(self, worker: int, head: m.Head, body: m.Ask, tensors: list[Pieces]) -> list[Post]:
+    def _ask(self, worker: int, head: m.Header, body: m.Contribute, tensors: list[Chunks]) -> list[OutgoingMessage]:
         if len(tensors) != 1:
-            raise ParcelError(f"{len(tensors)} tensors in an ask for one")
+            raise FramingError(f"{len(tensors)} tensors in an ask for one")
         flat = whole(tensors[0], head.tensors[0][0])
-        ask = Mean(flat) if body.kind == "mean" else Every(flat)
+        ask = AllReduceMean(flat) if body.kind == "mean" else AllGather(flat)
         return self._together.lay(worker, body.op, head.number, ask, body.heard)
 
 
@@ -438,6 +446,6 @@ def _wanted(how: Codec, theta: Tensor) -> tuple[str, int]:
     return kind(message), how.bytes_of(theta) // message.element_size()
 
 
-def _answers(asks: Mapping[int, Ask]) -> list[Tensor]:
+def _answers(asks: Mapping[int, CollectiveOp]) -> list[Tensor]:
     found = answer(list(asks.values()))
     return [found] if isinstance(found, Tensor) else list(found)

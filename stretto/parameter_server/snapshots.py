@@ -22,7 +22,7 @@ Kept = tuple[dict[str, Any], list[Tensor]]
 """Facts, and flat tensors."""
 
 
-class Shelf(Protocol):
+class SnapshotStore(Protocol):
     """Where a desk's cuts are."""
 
     def put(self, cut: int, facts: dict[str, Any], tensors: Sequence[Tensor]) -> bool:
@@ -42,7 +42,7 @@ class Shelf(Protocol):
         ...
 
 
-class Memory:
+class InMemoryStore:
     """Cuts that live as long as the process."""
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class Memory:
         self._kept = {cut: kept for cut, kept in self._kept.items() if cut <= after}
 
 
-class Folder:
+class DiskStore:
     """Cuts as files of a folder, which outlive the process.
 
     A file is written beside and renamed. It is not brought to the disk first: what it is for is the death of a process,

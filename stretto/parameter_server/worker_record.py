@@ -33,7 +33,7 @@ class Draft:
 
 
 @dataclass(slots=True)
-class Member:
+class WorkerRecord:
     """What a shard knows of one worker."""
 
     draft: Draft | None = None

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
 
-from stretto.collective_ops import Mean
+from stretto.collective_ops import AllReduceMean
 from stretto.lazy_torch import torch
 from stretto.spec import Answer, Range
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from stretto.collective_ops import Conversation, Encoding
+    from stretto.collective_ops import CollectiveCoroutine, Encoding
 
 
 PIECE = 1 << 16
@@ -29,7 +29,7 @@ class What(Answer):
         """What a worker remembers of exchanges of tensors like this one, in this encoding."""
         return how.memory(like, scene)
 
-    def converse(self, how: Encoding, x: Tensor, memory: Any) -> Conversation:
+    def converse(self, how: Encoding, x: Tensor, memory: Any) -> CollectiveCoroutine:
         """The conversation that ends in the mean of everyone's `x`, this worker's contribution, which is given away."""
         return how.converse(x, memory)
 
@@ -96,7 +96,7 @@ class gradient_differences(gradients):
     def memory(self, how: Encoding, like: Tensor, scene: Any) -> Differences:
         return Differences(like, how.memory(like, scene), scene.worker)
 
-    def converse(self, how: Encoding, x: Tensor, memory: Differences) -> Conversation:
+    def converse(self, how: Encoding, x: Tensor, memory: Differences) -> CollectiveCoroutine:
         sent = yield from how.exchange(self._message(how, x.sub_(memory.own), memory), x)
         answer = memory.all + sent
         memory.all.add_(sent, alpha=self.beta)
@@ -152,9 +152,9 @@ class momenta(gradients):
     def codec_memory(self, memory: Momentum) -> Any:
         return memory.codec
 
-    def converse(self, how: Encoding, x: Tensor, memory: Momentum) -> Conversation:
+    def converse(self, how: Encoding, x: Tensor, memory: Momentum) -> CollectiveCoroutine:
         if memory.rounds < self.warm_up:
-            gradient = cast("Tensor", (yield Mean(x)))
+            gradient = cast("Tensor", (yield AllReduceMean(x)))
             memory.m.mul_(self.beta).add_(gradient, alpha=1 - self.beta)
             memory.rounds += 1
             return gradient

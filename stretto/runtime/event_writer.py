@@ -19,14 +19,14 @@ from stretto.errors import LogError, NotFiniteError
 from stretto.events import read_events
 from stretto.notices import say
 from stretto.run_dir import make_folder, write_run
-from stretto.runtime.runtime import Surroundings
-from stretto.transport import Wire
+from stretto.runtime.runtime import Runtime
+from stretto.transport import Transport
 
 
-class Journal:
+class EventWriter:
     """Stamps events with the seconds since the start of training; without a run folder nothing is written."""
 
-    def __init__(self, folder: Path | None, wire: Wire, around: Surroundings, number: int, comes_late: bool) -> None:
+    def __init__(self, folder: Path | None, wire: Transport, around: Runtime, number: int, comes_late: bool) -> None:
         self._around, self._clock, self._wire = around, around.clock, wire
         self.worker = number
         self._log = around.log(folder, number) if folder is not None else None
@@ -98,7 +98,7 @@ class Journal:
                     raise NotFiniteError(f"{name} became {number} at step {step} on worker {self.worker}; {ADVICE}")
 
 
-def open_folder(wire: Wire, asked: Mapping[str, Any]) -> Path:
+def open_folder(wire: Transport, asked: Mapping[str, Any]) -> Path:
     """Make a run folder at worker 0, and one of the same name where another worker does not see that one."""
 
     def made() -> bytes:
@@ -118,7 +118,7 @@ def open_folder(wire: Wire, asked: Mapping[str, Any]) -> Path:
 ADVICE = "the usual causes are a learning rate that is too large, or data with NaN in it"
 
 
-def common_zero(wire: Wire, clock: Callable[[], float]) -> float:
+def common_zero(wire: Transport, clock: Callable[[], float]) -> float:
     """The reading of this worker's clock at a moment that all workers call zero.
 
     Workers of one boot of one machine share the system's clock; others compare theirs as they leave a common exchange,

@@ -21,7 +21,7 @@ from stretto.events import EventLog, LogFile
 from stretto.runtime.phase_timer import Pace, Stopwatch, Stretch
 
 
-class Enough(BaseException):
+class StopTraining(BaseException):
     """Whoever runs the script has seen enough of it: the run ends here, in good order. No Exception: nothing failed."""
 
 
@@ -55,7 +55,7 @@ class _Scalers:
 _scalers = _Scalers()
 
 
-class Surroundings:
+class Runtime:
     """Those of a worker that is a process of its own, or a thread."""
 
     def __init__(self, own_process: bool = False) -> None:

@@ -10,12 +10,12 @@ from typing import Any
 from stretto.errors import mistyped
 from stretto.faults import plan
 from stretto.faults.plan import Fault
-from stretto.launcher.config import Order, settled
+from stretto.launcher.config import RunConfig, settled
 from stretto.launcher.config import check as check_order
 from stretto.recipe.parser import parse
 from stretto.simulator.cluster.membership import beat_s
 from stretto.simulator.compute.contention import copies
-from stretto.simulator.compute.cost_model import Tariff
+from stretto.simulator.compute.cost_model import CostModel
 from stretto.simulator.compute.speed import Equal, Pace, Speeds
 from stretto.simulator.isolation.script import Program
 from stretto.simulator.network.topology import Network
@@ -33,8 +33,8 @@ class Simulation:
     the run before the script does.
     """
 
-    order: Order
-    tariff: Tariff
+    order: RunConfig
+    tariff: CostModel
     network: Network = field(default_factory=Network)
     speeds: Speeds = field(default_factory=Equal)
     faults: tuple[Fault, ...] = ()

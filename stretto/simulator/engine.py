@@ -19,12 +19,12 @@ from typing import Any
 import torch
 from greenlet import GreenletExit, getcurrent, greenlet
 
-from stretto.errors import LaunchError, WireError
+from stretto.errors import LaunchError, TransportError
 from stretto.faults.plan import Happening
-from stretto.simulator.cluster.fault_injector import Outages
-from stretto.simulator.compute.cost_model import Tariff
+from stretto.simulator.cluster.fault_injector import FaultInjector
+from stretto.simulator.compute.cost_model import CostModel
 from stretto.simulator.event_queue import Queue
-from stretto.simulator.isolation.process_state import Own, Process
+from stretto.simulator.isolation.process_state import Process, ProcessState
 from stretto.simulator.isolation.profiler_patch import unmarked
 from stretto.simulator.network.flows import ARRIVE, GO_ON, Flows, Net
 from stretto.simulator.network.topology import Links
@@ -42,9 +42,9 @@ TICK_EVENTS = 256
 class Worker:
     """One life of a simulated worker, which had so many before; `steps` are those of all."""
 
-    def __init__(self, world: World, number: int, life: int = 0, steps: int = 0) -> None:
+    def __init__(self, world: Engine, number: int, life: int = 0, steps: int = 0) -> None:
         self._world, self.number, self.life = world, number, life
-        self.own: Own | None = None
+        self.own: ProcessState | None = None
         self.is_over = self.is_dead = False
         """Whether it has come to its end, and whether it was killed."""
         self.steps, self.asks = steps, 0
@@ -66,7 +66,7 @@ class Worker:
         """Whether its script computes a hand."""
 
     @property
-    def tariff(self) -> Tariff:
+    def tariff(self) -> CostModel:
         """What its work takes."""
         return self._world.tariff
 
@@ -144,7 +144,7 @@ class Worker:
             self.until(lambda: self._world.queue.now >= at, lambda: f"its own time, {at:g} s")
 
     def until(self, is_so: Callable[[], bool], what: Callable[[], str], limit_s: float = float("inf")) -> None:
-        """Wait, and let others go on, until something is so. Raises WireError when nothing moved for too long."""
+        """Wait, and let others go on, until something is so. Raises TransportError when nothing moved for too long."""
         began, moved_s = self.now(), self._world.net.moved_s()
         while not is_so():
             self._waits_for = what
@@ -152,7 +152,7 @@ class Worker:
         waited = self.now() - began
         if waited > limit_s and waited - (self._world.net.moved_s() - moved_s) > limit_s:
             longer = f"longer than {limit_s:g} s; --timeout {ceil(waited)} would let it"
-            raise WireError(f"worker {self.number} waited {waited:g} s for {what()}, {longer}")
+            raise TransportError(f"worker {self.number} waited {waited:g} s for {what()}, {longer}")
 
     def wake(self) -> None:
         """What it waits for may be so now."""
@@ -197,7 +197,7 @@ class Worker:
         return self._waits_for()
 
 
-class World:
+class Engine:
     """Workers, the clock and the network. `processors` are how many the workers share; None if each has its own.
 
     `stopclock` is given to measure how long the workers' code takes here; then their time is that.
@@ -207,7 +207,7 @@ class World:
         self,
         workers: int,
         links: Links,
-        tariff: Tariff,
+        tariff: CostModel,
         plan: Iterable[tuple[float, Happening]] = (),
         processors: float | None = None,
         servers: int = 0,
@@ -226,7 +226,7 @@ class World:
         """Whether workers may die, and others be born in their place."""
         self.goes_on: Callable[[], bool] = lambda: False
         """Whether there will be somebody again when nobody is."""
-        self.outages = Outages(self.queue, self.net, plan)
+        self.outages = FaultInjector(self.queue, self.net, plan)
         self._lines: dict[int, deque[tuple[int, float, Callable[[], None]]]] = {}
         self.updates: list[float] = []
         """How long each update took a server, where that is measured."""
@@ -243,7 +243,7 @@ class World:
     def run(
         self,
         live: Callable[[Worker], None],
-        own: Callable[[Worker], Own],
+        own: Callable[[Worker], ProcessState],
         order: Sequence[int] | None = None,
         tick: Callable[[], None] | None = None,
         prepare: Callable[[], None] | None = None,

@@ -8,15 +8,15 @@ from math import inf, isfinite
 
 from stretto.errors import mistyped
 from stretto.faults import plan
-from stretto.launcher.config import Order
+from stretto.launcher.config import RunConfig
 from stretto.simulator.compute import speed
-from stretto.simulator.compute.cost_model import AUTO, Tariff, parse
+from stretto.simulator.compute.cost_model import AUTO, CostModel, parse
 from stretto.simulator.config import Simulation, check
 from stretto.simulator.network import topology
 from stretto.units import seconds
 
 
-def simulation(order: Order, typed: Mapping[str, str]) -> Simulation:
+def simulation(order: RunConfig, typed: Mapping[str, str]) -> Simulation:
     """The simulation that the options have typed, by their names, of an order that they are taken into; checked.
 
     Whatever of the time of a step is to be measured is not yet in it. Raises LaunchError or RecipeError.
@@ -25,7 +25,7 @@ def simulation(order: Order, typed: Mapping[str, str]) -> Simulation:
     faults, step_time = typed.get("faults", ""), typed.get("step_time", AUTO)
     asked = Simulation(
         replace(order, recipe=typed.get("recipe"), **numbers),  # type: ignore[arg-type]
-        parse(step_time, lambda: Tariff(0.0)),
+        parse(step_time, lambda: CostModel(0.0)),
         topology.parse(typed.get("network", "instant")),
         speed.parse(typed.get("speeds", "equal")),
         plan.parse(faults) if faults.strip() else (),

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from stretto.api import abandon
-from stretto.errors import BrokenWireError, LaunchError, MemberOutError, StaysOutError, WireError
+from stretto.errors import BrokenWireError, LaunchError, MemberOutError, StaysOutError, TransportError
 from stretto.events import Event
 from stretto.faults import plan as chaos
 from stretto.faults.plan import Happening
@@ -24,33 +24,33 @@ from stretto.launcher.seeding import sow
 from stretto.launcher.supervisor import Stopped
 from stretto.launcher.worker_main import failure
 from stretto.membership.coordinator import COORDINATOR
-from stretto.membership.messages import Here
-from stretto.parameter_server.client import ServerWire
+from stretto.membership.messages import ReadyReport
+from stretto.parameter_server.client import ParameterServerClient
 from stretto.parameter_server.messages import OVER
 from stretto.recipe.recipe import Recipe
 from stretto.run_dir import make_folder, write_run
-from stretto.simulator.cluster.barriers import Board, SimBarrier
-from stretto.simulator.cluster.collective import Table
+from stretto.simulator.cluster.barriers import SimBarrier, SimBarriers
+from stretto.simulator.cluster.collective import SimGroup
 from stretto.simulator.cluster.fault_injector import refuse
-from stretto.simulator.cluster.membership import Members
+from stretto.simulator.cluster.membership import SimCoordinator
 from stretto.simulator.cluster.rendezvous import Generations, TableFormer
-from stretto.simulator.cluster.rpc_server import Offices
-from stretto.simulator.cluster.runtime import Limit, SharedLog, SimAround
+from stretto.simulator.cluster.rpc_server import SimServers
+from stretto.simulator.cluster.runtime import Limit, SharedLog, SimRuntime
 from stretto.simulator.compute.speed import Pace
 from stretto.simulator.config import Simulation
-from stretto.simulator.engine import Worker, World
+from stretto.simulator.engine import Engine, Worker
 from stretto.simulator.isolation.dataset_cache import ReadOnce
 from stretto.simulator.isolation.memory_estimate import Forecast
-from stretto.simulator.isolation.process_state import Own
+from stretto.simulator.isolation.process_state import ProcessState
 from stretto.simulator.isolation.script import Nowhere, Program, importable
-from stretto.simulator.isolation.shared_memory import Commons
+from stretto.simulator.isolation.shared_memory import SharedArrays
 from stretto.simulator.isolation.virtual_time import ScriptTime
 from stretto.simulator.network.flows import ARRIVE
 from stretto.simulator.network.topology import Links
-from stretto.training.worker_context import Seat, given_seat
-from stretto.transport import Wire
-from stretto.transport.elastic import EnduringWire
-from stretto.transport.rendezvous import ServerFormer
+from stretto.training.worker_context import WorkerContext, given_seat
+from stretto.transport import Transport
+from stretto.transport.elastic import ElasticTransport
+from stretto.transport.rendezvous import ServerRendezvous
 
 STRIKES = ("kill", "pause", "go_on")
 """What is done to processes, and not to links."""
@@ -64,7 +64,7 @@ def simulate(
     tick: Ticked | None = None,
     order: Sequence[int] | None = None,
     err: TextIO | None = None,
-) -> World:
+) -> Engine:
     """Run the simulation into a run folder; `out` and `err` take what worker 0 says.
 
     Workers are made in the `order` given.
@@ -73,7 +73,7 @@ def simulate(
     """
     folder = folder.absolute()
     log = SharedLog(folder / "events.jsonl")
-    cast = Cast(simulation, folder, log, err)
+    cast = Simulator(simulation, folder, log, err)
     try:
         cast.run(out, tick, order)
     except LaunchError as error:
@@ -98,7 +98,7 @@ def begin(simulation: Simulation, out: Path | None) -> Path:
     return folder
 
 
-class Cast:
+class Simulator:
     """The workers of a simulation, each with its seat and its script."""
 
     def __init__(
@@ -110,12 +110,12 @@ class Cast:
         links = Links(simulation.network, order.workers, shards)
         self.world = self.make_world(links, shards)
         self.program = Program(order.script, order.args, order.seed, order.module)
-        self.commons = Commons()
+        self.commons = SharedArrays()
         self._err = err or sys.stderr
         self._said: set[str] = set()
         self._forecast = Forecast(order.workers)
-        self._table = Table(self.world, links)
-        self._offices: Offices | None = None
+        self._table = SimGroup(self.world, links)
+        self._offices: SimServers | None = None
         self._early: list[tuple[float, Happening]] = []
         """What happens to a server before there is one."""
         self._buried: list[tuple[int, int]] = []
@@ -123,12 +123,12 @@ class Cast:
         self._is_served = True
         """Whether there is a server, or may be one yet."""
         self._generations = Generations(self.world, links)
-        self._members: Members | None = None
+        self._members: SimCoordinator | None = None
         self.world.outages.tell = self._happens
         if simulation.is_mortal:
-            self._members = Members(self.world, links, order, self._publish, self._say, self._bury)
+            self._members = SimCoordinator(self.world, links, order, self._publish, self._say, self._bury)
             self.world.is_mortal = True
-        self._board = Board(self.world, self._returning)
+        self._board = SimBarriers(self.world, self._returning)
         self.world.outages.settle, self.world.outages.strike = self._settled, self._struck
         self._speed = Pace(simulation.speeds, order.workers, order.seed)
         self._limit = Limit(simulation.samples, simulation.time_s, order.workers)
@@ -157,13 +157,13 @@ class Cast:
         sow(self._simulation.order.seed)
         importable(self._simulation.order.script, self._simulation.order.module)
 
-    def make_world(self, links: Links, shards: int) -> World:
+    def make_world(self, links: Links, shards: int) -> Engine:
         """The world they live in."""
         one, order = self._simulation, self._simulation.order
         plan = chaos.schedule(one.faults, order.workers, shards, order.seed)
-        return World(order.workers, links, one.tariff, plan, one.processors, shards)
+        return Engine(order.workers, links, one.tariff, plan, one.processors, shards)
 
-    def own(self, worker: Worker, out: TextIO) -> Own:
+    def own(self, worker: Worker, out: TextIO) -> ProcessState:
         """What a worker has for itself."""
         shown = worker.number == 0 and self._simulation.order.output == "lead"
         heard = shown or self._simulation.order.output == "all"
@@ -189,7 +189,7 @@ class Cast:
     # --- who may die --------------------------------------------------------------------------------------------
 
     @property
-    def _mortals(self) -> Members:
+    def _mortals(self) -> SimCoordinator:
         assert self._members is not None
         return self._members
 
@@ -299,7 +299,7 @@ class Cast:
         else:
             self._buried.append((worker, life))
 
-    def seat(self, worker: Worker) -> Seat:
+    def seat(self, worker: Worker) -> WorkerContext:
         """A worker's place."""
         order = self._simulation.order
         around = self.around(worker)
@@ -327,10 +327,10 @@ class Cast:
         """The workers that are started again."""
         return self._members.returning if self._members is not None else ()
 
-    def around(self, worker: Worker) -> SimAround:
+    def around(self, worker: Worker) -> SimRuntime:
         """A worker's surroundings."""
         workers = self._simulation.order.workers
-        return SimAround(worker, self._speed, self._limit, self._log, self.begins, workers)
+        return SimRuntime(worker, self._speed, self._limit, self._log, self.begins, workers)
 
     def begins(self, worker: Worker, model: nn.Module, loader: Any) -> None:
         """A script has said what it trains on what: what all have alike is kept once."""
@@ -358,7 +358,7 @@ class Cast:
         if self.world.now_on is not None:
             self.world.now_on.sleep(seconds)
 
-    def wire(self, worker: int, recipe: Recipe | None) -> Wire:
+    def wire(self, worker: int, recipe: Recipe | None) -> Transport:
         """A worker's wire."""
         one, limit_s = self.world.workers[worker], self._simulation.order.timeout_s
         if recipe is None or not recipe.shards:
@@ -370,11 +370,13 @@ class Cast:
             return self._table.wire(one, limit_s)
         return self._server(recipe).wire(one)
 
-    def _server(self, recipe: Recipe) -> Offices:
+    def _server(self, recipe: Recipe) -> SimServers:
         order = self._simulation.order
         if self._offices is None:
             endures = self._members is not None
-            self._offices = Offices(self.world, recipe.shards, order.on_nan, not order.plain, order.timeout_s, endures)
+            self._offices = SimServers(
+                self.world, recipe.shards, order.on_nan, not order.plain, order.timeout_s, endures
+            )
             for worker, life in self._buried:
                 self._offices.gone(worker, life)
             self._catch_up()
@@ -386,16 +388,16 @@ class Cast:
         for time, happening in early:
             self.world.outages.happen(time, happening)
 
-    def _enduring(self, worker: Worker, recipe: Recipe) -> Wire:
+    def _enduring(self, worker: Worker, recipe: Recipe) -> Transport:
         """A wire of a worker that may die, or whose peers may: what the live seat makes, of simulated parts."""
         self._mortals.free = recipe.asynchronous
         line = self._mortals.line(worker)
         if not recipe.shards:
             former = TableFormer(self._generations, worker, self._simulation.order.timeout_s)
-            return EnduringWire(worker.number, line, former)
+            return ElasticTransport(worker.number, line, former)
         if not recipe.asynchronous:
-            return EnduringWire(worker.number, line, ServerFormer(self._server(recipe).wire(worker)))
-        line.stand(Here(0))
+            return ElasticTransport(worker.number, line, ServerRendezvous(self._server(recipe).wire(worker)))
+        line.stand(ReadyReport(0))
         wire = self._server(recipe).wire(worker, worker.life)
         line.on_abort = lambda _generation, _why: wire.abort()
         wire.doing = line.doing
@@ -404,11 +406,11 @@ class Cast:
             self._join(worker, wire)
         return wire
 
-    def _join(self, worker: Worker, wire: ServerWire) -> None:
+    def _join(self, worker: Worker, wire: ParameterServerClient) -> None:
         """Join a run that is under way; one that is over needs nobody."""
         try:
             wire.join()
-        except WireError as error:
+        except TransportError as error:
             if OVER not in str(error):
                 raise
             self._mortals.comes_late(worker)
@@ -416,15 +418,15 @@ class Cast:
 
 
 @dataclass(frozen=True)
-class SimSeat(Seat):
+class SimSeat(WorkerContext):
     """A seat in a simulated world."""
 
-    cast: Cast | None = None
+    cast: Simulator | None = None
 
-    def wire_for(self, recipe: Recipe | None, device: torch.device) -> Wire:
+    def wire_for(self, recipe: Recipe | None, device: torch.device) -> Transport:
         """The simulated wire that the recipe asks for."""
         assert self.cast is not None
-        assert isinstance(self.around, SimAround)
+        assert isinstance(self.around, SimRuntime)
         self.around.free = recipe is not None and recipe.asynchronous
         return self.cast.wire(self.worker, recipe)
 

@@ -17,16 +17,16 @@ from torch.optim import SGD
 
 from stretto.codecs import Codec
 from stretto.data.leases import Lease
-from stretto.errors import ModelError, NotFiniteError, WireError, explain
-from stretto.parameter_server.client import ServerWire
-from stretto.parameter_server.client_types import AnewError, News, RuleMemory, Ticket, Update, ranges
+from stretto.errors import ModelError, NotFiniteError, TransportError, explain
+from stretto.parameter_server.client import ParameterServerClient
+from stretto.parameter_server.client_types import News, PushHandle, RollbackRequiredError, RuleMemory, Update, ranges
 from stretto.parameter_server.shard import is_finite
 from stretto.recipe.recipe import Recipe
 from stretto.recipe.then import add, delay_compensated, pull
 from stretto.recipe.what import gradients, parameters
 from stretto.recipe.when import on_arrival
 from stretto.runtime.phase_timer import Stopwatch
-from stretto.strategies.flat_buffers import Arena, Part
+from stretto.strategies.flat_buffers import FlatBuffer, FlatParameters
 from stretto.strategies.optimizers import Optimizers
 from stretto.strategies.traffic_counters import Tally
 
@@ -39,7 +39,7 @@ Outcome = tuple[int, int, int, int]
 class _FlatRange:
     """What a worker keeps for one part of the arena between exchanges."""
 
-    def __init__(self, part: Part, how: Codec, shards: int, tally: Tally) -> None:
+    def __init__(self, part: FlatBuffer, how: Codec, shards: int, tally: Tally) -> None:
         self.part = part
         self.mark = part.theta.clone()
         self.change = torch.empty_like(part.theta)
@@ -53,11 +53,11 @@ class _FlatRange:
 class _Sent:
     """An exchange under way, and the leases whose work it carries."""
 
-    ticket: Ticket
+    ticket: PushHandle
     leases: list[Lease]
 
 
-class ArrivalExchange:
+class AsyncServer:
     """Pushes what this worker learned and takes up the server's newest version, at once or while it computes on.
 
     `on_settled` is called with the leases whose work has become part of the server's parameters, `on_end` after every
@@ -67,10 +67,10 @@ class ArrivalExchange:
 
     def __init__(
         self,
-        arena: Arena,
+        arena: FlatParameters,
         arena_number: int,
         recipe: Recipe,
-        wire: ServerWire,
+        wire: ParameterServerClient,
         watch: Stopwatch,
         tally: Tally,
         optimizers: Optimizers,
@@ -201,7 +201,7 @@ class ArrivalExchange:
         while True:
             try:
                 return self._read()
-            except AnewError:
+            except RollbackRequiredError:
                 self._wire.recover()
 
     @torch.no_grad()
@@ -215,7 +215,7 @@ class ArrivalExchange:
             own = [one.part.theta.clone() for one in self.ranges]
             try:
                 self._read(flush=False)
-            except AnewError:
+            except RollbackRequiredError:
                 self._wire.recover()
             else:
                 return own
@@ -233,7 +233,7 @@ class ArrivalExchange:
         return self._age == age
 
     def _read(self, flush: bool = True) -> list[int]:
-        """The same, once. Raises AnewError when a server was lost."""
+        """The same, once. Raises RollbackRequiredError when a server was lost."""
         with self._watch.on("exchanging"):
             news = self._wire.read(self._lengths, flush=flush).wait(self._put)
         if self._looks is not None:
@@ -256,7 +256,7 @@ class ArrivalExchange:
         return self._wire.shards
 
     def rule_memory(self) -> RuleMemory:
-        """What the servers' rule keeps besides the parameters, when all have met. Raises AnewError."""
+        """What the servers' rule keeps besides the parameters, when all have met. Raises RollbackRequiredError."""
         return self._wire.recall(len(self.ranges))
 
     @property
@@ -360,7 +360,7 @@ class ArrivalExchange:
         if sent is not None:
             try:
                 self._take_news(sent)
-            except AnewError:
+            except RollbackRequiredError:
                 self._wire.recover()
         return self._age == age
 
@@ -380,15 +380,15 @@ class ArrivalExchange:
             if self._how.reply is not None:
                 return self._decoded_news(self._how.reply, sent.ticket)
             news = self._whole_news(sent.ticket) if self._elastic else sent.ticket.wait(self._take_up)
-        except AnewError:
+        except RollbackRequiredError:
             raise
-        except WireError as error:
+        except TransportError as error:
             raise self._not_finite() or error from None
         if self._account is not None:
             self._account.received += self._nbytes
         return news
 
-    def _whole_news(self, ticket: Ticket) -> News:
+    def _whole_news(self, ticket: PushHandle) -> News:
         """Take up a reply once it is whole: of one that is cut off, and comes again, nothing may be taken up twice."""
 
         def put(part: int, at: int, piece: Tensor) -> None:
@@ -399,7 +399,7 @@ class ArrivalExchange:
             self._take_up(part, 0, version)
         return news
 
-    def _decoded_news(self, reply: Codec, ticket: Ticket) -> News:
+    def _decoded_news(self, reply: Codec, ticket: PushHandle) -> News:
         """Take up what the server's encoded replies say of the difference to what is known of its parameters."""
         news, messages = ticket.messages()
         for shard, found in enumerate(messages):

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from stretto.strategies.collective_runner import finish
-from stretto.strategies.flat_buffers import Part
+from stretto.strategies.flat_buffers import FlatBuffer
 from stretto.strategies.tensor_sync import FlatTensors, MovingBuffers
 from stretto.strategies.traffic_counters import Account
-from stretto.transport import Wire
+from stretto.transport import Transport
 from stretto.transport.elastic import attempted
 
 
-class Look:
+class AveragedModel:
     """The agreed model in place of a worker's own, until `resume`. Cost: one exact exchange of the parameters.
 
     `sets` are the parts of each set of parameters with this worker's share in their mean. `read` puts the agreed
@@ -31,9 +31,9 @@ class Look:
 
     def __init__(
         self,
-        sets: Sequence[tuple[Sequence[Part], Callable[[], float]]],
+        sets: Sequence[tuple[Sequence[FlatBuffer], Callable[[], float]]],
         buffers: MovingBuffers,
-        wire: Wire,
+        wire: Transport,
         account: Account | None,
         read: Callable[[], bool] | None = None,
     ) -> None:

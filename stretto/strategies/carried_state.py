@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from stretto.codecs import Codec
-from stretto.strategies.flat_buffers import Part, Slot
+from stretto.strategies.flat_buffers import FlatBuffer, ParameterSlice
 from stretto.strategies.local_updates import RoundRange
 
 
@@ -19,18 +19,18 @@ class Piece:
     """A codec's memory of the numbers `start` to `stop` of a part."""
 
     memory: Any
-    part: Part
+    part: FlatBuffer
     start: int
     stop: int
 
 
-Residuals = list[tuple[Part, Tensor]]
+Residuals = list[tuple[FlatBuffer, Tensor]]
 """For each part what was contributed and not sent yet, flat."""
 
 
 def residuals(codec: Codec, pieces: Sequence[Piece]) -> Residuals:
     """Return the residuals of a codec with error feedback, by part; nothing for one without."""
-    found: dict[int, tuple[Part, Tensor]] = {}
+    found: dict[int, tuple[FlatBuffer, Tensor]] = {}
     for one in pieces:
         residual = codec.residual(one.memory)
         if residual is not None:
@@ -65,7 +65,7 @@ def carry_over(before: Sequence[RoundRange], after: Sequence[RoundRange]) -> Non
                     new.view(one.memory.velocity).copy_(old.view(source.memory.velocity))
 
 
-def _in_both(one: Part, other: Part) -> Iterator[tuple[Slot, Slot]]:
+def _in_both(one: FlatBuffer, other: FlatBuffer) -> Iterator[tuple[ParameterSlice, ParameterSlice]]:
     """The places of parameters that lie in both parts; nothing where their numbers are of other kinds."""
     if one.theta.dtype != other.theta.dtype:
         return

@@ -85,7 +85,7 @@ def regroup(memory: Any, workers: int, joined: bool) -> None:
             owner.regroup(workers, joined)
 
 
-class Undo:
+class StateSnapshot:
     """Memories as they were at the last `keep`, to be put back when a round is done again. Cost: a copy of them."""
 
     def __init__(self, memories: Sequence[Any]) -> None:
@@ -125,7 +125,7 @@ class Undo:
             tensor.copy_(copy)
 
 
-class Remembered:
+class CodecStates:
     """The memories of an exchange that may be done again, among workers that change.
 
     They are only copied where workers may die (`endures`).
@@ -133,7 +133,7 @@ class Remembered:
 
     def __init__(self, memories: Sequence[Any], endures: bool) -> None:
         self.memories, self._endures = memories, endures
-        self._undo = Undo(memories)
+        self._undo = StateSnapshot(memories)
         self._running = False
         self._later: tuple[int, bool] | None = None
 

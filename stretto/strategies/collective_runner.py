@@ -6,22 +6,22 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from stretto.collective_ops import Ask, Conversation
+from stretto.collective_ops import CollectiveCoroutine, CollectiveOp
 from stretto.strategies.traffic_counters import Account
-from stretto.transport import Ticket, Wire
+from stretto.transport import Handle, Transport
 
 
-class Talk:
+class CollectiveRunner:
     """One conversation under way; its first ask is out when this is made. `account` counts what is said."""
 
-    def __init__(self, wire: Wire, conversation: Conversation, account: Account | None = None) -> None:
+    def __init__(self, wire: Transport, conversation: CollectiveCoroutine, account: Account | None = None) -> None:
         self._wire = wire
         self._conversation = conversation
         self._account = account
         self.result: Tensor | None = None
-        self.ask: Ask | None = None
+        self.ask: CollectiveOp | None = None
         """The ask that is out."""
-        self._ticket: Ticket | None = self._start(next(conversation))
+        self._ticket: Handle | None = self._start(next(conversation))
 
     def turn(self) -> bool:
         """Wait for the answer to the ask that is out and go on; True when the conversation is over."""
@@ -36,14 +36,14 @@ class Talk:
             self._ticket, self.ask, self.result = None, None, end.value
         return self._ticket is None
 
-    def _start(self, ask: Ask) -> Ticket:
+    def _start(self, ask: CollectiveOp) -> Handle:
         self.ask = ask
         if self._account is not None:
             self._account.said(ask)
         return self._wire.start(ask)
 
 
-def finish(talks: Sequence[Talk]) -> list[Tensor]:
+def finish(talks: Sequence[CollectiveRunner]) -> list[Tensor]:
     """Bring all conversations to their end, in the same order at every worker; returns their results."""
     open_talks = list(talks)
     while open_talks:

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from stretto.errors import ReplicasDifferError
 from stretto.strategies.tensor_sync import crc
-from stretto.transport import Wire
+from stretto.transport import Transport
 
 
-def compare(wire: Wire, wholes: Mapping[str, Tensor], parts: Mapping[str, Tensor], when: str) -> None:
+def compare(wire: Transport, wholes: Mapping[str, Tensor], parts: Mapping[str, Tensor], when: str) -> None:
     """Raise ReplicasDifferError unless all workers hold the same bits.
 
     `wholes` are hashed each time; `parts`, the named tensors in them, only to name a difference. Every worker raises.

@@ -17,14 +17,14 @@ ALIGNMENT_BYTES = 64
 
 
 @dataclass(eq=False)
-class Slot:
+class ParameterSlice:
     """One parameter's place in its part: numbers `start` to `stop`."""
 
     name: str
     parameter: Parameter
     start: int
     stop: int
-    home: Slot | None = None
+    home: ParameterSlice | None = None
     """The slot whose numbers it shows instead, when two parameters share their memory."""
 
     def view(self, flat: Tensor) -> Tensor:
@@ -33,10 +33,10 @@ class Slot:
         return torch.as_strided(flat, size, stride, flat.storage_offset() + self.start)
 
 
-class Part:
+class FlatBuffer:
     """The parameters of one dtype and device, flat."""
 
-    def __init__(self, slots: Sequence[Slot], length: int) -> None:
+    def __init__(self, slots: Sequence[ParameterSlice], length: int) -> None:
         self.slots = slots
         self.theta = torch.zeros(length, dtype=slots[0].parameter.dtype, device=slots[0].parameter.device)
         with torch.no_grad():
@@ -55,7 +55,7 @@ class Part:
         )
 
 
-class Arena:
+class FlatParameters:
     """All parts. The last parameters come first, as backward reaches them.
 
     With `spare` the last number of every part belongs to no parameter.
@@ -74,18 +74,18 @@ class Arena:
         return mine == {id(one) for one in parameters} and all(part.in_place() for part in self.parts)
 
 
-def _part(group: Sequence[tuple[str, Parameter]], spare: bool) -> Part:
-    slots: list[Slot] = []
-    homes: dict[tuple[int, torch.Size], Slot] = {}
+def _part(group: Sequence[tuple[str, Parameter]], spare: bool) -> FlatBuffer:
+    slots: list[ParameterSlice] = []
+    homes: dict[tuple[int, torch.Size], ParameterSlice] = {}
     at = 0
     for name, parameter in group:
         home = homes.get((parameter.data_ptr(), parameter.size())) if parameter.numel() else None
-        slot = Slot(name, parameter, at, at + parameter.numel(), home)
+        slot = ParameterSlice(name, parameter, at, at + parameter.numel(), home)
         homes.setdefault((parameter.data_ptr(), parameter.size()), slot)
         slots.append(slot)
         at = _aligned(slot.stop, parameter.element_size())
     last = slots[-1]
-    return Part(slots, _aligned(last.stop + 1, last.parameter.element_size()) if spare else at)
+    return FlatBuffer(slots, _aligned(last.stop + 1, last.parameter.element_size()) if spare else at)
 
 
 def _aligned(index: int, item: int) -> int:

@@ -24,13 +24,13 @@ from stretto.errors import ModelError, NotFiniteError, explain
 from stretto.recipe.recipe import Recipe
 from stretto.recipe.what import gradient_differences, gradients, momenta
 from stretto.runtime.phase_timer import Pace, Stopwatch
-from stretto.runtime.runtime import Surroundings
-from stretto.strategies.codec_state import Remembered
-from stretto.strategies.collective_runner import Talk, finish
-from stretto.strategies.flat_buffers import Arena, Part, Slot
+from stretto.runtime.runtime import Runtime
+from stretto.strategies.codec_state import CodecStates
+from stretto.strategies.collective_runner import CollectiveRunner, finish
+from stretto.strategies.flat_buffers import FlatBuffer, FlatParameters, ParameterSlice
 from stretto.strategies.traffic_counters import Tally
-from stretto.transport import Wire
-from stretto.transport.elastic import EnduringWire, attempted, has_others
+from stretto.transport import Transport
+from stretto.transport.elastic import ElasticTransport, attempted, has_others
 
 FIRST_BUCKET_BYTES = 1 << 20
 BUCKET_BYTES = 25 << 20
@@ -40,12 +40,12 @@ FORWARD = 1 / 3
 """The share of a step's computing that is over when backward begins: a product forward, and two backward."""
 
 
-class Place:
+class GradientSlot:
     """Where one parameter's gradient lives: its view of a bucket."""
 
     __slots__ = ("bucket", "passed", "slot", "view")
 
-    def __init__(self, slot: Slot, bucket: Bucket, flat: Tensor) -> None:
+    def __init__(self, slot: ParameterSlice, bucket: Bucket, flat: Tensor) -> None:
         self.slot, self.bucket = slot, bucket
         self.view = slot.view(flat)
         self.passed = 0
@@ -55,11 +55,11 @@ class Place:
 class Bucket:
     """A range of a part's gradients that is sent as one: its parameters' `places`, and a `tail` for counts."""
 
-    def __init__(self, part: Part, flat: Tensor, slots: Sequence[Slot], tail: int = 0) -> None:
+    def __init__(self, part: FlatBuffer, flat: Tensor, slots: Sequence[ParameterSlice], tail: int = 0) -> None:
         self.part, self.start, self.stop = part, slots[0].start, slots[-1].stop
         self.flat = flat[self.start : self.stop + tail]
         self.tail = flat[self.stop : self.stop + tail]
-        self.places = [Place(slot, self, flat) for slot in slots]
+        self.places = [GradientSlot(slot, self, flat) for slot in slots]
         self._padding = _padding(slots).to(flat.device)
         self.memory: Any = None
         self.missing = 0
@@ -69,17 +69,17 @@ class Bucket:
         self.flat.index_fill_(0, self._padding, 0.0)
 
 
-def _padding(slots: Sequence[Slot]) -> Tensor:
+def _padding(slots: Sequence[ParameterSlice]) -> Tensor:
     """The numbers of a bucket that belong to no parameter."""
     pairs = itertools.pairwise(slots)
     gaps = [torch.arange(one.stop, following.start) for one, following in pairs]
     return torch.cat([torch.empty(0, dtype=torch.int64), *gaps]) - slots[0].start
 
 
-class Board:
+class GradientBuffers:
     """Where the gradients of one pass lie: buckets, and the places and counts in them."""
 
-    def __init__(self, arena: Arena, counts_ride: bool) -> None:
+    def __init__(self, arena: FlatParameters, counts_ride: bool) -> None:
         self.buckets = cut(arena, counts_ride)
         self.places = [place for bucket in self.buckets for place in bucket.places]
         self.place_of = {id(place.slot.parameter): place for place in self.places}
@@ -89,7 +89,7 @@ class Board:
         """
 
 
-class GradientExchange:
+class GradientAllReduce:
     """Exchanges the gradients of an arena's parameters. `share` gives this worker's weight in the mean.
 
     What one worker says to itself is not encoded. Where workers may die two boards are written in turn, since somebody
@@ -98,13 +98,13 @@ class GradientExchange:
 
     def __init__(
         self,
-        arena: Arena,
+        arena: FlatParameters,
         recipe: Recipe,
-        wire: Wire,
+        wire: Transport,
         watch: Stopwatch,
         tally: Tally,
         share: Callable[[], float],
-        around: Surroundings,
+        around: Runtime,
         pace: Pace,
         on_begin: Callable[[], None],
         on_end: Callable[[float], None],
@@ -118,17 +118,17 @@ class GradientExchange:
         self._on_begin, self._on_end = on_begin, on_end
         self._account = tally.account(type(recipe.what).__name__)
         self._counts_ride = self._codec.elementwise and not isinstance(self._what, gradient_differences | momenta)
-        self._endures = isinstance(wire, EnduringWire)
-        self._boards = [Board(arena, self._counts_ride) for _ in range(2 if self._endures else 1)]
+        self._endures = isinstance(wire, ElasticTransport)
+        self._boards = [GradientBuffers(arena, self._counts_ride) for _ in range(2 if self._endures else 1)]
         for bucket, *others in zip(*(one.buckets for one in self._boards), strict=True):
             scene = tally.scene(bucket.part, bucket.start, bucket.stop)
             bucket.memory = self._what.memory(self._codec, bucket.flat, scene)
             for other in others:
                 other.memory = bucket.memory
-        self.remembered = Remembered([bucket.memory for bucket in self.buckets], self._endures)
+        self.remembered = CodecStates([bucket.memory for bucket in self.buckets], self._endures)
         self._kept: dict[int, Tensor] = {}
         """This worker's own gradients in this pass, by their place, as long as they may be needed again."""
-        self._absent: list[Place] = []
+        self._absent: list[GradientSlot] = []
         self._idle = False
         self._hooks: list[Any] = []
         self._hooked: set[int] = set()
@@ -138,7 +138,7 @@ class GradientExchange:
         self._pass = 0
         self._wild = False
         """Whether a gradient of this worker's is not finite, and was not encoded."""
-        self._launched: list[Talk] = []
+        self._launched: list[CollectiveRunner] = []
         self._began = 0.0
         self.paused = False
 
@@ -223,7 +223,7 @@ class GradientExchange:
         for bucket in self.buckets:
             bucket.missing = len(bucket.places)
 
-    def _write(self, place: Place) -> bool:
+    def _write(self, place: GradientSlot) -> bool:
         """Put the gradient, weighted, into its place, and let it live there. False when there is none."""
         parameter = place.slot.parameter
         grad = parameter.grad
@@ -262,8 +262,8 @@ class GradientExchange:
         self._tally.owes(given, codec, [self._what.codec_memory(bucket.memory)])
         self._launched.append(talk)
 
-    def _talk(self, bucket: Bucket) -> Talk:
-        talk = Talk(self._wire, self._what.converse(self._codec, bucket.flat, bucket.memory), self._account)
+    def _talk(self, bucket: Bucket) -> CollectiveRunner:
+        talk = CollectiveRunner(self._wire, self._what.converse(self._codec, bucket.flat, bucket.memory), self._account)
         if self._account is not None and talk.ask is not None:
             self._account.began(bucket.flat.nbytes)
             self._tally.spoke(self._codec, talk.ask.tensor, bucket.flat)
@@ -308,7 +308,9 @@ class GradientExchange:
         if not self._counts_ride:
             counts = self._boards[0].counts
             counts[-1] = float(self._wild)
-            self._launched.append(Talk(self._wire, exact().converse(counts, None), self._tally.account("counts")))
+            self._launched.append(
+                CollectiveRunner(self._wire, exact().converse(counts, None), self._tally.account("counts"))
+            )
 
     def _complete(self) -> None:
         """Wait for all buckets. A parameter that this worker has no gradient for takes that of the others, or none."""
@@ -345,7 +347,7 @@ class GradientExchange:
         return finish(self._launched)
 
 
-def cut(arena: Arena, counts_ride: bool) -> list[Bucket]:
+def cut(arena: FlatParameters, counts_ride: bool) -> list[Bucket]:
     """Cut the gradients of an arena into buckets: a small one first, then larger ones, counts behind the last.
 
     Where counts can't ride along numbers are not encoded one by one, and a part is one bucket: its largest are sought.
@@ -361,9 +363,9 @@ def cut(arena: Arena, counts_ride: bool) -> list[Bucket]:
     return buckets
 
 
-def _runs(part: Part, limit: int) -> list[list[Slot]]:
+def _runs(part: FlatBuffer, limit: int) -> list[list[ParameterSlice]]:
     """The slots of each bucket; the one that reaches the limit is the bucket's last, so that it does not wait."""
-    runs: list[list[Slot]] = [[]]
+    runs: list[list[ParameterSlice]] = [[]]
     for slot in part.slots:
         if runs[-1] and (runs[-1][-1].stop - runs[-1][0].start) * part.theta.element_size() >= limit:
             runs.append([])
@@ -383,7 +385,7 @@ def _weakly(method: Callable[[Parameter], None]) -> Callable[[Parameter], None]:
     return call
 
 
-def _sparse(place: Place) -> str:
+def _sparse(place: GradientSlot) -> str:
     return explain(
         f"the gradient of {place.slot.name} is sparse, which the exchange of gradients can't carry",
         got="a sparse gradient",
@@ -392,7 +394,7 @@ def _sparse(place: Place) -> str:
     )
 
 
-def _past(place: Place) -> str:
+def _past(place: GradientSlot) -> str:
     return explain(
         f"the optimizer is about to step with a gradient of {place.slot.name} that was not exchanged",
         got="a gradient that was made without loss.backward(), or a step inside stretto.no_sync()",
@@ -401,7 +403,7 @@ def _past(place: Place) -> str:
     )
 
 
-def _twice(place: Place) -> str:
+def _twice(place: GradientSlot) -> str:
     return explain(
         f"backward reached {place.slot.name} twice in one pass",
         got="two gradients of one parameter in one backward pass, as reentrant checkpointing makes them",

@@ -7,25 +7,25 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from stretto.codecs import Scene
+from stretto.codecs import CodecContext
 from stretto.errors import NotFiniteError
 from stretto.recipe.recipe import Recipe
 from stretto.recipe.then import Memory, OnParameters
 from stretto.recipe.what import OfParameters, parameters
 from stretto.runtime.phase_timer import Stopwatch
-from stretto.strategies.codec_state import Remembered
-from stretto.strategies.collective_runner import Talk, finish
-from stretto.strategies.flat_buffers import Arena, Part
+from stretto.strategies.codec_state import CodecStates
+from stretto.strategies.collective_runner import CollectiveRunner, finish
+from stretto.strategies.flat_buffers import FlatBuffer, FlatParameters
 from stretto.strategies.tensor_sync import FlatTensors, MovingBuffers, OptimizerState
 from stretto.strategies.traffic_counters import Tally
-from stretto.transport import Wire
-from stretto.transport.elastic import EnduringWire, attempted
+from stretto.transport import Transport
+from stretto.transport.elastic import ElasticTransport, attempted
 
 
 class RoundRange:
     """What a worker keeps for one part of the arena between rounds."""
 
-    def __init__(self, part: Part, recipe: Recipe, scene: Scene) -> None:
+    def __init__(self, part: FlatBuffer, recipe: Recipe, scene: CodecContext) -> None:
         self.part = part
         self.memory = Memory(part.theta)
         self.codec_memory = recipe.how.memory(part.theta, scene)
@@ -38,7 +38,7 @@ class RoundRange:
         self.scratch, self._other = other, self.scratch
 
 
-class RoundExchange:
+class LocalUpdates:
     """Exchanges what a recipe says about the parameters, and does with the answer what it says.
 
     Nothing of the model changes before all answers are there and finite: a round commits as a whole or not at all.
@@ -47,9 +47,9 @@ class RoundExchange:
 
     def __init__(
         self,
-        arena: Arena,
+        arena: FlatParameters,
         recipe: Recipe,
-        wire: Wire,
+        wire: Transport,
         watch: Stopwatch,
         tally: Tally,
         optimizer_state: OptimizerState,
@@ -67,8 +67,8 @@ class RoundExchange:
         self.ranges = [RoundRange(part, recipe, tally.scene(part)) for part in arena.parts]
         self.drift: float | None = None
         self._began = 0.0
-        self._endures = isinstance(wire, EnduringWire)
-        self.remembered = Remembered([one.codec_memory for one in self.ranges], self._endures)
+        self._endures = isinstance(wire, ElasticTransport)
+        self.remembered = CodecStates([one.codec_memory for one in self.ranges], self._endures)
 
     def regroup(self, workers: int, joined: bool, later: bool) -> None:
         """Others exchange from now on."""
@@ -145,7 +145,7 @@ class RoundExchange:
         for one in self.ranges:
             self._what.bring(one.part.theta, one.memory.agreed, share, one.scratch)
 
-    def _ask(self, share: float) -> list[Talk]:
+    def _ask(self, share: float) -> list[CollectiveRunner]:
         self._bring(share)
         given = self._tally.norm_of([one.scratch for one in self.ranges])
         try:
@@ -155,8 +155,8 @@ class RoundExchange:
         self._tally.owes(given, self._how, [one.codec_memory for one in self.ranges])
         return talks
 
-    def _talk(self, one: RoundRange) -> Talk:
-        talk = Talk(self._wire, self._how.converse(one.scratch, one.codec_memory), self._account)
+    def _talk(self, one: RoundRange) -> CollectiveRunner:
+        talk = CollectiveRunner(self._wire, self._how.converse(one.scratch, one.codec_memory), self._account)
         if self._account is not None and talk.ask is not None:
             self._account.began(one.scratch.nbytes)
             self._tally.spoke(self._how, talk.ask.tensor, one.scratch)
@@ -169,7 +169,9 @@ class RoundExchange:
                 return NotFiniteError(_not_finite(one, one.scratch, self._how))
         return None
 
-    def _wait(self, talks: list[Talk], extras: list[list[Talk]]) -> tuple[list[Tensor], list[list[Tensor]]]:
+    def _wait(
+        self, talks: list[CollectiveRunner], extras: list[list[CollectiveRunner]]
+    ) -> tuple[list[Tensor], list[list[Tensor]]]:
         self._watch.switch("exchanging")
         self._began = self._watch.spent["exchanging"]
         answers = finish(talks)

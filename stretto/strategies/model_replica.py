@@ -14,29 +14,29 @@ from torch.utils.hooks import RemovableHandle
 from stretto.data.leases import Lease
 from stretto.errors import ModelError, ReplicasDifferError, explain
 from stretto.loader.global_step import Parts
-from stretto.parameter_server.client import ServerWire
+from stretto.parameter_server.client import ParameterServerClient
 from stretto.parameter_server.client_types import RuleMemory
 from stretto.recipe.recipe import Recipe
 from stretto.recipe.what import gradients, momenta
 from stretto.recipe.when import on_arrival, together
-from stretto.runtime.event_writer import Journal
+from stretto.runtime.event_writer import EventWriter
 from stretto.runtime.phase_timer import Pace, Stopwatch
-from stretto.runtime.runtime import Surroundings
+from stretto.runtime.runtime import Runtime
 from stretto.strategies import codec_state
-from stretto.strategies.asynchronous import ArrivalExchange
-from stretto.strategies.averaged_model import Look
+from stretto.strategies.asynchronous import AsyncServer
+from stretto.strategies.averaged_model import AveragedModel
 from stretto.strategies.carried_state import Piece, carry_over, residuals, take_on
 from stretto.strategies.consistency_check import compare
-from stretto.strategies.flat_buffers import Arena
-from stretto.strategies.gradient_allreduce import GradientExchange
-from stretto.strategies.local_updates import RoundExchange, RoundRange
+from stretto.strategies.flat_buffers import FlatParameters
+from stretto.strategies.gradient_allreduce import GradientAllReduce
+from stretto.strategies.local_updates import LocalUpdates, RoundRange
 from stretto.strategies.model_sync import Named, plain_name, trainable, watch_forward
 from stretto.strategies.one_bit_adam import FrozenVariance
 from stretto.strategies.optimizers import Optimizers, parameters_of, refuse_optimizers
 from stretto.strategies.parameter_set import ParameterSet
 from stretto.strategies.tensor_sync import MovingBuffers, OptimizerState
 from stretto.strategies.traffic_counters import Tally
-from stretto.transport import Wire
+from stretto.transport import Transport
 from stretto.transport.elastic import has_others
 
 MEASURE_DRIFT_EVERY_S = 5.0
@@ -57,11 +57,11 @@ class Replica:
         model: nn.Module,
         optimizers: Optimizers,
         recipe: Recipe | None,
-        wire: Wire,
+        wire: Transport,
         watch: Stopwatch,
-        journal: Journal,
+        journal: EventWriter,
         tally: Tally,
-        around: Surroundings,
+        around: Runtime,
         pace: Pace,
         on_begin: Callable[[], None],
         on_end: Callable[[float], None],
@@ -80,16 +80,16 @@ class Replica:
         each = [[one] for one in optimizers] if self.in_rounds else [list(optimizers)]
         self.sets = [ParameterSet(model, one, wire) for one in each]
         self._exchanging: ParameterSet | None = None
-        self.gradients: GradientExchange | None = None
+        self.gradients: GradientAllReduce | None = None
         """The exchange of a recipe of gradients."""
-        self.arrival: ArrivalExchange | None = None
+        self.arrival: AsyncServer | None = None
         """The exchange of a worker that does not wait for others."""
-        joined = wire.joined if isinstance(wire, ServerWire) else None
+        joined = wire.joined if isinstance(wire, ParameterServerClient) else None
         self.arenas = max(joined.arena - 1, 0) if joined is not None else arenas
         """The number of arenas made so far, in all sections: a server knows parameters by this number."""
         self._frozen: FrozenVariance | None = None
         self._hooks: list[RemovableHandle] = []
-        self._look: Look | None = None
+        self._look: AveragedModel | None = None
         self._is_changed = False
         """True if the script has changed the model at this worker, and the workers have not been compared since."""
         self._drift_at = 0.0
@@ -164,7 +164,7 @@ class Replica:
         if one.rounds is not None and self._round(one, one.rounds):
             self._follow_changes(one, at_start=False)
 
-    def _round(self, one: ParameterSet, rounds: RoundExchange) -> bool:
+    def _round(self, one: ParameterSet, rounds: LocalUpdates) -> bool:
         """One round of these parameters; True if any worker trains others than were agreed on."""
         now = self._journal.t()
         measure = now - self._drift_at >= MEASURE_DRIFT_EVERY_S
@@ -205,7 +205,7 @@ class Replica:
             return
         late: list[RoundRange] = []
         if new and not at_start and self.in_rounds and self._wire.workers > 1:
-            rounds = self._make_rounds(Arena(new, spare=True), one)
+            rounds = self._make_rounds(FlatParameters(new, spare=True), one)
             one.agreed_values(rounds)
             rounds.run(one.weights.share)
             late = rounds.ranges
@@ -252,13 +252,13 @@ class Replica:
         elif any(one.has_stepped for one in self.sets):
             with self._watch.on("exchanging"):
                 sets = [(one.arena.parts, one.weights.share) for one in self.sets if one.arena is not None]
-                self._look = Look(sets, self._buffers, self._wire, self._tally.account("looks"))
+                self._look = AveragedModel(sets, self._buffers, self._wire, self._tally.account("looks"))
 
-    def _look_at_server(self, arrival: ArrivalExchange, called: bool) -> None:
+    def _look_at_server(self, arrival: AsyncServer, called: bool) -> None:
         arrival.meet(called)
         with self._watch.on("exchanging"):
             sets = [(one.arena.parts, self._equal_share) for one in self.sets if one.arena is not None]
-            self._look = Look(sets, self._buffers, self._wire, self._tally.account("looks"), arrival.look)
+            self._look = AveragedModel(sets, self._buffers, self._wire, self._tally.account("looks"), arrival.look)
 
     @contextmanager
     def newest(self) -> Iterator[None]:
@@ -343,7 +343,7 @@ class Replica:
         return [memory for one in self._exchanges for memory in one.remembered.memories]
 
     @property
-    def _exchanges(self) -> list[GradientExchange | RoundExchange]:
+    def _exchanges(self) -> list[GradientAllReduce | LocalUpdates]:
         """Those of workers that wait for each other."""
         found = [self.gradients, *(one.rounds for one in self.sets)]
         return [one for one in found if one is not None]
@@ -561,8 +561,8 @@ class Replica:
                 self.gradients.release()
             self.gradients = self._make_gradients(one, one.arena, self._recipe)
 
-    def _make_gradients(self, one: ParameterSet, arena: Arena, recipe: Recipe) -> GradientExchange:
-        return GradientExchange(
+    def _make_gradients(self, one: ParameterSet, arena: FlatParameters, recipe: Recipe) -> GradientAllReduce:
+        return GradientAllReduce(
             arena,
             recipe,
             self._wire,
@@ -577,9 +577,9 @@ class Replica:
             lambda idle: self._follow_changes(one, at_start=False, idle=idle),
         )
 
-    def _make_rounds(self, arena: Arena, one: ParameterSet) -> RoundExchange:
+    def _make_rounds(self, arena: FlatParameters, one: ParameterSet) -> LocalUpdates:
         assert self._recipe is not None
-        return RoundExchange(
+        return LocalUpdates(
             arena,
             self._recipe,
             self._wire,
@@ -602,11 +602,11 @@ class Replica:
             self.arrival.release()
 
     def _make_arrival(
-        self, arena: Arena, recipe: Recipe, before: ArrivalExchange | None, kept: RuleMemory | None
-    ) -> ArrivalExchange:
-        if not isinstance(self._wire, ServerWire):
+        self, arena: FlatParameters, recipe: Recipe, before: AsyncServer | None, kept: RuleMemory | None
+    ) -> AsyncServer:
+        if not isinstance(self._wire, ParameterServerClient):
             raise TypeError(f"{recipe} needs a wire to a server")
-        arrival = ArrivalExchange(
+        arrival = AsyncServer(
             arena,
             self.arenas,
             recipe,

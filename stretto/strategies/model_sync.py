@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from stretto.errors import ModelError, RecipeError, explain
 from stretto.strategies.tensor_sync import crc, follow
-from stretto.transport import Wire
+from stretto.transport import Transport
 
 Named = list[tuple[str, Parameter]]
 
@@ -112,7 +112,7 @@ def state_of(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def agree_on_model(wire: Wire, model: nn.Module, recipe: str) -> None:
+def agree_on_model(wire: Transport, model: nn.Module, recipe: str) -> None:
     """Raise, at every worker, unless all have models of the same names, shapes and dtypes, and the same recipe."""
     mine = [(name, list(one.shape), str(one.dtype)) for name, one in state_of(model).items()]
     packed = msgspec.msgpack.encode(mine)
@@ -153,7 +153,7 @@ def _shape(found: tuple[list[int], str] | None) -> str:
     return "not there" if found is None else f"{tuple(found[0])} {found[1].removeprefix('torch.')}"
 
 
-def same_start(wire: Wire, model: nn.Module) -> int:
+def same_start(wire: Transport, model: nn.Module) -> int:
     """Bring all workers to worker 0's parameters and buffers; only tensors that differ travel. Returns how many did."""
     state = state_of(model)
     told = wire.gather(_sums(state))
@@ -170,7 +170,7 @@ def _sums(state: dict[str, Tensor]) -> bytes:
     return msgspec.msgpack.encode([crc(one) for one in state.values()])
 
 
-def part_random_states(wire: Wire, section: int = 1) -> None:
+def part_random_states(wire: Transport, section: int = 1) -> None:
     """Give every worker but the first random states of its own, so that dropout and augmentation differ among them.
 
     Worker 0 goes on with the script's: a run with one worker draws what the script alone draws.

@@ -16,22 +16,22 @@ from torch.optim import Optimizer
 
 from stretto.errors import ModelError, explain
 from stretto.loader.sample_weights import Weights
-from stretto.strategies.flat_buffers import Arena
-from stretto.strategies.local_updates import RoundExchange
+from stretto.strategies.flat_buffers import FlatParameters
+from stretto.strategies.local_updates import LocalUpdates
 from stretto.strategies.model_sync import Named, plain_name, trainable, trained
 from stretto.strategies.optimizers import parameters_of
 from stretto.strategies.tensor_sync import crc, follow
-from stretto.transport import Wire
+from stretto.transport import Transport
 
 
 class ParameterSet:
     """The parameters that these optimizers train, flat, and how far their training is from the last exchange."""
 
-    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], wire: Wire) -> None:
+    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], wire: Transport) -> None:
         self.optimizers, self.weights = optimizers, Weights(wire)
         self._model, self._wire = model, wire
-        self.arena: Arena | None = None
-        self.rounds: RoundExchange | None = None
+        self.arena: FlatParameters | None = None
+        self.rounds: LocalUpdates | None = None
         """Exchange of a recipe of parameters."""
         self.has_stepped = False
         """True if an optimizer has stepped since the last exchange."""
@@ -39,9 +39,9 @@ class ParameterSet:
         self._before: dict[int, Tensor] = {}
         """Values of parameters outside the arena before their first step, by the parameter's id."""
 
-    def lay(self, named: Named, spare: bool) -> Arena:
+    def lay(self, named: Named, spare: bool) -> FlatParameters:
         """Lay these parameters flat."""
-        self.arena, self._before = Arena(named, spare), {}
+        self.arena, self._before = FlatParameters(named, spare), {}
         self.see()
         return self.arena
 
@@ -140,7 +140,7 @@ class ParameterSet:
         )
 
     @torch.no_grad()
-    def agreed_values(self, exchange: RoundExchange) -> None:
+    def agreed_values(self, exchange: LocalUpdates) -> None:
         """Let an exchange of parameters that are new start from what all had before the first step."""
         for one in exchange.ranges:
             for slot in one.part.slots:

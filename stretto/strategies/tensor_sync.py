@@ -16,9 +16,9 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from stretto.codecs import exact
-from stretto.strategies.collective_runner import Talk
+from stretto.strategies.collective_runner import CollectiveRunner
 from stretto.strategies.traffic_counters import Account
-from stretto.transport import Wire
+from stretto.transport import Transport
 
 Layout = list[tuple[int, str, list[int], str, float | None]]
 """Of each entry of the optimizer's state: parameter, name, shape, dtype, and the value of a counter."""
@@ -33,12 +33,12 @@ class FlatTensors:
             groups.setdefault((tensor.dtype, tensor.device), []).append(tensor)
         self._groups = list(groups.values())
 
-    def ask_mean(self, wire: Wire, share: float, account: Account | None = None) -> list[Talk]:
+    def ask_mean(self, wire: Transport, share: float, account: Account | None = None) -> list[CollectiveRunner]:
         """Set off the exact weighted mean of all, which is put to an account."""
         flats = [torch.cat([one.detach().reshape(-1) for one in group]).mul_(share) for group in self._groups]
         if account is not None:
             account.began(sum(flat.nbytes for flat in flats))
-        return [Talk(wire, exact().converse(flat, None), account) for flat in flats]
+        return [CollectiveRunner(wire, exact().converse(flat, None), account) for flat in flats]
 
     @torch.no_grad()
     def take(self, means: Sequence[Tensor]) -> None:
@@ -53,7 +53,7 @@ class FlatTensors:
 class OptimizerState:
     """The state of an optimizer that is averaged: its floating tensors; 0-dimensional ones are counters and stay."""
 
-    def __init__(self, optimizer: Optimizer, wire: Wire) -> None:
+    def __init__(self, optimizer: Optimizer, wire: Transport) -> None:
         self._optimizer, self._wire = optimizer, wire
 
     @property
@@ -116,7 +116,7 @@ class MovingBuffers:
     and does not drift by rounding. Integer and bool buffers are never averaged.
     """
 
-    def __init__(self, model: nn.Module, wire: Wire) -> None:
+    def __init__(self, model: nn.Module, wire: Transport) -> None:
         self._model, self._wire = model, wire
         self._first = {name: crc(buffer) for name, buffer in model.named_buffers()}
         self._moving: set[str] = set()
@@ -159,7 +159,7 @@ def crc(tensor: Tensor) -> int:
     return zlib.crc32(octets(tensor).data)
 
 
-def heard(wire: Wire, make: Callable[[], bytes], teller: int) -> bytes | None:
+def heard(wire: Transport, make: Callable[[], bytes], teller: int) -> bytes | None:
     """What the teller tells; None at whoever has told it, which may be another when that one is gone."""
     tells: list[bool] = []
 
@@ -172,7 +172,7 @@ def heard(wire: Wire, make: Callable[[], bytes], teller: int) -> bytes | None:
 
 
 @torch.no_grad()
-def follow(wire: Wire, tensors: Sequence[Tensor], teller: int = 0) -> None:
+def follow(wire: Transport, tensors: Sequence[Tensor], teller: int = 0) -> None:
     """Take the values of these tensors from one worker, bit for bit."""
     told = heard(wire, lambda: b"".join(octets(one).tobytes() for one in tensors), teller)
     if told is None:

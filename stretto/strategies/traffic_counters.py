@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
-from stretto.codecs import Block, Codec, Scene
-from stretto.collective_ops import Answer, Ask, Every
-from stretto.strategies.flat_buffers import Part
+from stretto.codecs import Block, Codec, CodecContext
+from stretto.collective_ops import AllGather, Answer, CollectiveOp
+from stretto.strategies.flat_buffers import FlatBuffer
 
 MEASURE_EVERY_S = 5.0
 """Seconds between two measurements of norms, which are also due at the 1st, 2nd, 4th, 8th ... contribution.
@@ -34,20 +34,20 @@ class Account:
         self.raw_sent += raw
         self.raw_received += raw
 
-    def said(self, ask: Ask) -> None:
+    def said(self, ask: CollectiveOp) -> None:
         """An ask sets off."""
         self.sent += ask.tensor.nbytes
 
-    def heard(self, ask: Ask, answer: Answer) -> None:
+    def heard(self, ask: CollectiveOp, answer: Answer) -> None:
         """Its answer is there: a mean, or the messages of all others."""
-        every = sum(one.nbytes for one in answer) if isinstance(ask, Every) else 2 * ask.tensor.nbytes
+        every = sum(one.nbytes for one in answer) if isinstance(ask, AllGather) else 2 * ask.tensor.nbytes
         self.received += every - ask.tensor.nbytes
 
 
 class Tally:
     """All that a worker counts about its exchanges. `clock` tells when norms are measured anew."""
 
-    def __init__(self, scene: Scene) -> None:
+    def __init__(self, scene: CodecContext) -> None:
         self._scene = scene
         self.accounts: dict[str, Account] = {}
         self._entries_sent = self._entries = 0
@@ -61,7 +61,7 @@ class Tally:
         """That of a purpose; None for a worker that is alone, who says nothing to anybody."""
         return self.accounts.setdefault(purpose, Account()) if self._scene.workers > 1 else None
 
-    def scene(self, part: Part, start: int = 0, stop: int | None = None) -> Scene:
+    def scene(self, part: FlatBuffer, start: int = 0, stop: int | None = None) -> CodecContext:
         """Where a codec works that encodes these numbers of a part."""
         stop = part.theta.numel() if stop is None else stop
         held = [one for one in part.slots if start <= one.start and one.stop <= stop]

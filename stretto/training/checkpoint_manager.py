@@ -13,24 +13,24 @@ from typing import Any
 
 from stretto.checkpoint import state_transfer
 from stretto.checkpoint.storage import BackgroundWriter, Checkpoints, Snapshots, State
-from stretto.loader.epoch_batches import LeasedHands, members_of
+from stretto.loader.epoch_batches import AssignedEpoch, members_of
 from stretto.loader.epoch_order import pack
-from stretto.loader.leased_batches import FreeHands
-from stretto.parameter_server.client_types import AnewError
+from stretto.loader.leased_batches import LeasedEpoch
+from stretto.parameter_server.client_types import RollbackRequiredError
 from stretto.run_dir import CHECKPOINTS
 from stretto.runtime.event_writer import boot_id
-from stretto.training.trainer_view import Present
-from stretto.training.worker_context import Seat
-from stretto.transport.elastic import EnduringWire
+from stretto.training.trainer_view import TrainerView
+from stretto.training.worker_context import WorkerContext
+from stretto.transport.elastic import ElasticTransport
 
 LAST_S = 60.0
 """How long the last checkpoint may take when all else is over."""
 
 
-class Keeper:
+class CheckpointManager:
     """Says when a checkpoint is due, and what is in it; the first worker writes it, behind the training."""
 
-    def __init__(self, trainer: Present, seat: Seat) -> None:
+    def __init__(self, trainer: TrainerView, seat: WorkerContext) -> None:
         self._trainer = trainer
         self._checkpoints = Checkpoints(seat.run / CHECKPOINTS, seat.keep) if seat.run is not None else None
         self._every = copy.copy(seat.checkpoint)
@@ -52,7 +52,7 @@ class Keeper:
             return False
         if due.rounds is not None:
             return trainer.rounds_done - self.saved_at >= due.rounds
-        return not isinstance(trainer.wire, EnduringWire) and due.due(trainer.journal.t(), trainer.rounds_done)
+        return not isinstance(trainer.wire, ElasticTransport) and due.due(trainer.journal.t(), trainer.rounds_done)
 
     def cut_made(self) -> None:
         """Workers that do not wait have met, and nothing is under way: a checkpoint is written if one is due."""
@@ -91,7 +91,7 @@ class Keeper:
             return b"nowhere"
         try:
             state = self.state({worker: state_transfer.unpack_own(one) for worker, one in told.items()})
-        except AnewError:
+        except RollbackRequiredError:
             return b"lost"
         kept = State(state_transfer.as_text(state.facts), self._snapshots.copied(state.tensors), state.own)
         if self._writer is None:
@@ -124,9 +124,9 @@ class Keeper:
     # --- the state ----------------------------------------------------------------------------------------------
 
     def state(self, own: dict[int, state_transfer.Own]) -> State:
-        """All there is to know, with what each worker has for itself. Raises AnewError when a server was lost."""
+        """Return the state of the run, with each worker's own. Raises RollbackRequiredError when a server was lost."""
         trainer = self._trainer
-        hands = trainer.hands if isinstance(trainer.hands, LeasedHands | FreeHands) else None
+        hands = trainer.hands if isinstance(trainer.hands, AssignedEpoch | LeasedEpoch) else None
         deal = hands.at_rest() if hands is not None else None
         replica, tensors = trainer.replica.state()
         facts: dict[str, Any] = {
@@ -145,7 +145,7 @@ class Keeper:
             "rounds": trainer.rounds_done,
             "samples": trainer.samples_before + deal.handed if deal is not None else trainer.samples,
             "samples_before": trainer.samples_before,
-            "turns_before": trainer.turns if isinstance(hands, FreeHands) else trainer.turns_before,
+            "turns_before": trainer.turns if isinstance(hands, LeasedEpoch) else trainer.turns_before,
             "referee": trainer.referee.state(),
             "settings": trainer.settings.state(),
             "replica": replica,

@@ -10,24 +10,24 @@ from typing import Any
 
 from stretto.checkpoint import state_transfer
 from stretto.checkpoint.storage import State
-from stretto.data.assignment import Deal
-from stretto.loader.epoch_batches import Hands, LeasedHands, Leftover, members_of, number_of
-from stretto.loader.epoch_order import Order, unpack
+from stretto.data.assignment import BatchAssignment
+from stretto.loader.epoch_batches import AssignedEpoch, EpochBatches, UncommittedWork, members_of, number_of
+from stretto.loader.epoch_order import EpochOrder, unpack
 from stretto.membership.epoch_numbers import epoch_of
-from stretto.parameter_server.client import ServerWire
+from stretto.parameter_server.client import ParameterServerClient
 from stretto.runtime.event_writer import zero_of
 from stretto.strategies.model_sync import draw_from
-from stretto.training.checkpoint_manager import Keeper
-from stretto.training.trainer_view import Present
-from stretto.training.worker_context import Seat
-from stretto.transport import Wire
-from stretto.transport.elastic import Change, EnduringWire
+from stretto.training.checkpoint_manager import CheckpointManager
+from stretto.training.trainer_view import TrainerView
+from stretto.training.worker_context import WorkerContext
+from stretto.transport import Transport
+from stretto.transport.elastic import Change, ElasticTransport
 
 
-class Presence:
+class ElasticAgent:
     """What one worker knows of who is there, and does about it."""
 
-    def __init__(self, trainer: Present, seat: Seat) -> None:
+    def __init__(self, trainer: TrainerView, seat: WorkerContext) -> None:
         self._trainer, self._seat = trainer, seat
         self._taken: State | None = None
         """The state to go on from, until the pass that it is of has begun."""
@@ -36,9 +36,9 @@ class Presence:
         self._passes_over, self._asked = 0, False
         self.left = False
         """Whether this worker has left the others."""
-        self.keeper = Keeper(trainer, seat)
+        self.keeper = CheckpointManager(trainer, seat)
         self._members = members_of(trainer.wire)
-        self._tail: list[Leftover] = []
+        self._tail: list[UncommittedWork] = []
         """Of passes that are over, what no exchange has carried."""
         self._asks = False
         """Whether all are being asked if the pass goes on."""
@@ -48,12 +48,12 @@ class Presence:
         """The samples in these that are still counted: until they are dealt again."""
         self._redealt: tuple[list[list[Any]], int] = [], 0
         """Batches lost in earlier epochs and assigned again in this one, and their samples that were counted."""
-        if isinstance(trainer.wire, EnduringWire):
+        if isinstance(trainer.wire, ElasticTransport):
             trainer.wire.position = lambda: (trainer.turns, trainer.section.rounds + trainer.rounds_done)
             trainer.wire.on_change = self._changed
-        if isinstance(trainer.wire, EnduringWire | ServerWire):
+        if isinstance(trainer.wire, ElasticTransport | ParameterServerClient):
             trainer.wire.place = trainer.place
-        if isinstance(trainer.wire, ServerWire):
+        if isinstance(trainer.wire, ParameterServerClient):
             trainer.wire.exchanges_begun = self.place
         if seat.barrier is not None:
             seat.barrier.begin(self.place)
@@ -66,12 +66,12 @@ class Presence:
         self._trainer.section.state = None
         if state is not None:
             self._take(state)
-        if isinstance(wire, EnduringWire) and wire.arrives:
+        if isinstance(wire, ElasticTransport) and wire.arrives:
             self._draw_otherwise()
-        elif isinstance(wire, ServerWire) and comes_late(wire):
+        elif isinstance(wire, ParameterServerClient) and comes_late(wire):
             self._join(wire)
 
-    def _join(self, wire: ServerWire) -> None:
+    def _join(self, wire: ParameterServerClient) -> None:
         """Take part in a run over a server from where it stands; its parameters have been read."""
         assert wire.joined is not None
         self._passes_over = epoch_of(wire.joined.number) - 1
@@ -124,12 +124,12 @@ class Presence:
         facts = self._taken.facts
         return bool(number < facts["passes"] or (number == facts["passes"] and facts["order"] is None))
 
-    def found(self, number: int) -> tuple[Order, Deal] | None:
+    def found(self, number: int) -> tuple[EpochOrder, BatchAssignment] | None:
         """The order and the deal of a pass that others have begun."""
         if self._taken is None or number != self._taken.facts["passes"]:
             return None
         facts = self._taken.facts
-        return unpack(facts["order"]), Deal.restored(facts["deal"], members_of(self._trainer.wire))
+        return unpack(facts["order"]), BatchAssignment.restored(facts["deal"], members_of(self._trainer.wire))
 
     def members(self) -> tuple[int, ...]:
         """Whom a pass that begins is dealt to: as those did who have begun it already."""
@@ -141,7 +141,7 @@ class Presence:
         """The hands of a pass are there: what others knew of it before is told to them."""
         late, self._late = self._late, None
         hands = self._trainer.hands
-        if late is not None and isinstance(hands, LeasedHands) and late[0].hand > self._trainer.turns_before:
+        if late is not None and isinstance(hands, AssignedEpoch) and late[0].hand > self._trainer.turns_before:
             hands.change(late[0], late[0].hand - self._trainer.turns_before, 0)
         self._lose(())
         if self._taken is not None and self._trainer.passes >= self._taken.facts["passes"]:
@@ -181,12 +181,12 @@ class Presence:
     def can_leave(self) -> bool:
         """Whether others can go on without this worker."""
         wire = self._trainer.wire
-        return isinstance(wire, EnduringWire) or (isinstance(wire, ServerWire) and wire.endures)
+        return isinstance(wire, ElasticTransport) or (isinstance(wire, ParameterServerClient) and wire.endures)
 
     def ask_to_leave(self) -> None:
         """Leave in good order as soon as that is possible; a signal's handler may ask."""
         self._asked = True
-        if isinstance(self._trainer.wire, EnduringWire):
+        if isinstance(self._trainer.wire, ElasticTransport):
             self._trainer.wire.quit()
 
     def dealt(self) -> None:
@@ -197,7 +197,7 @@ class Presence:
     def doing(self, text: str) -> None:
         """What this worker does, for those who ask."""
         wire = self._trainer.wire
-        if isinstance(wire, EnduringWire | ServerWire):
+        if isinstance(wire, ElasticTransport | ParameterServerClient):
             wire.doing(text, self._trainer.turns)
 
     # --- barriers of the script ---------------------------------------------------------------------------------
@@ -210,7 +210,7 @@ class Presence:
 
     def mend(self) -> None:
         """Take part in forming the next generation while the script waits outside an exchange."""
-        if isinstance(self._trainer.wire, EnduringWire):
+        if isinstance(self._trainer.wire, ElasticTransport):
             self._trainer.wire.mend()
 
     def is_catching_up(self) -> bool:
@@ -223,12 +223,12 @@ class Presence:
     def rest(self) -> None:
         """Between two hands: stand still if all are to, and let others in; write a checkpoint if one is due."""
         wire = self._trainer.wire
-        if self._asked and isinstance(wire, ServerWire):
+        if self._asked and isinstance(wire, ParameterServerClient):
             self._trainer.bring_all()
             wire.quit()
             self.left = True
             raise SystemExit(0)
-        if isinstance(wire, EnduringWire):
+        if isinstance(wire, ElasticTransport):
             while wire.is_to_rest() and self._trainer.is_at_rest():
                 change = wire.rest()
                 if change is None:
@@ -239,7 +239,7 @@ class Presence:
 
     def _rested(self, change: Change) -> None:
         wire = self._trainer.wire
-        assert isinstance(wire, EnduringWire)
+        assert isinstance(wire, ElasticTransport)
         if wire.number in change.gone and wire.number not in change.members:
             self._leave()
         if change.came:
@@ -277,16 +277,16 @@ class Presence:
         before, self._members = self._members, change.members
         back: dict[int, int] = {}
         ahead = change.hand - trainer.turns_before
-        if isinstance(trainer.hands, LeasedHands) and trainer.hands.is_over:
+        if isinstance(trainer.hands, AssignedEpoch) and trainer.hands.is_over:
             if self._asks and change.behind:  # the others have closed the pass with what is looked at now
                 left = trainer.hands.uncommitted()
                 back = {one: self._give_up(left.take(one)) for one in change.gone}
                 trainer.hands.deal.commit()
             back |= trainer.hands.close_with(change)
-        elif isinstance(trainer.hands, LeasedHands):
+        elif isinstance(trainer.hands, AssignedEpoch):
             deal = trainer.hands.deal
             back = trainer.hands.change(change, max(ahead, deal.hand), deal.hand if behind else deal.committed)
-        if isinstance(trainer.closing, LeasedHands):
+        if isinstance(trainer.closing, AssignedEpoch):
             trainer.closing.close_with(change)
         if trainer.hands is None and change.hand > trainer.turns:
             self._late = (change, before)
@@ -294,7 +294,7 @@ class Presence:
         if not behind:
             for one, samples in self._lose(change.gone).items():
                 back[one] = back.get(one, 0) + samples
-        if isinstance(trainer.hands, LeasedHands):
+        if isinstance(trainer.hands, AssignedEpoch):
             trainer.samples = trainer.samples_before + trainer.hands.handed
         trainer.replica.regroup(len(change.members), bool(change.came), behind)
         first = next(one for one in change.members if one not in change.came)  # who comes hears of no change
@@ -318,18 +318,18 @@ class Presence:
 
     # --- what was left over in a pass --------------------------------------------------------------------------
 
-    def keep_tail(self, hands: Hands | None) -> None:
+    def keep_tail(self, hands: EpochBatches | None) -> None:
         """A pass ends with work that no exchange has carried: who dies before the next one has not done it."""
-        if not isinstance(self._trainer.wire, EnduringWire) or not isinstance(hands, LeasedHands):
+        if not isinstance(self._trainer.wire, ElasticTransport) or not isinstance(hands, AssignedEpoch):
             return
         self._tail.append(hands.uncommitted())
         self._lost += hands.undealt()
 
-    def reopens(self, hands: Hands) -> bool:
+    def reopens(self, hands: EpochBatches) -> bool:
         """Whether something was given back when all was dealt: all ask each other, so that all know the same."""
         wire = self._trainer.wire
         is_dealt = self._trainer.replica.in_rounds
-        if not isinstance(wire, EnduringWire) or not isinstance(hands, LeasedHands) or not is_dealt:
+        if not isinstance(wire, ElasticTransport) or not isinstance(hands, AssignedEpoch) or not is_dealt:
             return False
         self._asks = True
         told = wire.gather(lambda: b"more" if hands.undealt() else b"")
@@ -358,7 +358,7 @@ class Presence:
         """
         lost = {worker: sum(self._give_up(one.take(worker)) for one in self._tail) for worker in gone}
         hands = self._trainer.hands
-        if self._lost and isinstance(hands, LeasedHands) and not hands.is_over:
+        if self._lost and isinstance(hands, AssignedEpoch) and not hands.is_over:
             hands.extend(self._lost)
             self._redealt = self._redealt[0] + self._lost, self._redealt[1] + self._counted
             self._trainer.samples -= self._counted
@@ -367,8 +367,8 @@ class Presence:
         return lost
 
 
-def comes_late(wire: Wire) -> bool:
+def comes_late(wire: Transport) -> bool:
     """Whether a worker comes to others that have begun: it asks nobody what was settled at the beginning."""
-    if isinstance(wire, EnduringWire):
+    if isinstance(wire, ElasticTransport):
         return wire.arrives
-    return isinstance(wire, ServerWire) and wire.joined is not None and wire.joined.arena > 0
+    return isinstance(wire, ParameterServerClient) and wire.joined is not None and wire.joined.arena > 0

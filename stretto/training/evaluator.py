@@ -20,15 +20,15 @@ from stretto.checkpoint.storage import KINDS
 from stretto.data.leases import audit
 from stretto.errors import EvaluateError, LogError, explain
 from stretto.events import read_events
-from stretto.loader.epoch_batches import Hands, LeasedHands
-from stretto.loader.leased_batches import FreeHands
+from stretto.loader.epoch_batches import AssignedEpoch, EpochBatches
+from stretto.loader.leased_batches import LeasedEpoch
 from stretto.loader.sample_weights import Arrivals
-from stretto.runtime.event_writer import Journal
+from stretto.runtime.event_writer import EventWriter
 from stretto.runtime.phase_timer import Stopwatch
 from stretto.strategies.model_replica import Replica
 from stretto.training.evaluation import Evaluate, run
-from stretto.training.worker_context import Seat
-from stretto.transport import Wire
+from stretto.training.worker_context import WorkerContext
+from stretto.transport import Transport
 
 Predicted = NDArray[np.int32] | None
 
@@ -44,9 +44,9 @@ class Judged(Protocol):
     """What the referee sees of a trainer."""
 
     model: nn.Module
-    wire: Wire
+    wire: Transport
     watch: Stopwatch
-    journal: Journal
+    journal: EventWriter
     arrivals: Arrivals
     replica: Replica
     presence: Doing
@@ -71,15 +71,15 @@ class Line:
     step: int
     samples: int
     training_s: float
-    hands: Hands
+    hands: EpochBatches
     counts: list[bytes] | None
     told: list[bytes]
 
 
-class Referee:
+class Evaluator:
     """Judges a trainer's work: worker 0 evaluates, all wait; at the end of a pass all tell what they know."""
 
-    def __init__(self, trainer: Judged, seat: Seat, evaluate: Evaluate | None, every: int | None) -> None:
+    def __init__(self, trainer: Judged, seat: WorkerContext, evaluate: Evaluate | None, every: int | None) -> None:
         self._trainer, self._seat = trainer, seat
         self._evaluate, self._every = evaluate, every
         self._evaluated_at: int | None = None
@@ -164,7 +164,7 @@ class Referee:
         self._keep(f"states/{samples:08d}")
         return b"evaluated"
 
-    def close_pass(self, hands: Hands) -> None:
+    def close_pass(self, hands: EpochBatches) -> None:
         """The books of a pass: who did what, how long it took, and how often each sample counted."""
         trainer, samples = self._trainer, self._trainer.samples
         self._epoch += 1
@@ -182,7 +182,9 @@ class Referee:
         }
         mine |= {"drift": trainer.replica.drift, **trainer.measured()}
         told = trainer.wire.gather(msgspec.msgpack.encode(mine))
-        asked = hands.samples and not isinstance(hands, FreeHands)  # of streams nobody knows, else the coordinator all
+        asked = hands.samples and not isinstance(
+            hands, LeasedEpoch
+        )  # of streams nobody knows, else the coordinator all
         counts = trainer.wire.gather(lambda: _books(hands)) if asked else None
         line = Line(self._epoch, trainer.steps, samples, training_s, hands, counts, told)
         was_first = trainer.wire.worker == 0
@@ -222,7 +224,7 @@ class Referee:
 
     def _write_epoch(self, line: Line) -> None:
         counts, trained = line.counts, {}
-        if isinstance(line.hands, FreeHands):
+        if isinstance(line.hands, LeasedEpoch):
             counted, by_worker = line.hands.audited()
             counts, trained = [np.packbits(counted).tobytes()], {"trained": by_worker}
         told = [msgspec.msgpack.decode(one) for one in line.told]
@@ -254,19 +256,19 @@ class Referee:
             raise LogError(f"{path} cannot be written: {why}") from error
 
 
-def _books(hands: Hands) -> bytes:
+def _books(hands: EpochBatches) -> bytes:
     """How often each sample was settled by this worker, and by those who are gone."""
     counted = hands.counted()
     assert counted is not None
-    return np.packbits(counted).tobytes() + (hands.books() if isinstance(hands, LeasedHands) else b"")
+    return np.packbits(counted).tobytes() + (hands.books() if isinstance(hands, AssignedEpoch) else b"")
 
 
-def _audited(told: Sequence[bytes], hands: Hands) -> dict[str, int]:
+def _audited(told: Sequence[bytes], hands: EpochBatches) -> dict[str, int]:
     """How often each sample of the pass counted, over all workers.
 
     Of those who are not there any more the worker that has been there longest knows.
     """
-    assert isinstance(hands, LeasedHands | FreeHands)
+    assert isinstance(hands, AssignedEpoch | LeasedEpoch)
     size = hands.order.bounds[-1]
     length = -(-size // 8)
     books = [one[length:] for one in told if one[length:]]

@@ -22,7 +22,7 @@ from stretto.errors import ModelError, explain
 from stretto.strategies.optimizers import Optimizers
 from stretto.strategies.tensor_sync import follow, heard
 from stretto.training.schedule import Schedules
-from stretto.transport import Wire
+from stretto.transport import Transport
 
 EXCHANGE, COUNT, END = b"exchange", b"count", b"end"
 STEP = b"step "
@@ -44,7 +44,7 @@ def stepped(word: bytes) -> int | None:
     return int(word.removeprefix(STEP)) if word.startswith(STEP) else None
 
 
-def tell_gradients(wire: Wire, teller: int, parameters: list[nn.Parameter]) -> None:
+def tell_gradients(wire: Transport, teller: int, parameters: list[nn.Parameter]) -> None:
     """Give the idle workers the gradients that the optimizer is about to use, clipped and unscaled as they are."""
     has = msgspec.msgpack.encode([one.grad is not None for one in parameters])
     present = msgspec.msgpack.decode(wire.tell(has, teller), type=list[bool])
@@ -70,7 +70,7 @@ class Settings:
         self._scalers: list[GradScaler] = []
         self._asked = 0
 
-    def tell(self, wire: Wire, teller: int) -> None:
+    def tell(self, wire: Transport, teller: int) -> None:
         """Bring the idle workers to where the teller is."""
         told = heard(wire, lambda: msgspec.msgpack.encode(self.state()), teller)
         if told is not None:

@@ -26,9 +26,9 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR
 
 from stretto.errors import ScriptError, explain
 from stretto.recipe.recipe import Recipe
-from stretto.runtime.event_writer import Journal
+from stretto.runtime.event_writer import EventWriter
 from stretto.training.schedulers import is_initial, length_of, position_of, total_of
-from stretto.transport import Wire
+from stretto.transport import Transport
 
 Mode = Literal["per-sample", "per-step"]
 Both = tuple[float, float]
@@ -45,8 +45,8 @@ class Run(Protocol):
     """The part of a trainer that schedules depend on."""
 
     recipe: Recipe | None
-    wire: Wire
-    journal: Journal
+    wire: Transport
+    journal: EventWriter
     loader: Any
     dealer: Any
     hands: Any

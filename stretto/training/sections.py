@@ -23,9 +23,9 @@ from stretto.errors import LaunchError, LoaderError, ScriptError, StaysOutError,
 from stretto.loader.data_digest import digest_of, refuse_other_data
 from stretto.loader.epoch_batches import members_of, number_of
 from stretto.membership.epoch_numbers import section_of
-from stretto.membership.loop_positions import Place
+from stretto.membership.loop_positions import LoopPosition
 from stretto.membership.worker_status import status
-from stretto.parameter_server.client import ServerWire
+from stretto.parameter_server.client import ParameterServerClient
 from stretto.recipe.recipe import Recipe
 from stretto.run_dir import CHECKPOINTS, section_folder, section_folders, write_section
 from stretto.runtime.event_writer import open_folder
@@ -34,9 +34,9 @@ from stretto.strategies.optimizers import Optimizers
 from stretto.training.elasticity import comes_late
 from stretto.training.section import Section, continued
 from stretto.training.trainer import Trainer
-from stretto.training.worker_context import Seat
-from stretto.transport import Wire
-from stretto.transport.elastic import EnduringWire
+from stretto.training.worker_context import WorkerContext
+from stretto.transport import Transport
+from stretto.transport.elastic import ElasticTransport
 
 FINAL = "final.safetensors"
 RANDOM = "final.random"
@@ -46,9 +46,9 @@ RANDOM = "final.random"
 class Sections:
     """The sections of one process, and the wire that they share."""
 
-    def __init__(self, seat: Seat) -> None:
+    def __init__(self, seat: WorkerContext) -> None:
         self._seat = seat
-        self._wire: Wire | None = None
+        self._wire: Transport | None = None
         self._kind: tuple[int, bool] | None = None
         self._number = 0
         """The section that began last."""
@@ -75,7 +75,7 @@ class Sections:
         """The number of a section that is skipped, and how many exchanges this worker has begun; None in others."""
         if not self.is_skipped:
             return None
-        return self._number, self._wire.begun if isinstance(self._wire, EnduringWire) else 0
+        return self._number, self._wire.begun if isinstance(self._wire, ElasticTransport) else 0
 
     def begin(
         self, model: nn.Module, optimizers: Optimizers, loader: Any, recipe: Recipe | None, *evaluation: Any
@@ -96,7 +96,7 @@ class Sections:
             seat = self._seated(section, wire, loader)
             trainer = Trainer(seat, wire, model, optimizers, loader, recipe, section, *evaluation)
         except BaseException as error:
-            if isinstance(wire, ServerWire):
+            if isinstance(wire, ParameterServerClient):
                 wire.quit() if isinstance(error, StaysOutError) else wire.close()
             raise
         self._trainer = self.last = trainer
@@ -144,7 +144,7 @@ class Sections:
         """Write the rest of a failed section's log; return the seconds since the first section began."""
         trainer = self._trainer
         if trainer is None:
-            if isinstance(self._wire, ServerWire):
+            if isinstance(self._wire, ParameterServerClient):
                 self._wire.close()
             return self._seat.around.clock() - self._zero if self._number else 0.0
         t = trainer.journal.t() + trainer.section.seconds
@@ -162,16 +162,16 @@ class Sections:
         assert trainer is not None
         trainer.end()
         self._next = trainer.next_section()
-        if isinstance(trainer.wire, EnduringWire):
+        if isinstance(trainer.wire, ElasticTransport):
             position = trainer.turns, self._next.rounds
             trainer.wire.position, trainer.wire.on_change = (lambda: position), (lambda _change: None)
-        if isinstance(trainer.wire, EnduringWire | ServerWire):
-            trainer.wire.place = Place
+        if isinstance(trainer.wire, ElasticTransport | ParameterServerClient):
+            trainer.wire.place = LoopPosition
         return trainer
 
     # --- where the others are -----------------------------------------------------------------------------------
 
-    def _reach(self, model: nn.Module, optimizers: Optimizers, loader: Any, recipe: Recipe | None) -> Wire:
+    def _reach(self, model: nn.Module, optimizers: Optimizers, loader: Any, recipe: Recipe | None) -> Transport:
         """Return the wire; the first section asks for it, and finds out where the others are."""
         kind = (recipe.shards, recipe.asynchronous) if recipe is not None and recipe.shards else (0, False)
         if self._wire is not None and kind != self._kind:
@@ -193,16 +193,16 @@ class Sections:
             self._found = self._where(self._wire)
         return self._wire
 
-    def _where(self, wire: Wire) -> Section:
+    def _where(self, wire: Transport) -> Section:
         """Return the section that the others are in, or that a checkpoint is of, with its state."""
-        if isinstance(wire, EnduringWire) and wire.arrives:
+        if isinstance(wire, ElasticTransport) and wire.arrives:
             state = state_transfer.unpack(wire.tell_state(b""))
             wire.arrived()
             return continued(state)
-        if isinstance(wire, ServerWire) and comes_late(wire):
+        if isinstance(wire, ParameterServerClient) and comes_late(wire):
             assert wire.joined is not None
             return Section(section_of(wire.joined.number))
-        begins_again = isinstance(wire, EnduringWire) and wire.begins_again
+        begins_again = isinstance(wire, ElasticTransport) and wire.begins_again
         if self._seat.resume is None and not begins_again:
             return Section()
         notices: list[str] = []
@@ -226,17 +226,17 @@ class Sections:
 
     # --- a section that begins ----------------------------------------------------------------------------------
 
-    def _section(self, wire: Wire) -> Section:
+    def _section(self, wire: Transport) -> Section:
         """Return the section that begins. A worker that came late to the section before is in time now."""
         if self._number == self._found.number:
             return self._found
-        if isinstance(wire, EnduringWire):
+        if isinstance(wire, ElasticTransport):
             wire.arrives = wire.begins_again = False
-        elif isinstance(wire, ServerWire):
+        elif isinstance(wire, ParameterServerClient):
             wire.joined = None
         return self._next
 
-    def _seated(self, section: Section, wire: Wire, loader: Any) -> Seat:
+    def _seated(self, section: Section, wire: Transport, loader: Any) -> WorkerContext:
         """Return the seat of this worker in a section, whose folder is there then."""
         seat = self._seat
         if section.number == 1:
@@ -253,7 +253,7 @@ class Sections:
             folder.mkdir(exist_ok=True)
         return seat.with_folder(folder)
 
-    def _agree_on_data(self, wire: Wire, data: str) -> None:
+    def _agree_on_data(self, wire: Transport, data: str) -> None:
         told = wire.gather(data.encode())
         other = next((worker for worker, one in enumerate(told) if one != told[0]), None)
         if other is not None:
@@ -267,7 +267,7 @@ class Sections:
                 )
             )
 
-    def _make(self, section: Section, wire: Wire, data: str, folder: Path | None) -> bytes:
+    def _make(self, section: Section, wire: Transport, data: str, folder: Path | None) -> bytes:
         """Make the folder of a section, at the first worker."""
         if self._seat.resume is not None and section.number == self._found.number:
             resumed = section_folder(self._seat.resume, section.number)

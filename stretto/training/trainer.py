@@ -15,21 +15,21 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from stretto.codecs import Scene
+from stretto.codecs import CodecContext
 from stretto.data.leases import Lease
 from stretto.errors import LogError, NotFiniteError, ScriptError, StaysOutError, explain
-from stretto.loader.epoch_batches import Assignment, Dealer, Hands, LeasedHands, is_leasable, number_of
-from stretto.loader.global_step import Hand
-from stretto.loader.leased_batches import FreeHands
+from stretto.loader.epoch_batches import AssignedEpoch, Assignment, BatchSource, EpochBatches, is_leasable, number_of
+from stretto.loader.global_step import GlobalStep
+from stretto.loader.leased_batches import LeasedEpoch
 from stretto.loader.sample_weights import Arrivals
-from stretto.membership.loop_positions import CLOSED, COMING, LOOP, OVER, Place
+from stretto.membership.loop_positions import CLOSED, COMING, LOOP, OVER, LoopPosition
 from stretto.membership.worker_status import status
-from stretto.parameter_server.client import ServerWire
+from stretto.parameter_server.client import ParameterServerClient
 from stretto.recipe.recipe import Recipe
-from stretto.runtime.event_writer import ADVICE, Journal
+from stretto.runtime.event_writer import ADVICE, EventWriter
 from stretto.runtime.phase_timer import Stopwatch
-from stretto.runtime.runtime import Enough
-from stretto.strategies.asynchronous import ArrivalExchange
+from stretto.runtime.runtime import StopTraining
+from stretto.strategies.asynchronous import AsyncServer
 from stretto.strategies.model_replica import Replica
 from stretto.strategies.model_sync import agree_on_model, part_random_states, plain_name, refuse_all_frozen, same_start
 from stretto.strategies.optimizers import Optimizers, parameters_of
@@ -37,15 +37,15 @@ from stretto.strategies.outside_optimizers import OutsideOptimizers, unwatch, wa
 from stretto.strategies.traffic_counters import Tally
 from stretto.training import idle_worker
 from stretto.training.effective_batch import ScaledRate, batch_of, said
-from stretto.training.elasticity import Presence, comes_late
+from stretto.training.elasticity import ElasticAgent, comes_late
 from stretto.training.evaluation import Evaluate
-from stretto.training.evaluator import Referee
+from stretto.training.evaluator import Evaluator
 from stretto.training.iterators import Begun
 from stretto.training.recipe_warnings import advice
 from stretto.training.schedule import Mode, Schedules
 from stretto.training.section import Section
-from stretto.training.worker_context import Seat
-from stretto.transport import Wire
+from stretto.training.worker_context import WorkerContext
+from stretto.transport import Transport
 
 CHECK_EVERY_ROUNDS = 100
 
@@ -58,8 +58,8 @@ class Trainer:
 
     def __init__(
         self,
-        seat: Seat,
-        wire: Wire,
+        seat: WorkerContext,
+        wire: Transport,
         model: nn.Module,
         optimizers: Optimizers,
         loader: Any,
@@ -74,11 +74,11 @@ class Trainer:
         self.wire, self.section = wire, section
         self.is_over = False
         """True once the section has ended."""
-        is_late = comes_late(self.wire) or (isinstance(self.wire, ServerWire) and seat.life > 0)
+        is_late = comes_late(self.wire) or (isinstance(self.wire, ParameterServerClient) and seat.life > 0)
         if is_late and not is_leasable(loader):
             raise StaysOutError("a stream that others are in the middle of can be taken up by nobody")
         self.loader = loader
-        self.journal = Journal(seat.run, self.wire, seat.around, number_of(self.wire), comes_late(self.wire))
+        self.journal = EventWriter(seat.run, self.wire, seat.around, number_of(self.wire), comes_late(self.wire))
         self.watch = Stopwatch(seat.around.clock, self.journal.zero)
         if not comes_late(self.wire):
             agree_on_model(self.wire, model, recipe.spelled() if recipe else "")
@@ -86,11 +86,11 @@ class Trainer:
             part_random_states(self.wire, section.number)
         meet = evaluate_every * self.wire.workers if evaluate_every and evaluate else None
         when = recipe.when if recipe else None
-        self.dealer = Dealer(
+        self.dealer = BatchSource(
             loader, self.wire, seat.join, when, meet, seat.around, seat.rule, seat.workers, assignment, seat.split
         )
         self.arrivals = Arrivals(self.wire)
-        self.referee = Referee(self, seat, evaluate, evaluate_every)
+        self.referee = Evaluator(self, seat, evaluate, evaluate_every)
         self.steps_of = [0] * len(optimizers)
         self._stepped_at = [0] * len(optimizers)
         """The exchanges that were done at each optimizer's last step."""
@@ -102,10 +102,10 @@ class Trainer:
         self.samples = self.own_samples = self.samples_before = 0
         self.turns = self.turns_before = section.turns
         """How often a hand was asked for: the ends of passes, which have none, count."""
-        self.hands: Hands | None = None
-        self.closing: Hands | None = None
+        self.hands: EpochBatches | None = None
+        self.closing: EpochBatches | None = None
         """Those of a pass whose books are being closed."""
-        self.hand: Hand | None = None
+        self.hand: GlobalStep | None = None
         self.iterations = 0
         """Number of iterations over the loader that the script has begun."""
         self.peeks: list[int] = []
@@ -169,7 +169,7 @@ class Trainer:
         ]
         # after the hooks above, which send updates of the scaled rate
         self._rates = [ScaledRate(one, seat.lr_factor) for one in optimizers] if seat.lr_factor != 1 else []
-        self.presence = Presence(self, seat)
+        self.presence = ElasticAgent(self, seat)
         self.dealer.members, self.dealer.peeks = self.presence.members, lambda: self.peeks
         self.presence.arrive()
         for text in section.notices:
@@ -183,9 +183,9 @@ class Trainer:
         for text in advice(recipe, optimizers) if recipe is not None and self.wire.workers > 1 else ():
             self.journal.notice(text)
 
-    def _scene(self, seat: Seat) -> Scene:
+    def _scene(self, seat: WorkerContext) -> CodecContext:
         wire, journal = self.wire, self.journal
-        return Scene(wire.worker, wire.workers, seat.seed or 0, clock=journal.t, notice=journal.notice)
+        return CodecContext(wire.worker, wire.workers, seat.seed or 0, clock=journal.t, notice=journal.notice)
 
     @property
     def _evaluates_newest(self) -> bool:
@@ -230,7 +230,7 @@ class Trainer:
         with self.watch.on("loading"):
             self._pace.begin_pass()
             self.hands = self.dealer.deal(self.section.pass_number(self.passes), found)
-        if isinstance(self.hands, FreeHands):
+        if isinstance(self.hands, LeasedEpoch):
             self.hands.finish, self.hands.meet = self.bring_all, self._meet
             self.hands.cut_made = self.presence.keeper.cut_made
             self.samples_before = (self.passes - 1) * self.hands.samples - self._untrained
@@ -248,7 +248,7 @@ class Trainer:
         while True:
             self.presence.rest()
             if self._sees_enough():
-                raise Enough
+                raise StopTraining
             self.watch.switch("loading")
             hand = self.hands.next()
             self.turns += 1
@@ -259,7 +259,7 @@ class Trainer:
                 if not self.end_pass(left=False):
                     continue
                 if self._around.has_seen_enough():
-                    raise Enough
+                    raise StopTraining
                 return None
             self._begin_hand(hand)
             if not hand.idle:
@@ -335,11 +335,11 @@ class Trainer:
         self._has_peeked = left and self._is_peek()
         self._uncount_stepless()
         self.bring_all()
-        if left and isinstance(self.hands, FreeHands):
+        if left and isinstance(self.hands, LeasedEpoch):
             self.hands.leave()
         self._phase = CLOSED
         status.note(self.place())
-        if left and isinstance(self.hands, LeasedHands) and self.hands.has_more:
+        if left and isinstance(self.hands, AssignedEpoch) and self.hands.has_more:
             self.wire.tell(b"left")  # one that has not left waits in an all-gather: gloo ends who meets it in another
         self.replica.look()
         if self.presence.reopens(self.hands) and not left:
@@ -480,17 +480,17 @@ class Trainer:
         """The script has failed: keep what is known, and let nobody at a server wait for this worker."""
         self._write_outcomes()
         self.journal.flush()
-        if isinstance(self.wire, ServerWire):
+        if isinstance(self.wire, ParameterServerClient):
             self.wire.close()
 
-    def place(self) -> Place:
+    def place(self) -> LoopPosition:
         """Return where the script is in its loop: the step under way, or the last one of a loop that it has left."""
         step = self._steps_before + 1 if self._phase == LOOP else self.steps
-        return Place(self._phase, self.passes, step)
+        return LoopPosition(self._phase, self.passes, step)
 
     # --- hands ------------------------------------------------------------------------------------------------
 
-    def _begin_hand(self, hand: Hand) -> None:
+    def _begin_hand(self, hand: GlobalStep) -> None:
         self.schedules.begin_hand(bool(self._stepped_here), hand.streamed)
         self.hand = hand
         self.hands_done += 1
@@ -555,7 +555,7 @@ class Trainer:
                 f"all but the last backward pass in `with stretto.no_sync():` would send 1/{batches} of the bytes"
             )
 
-    def _shadow(self, hand: Hand) -> None:
+    def _shadow(self, hand: GlobalStep) -> None:
         """Follow what the others do in a hand that has no batch for this worker."""
         self._shadowing = True
         while (word := self._hear(hand)) != idle_worker.END:
@@ -572,11 +572,11 @@ class Trainer:
         self.settings.tell(self.wire, hand.teller)
         self._shadowing = False
 
-    def _hear(self, hand: Hand) -> bytes:
+    def _hear(self, hand: GlobalStep) -> bytes:
         with self.watch.on("waiting"):
             return self.wire.tell(lambda: idle_worker.END, hand.teller)
 
-    def _announce(self, hand: Hand | None, word: bytes) -> None:
+    def _announce(self, hand: GlobalStep | None, word: bytes) -> None:
         if hand is not None and hand.short and not self._shadowing:
             self.wire.tell(word, hand.teller)
 
@@ -631,7 +631,7 @@ class Trainer:
         """True if a server is sent what several optimizers did in a global step at its end, as one update."""
         return self.replica.arrival is not None and len(self.optimizers) > 1
 
-    def _send_if_due(self, arrival: ArrivalExchange) -> None:
+    def _send_if_due(self, arrival: AsyncServer) -> None:
         if self._sends_late:
             self._steps_sent += 1
             if self.replica.is_due(self._steps_sent):
@@ -684,7 +684,7 @@ class Trainer:
             self.presence.carried()
             self._settle_leases()
 
-    def _make_up_for_a_skipped_step(self, hand: Hand) -> None:
+    def _make_up_for_a_skipped_step(self, hand: GlobalStep) -> None:
         """Count a step that a gradient scaler left out at this worker alone, lest the others wait for its exchange."""
         if not self.replica.in_rounds or self._accumulated:
             return
@@ -752,7 +752,7 @@ class Trainer:
             self.journal.write("applied", updates=arrival.outcomes)
             arrival.outcomes = []
 
-    def _say_start(self, seat: Seat) -> None:
+    def _say_start(self, seat: WorkerContext) -> None:
         self.journal.write(
             "start",
             workers=self.wire.workers,

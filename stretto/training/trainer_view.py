@@ -7,32 +7,32 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from stretto.loader.epoch_batches import Dealer, Hands
-from stretto.membership.loop_positions import Place
-from stretto.runtime.event_writer import Journal
+from stretto.loader.epoch_batches import BatchSource, EpochBatches
+from stretto.membership.loop_positions import LoopPosition
+from stretto.runtime.event_writer import EventWriter
 from stretto.strategies.model_replica import Replica
 from stretto.strategies.optimizers import Optimizers
-from stretto.training.evaluator import Referee
+from stretto.training.evaluator import Evaluator
 from stretto.training.idle_worker import Settings
 from stretto.training.section import Section
-from stretto.transport import Wire
+from stretto.transport import Transport
 
 
-class Present(Protocol):
+class TrainerView(Protocol):
     """What is seen of a trainer."""
 
     model: nn.Module
     optimizers: Optimizers
     loader: Any
-    dealer: Dealer
-    wire: Wire
+    dealer: BatchSource
+    wire: Transport
     section: Section
-    journal: Journal
+    journal: EventWriter
     replica: Replica
-    referee: Referee
+    referee: Evaluator
     settings: Settings
-    hands: Hands | None
-    closing: Hands | None
+    hands: EpochBatches | None
+    closing: EpochBatches | None
     steps: int
     steps_of: list[int]
     turns: int
@@ -50,7 +50,7 @@ class Present(Protocol):
     def bring_steps(self) -> None:
         """The same of what has been stepped with, where nothing is accumulated."""
 
-    def place(self) -> Place:
+    def place(self) -> LoopPosition:
         """Return where the script is in its loop."""
 
     def is_at_rest(self) -> bool:

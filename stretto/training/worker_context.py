@@ -11,22 +11,22 @@ from typing import Any
 
 import torch
 
-from stretto.errors import LaunchError, WireError, explain
-from stretto.interval import Every, every
+from stretto.errors import LaunchError, TransportError, explain
+from stretto.interval import Interval, every
 from stretto.loader.epoch_batches import Rule
 from stretto.membership import variables
 from stretto.membership.barrier_client import Barrier, by_environment
-from stretto.membership.client import Companion
-from stretto.membership.messages import Here
+from stretto.membership.client import MembershipClient
+from stretto.membership.messages import ReadyReport
 from stretto.parameter_server.embedded import meet_at_lead
 from stretto.parameter_server.messages import OVER
 from stretto.parameter_server.rpc_channel import dial
 from stretto.recipe.recipe import Recipe
-from stretto.runtime.runtime import Surroundings
+from stretto.runtime.runtime import Runtime
 from stretto.security import worker_keys
-from stretto.transport import Wire
-from stretto.transport.elastic import EnduringWire
-from stretto.transport.single_worker import SoloWire
+from stretto.transport import Transport
+from stretto.transport.elastic import ElasticTransport
+from stretto.transport.single_worker import SingleWorkerTransport
 
 DEFAULT_TIMEOUT_S = 600.0
 RETURN_S = 30.0
@@ -35,17 +35,17 @@ FIRST_S = 60.0
 """How long a worker waits for the first word of a coordinator."""
 
 
-def _solo(device: torch.device) -> Wire:  # noqa: ARG001
-    return SoloWire()
+def _solo(device: torch.device) -> Transport:  # noqa: ARG001
+    return SingleWorkerTransport()
 
 
 @dataclass(frozen=True)
-class Seat:
+class WorkerContext:
     """One worker's place in a run. `wire` is called once, with the device of the model."""
 
     worker: int = 0
     workers: int = 1
-    wire: Callable[[torch.device], Wire] = _solo
+    wire: Callable[[torch.device], Transport] = _solo
     recipe: str | None = None
     run: Path | None = None
     opens_folder: bool = False
@@ -59,8 +59,8 @@ class Seat:
     """The factor on the script's learning rate."""
     keep_states: bool = False
     timeout_s: float = DEFAULT_TIMEOUT_S
-    around: Surroundings = field(default_factory=Surroundings)
-    server: Callable[[Recipe], Wire] | None = None
+    around: Runtime = field(default_factory=Runtime)
+    server: Callable[[Recipe], Transport] | None = None
     """How it reaches the parameter server that a launcher has started, if one has."""
     lead_host: str = "127.0.0.1"
     """Where worker 0 listens if it has to keep a parameter server itself."""
@@ -70,14 +70,14 @@ class Seat:
     life: int = 0
     """How often this worker was started before."""
     rule: Rule = "local"
-    checkpoint: Every | None = None
+    checkpoint: Interval | None = None
     keep: int = 3
     resume: Path | None = None
     """The folder of a run to go on from."""
     barrier: Barrier | None = None
     """Where the script waits for other workers; None if there are none."""
 
-    def wire_for(self, recipe: Recipe | None, device: torch.device) -> Wire:
+    def wire_for(self, recipe: Recipe | None, device: torch.device) -> Transport:
         """The wire that the recipe asks for. Without a server of a launcher's worker 0 keeps one in its process."""
         if recipe is None or not recipe.shards:
             return self.wire(device)
@@ -86,11 +86,11 @@ class Seat:
         meeting = self.wire(torch.device("cpu"))
         return meet_at_lead(meeting, recipe.shards, self.on_nan, self.timeout_s, self.lead_host)
 
-    def with_folder(self, run: Path | None) -> Seat:
+    def with_folder(self, run: Path | None) -> WorkerContext:
         """Return the same seat with another run folder, which is there."""
         return replace(self, run=run, opens_folder=False)
 
-    def from_the_start(self) -> Seat:
+    def from_the_start(self) -> WorkerContext:
         """Return the same seat for a section whose start this process takes part in."""
         return replace(self, life=0, resume=None)
 
@@ -106,11 +106,11 @@ class Seat:
         }
 
 
-given_seat: ContextVar[Seat | None] = ContextVar("given_seat", default=None)
+given_seat: ContextVar[WorkerContext | None] = ContextVar("given_seat", default=None)
 """A seat given by a host in this process (a test, the simulator); it goes before the environment."""
 
 
-def find_seat(environment: Mapping[str, str] = os.environ) -> Seat | None:
+def find_seat(environment: Mapping[str, str] = os.environ) -> WorkerContext | None:
     """The seat of this worker, or None when the script was started plainly.
 
     `stretto run` sets STRETTO_RUN, STRETTO_RANK and STRETTO_WORLD_SIZE; torchrun sets RANK and WORLD_SIZE.
@@ -123,14 +123,14 @@ def find_seat(environment: Mapping[str, str] = os.environ) -> Seat | None:
         return None
     workers, worker = _number(environment, size_name, 1), _number(environment, rank_name, 0)
     timeout_s = float(environment.get("STRETTO_TIMEOUT", DEFAULT_TIMEOUT_S))
-    return Seat(
+    return WorkerContext(
         worker=worker,
         workers=workers,
         wire=_way_to_others(environment, worker, workers, timeout_s),
         recipe=environment.get("STRETTO_RECIPE") or None,
         run=Path(environment["STRETTO_RUN"]) if "STRETTO_RUN" in environment else None,
         opens_folder="STRETTO_RUN" not in environment,
-        around=Surroundings(own_process=True),
+        around=Runtime(own_process=True),
         seed=_number(environment, "STRETTO_SEED", 0) if "STRETTO_SEED" in environment else None,
         alone=environment.get("STRETTO_ALONE") == "1",
         join=_number(environment, "STRETTO_JOIN", 1),
@@ -164,7 +164,7 @@ _barriers: dict[str, tuple[Mapping[str, str], Barrier | None]] = {}
 
 def _way_to_others(
     environment: Mapping[str, str], worker: int, workers: int, timeout_s: float
-) -> Callable[[torch.device], Wire]:
+) -> Callable[[torch.device], Transport]:
     if "STRETTO_COORDINATOR" in environment:
         return _enduring(environment, worker, timeout_s)
     if workers == 1:
@@ -172,19 +172,19 @@ def _way_to_others(
     return _collective(environment, worker, workers, timeout_s)
 
 
-def _enduring(environment: Mapping[str, str], worker: int, timeout_s: float) -> Callable[[torch.device], Wire]:
-    def meet(device: torch.device) -> Wire:
-        from stretto.transport.rendezvous import GroupFormer
+def _enduring(environment: Mapping[str, str], worker: int, timeout_s: float) -> Callable[[torch.device], Transport]:
+    def meet(device: torch.device) -> Transport:
+        from stretto.transport.rendezvous import GroupRendezvous
 
         companion = _companion(environment, worker, timeout_s)
-        return EnduringWire(worker, companion, GroupFormer(_patience_s(environment), timeout_s, device))
+        return ElasticTransport(worker, companion, GroupRendezvous(_patience_s(environment), timeout_s, device))
 
     return meet
 
 
 def _server(
     environment: Mapping[str, str], worker: int, workers: int, timeout_s: float
-) -> Callable[[Recipe], Wire] | None:
+) -> Callable[[Recipe], Transport] | None:
     """Through the servers of a launcher. With a coordinator the run goes on without those that die."""
     if "STRETTO_SERVERS" not in environment:
         return None
@@ -193,19 +193,19 @@ def _server(
     endures = "STRETTO_COORDINATOR" in environment
     away_s = _patience_s(environment) + RETURN_S if endures else None
 
-    def reach(recipe: Recipe) -> Wire:
+    def reach(recipe: Recipe) -> Transport:
         if not endures:
             return dial(worker, workers, addresses, keys, timeout_s)
         standing = _companion(environment, worker, timeout_s)
         if not recipe.asynchronous:
-            from stretto.transport.rendezvous import ServerFormer
+            from stretto.transport.rendezvous import ServerRendezvous
 
             wire = dial(worker, workers, addresses, keys, timeout_s, 0, away_s)
-            return EnduringWire(worker, standing, ServerFormer(wire))
-        standing.stand(Here(0))
+            return ElasticTransport(worker, standing, ServerRendezvous(wire))
+        standing.stand(ReadyReport(0))
         try:
             free = dial(worker, workers, addresses, keys, timeout_s, life, away_s)
-        except WireError as error:
+        except TransportError as error:
             if life and OVER in str(error):
                 standing.leave()
                 standing.close()
@@ -221,11 +221,11 @@ def _server(
     return reach
 
 
-def _companion(environment: Mapping[str, str], worker: int, timeout_s: float) -> Companion:
+def _companion(environment: Mapping[str, str], worker: int, timeout_s: float) -> MembershipClient:
     """A worker that comes back may do so before the network does."""
     life = _number(environment, "STRETTO_LIFE", 0)
     at, keys = environment["STRETTO_COORDINATOR"], worker_keys(environment.get("STRETTO_KEYS"))
-    return Companion(worker, life, at, keys, _patience_s(environment), timeout_s if life else FIRST_S)
+    return MembershipClient(worker, life, at, keys, _patience_s(environment), timeout_s if life else FIRST_S)
 
 
 def _patience_s(environment: Mapping[str, str]) -> float:
@@ -245,8 +245,8 @@ def _number(environment: Mapping[str, str], name: str, otherwise: int) -> int:
 
 def _collective(
     environment: Mapping[str, str], worker: int, workers: int, timeout_s: float
-) -> Callable[[torch.device], Wire]:
-    def meet(device: torch.device) -> Wire:
+) -> Callable[[torch.device], Transport]:
+    def meet(device: torch.device) -> Transport:
         from stretto.transport.env_rendezvous import meet_by_environment
 
         return meet_by_environment(environment, worker, workers, timeout_s, device)

@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from stretto.collective_ops import Every, Mean
-from stretto.transport.interface import Wire
+from stretto.collective_ops import AllGather, AllReduceMean
+from stretto.transport.interface import Transport
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64)
 LENGTHS = (0, 1, 7, 1000, 300_001)
 
 
-def check_transport(make: Callable[[int], Sequence[Wire]], workers: Sequence[int] = (1, 2, 3)) -> None:
+def check_transport(make: Callable[[int], Sequence[Transport]], workers: Sequence[int] = (1, 2, 3)) -> None:
     """Run every law on wires made by `make(n)`, each end in a thread of its own; AssertionError where one is broken.
 
     A wire whose ends live in processes can run `check_end` in each instead.
@@ -27,7 +27,7 @@ def check_transport(make: Callable[[int], Sequence[Wire]], workers: Sequence[int
                 done.result()
 
 
-def check_end(wire: Wire) -> None:
+def check_end(wire: Transport) -> None:
     """The laws as one worker sees them; all workers of the wire must run this at the same time."""
     for law in (
         _mean_is_the_sum,
@@ -44,54 +44,54 @@ def check_end(wire: Wire) -> None:
     wire.close()
 
 
-def _mean_is_the_sum(wire: Wire) -> None:
+def _mean_is_the_sum(wire: Transport) -> None:
     for dtype in DTYPES:
         for length in LENGTHS:
             given = torch.full((length,), wire.worker + 1).to(dtype)
-            found: Any = wire.start(Mean(given)).wait()
+            found: Any = wire.start(AllReduceMean(given)).wait()
             wanted = torch.full((length,), sum(range(1, wire.workers + 1))).to(dtype)
             assert found.dtype == dtype, f"mean of {dtype} came back as {found.dtype}"
             assert torch.equal(found, wanted), f"mean of {length} {dtype} is not the sum of the contributions"
 
 
-def _means_overlap(wire: Wire) -> None:
-    tickets = [wire.start(Mean(torch.full((1000,), float(one)))) for one in range(8)]
+def _means_overlap(wire: Transport) -> None:
+    tickets = [wire.start(AllReduceMean(torch.full((1000,), float(one)))) for one in range(8)]
     for one, ticket in enumerate(tickets):
         found: Any = ticket.wait()
         assert torch.equal(found, torch.full((1000,), float(one * wire.workers))), "asks under way were mixed up"
 
 
-def _every_in_order(wire: Wire) -> None:
+def _every_in_order(wire: Transport) -> None:
     message = torch.arange(wire.worker * 3)
-    found = wire.start(Every(message)).wait()
+    found = wire.start(AllGather(message)).wait()
     assert len(found) == wire.workers, "not every worker's message came"
     for worker, one in enumerate(found):
         assert torch.equal(one, torch.arange(worker * 3)), f"the message of worker {worker} is not what it sent"
 
 
-def _silence_is_counted(wire: Wire) -> None:
+def _silence_is_counted(wire: Transport) -> None:
     speaks = wire.worker == 0
-    found = wire.start(Every(torch.ones(100_000 if speaks else 0))).wait()
+    found = wire.start(AllGather(torch.ones(100_000 if speaks else 0))).wait()
     assert [len(one) for one in found] == [100_000] + [0] * (wire.workers - 1), "a silent worker was not counted"
 
 
-def _gather(wire: Wire) -> None:
+def _gather(wire: Transport) -> None:
     for size in (0, 1, 100, 5000):
         found = wire.gather(bytes([wire.worker]) * size * (wire.worker + 1))
         wanted = [bytes([worker]) * size * (worker + 1) for worker in range(wire.workers)]
         assert found == wanted, f"gather of {size} bytes"
 
 
-def _tell(wire: Wire) -> None:
+def _tell(wire: Transport) -> None:
     for teller in range(wire.workers):
         for size in (0, 3, 5000):
             mine = b"x" * size + bytes([teller]) if wire.worker == teller else b"not looked at"
             assert wire.tell(mine, teller) == b"x" * size + bytes([teller]), f"worker {teller} was not heard"
 
 
-def _traffic_grows(wire: Wire) -> None:
+def _traffic_grows(wire: Transport) -> None:
     before = wire.traffic()
-    wire.start(Mean(torch.ones(100_000))).wait()
+    wire.start(AllReduceMean(torch.ones(100_000))).wait()
     wire.gather(b"sent")
     sent = wire.traffic().bytes_sent - before.bytes_sent
     least = 400_000 * 2 * (wire.workers - 1) / wire.workers if wire.workers < 3 else 400_000

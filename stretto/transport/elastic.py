@@ -13,18 +13,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from stretto.collective_ops import Answer, Ask, Mean
+from stretto.collective_ops import AllReduceMean, Answer, CollectiveOp
 from stretto.errors import BrokenWireError, MemberOutError
-from stretto.membership.loop_positions import Kind, Place, Waits
-from stretto.membership.messages import EXCHANGING, Form, GoOn, Here
+from stretto.membership.loop_positions import Kind, LoopPosition, Waits
+from stretto.membership.messages import EXCHANGING, Continue, GenerationView, ReadyReport
 from stretto.transport.commit_log import Attempt, pack, unpack
-from stretto.transport.interface import Message, Ticket, Traffic, Wire, made
+from stretto.transport.interface import Handle, Message, Traffic, Transport, made
 from stretto.transport.positioned import opened, opened_all, sealed
 
 Found = TypeVar("Found")
 
 
-class Breakable(Wire, Protocol):
+class AbortableTransport(Transport, Protocol):
     """The wire of one generation."""
 
     def abort(self) -> None:
@@ -32,7 +32,7 @@ class Breakable(Wire, Protocol):
         ...
 
 
-class Standing(Protocol):
+class GenerationSource(Protocol):
     """A worker's connection to the coordinator."""
 
     on_abort: Callable[[int, str], None]
@@ -50,11 +50,11 @@ class Standing(Protocol):
         """The last generation that is known to be over."""
         ...
 
-    def stand(self, here: Here) -> Form:
+    def stand(self, here: ReadyReport) -> GenerationView:
         """Stand still until the next generation. Raises MemberOutError when there is none for this worker."""
         ...
 
-    def at_rest(self, here: Here) -> Form | GoOn:
+    def at_rest(self, here: ReadyReport) -> GenerationView | Continue:
         """The same at a rest; others may have come further."""
         ...
 
@@ -79,7 +79,7 @@ class Standing(Protocol):
         ...
 
 
-class Former(Protocol):
+class Rendezvous(Protocol):
     """Makes the wire of a generation."""
 
     @property
@@ -87,7 +87,7 @@ class Former(Protocol):
         """Where this worker can keep a store for the others."""
         ...
 
-    def form(self, form: Form, rank: int) -> Breakable:
+    def form(self, form: GenerationView, rank: int) -> AbortableTransport:
         """Meet the members of a generation. Raises BrokenWireError when one of them does not come."""
         ...
 
@@ -125,7 +125,7 @@ class _Noted:
 
     attempt: Attempt
     place: int
-    ticket: Ticket
+    ticket: Handle
 
     def wait(self) -> Answer:
         answer = self.ticket.wait()
@@ -144,23 +144,23 @@ class _Given:
         return found
 
 
-class EnduringWire:
+class ElasticTransport:
     """One worker's end. `worker` is its rank in the present generation, `number` is its own for good.
 
     `position` says how far it has come: hands dealt and rounds ended. `on_change` hears of every new generation but the
     first, before anything is exchanged in it.
     """
 
-    def __init__(self, number: int, standing: Standing, former: Former) -> None:
+    def __init__(self, number: int, standing: GenerationSource, former: Rendezvous) -> None:
         self.number = number
         self._standing, self._former = standing, former
         self.position: Callable[[], tuple[int, int]] = lambda: (0, 0)
-        self.place: Callable[[], Place] = Place
+        self.place: Callable[[], LoopPosition] = LoopPosition
         """Where the script is in its loop: all that take part in an exchange must be in the same epoch."""
         self._waits: Waits | None = None
         self.on_change: Callable[[Change], None] = lambda _change: None
-        self._inner: Breakable | None = None
-        self._form = Form(0, [])
+        self._inner: AbortableTransport | None = None
+        self._form = GenerationView(0, [])
         self._generation = 0
         """The one whose state this worker has; 0 while it has none."""
         self._commits = self._begun = 0
@@ -204,7 +204,7 @@ class EnduringWire:
         """Number of exchanges among all that this worker has begun; the same at all workers between two of them."""
         return max(self._begun, self._commits)
 
-    def start(self, ask: Ask) -> Ticket:
+    def start(self, ask: CollectiveOp) -> Handle:
         """Begin an ask of the present attempt."""
         if self._given:
             return self._repeated(ask)
@@ -285,7 +285,7 @@ class EnduringWire:
         """Stand still until all do. Returns what comes of it; None when this worker is to go on to a further hand."""
         hand, rounds = self.position()
         told = self._standing.at_rest(self._here(at_rest=True))
-        if isinstance(told, GoOn):
+        if isinstance(told, Continue):
             self._go_on = told.hand
             return None
         if told.generation == self._form.generation:
@@ -314,7 +314,7 @@ class EnduringWire:
 
     # --- generations --------------------------------------------------------------------------------------------
 
-    def _wire(self) -> Breakable:
+    def _wire(self) -> AbortableTransport:
         if self._inner is None:
             raise BrokenWireError("the wire is closed")
         return self._inner
@@ -324,10 +324,10 @@ class EnduringWire:
         if generation == self._form.generation:
             (self._inner or self._former).abort()
 
-    def _here(self, at_rest: bool = False) -> Here:
+    def _here(self, at_rest: bool = False) -> ReadyReport:
         hand, rounds = self.position()
         waits = None if at_rest else self._waits
-        return Here(self._generation, self._commits, hand, at_rest, self._former.address, rounds, waits)
+        return ReadyReport(self._generation, self._commits, hand, at_rest, self._former.address, rounds, waits)
 
     def _recover(self, why: str) -> None:
         """An attempt has broken: stand still, and go on in the next generation."""
@@ -345,7 +345,7 @@ class EnduringWire:
             change = self._take(form)
         return change
 
-    def _take(self, form: Form) -> Change | None:
+    def _take(self, form: GenerationView) -> Change | None:
         """Enter a generation; None when that has broken as well. Raises MemberOutError if no state is left to take."""
         before = self._form
         self._let_go()
@@ -367,7 +367,7 @@ class EnduringWire:
             self.on_change(change)
         return change
 
-    def _form_unless_over(self, form: Form) -> Breakable:
+    def _form_unless_over(self, form: GenerationView) -> AbortableTransport:
         """The wire of a generation. What is heard of its end before it is there must not get lost."""
         if self._standing.aborted >= form.generation:
             raise BrokenWireError("the generation is over already")
@@ -376,7 +376,7 @@ class EnduringWire:
             inner.abort()
         return inner
 
-    def _change(self, before: Form, form: Form) -> Change:
+    def _change(self, before: GenerationView, form: GenerationView) -> Change:
         old = set(before.numbers)
         came = tuple(one.worker for one in form.members if not one.here.has_history)
         gone = tuple(sorted(old - set(form.numbers) | (old & set(came))))
@@ -396,7 +396,7 @@ class EnduringWire:
 
     # --- who is ahead, and who is behind ------------------------------------------------------------------------
 
-    def _catch_up(self, form: Form) -> None:
+    def _catch_up(self, form: GenerationView) -> None:
         """Those ahead give the answers that others lack."""
         self._open = Attempt(self._commits + 1)
         known = [(rank, one.here.commits) for rank, one in enumerate(form.members) if one.here.has_history]
@@ -418,11 +418,11 @@ class EnduringWire:
         kept = [one for one in self._kept if one.number > commits]
         return kept if all(one.intact for one in kept) else []
 
-    def _repeated(self, ask: Ask) -> Ticket:
+    def _repeated(self, ask: CollectiveOp) -> Handle:
         """What others were answered in this attempt, noted as if it were answered now: somebody may still lack it."""
         place = self._open.ask()
         answer = self._given[0].answers[place]
-        answer = answer.to(ask.tensor.device) if isinstance(ask, Mean) else answer
+        answer = answer.to(ask.tensor.device) if isinstance(ask, AllReduceMean) else answer
         self._open.note(place, answer)
         return _Given(answer)
 
@@ -447,19 +447,19 @@ class EnduringWire:
         self._kept.append(ended)
 
 
-def _has_history(form: Form) -> bool:
+def _has_history(form: GenerationView) -> bool:
     """Whether any member has taken part in an earlier generation."""
     return any(one.here.has_history for one in form.members)
 
 
-def has_others(wire: Wire) -> bool:
+def has_others(wire: Transport) -> bool:
     """Whether there is somebody to exchange with, or may be one day."""
-    return wire.workers > 1 or isinstance(wire, EnduringWire)
+    return wire.workers > 1 or isinstance(wire, ElasticTransport)
 
 
-def attempted(wire: Wire, act: Callable[[], Found], again: Callable[[], Found] | None = None) -> Found:
+def attempted(wire: Transport, act: Callable[[], Found], again: Callable[[], Found] | None = None) -> Found:
     """Do asks that belong together; over a wire whose workers may die they are done again when one does."""
-    return wire.attempt(act, again) if isinstance(wire, EnduringWire) else act()
+    return wire.attempt(act, again) if isinstance(wire, ElasticTransport) else act()
 
 
 def _sum(one: Traffic, other: Traffic) -> Traffic:

@@ -10,17 +10,17 @@ from datetime import timedelta
 import torch
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from stretto.errors import LaunchError, WireError, explain
+from stretto.errors import LaunchError, TransportError, explain
 from stretto.membership.variables import address_in
-from stretto.transport.process_group import CollectiveWire, reason
+from stretto.transport.process_group import ProcessGroupTransport, reason
 
 
 def meet_by_environment(
     environment: Mapping[str, str], worker: int, workers: int, timeout_s: float, device: torch.device
-) -> CollectiveWire:
+) -> ProcessGroupTransport:
     """Join the other workers at the address in the environment; worker 0 keeps the store, or the agent of torchrun."""
     store = store_by_environment(environment, worker, workers, timeout_s)
-    return CollectiveWire(store, worker, workers, timeout_s, device)
+    return ProcessGroupTransport(store, worker, workers, timeout_s, device)
 
 
 def store_by_environment(environment: Mapping[str, str], worker: int, workers: int, timeout_s: float) -> Store:
@@ -52,4 +52,6 @@ def _store(
             master_listen_fd=os.dup(int(listening)) if listening else None,
         )
     except (RuntimeError, ValueError) as error:
-        raise WireError(f"worker {worker} could not reach the meeting place {host}:{port}: {reason(error)}") from error
+        raise TransportError(
+            f"worker {worker} could not reach the meeting place {host}:{port}: {reason(error)}"
+        ) from error

@@ -14,11 +14,11 @@ import psutil
 import torch
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from stretto.errors import BrokenWireError, WireError
+from stretto.errors import BrokenWireError, TransportError
 from stretto.security import address_toward
 from stretto.transport.gloo_sockets import shut_connections_to
 from stretto.transport.malloc import trim_freed_memory
-from stretto.transport.process_group import CollectiveWire, drop_parked, reason
+from stretto.transport.process_group import ProcessGroupTransport, drop_parked, reason
 
 LOOK_S = 0.02
 """How often a forming looks whether it was broken off."""
@@ -68,7 +68,7 @@ def form(
     limit_s: float,
     timeout_s: float,
     device: torch.device | None = None,
-) -> CollectiveWire:
+) -> ProcessGroupTransport:
     """Meet the other members at the store, under a prefix of this generation's own.
 
     The member that `keeps` the store finds it at its own `store_keeper`; the others are told its address.
@@ -77,7 +77,7 @@ def form(
     """
     address = store_keeper().address if keeps else store_address
     if address is None:
-        raise WireError(f"worker {rank} of {size} was not told where the others meet")
+        raise TransportError(f"worker {rank} of {size} was not told where the others meet")
     forming = _Forming(address, prefix, rank, size, limit_s, timeout_s, device)
     wire = forming.result()
     drop_parked()
@@ -96,7 +96,7 @@ def abort_forming(prefix: str) -> None:
 
 _lock = threading.Lock()
 _aborted: set[str] = set()
-_formed: WeakValueDictionary[str, CollectiveWire] = WeakValueDictionary()
+_formed: WeakValueDictionary[str, ProcessGroupTransport] = WeakValueDictionary()
 
 
 class _Forming:
@@ -116,12 +116,12 @@ class _Forming:
         self._host, self._port = host, int(port)
         self._prefix, self._rank, self._size = prefix, rank, size
         self._limit_s, self._timeout_s, self._device = limit_s, timeout_s, device
-        self._wire: CollectiveWire | None = None
+        self._wire: ProcessGroupTransport | None = None
         self._error = ""
         self._over, self._left = threading.Event(), False
         threading.Thread(target=self._run, daemon=True).start()
 
-    def result(self) -> CollectiveWire:
+    def result(self) -> ProcessGroupTransport:
         """Wait for it within the limit."""
         end = time.monotonic() + self._limit_s
         while not self._over.wait(LOOK_S) and self._prefix not in _aborted and time.monotonic() < end:
@@ -152,10 +152,10 @@ class _Forming:
     def _run(self) -> None:
         try:
             store = TCPStore(self._host, self._port, None, False, timedelta(seconds=self._limit_s), False)
-            wire = CollectiveWire(
+            wire = ProcessGroupTransport(
                 PrefixStore(self._prefix, store), self._rank, self._size, self._timeout_s, self._device, endures=True
             )
-        except (RuntimeError, WireError) as error:
+        except (RuntimeError, TransportError) as error:
             self._error = reason(error)
         else:
             with _lock:

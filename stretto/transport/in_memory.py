@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from stretto.collective_ops import Answer, Ask, Mean, answer
-from stretto.errors import WireError
+from stretto.collective_ops import AllReduceMean, Answer, CollectiveOp, answer
+from stretto.errors import TransportError
 from stretto.transport.interface import Message, Traffic, made, nbytes
 
 
@@ -36,7 +36,7 @@ class _Table:
         with self._changed:
             whole = self._changed.wait_for(lambda: self._whole(round_) or self._broken(round_), self.timeout_s)
             if not whole or not self._whole(round_):
-                raise WireError(self._missing(round_))
+                raise TransportError(self._missing(round_))
             if round_ not in self._answers:
                 laid = self._laid[round_]
                 self._answers[round_] = combine([laid[worker] for worker in range(self.workers)])
@@ -67,8 +67,8 @@ class _Table:
 
 
 @dataclass(slots=True)
-class _Ticket:
-    wire: MemoryWire
+class _Handle:
+    wire: InMemoryTransport
     round_: int
 
     def wait(self) -> Answer:
@@ -76,7 +76,7 @@ class _Ticket:
         return found.clone() if isinstance(found, Tensor) else [one.clone() for one in found]
 
 
-class MemoryWire:
+class InMemoryTransport:
     """One worker's end of a wire in memory. Bytes are counted as a ring would send them."""
 
     def __init__(self, worker: int, table: _Table) -> None:
@@ -86,10 +86,10 @@ class MemoryWire:
         self._round = 0
         self._bytes_sent = 0
 
-    def start(self, ask: Ask) -> _Ticket:
+    def start(self, ask: CollectiveOp) -> _Handle:
         """Lay the ask down for the others."""
-        factor = 2 * (self.workers - 1) / self.workers if isinstance(ask, Mean) else self.workers - 1
-        return _Ticket(self, self._lay(ask, factor * nbytes(ask.tensor)))
+        factor = 2 * (self.workers - 1) / self.workers if isinstance(ask, AllReduceMean) else self.workers - 1
+        return _Handle(self, self._lay(ask, factor * nbytes(ask.tensor)))
 
     def gather(self, message: Message) -> list[bytes]:
         """The message of every worker."""
@@ -120,7 +120,7 @@ class MemoryWire:
         return self._round
 
 
-def wires(workers: int, timeout_s: float = 60.0) -> list[MemoryWire]:
+def wires(workers: int, timeout_s: float = 60.0) -> list[InMemoryTransport]:
     """The ends of one wire, for as many workers, each to be used by a thread of its own."""
     table = _Table(workers, timeout_s)
-    return [MemoryWire(worker, table) for worker in range(workers)]
+    return [InMemoryTransport(worker, table) for worker in range(workers)]

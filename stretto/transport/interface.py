@@ -9,7 +9,7 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from stretto.collective_ops import Answer, Ask
+from stretto.collective_ops import Answer, CollectiveOp
 
 Message: TypeAlias = bytes | Callable[[], bytes]
 """What a worker says, or what makes it: of a tell it is called at the teller alone."""
@@ -24,7 +24,7 @@ class Traffic:
     counted: bool
 
 
-class Ticket(Protocol):
+class Handle(Protocol):
     """An ask that is under way."""
 
     def wait(self) -> Answer:
@@ -32,7 +32,7 @@ class Ticket(Protocol):
         ...
 
 
-class Wire(Protocol):
+class Transport(Protocol):
     """Carries asks and their answers. All workers make the same calls in the same order.
 
     Every wait has the limit that the wire was made with; what goes wrong is a WireError.
@@ -48,7 +48,7 @@ class Wire(Protocol):
         """How many are there."""
         ...
 
-    def start(self, ask: Ask) -> Ticket:
+    def start(self, ask: CollectiveOp) -> Handle:
         """Begin an ask without waiting for it; its tensor may not be touched until the answer is there."""
         ...
 

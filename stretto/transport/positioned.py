@@ -6,13 +6,13 @@ import struct
 from collections.abc import Sequence
 
 from stretto.errors import UnevenLoopsError
-from stretto.membership.loop_positions import Place, are_apart, explained
+from stretto.membership.loop_positions import LoopPosition, are_apart, explained
 from stretto.transport.interface import Message
 
 _HEAD = struct.Struct("<Bii")
 
 
-def sealed(place: Place, message: Message) -> Message:
+def sealed(place: LoopPosition, message: Message) -> Message:
     """Return the message with its sender's place before it; one that is still to be made is made when it is called."""
     head = _HEAD.pack(place.phase, place.epoch, place.step)
     if isinstance(message, bytes):
@@ -21,7 +21,7 @@ def sealed(place: Place, message: Message) -> Message:
     return lambda: head + make()
 
 
-def opened(sender: int, found: bytes, worker: int, place: Place) -> bytes:
+def opened(sender: int, found: bytes, worker: int, place: LoopPosition) -> bytes:
     """Return the sender's message. Raise UnevenLoopsError at a worker that is elsewhere in its loop."""
     _refuse({sender: _place(found), worker: place})
     return found[_HEAD.size :]
@@ -37,10 +37,10 @@ def opened_all(workers: Sequence[int], found: Sequence[bytes]) -> list[bytes]:
     return [one[_HEAD.size :] for one in found]
 
 
-def _place(found: bytes) -> Place:
-    return Place(*_HEAD.unpack_from(found))
+def _place(found: bytes) -> LoopPosition:
+    return LoopPosition(*_HEAD.unpack_from(found))
 
 
-def _refuse(places: dict[int, Place]) -> None:
+def _refuse(places: dict[int, LoopPosition]) -> None:
     if are_apart(places.values()):
         raise UnevenLoopsError(explained(places))

@@ -22,11 +22,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from stretto.collective_ops import Answer, Ask, Every, Mean
-from stretto.errors import BrokenWireError, WireError
+from stretto.collective_ops import AllGather, AllReduceMean, Answer, CollectiveOp
+from stretto.errors import BrokenWireError, TransportError
 from stretto.transport.gloo_sockets import GroupSockets
 from stretto.transport.gloo_sockets import sockets_of_process as _sockets
-from stretto.transport.interface import Message, Ticket, Traffic, as_bytes, made, nbytes
+from stretto.transport.interface import Handle, Message, Traffic, as_bytes, made, nbytes
 from stretto.transport.tcp_info import tcp_bytes
 
 FRAME = 256
@@ -42,7 +42,7 @@ SEAL_TAG = 0
 """The tag of no message."""
 
 
-class CollectiveWire:
+class ProcessGroupTransport:
     """One worker's end of a process group. All waits share one limit: nothing comes for `timeout_s`.
 
     One that `endures` can be broken off by `abort`, and breaks itself off at the first failure, which the others hear
@@ -76,16 +76,16 @@ class CollectiveWire:
         self._under_way: set[Any] = set()
         self._sockets = GroupSockets(PrefixStore("control", store), worker, workers, self._opened) if endures else None
 
-    def start(self, ask: Ask) -> Ticket:
+    def start(self, ask: CollectiveOp) -> Handle:
         """Begin an all-reduce, or an all-gather of the sizes for messages that may differ in length."""
         self._worked_out += self._cost(ask)
         try:
-            if isinstance(ask, Mean):
-                return _MeanTicket(self, ask.tensor, self._begin("allreduce", [ask.tensor]))
+            if isinstance(ask, AllReduceMean):
+                return _AllReduceHandle(self, ask.tensor, self._begin("allreduce", [ask.tensor]))
             self._tag += 1
-            return _EveryTicket(self, ask, *self._gather_sizes(ask), self._tag)
+            return _AllGatherHandle(self, ask, *self._gather_sizes(ask), self._tag)
         except BrokenWireError as error:
-            return _BrokenTicket(str(error))
+            return _BrokenHandle(str(error))
 
     def gather(self, message: Message) -> list[bytes]:
         """The message of every worker; one round when all are short."""
@@ -125,7 +125,7 @@ class CollectiveWire:
     def abort(self) -> None:
         """Break off what is under way and all that is asked later; from any thread, as often as one likes."""
         if self._sockets is None:
-            raise WireError("only a wire that endures can be broken off")
+            raise TransportError("only a wire that endures can be broken off")
         self._broken.set()
         self._sockets.shut()
 
@@ -148,11 +148,11 @@ class CollectiveWire:
         if not broken:
             drop_parked()
 
-    def _cost(self, ask: Ask) -> int:
-        factor = 2 * (self.workers - 1) / self.workers if isinstance(ask, Mean) else self.workers - 1
+    def _cost(self, ask: CollectiveOp) -> int:
+        factor = 2 * (self.workers - 1) / self.workers if isinstance(ask, AllReduceMean) else self.workers - 1
         return round(factor * nbytes(ask.tensor))
 
-    def _gather_sizes(self, ask: Every) -> tuple[list[Tensor], Any]:
+    def _gather_sizes(self, ask: AllGather) -> tuple[list[Tensor], Any]:
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.workers)]
         work = self._begin("allgather", [sizes], [torch.tensor([ask.tensor.numel()])], control=True)
         return sizes, work
@@ -178,7 +178,7 @@ class CollectiveWire:
     def _group(self, control: bool) -> Any:
         """Not to be kept in a frame that a traceback may hold: a closed wire's group would live as long."""
         if self._control is None:
-            raise WireError("the wire is closed")
+            raise TransportError("the wire is closed")
         return self._control if control else self._tensors
 
     def _finish(self, work: Any, what: str) -> None:
@@ -246,10 +246,10 @@ class CollectiveWire:
                     self._control.recv([torch.empty(1)], one, SEAL_TAG).wait(timedelta(milliseconds=1))
         self._sealed_at = time.monotonic()
 
-    def _failed(self, error: Exception, what: str, waited_s: float = 0.0) -> WireError:
+    def _failed(self, error: Exception, what: str, waited_s: float = 0.0) -> TransportError:
         text = f"worker {self.worker} waited {waited_s:.1f} s for {what}; another worker is gone or too late"
         if self._sockets is None:
-            return WireError(f"{text}: {reason(error)}")
+            return TransportError(f"{text}: {reason(error)}")
         self.abort()
         self._let_go()
         return BrokenWireError(f"{text}: {reason(error)}")
@@ -280,7 +280,7 @@ def drop_parked() -> int:
 
 
 @dataclass(slots=True)
-class _BrokenTicket:
+class _BrokenHandle:
     why: str
 
     def wait(self) -> Answer:
@@ -288,8 +288,8 @@ class _BrokenTicket:
 
 
 @dataclass(slots=True)
-class _MeanTicket:
-    wire: CollectiveWire
+class _AllReduceHandle:
+    wire: ProcessGroupTransport
     tensor: Tensor
     work: Any
 
@@ -299,9 +299,9 @@ class _MeanTicket:
 
 
 @dataclass(slots=True)
-class _EveryTicket:
-    wire: CollectiveWire
-    ask: Every
+class _AllGatherHandle:
+    wire: ProcessGroupTransport
+    ask: AllGather
     sizes: list[Tensor]
     work: Any
     tag: int
@@ -355,7 +355,7 @@ def _form(kind: Any, store: Store, name: str, worker: int, workers: int, timeout
     try:
         return kind(PrefixStore(name, store), worker, workers, timedelta(seconds=timeout_s))
     except RuntimeError as error:
-        raise WireError(
+        raise TransportError(
             f"worker {worker} of {workers} could not meet the others within {timeout_s:g} s: {reason(error)}"
         ) from error
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import torch
 
-from stretto.collective_ops import Ask
+from stretto.collective_ops import CollectiveOp
 from stretto.errors import BrokenWireError
-from stretto.membership.messages import Form
-from stretto.parameter_server.client import ServerWire
-from stretto.transport.elastic import Breakable
+from stretto.membership.messages import GenerationView
+from stretto.parameter_server.client import ParameterServerClient
+from stretto.transport.elastic import AbortableTransport
 from stretto.transport.gloo_rendezvous import abort_forming, form, store_keeper
-from stretto.transport.interface import Message, Ticket, Traffic
-from stretto.transport.single_worker import Answered, SoloWire
+from stretto.transport.interface import Handle, Message, Traffic
+from stretto.transport.single_worker import DoneHandle, SingleWorkerTransport
 
 
-class LoneWire(SoloWire):
+class LastWorkerTransport(SingleWorkerTransport):
     """The wire of the only member that is left. It can be broken off, as any generation can."""
 
     def __init__(self) -> None:
@@ -24,7 +24,7 @@ class LoneWire(SoloWire):
         """From now on everything breaks."""
         self._is_broken = True
 
-    def start(self, ask: Ask) -> Answered:
+    def start(self, ask: CollectiveOp) -> DoneHandle:
         """Answer at once."""
         self._check()
         return super().start(ask)
@@ -44,7 +44,7 @@ class LoneWire(SoloWire):
             raise BrokenWireError("the generation of one worker is over")
 
 
-class GroupFormer:
+class GroupRendezvous:
     """Forms groups of processes. All of a forming ends within `patience_s`, every wait in a group after `timeout_s`."""
 
     def __init__(self, patience_s: float, timeout_s: float, device: torch.device | None) -> None:
@@ -56,10 +56,10 @@ class GroupFormer:
         """Where this process can keep a store for the others."""
         return store_keeper().address
 
-    def form(self, members: Form, rank: int) -> Breakable:
+    def form(self, members: GenerationView, rank: int) -> AbortableTransport:
         """Meet the members at the store of the first that has a history, or else of the first."""
         if len(members.members) == 1:
-            return LoneWire()
+            return LastWorkerTransport()
         store, size = members.members[members.first].here.store, len(members.members)
         self._prefix = f"stretto/{members.generation}"
         return form(
@@ -78,11 +78,11 @@ class GroupFormer:
 class _OfGeneration:
     """A server's wire as one generation uses it: let go of, it stays connected."""
 
-    def __init__(self, wire: ServerWire) -> None:
+    def __init__(self, wire: ParameterServerClient) -> None:
         self._wire, self._before = wire, wire.traffic()
         self.worker, self.workers = wire.worker, wire.workers
 
-    def start(self, ask: Ask) -> Ticket:
+    def start(self, ask: CollectiveOp) -> Handle:
         """Begin an ask."""
         return self._wire.start(ask)
 
@@ -108,15 +108,15 @@ class _OfGeneration:
         """The next generation uses the same connections."""
 
 
-class ServerFormer:
+class ServerRendezvous:
     """Generations of workers that go together through one parameter server."""
 
     address = ""
 
-    def __init__(self, wire: ServerWire) -> None:
+    def __init__(self, wire: ParameterServerClient) -> None:
         self._wire = wire
 
-    def form(self, members: Form, rank: int) -> Breakable:
+    def form(self, members: GenerationView, rank: int) -> AbortableTransport:
         """Tell the services who exchanges from now on."""
         self._wire.regroup(members.generation, members.numbers, members.numbers[rank])
         return _OfGeneration(self._wire)

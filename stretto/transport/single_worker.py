@@ -4,30 +4,30 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from stretto.collective_ops import Answer, Ask, Mean, answer
+from stretto.collective_ops import AllReduceMean, Answer, CollectiveOp, answer
 from stretto.transport.interface import Message, Traffic, made
 
 
 @dataclass(slots=True)
-class Answered:
+class DoneHandle:
     """An ask that is answered when it is made."""
 
-    ask: Ask
+    ask: CollectiveOp
 
     def wait(self) -> Answer:
         """The answer."""
-        return self.ask.tensor if isinstance(self.ask, Mean) else answer([self.ask])
+        return self.ask.tensor if isinstance(self.ask, AllReduceMean) else answer([self.ask])
 
 
-class SoloWire:
+class SingleWorkerTransport:
     """One worker, no other. Means are what was given; no byte leaves."""
 
     worker = 0
     workers = 1
 
-    def start(self, ask: Ask) -> Answered:
+    def start(self, ask: CollectiveOp) -> DoneHandle:
         """Answer at once."""
-        return Answered(ask)
+        return DoneHandle(ask)
 
     def gather(self, message: Message) -> list[bytes]:
         """The one message."""

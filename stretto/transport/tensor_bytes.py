@@ -7,7 +7,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from stretto.errors import WireError
+from stretto.errors import TransportError
 
 Packed: TypeAlias = tuple[str, list[int], bytes]
 
@@ -19,11 +19,11 @@ def packed(tensor: Tensor) -> Packed:
 
 
 def unpacked(one: Packed) -> Tensor:
-    """The tensor again, on the CPU. Raises WireError when it is none."""
+    """The tensor again, on the CPU. Raises TransportError when it is none."""
     name, shape, content = one
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise WireError(f"a tensor of {name:.20} was told")
+        raise TransportError(f"a tensor of {name:.20} was told")
     if not content:
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(bytearray(content), dtype=dtype).view(shape)

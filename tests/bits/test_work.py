@@ -16,8 +16,8 @@ from stretto.bits.optimum import Optimum, optimum
 from stretto.bits.outcome import GD
 from stretto.bits.problem import Kind, Problem
 from stretto.bits.work import AT_LEAST, LATE, Team, Terms, descend, hold
-from stretto.collective_ops import Every, Mean
-from stretto.errors import LaunchError, RecipeError, WireError
+from stretto.collective_ops import AllGather, AllReduceMean
+from stretto.errors import LaunchError, RecipeError, TransportError
 
 pytest.importorskip("scipy")
 
@@ -175,9 +175,9 @@ def test_what_cannot_be_run_is_refused(terms: Terms, reason: str) -> None:
 
 def test_a_conversation_is_held_turn_by_turn() -> None:
     def talk(x: Tensor):  # type: ignore[no-untyped-def]
-        mean = yield Mean(x.clone())
+        mean = yield AllReduceMean(x.clone())
         mean += 1  # each has an answer of its own
-        told = yield Every(x[:1].clone())
+        told = yield AllGather(x[:1].clone())
         return mean + torch.cat(list(told)).sum()
 
     agreed, bits = hold([talk(torch.tensor([1.0, 2.0])), talk(torch.tensor([3.0, 4.0]))])
@@ -189,8 +189,8 @@ def test_workers_that_say_different_things_are_found() -> None:
     def talk(ask: object):  # type: ignore[no-untyped-def]
         return (yield ask)
 
-    with pytest.raises(WireError):
-        hold([talk(Mean(torch.ones(1))), talk(Every(torch.ones(1)))])
+    with pytest.raises(TransportError):
+        hold([talk(AllReduceMean(torch.ones(1))), talk(AllGather(torch.ones(1)))])
 
 
 @pytest.mark.parametrize(

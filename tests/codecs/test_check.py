@@ -10,8 +10,8 @@ import torch
 from stretto.codecs import Codec, SingleRound
 from stretto.codecs.base import refuse_not_finite
 from stretto.codecs.conformance import check_codec, hold
-from stretto.collective_ops import Every, Mean
-from stretto.errors import WireError
+from stretto.collective_ops import AllGather, AllReduceMean
+from stretto.errors import TransportError
 
 
 @dataclass(frozen=True, repr=False)
@@ -28,7 +28,7 @@ class whole(SingleRound):
 
     def decode(self, message, like):
         if message.numel() != like.nbytes:
-            raise WireError("no message of mine")
+            raise TransportError("no message of mine")
         return like.copy_(message.clone().view(like.dtype))
 
     def bytes_of(self, x):
@@ -68,7 +68,7 @@ class chatty(whole):
 
     def converse(self, x, memory, owed=None):
         if float(x.abs().sum()) > 0:
-            yield Every(x)
+            yield AllGather(x)
         return (yield from super().converse(x, memory, owed))
 
     def bytes_of(self, x):
@@ -197,11 +197,11 @@ def test_a_codec_that_trusts_bytes_fails() -> None:
 
 def test_hold_answers_as_the_words_say() -> None:
     def talk(mine: float):
-        summed = yield Mean(torch.tensor([mine]))
-        every = yield Every(torch.full((int(mine),), mine))
+        summed = yield AllReduceMean(torch.tensor([mine]))
+        every = yield AllGather(torch.full((int(mine),), mine))
         return torch.cat([summed, *every])
 
     results, turns = hold([talk(1.0), talk(2.0)])
     assert [one.tolist() for one in results] == [[3.0, 1.0, 2.0, 2.0]] * 2
-    assert [type(asks[0]) for asks in turns] == [Mean, Every]
+    assert [type(asks[0]) for asks in turns] == [AllReduceMean, AllGather]
     assert turns[1][1].tensor.tolist() == [2.0, 2.0]

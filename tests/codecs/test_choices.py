@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stretto.codecs import Block, Codec, Scene, by_size, exact, low_rank, quantise, sign, when_it_pays
+from stretto.codecs import Block, Codec, CodecContext, by_size, exact, low_rank, quantise, sign, when_it_pays
 from stretto.codecs.conformance import check_codec, hold
-from stretto.collective_ops import Every
+from stretto.collective_ops import AllGather
 from stretto.errors import NotFiniteError, RecipeError
 
 SHAPES = [(7,), (20, 30), (3,), (30,), (16, 16)]
@@ -52,7 +52,7 @@ class keeper(Codec):
 
     def converse(self, x, memory, owed=None):
         memory.add_(x)
-        yield Every(x[:0])
+        yield AllGather(x[:0])
         return x.zero_()
 
     def residual(self, memory):
@@ -88,12 +88,12 @@ def test_each_class_goes_through_its_codec_as_it_would_by_itself(large: Codec, w
         [Block("1", 0, 600, (20, 30)), Block("3", 600, 630, (30,)), Block("4", 630, 886, (16, 16))],
         [Block("0", 0, 7, (7,)), Block("2", 7, 10, (3,))],
     ]
-    scenes = [Scene(worker, 2, 3, BLOCKS) for worker in range(2)]
+    scenes = [CodecContext(worker, 2, 3, BLOCKS) for worker in range(2)]
     memories = [codec.memory(drawn(), scene) for scene in scenes]
     owed = [drawn(50 + worker) if with_owed else None for worker in range(2)]
     debts = [[None if one is None else one[where].clone() for one in owed] for where in (first, second)]
     parts = [
-        [by.memory(drawn()[where], Scene(worker, 2, 3, its)) for worker in range(2)]
+        [by.memory(drawn()[where], CodecContext(worker, 2, 3, its)) for worker in range(2)]
         for by, where, its in ((large, first, alone[0]), (small, second, alone[1]))
     ]
     for round_ in range(3):
@@ -109,7 +109,7 @@ def test_each_class_goes_through_its_codec_as_it_would_by_itself(large: Codec, w
 
 
 def test_biases_are_exact_where_matrices_are_not_and_bytes_are_counted() -> None:
-    codec, x, scene = by_size(low_rank(2), least=100), drawn(), Scene(blocks=BLOCKS)
+    codec, x, scene = by_size(low_rank(2), least=100), drawn(), CodecContext(blocks=BLOCKS)
     results, turns = hold([codec.converse(x.clone(), codec.memory(x, scene))])
     small, large = places(0, 2, 3), places(1, 4)
     assert torch.equal(results[0][small], x[small])
@@ -129,7 +129,7 @@ def test_without_parameters_the_range_is_one() -> None:
 
 def test_a_class_without_parameters_says_nothing() -> None:
     codec, x = by_size(quantise(8), least=1), drawn()
-    _, turns = hold([codec.converse(x.clone(), codec.memory(x, Scene(blocks=BLOCKS)))])
+    _, turns = hold([codec.converse(x.clone(), codec.memory(x, CodecContext(blocks=BLOCKS)))])
     assert len(turns) == 1
 
 
@@ -137,13 +137,13 @@ def test_what_is_not_finite_in_a_small_parameter_is_refused_before_anything_is_s
     codec, x, owed = by_size(quantise(8, stochastic=False), least=100), drawn(), torch.zeros(LENGTH)
     x[0] = math.nan
     with pytest.raises(NotFiniteError):
-        next(codec.converse(x, codec.memory(drawn(), Scene(blocks=BLOCKS)), owed))
+        next(codec.converse(x, codec.memory(drawn(), CodecContext(blocks=BLOCKS)), owed))
     assert not owed.any()
 
 
 def test_what_its_codecs_owe_is_shown_at_its_place() -> None:
     codec, x = by_size(keeper(), least=100), drawn()
-    memory = codec.memory(torch.zeros(LENGTH), Scene(blocks=BLOCKS))
+    memory = codec.memory(torch.zeros(LENGTH), CodecContext(blocks=BLOCKS))
     hold([codec.converse(x.clone(), memory)])
     owed = codec.residual(memory)
     assert codec.keeps_residual
@@ -179,7 +179,7 @@ class Hands:
 
 
 def memories_of(codec: when_it_pays, hands: list[Hands]):
-    scenes = [Scene(worker, len(hands), clock=one, notice=one.told.append) for worker, one in enumerate(hands)]
+    scenes = [CodecContext(worker, len(hands), clock=one, notice=one.told.append) for worker, one in enumerate(hands)]
     return [codec.memory(torch.zeros(40), scene) for scene in scenes]
 
 
@@ -191,7 +191,7 @@ def rounds_of(codec: when_it_pays, hands: list[Hands], rounds: int, memories=Non
         xs = [torch.randn(40, generator=torch.Generator().manual_seed(round_)) for _ in hands]
         talks = [codec.converse(x, m) for x, m in zip(xs, memories, strict=True)]
         asks = [next(one) for one in talks]
-        encoded = isinstance(asks[0], Every)
+        encoded = isinstance(asks[0], AllGather)
         for one in hands:
             one.now += (one.encoded if encoded else one.exactly) * (100 if round_ < 2 else 1)
         turns, answers = 1, _answers(asks)
@@ -208,7 +208,7 @@ def rounds_of(codec: when_it_pays, hands: list[Hands], rounds: int, memories=Non
 def _answers(asks):
     assert len({type(ask) for ask in asks}) == 1, "the workers ask different things"
     tensors = [ask.tensor for ask in asks]
-    return tensors if isinstance(asks[0], Every) else torch.stack(tensors).sum(0)
+    return tensors if isinstance(asks[0], AllGather) else torch.stack(tensors).sum(0)
 
 
 def _sent(talk, answer):
@@ -271,12 +271,12 @@ def test_without_a_clock_everything_is_encoded() -> None:
     memory = codec.memory(x)
     for _ in range(12):
         _, turns = hold([codec.converse(x.clone(), memory)])
-        assert [type(turn[0]) for turn in turns] == [Every]
+        assert [type(turn[0]) for turn in turns] == [AllGather]
 
 
 def test_an_exact_round_pays_all_that_is_owed() -> None:
     codec, owed = when_it_pays(sign(), rounds=4, again=2), torch.zeros(40)
-    memory = codec.memory(owed, Scene(clock=lambda: 0.0))
+    memory = codec.memory(owed, CodecContext(clock=lambda: 0.0))
     given_, carried = torch.zeros(40), torch.zeros(40)
     for round_ in range(6):
         x = torch.randn(40, generator=torch.Generator().manual_seed(round_))
@@ -289,7 +289,7 @@ def test_an_exact_round_pays_all_that_is_owed() -> None:
 
 def test_bytes_are_at_most_those_declared_in_every_round() -> None:
     codec, x = when_it_pays(low_rank(2), rounds=4, again=2), drawn()
-    scene = Scene(blocks=BLOCKS, clock=lambda: 0.0)
+    scene = CodecContext(blocks=BLOCKS, clock=lambda: 0.0)
     memory = codec.memory(x, scene)
     said = []
     for _ in range(6):
@@ -301,7 +301,7 @@ def test_bytes_are_at_most_those_declared_in_every_round() -> None:
 
 def test_what_is_not_finite_is_refused_and_the_round_is_not_counted() -> None:
     codec, owed = when_it_pays(sign()), torch.zeros(3)
-    memory = codec.memory(owed, Scene(clock=lambda: 0.0))
+    memory = codec.memory(owed, CodecContext(clock=lambda: 0.0))
     with pytest.raises(NotFiniteError):
         next(codec.converse(torch.tensor([1, math.nan, 2]), memory, owed))
     assert memory.round == 0

@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stretto.codecs import Scene, SingleRound, quantise, sign, ternary
+from stretto.codecs import CodecContext, SingleRound, quantise, sign, ternary
 from stretto.codecs.conformance import check_codec, hold
-from stretto.collective_ops import Every
-from stretto.errors import NotFiniteError, RecipeError, WireError
+from stretto.collective_ops import AllGather
+from stretto.errors import NotFiniteError, RecipeError, TransportError
 
 QUANTISERS = [
     quantise(bits, bucket, norm, stochastic)
@@ -116,7 +116,7 @@ def test_rounds_and_workers_draw_apart_and_the_seed_repeats_them() -> None:
     codec, x = quantise(2), torch.linspace(-1, 1, 500)
 
     def said(seed: int, worker: int) -> list[bytes]:
-        memory = codec.memory(x, Scene(worker=worker, seed=seed))
+        memory = codec.memory(x, CodecContext(worker=worker, seed=seed))
         return [bytes(codec.encode(x.clone(), memory).tolist()) for _ in range(3)]
 
     assert len({*said(1, 0), *said(1, 1), *said(2, 0)}) == 9
@@ -180,9 +180,9 @@ def test_a_message_of_another_length_is_refused_and_an_empty_one_says_nothing(co
     like = torch.ones(40)
     right = codec.bytes_of(like)
     for wrong in (1, right - 1, right + 1):
-        with pytest.raises(WireError, match="not in the encoding"):
+        with pytest.raises(TransportError, match="not in the encoding"):
             codec.decode(torch.zeros(wrong, dtype=torch.uint8), like.clone())
-    with pytest.raises(WireError, match="float32"):
+    with pytest.raises(TransportError, match="float32"):
         codec.decode(torch.zeros(right), like.clone())
     nothing = torch.empty(0, dtype=torch.uint8)
     assert not codec.decode(nothing, like.clone()).any()
@@ -220,12 +220,12 @@ def test_what_is_not_finite_is_refused_before_anything_changes(codec: SingleRoun
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 def test_the_sum_is_made_of_what_each_worker_says(codec: SingleRound) -> None:
     xs = [torch.randn(77, generator=torch.Generator().manual_seed(worker)) for worker in range(3)]
-    scenes = [Scene(worker=worker, workers=3) for worker in range(3)]
+    scenes = [CodecContext(worker=worker, workers=3) for worker in range(3)]
     results, turns = hold(
         [codec.converse(x.clone(), codec.memory(x, scene)) for x, scene in zip(xs, scenes, strict=True)]
     )
     alone = [codec.decode(ask.tensor, torch.empty(77)) for ask in turns[0]]
-    assert all(isinstance(ask, Every) for ask in turns[0])
+    assert all(isinstance(ask, AllGather) for ask in turns[0])
     for result in results:
         assert torch.allclose(result, torch.stack(alone).sum(0), atol=1e-6)
 

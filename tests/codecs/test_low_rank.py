@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stretto.codecs import Block, Scene, low_rank
+from stretto.codecs import Block, CodecContext, low_rank
 from stretto.codecs.conformance import check_codec, hold
 from stretto.codecs.low_rank import orthonormal
-from stretto.collective_ops import Mean
+from stretto.collective_ops import AllReduceMean
 from stretto.errors import NotFiniteError, RecipeError
 
 
@@ -52,7 +52,7 @@ def test_it_keeps_the_laws_of_all_codecs(codec: low_rank) -> None:
 )
 @settings(max_examples=60)
 def test_the_mean_of_a_matrix_of_that_rank_is_exact(rank, rows, columns, workers, more, size) -> None:
-    codec, scene = low_rank(rank + more), Scene(blocks=blocks_of((rows, columns)))
+    codec, scene = low_rank(rank + more), CodecContext(blocks=blocks_of((rows, columns)))
     left, right = drawn(rows, rank), drawn(rank, columns, seed=1)
     xs = [size * ((left * drawn(rank, seed=9 + worker)) @ right).flatten() / workers for worker in range(workers)]
     results, _ = exchange(codec, xs, [codec.memory(x, scene) for x in xs])
@@ -63,12 +63,12 @@ def test_the_mean_of_a_matrix_of_that_rank_is_exact(rank, rows, columns, workers
 def test_a_matrix_of_that_rank_is_exact_in_double_precision() -> None:
     x = (drawn(30, 2, dtype=torch.float64) @ drawn(2, 50, seed=1, dtype=torch.float64)).flatten()
     codec = low_rank(2)
-    results, _ = exchange(codec, [x], [codec.memory(x, Scene(blocks=blocks_of((30, 50))))])
+    results, _ = exchange(codec, [x], [codec.memory(x, CodecContext(blocks=blocks_of((30, 50))))])
     assert float((results[0] - x).abs().max()) < 1e-12
 
 
 def test_a_rank_too_small_is_not_exact_and_the_first_direction_is_found_in_time() -> None:
-    codec, scene = low_rank(1), Scene(blocks=blocks_of((30, 40)))
+    codec, scene = low_rank(1), CodecContext(blocks=blocks_of((30, 40)))
     u, s, v = torch.linalg.svd(of_rank(3, 30, 40), full_matrices=False)
     x, best = of_rank(3, 30, 40).flatten(), s[0] * torch.outer(u[:, 0], v[0]).flatten()
     memory, apart = codec.memory(x, scene), []
@@ -81,7 +81,7 @@ def test_a_rank_too_small_is_not_exact_and_the_first_direction_is_found_in_time(
 
 def test_all_matrices_in_two_turns_and_what_is_no_matrix_exactly() -> None:
     shapes = [(20, 30), (30,), (16, 3, 3, 3), (2, 50), (5,)]
-    scene = Scene(blocks=blocks_of(*shapes, gap=3))
+    scene = CodecContext(blocks=blocks_of(*shapes, gap=3))
     length = scene.blocks[-1].stop
     codec = low_rank(3)
     xs = [torch.zeros(length) for _ in range(2)]
@@ -91,7 +91,7 @@ def test_all_matrices_in_two_turns_and_what_is_no_matrix_exactly() -> None:
     results, turns = exchange(codec, xs, [codec.memory(x, scene) for x in xs])
     plain = 30 + 2 * 50 + 5
     assert [turn[0].tensor.numel() for turn in turns] == [3 * 20 + 3 * 16 + plain, 3 * 30 + 3 * 27]
-    assert all(isinstance(ask, Mean) for turn in turns for ask in turn)
+    assert all(isinstance(ask, AllReduceMean) for turn in turns for ask in turn)
     assert codec.bytes_of(xs[0], scene) == sum(turn[0].tensor.nbytes for turn in turns)
     exact = xs[0] + xs[1]
     for place, block in enumerate(scene.blocks):
@@ -102,13 +102,13 @@ def test_all_matrices_in_two_turns_and_what_is_no_matrix_exactly() -> None:
 @pytest.mark.parametrize(("shape", "rank", "turns"), [((6, 3), 2, 1), ((6, 3), 1, 2), ((4, 4), 2, 1), ((1, 999), 1, 1)])
 def test_only_matrices_that_become_smaller_are_factored(shape, rank, turns) -> None:
     codec, x = low_rank(rank), drawn(math.prod(shape))
-    _, asked = exchange(codec, [x], [codec.memory(x, Scene(blocks=blocks_of(shape)))])
+    _, asked = exchange(codec, [x], [codec.memory(x, CodecContext(blocks=blocks_of(shape)))])
     assert len(asked) == turns
 
 
 def test_a_block_that_is_a_piece_of_its_parameter_rides_along() -> None:
     codec, x = low_rank(1), drawn(300)
-    results, turns = exchange(codec, [x], [codec.memory(x, Scene(blocks=[Block("cut", 0, 300, (40, 40))]))])
+    results, turns = exchange(codec, [x], [codec.memory(x, CodecContext(blocks=[Block("cut", 0, 300, (40, 40))]))])
     assert len(turns) == 1
     assert torch.equal(results[0], x)
 
@@ -128,7 +128,7 @@ def test_without_parameters_nearly_all_is_one_matrix_that_is_nearly_square(numbe
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_over_rounds_what_was_applied_is_what_was_given_less_what_is_owed(dtype: torch.dtype) -> None:
-    codec, scene = low_rank(2), Scene(blocks=blocks_of((20, 30), (7,), (12, 9)))
+    codec, scene = low_rank(2), CodecContext(blocks=blocks_of((20, 30), (7,), (12, 9)))
     length, workers = scene.blocks[-1].stop, 3
     owed = [torch.zeros(length, dtype=dtype) for _ in range(workers)]
     memories = [codec.memory(one, scene) for one in owed]
@@ -146,7 +146,11 @@ def test_over_rounds_what_was_applied_is_what_was_given_less_what_is_owed(dtype:
 
 def test_with_a_residual_steady_gradients_arrive_whole_in_the_mean() -> None:
     codec, x, rounds = low_rank(1), drawn(20 * 20), 400
-    owed, memory, applied = torch.zeros_like(x), codec.memory(x, Scene(blocks=blocks_of((20, 20)))), torch.zeros_like(x)
+    owed, memory, applied = (
+        torch.zeros_like(x),
+        codec.memory(x, CodecContext(blocks=blocks_of((20, 20)))),
+        torch.zeros_like(x),
+    )
     for _ in range(rounds):
         results, _ = exchange(codec, [x], [memory], [owed])
         applied += results[0]
@@ -156,15 +160,17 @@ def test_with_a_residual_steady_gradients_arrive_whole_in_the_mean() -> None:
 def test_what_is_remembered_is_the_same_everywhere_but_depends_on_the_run() -> None:
     codec, scene = low_rank(2), blocks_of((20, 30), (9, 9))
     length = scene[-1].stop
-    memories = [codec.memory(torch.zeros(length), Scene(worker=worker, seed=5, blocks=scene)) for worker in range(3)]
+    memories = [
+        codec.memory(torch.zeros(length), CodecContext(worker=worker, seed=5, blocks=scene)) for worker in range(3)
+    ]
     for round_ in range(5):
         results, _ = exchange(codec, [drawn(length, seed=10 * round_ + worker) for worker in range(3)], memories)
         assert all(torch.equal(one, results[0]) for one in results)
         for memory in memories:
             assert all(map(torch.equal, memory.q, memories[0].q))
             assert all(map(torch.equal, memory.bases(), memories[0].bases()))
-    other = codec.memory(torch.zeros(length), Scene(seed=6, blocks=scene))
-    fresh = codec.memory(torch.zeros(length), Scene(seed=5, blocks=scene))
+    other = codec.memory(torch.zeros(length), CodecContext(seed=6, blocks=scene))
+    fresh = codec.memory(torch.zeros(length), CodecContext(seed=5, blocks=scene))
     assert not torch.equal(other.bases()[0], fresh.bases()[0])
 
 
@@ -178,7 +184,7 @@ def test_the_bits_do_not_depend_on_the_threads() -> None:
             memory = codec.memory(x)
             talk = codec.converse(x.clone(), memory)
             next(talk)
-            talk.send(Mean(drawn(3 * sum(one.rows for one in memory.matrices) + _tail(memory))).tensor)
+            talk.send(AllReduceMean(drawn(3 * sum(one.rows for one in memory.matrices) + _tail(memory))).tensor)
             with pytest.raises(StopIteration) as end:
                 talk.send(drawn(3 * sum(one.columns for one in memory.matrices)))
             found.append([*orthonormal(factors), end.value.value])
@@ -192,7 +198,7 @@ def _tail(memory) -> int:
 
 
 def test_a_direction_without_anything_in_it_is_nothing_and_is_drawn_anew() -> None:
-    codec, scene = low_rank(2), Scene(blocks=blocks_of((20, 30)))
+    codec, scene = low_rank(2), CodecContext(blocks=blocks_of((20, 30)))
     zeros, x = torch.zeros(600), of_rank(2, 20, 30).flatten()
     memory = codec.memory(zeros, scene)
     for _ in range(3):

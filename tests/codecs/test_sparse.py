@@ -12,7 +12,7 @@ from torch import Tensor
 
 from stretto.codecs import (
     Codec,
-    Scene,
+    CodecContext,
     cast,
     censored,
     chain,
@@ -30,8 +30,8 @@ from stretto.codecs import (
 from stretto.codecs.conformance import hold
 from stretto.codecs.random_k import drawn, mixed
 from stretto.codecs.sparsifier import share_of
-from stretto.collective_ops import Every, Mean
-from stretto.errors import NotFiniteError, RecipeError, WireError
+from stretto.collective_ops import AllGather, AllReduceMean
+from stretto.errors import NotFiniteError, RecipeError, TransportError
 from stretto.recipe.parser import parse
 
 SELECTORS: list[Codec] = [
@@ -55,7 +55,7 @@ few = settings(max_examples=60)
 
 
 def memory_of(codec: Codec, n: int, theta: Tensor | None = None, workers: int = 1):
-    return codec.memory(torch.zeros(n), Scene(workers=workers, theta=torch.zeros(n) if theta is None else theta))
+    return codec.memory(torch.zeros(n), CodecContext(workers=workers, theta=torch.zeros(n) if theta is None else theta))
 
 
 def said(codec: Codec, x: Tensor, memory=None) -> Tensor:
@@ -99,7 +99,7 @@ def test_who_has_nothing_to_say_sends_nothing(codec: Codec) -> None:
 def test_a_message_that_is_cut_off_or_too_long_is_refused(codec: Codec) -> None:
     message = codec.encode(torch.randn(500), memory_of(codec, 500))
     for wrong in (message[:-1], torch.cat([message, message[:3]]), message[:1]):
-        with pytest.raises(WireError, match=r"another worker|no message"):
+        with pytest.raises(TransportError, match=r"another worker|no message"):
             codec.decode(wrong, torch.empty(500))
 
 
@@ -153,7 +153,7 @@ def test_random_k_under_all_reduce_is_the_mean_of_the_same_entries() -> None:
     for _ in range(5):
         given_ = [torch.randint(-9, 9, (n,)).float() for _ in range(3)]
         results, turns = hold([codec.converse(x.clone(), memory) for x, memory in zip(given_, memories, strict=True)])
-        assert [type(asks[0]) for asks in turns] == [Mean]
+        assert [type(asks[0]) for asks in turns] == [AllReduceMean]
         assert turns[0][0].tensor.numel() == 20
         places = results[0] != 0
         assert int(places.sum()) <= 20
@@ -445,13 +445,13 @@ def test_random_places_in_few_bits_still_ride_an_all_reduce() -> None:
     memories = [memory_of(codec, 100) for _ in range(2)]
     results, turns = hold([codec.converse(torch.ones(100), memory) for memory in memories])
     assert [(type(asks[0]), asks[0].tensor.dtype, asks[0].tensor.numel()) for asks in turns] == [
-        (Mean, torch.bfloat16, 10)
+        (AllReduceMean, torch.bfloat16, 10)
     ]
     assert sorted(results[0].unique().tolist()) == [0.0, 2.0]
     other = chain(random_k(0.1), quantise(8))
     assert not other.linear
     _, turns = hold([other.converse(torch.ones(100), memory_of(other, 100))])
-    assert isinstance(turns[0][0], Every)
+    assert isinstance(turns[0][0], AllGather)
 
 
 @pytest.mark.parametrize(

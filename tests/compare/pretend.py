@@ -9,8 +9,8 @@ from report.synthetic import write_run
 from safetensors.torch import save_file
 
 from stretto.errors import LaunchError
-from stretto.launcher.local import Order
-from stretto.launcher.progress_display import Watch
+from stretto.launcher.local import RunConfig
+from stretto.launcher.progress_display import ProgressDisplay
 
 
 class Pretend:
@@ -18,9 +18,9 @@ class Pretend:
 
     def __init__(self, failing: tuple[str, ...] = (), at_once: tuple[str, ...] = ()) -> None:
         self.failing, self.at_once = failing, at_once
-        self.orders: list[Order] = []
+        self.orders: list[RunConfig] = []
 
-    def __call__(self, order: Order, watch: Watch) -> Path:
+    def __call__(self, order: RunConfig, watch: ProgressDisplay) -> Path:
         self.orders.append(order)
         assert order.out is not None
         if order.out.name in self.at_once:

@@ -12,8 +12,8 @@ from compare.pretend import Pretend
 from stretto.compare.runner import Comparison
 from stretto.compare.trials import Question, Trial
 from stretto.errors import LaunchError
-from stretto.launcher.local import Order, Stopped
-from stretto.launcher.progress_display import Watch
+from stretto.launcher.local import RunConfig, Stopped
+from stretto.launcher.progress_display import ProgressDisplay
 from stretto.report import html_report
 from stretto.report.run_record import Record
 from stretto.report.target import Target
@@ -25,8 +25,8 @@ class Hush:
     def __init__(self) -> None:
         self.said: list[str] = []
 
-    def begin(self, trial: Trial) -> Watch:
-        return Watch(quiet=True)
+    def begin(self, trial: Trial) -> ProgressDisplay:
+        return ProgressDisplay(quiet=True)
 
     def end(self, trial: Trial, record: Record) -> None:
         self.said.append(trial.name)
@@ -75,7 +75,7 @@ def test_states_are_kept_only_while_a_run_to_come_needs_them(tmp_path: Path) -> 
     folder, seen = tmp_path / "c", []
     pretend = Pretend()
 
-    def run(order: Order, watch: Watch) -> Path:
+    def run(order: RunConfig, watch: ProgressDisplay) -> Path:
         seen.append(sorted(path.parent.name for path in folder.glob("*/states")))
         return pretend(order, watch)
 
@@ -118,7 +118,7 @@ def test_a_target_unheard_of_ends_it_after_the_first_run(tmp_path: Path) -> None
 def test_what_is_done_is_readable_when_it_is_stopped(tmp_path: Path) -> None:
     pretend = Pretend()
 
-    def run(order: Order, watch: Watch) -> Path:
+    def run(order: RunConfig, watch: ProgressDisplay) -> Path:
         if len(pretend.orders) == 2:
             raise Stopped(2)
         return pretend(order, watch)

@@ -15,8 +15,8 @@ from typing import Any
 
 import psutil
 
-from stretto.launcher.local import Order, run
-from stretto.launcher.progress_display import Watch
+from stretto.launcher.local import RunConfig, run
+from stretto.launcher.progress_display import ProgressDisplay
 
 MARK = "STRETTO_TEST_MARK"
 ROOT = Path(__file__).resolve().parents[2]
@@ -130,7 +130,7 @@ class Place:
 
     def run(self, text: str, *args: str, **order: Any) -> Path:
         """Run a script in this process's hands and return the run folder."""
-        return run(Order(self.script(text), args=args, **order), Watch(quiet=True))
+        return run(RunConfig(self.script(text), args=args, **order), ProgressDisplay(quiet=True))
 
     def stretto(self, *arguments: str | Path, before: str = "", **popen: Any) -> subprocess.Popen[bytes]:
         """Start the command, as a shell would; something may be done before."""

@@ -16,7 +16,7 @@ from scene import Place
 from stretto.errors import LaunchError
 from stretto.events import read_events
 from stretto.faults.plan import Happening, parse, schedule
-from stretto.launcher.config import Order, check, planned, settled
+from stretto.launcher.config import RunConfig, check, planned, settled
 
 LIVE = "kill worker every 20s; pause worker 2 for 5s at 30s; kill server at 40s; kill coordinator at 60s"
 
@@ -110,15 +110,15 @@ def test_what_cannot_be_done_live_is_refused(
 ) -> None:
     asked = {"workers": 4} | order
     with pytest.raises(LaunchError) as raised:
-        check(Order(crew.script(""), chaos=chaos, **asked))
+        check(RunConfig(crew.script(""), chaos=chaos, **asked))
     assert [word for word in words if word not in str(raised.value)] == []
 
 
 def test_the_plan_is_that_of_the_order(crew: Place) -> None:
-    order = settled(Order(crew.script(""), workers=4, recipe="async_sgd", seed=3, chaos=LIVE))
+    order = settled(RunConfig(crew.script(""), workers=4, recipe="async_sgd", seed=3, chaos=LIVE))
     check(order)
     assert list(islice(planned(order), 20)) == list(islice(schedule(parse(LIVE), 4, 1, 3, supervised=True), 20))
-    assert list(planned(Order(crew.script(""), workers=4))) == []
+    assert list(planned(RunConfig(crew.script(""), workers=4))) == []
 
 
 def test_who_is_killed_comes_back_and_who_is_paused_goes_on(crew: Place) -> None:

@@ -14,8 +14,8 @@ from scene import Place
 from stretto.cli.main import main
 from stretto.errors import LaunchError
 from stretto.launcher import entry
-from stretto.launcher.local import Order, run
-from stretto.launcher.progress_display import Watch
+from stretto.launcher.local import RunConfig, run
+from stretto.launcher.progress_display import ProgressDisplay
 
 TELLS = """
 import json, os, sys
@@ -49,7 +49,7 @@ def plainly(*words: str) -> str:
 
 @pytest.mark.parametrize("name", ["pkg.train", "pkg", "namespace.deep.train"])
 def test_a_module_runs_as_python_runs_it(package: Path, name: str) -> None:
-    folder = run(Order(Path(name), args=("--lr", "1", "-m"), module=True), Watch(quiet=True))
+    folder = run(RunConfig(Path(name), args=("--lr", "1", "-m"), module=True), ProgressDisplay(quiet=True))
     assert (folder / "worker-0.log").read_text() == plainly("-m", name, "--lr", "1", "-m")
     assert folder.name.endswith(f"-{name}")
     asked = json.loads((folder / "run.json").read_text())
@@ -94,7 +94,7 @@ def test_a_module_that_cannot_be_run_is_one_sentence_before_anything_starts(
 def test_relative_imports_of_a_file_say_how_to_start_it(package: Path) -> None:
     (package / "train.py").write_text("from .words import WORD")
     with pytest.raises(LaunchError, match=r"start it as a module: stretto run -m pkg\.train"):
-        run(Order(Path("pkg/train.py")), Watch(quiet=True))
+        run(RunConfig(Path("pkg/train.py")), ProgressDisplay(quiet=True))
 
 
 def test_a_console_script_is_found_on_the_path_and_run(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,12 +106,12 @@ def test_a_console_script_is_found_on_the_path_and_run(place: Place, monkeypatch
         (commands / name).write_text(text.format(interpreter, str(place.folder)))
         (commands / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{commands}{os.pathsep}{os.environ['PATH']}")
-    folder = run(Order(Path("train"), args=("--lr", "1")), Watch(quiet=True))
+    folder = run(RunConfig(Path("train"), args=("--lr", "1")), ProgressDisplay(quiet=True))
     assert (folder / "worker-0.log").read_text() == f"['{commands}/train', '--lr', '1']\n"
     with pytest.raises(LaunchError, match=f"the command {commands}/compile is not written in Python"):
-        run(Order(Path("compile")), Watch(quiet=True))
+        run(RunConfig(Path("compile")), ProgressDisplay(quiet=True))
     place.script("print('mine')", "train")
-    folder = run(Order(Path("train")), Watch(quiet=True))
+    folder = run(RunConfig(Path("train")), ProgressDisplay(quiet=True))
     assert (folder / "worker-0.log").read_text() == "mine\n"
 
 

@@ -21,9 +21,9 @@ from scene import Place
 
 from stretto.errors import LaunchError
 from stretto.events import read_events
-from stretto.launcher.config import Order, check
+from stretto.launcher.config import RunConfig, check
 from stretto.launcher.endpoints import servers_for
-from stretto.launcher.join import INVITATION, Guests, cast_of, invite
+from stretto.launcher.join import INVITATION, JoinRequest, cast_of, invite
 
 SCRIPT = """
 import pathlib, time, torch, stretto
@@ -135,19 +135,19 @@ def invited(place: Place, **order: Any) -> Path:
     folder = place.folder / "run"
     folder.mkdir()
     with servers_for(0, plain=False, coordinated=True) as servers:
-        invite(folder, Order(Path("train.py"), workers=2, host="127.0.0.1", **order), servers)
+        invite(folder, RunConfig(Path("train.py"), workers=2, host="127.0.0.1", **order), servers)
     return folder
 
 
 def test_an_invitation_is_for_the_owners_eyes_and_says_all_there_is_to_know(place: Place) -> None:
     (place.folder / "train.py").write_text("")
-    asked = Order(
+    asked = RunConfig(
         Path("train.py"), ("--fast",), workers=2, host="127.0.0.1", recipe="local_sgd", seed=3, patience_s=2.0
     )
     with servers_for(0, plain=False, coordinated=True) as servers:
         invite(place.folder, asked, servers)
         assert stat.S_IMODE((place.folder / INVITATION).stat().st_mode) == 0o600
-        one, other = cast_of(Guests(place.folder, 2)), cast_of(Guests(place.folder, threads=3))
+        one, other = cast_of(JoinRequest(place.folder, 2)), cast_of(JoinRequest(place.folder, threads=3))
         assert (one.guests, other.guests) == ((2, 3), (4,)), "each joins with numbers of its own"
         assert (other.order.recipe, other.order.seed, other.order.args) == ("local_sgd", 3, ("--fast",))
         assert other.order.script == place.folder / "train.py"
@@ -171,13 +171,13 @@ def test_who_cannot_join_is_told_why(place: Place, spoil: Callable[[Path], None]
     folder = invited(place)
     spoil(folder)
     with pytest.raises(LaunchError, match=told) as caught:
-        cast_of(Guests(folder))
+        cast_of(JoinRequest(folder))
     assert all(word in str(caught.value) for word in ("got:", "expected:", "try:")), caught.value
 
 
 def test_nobody_joins_with_no_worker(place: Place) -> None:
     with pytest.raises(LaunchError, match="0 workers cannot join"):
-        cast_of(Guests(invited(place), 0))
+        cast_of(JoinRequest(invited(place), 0))
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ def test_nobody_joins_with_no_worker(place: Place) -> None:
 def test_what_cannot_be_joined_has_no_host(place: Place, order: dict[str, Any], told: str) -> None:
     (place.folder / "train.py").write_text("")
     with pytest.raises(LaunchError, match=told):
-        check(Order(Path("train.py"), host="127.0.0.1", **order))
+        check(RunConfig(Path("train.py"), host="127.0.0.1", **order))
 
 
 @pytest.mark.parametrize("host", ["192.0.2.77", "no such host"])

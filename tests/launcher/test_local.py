@@ -12,8 +12,8 @@ from scene import Place
 
 from stretto.errors import LaunchError, RecipeError, StrettoError
 from stretto.launcher import process_specs, processes
-from stretto.launcher.local import Order, run
-from stretto.launcher.progress_display import Watch
+from stretto.launcher.local import RunConfig, run
+from stretto.launcher.progress_display import ProgressDisplay
 from stretto.membership.variables import OF_TORCHRUN
 
 
@@ -51,8 +51,8 @@ def test_what_another_run_has_left_in_the_environment_is_taken_out(
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("STRETTO_DATA", "here")
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        given = process_specs.environment_of(1, Order(Path("train.py"), workers=2), tmp_path, listener)
-        alone = process_specs.environment_of(0, Order(Path("train.py"), alone=True, join=4), tmp_path, listener)
+        given = process_specs.environment_of(1, RunConfig(Path("train.py"), workers=2), tmp_path, listener)
+        alone = process_specs.environment_of(0, RunConfig(Path("train.py"), alone=True, join=4), tmp_path, listener)
     left = {name for name in given if name.startswith("STRETTO_") and name != "STRETTO_TEST_MARK"}
     assert not set(OF_TORCHRUN) & set(given)
     assert left == {
@@ -72,7 +72,7 @@ def test_what_another_run_has_left_in_the_environment_is_taken_out(
 def test_cores_are_shared_out_unless_the_user_says_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def threads(**order: int) -> str:
         with socket.create_server(("127.0.0.1", 0)) as listener:
-            given = process_specs.environment_of(0, Order(Path("train.py"), **order), tmp_path, listener)  # type: ignore[arg-type]
+            given = process_specs.environment_of(0, RunConfig(Path("train.py"), **order), tmp_path, listener)  # type: ignore[arg-type]
         return given["OMP_NUM_THREADS"]
 
     monkeypatch.setattr("stretto.launcher.config.cores", lambda: 8)
@@ -85,7 +85,7 @@ def test_cores_are_shared_out_unless_the_user_says_otherwise(tmp_path: Path, mon
 def test_gpus_are_shared_out_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def devices(worker: int) -> str | None:
         with socket.create_server(("127.0.0.1", 0)) as listener:
-            given = process_specs.environment_of(worker, Order(Path("train.py"), workers=4), tmp_path, listener)
+            given = process_specs.environment_of(worker, RunConfig(Path("train.py"), workers=4), tmp_path, listener)
         return given.get("CUDA_VISIBLE_DEVICES")
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-7,2")
@@ -255,10 +255,10 @@ def test_a_given_port_is_where_workers_meet(place: Place) -> None:
 def test_a_missing_script_is_refused_with_its_neighbours(place: Place) -> None:
     place.script("", "train_digits.py")
     with pytest.raises(LaunchError, match=r"there is no script train_digit\.py") as raised:
-        run(Order(Path("train_digit.py")), Watch(quiet=True))
+        run(RunConfig(Path("train_digit.py")), ProgressDisplay(quiet=True))
     assert "try: stretto run train_digits.py" in str(raised.value)
     with pytest.raises(LaunchError, match="is a folder"):
-        run(Order(place.folder), Watch(quiet=True))
+        run(RunConfig(place.folder), ProgressDisplay(quiet=True))
 
 
 def test_a_system_that_starts_no_more_processes_is_named_and_the_started_ones_end(
@@ -283,4 +283,4 @@ def test_a_worker_gets_no_name_of_the_current_folder_in_its_way(place: Place) ->
     elsewhere = place.folder / "scripts"
     elsewhere.mkdir()
     (elsewhere / "train.py").write_text("import sys, types\nsys.modules['stretto.api'] = sys\nsys.close = print")
-    run(Order(elsewhere / "train.py"), Watch(quiet=True))
+    run(RunConfig(elsewhere / "train.py"), ProgressDisplay(quiet=True))

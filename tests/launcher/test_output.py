@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 from scene import Place
 
-from stretto.launcher.progress_display import Watch
+from stretto.launcher.progress_display import ProgressDisplay
 from stretto.notices import say
 
 EVALUATES = """
@@ -87,7 +87,7 @@ def test_the_first_line_says_what_is_started_before_torch_is_imported(place: Pla
 
 
 def test_quiet_says_nothing_of_a_start(capfd: pytest.CaptureFixture[str]) -> None:
-    Watch(quiet=True).starting("anything")
+    ProgressDisplay(quiet=True).starting("anything")
     assert capfd.readouterr() == ("", "")
 
 

@@ -22,8 +22,8 @@ from stretto.cli.main import command
 from stretto.errors import LaunchError
 from stretto.events import read_events
 from stretto.launcher.endpoints import servers_for
-from stretto.launcher.local import Order, settled
-from stretto.launcher.process_specs import OURS, Cast
+from stretto.launcher.local import RunConfig, settled
+from stretto.launcher.process_specs import OURS, ProcessPlan
 from stretto.membership.variables import RANK, STORE, WORLD_SIZE
 from stretto.report.run_record import record
 
@@ -125,9 +125,9 @@ def refuses(port: int) -> bool:
 
 
 def test_workers_are_started_before_servers(tmp_path: Path) -> None:
-    order = Order(Path("train.py"), workers=3)
+    order = RunConfig(Path("train.py"), workers=3)
     with socket.create_server(("127.0.0.1", 0)) as listener, servers_for(2, plain=True) as servers:
-        found = [(part.number, str(part)) for part in Cast(order, tmp_path, listener, servers).all()]
+        found = [(part.number, str(part)) for part in ProcessPlan(order, tmp_path, listener, servers).all()]
     assert found[:3] == [(n, f"worker {n} of 3") for n in range(3)]
     assert found[3:] == [(-1, "server 0 of 2"), (-2, "server 1 of 2")]
 
@@ -152,7 +152,7 @@ def test_without_servers_nothing_of_them_is_there(place: Place) -> None:
 
 def test_servers_put_a_recipe_over_a_server() -> None:
     def over(recipe: str | None, servers: int | None, **more: Any) -> tuple[str | None, int | None]:
-        order = settled(Order(Path("train.py"), recipe=recipe, servers=servers, **more))
+        order = settled(RunConfig(Path("train.py"), recipe=recipe, servers=servers, **more))
         assert settled(order) == order
         return order.recipe, order.servers
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from stretto.launcher import progress_display as room
-from stretto.launcher.config import Order
-from stretto.launcher.progress_display import Tail, Watch
+from stretto.launcher.config import RunConfig
+from stretto.launcher.progress_display import ProgressDisplay, Tail
 
 
 def append(folder: Path, **event: object) -> None:
@@ -35,8 +35,8 @@ def test_plain_progress_comes_in_intervals_and_lines_at_once(
 ) -> None:
     now = [0.0]
     monkeypatch.setattr(room.time, "monotonic", lambda: now[0])
-    watch = Watch()
-    watch.begin(tmp_path, Order(Path("train.py")))
+    watch = ProgressDisplay()
+    watch.begin(tmp_path, RunConfig(Path("train.py")))
     for second in range(13):
         now[0] = float(second)
         append(tmp_path, event="log", step=second, values={"loss": 1.0})
@@ -52,8 +52,8 @@ def test_plain_progress_comes_in_intervals_and_lines_at_once(
 
 
 def test_quiet_leaves_only_what_the_script_says(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    watch = Watch(quiet=True)
-    watch.begin(tmp_path, Order(Path("train.py")))
+    watch = ProgressDisplay(quiet=True)
+    watch.begin(tmp_path, RunConfig(Path("train.py")))
     append(tmp_path, event="evaluation", epoch=1, step=7, training_s=7.0, metrics={"accuracy": 0.5})
     watch.say(b"from the script\n")
     watch.end()
@@ -63,15 +63,15 @@ def test_quiet_leaves_only_what_the_script_says(tmp_path: Path, capfd: pytest.Ca
 def test_a_notice_is_shown_when_the_lead_that_says_it_is_not(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     append(tmp_path, event="notice", text="mind this")
     for output in ("lead", "none"):
-        watch = Watch()
-        watch.begin(tmp_path, Order(Path("train.py"), output=output))  # type: ignore[arg-type]
+        watch = ProgressDisplay()
+        watch.begin(tmp_path, RunConfig(Path("train.py"), output=output))  # type: ignore[arg-type]
         watch.end()
     assert capfd.readouterr().err == "stretto: note: mind this\n"
 
 
 def test_of_a_progress_bar_no_more_is_kept_than_is_to_be_seen(capsys: pytest.CaptureFixture[str]) -> None:
     """However often it is drawn: whole, in halves, and with its carriage return before or behind."""
-    watch = Watch()
+    watch = ProgressDisplay()
     for step in range(1000):
         watch._say_above(b"\rtraining:%4d" % step)
         watch._say_above(b" of 1000\r")

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import pytest
 
 from stretto.membership.barriers import EVERYBODY, NOBODY, Arrive, Awaited, Barriers, Position
-from stretto.membership.coordinator import Roll
-from stretto.membership.messages import Beat, Hello, Here, Leave
+from stretto.membership.coordinator import MembershipCoordinator
+from stretto.membership.messages import Heartbeat, Leave, ReadyReport, Register
 
 
 class Known:
@@ -69,7 +69,7 @@ def test_a_failed_worker_is_not_waited_for_and_its_next_life_comes_anew() -> Non
 
 @pytest.mark.parametrize("returns", [True, False])
 def test_before_training_a_restarted_worker_is_waited_for_and_a_lost_one_is_not(returns: bool) -> None:
-    roll = Roll({}, 2, patience_s=10.0)
+    roll = MembershipCoordinator({}, 2, patience_s=10.0)
     barriers = Barriers(roll)
     first = at(0, label="main_first", section=0)
     assert missing(barriers, 1, first, of=0) == [0]
@@ -81,32 +81,32 @@ def test_before_training_a_restarted_worker_is_waited_for_and_a_lost_one_is_not(
 
 @pytest.mark.parametrize("free", [True, False])
 def test_a_restarted_worker_neither_blocks_the_others_nor_is_blocked(free: bool) -> None:
-    roll = Roll({}, 2, free=free, patience_s=10.0)
+    roll = MembershipCoordinator({}, 2, free=free, patience_s=10.0)
     barriers = Barriers(roll)
     for worker in (0, 1):
-        for said in (Hello("here", 1), Here(0), Beat(1, "computing", 0.0, 1, 5)):
+        for said in (Register("here", 1), ReadyReport(0), Heartbeat(1, "computing", 0.0, 1, 5)):
             roll.hear(worker, 0, said, 1.0)
     assert missing(barriers, 0, at(5)) == [1]
     roll.gone(1, 0, 2.0, will_return=True)
     assert missing(barriers, 0, at(5)) == []
     early = at(0, section=0)
     assert missing(barriers, 1, early, life=1) == [], "the others train"
-    roll.hear(1, 1, Hello("here", 2), 2.5)
-    roll.hear(1, 1, Beat(0, "starting", 0.0, 0), 2.5)
-    roll.hear(1, 1, Here(0), 2.6)
+    roll.hear(1, 1, Register("here", 2), 2.5)
+    roll.hear(1, 1, Heartbeat(0, "starting", 0.0, 0), 2.5)
+    roll.hear(1, 1, ReadyReport(0), 2.6)
     assert missing(barriers, 0, at(5, 2)) == [], "it is not in yet"
 
 
 def test_a_worker_that_rests_or_has_left_is_not_waited_for() -> None:
-    roll = Roll({}, 3, patience_s=10.0)
+    roll = MembershipCoordinator({}, 3, patience_s=10.0)
     barriers = Barriers(roll)
     for worker in range(3):
-        roll.hear(worker, 0, Hello("here", 1), 1.0)
-        roll.hear(worker, 0, Here(0), 1.0)
+        roll.hear(worker, 0, Register("here", 1), 1.0)
+        roll.hear(worker, 0, ReadyReport(0), 1.0)
     for worker in range(3):
-        roll.hear(worker, 0, Beat(1, "computing", 0.0, 7, 5), 1.0)
+        roll.hear(worker, 0, Heartbeat(1, "computing", 0.0, 7, 5), 1.0)
     roll.save(1.0)
-    roll.hear(1, 0, Here(1, 5, 7, at_rest=True), 1.1)
+    roll.hear(1, 0, ReadyReport(1, 5, 7, at_rest=True), 1.1)
     assert missing(barriers, 0, at(5)) == [2]
     roll.hear(2, 0, Leave(), 1.2)
     assert missing(barriers, 0, at(5)) == []

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from stretto.data.dispatcher import Coordinator, Handed
+from stretto.data.dispatcher import BatchDispatcher, DispatchReply
 from stretto.data.leases import Audit, audit
 
 SIZES = st.lists(st.integers(1, 9), min_size=1, max_size=25)
@@ -19,7 +19,7 @@ class Passes(RuleBasedStateMachine):
 
     @initialize(workers=st.integers(1, 4), sizes=SIZES, meet=st.none() | st.integers(1, 6))
     def begin(self, workers: int, sizes: list[int], meet: int | None) -> None:
-        self.coordinator, self.live, self.meet = Coordinator(workers), set(range(workers)), meet
+        self.coordinator, self.live, self.meet = BatchDispatcher(workers), set(range(workers)), meet
         self.number = self.handed = 0
         self.meetings = dict.fromkeys(range(workers), 0)
         self._begin(sizes)
@@ -44,14 +44,14 @@ class Passes(RuleBasedStateMachine):
         due = self.handed // self.meet if self.meet else 0
         told = self.coordinator.lease(worker, self.number)
         if self.meetings[worker] < due:
-            assert told == Handed(None, self.out, meet=True)
+            assert told == DispatchReply(None, self.out, meet=True)
             self.meetings[worker] += 1
         elif not self.free:
-            assert told == Handed(None, self.out)
+            assert told == DispatchReply(None, self.out)
         else:
             self._take(worker, told)
 
-    def _take(self, worker: int, told: Handed) -> None:
+    def _take(self, worker: int, told: DispatchReply) -> None:
         assert told.lease is not None
         assert not told.meet
         lease = told.lease
@@ -79,7 +79,7 @@ class Passes(RuleBasedStateMachine):
     @rule(worker=st.integers(0, 3), number=st.integers(-1, 9))
     def ask_of_another_pass(self, worker: int, number: int) -> None:
         if number != self.number:
-            assert self.coordinator.lease(worker, number) == Handed(None, self.out)
+            assert self.coordinator.lease(worker, number) == DispatchReply(None, self.out)
             assert self.coordinator.settle(worker, number, range(len(self.sizes))) == 0
 
     @rule(worker=st.integers(0, 3))
@@ -130,7 +130,7 @@ def test_any_order() -> None:
 @given(st.integers(1, 5), st.integers(1, 40), st.integers(1, 10))
 @settings(max_examples=50)
 def test_nobody_gets_a_batch_beyond_a_meeting_that_it_was_not_told_of(workers: int, batches: int, meet: int) -> None:
-    coordinator = Coordinator(workers)
+    coordinator = BatchDispatcher(workers)
     coordinator.begin(1, [1] * batches, meet)
     got = 0
     told = [0] * workers
@@ -152,7 +152,7 @@ def test_nobody_gets_a_batch_beyond_a_meeting_that_it_was_not_told_of(workers: i
 
 
 def test_whoever_is_fast_gets_more() -> None:
-    coordinator = Coordinator(2)
+    coordinator = BatchDispatcher(2)
     coordinator.begin(1, [2] * 12)
     counts = [0, 0]
     for turn in range(12):
@@ -160,12 +160,12 @@ def test_whoever_is_fast_gets_more() -> None:
         assert lease is not None
         counts[lease.worker] += lease.samples
     assert counts == [18, 6]
-    assert coordinator.lease(0, 1) == Handed(None, 24)
+    assert coordinator.lease(0, 1) == DispatchReply(None, 24)
 
 
 def test_a_pass_that_begins_again_or_late_changes_nothing() -> None:
-    coordinator = Coordinator(2)
-    assert coordinator.lease(0, 1) == Handed(None, 0)
+    coordinator = BatchDispatcher(2)
+    assert coordinator.lease(0, 1) == DispatchReply(None, 0)
     coordinator.begin(2, [1, 2])
     first = coordinator.lease(0, 2)
     for number in (2, 1, 0, -1):
@@ -181,7 +181,7 @@ def test_a_pass_that_was_begun_before_goes_on(sizes: list[int], some: set[int], 
     """Only what was not settled is handed out; whoever goes back to before the pass comes to where it was begun."""
     done = sorted(batch for batch in some if batch < len(sizes))
     before = sum(sizes[batch] for batch in done)
-    coordinator = Coordinator(workers)
+    coordinator = BatchDispatcher(workers)
     earlier = coordinator.state()
     coordinator.begin(4, sizes, None, dealt, done)
     for _ in range(2):
@@ -200,7 +200,7 @@ def test_a_pass_that_was_begun_before_goes_on(sizes: list[int], some: set[int], 
 def test_dealt_batches_go_to_the_workers_in_turn_whoever_asks_first(
     sizes: list[int], workers: int, shuffle: random.Random
 ) -> None:
-    coordinator = Coordinator(workers)
+    coordinator = BatchDispatcher(workers)
     coordinator.begin(1, sizes, dealt=True)
     got: dict[int, list[int]] = {worker: [] for worker in range(workers)}
     asking = [worker for worker in range(workers) for _ in range(len(sizes) + 1)]
@@ -214,7 +214,7 @@ def test_dealt_batches_go_to_the_workers_in_turn_whoever_asks_first(
 
 
 def test_who_comes_when_all_others_have_left_the_pass_does_nothing_of_it() -> None:
-    coordinator = Coordinator(2)
+    coordinator = BatchDispatcher(2)
     coordinator.begin(1, [2, 2, 2])
     assert coordinator.lease(0, 1).lease is not None
     coordinator.leave(1)
@@ -222,13 +222,13 @@ def test_who_comes_when_all_others_have_left_the_pass_does_nothing_of_it() -> No
     coordinator.wait(0, 1, left=True)
     assert coordinator.release() == {0: True}
     coordinator.join(1, 0)
-    assert coordinator.lease(1, 1) == Handed(None, 2)
+    assert coordinator.lease(1, 1) == DispatchReply(None, 2)
     coordinator.wait(1, 1)
     assert coordinator.release() == {1: True}
 
 
 def test_who_comes_to_a_pass_that_is_done_does_what_is_to_be_done_again() -> None:
-    coordinator = Coordinator(2)
+    coordinator = BatchDispatcher(2)
     coordinator.begin(1, [2, 2])
     coordinator.leave(1)
     before = coordinator.state()
@@ -244,7 +244,7 @@ def test_who_comes_to_a_pass_that_is_done_does_what_is_to_be_done_again() -> Non
 
 
 def test_nobody_is_called_to_a_cut_of_a_pass_that_it_has_left() -> None:
-    coordinator = Coordinator(1)
+    coordinator = BatchDispatcher(1)
     coordinator.begin(1, [2, 2])
     coordinator.wait(0, 1, left=True)
     coordinator.call(0)

@@ -24,7 +24,7 @@ from hypothesis.stateful import (
 )
 from numpy.typing import NDArray
 
-from stretto.data.assignment import Deal, Pieces, Portion, bounds_of
+from stretto.data.assignment import BatchAssignment, Pieces, RankBatch, bounds_of
 
 Rule = Literal["local", "joined"]
 RULES: list[Rule] = ["local", "joined"]
@@ -44,7 +44,7 @@ def travelled(state: dict[str, Any]) -> dict[str, Any]:
     return msgspec.msgpack.decode(msgspec.msgpack.encode(state))
 
 
-def hands(deal: Deal, me: int) -> Iterator[Portion]:
+def hands(deal: BatchAssignment, me: int) -> Iterator[RankBatch]:
     return iter(lambda: deal.next(me), None)
 
 
@@ -73,7 +73,7 @@ class Saved(NamedTuple):
 class Seat:
     """A living worker: its machine, since when that runs, what it knows to be committed, and what it expects."""
 
-    def __init__(self, life: Life, deal: Deal, begun: int, known: int) -> None:
+    def __init__(self, life: Life, deal: BatchAssignment, begun: int, known: int) -> None:
         self.life, self.deal, self.begun, self.known = life, deal, begun, known
         self.expected: list[Pieces] | None = None
 
@@ -90,7 +90,8 @@ class Crew(RuleBasedStateMachine):
         self.batches = {(start, stop) for start, stop in zip(self.bounds, self.bounds[1:], strict=False)}
         members = list(range(workers))
         self.seats = {
-            one: Seat(Life(one, 0), Deal(sizes, members, self.how, self.base, self.bounds), 0, 0) for one in members
+            one: Seat(Life(one, 0), BatchAssignment(sizes, members, self.how, self.base, self.bounds), 0, 0)
+            for one in members
         }
         self.table: dict[int, dict[Life, Pieces]] = {}
         self.changes: list[Change] = []
@@ -170,7 +171,7 @@ class Crew(RuleBasedStateMachine):
             assert max(sizes) - min(sizes) <= 1
             assert sizes == sorted(sizes, reverse=True)
 
-    def check_known(self, number: int, seen: dict[int, Pieces], portion: Portion) -> None:
+    def check_known(self, number: int, seen: dict[int, Pieces], portion: RankBatch) -> None:
         """What this machine gives to whom is what others had seen; those who came later are idle in it."""
         hand = self.table[number]
         for one, seat in self.seats.items():
@@ -205,7 +206,7 @@ class Crew(RuleBasedStateMachine):
         for seat in self.seats.values():
             self.tell(seat, [told])
         for worker in new:
-            deal = Deal.restored(saved.state, saved.members)
+            deal = BatchAssignment.restored(saved.state, saved.members)
             self.seats[worker] = Seat(Life(worker, after), deal, deal.hand, told.committed)
             self.tell(self.seats[worker], self.changes[saved.changes :])
         self.the_books_are_right()
@@ -238,7 +239,8 @@ class Crew(RuleBasedStateMachine):
         self.table = copy.deepcopy(self.saved.table)
         hand, members = self.saved.state["hand"], list(range(workers))
         self.seats = {
-            one: Seat(Life(one, hand), Deal.restored(self.saved.state, members), hand, hand) for one in members
+            one: Seat(Life(one, hand), BatchAssignment.restored(self.saved.state, members), hand, hand)
+            for one in members
         }
         self.changes = []
         self.saved = self.saved._replace(members=members, changes=0)
@@ -312,7 +314,7 @@ def test_all_agree_and_every_sample_counts_once_whatever_happens(how: Rule) -> N
 def test_undisturbed_each_worker_gets_every_nth_batch(how: Rule, sizes: list[int], workers: int) -> None:
     bounds = bounds_of(sizes)
     for me in range(workers):
-        deal = Deal(sizes, range(workers), how)
+        deal = BatchAssignment(sizes, range(workers), how)
         for hand, portion in enumerate(hands(deal, me)):
             dealt = sizes[hand * workers : (hand + 1) * workers]
             at = hand * workers + me
@@ -323,21 +325,21 @@ def test_undisturbed_each_worker_gets_every_nth_batch(how: Rule, sizes: list[int
 
 def test_a_joined_hand_is_cut_evenly_among_those_who_are_there() -> None:
     """Hands of 40 samples; worker 1 dies with hands 2 and 3 uncommitted, and one hears of it before it has hand 3."""
-    early, late = Deal([10] * 24, range(4), "joined"), Deal([10] * 24, range(4), "joined")
+    early, late = BatchAssignment([10] * 24, range(4), "joined"), BatchAssignment([10] * 24, range(4), "joined")
     for deal, dealt in ((early, 3), (late, 2)):
         assert [portion.total for portion in islice(hands(deal, 0), dealt)] == [40] * dealt
         deal.change([0, 2, 3], after=3, committed=1)
-    assert late.next(3) == Portion(((110, 120),), 10, 30, False)
+    assert late.next(3) == RankBatch(((110, 120),), 10, 30, False)
     for deal in (early, late):
-        assert deal.next(0) == Portion(((50, 60), (90, 94)), 14, 40, False)
-        assert deal.next(2) == Portion(((154, 167),), 13, 40, False)
+        assert deal.next(0) == RankBatch(((50, 60), (90, 94)), 14, 40, False)
+        assert deal.next(2) == RankBatch(((154, 167),), 13, 40, False)
         assert deal.departed().nonzero()[0].tolist() == list(range(10, 20))
         assert deal.pending(1) == 0
         assert deal.pending(3) == 10 + 10 + 13 + 13
 
 
 def test_what_does_not_fit_together_is_refused() -> None:
-    deal = Deal([1] * 9, range(3))
+    deal = BatchAssignment([1] * 9, range(3))
     deal.next(0), deal.next(0)
     deal.commit()
     for after, committed in ((1, 1), (2, 1), (2, 3)):
@@ -361,7 +363,7 @@ class Watched(array):  # type: ignore[type-arg]
 @pytest.mark.parametrize("how", RULES)
 @pytest.mark.parametrize("there", [range(300), range(299)], ids=["all", "one less"])
 def test_undisturbed_dealing_costs_the_same_with_many_workers_and_keeps_nothing(how: Rule, there: range) -> None:
-    deal = Deal((), there, how, 300, Watched("q", range(0, 1_200_001, 4)))
+    deal = BatchAssignment((), there, how, 300, Watched("q", range(0, 1_200_001, 4)))
     deal.next(7)
     deal._bounds.reads = 0  # type: ignore[attr-defined]
     tracemalloc.start()
@@ -373,7 +375,7 @@ def test_undisturbed_dealing_costs_the_same_with_many_workers_and_keeps_nothing(
 
 
 def test_a_state_is_small() -> None:
-    deal = Deal([32] * 100_000 + [7], range(8))
+    deal = BatchAssignment([32] * 100_000 + [7], range(8))
     for _ in islice(hands(deal, 0), 1000):
         pass
     deal.commit()
@@ -387,7 +389,9 @@ def test_what_was_handed_out_one_by_one_goes_on_as_a_deal(sizes: list[int], some
     settled = {batch for batch in some if batch < len(sizes)}
     bounds = bounds_of(sizes)
     done = {at for batch in settled for at in range(bounds[batch], bounds[batch + 1])}
-    deal = Deal.restored(travelled(Deal.of_settled(bounds, settled, members).state()), range(members))
+    deal = BatchAssignment.restored(
+        travelled(BatchAssignment.of_settled(bounds, settled, members).state()), range(members)
+    )
     assert deal.handed == len(done)
     left = positions(deal.left())
     assert left == sorted(set(range(bounds[-1])) - done)

@@ -12,14 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stretto.errors import LogError
-from stretto.membership.write_ahead_log import Journal, read
+from stretto.membership.write_ahead_log import WriteAheadLog, read
 
 RECORDS = [b"one", b"", b"\x00" * 40, bytes(range(64))]
 
 
 def written(path: Path, records: list[bytes]) -> list[int]:
     """Write a journal; where each record ends in the file."""
-    journal, ends = Journal(path), []
+    journal, ends = WriteAheadLog(path), []
     for record in records:
         journal.append(record)
         journal.flush()
@@ -33,7 +33,7 @@ def written(path: Path, records: list[bytes]) -> list[int]:
 def test_what_is_appended_is_read_again_over_any_number_of_openings(tmp_path_factory, batches) -> None:
     path = tmp_path_factory.mktemp("journal") / "journal"
     for batch in batches:
-        journal = Journal(path)
+        journal = WriteAheadLog(path)
         for record in batch:
             journal.append(record)
         journal.close()
@@ -41,7 +41,7 @@ def test_what_is_appended_is_read_again_over_any_number_of_openings(tmp_path_fac
 
 
 def test_what_is_flushed_is_in_the_file_and_what_is_not_is_not(tmp_path) -> None:
-    journal = Journal(tmp_path / "journal")
+    journal = WriteAheadLog(tmp_path / "journal")
     journal.append(b"flushed")
     journal.flush()
     journal.append(b"not yet")
@@ -51,7 +51,7 @@ def test_what_is_flushed_is_in_the_file_and_what_is_not_is_not(tmp_path) -> None
 
 
 def test_flushing_syncs_what_was_written_and_nothing_when_there_was_nothing(tmp_path, monkeypatch) -> None:
-    journal = Journal(tmp_path / "journal")
+    journal = WriteAheadLog(tmp_path / "journal")
     synced: list[int] = []
     monkeypatch.setattr(os, "fdatasync", synced.append)
     journal.flush()
@@ -102,7 +102,7 @@ def test_reopened_at_every_tear_it_goes_on_from_the_last_whole_record(tmp_path) 
     whole = path.read_bytes()
     for size in range(0, len(whole) + 1, 3):
         path.write_bytes(whole[:size])
-        journal = Journal(path)
+        journal = WriteAheadLog(path)
         journal.append(b"after")
         journal.close()
         assert read(path) == [*RECORDS[: sum(end <= size for end in ends)], b"after"]
@@ -110,7 +110,7 @@ def test_reopened_at_every_tear_it_goes_on_from_the_last_whole_record(tmp_path) 
 
 def test_what_could_not_be_written_is_told_and_written_once_there_is_room(tmp_path) -> None:
     path = tmp_path / "journal"
-    journal = Journal(path)
+    journal = WriteAheadLog(path)
     journal.append(b"fits")
     journal.flush()
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -130,4 +130,4 @@ def test_what_could_not_be_written_is_told_and_written_once_there_is_room(tmp_pa
 
 def test_a_folder_that_is_not_there_is_named(tmp_path) -> None:
     with pytest.raises(LogError, match="cannot be opened: No such file"):
-        Journal(tmp_path / "none" / "journal")
+        WriteAheadLog(tmp_path / "none" / "journal")

@@ -11,9 +11,20 @@ import hypothesis.strategies as st
 from hypothesis import example, given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
-from stretto.membership.client_state import Attendance
-from stretto.membership.coordinator import Post, Roll
-from stretto.membership.messages import Beat, Broken, Form, GoOn, Hello, Here, Leave, Quit, Said, Stop
+from stretto.membership.client_state import MembershipClientState
+from stretto.membership.coordinator import MembershipCoordinator, Outgoing
+from stretto.membership.messages import (
+    Broken,
+    Continue,
+    GenerationView,
+    Heartbeat,
+    Leave,
+    Quit,
+    ReadyReport,
+    Register,
+    Said,
+    Shutdown,
+)
 
 PATIENCE_S = 10.0
 STRIKES = (*["kill", "begin"] * 3, "pause", "go on", "crash", "restart", "save", "quit", "leave")
@@ -34,11 +45,11 @@ class Worker:
     is_ended: bool = False
     has_left: bool = False
     quits: bool = False
-    form: Form | None = None
-    said: set[Here] = field(default_factory=set)
+    form: GenerationView | None = None
+    said: set[ReadyReport] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self.attendance = Attendance(self.number, self.life, lambda generation, why: None)
+        self.attendance = MembershipClientState(self.number, self.life, lambda generation, why: None)
         self.stand(at_rest=False)
 
     @property
@@ -52,18 +63,18 @@ class Worker:
     def stand(self, at_rest: bool) -> None:
         self.is_exchanging = False
         generation = self.attendance.generation if self.history else 0
-        self.attendance.stand(Here(generation, self.commits, self.hand, at_rest))
+        self.attendance.stand(ReadyReport(generation, self.commits, self.hand, at_rest))
 
     def says(self) -> list[Said]:
         """All that its companion says from time to time."""
         attendance = self.attendance
-        said: list[Said] = [] if attendance.settings is not None else [Hello("here", 1)]
-        said.append(Beat(attendance.generation, "computing", 0.1, self.hand))
+        said: list[Said] = [] if attendance.settings is not None else [Register("here", 1)]
+        said.append(Heartbeat(attendance.generation, "computing", 0.1, self.hand))
         said += [Quit()] if self.quits else []
         said += [Leave()] if self.has_left else []
         return [*said, *attendance.says()]
 
-    def hear(self, post: Post) -> None:
+    def hear(self, post: Outgoing) -> None:
         if self.attendance.told(post.told):
             self.world.say(self, self.attendance.says())
 
@@ -91,14 +102,14 @@ class Worker:
 
     def answered(self) -> None:
         answer, self.attendance.answer = self.attendance.answer, None
-        if isinstance(answer, GoOn):
+        if isinstance(answer, Continue):
             if self.hand < answer.hand and not self.is_exchanging:
                 self.hand += 1
                 self.is_exchanging = True
                 assert self.form is not None
                 self.world.entered[self.form.generation, self.commits].add(self.number)
             return
-        assert isinstance(answer, Form)
+        assert isinstance(answer, GenerationView)
         if self.number not in answer.numbers:
             self.has_left = self.is_ended = True
             return
@@ -134,15 +145,15 @@ class World:
 
     def __init__(self, workers: int, least: int) -> None:
         self.least = min(least, workers)
-        self.roll = Roll({}, workers, self.least, patience_s=PATIENCE_S, return_s=1e9)
+        self.roll = MembershipCoordinator({}, workers, self.least, patience_s=PATIENCE_S, return_s=1e9)
         self.now = 0.0
         self.disk: list[bytes] = self.roll.records()
         self.to_roll: list[tuple[int, int, Said]] = []
-        self.to_workers: list[Post] = []
+        self.to_workers: list[Outgoing] = []
         self.entered: dict[tuple[int, int], set[int]] = defaultdict(set)
         self.arrived: dict[int, set[int]] = defaultdict(set)
         self.processes: list[Worker] = []
-        self.forms: dict[int, Form] = {}
+        self.forms: dict[int, GenerationView] = {}
         self.ended: set[tuple[int, int]] = set()
         self.lost: set[int] = set()
         """Numbers that are not started again."""
@@ -163,13 +174,13 @@ class World:
 
     def say(self, worker: Worker, said: list[Said]) -> None:
         for one in said:
-            if isinstance(one, Here):
+            if isinstance(one, ReadyReport):
                 worker.said.add(one)
             self.to_roll.append((worker.number, worker.life, one))
 
     # --- the coordinator ---------------------------------------------------------------------------------------------
 
-    def follow(self, posts: list[Post]) -> None:
+    def follow(self, posts: list[Outgoing]) -> None:
         """What the roll has said is journalled and told, unless the coordinator dies before."""
         records = self.roll.records()
         for event in self.roll.events:
@@ -187,7 +198,7 @@ class World:
         self.to_workers += posts
 
     def restart(self) -> None:
-        self.roll = Roll.restored(self.disk, self.now)
+        self.roll = MembershipCoordinator.restored(self.disk, self.now)
 
     def hear(self, worker: int, life: int, said: Said) -> None:
         self.follow(self.roll.hear(worker, life, said, self.now))
@@ -203,14 +214,14 @@ class World:
 
     # --- what must hold ----------------------------------------------------------------------------------------------
 
-    def check(self, post: Post) -> None:
-        if isinstance(post.told, Stop):
+    def check(self, post: Outgoing) -> None:
+        if isinstance(post.told, Shutdown):
             self.stopped = True
             able = (
                 {one.number for one in self.processes} - {one.number for one in self.processes if one.quits} - self.lost
             )
             assert len(able) < max(self.least, 1), "as long as enough are there or to come it does not stop"
-        if not isinstance(post.told, Form):
+        if not isinstance(post.told, GenerationView):
             return
         form = post.told
         last = self.forms.get(form.generation)
@@ -225,7 +236,7 @@ class World:
         self.forms[form.generation] = form
         self.check_new(form)
 
-    def check_new(self, form: Form) -> None:
+    def check_new(self, form: GenerationView) -> None:
         heres = {one.worker: one.here for one in form.members}
         lives = {(one.number, one.life): one for one in self.processes}
         for one in form.members:
@@ -336,7 +347,7 @@ class World:
         draw.shuffle(arrives)
         return arrives, [one for one in waiting if draw.random() < bad][-20:]
 
-    def deliver(self, post: Post) -> None:
+    def deliver(self, post: Outgoing) -> None:
         for one in self.processes:
             if (one.number, one.life) == (post.worker, post.life) and not one.is_ended:
                 one.hear(post)
@@ -491,15 +502,15 @@ def test_after_any_storm_all_that_live_come_together_again(
     world.check_calm()
 
 
-def told(posts: list[Post]) -> list[tuple[int, str]]:
+def told(posts: list[Outgoing]) -> list[tuple[int, str]]:
     """Who is told what kind of thing."""
     return [(post.worker, type(post.told).__name__) for post in posts]
 
 
-def formed(workers: int, **more: Any) -> Roll:
+def formed(workers: int, **more: Any) -> MembershipCoordinator:
     """A roll whose first generation is there."""
-    roll = Roll({}, workers, patience_s=PATIENCE_S, **more)
-    posts = [post for number in range(workers) for post in roll.hear(number, 0, Here(0), 0.0)]
+    roll = MembershipCoordinator({}, workers, patience_s=PATIENCE_S, **more)
+    posts = [post for number in range(workers) for post in roll.hear(number, 0, ReadyReport(0), 0.0)]
     assert told(posts)[-workers:] == [(number, "Form") for number in range(workers)]
     return roll
 
@@ -507,7 +518,7 @@ def formed(workers: int, **more: Any) -> Roll:
 def test_a_word_from_before_a_rest_is_not_taken_for_a_new_one() -> None:
     roll = formed(2)
     roll.save(1.0)
-    early, late = Here(1, 2, 2, True), Here(1, 3, 3, True)
+    early, late = ReadyReport(1, 2, 2, True), ReadyReport(1, 3, 3, True)
     roll.hear(0, 0, early, 1.0)
     assert (0, "GoOn") in told(roll.hear(1, 0, late, 1.0))
     assert told(roll.hear(0, 0, late, 1.0)) == [(0, "Form"), (1, "Form")]
@@ -529,29 +540,29 @@ def test_that_nobody_listened_is_not_the_workers_fault() -> None:
 def test_who_is_slow_is_named_once_until_it_is_heard_again() -> None:
     roll = formed(2)
     for now in (6.0, 7.0, 8.0):
-        roll.hear(1, 0, Beat(1, "computing", 0.2, 3), now)
+        roll.hear(1, 0, Heartbeat(1, "computing", 0.2, 3), now)
         roll.tick(now)
     assert [(one["what"], one["worker"]) for one in roll.events if one["what"] == "slow"] == [("slow", 0)]
     assert len([one for one in roll.notices if "worker 0 has not been heard of" in one]) == 1
 
 
 def test_in_a_free_roll_those_who_were_started_and_not_yet_heard_of_are_counted_as_there() -> None:
-    roll = Roll({}, 3, 3, free=True, patience_s=5.0)
-    roll.hear(0, 0, Hello("here", 1), 0.0)
-    roll.hear(0, 0, Here(0), 0.0)
+    roll = MembershipCoordinator({}, 3, 3, free=True, patience_s=5.0)
+    roll.hear(0, 0, Register("here", 1), 0.0)
+    roll.hear(0, 0, ReadyReport(0), 0.0)
     assert roll.phase == "running"
 
 
 def test_in_a_free_roll_generations_grow_and_nobody_is_stopped_by_a_death_or_by_a_restart() -> None:
     roll = formed(1, free=True)
     disk = roll.records()
-    posts = roll.hear(1, 0, Here(0), 1.0)
+    posts = roll.hear(1, 0, ReadyReport(0), 1.0)
     assert told(posts) == [(1, "Form")]
-    assert roll.hear(1, 0, Here(0), 1.0) == posts, "the same again, in case it was lost"
+    assert roll.hear(1, 0, ReadyReport(0), 1.0) == posts, "the same again, in case it was lost"
     assert roll.gone(0, 0, 2.0, will_return=True) == []
-    roll = Roll.restored([*disk, *roll.records()], 2.0)
-    assert roll.hear(1, 0, Here(0), 2.0) == posts
-    assert told(roll.hear(0, 1, Here(0), 3.0)) == [(0, "Form")]
+    roll = MembershipCoordinator.restored([*disk, *roll.records()], 2.0)
+    assert roll.hear(1, 0, ReadyReport(0), 2.0) == posts
+    assert told(roll.hear(0, 1, ReadyReport(0), 3.0)) == [(0, "Form")]
     assert (roll.generation, roll.members) == (3, {0: 1, 1: 0})
     assert told(roll.hear(1, 0, Quit(), 4.0)) == [(1, "Form")]
     assert (roll.generation, roll.members) == (4, {0: 1})
@@ -563,16 +574,16 @@ def test_a_worker_that_is_not_heard_behind_a_broken_exchange_is_dead_after_the_p
     roll = formed(3)
     assert told(roll.hear(0, 0, Broken(1, "closed"), 1.0)) == [(0, "Abort"), (1, "Abort"), (2, "Abort")]
     for worker in (0, 1):
-        roll.hear(worker, 0, Here(1, 5, 5), 1.0)
+        roll.hear(worker, 0, ReadyReport(1, 5, 5), 1.0)
     for now in range(1, 12):
         for worker in range(3):
-            posts = roll.hear(worker, 0, Beat(1, "hanging", 1.0, 5), float(now))
+            posts = roll.hear(worker, 0, Heartbeat(1, "hanging", 1.0, 5), float(now))
         posts = roll.tick(float(now))
         assert posts == [] or now > 10
-    roll.hear(2, 0, Beat(1, "hanging", 1.0, 5), 11.4)
+    roll.hear(2, 0, Heartbeat(1, "hanging", 1.0, 5), 11.4)
     posts = roll.tick(11.5)
     assert roll.generation == 2 and roll.members == {0: 0, 1: 0}
-    assert told(roll.hear(2, 0, Here(1, 5, 5), 12.0)) == [(2, "Out")]
+    assert told(roll.hear(2, 0, ReadyReport(1, 5, 5), 12.0)) == [(2, "Out")]
 
 
 def test_who_comes_from_a_generation_that_a_damaged_journal_has_lost_is_out() -> None:
@@ -581,9 +592,9 @@ def test_who_comes_from_a_generation_that_a_damaged_journal_has_lost_is_out() ->
     disk = roll.records()
     roll.gone(2, 0, 1.0)
     for worker in (0, 1):
-        posts = roll.hear(worker, 0, Here(1, 5, 5), 1.0)
+        posts = roll.hear(worker, 0, ReadyReport(1, 5, 5), 1.0)
     assert told(posts) == [(0, "Form"), (1, "Form")]
     assert roll.generation == 2
-    roll = Roll.restored(disk, 2.0)
-    assert told(roll.hear(0, 0, Here(2, 6, 6), 2.0))[0] == (0, "Out")
+    roll = MembershipCoordinator.restored(disk, 2.0)
+    assert told(roll.hear(0, 0, ReadyReport(2, 6, 6), 2.0))[0] == (0, "Out")
     assert 0 not in roll.members or roll.phase != "running"

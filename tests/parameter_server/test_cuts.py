@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from stretto.parameter_server.snapshots import Folder
+from stretto.parameter_server.snapshots import DiskStore
 
 
 def test_a_full_disk_costs_the_cut_and_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Those before it are still there, it is said once, and the next is kept when there is room."""
-    folder, theta = Folder(tmp_path, "shard0"), [torch.arange(10_000.0)]
+    folder, theta = DiskStore(tmp_path, "shard0"), [torch.arange(10_000.0)]
     folder.put(1, {"version": 1}, theta)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (5_000, limits[1]))

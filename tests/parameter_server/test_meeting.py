@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stretto.collective_ops import Answer, Ask, Every, Mean, answer
-from stretto.parameter_server.barrier import Meeting, Told
+from stretto.collective_ops import AllGather, AllReduceMean, Answer, CollectiveOp, answer
+from stretto.parameter_server.barrier import KeyedBarrier, Told
 
 
 def over(combine: Callable[[Sequence[Any]], Any]) -> Callable[[Mapping[int, Any]], Any]:
@@ -39,10 +39,10 @@ def test_the_weighted_mean_is_the_same_bit_for_bit_in_any_order(
     given_, mean = contributions(workers, seed)
     found: list[torch.Tensor] = []
     for _ in range(3):
-        meeting: Meeting[Ask, Answer] = Meeting(range(workers), over(answer))
+        meeting: KeyedBarrier[CollectiveOp, Answer] = KeyedBarrier(range(workers), over(answer))
         said = list(range(workers)) + [shuffle.randrange(workers) for _ in range(3)]
         shuffle.shuffle(said)
-        told = [one for worker in said for one in meeting.lay(worker, 1, Mean(given_[worker].clone()))]
+        told = [one for worker in said for one in meeting.lay(worker, 1, AllReduceMean(given_[worker].clone()))]
         assert [one.worker for one in told] == list(range(workers))
         found += [one.found for one in told if isinstance(one.found, torch.Tensor)]
     assert len(found) == 3 * workers
@@ -53,9 +53,9 @@ def test_the_weighted_mean_is_the_same_bit_for_bit_in_any_order(
 @given(st.integers(1, 5), st.permutations(range(5)))
 @settings(max_examples=40)
 def test_every_message_comes_in_the_order_of_the_workers(workers: int, order: Sequence[int]) -> None:
-    meeting: Meeting[Ask, Answer] = Meeting(range(workers), over(answer))
+    meeting: KeyedBarrier[CollectiveOp, Answer] = KeyedBarrier(range(workers), over(answer))
     here = [worker for worker in order if worker < workers]
-    told = [one for worker in here for one in meeting.lay(worker, 3, Every(torch.arange(worker + 1)))]
+    told = [one for worker in here for one in meeting.lay(worker, 3, AllGather(torch.arange(worker + 1)))]
     assert len(told) == workers
     for one in told:
         assert isinstance(one.found, list)
@@ -68,7 +68,7 @@ def test_exchanges_in_any_order_are_each_answered_once_to_each(
     laid: list[tuple[int, int]], dies: int, victim: int
 ) -> None:
     """Several at once, things laid twice, and a death: whoever has laid something down is told once, or waits."""
-    meeting: Meeting[int, int] = Meeting(range(4), over(sum))
+    meeting: KeyedBarrier[int, int] = KeyedBarrier(range(4), over(sum))
     told: list[Told[int]] = []
     first: dict[tuple[int, int], int] = {}
     for at, (worker, op) in enumerate(laid):
@@ -96,7 +96,7 @@ def test_exchanges_in_any_order_are_each_answered_once_to_each(
 
 
 def test_all_who_left_are_named() -> None:
-    meeting: Meeting[int, int] = Meeting(range(4), over(sum))
+    meeting: KeyedBarrier[int, int] = KeyedBarrier(range(4), over(sum))
     meeting.leave(3)
     meeting.leave(1)
     (told,) = meeting.lay(0, 1, 5)
@@ -104,7 +104,7 @@ def test_all_who_left_are_named() -> None:
 
 
 def test_who_was_told_that_another_left_is_not_told_again_when_that_one_dies() -> None:
-    meeting: Meeting[int, int] = Meeting(range(3), lambda laid: sum(laid.values()))
+    meeting: KeyedBarrier[int, int] = KeyedBarrier(range(3), lambda laid: sum(laid.values()))
     assert meeting.lay(0, 1, 10) == []
     assert [(one.worker, one.found) for one in meeting.leave(1)] == [(0, None)]
     assert [(one.worker, one.found) for one in meeting.lay(2, 1, 20)] == [(2, None)]
@@ -112,38 +112,38 @@ def test_who_was_told_that_another_left_is_not_told_again_when_that_one_dies() -
 
 
 def test_different_asks_are_refused_to_all_and_the_next_exchange_goes_on() -> None:
-    meeting: Meeting[Ask, Answer] = Meeting(range(2), over(answer))
+    meeting: KeyedBarrier[CollectiveOp, Answer] = KeyedBarrier(range(2), over(answer))
     asks = [
-        (Mean(torch.ones(2)), Every(torch.ones(2)), "ask different things"),
-        (Mean(torch.ones(2)), Mean(torch.ones(3)), "differ in shape"),
-        (Mean(torch.ones(2)), Mean(torch.ones(2).double()), "ask different things"),
+        (AllReduceMean(torch.ones(2)), AllGather(torch.ones(2)), "ask different things"),
+        (AllReduceMean(torch.ones(2)), AllReduceMean(torch.ones(3)), "differ in shape"),
+        (AllReduceMean(torch.ones(2)), AllReduceMean(torch.ones(2).double()), "ask different things"),
     ]
     for op, (one, other, problem) in enumerate(asks):
         meeting.lay(0, op, one)
         told = meeting.lay(1, op, other)
         assert [each.worker for each in told] == [0, 1]
         assert all(each.found is None and problem in each.problem for each in told)
-    meeting.lay(0, 9, Mean(torch.ones(2)))
-    assert torch.equal(meeting.lay(1, 9, Mean(torch.ones(2)))[0].found, 2 * torch.ones(2))  # type: ignore[arg-type]
+    meeting.lay(0, 9, AllReduceMean(torch.ones(2)))
+    assert torch.equal(meeting.lay(1, 9, AllReduceMean(torch.ones(2)))[0].found, 2 * torch.ones(2))  # type: ignore[arg-type]
 
 
 def test_a_mistake_in_the_program_is_not_swallowed() -> None:
     def broken(things: Sequence[int]) -> int:
         raise KeyError("a mistake")
 
-    meeting: Meeting[int, int] = Meeting(range(1), over(broken))
+    meeting: KeyedBarrier[int, int] = KeyedBarrier(range(1), over(broken))
     with pytest.raises(KeyError, match="a mistake"):
         meeting.lay(0, 1, 1)
 
 
 def test_what_is_laid_twice_counts_as_it_was_laid_first() -> None:
-    meeting: Meeting[int, int] = Meeting(range(2), over(sum))
+    meeting: KeyedBarrier[int, int] = KeyedBarrier(range(2), over(sum))
     assert [meeting.lay(0, 1, thing) for thing in (5, 7)] == [[], []]
     assert [one.found for one in meeting.lay(1, 1, 6)] == [11, 11]
 
 
 def test_who_is_no_worker_has_no_say() -> None:
-    meeting: Meeting[int, int] = Meeting(range(2), over(sum))
+    meeting: KeyedBarrier[int, int] = KeyedBarrier(range(2), over(sum))
     meeting.lay(0, 1, 5)
     for nobody, op in itertools.product((-1, 2, 99), (1, 2)):
         assert meeting.lay(nobody, op, 100) == []
@@ -152,7 +152,7 @@ def test_who_is_no_worker_has_no_say() -> None:
 
 def test_what_is_over_is_not_kept() -> None:
     """Late duplicates of recent exchanges are known; a million exchanges take no more room than a thousand."""
-    meeting: Meeting[int, int] = Meeting(range(1), over(sum))
+    meeting: KeyedBarrier[int, int] = KeyedBarrier(range(1), over(sum))
     for op in range(5000):
         assert meeting.lay(0, op, op)[0].found == op
         assert meeting.lay(0, op, op) == []
@@ -163,7 +163,7 @@ def test_what_is_over_is_not_kept() -> None:
 
 def test_what_one_has_heard_is_over() -> None:
     """Once; those that wait for it are named, but for whoever was told that it won't become whole."""
-    meeting: Meeting[int, int] = Meeting(range(4), lambda laid: sum(laid.values()))
+    meeting: KeyedBarrier[int, int] = KeyedBarrier(range(4), lambda laid: sum(laid.values()))
     assert [meeting.lay(worker, 1, 10) for worker in (0, 2)] == [[], []]
     assert meeting.know(1) == [0, 2]
     assert meeting.know(1) is None

@@ -7,40 +7,42 @@ import torch
 from desks import told
 
 from stretto.parameter_server import messages as m
-from stretto.parameter_server.framing import ParcelError
-from stretto.parameter_server.handler import Post
-from stretto.parameter_server.shard_handler import ShardDesk
-from stretto.parameter_server.snapshots import Memory
+from stretto.parameter_server.framing import FramingError
+from stretto.parameter_server.handler import OutgoingMessage
+from stretto.parameter_server.shard_handler import ShardHandler
+from stretto.parameter_server.snapshots import InMemoryStore
 
 NUMBERS = 4
 
 
-def opened(desk: ShardDesk, worker: int, arena: int = 1, recipe: str = "async_sgd", value: float = 0.0) -> list[Post]:
+def opened(
+    desk: ShardHandler, worker: int, arena: int = 1, recipe: str = "async_sgd", value: float = 0.0
+) -> list[OutgoingMessage]:
     return told(desk, worker, 1, m.Open(arena, recipe, 2, age=max(desk._age, 0)), [torch.full((NUMBERS,), value)])
 
 
-def pushed(desk: ShardDesk, worker: int, arena: int = 1) -> list[Post]:
+def pushed(desk: ShardHandler, worker: int, arena: int = 1) -> list[OutgoingMessage]:
     return told(desk, worker, 2, m.Push(arena, 1, 0, 8, 0.1, age=desk._age), [torch.ones(NUMBERS)])
 
 
-def read(desk: ShardDesk, worker: int) -> list[float]:
+def read(desk: ShardHandler, worker: int) -> list[float]:
     (post,) = told(desk, worker, 3, m.Read(False, desk._age))
     return [float(one) for one in post.tensors[0]]
 
 
 def test_who_is_first_after_a_death_gives_them_though_the_shard_has_not_heard_of_it() -> None:
-    desk = ShardDesk(2, lambda: 0.0, "stop")
+    desk = ShardHandler(2, lambda: 0.0, "stop")
     opened(desk, 0, value=1.0)
-    assert opened(desk, 1, value=2.0)[0].body == m.Answered()
+    assert opened(desk, 1, value=2.0)[0].body == m.Result()
     assert read(desk, 0) == [2.0] * NUMBERS
 
 
 def test_who_is_first_gives_them_to_a_shard_that_was_started_again() -> None:
-    kept = Memory()
-    opened(ShardDesk(2, lambda: 0.0, "stop", kept), 0)
-    desk = ShardDesk(2, lambda: 0.0, "stop", kept, birth=1)
-    assert told(desk, 1, 1, m.GoBack(1, 0, 1))[0].body == m.Answered()
-    assert opened(desk, 1, value=2.0)[0].body == m.Answered()
+    kept = InMemoryStore()
+    opened(ShardHandler(2, lambda: 0.0, "stop", kept), 0)
+    desk = ShardHandler(2, lambda: 0.0, "stop", kept, birth=1)
+    assert told(desk, 1, 1, m.RequestRollback(1, 0, 1))[0].body == m.Result()
+    assert opened(desk, 1, value=2.0)[0].body == m.Result()
     assert read(desk, 0) == [2.0] * NUMBERS
 
 
@@ -48,11 +50,11 @@ def test_who_is_first_gives_them_to_a_shard_that_was_started_again() -> None:
 @pytest.mark.parametrize("giver", [0, 1])
 def test_work_that_has_come_is_not_wiped_out(recipe: str, giver: int) -> None:
     """Not even what waits for that of others."""
-    desk = ShardDesk(2, lambda: 0.0, "stop")
+    desk = ShardHandler(2, lambda: 0.0, "stop")
     opened(desk, 0, recipe=recipe)
     pushed(desk, 1)
     for arena in (1, 0):
-        with pytest.raises(ParcelError, match=rf"parameters {arena} where work on parameters 1 has come"):
+        with pytest.raises(FramingError, match=rf"parameters {arena} where work on parameters 1 has come"):
             opened(desk, giver, arena, recipe)
     pushed(desk, 0)
     assert read(desk, 0) != [0.0] * NUMBERS
@@ -61,26 +63,26 @@ def test_work_that_has_come_is_not_wiped_out(recipe: str, giver: int) -> None:
 
 
 def test_work_that_is_too_early_is_not_wiped_out() -> None:
-    desk = ShardDesk(2, lambda: 0.0, "stop")
+    desk = ShardHandler(2, lambda: 0.0, "stop")
     opened(desk, 0, recipe="stale_synchronous(bound=1)")
     told(desk, 1, 2, m.Push(1, 9, 0, 8, 0.1), [torch.ones(NUMBERS)])
-    with pytest.raises(ParcelError, match="work on parameters 1 has come"):
+    with pytest.raises(FramingError, match="work on parameters 1 has come"):
         opened(desk, 0, recipe="stale_synchronous(bound=1)")
 
 
 def test_parameters_of_before_are_not_given_again() -> None:
-    desk = ShardDesk(2, lambda: 0.0, "stop")
+    desk = ShardHandler(2, lambda: 0.0, "stop")
     opened(desk, 0, 2)
-    with pytest.raises(ParcelError, match="parameters 1 where"):
+    with pytest.raises(FramingError, match="parameters 1 where"):
         opened(desk, 0, 1)
 
 
 def test_parameters_of_an_age_that_is_over_are_not_taken() -> None:
     """The giver has not heard yet that all went back."""
-    kept = Memory()
-    desk = ShardDesk(2, lambda: 0.0, "stop", kept)
+    kept = InMemoryStore()
+    desk = ShardHandler(2, lambda: 0.0, "stop", kept)
     opened(desk, 0)
-    told(desk, 0, 2, m.GoBack(1, 0, 0))
+    told(desk, 0, 2, m.RequestRollback(1, 0, 0))
     (post,) = told(desk, 0, 3, m.Open(2, "async_sgd", 2, age=0), [torch.ones(NUMBERS)])
-    assert isinstance(post.body, m.Anew)
+    assert isinstance(post.body, m.StaleRequest)
     assert read(desk, 0) == [0.0] * NUMBERS

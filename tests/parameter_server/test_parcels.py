@@ -23,7 +23,7 @@ from stretto.parameter_server.framing import (
     HEAD_BYTES,
     LARGEST_FRAME,
     Assembly,
-    ParcelError,
+    FramingError,
     decode_head,
     encode,
     kind,
@@ -107,8 +107,8 @@ def test_every_message_decodes_to_itself(body: type) -> None:
 
 
 def test_all_messages_are_known() -> None:
-    said = {one for one in vars(m).values() if isinstance(one, type) and issubclass(one, m._Said)}
-    assert said - {m._Said} == set(BODIES)
+    said = {one for one in vars(m).values() if isinstance(one, type) and issubclass(one, m._Message)}
+    assert said - {m._Message} == set(BODIES)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_all_messages_are_known() -> None:
 )
 def test_large_tensors_travel_in_chunks_that_fit_a_frame(lengths: list[int]) -> None:
     tensors = [torch.arange(length, dtype=torch.float32) for length in lengths]
-    parcel = frames(1, m.Answered(), tensors)
+    parcel = frames(1, m.Result(), tensors)
     for at, (first, *chunks) in enumerate(parcel):
         assert (len(first) > 0) == (at == 0)
         assert sum(map(len, chunks)) <= CHUNK_BYTES
@@ -139,7 +139,7 @@ def test_large_tensors_travel_in_chunks_that_fit_a_frame(lengths: list[int]) -> 
 
 def test_sending_copies_nothing() -> None:
     tensor = torch.zeros(CHUNK_BYTES // 2, dtype=torch.float32)
-    (_, first), (_, second) = encode(1, m.Answered(), [tensor])
+    (_, first), (_, second) = encode(1, m.Result(), [tensor])
     tensor[0], tensor[-1] = 1, 2
     assert struct.unpack_from("<f", first)[0] == 1
     assert struct.unpack_from("<f", second, len(second) - 4)[0] == 2
@@ -151,7 +151,7 @@ def test_what_is_drained_is_all_of_it_once(lengths: list[int], drains: list[int]
     """Pieces may be taken out as they come, at any time; what has not been comes with the parcel."""
     tensors = [torch.arange(length, dtype=torch.int16) + 100 * at for at, length in enumerate(lengths)]
     assembly, found = Assembly(), [torch.full((length,), -1, dtype=torch.int16) for length in lengths]
-    assembly.begin(frames(1, m.Answered(), tensors)[0][0])
+    assembly.begin(frames(1, m.Result(), tensors)[0][0])
     chunks = [bytearray(struct.pack("<h", one)) for tensor in tensors for one in tensor.tolist()]
     for at, chunk in enumerate(chunks):
         assert assembly.add([chunk]) == (at == len(chunks) - 1)
@@ -169,19 +169,19 @@ def test_what_is_drained_is_all_of_it_once(lengths: list[int], drains: list[int]
 
 def test_a_parcel_that_was_not_whole_is_forgotten_when_the_next_begins() -> None:
     assembly = Assembly()
-    long = frames(1, m.Answered(), [torch.ones(CHUNK_BYTES // 4 + 10)])
+    long = frames(1, m.Result(), [torch.ones(CHUNK_BYTES // 4 + 10)])
     assert not receive(assembly, long[:1])
     assert assembly.number == 1
-    assert receive(assembly, frames(2, m.Answered(), [torch.zeros(3)]))
+    assert receive(assembly, frames(2, m.Result(), [torch.zeros(3)]))
     head, heard = assembly.take()
     assert (head.number, whole(heard[0], "float32").tolist()) == (2, [0, 0, 0])
-    with pytest.raises(ParcelError, match="a chunk of no parcel"):
+    with pytest.raises(FramingError, match="a chunk of no parcel"):
         receive(assembly, long[1:])
 
 
 def test_numbers_that_lie_across_words_are_read_all_the_same() -> None:
     tensor = torch.arange(5, dtype=torch.float64)
-    ((head, chunk),) = frames(1, m.Answered(), [tensor])
+    ((head, chunk),) = frames(1, m.Result(), [tensor])
     for shift in range(8):
         room = bytearray(shift) + chunk
         assembly = Assembly()
@@ -203,7 +203,7 @@ def accepted(messages: Sequence[Sequence[bytes]]) -> tuple[int, int]:
             if assembly.add([bytearray(one) for one in chunks]):
                 _, tensors = assembly.take()
                 octets += sum(piece.untyped_storage().nbytes() for pieces in tensors for piece in pieces)
-        except ParcelError:
+        except FramingError:
             refused += 1
             assembly.forget()
     return octets, refused
@@ -256,7 +256,7 @@ def test_a_worker_may_have_done_many_batches_of_a_pass() -> None:
 @settings(max_examples=60)
 def test_a_head_that_is_cut_short_is_refused(said: m.Body, cut: int) -> None:
     ((head,),) = frames(1, said)
-    with pytest.raises(ParcelError, match="no head"):
+    with pytest.raises(FramingError, match="no head"):
         decode_head(head[: cut % len(head)])
 
 
@@ -279,7 +279,7 @@ def test_a_head_that_is_cut_short_is_refused(said: m.Body, cut: int) -> None:
 )
 def test_heads_that_make_no_sense_are_refused(said: Any, why: str) -> None:
     text = msgspec.json.encode(said) if any(2**70 in one for one in _pairs(said)) else msgspec.msgpack.encode(said)
-    with pytest.raises(ParcelError, match=why):
+    with pytest.raises(FramingError, match=why):
         decode_head(text)
 
 
@@ -303,7 +303,7 @@ def _pairs(said: Any) -> list[Any]:
     ],
 )
 def test_malformed_heads_are_refused(octets: bytes) -> None:
-    with pytest.raises(ParcelError):
+    with pytest.raises(FramingError):
         Assembly().begin(octets)
 
 
@@ -311,8 +311,8 @@ def test_malformed_heads_are_refused(octets: bytes) -> None:
 def test_chunks_that_do_not_fit_are_refused(chunks: list[int]) -> None:
     """Where one tensor of two numbers of four bytes belongs."""
     assembly = Assembly()
-    assembly.begin(frames(1, m.Answered(), [torch.zeros(2)])[0][0])
-    with pytest.raises(ParcelError):
+    assembly.begin(frames(1, m.Result(), [torch.zeros(2)])[0][0])
+    with pytest.raises(FramingError):
         assembly.add([bytearray(one) for one in chunks])
 
 
@@ -360,7 +360,7 @@ def test_a_head_full_of_tensors_takes_room_like_its_bytes() -> None:
 
 def test_a_flood_of_parcels_that_are_never_whole_is_not_kept() -> None:
     """Each new one takes the place of the last."""
-    head = frames(1, m.Answered(), [torch.zeros(1000)])[0][0]
+    head = frames(1, m.Result(), [torch.zeros(1000)])[0][0]
     assembly = Assembly()
 
     def flood() -> None:

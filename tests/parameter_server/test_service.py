@@ -23,13 +23,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from served import ADDING, Serving, hear, push
 
-from stretto.errors import WireError
+from stretto.errors import TransportError
 from stretto.parameter_server import messages as m
-from stretto.parameter_server.client import ServerWire
+from stretto.parameter_server.client import ParameterServerClient
 from stretto.parameter_server.client_types import ranges
 from stretto.parameter_server.embedded import Hosted
 from stretto.parameter_server.framing import CHUNK_BYTES, HEAD_BYTES, LARGEST_FRAME, decode_head, encode
-from stretto.parameter_server.rpc_channel import SocketLink, dial
+from stretto.parameter_server.rpc_channel import RpcChannel, dial
 from stretto.parameter_server.rpc_server import name_of
 from stretto.security import WorkerKeys, new_keys
 
@@ -61,7 +61,7 @@ def until(condition: Callable[[], object], limit_s: float = 10.0) -> None:
         time.sleep(0.005)
 
 
-def works(wire: ServerWire) -> None:
+def works(wire: ParameterServerClient) -> None:
     """The service takes an update of a healthy worker and adds it, once."""
     theta = [torch.zeros(100)]
     news, before = hear(wire.read([100]), theta)
@@ -71,7 +71,7 @@ def works(wire: ServerWire) -> None:
     assert torch.equal(after[0], before[0] + 1)
 
 
-def open_wire(serving: Serving, hosted: Hosted) -> ServerWire:
+def open_wire(serving: Serving, hosted: Hosted) -> ParameterServerClient:
     """Worker 0, which has given 100 numbers."""
     wire = serving.end_of(hosted, 0)
     wire.open(1, ADDING, [torch.zeros(100)])
@@ -95,8 +95,8 @@ def test_a_foreign_key_is_refused_within_seconds_and_counted(
     )
     began = time.monotonic()
     with zmq.Context() as context:
-        link = SocketLink(context, hosted.addresses[1], 1, keys, "server 0", 5.0)
-        with pytest.raises(WireError) as error:
+        link = RpcChannel(context, hosted.addresses[1], 1, keys, "server 0", 5.0)
+        with pytest.raises(TransportError) as error:
             link.wait(link.send(m.Read(False)))
         link.close()
     assert time.monotonic() - began < 6.5
@@ -116,8 +116,8 @@ def test_without_a_key_nothing_is_said(serving: Serving) -> None:
         stranger.send_multipart(next(encode(1, m.Read(False))))
         assert not stranger.poll(500)
     with zmq.Context() as context:
-        link = SocketLink(context, hosted.addresses[1], 1, None, "server 0", 1.0)
-        with pytest.raises(WireError, match=r"server 0 at tcp.* (went away|did not answer within 1 s)"):
+        link = RpcChannel(context, hosted.addresses[1], 1, None, "server 0", 1.0)
+        with pytest.raises(TransportError, match=r"server 0 at tcp.* (went away|did not answer within 1 s)"):
             link.wait(link.send(m.Read(False)))
         link.close()
     works(wire)
@@ -191,7 +191,7 @@ def test_the_largest_frame_that_is_ever_sent_is_taken(serving: Serving) -> None:
     hosted = serving.host(2, plain=True)
     open_wire(serving, hosted)
     with dealer(hosted.addresses[1], name_of(1), None) as one:
-        head = encode(1, m.Ask(1, "every"), [torch.zeros(2 * CHUNK_BYTES, dtype=torch.uint8)])
+        head = encode(1, m.Contribute(1, "every"), [torch.zeros(2 * CHUNK_BYTES, dtype=torch.uint8)])
         one.send_multipart([next(head)[0], bytes(CHUNK_BYTES)])
         one.send_multipart([b"", bytes(LARGEST_FRAME)])
         assert one.poll(5000)
@@ -215,17 +215,17 @@ BODY = st.one_of(
     st.builds(m.Open, NUMBER, RECIPE, NUMBER),
     st.builds(m.Push, st.one_of(st.just(1), NUMBER), NUMBER, NUMBER, NUMBER, REAL),
     st.builds(m.Push, st.just(1), st.integers(1, 9), st.integers(0, 50), st.integers(0, 9), REAL),
-    st.builds(m.Rest),
+    st.builds(m.EnterBarrier),
     st.builds(m.Read, st.booleans()),
-    st.builds(m.Ask, NUMBER, st.sampled_from(["mean", "every"])),
+    st.builds(m.Contribute, NUMBER, st.sampled_from(["mean", "every"])),
     st.builds(m.Gather, st.integers(0, 3), st.none() | NUMBER),
     st.builds(m.Begin, NUMBER, st.none() | NUMBER, st.booleans()),
     st.builds(m.Begin, st.integers(1, 99), st.none() | st.integers(-1, 3), st.booleans()),
     st.builds(m.Lease, st.one_of(st.integers(1, 99), NUMBER)),
     st.builds(m.Settle, NUMBER, st.lists(NUMBER, max_size=4)),
     st.builds(m.Leave),
-    st.builds(m.Go, NUMBER),
-    st.builds(m.Answered),
+    st.builds(m.PushReply, NUMBER),
+    st.builds(m.Result),
     st.builds(m.Refused, st.text(max_size=9)),
 )
 
@@ -237,7 +237,7 @@ def parcels(draw: Any) -> list[list[bytes]]:
     lengths = draw(st.lists(LENGTH, max_size=3))
     if draw(st.booleans()):  # what a shard of 100 numbers wants
         lengths, kind = [100], draw(st.sampled_from(["float32", "float32", "int64", "uint8"]))
-    head = msgspec.msgpack.encode(m.Head(draw(NUMBER), body, [(kind, one) for one in lengths]))
+    head = msgspec.msgpack.encode(m.Header(draw(NUMBER), body, [(kind, one) for one in lengths]))
     size = {"float32": 4, "float64": 8, "int64": 8, "float16": 2}.get(kind, 1)
     fill = draw(st.sampled_from([b"\0", b"\xff", b"\x7f", b"\x01"]))
     chunks = [fill * (one * size) for one in lengths if 0 < one <= 200]
@@ -261,7 +261,7 @@ SETTINGS = settings(max_examples=100, suppress_health_check=list(HealthCheck), d
 
 
 @pytest.fixture(scope="module")
-def besieged() -> Iterator[tuple[Hosted, ServerWire]]:
+def besieged() -> Iterator[tuple[Hosted, ParameterServerClient]]:
     """One service for all examples: each comes as a worker of its own; worker 0 is healthy."""
     serving = Serving()
     hosted = serving.host(500)
@@ -273,7 +273,7 @@ def bombard(one: Any, sendings: list[list[list[bytes]]]) -> None:
     """Send it all, then a word of sense, and wait until that is refused: all before it has been read by then."""
     for message in (message for parcel in sendings for message in parcel):
         one.send_multipart(message)
-    one.send_multipart(next(encode(4711, m.Go(0))))
+    one.send_multipart(next(encode(4711, m.PushReply(0))))
     while one.poll(5000):
         with suppress(msgspec.MsgspecError, TypeError):  # chunks of something that was asked for
             if msgspec.msgpack.decode(one.recv_multipart()[0])[0] == 4711:
@@ -282,7 +282,7 @@ def bombard(one: Any, sendings: list[list[list[bytes]]]) -> None:
 
 
 @pytest.mark.parametrize("which", [0, 1], ids=["coordinator", "shard"])
-def test_whatever_is_sent_the_service_goes_on(besieged: tuple[Hosted, ServerWire], which: int) -> None:
+def test_whatever_is_sent_the_service_goes_on(besieged: tuple[Hosted, ParameterServerClient], which: int) -> None:
     hosted, healthy = besieged
     service, workers = hosted.house.services[which], iter(range(1 + 200 * which, 200 + 200 * which))
 
@@ -315,8 +315,8 @@ def test_whatever_worker_0_gives_the_shard_goes_on(serving: Serving) -> None:
         shoot()
     link = serving.end_of(hosted, 1).links[0]
     try:
-        assert isinstance(link.wait(link.send(m.Read(False)))[0], m.Go)
-    except WireError as error:
+        assert isinstance(link.wait(link.send(m.Read(False)))[0], m.PushReply)
+    except TransportError as error:
         assert "refused" in str(error)  # noqa: PT017
     assert service.failure is None
 
@@ -335,7 +335,7 @@ MEANINGLESS: dict[str, tuple[int, list[list[list[bytes]]]]] = {
     "batches that are none": (0, [message(m.Begin(1, None, False), HUGE), message(m.Settle(1, [-1, 2**63]))]),
     "a teller that is none": (0, [message(m.Gather(1, 99), torch.zeros(3, dtype=torch.uint8))]),
     "a teller below": (0, [message(m.Gather(1, -9), torch.zeros(3, dtype=torch.uint8))]),
-    "a sum of truths": (1, [message(m.Ask(1, "mean"), torch.ones(3, dtype=torch.bool))]),
+    "a sum of truths": (1, [message(m.Contribute(1, "mean"), torch.ones(3, dtype=torch.bool))]),
     "no recipe": (1, [message(m.Open(1, "(" * 9000, 1), torch.zeros(3))]),
     "a recipe of zeros": (1, [message(m.Open(1, "\0", 1), torch.zeros(3))]),
     "a weight that is no number": (1, [message(m.Open(1, "async_sgd(weight='x')", 1), torch.zeros(3))]),
@@ -407,7 +407,7 @@ def test_an_update_that_does_not_fit_is_refused_by_name(serving: Serving) -> Non
     wire = open_wire(serving, serving.host(2))
     began = time.monotonic()
     for parts, arena, said in MISFITS:
-        with pytest.raises(WireError, match=f"server 0 refused: {said}"):
+        with pytest.raises(TransportError, match=f"server 0 refused: {said}"):
             push(wire, 1, parts, arena=arena).wait(lambda *_: None)
         works(wire)
     assert time.monotonic() - began < 5.0
@@ -417,9 +417,9 @@ def test_what_is_refused_late_is_told_at_once_too(serving: Serving) -> None:
     """Not before the whole parcel is there it is seen that it makes no sense."""
     (wire,) = serving.ends(serving.host(1))
     for wrong, said in (("allreduce", "applies nothing on arrival"), ("no such", "not a recipe")):
-        with pytest.raises(WireError, match=said):
+        with pytest.raises(TransportError, match=said):
             wire.open(1, wrong, [torch.zeros(3)])
-    with pytest.raises(WireError, match="this shard has no parameters"):
+    with pytest.raises(TransportError, match="this shard has no parameters"):
         wire.read([3]).wait(lambda *_: None)
 
 
@@ -432,7 +432,7 @@ def test_an_update_that_is_not_finite_is_refused_or_left_out(serving: Serving) -
             (wire,) = serving.ends(serving.host(1, on_nan=on_nan))
             wire.open(1, ADDING, theta)
             if on_nan == "stop":
-                with pytest.raises(WireError, match="server 0 refused: the update holds NaN or infinity"):
+                with pytest.raises(TransportError, match="server 0 refused: the update holds NaN or infinity"):
                     push(wire, 1, [wrong]).wait(lambda *_: None)
             else:
                 news, (found,) = hear(push(wire, 1, [wrong]), theta)
@@ -511,9 +511,9 @@ def test_whoever_waits_for_a_server_that_is_gone_is_told_its_name(serving: Servi
             waiting = wire._coordinator.send(m.Gather(1, None), [torch.zeros(3, dtype=torch.uint8)])
             os.kill(process.pid, signal.SIGKILL)
             began = time.monotonic()
-            with pytest.raises(WireError, match=r"the coordinator at tcp://127\.0\.0\.1:\d+ went away"):
+            with pytest.raises(TransportError, match=r"the coordinator at tcp://127\.0\.0\.1:\d+ went away"):
                 wire._coordinator.wait(waiting)
-            with pytest.raises(WireError, match=r"server 0 at tcp://127\.0\.0\.1:\d+ went away"):
+            with pytest.raises(TransportError, match=r"server 0 at tcp://127\.0\.0\.1:\d+ went away"):
                 push(wire, 2, [torch.ones(100)]).wait(lambda *_: None)
         finally:
             process.kill()
@@ -535,14 +535,14 @@ def test_a_reader_never_sees_a_torn_shard(serving: Serving, shards: int) -> None
         parts = [theta[start:stop] for start, stop in ranges(length, shards)]
         return all(bool((part == version).all()) for part, version in zip(parts, versions, strict=True))
 
-    def pushing(wire: ServerWire) -> int:
+    def pushing(wire: ParameterServerClient) -> int:
         seq, ones = 0, torch.ones(length)
         while time.monotonic() < until_s:
             seq += 1
             assert whole(*_version(push(wire, seq, [ones]), length))
         return seq
 
-    def reading(wire: ServerWire) -> int:
+    def reading(wire: ParameterServerClient) -> int:
         seen: list[list[int]] = [[0] * shards]
         while time.monotonic() < until_s:
             versions, theta = _version(wire.read([length]), length)
@@ -582,7 +582,7 @@ def test_a_slow_reader_has_one_version_however_much_is_applied_meanwhile(serving
         for seq in range(1, 6):
             assert torch.equal(hear(push(wire, seq, [ones], seq - 1), theta)[1][0], torch.full((length,), float(seq)))
         head, *chunks = slow.recv_multipart()
-        assert decode_head(head).body == m.Go(0)
+        assert decode_head(head).body == m.PushReply(0)
         while sum(map(len, chunks)) < 4 * length:
             assert slow.poll(5000)
             chunks += slow.recv_multipart()[1:]

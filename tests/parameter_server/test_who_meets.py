@@ -12,10 +12,10 @@ from desks import told
 from torch import Tensor
 
 from stretto.parameter_server import messages as m
-from stretto.parameter_server.dispatcher_handler import SKIPPED, CoordinatorDesk
+from stretto.parameter_server.dispatcher_handler import SKIPPED, DispatcherHandler
 from stretto.parameter_server.handler import SMALL_BYTES
-from stretto.parameter_server.shard_handler import ShardDesk
-from stretto.parameter_server.snapshots import Memory
+from stretto.parameter_server.shard_handler import ShardHandler
+from stretto.parameter_server.snapshots import InMemoryStore
 
 BATCHES = [torch.ones(6, dtype=torch.int64)]
 ORDER = [torch.zeros(3, dtype=torch.uint8)]
@@ -25,12 +25,12 @@ class Run:
     """A run of two workers that are in no meeting: `op` exchanges were, and a pass has begun."""
 
     def __init__(self, meet: int | None) -> None:
-        self.desk, self.numbers = CoordinatorDesk(2, lambda: 0.0), itertools.count(1)
+        self.desk, self.numbers = DispatcherHandler(2, lambda: 0.0), itertools.count(1)
         for worker in (0, 1):
             self.says(worker, m.Keep(1, 0, 1), ORDER)
         for worker in (0, 1):
             self.says(worker, m.Begin(1, meet, False), BATCHES)
-            self.says(worker, m.Apart(1, 0))
+            self.says(worker, m.LeaveBarrier(1, 0))
 
     def says(self, worker: int, body: m.Request, tensors: Sequence[Tensor] = ()) -> list[m.Body]:
         """What is replied to that worker."""
@@ -48,8 +48,8 @@ class Run:
 
     def meet(self, op: int, call: int) -> None:
         """Both come to an exchange, and it is whole."""
-        assert self.says(0, m.Meet(op, call)) == []
-        replies = told(self.desk, 1, next(self.numbers), m.Meet(op, call))
+        assert self.says(0, m.Barrier(op, call)) == []
+        replies = told(self.desk, 1, next(self.numbers), m.Barrier(op, call))
         assert sorted(one.worker for one in replies) == [0, 1]
 
 
@@ -57,7 +57,7 @@ def test_a_newcomer_comes_to_the_meeting_that_a_dead_one_had_come_to() -> None:
     run = Run(meet=1)
     assert run.leases(0).batch == 0
     assert run.leases(0).meet
-    run.says(0, m.Meet(2, 1))
+    run.says(0, m.Barrier(2, 1))
     run.desk.gone(0)
     joined = run.joins(0)
     assert (joined.op, joined.met, joined.calls) == (1, 0, [])
@@ -67,7 +67,7 @@ def test_a_newcomer_comes_to_the_meeting_that_a_dead_one_had_come_to() -> None:
 
 def test_a_newcomer_comes_to_the_end_of_the_pass_that_a_dead_one_had_come_to() -> None:
     run = Run(meet=None)
-    run.says(0, m.Meet(2, 0))
+    run.says(0, m.Barrier(2, 0))
     run.desk.gone(0)
     assert run.joins(0).op == 1
     run.meet(2, 0)
@@ -80,7 +80,7 @@ def test_a_newcomer_does_not_come_to_what_the_members_have_been_to() -> None:
     run.meet(2, 1)
     run.desk.gone(0)
     assert run.says(0, m.Join()) == []  # worker 1 has not said yet that it is through
-    (post,) = [one for one in told(run.desk, 1, 1, m.Apart(2, 1)) if one.worker == 0]
+    (post,) = [one for one in told(run.desk, 1, 1, m.LeaveBarrier(2, 1)) if one.worker == 0]
     assert isinstance(post.body, m.Joined)
     assert (post.body.op, post.body.met, post.body.calls) == (2, 1, [False])
     assert run.leases(0).batch is not None
@@ -90,7 +90,7 @@ def test_a_newcomer_does_not_come_to_what_the_members_have_been_to() -> None:
 def test_who_comes_when_all_are_dead_is_far_beyond_what_they_came_to() -> None:
     run = Run(meet=1)
     run.leases(0)
-    run.says(0, m.Meet(2, 1))
+    run.says(0, m.Barrier(2, 1))
     run.desk.gone(0)
     run.desk.gone(1)
     joined = run.joins(1)
@@ -100,13 +100,13 @@ def test_who_comes_when_all_are_dead_is_far_beyond_what_they_came_to() -> None:
 
 def test_a_coordinator_that_was_started_again_hears_where_they_stand() -> None:
     """One says again what it came to, and where it is."""
-    desk = CoordinatorDesk(2, lambda: 0.0)
+    desk = DispatcherHandler(2, lambda: 0.0)
     for worker in (0, 1):
-        told(desk, worker, 0, m.Kept(1), ORDER)
+        told(desk, worker, 0, m.ReplayResult(1), ORDER)
         desk.coordinator.heard(worker, [False, False])
     told(desk, 0, 0, m.Heard(3, [0, 1], 2))
     desk.gone(0)
-    told(desk, 1, 0, m.Apart(2, 1))
+    told(desk, 1, 0, m.LeaveBarrier(2, 1))
     (post,) = told(desk, 0, 1, m.Join())
     assert isinstance(post.body, m.Joined)
     assert (post.body.op, post.body.met, post.body.calls) == (2, 1, [False])
@@ -114,9 +114,9 @@ def test_a_coordinator_that_was_started_again_hears_where_they_stand() -> None:
 
 def test_who_comes_when_all_who_knew_of_the_meetings_are_dead_is_told_of_the_next_one() -> None:
     """A worker says to how many it has been, and dies before it says what they were for."""
-    desk = CoordinatorDesk(1, lambda: 0.0)
-    told(desk, 0, 0, m.Kept(1), ORDER)
-    told(desk, 0, 0, m.Apart(9, 3))
+    desk = DispatcherHandler(1, lambda: 0.0)
+    told(desk, 0, 0, m.ReplayResult(1), ORDER)
+    told(desk, 0, 0, m.LeaveBarrier(9, 3))
     desk.gone(0)
     (post,) = told(desk, 0, 1, m.Join())
     assert isinstance(post.body, m.Joined)
@@ -128,61 +128,61 @@ def test_who_comes_when_all_who_knew_of_the_meetings_are_dead_is_told_of_the_nex
 
 def test_a_call_that_was_answered_but_not_read_before_all_went_back_is_made_again() -> None:
     """The coordinator hears at the cut of what calls each has read; what was answered to it besides is void."""
-    desk = CoordinatorDesk(1, lambda: 0.0, Memory())
+    desk = DispatcherHandler(1, lambda: 0.0, InMemoryStore())
     told(desk, 0, 1, m.Keep(1, 0, 1), ORDER)
     told(desk, 0, 2, m.Begin(1, 1, False), BATCHES)
-    told(desk, 0, 3, m.Cut(1, 0))
+    told(desk, 0, 3, m.Snapshot(1, 0))
     _, call = [told(desk, 0, number, m.Lease(1))[0].body for number in (4, 5)]
     assert isinstance(call, m.Leased) and call.meet
-    (begun,) = told(desk, 0, 6, m.Back(0, 0, [1], [0], [], 0, 1))
-    assert isinstance(begun.body, m.Begun)
+    (begun,) = told(desk, 0, 6, m.Rollback(0, 0, [1], [0], [], 0, 1))
+    assert isinstance(begun.body, m.RolledBack)
     (again,) = told(desk, 0, 7, m.Lease(1, begun.body.age))
     assert isinstance(again.body, m.Leased) and again.body.meet
 
 
 def test_who_asked_the_shards_before_the_newest_cut_was_made_asks_them_again() -> None:
     """Otherwise all would go back beyond a cut that somebody has gone on from."""
-    shelf = Memory()
-    before = CoordinatorDesk(2, lambda: 0.0, shelf)
+    shelf = InMemoryStore()
+    before = DispatcherHandler(2, lambda: 0.0, shelf)
     for cut in (1, 2):
-        told(before, 0, cut, m.Cut(cut, 0))
-    for desk in (before, CoordinatorDesk(2, lambda: 0.0, shelf)):
-        late, now = m.Back(0, 0, [1], [0], [], 0, newest=1), m.Back(0, 0, [1, 2], [0], [], 0, newest=2)
-        assert isinstance(told(desk, 1, 3, late)[0].body, m.Anew)
+        told(before, 0, cut, m.Snapshot(cut, 0))
+    for desk in (before, DispatcherHandler(2, lambda: 0.0, shelf)):
+        late, now = m.Rollback(0, 0, [1], [0], [], 0, newest=1), m.Rollback(0, 0, [1, 2], [0], [], 0, newest=2)
+        assert isinstance(told(desk, 1, 3, late)[0].body, m.StaleRequest)
         assert shelf.cuts() == [1, 2]
         (begun,) = told(desk, 1, 4, now)
-        assert isinstance(begun.body, m.Begun) and begun.body.cut == 2
+        assert isinstance(begun.body, m.RolledBack) and begun.body.cut == 2
 
 
 def test_where_a_shard_has_lost_the_newest_cut_all_go_back_to_an_earlier_one() -> None:
-    desk = CoordinatorDesk(2, lambda: 0.0, Memory())
+    desk = DispatcherHandler(2, lambda: 0.0, InMemoryStore())
     for cut in (1, 2):
-        told(desk, 0, cut, m.Cut(cut, 0))
-    (begun,) = told(desk, 1, 3, m.Back(0, 0, [1], [0], [], 0, newest=2))
-    assert isinstance(begun.body, m.Begun) and begun.body.cut == 1
+        told(desk, 0, cut, m.Snapshot(cut, 0))
+    (begun,) = told(desk, 1, 3, m.Rollback(0, 0, [1], [0], [], 0, newest=2))
+    assert isinstance(begun.body, m.RolledBack) and begun.body.cut == 1
 
 
 def test_before_all_shards_have_got_their_parameters_there_is_nothing_to_go_back_to() -> None:
     """Those that have got them are given them again; a process that was started since forgets them."""
-    desk, shelf = CoordinatorDesk(2, lambda: 0.0, Memory()), Memory()
+    desk, shelf = DispatcherHandler(2, lambda: 0.0, InMemoryStore()), InMemoryStore()
     opening = m.Open(1, "async_sgd", 2, cut=2)
-    told(ShardDesk(2, lambda: 0.0, "stop", shelf), 0, 1, opening, [torch.zeros(4)])
-    shard = ShardDesk(2, lambda: 0.0, "stop", shelf, birth=1)
-    (begun,) = told(desk, 1, 1, m.Back(0, -1, [2], [1], [], 0, newest=-1))
-    assert begun.body == m.Begun(0, -1, [1])
-    assert told(shard, 1, 2, m.GoBack(0, -1, 1))[0].body == m.Answered()
+    told(ShardHandler(2, lambda: 0.0, "stop", shelf), 0, 1, opening, [torch.zeros(4)])
+    shard = ShardHandler(2, lambda: 0.0, "stop", shelf, birth=1)
+    (begun,) = told(desk, 1, 1, m.Rollback(0, -1, [2], [1], [], 0, newest=-1))
+    assert begun.body == m.RolledBack(0, -1, [1])
+    assert told(shard, 1, 2, m.RequestRollback(0, -1, 1))[0].body == m.Result()
     assert shelf.cuts() == []
-    assert told(shard, 1, 3, opening, [torch.zeros(4)])[0].body == m.Answered()
-    assert told(desk, 1, 4, m.Cut(2, 0))[0].body == m.Closed(True)
-    (begun,) = told(desk, 1, 5, m.Back(0, 0, [2], [1], [], 0, newest=2))
-    assert begun.body == m.Begun(1, 2, [1])
+    assert told(shard, 1, 3, opening, [torch.zeros(4)])[0].body == m.Result()
+    assert told(desk, 1, 4, m.Snapshot(2, 0))[0].body == m.Closed(True)
+    (begun,) = told(desk, 1, 5, m.Rollback(0, 0, [2], [1], [], 0, newest=2))
+    assert begun.body == m.RolledBack(1, 2, [1])
 
 
 @pytest.mark.parametrize("length", [3, SMALL_BYTES + 1])
 def test_what_one_has_heard_is_told_to_the_others_though_all_who_knew_it_are_dead(length: int) -> None:
     """By a coordinator that was started again, to which one of three says what it has heard, and dies."""
     order = torch.arange(length).to(torch.uint8)
-    desk = CoordinatorDesk(4, lambda: 0.0)
+    desk = DispatcherHandler(4, lambda: 0.0)
     desk.gone(0)
     assert told(desk, 1, 1, m.Gather(1, 0), [order[:0]]) == []
     (post,) = told(desk, 2, 0, m.Heard(1, [0, 1, 2, 3]), [order])
@@ -199,14 +199,14 @@ def test_what_one_has_heard_is_told_to_the_others_though_all_who_knew_it_are_dea
 @pytest.mark.parametrize("is_cut", [True, False])
 def test_an_order_that_somebody_has_begun_to_work_by_is_that_of_all_though_the_teller_is_dead(is_cut: bool) -> None:
     """It said so to a coordinator that was started again, or there is a cut of that pass."""
-    shelf = Memory()
+    shelf = InMemoryStore()
     if is_cut:
-        before = CoordinatorDesk(3, lambda: 0.0, shelf)
-        told(before, 1, 1, m.Kept(1), ORDER)
-        told(before, 1, 1, m.Cut(1, 0))
-    desk = CoordinatorDesk(3, lambda: 0.0, shelf)
+        before = DispatcherHandler(3, lambda: 0.0, shelf)
+        told(before, 1, 1, m.ReplayResult(1), ORDER)
+        told(before, 1, 1, m.Snapshot(1, 0))
+    desk = DispatcherHandler(3, lambda: 0.0, shelf)
     if not is_cut:
-        told(desk, 1, 1, m.Kept(1), ORDER)
+        told(desk, 1, 1, m.ReplayResult(1), ORDER)
     for worker in (0, 1):
         desk.gone(worker)
     (post,) = told(desk, 2, 2, m.Keep(3, 2, 1), [ORDER[0] + 1])
@@ -215,50 +215,50 @@ def test_an_order_that_somebody_has_begun_to_work_by_is_that_of_all_though_the_t
 
 
 def test_the_last_answer_that_was_heard_is_kept_with_those_who_have_come_to_an_end() -> None:
-    ends = Memory()
-    desk = CoordinatorDesk(2, lambda: 0.0, Memory(), ends=ends)
+    ends = InMemoryStore()
+    desk = DispatcherHandler(2, lambda: 0.0, InMemoryStore(), ends=ends)
     told(desk, 0, 0, m.Heard(7, [0, 1]), ORDER)
-    told(desk, 0, 1, m.End())
-    again = CoordinatorDesk(2, lambda: 0.0, Memory(), ends=ends)
+    told(desk, 0, 1, m.Finish())
+    again = DispatcherHandler(2, lambda: 0.0, InMemoryStore(), ends=ends)
     (post,) = told(again, 1, 1, m.Gather(7, None), [ORDER[0][:0]])
     assert post.body == m.Among([0, 1])
     assert torch.equal(post.tensors[0], ORDER[0])
 
 
 def test_who_comes_when_all_and_the_coordinator_are_dead_is_beyond_the_cut_to_which_they_go_back() -> None:
-    shelf = Memory()
-    told(CoordinatorDesk(1, lambda: 0.0, shelf), 0, 1, m.Cut(5000, 0))
-    desk = CoordinatorDesk(1, lambda: 0.0, shelf)
+    shelf = InMemoryStore()
+    told(DispatcherHandler(1, lambda: 0.0, shelf), 0, 1, m.Snapshot(5000, 0))
+    desk = DispatcherHandler(1, lambda: 0.0, shelf)
     desk.gone(0)
-    assert isinstance(told(desk, 0, 1, m.Join())[0].body, m.Anew)
-    told(desk, 0, 2, m.Back(0, 0, [5000], [0], [], 0, 5000))
+    assert isinstance(told(desk, 0, 1, m.Join())[0].body, m.StaleRequest)
+    told(desk, 0, 2, m.Rollback(0, 0, [5000], [0], [], 0, 5000))
     (post,) = told(desk, 0, 3, m.Join())
     assert isinstance(post.body, m.Joined)
     assert post.body.op > 5000
 
 
 def test_a_meeting_that_one_has_been_to_was_called() -> None:
-    desk = CoordinatorDesk(2, lambda: 0.0)
+    desk = DispatcherHandler(2, lambda: 0.0)
     told(desk, 0, 0, m.Heard(3, [0, 1], call=2, cut=True))
     assert desk.coordinator.called == [True, True]
-    assert told(desk, 1, 1, m.Meet(3, 2, True))[0].body == m.Among([0, 1])
+    assert told(desk, 1, 1, m.Barrier(3, 2, True))[0].body == m.Among([0, 1])
 
 
 def test_a_cut_that_a_shard_has_no_room_for_is_none() -> None:
     """All that the coordinator has can be gone back to; that the pass is over it says all the same."""
 
-    class Full(Memory):
+    class Full(InMemoryStore):
         def put(self, cut: int, facts: dict[str, Any], tensors: Sequence[Tensor]) -> bool:
             return cut < 2 and super().put(cut, facts, tensors)
 
-    shelf, full = Memory(), Full()
-    shard, desk = ShardDesk(1, lambda: 0.0, "stop", full), CoordinatorDesk(1, lambda: 0.0, shelf)
+    shelf, full = InMemoryStore(), Full()
+    shard, desk = ShardHandler(1, lambda: 0.0, "stop", full), DispatcherHandler(1, lambda: 0.0, shelf)
     told(shard, 0, 1, m.Open(1, "async_sgd", 1, cut=1), [torch.zeros(4)])
-    told(desk, 0, 1, m.Cut(1, 0))
+    told(desk, 0, 1, m.Snapshot(1, 0))
     for number in (2, 3):  # said twice, answered alike
-        (post,) = told(shard, 0, number, m.Cut(2, 0))
+        (post,) = told(shard, 0, number, m.Snapshot(2, 0))
         assert post.body == m.Has([], 0, 0)
-        assert told(desk, 0, number, m.Cut(2, 0, kept=False))[0].body == m.Closed(True)
+        assert told(desk, 0, number, m.Snapshot(2, 0, kept=False))[0].body == m.Closed(True)
     assert full.cuts() == shelf.cuts() == [1]
-    (begun,) = told(desk, 0, 4, m.Back(0, 0, [1], [0], [], 0, newest=1))
-    assert isinstance(begun.body, m.Begun) and begun.body.cut == 1
+    (begun,) = told(desk, 0, 4, m.Rollback(0, 0, [1], [0], [], 0, newest=1))
+    assert isinstance(begun.body, m.RolledBack) and begun.body.cut == 1

@@ -15,10 +15,10 @@ import msgspec
 
 from stretto.events import Event
 from stretto.faults import plan
-from stretto.launcher.config import Order
+from stretto.launcher.config import RunConfig
 from stretto.simulator.compute import speed as speeds
 from stretto.simulator.config import Simulation, check
-from stretto.simulator.engine import Tariff
+from stretto.simulator.engine import CostModel
 from stretto.simulator.isolation.script import Heard
 from stretto.simulator.network import topology
 from stretto.simulator.runner import begin, simulate
@@ -62,7 +62,7 @@ def simulated(
     net: str = "instant",
     speed: str = "equal",
     fault: str = "",
-    tariff: Tariff = Tariff(STEP_S),  # noqa: B008
+    tariff: CostModel = CostModel(STEP_S),  # noqa: B008
     order: Sequence[int] | None = None,
     args: tuple[str, ...] = (),
     folder: Path | None = None,
@@ -78,7 +78,7 @@ def simulated(
         place = folder or Path(temporary)
         script = place / "train.py"
         script.write_text(dedent(work) if isinstance(work, str) else ACTING)
-        asked = Order(script=script, workers=workers, recipe=recipe, args=args, seed=seed, **asks)
+        asked = RunConfig(script=script, workers=workers, recipe=recipe, args=args, seed=seed, **asks)
         settings = topology.parse(net), speeds.parse(speed), plan.parse(fault) if fault else ()
         simulation = check(Simulation(asked, tariff, *settings, **more))
         run, said = begin(simulation, place / "run"), io.BytesIO()

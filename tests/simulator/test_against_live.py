@@ -18,7 +18,7 @@ from stretto.events import Event, read_events
 from stretto.parameter_server import messages as m
 from stretto.report.run_record import record
 from stretto.simulator.cluster import rpc_server
-from stretto.simulator.compute.cost_model import Tariff
+from stretto.simulator.compute.cost_model import CostModel
 
 SEED, SAMPLES = 2, 100
 SCRIPT = """
@@ -119,15 +119,15 @@ def turns_of(log: list[Event]) -> dict[Kind, deque[int]]:
     return turns
 
 
-def in_turn(turns: dict[Kind, deque[int]]) -> type[rpc_server.Office]:
+def in_turn(turns: dict[Kind, deque[int]]) -> type[rpc_server.SimServer]:
     """An office that takes nothing out of turn: what comes too early is held back."""
 
-    class InTurn(rpc_server.Office):
+    class InTurn(rpc_server.SimServer):
         def __init__(self, *given: Any) -> None:
             super().__init__(*given)
             self._held: dict[Kind, list[Any]] = defaultdict(list)
 
-        def _take(self, link: rpc_server.SimLink, head: m.Head, tensors: Any) -> None:
+        def _take(self, link: rpc_server.SimLink, head: m.Header, tensors: Any) -> None:
             body = head.body
             if not isinstance(body, m.Push | m.Lease):
                 super()._take(link, head, tensors)
@@ -153,7 +153,7 @@ def test_a_real_order_of_arrivals_replayed_gives_the_same_parameters(
     real = load_file(live["staleness_aware"] / "final.safetensors")
     turns = turns_of(log)
     monkeypatch.setattr(rpc_server, "Office", in_turn(turns))
-    found = simulated_run(tmp_path, "staleness_aware", speed=speed, tariff=Tariff(0.01, take_s=0.001))
+    found = simulated_run(tmp_path, "staleness_aware", speed=speed, tariff=CostModel(0.01, take_s=0.001))
     assert not any(turns.values())
     assert furthest(found, real) < 1e-5
     again = [one for one in read_events(tmp_path / "run/events.jsonl") if one["event"] == "applied"]

@@ -12,7 +12,7 @@ import pytest
 import torch
 from simulator.simulated import simulated
 
-from stretto.simulator.isolation.shared_memory import Commons
+from stretto.simulator.isolation.shared_memory import SharedArrays
 
 TRAINS = """
 import torch, stretto
@@ -193,8 +193,8 @@ def test_who_writes_into_data_writes_into_its_own() -> None:
 
 def test_data_that_is_alike_is_kept_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A name and a data set of the same bytes, of a kind that numpy does not know."""
-    made: list[Commons] = []
-    monkeypatch.setattr("stretto.simulator.runner.Commons", lambda: made.append(Commons()) or made[-1])
+    made: list[SharedArrays] = []
+    monkeypatch.setattr("stretto.simulator.runner.Commons", lambda: made.append(SharedArrays()) or made[-1])
     text = trains().replace("x = torch.randn(400, 6)", "x = torch.randn(8000, 6).bfloat16()")
     text = text.replace("net(a) - b", "net(a.float()) - b.float()")
     simulated(3, text + "\nassert x.data_ptr() == loader.dataset.tensors[0].data_ptr()")
@@ -210,7 +210,7 @@ def test_data_is_shared_before_the_next_worker_loads_its_own(
     loaded: list[int] = []
     shared: list[int] = []
     monkeypatch.setattr(torch, "loaded", loaded, raising=False)
-    monkeypatch.setattr(Commons, "loader", lambda *_: shared.append(len(loaded)))
+    monkeypatch.setattr(SharedArrays, "loader", lambda *_: shared.append(len(loaded)))
     simulated(3, trains().replace("net =", "torch.loaded.append(1)\nnet ="), recipe, fault=fault)
     assert shared == [1, 2, 3]
 

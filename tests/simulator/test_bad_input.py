@@ -17,7 +17,7 @@ from greenlet import getcurrent, greenlet
 
 from stretto.cli.main import FAILED, USAGE, command
 from stretto.events import read_events
-from stretto.launcher.config import Order
+from stretto.launcher.config import RunConfig
 from stretto.simulator.isolation import memory_estimate
 from stretto.simulator.sweep.runner import SweepOrder
 
@@ -244,10 +244,10 @@ def test_too_few_survivors_end_the_run_with_one_error(simulate: Simulate) -> Non
 
 
 def test_a_sweep_is_told_what_was_said_of_workers_that_die() -> None:
-    order = Order(Path("train.py"), workers=4, patience_s=2.5, min_workers=2, max_workers=8, batch="joined")
+    order = RunConfig(Path("train.py"), workers=4, patience_s=2.5, min_workers=2, max_workers=8, batch="joined")
     said = ["--patience", "2.5s", "--min-workers", "2", "--keep-batch", "joined", "--max-workers", "8"]
     assert SweepOrder(order, ()).also == said
-    assert SweepOrder(Order(Path("train.py")), ()).also == []
+    assert SweepOrder(RunConfig(Path("train.py")), ()).also == []
 
 
 def test_a_kill_of_the_server_of_an_only_worker_ends_the_run_with_its_time(simulate: Simulate) -> None:

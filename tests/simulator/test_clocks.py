@@ -8,8 +8,8 @@ from textwrap import dedent
 import pytest
 from simulator.simulated import STEP_S, simulated
 
-from stretto.launcher.config import Order
-from stretto.simulator.compute.cost_model import Tariff
+from stretto.launcher.config import RunConfig
+from stretto.simulator.compute.cost_model import CostModel
 from stretto.simulator.compute.step_time import measure
 from stretto.simulator.compute.wall_clock import seconds
 from stretto.simulator.config import Simulation, check
@@ -64,5 +64,5 @@ def test_readings_take_nothing_of_a_step() -> None:
 def test_clock_goes_on_while_a_step_is_measured(clock: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(dedent(SCRIPT))
-    order = Order(script=script, workers=2, recipe="allreduce", args=(clock,))
-    assert measure(check(Simulation(order, Tariff(0.0))), seconds, lambda: None).step_s > 0
+    order = RunConfig(script=script, workers=2, recipe="allreduce", args=(clock,))
+    assert measure(check(Simulation(order, CostModel(0.0))), seconds, lambda: None).step_s > 0

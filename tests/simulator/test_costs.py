@@ -165,7 +165,7 @@ edges = st.sampled_from([-1, 0, 1]).flatmap(
     )
 )
 bodies = st.sampled_from(
-    [m.Push(1, 300, 70000, 8, 0.1), m.Go(3, [(1, 2, 3, 4)], [], 0.5), m.Answered(), m.Settle(1, list(range(40)))]
+    [m.Push(1, 300, 70000, 8, 0.1), m.PushReply(3, [(1, 2, 3, 4)], [], 0.5), m.Result(), m.Settle(1, list(range(40)))]
 )
 
 
@@ -181,5 +181,5 @@ def test_a_parcel_costs_its_frames(tensors, body, encrypted) -> None:
 @given(st.integers(0, 1 << 40))
 def test_a_larger_number_takes_as_much_as_messagepack_needs(number) -> None:
     more = len(msgspec.msgpack.encode(number)) - 1
-    at_zero = wire_bytes.parcel_bytes(0, m.Answered(), [], False)
-    assert wire_bytes.parcel_bytes(number, m.Answered(), [], False) == at_zero + more
+    at_zero = wire_bytes.parcel_bytes(0, m.Result(), [], False)
+    assert wire_bytes.parcel_bytes(number, m.Result(), [], False) == at_zero + more

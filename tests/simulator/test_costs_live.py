@@ -26,13 +26,13 @@ from served import ADDING, Serving, hear, push
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
-from stretto.collective_ops import Every, Mean
-from stretto.parameter_server.client import ServerWire
+from stretto.collective_ops import AllGather, AllReduceMean
+from stretto.parameter_server.client import ParameterServerClient
 from stretto.parameter_server.framing import kind
-from stretto.parameter_server.messages import Answered, Gather
-from stretto.parameter_server.rpc_server import Service
+from stretto.parameter_server.messages import Gather, Result
+from stretto.parameter_server.rpc_server import RpcServer
 from stretto.simulator.network import wire_bytes
-from stretto.transport.process_group import CollectiveWire, _sockets
+from stretto.transport.process_group import ProcessGroupTransport, _sockets
 
 LARGEST_CREW = 5
 BYTES_RETRANSMITTED_AT = 208
@@ -54,21 +54,21 @@ def _counts(descriptors) -> tuple[int, int]:
 
 # --- the collective wire ------------------------------------------------------------------------------------------
 
-Do = Callable[[CollectiveWire], Any]
+Do = Callable[[ProcessGroupTransport], Any]
 Cost = Callable[[int, int], tuple[int, int]]
 
 
 def _mean(numbers: int, dtype: torch.dtype = torch.float32) -> tuple[Do, Cost]:
     nbytes, item = numbers * dtype.itemsize, dtype.itemsize
     return (
-        lambda wire: wire.start(Mean(torch.ones(numbers, dtype=dtype))).wait(),
+        lambda wire: wire.start(AllReduceMean(torch.ones(numbers, dtype=dtype))).wait(),
         lambda worker, workers: wire_bytes.mean_bytes(worker, workers, nbytes, item),
     )
 
 
 def _every(size: Callable[[int], int], dtype: torch.dtype = torch.uint8) -> tuple[Do, Cost]:
     return (
-        lambda wire: wire.start(Every(torch.ones(size(wire.worker), dtype=dtype))).wait(),
+        lambda wire: wire.start(AllGather(torch.ones(size(wire.worker), dtype=dtype))).wait(),
         lambda worker, workers: wire_bytes.every_bytes(worker, [size(one) * dtype.itemsize for one in range(workers)]),
     )
 
@@ -105,8 +105,8 @@ def _measure(worker: int, folder: str) -> list[dict[str, Any]]:
     for workers in range(max(worker + 1, 2), LARGEST_CREW + 1):
         files = dist.FileStore(f"{folder}/{workers}", workers)
         store = _store(files, worker, workers)
-        wire = CollectiveWire(PrefixStore("stretto/0", store), worker, workers, 20.0)
-        apart = CollectiveWire(files, worker, workers, 20.0)
+        wire = ProcessGroupTransport(PrefixStore("stretto/0", store), worker, workers, 20.0)
+        apart = ProcessGroupTransport(files, worker, workers, 20.0)
         apart.gather(b"all are here")
         of_the_store = [one for one in _sockets() if _port(one) == store.port]
         of_the_group = wire._opened.difference(of_the_store)
@@ -172,20 +172,20 @@ def test_collective_exchanges_cost_what_the_kernel_counts(tmp_path: Path) -> Non
 class Overheard:
     """What should have gone over each worker's connections, from the parcels that were given to them."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, wires: list[ServerWire], encrypted: bool) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, wires: list[ParameterServerClient], encrypted: bool) -> None:
         self._encrypted = encrypted
         self.sent: Counter[tuple[str, int]] = Counter()
         self.received: Counter[tuple[str, int]] = Counter()
         for worker, wire in enumerate(wires):
             for link in _links(wire):
                 monkeypatch.setattr(link, "send", self._sending(link.send, (link.address, worker)))
-        reply = Service._send
+        reply = RpcServer._send
 
-        def replying(service: Service, post: Any) -> None:
+        def replying(service: RpcServer, post: Any) -> None:
             self.received[service.address, post.worker] += self._cost(post.number, post.body, post.tensors)
             reply(service, post)
 
-        monkeypatch.setattr(Service, "_send", replying)
+        monkeypatch.setattr(RpcServer, "_send", replying)
 
     def _sending(self, send: Callable[..., int], whose: tuple[str, int]) -> Callable[..., int]:
         def sending(body: Any, tensors: Any = ()) -> int:
@@ -200,27 +200,27 @@ class Overheard:
         return wire_bytes.parcel_bytes(number, body, kinds, self._encrypted)
 
 
-def _links(wire: ServerWire) -> list[Any]:
+def _links(wire: ParameterServerClient) -> list[Any]:
     return [wire._coordinator, *wire.links]
 
 
 @pytest.fixture
-def ends() -> Iterator[Callable[..., list[ServerWire]]]:
+def ends() -> Iterator[Callable[..., list[ParameterServerClient]]]:
     """Makes a server and the workers' ends of it."""
     serving = Serving()
     yield lambda workers, **options: serving.ends(serving.host(workers, **options))
     serving.end()
 
 
-def _converse(wire: ServerWire) -> None:
+def _converse(wire: ParameterServerClient) -> None:
     """A bit of everything."""
     parts = [torch.ones(1_500_000), torch.ones(77)]
     for length in (0, 1, 222, 223, 255, 256, 1 << 20, (1 << 20) + 1, 4 << 20):
         wire.gather(bytes(length))
     wire.tell(bytes(300 * wire.worker), wire.workers - 1)
     for numbers in (0, 1, 63, 64, 65, 1000, 1_000_003):
-        wire.start(Mean(torch.ones(numbers))).wait()
-        wire.start(Every(torch.ones(numbers * wire.worker, dtype=torch.float64))).wait()
+        wire.start(AllReduceMean(torch.ones(numbers))).wait()
+        wire.start(AllGather(torch.ones(numbers * wire.worker, dtype=torch.float64))).wait()
     if wire.worker == 0:
         wire.open(1, ADDING, parts)
     wire.gather(b"")
@@ -265,7 +265,7 @@ def test_a_worker_counts_all_but_its_good_bye(ends: Any) -> None:
     wire.gather(b"")
     wire.close()
     gathered = wire_bytes.parcel_bytes(1, Gather(1, None), [("uint8", 0)], False)
-    answered = wire_bytes.parcel_bytes(1, Answered(), [("uint8", 0)], False)
+    answered = wire_bytes.parcel_bytes(1, Result(), [("uint8", 0)], False)
     hello = wire_bytes.handshake_bytes(0, False)
     traffic = wire.traffic()
     assert (traffic.bytes_sent, traffic.bytes_received) == (2 * hello[0] + gathered, 2 * hello[1] + answered)

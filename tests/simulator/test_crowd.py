@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from torch.amp.grad_scaler import GradScaler
 
-from stretto.runtime.runtime import Surroundings
+from stretto.runtime.runtime import Runtime
 from stretto.simulator.compute import contention
 
 
@@ -57,7 +57,7 @@ def test_a_copy_that_fails_ends_alone_and_says_nothing(capfd):
 
 def test_scalers_of_before_and_after_the_first_question_are_known_in_their_order():
     first = GradScaler("cpu")
-    around = Surroundings(own_process=True)
+    around = Runtime(own_process=True)
     before = around.scalers()
     second, third = GradScaler("cpu", init_scale=4.0), GradScaler("cpu")
     assert any(one is first for one in before)
@@ -65,4 +65,4 @@ def test_scalers_of_before_and_after_the_first_question_are_known_in_their_order
     assert second.get_scale() == 4.0
     del second
     assert [one for one in around.scalers() if one in (first, third)] == [first, third]
-    assert Surroundings().scalers() == []
+    assert Runtime().scalers() == []

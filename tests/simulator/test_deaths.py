@@ -36,19 +36,19 @@ from torch import nn
 import stretto
 from stretto.errors import BrokenWireError, LaunchError
 from stretto.faults import plan
-from stretto.launcher.config import Order
+from stretto.launcher.config import RunConfig
 from stretto.launcher.supervisor import pause_s
 from stretto.report import incidents
 from stretto.report.run_log import read
 from stretto.report.run_record import record
 from stretto.simulator.cluster import runtime
-from stretto.simulator.cluster.collective import Table
+from stretto.simulator.cluster.collective import SimGroup
 from stretto.simulator.cluster.membership import NOTICED_S
 from stretto.simulator.cluster.rendezvous import FORMED_S
-from stretto.simulator.compute.cost_model import Tariff
+from stretto.simulator.compute.cost_model import CostModel
 from stretto.simulator.config import Simulation
-from stretto.simulator.engine import Worker, World
-from stretto.simulator.isolation.process_state import Own
+from stretto.simulator.engine import Engine, Worker
+from stretto.simulator.isolation.process_state import ProcessState
 from stretto.simulator.network import topology
 from stretto.simulator.network.topology import Links
 
@@ -391,8 +391,8 @@ def test_who_dies_while_the_coordinator_stands_still_is_missed_when_it_goes_on(r
     ],
 )
 def test_runs_whose_members_cannot_change_are_as_they_were(fault: str, mortal: bool) -> None:
-    order = Order(script=Path("train.py"), workers=2)
-    simulation = Simulation(order, Tariff(STEP_S), faults=plan.parse(fault) if fault else ())
+    order = RunConfig(script=Path("train.py"), workers=2)
+    simulation = Simulation(order, CostModel(STEP_S), faults=plan.parse(fault) if fault else ())
     assert simulation.is_mortal == mortal
     assert not replace(simulation, order=replace(order, workers=1)).is_mortal
 
@@ -409,16 +409,16 @@ class Scene:
     """A world whose workers may die, and do what a function says."""
 
     def __init__(self, workers: int, links: Links | None = None, **more: Any) -> None:
-        self.world = World(workers, links or Links(topology.parse("instant"), workers), Tariff(0.0), **more)
+        self.world = Engine(workers, links or Links(topology.parse("instant"), workers), CostModel(0.0), **more)
         self.world.is_mortal = True
 
-    def lived(self, live: Callable[[Worker], None]) -> World:
+    def lived(self, live: Callable[[Worker], None]) -> Engine:
         self.world.run(live, self._own)
         return self.world
 
-    def _own(self, worker: Worker) -> Own:
+    def _own(self, worker: Worker) -> ProcessState:
         torch.manual_seed(worker.number)
-        return Own(ModuleType("__main__"), [], io.StringIO(), io.StringIO())
+        return ProcessState(ModuleType("__main__"), [], io.StringIO(), io.StringIO())
 
     def kill(self, worker: int, at: float, back: float | None = None) -> None:
         self.world.queue.at(at, lambda: self.world.kill(self.world.workers[worker]))
@@ -479,7 +479,7 @@ def test_the_others_draw_on_as_if_nobody_had_died_and_who_is_born_draws_from_the
 def test_no_exchange_with_the_dead_ends_and_who_waits_is_told_when_it_is_known(asks_at: float) -> None:
     links = Links(topology.parse("8kbit/s"), 2)
     scene = Scene(2, links)
-    table = Table(scene.world, links, (0, 1))
+    table = SimGroup(scene.world, links, (0, 1))
     wires = [table.wire(one, inf) for one in scene.world.workers]
     scene.kill(1, 1.0)
     scene.world.queue.at(1.0, table.end)

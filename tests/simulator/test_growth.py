@@ -14,7 +14,7 @@ from simulator.simulated import simulated
 from stretto.loader import epoch_batches
 from stretto.simulator.cluster import rpc_channel
 from stretto.training.trainer import Trainer
-from stretto.training.worker_context import Seat
+from stretto.training.worker_context import WorkerContext
 
 TENSORS = """
 import os, torch, stretto
@@ -36,7 +36,7 @@ def test_nothing_is_left_of_lives_that_are_over(recipe: str, monkeypatch: pytest
     born: dict[tuple[int, int], weakref.ref[Trainer]] = {}
     real = Trainer.__init__
 
-    def noted(self: Trainer, seat: Seat, *given: Any) -> None:
+    def noted(self: Trainer, seat: WorkerContext, *given: Any) -> None:
         born[seat.worker, seat.life] = weakref.ref(self)
         real(self, seat, *given)
 
@@ -78,8 +78,10 @@ def test_no_replies_stay_when_a_server_was_lost(monkeypatch: pytest.MonkeyPatch)
 def test_what_no_exchange_has_carried_is_listed_of_the_dead_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thousand workers that each list what all of them have not yet exchanged would be a million lists."""
     taken: list[int] = []
-    real = epoch_batches.Leftover.take
-    monkeypatch.setattr(epoch_batches.Leftover, "take", lambda self, worker: taken.append(worker) or real(self, worker))
+    real = epoch_batches.UncommittedWork.take
+    monkeypatch.setattr(
+        epoch_batches.UncommittedWork, "take", lambda self, worker: taken.append(worker) or real(self, worker)
+    )
     fault = "kill worker 1 at 190ms, back after 20ms"
     ended = lived("local_sgd(every=60)", fault, 3, 6)
     assert set(taken) == {1}

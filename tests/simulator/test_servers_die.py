@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from simulator.dying import ALSO_THROUGH, FREE, NET, THROUGH, faults, is_whole, lived, told, training
 from simulator.simulated import simulated
 
-from stretto.parameter_server.client import ServerWire
+from stretto.parameter_server.client import ParameterServerClient
 from stretto.report import incidents
 from stretto.report.run_log import read
 from stretto.simulator.cluster import rpc_server
@@ -95,13 +95,13 @@ def test_who_died_before_the_script_named_its_recipe_is_not_waited_for(recipe: s
 def test_all_go_back_to_the_cut_once(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that has asked for more than one thing when a server is lost is refused more than once."""
     backs: Counter[tuple[int, int]] = Counter()
-    recover = ServerWire.recover
+    recover = ParameterServerClient.recover
 
-    def counted(wire: ServerWire) -> None:
+    def counted(wire: ParameterServerClient) -> None:
         backs[wire.number, wire.age] += 1
         recover(wire)
 
-    monkeypatch.setattr(ServerWire, "recover", counted)
+    monkeypatch.setattr(ParameterServerClient, "recover", counted)
     for at in range(60, 220, 8):
         backs.clear()
         is_whole(lived(recipe, f"kill server 0 at {at}ms, back after 20ms", 4, 3), recipe, 3)
@@ -111,16 +111,16 @@ def test_all_go_back_to_the_cut_once(recipe: str, monkeypatch: pytest.MonkeyPatc
 
 def test_who_goes_back_while_servers_are_lost_again_does_not_go_back_within(monkeypatch: pytest.MonkeyPatch) -> None:
     depth, most, draw = Counter[int](), 0, random.Random(0)
-    recover = ServerWire.recover
+    recover = ParameterServerClient.recover
 
-    def counted(wire: ServerWire) -> None:
+    def counted(wire: ParameterServerClient) -> None:
         nonlocal most
         depth[wire.number] += 1
         most = max(most, depth[wire.number])
         recover(wire)
         depth[wire.number] -= 1
 
-    monkeypatch.setattr(ServerWire, "recover", counted)
+    monkeypatch.setattr(ParameterServerClient, "recover", counted)
     moments = accumulate((draw.uniform(60, 400) for _ in range(60)), initial=60.0)
     fault = "; ".join(f"kill server 0 at {at:.3f}ms, back after 10ms" for at in moments)
     ended = simulated(2, training(1), "async_sgd", net="1Gbit/s 30ms", fault=fault)

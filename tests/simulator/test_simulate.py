@@ -36,7 +36,7 @@ from stretto.launcher.reexec import SETTLED
 from stretto.recipe.parser import parse
 from stretto.report.run_record import record
 from stretto.simulator.compute import speed as speeds
-from stretto.simulator.compute.cost_model import Tariff
+from stretto.simulator.compute.cost_model import CostModel
 from stretto.simulator.network import flows, topology
 from stretto.simulator.network.topology import Links
 from stretto.simulator.network.wire_bytes import forming_bytes, handshake_bytes
@@ -357,9 +357,9 @@ def test_encoding_applying_and_processors_take_their_time(recipe: str) -> None:
     """Encoding here, decoding there; a server applies one update after the other; two share one processor."""
     plain = per_step(recipe, 1)
     assert plain == pytest.approx(STEP_S if "local" in recipe else plain)
-    coded = per_step(recipe, 2, "instant", tariff=Tariff(STEP_S, ask_s=0.002))
+    coded = per_step(recipe, 2, "instant", tariff=CostModel(STEP_S, ask_s=0.002))
     assert coded - per_step(recipe, 2, "instant") == pytest.approx(0.004)
-    applied = per_step(recipe, 2, "instant", tariff=Tariff(STEP_S, take_s=0.004))
+    applied = per_step(recipe, 2, "instant", tariff=CostModel(STEP_S, take_s=0.004))
     server = recipe == "async_sgd"
     assert applied == pytest.approx(STEP_S + 2 * 0.004 if server else STEP_S, abs=0.0041 if server else 1e-9)
     assert per_step(recipe, 2, "instant", processors=1.0) == pytest.approx(2 * STEP_S)

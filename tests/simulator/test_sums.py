@@ -23,7 +23,7 @@ import stretto
 from stretto.interval import every
 from stretto.recipe.parser import parse
 from stretto.simulator.cluster import rpc_server
-from stretto.simulator.runner import Cast
+from stretto.simulator.runner import Simulator
 
 BATCHES, SIZE = 12, 2
 APART = 16
@@ -91,14 +91,14 @@ def counting(asked: Asked) -> Callable[[int], None]:
 
 
 def ended(asked: Asked) -> Ended:
-    real, cut_every_s = Cast.seat, asked.cut_every_s
+    real, cut_every_s = Simulator.seat, asked.cut_every_s
 
-    def seat(cast: Cast, worker: Any) -> Any:
+    def seat(cast: Simulator, worker: Any) -> Any:
         due = every(asked.checkpoint) if asked.checkpoint else None
         return replace(real(cast, worker), checkpoint=due)
 
     with pytest.MonkeyPatch.context() as patch, TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        patch.setattr(Cast, "seat", seat)
+        patch.setattr(Simulator, "seat", seat)
         patch.setattr(rpc_server, "CUT_EVERY_S", cut_every_s)
         return simulated(
             asked.workers,

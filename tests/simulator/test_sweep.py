@@ -17,11 +17,11 @@ import pytest
 from sim import pretend
 
 from stretto.errors import LaunchError
-from stretto.launcher.config import Order
+from stretto.launcher.config import RunConfig
 from stretto.simulator.sweep import worker_pool
 from stretto.simulator.sweep.runner import SweepOrder, results, run
 
-TRAIN = Order(Path("train.py"))
+TRAIN = RunConfig(Path("train.py"))
 COMMAND = (sys.executable, "-S", "-E", pretend.__file__)
 STOPPABLE = """
 import signal, sys
@@ -44,7 +44,9 @@ def _there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("train.py").touch()
 
 
-def swept(*sweep: str, command: tuple[str, ...] = COMMAND, order: Order = TRAIN, **more: Any) -> tuple[Path, list[str]]:
+def swept(
+    *sweep: str, command: tuple[str, ...] = COMMAND, order: RunConfig = TRAIN, **more: Any
+) -> tuple[Path, list[str]]:
     said: list[str] = []
     return run(SweepOrder(order, sweep, out=Path("swept"), **more), said.append, command), said
 
@@ -85,7 +87,7 @@ def test_a_sweep_measures_every_point_and_tells_what_follows() -> None:
 
 
 def test_the_command_of_a_point_is_a_quiet_simulation_with_one_thread() -> None:
-    order = Order(Path("train.py"), ("--mode", "well"), patience_s=5.0)
+    order = RunConfig(Path("train.py"), ("--mode", "well"), patience_s=5.0)
     swept("--lr=0.1", "seed=3", order=order, options={"workers": "2", "step_time": "5ms"})
     run_json = json.loads(Path("swept/points/001-lr=0.1-seed=3/run.json").read_text())
     out = "swept/points/001-lr=0.1-seed=3"
@@ -172,9 +174,9 @@ def test_another_target_is_asked_of_the_points_that_are_there() -> None:
     ("key", "change"),
     [
         ("sweep", {}),
-        ("args", {"order": Order(Path("train.py"), ("--mode", "well"))}),
+        ("args", {"order": RunConfig(Path("train.py"), ("--mode", "well"))}),
         ("options", {"options": {"seed": "1"}}),
-        ("also", {"order": Order(Path("train.py"), patience_s=5.0, max_workers=8)}),
+        ("also", {"order": RunConfig(Path("train.py"), patience_s=5.0, max_workers=8)}),
         ("script_hash", {}),
     ],
 )

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from stretto.cli.main import simulate
 from stretto.errors import LaunchError, RecipeError, StrettoError
-from stretto.launcher.config import Order
+from stretto.launcher.config import RunConfig
 from stretto.recipe.parser import parse as parse_recipe
-from stretto.simulator.compute.cost_model import Tariff
+from stretto.simulator.compute.cost_model import CostModel
 from stretto.simulator.compute.cost_model import parse as parse_tariff
 from stretto.simulator.config import Simulation
 from stretto.simulator.sweep.grid import OPTIONS, SweepOrder, axes, parse, points, with_option
@@ -26,7 +26,7 @@ def values(text: str) -> list[str]:
 def order(tmp_path: Path, *sweep: str, **options: str) -> SweepOrder:
     script = tmp_path / "train.py"
     script.touch()
-    return SweepOrder(Order(script, ("--lr", "1")), sweep, options)
+    return SweepOrder(RunConfig(script, ("--lr", "1")), sweep, options)
 
 
 # Values
@@ -246,9 +246,9 @@ def test_every_option_of_a_simulation_can_be_swept(tmp_path: Path) -> None:
 
 def test_a_missing_script_and_no_jobs_are_refused(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match="there is no script"):
-        points(SweepOrder(Order(tmp_path / "none.py"), ("workers=1",)))
+        points(SweepOrder(RunConfig(tmp_path / "none.py"), ("workers=1",)))
     with pytest.raises(LaunchError, match="jobs cannot be 0"):
-        SweepOrder(Order(tmp_path), ("workers=1",), jobs=0).at_once()
+        SweepOrder(RunConfig(tmp_path), ("workers=1",), jobs=0).at_once()
 
 
 def test_what_is_asked_changes_with_the_script_itself(tmp_path: Path) -> None:
@@ -267,10 +267,10 @@ def test_points_are_measured_once_for_all_that_are_alike_and_the_script_once_for
 ) -> None:
     measured: list[Simulation] = []
 
-    def takes(one: Simulation, typed: str) -> Tariff:
+    def takes(one: Simulation, typed: str) -> CostModel:
         assert typed == "auto"
         measured.append(one)
-        return Tariff(step_s=float(len(measured)), ask_s=float(len(measured)))
+        return CostModel(step_s=float(len(measured)), ask_s=float(len(measured)))
 
     monkeypatch.setattr(simulate, "_measured", takes)
     networks = "network=instant,1Gbit/s,10Gbit/s"
@@ -290,9 +290,9 @@ def test_each_crowd_has_its_own_measurement_of_the_script(tmp_path: Path, monkey
     """Four workers crowd two processors, two and one do not; one has no wires."""
     crowds: list[int | None] = []
 
-    def takes(one: Simulation, _typed: str) -> Tariff:
+    def takes(one: Simulation, _typed: str) -> CostModel:
         crowds.append(one.crowd)
-        return Tariff(step_s=float(len(crowds)))
+        return CostModel(step_s=float(len(crowds)))
 
     monkeypatch.setattr(simulate, "_measured", takes)
     asked = order(tmp_path, "workers=4,2,1", recipe="allreduce", network="1Gbit/s", processors="2")

@@ -16,18 +16,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stretto.collective_ops import Every, Mean
+from stretto.collective_ops import AllGather, AllReduceMean
 from stretto.errors import LaunchError
-from stretto.parameter_server.client import ServerWire
+from stretto.parameter_server.client import ParameterServerClient
 from stretto.parameter_server.framing import CHUNK_BYTES
-from stretto.parameter_server.messages import Ask
-from stretto.simulator.cluster.collective import Table
-from stretto.simulator.cluster.rpc_server import Offices
+from stretto.parameter_server.messages import Contribute
+from stretto.simulator.cluster.collective import SimGroup
+from stretto.simulator.cluster.rpc_server import SimServers
 from stretto.simulator.compute import cost_model, transport_costs
-from stretto.simulator.compute.cost_model import Tariff
-from stretto.simulator.engine import Worker, World
+from stretto.simulator.compute.cost_model import CostModel
+from stretto.simulator.engine import Engine, Worker
 from stretto.simulator.event_queue import Queue
-from stretto.simulator.isolation.process_state import Own
+from stretto.simulator.isolation.process_state import ProcessState
 from stretto.simulator.network import topology, wire_bytes
 from stretto.simulator.network.flows import Net
 from stretto.simulator.network.topology import Links
@@ -41,12 +41,12 @@ RATE = 1e6
 class Scene:
     """A world whose workers live, each with a wire."""
 
-    def __init__(self, workers: int, net: str, cost: Tariff, processors: float | None, shards: int = 0) -> None:
+    def __init__(self, workers: int, net: str, cost: CostModel, processors: float | None, shards: int = 0) -> None:
         links = Links(topology.parse(net), workers, shards)
-        self.world = World(workers, links, cost, (), processors, shards)
-        table, offices = Table(self.world, links), None
+        self.world = Engine(workers, links, cost, (), processors, shards)
+        table, offices = SimGroup(self.world, links), None
         if shards:
-            offices = Offices(self.world, shards, "stop", True, inf)
+            offices = SimServers(self.world, shards, "stop", True, inf)
         self._wires = [offices.wire(one) if offices else table.wire(one, inf) for one in self.world.workers]
 
     def seconds(self, live: Callable[[Any], None]) -> float:
@@ -57,32 +57,32 @@ class Scene:
             live(self._wires[worker.number])
             ends.append(worker.now())
 
-        self.world.run(course, lambda one: Own(ModuleType("__main__"), [], io.StringIO(), io.StringIO()))
+        self.world.run(course, lambda one: ProcessState(ModuleType("__main__"), [], io.StringIO(), io.StringIO()))
         return max(ends)
 
 
 def mean_s(workers: int, net: str = "instant", processors: float | None = None, **cost: float) -> float:
     """Virtual seconds of one all-reduce."""
-    return Scene(workers, net, Tariff(0.0, **cost), processors).seconds(
-        lambda wire: wire.start(Mean(torch.ones(NUMBERS))).wait()
+    return Scene(workers, net, CostModel(0.0, **cost), processors).seconds(
+        lambda wire: wire.start(AllReduceMean(torch.ones(NUMBERS))).wait()
     )
 
 
 times = st.floats(0, 1, allow_subnormal=False)
 
 
-@given(st.builds(Tariff, *[times] * 11))
-def test_what_is_printed_can_be_typed(one: Tariff) -> None:
+@given(st.builds(CostModel, *[times] * 11))
+def test_what_is_printed_can_be_typed(one: CostModel) -> None:
     again = cost_model.parse(str(one))
     for field, value in vars(one).items():
         assert getattr(again, field) == pytest.approx(value, abs=1e-7)
 
 
 def test_what_is_typed_behind_auto_goes_before_what_was_measured() -> None:
-    measured = Tariff(0.005, ask_s=0.001, message_s=0.002)
+    measured = CostModel(0.005, ask_s=0.001, message_s=0.002)
     assert cost_model.parse("auto", lambda: measured) == measured
     found = cost_model.parse("auto, 3ms per message, 4ms per MB", lambda: measured)
-    assert found == Tariff(0.005, ask_s=0.001, message_s=0.003, megabyte_s=0.004)
+    assert found == CostModel(0.005, ask_s=0.001, message_s=0.003, megabyte_s=0.004)
 
 
 @pytest.mark.parametrize(
@@ -126,14 +126,14 @@ def test_what_is_late_comes_on_top_of_what_is_worked_and_carried(net: str) -> No
 
 def test_words_take_their_telling_besides_once_for_each_round_of_them() -> None:
     def told_s(act: Callable[[Any], object], **cost: float) -> float:
-        return Scene(4, "instant", Tariff(0.0, **cost), None).seconds(act)
+        return Scene(4, "instant", CostModel(0.0, **cost), None).seconds(act)
 
     short, long = b"x", bytes(1000)
     assert told_s(lambda wire: wire.gather(short), telling_s=0.1) == pytest.approx(0.1)
     assert told_s(lambda wire: wire.gather(long), telling_s=0.1) == pytest.approx(0.2)
     assert told_s(lambda wire: wire.tell(short), telling_s=0.1) == pytest.approx(0.1)
     assert told_s(lambda wire: wire.tell(long), telling_s=0.1) == pytest.approx(0.2)
-    assert told_s(lambda wire: wire.start(Every(torch.ones(9))).wait(), telling_s=0.1) == pytest.approx(0.1)
+    assert told_s(lambda wire: wire.start(AllGather(torch.ones(9))).wait(), telling_s=0.1) == pytest.approx(0.1)
     assert mean_s(4, telling_s=0.1) == 0
 
 
@@ -145,7 +145,7 @@ def test_workers_share_the_processors_that_their_exchange_needs(processors: floa
 
 def gather_s(processors: float | None = None, **cost: float) -> float:
     """Virtual seconds until a server has told each of two workers what both have said."""
-    return Scene(2, "instant", Tariff(0.0, **cost), processors, 1).seconds(lambda wire: wire.gather(b"x"))
+    return Scene(2, "instant", CostModel(0.0, **cost), processors, 1).seconds(lambda wire: wire.gather(b"x"))
 
 
 def test_a_parcel_is_worked_on_at_both_ends_one_after_another_at_the_server() -> None:
@@ -159,13 +159,13 @@ def test_a_server_in_worker_0_has_the_processor_that_the_worker_has() -> None:
     """It takes in two parcels and sends two, while the worker computes for as long again."""
 
     def seconds(net: str) -> float:
-        def live(wire: ServerWire) -> None:
+        def live(wire: ParameterServerClient) -> None:
             wire.gather(b"x")
             if wire.worker == 0:
                 scene.world.busy(scene.world.share_of_service(0), 1.0, lambda: None)
                 scene.world.workers[0].work(1.0)
 
-        scene = Scene(2, net, Tariff(0.0), 8.0, 1)
+        scene = Scene(2, net, CostModel(0.0), 8.0, 1)
         return scene.seconds(live)
 
     assert seconds("instant, servers with workers") == pytest.approx(1.0)
@@ -175,10 +175,10 @@ def test_a_server_in_worker_0_has_the_processor_that_the_worker_has() -> None:
 def push_s(nbytes: int, net: str, **cost: float) -> float:
     """Virtual seconds of a parcel of so many bytes, and the answer to it, from a worker to a server."""
 
-    def live(wire: ServerWire) -> None:
-        wire.links[0].wait(wire.links[0].send(Ask(1, "mean"), [torch.ones(nbytes // 4)]))
+    def live(wire: ParameterServerClient) -> None:
+        wire.links[0].wait(wire.links[0].send(Contribute(1, "mean"), [torch.ones(nbytes // 4)]))
 
-    return Scene(1, net, Tariff(0.0, **cost), None, 1).seconds(live)
+    return Scene(1, net, CostModel(0.0, **cost), None, 1).seconds(live)
 
 
 def test_of_a_large_parcel_chunks_are_made_carried_and_taken_in_at_once() -> None:
@@ -198,16 +198,16 @@ def test_what_goes_over_a_link_takes_what_links_take_besides(net: str, processor
     """Who sends, the links for both ends, and who receives, one after another; half a processor is half as quick."""
     nbytes = CHUNK_BYTES // 2
 
-    def live(wire: ServerWire) -> None:
-        wire.links[0].wait(wire.links[0].send(Ask(1, "mean"), [torch.ones(nbytes // 4)]))
+    def live(wire: ParameterServerClient) -> None:
+        wire.links[0].wait(wire.links[0].send(Contribute(1, "mean"), [torch.ones(nbytes // 4)]))
 
-    cost = Tariff(0.0, parcel_megabyte_s=1.0, link_megabyte_s=0.5)
+    cost = CostModel(0.0, parcel_megabyte_s=1.0, link_megabyte_s=0.5)
     took = Scene(1, net, cost, processors, 1).seconds(live)
     assert took == pytest.approx(2 * way_s * nbytes / 1e6, rel=5e-3)
 
 
 def test_who_works_on_a_message_goes_before_those_who_compute() -> None:
-    world = World(2, Links(topology.Network(), 2), Tariff(0.0), (), 1.0)
+    world = Engine(2, Links(topology.Network(), 2), CostModel(0.0), (), 1.0)
     ends = {}
 
     def course(worker: Worker) -> None:
@@ -216,7 +216,7 @@ def test_who_works_on_a_message_goes_before_those_who_compute() -> None:
         worker.work(3.0)
         ends[worker.number] = worker.now()
 
-    world.run(course, lambda one: Own(ModuleType("__main__"), [], io.StringIO(), io.StringIO()))
+    world.run(course, lambda one: ProcessState(ModuleType("__main__"), [], io.StringIO(), io.StringIO()))
     assert ends["message"] == pytest.approx(1.0, rel=0.01)
     assert max(ends.values()) == pytest.approx(7.0)
 
@@ -226,15 +226,15 @@ def test_who_works_on_a_message_goes_before_those_who_compute() -> None:
 def test_parcels_of_all_lengths_arrive_in_the_order_in_which_they_left(lengths: list[int]) -> None:
     came = []
 
-    def live(wire: ServerWire) -> None:
+    def live(wire: ParameterServerClient) -> None:
         (link,) = wire.links
-        asks = [link.send(Ask(op, "mean"), [torch.ones(length // 4)]) for op, length in enumerate(lengths, 1)]
+        asks = [link.send(Contribute(op, "mean"), [torch.ones(length // 4)]) for op, length in enumerate(lengths, 1)]
         for place, number in enumerate(asks):
             link.wait(number)
             came.append(number)
             assert not any(link.is_there(one) for one in asks[place + 1 :])
 
-    cost = Tariff(0.0, parcel_s=0.001, parcel_megabyte_s=1.0)
+    cost = CostModel(0.0, parcel_s=0.001, parcel_megabyte_s=1.0)
     Scene(1, "8Mbit/s 1ms", cost, None, 1).seconds(live)
     assert came == sorted(came)
 
@@ -303,7 +303,7 @@ def test_from_a_few_exchanges_all_costs_are_found(truth: tuple[float, float, flo
     class Wire:
         workers, spent = 4, 0.0
 
-        def start(self, ask: Mean) -> Wire:
+        def start(self, ask: AllReduceMean) -> Wire:
             moved = [wire_bytes.mean_bytes(one, 4, ask.tensor.nbytes) for one in range(4)]
             messages = sum(wire_bytes.mean_messages(one, 4, ask.tensor.nbytes) for one in range(4)) / 4
             payload = sum(map(sum, moved)) / 4 - 3 * wire_bytes.ANNOUNCED * messages
@@ -330,7 +330,7 @@ def test_a_usual_exchange_takes_what_it_took_though_crossing_messages_take_more(
     class Wire:
         workers, spent = 4, 0.0
 
-        def start(self, ask: Mean) -> Wire:
+        def start(self, ask: AllReduceMean) -> Wire:
             self.spent += 4e-4 if ask.tensor.numel() == 1 else 3.6e-3
             return self
 

@@ -18,12 +18,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stretto.collective_ops import Every, Mean
-from stretto.errors import LaunchError, WireError
+from stretto.collective_ops import AllGather, AllReduceMean
+from stretto.errors import LaunchError, TransportError
 from stretto.faults import plan as chaos
-from stretto.simulator.cluster.collective import SimWire, Table
-from stretto.simulator.engine import Tariff, Worker, World
-from stretto.simulator.isolation.process_state import Own
+from stretto.simulator.cluster.collective import SimGroup, SimWire
+from stretto.simulator.engine import CostModel, Engine, Worker
+from stretto.simulator.isolation.process_state import ProcessState
 from stretto.simulator.network import topology
 from stretto.simulator.network.topology import Links
 
@@ -36,20 +36,20 @@ class Scene:
     def __init__(self, workers: int, net: str = "instant", fault: str = "", limit_s: float = inf, **more: Any) -> None:
         links = Links(topology.parse(net), workers)
         plan = chaos.schedule(chaos.parse(fault) if fault else (), workers, 0, 0)
-        self.world = World(workers, links, Tariff(0.0), plan, **more)
-        table = Table(self.world, links)
+        self.world = Engine(workers, links, CostModel(0.0), plan, **more)
+        table = SimGroup(self.world, links)
         self._wires = [table.wire(one, limit_s) for one in self.world.workers]
 
-    def lived(self, live: Live, order: Any = None) -> World:
+    def lived(self, live: Live, order: Any = None) -> Engine:
         """The world after it."""
         self.world.run(lambda one: live(one, self._wires[one.number]), self._own, order)
         return self.world
 
-    def _own(self, worker: Worker) -> Own:
+    def _own(self, worker: Worker) -> ProcessState:
         torch.manual_seed(worker.number)
         np.random.seed(worker.number)
         random.seed(worker.number)
-        return Own(ModuleType("__main__"), [str(worker.number)], io.StringIO(), io.StringIO())
+        return ProcessState(ModuleType("__main__"), [str(worker.number)], io.StringIO(), io.StringIO())
 
 
 def doing_nothing(worker: Worker, wire: SimWire) -> None:
@@ -213,7 +213,7 @@ def test_a_pause_makes_work_last_longer_by_what_of_it_falls_into_the_work(
 def meeting(worker: Worker, wire: SimWire) -> None:
     """A second of work, then an exchange of 4,000 bytes, which takes a second each way at 4,000 bytes a second."""
     worker.work(1.0)
-    wire.start(Mean(torch.ones(1000))).wait()
+    wire.start(AllReduceMean(torch.ones(1000))).wait()
 
 
 NET = "32kbit/s"
@@ -326,9 +326,9 @@ def test_faults_without_end_do_not_hide_a_deadlock(monkeypatch: pytest.MonkeyPat
 
 def test_workers_that_do_different_things_are_told_so() -> None:
     def live(worker: Worker, wire: SimWire) -> None:
-        wire.start((Mean, Every)[worker.number](torch.ones(3))).wait()
+        wire.start((AllReduceMean, AllGather)[worker.number](torch.ones(3))).wait()
 
-    with pytest.raises(WireError, match="different things"):
+    with pytest.raises(TransportError, match="different things"):
         Scene(2).lived(live)
 
 
@@ -337,7 +337,7 @@ def test_a_wait_has_a_limit() -> None:
         worker.work(10.0 * worker.number)
         wire.gather(b"")
 
-    with pytest.raises(WireError, match="worker 0 waited 10 s for .* longer than 5 s"):
+    with pytest.raises(TransportError, match="worker 0 waited 10 s for .* longer than 5 s"):
         Scene(2, limit_s=5.0).lived(live)
 
 
@@ -465,7 +465,7 @@ def test_another_workers_turn_may_come_while_one_waits_behind_its_backward_pass(
 
         def hook(grad: torch.Tensor) -> None:
             worker.after_backward(lambda: order.append((worker.number, "first")))
-            tickets.append(wire.start(Mean(torch.full((2,), 1.0 + worker.number))))
+            tickets.append(wire.start(AllReduceMean(torch.full((2,), 1.0 + worker.number))))
             worker.after_backward(lambda: order.append((worker.number, f"then {tickets[0].wait().tolist()}")))
 
         x.register_hook(hook)

@@ -13,8 +13,8 @@ from stretto import codecs
 from stretto.parameter_server.client_types import News, Update
 from stretto.recipe.parser import parse
 from stretto.runtime.phase_timer import Stopwatch
-from stretto.strategies.asynchronous import ArrivalExchange
-from stretto.strategies.flat_buffers import Arena
+from stretto.strategies.asynchronous import AsyncServer
+from stretto.strategies.flat_buffers import FlatParameters
 from stretto.strategies.optimizers import Optimizers
 from stretto.strategies.traffic_counters import Tally
 
@@ -66,16 +66,16 @@ class Scene:
     def __init__(self, recipe: str) -> None:
         self.net = nn.Module()
         self.net.w = nn.Parameter(torch.zeros(16))
-        self.arena = Arena([("w", cast("nn.Parameter", self.net.w))])
+        self.arena = FlatParameters([("w", cast("nn.Parameter", self.net.w))])
         self.server = Server(16)
         optimizer = torch.optim.SGD([cast("nn.Parameter", self.net.w)], lr=1.0)
-        self.exchange = ArrivalExchange(
+        self.exchange = AsyncServer(
             self.arena,
             1,
             parse(recipe),
             cast("Any", self.server),
             Stopwatch(lambda: 0.0),
-            Tally(codecs.Scene(1, 2)),
+            Tally(codecs.CodecContext(1, 2)),
             Optimizers([optimizer]),
             lambda leases: None,
             lambda blocked_s: None,

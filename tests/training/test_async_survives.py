@@ -16,14 +16,14 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from stretto import codecs
-from stretto.data.assignment import Deal
+from stretto.data.assignment import BatchAssignment
 from stretto.loader.epoch_order import draw, parted
-from stretto.loader.leased_batches import FreeHands, FreeShare
-from stretto.parameter_server.client_types import AnewError
+from stretto.loader.leased_batches import LeasedBatchSampler, LeasedEpoch
+from stretto.parameter_server.client_types import RollbackRequiredError
 from stretto.recipe.parser import parse
 from stretto.runtime.phase_timer import Stopwatch
-from stretto.strategies.asynchronous import ArrivalExchange
-from stretto.strategies.flat_buffers import Arena
+from stretto.strategies.asynchronous import AsyncServer
+from stretto.strategies.flat_buffers import FlatParameters
 from stretto.strategies.optimizers import Optimizers
 from stretto.strategies.traffic_counters import Tally
 
@@ -50,22 +50,22 @@ def script(recipe: str, meet: int | None, books: Books) -> Any:
     def run(worker: Worker) -> None:
         wire, net = worker.wire, nn.Module()
         net.w = nn.Parameter(torch.zeros(BATCHES * APART))
-        arena = Arena([("w", cast("nn.Parameter", net.w))])
+        arena = FlatParameters([("w", cast("nn.Parameter", net.w))])
         data = TensorDataset(torch.arange(BATCHES * SIZE) // SIZE)
         leases: list[Any] = []
-        hands: list[FreeHands] = []
+        hands: list[LeasedEpoch] = []
 
         def unsent() -> tuple[int, list[Any]]:
             now, leases[:] = list(leases), []
             return sum(one.samples for one in now), now
 
-        exchange = ArrivalExchange(
+        exchange = AsyncServer(
             arena,
             1,
             parse(recipe),
             wire,
             Stopwatch(lambda: 0.0),
-            Tally(codecs.Scene(worker.number, worker.crew.workers)),
+            Tally(codecs.CodecContext(worker.number, worker.crew.workers)),
             Optimizers([torch.optim.SGD([cast("nn.Parameter", net.w)], lr=1.0)]),
             lambda found: hands[0].settle(found),
             lambda blocked_s: None,
@@ -88,8 +88,8 @@ def script(recipe: str, meet: int | None, books: Books) -> Any:
 
             def keep() -> bytes:
                 try:
-                    deal = Deal.restored(hands[0].at_rest().state(), ())
-                except AnewError:
+                    deal = BatchAssignment.restored(hands[0].at_rest().state(), ())
+                except RollbackRequiredError:
                     return b"lost"
                 _, done = parted(hands[0].order, deal.left())
                 left = {start // SIZE for start, _ in deal.left()}
@@ -104,10 +104,10 @@ def script(recipe: str, meet: int | None, books: Books) -> Any:
             exchange.start_from_read()
 
         loader = DataLoader(data, batch_size=SIZE, shuffle=False)
-        share = FreeShare(lambda: draw(loader, wire, 1), wire, meet, dealt=parse(recipe).when.bound == 0)
+        share = LeasedBatchSampler(lambda: draw(loader, wire, 1), wire, meet, dealt=parse(recipe).when.bound == 0)
         mine = DataLoader(data, batch_sampler=share)
         for number in range(wire.joined.number if wire.joined is not None else 1, PASSES + 1):
-            hands[:] = [FreeHands(mine, share, number)]
+            hands[:] = [LeasedEpoch(mine, share, number)]
             hands[0].cut_made = functools.partial(keep_state, number)
             hands[0].finish = lambda: exchange.finish(*unsent()) and None
             hands[0].meet = meet_all

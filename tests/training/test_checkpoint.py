@@ -27,7 +27,7 @@ from torch import Tensor
 from stretto.checkpoint import state_transfer, storage
 from stretto.checkpoint.storage import BackgroundWriter, Checkpoints, Snapshots, State, write_tensors
 from stretto.errors import LaunchError
-from stretto.interval import Every, every
+from stretto.interval import Interval, every
 from stretto.strategies.optimizers import Optimizers
 from stretto.strategies.tensor_sync import octets
 
@@ -660,15 +660,15 @@ def test_a_full_disk_is_told_and_training_goes_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "meant"),
     [
-        ("5m", Every(seconds=300)),
-        ("30s", Every(seconds=30)),
-        ("500ms", Every(seconds=0.5)),
-        ("20 rounds", Every(rounds=20)),
-        ("1 round", Every(rounds=1)),
-        (" 20r ", Every(rounds=20)),
+        ("5m", Interval(seconds=300)),
+        ("30s", Interval(seconds=30)),
+        ("500ms", Interval(seconds=0.5)),
+        ("20 rounds", Interval(rounds=20)),
+        ("1 round", Interval(rounds=1)),
+        (" 20r ", Interval(rounds=20)),
     ],
 )
-def test_what_is_typed_is_what_is_meant(text: str, meant: Every) -> None:
+def test_what_is_typed_is_what_is_meant(text: str, meant: Interval) -> None:
     assert every(text) == meant
     assert every(str(meant)) == meant
 
@@ -682,7 +682,7 @@ def test_what_is_neither_a_time_nor_rounds_is_refused(text: str) -> None:
 
 @given(st.integers(1, 20), st.lists(st.integers(0, 30), max_size=30), st.booleans())
 def test_it_is_due_as_often_as_was_asked(wanted: int, passes: list[int], rounds: bool) -> None:
-    how_often = Every(rounds=wanted) if rounds else Every(seconds=wanted)
+    how_often = Interval(rounds=wanted) if rounds else Interval(seconds=wanted)
     now, last = 7, 7
     assert not how_often.due(*((0.0, now) if rounds else (now, 0)))
     for passed in passes:

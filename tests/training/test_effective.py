@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import stretto
 from stretto.compare.trials import ask, trials
 from stretto.errors import LaunchError, LoaderError
-from stretto.launcher.config import Order, check
+from stretto.launcher.config import RunConfig, check
 
 DOUBLE = torch.float64
 
@@ -120,11 +120,11 @@ def test_idle_workers_step_with_the_scaled_rate_too() -> None:
 
 def test_factors_follow_the_number_of_workers() -> None:
     script = Path(__file__)
-    factors = [Order(script, workers=4, lr_scale=scale).lr_factor for scale in ("none", "linear", "sqrt")]
+    factors = [RunConfig(script, workers=4, lr_scale=scale).lr_factor for scale in ("none", "linear", "sqrt")]
     assert factors == [1, 4, 2]
-    assert Order(script, alone=True, join=4, lr_scale="linear").lr_factor == 4
+    assert RunConfig(script, alone=True, join=4, lr_scale="linear").lr_factor == 4
     with pytest.raises(LaunchError, match="--lr-scale is for a larger batch"):
-        check(Order(script, workers=4, recipe="allreduce", global_batch="split", lr_scale="linear"))
+        check(RunConfig(script, workers=4, recipe="allreduce", global_batch="split", lr_scale="linear"))
 
 
 def test_a_comparison_of_shared_batches_refers_to_the_run_alone() -> None:

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 import stretto
 from stretto import api
-from stretto.codecs import Scene, difference_threshold, error_feedback, exact, top_k
+from stretto.codecs import CodecContext, difference_threshold, error_feedback, exact, top_k
 from stretto.codecs.conformance import hold
 from stretto.errors import ModelError, NotFiniteError, RecipeError
 from stretto.events import read_events
@@ -34,7 +34,8 @@ class Rounds:
         self.source = torch.Generator().manual_seed(7)
         self.theta = [torch.randn(n, generator=torch.Generator().manual_seed(0), dtype=DOUBLE) for _ in range(workers)]
         self.memories: list[Differences] = [
-            self.what.memory(how, theta, Scene(worker, workers, theta=theta)) for worker, theta in enumerate(self.theta)
+            self.what.memory(how, theta, CodecContext(worker, workers, theta=theta))
+            for worker, theta in enumerate(self.theta)
         ]
         self.said: list[list[int]] = []
 
@@ -313,7 +314,7 @@ def test_a_codec_fits_wherever_there_is_a_how(codec: str, place: str) -> None:
 
 
 def test_exact_is_a_codec_of_differences() -> None:
-    assert gradient_differences().memory(exact(), torch.zeros(3), Scene()).own.tolist() == [0, 0, 0]
+    assert gradient_differences().memory(exact(), torch.zeros(3), CodecContext()).own.tolist() == [0, 0, 0]
 
 
 def test_thawing_a_layer_keeps_the_residuals_of_the_others() -> None:

@@ -15,17 +15,17 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from stretto import codecs
 from stretto.checkpoint.storage import State
-from stretto.data.assignment import Deal, bounds_of
+from stretto.data.assignment import BatchAssignment, bounds_of
 from stretto.interval import every
-from stretto.loader.epoch_order import Order, draw
-from stretto.loader.leased_batches import FreeHands, FreeShare
+from stretto.loader.epoch_order import EpochOrder, draw
+from stretto.loader.leased_batches import LeasedBatchSampler, LeasedEpoch
 from stretto.recipe.parser import parse
 from stretto.runtime.phase_timer import Stopwatch
-from stretto.strategies.asynchronous import ArrivalExchange
-from stretto.strategies.flat_buffers import Arena
+from stretto.strategies.asynchronous import AsyncServer
+from stretto.strategies.flat_buffers import FlatParameters
 from stretto.strategies.optimizers import Optimizers
 from stretto.strategies.traffic_counters import Tally
-from stretto.training.checkpoint_manager import Keeper
+from stretto.training.checkpoint_manager import CheckpointManager
 
 BATCHES, DONE, APART = 12, 6, 16
 """A batch changes a number of its own; these are so far apart that both servers have some."""
@@ -40,15 +40,15 @@ class Side:
         self.worker, self.settled = worker, settled
         self.net = nn.Module()
         self.net.w = nn.Parameter(torch.zeros(BATCHES * APART))
-        self.arena = Arena([("w", cast("nn.Parameter", self.net.w))])
+        self.arena = FlatParameters([("w", cast("nn.Parameter", self.net.w))])
         self.theta = self.arena.parts[0].theta
 
-    def exchange(self, number: int) -> ArrivalExchange:
-        scene = codecs.Scene(self.worker.number, self.worker.crew.workers)
+    def exchange(self, number: int) -> AsyncServer:
+        scene = codecs.CodecContext(self.worker.number, self.worker.crew.workers)
         optimizer = torch.optim.SGD([cast("nn.Parameter", self.net.w)], lr=1.0)
         recipe, watch = parse("async_sgd(shards=2)"), Stopwatch(lambda: 0.0)
         wire = self.worker.wire
-        return ArrivalExchange(
+        return AsyncServer(
             self.arena,
             number,
             recipe,
@@ -109,7 +109,7 @@ def test_what_was_done_is_not_done_again_though_a_worker_and_then_the_coordinato
 
     def run(worker: Worker) -> None:
         leases: list[Any] = []
-        hands: list[FreeHands] = []
+        hands: list[LeasedEpoch] = []
         side = Side(worker, lambda done: hands[0].settle(done))
         wire, exchange = worker.wire, side.exchange(1)
 
@@ -119,11 +119,11 @@ def test_what_was_done_is_not_done_again_though_a_worker_and_then_the_coordinato
 
         data = TensorDataset(torch.arange(BATCHES))
         loader = DataLoader(data, batch_size=1, shuffle=False)
-        share = FreeShare(lambda: draw(loader, wire, 1), wire, None, dealt=False)
-        order = Order([[one] for one in range(BATCHES)], 0)
-        begun = order, Deal.of_settled(bounds_of(order.sizes), range(DONE), 2)
+        share = LeasedBatchSampler(lambda: draw(loader, wire, 1), wire, None, dealt=False)
+        order = EpochOrder([[one] for one in range(BATCHES)], 0)
+        begun = order, BatchAssignment.of_settled(bounds_of(order.sizes), range(DONE), 2)
         mine = DataLoader(data, batch_sampler=share)
-        hands.append(FreeHands(mine, share, 1, begun if wire.joined is None else None))
+        hands.append(LeasedEpoch(mine, share, 1, begun if wire.joined is None else None))
         hands[0].finish = lambda: exchange.finish(*unsent()) and None
         hands[0].meet = lambda _times: None
         while (hand := hands[0].next()) is not None:
@@ -170,7 +170,7 @@ def test_the_first_worker_dies_while_it_writes_and_the_next_one_does(tmp_path: P
             wire=worker.wire, replica=replica, journal=journal, optimizers=optimizers, **counts
         )
         place: Any = SimpleNamespace(run=tmp_path, keep=3, checkpoint=every("1 rounds"))
-        keeper: Any = Keeper(trainer, place)
+        keeper: Any = CheckpointManager(trainer, place)
 
         def state(own: dict[int, Any]) -> State:
             kept.append(sorted(own))

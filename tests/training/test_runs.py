@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 import stretto
 from stretto.events import PHASES, read_events
 from stretto.training import evaluation
-from stretto.training.worker_context import Seat, find_seat
+from stretto.training.worker_context import WorkerContext, find_seat
 
 RECIPES = ["allreduce", "local_sgd(every=3)", "diloco(every=4)"]
 
@@ -264,7 +264,7 @@ def test_the_seat_is_read_from_the_environment(tmp_path: Path) -> None:
     assert seat is not None
     assert (seat.run, seat.alone, seat.join, seat.seed, seat.workers) == (tmp_path, True, 4, 3, 1)
     torchrun = find_seat({"RANK": "2", "WORLD_SIZE": "4", "STRETTO_RECIPE": "allreduce"})
-    assert isinstance(torchrun, Seat)
+    assert isinstance(torchrun, WorkerContext)
     assert (torchrun.worker, torchrun.workers, torchrun.recipe, torchrun.run) == (2, 4, "allreduce", None)
     with pytest.raises(stretto.StrettoError, match="WORLD_SIZE"):
         find_seat({"WORLD_SIZE": "many"})

@@ -8,7 +8,7 @@ import pytest
 import torch
 from crew import regression, together, training
 
-from stretto.codecs import Scene, top_k
+from stretto.codecs import CodecContext, top_k
 from stretto.codecs.error_feedback import error_feedback
 from stretto.report.run_record import record
 from stretto.strategies.traffic_counters import Tally
@@ -29,8 +29,8 @@ def test_run_of_a_second_has_a_residual(recipe: str, tmp_path: Path) -> None:
 
 
 def test_norms_of_a_short_run_are_those_of_its_later_half() -> None:
-    tally, codec = Tally(Scene(0, 2, clock=lambda: 0.0)), error_feedback(top_k(0.1))
-    memory = codec.memory(torch.zeros(10), Scene(0, 2))
+    tally, codec = Tally(CodecContext(0, 2, clock=lambda: 0.0)), error_feedback(top_k(0.1))
+    memory = codec.memory(torch.zeros(10), CodecContext(0, 2))
     measured = []
     for number in range(1, 21):
         given = torch.arange(10.0) + number

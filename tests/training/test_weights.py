@@ -3,9 +3,9 @@
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from stretto.data.assignment import Deal
+from stretto.data.assignment import BatchAssignment
 from stretto.loader.sample_weights import Weights
-from stretto.transport.single_worker import SoloWire
+from stretto.transport.single_worker import SingleWorkerTransport
 
 SIZES = st.lists(st.integers(1, 5), min_size=1, max_size=24)
 
@@ -14,7 +14,7 @@ SIZES = st.lists(st.integers(1, 5), min_size=1, max_size=24)
 @example(sizes=[1] * 12, members=2, words=[3, 0, 0, 0])
 def test_those_who_are_gone_weigh_nothing(sizes: list[int], members: int, words: list[str | int]) -> None:
     """Against what each was dealt since the last exchange, written down hand by hand."""
-    deal, weights = Deal(sizes, range(members)), Weights(SoloWire())
+    deal, weights = BatchAssignment(sizes, range(members)), Weights(SingleWorkerTransport())
     there, dealt, is_carried, me = set(range(members)), dict.fromkeys(range(members), 0), False, members - 1
     for word in words:
         if word == "carried":

@@ -20,13 +20,13 @@ import pytest
 import torch
 import zmq
 
-from stretto.errors import MemberOutError, WireError
+from stretto.errors import MemberOutError, TransportError
 from stretto.events import read_events
-from stretto.membership.client import Companion
-from stretto.membership.coordinator import Gone, Roll, Save
-from stretto.membership.messages import Form, GoOn, Here, Out, Stop, Told
-from stretto.membership.server import RollCall
-from stretto.membership.write_ahead_log import Journal, read
+from stretto.membership.client import MembershipClient
+from stretto.membership.coordinator import Gone, MembershipCoordinator, Save
+from stretto.membership.messages import Continue, Evicted, GenerationView, ReadyReport, Shutdown, Told
+from stretto.membership.server import MembershipServer
+from stretto.membership.write_ahead_log import WriteAheadLog, read
 from stretto.security import WorkerKeys, new_keys
 
 LIMIT_S = 20.0
@@ -34,7 +34,7 @@ START_S = 60.0
 """How long a process may take that imports torch on a busy machine."""
 SERVER_KEYS, WORKER_KEYS = new_keys()
 DECODER = msgspec.msgpack.Decoder(Told)
-GOT = msgspec.msgpack.encode(Stop("nothing but that it was heard"))
+GOT = msgspec.msgpack.encode(Shutdown("nothing but that it was heard"))
 
 
 def until(what: Callable[[], bool]) -> float:
@@ -54,14 +54,16 @@ class Scene:
         self.notices: list[str] = []
         self.events: list[dict[str, Any]] = []
         self.aborts: list[tuple[int, int]] = []
-        self.companions: list[Companion] = []
+        self.companions: list[MembershipClient] = []
         self.pool = ThreadPoolExecutor(16)
         self.context = zmq.Context()
         self.dealers: list[Any] = []
         self.stop = threading.Event()
-        roll = Roll({"batch": "local"}, expected, patience_s=patience_s, **more)
+        roll = MembershipCoordinator({"batch": "local"}, expected, patience_s=patience_s, **more)
         listener = socket.create_server(("127.0.0.1", 0))
-        self.call = RollCall(listener, roll, Journal(folder / "journal"), SERVER_KEYS, patience_s, self.publish)
+        self.call = MembershipServer(
+            listener, roll, WriteAheadLog(folder / "journal"), SERVER_KEYS, patience_s, self.publish
+        )
         self.thread = threading.Thread(target=self.call.run, args=(self.stop,))
         self.thread.start()
 
@@ -69,8 +71,8 @@ class Scene:
         self.notices += notices
         self.events += events
 
-    def companion(self, worker: int, life: int = 0, keys: WorkerKeys = WORKER_KEYS) -> Companion:
-        made = Companion(
+    def companion(self, worker: int, life: int = 0, keys: WorkerKeys = WORKER_KEYS) -> MembershipClient:
+        made = MembershipClient(
             worker,
             life,
             self.call.address,
@@ -82,13 +84,13 @@ class Scene:
         self.companions.append(made)
         return made
 
-    def crew(self, workers: int) -> list[Companion]:
+    def crew(self, workers: int) -> list[MembershipClient]:
         """So many workers in their first generation."""
         crew = [self.companion(worker) for worker in range(workers)]
-        assert [form.generation for form in self.all_stand(crew, Here(0))] == [1] * workers
+        assert [form.generation for form in self.all_stand(crew, ReadyReport(0))] == [1] * workers
         return crew
 
-    def all_stand(self, crew: list[Companion], here: Here) -> list[Form]:
+    def all_stand(self, crew: list[MembershipClient], here: ReadyReport) -> list[GenerationView]:
         return [one.result(LIMIT_S) for one in [self.pool.submit(one.stand, here) for one in crew]]
 
     def launcher(self) -> Any:
@@ -132,7 +134,7 @@ def test_all_get_the_settings_and_one_form_of_the_first_generation(scene) -> Non
     there = scene(3)
     crew = [there.companion(worker) for worker in range(3)]
     assert [one.settings for one in crew] == [{"batch": "local"}] * 3
-    forms = there.all_stand(crew, Here(0, store="here:1"))
+    forms = there.all_stand(crew, ReadyReport(0, store="here:1"))
     assert forms[0] == forms[1] == forms[2]
     assert [(one.worker, one.life, one.here.store) for one in forms[0].members] == [(n, 0, "here:1") for n in range(3)]
 
@@ -143,12 +145,12 @@ def test_of_a_death_that_the_launcher_sees_all_are_told_at_once_and_form_anew(sc
     there.launcher().send(msgspec.msgpack.encode(Gone(2, 0, "killed by SIGKILL", True)))
     assert until(lambda: {(0, 1), (1, 1)} <= set(there.aborts)) < 1.0
     assert [one.aborted for one in crew[:2]] == [1, 1]
-    forms = there.all_stand(crew[:2], Here(1, commits=4))
+    forms = there.all_stand(crew[:2], ReadyReport(1, commits=4))
     assert [(form.generation, form.gone, len(form.members)) for form in forms] == [(2, [2], 2)] * 2
     assert "worker 2 is gone (killed by SIGKILL) while starting" in there.notices[-1]
     assert there.notices[-1].endswith("2 workers go on, worker 2 is started again")
     with pytest.raises(MemberOutError, match="worker 2 is no member any more: killed by SIGKILL"):
-        crew[2].stand(Here(1))
+        crew[2].stand(ReadyReport(1))
 
 
 def test_an_exchange_that_broke_for_one_is_broken_off_for_all(scene) -> None:
@@ -156,7 +158,7 @@ def test_an_exchange_that_broke_for_one_is_broken_off_for_all(scene) -> None:
     crew = there.crew(2)
     crew[0].broken(1, "the other end closed")
     until(lambda: set(there.aborts) == {(0, 1), (1, 1)})
-    forms = there.all_stand(crew, Here(1, commits=1))
+    forms = there.all_stand(crew, ReadyReport(1, commits=1))
     assert [form.generation for form in forms] == [2, 2]
     assert forms[0].why == "worker 0 could not exchange: the other end closed"
 
@@ -165,15 +167,15 @@ def test_who_says_nothing_for_the_patience_is_taken_for_dead_and_is_out_when_it_
     there = scene(2, patience_s=1.0)
     crew = [there.companion(0)]
     sleeper = there.dealer(b"worker 1.0")
-    sleeper.send(msgspec.msgpack.encode(Here(0)))
-    assert crew[0].stand(Here(0)).generation == 1
+    sleeper.send(msgspec.msgpack.encode(ReadyReport(0)))
+    assert crew[0].stand(ReadyReport(0)).generation == 1
     waited = until(lambda: (0, 1) in there.aborts)
     assert 0.5 < waited < 3.0
     assert any("worker 1 has not been heard of for" in one for one in there.notices)
-    assert crew[0].stand(Here(1, commits=2)).generation == 2
+    assert crew[0].stand(ReadyReport(1, commits=2)).generation == 2
     until(lambda: "worker 0 goes on alone" in there.notices[-1])
-    sleeper.send(msgspec.msgpack.encode(Here(1)))
-    while not isinstance(told := DECODER.decode(sleeper.recv() or GOT), Out):
+    sleeper.send(msgspec.msgpack.encode(ReadyReport(1)))
+    while not isinstance(told := DECODER.decode(sleeper.recv() or GOT), Evicted):
         pass
     assert "nothing was heard of it for" in told.why
 
@@ -182,12 +184,12 @@ def test_a_newcomer_comes_in_where_all_rest_at_one_hand(scene) -> None:
     there = scene(2)
     crew = there.crew(2)
     newcomer = there.companion(2)
-    comes = there.pool.submit(newcomer.stand, Here(0))
+    comes = there.pool.submit(newcomer.stand, ReadyReport(0))
     until(lambda: all(one.held for one in crew))
     crew[1].doing("computing", 5)  # it has passed its rest before it knew
-    first = there.pool.submit(crew[0].at_rest, Here(1, 4, 4)).result(LIMIT_S)
-    assert first == GoOn(1, 5)
-    forms = [there.pool.submit(one.at_rest, Here(1, 5, 5)) for one in crew]
+    first = there.pool.submit(crew[0].at_rest, ReadyReport(1, 4, 4)).result(LIMIT_S)
+    assert first == Continue(1, 5)
+    forms = [there.pool.submit(one.at_rest, ReadyReport(1, 5, 5)) for one in crew]
     form = comes.result(LIMIT_S)
     assert [one.result(LIMIT_S) for one in forms] == [form, form]
     assert (form.generation, len(form.members), form.save) == (2, 3, False)
@@ -200,9 +202,9 @@ def test_a_checkpoint_is_asked_for_at_rest_and_the_generation_goes_on(scene) -> 
     crew = there.crew(2)
     there.launcher().send(msgspec.msgpack.encode(Save()))
     until(lambda: all(one.held for one in crew))
-    forms = [there.pool.submit(one.at_rest, Here(1, 3, 3)).result for one in crew]
+    forms = [there.pool.submit(one.at_rest, ReadyReport(1, 3, 3)).result for one in crew]
     assert [(one(LIMIT_S).generation, one(LIMIT_S).save) for one in forms] == [(1, True)] * 2
-    assert crew[0].at_rest(Here(1, 3, 3)) == GoOn(1, 4), "nobody saves twice at one rest"
+    assert crew[0].at_rest(ReadyReport(1, 3, 3)) == Continue(1, 4), "nobody saves twice at one rest"
 
 
 def test_who_is_to_end_leaves_at_a_rest_and_the_others_go_on(scene) -> None:
@@ -210,7 +212,7 @@ def test_who_is_to_end_leaves_at_a_rest_and_the_others_go_on(scene) -> None:
     crew = there.crew(2)
     crew[1].quit()
     until(lambda: all(one.held for one in crew))
-    forms = [there.pool.submit(one.at_rest, Here(1, 3, 3)).result for one in crew]
+    forms = [there.pool.submit(one.at_rest, ReadyReport(1, 3, 3)).result for one in crew]
     assert [[one.worker for one in form(LIMIT_S).members] for form in forms] == [[0], [0]]
     assert forms[0](LIMIT_S).gone == [1]
 
@@ -219,26 +221,26 @@ def test_too_many_are_not_let_in(scene) -> None:
     there = scene(1, max_workers=1)
     there.crew(1)
     with pytest.raises(MemberOutError, match="the run has its 1 workers"):
-        there.companion(1).stand(Here(0))
+        there.companion(1).stand(ReadyReport(0))
 
 
 def test_when_too_few_are_left_all_are_told_that_the_run_cannot_go_on(scene) -> None:
     there = scene(2, min_workers=2)
     crew = there.crew(2)
     there.launcher().send(msgspec.msgpack.encode(Gone(1, 0, "killed", False)))
-    with pytest.raises(WireError, match="the run cannot go on: one worker cannot go on, at least 2"):
-        crew[0].stand(Here(1))
+    with pytest.raises(TransportError, match="the run cannot go on: one worker cannot go on, at least 2"):
+        crew[0].stand(ReadyReport(1))
 
 
 def test_in_a_free_roll_nobody_waits_for_anybody(scene) -> None:
     there = scene(2, free=True)
     crew = [there.companion(0)]
-    assert crew[0].stand(Here(0)).generation == 1
+    assert crew[0].stand(ReadyReport(0)).generation == 1
     crew.append(there.companion(1))
-    assert [one.worker for one in crew[1].stand(Here(0)).members] == [0, 1]
+    assert [one.worker for one in crew[1].stand(ReadyReport(0)).members] == [0, 1]
     there.launcher().send(msgspec.msgpack.encode(Gone(1, 0, "killed", True)))
     until(lambda: any("worker 1 is gone" in one for one in there.notices))
-    form = there.companion(1, life=1).stand(Here(0))
+    form = there.companion(1, life=1).stand(ReadyReport(0))
     assert (form.generation, [(one.worker, one.life) for one in form.members]) == (3, [(0, 0), (1, 1)])
     assert not there.aborts and not crew[0].held
 
@@ -248,9 +250,9 @@ def test_garbage_and_unknown_names_are_refused_and_counted(scene) -> None:
     for name, frames in (
         (b"worker 0.0", [b"\xc1"]),
         (b"worker 0.0", [b"", b""]),
-        (b"worker -1.0", [msgspec.msgpack.encode(Here(0))]),
-        (b"somebody", [msgspec.msgpack.encode(Here(0))]),
-        (b"launcher 0", [msgspec.msgpack.encode(Here(0))]),
+        (b"worker -1.0", [msgspec.msgpack.encode(ReadyReport(0))]),
+        (b"somebody", [msgspec.msgpack.encode(ReadyReport(0))]),
+        (b"launcher 0", [msgspec.msgpack.encode(ReadyReport(0))]),
     ):
         before = there.call.refused
         there.dealer(name).send_multipart(frames)
@@ -262,7 +264,7 @@ def test_garbage_and_unknown_names_are_refused_and_counted(scene) -> None:
 def test_another_key_is_refused_by_name(scene) -> None:
     there = scene(1)
     _, others = new_keys()
-    with pytest.raises(WireError, match="refused this worker's key"):
+    with pytest.raises(TransportError, match="refused this worker's key"):
         there.companion(0, keys=WorkerKeys(WORKER_KEYS.servers, others.public, others.secret))
 
 
@@ -300,8 +302,11 @@ def test_who_waits_for_others_and_is_cut_off_breaks_that_off_and_who_computes_go
 
 
 def test_without_a_coordinator_a_worker_stops_by_itself() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as nobody, pytest.raises(WireError, match="no coordinator answered"):
-        Companion(0, 0, "{}:{}".format(*nobody.getsockname()), WORKER_KEYS, 1.0, limit_s=0.5)
+    with (
+        socket.create_server(("127.0.0.1", 0)) as nobody,
+        pytest.raises(TransportError, match="no coordinator answered"),
+    ):
+        MembershipClient(0, 0, "{}:{}".format(*nobody.getsockname()), WORKER_KEYS, 1.0, limit_s=0.5)
 
 
 def formed_of(folder: Path) -> list[int]:
@@ -348,36 +353,40 @@ def test_a_coordinator_that_is_killed_while_a_generation_forms_goes_on_from_its_
     place = Process(tmp_path, 3)
     pool = ThreadPoolExecutor(4)
     aborts: list[int] = []
-    crew: list[Companion] = []
+    crew: list[MembershipClient] = []
 
-    def all_stand(here: Here) -> list[Any]:
+    def all_stand(here: ReadyReport) -> list[Any]:
         return [pool.submit(one.stand, here) for one in crew]
 
     try:
         for worker in range(3):
             crew.append(
-                Companion(worker, 0, place.address, WORKER_KEYS, START_S, START_S, lambda one, _: aborts.append(one))
+                MembershipClient(
+                    worker, 0, place.address, WORKER_KEYS, START_S, START_S, lambda one, _: aborts.append(one)
+                )
             )
-        assert {one.result(START_S).generation for one in all_stand(Here(0))} == {1}
+        assert {one.result(START_S).generation for one in all_stand(ReadyReport(0))} == {1}
         crew[0].broken(1, "closed")
         until(lambda: len(aborts) >= 3)
-        waiting = [pool.submit(one.stand, Here(1, commits=2)) for one in crew[:2]]
+        waiting = [pool.submit(one.stand, ReadyReport(1, commits=2)) for one in crew[:2]]
         time.sleep(0.1)  # so that it has heard some of them, or not
         place.kill()
-        waiting.append(pool.submit(crew[2].stand, Here(1, commits=2)))
+        waiting.append(pool.submit(crew[2].stand, ReadyReport(1, commits=2)))
         place.start()
         forms = [one.result(START_S) for one in waiting]
         assert forms[0] == forms[1] == forms[2]
         assert forms[0].generation == 2
         assert len(read(tmp_path / "journal")) == 3, "the settings and two generations"
-        late = Companion(
+        late = MembershipClient(
             0, 1, place.address, WORKER_KEYS, START_S, START_S
         )  # it is a greater life: the old one is over
         crew.append(late)
         until(lambda: 2 in aborts)
         with pytest.raises(MemberOutError, match="a later process of worker 0 has taken its place"):
-            crew[0].stand(Here(2))
-        forms = [one.result(START_S) for one in [pool.submit(one.stand, Here(2, commits=3)) for one in crew[1:3]]]
+            crew[0].stand(ReadyReport(2))
+        forms = [
+            one.result(START_S) for one in [pool.submit(one.stand, ReadyReport(2, commits=3)) for one in crew[1:3]]
+        ]
         assert [one.worker for one in forms[0].members] == [1, 2]
         until(lambda: formed_of(tmp_path) == [1, 2, 3])
         assert all(event["t"] > 0 for event in read_events(tmp_path / "events.jsonl"))

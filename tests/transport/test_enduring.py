@@ -7,10 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from stretto.collective_ops import Mean
+from stretto.collective_ops import AllReduceMean
 from stretto.errors import BrokenWireError, MemberOutError
-from stretto.membership.messages import Form, Here, Member
-from stretto.transport.elastic import EnduringWire
+from stretto.membership.messages import GenerationView, Member, ReadyReport
+from stretto.transport.elastic import ElasticTransport
 from tests.endure import LIMIT_S, Breakable, Cut, Former, Hall, Killed, Standing
 
 WORKERS, ATTEMPTS, LENGTHS = 4, 6, (3, 5)
@@ -18,13 +18,13 @@ WORKERS, ATTEMPTS, LENGTHS = 4, 6, (3, 5)
 
 def sums(hall: Hall, worker: int, changes: bool) -> list[list[float]]:
     """What a worker was answered in each attempt of two means: the number that a sum consists of; [] if it died."""
-    wire = EnduringWire(worker, Standing(hall, worker), Former(hall))
+    wire = ElasticTransport(worker, Standing(hall, worker), Former(hall))
     given = [torch.zeros(length) for length in LENGTHS]
     found: list[list[float]] = []
 
     def ask() -> list[torch.Tensor]:
         asked = [one.fill_(float(10**worker)) for one in given] if changes else [one + 10**worker for one in given]
-        return [ticket.wait() for ticket in [wire.start(Mean(one)) for one in asked]]
+        return [ticket.wait() for ticket in [wire.start(AllReduceMean(one)) for one in asked]]
 
     try:
         for _ in range(ATTEMPTS):
@@ -55,11 +55,11 @@ def test_who_has_learned_an_answer_can_tell_it_on(changes: bool) -> None:
 class _Script(Standing):
     """Forms one generation after the other, whoever stands."""
 
-    def __init__(self, *forms: Form) -> None:
+    def __init__(self, *forms: GenerationView) -> None:
         super().__init__(Hall(2), 1)
         self._forms = iter(forms)
 
-    def stand(self, here: Here) -> Form:
+    def stand(self, here: ReadyReport) -> GenerationView:
         return next(self._forms)
 
 
@@ -70,7 +70,7 @@ class _Broken(Former):
         super().__init__(Hall(2))
         self.never, self.formed = never, list[int]()
 
-    def form(self, form: Form, rank: int) -> Breakable:
+    def form(self, form: GenerationView, rank: int) -> Breakable:
         if form.generation in self.never:
             raise BrokenWireError("somebody has not come")
         self.formed.append(form.generation)
@@ -79,14 +79,17 @@ class _Broken(Former):
         return wire
 
 
-def _generation(number: int, history: int) -> Form:
-    return Form(number, [Member(0, 0, Here(history, 0, 0, False, "")), Member(1, 1, Here(1 - number, 0, 0, False, ""))])
+def _generation(number: int, history: int) -> GenerationView:
+    return GenerationView(
+        number,
+        [Member(0, 0, ReadyReport(history, 0, 0, False, "")), Member(1, 1, ReadyReport(1 - number, 0, 0, False, ""))],
+    )
 
 
 def test_who_has_come_for_a_state_that_nobody_has_any_more_is_out() -> None:
     """The others begin together, and ask each other what a newcomer does not."""
     former = _Broken()
-    wire = EnduringWire(1, _Script(_generation(2, history=1), _generation(3, history=0)), former)
+    wire = ElasticTransport(1, _Script(_generation(2, history=1), _generation(3, history=0)), former)
     assert wire.arrives
     with pytest.raises(MemberOutError, match="nobody is left who knows the state"):
         wire.tell_state(b"")
@@ -95,7 +98,7 @@ def test_who_has_come_for_a_state_that_nobody_has_any_more_is_out() -> None:
 
 def test_who_has_asked_for_no_state_yet_begins_with_the_others() -> None:
     former = _Broken(2)
-    wire = EnduringWire(1, _Script(_generation(2, history=1), _generation(3, history=0)), former)
+    wire = ElasticTransport(1, _Script(_generation(2, history=1), _generation(3, history=0)), former)
     assert not wire.arrives
     assert wire.begins_again
     assert former.formed == [3]

@@ -26,11 +26,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from stretto.collective_ops import Every, Mean
+from stretto.collective_ops import AllGather, AllReduceMean
 from stretto.errors import BrokenWireError
 from stretto.transport.conformance import check_transport
 from stretto.transport.gloo_rendezvous import abort_forming, form, store_keeper
-from stretto.transport.process_group import CollectiveWire, drop_parked
+from stretto.transport.process_group import ProcessGroupTransport, drop_parked
 
 LIMIT_S = 20.0
 TIMEOUT_S = 4.0
@@ -107,7 +107,7 @@ class Obeying:
             tensors = [torch.full((size,), float(self.number + 1)) for size in told["sizes"]]
             kept = list(tensors)
             try:
-                for ticket in [self.wire.start(Mean(one)) for one in tensors]:
+                for ticket in [self.wire.start(AllReduceMean(one)) for one in tensors]:
                     assert bool((ticket.wait() == expected).all()), "a wrong sum"
             except BrokenWireError:
                 for one in kept:
@@ -118,7 +118,7 @@ class Obeying:
                 raise
             if round_ % 4 == 0:
                 mine = torch.full((self.number * 1000 + 1,), self.number)
-                found = self.wire.start(Every(mine)).wait()
+                found = self.wire.start(AllGather(mine)).wait()
                 assert [int(one[0]) for one in found] == members
 
 
@@ -433,11 +433,13 @@ def _loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
 
 
-def enduring(workers: int, timeout_s: float = LIMIT_S) -> list[CollectiveWire]:
+def enduring(workers: int, timeout_s: float = LIMIT_S) -> list[ProcessGroupTransport]:
     """Wires that endure, in the threads of this process."""
     store = dist.HashStore()
     with ThreadPoolExecutor(workers) as pool:
-        return list(pool.map(lambda one: CollectiveWire(store, one, workers, timeout_s, endures=True), range(workers)))
+        return list(
+            pool.map(lambda one: ProcessGroupTransport(store, one, workers, timeout_s, endures=True), range(workers))
+        )
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
@@ -448,8 +450,8 @@ def test_a_wire_that_endures_keeps_the_laws(workers: int) -> None:
 def test_a_broken_wire_gives_tickets_that_raise_and_its_count_stays() -> None:
     ends = enduring(2)
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(lambda end: end.start(Mean(torch.ones(100_000))).wait(), ends))
-    waiting = ends[0].start(Mean(torch.ones(1000)))
+        list(pool.map(lambda end: end.start(AllReduceMean(torch.ones(100_000))).wait(), ends))
+    waiting = ends[0].start(AllReduceMean(torch.ones(1000)))
     threading.Timer(0.1, ends[0].abort).start()
     with pytest.raises(BrokenWireError, match="worker 0"):
         waiting.wait()
@@ -457,7 +459,7 @@ def test_a_broken_wire_gives_tickets_that_raise_and_its_count_stays() -> None:
     sent = ends[0].traffic()
     assert sent.counted
     assert sent.bytes_sent > 400_000
-    for ask in (Mean(torch.ones(2)), Every(torch.ones(2))):
+    for ask in (AllReduceMean(torch.ones(2)), AllGather(torch.ones(2))):
         ticket = ends[0].start(ask)
         with pytest.raises(BrokenWireError):
             ticket.wait()
@@ -467,7 +469,7 @@ def test_a_broken_wire_gives_tickets_that_raise_and_its_count_stays() -> None:
     ends[0].close()
     assert ends[0].traffic() == sent
     with pytest.raises(BrokenWireError):
-        ends[1].start(Mean(torch.ones(1000))).wait()
+        ends[1].start(AllReduceMean(torch.ones(1000))).wait()
     ends[1].close()
 
 
@@ -475,7 +477,7 @@ def test_a_closed_wire_gives_no_answers() -> None:
     for end in enduring(2):
         end.close()
         with pytest.raises(BrokenWireError):
-            end.start(Mean(torch.ones(2))).wait()
+            end.start(AllReduceMean(torch.ones(2))).wait()
         end.abort()
 
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 from served import ADDING, Processes, Serving, hear, push
 
-from stretto.collective_ops import Mean
-from stretto.errors import WireError
-from stretto.parameter_server.client import ServerWire
-from stretto.parameter_server.client_types import AnewError
+from stretto.collective_ops import AllReduceMean
+from stretto.errors import TransportError
+from stretto.parameter_server.client import ParameterServerClient
+from stretto.parameter_server.client_types import RollbackRequiredError
 from stretto.parameter_server.rpc_channel import WENT_AWAY, dial
 
 LIMIT_S = 30.0
@@ -29,7 +29,7 @@ def server(tmp_path: Path) -> Iterator[Processes]:
     server.end()
 
 
-def wire_to(server: Processes, patience_s: float | None) -> ServerWire:
+def wire_to(server: Processes, patience_s: float | None) -> ParameterServerClient:
     return dial(0, 1, server.addresses, None, LIMIT_S, patience_s=patience_s)
 
 
@@ -48,7 +48,7 @@ def test_what_came_after_the_cut_is_undone_and_the_rest_is_there(server: Process
             assert not wire.meet(1), "there are batches left"
     server.kill()
     server.start()
-    with pytest.raises(AnewError):
+    with pytest.raises(RollbackRequiredError):
         hear(push(wire, 3, [torch.ones(70_000)]), theta)
     wire.recover()
     news, (found,) = hear(wire.read([70_000]), theta)
@@ -64,7 +64,7 @@ def test_what_came_after_the_cut_is_undone_and_the_rest_is_there(server: Process
 LARGE = 100_000
 
 
-def break_connection(wire: ServerWire) -> None:
+def break_connection(wire: ParameterServerClient) -> None:
     """What has come over the connection to the shard, and was not read, is lost with it."""
     link: Any = wire.links[0]
     link._problem = WENT_AWAY
@@ -78,7 +78,7 @@ def test_all_answers_that_a_broken_connection_has_lost_are_told_again(serving: S
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda one: one.gather(b"here"), wires))
     given = [torch.full((LARGE,), number / 2) for number in range(1, 6)]
-    tickets = [[wire.start(Mean(one.clone())) for one in given] for wire in wires]
+    tickets = [[wire.start(AllReduceMean(one.clone())) for one in given] for wire in wires]
     assert [float(ticket.wait().mean()) for ticket in tickets[0]] == [1.0, 2.0, 3.0, 4.0, 5.0]
     break_connection(wires[1])
     assert [float(ticket.wait().mean()) for ticket in tickets[1]] == [1.0, 2.0, 3.0, 4.0, 5.0]
@@ -90,7 +90,7 @@ def test_a_worker_keeps_no_more_of_what_it_said_than_another_may_lack(serving: S
     hosted = serving.host(2, shards=2)
     wires = [dial(worker, 2, hosted.addresses, hosted.keys, LIMIT_S, patience_s=LIMIT_S) for worker in range(2)]
     for _ in range(20):
-        tickets = [[wire.start(Mean(torch.full((LARGE,), 0.5))) for _ in range(3)] for wire in wires]
+        tickets = [[wire.start(AllReduceMean(torch.full((LARGE,), 0.5))) for _ in range(3)] for wire in wires]
         assert all(float(one.wait().mean()) == 1.0 for one in itertools.chain.from_iterable(tickets))
         assert all(len(wire._spoken._all) <= 2 * 6 for wire in wires), "those of this step and of the one before"
     with ThreadPoolExecutor() as pool:
@@ -101,7 +101,7 @@ def test_a_server_that_does_not_come_back_is_an_error_after_the_patience(server:
     wire = wire_to(server, 0.5)
     wire.open(1, ADDING, [torch.zeros(10)])
     server.kill()
-    with pytest.raises(WireError, match=r"server 0 at .* went away, and did not come back within 0\.5 s"):
+    with pytest.raises(TransportError, match=r"server 0 at .* went away, and did not come back within 0\.5 s"):
         hear(wire.read([10]), [torch.zeros(10)])
     wire.close()
 
@@ -110,6 +110,6 @@ def test_without_patience_a_server_that_is_gone_is_an_error_at_once(server: Proc
     wire = wire_to(server, None)
     wire.open(1, ADDING, [torch.zeros(10)])
     server.kill()
-    with pytest.raises(WireError, match="server 0 at .* went away"):
+    with pytest.raises(TransportError, match="server 0 at .* went away"):
         hear(wire.read([10]), [torch.zeros(10)])
     wire.close()

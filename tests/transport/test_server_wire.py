@@ -9,11 +9,11 @@ import pytest
 import torch
 from served import ADDING, Serving, hear, push
 
-from stretto.collective_ops import Mean
-from stretto.errors import BrokenWireError, WireError
+from stretto.collective_ops import AllReduceMean
+from stretto.errors import BrokenWireError, TransportError
 from stretto.parameter_server import messages as m
-from stretto.parameter_server.client_types import AnewError, ranges
-from stretto.parameter_server.rpc_channel import Herald
+from stretto.parameter_server.client_types import RollbackRequiredError, ranges
+from stretto.parameter_server.rpc_channel import DeathNotifier
 from stretto.transport.conformance import check_transport
 
 
@@ -63,7 +63,7 @@ def test_updates_and_means_do_not_disturb_each_other(serving: Serving) -> None:
     wires = serving.ends(serving.host(2, shards=2))
     theta = [torch.zeros(1000)]
     wires[0].open(1, ADDING, theta)
-    asks = [wire.start(Mean(torch.full((500,), 1.0))) for wire in wires]
+    asks = [wire.start(AllReduceMean(torch.full((500,), 1.0))) for wire in wires]
     heard = [hear(push(wire, 1, [torch.ones(1000)]), theta) for wire in wires]
     assert [news.versions for news, _ in heard] == [[1, 1], [2, 2]]
     assert [float(parts[0].sum()) for _, parts in heard] == [1000.0, 2000.0]
@@ -76,7 +76,7 @@ def test_the_same_parcel_twice_is_applied_once(serving: Serving) -> None:
     wire.open(1, ADDING, [theta])
     for number in [wire.links[0].send(m.Push(1, 1, 0, 8, 0.1), [torch.ones(300_000)]) for _ in range(2)]:
         body, (pieces,) = wire.links[0].wait(number)
-        assert isinstance(body, m.Go)
+        assert isinstance(body, m.PushReply)
         assert body.version == 1
         assert torch.equal(torch.cat(pieces), torch.ones(300_000))
     news, (found,) = hear(wire.read([300_000]), [theta])
@@ -99,12 +99,12 @@ def test_closing_twice_leaves_once_and_the_server_waits_for_all_to_leave(serving
 
 def test_whoever_waits_for_a_worker_that_left_is_told_at_once(serving: Serving) -> None:
     one, other = serving.ends(serving.host(2, shards=2))
-    ticket = one.start(Mean(torch.ones(1000)))
+    ticket = one.start(AllReduceMean(torch.ones(1000)))
     began = time.monotonic()
     other.close()
-    with pytest.raises(WireError, match=r"server 0 refused: worker 1 left"):
+    with pytest.raises(TransportError, match=r"server 0 refused: worker 1 left"):
         ticket.wait()
-    with pytest.raises(WireError, match=r"the coordinator refused: worker 1 left"):
+    with pytest.raises(TransportError, match=r"the coordinator refused: worker 1 left"):
         one.gather(b"anyone?")
     assert time.monotonic() - began < 5.0
 
@@ -112,16 +112,16 @@ def test_whoever_waits_for_a_worker_that_left_is_told_at_once(serving: Serving) 
 def test_a_worker_that_does_not_come_is_an_error_in_time(serving: Serving) -> None:
     one, _ = serving.ends(serving.host(2), timeout_s=0.5)
     began = time.monotonic()
-    with pytest.raises(WireError, match=r"server 0 at tcp://127\.0\.0\.1:\d+ did not answer within 0\.5 s"):
-        one.start(Mean(torch.ones(4))).wait()
+    with pytest.raises(TransportError, match=r"server 0 at tcp://127\.0\.0\.1:\d+ did not answer within 0\.5 s"):
+        one.start(AllReduceMean(torch.ones(4))).wait()
     assert 0.4 < time.monotonic() - began < 3.0
 
 
 def test_asking_different_things_is_an_error_not_a_wrong_mean(serving: Serving) -> None:
     wires = serving.ends(serving.host(2))
-    ticket = wires[0].start(Mean(torch.ones(2)))
-    wires[1].start(Mean(torch.ones(3)))
-    with pytest.raises(WireError, match="differ in shape"):
+    ticket = wires[0].start(AllReduceMean(torch.ones(2)))
+    wires[1].start(AllReduceMean(torch.ones(3)))
+    with pytest.raises(TransportError, match="differ in shape"):
         ticket.wait()
 
 
@@ -131,9 +131,9 @@ def test_asking_different_things_is_an_error_not_a_wrong_mean(serving: Serving) 
 def test_who_waits_is_answered_without_the_dead(serving: Serving) -> None:
     hosted = serving.host(3, shards=2)
     wires = serving.ends(hosted)
-    herald = Herald(hosted.addresses, hosted.keys)
-    ask = wires[2].start(Mean(torch.full((200,), 1 / 3)))
-    other = wires[0].start(Mean(torch.full((200,), 1 / 3)))
+    herald = DeathNotifier(hosted.addresses, hosted.keys)
+    ask = wires[2].start(AllReduceMean(torch.full((200,), 1 / 3)))
+    other = wires[0].start(AllReduceMean(torch.full((200,), 1 / 3)))
     with ThreadPoolExecutor(2) as crew:
         told = [crew.submit(wires[one].tell, lambda one=one: f"of {one}".encode(), 1) for one in (0, 2)]
         assert herald.gone(1, 0)
@@ -147,11 +147,11 @@ def test_who_waits_is_answered_without_the_dead(serving: Serving) -> None:
 def test_a_life_that_is_over_is_not_heard_any_more(serving: Serving) -> None:
     hosted = serving.host(2)
     one, other = serving.ends(hosted, timeout_s=1.0)
-    herald = Herald(hosted.addresses, hosted.keys)
+    herald = DeathNotifier(hosted.addresses, hosted.keys)
     assert herald.gone(1, 0)
-    with pytest.raises(WireError, match="did not answer"):
-        other.start(Mean(torch.ones(4))).wait()
-    assert torch.equal(one.start(Mean(torch.ones(4))).wait(), torch.ones(4) * 2), "scaled from two to one"
+    with pytest.raises(TransportError, match="did not answer"):
+        other.start(AllReduceMean(torch.ones(4))).wait()
+    assert torch.equal(one.start(AllReduceMean(torch.ones(4))).wait(), torch.ones(4) * 2), "scaled from two to one"
     herald.close()
 
 
@@ -160,7 +160,7 @@ def test_abort_wakes_who_waits_and_the_next_generation_goes_on(serving: Serving)
     for wire in wires:
         wire.regroup(1, [0, 1, 2], wire.number)
     with ThreadPoolExecutor(2) as crew:
-        waiting = [crew.submit(wires[one].start(Mean(torch.ones(500))).wait) for one in (0, 1)]
+        waiting = [crew.submit(wires[one].start(AllReduceMean(torch.ones(500))).wait) for one in (0, 1)]
         time.sleep(0.1)
         began = time.monotonic()
         for wire in wires[:2]:
@@ -170,10 +170,10 @@ def test_abort_wakes_who_waits_and_the_next_generation_goes_on(serving: Serving)
                 one.result(5.0)
         assert time.monotonic() - began < 2.0
     with pytest.raises(BrokenWireError):
-        wires[0].start(Mean(torch.ones(2))).wait()
+        wires[0].start(AllReduceMean(torch.ones(2))).wait()
     for wire in wires[:2]:
         wire.regroup(2, [0, 1], wire.number)
-    asks = [wire.start(Mean(torch.full((500,), 0.5))) for wire in wires[:2]]
+    asks = [wire.start(AllReduceMean(torch.full((500,), 0.5))) for wire in wires[:2]]
     assert all(torch.equal(ask.wait(), torch.ones(500)) for ask in asks)
 
 
@@ -184,6 +184,6 @@ def test_what_was_asked_before_the_servers_went_back_is_void(serving: Serving) -
     assert wire.lease(wire.ask_lease(1)).batch == 0
     asked = wire.ask_lease(1)
     wire.age += 1
-    with pytest.raises(AnewError):
+    with pytest.raises(RollbackRequiredError):
         wire.lease(asked)
     assert wire.calls == []

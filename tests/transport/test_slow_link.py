@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from served import ADDING, Serving, hear, push
 
-from stretto.collective_ops import Every
-from stretto.parameter_server.client import ServerWire
+from stretto.collective_ops import AllGather
+from stretto.parameter_server.client import ParameterServerClient
 from stretto.transport import process_group
-from stretto.transport.process_group import CollectiveWire
+from stretto.transport.process_group import ProcessGroupTransport
 
 LIMIT_S = 1.0
 RATE = "10mbit"
@@ -31,12 +31,12 @@ exec "$@"
 """
 
 
-def _together(act: Callable[[CollectiveWire], object], endures: bool) -> None:
+def _together(act: Callable[[ProcessGroupTransport], object], endures: bool) -> None:
     """Two workers do it."""
     store = dist.HashStore()
 
     def one(worker: int) -> None:
-        wire = CollectiveWire(store, worker, 2, LIMIT_S, endures=endures)
+        wire = ProcessGroupTransport(store, worker, 2, LIMIT_S, endures=endures)
         act(wire)
         wire.gather(b"done")
         wire.close()
@@ -45,29 +45,29 @@ def _together(act: Callable[[CollectiveWire], object], endures: bool) -> None:
         list(pool.map(one, range(2)))
 
 
-def _serve(act: Callable[[ServerWire], object]) -> None:
+def _serve(act: Callable[[ParameterServerClient], object]) -> None:
     serving = Serving()
     wire = serving.end_of(serving.host(1), 0, LIMIT_S)
     act(wire)
     serving.end()
 
 
-def _push(wire: ServerWire) -> None:
+def _push(wire: ParameterServerClient) -> None:
     parts = [torch.ones(NBYTES // 4)]
     wire.open(1, ADDING, parts)
     hear(push(wire, 1, parts), parts)
 
 
-def _told(wire: CollectiveWire) -> None:
+def _told(wire: ProcessGroupTransport) -> None:
     assert wire.tell(bytes(NBYTES)) == bytes(NBYTES)
 
 
-def _gathered(wire: CollectiveWire) -> None:
+def _gathered(wire: ProcessGroupTransport) -> None:
     assert wire.gather(bytes(NBYTES // 2)) == [bytes(NBYTES // 2)] * 2
 
 
-def _heard(wire: CollectiveWire) -> None:
-    for one in wire.start(Every(torch.ones(NBYTES // 8))).wait():
+def _heard(wire: ProcessGroupTransport) -> None:
+    for one in wire.start(AllGather(torch.ones(NBYTES // 8))).wait():
         assert one.sum() == NBYTES // 8
 
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from stretto.collective_ops import Every, Mean
-from stretto.errors import WireError
+from stretto.collective_ops import AllGather, AllReduceMean
+from stretto.errors import TransportError
 from stretto.transport import in_memory
 from stretto.transport import process_group as collective_wire
 from stretto.transport.conformance import check_transport
-from stretto.transport.process_group import CollectiveWire
-from stretto.transport.single_worker import SoloWire
+from stretto.transport.process_group import ProcessGroupTransport
+from stretto.transport.single_worker import SingleWorkerTransport
 
 
 @pytest.fixture(autouse=True)
@@ -24,16 +24,16 @@ def _loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
 
 
-def collective(workers: int, timeout_s: float = 20.0) -> list[CollectiveWire]:
+def collective(workers: int, timeout_s: float = 20.0) -> list[ProcessGroupTransport]:
     """Gloo groups in the threads of one process, which meet in a store in memory."""
     store = dist.HashStore()
     with ThreadPoolExecutor(workers) as pool:
-        return list(pool.map(lambda worker: CollectiveWire(store, worker, workers, timeout_s), range(workers)))
+        return list(pool.map(lambda worker: ProcessGroupTransport(store, worker, workers, timeout_s), range(workers)))
 
 
 @pytest.mark.parametrize(
     ("make", "workers"),
-    [(in_memory.wires, (1, 2, 3, 5)), (collective, (2, 3, 4)), (lambda n: [SoloWire()], (1,))],
+    [(in_memory.wires, (1, 2, 3, 5)), (collective, (2, 3, 4)), (lambda n: [SingleWorkerTransport()], (1,))],
     ids=["memory", "collective", "solo"],
 )
 def test_every_wire_keeps_the_laws(make, workers) -> None:
@@ -50,7 +50,7 @@ def test_a_connection_is_counted_that_took_the_number_of_one_just_closed(monkeyp
             return real(*what)
 
         monkeypatch.setattr(collective_wire, "_form", forming)
-        wire = CollectiveWire(dist.HashStore(), 0, 1, 20.0)
+        wire = ProcessGroupTransport(dist.HashStore(), 0, 1, 20.0)
         assert before.fileno() in wire._opened
         assert new.fileno() not in wire._opened
 
@@ -58,24 +58,24 @@ def test_a_connection_is_counted_that_took_the_number_of_one_just_closed(monkeyp
 @pytest.mark.parametrize("make", [in_memory.wires, collective], ids=["memory", "collective"])
 def test_a_worker_that_does_not_come_is_an_error_in_time(make) -> None:
     ends = make(2, 0.3)
-    with pytest.raises(WireError, match=r"worker"):
-        ends[0].start(Mean(torch.ones(4))).wait()
+    with pytest.raises(TransportError, match=r"worker"):
+        ends[0].start(AllReduceMean(torch.ones(4))).wait()
 
 
 def test_a_worker_that_left_is_named_at_once() -> None:
     ends = in_memory.wires(3, 20.0)
     ends[2].close()
-    ends[1].start(Mean(torch.ones(2)))
-    with pytest.raises(WireError, match="worker 2 left"):
-        ends[0].start(Mean(torch.ones(2))).wait()
+    ends[1].start(AllReduceMean(torch.ones(2)))
+    with pytest.raises(TransportError, match="worker 2 left"):
+        ends[0].start(AllReduceMean(torch.ones(2))).wait()
 
 
 def test_asking_different_things_is_an_error_not_a_wrong_mean() -> None:
     ends = in_memory.wires(2, 5.0)
-    for ask in (Every(torch.ones(2)), Mean(torch.ones(3)), Mean(torch.ones(2).double())):
-        ticket = ends[0].start(Mean(torch.ones(2)))
+    for ask in (AllGather(torch.ones(2)), AllReduceMean(torch.ones(3)), AllReduceMean(torch.ones(2).double())):
+        ticket = ends[0].start(AllReduceMean(torch.ones(2)))
         ends[1].start(ask)
-        with pytest.raises(WireError, match="different things|differ in shape"):
+        with pytest.raises(TransportError, match="different things|differ in shape"):
             ticket.wait()
 
 
@@ -85,7 +85,7 @@ def test_bytes_of_a_ring_are_counted_where_they_leave() -> None:
     ends = collective(workers)
     before = ends[0].traffic().bytes_sent
     with ThreadPoolExecutor(workers) as pool:
-        list(pool.map(lambda end: end.start(Mean(torch.ones(numbers))).wait(), ends))
+        list(pool.map(lambda end: end.start(AllReduceMean(torch.ones(numbers))).wait(), ends))
     sent = ends[0].traffic().bytes_sent - before
     ring = workers * 2 * (workers - 1) / workers * 4 * numbers
     seen_by_one_end = sent / ring

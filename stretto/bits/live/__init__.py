@@ -17,9 +17,9 @@ from stretto.bits.outcome import Outcome
 from stretto.bits.problem import Problem
 from stretto.bits.work import MOST_ROUNDS, Terms
 from stretto.errors import LaunchError, LogError, explain
-from stretto.launcher.local import Order
+from stretto.launcher.local import RunConfig
 from stretto.launcher.local import run as run_order
-from stretto.launcher.progress_display import Watch
+from stretto.launcher.progress_display import ProgressDisplay
 from stretto.report.run_log import History, interpolate, read
 
 SCRIPT = Path(__file__).with_name("loop.py")
@@ -35,7 +35,9 @@ def check(terms: Terms) -> None:
         raise LaunchError(explain(problem, got="--live --float64", expected=expected, to_type="--live"))
 
 
-def descend(problem: Problem, best: Optimum, method: Method, terms: Terms, folder: Path, watch: Watch) -> Outcome:
+def descend(
+    problem: Problem, best: Optimum, method: Method, terms: Terms, folder: Path, watch: ProgressDisplay
+) -> Outcome:
     """Make rounds on worker processes until the target is reached, as `stretto.bits.work.descend` does in memory.
 
     Each worker trains with plain SGD on batches that are its whole shard; rounds and bits are those of the run's log
@@ -44,7 +46,7 @@ def descend(problem: Problem, best: Optimum, method: Method, terms: Terms, folde
     """
     with TemporaryDirectory(prefix="stretto-bits-") as kept:
         _write(Path(kept), problem, best, terms)
-        order = Order(
+        order = RunConfig(
             script=SCRIPT,
             args=(kept,),
             workers=terms.workers,

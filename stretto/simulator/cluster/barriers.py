@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from stretto.membership.barrier_client import late
 from stretto.membership.barriers import EVERYBODY, Awaited, Position, Positions
-from stretto.simulator.engine import Worker, World
+from stretto.simulator.engine import Engine, Worker
 from stretto.simulator.network.flows import ARRIVE
 
 FIRST_S, LONGEST_S = 0.05, 1.0
@@ -21,13 +21,13 @@ class _Trains(NamedTuple):
     place: Callable[[], int]
 
 
-class Board:
+class SimBarriers:
     """What all workers of a simulation know of each other's positions.
 
     `returning` gives the workers that have no process now, but will have one.
     """
 
-    def __init__(self, world: World, returning: Callable[[], Collection[int]]) -> None:
+    def __init__(self, world: Engine, returning: Callable[[], Collection[int]]) -> None:
         self.world, self._returning = world, returning
         self.positions = Positions()
         self._training: dict[int, _Trains] = {}
@@ -68,7 +68,7 @@ class Board:
 class SimBarrier:
     """One worker's side."""
 
-    def __init__(self, board: Board, worker: Worker, limit_s: float) -> None:
+    def __init__(self, board: SimBarriers, worker: Worker, limit_s: float) -> None:
         self._board, self._worker, self._limit_s = board, worker, limit_s
 
     def begin(self, place: Callable[[], int]) -> None:

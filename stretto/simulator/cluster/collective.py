@@ -10,10 +10,10 @@ from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
-from stretto.collective_ops import Answer, Ask, Mean, Messages, answer
-from stretto.errors import BrokenWireError, WireError, explain
+from stretto.collective_ops import AllReduceMean, Answer, CollectiveOp, Messages, answer
+from stretto.errors import BrokenWireError, TransportError, explain
 from stretto.membership.loop_positions import EVEN, named
-from stretto.simulator.engine import Worker, World
+from stretto.simulator.engine import Engine, Worker
 from stretto.simulator.network import wire_bytes
 from stretto.simulator.network.flows import ARRIVE, Transfer
 from stretto.simulator.network.topology import Exchange, Links
@@ -44,13 +44,13 @@ class _Load(NamedTuple):
     tellings: int = 0
 
 
-class Table:
+class SimGroup:
     """Where all workers of a world meet, or some `members`: exchange r begins when each has laid something down for it.
 
     Workers are called by their ranks among those that meet.
     """
 
-    def __init__(self, world: World, links: Links, members: Sequence[int] | None = None) -> None:
+    def __init__(self, world: Engine, links: Links, members: Sequence[int] | None = None) -> None:
         self._world, self.links = world, links
         self.members = tuple(range(len(world.workers))) if members is None else tuple(members)
         self.among = members
@@ -90,7 +90,7 @@ class Table:
         if round_.left == self.workers:
             del self._rounds[number]
         if round_.problem:
-            raise WireError(round_.problem)
+            raise TransportError(round_.problem)
         return round_.answer
 
     def end(self) -> None:
@@ -127,7 +127,7 @@ class Table:
         round_.laid.update(dict.fromkeys(range(self.workers)))
         try:
             round_.answer, exchange, load = self._combined(things)
-        except WireError as error:
+        except TransportError as error:
             round_.problem = str(error)
             exchange, load = (0.0, (), 0.0), _Load(0.0)
         round_.transfer = self._carry(exchange, load, lambda: self._end(round_))
@@ -163,7 +163,7 @@ class Table:
 
     def _combined(self, things: list[Any]) -> tuple[Any, Exchange, _Load]:
         if any(type(one) is not type(things[0]) for one in things):
-            raise WireError(_apart(dict(zip(self.members, (one.does for one in things), strict=True))))
+            raise TransportError(_apart(dict(zip(self.members, (one.does for one in things), strict=True))))
         found: tuple[Any, Exchange, _Load] = things[0].combine(things, self)
         return found
 
@@ -182,11 +182,11 @@ def _apart(does: dict[int, str]) -> str:
 @dataclass(frozen=True, slots=True)
 class _Asked:
     does: ClassVar[str] = "the exchange of a step"
-    ask: Ask
+    ask: CollectiveOp
 
-    def combine(self, things: list[_Asked], table: Table) -> Any:
+    def combine(self, things: list[_Asked], table: SimGroup) -> Any:
         asks = [one.ask for one in things]
-        if isinstance(self.ask, Mean):
+        if isinstance(self.ask, AllReduceMean):
             tensor = self.ask.tensor
             messages = _mean_messages(0, len(things), tensor.nbytes, tensor.element_size())
             return answer(asks), table.links.all_reduce(tensor.nbytes, table.among), _Load(messages)
@@ -203,7 +203,7 @@ class _Gathered:
     does: ClassVar[str] = "a message of every worker"
     message: bytes
 
-    def combine(self, things: list[_Gathered], table: Table) -> Any:
+    def combine(self, things: list[_Gathered], table: SimGroup) -> Any:
         told = [one.message for one in things]
         longest = max(map(len, told))
         sent, path, latency_s = table.links.gather(wire_bytes.FRAME, table.among)
@@ -221,7 +221,7 @@ class _Told:
     message: bytes
     teller: int
 
-    def combine(self, things: list[_Told], table: Table) -> Any:
+    def combine(self, things: list[_Told], table: SimGroup) -> Any:
         message = things[self.teller].message
         is_long = len(message) > wire_bytes.FRAME - wire_bytes.SIZE
         length = wire_bytes.FRAME + len(message) * is_long
@@ -236,7 +236,7 @@ class _Came:
     does: ClassVar[str] = "the next group"
     seconds: float
 
-    def combine(self, things: list[_Came], table: Table) -> Any:
+    def combine(self, things: list[_Came], table: SimGroup) -> Any:
         return None, (0.0, (), self.seconds), _Load(0.0)
 
 
@@ -244,12 +244,12 @@ class _Came:
 class _Ticket:
     wire: SimWire
     number: int
-    ask: Ask
+    ask: CollectiveOp
 
     def wait(self) -> Answer:
         found = self.wire.taken(self.number)
         self.wire.worked()
-        if isinstance(self.ask, Mean):
+        if isinstance(self.ask, AllReduceMean):
             return self.ask.tensor.copy_(found)
         self.wire.heard([one.nbytes for one in found])
         answered: list[Tensor] = found
@@ -259,7 +259,7 @@ class _Ticket:
 class SimWire:
     """One worker's end of a table. Its bytes are those that the live wire would put on its sockets."""
 
-    def __init__(self, worker: Worker, table: Table, limit_s: float) -> None:
+    def __init__(self, worker: Worker, table: SimGroup, limit_s: float) -> None:
         self._self, self._table, self._limit_s = worker, table, limit_s
         self.worker, self.workers = table.members.index(worker.number), table.workers
         self._number = 0
@@ -270,10 +270,10 @@ class SimWire:
         """Number of exchanges among all that this worker has begun."""
         return self._number
 
-    def start(self, ask: Ask) -> _Ticket:
+    def start(self, ask: CollectiveOp) -> _Ticket:
         """Lay the ask down for the others, when this worker's time has come."""
         self.worked()
-        if isinstance(ask, Mean):
+        if isinstance(ask, AllReduceMean):
             self._count(_mean_bytes(self.worker, self.workers, ask.tensor.nbytes, ask.tensor.element_size()))
         return _Ticket(self, self._lay(_Asked(ask)), ask)
 

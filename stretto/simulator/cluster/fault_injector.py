@@ -15,7 +15,7 @@ FAULT = 0
 """At one time a fault goes before all else."""
 
 
-class Outages:
+class FaultInjector:
     """What goes wrong, as a plan has it in order of time."""
 
     def __init__(self, queue: Queue, net: Net, plan: Iterable[tuple[float, Happening]]) -> None:

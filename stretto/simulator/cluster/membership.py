@@ -9,14 +9,24 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from stretto.errors import LaunchError, MemberOutError, UnevenLoopsError, explain
-from stretto.launcher.config import Order, is_free
+from stretto.launcher.config import RunConfig, is_free
 from stretto.launcher.supervisor import pause_s
-from stretto.membership.client_state import ALONE, Attendance, Attending
-from stretto.membership.coordinator import COORDINATOR, Event, Post, Roll
+from stretto.membership.client_state import ALONE, CoordinatorConnection, MembershipClientState
+from stretto.membership.coordinator import COORDINATOR, Event, MembershipCoordinator, Outgoing
 from stretto.membership.loop_positions import Waits
-from stretto.membership.messages import Beat, Broken, Form, GoOn, Here, Leave, Quit, Said, Told
+from stretto.membership.messages import (
+    Broken,
+    Continue,
+    GenerationView,
+    Heartbeat,
+    Leave,
+    Quit,
+    ReadyReport,
+    Said,
+    Told,
+)
 from stretto.parameter_server.messages import OVER
-from stretto.simulator.engine import Worker, World
+from stretto.simulator.engine import Engine, Worker
 from stretto.simulator.network.flows import ARRIVE
 from stretto.simulator.network.topology import Links
 
@@ -33,14 +43,16 @@ def beat_s(patience_s: float) -> float:
     return min(patience_s / 5, MOST_BEATS_S)
 
 
-class Line(Attending):
+class Line(CoordinatorConnection):
     """A worker's line to the coordinator; what `stretto.membership.client` is live."""
 
-    def __init__(self, members: Members, worker: Worker) -> None:
+    def __init__(self, members: SimCoordinator, worker: Worker) -> None:
         self._members, self.worker, self.life = members, worker, worker.life
         self.on_abort: Callable[[int, str], None] = lambda _generation, _why: None
         """Called with the generation that is over, and why."""
-        known = Attendance(worker.number, worker.life, lambda generation, why: self.on_abort(generation, why))
+        known = MembershipClientState(
+            worker.number, worker.life, lambda generation, why: self.on_abort(generation, why)
+        )
         super().__init__(known)
         self._doing = ("starting", 0, worker.now())
         self.place: Callable[[], int] = lambda: -1
@@ -79,7 +91,7 @@ class Line(Attending):
         if with_beat:
             doing, hand, since = self._doing
             for_s = self._members.now - since
-            beat = Beat(self.attendance.generation, doing, for_s, hand, self.place(), self._waits)
+            beat = Heartbeat(self.attendance.generation, doing, for_s, hand, self.place(), self._waits)
             self._members.say(self, beat)
         if self._broken.generation > self.aborted:
             self._members.say(self, self._broken)
@@ -94,7 +106,7 @@ class Line(Attending):
             self.speak(with_beat=self.held)
         self.worker.wake()
 
-    def _stand(self, here: Here) -> Form | GoOn:
+    def _stand(self, here: ReadyReport) -> GenerationView | Continue:
         known = self.attendance
         known.stand(here)
         self.speak()
@@ -106,7 +118,7 @@ class Line(Attending):
         return known.answer
 
 
-class Members:
+class SimCoordinator:
     """The coordinator of a world, and what the launcher is live: it sees who dies, and has another life begin.
 
     `publish` writes an event; `say` shows a line to a person; `on_gone` hears of each life that is over where workers
@@ -115,9 +127,9 @@ class Members:
 
     def __init__(
         self,
-        world: World,
+        world: Engine,
         links: Links,
-        order: Order,
+        order: RunConfig,
         publish: Callable[[Event], None],
         say: Callable[[str], None],
         on_gone: Callable[[int, int], None],
@@ -126,7 +138,7 @@ class Members:
         self._publish, self._say, self._on_gone = publish, say, on_gone
         self.free = is_free(order)
         """Whether nobody waits for others."""
-        self._made: Roll | None = None
+        self._made: MembershipCoordinator | None = None
         self._records: list[bytes] = []
         self._lines: dict[int, Line] = {}
         self._dead: dict[int, tuple[int, str, bool]] = {}
@@ -244,7 +256,7 @@ class Members:
     def _restart(self) -> None:
         self.is_away, self._life = False, self._life + 1
         if self._records:
-            self._made = Roll.restored(self._records, self.now)
+            self._made = MembershipCoordinator.restored(self._records, self.now)
         for number in self._dead:
             self._tell_dead(number)
         for line in self._there():
@@ -270,10 +282,10 @@ class Members:
     # --- the coordinator ----------------------------------------------------------------------------------------
 
     @property
-    def _roll(self) -> Roll:
+    def _roll(self) -> MembershipCoordinator:
         if self._made is None:
             order = self._order
-            self._made = Roll(
+            self._made = MembershipCoordinator(
                 {}, order.workers, order.min_workers, order.max_workers, self.free, patience_s=order.patience_s
             )
         return self._made
@@ -326,7 +338,7 @@ class Members:
         if alone and not line.worker.is_dead and silent_s > ALONE * self._order.patience_s:
             line.on_abort(line.attendance.generation, "the coordinator was not heard")
 
-    def _tell(self, posts: Sequence[Post]) -> None:
+    def _tell(self, posts: Sequence[Outgoing]) -> None:
         roll = self._roll
         self._records += roll.records()
         for post in posts:

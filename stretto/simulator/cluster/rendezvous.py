@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from stretto.membership.messages import Form
-from stretto.simulator.cluster.collective import Table
-from stretto.simulator.engine import Worker, World
+from stretto.membership.messages import GenerationView
+from stretto.simulator.cluster.collective import SimGroup
+from stretto.simulator.engine import Engine, Worker
 from stretto.simulator.network.topology import Links
-from stretto.transport.elastic import Breakable
-from stretto.transport.rendezvous import LoneWire
+from stretto.transport.elastic import AbortableTransport
+from stretto.transport.rendezvous import LastWorkerTransport
 
 FORMED_S = 0.027
 """What it takes to form a group anew, besides the network's latency: live 14 to 40 ms were seen, with four processes of
@@ -17,23 +17,23 @@ one machine."""
 class Generations:
     """The tables of all generations, of which one is in use."""
 
-    def __init__(self, world: World, links: Links) -> None:
+    def __init__(self, world: Engine, links: Links) -> None:
         self._world, self._links = world, links
         self._number = 0
-        self._table: Table | None = None
+        self._table: SimGroup | None = None
 
-    def table(self, form: Form) -> Table:
+    def table(self, form: GenerationView) -> SimGroup:
         """Where a generation meets; one that others have left behind does not."""
         if self._table is not None and form.generation == self._number:
             return self._table
-        table = Table(self._world, self._links, form.numbers)
+        table = SimGroup(self._world, self._links, form.numbers)
         if form.generation > self._number:
             self._number, self._table = form.generation, table
         else:
             table.abort()
         return table
 
-    def seconds(self, form: Form) -> float:
+    def seconds(self, form: GenerationView) -> float:
         """What it takes to meet; the run begins when the first generation has."""
         if form.generation == 1:
             return 0.0
@@ -52,12 +52,12 @@ class TableFormer:
 
     def __init__(self, generations: Generations, worker: Worker, limit_s: float) -> None:
         self._generations, self._worker, self._limit_s = generations, worker, limit_s
-        self._table: Table | None = None
+        self._table: SimGroup | None = None
 
-    def form(self, form: Form, rank: int) -> Breakable:
+    def form(self, form: GenerationView, rank: int) -> AbortableTransport:
         """Meet the members of a generation. Raises BrokenWireError when one of them does not come."""
         if len(form.members) == 1:
-            return LoneWire()
+            return LastWorkerTransport()
         self._table = self._generations.table(form)
         wire = self._table.wire(self._worker, self._limit_s)
         wire.meet(self._generations.seconds(form))

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from stretto.errors import BrokenWireError, WireError
+from stretto.errors import BrokenWireError, TransportError
 from stretto.parameter_server import messages as m
 from stretto.parameter_server.client_types import Sink, refuse_refusals
-from stretto.parameter_server.framing import CHUNK_BYTES, Pieces, kind
-from stretto.parameter_server.handler import Post
-from stretto.simulator.engine import Worker, World
+from stretto.parameter_server.framing import CHUNK_BYTES, Chunks, kind
+from stretto.parameter_server.handler import OutgoingMessage
+from stretto.simulator.engine import Engine, Worker
 from stretto.simulator.network.wire_bytes import handshake_bytes, parcel_bytes
 
 if TYPE_CHECKING:
-    from stretto.simulator.cluster.rpc_server import Office
+    from stretto.simulator.cluster.rpc_server import SimServer
 
 
 class Said:
@@ -27,11 +27,11 @@ class Said:
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.tensors = tensors
         self.kinds = [(kind(one), one.numel()) for one in tensors]
-        self.pieces: list[Pieces] = [[one] for one in tensors]
+        self.pieces: list[Chunks] = [[one] for one in tensors]
         self._messages: list[bytes] | None = None
         self._nbytes: dict[int, int] = {}
 
-    def nbytes(self, post: Post, encrypted: bool) -> int:
+    def nbytes(self, post: OutgoingMessage, encrypted: bool) -> int:
         """The bytes of the parcel, which differ by the length of its number alone."""
         length = post.number.bit_length()
         if length not in self._nbytes:
@@ -49,8 +49,8 @@ class Said:
 class _Parcel:
     """What a worker says, and whether it has left it."""
 
-    head: m.Head
-    pieces: list[Pieces]
+    head: m.Header
+    pieces: list[Chunks]
     nbytes: int
     has_left: bool = False
 
@@ -63,9 +63,9 @@ class SimLink:
 
     def __init__(
         self,
-        world: World,
+        world: Engine,
         worker: Worker,
-        office: Office,
+        office: SimServer,
         beside: list[SimLink],
         encrypted: bool,
         limit_s: float,
@@ -83,7 +83,7 @@ class SimLink:
         self._numbers: int = before._numbers if before is not None else 0
         self._first = self._numbers
         """Replies to parcels up to the first number are not waited for."""
-        self._replies: dict[int, tuple[Post, Said]] = {}
+        self._replies: dict[int, tuple[OutgoingMessage, Said]] = {}
         self._unread: dict[int, Callable[[], None]] = {}
         """What is to be called when a reply has been read, or never will be."""
         self._is_aborted = False
@@ -98,7 +98,7 @@ class SimLink:
         parcel = self._parcel(self._numbers, body, tensors)
         if self._endures and not isinstance(body, m.SILENT):
             self._asked[self._numbers] = parcel
-        if isinstance(body, m.Push | m.Ask):
+        if isinstance(body, m.Push | m.Contribute):
             self._worked()
         self._post(parcel)
         return self._numbers
@@ -115,15 +115,15 @@ class SimLink:
 
     def _parcel(self, number: int, body: m.Request, tensors: Sequence[Tensor]) -> _Parcel:
         kinds = [(kind(one), one.numel()) for one in tensors]
-        pieces: list[Pieces] = [[one.detach().clone()] if one.numel() else [] for one in tensors]
-        return _Parcel(m.Head(number, body, kinds), pieces, parcel_bytes(number, body, kinds, self._encrypted))
+        pieces: list[Chunks] = [[one.detach().clone()] if one.numel() else [] for one in tensors]
+        return _Parcel(m.Header(number, body, kinds), pieces, parcel_bytes(number, body, kinds, self._encrypted))
 
     def _post(self, parcel: _Parcel) -> None:
         self._sent += parcel.nbytes
         parcel.has_left = False
         self.worker.act(lambda: self._leave(parcel))
 
-    def wait(self, number: int, sink: Sink | None = None) -> tuple[m.Body, list[Pieces]]:
+    def wait(self, number: int, sink: Sink | None = None) -> tuple[m.Body, list[Chunks]]:
         """The reply to a parcel."""
         if number not in self._replies:
             self.worker.until(
@@ -133,7 +133,7 @@ class SimLink:
             raise BrokenWireError(f"the exchange at {self._office.called} was broken off")
         post, self.last = self._replies.pop(number)
         refuse_refusals(self._office.called, post.body)
-        if isinstance(post.body, m.Go | m.Answered | m.Among) and post.tensors:
+        if isinstance(post.body, m.PushReply | m.Result | m.Among) and post.tensors:
             self._worked()
         for index, one in enumerate(post.tensors if sink is not None else ()):
             sink(index, 0, one)  # type: ignore[misc]
@@ -145,7 +145,7 @@ class SimLink:
         self.worker.catch_up()
         return number in self._replies
 
-    def reply(self, office: Office, post: Post) -> None:
+    def reply(self, office: SimServer, post: OutgoingMessage) -> None:
         """The office sends something back."""
         if self.worker.is_dead or post.number <= self._first:
             if post.sent is not None:
@@ -154,7 +154,7 @@ class SimLink:
         if post.sent is not None:
             self._unread[post.number] = post.sent
         said = office.said(post.tensors)
-        same = isinstance(post.body, m.Answered)
+        same = isinstance(post.body, m.Result)
         encrypted = self._encrypted
         nbytes = said.nbytes(post, encrypted) if same else parcel_bytes(post.number, post.body, said.kinds, encrypted)
         self._received += nbytes
@@ -198,8 +198,8 @@ class SimLink:
             return
         counted = self._sent, self._received  # the live connection is counted before its last words
         if self._endures and not self._is_aborted:
-            with suppress(WireError):
-                self.wait(self.send(m.End()))
+            with suppress(TransportError):
+                self.wait(self.send(m.Finish()))
         self._open = False
         self.send(m.Leave())
         self._sent, self._received = counted
@@ -246,7 +246,7 @@ class SimLink:
         world.handle(source, share(source), chunk_s, set_off)
         world.handle(source, share(source), rest_s, part)
 
-    def _come(self, post: Post, said: Said) -> None:
+    def _come(self, post: OutgoingMessage, said: Said) -> None:
         asked = self._asked.pop(post.number, None)
         if post.number > self._first and (asked is not None or not self._endures):
             self._replies[post.number] = post, said

@@ -13,25 +13,25 @@ from torch import Tensor
 from stretto.errors import BrokenWireError
 from stretto.launcher.process_specs import CUT_EVERY_S
 from stretto.parameter_server import messages as m
-from stretto.parameter_server.client import ServerWire
-from stretto.parameter_server.dispatcher_handler import CoordinatorDesk
-from stretto.parameter_server.framing import ParcelError, Pieces
-from stretto.parameter_server.handler import Desk, Post
-from stretto.parameter_server.incarnations import Lives
-from stretto.parameter_server.shard_handler import ShardDesk
-from stretto.parameter_server.snapshots import Memory
+from stretto.parameter_server.client import ParameterServerClient
+from stretto.parameter_server.dispatcher_handler import DispatcherHandler
+from stretto.parameter_server.framing import Chunks, FramingError
+from stretto.parameter_server.handler import OutgoingMessage, RequestHandler
+from stretto.parameter_server.incarnations import Incarnations
+from stretto.parameter_server.shard_handler import ShardHandler
+from stretto.parameter_server.snapshots import InMemoryStore
 from stretto.simulator.cluster.rpc_channel import Said, SimLink
-from stretto.simulator.engine import Worker, World
+from stretto.simulator.engine import Engine, Worker
 from stretto.transport.interface import Message, made
 
 COORDINATOR = -1
 """The coordinator sits with the first shard, whose end this is."""
 
 
-class Office:
+class SimServer:
     """A desk, and whoever works at it: one parcel after the other. One that is lost begins again at a new desk."""
 
-    def __init__(self, world: World, make: Callable[[int], Desk], end: int, share: int, called: str) -> None:
+    def __init__(self, world: Engine, make: Callable[[int], RequestHandler], end: int, share: int, called: str) -> None:
         self._world, self._make, self.share = world, make, share
         self.end, self.called = end, called
         self.is_away = False
@@ -45,7 +45,7 @@ class Office:
         self._desk = self._make(self._life)
         self._free_at = 0.0
         self._said = Said(())
-        self._lives = Lives(len(self._world.workers))
+        self._lives = Incarnations(len(self._world.workers))
         """What a life that is over still says is not heard."""
 
     # --- its process ----------------------------------------------------------------------------------------------
@@ -97,7 +97,7 @@ class Office:
             self._said = Said(tensors)
         return self._said
 
-    def come(self, link: SimLink, head: m.Head, tensors: list[Pieces]) -> None:
+    def come(self, link: SimLink, head: m.Header, tensors: list[Chunks]) -> None:
         """A parcel has come; it is worked on when those before it are done."""
         work_s = self._world.tariff.take_s if isinstance(head.body, m.Push) else 0.0
         queue, take = self._world.queue, self.unless_lost(lambda: self._take(link, head, tensors))
@@ -107,7 +107,7 @@ class Office:
         self._free_at = max(self._free_at, queue.now) + work_s
         queue.at(self._free_at, take, key=link.worker.number)
 
-    def _take(self, link: SimLink, head: m.Head, tensors: list[Pieces]) -> None:
+    def _take(self, link: SimLink, head: m.Header, tensors: list[Chunks]) -> None:
         if self._stops:
             self._waiting.append(self.unless_lost(lambda: self._take(link, head, tensors)))
             return
@@ -124,32 +124,32 @@ class Office:
             self._world.updates.append(stopclock() - began)
         self._send(link, posts)
 
-    def _send(self, link: SimLink, posts: Sequence[Post]) -> None:
+    def _send(self, link: SimLink, posts: Sequence[OutgoingMessage]) -> None:
         for post in posts:
             link.beside[post.worker].reply(self, post)
 
-    def _posts(self, worker: int, head: m.Head, tensors: list[Pieces]) -> list[Post]:
+    def _posts(self, worker: int, head: m.Header, tensors: list[Chunks]) -> list[OutgoingMessage]:
         if isinstance(head.body, m.Leave):
             return self._desk.leave(worker)
         try:
             self._desk.expects(worker, head)
             return self._desk.take(worker, head, tensors)
         except Exception as error:
-            why = str(error) if isinstance(error, ParcelError) else f"{type(error).__name__}: {error}"
-            return [Post(worker, head.number, m.Refused(why))]
+            why = str(error) if isinstance(error, FramingError) else f"{type(error).__name__}: {error}"
+            return [OutgoingMessage(worker, head.number, m.Refused(why))]
 
 
-class Offices:
+class SimServers:
     """All offices of one parameter server, and the workers' links to them.
 
     Where processes may die it `endures` as live: there are cuts to go back to, and what was lost is asked again.
     """
 
     def __init__(
-        self, world: World, shards: int, on_nan: str, encrypted: bool, limit_s: float, endures: bool = False
+        self, world: Engine, shards: int, on_nan: str, encrypted: bool, limit_s: float, endures: bool = False
     ) -> None:
         self._world, self._encrypted, self._limit_s, self._endures = world, encrypted, limit_s, endures
-        self._offices: list[Office] = []
+        self._offices: list[SimServer] = []
         self._links: list[list[SimLink]] = []
         self._lives = [0] * shards
         self._dead: dict[int, int] = {}
@@ -158,30 +158,30 @@ class Offices:
         for shard in range(shards):
             self._add(f"server {shard}", -1 - shard, self._shard(on_nan))
 
-    def _add(self, called: str, end: int, make: Callable[[int], Desk]) -> None:
-        office = Office(self._world, make, end, self._world.share_of_service(len(self._offices)), called)
+    def _add(self, called: str, end: int, make: Callable[[int], RequestHandler]) -> None:
+        office = SimServer(self._world, make, end, self._world.share_of_service(len(self._offices)), called)
         beside: list[SimLink] = []
         beside += [self._link(one, office, beside) for one in self._world.workers]
         self._offices.append(office)
         self._links.append(beside)
 
-    def _link(self, worker: Worker, office: Office, beside: list[SimLink], *before: Any) -> SimLink:
+    def _link(self, worker: Worker, office: SimServer, beside: list[SimLink], *before: Any) -> SimLink:
         return SimLink(self._world, worker, office, beside, self._encrypted, self._limit_s, self._endures, *before)
 
-    def _coordinator(self) -> Callable[[int], Desk]:
+    def _coordinator(self) -> Callable[[int], RequestHandler]:
         """Desks that share what they keep."""
         workers = len(self._world.workers)
-        kept, ends = (Memory(), Memory()) if self._endures else (None, None)
-        return lambda _: CoordinatorDesk(workers, self._clock, kept, CUT_EVERY_S if self._endures else None, ends)
+        kept, ends = (InMemoryStore(), InMemoryStore()) if self._endures else (None, None)
+        return lambda _: DispatcherHandler(workers, self._clock, kept, CUT_EVERY_S if self._endures else None, ends)
 
-    def _shard(self, on_nan: str) -> Callable[[int], Desk]:
-        workers, kept = len(self._world.workers), Memory() if self._endures else None
-        return lambda life: ShardDesk(workers, self._clock, on_nan, kept, life)
+    def _shard(self, on_nan: str) -> Callable[[int], RequestHandler]:
+        workers, kept = len(self._world.workers), InMemoryStore() if self._endures else None
+        return lambda life: ShardHandler(workers, self._clock, on_nan, kept, life)
 
     def _clock(self) -> float:
         return self._world.queue.now
 
-    def wire(self, worker: Worker, life: int = 0) -> ServerWire:
+    def wire(self, worker: Worker, life: int = 0) -> ParameterServerClient:
         """One worker's end: the live one. The services know it by this `life`."""
         self._dead.pop(worker.number, None)
         for office, beside in zip(self._offices, self._links, strict=True):
@@ -255,7 +255,7 @@ class Offices:
         return [1 + shard] if shard else [0, 1]
 
 
-class _SimWire(ServerWire):
+class _SimWire(ParameterServerClient):
     """The live wire, which need not read what others have read already."""
 
     @property
@@ -272,17 +272,17 @@ class _SimWire(ServerWire):
             super().tell(said, teller)
         return said
 
-    def _hear(self, body: m.Gather | m.Keep | m.Meet, number: int) -> list[Pieces]:
+    def _hear(self, body: m.Gather | m.Keep | m.Barrier, number: int) -> list[Chunks]:
         """Within a backward pass nothing comes back, and it is heard behind it: till then nobody is told of it."""
         if not self._link.worker.in_backward:
             return super()._hear(body, number)
         self._link.worker.after_backward(lambda: self._hear_behind(body, number))
         return [[torch.empty(0, dtype=torch.uint8)]]
 
-    def _hear_behind(self, body: m.Gather | m.Keep | m.Meet, number: int) -> None:
+    def _hear_behind(self, body: m.Gather | m.Keep | m.Barrier, number: int) -> None:
         with suppress(BrokenWireError):  # the next exchange says so to one who can wait
             self._hear(body, number)
 
-    def _told(self, tensors: Sequence[Pieces]) -> list[bytes]:
+    def _told(self, tensors: Sequence[Chunks]) -> list[bytes]:
         last = self._link.last
         return last.messages() if last.pieces is tensors else super()._told(tensors)

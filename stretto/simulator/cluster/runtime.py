@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from stretto.errors import LaunchError, explain
 from stretto.events import EventLog, LogFile
 from stretto.runtime.phase_timer import Pace, Stopwatch
-from stretto.runtime.runtime import Surroundings
+from stretto.runtime.runtime import Runtime
 from stretto.simulator.compute.speed import Pace as Speed
 from stretto.simulator.engine import Worker
 
@@ -132,7 +132,7 @@ class SimPace:
             self._worker.work(seconds)
 
 
-class SimAround(Surroundings):
+class SimRuntime(Runtime):
     """The surroundings of one worker."""
 
     def __init__(
@@ -149,7 +149,7 @@ class SimAround(Surroundings):
         self._on_begin = on_begin
         self.free = False
         """Whether this worker waits for nobody."""
-        self.flush_every_s = max(Surroundings.flush_every_s, workers / LINES_PER_S)
+        self.flush_every_s = max(Runtime.flush_every_s, workers / LINES_PER_S)
         self.records = worker.number < RECORDING
 
     def clock(self) -> float:

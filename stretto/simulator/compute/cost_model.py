@@ -27,7 +27,7 @@ MEGABYTE = 1e6
 
 
 @dataclass(frozen=True)
-class Tariff:
+class CostModel:
     """What the work of a worker or a server takes, in seconds; `step_s` is all that happens in a step but exchanging.
 
     `pass_s` is what a pass over the data takes besides its steps, `ask_s` what it takes to encode one ask or update,
@@ -68,7 +68,7 @@ class Tariff:
         return ", ".join(f"{1e3 * time:.4f}ms {name}".rstrip() for time, name in times if time or not name)
 
 
-def parse(text: str, measured: Callable[[], Tariff] | None = None) -> Tariff:
+def parse(text: str, measured: Callable[[], CostModel] | None = None) -> CostModel:
     """Read what was typed. `auto` is what was `measured`; what is typed behind it goes before that.
 
     >>> found = parse("5ms, 0.2ms encoding, 0.1ms applying")
@@ -90,7 +90,7 @@ def parse(text: str, measured: Callable[[], Tariff] | None = None) -> Tariff:
         return replace(measured(), **found)
     if "step_s" not in found:
         raise _refused(text, "no time of a step")
-    return Tariff(**found)
+    return CostModel(**found)
 
 
 def _refused(text: str, got: str) -> LaunchError:

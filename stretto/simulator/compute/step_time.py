@@ -9,15 +9,15 @@ from math import inf
 from typing import TextIO
 
 from stretto.runtime.phase_timer import Pace, Stopwatch
-from stretto.simulator.cluster.runtime import SimAround
-from stretto.simulator.compute.cost_model import Tariff
+from stretto.simulator.cluster.runtime import SimRuntime
+from stretto.simulator.compute.cost_model import CostModel
 from stretto.simulator.compute.speed import Equal
 from stretto.simulator.config import Simulation
-from stretto.simulator.engine import Worker, World
-from stretto.simulator.isolation.process_state import Own
+from stretto.simulator.engine import Engine, Worker
+from stretto.simulator.isolation.process_state import ProcessState
 from stretto.simulator.isolation.script import Nowhere
 from stretto.simulator.network.topology import Links, Network
-from stretto.simulator.runner import Cast
+from stretto.simulator.runner import Simulator
 
 MOST_HANDS = 200
 LEAST_HANDS = 10
@@ -30,13 +30,13 @@ CREW = 2
 EXCHANGING = ("encoding", "exchanging", "waiting", "evaluating")
 
 
-def measure(simulation: Simulation, stopclock: Callable[[], float], tick: Callable[[], None]) -> Tariff:
+def measure(simulation: Simulation, stopclock: Callable[[], float], tick: Callable[[], None]) -> CostModel:
     """What a step of the script takes, and what encoding and applying take under its recipe: medians."""
     order = simulation.order
     small = replace(
         simulation,
         order=replace(order, workers=min(order.workers, CREW), keep_states=False),
-        tariff=Tariff(0.0),
+        tariff=CostModel(0.0),
         network=Network(),
         speeds=Equal(),
         faults=(),
@@ -53,7 +53,7 @@ def measure(simulation: Simulation, stopclock: Callable[[], float], tick: Callab
         cast.commons.close()
     lead = cast.paces[0]
     updates = cast.world.updates
-    return Tariff(
+    return CostModel(
         step_s=lead.step_s(),
         pass_s=lead.pass_s(),
         ask_s=lead.encoding_s() / max(cast.world.workers[0].asks, 1),
@@ -111,7 +111,7 @@ class _Measured:
         return sum(seconds for phase, seconds in self._watch.spent.items() if phase not in EXCHANGING)
 
 
-class _Measuring(Cast):
+class _Measuring(Simulator):
     """Workers whose time is that of this machine."""
 
     def __init__(self, simulation: Simulation, stopclock: Callable[[], float]) -> None:
@@ -126,24 +126,24 @@ class _Measuring(Cast):
             return None
         return worker.read_clock(worker.now() + self._stopclock() - self._began - worker.away_s)
 
-    def own(self, worker: Worker, out: TextIO) -> Own:
+    def own(self, worker: Worker, out: TextIO) -> ProcessState:
         """What a worker has for itself; nobody listens to it, for it says all of it again."""
         return self.program.own(worker, out, Nowhere())
 
-    def make_world(self, links: Links, shards: int) -> World:
+    def make_world(self, links: Links, shards: int) -> Engine:
         """One in which it is looked at how long things take."""
-        return World(self._simulation.order.workers, links, Tariff(0.0), stopclock=self._stopclock)
+        return Engine(self._simulation.order.workers, links, CostModel(0.0), stopclock=self._stopclock)
 
     def enough(self, hands: int, seen: bool) -> bool:
         """Whether this is the hand after which all end: the first that none had begun when one had seen enough."""
         return self._limit.reached(hands, hands if seen else 0, 0.0, free=False)
 
-    def around(self, worker: Worker) -> SimAround:
+    def around(self, worker: Worker) -> SimRuntime:
         """Surroundings with the machine's clock."""
         return _MeasuredAround(self, worker, self._stopclock)
 
 
-class _MeasuredAround(SimAround):
+class _MeasuredAround(SimRuntime):
     def __init__(self, cast: _Measuring, worker: Worker, stopclock: Callable[[], float]) -> None:
         super().__init__(worker, cast._speed, cast._limit, None, cast.begins, cast._simulation.order.workers)
         self._cast, self._stopclock = cast, stopclock

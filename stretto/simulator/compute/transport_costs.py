@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
-from stretto.collective_ops import Mean
-from stretto.parameter_server.client import ServerWire
+from stretto.collective_ops import AllReduceMean
+from stretto.parameter_server.client import ParameterServerClient
 from stretto.parameter_server.embedded import host
-from stretto.transport import Wire
-from stretto.transport.process_group import CollectiveWire
+from stretto.transport import Transport
+from stretto.transport.process_group import ProcessGroupTransport
 
 LIMIT_S = 60.0
 CREW = 4
@@ -50,7 +50,7 @@ def here(plain: bool) -> WireCosts:
     """What both wires take, measured over this machine's loopback in this process alone; `plain` is not encrypted."""
     with ThreadPoolExecutor(CREW) as crew:
         store = HashStore()
-        wires = list(crew.map(lambda one: CollectiveWire(store, one, CREW, LIMIT_S), range(CREW)))
+        wires = list(crew.map(lambda one: ProcessGroupTransport(store, one, CREW, LIMIT_S), range(CREW)))
         collective = next(crew.map(lambda one: of_collective(one, _share), wires))
         for one in wires:
             one.close()
@@ -68,7 +68,7 @@ def _share() -> float:
 
 
 def of_collective(
-    wire: Wire, clock: Callable[[], float], passing: Callable[[], float] | None = None, more: int = 1
+    wire: Transport, clock: Callable[[], float], passing: Callable[[], float] | None = None, more: int = 1
 ) -> tuple[float, float, float, float]:
     """Of an exchange, a message, a megabyte, and of telling words, on a wire between workers who all call this.
 
@@ -100,7 +100,7 @@ def _fit(one_s: float, other_s: float, few: float, many: float) -> tuple[float, 
 
 
 def of_server(
-    wire: ServerWire, clock: Callable[[], float], busy: Callable[[], float] | None = None, more: int = 1
+    wire: ParameterServerClient, clock: Callable[[], float], busy: Callable[[], float] | None = None, more: int = 1
 ) -> tuple[float, float, float]:
     """Of a parcel, a megabyte of parcels and one over a link, on a wire to a server whose workers all call this.
 
@@ -132,7 +132,7 @@ def of_server(
     return parcel_s, near_s, max(far_s - near_s, 0.0)
 
 
-def _between(wire: Wire, acts: bool, act: Callable[[], object], times: int, busy: Callable[[], float]) -> float:
+def _between(wire: Transport, acts: bool, act: Callable[[], object], times: int, busy: Callable[[], float]) -> float:
     """What all processors do, for each time, while some act so often and the others wait for them.
 
     Nobody begins before all have looked at the clock, nor goes on before all have looked again.
@@ -151,10 +151,10 @@ def _between(wire: Wire, acts: bool, act: Callable[[], object], times: int, busy
     return (ended - began) / times
 
 
-def _mean_s(wire: Wire, numbers: int, times: int, clock: Callable[[], float]) -> float:
+def _mean_s(wire: Transport, numbers: int, times: int, clock: Callable[[], float]) -> float:
     """Of one mean of so many numbers."""
     tensor = torch.ones(numbers)
-    return _each(lambda: wire.start(Mean(tensor)).wait(), times, clock)
+    return _each(lambda: wire.start(AllReduceMean(tensor)).wait(), times, clock)
 
 
 def _each(what: Callable[[], object], times: int, clock: Callable[[], float]) -> float:

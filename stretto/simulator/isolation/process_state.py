@@ -61,7 +61,7 @@ class Loggers:
 LOGGERS = Loggers()
 
 
-class Own:
+class ProcessState:
     """One worker's part. `take` puts it in place when the worker goes on, `keep` notes it when another one does."""
 
     def __init__(self, main: ModuleType | None, arguments: list[str], out: TextIO, err: TextIO) -> None:
@@ -106,7 +106,7 @@ class Process:
         self._threads = torch.get_num_threads()
         self._seeds = [(module, name, getattr(module, name)) for module, name in SEEDS]
         LOGGERS.begin()
-        self._states = Own(None, sys.argv, sys.stdout, sys.stderr)
+        self._states = ProcessState(None, sys.argv, sys.stdout, sys.stderr)
 
     def modes(self) -> None:
         """Put random states, torch's modes and the output back, for one who begins."""

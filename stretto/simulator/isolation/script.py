@@ -16,9 +16,9 @@ from typing import Any, TextIO
 from stretto.api import close
 from stretto.errors import LaunchError, explain
 from stretto.launcher.entry import module_file
-from stretto.runtime.runtime import Enough
+from stretto.runtime.runtime import StopTraining
 from stretto.simulator.engine import Worker
-from stretto.simulator.isolation.process_state import Own, sow
+from stretto.simulator.isolation.process_state import ProcessState, sow
 
 
 class _Said(io.RawIOBase):
@@ -72,7 +72,7 @@ class Program:
         self.mains: dict[int, ModuleType] = {}
         """The names of each worker's script."""
 
-    def own(self, worker: Worker, out: TextIO, err: TextIO) -> Own:
+    def own(self, worker: Worker, out: TextIO, err: TextIO) -> ProcessState:
         """What a worker begins with: `__main__`, the arguments, and random states that depend on the seed alone."""
         main = ModuleType("__main__")
         vars(main)["__file__"] = str(self.path)
@@ -83,14 +83,14 @@ class Program:
             vars(main).update(__spec__=spec, __package__=spec.parent, __loader__=spec.loader, __cached__=spec.cached)
         self.mains[worker.number] = main
         sow(self._seed)
-        return Own(main, list(self._arguments), out, err)
+        return ProcessState(main, list(self._arguments), out, err)
 
     def live(self, worker: Worker) -> None:
         """Run the script, then close the run."""
         try:
             self._import_package()
             exec(self._code, vars(self.mains[worker.number]))  # noqa: S102 (the file that the user asked to run)
-        except Enough:
+        except StopTraining:
             pass
         except SystemExit as end:
             if end.code not in (None, 0):

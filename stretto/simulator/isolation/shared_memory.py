@@ -41,7 +41,7 @@ class _Common:
     seen: Bytes
 
 
-class Commons:
+class SharedArrays:
     """What the first worker has, and the others are found to have as well."""
 
     def __init__(self) -> None:

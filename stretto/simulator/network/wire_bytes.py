@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import msgspec
 
 from stretto.parameter_server.framing import CHUNK_BYTES, DTYPES
-from stretto.parameter_server.messages import Body, Head
+from stretto.parameter_server.messages import Body, Header
 
 # --- the collective wire: gloo over TCP ---------------------------------------------------------------------------
 
@@ -162,7 +162,7 @@ def parcel_bytes(number: int, body: Body, tensors: Sequence[tuple[str, int]], en
     The same for a request of a worker and for a server's reply. Workers' names and heartbeats add nothing to it:
     names are told in the handshake, and there are no heartbeats. A live worker's figures end before its good-bye.
     """
-    total = _frame(len(_encoder.encode(Head(number, body, list(tensors)))), encrypted)
+    total = _frame(len(_encoder.encode(Header(number, body, list(tensors)))), encrypted)
     room = CHUNK_BYTES
     for dtype, length in tensors:
         left = length * _ITEM_BYTES[dtype]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from stretto.errors import LaunchError, mistyped
 from stretto.launcher import entry
-from stretto.launcher.config import Order
+from stretto.launcher.config import RunConfig
 from stretto.recipe.parser import WORDS
 from stretto.recipe.parser import parse as parse_recipe
 from stretto.report.target import Target
@@ -58,7 +58,7 @@ class SweepOrder:
     that are `alike`.
     """
 
-    order: Order
+    order: RunConfig
     sweep: tuple[str, ...]
     options: Mapping[str, str] = field(default_factory=dict)
     target: str | None = None
@@ -84,7 +84,7 @@ class SweepOrder:
     @property
     def also(self) -> list[str]:
         """What is typed for every simulation alike: options of the order that are not as usual."""
-        order, usual = self.order, Order(self.order.script)
+        order, usual = self.order, RunConfig(self.order.script)
         typed = {
             "--on-nan": order.on_nan if order.on_nan != usual.on_nan else None,
             "--patience": f"{spelled(order.patience_s)}s" if order.patience_s != usual.patience_s else None,
