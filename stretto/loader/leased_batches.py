@@ -181,7 +181,7 @@ class LeasedEpoch:
             refuse_too_few(self.samples, share.wire.workers)
 
     def at_rest(self) -> BatchAssignment:
-        """The deal so far, when nothing of any worker is under way. Raises RollbackRequiredError when a server was lost."""
+        """Return the assignment so far, with no update in flight. Raises RollbackRequiredError if a server was lost."""
         return self._share.at_rest()
 
     def meetings(self) -> int:
