@@ -101,7 +101,7 @@ class Run:
         command = [
             sys.executable,
             "-m",
-            "stretto.cli.main",
+            "stretto.cli",
             "run",
             "-n",
             str(WORKERS),

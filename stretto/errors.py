@@ -9,8 +9,8 @@ StrettoError                   everything that Stretto raises on purpose
 │   └── UnevenLoopsError       a worker has left the loop earlier than the others: the workers and steps are named
 ├── NotFiniteError             a NaN or an infinity reached the loss or the parameters
 ├── ReplicasDifferError        replicas that must be equal are not: the tensor and the worker are named
-├── WireError                  another worker went away or did not come in time: look for its error first
-│   ├── BrokenWireError        an exchange was broken off; those who are left can do it again
+├── TransportError                  another worker went away or did not come in time: look for its error first
+│   ├── BrokenTransportError        an exchange was broken off; those who are left can do it again
 │   └── MemberOutError         this worker is no member any more: it may come back as a newcomer
 ├── LaunchError                the run could not be started as it was asked for
 └── LogError                   the run folder cannot be written or read
@@ -62,7 +62,7 @@ class TransportError(StrettoError):
     """Another worker went away or did not come in time."""
 
 
-class BrokenWireError(TransportError):
+class BrokenTransportError(TransportError):
     """An exchange was broken off, for somebody is gone; those who are left can do it again."""
 
 

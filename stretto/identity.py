@@ -72,8 +72,8 @@ def barrier() -> None:
     """Wait until all workers have come here.
 
     A worker that failed is not waited for, nor one that is restarted until it trains again; a restarted worker passes
-    the barriers that the others have left. Raises WireError after `--timeout`, with the number of the missing worker,
-    and ScriptError inside the loop over the loader where workers take unequal numbers of batches.
+    the barriers that the others have left. Raises TransportError after `--timeout`, with the number of the missing
+    worker, and ScriptError inside the loop over the loader where workers take unequal numbers of batches.
 
     >>> barrier()
     """

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from stretto.api import abandon, close
-from stretto.errors import BrokenWireError, MemberOutError, TransportError
+from stretto.errors import BrokenTransportError, MemberOutError, TransportError
 from stretto.membership.messages import Continue, GenerationView, Member, ReadyReport
 from stretto.training.worker_context import WorkerContext, given_seat
 from stretto.transport import in_memory
@@ -60,7 +60,7 @@ class Breakable(in_memory.InMemoryTransport):
     def tell(self, message: Any, teller: int = 0) -> bytes:
         said = made(message) if self.worker == teller else b""
         if self.table.gone:
-            raise BrokenWireError("it was broken off while the message was made")
+            raise BrokenTransportError("it was broken off while the message was made")
         op = self._lay(said, 0)
         found: bytes = self.or_broken(op, lambda: self.table.take(op, lambda messages: messages[teller]))
         return found
@@ -73,7 +73,7 @@ class Breakable(in_memory.InMemoryTransport):
                 raise TransportError("the answer has not come")
             found = act()
         except TransportError as error:
-            raise BrokenWireError(str(error)) from None
+            raise BrokenTransportError(str(error)) from None
         if cut is not None:
             self.table.note_cut()
         if cut is not None and self.worker == cut.dies:

@@ -107,7 +107,7 @@ def joined(scales: Tensor, packed: Tensor) -> Tensor:
 
 
 def parted(message: Tensor, scales: int, packed: int, codec: Codec) -> tuple[Tensor, Tensor]:
-    """The scales and the packed bytes of a message; WireError if it has another length."""
+    """The scales and the packed bytes of a message; TransportError if it has another length."""
     if message.dtype != torch.uint8 or message.numel() != 4 * scales + packed:
         raise TransportError(
             f"a message of another worker is not in the encoding {codec}: {message.numel()} numbers of "

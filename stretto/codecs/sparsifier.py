@@ -57,7 +57,7 @@ class Sparse(SingleRound):
         return cast("Tensor", kernels.on(like).pack_indices(indices, like.numel()))
 
     def told(self, message: Tensor, like: Tensor) -> tuple[Tensor, int]:
-        """The places that a message speaks of, and how many of its bytes say so; WireError where it is no message."""
+        """Return the indices in a message and their length in bytes. Raises TransportError for a malformed message."""
         try:
             indices, used = kernels.on(like).unpack_indices(message, like.numel())
         except ValueError as error:

@@ -23,7 +23,7 @@ from typing import NoReturn
 
 import msgspec
 
-from stretto.errors import BrokenWireError, MemberOutError, StrettoError, TransportError
+from stretto.errors import BrokenTransportError, MemberOutError, StrettoError, TransportError
 from stretto.events import Event
 from stretto.launcher.entry import module_file, module_name
 from stretto.launcher.script_watch import Written, notice_steps_alone, own_folders
@@ -130,7 +130,7 @@ def fail(error: BaseException, number: int) -> NoReturn:
 
     `number` is the worker's, or a server's. Being no member any more is no failure of the run: a word of it is enough.
     """
-    is_out = isinstance(error, MemberOutError | BrokenWireError)
+    is_out = isinstance(error, MemberOutError | BrokenTransportError)
     try:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()

@@ -1,7 +1,7 @@
 """A worker's side of the script's barriers: asks the coordinator who is missing, or reads a store.
 
 Each answer is asked for, again and again until nobody is missing, so every wait ends: with the answer, or with a
-WireError that names the missing workers when the limit of all waits is over.
+TransportError that names the missing workers when the limit of all waits is over.
 """
 
 from __future__ import annotations

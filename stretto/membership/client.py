@@ -50,7 +50,7 @@ class MembershipClient(CoordinatorConnection):
 
     Made, it has said Hello and has been welcomed: `settings` are those of the run. Raises TransportError when no
     coordinator answers for `limit_s`. Who stands gets a MemberOutError when no coordinator is there for `patience_s`,
-    and a WireError when the run cannot go on.
+    and a TransportError when the run cannot go on.
     """
 
     def __init__(

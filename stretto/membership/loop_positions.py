@@ -74,7 +74,7 @@ def are_apart(places: Iterable[LoopPosition]) -> bool:
 def explained(places: Mapping[int, LoopPosition]) -> str:
     """Return the error text for loops of unequal length.
 
-    >>> print(explained({0: Place(LOOP, 1, 4), 1: Place(CLOSED, 1, 3)}).splitlines()[0])
+    >>> print(explained({0: LoopPosition(LOOP, 1, 4), 1: LoopPosition(CLOSED, 1, 3)}).splitlines()[0])
     worker 1 has left the loop in epoch 1 at step 3, worker 0 waits at step 4
     """
     return explain(
@@ -88,7 +88,7 @@ def explained(places: Mapping[int, LoopPosition]) -> str:
 def sentence(places: Mapping[int, LoopPosition]) -> str:
     """Return where each worker is, those that are furthest first.
 
-    >>> sentence({0: Place(LOOP, 2, 13), 1: Place(OVER, 1, 12), 2: Place(LOOP, 2, 13)})
+    >>> sentence({0: LoopPosition(LOOP, 2, 13), 1: LoopPosition(OVER, 1, 12), 2: LoopPosition(LOOP, 2, 13)})
     'worker 1 has ended its script in epoch 1 at step 12, workers 0 and 2 wait in epoch 2 at step 13'
     """
     groups: dict[LoopPosition, list[int]] = {}

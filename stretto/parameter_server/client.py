@@ -16,7 +16,7 @@ from torch import Tensor
 
 from stretto.collective_ops import AllGather, AllReduceMean
 from stretto.collective_ops import CollectiveOp as Asked
-from stretto.errors import BrokenWireError, TransportError
+from stretto.errors import BrokenTransportError, TransportError
 from stretto.membership.loop_positions import LoopPosition
 from stretto.parameter_server import messages as m
 from stretto.parameter_server.barrier import GENERATION
@@ -156,7 +156,7 @@ class ParameterServerClient:
 
     def _gathered(self, body: m.Gather | m.Keep, message: bytes) -> list[bytes]:
         if self._aborted:
-            raise BrokenWireError("the exchange was broken off")
+            raise BrokenTransportError("the exchange was broken off")
         self._op += 1
         self._is_apart = False
         return self._told(self._answer(body, [as_bytes(message)]))
@@ -178,7 +178,7 @@ class ParameterServerClient:
     # --- generations --------------------------------------------------------------------------------------------
 
     def abort(self) -> None:
-        """Break off what is under way. From any thread, at any time; who waits gets BrokenWireError."""
+        """Break off what is under way. From any thread, at any time; who waits gets BrokenTransportError."""
         self._aborted = True
         for link in (self._coordinator, *self.links):
             link.abort()

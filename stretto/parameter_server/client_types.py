@@ -10,7 +10,7 @@ from typing import Literal, Protocol
 from torch import Tensor
 
 from stretto.collective_ops import Answer
-from stretto.errors import BrokenWireError, TransportError, UnevenLoopsError
+from stretto.errors import BrokenTransportError, TransportError, UnevenLoopsError
 from stretto.parameter_server import messages as m
 from stretto.parameter_server.framing import Chunks, kind, placed, whole
 
@@ -166,7 +166,7 @@ class BrokenHandle:
     """An ask on a wire that was broken off."""
 
     def wait(self) -> Answer:
-        raise BrokenWireError("the exchange was broken off")
+        raise BrokenTransportError("the exchange was broken off")
 
 
 @dataclass(slots=True)

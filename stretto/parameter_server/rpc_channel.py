@@ -14,7 +14,7 @@ import zmq.utils.garbage  # its handler at exit has to be registered before ours
 from torch import Tensor
 from zmq.utils.monitor import parse_monitor_message
 
-from stretto.errors import BrokenWireError, TransportError
+from stretto.errors import BrokenTransportError, TransportError
 from stretto.parameter_server import messages as m
 from stretto.parameter_server.client import ParameterServerClient
 from stretto.parameter_server.client_types import Sink, refuse_refusals
@@ -180,7 +180,7 @@ class RpcChannel:
     def _receive(self) -> None:
         """Take what comes next; before a problem is told, what came before it is taken."""
         if self._aborted.is_set():
-            raise BrokenWireError(f"the exchange at {self.called} was broken off")
+            raise BrokenTransportError(f"the exchange at {self.called} was broken off")
         if self._take():
             return
         self._heed()

@@ -69,7 +69,7 @@ def render(**fills: object) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    return environment.get_template("page.html").render(**fills)
+    return environment.get_template("template.html").render(**fills)
 
 
 def _sections(found: Sequence[Sheet], plots: Sequence[Plot]) -> list[Section]:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from stretto.api import abandon
-from stretto.errors import BrokenWireError, LaunchError, MemberOutError, StaysOutError, TransportError
+from stretto.errors import BrokenTransportError, LaunchError, MemberOutError, StaysOutError, TransportError
 from stretto.events import Event
 from stretto.faults import plan as chaos
 from stretto.faults.plan import Happening
@@ -175,7 +175,7 @@ class Simulator:
         try:
             self.program.live(worker)
         except BaseException as error:
-            is_out = self._members is not None and isinstance(error, MemberOutError | BrokenWireError)
+            is_out = self._members is not None and isinstance(error, MemberOutError | BrokenTransportError)
             if not worker.is_dead:
                 with suppress(Exception):
                     abandon()

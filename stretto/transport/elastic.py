@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from stretto.collective_ops import AllReduceMean, Answer, CollectiveOp
-from stretto.errors import BrokenWireError, MemberOutError
+from stretto.errors import BrokenTransportError, MemberOutError
 from stretto.membership.loop_positions import Kind, LoopPosition, Waits
 from stretto.membership.messages import EXCHANGING, Continue, GenerationView, ReadyReport
 from stretto.transport.commit_log import Attempt, pack, unpack
@@ -28,7 +28,7 @@ class AbortableTransport(Transport, Protocol):
     """The wire of one generation."""
 
     def abort(self) -> None:
-        """Break off whatever waits, from any thread; it raises BrokenWireError. Idempotent."""
+        """Break off whatever waits, from any thread; it raises BrokenTransportError. Idempotent."""
         ...
 
 
@@ -88,7 +88,7 @@ class Rendezvous(Protocol):
         ...
 
     def form(self, form: GenerationView, rank: int) -> AbortableTransport:
-        """Meet the members of a generation. Raises BrokenWireError when one of them does not come."""
+        """Meet the members of a generation. Raises BrokenTransportError when one of them does not come."""
         ...
 
     def abort(self) -> None:
@@ -244,7 +244,7 @@ class ElasticTransport:
         while True:
             try:
                 found = todo()
-            except BrokenWireError as error:
+            except BrokenTransportError as error:
                 self._recover(str(error))
                 todo = again or act
                 continue
@@ -316,7 +316,7 @@ class ElasticTransport:
 
     def _wire(self) -> AbortableTransport:
         if self._inner is None:
-            raise BrokenWireError("the wire is closed")
+            raise BrokenTransportError("the wire is closed")
         return self._inner
 
     def _abort(self, generation: int, why: str) -> None:
@@ -355,7 +355,7 @@ class ElasticTransport:
         try:
             self._inner = self._form_unless_over(form)
             self._catch_up(form)
-        except BrokenWireError as error:
+        except BrokenTransportError as error:
             self._standing.broken(form.generation, str(error), forming=True)
             self._let_go()
             if self._generation:
@@ -370,7 +370,7 @@ class ElasticTransport:
     def _form_unless_over(self, form: GenerationView) -> AbortableTransport:
         """The wire of a generation. What is heard of its end before it is there must not get lost."""
         if self._standing.aborted >= form.generation:
-            raise BrokenWireError("the generation is over already")
+            raise BrokenTransportError("the generation is over already")
         inner = self._former.form(form, self.worker)
         if self._standing.aborted >= form.generation:
             inner.abort()

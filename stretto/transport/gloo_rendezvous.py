@@ -14,7 +14,7 @@ import psutil
 import torch
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from stretto.errors import BrokenWireError, TransportError
+from stretto.errors import BrokenTransportError, TransportError
 from stretto.security import address_toward
 from stretto.transport.gloo_sockets import shut_connections_to
 from stretto.transport.malloc import trim_freed_memory
@@ -72,7 +72,7 @@ def form(
     """Meet the other members at the store, under a prefix of this generation's own.
 
     The member that `keeps` the store finds it at its own `store_keeper`; the others are told its address.
-    Raises BrokenWireError when somebody has not come after `limit_s`, or at once when `abort_forming` says so. The
+    Raises BrokenTransportError when somebody has not come after `limit_s`, or at once when `abort_forming` says so. The
     groups of former generations are dropped, where gloo is done with them.
     """
     address = store_keeper().address if keeps else store_address
@@ -135,12 +135,12 @@ class _Forming:
         self._leave()
         raise self._why(broken)
 
-    def _why(self, broken: bool) -> BrokenWireError:
+    def _why(self, broken: bool) -> BrokenTransportError:
         who = f"worker {self._rank} of {self._size}"
         if broken:
-            return BrokenWireError(f"{who} was told that somebody is gone while it met the others")
+            return BrokenTransportError(f"{who} was told that somebody is gone while it met the others")
         why = f": {self._error}" if self._error else ""
-        return BrokenWireError(f"{who} could not meet the others within {self._limit_s:g} s{why}")
+        return BrokenTransportError(f"{who} could not meet the others within {self._limit_s:g} s{why}")
 
     def _leave(self) -> None:
         """Wake what waits at the store, and close what has been formed meanwhile."""

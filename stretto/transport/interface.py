@@ -28,14 +28,14 @@ class Handle(Protocol):
     """An ask that is under way."""
 
     def wait(self) -> Answer:
-        """Wait for the answer. Raises WireError when a worker went away or did not come in time."""
+        """Wait for the answer. Raises TransportError when a worker went away or did not come in time."""
         ...
 
 
 class Transport(Protocol):
     """Carries asks and their answers. All workers make the same calls in the same order.
 
-    Every wait has the limit that the wire was made with; what goes wrong is a WireError.
+    Every wait has the limit that the wire was made with; what goes wrong is a TransportError.
     """
 
     @property

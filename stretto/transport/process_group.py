@@ -23,7 +23,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from stretto.collective_ops import AllGather, AllReduceMean, Answer, CollectiveOp
-from stretto.errors import BrokenWireError, TransportError
+from stretto.errors import BrokenTransportError, TransportError
 from stretto.transport.gloo_sockets import GroupSockets
 from stretto.transport.gloo_sockets import sockets_of_process as _sockets
 from stretto.transport.interface import Handle, Message, Traffic, as_bytes, made, nbytes
@@ -46,7 +46,7 @@ class ProcessGroupTransport:
     """One worker's end of a process group. All waits share one limit: nothing comes for `timeout_s`.
 
     One that `endures` can be broken off by `abort`, and breaks itself off at the first failure, which the others hear
-    by that; whoever waits, and all asks from then on, get a BrokenWireError.
+    by that; whoever waits, and all asks from then on, get a BrokenTransportError.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class ProcessGroupTransport:
                 return _AllReduceHandle(self, ask.tensor, self._begin("allreduce", [ask.tensor]))
             self._tag += 1
             return _AllGatherHandle(self, ask, *self._gather_sizes(ask), self._tag)
-        except BrokenWireError as error:
+        except BrokenTransportError as error:
             return _BrokenHandle(str(error))
 
     def gather(self, message: Message) -> list[bytes]:
@@ -252,7 +252,7 @@ class ProcessGroupTransport:
             return TransportError(f"{text}: {reason(error)}")
         self.abort()
         self._let_go()
-        return BrokenWireError(f"{text}: {reason(error)}")
+        return BrokenTransportError(f"{text}: {reason(error)}")
 
 
 @dataclass(slots=True)
@@ -284,7 +284,7 @@ class _BrokenHandle:
     why: str
 
     def wait(self) -> Answer:
-        raise BrokenWireError(self.why)
+        raise BrokenTransportError(self.why)
 
 
 @dataclass(slots=True)

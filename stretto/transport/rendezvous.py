@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from stretto.collective_ops import CollectiveOp
-from stretto.errors import BrokenWireError
+from stretto.errors import BrokenTransportError
 from stretto.membership.messages import GenerationView
 from stretto.parameter_server.client import ParameterServerClient
 from stretto.transport.elastic import AbortableTransport
@@ -41,7 +41,7 @@ class LastWorkerTransport(SingleWorkerTransport):
 
     def _check(self) -> None:
         if self._is_broken:
-            raise BrokenWireError("the generation of one worker is over")
+            raise BrokenTransportError("the generation of one worker is over")
 
 
 class GroupRendezvous:

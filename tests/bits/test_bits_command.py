@@ -11,7 +11,7 @@ from bits import made
 
 from stretto.bits import command, results, work
 from stretto.bits.outcome import GD, Outcome
-from stretto.cli.main import main
+from stretto.cli import main
 
 pytest.importorskip("scipy")
 

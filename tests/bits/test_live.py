@@ -9,7 +9,7 @@ import pytest
 from bits import made
 
 from stretto.bits.outcome import GD
-from stretto.cli.main import main
+from stretto.cli import main
 
 pytest.importorskip("scipy")
 

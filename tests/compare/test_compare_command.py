@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from compare.pretend import Pretend
 
-from stretto.cli.main import compare, main
+from stretto.cli import compare, main
 from stretto.compare import runner
 
 RECIPES = ("--recipe", "allreduce", "--recipe", "local_sgd(every=10)")

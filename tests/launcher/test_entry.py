@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from scene import Place
 
-from stretto.cli.main import main
+from stretto.cli import main
 from stretto.errors import LaunchError
 from stretto.launcher import entry
 from stretto.launcher.local import RunConfig, run

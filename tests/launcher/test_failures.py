@@ -71,9 +71,9 @@ def test_the_cause_comes_before_its_consequences(place: Place) -> None:
     told = failure(
         place,
         """
-from stretto.errors import WireError
+from stretto.errors import TransportError
 if rank != 1:
-    raise WireError("worker 1 is gone")
+    raise TransportError("worker 1 is gone")
 time.sleep(0.4)
 raise ValueError("the cause")
 """,
@@ -86,28 +86,28 @@ def test_without_a_cause_the_first_consequence_is_told(place: Place) -> None:
     told = failure(
         place,
         """
-from stretto.errors import WireError
+from stretto.errors import TransportError
 if rank == 1:
-    raise WireError("nobody came within 5 s")
+    raise TransportError("nobody came within 5 s")
 time.sleep(60)
 """,
         workers=2,
     )
-    assert told.startswith("worker 1 failed: WireError: nobody came within 5 s")
+    assert told.startswith("worker 1 failed: TransportError: nobody came within 5 s")
 
 
 def test_a_worker_that_left_in_peace_is_named_to_those_that_wait_for_it(place: Place) -> None:
     told = failure(
         place,
         """
-from stretto.errors import WireError
+from stretto.errors import TransportError
 if rank == 1:
     time.sleep(0.3)
-    raise WireError("worker 0 is gone")
+    raise TransportError("worker 0 is gone")
 """,
         workers=2,
     )
-    assert told.startswith("worker 1 failed: WireError: worker 0 is gone")
+    assert told.startswith("worker 1 failed: TransportError: worker 0 is gone")
     assert "ended before that without an error: worker 0" in told
 
 
@@ -115,10 +115,10 @@ def test_a_killed_worker_is_the_cause_of_what_the_others_see(place: Place) -> No
     told = failure(
         place,
         """
-from stretto.errors import WireError
+from stretto.errors import TransportError
 if rank == 0:
     time.sleep(0.2)
-    raise WireError("worker 1 is gone")
+    raise TransportError("worker 1 is gone")
 print("alive so far", flush=True)
 os.kill(os.getpid(), 9)
 """,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.main import get_command
 
-from stretto.cli.main import main
+from stretto.cli import main
 from stretto.cli.script_arguments import recipe_names, without
 from stretto.errors import RecipeError
 from stretto.launcher.config import RunConfig, in_server_words

@@ -221,7 +221,7 @@ def test_a_killed_server_is_the_cause_of_what_workers_see(place: Place) -> None:
     place.service(
         "until = time.monotonic() + 0.5\nwhile time.monotonic() < until: time.sleep(0.01)\nos.kill(os.getpid(), 9)"
     )
-    text = WAIT + "from stretto.errors import WireError\nraise WireError('the server is gone')"
+    text = WAIT + "from stretto.errors import TransportError\nraise TransportError('the server is gone')"
     with pytest.raises(LaunchError, match="^server 0 was killed by SIGKILL"):
         place.run(text, workers=2, recipe="async_sgd", restarts=0)
 

@@ -154,12 +154,12 @@ time.sleep(60)
 
 def test_what_waits_in_vain_for_the_dead_is_a_consequence(crew: Place) -> None:
     text = """
-from stretto.errors import WireError
+from stretto.errors import TransportError
 if rank == 1 and life == 0:
     os.kill(os.getpid(), 9)
 until("heard")
 if rank == 2:
-    raise WireError("nobody came")
+    raise TransportError("nobody came")
 time.sleep(60)
 """
     assert failure(crew, text, workers=3).startswith("worker 1 was killed by SIGKILL")
@@ -167,22 +167,22 @@ time.sleep(60)
 
 def test_death_that_others_have_recovered_from_is_not_the_cause_of_a_later_failure(crew: Place) -> None:
     text = """
-from stretto.errors import WireError
+from stretto.errors import TransportError
 if rank == 1 and life == 0:
     os.kill(os.getpid(), 9)
 until("heard")
 if rank == 2:
     log("gone", worker=1, life=0)
     log("formed", worker=-1000, life=0)
-    raise WireError("nobody came")
+    raise TransportError("nobody came")
 time.sleep(60)
 """
-    assert failure(crew, text, workers=3).startswith("worker 2 failed: WireError: nobody came")
+    assert failure(crew, text, workers=3).startswith("worker 2 failed: TransportError: nobody came")
 
 
 def test_error_of_an_earlier_life_is_not_the_cause_of_a_later_failure(crew: Place) -> None:
     text = """
-from stretto.errors import WireError
+from stretto.errors import TransportError
 if rank == 1 and life == 0:
     log("unused", event="error", worker=1, kind="ValueError", text="recovered", traceback="", consequence=False)
     os.kill(os.getpid(), 9)
@@ -191,10 +191,10 @@ if rank == 1:
     say("back")
 until("back")
 if rank == 2:
-    raise WireError("nobody came")
+    raise TransportError("nobody came")
 time.sleep(60)
 """
-    assert failure(crew, text, workers=3).startswith("worker 2 failed: WireError: nobody came")
+    assert failure(crew, text, workers=3).startswith("worker 2 failed: TransportError: nobody came")
 
 
 @pytest.mark.parametrize("code", [0, 3])

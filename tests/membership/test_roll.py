@@ -511,7 +511,7 @@ def formed(workers: int, **more: Any) -> MembershipCoordinator:
     """A roll whose first generation is there."""
     roll = MembershipCoordinator({}, workers, patience_s=PATIENCE_S, **more)
     posts = [post for number in range(workers) for post in roll.hear(number, 0, ReadyReport(0), 0.0)]
-    assert told(posts)[-workers:] == [(number, "Form") for number in range(workers)]
+    assert told(posts)[-workers:] == [(number, "GenerationView") for number in range(workers)]
     return roll
 
 
@@ -520,12 +520,12 @@ def test_a_word_from_before_a_rest_is_not_taken_for_a_new_one() -> None:
     roll.save(1.0)
     early, late = ReadyReport(1, 2, 2, True), ReadyReport(1, 3, 3, True)
     roll.hear(0, 0, early, 1.0)
-    assert (0, "GoOn") in told(roll.hear(1, 0, late, 1.0))
-    assert told(roll.hear(0, 0, late, 1.0)) == [(0, "Form"), (1, "Form")]
+    assert (0, "Continue") in told(roll.hear(1, 0, late, 1.0))
+    assert told(roll.hear(0, 0, late, 1.0)) == [(0, "GenerationView"), (1, "GenerationView")]
     roll.save(2.0)
     roll.hear(1, 0, Leave(), 2.0)
-    assert told(roll.hear(0, 0, early, 2.0)) == [(0, "GoOn")]
-    assert told(roll.hear(0, 0, late, 2.0)) == [(0, "Form")], "the same as before, in case it was lost"
+    assert told(roll.hear(0, 0, early, 2.0)) == [(0, "Continue")]
+    assert told(roll.hear(0, 0, late, 2.0)) == [(0, "GenerationView")], "the same as before, in case it was lost"
     assert roll.generation == 1
 
 
@@ -557,14 +557,14 @@ def test_in_a_free_roll_generations_grow_and_nobody_is_stopped_by_a_death_or_by_
     roll = formed(1, free=True)
     disk = roll.records()
     posts = roll.hear(1, 0, ReadyReport(0), 1.0)
-    assert told(posts) == [(1, "Form")]
+    assert told(posts) == [(1, "GenerationView")]
     assert roll.hear(1, 0, ReadyReport(0), 1.0) == posts, "the same again, in case it was lost"
     assert roll.gone(0, 0, 2.0, will_return=True) == []
     roll = MembershipCoordinator.restored([*disk, *roll.records()], 2.0)
     assert roll.hear(1, 0, ReadyReport(0), 2.0) == posts
-    assert told(roll.hear(0, 1, ReadyReport(0), 3.0)) == [(0, "Form")]
+    assert told(roll.hear(0, 1, ReadyReport(0), 3.0)) == [(0, "GenerationView")]
     assert (roll.generation, roll.members) == (3, {0: 1, 1: 0})
-    assert told(roll.hear(1, 0, Quit(), 4.0)) == [(1, "Form")]
+    assert told(roll.hear(1, 0, Quit(), 4.0)) == [(1, "GenerationView")]
     assert (roll.generation, roll.members) == (4, {0: 1})
     assert roll.hear(0, 1, Leave(), 5.0) == []
     assert roll.phase == "running"
@@ -572,7 +572,11 @@ def test_in_a_free_roll_generations_grow_and_nobody_is_stopped_by_a_death_or_by_
 
 def test_a_worker_that_is_not_heard_behind_a_broken_exchange_is_dead_after_the_patience() -> None:
     roll = formed(3)
-    assert told(roll.hear(0, 0, Broken(1, "closed"), 1.0)) == [(0, "Abort"), (1, "Abort"), (2, "Abort")]
+    assert told(roll.hear(0, 0, Broken(1, "closed"), 1.0)) == [
+        (0, "AbortGeneration"),
+        (1, "AbortGeneration"),
+        (2, "AbortGeneration"),
+    ]
     for worker in (0, 1):
         roll.hear(worker, 0, ReadyReport(1, 5, 5), 1.0)
     for now in range(1, 12):
@@ -583,7 +587,7 @@ def test_a_worker_that_is_not_heard_behind_a_broken_exchange_is_dead_after_the_p
     roll.hear(2, 0, Heartbeat(1, "hanging", 1.0, 5), 11.4)
     posts = roll.tick(11.5)
     assert roll.generation == 2 and roll.members == {0: 0, 1: 0}
-    assert told(roll.hear(2, 0, ReadyReport(1, 5, 5), 12.0)) == [(2, "Out")]
+    assert told(roll.hear(2, 0, ReadyReport(1, 5, 5), 12.0)) == [(2, "Evicted")]
 
 
 def test_who_comes_from_a_generation_that_a_damaged_journal_has_lost_is_out() -> None:
@@ -593,8 +597,8 @@ def test_who_comes_from_a_generation_that_a_damaged_journal_has_lost_is_out() ->
     roll.gone(2, 0, 1.0)
     for worker in (0, 1):
         posts = roll.hear(worker, 0, ReadyReport(1, 5, 5), 1.0)
-    assert told(posts) == [(0, "Form"), (1, "Form")]
+    assert told(posts) == [(0, "GenerationView"), (1, "GenerationView")]
     assert roll.generation == 2
     roll = MembershipCoordinator.restored(disk, 2.0)
-    assert told(roll.hear(0, 0, ReadyReport(2, 6, 6), 2.0))[0] == (0, "Out")
+    assert told(roll.hear(0, 0, ReadyReport(2, 6, 6), 2.0))[0] == (0, "Evicted")
     assert 0 not in roll.members or roll.phase != "running"

@@ -263,15 +263,15 @@ def test_a_head_that_is_cut_short_is_refused(said: m.Body, cut: int) -> None:
 @pytest.mark.parametrize(
     ("said", "why"),
     [
-        ([1, ["Rest", 0], [["complex128", 1]]], "a tensor of 1 complex128"),
-        ([1, ["Rest", 0], [["float32", -1]]], "a tensor of -1 float32"),
-        ([1, ["Rest", 0], [["x" * 1000, 1]]], "a tensor of 1 xxxxxxxxxxxxxxxxxxxx$"),
-        ([1, ["Rest", 0], [["float32", 1.5]]], "no head"),
-        ([1, ["Rest", 0], [["float32", 2**70]]], "no head"),
+        ([1, ["EnterBarrier", 0], [["complex128", 1]]], "a tensor of 1 complex128"),
+        ([1, ["EnterBarrier", 0], [["float32", -1]]], "a tensor of -1 float32"),
+        ([1, ["EnterBarrier", 0], [["x" * 1000, 1]]], "a tensor of 1 xxxxxxxxxxxxxxxxxxxx$"),
+        ([1, ["EnterBarrier", 0], [["float32", 1.5]]], "no head"),
+        ([1, ["EnterBarrier", 0], [["float32", 2**70]]], "no head"),
         ([1, ["Exec", "import os"], []], "no head"),
-        ([1, ["Ask", 1, "max"], []], "no head"),
+        ([1, ["Contribute", 1, "max"], []], "no head"),
         ([1, ["Push", 1, 1, 1, 1, "0.1"], []], "no head"),
-        (["1", ["Rest", 0], []], "no head"),
+        (["1", ["EnterBarrier", 0], []], "no head"),
         ([1], "no head"),
         ({"number": 1}, "no head"),
         ([1, ["Refused", "x" * HEAD_BYTES], []], "a head of [0-9]+ bytes"),
@@ -331,7 +331,7 @@ def peak(act: Any) -> int:
 
 @pytest.mark.parametrize("announced", [10 * 2**30, 2**60, 2**64 - 1])
 def test_what_is_announced_takes_no_memory_before_it_comes(announced: int) -> None:
-    head = msgspec.msgpack.encode([1, ["Answered"], [["float64", announced], ["bool", announced]]])
+    head = msgspec.msgpack.encode([1, ["Result"], [["float64", announced], ["bool", announced]]])
     assembly = Assembly()
 
     def take() -> None:
@@ -346,9 +346,9 @@ def test_what_is_announced_takes_no_memory_before_it_comes(announced: int) -> No
 
 def test_a_head_full_of_tensors_takes_room_like_its_bytes() -> None:
     """Some objects of Python for each few bytes, and none of the billions of numbers that they announce."""
-    head = msgspec.msgpack.encode([1, ["Answered"], [["int8", 2**40]] * 4000])
+    head = msgspec.msgpack.encode([1, ["Result"], [["int8", 2**40]] * 4000])
     assert peak(lambda: Assembly().begin(head)) < 100 * len(head)
-    empty = msgspec.msgpack.encode([1, ["Answered"], [["int8", 0]] * 6000])
+    empty = msgspec.msgpack.encode([1, ["Result"], [["int8", 0]] * 6000])
 
     def take() -> None:
         assembly = Assembly()

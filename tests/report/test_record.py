@@ -72,7 +72,7 @@ def test_a_torn_last_line_is_passed_over(tmp_path: Path) -> None:
 def test_a_run_that_died_halfway_keeps_what_it_did_and_says_so(tmp_path: Path) -> None:
     until = [event for event in training(2, 0.02, 1000, 1, 0.97) if event["t"] <= 1.51]
     boom = {"event": "error", "t": 1.6, "worker": 1, "kind": "ValueError", "text": "boom", "consequence": False}
-    lost = {"event": "error", "t": 1.5, "worker": 0, "kind": "WireError", "text": "gone", "consequence": True}
+    lost = {"event": "error", "t": 1.5, "worker": 0, "kind": "TransportError", "text": "gone", "consequence": True}
     found = record(write_run(tmp_path / "run", recipe="allreduce()", workers=2, events=[*until, lost, boom]))
     assert found["failed"] == "worker 1 failed: ValueError: boom"
     assert 0 < found["samples"] < 2 * 1200

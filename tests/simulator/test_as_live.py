@@ -194,7 +194,7 @@ def test_who_writes_into_data_writes_into_its_own() -> None:
 def test_data_that_is_alike_is_kept_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A name and a data set of the same bytes, of a kind that numpy does not know."""
     made: list[SharedArrays] = []
-    monkeypatch.setattr("stretto.simulator.runner.Commons", lambda: made.append(SharedArrays()) or made[-1])
+    monkeypatch.setattr("stretto.simulator.runner.SharedArrays", lambda: made.append(SharedArrays()) or made[-1])
     text = trains().replace("x = torch.randn(400, 6)", "x = torch.randn(8000, 6).bfloat16()")
     text = text.replace("net(a) - b", "net(a.float()) - b.float()")
     simulated(3, text + "\nassert x.data_ptr() == loader.dataset.tensors[0].data_ptr()")

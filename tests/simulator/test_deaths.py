@@ -34,7 +34,7 @@ from simulator.simulated import STEP_S, now, simulated
 from torch import nn
 
 import stretto
-from stretto.errors import BrokenWireError, LaunchError
+from stretto.errors import BrokenTransportError, LaunchError
 from stretto.faults import plan
 from stretto.launcher.config import RunConfig
 from stretto.launcher.supervisor import pause_s
@@ -488,7 +488,7 @@ def test_no_exchange_with_the_dead_ends_and_who_waits_is_told_when_it_is_known(a
 
     def live(worker: Worker) -> None:
         worker.work(asks_at if worker.number == 0 else 0.1)
-        with pytest.raises(BrokenWireError):
+        with pytest.raises(BrokenTransportError):
             wires[worker.number].gather(bytes(1000))
         told.append(worker.now())
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from stretto.collective_ops import AllReduceMean
-from stretto.errors import BrokenWireError, MemberOutError
+from stretto.errors import BrokenTransportError, MemberOutError
 from stretto.membership.messages import GenerationView, Member, ReadyReport
 from stretto.transport.elastic import ElasticTransport
 from tests.endure import LIMIT_S, Breakable, Cut, Former, Hall, Killed, Standing
@@ -72,7 +72,7 @@ class _Broken(Former):
 
     def form(self, form: GenerationView, rank: int) -> Breakable:
         if form.generation in self.never:
-            raise BrokenWireError("somebody has not come")
+            raise BrokenTransportError("somebody has not come")
         self.formed.append(form.generation)
         wire = super().form(form, rank)
         wire.abort()

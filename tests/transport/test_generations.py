@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from stretto.collective_ops import AllGather, AllReduceMean
-from stretto.errors import BrokenWireError
+from stretto.errors import BrokenTransportError
 from stretto.transport.conformance import check_transport
 from stretto.transport.gloo_rendezvous import abort_forming, form, store_keeper
 from stretto.transport.process_group import ProcessGroupTransport, drop_parked
@@ -80,7 +80,7 @@ class Obeying:
             try:
                 self.enter(told)
                 self.exchange(told)
-            except BrokenWireError as error:
+            except BrokenTransportError as error:
                 self.leave()
                 self.say("out", prefix=told["prefix"], why=str(error))
 
@@ -109,7 +109,7 @@ class Obeying:
             try:
                 for ticket in [self.wire.start(AllReduceMean(one)) for one in tensors]:
                     assert bool((ticket.wait() == expected).all()), "a wrong sum"
-            except BrokenWireError:
+            except BrokenTransportError:
                 for one in kept:
                     one.fill_(float(-7))
                 self.leave()
@@ -453,7 +453,7 @@ def test_a_broken_wire_gives_tickets_that_raise_and_its_count_stays() -> None:
         list(pool.map(lambda end: end.start(AllReduceMean(torch.ones(100_000))).wait(), ends))
     waiting = ends[0].start(AllReduceMean(torch.ones(1000)))
     threading.Timer(0.1, ends[0].abort).start()
-    with pytest.raises(BrokenWireError, match="worker 0"):
+    with pytest.raises(BrokenTransportError, match="worker 0"):
         waiting.wait()
     ends[0].abort()
     sent = ends[0].traffic()
@@ -461,14 +461,14 @@ def test_a_broken_wire_gives_tickets_that_raise_and_its_count_stays() -> None:
     assert sent.bytes_sent > 400_000
     for ask in (AllReduceMean(torch.ones(2)), AllGather(torch.ones(2))):
         ticket = ends[0].start(ask)
-        with pytest.raises(BrokenWireError):
+        with pytest.raises(BrokenTransportError):
             ticket.wait()
-    with pytest.raises(BrokenWireError):
+    with pytest.raises(BrokenTransportError):
         ends[0].gather(b"anyone?")
     ends[0].close()
     ends[0].close()
     assert ends[0].traffic() == sent
-    with pytest.raises(BrokenWireError):
+    with pytest.raises(BrokenTransportError):
         ends[1].start(AllReduceMean(torch.ones(1000))).wait()
     ends[1].close()
 
@@ -476,7 +476,7 @@ def test_a_broken_wire_gives_tickets_that_raise_and_its_count_stays() -> None:
 def test_a_closed_wire_gives_no_answers() -> None:
     for end in enduring(2):
         end.close()
-        with pytest.raises(BrokenWireError):
+        with pytest.raises(BrokenTransportError):
             end.start(AllReduceMean(torch.ones(2))).wait()
         end.abort()
 

@@ -10,7 +10,7 @@ import torch
 from served import ADDING, Serving, hear, push
 
 from stretto.collective_ops import AllReduceMean
-from stretto.errors import BrokenWireError, TransportError
+from stretto.errors import BrokenTransportError, TransportError
 from stretto.parameter_server import messages as m
 from stretto.parameter_server.client_types import RollbackRequiredError, ranges
 from stretto.parameter_server.rpc_channel import DeathNotifier
@@ -166,10 +166,10 @@ def test_abort_wakes_who_waits_and_the_next_generation_goes_on(serving: Serving)
         for wire in wires[:2]:
             wire.abort()
         for one in waiting:
-            with pytest.raises(BrokenWireError):
+            with pytest.raises(BrokenTransportError):
                 one.result(5.0)
         assert time.monotonic() - began < 2.0
-    with pytest.raises(BrokenWireError):
+    with pytest.raises(BrokenTransportError):
         wires[0].start(AllReduceMean(torch.ones(2))).wait()
     for wire in wires[:2]:
         wire.regroup(2, [0, 1], wire.number)

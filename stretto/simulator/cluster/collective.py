@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 from torch import Tensor
 
 from stretto.collective_ops import AllReduceMean, Answer, CollectiveOp, Messages, answer
-from stretto.errors import BrokenWireError, TransportError, explain
+from stretto.errors import BrokenTransportError, TransportError, explain
 from stretto.membership.loop_positions import EVEN, named
 from stretto.simulator.engine import Engine, Worker
 from stretto.simulator.network import wire_bytes
@@ -82,10 +82,10 @@ class SimGroup:
         self._round(number).takes.append(worker)
 
     def take(self, number: int) -> Any:
-        """The answer; the last worker to take it clears it away. Raises BrokenWireError if there will be none."""
+        """The answer; the last worker to take it clears it away. Raises BrokenTransportError if there will be none."""
         round_ = self._rounds[number]
         if not round_.there:
-            raise BrokenWireError(f"exchange {number} was broken off")
+            raise BrokenTransportError(f"exchange {number} was broken off")
         round_.left += 1
         if round_.left == self.workers:
             del self._rounds[number]
@@ -296,11 +296,11 @@ class SimWire:
         return found
 
     def _forget(self, number: int, teller: int) -> None:
-        with suppress(BrokenWireError):  # the next exchange says so to one who can wait
+        with suppress(BrokenTransportError):  # the next exchange says so to one who can wait
             self._count(_tell_bytes(self.worker, self.workers, teller, len(self.taken(number))))
 
     def meet(self, seconds: float) -> None:
-        """Wait for the others to come, which takes so long when all have. Raises BrokenWireError."""
+        """Wait for the others to come, which takes so long when all have. Raises BrokenTransportError."""
         self.taken(self._lay(_Came(seconds)))
 
     def abort(self) -> None:

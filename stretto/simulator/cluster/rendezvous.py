@@ -55,7 +55,7 @@ class TableFormer:
         self._table: SimGroup | None = None
 
     def form(self, form: GenerationView, rank: int) -> AbortableTransport:
-        """Meet the members of a generation. Raises BrokenWireError when one of them does not come."""
+        """Meet the members of a generation. Raises BrokenTransportError when one of them does not come."""
         if len(form.members) == 1:
             return LastWorkerTransport()
         self._table = self._generations.table(form)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from stretto.errors import BrokenWireError, TransportError
+from stretto.errors import BrokenTransportError, TransportError
 from stretto.parameter_server import messages as m
 from stretto.parameter_server.client_types import Sink, refuse_refusals
 from stretto.parameter_server.framing import CHUNK_BYTES, Chunks, kind
@@ -130,7 +130,7 @@ class SimLink:
                 lambda: number in self._replies or self._is_aborted, lambda: self._office.called, self._limit_s
             )
         if number not in self._replies:
-            raise BrokenWireError(f"the exchange at {self._office.called} was broken off")
+            raise BrokenTransportError(f"the exchange at {self._office.called} was broken off")
         post, self.last = self._replies.pop(number)
         refuse_refusals(self._office.called, post.body)
         if isinstance(post.body, m.PushReply | m.Result | m.Among) and post.tensors:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stretto.errors import BrokenWireError
+from stretto.errors import BrokenTransportError
 from stretto.launcher.process_specs import CUT_EVERY_S
 from stretto.parameter_server import messages as m
 from stretto.parameter_server.client import ParameterServerClient
@@ -280,7 +280,7 @@ class _SimWire(ParameterServerClient):
         return [[torch.empty(0, dtype=torch.uint8)]]
 
     def _hear_behind(self, body: m.Gather | m.Keep | m.Barrier, number: int) -> None:
-        with suppress(BrokenWireError):  # the next exchange says so to one who can wait
+        with suppress(BrokenTransportError):  # the next exchange says so to one who can wait
             self._hear(body, number)
 
     def _told(self, tensors: Sequence[Chunks]) -> list[bytes]:
