@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -114,6 +115,15 @@ def state_of(model: nn.Module) -> dict[str, Tensor]:
 
 def agree_on_model(wire: Transport, model: nn.Module, recipe: str) -> None:
     """Raise, at every worker, unless all have models of the same names, shapes and dtypes, and the same recipe."""
+    if any(isinstance(one, UninitializedParameter) for one in model.parameters()):
+        raise ModelError(
+            explain(
+                "the model has parameters without a shape yet",
+                got="a lazy module that has not seen a batch",
+                expected="every parameter initialised before the call",
+                to_type="model(next(iter(loader))[0]) before stretto.distribute",
+            )
+        )
     mine = [(name, list(one.shape), str(one.dtype)) for name, one in state_of(model).items()]
     packed = msgspec.msgpack.encode(mine)
     digest = hashlib.blake2b(packed, digest_size=16).digest()

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from stretto.errors import ModelError, explain
+from stretto.errors import ModelError, ScriptError, explain
 from stretto.strategies.model_sync import plain_name
 from stretto.strategies.optimizers import Optimizers, parameters_of
 
@@ -70,6 +70,29 @@ class OutsideOptimizers:
         lost = [plain_name(name) for name, one in asked if id(one) not in held]
         if lost:
             raise ModelError(_not_held(lost))
+
+
+def refuse_step_outside(iterations: int, is_same_thread: bool) -> None:
+    """Raise ScriptError for an optimizer step before any iteration over the loader, or in another thread."""
+    if not iterations:
+        raise ScriptError(
+            explain(
+                "an optimizer steps, but no batch of the loader that stretto.distribute returned was taken",
+                got="a step before any iteration over the distributed loader: every worker would train on all data",
+                expected="a loop over what the call returned",
+                to_type="loader = stretto.distribute(model, optimizer, loader), then: for batch in loader: ...",
+            )
+        )
+    if not is_same_thread:
+        raise ScriptError(
+            explain(
+                "the batches of the distributed loader are taken in another thread than the optimizer's steps",
+                got="an iteration in a thread of its own, as of a prefetching wrapper: exchanges belong to a step",
+                expected="the loop and the steps in one thread",
+                to_type="wrap the script's own loader: stretto.distribute(model, optimizer, Prefetch(loader)), or use "
+                "DataLoader(..., num_workers=2)",
+            )
+        )
 
 
 def _moves(kind: str, names: list[str]) -> str:

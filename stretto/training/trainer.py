@@ -6,6 +6,7 @@ import functools
 import math
 import struct
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -33,7 +34,7 @@ from stretto.strategies.asynchronous import AsyncServer
 from stretto.strategies.model_replica import Replica
 from stretto.strategies.model_sync import agree_on_model, part_random_states, plain_name, refuse_all_frozen, same_start
 from stretto.strategies.optimizers import Optimizers, parameters_of
-from stretto.strategies.outside_optimizers import OutsideOptimizers, unwatch, watch
+from stretto.strategies.outside_optimizers import OutsideOptimizers, refuse_step_outside, unwatch, watch
 from stretto.strategies.traffic_counters import Tally
 from stretto.training import idle_worker
 from stretto.training.effective_batch import ScaledRate, batch_of, said
@@ -108,6 +109,8 @@ class Trainer:
         self.hand: GlobalStep | None = None
         self.iterations = 0
         """Number of iterations over the loader that the script has begun."""
+        self._thread = threading.get_ident()
+        """The thread that took the last batch."""
         self.peeks: list[int] = []
         """Numbers of the iterations that were peeks: at most one batch and no optimizer step."""
         self._begun = Begun(0, 0, 0, whole=False)
@@ -242,6 +245,7 @@ class Trainer:
     def next_batch(self) -> Any:
         """End the hand before, and give this worker's next batch; None when the pass is over."""
         self._refuse_if_over()
+        self._thread = threading.get_ident()
         self.end_hand()
         if self.hands is None:
             return None
@@ -594,6 +598,8 @@ class Trainer:
 
     def _before_step(self, index: int, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Hook of an optimizer: it is about to step."""
+        if self.wire.workers > 1:
+            refuse_step_outside(self.iterations, self._thread == threading.get_ident())
         if not self._is_held:
             self._outside.check_held()
             self._is_held = True

@@ -221,7 +221,7 @@ def test_live_workers_meet_before_training_and_in_it(tmp_path: Path, recipe: str
     command = [
         sys.executable,
         "-m",
-        "stretto.cli.main",
+        "stretto.cli",
         "run",
         "-n",
         "2",

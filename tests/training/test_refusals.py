@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import queue
 import resource
 import tempfile
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -313,3 +315,41 @@ def test_script_that_is_ended_within_evaluate_fails_by_name() -> None:
             optimizer.step()
 
     assert has_three_answers(refused(errors.EvaluateError, "evaluate ended the script", work))
+
+
+@pytest.mark.parametrize("recipe", ["allreduce", "local_sgd(every=2)", "async_sgd"])
+def test_step_without_a_batch_of_the_distributed_loader_is_refused(recipe: str) -> None:
+    """`stretto.distribute(...)` without `loader =`: every worker would train on all data."""
+
+    def work(worker: int) -> None:
+        net, loader = small_net(), DataLoader(regression(40), batch_size=8)
+        optimizer = sgd(net.parameters())
+        begin(net, optimizer, loader)
+        for x, y in loader:
+            nn.functional.mse_loss(net(x), y).backward()
+            optimizer.step()
+
+    assert has_three_answers(refused(errors.ScriptError, "no batch of the loader", work, recipe=recipe))
+
+
+@pytest.mark.parametrize("recipe", ["allreduce", "local_sgd(every=2)", "async_sgd"])
+def test_batches_taken_in_another_thread_than_the_steps_are_refused(recipe: str) -> None:
+    def work(worker: int) -> None:
+        net = small_net()
+        optimizer = sgd(net.parameters())
+        loader = begin(net, optimizer)
+        batches: queue.Queue[Any] = queue.Queue(1)
+        threading.Thread(target=lambda: batches.put(next(iter(loader))), daemon=True).start()
+        x, y = batches.get(timeout=30)
+        nn.functional.mse_loss(net(x), y).backward()
+        optimizer.step()
+
+    assert has_three_answers(refused(errors.ScriptError, "in another thread", work, recipe=recipe))
+
+
+def test_lazy_module_without_shapes_is_refused() -> None:
+    def work(worker: int) -> None:
+        net = nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 1))
+        begin(net, sgd(net.parameters()))
+
+    assert has_three_answers(refused(errors.ModelError, "without a shape", work))
