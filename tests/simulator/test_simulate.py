@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 import torch
 from crew import flat, regression, together, training
-from sim import simulated as ground
+from simulator import simulated as ground
 from simulator.simulated import STEP_S, Ended, now, simulated
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset

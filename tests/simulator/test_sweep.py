@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
-from sim import pretend
+from simulator import pretend
 
 from stretto.errors import LaunchError
 from stretto.launcher.config import RunConfig
