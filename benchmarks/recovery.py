@@ -174,7 +174,7 @@ def restarted_s(group: Group, _victim: int, struck: float) -> float | None:
 
 STRETTO = Side("stretto", with_stretto(), (), survivors_s)
 TORCHRUN = Side("torchrun", with_torchrun, ("--ddp",), restarted_s)
-VANISHING = Side("stretto", with_stretto("--patience", f"{PATIENCE_S:g}s"), (), survivors_s)
+VANISHING = Side("stretto", with_stretto("--failure-timeout", f"{PATIENCE_S:g}s"), (), survivors_s)
 
 
 def run(starts: int | None = None) -> dict[str, Any]:
@@ -218,8 +218,8 @@ def _vanished(starts: int) -> dict[str, Any]:
     for _ in range(starts):
         found += strikes(VANISHING, MODELS[SMALL], signal.SIGSTOP, VICTIMS[1:] * KILLS)[0]
     one = by_side({"stretto": found}, VICTIMS[1])["stretto"]
-    print(f"  paused, --patience {PATIENCE_S:g}s: {_shown(one)}, of {one['deaths']}", flush=True)
-    return {"model": SMALL, "victim": f"worker {VICTIMS[1]}", "patience_s": PATIENCE_S, **one}
+    print(f"  paused, --failure-timeout {PATIENCE_S:g}s: {_shown(one)}, of {one['deaths']}", flush=True)
+    return {"model": SMALL, "victim": f"worker {VICTIMS[1]}", "failure_timeout_s": PATIENCE_S, **one}
 
 
 def by_side(costs: Mapping[str, Sequence[Strike]], victim: int) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """A long time of seeded deaths: does every recipe come through, and lose nothing?
 
 Recipes take turns until the time is over, each in a run of some minutes in which processes are killed and paused by
-`--chaos`, one every 15 s in the mean. Of each run: whether it completed, how many rounds, what died, how often each
+`--faults`, one every 15 s in the mean. Of each run: whether it completed, how many rounds, what died, how often each
 sample was counted, the accuracy beside that of an undisturbed run, and the memory of its workers. A run that fails
 keeps its folder.
 
@@ -83,7 +83,7 @@ class Case:
         return not self.name.startswith(("async", "stale"))
 
     @property
-    def chaos(self) -> str:
+    def faults(self) -> str:
         """Faults that together come every 15 s in the mean."""
         worker = "kill worker every 30s; kill server every 60s" if self.has_server else "kill worker every 20s"
         return f"{worker}; kill coordinator every 90s; pause worker for {PAUSE_S}s every 180s"
@@ -152,7 +152,7 @@ def run(minutes: float | None = None) -> dict[str, Any]:
         "minutes": round((time.monotonic() - began) / 60, 1),
         "every_s": EVERY_S,
         "workers": WORKERS,
-        "patience_s": PATIENCE_S,
+        "failure_timeout_s": PATIENCE_S,
         "script": f"{SCRIPT.name} --pause {STEP_S}",
         "passes": passes(each_s),
         "runs": found,
@@ -176,7 +176,7 @@ def _taken(case: Case, number: int, place: Path, each_s: float, calm: float | No
     print(f"  {number:2} {'ok  ' if outcome.good else 'FAIL'} {case.name}: {_shown(outcome, calm)}", flush=True)
     if not outcome.good:
         print(f"     {outcome.why or 'see'} {folder}", flush=True)
-    told = {"run": number, "recipe": case.name, "chaos": case.chaos, "seed": number}
+    told = {"run": number, "recipe": case.name, "faults": case.faults, "seed": number}
     return {**told, **asdict(outcome), "good": outcome.good, "undisturbed": calm}
 
 
@@ -196,9 +196,18 @@ def _one(case: Case, folder: Path, each_s: float, seed: int | None) -> Outcome:
     disturbed = seed is not None
     count = passes(each_s)
     command = [sys.executable, "-m", "stretto.cli", "run", "-n", str(WORKERS), *case.options]
-    command += ["--threads", "1", "--patience", f"{PATIENCE_S}s", "--restarts", "1000", "--checkpoint-every", "5s"]
+    command += [
+        "--threads",
+        "1",
+        "--failure-timeout",
+        f"{PATIENCE_S}s",
+        "--restarts",
+        "1000",
+        "--checkpoint-every",
+        "5s",
+    ]
     command += ["--output", "all", "--out", str(folder / "run")]
-    command += ["--chaos", case.chaos, "--seed", str(seed)] if disturbed else []
+    command += ["--faults", case.faults, "--seed", str(seed)] if disturbed else []
     command += [str(SCRIPT), "--epochs", str(count), "--pause", str(STEP_S if disturbed else 0.0)]
     folder.mkdir()
     (folder / "command").write_text(json.dumps(command[1:]) + "\n")
@@ -265,7 +274,7 @@ def judged(
         why="" if code == 0 and not late and whole else why,
         seconds=round(seconds, 1),
         rounds=max((one["rounds"] for one in events if "rounds" in one), default=0),
-        struck=sum(one["event"] == "chaos" for one in events),
+        struck=sum(one["event"] == "fault_injected" for one in events),
         deaths=deaths(events),
         regrouped=sum(one["event"] == "regrouped" for one in events),
         passes=len(audits),

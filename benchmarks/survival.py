@@ -60,7 +60,7 @@ class Case:
         """What is typed for it."""
         if self.who in ("server", "coordinator"):
             when = {"start": 2, "computing": 6, "exchanging": 7, "evaluating": 8, "checkpointing": 9, "epoch end": 10}
-            return ["--chaos", f"kill {self.who} at {when[self.phase]}s"]
+            return ["--faults", f"kill {self.who} at {when[self.phase]}s"]
         return []
 
     @property
@@ -117,7 +117,7 @@ def one(
     seed: int = 0,
 ) -> Outcome:
     """Run a case, or an undisturbed run when there is none."""
-    options = ["--recipe", recipe, "--patience", "4s", "--restarts", "3", "--checkpoint-every", "1s"]
+    options = ["--recipe", recipe, "--failure-timeout", "4s", "--restarts", "3", "--checkpoint-every", "1s"]
     options += ["--seed", str(seed), "--output", "all", "--out", str(folder), *(case.options if case else [])]
     command = [sys.executable, "-m", "stretto.cli", "run", "-n", str(WORKERS), *options, str(SCRIPT)]
     asked = [*command, "--epochs", str(epochs), *(case.strike if case else [])]

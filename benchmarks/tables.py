@@ -90,7 +90,7 @@ def unequal(record: Record) -> Iterator[str]:
 
 
 def _stretches(record: Record) -> Iterator[str]:
-    told = "; ".join(f"{name}: `--slow {case['slow']}`" for name, case in record["cases"].items())
+    told = "; ".join(f"{name}: `--stragglers {case['slow']}`" for name, case in record["cases"].items())
     cores = record["machine"]["cores"]
     yield f"{told}. As they are, {record['workers']} workers compute on {cores} cores, which bounds what can be gained;"
     yield "as on 4 machines, all sleep most of the time. A bound makes the fast wait for the slow: that is its use."
@@ -231,9 +231,9 @@ def recovery(record: Record) -> Iterator[str]:
                 asked = f"at most {record['wanted_s']:g}" if name == "stretto" else ""
                 yield f"| {model} | {victim} killed | {name} | {_costs(one)} | {case['step_ms'][name]:.1f} | {asked} |"
     gone = record["vanished"]
-    patience = f"{gone['patience_s']:g}"
+    patience = f"{gone['failure_timeout_s']:g}"
     yield (
-        f"| {gone['model']} | {gone['victim']} paused | stretto, `--patience {patience}s` | {_costs(gone)} | "
+        f"| {gone['model']} | {gone['victim']} paused | stretto, `--failure-timeout {patience}s` | {_costs(gone)} | "
         f"| at most {patience} |"
     )
     yield ""

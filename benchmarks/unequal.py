@@ -1,10 +1,10 @@
 """How much does one slow worker hold the others back? 4 workers, worker 1 computes 5 times slower.
 
-Each recipe trains the examples as they are, through `stretto run --slow`: samples per second, and seconds to a test
-accuracy, evaluations not counted. As they are, four workers share this machine's cores, which alone bounds what can be
-gained: on 2 cores three workers that never wait compute no more than 2 can. So each example is run a second time as
-four machines would run it: everyone's computing is stretched, by sleeping, so far that the cores are idle most of the
-time, and worker 1's five times as far. What is not computing, the exchange above all, is not stretched.
+Each recipe trains the examples as they are, through `stretto run --stragglers`: samples per second, and seconds to a
+test accuracy, evaluations not counted. As they are, four workers share this machine's cores, which alone bounds what
+can be gained: on 2 cores three workers that never wait compute no more than 2 can. So each example is run a second time
+as four machines would run it: everyone's computing is stretched, by sleeping, so far that the cores are idle most of
+the time, and worker 1's five times as far. What is not computing, the exchange above all, is not stretched.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Case:
 
     @property
     def slow(self) -> str:
-        """What `stretto run --slow` is told."""
+        """What `stretto run --stragglers` is told."""
         factors = {worker: self.stretch * (TIMES if worker == SLOW_WORKER else 1) for worker in range(WORKERS)}
         return ",".join(f"{worker}:{factor}" for worker, factor in factors.items() if factor > 1)
 
@@ -128,7 +128,7 @@ def _without_mnist() -> str:
 
 
 def _case(name: str, case: Case, seeds: Sequence[int]) -> dict[str, Any]:
-    print(f"  {name}: --slow {case.slow} {' '.join(case.arguments)}, to {case.target:g}", flush=True)
+    print(f"  {name}: --stragglers {case.slow} {' '.join(case.arguments)}, to {case.target:g}", flush=True)
     outcomes = [_report(_race(case, recipe, seed)) for seed in seeds for recipe in _order(seed)]
     found = {recipe: summary(outcomes, recipe) for recipe in RECIPES}
     for recipe in RECIPES[1:]:
@@ -158,7 +158,7 @@ def _race(case: Case, recipe: str, seed: int) -> Outcome:
 
 def _command(case: Case, recipe: str, seed: int, folder: Path) -> list[str]:
     script = str(ROOT / "examples" / case.script)
-    asked = ["-n", str(WORKERS), "--recipe", recipe, "--slow", case.slow, "--seed", str(seed), "--threads", "1"]
+    asked = ["-n", str(WORKERS), "--recipe", recipe, "--stragglers", case.slow, "--seed", str(seed), "--threads", "1"]
     kept = ["--quiet", "--json", str(folder / "record.json"), "--out", str(folder / "run")]
     return [sys.executable, "-m", "stretto.cli", "run", *asked, *kept, script, *case.arguments]
 

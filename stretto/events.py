@@ -18,7 +18,7 @@ Every event has `event` (its kind), `t` (seconds since the start of training, a 
 | error | kind, text, traceback, consequence (true when another worker's failure caused it) |
 | end | what progress carries, and training_s |
 | member | what (joined, gone, left, slow or formed), life, generation, why, at; of formed: members |
-| chaos | verb, kind, numbers, text, at: what was done to a process on purpose |
+| fault_injected | verb, kind, numbers, text, at: what was done to a process on purpose |
 | reissued | of, life, samples: what others do again for a worker that is gone |
 | regrouped | generation, gone, came, members: others exchange from now on |
 | written | host, paths: the files that this worker has opened for writing, outside the run folder |
@@ -43,9 +43,9 @@ part of `waiting`) and `versions` (of each shard of the server); in them `step` 
 how many versions came between the one it was computed on and that. `servers` is the number of shards; shard s writes
 its errors as worker -1 - s, the coordinator its own as worker -1000.
 
-`worker` of member and chaos is whom they are about, -1000 where a generation is formed. They are written by who does
-not train, with a zero of their own: `at` is the machine's clock, and where `start` carries it too the zeros can be
-compared.
+`worker` of member and fault_injected is the process that they are about, -1000 where a generation is formed. They are
+written by processes that do not train, with a zero of their own: `at` is the machine's clock, and where `start` carries
+it too the zeros can be compared.
 """
 
 from __future__ import annotations

@@ -376,7 +376,7 @@ def test_two_runs_at_once_one_with_a_slow_worker_one_that_keeps_its_server_itsel
     """The recipe of the second stands in the script alone: worker 0 keeps the server. Its loop is left early."""
     slow = free("slow.py", body="time.sleep(0.01)")
     own = free("own.py", more="recipe='async_sgd(shards=2)'", body=LEAVE)
-    first = place.stretto("run", "-n", "2", "--recipe", "async_sgd", "--slow", "1:5", "--out", "slow", slow)
+    first = place.stretto("run", "-n", "2", "--recipe", "async_sgd", "--stragglers", "1:5", "--out", "slow", slow)
     second = place.stretto("run", "-n", "2", "--out", "own", own)
     ended_well(first)
     ended_well(second)

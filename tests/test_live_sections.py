@@ -67,7 +67,7 @@ for fold in range(3):
 def stretto_run(place: Path, *options: str, argument: str = "none", code: int = 0) -> str:
     """Run the script on two workers and return its output."""
     (place / "folds.py").write_text(FOLDS)
-    launch = [sys.executable, "-m", "stretto.cli", "run", "-n", "2", "--patience", "60s"]
+    launch = [sys.executable, "-m", "stretto.cli", "run", "-n", "2", "--failure-timeout", "60s"]
     command = [*launch, *options, "folds.py", argument]
     done = subprocess.run(command, cwd=place, env=ENVIRONMENT, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == code, done.stdout + done.stderr

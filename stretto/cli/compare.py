@@ -70,7 +70,7 @@ def compare(
             metavar="N", show_default="the cores, shared out", help="Threads per worker.", rich_help_panel=WORKERS
         ),
     ] = None,
-    slow: Annotated[
+    stragglers: Annotated[
         str | None,
         typer.Option(
             metavar="WORKER:FACTOR,...",
@@ -136,7 +136,7 @@ def compare(
         threads=threads,
         timeout_s=timeout,
         servers=servers,
-        slow=slow,
+        stragglers=stragglers,
         module=module,
         global_batch=split_batch,
         lr_scale=lr_scale,

@@ -176,7 +176,7 @@ def run(
             rich_help_panel=WORKERS,
         ),
     ] = None,
-    slow: Annotated[
+    stragglers: Annotated[
         str | None,
         typer.Option(
             metavar="WORKER:FACTOR,...",
@@ -202,12 +202,12 @@ def run(
     plain: Annotated[
         bool,
         typer.Option(
-            "--plain",
+            "--no-encryption",
             help="Do not encrypt the traffic with the parameter server and the coordinator.",
             rich_help_panel=SERVER,
         ),
     ] = False,
-    patience: Annotated[
+    failure_timeout: Annotated[
         str,
         typer.Option(
             metavar="TIME",
@@ -251,13 +251,13 @@ def run(
     ] = None,
     split_batch: SplitBatch = "keep",
     lr_scale: RateScale = "none",
-    keep_batch: Annotated[
+    on_resize: Annotated[
         Batch,
         typer.Option(
             help="Batch size kept when the number of workers changes: each worker's own, or the global batch.",
             rich_help_panel=FAILURES,
         ),
-    ] = "local",
+    ] = "per-worker-batch",
     host: Annotated[
         str | None,
         typer.Option(
@@ -277,7 +277,7 @@ def run(
             rich_help_panel=FAILURES,
         ),
     ] = None,
-    chaos: Annotated[
+    faults: Annotated[
         str | None,
         typer.Option(
             metavar="FAULTS",
@@ -321,7 +321,7 @@ def run(
     output: Annotated[
         Output,
         typer.Option(help="Output that is shown: of worker 0, of all workers, or none.", rich_help_panel=OUTPUT),
-    ] = "lead",
+    ] = "rank0",
     quiet: Annotated[
         bool, typer.Option("--quiet", help="Show only the script's output.", rich_help_panel=OUTPUT)
     ] = False,
@@ -353,21 +353,21 @@ def run(
         timeout_s=timeout,
         output=output,
         servers=servers,
-        slow=slow,
+        stragglers=stragglers,
         on_nan=on_nan,
         plain=plain,
-        patience_s=duration(patience),
+        failure_timeout_s=duration(failure_timeout),
         min_workers=min_workers,
         max_workers=max_workers,
         restarts=restarts,
-        batch=keep_batch,
+        batch=on_resize,
         global_batch=split_batch,
         lr_scale=lr_scale,
         checkpoint_every=checkpoint_every,
         keep=keep,
         resume=resume,
         host=host,
-        chaos=chaos,
+        faults=faults,
         retyped=context.meta[RETYPED],
     )
     check_target(json_to, "run.json")

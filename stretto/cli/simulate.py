@@ -131,9 +131,9 @@ def command(
         typer.Option(help="End the run at an update that is not finite, or skip the update.", rich_help_panel=SERVER),
     ] = "stop",
     plain: Annotated[
-        bool, typer.Option("--plain", help="Count bytes without encryption.", rich_help_panel=SERVER)
+        bool, typer.Option("--no-encryption", help="Count bytes without encryption.", rich_help_panel=SERVER)
     ] = False,
-    patience: Annotated[
+    failure_timeout: Annotated[
         str,
         typer.Option(
             metavar="TIME",
@@ -158,13 +158,13 @@ def command(
     ] = None,
     split_batch: SplitBatch = "keep",
     lr_scale: RateScale = "none",
-    keep_batch: Annotated[
+    on_resize: Annotated[
         Batch,
         typer.Option(
             help="Batch size kept when the number of workers changes: each worker's own, or the global batch.",
             rich_help_panel=FAILURES,
         ),
-    ] = "local",
+    ] = "per-worker-batch",
     sweep: Annotated[
         list[str] | None,
         typer.Option(
@@ -197,7 +197,7 @@ def command(
     ] = None,
     output: Annotated[
         Output, typer.Option(help="Output that is shown: of worker 0, of all workers, or none.", rich_help_panel=OUTPUT)
-    ] = "lead",
+    ] = "rank0",
     quiet: Annotated[
         bool, typer.Option("--quiet", help="Show only the script's output.", rich_help_panel=OUTPUT)
     ] = False,
@@ -245,11 +245,11 @@ def command(
         output=output,
         on_nan=on_nan,
         plain=plain,
-        patience_s=_time(patience, "the patience", "--patience 10s"),
+        failure_timeout_s=_time(failure_timeout, "the failure timeout", "--failure-timeout 10s"),
         timeout_s=timeout,
         min_workers=whole("min_workers", min_workers),
         max_workers=None if max_workers is None else whole("max_workers", max_workers),
-        batch=keep_batch,
+        batch=on_resize,
         global_batch=split_batch,
         lr_scale=lr_scale,
     )

@@ -29,7 +29,7 @@ class Question:
     target: Target | None = None
     threads: int | None = None
     timeout_s: float = 600.0
-    slow: str | None = None
+    stragglers: str | None = None
     module: bool = False
     global_batch: GlobalBatch = "keep"
     lr_scale: LrScale = "none"
@@ -42,7 +42,7 @@ class Question:
         words += ["--target", str(self.target)] if self.target else []
         words += ["--seeds", str(self.seeds)] if self.seeds > 1 else []
         words += ["--threads", str(self.threads)] if self.threads else []
-        words += ["--slow", self.slow] if self.slow else []
+        words += ["--stragglers", self.stragglers] if self.stragglers else []
         words += ["--batch", self.global_batch] if self.global_batch != "keep" else []
         words += ["--lr-scale", self.lr_scale] if self.lr_scale != "none" else []
         return [*words, *typed(self.script, self.module, self.args)]
@@ -59,7 +59,7 @@ class Question:
             "target": str(self.target) if self.target else None,
             "threads": self.threads,
             "timeout_s": self.timeout_s,
-            "slow": self.slow,
+            "stragglers": self.stragglers,
             "global_batch": self.global_batch,
             "lr_scale": self.lr_scale,
             "command": self.command(),
@@ -97,7 +97,7 @@ class Trial:
             threads=question.threads,
             timeout_s=question.timeout_s,
             keep_states=True,
-            slow=None if self.recipe is None else question.slow,
+            stragglers=None if self.recipe is None else question.stragglers,
             output="none",
             global_batch=question.global_batch,
             lr_scale=question.lr_scale,
@@ -115,7 +115,7 @@ def ask(
     threads: int | None,
     timeout_s: float,
     servers: int | None = None,
-    slow: str | None = None,
+    stragglers: str | None = None,
     module: bool = False,
     global_batch: GlobalBatch = "keep",
     lr_scale: LrScale = "none",
@@ -142,7 +142,7 @@ def ask(
         target=Target.parse(target) if target is not None else None,
         threads=threads,
         timeout_s=timeout_s,
-        slow=slow,
+        stragglers=stragglers,
         module=module,
         global_batch=global_batch,
         lr_scale=lr_scale,

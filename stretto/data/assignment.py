@@ -144,10 +144,10 @@ class _Change:
 class BatchAssignment:
     """Deals the batches of one pass, hand by hand. `sizes` are their samples, in order.
 
-    In a hand each member gets one piece, or none when there are too few; the first in the order of `members` have
-    them. What was given back is dealt first, lowest positions first. Under the rule "local" a piece is a batch, or
-    something that was given back. Under "joined" a hand has the samples of `base` batches, whoever is there, cut
-    evenly; as long as there are `base` members and nothing was given back, each gets a batch as under "local".
+    In a global step each member gets one piece, or none when there are too few; the first in the order of `members`
+    have them. Returned positions are assigned first, lowest first. Under the rule "per-worker-batch" a piece is a
+    batch, or returned positions. Under "global-batch" a global step has the samples of `base` batches for any number of
+    members, cut evenly; with `base` members and nothing returned, each gets a batch as under "per-worker-batch".
 
     `bounds` can be given in place of counting them (see `bounds_of`), for many deals over the same batches.
     """
@@ -156,7 +156,7 @@ class BatchAssignment:
         self,
         sizes: Sequence[int],
         members: Sequence[int],
-        rule: Literal["local", "joined"] = "local",
+        rule: Literal["per-worker-batch", "global-batch"] = "per-worker-batch",
         base: int | None = None,
         bounds: array[int] | None = None,
     ) -> None:
@@ -164,7 +164,7 @@ class BatchAssignment:
         """The hands dealt so far in this pass."""
         self._bounds = bounds if bounds is not None else bounds_of(sizes)
         self._members = tuple(members)
-        self._rule: Literal["local", "joined"] = rule
+        self._rule: Literal["per-worker-batch", "global-batch"] = rule
         self._base = base if base is not None else len(self._members)
         self._committed = 0
         self._batch, self._pool = 0, list[Range]()
@@ -355,13 +355,13 @@ class BatchAssignment:
 
     def _step(self, members: tuple[int, ...]) -> int:
         """The batches in a hand with nothing given back."""
-        return len(members) if self._rule == "local" else self._base
+        return len(members) if self._rule == "per-worker-batch" else self._base
 
     def _take(self) -> Pieces:
         """What is in the next hand, when something was given back."""
         if not self._pool:
             return ()
-        if self._rule == "local":
+        if self._rule == "per-worker-batch":
             self._refill(self._batch + len(self._members) - len(self._pool))
             taken, self._pool = self._pool[: len(self._members)], self._pool[len(self._members) :]
             return tuple(taken)
@@ -380,7 +380,7 @@ class BatchAssignment:
     def _shape(self, run: _Run, number: int) -> _Shape:
         members = len(run.members)
         if run.taken:
-            return _Items(run.taken) if self._rule == "local" else _Even(run.taken, members)
+            return _Items(run.taken) if self._rule == "per-worker-batch" else _Even(run.taken, members)
         step = self._step(run.members)
         first = run.batch + (number - run.after - 1) * step
         stop = min(first + step, len(self._bounds) - 1)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from stretto.errors import LaunchError, explain
 
-EXAMPLE = '--slow "1:2.0,3:5.0"'
+EXAMPLE = '--stragglers "1:2.0,3:5.0"'
 ONE = re.compile(r"\s*([0-9]{1,9})\s*:\s*([0-9]{1,9}(?:\.[0-9]*)?)\s*", re.ASCII)
 """A worker and its factor: nothing that is no number, no exponent, no sign."""
 
@@ -31,7 +31,9 @@ def _pairs(text: str) -> Iterator[tuple[int, float]]:
     for word in text.split(","):
         match = ONE.fullmatch(word)
         if match is None:
-            raise _refused(f"--slow cannot be {text!r}", word.strip() or "nothing", "WORKER:FACTOR, commas between")
+            raise _refused(
+                f"--stragglers cannot be {text!r}", word.strip() or "nothing", "WORKER:FACTOR, commas between"
+            )
         yield int(match[1]), float(match[2])
 
 

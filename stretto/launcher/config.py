@@ -19,8 +19,8 @@ from stretto.launcher import entry
 from stretto.run_dir import CHECKPOINTS, cores
 from stretto.units import spelled
 
-Batch = Literal["local", "joined"]
-Output = Literal["lead", "all", "none"]
+Batch = Literal["per-worker-batch", "global-batch"]
+Output = Literal["rank0", "all", "none"]
 OnNan = Literal["stop", "skip"]
 GlobalBatch = Literal["keep", "split"]
 LrScale = Literal["none", "linear", "sqrt"]
@@ -37,15 +37,15 @@ class RunConfig:
     worker, and `output` says whose lines reach the terminal. The log of each worker holds all of them.
 
     `servers` puts the recipe over a parameter server of so many shards, `on_nan` says what those do with an
-    update that is not finite, and `plain` leaves their traffic unencrypted. `slow` stretches the computing of
+    update that is not finite, and `plain` leaves their traffic unencrypted. `stragglers` slows the computing of
     some workers: `1:2.0,3:5.0`.
 
-    Who is not heard of for `patience_s` is taken for dead. A worker that dies is started again up to `restarts` times;
-    the others go on meanwhile, at least `min_workers` and with those that come back at most `max_workers`, and `batch`
-    says what becomes of the batch. Workers of other machines may come too where `host` is an address of this one that
-    they reach. `chaos` kills and pauses processes on purpose. A checkpoint is written
-    `checkpoint_every` so often (`5m`, `20 rounds`) and the newest `keep` are kept; `resume` is the folder of a run that
-    is continued from its newest. `retyped` holds the words after `stretto run --resume FOLDER` to continue this run.
+    A process without a heartbeat for `failure_timeout_s` is declared failed. A worker that failed is restarted up to
+    `restarts` times; the others continue, at least `min_workers` and with those that come back at most `max_workers`,
+    and `batch` says what becomes of the batch. Workers of other machines may come too where `host` is an address of
+    this one that they reach. `faults` kills and pauses processes on purpose. A checkpoint is written `checkpoint_every`
+    so often (`5m`, `20 rounds`) and the newest `keep` are kept; `resume` is the folder of a run that is continued from
+    its newest. `retyped` holds the words after `stretto run --resume FOLDER` to continue this run.
     """
 
     script: Path
@@ -60,21 +60,21 @@ class RunConfig:
     port: int | None = None
     timeout_s: float = 600.0
     keep_states: bool = False
-    output: Output = "lead"
+    output: Output = "rank0"
     servers: int | None = None
-    slow: str | None = None
+    stragglers: str | None = None
     on_nan: OnNan = "stop"
     plain: bool = False
-    patience_s: float = 10.0
+    failure_timeout_s: float = 10.0
     min_workers: int = 1
     max_workers: int | None = None
     restarts: int = 3
     checkpoint_every: str | None = None
     keep: int | None = None
     resume: Path | None = None
-    batch: Batch = "local"
+    batch: Batch = "per-worker-batch"
     host: str | None = None
-    chaos: str | None = None
+    faults: str | None = None
     module: bool = False
     retyped: tuple[str, ...] = ()
     global_batch: GlobalBatch = "keep"
@@ -130,8 +130,8 @@ class RunConfig:
             "join": self.join,
             "threads": self.threads_each(),
             "servers": self.servers or 0,
-            "slow": self.slow,
-            "patience_s": self.patience_s,
+            "stragglers": self.stragglers,
+            "failure_timeout_s": self.failure_timeout_s,
             "min_workers": self.min_workers,
             "max_workers": self.max_workers,
             "restarts": self.restarts,
@@ -140,7 +140,7 @@ class RunConfig:
             "resume": str(self.resume) if self.resume else None,
             "batch": self.batch,
             "host": self.host,
-            "chaos": self.chaos,
+            "faults": self.faults,
             "global_batch": self.global_batch,
             "lr_scale": self.lr_scale,
         }
@@ -191,7 +191,7 @@ def check(order: RunConfig, live: bool = True) -> None:
         raise LaunchError(explain("alone means one worker", got=order.workers, expected="1 worker", to_type="-n 1"))
     if order.servers and order.recipe is None:
         raise _without_recipe(order.servers)
-    factors(order.slow, order.workers)
+    factors(order.stragglers, order.workers)
     _check_server_options(order, live)
     _check_survival(order)
     _check_host(order)
@@ -212,7 +212,7 @@ def _check_server_options(order: RunConfig, live: bool) -> None:
         raise LaunchError(explain(problem, got=got, expected=expected, to_type="--recipe async_sgd --on-nan skip"))
     if order.plain and not (asked and asked.shards) and not (live and order.endures):
         problem, expected = "there is no server to speak plainly to", "a recipe with a server, as async_sgd"
-        raise LaunchError(explain(problem, got=got, expected=expected, to_type="--recipe async_sgd --plain"))
+        raise LaunchError(explain(problem, got=got, expected=expected, to_type="--recipe async_sgd --no-encryption"))
 
 
 def _check_numbers(order: RunConfig) -> None:
@@ -231,8 +231,9 @@ def _check_numbers(order: RunConfig) -> None:
 def _check_survival(order: RunConfig) -> None:
     """Refuse numbers that no run can have."""
     least, most = order.min_workers, order.max_workers
-    if not (order.patience_s >= SHORTEST_PATIENCE_S and math.isfinite(order.patience_s)):
-        _refuse("the patience", f"{spelled(order.patience_s)}s", "a time, at least 100ms", "--patience 10s")
+    if not (order.failure_timeout_s >= SHORTEST_PATIENCE_S and math.isfinite(order.failure_timeout_s)):
+        got, to_type = f"{spelled(order.failure_timeout_s)}s", "--failure-timeout 10s"
+        _refuse("the failure timeout", got, "a time, at least 100ms", to_type)
     if not 1 <= least <= order.workers:
         started = f"a number from 1 to {order.workers}, as many as are started"
         _refuse("the least number of workers", least, started, f"--min-workers {order.workers}")
@@ -264,13 +265,13 @@ def _check_batch(order: RunConfig) -> None:
 
 
 def _check_chaos(order: RunConfig) -> None:
-    if order.chaos is not None:
-        faults = parse(order.chaos)
+    if order.faults is not None:
+        faults = parse(order.faults)
         check_faults(faults, order.workers, settled(order).servers or 0)
         check_live(faults, order.restarts)
         if not order.endures and any(_strikes_coordinator(fault) for fault in faults):
             problem, expected = "there is no coordinator to strike", "at least 2 workers"
-            raise LaunchError(explain(problem, got=f"--chaos {order.chaos!r}", expected=expected, to_type="-n 4"))
+            raise LaunchError(explain(problem, got=f"--faults {order.faults!r}", expected=expected, to_type="-n 4"))
 
 
 def _strikes_coordinator(fault: Fault) -> bool:
@@ -279,7 +280,7 @@ def _strikes_coordinator(fault: Fault) -> bool:
 
 def planned(order: RunConfig) -> Iterator[tuple[float, Happening]]:
     """What is done to the processes of a settled order on purpose, and how many seconds after their start."""
-    faults = parse(order.chaos) if order.chaos is not None else ()
+    faults = parse(order.faults) if order.faults is not None else ()
     return schedule(faults, order.workers, order.servers or 0, order.seed, supervised=order.endures)
 
 

@@ -61,7 +61,7 @@ def _coordinate() -> None:
         roll,
         journal,
         ServerKeys(*(one.encode() for one in keys)) if keys else None,
-        settings["patience_s"],
+        settings["failure_timeout_s"],
         _Publisher(LogFile(folder / "events.jsonl"), settings["zero"], _messenger(settings, given)).publish,
         every(settings["checkpoint"]).seconds if settings.get("checkpoint") else None,
     ).run(threading.Event())
@@ -82,7 +82,7 @@ def _begun(settings: dict[str, Any]) -> MembershipCoordinator:
         settings.get("min_workers", 1),
         settings.get("max_workers"),
         settings.get("free", False),
-        patience_s=settings["patience_s"],
+        failure_timeout_s=settings["failure_timeout_s"],
         return_s=settings.get("return_s"),
     )
 

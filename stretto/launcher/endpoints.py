@@ -116,7 +116,9 @@ def _new_keys() -> Keys:
     except zmq.ZMQError as error:
         problem = f"no keys can be made: {error}"
         expected = "a ZeroMQ with CURVE encryption"
-        raise LaunchError(explain(problem, got=zmq.zmq_version(), expected=expected, to_type="--plain")) from error
+        raise LaunchError(
+            explain(problem, got=zmq.zmq_version(), expected=expected, to_type="--no-encryption")
+        ) from error
 
 
 def _halves(pair: tuple[bytes, bytes]) -> Iterator[str]:

@@ -45,7 +45,7 @@ class ExitNotifier:
             self._say(said)
 
     def _say(self, said: bytes) -> None:
-        """Nobody waits for a coordinator that takes nothing; by its patience it finds out for itself."""
+        """Nobody waits for a coordinator that takes nothing; by its failure timeout it finds out for itself."""
         with contextlib.suppress(self._full):
             self._socket.send(said)
 

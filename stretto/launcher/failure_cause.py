@@ -91,7 +91,7 @@ def _of_error(error: Event) -> Cause:
 def _of_signal(end: Exited) -> Cause:
     name = signal_name(-end.code)
     hint = "nothing here sent it; a system that runs out of memory does" if name == "SIGKILL" else ""
-    hint = "--chaos sent it" if end.struck else hint
+    hint = "--faults sent it" if end.struck else hint
     return Cause(end.worker, f"{called(end.worker)} was killed by {name}", hint, True, False)
 
 

@@ -57,7 +57,7 @@ def invite(folder: Path, order: RunConfig, servers: Servers) -> None:
     keys = (own.server.public, own.worker.public, own.worker.secret) if own is not None else None
     assert servers.coordinator_at is not None
     script = order.script if order.module else order.script.absolute()
-    order = replace(order, script=script, out=None, resume=None, chaos=None, min_workers=1)
+    order = replace(order, script=script, out=None, resume=None, faults=None, min_workers=1)
     order = replace(order, scaled_workers=order.workers)
     text = msgspec.json.encode(JoinInfo(servers.coordinator_at, keys, order), enc_hook=str)
     path = folder / INVITATION

@@ -143,7 +143,7 @@ class LogRelay(threading.Thread):
                 self.note(f"{voice.log} cannot be written any more: {error.strerror}; the run goes on")
 
     def _pass_on(self, voice: _Voice, data: bytes) -> None:
-        if self._output == "lead" and voice.worker == 0:
+        if self._output == "rank0" and voice.worker == 0:
             self._show(lambda watch: watch.say(data))
         elif self._output == "all" or voice.worker == COORDINATOR:
             lines = _whole_lines(voice, data)

@@ -147,7 +147,7 @@ def settings_of(order: RunConfig, zero: float) -> dict[str, object]:
         "min_workers": order.min_workers,
         "max_workers": order.max_workers,
         "free": is_free(order),
-        "patience_s": order.patience_s,
+        "failure_timeout_s": order.failure_timeout_s,
         "zero": zero,
         "batch": order.batch,
         "checkpoint": str(every(order.checkpoint_every)) if order.checkpoint_every else None,
@@ -213,7 +213,7 @@ OURS = (
     "STRETTO_COORDINATOR",
     "STRETTO_SETTINGS",
     "STRETTO_LIFE",
-    "STRETTO_PATIENCE",
+    "STRETTO_FAILURE_TIMEOUT",
     "STRETTO_BATCH",
     "STRETTO_CHECKPOINT",
     "STRETTO_KEEP",
@@ -232,7 +232,7 @@ def _place(worker: int, order: RunConfig, listener: socket | None) -> dict[str, 
 
 
 def _task(worker: int, order: RunConfig, folder: Path) -> dict[str, str]:
-    slow = factors(order.slow, order.workers)
+    slow = factors(order.stragglers, order.workers)
     asked = {
         "STRETTO_RUN": str(folder.resolve()),
         "STRETTO_SEED": str(order.seed),
@@ -245,7 +245,7 @@ def _task(worker: int, order: RunConfig, folder: Path) -> dict[str, str]:
         "STRETTO_KEEP_STATES": "1" if order.keep_states else None,
         "STRETTO_SLOW": str(slow[worker]) if worker in slow else None,
         "STRETTO_ON_NAN": order.on_nan if order.on_nan != "stop" else None,
-        "STRETTO_PATIENCE": str(order.patience_s) if order.endures else None,
+        "STRETTO_FAILURE_TIMEOUT": str(order.failure_timeout_s) if order.endures else None,
         "STRETTO_BATCH": order.batch if order.endures else None,
         "STRETTO_CHECKPOINT": str(every(order.checkpoint_every)) if order.checkpoint_every else None,
         "STRETTO_KEEP": str(order.keep or KEPT) if order.checkpoint_every else None,

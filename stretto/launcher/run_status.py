@@ -93,7 +93,7 @@ class Progress:
         return f"section {event.get('section')} begins: {event.get('folder')}"
 
     def _on_chaos(self, event: Event) -> str:
-        return f"chaos: {event.get('text')}"
+        return f"fault: {event.get('text')}"
 
     def _on_log(self, event: Event) -> None:
         self.step = max(self.step, event.get("step", 0))

@@ -166,7 +166,7 @@ class Supervisor:
         returns = one.life < self._order.restarts and not (one.number >= 0 and self._is_ending())
         one.state = "away" if returns else "lost"
         stood = f"stood still for {one.still_s:g} s before it was in, and was "
-        self._tell(one, stood * (one.still_s > self._order.patience_s) + in_words(end), returns)
+        self._tell(one, stood * (one.still_s > self._order.failure_timeout_s) + in_words(end), returns)
         self._crew.bury(one.number)
         self._deaths.append((end, one.life))
         if returns:
@@ -233,12 +233,12 @@ class Supervisor:
             heapq.heappop(self._due)[2]()
 
     def _look_who_stands_still(self) -> None:
-        """A worker that is stopped before it is in is missed by the launcher alone: it is killed after the patience."""
+        """Kill a worker that was stopped before it registered, after the failure timeout: only the launcher misses it."""
         self._later(time.perf_counter() + STILL_S, self._look_who_stands_still)
         for one in self._in("there"):
             is_missed = self._crew.is_stopped(one.number) and (one.number, one.life) not in self._told("joined")
             one.still_s = one.still_s + STILL_S if is_missed else 0.0
-            if one.still_s > self._order.patience_s:
+            if one.still_s > self._order.failure_timeout_s:
                 self._crew.kill(one.number)
 
     def _start_again(self, one: _Process) -> None:
@@ -265,9 +265,9 @@ class Supervisor:
             return
         number = self._number(happening)
         if self._processes[number].state != "there":
-            self._relay.note(f"chaos: {called(number)} is not there ({happening})")
+            self._relay.note(f"faults: {called(number)} is not there ({happening})")
             return
-        self._write("chaos", number, **happening.words())
+        self._write("fault_injected", number, **happening.words())
         if happening.verb == "kill":
             self._processes[number].back_after_s = happening.back_after_s
         self._crew.strike(number, struck)

@@ -39,7 +39,7 @@ from stretto.runtime.runtime import Runtime
 from stretto.transport import Transport
 from stretto.transport.elastic import Change, ElasticTransport
 
-Rule = Literal["local", "joined"]
+Rule = Literal["per-worker-batch", "global-batch"]
 """What stays under a changed membership: each worker's batch, or the joined one."""
 
 
@@ -298,7 +298,7 @@ class BatchSource:
         when: When | None = None,
         meet: int | None = None,
         around: Runtime | None = None,
-        rule: Rule = "local",
+        rule: Rule = "per-worker-batch",
         base: int | None = None,
         assignment: Assignment | None = None,
         split: bool = False,
@@ -317,7 +317,7 @@ class BatchSource:
         if split and assignment in ("contiguous", "own"):
             _refuse_assignment(f'deal="{assignment}" with --batch split', "one of the two")
         if split:
-            self._rule, self._base = "joined", 1
+            self._rule, self._base = "global-batch", 1
         self.library: str | None = None
         """The library that gives each worker a shard of a stream, where one is known to."""
         self._share: ShardedBatchSampler | LeasedBatchSampler | None = None

@@ -49,8 +49,8 @@ class MembershipClient(CoordinatorConnection):
     """A worker's connection to the coordinator, in a thread of its own.
 
     Made, it has said Hello and has been welcomed: `settings` are those of the run. Raises TransportError when no
-    coordinator answers for `limit_s`. Who stands gets a MemberOutError when no coordinator is there for `patience_s`,
-    and a TransportError when the run cannot go on.
+    coordinator answers for `limit_s`. A paused worker gets a MemberOutError when no coordinator answers for
+    `failure_timeout_s`, and a TransportError when the run cannot go on.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class MembershipClient(CoordinatorConnection):
         life: int,
         address: str,
         keys: WorkerKeys | None,
-        patience_s: float,
+        failure_timeout_s: float,
         limit_s: float = 60.0,
         on_abort: Callable[[int, str], None] = lambda _generation, _why: None,
     ) -> None:
@@ -67,8 +67,8 @@ class MembershipClient(CoordinatorConnection):
         """Called from the thread when the worker's generation is over, or the worker is out: with it and the reason."""
         super().__init__(MembershipClientState(worker, life, self._news))
         self._me = f"worker {worker}"
-        self._address, self._patience_s = address, patience_s
-        self._every_s = min(patience_s / 5, 1.0)
+        self._address, self._patience_s = address, failure_timeout_s
+        self._every_s = min(failure_timeout_s / 5, 1.0)
         self._doing = ("starting", 0, time.monotonic())
         self.place: Callable[[], int] = lambda: -1
         """Returns how many exchanges among all this worker has begun; called from the thread."""
@@ -82,7 +82,7 @@ class MembershipClient(CoordinatorConnection):
         self._nudge.setblocking(False)
         self._nudged.setblocking(False)
         self._context = zmq.Context()
-        self._dealer = _dealer(self._context, b"worker %d.%d" % (worker, life), keys, patience_s)
+        self._dealer = _dealer(self._context, b"worker %d.%d" % (worker, life), keys, failure_timeout_s)
         self._monitor = self._dealer.get_monitor_socket(WATCHED)
         self._dealer.connect(address if "://" in address else f"tcp://{address}")
         self._thread = threading.Thread(target=self._run, name="companion", daemon=True)
@@ -206,7 +206,7 @@ class MembershipClient(CoordinatorConnection):
             self._context.term()
 
     def _mind_silence(self) -> None:
-        """Who waits for others, and for a coordinator, longer than the patience is cut off from them.
+        """Who waits for others, and for a coordinator, longer than the failure timeout is cut off from them.
 
         One that is alone waits for nobody: it stops before others that it can't see are let begin without it.
         """
@@ -273,7 +273,7 @@ class MembershipClient(CoordinatorConnection):
             self._dealer.send(_ENCODER.encode(said), zmq.NOBLOCK)
 
 
-def _dealer(context: zmq.Context[Any], name: bytes, keys: WorkerKeys | None, patience_s: float) -> Any:
+def _dealer(context: zmq.Context[Any], name: bytes, keys: WorkerKeys | None, failure_timeout_s: float) -> Any:
     dealer = context.socket(zmq.DEALER)
     for option, value in {
         zmq.IDENTITY: name,
@@ -281,8 +281,8 @@ def _dealer(context: zmq.Context[Any], name: bytes, keys: WorkerKeys | None, pat
         zmq.MAXMSGSIZE: LARGEST_TOLD,
         zmq.RECONNECT_IVL: 20,
         zmq.RECONNECT_IVL_MAX: 500,
-        zmq.HEARTBEAT_IVL: max(int(patience_s * 200), 1),
-        zmq.HEARTBEAT_TIMEOUT: max(int(patience_s * 1000), 1),
+        zmq.HEARTBEAT_IVL: max(int(failure_timeout_s * 200), 1),
+        zmq.HEARTBEAT_TIMEOUT: max(int(failure_timeout_s * 1000), 1),
         zmq.HANDSHAKE_IVL: 0,
     }.items():
         dealer.setsockopt(option, value)

@@ -24,7 +24,7 @@ from stretto.membership.messages import (
 )
 
 ALONE = 0.7
-"""The share of the patience for which a worker goes on alone without a word of the coordinator."""
+"""The share of the failure timeout for which a worker goes on alone without a word of the coordinator."""
 
 
 class MembershipClientState:

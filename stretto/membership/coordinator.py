@@ -80,7 +80,7 @@ class Began(_Record, frozen=True):
     min_workers: int
     max_workers: int | None
     free: bool
-    patience_s: float
+    failure_timeout_s: float
     return_s: float
 
 
@@ -157,9 +157,9 @@ class MembershipCoordinator:
     """Who is in, and in which generation.
 
     `expected` workers make the first generation. Fewer than `min_workers` do not go on, more than `max_workers` are not
-    let in. Who is not heard of for `patience_s` is dead; one whose return was announced is waited for `return_s`, where
-    it matters, by default as long. In a `free` roll nobody waits for anybody: newcomers are in at once, and a death
-    is only news.
+    let in. A worker without a heartbeat for `failure_timeout_s` has failed; one whose return was announced is waited
+    for `return_s`, where it matters, by default as long. In a `free` roll nobody waits for anybody: newcomers are in at
+    once, and a death is only news.
     """
 
     def __init__(
@@ -170,11 +170,17 @@ class MembershipCoordinator:
         max_workers: int | None = None,
         free: bool = False,
         *,
-        patience_s: float,
+        failure_timeout_s: float,
         return_s: float | None = None,
     ) -> None:
         self._began = Began(
-            settings, expected, min_workers, max_workers, free, patience_s, patience_s if return_s is None else return_s
+            settings,
+            expected,
+            min_workers,
+            max_workers,
+            free,
+            failure_timeout_s,
+            failure_timeout_s if return_s is None else return_s,
         )
         self._all: dict[int, _Process] = {}
         self._formed = GenerationView(0, [])
@@ -212,7 +218,7 @@ class MembershipCoordinator:
             began.min_workers,
             began.max_workers,
             began.free,
-            patience_s=began.patience_s,
+            failure_timeout_s=began.failure_timeout_s,
             return_s=began.return_s,
         )
         for one in others:
@@ -294,12 +300,12 @@ class MembershipCoordinator:
         return self._settled(now)
 
     def tick(self, now: float) -> list[Outgoing]:
-        """Time has passed: somebody's patience may have run out."""
+        """Time has passed: somebody's failure timeout may have run out."""
         for worker, one in self._all.items():
             silent = now - one.heard
-            if one.lives and silent > self._began.patience_s:
+            if one.lives and silent > self._began.failure_timeout_s:
                 self._end(worker, f"nothing was heard of it for {silent:.1f} s", True, now)
-            elif one.lives and silent > self._began.patience_s / 2 and not one.slow:
+            elif one.lives and silent > self._began.failure_timeout_s / 2 and not one.slow:
                 one.slow = True
                 self._note_slow(worker, silent, now)
         self._heed_limits(now)
@@ -454,7 +460,7 @@ class MembershipCoordinator:
     def _abort(self, why: str, now: float) -> bool:
         """The generation is over: all that are left of it are to stand still."""
         self._phase, self._why = "aborting", why
-        self._limit = None if self._lost() else now + self._began.patience_s
+        self._limit = None if self._lost() else now + self._began.failure_timeout_s
         for worker in self.members:
             if (here := self._all[worker].here) is not None and here.at_rest:
                 self._all[worker].here = None
@@ -560,14 +566,14 @@ class MembershipCoordinator:
         return f"{_workers(there)} cannot go on, at least {max(self._began.min_workers, 1)} are asked for"
 
     def _heed_limits(self, now: float) -> None:
-        patience = self._began.patience_s
+        limit_s = self._began.failure_timeout_s
         if self._phase == "aborting" and self._limit is not None and now > self._limit:
             for worker in self.members:
                 if self._all[worker].here is None:
-                    self._end(worker, f"it did not stand still within {patience:g} s", True, now)
+                    self._end(worker, f"it did not stand still within {limit_s:g} s", True, now)
         if self._phase in ("running", "holding") and not self._began.free and self.members:
             left = [one for one in self._formed.members if self._has_left(one)]
-            if left and all(now > self._all[one.worker].ended + patience for one in left):
+            if left and all(now > self._all[one.worker].ended + limit_s for one in left):
                 self._abort(f"worker {left[0].worker} has left the loop", now)
                 self._limit = None
 
@@ -759,7 +765,7 @@ class MembershipCoordinator:
     def _note_slow(self, worker: int, silent: float, now: float) -> None:
         one = self._all[worker]
         doing = f" It was {one.doing} for {max(now - one.since - silent, 0.0):.1f} s." if one.doing else ""
-        left = self._began.patience_s - silent
+        left = self._began.failure_timeout_s - silent
         self.notices.append(
             f"worker {worker} has not been heard of for {silent:.1f} s.{doing} In {max(left, 0.0):.1f} s it is "
             "taken for dead"

@@ -48,7 +48,7 @@ class MembershipServer:
         roll: MembershipCoordinator,
         journal: WriteAheadLog,
         keys: ServerKeys | None,
-        patience_s: float,
+        failure_timeout_s: float,
         publish: Callable[[Sequence[str], Sequence[Event]], None],
         save_every_s: float | None = None,
     ) -> None:
@@ -56,8 +56,8 @@ class MembershipServer:
         self.address = f"tcp://{host}:{port}"
         self._roll, self._journal, self._publish = roll, journal, publish
         self._barriers = Barriers(roll)
-        self._every_s = min(patience_s / 10, 0.2)
-        self._drowsy_s = patience_s / 4
+        self._every_s = min(failure_timeout_s / 10, 0.2)
+        self._drowsy_s = failure_timeout_s / 4
         self._save_every_s = save_every_s
         self._saved = time.monotonic()
         self._context = zmq.Context()

@@ -40,7 +40,7 @@ Its own word for never, -1, can hold up the end of a context for ever.
 class RpcChannel:
     """A connection of one worker over ZeroMQ. `called` is who is at the other end, for what a person reads.
 
-    With a patience a service that went away is waited for so long: what had no reply is asked again, in order.
+    With a failure timeout a service that went away is waited for so long: what had no reply is asked again, in order.
     """
 
     def __init__(
@@ -52,10 +52,10 @@ class RpcChannel:
         called: str,
         timeout_s: float,
         life: int = 0,
-        patience_s: float | None = None,
+        failure_timeout_s: float | None = None,
     ) -> None:
         self.called, self.address = called, address
-        self._timeout_s, self._patience_s = timeout_s, patience_s
+        self._timeout_s, self._patience_s = timeout_s, failure_timeout_s
         self._name, self._keys, self._context = name_of(worker, life), keys, context
         self._asked: dict[int, tuple[m.Request, Sequence[Tensor]]] = {}
         """What waits for a reply, in order."""
@@ -257,21 +257,21 @@ def dial(
     keys: WorkerKeys | None,
     timeout_s: float,
     life: int = 0,
-    patience_s: float | None = None,
+    failure_timeout_s: float | None = None,
 ) -> ParameterServerClient:
     """One worker's end of a parameter server. `addresses` are the coordinator's and the shards'.
 
-    A `life` above 0 is that of a process which was started again: it joins a run that is under way. With a patience
-    a service that went away is waited for, and the run goes on from the last cut.
+    A `life` above 0 is that of a process which was started again: it joins a run that is under way. With a failure
+    timeout a service that went away is waited for, and the run goes on from the last cut.
     """
     keep_freed_memory()
     context = zmq.Context()
     context.set(zmq.IO_THREADS, 1)
     links = [
-        RpcChannel(context, address, worker, keys, name, timeout_s, life, patience_s)
+        RpcChannel(context, address, worker, keys, name, timeout_s, life, failure_timeout_s)
         for address, name in zip(addresses, _called(addresses), strict=True)
     ]
-    wire = ParameterServerClient(worker, workers, links[0], links[1:], endures=patience_s is not None)
+    wire = ParameterServerClient(worker, workers, links[0], links[1:], endures=failure_timeout_s is not None)
     for link in links:
         link.again = functools.partial(wire.say_again, link)
     wire.when_closed(context.term)

@@ -37,7 +37,7 @@ class Fate:
 
 def fates(history: History) -> list[Fate]:
     """All that has happened to processes, in order of time."""
-    strikes = [event for event in history.of("chaos") if event.get("verb") in ("kill", "pause")]
+    strikes = [event for event in history.of("fault_injected") if event.get("verb") in ("kill", "pause")]
     kills = [one for one in strikes if one["verb"] == "kill"]
     found = [_told(event, history, kills) for event in history.of("member") if _tells(event)]
     found += [_paused(one, history) for one in strikes if one["verb"] == "pause"]
@@ -109,7 +109,7 @@ def _again(event: Event, history: History) -> int | None:
 
 def _paused(event: Event, history: History) -> Fate:
     """A process that was stopped on purpose, and when it went on."""
-    later = (one for one in history.of("chaos") if one["worker"] == event["worker"] and one["t"] > event["t"])
+    later = (one for one in history.of("fault_injected") if one["worker"] == event["worker"] and one["t"] > event["t"])
     end = next((one for one in later if one.get("verb") in ("go_on", "kill")), None)
     after = formatting.seconds(end["t"] - event["t"]) if end else ""
     next_ = "" if end is None else f"{'went on' if end['verb'] == 'go_on' else 'was killed'} after {after}"

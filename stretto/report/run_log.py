@@ -20,7 +20,7 @@ Point = tuple[float, float]
 COORDINATOR = -1000
 OWN = ("samples", "bytes_sent", "bytes_received", "held_s", "split", "exchanged", "entries")
 """What a process of a worker counts from its own beginning."""
-OF_THE_RUN = ("member", "chaos", "error")
+OF_THE_RUN = ("member", "fault_injected", "error")
 """The kinds of events that are written into the log of the whole run, whatever section is under way."""
 FATES = ("joined", "gone", "left")
 """What events of members say of who is in, and who is not."""

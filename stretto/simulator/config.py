@@ -48,7 +48,7 @@ class Simulation:
         order = self.order
         silent_s = sum(map(_silent_s, self.faults))
         dies = any(isinstance(one, plan.Kill) for one in self.faults)
-        is_missed = silent_s + beat_s(order.patience_s) > order.patience_s
+        is_missed = silent_s + beat_s(order.failure_timeout_s) > order.failure_timeout_s
         return order.workers > 1 and not order.alone and (dies or is_missed)
 
     @property

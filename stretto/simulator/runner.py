@@ -18,7 +18,7 @@ from torch import nn
 from stretto.api import abandon
 from stretto.errors import BrokenTransportError, LaunchError, MemberOutError, StaysOutError, TransportError
 from stretto.events import Event
-from stretto.faults import plan as chaos
+from stretto.faults import plan as faults
 from stretto.faults.plan import Happening
 from stretto.launcher.seeding import sow
 from stretto.launcher.supervisor import Stopped
@@ -160,12 +160,12 @@ class Simulator:
     def make_world(self, links: Links, shards: int) -> Engine:
         """The world they live in."""
         one, order = self._simulation, self._simulation.order
-        plan = chaos.schedule(one.faults, order.workers, shards, order.seed)
+        plan = faults.schedule(one.faults, order.workers, shards, order.seed)
         return Engine(order.workers, links, one.tariff, plan, one.processors, shards)
 
     def own(self, worker: Worker, out: TextIO) -> ProcessState:
         """What a worker has for itself."""
-        shown = worker.number == 0 and self._simulation.order.output == "lead"
+        shown = worker.number == 0 and self._simulation.order.output == "rank0"
         heard = shown or self._simulation.order.output == "all"
         return self.program.own(worker, *((out, self._err) if heard else (Nowhere(), Nowhere())))
 
@@ -200,9 +200,9 @@ class Simulator:
         if happening.verb == "back":
             return
         if happening.verb in STRIKES and not self._is_there(happening):
-            self._note(f"chaos: {happening.who()} is not there ({happening})")
+            self._note(f"faults: {happening.who()} is not there ({happening})")
             return
-        self._publish({"event": "chaos", "worker": who, **happening.words()})
+        self._publish({"event": "fault_injected", "worker": who, **happening.words()})
         if happening.verb == "kill":
             self._limit.died(time)
         if self._members is not None and happening.verb in ("go_on", "heal"):
@@ -233,7 +233,7 @@ class Simulator:
         if happening.kind == "server" and self._offices is None and self._is_served:
             self._early.append((time, happening))
             return None
-        named = (number for fault in self._simulation.faults for number in chaos.aim(fault)[1])
+        named = (number for fault in self._simulation.faults for number in faults.aim(fault)[1])
         if happening.kind != "server" or self._offices is None or happening.numbers[0] in named:
             return happening
         return replace(happening, numbers=(happening.numbers[0] % self._offices.shards,))

@@ -69,7 +69,7 @@ class WorkerContext:
     on_nan: str = "stop"
     life: int = 0
     """How often this worker was started before."""
-    rule: Rule = "local"
+    rule: Rule = "per-worker-batch"
     checkpoint: Interval | None = None
     keep: int = 3
     resume: Path | None = None
@@ -143,7 +143,7 @@ def find_seat(environment: Mapping[str, str] = os.environ) -> WorkerContext | No
         slow=float(environment.get("STRETTO_SLOW", "1")),
         on_nan=environment.get("STRETTO_ON_NAN", "stop"),
         life=_number(environment, "STRETTO_LIFE", 0),
-        rule="joined" if environment.get("STRETTO_BATCH") == "joined" else "local",
+        rule="global-batch" if environment.get("STRETTO_BATCH") == "global-batch" else "per-worker-batch",
         checkpoint=every(environment["STRETTO_CHECKPOINT"]) if environment.get("STRETTO_CHECKPOINT") else None,
         keep=_number(environment, "STRETTO_KEEP", 3),
         resume=Path(environment["STRETTO_RESUME"]) if environment.get("STRETTO_RESUME") else None,
@@ -229,7 +229,7 @@ def _companion(environment: Mapping[str, str], worker: int, timeout_s: float) ->
 
 
 def _patience_s(environment: Mapping[str, str]) -> float:
-    return float(environment.get("STRETTO_PATIENCE", "10"))
+    return float(environment.get("STRETTO_FAILURE_TIMEOUT", "10"))
 
 
 def _number(environment: Mapping[str, str], name: str, otherwise: int) -> int:

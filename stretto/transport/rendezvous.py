@@ -45,10 +45,10 @@ class LastWorkerTransport(SingleWorkerTransport):
 
 
 class GroupRendezvous:
-    """Forms groups of processes. All of a forming ends within `patience_s`, every wait in a group after `timeout_s`."""
+    """Forms groups of processes: each within `failure_timeout_s`; every wait in a group ends after `timeout_s`."""
 
-    def __init__(self, patience_s: float, timeout_s: float, device: torch.device | None) -> None:
-        self._patience_s, self._timeout_s, self._device = patience_s, timeout_s, device
+    def __init__(self, failure_timeout_s: float, timeout_s: float, device: torch.device | None) -> None:
+        self._patience_s, self._timeout_s, self._device = failure_timeout_s, timeout_s, device
         self._prefix: str | None = None
 
     @property

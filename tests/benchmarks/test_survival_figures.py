@@ -61,7 +61,7 @@ def test_only_torchrun_is_told_to_use_ddp():
 def test_the_table_of_recovery_shows_both_sides():
     strikes = {"stretto": [(0, 0.1), (2, 0.2)], "torchrun": [(0, 9.0), (2, 8.0)]}
     victims = {f"worker {one}": recovery.by_side(strikes, one) for one in (0, 2)}
-    vanished = {"model": "0.03 M", "victim": "worker 2", "patience_s": 2.0, **victims["worker 2"]["stretto"]}
+    vanished = {"model": "0.03 M", "victim": "worker 2", "failure_timeout_s": 2.0, **victims["worker 2"]["stretto"]}
     record = {
         "question": recovery.QUESTION,
         "wanted_s": 0.3,
@@ -157,7 +157,7 @@ def test_the_table_of_upkeep():
 def test_faults_come_as_often_as_is_said_and_strike_whom_there_is(name):
     case = Case(name)
     recipe(case.options[1])
-    faults = parse(case.chaos)
+    faults = parse(case.faults)
     check(faults, soak.WORKERS, 2 if case.has_server else 0)
     assert any(fault.who.kind == "server" for fault in faults) == case.has_server
     means = [fault.when.mean_s for fault in faults if isinstance(fault.when, Every)]
@@ -197,7 +197,7 @@ FACTS = [
     {"event": "evaluation", "t": 1.0, "worker": 0, "metrics": {"test_accuracy": 0.5}},
     {"event": "evaluation", "t": 2.0, "worker": 0, "metrics": {"test_accuracy": 0.9}},
     {"event": "end", "t": 3.0, "worker": 0, "rounds": 17},
-    {"event": "chaos", "t": 1.0, "worker": 1, "verb": "kill"},
+    {"event": "fault_injected", "t": 1.0, "worker": 1, "verb": "kill"},
     *map(gone, (0, 1, -1, -1000)),
 ]
 

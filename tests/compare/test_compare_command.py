@@ -58,9 +58,9 @@ def test_several_numbers_of_workers(script: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_servers_and_slow_workers_reach_the_runs(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = pretend(monkeypatch, Pretend())
-    asked = ["--recipe", "allreduce", "--recipe", "async_sgd", "--servers", "2", "--slow", "1:3", "--quiet"]
+    asked = ["--recipe", "allreduce", "--recipe", "async_sgd", "--servers", "2", "--stragglers", "1:3", "--quiet"]
     assert main.command(["compare", "-n", "2", *asked, str(script)]) == 0
-    assert [order.slow for order in run.orders] == [None, None, "1:3", "1:3"]
+    assert [order.stragglers for order in run.orders] == [None, None, "1:3", "1:3"]
     assert run.orders[-1].recipe == "async_sgd(shards=2)"
 
 
@@ -97,7 +97,7 @@ def test_json_on_the_standard_output_stands_alone(
         ["--recipe", "allreduce", "--servers", "2"],
         ["--recipe", "async_sgd", "--servers", "two"],
         ["--recipe", "async_sgd", "--servers", "0"],
-        ["--recipe", "allreduce", "--slow", "4:2"],
+        ["--recipe", "allreduce", "--stragglers", "4:2"],
         [],
     ],
 )

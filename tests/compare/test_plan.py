@@ -103,10 +103,10 @@ def test_servers_are_for_recipes_that_have_one(tmp_path: Path) -> None:
 
 
 def test_only_recipes_have_slow_workers(tmp_path: Path) -> None:
-    asked = typed(tmp_path, slow="1:2.0,3:5")
-    assert [trial.order(asked, tmp_path).slow for trial in trials(asked)] == [None, None, "1:2.0,3:5"]
-    assert asked.describe()["slow"] == "1:2.0,3:5"
-    assert asked.command()[-3:-1] == ["--slow", "1:2.0,3:5"]
+    asked = typed(tmp_path, stragglers="1:2.0,3:5")
+    assert [trial.order(asked, tmp_path).stragglers for trial in trials(asked)] == [None, None, "1:2.0,3:5"]
+    assert asked.describe()["stragglers"] == "1:2.0,3:5"
+    assert asked.command()[-3:-1] == ["--stragglers", "1:2.0,3:5"]
 
 
 @pytest.mark.parametrize(
@@ -122,9 +122,9 @@ def test_only_recipes_have_slow_workers(tmp_path: Path) -> None:
         ({"servers": 2}, LaunchError, "no recipe here has a parameter server"),
         ({"recipes": ["async_sgd"], "servers": 0}, LaunchError, "the number of servers cannot be 0"),
         ({"recipes": ["async_sgd"], "servers": 300}, RecipeError, "at most 256"),
-        ({"slow": "4:2"}, LaunchError, "there is no worker 4 of 4"),
+        ({"stragglers": "4:2"}, LaunchError, "there is no worker 4 of 4"),
         ({"slow": "3:2", "workers": "2,4"}, LaunchError, "there is no worker 3 of 2"),
-        ({"slow": "fast"}, LaunchError, "--slow cannot be"),
+        ({"slow": "fast"}, LaunchError, "--stragglers cannot be"),
         ({"script": Path("nowhere.py")}, LaunchError, "nowhere"),
     ],
 )

@@ -45,7 +45,7 @@ def crew(place: Place) -> Place:
 def chaos_of(folder: Path) -> list[dict[str, Any]]:
     """What was done on purpose."""
     events = list(read_events(folder / "events.jsonl"))
-    return [event for event in events if event["event"] == "chaos"]
+    return [event for event in events if event["event"] == "fault_injected"]
 
 
 def until(seconds: float, seed: int, text: str = LIVE, workers: int = 4) -> list[tuple[float, Happening]]:
@@ -91,7 +91,7 @@ def test_who_stays_away_is_not_struck_meanwhile() -> None:
 
 
 @pytest.mark.parametrize(
-    ("chaos", "order", "words"),
+    ("faults", "order", "words"),
     [
         ("cut workers 0-1 for 1s at 1s", {}, ("links are cut and slowed in simulations only", "got: cut workers 0-1")),
         ("slow link of worker 1 by 3 for 1s at 2s", {}, ("links are cut and slowed in simulations only",)),
@@ -106,25 +106,25 @@ def test_who_stays_away_is_not_struck_meanwhile() -> None:
     ],
 )
 def test_what_cannot_be_done_live_is_refused(
-    crew: Place, chaos: str, order: dict[str, Any], words: tuple[str, ...]
+    crew: Place, faults: str, order: dict[str, Any], words: tuple[str, ...]
 ) -> None:
     asked = {"workers": 4} | order
     with pytest.raises(LaunchError) as raised:
-        check(RunConfig(crew.script(""), chaos=chaos, **asked))
+        check(RunConfig(crew.script(""), faults=faults, **asked))
     assert [word for word in words if word not in str(raised.value)] == []
 
 
 def test_the_plan_is_that_of_the_order(crew: Place) -> None:
-    order = settled(RunConfig(crew.script(""), workers=4, recipe="async_sgd", seed=3, chaos=LIVE))
+    order = settled(RunConfig(crew.script(""), workers=4, recipe="async_sgd", seed=3, faults=LIVE))
     check(order)
     assert list(islice(planned(order), 20)) == list(islice(schedule(parse(LIVE), 4, 1, 3, supervised=True), 20))
     assert list(planned(RunConfig(crew.script(""), workers=4))) == []
 
 
 def test_who_is_killed_comes_back_and_who_is_paused_goes_on(crew: Place) -> None:
-    chaos = "kill worker 1 at 1s; pause worker 2 for 800ms at 1s; kill worker 0 at 1200ms, back after 1500ms"
+    faults = "kill worker 1 at 1s; pause worker 2 for 800ms at 1s; kill worker 0 at 1200ms, back after 1500ms"
     ends = 'if rank == 3:\n    time.sleep(4.5)\n    pathlib.Path("enough").touch()\n'
-    folder = crew.run(LOOP.replace("limit, last", ends + "limit, last", 1), workers=4, chaos=chaos)
+    folder = crew.run(LOOP.replace("limit, last", ends + "limit, last", 1), workers=4, faults=faults)
     done = chaos_of(folder)
     assert [(one["verb"], one["worker"], one["kind"], one["numbers"]) for one in done] == [
         ("kill", 1, "worker", [1]),
@@ -147,18 +147,18 @@ def test_who_is_killed_comes_back_and_who_is_paused_goes_on(crew: Place) -> None
 
 def test_what_is_done_is_said_on_the_terminal_and_drawn(crew: Place) -> None:
     script = crew.script(LOOP.replace("limit, last", 'if life:\n    pathlib.Path("enough").touch()\nlimit, last'))
-    line = ("run", "-n", "2", "--chaos", "kill worker 1 at 500ms", "--out", "here", script)
+    line = ("run", "-n", "2", "--faults", "kill worker 1 at 500ms", "--out", "here", script)
     _, err = crew.stretto(*line).communicate(timeout=15)
-    assert b"stretto: chaos: killed: worker 1\n" in err
-    assert json.loads(Path("here/run.json").read_text())["chaos"] == "kill worker 1 at 500ms"
+    assert b"stretto: fault: killed: worker 1\n" in err
+    assert json.loads(Path("here/run.json").read_text())["faults"] == "kill worker 1 at 500ms"
 
 
 def test_who_is_not_there_is_not_struck(crew: Place) -> None:
     """Two blows at once hit once."""
     script = crew.script(LOOP.replace("limit, last", 'if life:\n    pathlib.Path("enough").touch()\nlimit, last'))
-    chaos = "kill worker 1 at 500ms; kill worker 1 at 510ms"
-    _, err = crew.stretto("run", "-n", "2", "--chaos", chaos, "--out", "here", script).communicate(timeout=15)
-    assert len(chaos_of(Path("here"))) + err.count(b"chaos: worker 1 is not there") == 2
+    faults = "kill worker 1 at 500ms; kill worker 1 at 510ms"
+    _, err = crew.stretto("run", "-n", "2", "--faults", faults, "--out", "here", script).communicate(timeout=15)
+    assert len(chaos_of(Path("here"))) + err.count(b"faults: worker 1 is not there") == 2
     assert len(Path("lives-1").read_text().splitlines()) == 2
 
 
@@ -172,7 +172,7 @@ while len(pathlib.Path("coordinators").read_text().splitlines()) < 2 if pathlib.
     assert time.monotonic() < limit
     time.sleep(0.01)
 """
-    folder = place.run(text, workers=2, recipe="async_sgd", chaos="kill server at 1500ms; kill coordinator at 1500ms")
+    folder = place.run(text, workers=2, recipe="async_sgd", faults="kill server at 1500ms; kill coordinator at 1500ms")
     assert [(one["worker"], one["kind"], one["numbers"]) for one in chaos_of(folder)] == [
         (-1, "server", [0]),
         (-1000, "coordinator", [0]),
@@ -181,5 +181,5 @@ while len(pathlib.Path("coordinators").read_text().splitlines()) < 2 if pathlib.
 
 def test_without_survival_a_kill_ends_the_run(place: Place) -> None:
     text = "import time\ntime.sleep(60)"
-    with pytest.raises(LaunchError, match="worker 0 was killed by SIGKILL\n--chaos sent it"):
-        place.run(text, chaos="kill worker at 500ms")
+    with pytest.raises(LaunchError, match="worker 0 was killed by SIGKILL\n--faults sent it"):
+        place.run(text, faults="kill worker at 500ms")

@@ -98,7 +98,7 @@ def until(is_so: Callable[[], bool], *processes: subprocess.Popen[str]) -> None:
 def test_of_a_network_cut_in_two_one_side_goes_on_and_the_other_comes_back(place: Place, hosts: None) -> None:
     (place.folder / "train.py").write_text(SCRIPT)
     run = place.folder / "run"
-    options = ["--recipe", "local_sgd(every=2)", "--patience", f"{PATIENCE_S}s", "--host", "10.79.0.1"]
+    options = ["--recipe", "local_sgd(every=2)", "--failure-timeout", f"{PATIENCE_S}s", "--host", "10.79.0.1"]
     here = on(HOSTS[0], "run", "-n", "2", *options, "--out", "run", "train.py")
     until(lambda: generations(run) != [], here)
     there = on(HOSTS[1], "join", "run", "-n", "2")
@@ -142,7 +142,7 @@ def invited(place: Place, **order: Any) -> Path:
 def test_an_invitation_is_for_the_owners_eyes_and_says_all_there_is_to_know(place: Place) -> None:
     (place.folder / "train.py").write_text("")
     asked = RunConfig(
-        Path("train.py"), ("--fast",), workers=2, host="127.0.0.1", recipe="local_sgd", seed=3, patience_s=2.0
+        Path("train.py"), ("--fast",), workers=2, host="127.0.0.1", recipe="local_sgd", seed=3, failure_timeout_s=2.0
     )
     with servers_for(0, plain=False, coordinated=True) as servers:
         invite(place.folder, asked, servers)

@@ -63,7 +63,7 @@ def test_what_another_run_has_left_in_the_environment_is_taken_out(
         "STRETTO_SEED",
         "STRETTO_TIMEOUT",
         "STRETTO_DATA",
-        "STRETTO_PATIENCE",
+        "STRETTO_FAILURE_TIMEOUT",
         "STRETTO_BATCH",
     }
     assert (alone["STRETTO_ALONE"], alone["STRETTO_JOIN"]) == ("1", "4")
@@ -164,7 +164,7 @@ print("end", end="")
 """
 
 
-@pytest.mark.parametrize("output", ["lead", "all", "none"])
+@pytest.mark.parametrize("output", ["rank0", "all", "none"])
 def test_no_line_is_lost_and_no_pipe_stays_full(place: Place, output: str, capfd: pytest.CaptureFixture[str]) -> None:
     folder = place.run(FLOOD, workers=3, output=output)
     logs = [(folder / f"worker-{rank}.log").read_text() for rank in range(3)]
@@ -176,7 +176,7 @@ def test_no_line_is_lost_and_no_pipe_stays_full(place: Place, output: str, capfd
         found = [[line[4:] for line in shown.splitlines() if line.startswith(f"[{n}] ")] for n in range(3)]
         assert found == [log.splitlines() for log in logs]
     else:
-        assert shown == (logs[0] if output == "lead" else "")
+        assert shown == (logs[0] if output == "rank0" else "")
 
 
 def test_lines_are_seen_when_they_are_ended(place: Place) -> None:
@@ -208,9 +208,9 @@ def test_lines_are_seen_when_they_are_ended(place: Place) -> None:
         ({"recipe": "async_sgd", "servers": 0}, LaunchError, ("number of servers", "got: 0", "try: --servers 2")),
         ({"recipe": "async_sgd", "servers": -1}, LaunchError, ("number of servers", "got: -1")),
         ({"recipe": "async_sgd", "servers": 300}, RecipeError, ("shards", "300", "at most 256")),
-        ({"slow": "1:2.0"}, LaunchError, ("there is no worker 1 of 1", "try: --slow")),
-        ({"patience_s": 0.01}, LaunchError, ("the patience", "got: 0.01s", "try: --patience 10s")),
-        ({"patience_s": float("inf")}, LaunchError, ("the patience", "got: infs")),
+        ({"slow": "1:2.0"}, LaunchError, ("there is no worker 1 of 1", "try: --stragglers")),
+        ({"failure_timeout_s": 0.01}, LaunchError, ("the failure timeout", "got: 0.01s", "try: --failure-timeout 10s")),
+        ({"failure_timeout_s": float("inf")}, LaunchError, ("the failure timeout", "got: infs")),
         ({"workers": 2, "min_workers": 3}, LaunchError, ("least number of workers", "from 1 to 2", "--min-workers 2")),
         ({"workers": 2, "min_workers": 0}, LaunchError, ("least number of workers", "got: 0")),
         ({"workers": 2, "max_workers": 1}, LaunchError, ("largest number of workers", "got: 1", "--max-workers 2")),

@@ -17,7 +17,7 @@ from stretto.security import WorkerKeys
 from stretto.membership.client import Companion
 rank, life = int(os.environ["STRETTO_RANK"]), int(os.environ["STRETTO_LIFE"])
 keys = WorkerKeys(*(one.encode() for one in os.environ["STRETTO_KEYS"].split(",")))
-companion = Companion(rank, life, os.environ["STRETTO_COORDINATOR"], keys, float(os.environ["STRETTO_PATIENCE"]))
+companion = Companion(rank, life, os.environ["STRETTO_COORDINATOR"], keys, float(os.environ["STRETTO_FAILURE_TIMEOUT"]))
 hand, until, deadline = 0, 0, time.monotonic() + 40
 
 def here(at_rest):
@@ -60,7 +60,7 @@ def members(folder: Path) -> list[tuple[Any, ...]]:
 def test_who_is_killed_is_replaced_while_the_others_go_on(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STRETTO_MEMBERS", "1")
     script = place.script(WORKER.replace("{deaths}", "[(1, 0)]"))
-    process = place.stretto("run", "-n", "3", "--out", "here", "--patience", "20s", script)
+    process = place.stretto("run", "-n", "3", "--out", "here", "--failure-timeout", "20s", script)
     out, err = process.communicate(timeout=80)
     assert process.returncode == 0, err.decode()
     told = members(Path("here"))

@@ -396,7 +396,7 @@ def test_printed_keys_hide_their_secrets() -> None:
 def test_plain_means_no_keys(place: Place) -> None:
     place.service(TELL)
     script = place.script(KEEP)
-    process = place.stretto("run", "--recipe", "async_sgd", "--plain", "--out", "here", script)
+    process = place.stretto("run", "--recipe", "async_sgd", "--no-encryption", "--out", "here", script)
     assert process.communicate(timeout=15)[1] is not None
     assert process.returncode == 0
     assert "keys=None" in told(Path("here"), 0)[0]
@@ -409,7 +409,7 @@ def test_a_zeromq_that_cannot_encrypt_is_told_what_to_type(place: Place, monkeyp
         raise zmq.ZMQError(zmq.ENOTSUP)
 
     monkeypatch.setattr(zmq, "curve_keypair", cannot)
-    with pytest.raises(LaunchError, match="try: --plain"):
+    with pytest.raises(LaunchError, match="try: --no-encryption"):
         place.run("", recipe="async_sgd")
     assert not Path("runs").exists()
 
@@ -427,10 +427,10 @@ def test_a_zeromq_that_cannot_encrypt_is_told_what_to_type(place: Place, monkeyp
         (["--servers", "two", "--recipe", "async_sgd"], 2, ("got: two", "a whole number")),
         (["--servers", "1.5", "--recipe", "async_sgd"], 2, ("got: 1.5", "a whole number")),
         (["--sevrers", "2"], 2, ("no option --sevrers", "nearest are --servers")),
-        (["--slow", "1:2.0"], 1, ("there is no worker 1 of 1", 'try: --slow "1:2.0,3:5.0"')),
-        (["--slow", "fast", "-n", "2"], 1, ("--slow cannot be 'fast'", "got: fast", "WORKER:FACTOR")),
+        (["--stragglers", "1:2.0"], 1, ("there is no worker 1 of 1", 'try: --stragglers "1:2.0,3:5.0"')),
+        (["--stragglers", "fast", "-n", "2"], 1, ("--stragglers cannot be 'fast'", "got: fast", "WORKER:FACTOR")),
         (["--on-nan", "explode"], 2, ("explode", "stop")),
-        (["--plain=yes"], 2, ("--plain",)),
+        (["--no-encryption=yes"], 2, ("--no-encryption",)),
     ],
 )
 def test_a_line_that_cannot_be_is_one_clear_error(
@@ -447,7 +447,19 @@ def test_a_line_that_cannot_be_is_one_clear_error(
 
 def test_what_is_typed_reaches_the_servers(place: Place) -> None:
     place.service(TELL)
-    line = ["--recipe", "async_sgd", "--servers", "2", "--on-nan", "skip", "--slow", "1:2", "-n2", "--out", "here"]
+    line = [
+        "--recipe",
+        "async_sgd",
+        "--servers",
+        "2",
+        "--on-nan",
+        "skip",
+        "--stragglers",
+        "1:2",
+        "-n2",
+        "--out",
+        "here",
+    ]
     process = place.stretto("run", *line, place.script(KEEP), "--lr", "0.1")
     _, err = process.communicate(timeout=15)
     assert process.returncode == 0, err

@@ -51,8 +51,8 @@ def test_spaces_and_whole_numbers_are_welcome() -> None:
         ("1:1e3", "got: 1:1e3"),
         ("1:2_0", "got: 1:2_0"),
         ("²:2", "got: ²:2"),
-        ("9" * 5000 + ":2", "--slow cannot be"),
-        ("1:" + "9" * 5000, "--slow cannot be"),
+        ("9" * 5000 + ":2", "--stragglers cannot be"),
+        ("1:" + "9" * 5000, "--stragglers cannot be"),
         ("4:2", "there is no worker 4 of 4"),
         ("1:2,1:3", "worker 1 is slow twice"),
         ("1:0.5", "worker 1 cannot be slowed by 0.5"),
@@ -63,12 +63,12 @@ def test_anything_else_is_refused(text: str, says: str) -> None:
     with pytest.raises(LaunchError) as raised:
         factors(text, 4)
     assert says in str(raised.value)
-    assert 'try: --slow "1:2.0,3:5.0"' in str(raised.value)
+    assert 'try: --stragglers "1:2.0,3:5.0"' in str(raised.value)
 
 
 def test_only_the_slow_worker_is_told(place: Place) -> None:
     folder = place.run(
-        "import os; print(os.environ.get('STRETTO_SLOW'))", workers=3, slow="1:2,2:1.5", out=Path("here")
+        "import os; print(os.environ.get('STRETTO_SLOW'))", workers=3, stragglers="1:2,2:1.5", out=Path("here")
     )
     assert [(folder / f"worker-{rank}.log").read_text() for rank in range(3)] == ["None\n", "2.0\n", "1.5\n"]
     assert '"slow": "1:2,2:1.5"' in (folder / "run.json").read_text()

@@ -388,17 +388,21 @@ until("coordinators")
         HEAD + text,
         workers=2,
         plain=plain,
-        patience_s=2.5,
+        failure_timeout_s=2.5,
         min_workers=2,
         max_workers=3,
-        batch="joined",
+        batch="global-batch",
         checkpoint_every="5m",
         resume=Path("old"),
         recipe="local_sgd(every=4)",
     )
     given = [json.loads(Path(f"environment-{rank}").read_text()) for rank in range(2)]
     for one in given:
-        assert (one["STRETTO_LIFE"], one["STRETTO_PATIENCE"], one["STRETTO_BATCH"]) == ("0", "2.5", "joined")
+        assert (one["STRETTO_LIFE"], one["STRETTO_FAILURE_TIMEOUT"], one["STRETTO_BATCH"]) == (
+            "0",
+            "2.5",
+            "global-batch",
+        )
         assert (one["STRETTO_CHECKPOINT"], one["STRETTO_KEEP"]) == ("300s", "3")
         assert one["STRETTO_RESUME"] == str(crew.folder / "old")
         assert one["STRETTO_COORDINATOR"] == given[0]["STRETTO_COORDINATOR"]
@@ -411,8 +415,8 @@ until("coordinators")
         "min_workers": 2,
         "max_workers": 3,
         "free": False,
-        "patience_s": 2.5,
-        "batch": "joined",
+        "failure_timeout_s": 2.5,
+        "batch": "global-batch",
         "checkpoint": "300s",
     }
 

@@ -69,7 +69,7 @@ def test_a_failed_worker_is_not_waited_for_and_its_next_life_comes_anew() -> Non
 
 @pytest.mark.parametrize("returns", [True, False])
 def test_before_training_a_restarted_worker_is_waited_for_and_a_lost_one_is_not(returns: bool) -> None:
-    roll = MembershipCoordinator({}, 2, patience_s=10.0)
+    roll = MembershipCoordinator({}, 2, failure_timeout_s=10.0)
     barriers = Barriers(roll)
     first = at(0, label="main_first", section=0)
     assert missing(barriers, 1, first, of=0) == [0]
@@ -81,7 +81,7 @@ def test_before_training_a_restarted_worker_is_waited_for_and_a_lost_one_is_not(
 
 @pytest.mark.parametrize("free", [True, False])
 def test_a_restarted_worker_neither_blocks_the_others_nor_is_blocked(free: bool) -> None:
-    roll = MembershipCoordinator({}, 2, free=free, patience_s=10.0)
+    roll = MembershipCoordinator({}, 2, free=free, failure_timeout_s=10.0)
     barriers = Barriers(roll)
     for worker in (0, 1):
         for said in (Register("here", 1), ReadyReport(0), Heartbeat(1, "computing", 0.0, 1, 5)):
@@ -98,7 +98,7 @@ def test_a_restarted_worker_neither_blocks_the_others_nor_is_blocked(free: bool)
 
 
 def test_a_worker_that_rests_or_has_left_is_not_waited_for() -> None:
-    roll = MembershipCoordinator({}, 3, patience_s=10.0)
+    roll = MembershipCoordinator({}, 3, failure_timeout_s=10.0)
     barriers = Barriers(roll)
     for worker in range(3):
         roll.hear(worker, 0, Register("here", 1), 1.0)

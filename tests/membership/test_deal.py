@@ -26,8 +26,8 @@ from numpy.typing import NDArray
 
 from stretto.data.assignment import BatchAssignment, Pieces, RankBatch, bounds_of
 
-Rule = Literal["local", "joined"]
-RULES: list[Rule] = ["local", "joined"]
+Rule = Literal["per-worker-batch", "global-batch"]
+RULES: list[Rule] = ["per-worker-batch", "global-batch"]
 SIZES = st.one_of(
     st.builds(lambda size, full, last: [size] * full + [last] * (last < size), *[st.integers(1, 9)] * 3),
     st.builds(lambda full, last: [4] * full + [last], st.integers(8, 24), st.integers(1, 4)),
@@ -156,7 +156,7 @@ class Crew(RuleBasedStateMachine):
         assert sorted(at for piece in pieces for at in positions(piece)) == free[: sum(sizes)]
         assert sum(sizes) > 0
         assert sizes == sorted(sizes, key=bool, reverse=True), "the first have the pieces"
-        if self.how == "local":
+        if self.how == "per-worker-batch":
             assert all(len(piece) <= 1 and set(piece) <= self.batches for piece in pieces)
             assert all(sizes) or sum(sizes) == len(free), "nobody is idle while there is something"
             return
@@ -325,7 +325,10 @@ def test_undisturbed_each_worker_gets_every_nth_batch(how: Rule, sizes: list[int
 
 def test_a_joined_hand_is_cut_evenly_among_those_who_are_there() -> None:
     """Hands of 40 samples; worker 1 dies with hands 2 and 3 uncommitted, and one hears of it before it has hand 3."""
-    early, late = BatchAssignment([10] * 24, range(4), "joined"), BatchAssignment([10] * 24, range(4), "joined")
+    early, late = (
+        BatchAssignment([10] * 24, range(4), "global-batch"),
+        BatchAssignment([10] * 24, range(4), "global-batch"),
+    )
     for deal, dealt in ((early, 3), (late, 2)):
         assert [portion.total for portion in islice(hands(deal, 0), dealt)] == [40] * dealt
         deal.change([0, 2, 3], after=3, committed=1)

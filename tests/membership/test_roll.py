@@ -145,7 +145,7 @@ class World:
 
     def __init__(self, workers: int, least: int) -> None:
         self.least = min(least, workers)
-        self.roll = MembershipCoordinator({}, workers, self.least, patience_s=PATIENCE_S, return_s=1e9)
+        self.roll = MembershipCoordinator({}, workers, self.least, failure_timeout_s=PATIENCE_S, return_s=1e9)
         self.now = 0.0
         self.disk: list[bytes] = self.roll.records()
         self.to_roll: list[tuple[int, int, Said]] = []
@@ -509,7 +509,7 @@ def told(posts: list[Outgoing]) -> list[tuple[int, str]]:
 
 def formed(workers: int, **more: Any) -> MembershipCoordinator:
     """A roll whose first generation is there."""
-    roll = MembershipCoordinator({}, workers, patience_s=PATIENCE_S, **more)
+    roll = MembershipCoordinator({}, workers, failure_timeout_s=PATIENCE_S, **more)
     posts = [post for number in range(workers) for post in roll.hear(number, 0, ReadyReport(0), 0.0)]
     assert told(posts)[-workers:] == [(number, "GenerationView") for number in range(workers)]
     return roll
@@ -547,7 +547,7 @@ def test_who_is_slow_is_named_once_until_it_is_heard_again() -> None:
 
 
 def test_in_a_free_roll_those_who_were_started_and_not_yet_heard_of_are_counted_as_there() -> None:
-    roll = MembershipCoordinator({}, 3, 3, free=True, patience_s=5.0)
+    roll = MembershipCoordinator({}, 3, 3, free=True, failure_timeout_s=5.0)
     roll.hear(0, 0, Register("here", 1), 0.0)
     roll.hear(0, 0, ReadyReport(0), 0.0)
     assert roll.phase == "running"

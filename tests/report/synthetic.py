@@ -170,13 +170,13 @@ def with_deaths(events: Events) -> Events:
     pause = {"verb": "pause", "kind": "worker", "numbers": [2], "text": "stopped: worker 2"}
     happened = [
         member("formed", -1000, 0, -0.5, 1, members=[0, 1, 2], why="all are there"),
-        told("chaos", 1, 0.5, **kill),
+        told("fault_injected", 1, 0.5, **kill),
         member("gone", 1, 0, 0.51, 1, why="killed by SIGKILL"),
         member("formed", -1000, 0, 0.75, 2, members=[0, 2], why="worker 1 is gone"),
         {"event": "reissued", "t": 0.8, "worker": 0, "of": 1, "life": 0, "samples": 24},
         member("joined", 1, 1, 1.51, 3, why="started again"),
         member("formed", -1000, 0, 1.51, 3, members=[0, 1, 2], why="worker 1 is in"),
-        told("chaos", 2, 2.0, **pause),
+        told("fault_injected", 2, 2.0, **pause),
         member("slow", 2, 0, 2.3, 3, why="not heard of for 0.3 s"),
         member("gone", 2, 0, 2.5, 3, why="not heard of for 0.5 s"),
         member("formed", -1000, 0, 2.6, 4, members=[0, 1], why="worker 2 is gone"),

@@ -131,8 +131,8 @@ def test_a_log_with_odd_events_still_has_a_page(tmp_path: Path) -> None:
         {"event": "member", "worker": 0, "t": 1.0},
         {"event": "member", "worker": 0, "t": None, "what": "gone", "life": None, "why": None},
         {"event": "member", "worker": 5, "t": 2.0, "what": "unheard of"},
-        {"event": "chaos", "worker": 0, "t": 1.0},
-        {"event": "chaos", "worker": 0, "t": 1.0, "verb": "pause"},
+        {"event": "fault_injected", "worker": 0, "t": 1.0},
+        {"event": "fault_injected", "worker": 0, "t": 1.0, "verb": "pause"},
     ]
     events = [*training(2, 0.02, 1000, 1, 0.9), *odd]
     assert "What died" in write(write_run(tmp_path / "run", workers=2, recipe="a()", events=events)).read_text()

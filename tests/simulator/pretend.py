@@ -55,7 +55,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     for name in ("--workers", "--seed"):
         parser.add_argument(name, type=int, default=1)
-    for name in ("--recipe", "--network", "--out", "--mode", "--lr", "--step-time", "--patience"):
+    for name in ("--recipe", "--network", "--out", "--mode", "--lr", "--step-time", "--failure-timeout"):
         parser.add_argument(name)
     parser.add_argument("--quiet", action="store_true")
     parser.add_argument("script")

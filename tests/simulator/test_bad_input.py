@@ -112,8 +112,8 @@ def test_a_good_one_is_simulated(simulate: Simulate) -> None:
         (["--step-time", "soon"], FAILED, ["--step-time cannot be 'soon'", "5ms"]),
         (["--step-time", "1ms encoding"], FAILED, ["no time of a step"]),
         (["--step-time", "-1ms"], FAILED, ["--step-time cannot be"]),
-        (["--patience", "soon"], FAILED, ["the patience cannot be soon", "a time such as 500ms"]),
-        (["--patience", "1ms"], FAILED, ["the patience cannot be 0.001s", "at least 100ms"]),
+        (["--failure-timeout", "soon"], FAILED, ["the failure timeout cannot be soon", "a time such as 500ms"]),
+        (["--failure-timeout", "1ms"], FAILED, ["the failure timeout cannot be 0.001s", "at least 100ms"]),
         (["--min-workers", "few"], FAILED, ["the least number of workers cannot be few"]),
         (["--min-workers", "3"], FAILED, ["the least number of workers cannot be 3", "from 1 to 2"]),
         (["--max-workers", "1"], FAILED, ["the largest number of workers cannot be 1"]),
@@ -125,7 +125,7 @@ def test_a_good_one_is_simulated(simulate: Simulate) -> None:
         (["--processors", "nan"], FAILED, ["there cannot be nan processors"]),
         (["--recipe", "alreduce"], FAILED, ["alreduce"]),
         (["--servers", "2"], FAILED, ["--servers needs --recipe"]),
-        (["--plain"], FAILED, ["no server to speak plainly to"]),
+        (["--no-encryption"], FAILED, ["no server to speak plainly to"]),
         (["--target", "loss<=1"], FAILED, ["--target and --jobs are for a sweep"]),
         (["--on-nan", "hope"], USAGE, ["hope"]),
     ],
@@ -244,8 +244,10 @@ def test_too_few_survivors_end_the_run_with_one_error(simulate: Simulate) -> Non
 
 
 def test_a_sweep_is_told_what_was_said_of_workers_that_die() -> None:
-    order = RunConfig(Path("train.py"), workers=4, patience_s=2.5, min_workers=2, max_workers=8, batch="joined")
-    said = ["--patience", "2.5s", "--min-workers", "2", "--keep-batch", "joined", "--max-workers", "8"]
+    order = RunConfig(
+        Path("train.py"), workers=4, failure_timeout_s=2.5, min_workers=2, max_workers=8, batch="global-batch"
+    )
+    said = ["--failure-timeout", "2.5s", "--min-workers", "2", "--on-resize", "global-batch", "--max-workers", "8"]
     assert SweepOrder(order, ()).also == said
     assert SweepOrder(RunConfig(Path("train.py")), ()).also == []
 

@@ -80,7 +80,7 @@ def test_whoever_dies_every_sample_counts_once(recipe: str, drawn: tuple[int, st
 @pytest.mark.parametrize("recipe", ["allreduce", "local_sgd(every=3)", "async_sgd", THROUGH])
 def test_the_same_seed_gives_the_same_deaths_to_the_byte(recipe: str) -> None:
     fault = "kill worker every 60ms, back after 20ms; pause worker 1 for 200ms at 80ms; kill coordinator at 90ms"
-    asks = {"patience_s": 0.1}
+    asks = {"failure_timeout_s": 0.1}
     logs = {lived(recipe, fault, 4, order=order, asks=asks).log for order in (None, None, [3, 1, 0, 2])}
     assert len(logs) == 1
     assert logs != {lived(recipe, fault, 4, seed=1, asks=asks).log}
@@ -109,7 +109,7 @@ def test_all_that_others_see_of_a_death() -> None:
     """Noticed, told, formed anew, what was lost dealt again; and who is born in its place takes part."""
     at = 0.035
     ended = lived("allreduce", f"kill worker 2 at {at}s, back after 50ms", workers=4, epochs=3)
-    struck = [(one["t"], one["worker"], one["verb"], one["at"]) for one in ended.of("chaos")]
+    struck = [(one["t"], one["worker"], one["verb"], one["at"]) for one in ended.of("fault_injected")]
     assert struck == [(at, 2, "kill", at)]
     assert told(ended, "gone") == [(2, 0)]
     assert told(ended, "joined")[-1] == (2, 1)
@@ -158,7 +158,7 @@ def test_all_at_once_begin_anew(recipe: str) -> None:
 def test_an_only_worker_that_is_cut_off_stops_before_another_begins_anew(recipe: str) -> None:
     """Otherwise both would come to an end, with models of their own."""
     fault = "kill worker 1 at 60ms, back after 94ms; cut workers 0 for 239ms at 140ms"
-    ended = lived(recipe, fault, 2, 3, asks={"patience_s": 0.2})
+    ended = lived(recipe, fault, 2, 3, asks={"failure_timeout_s": 0.2})
     assert {(0, 1), (1, 1)} <= set(told(ended, "joined"))
     is_whole(ended, recipe, 3)
 
@@ -235,7 +235,7 @@ def test_nobody_takes_up_a_stream_in_the_middle(recipe: str, fault: str) -> None
                 optimizer.step()
         return worker
 
-    ended = simulated(3, work, recipe, net=NET, fault=fault, asks={"patience_s": 0.2})
+    ended = simulated(3, work, recipe, net=NET, fault=fault, asks={"failure_timeout_s": 0.2})
     victim = int(fault.split()[2])
     assert ended.found[victim] is None
     assert None not in [ended.found[one] for one in range(3) if one != victim]
@@ -248,14 +248,14 @@ def test_who_is_not_there_is_not_struck(recipe: str) -> None:
     ended = lived(recipe, "kill worker 1 at 40ms, back after 2ms; kill worker 1 at 45ms")
     is_whole(ended, recipe)
     assert told(ended, "gone") == [(1, 0)]
-    assert len(ended.of("chaos")) == 1
-    assert [one["text"] for one in ended.of("notice")] == ["chaos: worker 1 is not there (killed: worker 1)"]
+    assert len(ended.of("fault_injected")) == 1
+    assert [one["text"] for one in ended.of("notice")] == ["faults: worker 1 is not there (killed: worker 1)"]
 
 
 def test_who_comes_back_does_so_once_for_each_death() -> None:
     """A worker stops by itself, and is killed while it is not there: that nobody comes back from."""
     fault = "cut worker 1 for 150ms at 55ms; kill worker 1 at 260ms, back after 40ms"
-    ended = simulated(3, training(12), "allreduce", net=NET, fault=fault, asks={"patience_s": 0.1})
+    ended = simulated(3, training(12), "allreduce", net=NET, fault=fault, asks={"failure_timeout_s": 0.1})
     stopped = next(one["t"] for one in ended.of("notice") if "worker 1 stops" in one["text"])
     (again,) = [one["t"] for one in ended.of("member") if one["what"] == "joined" and one["life"] == 1]
     assert again >= stopped + pause_s(0)
@@ -304,10 +304,10 @@ def test_a_run_that_some_come_too_late_to_has_come_to_its_end(recipe: str, tmp_p
 @pytest.mark.parametrize("recipe", ["allreduce", "local_sgd(every=3)", "async_sgd", THROUGH])
 @pytest.mark.parametrize("fault", ["pause worker 1 for 300ms at 55ms", "cut worker 1 for 300ms at 55ms"])
 def test_who_is_not_heard_of_is_taken_for_dead_and_comes_back_as_a_newcomer(recipe: str, fault: str) -> None:
-    ended = lived(recipe, fault, epochs=12, asks={"patience_s": 0.1})
+    ended = lived(recipe, fault, epochs=12, asks={"failure_timeout_s": 0.1})
     gone = next(one for one in ended.of("member") if one["what"] == "gone")
     assert gone["worker"] == 1
-    assert 0.055 + 0.08 <= gone["t"] <= 0.055 + 0.1 + 0.02, "the last beat was up to a fifth of the patience before"
+    assert 0.055 + 0.08 <= gone["t"] <= 0.055 + 0.1 + 0.02, "the last beat was up to a fifth of the timeout before"
     assert "nothing was heard of it" in gone["why"]
     assert (1, 1) in told(ended, "joined")
     others = [one for one in ended.of("epoch") if 0.2 < one["t"] < 0.35]
@@ -319,7 +319,7 @@ def test_who_is_not_heard_of_is_taken_for_dead_and_comes_back_as_a_newcomer(reci
 @pytest.mark.parametrize("recipe", ["allreduce", "local_sgd(every=3)"])
 def test_who_is_patient_enough_loses_nobody(recipe: str) -> None:
     plain = lived(recipe, "kill worker 1 at 1h")
-    paused = lived(recipe, "kill worker 1 at 1h; pause worker 1 for 300ms at 55ms", asks={"patience_s": 1.0})
+    paused = lived(recipe, "kill worker 1 at 1h; pause worker 1 for 300ms at 55ms", asks={"failure_timeout_s": 1.0})
     assert not told(paused, "gone")
     assert paused.seconds == pytest.approx(plain.seconds + 0.3, abs=0.02)
     assert torch.equal(paused.found[0], plain.found[0])
@@ -336,7 +336,7 @@ def test_who_dies_while_it_is_stopped_is_awake_when_it_is_born_again() -> None:
 def test_workers_do_not_miss_a_coordinator_that_dies(recipe: str) -> None:
     plain = lived(recipe, "kill worker 1 at 1h")
     ended = lived(recipe, "kill worker 1 at 1h; kill coordinator at 40ms")
-    assert [one["verb"] for one in ended.of("chaos")] == ["kill"]
+    assert [one["verb"] for one in ended.of("fault_injected")] == ["kill"]
     assert [torch.equal(*both) for both in zip(ended.found, plain.found, strict=True)] == [True] * 3
     meanwhile = "kill coordinator at 40ms, back after 100ms; kill worker 1 at 45ms, back after 10ms"
     ended = lived(recipe, meanwhile, epochs=6)
@@ -346,16 +346,16 @@ def test_workers_do_not_miss_a_coordinator_that_dies(recipe: str) -> None:
 
 @pytest.mark.parametrize("recipe", ["allreduce", "async_sgd"])
 def test_a_coordinator_that_stood_still_takes_nobody_for_dead(recipe: str) -> None:
-    asks = {"patience_s": 0.1}
+    asks = {"failure_timeout_s": 0.1}
     plain = lived(recipe, "kill worker 1 at 1h", epochs=6, asks=asks)
     ended = lived(recipe, "kill worker 1 at 1h; pause coordinator for 250ms at 40ms", epochs=6, asks=asks)
-    assert [one["verb"] for one in ended.of("chaos")] == ["pause", "go_on"]
+    assert [one["verb"] for one in ended.of("fault_injected")] == ["pause", "go_on"]
     assert not told(ended, "gone")
     assert [torch.equal(*both) for both in zip(ended.found, plain.found, strict=True)] == [True] * 3
 
 
 def test_that_nobody_could_be_heard_is_nobodys_fault() -> None:
-    cut, asks = "cut worker 1 for 270ms at 30ms", {"patience_s": 0.1}
+    cut, asks = "cut worker 1 for 270ms at 30ms", {"failure_timeout_s": 0.1}
     assert told(lived("allreduce", cut, epochs=3, asks=asks), "gone")
     assert not told(lived("allreduce", cut + "; pause coordinator for 250ms at 40ms", epochs=3, asks=asks), "gone")
 

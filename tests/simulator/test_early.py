@@ -38,7 +38,7 @@ def slept(nap_s: float, recipe: str, fault: str, is_ordered: bool = False, **mor
 
 def struck(ended: Ended) -> list[tuple[int, str]]:
     """Whom, and what the log says of it."""
-    return [(one["worker"], one["text"]) for one in ended.of("chaos")]
+    return [(one["worker"], one["text"]) for one in ended.of("fault_injected")]
 
 
 @pytest.mark.parametrize("is_ordered", [True, False])

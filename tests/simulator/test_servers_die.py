@@ -27,7 +27,7 @@ SHARDS = {one: 2 if "shards=2" in one else 1 for one in RECIPES}
 def hidden(ended: Any) -> bytes:
     """The log but for what tells of the strikes."""
     lines = ended.log.splitlines(keepends=True)
-    return b"".join(one for one in lines if b'"chaos"' not in one and b'"worker":-' not in one)
+    return b"".join(one for one in lines if b'"fault_injected"' not in one and b'"worker":-' not in one)
 
 
 # --- what holds whenever ------------------------------------------------------------------------------------------
@@ -148,7 +148,7 @@ def test_the_log_and_the_report_tell_of_it(tmp_path: Path) -> None:
         (-2, "gone", 0, 0.095),
         (-2, "joined", 1, 0.125),
     ]
-    assert [(one["worker"], one["verb"]) for one in ended.of("chaos")] == [(-2, "kill")]
+    assert [(one["worker"], one["verb"]) for one in ended.of("fault_injected")] == [(-2, "kill")]
     assert any("server 1" in line for line in incidents.in_lines(read(tmp_path / "run")))
 
 
@@ -199,5 +199,5 @@ def test_a_server_that_was_drawn_before_the_recipe_was_known_is_one_that_is_ther
     for seed in range(4):
         fault = "pause server for 10ms at 60ms; pause server for 30ms at 61ms"
         ended = simulated(2, work, net=NET, fault=fault, seed=seed)
-        assert {one["worker"] for one in ended.of("chaos")} == {-1}
+        assert {one["worker"] for one in ended.of("fault_injected")} == {-1}
         is_whole(ended, "async_sgd")

@@ -509,7 +509,9 @@ def test_a_simulation_looks_at_no_clock_and_opens_no_socket(monkeypatch: pytest.
 def test_times_of_the_log_never_run_back() -> None:
     ended = simulated(3, shuffled, "soft_sync(collect=2)", net=NET, speed=SPEED, fault="pause worker 2 for 1s at 20ms")
     for worker in range(3):
-        mine = [one for one in ended.events if one["worker"] == worker and one["event"] not in ("notice", "chaos")]
+        mine = [
+            one for one in ended.events if one["worker"] == worker and one["event"] not in ("notice", "fault_injected")
+        ]
         times = [one["t"] for one in mine]
         assert all(one <= other for one, other in pairwise(times))
         assert times[0] >= 0

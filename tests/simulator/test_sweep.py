@@ -87,7 +87,7 @@ def test_a_sweep_measures_every_point_and_tells_what_follows() -> None:
 
 
 def test_the_command_of_a_point_is_a_quiet_simulation_with_one_thread() -> None:
-    order = RunConfig(Path("train.py"), ("--mode", "well"), patience_s=5.0)
+    order = RunConfig(Path("train.py"), ("--mode", "well"), failure_timeout_s=5.0)
     swept("--lr=0.1", "seed=3", order=order, options={"workers": "2", "step_time": "5ms"})
     run_json = json.loads(Path("swept/points/001-lr=0.1-seed=3/run.json").read_text())
     out = "swept/points/001-lr=0.1-seed=3"
@@ -98,7 +98,7 @@ def test_the_command_of_a_point_is_a_quiet_simulation_with_one_thread() -> None:
         "5ms",
         "--seed",
         "3",
-        "--patience",
+        "--failure-timeout",
         "5s",
         "--quiet",
         "--out",
@@ -176,7 +176,7 @@ def test_another_target_is_asked_of_the_points_that_are_there() -> None:
         ("sweep", {}),
         ("args", {"order": RunConfig(Path("train.py"), ("--mode", "well"))}),
         ("options", {"options": {"seed": "1"}}),
-        ("also", {"order": RunConfig(Path("train.py"), patience_s=5.0, max_workers=8)}),
+        ("also", {"order": RunConfig(Path("train.py"), failure_timeout_s=5.0, max_workers=8)}),
         ("script_hash", {}),
     ],
 )
@@ -227,9 +227,11 @@ def _until(done: Iterator[bool]) -> None:
         time.sleep(0.02)
 
 
-def _stopped(number: signal.Signals, *sweep: str, patience_s: float = worker_pool.PATIENCE_S) -> tuple[int, str, float]:
+def _stopped(
+    number: signal.Signals, *sweep: str, failure_timeout_s: float = worker_pool.PATIENCE_S
+) -> tuple[int, str, float]:
     """Start a sweep, wait for two points that hang, send it a signal: its exit code, what it said, how long it took."""
-    command = [sys.executable, "-c", STOPPABLE, ":".join(COMMAND), str(patience_s), *sweep]
+    command = [sys.executable, "-c", STOPPABLE, ":".join(COMMAND), str(failure_timeout_s), *sweep]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
         _until(iter(lambda: len(list(Path().glob("swept/points/*/began"))) == 2, None))
         began = time.monotonic()
@@ -267,7 +269,7 @@ def _goes_on() -> None:
 
 
 def test_a_process_that_does_not_heed_is_killed() -> None:
-    code, _, took = _stopped(signal.SIGINT, "--mode=stubborn", "seed=1,2", patience_s=4.0)
+    code, _, took = _stopped(signal.SIGINT, "--mode=stubborn", "seed=1,2", failure_timeout_s=4.0)
     assert code == 130
     assert 4 < took < 7.9  # the time is for both together
     assert not _alive()

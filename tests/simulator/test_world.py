@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from stretto.collective_ops import AllGather, AllReduceMean
 from stretto.errors import LaunchError, TransportError
-from stretto.faults import plan as chaos
+from stretto.faults import plan as faults
 from stretto.simulator.cluster.collective import SimGroup, SimWire
 from stretto.simulator.engine import CostModel, Engine, Worker
 from stretto.simulator.isolation.process_state import ProcessState
@@ -35,7 +35,7 @@ class Scene:
 
     def __init__(self, workers: int, net: str = "instant", fault: str = "", limit_s: float = inf, **more: Any) -> None:
         links = Links(topology.parse(net), workers)
-        plan = chaos.schedule(chaos.parse(fault) if fault else (), workers, 0, 0)
+        plan = faults.schedule(faults.parse(fault) if fault else (), workers, 0, 0)
         self.world = Engine(workers, links, CostModel(0.0), plan, **more)
         table = SimGroup(self.world, links)
         self._wires = [table.wire(one, limit_s) for one in self.world.workers]

@@ -103,7 +103,7 @@ def test_barriers_end_whoever_fails_and_comes_back(tmp_path: Path, recipe: str, 
         (tmp_path / "data").touch()
 
     ended = simulated(3, trained(tmp_path, recipe, made, epochs=4), recipe, fault=fault)
-    assert ended.of("chaos")
+    assert ended.of("fault_injected")
     assert ended.seconds < 20
     assert [one["seen"]["once"] for one in ended.of("epoch")] == [41] * 4
 

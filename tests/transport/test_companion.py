@@ -49,8 +49,8 @@ def until(what: Callable[[], bool]) -> float:
 class Scene:
     """A roll call in a thread, and whoever speaks to it."""
 
-    def __init__(self, folder: Path, expected: int, patience_s: float = 5.0, **more: Any) -> None:
-        self.folder, self.patience_s = folder, patience_s
+    def __init__(self, folder: Path, expected: int, failure_timeout_s: float = 5.0, **more: Any) -> None:
+        self.folder, self.failure_timeout_s = folder, failure_timeout_s
         self.notices: list[str] = []
         self.events: list[dict[str, Any]] = []
         self.aborts: list[tuple[int, int]] = []
@@ -59,10 +59,10 @@ class Scene:
         self.context = zmq.Context()
         self.dealers: list[Any] = []
         self.stop = threading.Event()
-        roll = MembershipCoordinator({"batch": "local"}, expected, patience_s=patience_s, **more)
+        roll = MembershipCoordinator({"batch": "local"}, expected, failure_timeout_s=failure_timeout_s, **more)
         listener = socket.create_server(("127.0.0.1", 0))
         self.call = MembershipServer(
-            listener, roll, WriteAheadLog(folder / "journal"), SERVER_KEYS, patience_s, self.publish
+            listener, roll, WriteAheadLog(folder / "journal"), SERVER_KEYS, failure_timeout_s, self.publish
         )
         self.thread = threading.Thread(target=self.call.run, args=(self.stop,))
         self.thread.start()
@@ -77,7 +77,7 @@ class Scene:
             life,
             self.call.address,
             keys,
-            self.patience_s,
+            self.failure_timeout_s,
             LIMIT_S,
             lambda one, _: self.aborts.append((worker, one)),
         )
@@ -164,7 +164,7 @@ def test_an_exchange_that_broke_for_one_is_broken_off_for_all(scene) -> None:
 
 
 def test_who_says_nothing_for_the_patience_is_taken_for_dead_and_is_out_when_it_comes_back(scene) -> None:
-    there = scene(2, patience_s=1.0)
+    there = scene(2, failure_timeout_s=1.0)
     crew = [there.companion(0)]
     sleeper = there.dealer(b"worker 1.0")
     sleeper.send(msgspec.msgpack.encode(ReadyReport(0)))
@@ -269,7 +269,7 @@ def test_another_key_is_refused_by_name(scene) -> None:
 
 
 def test_a_worker_that_computes_is_not_taken_for_dead_and_hears_at_once(scene) -> None:
-    there = scene(2, patience_s=1.0)
+    there = scene(2, failure_timeout_s=1.0)
     crew = there.crew(2)
     told: list[float] = []
     crew[0].on_abort = lambda _generation, _why: told.append(time.monotonic())
@@ -283,7 +283,7 @@ def test_a_worker_that_computes_is_not_taken_for_dead_and_hears_at_once(scene) -
 
 
 def test_who_is_alone_and_cut_off_stops_before_others_can_begin_without_it(scene) -> None:
-    there = scene(1, patience_s=2.0)
+    there = scene(1, failure_timeout_s=2.0)
     there.crew(1)
     there.stop.set()
     there.thread.join(LIMIT_S)
@@ -291,7 +291,7 @@ def test_who_is_alone_and_cut_off_stops_before_others_can_begin_without_it(scene
 
 
 def test_who_waits_for_others_and_is_cut_off_breaks_that_off_and_who_computes_goes_on(scene) -> None:
-    there = scene(2, patience_s=1.0)
+    there = scene(2, failure_timeout_s=1.0)
     crew = there.crew(2)
     crew[0].doing("exchanging", 3)
     crew[1].doing("computing", 3)
@@ -320,11 +320,11 @@ def formed_of(folder: Path) -> list[int]:
 class Process:
     """A coordinator in a process of its own, that can be killed and started again at the same socket."""
 
-    def __init__(self, folder: Path, expected: int, patience_s: float = START_S) -> None:
+    def __init__(self, folder: Path, expected: int, failure_timeout_s: float = START_S) -> None:
         self.folder = folder
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.address = "{}:{}".format(*self.listener.getsockname())
-        settings = {"expected": expected, "patience_s": patience_s, "zero": time.perf_counter()}
+        settings = {"expected": expected, "failure_timeout_s": failure_timeout_s, "zero": time.perf_counter()}
         keys = (SERVER_KEYS.secret, SERVER_KEYS.public, SERVER_KEYS.workers)
         self.environment = {
             **os.environ,

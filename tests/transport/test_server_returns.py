@@ -29,8 +29,8 @@ def server(tmp_path: Path) -> Iterator[Processes]:
     server.end()
 
 
-def wire_to(server: Processes, patience_s: float | None) -> ParameterServerClient:
-    return dial(0, 1, server.addresses, None, LIMIT_S, patience_s=patience_s)
+def wire_to(server: Processes, failure_timeout_s: float | None) -> ParameterServerClient:
+    return dial(0, 1, server.addresses, None, LIMIT_S, failure_timeout_s=failure_timeout_s)
 
 
 def test_what_came_after_the_cut_is_undone_and_the_rest_is_there(server: Processes) -> None:
@@ -74,7 +74,7 @@ def break_connection(wire: ParameterServerClient) -> None:
 def test_all_answers_that_a_broken_connection_has_lost_are_told_again(serving: Serving) -> None:
     """Several large ones were under way, and the other worker has them already."""
     hosted = serving.host(2)
-    wires = [dial(worker, 2, hosted.addresses, hosted.keys, LIMIT_S, patience_s=LIMIT_S) for worker in range(2)]
+    wires = [dial(worker, 2, hosted.addresses, hosted.keys, LIMIT_S, failure_timeout_s=LIMIT_S) for worker in range(2)]
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda one: one.gather(b"here"), wires))
     given = [torch.full((LARGE,), number / 2) for number in range(1, 6)]
@@ -88,7 +88,7 @@ def test_all_answers_that_a_broken_connection_has_lost_are_told_again(serving: S
 
 def test_a_worker_keeps_no_more_of_what_it_said_than_another_may_lack(serving: Serving) -> None:
     hosted = serving.host(2, shards=2)
-    wires = [dial(worker, 2, hosted.addresses, hosted.keys, LIMIT_S, patience_s=LIMIT_S) for worker in range(2)]
+    wires = [dial(worker, 2, hosted.addresses, hosted.keys, LIMIT_S, failure_timeout_s=LIMIT_S) for worker in range(2)]
     for _ in range(20):
         tickets = [[wire.start(AllReduceMean(torch.full((LARGE,), 0.5))) for _ in range(3)] for wire in wires]
         assert all(float(one.wait().mean()) == 1.0 for one in itertools.chain.from_iterable(tickets))

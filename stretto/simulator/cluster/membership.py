@@ -33,14 +33,14 @@ from stretto.simulator.network.topology import Links
 NOTICED_S = 0.01
 """From the end of a process until the coordinator knows of it: seen live, on one machine."""
 MOST_BEATS_S = 1.0
-"""At least so often each worker says that it is there, and five times within the patience."""
+"""At least so often each worker says that it is there, and five times within the failure timeout."""
 DESK = -1
 """The coordinator sits with the first server, whose end this is."""
 
 
-def beat_s(patience_s: float) -> float:
+def beat_s(failure_timeout_s: float) -> float:
     """Seconds between two beats of a worker."""
-    return min(patience_s / 5, MOST_BEATS_S)
+    return min(failure_timeout_s / 5, MOST_BEATS_S)
 
 
 class Line(CoordinatorConnection):
@@ -156,7 +156,7 @@ class SimCoordinator:
         """What it hears when it goes on, or when it can know how the dead are missed."""
         self._life = 0
         """Of the coordinator's process."""
-        self._every_s, self._beats_s = min(order.patience_s / 10, 0.2), beat_s(order.patience_s)
+        self._every_s, self._beats_s = min(order.failure_timeout_s / 10, 0.2), beat_s(order.failure_timeout_s)
         self._beat_at = 0.0
         self._has_ended = False
         """Whether somebody has come to its end: then nobody is started again."""
@@ -286,7 +286,12 @@ class SimCoordinator:
         if self._made is None:
             order = self._order
             self._made = MembershipCoordinator(
-                {}, order.workers, order.min_workers, order.max_workers, self.free, patience_s=order.patience_s
+                {},
+                order.workers,
+                order.min_workers,
+                order.max_workers,
+                self.free,
+                failure_timeout_s=order.failure_timeout_s,
             )
         return self._made
 
@@ -335,7 +340,7 @@ class SimCoordinator:
         if is_there and self._is_there(line, awake=False):
             line.heard_at = self.now
         silent_s, alone = self.now - line.heard_at, line.attendance.is_alone and not self.free
-        if alone and not line.worker.is_dead and silent_s > ALONE * self._order.patience_s:
+        if alone and not line.worker.is_dead and silent_s > ALONE * self._order.failure_timeout_s:
             line.on_abort(line.attendance.generation, "the coordinator was not heard")
 
     def _tell(self, posts: Sequence[Outgoing]) -> None:

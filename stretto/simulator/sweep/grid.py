@@ -87,16 +87,18 @@ class SweepOrder:
         order, usual = self.order, RunConfig(self.order.script)
         typed = {
             "--on-nan": order.on_nan if order.on_nan != usual.on_nan else None,
-            "--patience": f"{spelled(order.patience_s)}s" if order.patience_s != usual.patience_s else None,
+            "--failure-timeout": f"{spelled(order.failure_timeout_s)}s"
+            if order.failure_timeout_s != usual.failure_timeout_s
+            else None,
             "--timeout": spelled(order.timeout_s) if order.timeout_s != usual.timeout_s else None,
             "--min-workers": str(order.min_workers) if order.min_workers != usual.min_workers else None,
             "--batch": order.global_batch if order.global_batch != usual.global_batch else None,
             "--lr-scale": order.lr_scale if order.lr_scale != usual.lr_scale else None,
-            "--keep-batch": order.batch if order.batch != usual.batch else None,
+            "--on-resize": order.batch if order.batch != usual.batch else None,
             "--max-workers": str(order.max_workers) if order.max_workers is not None else None,
         }
         words = [word for name, value in typed.items() if value is not None for word in (name, value)]
-        return ["--plain"] * order.plain + words
+        return ["--no-encryption"] * order.plain + words
 
     def goal(self) -> Target | None:
         """The target, read."""
