@@ -233,7 +233,7 @@ class Supervisor:
             heapq.heappop(self._due)[2]()
 
     def _look_who_stands_still(self) -> None:
-        """Kill a worker that was stopped before it registered, after the failure timeout: only the launcher misses it."""
+        """Kill, after the failure timeout, a worker that was stopped before it registered."""
         self._later(time.perf_counter() + STILL_S, self._look_who_stands_still)
         for one in self._in("there"):
             is_missed = self._crew.is_stopped(one.number) and (one.number, one.life) not in self._told("joined")
