@@ -36,7 +36,7 @@ import os, sys
 if "STRETTO_SHARD" in os.environ:
     import dataclasses, pathlib, socket, time, types
     @dataclasses.dataclass
-    class ShardPlace:
+    class ShardConfig:
         shard: int
         shards: int
         workers: int
@@ -54,7 +54,7 @@ if "STRETTO_SHARD" in os.environ:
 {body}
     name = "stretto.parameter_server.rpc_server"
     sys.modules[name] = service = types.ModuleType(name)
-    service.ShardPlace, service.serve = ShardPlace, serve
+    service.ShardConfig, service.serve = ShardConfig, serve
 """
 """Stands in for the service of a server; written as a `sitecustomize`, so that no process needs to be told of it."""
 

@@ -174,7 +174,7 @@ evaluate()
 
 
 def test_an_error_after_the_script_is_told_like_any_other(place: Place) -> None:
-    told = failure(place, "def fail(): raise OSError('in close')\nstub.train.close = fail")
+    told = failure(place, "def fail(): raise OSError('in close')\nstub.api.close = fail")
     assert told.startswith("worker 0 failed: OSError: in close")
 
 

@@ -12,18 +12,18 @@ from stretto.events import read_events
 
 WORKER = """
 import os, time
-from stretto.membership.messages import Form, Here
+from stretto.membership.messages import GenerationView, ReadyReport
 from stretto.security import WorkerKeys
-from stretto.membership.client import Companion
+from stretto.membership.client import MembershipClient
 rank, life = int(os.environ["STRETTO_RANK"]), int(os.environ["STRETTO_LIFE"])
 keys = WorkerKeys(*(one.encode() for one in os.environ["STRETTO_KEYS"].split(",")))
-companion = Companion(rank, life, os.environ["STRETTO_COORDINATOR"], keys, float(os.environ["STRETTO_FAILURE_TIMEOUT"]))
+companion = MembershipClient(rank, life, os.environ["STRETTO_COORDINATOR"], keys, float(os.environ["STRETTO_FAILURE_TIMEOUT"]))
 hand, until, deadline = 0, 0, time.monotonic() + 40
 
 def here(at_rest):
-    return Here(form.generation if form else 0, commits=hand, hand=hand, at_rest=at_rest)
+    return ReadyReport(form.generation if form else 0, commits=hand, hand=hand, at_rest=at_rest)
 
-form = companion.stand(Here(0))
+form = companion.stand(ReadyReport(0))
 hand = max(one.here.hand for one in form.members)
 while not any(one.life for one in form.members) or hand < until:
     assert time.monotonic() < deadline
@@ -37,7 +37,7 @@ while not any(one.life for one in form.members) or hand < until:
         answer = companion.stand(here(False))
     elif companion.held:
         answer = companion.at_rest(here(True))
-    if isinstance(answer, Form):
+    if isinstance(answer, GenerationView):
         form = answer
         hand = max(one.here.hand for one in form.members)
         until = hand + 10

@@ -76,7 +76,7 @@ def test_on_a_terminal_a_line_that_a_worker_prints_for_us_begins_a_line(place: P
 
 def test_the_first_line_says_what_is_started_before_torch_is_imported(place: Place) -> None:
     script = place.script("print('from the script')")
-    before = "import sys; from stretto.launcher.progress_display import Watch as W; was = W.starting; "
+    before = "import sys; from stretto.launcher.progress_display import ProgressDisplay as W; was = W.starting; "
     before += "W.starting = lambda watch, what: (was(watch, what), print('torch' in sys.modules, file=sys.stderr)); "
     line = ["-n", "2", "--recipe", "local_sgd(every=16)", "--out", "here"]
     process = place.stretto("run", *line, script, "--lr", "1", before=before)

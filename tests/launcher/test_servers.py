@@ -65,7 +65,7 @@ def test_servers_find_their_place_and_workers_find_them(place: Place) -> None:
         assert (given["STRETTO_RUN"], given["OMP_NUM_THREADS"]) == (str(folder.resolve()), "1")
         assert ("STRETTO_COORDINATOR_FD" in given) == (shard == 0)
         assert not {"STRETTO_RECIPE", "STRETTO_KEYS", "STRETTO_SERVERS"} & set(given)
-        assert said.startswith(f"ShardPlace(shard={shard}, shards=2, workers=3, listen_fd=")
+        assert said.startswith(f"ShardConfig(shard={shard}, shards=2, workers=3, listen_fd=")
         assert "on_nan='skip', timeout_s=12.5, " in said
         assert ("coordinator_fd=None" in said) == (shard == 1)
     workers = environments(3)
