@@ -208,7 +208,7 @@ def test_lines_are_seen_when_they_are_ended(place: Place) -> None:
         ({"recipe": "async_sgd", "servers": 0}, LaunchError, ("number of servers", "got: 0", "try: --servers 2")),
         ({"recipe": "async_sgd", "servers": -1}, LaunchError, ("number of servers", "got: -1")),
         ({"recipe": "async_sgd", "servers": 300}, RecipeError, ("shards", "300", "at most 256")),
-        ({"slow": "1:2.0"}, LaunchError, ("there is no worker 1 of 1", "try: --stragglers")),
+        ({"stragglers": "1:2.0"}, LaunchError, ("there is no worker 1 of 1", "try: --stragglers")),
         ({"failure_timeout_s": 0.01}, LaunchError, ("the failure timeout", "got: 0.01s", "try: --failure-timeout 10s")),
         ({"failure_timeout_s": float("inf")}, LaunchError, ("the failure timeout", "got: infs")),
         ({"workers": 2, "min_workers": 3}, LaunchError, ("least number of workers", "from 1 to 2", "--min-workers 2")),

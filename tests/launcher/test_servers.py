@@ -147,7 +147,7 @@ def test_without_servers_nothing_of_them_is_there(place: Place) -> None:
     names = ast.literal_eval((folder / "worker-0.log").read_text())
     assert set(names) & set(OURS) == {"STRETTO_LISTEN_FD", RANK, WORLD_SIZE, STORE}
     asked = json.loads((folder / "run.json").read_text())
-    assert (asked["servers"], asked["slow"]) == (0, None)
+    assert (asked["servers"], asked["stragglers"]) == (0, None)
 
 
 def test_servers_put_a_recipe_over_a_server() -> None:
@@ -467,4 +467,4 @@ def test_what_is_typed_reaches_the_servers(place: Place) -> None:
     assert environments(2)[1]["STRETTO_RECIPE"] == "async_sgd(shards=2)"
     assert environments(2)[1]["STRETTO_ON_NAN"] == "skip"
     asked = json.loads(Path("here/run.json").read_text())
-    assert (asked["servers"], asked["slow"], asked["args"]) == (2, "1:2", ["--lr", "0.1"])
+    assert (asked["servers"], asked["stragglers"], asked["args"]) == (2, "1:2", ["--lr", "0.1"])

@@ -71,4 +71,4 @@ def test_only_the_slow_worker_is_told(place: Place) -> None:
         "import os; print(os.environ.get('STRETTO_SLOW'))", workers=3, stragglers="1:2,2:1.5", out=Path("here")
     )
     assert [(folder / f"worker-{rank}.log").read_text() for rank in range(3)] == ["None\n", "2.0\n", "1.5\n"]
-    assert '"slow": "1:2,2:1.5"' in (folder / "run.json").read_text()
+    assert '"stragglers": "1:2,2:1.5"' in (folder / "run.json").read_text()

@@ -94,7 +94,8 @@ def test_the_same_parameters_and_bytes_as_a_real_run(recipe: str, live: dict[str
     for name in ("samples", "steps", "rounds", "samples_seen", "samples_by_worker"):
         assert here[name] == there[name], name
     assert here["bytes_received"] == pytest.approx(there["bytes_received"], rel=0.01, abs=ON_ITS_WAY)
-    assert here["bytes_sent"] == pytest.approx(there["bytes_sent"], rel=0.05), "which may hold repeats of TCP"
+    for one, other in zip(here["bytes_sent"], there["bytes_sent"], strict=True):
+        assert 0.8 * other < one < 1.01 * other + ON_ITS_WAY, "TCP sends again what a busy machine is slow to receive"
     assert here["metrics"].keys() == there["metrics"].keys()
     said = [{one["event"] for one in read_events(run / "events.jsonl")} for run in (tmp_path / "run", live[recipe])]
     assert said[0] ^ said[1] <= {"progress"}
@@ -152,7 +153,7 @@ def test_a_real_order_of_arrivals_replayed_gives_the_same_parameters(
     log = list(read_events(live["staleness_aware"] / "events.jsonl"))
     real = load_file(live["staleness_aware"] / "final.safetensors")
     turns = turns_of(log)
-    monkeypatch.setattr(rpc_server, "Office", in_turn(turns))
+    monkeypatch.setattr(rpc_server, "SimServer", in_turn(turns))
     found = simulated_run(tmp_path, "staleness_aware", speed=speed, tariff=CostModel(0.01, take_s=0.001))
     assert not any(turns.values())
     assert furthest(found, real) < 1e-5

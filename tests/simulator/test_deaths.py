@@ -274,7 +274,7 @@ def test_the_batch_under_a_changed_membership() -> None:
         ended = lived("allreduce", "kill worker 2 at 0s", epochs=1, asks={"batch": batch})
         return int(ended.of("end")[0]["step"])
 
-    assert steps("joined") < steps("local")
+    assert steps("global-batch") < steps("per-worker-batch")
 
 
 @pytest.mark.parametrize("recipe", ["allreduce", "async_sgd"])

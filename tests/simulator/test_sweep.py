@@ -28,11 +28,12 @@ import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs are born deaf to it
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # and so to this under nohup
 from pathlib import Path
-from stretto.launcher.config import Order
-from stretto.simulator.sweep.runner import SweepOrder, run, work
-command, work.PATIENCE_S = tuple(sys.argv[1].split(":")), float(sys.argv[2])
+from stretto.launcher.config import RunConfig
+from stretto.simulator.sweep import worker_pool
+from stretto.simulator.sweep.runner import SweepOrder, run
+command, worker_pool.PATIENCE_S = tuple(sys.argv[1].split(":")), float(sys.argv[2])
 try:
-    run(SweepOrder(Order(Path("train.py")), tuple(sys.argv[3:]), jobs=2, out=Path("swept")), print, command)
+    run(SweepOrder(RunConfig(Path("train.py")), tuple(sys.argv[3:]), jobs=2, out=Path("swept")), print, command)
 except KeyboardInterrupt:
     sys.exit(130)
 """

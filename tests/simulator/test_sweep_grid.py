@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto.cli.main import simulate
+from stretto.cli import simulate
 from stretto.errors import LaunchError, RecipeError, StrettoError
 from stretto.launcher.config import RunConfig
 from stretto.recipe.parser import parse as parse_recipe
