@@ -195,7 +195,7 @@ def check(order: RunConfig, live: bool = True) -> None:
     _check_server_options(order, live)
     _check_survival(order)
     _check_host(order)
-    _check_chaos(order)
+    _check_faults(order)
     _check_checkpoints(order)
     _check_batch(order)
 
@@ -264,7 +264,7 @@ def _check_batch(order: RunConfig) -> None:
         raise LaunchError(explain(problem, got=got, expected="one of the two", to_type=to_type))
 
 
-def _check_chaos(order: RunConfig) -> None:
+def _check_faults(order: RunConfig) -> None:
     if order.faults is not None:
         faults = parse(order.faults)
         check_faults(faults, order.workers, settled(order).servers or 0)

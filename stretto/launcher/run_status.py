@@ -92,7 +92,7 @@ class Progress:
             known.clear()
         return f"section {event.get('section')} begins: {event.get('folder')}"
 
-    def _on_chaos(self, event: Event) -> str:
+    def _on_fault_injected(self, event: Event) -> str:
         return f"fault: {event.get('text')}"
 
     def _on_log(self, event: Event) -> None:

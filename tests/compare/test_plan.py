@@ -123,8 +123,8 @@ def test_only_recipes_have_slow_workers(tmp_path: Path) -> None:
         ({"recipes": ["async_sgd"], "servers": 0}, LaunchError, "the number of servers cannot be 0"),
         ({"recipes": ["async_sgd"], "servers": 300}, RecipeError, "at most 256"),
         ({"stragglers": "4:2"}, LaunchError, "there is no worker 4 of 4"),
-        ({"slow": "3:2", "workers": "2,4"}, LaunchError, "there is no worker 3 of 2"),
-        ({"slow": "fast"}, LaunchError, "--stragglers cannot be"),
+        ({"stragglers": "3:2", "workers": "2,4"}, LaunchError, "there is no worker 3 of 2"),
+        ({"stragglers": "fast"}, LaunchError, "--stragglers cannot be"),
         ({"script": Path("nowhere.py")}, LaunchError, "nowhere"),
     ],
 )

@@ -17,7 +17,8 @@ from stretto.security import WorkerKeys
 from stretto.membership.client import MembershipClient
 rank, life = int(os.environ["STRETTO_RANK"]), int(os.environ["STRETTO_LIFE"])
 keys = WorkerKeys(*(one.encode() for one in os.environ["STRETTO_KEYS"].split(",")))
-companion = MembershipClient(rank, life, os.environ["STRETTO_COORDINATOR"], keys, float(os.environ["STRETTO_FAILURE_TIMEOUT"]))
+timeout_s = float(os.environ["STRETTO_FAILURE_TIMEOUT"])
+companion = MembershipClient(rank, life, os.environ["STRETTO_COORDINATOR"], keys, timeout_s)
 hand, until, deadline = 0, 0, time.monotonic() + 40
 
 def here(at_rest):
