@@ -147,7 +147,7 @@ def test_who_waits_too_long_for_an_evaluation_is_told_of_it_and_it_is_not_made_a
     assert len(hall.forms) == 2
 
 
-@pytest.mark.parametrize("rule", ["local", "joined"])
+@pytest.mark.parametrize("rule", ["per-worker-batch", "global-batch"])
 def test_the_batch_under_a_changed_membership(rule: str, tmp_path: Path) -> None:
     steps = []
 
