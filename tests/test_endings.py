@@ -91,13 +91,6 @@ def test_workers_that_leave_the_loop_at_the_same_step_go_on_to_the_next_epoch(tm
     assert epochs == [3, 6]
 
 
-def test_pool_that_the_script_forks_ends_though_a_worker_leaves_gently_at_sigterm(tmp_path: Path) -> None:
-    """`Pool.__exit__` sends SIGTERM to its processes, which inherited the worker's handler."""
-    body = "if step == 3:\n            with multiprocessing.get_context('fork').Pool(2) as pool: pool.map(abs, [1])"
-    done = run(tmp_path, "allreduce", body, "import multiprocessing")
-    assert done.returncode == 0, done.stderr
-
-
 @pytest.mark.parametrize(
     ("recipe", "end", "said"),
     [

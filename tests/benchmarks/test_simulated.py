@@ -121,7 +121,6 @@ def test_the_simulators_table_names_flower_only_where_it_was_asked():
     record["rounds"] = {"stretto": 0.1, "flower": 0.5}
     page = "\n".join(tables.simulator(record))
     assert "| allreduce | 3100 | 4000 | 0.775 | at least 3000 steps/s |" in page
-    assert "| hidden layers: 1 | 3300 | 3000 | 0.775 | at least 20000 steps/s |" in page
     assert "900 MiB at the peak, wanted at most 1024; 600 KiB a worker. Where one dies and comes back: 950 MiB." in page
     assert "0.100 s, in Flower's simulation engine 0.500 s" in page
 

@@ -158,7 +158,7 @@ def test_the_batch_under_a_changed_membership(rule: str, tmp_path: Path) -> None
             raise Killed
 
     crew(3, training(epochs=1, happens=happens, samples=120), "allreduce", tmp_path, rule=rule)
-    assert len(steps) == {"local": 15, "joined": 11}[rule]
+    assert len(steps) == {"per-worker-batch": 15, "global-batch": 11}[rule]
 
 
 @pytest.mark.parametrize("recipe", [*RECIPES, "local_sgd(every=3, optimizer_state='reset')"])
