@@ -96,9 +96,12 @@ class Laboratory:
     ) -> subprocess.Popen[bytes]:
         """Start a command on a host; its output goes to the log. It ends with the laboratory."""
         inside = ["ip", "netns", "exec", name(host), *command]
-        return subprocess.Popen(
+        process = subprocess.Popen(
             inside, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env={**os.environ, **environment}
         )
+        # The namespace does not list a process that has not entered it yet.
+        self._stack.callback(process.kill)
+        return process
 
     def place(self, host: int, hosts: int, port: int = 29500) -> dict[str, str]:
         """The environment of a worker on a host, as torchrun sets it on several machines with one worker each."""
