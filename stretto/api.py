@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
-import signal
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
@@ -30,6 +28,7 @@ from stretto.training import schedule as schedules
 from stretto.training.evaluation import Evaluate, run
 from stretto.training.iterators import Batches
 from stretto.training.sections import Sections
+from stretto.training.termination import heed_termination
 from stretto.training.trainer import Trainer
 from stretto.training.worker_context import WorkerContext, find_seat, given_seat
 
@@ -105,7 +104,8 @@ def distribute(
     _current.set(trainer)
     schedules.intercept(_schedules)
     if seat.around.own_process:
-        _leave_when_asked(trainer, sections)
+        if trainer.presence.can_leave:  # a spot machine gets SIGTERM before it is taken away
+            heed_termination(sections.ask_to_leave)
     if seat.recipe and scripted is not None and trainer.recipe != scripted and not seat.alone:
         trainer.journal.notice(f"the recipe asked for, {trainer.recipe}, goes before the script's, {scripted}")
     return SharedLoader(trainer, loader)
@@ -120,15 +120,6 @@ def _sections_of(seat: WorkerContext) -> Sections:
         if given_seat.get() is None:
             _finish_at_exit(sections)
     return sections
-
-
-def _leave_when_asked(trainer: Trainer, sections: Sections) -> None:
-    """SIGTERM, as a spot machine gets it before it is taken away: leave in good order, where others can go on."""
-    if not trainer.presence.can_leave or threading.current_thread() is not threading.main_thread():
-        return
-    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, lambda _number, _frame: sections.ask_to_leave())
-        os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
 
 
 def _schedules() -> schedules.Schedules | None:

@@ -14,7 +14,7 @@ from stretto.events import read_events
 LIMIT_S = 150
 
 SCRIPT = """
-import os, sys, torch, stretto
+import multiprocessing, os, sys, torch, stretto
 torch.manual_seed(0)
 x = torch.randn(64, 6)
 y = torch.sin(x.sum(1, keepdim=True))
@@ -89,6 +89,13 @@ def test_workers_that_leave_the_loop_at_the_same_step_go_on_to_the_next_epoch(tm
     assert done.returncode == 0, done.stderr
     epochs = [one["step"] for one in read_events(tmp_path / "run/events.jsonl") if one["event"] == "epoch"]
     assert epochs == [3, 6]
+
+
+def test_loop_may_fork_a_pool_of_processes(tmp_path: Path) -> None:
+    """Its end sends SIGTERM to children that may have been forked a moment ago, and waits for them."""
+    pools = "for _ in range(20):\n            with multiprocessing.get_context('fork').Pool(2): pass"
+    done = run(tmp_path, "allreduce", f"if step == 3:\n          {pools}")
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(
