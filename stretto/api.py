@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -103,9 +102,8 @@ def distribute(
         return OverLoader(loader, seat.workers * seat.join)
     _current.set(trainer)
     schedules.intercept(_schedules)
-    if seat.around.own_process:
-        if trainer.presence.can_leave:  # a spot machine gets SIGTERM before it is taken away
-            heed_termination(sections.ask_to_leave)
+    if seat.around.own_process and trainer.presence.can_leave:
+        heed_termination(sections.ask_to_leave)
     if seat.recipe and scripted is not None and trainer.recipe != scripted and not seat.alone:
         trainer.journal.notice(f"the recipe asked for, {trainer.recipe}, goes before the script's, {scripted}")
     return SharedLoader(trainer, loader)
