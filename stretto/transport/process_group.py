@@ -12,6 +12,7 @@ import re
 import struct
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -40,6 +41,12 @@ QUIET_S = 0.02
 """How long gloo's threads are given to end what they compute once no byte can come any more."""
 SEAL_TAG = 0
 """The tag of no message."""
+ENDED = 4
+"""Number of ended operations that are kept, twice the number of gloo's threads.
+
+A thread of gloo that drops an operation last takes the interpreter for each tensor of it. A process forked in that
+moment inherits a lock of CPython 3.11 that nobody releases: the child (of a pool, of a DataLoader with workers) hangs.
+"""
 
 
 class ProcessGroupTransport:
@@ -74,6 +81,7 @@ class ProcessGroupTransport:
         self._broken = threading.Event()
         self._sealed_at = math.inf
         self._under_way: set[Any] = set()
+        self._ended: deque[Any] = deque(maxlen=ENDED)
         self._sockets = GroupSockets(PrefixStore("control", store), worker, workers, self._opened) if endures else None
 
     def start(self, ask: CollectiveOp) -> Handle:
@@ -136,6 +144,7 @@ class ProcessGroupTransport:
             self._park(self._broken.is_set())
         self._opened = frozenset()
         self._control = self._tensors = None
+        self._ended.clear()
 
     def _park(self, broken: bool) -> None:
         if broken:
@@ -190,6 +199,7 @@ class ProcessGroupTransport:
                 self._watch(work)
         except RuntimeError as error:
             raise self._failed(error, what, time.monotonic() - began) from error
+        self._ended.append(work)
 
     def _finish_all(self, works: Sequence[Any], what: str) -> None:
         """Wait for sends and receives.
