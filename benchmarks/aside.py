@@ -45,7 +45,9 @@ class Aside:
         wire: Any = self._wire
         companion, inner = wire._standing, wire._inner
         wire._kept.clear()  # what is written there meanwhile is not what a script does to its gradients
-        plain: dict[str, Callable[..., Any]] = {name: getattr(inner, name) for name in ("start", "gather", "tell")}
+        plain: dict[str, Callable[..., Any]] = {
+            name: getattr(inner, name) for name in ("submit", "all_gather_bytes", "broadcast_bytes")
+        }
         plain |= {"attempt": _at_once, "doing": _nothing, "is_to_rest": _nothing}
         for name, act in plain.items():
             self._replace(wire, name, act)

@@ -309,7 +309,9 @@ def busy_s() -> float:
 
 def _means(wire: Transport, values: Sequence[float]) -> list[float]:
     """Of what all hosts found."""
-    told = [msgspec.msgpack.decode(one, type=list[float]) for one in wire.gather(msgspec.msgpack.encode(values))]
+    told = [
+        msgspec.msgpack.decode(one, type=list[float]) for one in wire.all_gather_bytes(msgspec.msgpack.encode(values))
+    ]
     return [statistics.mean(column) for column in zip(*told, strict=True)]
 
 

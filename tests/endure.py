@@ -48,21 +48,21 @@ class Breakable(in_memory.InMemoryTransport):
     def close(self) -> None:
         pass
 
-    def start(self, ask: Any) -> Any:
-        ticket = super().start(ask)
+    def submit(self, op: Any) -> Any:
+        ticket = super().submit(op)
         return _Ticket(self, self._round, ticket)
 
-    def gather(self, message: Any) -> list[bytes]:
+    def all_gather_bytes(self, message: Any) -> list[bytes]:
         op = self._lay(made(message), 0)
         found: list[bytes] = self.or_broken(op, lambda: self.table.take(op, list))
         return found
 
-    def tell(self, message: Any, teller: int = 0) -> bytes:
-        said = made(message) if self.worker == teller else b""
+    def broadcast_bytes(self, message: Any, root: int = 0) -> bytes:
+        said = made(message) if self.worker == root else b""
         if self.table.gone:
             raise BrokenTransportError("it was broken off while the message was made")
         op = self._lay(said, 0)
-        found: bytes = self.or_broken(op, lambda: self.table.take(op, lambda messages: messages[teller]))
+        found: bytes = self.or_broken(op, lambda: self.table.take(op, lambda messages: messages[root]))
         return found
 
     def or_broken(self, op: int, act: Callable[[], Any]) -> Any:

@@ -278,13 +278,11 @@ class StreamedHands:
         if self._free:
             self._handed += own
             return GlobalStep(batch, None, own, self._handed, streamed=self._batches) if own else None
-        told = [struct.unpack("<q", one)[0] for one in self._wire.gather(struct.pack("<q", own))]
-        total, teller = sum(told), next((worker for worker, samples in enumerate(told) if samples), 0)
+        told = [struct.unpack("<q", one)[0] for one in self._wire.all_gather_bytes(struct.pack("<q", own))]
+        total, root = sum(told), next((worker for worker, samples in enumerate(told) if samples), 0)
         self._handed += total
         streamed = min(len(told) - told.count(0), self._batches)
-        return (
-            GlobalStep(batch, None, own, self._handed, total, 0 in told, teller, streamed=streamed) if total else None
-        )
+        return GlobalStep(batch, None, own, self._handed, total, 0 in told, root, streamed=streamed) if total else None
 
 
 class BatchSource:

@@ -79,7 +79,7 @@ def draw(
     """Draw the order of the next pass at worker 0 and tell it to all. `join` batches of the script make one."""
     if wire.workers == 1 and not isinstance(wire, ElasticTransport):
         return replace(_drawn(loader, join, arranged), peeks=peeks)
-    return unpack(wire.tell(lambda: pack(replace(_drawn(loader, join, arranged), peeks=peeks))))
+    return unpack(wire.broadcast_bytes(lambda: pack(replace(_drawn(loader, join, arranged), peeks=peeks))))
 
 
 def in_parts(batches: Sequence[Batch], parts: int) -> list[Batch]:

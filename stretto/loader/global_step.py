@@ -31,7 +31,7 @@ class GlobalStep:
     total: int = 0
     short: bool = False
     """Whether some workers have no batch."""
-    teller: int = 0
+    root: int = 0
     """The first worker with a batch: it tells the idle ones what happens."""
     parts: Parts | None = None
     """Tells the samples of a worker by its number, where workers may go."""

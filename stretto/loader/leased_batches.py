@@ -57,7 +57,7 @@ class LeasedBatchSampler(BatchSampler):
             if self._keeps and self.wire.order[0] != self._number:
                 self.wire.keep_order(self._number, pack(self._order))
             if self._begun is not None:
-                self.wire.gather(b"begun")  # the cut that comes of it has a number of its own
+                self.wire.all_gather_bytes(b"begun")  # the cut that comes of it has a number of its own
             self.wire.begin(self._number, self._order.sizes, self._meet, self._dealt, settled)
         return self._order
 

@@ -84,7 +84,7 @@ class Arrivals:
     def settle(self, watch: Stopwatch) -> None:
         """Tell the others when one was ready, and book as waiting what the last to be ready made this worker wait."""
         notes, self._notes = self._notes, []
-        told = self._wire.gather(struct.pack(f"<{len(notes)}d", *(ready for ready, _ in notes)))
+        told = self._wire.all_gather_bytes(struct.pack(f"<{len(notes)}d", *(ready for ready, _ in notes)))
         if self._wire.workers == 1 or len({len(one) for one in told}) > 1:
             return
         last = np.frombuffer(b"".join(told)).reshape(len(told), len(notes)).max(0).tolist()

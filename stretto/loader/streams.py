@@ -113,11 +113,11 @@ def common_stream(loader: Iterable[Any], wire: Transport, number: int, is_checke
     """
     if wire.workers == 1:
         return iter(loader)
-    told = wire.tell(lambda: str(torch.initial_seed()).encode())
+    told = wire.broadcast_bytes(lambda: str(torch.initial_seed()).encode())
     stream = CommonRandom(told + f":{number}".encode()).read(loader)
     if is_checked:
         first = list(islice(stream, wire.workers))
-        _refuse_different(wire.gather(msgspec.msgpack.encode([digests(one) for one in first])))
+        _refuse_different(wire.all_gather_bytes(msgspec.msgpack.encode([digests(one) for one in first])))
         return chain(first, stream)
     return stream
 

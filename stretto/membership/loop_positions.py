@@ -13,7 +13,7 @@ import msgspec
 
 from stretto.errors import explain
 
-Kind: TypeAlias = Literal["ask", "gather", "tell"]
+Kind: TypeAlias = Literal["tensors", "all_gather", "broadcast"]
 """Kind of an exchange: a mean or messages of a codec; the bytes of every worker; the bytes of one worker."""
 COMING, LOOP, CLOSED, OVER = 1, 2, 3, 4
 """Phases of a script: before its first epoch, in the loop, after the end of an epoch, after its last line."""

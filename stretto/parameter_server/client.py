@@ -117,34 +117,34 @@ class ParameterServerClient:
 
     # --- all together -------------------------------------------------------------------------------------------
 
-    def start(self, ask: Asked) -> AllReduceHandle | AllGatherHandle | BrokenHandle:
+    def submit(self, op: Asked) -> AllReduceHandle | AllGatherHandle | BrokenHandle:
         """Begin an ask: of a mean every shard adds up its range, of messages one shard gives all to all."""
         if self._aborted:
             return BrokenHandle()
         self._op += 1
         self._is_apart = False
-        flat = ask.tensor.detach()
+        flat = op.tensor.detach()
         sent = flat.cpu().contiguous()
-        if isinstance(ask, AllReduceMean):
+        if isinstance(op, AllReduceMean):
             numbers = [
                 self._spoken.say(link, self._op, "mean", sent[start:stop])
                 for link, (start, stop) in zip(self.links, ranges(sent.numel(), self.shards), strict=True)
             ]
             return AllReduceHandle(self._spoken, self.links, flat, numbers, self.workers)
-        assert isinstance(ask, AllGather)
+        assert isinstance(op, AllGather)
         link = self.links[self._op % self.shards]
         return AllGatherHandle(self._spoken, link, flat, self._spoken.say(link, self._op, "every", sent))
 
-    def gather(self, message: Message) -> list[bytes]:
+    def all_gather_bytes(self, message: Message) -> list[bytes]:
         """The message of every worker, in their order."""
         return self._gathered(m.Gather(self._op + 1, None, self.place()), made(message))
 
-    def tell(self, message: Message, teller: int = 0) -> bytes:
-        """The teller's message, at every worker. When the teller is gone the first of those that are left tells."""
+    def broadcast_bytes(self, message: Message, root: int = 0) -> bytes:
+        """The root's message, at every worker. When the root is gone the first of those that are left tells."""
         while True:
             if self.keeps is not None and self.order[0] == self.keeps:
                 return self.order[1]  # it was told before this worker came
-            one = self.members[teller]
+            one = self.members[root]
             op, keeps = self._op + 1, self.keeps
             at = self.place()
             body = m.Gather(op, one, at) if keeps is None else m.Keep(op, one, keeps, at)
@@ -152,7 +152,7 @@ class ParameterServerClient:
             if found:
                 self.order = (keeps, found[0]) if keeps is not None else self.order
                 return found[0]
-            teller = 0
+            root = 0
 
     def _gathered(self, body: m.Gather | m.Keep, message: bytes) -> list[bytes]:
         if self._aborted:

@@ -19,7 +19,7 @@ from stretto.parameter_server.snapshots import SnapshotStore
 SKIPPED = 1000
 """Nobody knows how far the dead had come; the exchanges of those who come after them have numbers far beyond."""
 NOBODY: list[Tensor] = []
-"""What is answered when the teller was lost."""
+"""What is answered when the root was lost."""
 
 
 class DispatcherHandler:
@@ -211,7 +211,7 @@ class DispatcherHandler:
     # --- meetings, and who may come -----------------------------------------------------------------------------
 
     def _meet(self, worker: int, head: m.Header, tensors: list[Chunks]) -> list[OutgoingMessage]:
-        """Everyone's bytes, or the teller's."""
+        """Everyone's bytes, or the root's."""
         body = head.body
         assert isinstance(body, m.Gather | m.Keep | m.Barrier)
         self._op = max(self._op, body.op)
@@ -227,7 +227,7 @@ class DispatcherHandler:
         flat, posts = _flat(head, tensors, torch.uint8), []
         if isinstance(body, m.Keep) and body.number == self._order[0]:  # whoever has heard it may be dead
             posts = self._together.know(worker, body.op, sorted(self._together.members), [self._order[1]])
-        posts += self._together.lay(worker, body.op, head.number, (body.teller, flat, body.at))
+        posts += self._together.lay(worker, body.op, head.number, (body.root, flat, body.at))
         if isinstance(body, m.Keep) and posts and posts[0].tensors:
             self._keep(body.number, posts[0].tensors[0])
         return posts
@@ -380,16 +380,16 @@ def _flat(head: m.Header, tensors: list[Chunks], dtype: torch.dtype) -> Tensor:
 
 
 def _gathered(said: Mapping[int, tuple[int | None, Tensor, LoopPosition | None]]) -> list[Tensor]:
-    """Everyone's bytes, or the teller's; `NOBODY` when that is gone."""
+    """Everyone's bytes, or the root's; `NOBODY` when that is gone."""
     places = {worker: at for worker, (_, _, at) in said.items() if at is not None}
     if are_apart(places.values()):
         raise UnevenLoopsError(explained(places))
-    tellers = {teller for teller, _, _ in said.values()}
-    if len(tellers) > 1 and (None in tellers or tellers <= said.keys()):  # some may not have heard who is gone
+    roots = {root for root, _, _ in said.values()}
+    if len(roots) > 1 and (None in roots or roots <= said.keys()):  # some may not have heard who is gone
         raise ValueError("the workers do different things: some gather, some tell")
-    teller = tellers.pop() if len(tellers) == 1 else -1
-    if teller is None:
+    root = roots.pop() if len(roots) == 1 else -1
+    if root is None:
         return [one for _, one, _ in said.values()]
-    if teller in said:
-        return [said[teller][1]]
+    if root in said:
+        return [said[root][1]]
     return NOBODY

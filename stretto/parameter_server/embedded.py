@@ -57,10 +57,10 @@ def meet_at_lead(
     It listens `at` the address where the workers met, and nowhere else. The keys travel as open as that wire is.
     """
     hosted = host(meeting.workers, shards, on_nan=on_nan, at=at) if meeting.worker == 0 else None
-    told = meeting.tell(_pack(hosted) if hosted is not None else b"")
+    told = meeting.broadcast_bytes(_pack(hosted) if hosted is not None else b"")
     addresses, keys = msgspec.msgpack.decode(told, type=tuple[list[str], tuple[bytes, bytes, bytes]])
     wire = dial(meeting.worker, meeting.workers, addresses, WorkerKeys(*keys), timeout_s)
-    wire.gather(b"here")
+    wire.all_gather_bytes(b"here")
     meeting.close()
     if hosted is not None:
         wire.when_closed(hosted.see_out)

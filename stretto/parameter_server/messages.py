@@ -135,18 +135,18 @@ class Contribute(_Message):
 
 
 class Gather(_Message):
-    """Everyone's bytes in exchange `op`, or those of the `teller` alone. `at` is where the worker is in its loop."""
+    """Everyone's bytes in exchange `op`, or those of the `root` alone. `at` is where the worker is in its loop."""
 
     op: int
-    teller: int | None
+    root: int | None
     at: LoopPosition | None = None
 
 
 class Keep(_Message):
-    """The order of pass `number`, as the `teller` tells it in exchange `op`; it is kept for newcomers."""
+    """The order of pass `number`, as the `root` tells it in exchange `op`; it is kept for newcomers."""
 
     op: int
-    teller: int
+    root: int
     number: int
     at: LoopPosition | None = None
 
@@ -281,7 +281,7 @@ class Result(_Message):
 
 
 class Among(_Message):
-    """The same where members were lost since the last answer: who gave. Without tensors the teller was lost."""
+    """The same where members were lost since the last answer: who gave. Without tensors the root was lost."""
 
     members: list[int]
     heard: int = 0

@@ -107,7 +107,7 @@ def open_folder(wire: Transport, asked: Mapping[str, Any]) -> Path:
         write_run(here, {"script": sys.argv[0], "args": sys.argv[1:], **asked}, now)
         return str(here).encode()
 
-    folder = Path(wire.tell(made).decode())
+    folder = Path(wire.broadcast_bytes(made).decode())
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -124,14 +124,14 @@ def common_zero(wire: Transport, clock: Callable[[], float]) -> float:
     Workers of one boot of one machine share the system's clock; others compare theirs as they leave a common exchange,
     five times, and take the median, which is good to about the latency of the network.
     """
-    told = wire.gather(boot_id() + struct.pack("<d", clock()))
+    told = wire.all_gather_bytes(boot_id() + struct.pack("<d", clock()))
     if all(one[:-8] == told[0][:-8] for one in told):
         return float(struct.unpack("<d", told[0][-8:])[0])
     offsets = []
     for _ in range(5):
-        wire.gather(b"")
+        wire.all_gather_bytes(b"")
         mine = clock()
-        lead: float = struct.unpack("<d", wire.gather(struct.pack("<d", mine))[0])[0]
+        lead: float = struct.unpack("<d", wire.all_gather_bytes(struct.pack("<d", mine))[0])[0]
         offsets.append(mine - lead)
     there: float = struct.unpack("<d", told[0][-8:])[0]
     return there + statistics.median(offsets)

@@ -126,7 +126,7 @@ class AsyncServer:
             if first:
                 parts = [one.part.theta for one in self.ranges]
                 self._wire.open(self._arena_number, self._recipe.spelled(), parts, kept)
-            is_open = b"open" in self._wire.gather(b"open" if first else b"")
+            is_open = b"open" in self._wire.all_gather_bytes(b"open" if first else b"")
 
     # --- exchanging ---------------------------------------------------------------------------------------------
 

@@ -40,7 +40,7 @@ class CollectiveRunner:
         self.ask = ask
         if self._account is not None:
             self._account.said(ask)
-        return self._wire.start(ask)
+        return self._wire.submit(ask)
 
 
 def finish(talks: Sequence[CollectiveRunner]) -> list[Tensor]:

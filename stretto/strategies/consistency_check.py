@@ -19,10 +19,10 @@ def compare(wire: Transport, wholes: Mapping[str, Tensor], parts: Mapping[str, T
     `wholes` are hashed each time; `parts`, the named tensors in them, only to name a difference. Every worker raises.
     """
     mine = struct.pack(f"<{len(wholes)}I", *(crc(one) for one in wholes.values()))
-    if len(set(wire.gather(mine))) == 1:
+    if len(set(wire.all_gather_bytes(mine))) == 1:
         return
     sums = struct.pack(f"<{len(parts)}I", *(crc(one) for one in parts.values()))
-    raise ReplicasDifferError(_difference(list(parts), wire.gather(sums), when))
+    raise ReplicasDifferError(_difference(list(parts), wire.all_gather_bytes(sums), when))
 
 
 def _difference(names: list[str], sums: list[bytes], when: str) -> str:

@@ -183,7 +183,7 @@ class Replica:
                 self._follow_changes(one, at_start)
             return
         mine = (any(one.has_changed() for one in self.sets), self._is_changed)
-        told = [struct.unpack("??", one) for one in self._wire.gather(struct.pack("??", *mine))]
+        told = [struct.unpack("??", one) for one in self._wire.all_gather_bytes(struct.pack("??", *mine))]
         self._is_changed = False
         changed = [worker for worker, (_, model) in enumerate(told) if model]
         if changed and len(changed) < len(told):
@@ -218,7 +218,7 @@ class Replica:
         assert self._recipe is not None
         if self.arrival is not None and self.arrival.keeps_own:
             self.arrival.read()  # what is not exchanged from now on is the same at all workers
-            self._wire.gather(b"read")  # before the first worker gives the server other parameters
+            self._wire.all_gather_bytes(b"read")  # before the first worker gives the server other parameters
         before = residuals(self._recipe.how, self._pieces(one))
         ranges = [*(one.rounds.ranges if one.rounds is not None else ()), *late]
         if named:
@@ -283,7 +283,9 @@ class Replica:
             self.arrival.start_from_read()
         is_changed = not look.resume(own)
         if self.arrival is not None:  # a server is given the parameters again by all workers, or by none
-            is_changed = any(told == b"changed" for told in self._wire.gather(b"changed" if is_changed else b""))
+            is_changed = any(
+                told == b"changed" for told in self._wire.all_gather_bytes(b"changed" if is_changed else b"")
+            )
         if is_changed:
             self._is_changed = True
             self._journal.notice("the script changed the model after a pass; training goes on from its values")

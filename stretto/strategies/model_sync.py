@@ -127,9 +127,9 @@ def agree_on_model(wire: Transport, model: nn.Module, recipe: str) -> None:
     mine = [(name, list(one.shape), str(one.dtype)) for name, one in state_of(model).items()]
     packed = msgspec.msgpack.encode(mine)
     digest = hashlib.blake2b(packed, digest_size=16).digest()
-    told = wire.gather(digest + recipe.encode())
+    told = wire.all_gather_bytes(digest + recipe.encode())
     if len({one[:16] for one in told}) > 1:
-        raise ModelError(_model_difference(wire.gather(packed)))
+        raise ModelError(_model_difference(wire.all_gather_bytes(packed)))
     if len(set(told)) > 1:
         by_worker = [one[16:].decode() for one in told]
         raise RecipeError(
@@ -166,7 +166,7 @@ def _shape(found: tuple[list[int], str] | None) -> str:
 def same_start(wire: Transport, model: nn.Module) -> int:
     """Bring all workers to worker 0's parameters and buffers; only tensors that differ travel. Returns how many did."""
     state = state_of(model)
-    told = wire.gather(_sums(state))
+    told = wire.all_gather_bytes(_sums(state))
     if len(set(told)) == 1:
         return 0
     sums = [msgspec.msgpack.decode(one, type=list[int]) for one in told]
@@ -185,7 +185,7 @@ def part_random_states(wire: Transport, section: int = 1) -> None:
 
     Worker 0 goes on with the script's: a run with one worker draws what the script alone draws.
     """
-    told = wire.tell(str(torch.initial_seed()).encode())
+    told = wire.broadcast_bytes(str(torch.initial_seed()).encode())
     if wire.worker == 0:
         return
     draw_from(told + f":{wire.worker}{f':{section}' * (section > 1)}".encode())

@@ -94,7 +94,7 @@ class ParameterSet:
         mine = [(name, id(one) in laid) for name, one in trainable(self._model, self.optimizers)]
         told = [
             msgspec.msgpack.decode(one, type=list[tuple[str, bool]])
-            for one in self._wire.gather(msgspec.msgpack.encode(mine))
+            for one in self._wire.all_gather_bytes(msgspec.msgpack.encode(mine))
         ]
         wanted = {name for one in told for name, _ in one}
         unlaid = {name for one in told for name, is_laid in one if not is_laid}
@@ -107,7 +107,7 @@ class ParameterSet:
     def _check_there(self, wanted: set[str], named: dict[str, Parameter]) -> None:
         held = {id(one) for one in self._held()}
         missing = sorted(name for name in wanted if name not in named or id(named[name]) not in held)
-        told = self._wire.gather(msgspec.msgpack.encode(missing))
+        told = self._wire.all_gather_bytes(msgspec.msgpack.encode(missing))
         lacking = {worker: names for worker, one in enumerate(told) if (names := msgspec.msgpack.decode(one))}
         if lacking:
             worker, names = next(iter(lacking.items()))
@@ -122,7 +122,7 @@ class ParameterSet:
 
     def _start_alike(self, new: Named, at_start: bool) -> None:
         values = [self._before.get(id(one), one.detach()) for _, one in new]
-        told = self._wire.gather(msgspec.msgpack.encode([crc(one) for one in values]))
+        told = self._wire.all_gather_bytes(msgspec.msgpack.encode([crc(one) for one in values]))
         if len(set(told)) == 1:
             return
         if at_start:

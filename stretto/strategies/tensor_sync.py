@@ -76,8 +76,8 @@ class OptimizerState:
         """
         mine = self.layout()
         shape_only = msgspec.msgpack.encode([entry[:4] for entry in mine])
-        if len(set(self._wire.gather(_digest(shape_only)))) > 1:
-            self._adopt(self._wire.gather(msgspec.msgpack.encode(mine)))
+        if len(set(self._wire.all_gather_bytes(_digest(shape_only)))) > 1:
+            self._adopt(self._wire.all_gather_bytes(msgspec.msgpack.encode(mine)))
         return FlatTensors([value for _, value in self._tensors() if value.dim() and value.is_floating_point()])
 
     def reset(self) -> None:
@@ -137,7 +137,7 @@ class MovingBuffers:
         self._asked = True
         still = [(name, one) for name, one in self._model.named_buffers() if name not in self._moving]
         changed = [name for name, one in still if crc(one) != self._first.get(name)]
-        for names in self._wire.gather(msgspec.msgpack.encode(changed)):
+        for names in self._wire.all_gather_bytes(msgspec.msgpack.encode(changed)):
             self._moving.update(msgspec.msgpack.decode(names, type=list[str]))
 
     def floating(self) -> list[Tensor]:
@@ -159,22 +159,22 @@ def crc(tensor: Tensor) -> int:
     return zlib.crc32(octets(tensor).data)
 
 
-def heard(wire: Transport, make: Callable[[], bytes], teller: int) -> bytes | None:
-    """What the teller tells; None at whoever has told it, which may be another when that one is gone."""
+def heard(wire: Transport, make: Callable[[], bytes], root: int) -> bytes | None:
+    """What the root tells; None at whoever has told it, which may be another when that one is gone."""
     tells: list[bool] = []
 
     def mine() -> bytes:
         tells.append(True)
         return make()
 
-    told = wire.tell(mine, teller)
+    told = wire.broadcast_bytes(mine, root)
     return None if tells else told
 
 
 @torch.no_grad()
-def follow(wire: Transport, tensors: Sequence[Tensor], teller: int = 0) -> None:
+def follow(wire: Transport, tensors: Sequence[Tensor], root: int = 0) -> None:
     """Take the values of these tensors from one worker, bit for bit."""
-    told = heard(wire, lambda: b"".join(octets(one).tobytes() for one in tensors), teller)
+    told = heard(wire, lambda: b"".join(octets(one).tobytes() for one in tensors), root)
     if told is None:
         return
     at = 0

@@ -66,7 +66,7 @@ class CheckpointManager:
         if due is None or trainer.replica.arrival is None:
             return False
         t = trainer.journal.t()
-        return trainer.wire.tell(lambda: b"save" if due.due(t, trainer.rounds_done) else b"no") == b"save"
+        return trainer.wire.broadcast_bytes(lambda: b"save" if due.due(t, trainer.rounds_done) else b"no") == b"save"
 
     # --- saving -------------------------------------------------------------------------------------------------
 
@@ -77,10 +77,10 @@ class CheckpointManager:
         """
         trainer = self._trainer
         self.saved_at = trainer.rounds_done
-        told = trainer.wire.gather(state_transfer.pack_own(self._own()))
+        told = trainer.wire.all_gather_bytes(state_transfer.pack_own(self._own()))
         whose = dict(zip(members_of(trainer.wire), told, strict=True))
         if trainer.replica.arrival is not None:
-            trainer.wire.tell(lambda: self._write(whose))
+            trainer.wire.broadcast_bytes(lambda: self._write(whose))
         elif not trainer.wire.worker:
             self._write(whose)
 

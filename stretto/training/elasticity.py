@@ -332,7 +332,7 @@ class ElasticAgent:
         if not isinstance(wire, ElasticTransport) or not isinstance(hands, AssignedEpoch) or not is_dealt:
             return False
         self._asks = True
-        told = wire.gather(lambda: b"more" if hands.undealt() else b"")
+        told = wire.all_gather_bytes(lambda: b"more" if hands.undealt() else b"")
         self._asks = False
         if b"more" not in told:
             return False

@@ -141,7 +141,7 @@ class Evaluator:
         is_new, self._evaluated_at = self._evaluated_at != at, at
         training_s = trainer.training_s()
         with trainer.watch.on("evaluating"):  # where nobody waits one may have come later; who judges knows
-            trainer.wire.tell(lambda: self._judge(training_s) if is_new else b"evaluated")
+            trainer.wire.broadcast_bytes(lambda: self._judge(training_s) if is_new else b"evaluated")
         trainer.journal.flush()
 
     def _judge(self, training_s: float, estimated: int | None = None) -> bytes:
@@ -169,7 +169,7 @@ class Evaluator:
         trainer, samples = self._trainer, self._trainer.samples
         self._epoch += 1
         with trainer.watch.on("waiting"):
-            trainer.wire.gather(b"")
+            trainer.wire.all_gather_bytes(b"")
         if trainer.replica.arrival is None:
             trainer.arrivals.settle(trainer.watch)
         training_s = trainer.training_s()
@@ -181,15 +181,15 @@ class Evaluator:
             "steps": trainer.steps,
         }
         mine |= {"drift": trainer.replica.drift, **trainer.measured()}
-        told = trainer.wire.gather(msgspec.msgpack.encode(mine))
+        told = trainer.wire.all_gather_bytes(msgspec.msgpack.encode(mine))
         asked = hands.samples and not isinstance(
             hands, LeasedEpoch
         )  # of streams nobody knows, else the coordinator all
-        counts = trainer.wire.gather(lambda: _books(hands)) if asked else None
+        counts = trainer.wire.all_gather_bytes(lambda: _books(hands)) if asked else None
         line = Line(self._epoch, trainer.steps, samples, training_s, hands, counts, told)
         was_first = trainer.wire.worker == 0
         with trainer.watch.on("waiting"):
-            trainer.wire.tell(lambda: self._put_down(line, was_first))
+            trainer.wire.broadcast_bytes(lambda: self._put_down(line, was_first))
         trainer.journal.flush()
 
     def _put_down(self, line: Line, was_first: bool) -> bytes:
@@ -207,7 +207,7 @@ class Evaluator:
         """A last evaluation of the model that the script ends with, if anybody `has_worked`, and its state."""
         if has_worked:
             self.evaluate()
-        self.is_final_elsewhere = self._trainer.wire.tell(self._keep_final) == b"elsewhere"
+        self.is_final_elsewhere = self._trainer.wire.broadcast_bytes(self._keep_final) == b"elsewhere"
 
     def _keep_final(self) -> bytes:
         """Save the model that the script ends with, before anything else that may find no room."""

@@ -126,7 +126,7 @@ class Sections:
         wire, folder = trainer.wire, self._folder(self._number)
         if trainer.presence.left:
             return
-        told = wire.tell(lambda: _keep(state_transfer.pack_own(state_transfer.random_states(None)), folder))
+        told = wire.broadcast_bytes(lambda: _keep(state_transfer.pack_own(state_transfer.random_states(None)), folder))
         if wire.worker:
             self._take_random_states(told)
 
@@ -206,7 +206,9 @@ class Sections:
         if self._seat.resume is None and not begins_again:
             return Section()
         notices: list[str] = []
-        return continued(state_transfer.unpack(wire.tell(lambda: self._read(begins_again, notices))), notices)
+        return continued(
+            state_transfer.unpack(wire.broadcast_bytes(lambda: self._read(begins_again, notices))), notices
+        )
 
     def _read(self, begins_again: bool, notices: list[str]) -> bytes:
         """Return the newest whole checkpoint of this run, if it begins again, or else of the run that is resumed."""
@@ -248,13 +250,13 @@ class Sections:
             refuse_other_data(data, folder, "comes to a section whose data are not its own")
         else:
             self._agree_on_data(wire, data)
-            wire.tell(lambda: self._make(section, wire, data, folder))
+            wire.broadcast_bytes(lambda: self._make(section, wire, data, folder))
         if folder is not None:
             folder.mkdir(exist_ok=True)
         return seat.with_folder(folder)
 
     def _agree_on_data(self, wire: Transport, data: str) -> None:
-        told = wire.gather(data.encode())
+        told = wire.all_gather_bytes(data.encode())
         other = next((worker for worker, one in enumerate(told) if one != told[0]), None)
         if other is not None:
             raise LoaderError(

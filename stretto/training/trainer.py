@@ -344,7 +344,9 @@ class Trainer:
         self._phase = CLOSED
         status.note(self.place())
         if left and isinstance(self.hands, AssignedEpoch) and self.hands.has_more:
-            self.wire.tell(b"left")  # one that has not left waits in an all-gather: gloo ends who meets it in another
+            self.wire.broadcast_bytes(
+                b"left"
+            )  # one that has not left waits in an all-gather: gloo ends who meets it in another
         self.replica.look()
         if self.presence.reopens(self.hands) and not left:
             self._phase = LOOP
@@ -403,7 +405,9 @@ class Trainer:
     def _count_all_samples(self) -> None:
         """Workers that do not wait for each other ask at meetings how far all are: who was dealt last knows."""
         mine = self.samples if self.dealer.leases else self.own_samples
-        told = [struct.unpack("<q?", one) for one in self.wire.gather(struct.pack("<q?", mine, self._has_peeked))]
+        told = [
+            struct.unpack("<q?", one) for one in self.wire.all_gather_bytes(struct.pack("<q?", mine, self._has_peeked))
+        ]
         samples = [one for one, _ in told]
         self.samples = max(samples) if self.dealer.leases else sum(samples)
         self._all_peeked = all(peeked for _, peeked in told)
@@ -478,7 +482,7 @@ class Trainer:
         """Whether there is something to look at in the end: where nobody waits one may have got no batch at all."""
         if self.replica.arrival is None:
             return bool(self.hands_done)
-        return b"some" in self.wire.gather(b"some" if self.hands_done else b"none")
+        return b"some" in self.wire.all_gather_bytes(b"some" if self.hands_done else b"none")
 
     def abandon(self) -> None:
         """The script has failed: keep what is known, and let nobody at a server wait for this worker."""
@@ -529,7 +533,7 @@ class Trainer:
                 self._make_up_for_a_skipped_step(hand)
             self._announce(hand, idle_worker.END)
             if hand.short:
-                self.settings.tell(self.wire, hand.teller)
+                self.settings.tell(self.wire, hand.root)
             self._notice_accumulation()
         if self.recipe is None:
             self._settle_leases()
@@ -569,20 +573,20 @@ class Trainer:
                 self._count_step(0, is_done=False)
             elif (index := idle_worker.stepped(word)) is not None:
                 if self.replica.gradients is not None:
-                    idle_worker.tell_gradients(self.wire, hand.teller, parameters_of(self.optimizers.each[index]))
+                    idle_worker.tell_gradients(self.wire, hand.root, parameters_of(self.optimizers.each[index]))
                     self.optimizers.each[index].step()
                 else:
                     self._count_step(index)
-        self.settings.tell(self.wire, hand.teller)
+        self.settings.tell(self.wire, hand.root)
         self._shadowing = False
 
     def _hear(self, hand: GlobalStep) -> bytes:
         with self.watch.on("waiting"):
-            return self.wire.tell(lambda: idle_worker.END, hand.teller)
+            return self.wire.broadcast_bytes(lambda: idle_worker.END, hand.root)
 
     def _announce(self, hand: GlobalStep | None, word: bytes) -> None:
         if hand is not None and hand.short and not self._shadowing:
-            self.wire.tell(word, hand.teller)
+            self.wire.broadcast_bytes(word, hand.root)
 
     def accumulate(self, on: bool) -> None:
         """Hold exchanges back, or no longer: the script accumulates gradients."""
@@ -614,7 +618,7 @@ class Trainer:
             self._refuse_not_finite(optimizer)
         self._announce(self.hand, idle_worker.step_of(index))
         if self.replica.gradients is not None and self.hand is not None and self.hand.short and not self._shadowing:
-            idle_worker.tell_gradients(self.wire, self.hand.teller, parameters_of(optimizer))
+            idle_worker.tell_gradients(self.wire, self.hand.root, parameters_of(optimizer))
         self._count_step(index)
         self.watch.switch(before)
 

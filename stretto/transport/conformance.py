@@ -39,7 +39,7 @@ def check_end(wire: Transport) -> None:
         _traffic_grows,
     ):
         law(wire)
-    wire.gather(b"done")
+    wire.all_gather_bytes(b"done")
     wire.close()
     wire.close()
 
@@ -48,14 +48,14 @@ def _mean_is_the_sum(wire: Transport) -> None:
     for dtype in DTYPES:
         for length in LENGTHS:
             given = torch.full((length,), wire.worker + 1).to(dtype)
-            found: Any = wire.start(AllReduceMean(given)).wait()
+            found: Any = wire.submit(AllReduceMean(given)).wait()
             wanted = torch.full((length,), sum(range(1, wire.workers + 1))).to(dtype)
             assert found.dtype == dtype, f"mean of {dtype} came back as {found.dtype}"
             assert torch.equal(found, wanted), f"mean of {length} {dtype} is not the sum of the contributions"
 
 
 def _means_overlap(wire: Transport) -> None:
-    tickets = [wire.start(AllReduceMean(torch.full((1000,), float(one)))) for one in range(8)]
+    tickets = [wire.submit(AllReduceMean(torch.full((1000,), float(one)))) for one in range(8)]
     for one, ticket in enumerate(tickets):
         found: Any = ticket.wait()
         assert torch.equal(found, torch.full((1000,), float(one * wire.workers))), "asks under way were mixed up"
@@ -63,7 +63,7 @@ def _means_overlap(wire: Transport) -> None:
 
 def _every_in_order(wire: Transport) -> None:
     message = torch.arange(wire.worker * 3)
-    found = wire.start(AllGather(message)).wait()
+    found = wire.submit(AllGather(message)).wait()
     assert len(found) == wire.workers, "not every worker's message came"
     for worker, one in enumerate(found):
         assert torch.equal(one, torch.arange(worker * 3)), f"the message of worker {worker} is not what it sent"
@@ -71,28 +71,28 @@ def _every_in_order(wire: Transport) -> None:
 
 def _silence_is_counted(wire: Transport) -> None:
     speaks = wire.worker == 0
-    found = wire.start(AllGather(torch.ones(100_000 if speaks else 0))).wait()
+    found = wire.submit(AllGather(torch.ones(100_000 if speaks else 0))).wait()
     assert [len(one) for one in found] == [100_000] + [0] * (wire.workers - 1), "a silent worker was not counted"
 
 
 def _gather(wire: Transport) -> None:
     for size in (0, 1, 100, 5000):
-        found = wire.gather(bytes([wire.worker]) * size * (wire.worker + 1))
+        found = wire.all_gather_bytes(bytes([wire.worker]) * size * (wire.worker + 1))
         wanted = [bytes([worker]) * size * (worker + 1) for worker in range(wire.workers)]
         assert found == wanted, f"gather of {size} bytes"
 
 
 def _tell(wire: Transport) -> None:
-    for teller in range(wire.workers):
+    for root in range(wire.workers):
         for size in (0, 3, 5000):
-            mine = b"x" * size + bytes([teller]) if wire.worker == teller else b"not looked at"
-            assert wire.tell(mine, teller) == b"x" * size + bytes([teller]), f"worker {teller} was not heard"
+            mine = b"x" * size + bytes([root]) if wire.worker == root else b"not looked at"
+            assert wire.broadcast_bytes(mine, root) == b"x" * size + bytes([root]), f"worker {root} was not heard"
 
 
 def _traffic_grows(wire: Transport) -> None:
     before = wire.traffic()
-    wire.start(AllReduceMean(torch.ones(100_000))).wait()
-    wire.gather(b"sent")
+    wire.submit(AllReduceMean(torch.ones(100_000))).wait()
+    wire.all_gather_bytes(b"sent")
     sent = wire.traffic().bytes_sent - before.bytes_sent
     least = 400_000 * 2 * (wire.workers - 1) / wire.workers if wire.workers < 3 else 400_000
     assert sent >= least, f"{sent} bytes were counted for a mean of 400,000"

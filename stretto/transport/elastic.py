@@ -204,28 +204,30 @@ class ElasticTransport:
         """Number of exchanges among all that this worker has begun; the same at all workers between two of them."""
         return max(self._begun, self._commits)
 
-    def start(self, ask: CollectiveOp) -> Handle:
+    def submit(self, op: CollectiveOp) -> Handle:
         """Begin an ask of the present attempt."""
         if self._given:
-            return self._repeated(ask)
-        return _Noted(self._open, self._open.ask(), self._wire().start(ask))
+            return self._repeated(op)
+        return _Noted(self._open, self._open.ask(), self._wire().submit(op))
 
-    def gather(self, message: Message) -> list[bytes]:
+    def all_gather_bytes(self, message: Message) -> list[bytes]:
         """The message of every worker."""
         here = self.place()
-        found = self.attempt(lambda: self._single(lambda: self._wire().gather(sealed(here, message))), kind="gather")
+        found = self.attempt(
+            lambda: self._single(lambda: self._wire().all_gather_bytes(sealed(here, message))), kind="all_gather"
+        )
         return opened_all(self.members, found)
 
-    def tell(self, message: Message, teller: int = 0) -> bytes:
-        """The message of the teller, made once; when that is gone the first of those who are left tells."""
+    def broadcast_bytes(self, message: Message, root: int = 0) -> bytes:
+        """The message of the root, made once; when that is gone the first of those who are left tells."""
         here, whole = self.place(), sealed(self.place(), message)
-        who, once = self.members[teller], functools.cache(lambda: made(whole))
+        who, once = self.members[root], functools.cache(lambda: made(whole))
 
         def told() -> bytes:
             rank = self.members.index(who) if who in self.members else 0
-            return self._wire().tell(once, rank)
+            return self._wire().broadcast_bytes(once, rank)
 
-        found: bytes = self.attempt(lambda: self._single(told), alone=True, kind="tell")
+        found: bytes = self.attempt(lambda: self._single(told), alone=True, kind="broadcast")
         return opened(who, found, self.number, here)
 
     def attempt(
@@ -233,7 +235,7 @@ class ElasticTransport:
         act: Callable[[], Found],
         again: Callable[[], Found] | None = None,
         alone: bool = False,
-        kind: Kind = "ask",
+        kind: Kind = "tensors",
     ) -> Found:
         """Do what belongs together; when it breaks, do it `again` from the beginning among those who are left.
 
@@ -304,7 +306,9 @@ class ElasticTransport:
         """What the first worker with a history tells those that have come."""
 
         found: bytes = self.attempt(
-            lambda: self._single(lambda: self._wire().tell(message, self._form.first)), alone=True, kind="tell"
+            lambda: self._single(lambda: self._wire().broadcast_bytes(message, self._form.first)),
+            alone=True,
+            kind="broadcast",
         )
         return found
 
@@ -406,8 +410,8 @@ class ElasticTransport:
             self._commits, self._open = most, Attempt(most + 1)
         if least == most:
             return
-        teller = next(rank for rank, commits in known if commits == most)
-        told = self._wire().tell(lambda: pack(self._since(least)), teller)
+        root = next(rank for rank, commits in known if commits == most)
+        told = self._wire().broadcast_bytes(lambda: pack(self._since(least)), root)
         if self._generation and self._commits < most:
             found = [one for one in unpack(told) if one.number > self._commits]
             if [one.number for one in found] != list(range(self._commits + 1, most + 1)):

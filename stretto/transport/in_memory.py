@@ -86,23 +86,23 @@ class InMemoryTransport:
         self._round = 0
         self._bytes_sent = 0
 
-    def start(self, ask: CollectiveOp) -> _Handle:
+    def submit(self, op: CollectiveOp) -> _Handle:
         """Lay the ask down for the others."""
-        factor = 2 * (self.workers - 1) / self.workers if isinstance(ask, AllReduceMean) else self.workers - 1
-        return _Handle(self, self._lay(ask, factor * nbytes(ask.tensor)))
+        factor = 2 * (self.workers - 1) / self.workers if isinstance(op, AllReduceMean) else self.workers - 1
+        return _Handle(self, self._lay(op, factor * nbytes(op.tensor)))
 
-    def gather(self, message: Message) -> list[bytes]:
+    def all_gather_bytes(self, message: Message) -> list[bytes]:
         """The message of every worker."""
         message = made(message)
         round_ = self._lay(message, (self.workers - 1) * len(message))
         gathered: list[bytes] = self.table.take(round_, list)
         return gathered
 
-    def tell(self, message: Message, teller: int = 0) -> bytes:
-        """The teller's message, at every worker."""
-        message = made(message) if self.worker == teller else b""
+    def broadcast_bytes(self, message: Message, root: int = 0) -> bytes:
+        """The root's message, at every worker."""
+        message = made(message) if self.worker == root else b""
         round_ = self._lay(message, (self.workers - 1) * len(message))
-        told: bytes = self.table.take(round_, lambda messages: messages[teller])
+        told: bytes = self.table.take(round_, lambda messages: messages[root])
         return told
 
     def traffic(self) -> Traffic:

@@ -12,7 +12,7 @@ from torch import Tensor
 from stretto.collective_ops import Answer, CollectiveOp
 
 Message: TypeAlias = bytes | Callable[[], bytes]
-"""What a worker says, or what makes it: of a tell it is called at the teller alone."""
+"""What a worker says, or what makes it: of a tell it is called at the root alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,18 +48,18 @@ class Transport(Protocol):
         """How many are there."""
         ...
 
-    def start(self, ask: CollectiveOp) -> Handle:
+    def submit(self, op: CollectiveOp) -> Handle:
         """Begin an ask without waiting for it; its tensor may not be touched until the answer is there."""
         ...
 
-    def gather(self, message: Message) -> list[bytes]:
+    def all_gather_bytes(self, message: Message) -> list[bytes]:
         """The message of every worker, in their order. Where it is asked for anew it is made anew."""
         ...
 
-    def tell(self, message: Message, teller: int = 0) -> bytes:
-        """The message of the teller, at every worker; what the others pass is not looked at, or made.
+    def broadcast_bytes(self, message: Message, root: int = 0) -> bytes:
+        """The message of the root, at every worker; what the others pass is not looked at, or made.
 
-        Where workers may die another one becomes the teller when the teller is gone; then it makes the message.
+        Where workers may die another one becomes the root when the root is gone; then it makes the message.
         """
         ...
 
@@ -73,7 +73,7 @@ class Transport(Protocol):
 
 
 def made(message: Message) -> bytes:
-    """A teller's message."""
+    """A root's message."""
     return message if isinstance(message, bytes) else message()
 
 

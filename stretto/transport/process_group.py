@@ -84,18 +84,18 @@ class ProcessGroupTransport:
         self._ended: deque[Any] = deque(maxlen=ENDED)
         self._sockets = GroupSockets(PrefixStore("control", store), worker, workers, self._opened) if endures else None
 
-    def start(self, ask: CollectiveOp) -> Handle:
+    def submit(self, op: CollectiveOp) -> Handle:
         """Begin an all-reduce, or an all-gather of the sizes for messages that may differ in length."""
-        self._worked_out += self._cost(ask)
+        self._worked_out += self._cost(op)
         try:
-            if isinstance(ask, AllReduceMean):
-                return _AllReduceHandle(self, ask.tensor, self._begin("allreduce", [ask.tensor]))
+            if isinstance(op, AllReduceMean):
+                return _AllReduceHandle(self, op.tensor, self._begin("allreduce", [op.tensor]))
             self._tag += 1
-            return _AllGatherHandle(self, ask, *self._gather_sizes(ask), self._tag)
+            return _AllGatherHandle(self, op, *self._gather_sizes(op), self._tag)
         except BrokenTransportError as error:
             return _BrokenHandle(str(error))
 
-    def gather(self, message: Message) -> list[bytes]:
+    def all_gather_bytes(self, message: Message) -> list[bytes]:
         """The message of every worker; one round when all are short."""
         message = made(message)
         frames = self._all_frames(_frame(message))
@@ -106,17 +106,17 @@ class ProcessGroupTransport:
         whole = self._all_frames(_padded(as_bytes(message), longest))
         return [bytes(one[:length].numpy()) for one, length in zip(whole, lengths, strict=True)]
 
-    def tell(self, message: Message, teller: int = 0) -> bytes:
-        """The teller's message; one round when it is short."""
-        message = made(message) if self.worker == teller else b""
+    def broadcast_bytes(self, message: Message, root: int = 0) -> bytes:
+        """The root's message; one round when it is short."""
+        message = made(message) if self.worker == root else b""
         frame = _frame(message)
-        self._finish(self._begin("broadcast", frame, teller), "a message")
+        self._finish(self._begin("broadcast", frame, root), "a message")
         length = _length(frame)
         if length <= FRAME - 8:
             return _head(frame)
-        whole = as_bytes(message) if self.worker == teller else torch.empty(length, dtype=torch.uint8)
+        whole = as_bytes(message) if self.worker == root else torch.empty(length, dtype=torch.uint8)
         for piece in _pieces(whole):
-            self._finish(self._begin("broadcast", piece, teller), "a message")
+            self._finish(self._begin("broadcast", piece, root), "a message")
         return bytes(whole.numpy())
 
     def traffic(self) -> Traffic:

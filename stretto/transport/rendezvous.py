@@ -24,20 +24,20 @@ class LastWorkerTransport(SingleWorkerTransport):
         """From now on everything breaks."""
         self._is_broken = True
 
-    def start(self, ask: CollectiveOp) -> DoneHandle:
+    def submit(self, op: CollectiveOp) -> DoneHandle:
         """Answer at once."""
         self._check()
-        return super().start(ask)
+        return super().submit(op)
 
-    def gather(self, message: Message) -> list[bytes]:
+    def all_gather_bytes(self, message: Message) -> list[bytes]:
         """The one message."""
         self._check()
-        return super().gather(message)
+        return super().all_gather_bytes(message)
 
-    def tell(self, message: Message, teller: int = 0) -> bytes:
+    def broadcast_bytes(self, message: Message, root: int = 0) -> bytes:
         """The message."""
         self._check()
-        return super().tell(message, teller)
+        return super().broadcast_bytes(message, root)
 
     def _check(self) -> None:
         if self._is_broken:
@@ -82,17 +82,17 @@ class _OfGeneration:
         self._wire, self._before = wire, wire.traffic()
         self.worker, self.workers = wire.worker, wire.workers
 
-    def start(self, ask: CollectiveOp) -> Handle:
+    def submit(self, op: CollectiveOp) -> Handle:
         """Begin an ask."""
-        return self._wire.start(ask)
+        return self._wire.submit(op)
 
-    def gather(self, message: Message) -> list[bytes]:
+    def all_gather_bytes(self, message: Message) -> list[bytes]:
         """The message of every worker."""
-        return self._wire.gather(message)
+        return self._wire.all_gather_bytes(message)
 
-    def tell(self, message: Message, teller: int = 0) -> bytes:
-        """The message of the teller."""
-        return self._wire.tell(message, teller)
+    def broadcast_bytes(self, message: Message, root: int = 0) -> bytes:
+        """The message of the root."""
+        return self._wire.broadcast_bytes(message, root)
 
     def abort(self) -> None:
         """Break off what is under way."""

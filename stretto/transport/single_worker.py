@@ -25,15 +25,15 @@ class SingleWorkerTransport:
     worker = 0
     workers = 1
 
-    def start(self, ask: CollectiveOp) -> DoneHandle:
+    def submit(self, op: CollectiveOp) -> DoneHandle:
         """Answer at once."""
-        return DoneHandle(ask)
+        return DoneHandle(op)
 
-    def gather(self, message: Message) -> list[bytes]:
+    def all_gather_bytes(self, message: Message) -> list[bytes]:
         """The one message."""
         return [made(message)]
 
-    def tell(self, message: Message, teller: int = 0) -> bytes:
+    def broadcast_bytes(self, message: Message, root: int = 0) -> bytes:
         """The message."""
         return made(message)
 

@@ -79,19 +79,19 @@ def test_what_every_worker_hears_was_sent(sizes) -> None:
 
 @given(crews, octets, st.data())
 def test_a_tree_tells_each_worker_once(workers, length, data) -> None:
-    teller = data.draw(st.integers(0, workers - 1))
-    pairs = [wire_bytes.tell_bytes(worker, workers, teller, length) for worker in range(workers)]
+    root = data.draw(st.integers(0, workers - 1))
+    pairs = [wire_bytes.tell_bytes(worker, workers, root, length) for worker in range(workers)]
     sent, received = _total(pairs)
     pieces = [min(wire_bytes.PIECE_BYTES, length - at) for at in range(0, length, wire_bytes.PIECE_BYTES)]
     rounds = [256] if length <= 248 else [256, *pieces]
     assert sent == received == (workers - 1) * sum(144 + one for one in rounds)
     teller_sends_to = (workers - 1).bit_length()
-    assert pairs[teller] == (
+    assert pairs[root] == (
         teller_sends_to * sum(96 + one for one in rounds),
         teller_sends_to * 48 * len(rounds),
     )
     assert pairs == [
-        wire_bytes.tell_bytes((worker + 1) % workers, workers, (teller + 1) % workers, length)
+        wire_bytes.tell_bytes((worker + 1) % workers, workers, (root + 1) % workers, length)
         for worker in range(workers)
     ]
 

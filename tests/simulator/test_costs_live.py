@@ -61,29 +61,29 @@ Cost = Callable[[int, int], tuple[int, int]]
 def _mean(numbers: int, dtype: torch.dtype = torch.float32) -> tuple[Do, Cost]:
     nbytes, item = numbers * dtype.itemsize, dtype.itemsize
     return (
-        lambda wire: wire.start(AllReduceMean(torch.ones(numbers, dtype=dtype))).wait(),
+        lambda wire: wire.submit(AllReduceMean(torch.ones(numbers, dtype=dtype))).wait(),
         lambda worker, workers: wire_bytes.mean_bytes(worker, workers, nbytes, item),
     )
 
 
 def _every(size: Callable[[int], int], dtype: torch.dtype = torch.uint8) -> tuple[Do, Cost]:
     return (
-        lambda wire: wire.start(AllGather(torch.ones(size(wire.worker), dtype=dtype))).wait(),
+        lambda wire: wire.submit(AllGather(torch.ones(size(wire.worker), dtype=dtype))).wait(),
         lambda worker, workers: wire_bytes.every_bytes(worker, [size(one) * dtype.itemsize for one in range(workers)]),
     )
 
 
 def _gather(length: Callable[[int], int]) -> tuple[Do, Cost]:
     return (
-        lambda wire: wire.gather(bytes(length(wire.worker))),
+        lambda wire: wire.all_gather_bytes(bytes(length(wire.worker))),
         lambda worker, workers: wire_bytes.gather_bytes(workers, max(map(length, range(workers)))),
     )
 
 
-def _tell(length: int, teller: int) -> tuple[Do, Cost]:
+def _tell(length: int, root: int) -> tuple[Do, Cost]:
     return (
-        lambda wire: wire.tell(bytes(length), teller % wire.workers),
-        lambda worker, workers: wire_bytes.tell_bytes(worker, workers, teller % workers, length),
+        lambda wire: wire.broadcast_bytes(bytes(length), root % wire.workers),
+        lambda worker, workers: wire_bytes.tell_bytes(worker, workers, root % workers, length),
     )
 
 
@@ -94,7 +94,7 @@ EXCHANGES: list[tuple[Do, Cost]] = [
     *(_every(lambda worker, base=base: base * worker, torch.float32) for base in (1, 1000, 100_000)),
     *(_gather(lambda worker, length=length: length) for length in (0, 248, 249, 100_000, 17_000_000)),
     _gather(lambda worker: 1000 * worker),
-    *(_tell(length, teller) for length in (0, 248, 249, 4_000_000) for teller in (0, 1, 4)),
+    *(_tell(length, root) for length in (0, 248, 249, 4_000_000) for root in (0, 1, 4)),
     _tell(17_000_000, 1),
 ]
 
@@ -107,7 +107,7 @@ def _measure(worker: int, folder: str) -> list[dict[str, Any]]:
         store = _store(files, worker, workers)
         wire = ProcessGroupTransport(PrefixStore("stretto/0", store), worker, workers, 20.0)
         apart = ProcessGroupTransport(files, worker, workers, 20.0)
-        apart.gather(b"all are here")
+        apart.all_gather_bytes(b"all are here")
         of_the_store = [one for one in _sockets() if _port(one) == store.port]
         of_the_group = wire._opened.difference(of_the_store)
         limit = time.monotonic() + 20.0
@@ -117,13 +117,13 @@ def _measure(worker: int, folder: str) -> list[dict[str, Any]]:
         before, counts = wire.traffic(), [_counts(of_the_group)]
         for do, _ in EXCHANGES:
             do(wire)
-            apart.gather(b"all are done")
+            apart.all_gather_bytes(b"all are done")
             counts.append(_counts(of_the_group))
-            apart.gather(b"all have looked")
+            apart.all_gather_bytes(b"all have looked")
         assert wire.traffic().bytes_received - before.bytes_received == counts[-1][1] - counts[0][1]
         exchanges = [(b[0] - a[0], b[1] - a[1]) for a, b in pairwise(counts)]
         meeting = [_counts([one]) for one in of_the_store]
-        apart.gather(b"all may go")
+        apart.all_gather_bytes(b"all may go")
         found.append({"forming": counts[0], "exchanges": exchanges, "meeting": [one for one in meeting if any(one)]})
     return found
 
@@ -216,14 +216,14 @@ def _converse(wire: ParameterServerClient) -> None:
     """A bit of everything."""
     parts = [torch.ones(1_500_000), torch.ones(77)]
     for length in (0, 1, 222, 223, 255, 256, 1 << 20, (1 << 20) + 1, 4 << 20):
-        wire.gather(bytes(length))
-    wire.tell(bytes(300 * wire.worker), wire.workers - 1)
+        wire.all_gather_bytes(bytes(length))
+    wire.broadcast_bytes(bytes(300 * wire.worker), wire.workers - 1)
     for numbers in (0, 1, 63, 64, 65, 1000, 1_000_003):
-        wire.start(AllReduceMean(torch.ones(numbers))).wait()
-        wire.start(AllGather(torch.ones(numbers * wire.worker, dtype=torch.float64))).wait()
+        wire.submit(AllReduceMean(torch.ones(numbers))).wait()
+        wire.submit(AllGather(torch.ones(numbers * wire.worker, dtype=torch.float64))).wait()
     if wire.worker == 0:
         wire.open(1, ADDING, parts)
-    wire.gather(b"")
+    wire.all_gather_bytes(b"")
     lengths: list[int] = [one.numel() for one in parts]
     for seq in range(1, 4):
         hear(push(wire, seq, parts), parts)
@@ -233,7 +233,7 @@ def _converse(wire: ParameterServerClient) -> None:
         leased = wire.lease(wire.ask_lease(1))
         assert leased.batch is not None
         wire.settle(1, [leased.batch])
-    wire.gather(b"the last, so that all before has come")
+    wire.all_gather_bytes(b"the last, so that all before has come")
 
 
 def _nowhere(part: int, at: int, piece: Tensor) -> None:
@@ -262,7 +262,7 @@ def test_server_exchanges_cost_what_the_kernel_counts(
 def test_a_worker_counts_all_but_its_good_bye(ends: Any) -> None:
     """The kernel's figures are read before it is said."""
     [wire] = ends(1, plain=True)
-    wire.gather(b"")
+    wire.all_gather_bytes(b"")
     wire.close()
     gathered = wire_bytes.parcel_bytes(1, Gather(1, None), [("uint8", 0)], False)
     answered = wire_bytes.parcel_bytes(1, Result(), [("uint8", 0)], False)

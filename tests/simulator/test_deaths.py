@@ -489,7 +489,7 @@ def test_no_exchange_with_the_dead_ends_and_who_waits_is_told_when_it_is_known(a
     def live(worker: Worker) -> None:
         worker.work(asks_at if worker.number == 0 else 0.1)
         with pytest.raises(BrokenTransportError):
-            wires[worker.number].gather(bytes(1000))
+            wires[worker.number].all_gather_bytes(bytes(1000))
         told.append(worker.now())
 
     scene.lived(live)

@@ -291,9 +291,9 @@ def test_a_ring_uses_each_link_and_a_tree_reaches_everyone(workers: int, data: s
     everything = set(range(2 * workers)) if workers > 1 else set()
     assert set(one.all_reduce(1.0)[1]) == set(one.gather(1.0)[1]) == everything
     assert set(Links(parse("80Mbit/s, tree"), workers).all_reduce(1.0)[1]) == everything
-    teller = data.draw(st.integers(0, workers - 1))
-    reached = {link for link in one.broadcast(teller, 1.0)[1] if link % 2}
-    assert reached == {one.down(worker) for worker in range(workers) if worker != teller}
+    root = data.draw(st.integers(0, workers - 1))
+    reached = {link for link in one.broadcast(root, 1.0)[1] if link % 2}
+    assert reached == {one.down(worker) for worker in range(workers) if worker != root}
 
 
 def test_in_a_binomial_tree_half_of_them_tell_others() -> None:

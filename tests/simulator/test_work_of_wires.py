@@ -64,7 +64,7 @@ class Scene:
 def mean_s(workers: int, net: str = "instant", processors: float | None = None, **cost: float) -> float:
     """Virtual seconds of one all-reduce."""
     return Scene(workers, net, CostModel(0.0, **cost), processors).seconds(
-        lambda wire: wire.start(AllReduceMean(torch.ones(NUMBERS))).wait()
+        lambda wire: wire.submit(AllReduceMean(torch.ones(NUMBERS))).wait()
     )
 
 
@@ -129,11 +129,11 @@ def test_words_take_their_telling_besides_once_for_each_round_of_them() -> None:
         return Scene(4, "instant", CostModel(0.0, **cost), None).seconds(act)
 
     short, long = b"x", bytes(1000)
-    assert told_s(lambda wire: wire.gather(short), telling_s=0.1) == pytest.approx(0.1)
-    assert told_s(lambda wire: wire.gather(long), telling_s=0.1) == pytest.approx(0.2)
-    assert told_s(lambda wire: wire.tell(short), telling_s=0.1) == pytest.approx(0.1)
-    assert told_s(lambda wire: wire.tell(long), telling_s=0.1) == pytest.approx(0.2)
-    assert told_s(lambda wire: wire.start(AllGather(torch.ones(9))).wait(), telling_s=0.1) == pytest.approx(0.1)
+    assert told_s(lambda wire: wire.all_gather_bytes(short), telling_s=0.1) == pytest.approx(0.1)
+    assert told_s(lambda wire: wire.all_gather_bytes(long), telling_s=0.1) == pytest.approx(0.2)
+    assert told_s(lambda wire: wire.broadcast_bytes(short), telling_s=0.1) == pytest.approx(0.1)
+    assert told_s(lambda wire: wire.broadcast_bytes(long), telling_s=0.1) == pytest.approx(0.2)
+    assert told_s(lambda wire: wire.submit(AllGather(torch.ones(9))).wait(), telling_s=0.1) == pytest.approx(0.1)
     assert mean_s(4, telling_s=0.1) == 0
 
 
@@ -145,7 +145,7 @@ def test_workers_share_the_processors_that_their_exchange_needs(processors: floa
 
 def gather_s(processors: float | None = None, **cost: float) -> float:
     """Virtual seconds until a server has told each of two workers what both have said."""
-    return Scene(2, "instant", CostModel(0.0, **cost), processors, 1).seconds(lambda wire: wire.gather(b"x"))
+    return Scene(2, "instant", CostModel(0.0, **cost), processors, 1).seconds(lambda wire: wire.all_gather_bytes(b"x"))
 
 
 def test_a_parcel_is_worked_on_at_both_ends_one_after_another_at_the_server() -> None:
@@ -160,7 +160,7 @@ def test_a_server_in_worker_0_has_the_processor_that_the_worker_has() -> None:
 
     def seconds(net: str) -> float:
         def live(wire: ParameterServerClient) -> None:
-            wire.gather(b"x")
+            wire.all_gather_bytes(b"x")
             if wire.worker == 0:
                 scene.world.busy(scene.world.share_of_service(0), 1.0, lambda: None)
                 scene.world.workers[0].work(1.0)
@@ -303,9 +303,9 @@ def test_from_a_few_exchanges_all_costs_are_found(truth: tuple[float, float, flo
     class Wire:
         workers, spent = 4, 0.0
 
-        def start(self, ask: AllReduceMean) -> Wire:
-            moved = [wire_bytes.mean_bytes(one, 4, ask.tensor.nbytes) for one in range(4)]
-            messages = sum(wire_bytes.mean_messages(one, 4, ask.tensor.nbytes) for one in range(4)) / 4
+        def submit(self, op: AllReduceMean) -> Wire:
+            moved = [wire_bytes.mean_bytes(one, 4, op.tensor.nbytes) for one in range(4)]
+            messages = sum(wire_bytes.mean_messages(one, 4, op.tensor.nbytes) for one in range(4)) / 4
             payload = sum(map(sum, moved)) / 4 - 3 * wire_bytes.ANNOUNCED * messages
             self.spent += truth[0] + truth[1] * messages + truth[2] * payload / 1e6
             return self
@@ -313,10 +313,10 @@ def test_from_a_few_exchanges_all_costs_are_found(truth: tuple[float, float, flo
         def wait(self) -> None:
             """It is over."""
 
-        def gather(self, message: bytes) -> None:
+        def all_gather_bytes(self, message: bytes) -> None:
             self.spent += truth[0] + truth[1] * 12 + truth[3]
 
-        def tell(self, message: bytes) -> None:
+        def broadcast_bytes(self, message: bytes) -> None:
             self.spent += truth[0] + truth[1] * 1.5 + truth[3]
 
     wire = Wire()
@@ -330,17 +330,17 @@ def test_a_usual_exchange_takes_what_it_took_though_crossing_messages_take_more(
     class Wire:
         workers, spent = 4, 0.0
 
-        def start(self, ask: AllReduceMean) -> Wire:
-            self.spent += 4e-4 if ask.tensor.numel() == 1 else 3.6e-3
+        def submit(self, op: AllReduceMean) -> Wire:
+            self.spent += 4e-4 if op.tensor.numel() == 1 else 3.6e-3
             return self
 
         def wait(self) -> None:
             """It is over."""
 
-        def gather(self, message: bytes) -> None:
+        def all_gather_bytes(self, message: bytes) -> None:
             """Nothing."""
 
-        tell = gather
+        broadcast_bytes = all_gather_bytes
 
     wire = Wire()
     exchange_s, message_s, *_ = transport_costs.of_collective(wire, lambda: wire.spent)  # type: ignore[arg-type]
@@ -361,7 +361,7 @@ def test_of_a_server_it_is_found_what_links_take_besides(workers: int) -> None:
         def open(self, *_: object) -> None:
             """It is there."""
 
-        def gather(self, message: bytes) -> None:
+        def all_gather_bytes(self, message: bytes) -> None:
             all_here.wait(20)
             if self.worker == 0:
                 spent[0] += 4 * workers * parcel_s

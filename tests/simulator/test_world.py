@@ -66,7 +66,7 @@ def test_with_a_barrier_after_each_round_time_is_the_sum_of_the_slowest(rounds: 
     def live(worker: Worker, wire: SimWire) -> None:
         for each in rounds:
             worker.work(each[worker.number])
-            wire.gather(b"")
+            wire.all_gather_bytes(b"")
 
     assert Scene(3).lived(live).queue.now == pytest.approx(sum(map(max, rounds)), abs=1e-9)
 
@@ -166,7 +166,7 @@ def test_the_order_in_which_workers_are_made_changes_nothing() -> None:
         def live(worker: Worker, wire: SimWire) -> None:
             for _ in range(3):
                 worker.work(worker.number % 2 + 1)
-                wire.gather(bytes(worker.number))
+                wire.all_gather_bytes(bytes(worker.number))
                 met.append((worker.now(), worker.number))
 
         return met, Scene(3, "1Mbit/s 5ms").lived(live, order).queue.now
@@ -213,7 +213,7 @@ def test_a_pause_makes_work_last_longer_by_what_of_it_falls_into_the_work(
 def meeting(worker: Worker, wire: SimWire) -> None:
     """A second of work, then an exchange of 4,000 bytes, which takes a second each way at 4,000 bytes a second."""
     worker.work(1.0)
-    wire.start(AllReduceMean(torch.ones(1000))).wait()
+    wire.submit(AllReduceMean(torch.ones(1000))).wait()
 
 
 NET = "32kbit/s"
@@ -246,7 +246,7 @@ def test_a_worker_that_is_stopped_holds_an_exchange_of_all_up() -> None:
 
     def live(worker: Worker, wire: SimWire) -> None:
         worker.work(1.0 + worker.number)
-        wire.gather(b"")
+        wire.all_gather_bytes(b"")
         heard[worker.number] = worker.now()
 
     Scene(2, fault="pause worker 0 for 5s at 1.5s").lived(live)
@@ -301,7 +301,7 @@ def test_a_deadlock_says_who_waits_for_what() -> None:
     def live(worker: Worker, wire: SimWire) -> None:
         worker.work(0.25)
         if worker.number != 1:
-            wire.gather(b"")
+            wire.all_gather_bytes(b"")
 
     with pytest.raises(LaunchError) as caught:
         Scene(3).lived(live)
@@ -318,7 +318,7 @@ def test_faults_without_end_do_not_hide_a_deadlock(monkeypatch: pytest.MonkeyPat
 
     def live(worker: Worker, wire: SimWire) -> None:
         if worker.number:
-            wire.gather(b"")
+            wire.all_gather_bytes(b"")
 
     with pytest.raises(LaunchError, match="worker 1 waits for worker 0"):
         Scene(2, "1Mbit/s", "slow link of worker 0 by 2 for 1s every 2s").lived(live)
@@ -326,7 +326,7 @@ def test_faults_without_end_do_not_hide_a_deadlock(monkeypatch: pytest.MonkeyPat
 
 def test_workers_that_do_different_things_are_told_so() -> None:
     def live(worker: Worker, wire: SimWire) -> None:
-        wire.start((AllReduceMean, AllGather)[worker.number](torch.ones(3))).wait()
+        wire.submit((AllReduceMean, AllGather)[worker.number](torch.ones(3))).wait()
 
     with pytest.raises(TransportError, match="different things"):
         Scene(2).lived(live)
@@ -335,7 +335,7 @@ def test_workers_that_do_different_things_are_told_so() -> None:
 def test_a_wait_has_a_limit() -> None:
     def live(worker: Worker, wire: SimWire) -> None:
         worker.work(10.0 * worker.number)
-        wire.gather(b"")
+        wire.all_gather_bytes(b"")
 
     with pytest.raises(TransportError, match="worker 0 waited 10 s for .* longer than 5 s"):
         Scene(2, limit_s=5.0).lived(live)
@@ -376,7 +376,7 @@ def test_afterwards_nobody_is_left_and_the_process_is_as_before(ended: str) -> N
                 if ended == "with an error":
                     raise KeyError("of worker 1")
                 return
-            wire.gather(b"")
+            wire.all_gather_bytes(b"")
         finally:
             ends.append(worker.number)
 
@@ -443,10 +443,10 @@ def test_modes_names_and_output_are_each_workers_own() -> None:
     def live(worker: Worker, wire: SimWire) -> None:
         vars(sys.modules["__main__"])["mine"] = worker.number
         with torch.set_grad_enabled(worker.number != 0), torch.autocast("cpu", enabled=worker.number == 1):
-            wire.gather(b"")
+            wire.all_gather_bytes(b"")
             seen[worker.number] = modes()
         print(f"worker {worker.number}")
-        wire.gather(b"")
+        wire.all_gather_bytes(b"")
         print("again")
         seen[worker.number].append(sys.stdout.getvalue())
 
@@ -465,7 +465,7 @@ def test_another_workers_turn_may_come_while_one_waits_behind_its_backward_pass(
 
         def hook(grad: torch.Tensor) -> None:
             worker.after_backward(lambda: order.append((worker.number, "first")))
-            tickets.append(wire.start(AllReduceMean(torch.full((2,), 1.0 + worker.number))))
+            tickets.append(wire.submit(AllReduceMean(torch.full((2,), 1.0 + worker.number))))
             worker.after_backward(lambda: order.append((worker.number, f"then {tickets[0].wait().tolist()}")))
 
         x.register_hook(hook)

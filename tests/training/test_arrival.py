@@ -47,7 +47,7 @@ class Server:
     pushed: list[Update] = field(default_factory=list)
     tickets: list[Ticket] = field(default_factory=list)
 
-    def gather(self, message: bytes) -> list[bytes]:
+    def all_gather_bytes(self, message: bytes) -> list[bytes]:
         return [b"open"] * self.workers
 
     def apart(self) -> None:

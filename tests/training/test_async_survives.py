@@ -76,7 +76,7 @@ def script(recipe: str, meet: int | None, books: Books) -> Any:
             for _ in range(times):
                 exchange.meet(called=True)
                 exchange.read()
-                told = wire.gather(b"at a meeting")
+                told = wire.all_gather_bytes(b"at a meeting")
                 assert set(told) == {b"at a meeting"}
                 exchange.start_from_read()
 
@@ -100,7 +100,7 @@ def script(recipe: str, meet: int | None, books: Books) -> Any:
                 books.kept += 1
                 return b"kept"
 
-            wire.tell(keep)
+            wire.broadcast_bytes(keep)
             exchange.start_from_read()
 
         loader = DataLoader(data, batch_size=SIZE, shuffle=False)
@@ -129,12 +129,12 @@ def script(recipe: str, meet: int | None, books: Books) -> Any:
             exchange.finish(*unsent())
             exchange.meet()
             exchange.read()
-            wire.gather(b"end of the pass")
+            wire.all_gather_bytes(b"end of the pass")
             counted = hands[0].counted()
             assert counted is not None
             books.counted[number] = counted.tolist()
             books.last = arena.parts[0].theta[: BATCHES * APART : APART].clone()
-            told = wire.tell(lambda: b"evaluated")
+            told = wire.broadcast_bytes(lambda: b"evaluated")
             assert told == b"evaluated"
             exchange.start_from_read()
         wire.close()

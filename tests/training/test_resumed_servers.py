@@ -85,12 +85,12 @@ def test_what_a_run_goes_on_from_is_given_though_a_server_dies_meanwhile(dies: i
     def run(worker: Worker) -> None:
         side = Side(worker)
         side.exchange(1)  # the script's own parameters
-        worker.wire.tell(lambda: b"the checkpoint")
+        worker.wire.broadcast_bytes(lambda: b"the checkpoint")
         with torch.no_grad():
             side.theta.fill_(5.0)
         again = side.exchange(2)
         again.read()
-        worker.wire.gather(b"read")
+        worker.wire.all_gather_bytes(b"read")
         found[worker.number] = float(side.theta[0])
         worker.wire.close()
 
@@ -137,9 +137,9 @@ def test_what_was_done_is_not_done_again_though_a_worker_and_then_the_coordinato
         exchange.finish(*unsent())
         exchange.meet()
         exchange.read()
-        wire.gather(b"end")
+        wire.all_gather_bytes(b"end")
         found[worker.number] = side.theta[: BATCHES * APART : APART].tolist()
-        wire.tell(lambda: b"done")
+        wire.broadcast_bytes(lambda: b"done")
         wire.close()
 
     for seed in range(8):

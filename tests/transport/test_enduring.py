@@ -24,7 +24,7 @@ def sums(hall: Hall, worker: int, changes: bool) -> list[list[float]]:
 
     def ask() -> list[torch.Tensor]:
         asked = [one.fill_(float(10**worker)) for one in given] if changes else [one + 10**worker for one in given]
-        return [ticket.wait() for ticket in [wire.start(AllReduceMean(one)) for one in asked]]
+        return [ticket.wait() for ticket in [wire.submit(AllReduceMean(one)) for one in asked]]
 
     try:
         for _ in range(ATTEMPTS):

@@ -89,7 +89,7 @@ class Obeying:
         rank, keeps = members.index(self.number), told["keeper"] == self.number
         store = None if keeps else told["store"]
         self.wire = form(store, keeps, told["prefix"], rank, len(members), told["limit_s"], TIMEOUT_S, None)
-        self.wire.gather(b"here")
+        self.wire.all_gather_bytes(b"here")
         self.say("formed", prefix=told["prefix"])
 
     def leave(self) -> None:
@@ -107,7 +107,7 @@ class Obeying:
             tensors = [torch.full((size,), float(self.number + 1)) for size in told["sizes"]]
             kept = list(tensors)
             try:
-                for ticket in [self.wire.start(AllReduceMean(one)) for one in tensors]:
+                for ticket in [self.wire.submit(AllReduceMean(one)) for one in tensors]:
                     assert bool((ticket.wait() == expected).all()), "a wrong sum"
             except BrokenTransportError:
                 for one in kept:
@@ -118,7 +118,7 @@ class Obeying:
                 raise
             if round_ % 4 == 0:
                 mine = torch.full((self.number * 1000 + 1,), self.number)
-                found = self.wire.start(AllGather(mine)).wait()
+                found = self.wire.submit(AllGather(mine)).wait()
                 assert [int(one[0]) for one in found] == members
 
 
@@ -450,8 +450,8 @@ def test_a_wire_that_endures_keeps_the_laws(workers: int) -> None:
 def test_a_broken_wire_gives_tickets_that_raise_and_its_count_stays() -> None:
     ends = enduring(2)
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(lambda end: end.start(AllReduceMean(torch.ones(100_000))).wait(), ends))
-    waiting = ends[0].start(AllReduceMean(torch.ones(1000)))
+        list(pool.map(lambda end: end.submit(AllReduceMean(torch.ones(100_000))).wait(), ends))
+    waiting = ends[0].submit(AllReduceMean(torch.ones(1000)))
     threading.Timer(0.1, ends[0].abort).start()
     with pytest.raises(BrokenTransportError, match="worker 0"):
         waiting.wait()
@@ -460,16 +460,16 @@ def test_a_broken_wire_gives_tickets_that_raise_and_its_count_stays() -> None:
     assert sent.counted
     assert sent.bytes_sent > 400_000
     for ask in (AllReduceMean(torch.ones(2)), AllGather(torch.ones(2))):
-        ticket = ends[0].start(ask)
+        ticket = ends[0].submit(ask)
         with pytest.raises(BrokenTransportError):
             ticket.wait()
     with pytest.raises(BrokenTransportError):
-        ends[0].gather(b"anyone?")
+        ends[0].all_gather_bytes(b"anyone?")
     ends[0].close()
     ends[0].close()
     assert ends[0].traffic() == sent
     with pytest.raises(BrokenTransportError):
-        ends[1].start(AllReduceMean(torch.ones(1000))).wait()
+        ends[1].submit(AllReduceMean(torch.ones(1000))).wait()
     ends[1].close()
 
 
@@ -477,7 +477,7 @@ def test_a_closed_wire_gives_no_answers() -> None:
     for end in enduring(2):
         end.close()
         with pytest.raises(BrokenTransportError):
-            end.start(AllReduceMean(torch.ones(2))).wait()
+            end.submit(AllReduceMean(torch.ones(2))).wait()
         end.abort()
 
 

@@ -37,7 +37,7 @@ def test_what_came_after_the_cut_is_undone_and_the_rest_is_there(server: Process
     wire = wire_to(server, LIMIT_S)
     theta = [torch.zeros(70_000)]
     wire.open(1, ADDING, theta)
-    wire.gather(b"open")
+    wire.all_gather_bytes(b"open")
     wire.begin(1, [4, 4, 4], None, False)
     for batch in range(2):
         leased = wire.lease(wire.ask_lease(1))
@@ -76,9 +76,9 @@ def test_all_answers_that_a_broken_connection_has_lost_are_told_again(serving: S
     hosted = serving.host(2)
     wires = [dial(worker, 2, hosted.addresses, hosted.keys, LIMIT_S, failure_timeout_s=LIMIT_S) for worker in range(2)]
     with ThreadPoolExecutor() as pool:
-        list(pool.map(lambda one: one.gather(b"here"), wires))
+        list(pool.map(lambda one: one.all_gather_bytes(b"here"), wires))
     given = [torch.full((LARGE,), number / 2) for number in range(1, 6)]
-    tickets = [[wire.start(AllReduceMean(one.clone())) for one in given] for wire in wires]
+    tickets = [[wire.submit(AllReduceMean(one.clone())) for one in given] for wire in wires]
     assert [float(ticket.wait().mean()) for ticket in tickets[0]] == [1.0, 2.0, 3.0, 4.0, 5.0]
     break_connection(wires[1])
     assert [float(ticket.wait().mean()) for ticket in tickets[1]] == [1.0, 2.0, 3.0, 4.0, 5.0]
@@ -90,7 +90,7 @@ def test_a_worker_keeps_no_more_of_what_it_said_than_another_may_lack(serving: S
     hosted = serving.host(2, shards=2)
     wires = [dial(worker, 2, hosted.addresses, hosted.keys, LIMIT_S, failure_timeout_s=LIMIT_S) for worker in range(2)]
     for _ in range(20):
-        tickets = [[wire.start(AllReduceMean(torch.full((LARGE,), 0.5))) for _ in range(3)] for wire in wires]
+        tickets = [[wire.submit(AllReduceMean(torch.full((LARGE,), 0.5))) for _ in range(3)] for wire in wires]
         assert all(float(one.wait().mean()) == 1.0 for one in itertools.chain.from_iterable(tickets))
         assert all(len(wire._spoken._all) <= 2 * 6 for wire in wires), "those of this step and of the one before"
     with ThreadPoolExecutor() as pool:

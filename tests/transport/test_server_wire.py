@@ -63,7 +63,7 @@ def test_updates_and_means_do_not_disturb_each_other(serving: Serving) -> None:
     wires = serving.ends(serving.host(2, shards=2))
     theta = [torch.zeros(1000)]
     wires[0].open(1, ADDING, theta)
-    asks = [wire.start(AllReduceMean(torch.full((500,), 1.0))) for wire in wires]
+    asks = [wire.submit(AllReduceMean(torch.full((500,), 1.0))) for wire in wires]
     heard = [hear(push(wire, 1, [torch.ones(1000)]), theta) for wire in wires]
     assert [news.versions for news, _ in heard] == [[1, 1], [2, 2]]
     assert [float(parts[0].sum()) for _, parts in heard] == [1000.0, 2000.0]
@@ -99,13 +99,13 @@ def test_closing_twice_leaves_once_and_the_server_waits_for_all_to_leave(serving
 
 def test_whoever_waits_for_a_worker_that_left_is_told_at_once(serving: Serving) -> None:
     one, other = serving.ends(serving.host(2, shards=2))
-    ticket = one.start(AllReduceMean(torch.ones(1000)))
+    ticket = one.submit(AllReduceMean(torch.ones(1000)))
     began = time.monotonic()
     other.close()
     with pytest.raises(TransportError, match=r"server 0 refused: worker 1 left"):
         ticket.wait()
     with pytest.raises(TransportError, match=r"the coordinator refused: worker 1 left"):
-        one.gather(b"anyone?")
+        one.all_gather_bytes(b"anyone?")
     assert time.monotonic() - began < 5.0
 
 
@@ -113,14 +113,14 @@ def test_a_worker_that_does_not_come_is_an_error_in_time(serving: Serving) -> No
     one, _ = serving.ends(serving.host(2), timeout_s=0.5)
     began = time.monotonic()
     with pytest.raises(TransportError, match=r"server 0 at tcp://127\.0\.0\.1:\d+ did not answer within 0\.5 s"):
-        one.start(AllReduceMean(torch.ones(4))).wait()
+        one.submit(AllReduceMean(torch.ones(4))).wait()
     assert 0.4 < time.monotonic() - began < 3.0
 
 
 def test_asking_different_things_is_an_error_not_a_wrong_mean(serving: Serving) -> None:
     wires = serving.ends(serving.host(2))
-    ticket = wires[0].start(AllReduceMean(torch.ones(2)))
-    wires[1].start(AllReduceMean(torch.ones(3)))
+    ticket = wires[0].submit(AllReduceMean(torch.ones(2)))
+    wires[1].submit(AllReduceMean(torch.ones(3)))
     with pytest.raises(TransportError, match="differ in shape"):
         ticket.wait()
 
@@ -132,10 +132,10 @@ def test_who_waits_is_answered_without_the_dead(serving: Serving) -> None:
     hosted = serving.host(3, shards=2)
     wires = serving.ends(hosted)
     herald = DeathNotifier(hosted.addresses, hosted.keys)
-    ask = wires[2].start(AllReduceMean(torch.full((200,), 1 / 3)))
-    other = wires[0].start(AllReduceMean(torch.full((200,), 1 / 3)))
+    ask = wires[2].submit(AllReduceMean(torch.full((200,), 1 / 3)))
+    other = wires[0].submit(AllReduceMean(torch.full((200,), 1 / 3)))
     with ThreadPoolExecutor(2) as crew:
-        told = [crew.submit(wires[one].tell, lambda one=one: f"of {one}".encode(), 1) for one in (0, 2)]
+        told = [crew.submit(wires[one].broadcast_bytes, lambda one=one: f"of {one}".encode(), 1) for one in (0, 2)]
         assert herald.gone(1, 0)
         assert [one.result(10.0) for one in told] == [b"of 0", b"of 0"], "the first of those who are left tells"
     for one in (ask, other):
@@ -150,8 +150,8 @@ def test_a_life_that_is_over_is_not_heard_any_more(serving: Serving) -> None:
     herald = DeathNotifier(hosted.addresses, hosted.keys)
     assert herald.gone(1, 0)
     with pytest.raises(TransportError, match="did not answer"):
-        other.start(AllReduceMean(torch.ones(4))).wait()
-    assert torch.equal(one.start(AllReduceMean(torch.ones(4))).wait(), torch.ones(4) * 2), "scaled from two to one"
+        other.submit(AllReduceMean(torch.ones(4))).wait()
+    assert torch.equal(one.submit(AllReduceMean(torch.ones(4))).wait(), torch.ones(4) * 2), "scaled from two to one"
     herald.close()
 
 
@@ -160,7 +160,7 @@ def test_abort_wakes_who_waits_and_the_next_generation_goes_on(serving: Serving)
     for wire in wires:
         wire.regroup(1, [0, 1, 2], wire.number)
     with ThreadPoolExecutor(2) as crew:
-        waiting = [crew.submit(wires[one].start(AllReduceMean(torch.ones(500))).wait) for one in (0, 1)]
+        waiting = [crew.submit(wires[one].submit(AllReduceMean(torch.ones(500))).wait) for one in (0, 1)]
         time.sleep(0.1)
         began = time.monotonic()
         for wire in wires[:2]:
@@ -170,10 +170,10 @@ def test_abort_wakes_who_waits_and_the_next_generation_goes_on(serving: Serving)
                 one.result(5.0)
         assert time.monotonic() - began < 2.0
     with pytest.raises(BrokenTransportError):
-        wires[0].start(AllReduceMean(torch.ones(2))).wait()
+        wires[0].submit(AllReduceMean(torch.ones(2))).wait()
     for wire in wires[:2]:
         wire.regroup(2, [0, 1], wire.number)
-    asks = [wire.start(AllReduceMean(torch.full((500,), 0.5))) for wire in wires[:2]]
+    asks = [wire.submit(AllReduceMean(torch.full((500,), 0.5))) for wire in wires[:2]]
     assert all(torch.equal(ask.wait(), torch.ones(500)) for ask in asks)
 
 

@@ -38,7 +38,7 @@ def _together(act: Callable[[ProcessGroupTransport], object], endures: bool) -> 
     def one(worker: int) -> None:
         wire = ProcessGroupTransport(store, worker, 2, LIMIT_S, endures=endures)
         act(wire)
-        wire.gather(b"done")
+        wire.all_gather_bytes(b"done")
         wire.close()
 
     with ThreadPoolExecutor(2) as pool:
@@ -59,21 +59,21 @@ def _push(wire: ParameterServerClient) -> None:
 
 
 def _told(wire: ProcessGroupTransport) -> None:
-    assert wire.tell(bytes(NBYTES)) == bytes(NBYTES)
+    assert wire.broadcast_bytes(bytes(NBYTES)) == bytes(NBYTES)
 
 
 def _gathered(wire: ProcessGroupTransport) -> None:
-    assert wire.gather(bytes(NBYTES // 2)) == [bytes(NBYTES // 2)] * 2
+    assert wire.all_gather_bytes(bytes(NBYTES // 2)) == [bytes(NBYTES // 2)] * 2
 
 
 def _heard(wire: ProcessGroupTransport) -> None:
-    for one in wire.start(AllGather(torch.ones(NBYTES // 8))).wait():
+    for one in wire.submit(AllGather(torch.ones(NBYTES // 8))).wait():
         assert one.sum() == NBYTES // 8
 
 
 CASES: dict[str, Callable[[], None]] = {
-    "tell": lambda: _together(_told, endures=True),
-    "gather": lambda: _together(_gathered, endures=False),
+    "broadcast": lambda: _together(_told, endures=True),
+    "all_gather": lambda: _together(_gathered, endures=False),
     "every": lambda: _together(_heard, endures=True),
     "push": lambda: _serve(_push),
 }

@@ -59,22 +59,22 @@ def test_a_connection_is_counted_that_took_the_number_of_one_just_closed(monkeyp
 def test_a_worker_that_does_not_come_is_an_error_in_time(make) -> None:
     ends = make(2, 0.3)
     with pytest.raises(TransportError, match=r"worker"):
-        ends[0].start(AllReduceMean(torch.ones(4))).wait()
+        ends[0].submit(AllReduceMean(torch.ones(4))).wait()
 
 
 def test_a_worker_that_left_is_named_at_once() -> None:
     ends = in_memory.wires(3, 20.0)
     ends[2].close()
-    ends[1].start(AllReduceMean(torch.ones(2)))
+    ends[1].submit(AllReduceMean(torch.ones(2)))
     with pytest.raises(TransportError, match="worker 2 left"):
-        ends[0].start(AllReduceMean(torch.ones(2))).wait()
+        ends[0].submit(AllReduceMean(torch.ones(2))).wait()
 
 
 def test_asking_different_things_is_an_error_not_a_wrong_mean() -> None:
     ends = in_memory.wires(2, 5.0)
     for ask in (AllGather(torch.ones(2)), AllReduceMean(torch.ones(3)), AllReduceMean(torch.ones(2).double())):
-        ticket = ends[0].start(AllReduceMean(torch.ones(2)))
-        ends[1].start(ask)
+        ticket = ends[0].submit(AllReduceMean(torch.ones(2)))
+        ends[1].submit(ask)
         with pytest.raises(TransportError, match="different things|differ in shape"):
             ticket.wait()
 
@@ -85,7 +85,7 @@ def test_bytes_of_a_ring_are_counted_where_they_leave() -> None:
     ends = collective(workers)
     before = ends[0].traffic().bytes_sent
     with ThreadPoolExecutor(workers) as pool:
-        list(pool.map(lambda end: end.start(AllReduceMean(torch.ones(numbers))).wait(), ends))
+        list(pool.map(lambda end: end.submit(AllReduceMean(torch.ones(numbers))).wait(), ends))
     sent = ends[0].traffic().bytes_sent - before
     ring = workers * 2 * (workers - 1) / workers * 4 * numbers
     seen_by_one_end = sent / ring

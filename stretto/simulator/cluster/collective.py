@@ -219,14 +219,14 @@ class _Gathered:
 class _Told:
     does: ClassVar[str] = "a message of one worker"
     message: bytes
-    teller: int
+    root: int
 
     def combine(self, things: list[_Told], table: SimGroup) -> Any:
-        message = things[self.teller].message
+        message = things[self.root].message
         is_long = len(message) > wire_bytes.FRAME - wire_bytes.SIZE
         length = wire_bytes.FRAME + len(message) * is_long
         load = _Load(2 * (1 + is_long) * (1 - 1 / len(things)), 1 + is_long)
-        return message, table.links.broadcast(table.members[self.teller], length, table.among), load
+        return message, table.links.broadcast(table.members[self.root], length, table.among), load
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,34 +270,34 @@ class SimWire:
         """Number of exchanges among all that this worker has begun."""
         return self._number
 
-    def start(self, ask: CollectiveOp) -> _Ticket:
+    def submit(self, op: CollectiveOp) -> _Ticket:
         """Lay the ask down for the others, when this worker's time has come."""
         self.worked()
-        if isinstance(ask, AllReduceMean):
-            self._count(_mean_bytes(self.worker, self.workers, ask.tensor.nbytes, ask.tensor.element_size()))
-        return _Ticket(self, self._lay(_Asked(ask)), ask)
+        if isinstance(op, AllReduceMean):
+            self._count(_mean_bytes(self.worker, self.workers, op.tensor.nbytes, op.tensor.element_size()))
+        return _Ticket(self, self._lay(_Asked(op)), op)
 
-    def gather(self, message: Message) -> list[bytes]:
+    def all_gather_bytes(self, message: Message) -> list[bytes]:
         """The message of every worker."""
         found: list[bytes] = self.taken(self._lay(_Gathered(made(message))))
         self._count(wire_bytes.gather_bytes(self.workers, max(map(len, found))))
         return found
 
-    def tell(self, message: Message, teller: int = 0) -> bytes:
-        """The teller's message, at every worker. Within a backward pass, where nobody can wait, all know it."""
+    def broadcast_bytes(self, message: Message, root: int = 0) -> bytes:
+        """The root's message, at every worker. Within a backward pass, where nobody can wait, all know it."""
         if self._self.in_backward:
             said = made(message)
-            number = self._lay(_Told(said, teller))
-            self._self.after_backward(lambda: self._forget(number, teller))
+            number = self._lay(_Told(said, root))
+            self._self.after_backward(lambda: self._forget(number, root))
             return said
-        number = self._lay(_Told(made(message) if self.worker == teller else b"", teller))
+        number = self._lay(_Told(made(message) if self.worker == root else b"", root))
         found: bytes = self.taken(number)
-        self._count(_tell_bytes(self.worker, self.workers, teller, len(found)))
+        self._count(_tell_bytes(self.worker, self.workers, root, len(found)))
         return found
 
-    def _forget(self, number: int, teller: int) -> None:
+    def _forget(self, number: int, root: int) -> None:
         with suppress(BrokenTransportError):  # the next exchange says so to one who can wait
-            self._count(_tell_bytes(self.worker, self.workers, teller, len(self.taken(number))))
+            self._count(_tell_bytes(self.worker, self.workers, root, len(self.taken(number))))
 
     def meet(self, seconds: float) -> None:
         """Wait for the others to come, which takes so long when all have. Raises BrokenTransportError."""

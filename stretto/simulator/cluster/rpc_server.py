@@ -263,13 +263,13 @@ class _SimWire(ParameterServerClient):
         assert isinstance(self._coordinator, SimLink)
         return self._coordinator
 
-    def tell(self, message: Message, teller: int = 0) -> bytes:
-        """The teller's message, at every worker. Within a backward pass, where nobody can wait, all know it."""
+    def broadcast_bytes(self, message: Message, root: int = 0) -> bytes:
+        """The root's message, at every worker. Within a backward pass, where nobody can wait, all know it."""
         if not self._link.worker.in_backward:
-            return super().tell(message, teller)
+            return super().broadcast_bytes(message, root)
         said = made(message)
         if not self._aborted:
-            super().tell(said, teller)
+            super().broadcast_bytes(said, root)
         return said
 
     def _hear(self, body: m.Gather | m.Keep | m.Barrier, number: int) -> list[Chunks]:

@@ -84,8 +84,8 @@ def of_collective(
     single, small = (_mean_s(wire, numbers, more * SMALL, passing) for numbers in (1, 1000))
     steps = 2 * (wire.workers - 1)
     exchange_s, message_s = _fit(single, small, 2 * steps / wire.workers, 4 * steps)
-    gathered = _each(lambda: wire.gather(b""), more * SMALL, passing) - 2 * steps * message_s
-    told = _each(lambda: wire.tell(b""), more * SMALL, passing) - 2 * (1 - 1 / wire.workers) * message_s
+    gathered = _each(lambda: wire.all_gather_bytes(b""), more * SMALL, passing) - 2 * steps * message_s
+    told = _each(lambda: wire.broadcast_bytes(b""), more * SMALL, passing) - 2 * (1 - 1 / wire.workers) * message_s
     telling_s = max((gathered + told) / 2 - exchange_s, 0.0)
     light, heavy = (_mean_s(wire, numbers, more * LARGE, clock) for numbers in (1000, NUMBERS))
     megabytes = 2 * steps / wire.workers * MEGABYTES
@@ -123,8 +123,8 @@ def of_server(
     def megabyte_s(read_s: float, readers: int) -> float:
         return max(read_s / (2 * readers) - 2 * parcel_s, 0.0) / MEGABYTES
 
-    parcel_s = _each(lambda: wire.gather(b""), more * SMALL, clock) / (4 * wire.workers)
-    wire.gather(b"")
+    parcel_s = _each(lambda: wire.all_gather_bytes(b""), more * SMALL, clock) / (4 * wire.workers)
+    wire.all_gather_bytes(b"")
     if busy is None or wire.workers == 1:
         return parcel_s, megabyte_s(_each(read, more * LARGE, clock), wire.workers), 0.0
     near_s = megabyte_s(_between(wire, wire.worker == 0, read, more * LARGE, busy), 1)
@@ -139,22 +139,22 @@ def _between(wire: Transport, acts: bool, act: Callable[[], object], times: int,
     """
     if acts:
         act()
-    wire.gather(b"")
+    wire.all_gather_bytes(b"")
     began = busy()
-    wire.gather(b"")
+    wire.all_gather_bytes(b"")
     for _ in range(times if acts else 0):
         time.sleep(PAUSE_S)
         act()
-    wire.gather(b"")
+    wire.all_gather_bytes(b"")
     ended = busy()
-    wire.gather(b"")
+    wire.all_gather_bytes(b"")
     return (ended - began) / times
 
 
 def _mean_s(wire: Transport, numbers: int, times: int, clock: Callable[[], float]) -> float:
     """Of one mean of so many numbers."""
     tensor = torch.ones(numbers)
-    return _each(lambda: wire.start(AllReduceMean(tensor)).wait(), times, clock)
+    return _each(lambda: wire.submit(AllReduceMean(tensor)).wait(), times, clock)
 
 
 def _each(what: Callable[[], object], times: int, clock: Callable[[], float]) -> float:

@@ -206,10 +206,10 @@ class Links:
         members = self._members(among)
         return self._over(_ring(members), len(members) - 1, nbytes)
 
-    def broadcast(self, teller: int, nbytes: float, among: Sequence[int] | None = None) -> Exchange:
-        """To each of N workers what worker `teller` has, as a binomial tree: T = ceil(log2 N) (B/b + L)."""
+    def broadcast(self, root: int, nbytes: float, among: Sequence[int] | None = None) -> Exchange:
+        """To each of N workers what worker `root` has, as a binomial tree: T = ceil(log2 N) (B/b + L)."""
         members = self._members(among)
-        first = members.index(teller)
+        first = members.index(root)
         members = members[first:] + members[:first]
         return self._over(_tree(members), _depth(members), nbytes)
 

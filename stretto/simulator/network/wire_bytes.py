@@ -117,12 +117,12 @@ def gather_bytes(workers: int, longest: int) -> tuple[int, int]:
     return frames if longest <= FRAME - SIZE else _added(frames, _all_gather(workers, longest))
 
 
-def tell_bytes(worker: int, workers: int, teller: int, length: int) -> tuple[int, int]:
-    """The teller's message to all, in gloo's binomial tree; when it does not fit a frame, it goes again at its length.
+def tell_bytes(worker: int, workers: int, root: int, length: int) -> tuple[int, int]:
+    """The root's message to all, in gloo's binomial tree; when it does not fit a frame, it goes again at its length.
 
-    Counted from the teller, place p hands on to p + 2^i for every 2^i > p.
+    Counted from the root, place p hands on to p + 2^i for every 2^i > p.
     """
-    place = (worker - teller) % workers
+    place = (worker - root) % workers
     receivers = sum(place < 1 << i and place + (1 << i) < workers for i in range(workers.bit_length()))
     lengths = [FRAME] if length <= FRAME - SIZE else [FRAME, length]
     moves = [
