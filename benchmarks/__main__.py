@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks import (
     against,
     averaging,
-    bits,
+    convex,
     ddp,
     fewer,
     figures,
@@ -31,7 +31,7 @@ from benchmarks.ways import CONTESTS
 
 QUICK: dict[str, Callable[[int | None], Any]] = {"line": line.run, "ddp": ddp.run, "averaging": averaging.run}
 LONG: dict[str, Callable[[int | None], Any]] = {
-    "bits": bits.run,
+    "convex": convex.run,
     "kernels": kernels.run,
     "server": server.run,
     "updates": updates.run,

@@ -154,9 +154,9 @@ def _raced(record: Record) -> Iterator[str]:
         yield f"| {way} | {shown} | {record['optimizers'][way]} | {took} | {numbers} |"
 
 
-def bits(record: Record) -> Iterator[str]:
+def convex(record: Record) -> Iterator[str]:
     """Rounds and uplink bits of the methods on convex problems, beside those of a program written apart."""
-    yield from _head("GD-SEC and others on logistic regression: rounds and uplink bits to the target", "bits")
+    yield from _head("GD-SEC and others on logistic regression: rounds and uplink bits to the target", "convex")
     yield "| data, workers, F - F* | method | rounds | uplink bits | saved | written apart: rounds | saved | wanted |"
     yield "| --- | --- | --- | --- | --- | --- | --- | --- |"
     for name, case in record["cases"].items():
@@ -335,7 +335,7 @@ def survival(record: Record) -> Iterator[str]:
 
 TABLES: Mapping[str, Callable[[Record], Iterator[str]]] = {
     "survival": survival,
-    "bits": bits,
+    "convex": convex,
     "kernels": kernels,
     "server": server,
     "updates": updates,

@@ -1,8 +1,12 @@
-"""`python -m experiments [NAME ...]`: run the experiments, or those that are named, and write docs/experiments.md."""
+"""Run the experiments, or the named ones, and write docs/experiments.md: `python -m experiments [NAME ...]`.
+
+`python -m experiments convex DATA` runs the convex study.
+"""
 
 from __future__ import annotations
 
 import argparse
+import sys
 import tempfile
 from pathlib import Path
 
@@ -11,7 +15,11 @@ from experiments.catalogue import EXPERIMENTS
 
 
 def main() -> None:
-    """Run what was asked for. A quick trial is not kept."""
+    """Run the experiments given on the command line. The results of --quick are shown and not kept."""
+    if sys.argv[1:2] == ["convex"]:
+        from experiments.convex import command
+
+        sys.exit(command.main(sys.argv[2:]))
     asked = _options().parse_args()
     names = asked.names or list(EXPERIMENTS)
     if asked.quick:

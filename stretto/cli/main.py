@@ -12,7 +12,6 @@ from typing import Annotated
 import typer
 from typer.exceptions import TyperException
 
-from stretto.bits.command import bits
 from stretto.cli.compare import compare
 from stretto.cli.export import command as export
 from stretto.cli.script_arguments import (
@@ -420,9 +419,6 @@ app.command(
     ),
 )(simulate)
 app.command(
-    "bits", epilog=examples("stretto bits a9a --rows 5000", 'stretto bits a9a --method gd --method "gd_sec(xi=100)"')
-)(bits)
-app.command(
     "export",
     epilog=examples("stretto export runs/RUN model.safetensors", "stretto export runs/RUN model.safetensors --force"),
 )(export)
@@ -430,21 +426,16 @@ app.command(
 
 @app.command(epilog=examples("stretto report runs/RUN", "stretto report runs/*"))
 def report(
-    runs: Annotated[
-        list[Path], typer.Argument(metavar="RUN...", help="Folders of runs, comparisons, sweeps or `bits`.")
-    ],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs, comparisons or sweeps.")],
 ) -> None:
     """Write the page of a run, a comparison or a sweep again, from its log alone."""
-    from stretto.bits import page as bits_page
-    from stretto.bits.results import NAME as BITS
     from stretto.report import html_report
     from stretto.simulator.sweep import report as sweep_page
     from stretto.simulator.sweep.results import NAME as SWEEP
 
-    pages = {BITS: bits_page, SWEEP: sweep_page}
     for folder in runs:
-        kind = next((one for name, one in pages.items() if (folder / name).exists()), html_report)
-        print(kind.write(folder))
+        page = sweep_page if (folder / SWEEP).exists() else html_report
+        print(page.write(folder))
 
 
 @app.command(epilog=examples("stretto recipes", "stretto recipes --json"))

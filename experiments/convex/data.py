@@ -1,4 +1,4 @@
-"""Reads what a convex problem is made of: a text file as LIBSVM's, or images and labels in idx files as MNIST's."""
+"""Readers of data sets: text files in the LIBSVM format, and MNIST's idx files of images and labels."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DAMAGED = (OSError, EOFError, zlib.error)
 
 @dataclass(frozen=True, eq=False)
 class Data:
-    """Examples `x` (n, d) and their labels `y` (n,), in float64, and what they are called."""
+    """Name of a data set, its examples `x` (n, d) and labels `y` (n,), in float64."""
 
     name: str
     x: Tensor
@@ -38,10 +38,10 @@ class Data:
 
 
 def read(path: Path, rows: int | None = None) -> Data:
-    """The first `rows` examples of a file, or all, in its order.
+    """Return the first `rows` examples of a file, or all of them, in the order of the file.
 
     A LIBSVM text file (a line is `label index:value ...`, indices ascending from 1; `.gz` and `.bz2` are unpacked), or
-    MNIST's idx files: a folder that has them, or the file of images, beside which the labels lie. Pixels are divided
+    MNIST's idx files: their folder, or the file of images, with the labels beside it. Pixels are divided
     by 255. There are as many features as the largest index in those rows. Raises LaunchError with the line's number.
     """
     if rows is not None and rows < 1:
@@ -51,21 +51,26 @@ def read(path: Path, rows: int | None = None) -> Data:
 
 
 def _images(path: Path) -> Path | None:
-    """The file of images that a path means, if it means one."""
+    """Return the file of images that a path names, or None for a LIBSVM file."""
     if not path.exists():
         raise mistyped(
-            f"there is no {path}", path, "a LIBSVM text file, or MNIST's idx files", "stretto bits path/to/a9a"
+            f"there is no {path}",
+            path,
+            "a LIBSVM text file, or MNIST's idx files",
+            "python -m experiments convex path/to/a9a",
         )
     if path.is_file():
-        return path if _begins(path) == IDX_OF_BYTES else None
+        return path if _head(path) == IDX_OF_BYTES else None
     found = [one for one in sorted(path.iterdir()) if all(word in one.name for word in IMAGES)]
     if not found:
         problem, expected = f"the folder {path} holds no idx file of images", "train-images-idx3-ubyte, or its .gz"
-        raise mistyped(problem, path, expected, "stretto bits path/to/a9a, or a folder with MNIST's files")
+        raise mistyped(
+            problem, path, expected, "python -m experiments convex path/to/a9a, or a folder with MNIST's files"
+        )
     return next((one for one in found if "train" in one.name), found[0])
 
 
-def _begins(path: Path) -> bytes:
+def _head(path: Path) -> bytes:
     with _opened(path) as file:
         return file.read(3)
 
@@ -101,12 +106,12 @@ def _libsvm(path: Path, rows: int | None) -> Data:
             columns += [index - 1 for index, _ in entries]
             values += [value for _, value in entries]
             labels.append(label)
-    wide = max(columns, default=-1) + 1
-    if not labels or not wide:
-        what = "an example" if not labels else "a feature"
-        raise mistyped(f"there is not {what} in {path}", path, LINE, "stretto bits path/to/a9a")
-    _check_size(len(labels), wide)
-    x = torch.zeros(len(labels), wide, dtype=torch.float64)
+    features = max(columns, default=-1) + 1
+    if not labels or not features:
+        what = "example" if not labels else "feature"
+        raise mistyped(f"{path} holds no {what}", path, LINE, "python -m experiments convex path/to/a9a")
+    _check_size(len(labels), features)
+    x = torch.zeros(len(labels), features, dtype=torch.float64)
     x[rows_at, columns] = torch.tensor(values, dtype=torch.float64)
     return Data(path.name, x, torch.tensor(labels, dtype=torch.float64))
 
@@ -115,20 +120,23 @@ LINE = "lines as `-1 3:1 11:0.5`: a label, then index:value with indices ascendi
 
 
 def _examples(path: Path, file: Iterable[bytes]) -> Iterator[tuple[int, str]]:
-    """The lines that say something, with their numbers."""
+    """Yield the lines that hold an example, with their numbers."""
     for number, raw in enumerate(file, start=1):
         try:
             line = raw.decode().partition("#")[0].strip()
         except UnicodeDecodeError:
             raise mistyped(
-                f"{path} is no text, in line {number}", repr(raw[:20]), LINE, "stretto bits path/to/a9a"
+                f"{path} is not text, in line {number}",
+                repr(raw[:20]),
+                LINE,
+                "python -m experiments convex path/to/a9a",
             ) from None
         if line:
             yield number, line
 
 
 def _fields(path: Path, number: int, line: str) -> list[tuple[int, float]]:
-    """The label, as of index 0, and the entries of a line."""
+    """Return the label, with index 0, and the entries of a line."""
     fields: list[tuple[int, float]] = []
     before = -1
     for word in line.split():
@@ -139,17 +147,17 @@ def _fields(path: Path, number: int, line: str) -> list[tuple[int, float]]:
                 fields.append(found)
                 before = found[0]
                 continue
-        problem = f"line {number} of {path} is none of LIBSVM's"
+        problem = f"line {number} of {path} is not in the LIBSVM format"
         raise mistyped(problem, f"{word[:40]!r} in {line[:60]!r}", LINE, f"sed -n {number}p {path}")
     return fields
 
 
-def _check_size(rows: int, wide: int) -> None:
-    size = rows * wide * BYTES_A_NUMBER / 2**30
+def _check_size(rows: int, features: int) -> None:
+    size = rows * features * BYTES_A_NUMBER / 2**30
     if size > LARGEST_GIB:
         fewer = max(1, int(rows * LARGEST_GIB / size))
-        problem = f"{rows} rows of {wide} features are {size:.1f} GiB, and are held whole"
-        raise mistyped(problem, f"{rows} x {wide}", f"at most {LARGEST_GIB} GiB", f"--rows {fewer}")
+        problem = f"{rows} rows of {features} features take {size:.1f} GiB of memory"
+        raise mistyped(problem, f"{rows} x {features}", f"at most {LARGEST_GIB} GiB", f"--rows {fewer}")
 
 
 # MNIST's idx files
@@ -158,8 +166,8 @@ def _check_size(rows: int, wide: int) -> None:
 def _idx(images: Path, rows: int | None) -> Data:
     for one in IMAGES:
         if one not in images.name:
-            problem, expected = f"{images} is not called as MNIST's files are", "a name with images-idx3"
-            raise mistyped(problem, images.name, expected, "stretto bits train-images-idx3-ubyte.gz")
+            problem, expected = f"{images} is not named like MNIST's files", "a name with images-idx3"
+            raise mistyped(problem, images.name, expected, "python -m experiments convex train-images-idx3-ubyte.gz")
     labels = images.with_name(images.name.replace(IMAGES[0], LABELS[0]).replace(IMAGES[1], LABELS[1]))
     if not labels.exists():
         plain = labels.with_suffix("") if labels.suffix in PACKED else labels.with_name(f"{labels.name}.gz")
@@ -176,20 +184,20 @@ def _idx(images: Path, rows: int | None) -> Data:
 
 
 def _values(path: Path, rows: int | None) -> Tensor:
-    """The first values of an idx file: 00 00, 08 for bytes, the number of dimensions, each in 32 bits, the values."""
+    """Return the first rows of an idx file: 00 00, 08 for bytes, dimensions (32 bits each), values."""
     with _opened(path) as file:
         head = file.read(4)
         dimensions = head[3] if len(head) == 4 and head[:3] == IDX_OF_BYTES else 0
         sizes = file.read(4 * dimensions)
         if not dimensions or len(sizes) < 4 * dimensions:
-            raise LaunchError(f"{path} is no idx file of bytes: it begins with {head.hex(' ')}")
+            raise LaunchError(f"{path} is not an idx file of bytes: it starts with {head.hex(' ')}")
         first, *others = struct.unpack(f">{dimensions}I", sizes)
         count = first if rows is None else min(rows, first)
         wanted = count * math.prod(others)
         _check_size(count, math.prod(others))
         raw = file.read(wanted)
     if len(raw) < wanted or not wanted:
-        raise LaunchError(f"{path} holds {len(raw)} values, its head says {wanted} for {count} rows")
+        raise LaunchError(f"{path} holds {len(raw)} values, its header says {wanted} for {count} rows")
     return torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(count, *others)
 
 
@@ -197,7 +205,7 @@ def _values(path: Path, rows: int | None) -> Tensor:
 
 
 def signs(data: Data, labels: Labels | None) -> Tensor:
-    """The labels as +1 and -1: the larger of the two that there are, or with "even" the even ones, are +1."""
+    """Return the labels as +1 and -1: +1 for the larger of two labels, or with "even" for even ones."""
     y = evened(data.y) if labels else data.y
     found = torch.unique(y)
     if len(found) == 2:
@@ -209,10 +217,10 @@ def signs(data: Data, labels: Labels | None) -> Tensor:
 
 
 def evened(y: Tensor) -> Tensor:
-    """+1 where a label is even, -1 where it is odd."""
+    """Return +1 for even labels and -1 for odd ones."""
     if bool((y != y.round()).any()):
         wrong = float(y[y != y.round()][0])
         raise mistyped(
-            "a label that is no whole number is neither even nor odd", wrong, "whole numbers", "leave --labels away"
+            "a label that is not a whole number is neither even nor odd", wrong, "whole numbers", "leave --labels away"
         )
     return torch.where(y % 2 == 0, 1.0, -1.0).double()

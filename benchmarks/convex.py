@@ -1,8 +1,8 @@
-"""How many rounds and uplink bits do GD-SEC and others need on convex problems, beside a program written apart?
+"""Rounds and uplink bits of GD-SEC and other methods on convex problems, beside an independent implementation.
 
-Logistic regression with l2 = 0.01 and steps of 1/L over workers in memory, as `stretto bits` runs it: gradients and
-parameters in float64, messages in float32 and counted as they are encoded. Nothing here depends on the machine but the
-rounding of its sums, so nothing is repeated. Needs $STRETTO_DATA with the folders a9a and mnist.
+Logistic regression with l2 = 0.01 and steps of 1/L over workers in memory, as `python -m experiments convex` runs it:
+gradients and parameters in float64, encoded float32 messages. Only the rounding of sums depends on the machine, so
+nothing is repeated. Needs $STRETTO_DATA with the folders a9a and mnist.
 """
 
 from __future__ import annotations
@@ -14,17 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.measure import save
-from stretto.bits import data, problem
-from stretto.bits.methods import method
-from stretto.bits.optimum import optimum
-from stretto.bits.outcome import GD
-from stretto.bits.results import record
-from stretto.bits.work import Terms, descend
+from experiments.convex import data, problem
+from experiments.convex.descent import Settings, descend
+from experiments.convex.methods import GD, method
+from experiments.convex.optimum import optimum
+from experiments.convex.records import record
 
 QUESTION = "rounds and uplink bits to the target, against gradient descent"
 L2 = 0.01
 LATE = 2
-"""A method is given up after so many times the rounds of gradient descent."""
+"""Limit of rounds of a method, as a multiple of those of gradient descent."""
 
 METHODS = (
     GD,
@@ -40,7 +39,7 @@ METHODS = (
 
 @dataclass(frozen=True)
 class Case:
-    """A problem, and what a program written apart needed: rounds of a method, share of the bits saved."""
+    """A problem, and for some methods the rounds and the share of bits saved of an independent implementation."""
 
     file: str
     rows: int
@@ -75,7 +74,7 @@ CASES = {
 
 def run(starts: int | None = None) -> dict[str, Any]:  # noqa: ARG001
     """Take the figures, print them, keep them."""
-    print(f"bits: {QUESTION}", flush=True)
+    print(f"convex: {QUESTION}", flush=True)
     cases = {name: _case(name, case) for name, case in CASES.items()}
     found = {"question": QUESTION, "l2": L2, "late": LATE, "cases": cases}
     print(f"  kept in {save('bits', found)}")
@@ -85,11 +84,11 @@ def run(starts: int | None = None) -> dict[str, Any]:  # noqa: ARG001
 def _case(name: str, case: Case) -> dict[str, Any]:
     asked = problem.build("logistic", data.read(_folder() / case.file, case.rows), labels=case.labels, l2=L2)
     best = optimum(asked, case.target)
-    gd = descend(asked, best, method(GD, asked.smoothness), Terms(case.workers, case.target, double=True))
-    terms = Terms(case.workers, case.target, LATE * gd.rounds, double=True)
+    gd = descend(asked, best, method(GD, asked.smoothness), Settings(case.workers, case.target, float64=True))
+    settings = Settings(case.workers, case.target, LATE * gd.rounds, float64=True)
     records = []
     for text in METHODS:
-        ran = gd if text == GD else descend(asked, best, method(text, asked.smoothness), terms)
+        ran = gd if text == GD else descend(asked, best, method(text, asked.smoothness), settings)
         one = record(ran, gd)
         saved = "" if one["saved"] is None else f", {one['saved']:.2%} saved"
         print(f"  {name}: {text}: {ran.rounds} rounds{'' if ran.reached else ', not reached'}{saved}", flush=True)
@@ -97,7 +96,7 @@ def _case(name: str, case: Case) -> dict[str, Any]:
         records.append({**one, "field_rounds": rounds, "field_saved": share})
     return {
         "rows": case.rows,
-        "features": asked.wide,
+        "features": asked.features,
         "workers": case.workers,
         "target": case.target,
         "smoothness": asked.smoothness,
@@ -111,6 +110,6 @@ def _folder() -> Path:
     given = os.environ.get("STRETTO_DATA")
     if not given:
         raise SystemExit(
-            "bits needs data: STRETTO_DATA=FOLDER python -m benchmarks bits, with FOLDER/a9a and FOLDER/mnist"
+            "convex needs data: STRETTO_DATA=FOLDER python -m benchmarks convex, with FOLDER/a9a and FOLDER/mnist"
         )
     return Path(given)

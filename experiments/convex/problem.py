@@ -1,4 +1,4 @@
-"""The convex problems: logistic regression, linear regression and the lasso, cut into equal shards."""
+"""Convex problems: logistic regression, linear regression and the lasso, split into shards of equal size."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from stretto.bits.data import Data, Labels, evened, signs
+from experiments.convex.data import Data, Labels, evened, signs
 from stretto.errors import LaunchError, explain
 
 Kind = Literal["logistic", "linear", "lasso"]
@@ -51,12 +51,12 @@ SQUARES = Loss(
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """Minimise a mean loss with a quadratic term, and with l1 in the lasso.
+    """A mean loss with a quadratic term, and an l1 term in the lasso.
 
     `F(theta) = f(theta) + l1 |theta|_1;  f(theta) = (1/n) sum_i loss(x_i . theta, y_i) + l2/2 |theta|^2`
 
-    The loss is `log(1 + exp(-y z))` in logistic regression (y is +1 or -1) and `(z - y)^2 / 2` else; l1 is 0 but in the
-    lasso. There is no intercept. x: (n, d), y: (n,), both float64.
+    The loss is `log(1 + exp(-y z))` in logistic regression (y is +1 or -1) and `(z - y)^2 / 2` otherwise; l1 is 0
+    except in the lasso. There is no intercept. x: (n, d), y: (n,), both float64.
     """
 
     kind: Kind
@@ -68,53 +68,53 @@ class Problem:
 
     @property
     def loss(self) -> Loss:
-        """The loss of one example."""
+        """Loss of one example."""
         return LOGISTIC if self.kind == "logistic" else SQUARES
 
     @property
     def rows(self) -> int:
-        """n, the number of examples."""
+        """Number of examples, n."""
         return len(self.x)
 
     @property
-    def wide(self) -> int:
-        """d, the number of parameters."""
+    def features(self) -> int:
+        """Number of parameters, d."""
         return self.x.shape[1]
 
     @cached_property
     def smoothness(self) -> float:
-        """L, the least constant that bounds the slope of the gradient of f by the largest bend of the loss.
+        """Smoothness L: Lipschitz constant of the gradient of f, from the bound of the loss's second derivative.
 
-        `L = c lambda_max(X'X) / n + l2`, with c = 1/4 in logistic regression and 1 else.
+        `L = c lambda_max(X'X) / n + l2`, with c = 1/4 in logistic regression and 1 otherwise.
         """
-        gram = self.x.T @ self.x if self.wide <= self.rows else self.x @ self.x.T
+        gram = self.x.T @ self.x if self.features <= self.rows else self.x @ self.x.T
         largest = float(torch.linalg.eigvalsh(gram)[-1])
         return self.loss.largest_bend * max(largest, 0.0) / self.rows + self.l2
 
     def smooth(self, theta: Tensor, margins: Tensor | None = None) -> float:
-        """f(theta), without the l1 term; X theta need not be computed again where it is known."""
+        """Return f(theta), without the l1 term; `margins` is X theta if it is known already."""
         z = self.x @ theta if margins is None else margins
         return float(self.loss.value(z, self.y).mean() + self.l2 / 2 * theta.square().sum())
 
     def objective(self, theta: Tensor, margins: Tensor | None = None) -> float:
-        """F(theta)."""
+        """Return F(theta)."""
         return self.smooth(theta, margins) + self.l1 * float(theta.abs().sum())
 
     def gradient(self, theta: Tensor) -> Tensor:
-        """The gradient of f, (d,)."""
+        """Return the gradient of f, (d,)."""
         return self.x.T @ self.loss.slope(self.x @ theta, self.y) / self.rows + self.l2 * theta
 
     def curvature(self, theta: Tensor, direction: Tensor) -> Tensor:
-        """The Hessian of f at theta times a direction, (d,)."""
+        """Return the Hessian of f at theta times a direction, (d,)."""
         bend = self.loss.bend(self.x @ theta)
         return self.x.T @ (bend * (self.x @ direction)) / self.rows + self.l2 * direction
 
     def proximal(self, theta: Tensor, step: float) -> Tensor:
-        """What minimises `|. - theta|^2 / 2 + step l1 |.|_1`: theta itself where there is no l1."""
+        """Return the minimiser of `|. - theta|^2 / 2 + step l1 |.|_1`: theta itself without an l1 term."""
         return torch.nn.functional.softshrink(theta, step * self.l1) if self.l1 else theta
 
     def shards(self, workers: int) -> list[slice]:
-        """The rows of each worker: consecutive, of equal numbers or of one more."""
+        """Return the rows of each worker: consecutive ranges whose lengths differ by at most one."""
         bounds = [self.rows * worker // workers for worker in range(workers + 1)]
         return [slice(start, stop) for start, stop in pairwise(bounds)]
 
@@ -122,7 +122,7 @@ class Problem:
 def build(
     kind: Kind, data: Data, *, labels: Labels | None = None, l2: float | None = None, l1: float = DEFAULT_L1
 ) -> Problem:
-    """The problem that data and options make; raises LaunchError where they make none."""
+    """Return the problem of the data and options. Raises LaunchError for options that define none."""
     for name, value in (("--l2", l2), ("--l1", l1)):
         if value is not None and not 0 <= value < float("inf"):
             raise LaunchError(
@@ -136,20 +136,18 @@ def build(
 
 
 def _check_solvable(problem: Problem) -> None:
-    """There must be something to learn: the gradient at 0, where all methods begin, is not within the l1 term."""
-    steepest = float(problem.gradient(problem.x.new_zeros(problem.wide)).abs().max())
+    """Raise LaunchError if theta = 0, where all methods start, is the optimum."""
+    steepest = float(problem.gradient(problem.x.new_zeros(problem.features)).abs().max())
     if steepest > problem.l1:
         return
     if problem.l1:
         got, expected = f"--l1 {problem.l1:g}", f"less than {steepest:.3g}"
         to_type = f"--l1 {steepest / 10:.2g}"
-        raise LaunchError(
-            explain("with so large an l1 all parameters are 0", got=got, expected=expected, to_type=to_type)
-        )
-    got = "a gradient of 0 where all methods begin"
+        raise LaunchError(explain("with this l1 the optimum is theta = 0", got=got, expected=expected, to_type=to_type))
+    got = "a gradient of 0 at theta = 0"
     raise LaunchError(
         explain(
-            f"{problem.name} teaches nothing",
+            f"the labels of {problem.name} do not depend on its features",
             got=got,
             expected="labels that depend on the features",
             to_type="--rows with more of the file",

@@ -1,4 +1,4 @@
-"""The optimum is one: no gradient is left, and its value is as low as its bound says."""
+"""Optimality conditions and bounds of the solvers."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import importlib
 from typing import get_args
 
 import pytest
+import small_problems as made
 import torch
-from bits import made
 
-from stretto.bits.optimum import gap, optimum
-from stretto.bits.problem import Kind
+from experiments.convex.optimum import gap, optimum
+from experiments.convex.problem import Kind
 from stretto.errors import LaunchError
 
 pytest.importorskip("scipy")
@@ -19,14 +19,14 @@ pytest.importorskip("scipy")
 
 @pytest.mark.parametrize("kind", ["logistic", "linear"])
 @pytest.mark.parametrize("l2", [0.0, 0.01, 1.0])
-def test_no_gradient_is_left(kind: Kind, l2: float) -> None:
+def test_gradient_vanishes_at_the_optimum(kind: Kind, l2: float) -> None:
     problem = made.problem(kind, l2)
     best = optimum(problem, 1e-12)
     assert float(problem.gradient(best.theta).norm()) < 1e-10
     assert best.value == problem.objective(best.theta)
 
 
-def test_linear_regression_is_solved_as_lstsq_solves_it() -> None:
+def test_linear_regression_equals_lstsq() -> None:
     problem = made.problem("linear", 0.0)
     solved = torch.linalg.lstsq(problem.x, problem.y[:, None]).solution[:, 0]
     torch.testing.assert_close(optimum(problem, 1e-12).theta, solved, rtol=1e-8, atol=1e-10)
@@ -43,7 +43,7 @@ def test_the_lasso_satisfies_its_subgradient_conditions(l1: float, l2: float) ->
     assert on.any()
 
 
-def test_the_gap_bounds_what_is_above_the_optimum() -> None:
+def test_duality_gap_bounds_the_error() -> None:
     for l2 in (0.0, 0.1):
         problem = made.problem("lasso", l2, 0.05)
         best = optimum(problem, 1e-10)
@@ -54,16 +54,16 @@ def test_the_gap_bounds_what_is_above_the_optimum() -> None:
 
 
 @pytest.mark.parametrize("kind", get_args(Kind))
-def test_nothing_near_is_lower(kind: Kind) -> None:
+def test_no_point_nearby_is_lower(kind: Kind) -> None:
     problem = made.problem(kind)
     best = optimum(problem, 1e-10)
     source = torch.Generator().manual_seed(1)
     for _ in range(20):
-        near = best.theta + 1e-3 * torch.randn(made.WIDE, generator=source, dtype=torch.float64)
+        near = best.theta + 1e-3 * torch.randn(made.FEATURES, generator=source, dtype=torch.float64)
         assert problem.objective(near) >= best.value
 
 
-def test_without_scipy_it_says_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_scipy_gives_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str, *given: object) -> object:
         if name.startswith("scipy"):
             raise ImportError(f"No module named {name!r}")
@@ -71,6 +71,6 @@ def test_without_scipy_it_says_what_to_type(monkeypatch: pytest.MonkeyPatch) -> 
 
     real = importlib.import_module
     monkeypatch.setattr(importlib, "import_module", missing)
-    with pytest.raises(LaunchError, match=r"pip install 'stretto\[bits\]'"):
+    with pytest.raises(LaunchError, match=r"pip install 'stretto\[experiments\]'"):
         optimum(made.problem(), 1e-8)
     assert builtins.__import__("scipy")

@@ -1,4 +1,4 @@
-"""The ways that are compared: recipes as they are typed, with xi in units of the problem's smoothness."""
+"""Methods of the study: recipes as they are typed, with xi in units of the smoothness L."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Any, cast
 
-from stretto.bits.outcome import GD
 from stretto.codecs import Codec
 from stretto.errors import RecipeError, explain
 from stretto.recipe.parser import parse
@@ -16,13 +15,16 @@ from stretto.recipe.what import gradient_differences, gradients
 from stretto.recipe.when import together
 from stretto.spec import Answer
 
+GD = "gd"
+"""Gradient descent: `allreduce` over whole shards, the method that all others are compared with."""
+
 EXAMPLE = "gd_sec(beta=0.01, xi=100)"
 SCALED = "xi"
 
 
 @dataclass(frozen=True)
 class Method:
-    """A way to exchange gradients: what it was called, and its recipe, whose xi is in the problem's own units."""
+    """Name of a method as typed, and its recipe, whose xi is in the units of the problem."""
 
     name: str
     recipe: Recipe
@@ -30,9 +32,9 @@ class Method:
 
 
 def method(text: str, smoothness: float) -> Method:
-    """The method that a text spells: `gd`, or a recipe that exchanges gradients in every round.
+    """Return the method named by `text`: `gd`, or a recipe that exchanges gradients in every round.
 
-    A threshold's xi is typed in units of the smoothness L. Raises RecipeError for what can't be compared here.
+    The xi of a threshold is typed in units of the smoothness L. Raises RecipeError for a recipe without such rounds.
     """
     name = text.strip()
     recipe = _parsed("allreduce" if name == GD else name)
@@ -49,7 +51,7 @@ def _parsed(text: str) -> Recipe:
 
 
 def scaled(codec: Codec, smoothness: float) -> Codec:
-    """The codec with every xi in it, however deep, times L."""
+    """Return the codec with every xi in it, at any depth, multiplied by L."""
     changed: dict[str, object] = {
         name: value * smoothness for name, value in _fields(codec) if name == SCALED and isinstance(value, float)
     }
@@ -58,25 +60,25 @@ def scaled(codec: Codec, smoothness: float) -> Codec:
 
 
 def _fields(codec: Answer) -> Iterator[tuple[str, object]]:
-    return ((one.name, getattr(codec, one.name)) for one in fields(codec))  # type: ignore[arg-type]
+    return ((field.name, getattr(codec, field.name)) for field in fields(codec))  # type: ignore[arg-type]
 
 
 def thresholds(codec: Codec) -> list[float]:
-    """Every xi in a codec."""
+    """Return every xi in a codec."""
     inner = (value for _, value in _fields(codec) if isinstance(value, Codec))
     own = [float(value) for name, value in _fields(codec) if name == SCALED and isinstance(value, float)]
-    return own + [xi for one in inner for xi in thresholds(one)]
+    return own + [xi for codec in inner for xi in thresholds(codec)]
 
 
 def _unsteady(name: str, recipe: Recipe) -> str | None:
-    """Why a method may not converge: alpha beta xi above 1, where alpha = 1/L and xi is in units of L."""
+    """Return a warning if alpha beta xi is above 1 (alpha = 1/L, xi in units of L), which may not converge."""
     what = recipe.what
     product = max(thresholds(recipe.how), default=0.0) * (what.beta if isinstance(what, gradient_differences) else 0.0)
     if product <= 1:
         return None
     return (
-        f"{name}: alpha * beta * xi = {product:g} is above 1: what is left unsent may grow faster than it is "
-        f"sent, and it may not converge; a smaller beta or xi is safe"
+        f"{name}: alpha * beta * xi = {product:g} is above 1: the residual may grow faster than it is sent, "
+        f"and the method may not converge; a smaller beta or xi is safe"
     )
 
 
@@ -92,9 +94,9 @@ def _check(name: str, recipe: Recipe) -> None:
 
 
 def _refusal(recipe: Recipe) -> tuple[str, str]:
-    """Why a recipe is none of those that this laboratory runs, and which of its answers is to blame; else nothing."""
+    """Return why the study cannot run a recipe, and the word that is the reason; else two empty strings."""
     if recipe.asynchronous:
-        return "it has no rounds to count, since nobody waits", f"when={recipe.when}"
+        return "it has no rounds to count, since workers do not wait", f"when={recipe.when}"
     if not isinstance(recipe.what, gradients | gradient_differences):
         return "it does not exchange gradients", f"what={recipe.what}"
     if recipe.when != together():

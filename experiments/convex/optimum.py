@@ -1,4 +1,4 @@
-"""The optimum that objective errors are measured from, by solvers of scipy, with a bound on how far it may be off."""
+"""Optimum of a convex problem, by solvers of scipy, with an upper bound of its error."""
 
 from __future__ import annotations
 
@@ -10,52 +10,52 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stretto.bits.problem import Problem
+from experiments.convex.problem import Problem
 from stretto.errors import LaunchError, explain
 
-ENOUGH = 1e-2
-"""A share of the target: the optimum's value may be off by so much."""
+TOLERANCE = 1e-2
+"""Largest error of the optimal value, as a share of the target."""
 
 SMALL_GRADIENT = 1e-9
-"""Where no bound is known, the gradient must have shrunk to this share of what it is at 0."""
+"""Largest norm of the gradient where no bound is known, as a share of its norm at theta = 0."""
 
-MOST_STEPS = 100_000
-LOOK_EVERY = 200
+MAX_STEPS = 100_000
+CHECK_EVERY = 200
 NEWTON_STEPS = 8
 
 
 @dataclass(frozen=True, eq=False)
 class Optimum:
-    """Where the objective is least, what it is there, and how far above the least value that is at most."""
+    """Minimiser of the objective, its value, and an upper bound of the value minus F*."""
 
     theta: Tensor
     value: float
     slack: float
-    """A bound by strong convexity or duality; NaN where neither tells, and the gradient alone was checked."""
+    """Bound by strong convexity or duality; NaN where neither gives one and only the gradient was checked."""
 
 
 def optimum(problem: Problem, target: float) -> Optimum:
-    """The optimum, to a hundredth of the target. Raises LaunchError without scipy, or when it is not found so well."""
+    """Return the optimum to a hundredth of the target. Raises LaunchError without scipy, or if the solver misses it."""
     found = _lasso(problem, target) if problem.l1 else _smooth(problem)
     if math.isnan(found.slack):
         start = problem.gradient(torch.zeros_like(found.theta)).norm()
         good = float(problem.gradient(found.theta).norm() / start) <= SMALL_GRADIENT
     else:
-        good = found.slack <= ENOUGH * target
+        good = found.slack <= TOLERANCE * target
     if good:
         return found
-    problem_ = f"the optimum of {problem.name} was not found well enough"
+    message = f"the optimum of {problem.name} was not found to the needed precision"
     off = (
         "a gradient that does not vanish"
         if math.isnan(found.slack)
         else f"a value that may be off by {found.slack:.1e}"
     )
     expected = f"at most a hundredth of the target {target:g}"
-    raise LaunchError(explain(problem_, got=off, expected=expected, to_type="--l2 0.01, or a larger --target"))
+    raise LaunchError(explain(message, got=off, expected=expected, to_type="--l2 0.01, or a larger --target"))
 
 
 def _scipy(module: str) -> Any:
-    """A module of scipy, which is wanted here alone."""
+    """Import a module of scipy, an optional dependency."""
     import importlib
 
     try:
@@ -65,7 +65,7 @@ def _scipy(module: str) -> Any:
             "the optimum is computed by scipy, which is not installed",
             got=error,
             expected="scipy",
-            to_type="pip install 'stretto[bits]'",
+            to_type="pip install 'stretto[experiments]'",
         )
         raise LaunchError(text) from error
 
@@ -74,10 +74,10 @@ def _scipy(module: str) -> Any:
 
 
 def _smooth(problem: Problem) -> Optimum:
-    """`f(theta) - f* <= |grad f(theta)|^2 / (2 l2)`, since f is l2-strongly convex."""
+    """Minimise f; `f(theta) - f* <= |grad f(theta)|^2 / (2 l2)`, since f is l2-strongly convex."""
     optimize = _scipy("optimize")
     options = {"maxiter": 20_000, "maxfun": 40_000, "ftol": 0.0, "gtol": 1e-14}
-    start = np.zeros(problem.wide)
+    start = np.zeros(problem.features)
     found = optimize.minimize(
         lambda theta: problem.smooth(torch.from_numpy(theta)),
         start,
@@ -92,7 +92,7 @@ def _smooth(problem: Problem) -> Optimum:
 
 
 def _polished(problem: Problem, theta: Tensor) -> Tensor:
-    """Newton's method, for as long as the gradient shrinks."""
+    """Apply steps of Newton's method while they make the gradient smaller."""
     for _ in range(NEWTON_STEPS):
         gradient = problem.gradient(theta)
         closer = theta - _newton_step(problem, theta, gradient)
@@ -104,51 +104,51 @@ def _polished(problem: Problem, theta: Tensor) -> Tensor:
 
 def _newton_step(problem: Problem, theta: Tensor, gradient: Tensor) -> Tensor:
     linalg = _scipy("sparse.linalg")
-    wide = problem.wide
+    count = problem.features
 
     def times(v: np.ndarray[Any, Any]) -> Any:
         return problem.curvature(theta, torch.from_numpy(v.ravel())).numpy()
 
-    hessian = linalg.LinearOperator((wide, wide), matvec=times, dtype=np.float64)
-    step, _ = linalg.cg(hessian, gradient.numpy(), rtol=1e-8, atol=0.0, maxiter=10 * wide)
+    hessian = linalg.LinearOperator((count, count), matvec=times, dtype=np.float64)
+    step, _ = linalg.cg(hessian, gradient.numpy(), rtol=1e-8, atol=0.0, maxiter=10 * count)
     return torch.from_numpy(step)
 
 
-# The lasso: accelerated proximal steps find which parameters are not 0, a linear solver finds their values
+# The lasso: accelerated proximal steps find the support, a linear solver the values on it
 
 
 def _lasso(problem: Problem, target: float) -> Optimum:
-    """`F(theta) - F* <=` the duality gap."""
-    theta = before = problem.x.new_zeros(problem.wide)
+    """Minimise the lasso; the bound of `F(theta) - F*` is the duality gap."""
+    theta = before = problem.x.new_zeros(problem.features)
     ahead, t, best = theta, 1.0, theta
     step = 1 / problem.smoothness
-    for number in range(1, MOST_STEPS + 1):
+    for number in range(1, MAX_STEPS + 1):
         before, theta = theta, problem.proximal(ahead - step * problem.gradient(ahead), step)
         if float((ahead - theta) @ (theta - before)) > 0:
-            t = 1.0  # the momentum points uphill: begin anew
+            t = 1.0  # the momentum points uphill: restart it
         grown = (1 + math.sqrt(1 + 4 * t * t)) / 2
         ahead, t = theta + (t - 1) / grown * (theta - before), grown
-        if number % LOOK_EVERY == 0:
-            best = min((best, theta, _on_support(problem, theta)), key=lambda one: gap(problem, one))
-            if gap(problem, best) <= ENOUGH * ENOUGH * target:
+        if number % CHECK_EVERY == 0:
+            best = min((best, theta, _on_support(problem, theta)), key=lambda candidate: gap(problem, candidate))
+            if gap(problem, best) <= TOLERANCE * TOLERANCE * target:
                 break
     return Optimum(best, problem.objective(best), gap(problem, best))
 
 
 def _on_support(problem: Problem, theta: Tensor) -> Tensor:
-    """The exact solution, if the parameters that are not 0 and their signs are right."""
+    """Return the solution on the support of theta; exact if the support and signs are the optimum's."""
     places = theta.nonzero().ravel()
     if not len(places):
         return theta
-    x, wide = problem.x[:, places], len(places)
-    gram = x.T @ x / problem.rows + problem.l2 * torch.eye(wide, dtype=x.dtype)
+    x, count = problem.x[:, places], len(places)
+    gram = x.T @ x / problem.rows + problem.l2 * torch.eye(count, dtype=x.dtype)
     wanted = x.T @ problem.y / problem.rows - problem.l1 * theta[places].sign()
     solved, *_ = _scipy("linalg").lstsq(gram.numpy(), wanted.numpy())
     return torch.zeros_like(theta).index_copy_(0, places, torch.from_numpy(solved))
 
 
 def gap(problem: Problem, theta: Tensor) -> float:
-    """The duality gap of the lasso at theta: how far F(theta) is above the least value at most.
+    """Return the duality gap of the lasso at theta, an upper bound of F(theta) - F*.
 
     With r = y - X theta and s = min(1, l1 / |X'r/n - l2 theta|_inf) the dual value is
     `(|y|^2 - |y - s r|^2 - n l2 s^2 |theta|^2) / (2 n)`.

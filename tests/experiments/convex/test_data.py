@@ -1,4 +1,4 @@
-"""What is read is what was written, and a file that is none says where."""
+"""Readers return what was written, and name the line of a damaged file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from stretto.bits.data import evened, read, signs
+from experiments.convex.data import evened, read, signs
 from stretto.errors import LaunchError
 
 TEXT = """+1 1:0.5 3:-2 # a comment
@@ -37,13 +37,13 @@ def test_libsvm_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("suffix", "pack"), [(".gz", gzip.compress), (".bz2", bz2.compress)])
-def test_packed_text(tmp_path: Path, suffix: str, pack: object) -> None:
+def test_compressed_text(tmp_path: Path, suffix: str, pack: object) -> None:
     path = tmp_path / f"small{suffix}"
     path.write_bytes(pack(TEXT.encode()))  # type: ignore[operator]
     assert read(path).x.tolist() == X
 
 
-def test_the_first_rows_are_as_wide_as_they_need(tmp_path: Path) -> None:
+def test_the_first_rows_are_as_features_as_they_need(tmp_path: Path) -> None:
     path = tmp_path / "small"
     path.write_text(TEXT)
     assert read(path, 2).x.shape == (2, 3)
@@ -67,7 +67,7 @@ def test_the_first_rows_are_as_wide_as_they_need(tmp_path: Path) -> None:
         "1 1:2:3",
     ],
 )
-def test_a_line_that_is_none_is_named(tmp_path: Path, line: str) -> None:
+def test_malformed_line_is_named(tmp_path: Path, line: str) -> None:
     path = tmp_path / "small"
     path.write_text(f"{TEXT}{line}\n")
     with pytest.raises(LaunchError, match=r"line 6 of .*small") as raised:
@@ -76,14 +76,14 @@ def test_a_line_that_is_none_is_named(tmp_path: Path, line: str) -> None:
 
 
 @pytest.mark.parametrize("raw", [b"", b"\n# nothing\n", b"1\n-1\n", b"1 1:1\n\xff\xfe"])
-def test_a_file_without_examples_or_features(tmp_path: Path, raw: bytes) -> None:
+def test_file_without_examples_or_features_is_refused(tmp_path: Path, raw: bytes) -> None:
     path = tmp_path / "small"
     path.write_bytes(raw)
     with pytest.raises(LaunchError, match="small"):
         read(path)
 
 
-def test_what_is_not_there_or_damaged(tmp_path: Path) -> None:
+def test_missing_and_damaged_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match="there is no"):
         read(tmp_path / "nothing")
     with pytest.raises(LaunchError, match="holds no idx file"):
@@ -94,8 +94,8 @@ def test_what_is_not_there_or_damaged(tmp_path: Path) -> None:
         read(damaged)
 
 
-def test_more_numbers_than_fit_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "wide"
+def test_data_larger_than_memory_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "features"
     path.write_text("1 2000000000:1\n-1 1:1\n")
     with pytest.raises(LaunchError, match="GiB"):
         read(path)
@@ -113,7 +113,7 @@ def test_idx_files(tmp_path: Path, suffix: str) -> None:
     assert signs(read(images), "even").tolist() == [-1, 1, 1]
 
 
-def test_idx_files_that_do_not_fit(tmp_path: Path) -> None:
+def test_inconsistent_idx_files_are_refused(tmp_path: Path) -> None:
     images, labels = tmp_path / "train-images-idx3-ubyte", tmp_path / "train-labels-idx1-ubyte"
     write_idx(images, (3, 2, 2), bytes(12))
     with pytest.raises(LaunchError, match="labels of train-images-idx3-ubyte are missing"):
@@ -125,11 +125,11 @@ def test_idx_files_that_do_not_fit(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match="holds 11 values"):
         read(images)
     images.write_bytes(b"\0\0\x08\x03\0")
-    with pytest.raises(LaunchError, match="no idx file"):
+    with pytest.raises(LaunchError, match="not an idx file"):
         read(images)
 
 
-def test_labels_of_two_kinds_are_signs(tmp_path: Path) -> None:
+def test_two_labels_become_signs(tmp_path: Path) -> None:
     path = tmp_path / "small"
     path.write_text("2 1:1\n5 1:1\n2 1:1\n")
     assert signs(read(path), None).tolist() == [-1, 1, -1]
