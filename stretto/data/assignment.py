@@ -1,8 +1,9 @@
-"""The deal of one pass to workers that all exchange together, some of whom may die, leave or come.
+"""Deterministic assignment of an epoch's batches to workers that train in lockstep, under a changing membership.
 
-Nobody is asked who gets what: every member runs the same machine, tells it the same things, and comes to the same
-pieces. A member that hears of a change later than others still deals the hands that they have been dealt, and ends
-where they are. The machine knows positions in the order of the pass, not the samples that stand there.
+No worker is asked which samples another one gets: every member runs the same state machine, applies the same membership
+changes and computes the same assignment. A member that learns of a change later than the others still assigns the
+global steps that they have assigned, and reaches the same state. The state machine knows positions in the epoch's
+order, not the samples at these positions.
 """
 
 from __future__ import annotations
@@ -20,46 +21,47 @@ import numpy as np
 from numpy.typing import NDArray
 
 Range: TypeAlias = tuple[int, int]
-"""Positions of the order: the first, and the one behind the last."""
+"""Half-open range of positions in the epoch's order: first, stop."""
 
-Pieces: TypeAlias = tuple[Range, ...]
-"""What one worker gets in one hand."""
+Ranges: TypeAlias = tuple[Range, ...]
+"""Positions that one worker gets in one global step."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankBatch:
-    """What a worker gets of one hand, and what it knows of the others.
+    """One worker's part of a global step, with the sample count of the whole step.
 
-    `own` is empty for an idle worker; `samples` are its own, `total` those of all whose work in this hand counts.
-    `short` says that some of these got none.
+    `ranges` holds the worker's positions and is empty for an idle worker; `samples` is their number. `total` is the
+    number of samples of all workers whose work in this step counts. `incomplete` is True if some of these workers got
+    no samples.
     """
 
-    own: Pieces
+    ranges: Ranges
     samples: int
     total: int
-    short: bool
+    incomplete: bool
 
 
-class _Shape(Protocol):
-    """How a hand is laid out."""
+class _StepLayout(Protocol):
+    """Division of a global step's positions among its members."""
 
     @property
     def samples(self) -> int:
-        """Those of all pieces."""
+        """Number of samples in all parts."""
         ...
 
     @property
-    def pieces(self) -> int:
-        """How many there are; the first members have them."""
+    def parts(self) -> int:
+        """Number of parts; the first members of the global step get one each."""
         ...
 
-    def piece(self, rank: int) -> Pieces:
-        """That of the member with so many before it."""
+    def part(self, rank: int) -> Ranges:
+        """Return the positions of the member with index `rank` in the list of members."""
         ...
 
 
 @dataclass(slots=True)
-class _Batches:
+class _WholeBatches:
     """Whole batches, one for each member."""
 
     bounds: Sequence[int]
@@ -71,37 +73,37 @@ class _Batches:
         return self.bounds[self.stop] - self.bounds[self.first]
 
     @property
-    def pieces(self) -> int:
+    def parts(self) -> int:
         return self.stop - self.first
 
-    def piece(self, rank: int) -> Pieces:
+    def part(self, rank: int) -> Ranges:
         at = self.first + rank
         return ((self.bounds[at], self.bounds[at + 1]),) if at < self.stop else ()
 
 
 @dataclass(slots=True)
-class _Items:
+class _ReturnedRanges:
     """Ranges, one for each member."""
 
-    ranges: Pieces
+    ranges: Ranges
 
     @property
     def samples(self) -> int:
         return _samples(self.ranges)
 
     @property
-    def pieces(self) -> int:
+    def parts(self) -> int:
         return len(self.ranges)
 
-    def piece(self, rank: int) -> Pieces:
+    def part(self, rank: int) -> Ranges:
         return self.ranges[rank : rank + 1]
 
 
 @dataclass(slots=True)
-class _Even:
-    """Ranges laid end to end and cut evenly; earlier members get the larger pieces."""
+class _EvenSplit:
+    """Concatenated ranges that are split evenly; earlier members get the larger parts."""
 
-    ranges: Pieces
+    ranges: Ranges
     members: int
 
     @property
@@ -109,47 +111,47 @@ class _Even:
         return _samples(self.ranges)
 
     @property
-    def pieces(self) -> int:
+    def parts(self) -> int:
         return min(self.samples, self.members)
 
-    def piece(self, rank: int) -> Pieces:
+    def part(self, rank: int) -> Ranges:
         each, over = divmod(self.samples, self.members)
         start = each * rank + min(rank, over)
-        return _cut(self.ranges, start, start + each + (rank < over))
+        return _slice(self.ranges, start, start + each + (rank < over))
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
-    """Hands that were dealt to the same members: those behind hand `after`, from `batch` on.
+class _Segment:
+    """Consecutive global steps with the same members: those after step `after`, starting at batch `batch`.
 
-    A hand with something in it that was given back is a run by itself: `taken` is all that is in it.
+    A global step that contains returned positions is a segment of one step: `ranges` holds all its positions.
     """
 
     after: int
     members: tuple[int, ...]
     batch: int
-    taken: Pieces
+    ranges: Ranges
 
 
 @dataclass(frozen=True, slots=True)
-class _Change:
-    """A change of members that takes effect behind hand `after`; `back` is what is given back then."""
+class _PendingChange:
+    """A change of members that takes effect after global step `after`; `returned`: the positions that it returns."""
 
     members: tuple[int, ...]
     after: int
     committed: int
-    back: list[Range] = field(default_factory=list)
+    returned: list[Range] = field(default_factory=list)
 
 
 class BatchAssignment:
-    """Deals the batches of one pass, hand by hand. `sizes` are their samples, in order.
+    """Assigns the batches of one epoch, one global step at a time. `sizes` are their numbers of samples, in order.
 
-    In a global step each member gets one piece, or none when there are too few; the first in the order of `members`
-    have them. Returned positions are assigned first, lowest first. Under the rule "per-worker-batch" a piece is a
-    batch, or returned positions. Under "global-batch" a global step has the samples of `base` batches for any number of
-    members, cut evenly; with `base` members and nothing returned, each gets a batch as under "per-worker-batch".
+    In a global step each member gets one part, or none when there are too few; the first in the order of `members` have
+    them. Returned positions are assigned first, lowest first. Under the rule "per-worker-batch" a part is a batch, or a
+    range of returned positions. Under "global-batch" a global step has the samples of `base` batches for any number of
+    members, split evenly; with `base` members and nothing returned, each gets a batch as under "per-worker-batch".
 
-    `bounds` can be given in place of counting them (see `bounds_of`), for many deals over the same batches.
+    `bounds` replaces `sizes` (see `bounds_of`), so that many assignments over the same batches share one array.
     """
 
     def __init__(
@@ -160,146 +162,158 @@ class BatchAssignment:
         base: int | None = None,
         bounds: array[int] | None = None,
     ) -> None:
-        self.hand = 0
-        """The hands dealt so far in this pass."""
+        self.global_step = 0
+        """Number of global steps assigned so far in this epoch."""
         self._bounds = bounds if bounds is not None else bounds_of(sizes)
         self._members = tuple(members)
         self._rule: Literal["per-worker-batch", "global-batch"] = rule
         self._base = base if base is not None else len(self._members)
         self._committed = 0
-        self._batch, self._pool = 0, list[Range]()
-        self._more = 0
-        """Samples behind those of the batches."""
-        self._found: tuple[int, int, Pieces] = (0, 0, ())
-        """What was dealt before this machine began: the batches before this one, and so many more samples, without
-        these ranges."""
-        self._runs: list[_Run] = []
-        self._open = False
-        """Whether the last run goes on."""
+        self._next_batch, self._returned = 0, list[Range]()
+        self._extra_samples = 0
+        """Number of samples after those of the batches."""
+        self._restored: tuple[int, int, Ranges] = (0, 0, ())
+        """Work that was assigned before this object was restored: the number of batches, the number of extra samples,
+        and the ranges of both that were not assigned."""
+        self._segments: list[_Segment] = []
+        self._is_open = False
+        """True if the last segment can be continued with further global steps."""
         self._lost: dict[int, set[int]] = {}
-        """By hand: those whose piece of it was given back."""
-        self._coming: list[_Change] = []
-        self._since: dict[int, int] = {}
-        """By member: the hand after which it came, where that is not the beginning."""
+        """By global step: the workers whose part of the step was returned."""
+        self._pending: list[_PendingChange] = []
+        self._joined_after: dict[int, int] = {}
+        """By member: the global step after which it joined, unless it is a member from the start."""
 
     def next(self, me: int) -> RankBatch | None:
-        """Deal the next hand; None when nothing is left for anybody, unless somebody gives something back."""
-        if not self._pool and self._batch == len(self._bounds) - 1:
+        """Assign the next global step and return the part of worker `me`; None if nothing is left to assign.
+
+        A later membership change can return positions; then there is a next global step again.
+        """
+        if not self._returned and self._next_batch == len(self._bounds) - 1:
             return None
-        if self._pool or not self._open:
-            self._runs.append(_Run(self.hand, self._members, self._batch, self._take()))
-            self._open = not self._runs[-1].taken
-        if self._open:
-            self._batch = min(self._batch + self._step(self._members), len(self._bounds) - 1)
-        self.hand += 1
-        for change in self._coming:
-            self._give_back(change, self.hand)
-        portion = self._portion(me)
+        if self._returned or not self._is_open:
+            self._segments.append(_Segment(self.global_step, self._members, self._next_batch, self._take_returned()))
+            self._is_open = not self._segments[-1].ranges
+        if self._is_open:
+            self._next_batch = min(self._next_batch + self._batches_per_step(self._members), len(self._bounds) - 1)
+        self.global_step += 1
+        for change in self._pending:
+            self._return_parts(change, self.global_step)
+        rank_batch = self._rank_batch(me)
         self._take_effect()
-        return portion
+        return rank_batch
 
     def commit(self) -> None:
-        """All hands dealt so far are in the agreed state."""
-        self._committed = max(self._committed, self.hand)
+        """Note that all global steps assigned so far are in the agreed state."""
+        self._committed = max(self._committed, self.global_step)
 
     def change(self, members: Sequence[int], after: int, committed: int) -> None:
-        """Let others be members from the hand behind `after` on; until then hands are dealt as before.
+        """Replace the members from the global step after `after` on; earlier steps are assigned as before.
 
-        Hands up to `committed` count, with the work of those who are gone; what later hands up to `after` give to
-        these goes back. A worker that is gone and comes back later is a newcomer. A change waits for those that were
-        told before it, even where those who are left have not come so far yet.
+        Global steps up to `committed` count, with the work of removed members; the parts of removed members in later
+        steps up to `after` are returned. A worker that is removed and joins again counts as a new member. A change
+        takes effect after all earlier changes, even if the remaining members have not reached these yet.
         """
-        until = max([after, *(change.after for change in self._coming)])
-        if not (self.hand <= after and self._committed <= committed <= until):
-            known = f"{self.hand} with {self._committed} are known"
-            raise ValueError(f"{after} hands with {committed} committed, but {known}")
-        before, self._committed = self._latest, committed
-        self._coming.append(_Change(tuple(members), until, committed))
-        for number in range(committed + 1, self.hand + 1):
-            self._give_back(self._coming[-1], number)
-        there = set(before)
-        self._since = {worker: self._since.get(worker, 0) if worker in there else until for worker in members}
+        until = max([after, *(change.after for change in self._pending)])
+        if not (self.global_step <= after and self._committed <= committed <= until):
+            known = f"{self.global_step} are assigned and {self._committed} committed"
+            raise ValueError(f"change after {after} global steps with {committed} committed, but {known}")
+        before, self._committed = self._latest_members, committed
+        self._pending.append(_PendingChange(tuple(members), until, committed))
+        for number in range(committed + 1, self.global_step + 1):
+            self._return_parts(self._pending[-1], number)
+        former = set(before)
+        self._joined_after = {
+            worker: self._joined_after.get(worker, 0) if worker in former else until for worker in members
+        }
         self._take_effect()
 
-    def pending(self, worker: int) -> int:
-        """The samples of a worker in hands that are not committed."""
-        numbers = range(self._committed + 1, self.hand + 1)
-        return sum(_samples(self._piece(self._run(number), number, worker)) for number in numbers)
+    def uncommitted_samples(self, worker: int) -> int:
+        """Return the number of a worker's samples in global steps that are not committed."""
+        numbers = range(self._committed + 1, self.global_step + 1)
+        return sum(_samples(self._part(self._segment_of(number), number, worker)) for number in numbers)
 
-    def uncommitted(self, worker: int) -> Pieces:
-        """What a worker has in hands that are not committed."""
-        numbers = range(self._committed + 1, self.hand + 1)
-        return tuple(one for number in numbers for one in self._piece(self._run(number), number, worker))
+    def uncommitted_ranges(self, worker: int) -> Ranges:
+        """Return the positions of a worker in global steps that are not committed."""
+        numbers = range(self._committed + 1, self.global_step + 1)
+        return tuple(span for number in numbers for span in self._part(self._segment_of(number), number, worker))
 
-    def end(self) -> None:
-        """All that members knew of has been dealt: changes that were to come behind further hands have come."""
-        self._coming = [replace(change, after=min(change.after, self.hand)) for change in self._coming]
+    def apply_pending(self) -> None:
+        """Apply all pending changes now: no further global step will be assigned before them."""
+        self._pending = [replace(change, after=min(change.after, self.global_step)) for change in self._pending]
         self._take_effect()
 
-    def undealt(self) -> Pieces:
-        """What was given back and not dealt again so far."""
-        return tuple(sorted([*self._pool, *chain.from_iterable(change.back for change in self._coming)]))
+    def returned_ranges(self) -> Ranges:
+        """Return the positions that were returned and have not been assigned again."""
+        return tuple(sorted([*self._returned, *chain.from_iterable(change.returned for change in self._pending)]))
 
-    def extend(self, samples: int) -> None:
-        """Put so many samples behind all others: work of an earlier pass that was lost, and is to be done again."""
-        start = self._bounds[-1] + self._more
-        self._more += samples
-        (self._coming[-1].back if self._coming else self._pool).append((start, start + samples))
+    def append_samples(self, samples: int) -> None:
+        """Append samples after all others: work of an earlier epoch that was lost and has to be repeated."""
+        start = self._bounds[-1] + self._extra_samples
+        self._extra_samples += samples
+        (self._pending[-1].returned if self._pending else self._returned).append((start, start + samples))
 
-    def parts(self) -> Callable[[int], int]:
-        """Tells of each worker its samples in the last hand, less what was given back until now.
+    def last_step_samples(self) -> Callable[[int], int]:
+        """Return a function from a worker to its number of samples in the last global step, without returned ones.
 
-        Nothing is computed before somebody is asked for: that is seldom, and there may be many workers.
+        Nothing is computed before the function is called: calls are rare, and there may be many workers.
         """
-        run, number, lost = self._runs[-1], self.hand, self._lost.get(self.hand, ())
-        return lambda worker: 0 if worker in lost else _samples(self._dealt(run, number, worker))
+        segment, number, lost = self._segments[-1], self.global_step, self._lost.get(self.global_step, ())
+        return lambda worker: 0 if worker in lost else _samples(self._assigned(segment, number, worker))
 
-    def departed(self) -> NDArray[np.uint8]:
-        """How often the committed work of ended lives has each position, and all work from before this machine.
+    def counts_of_departed(self) -> NDArray[np.uint8]:
+        """Return how often each position is in committed work of ended incarnations or in work from before `restored`.
 
-        With `own` of all members it adds up to 1 everywhere when the pass is done: a machine that was restored when
-        its worker came has the others' earlier work in here, so take this of the worker that has been there longest.
+        Added to `own_counts` of all members, the counts are 1 everywhere at the end of the epoch. An object that was
+        restored when its worker joined counts the other members' earlier work here; so use the counts of the worker
+        that joined first.
         """
-        batch, more, without = self._found
-        counts = np.zeros(self._bounds[-1] + self._more, np.uint8)
+        batch, extra, unassigned = self._restored
+        counts = np.zeros(self._bounds[-1] + self._extra_samples, np.uint8)
         counts[: self._bounds[batch]] = 1
-        counts[self._bounds[-1] : self._bounds[-1] + more] = 1
-        for start, stop in without:
+        counts[self._bounds[-1] : self._bounds[-1] + extra] = 1
+        for start, stop in unassigned:
             counts[start:stop] = 0
-        for run, numbers in self._count():
-            for worker in set(run.members) - self._alive(run):
-                self._add(counts, run, numbers, worker)
+        for segment, numbers in self._committed_steps():
+            for worker in set(segment.members) - self._unrestarted(segment):
+                self._add(counts, segment, numbers, worker)
         return counts
 
-    def own(self, me: int) -> NDArray[np.uint8]:
-        """How often each position is in the committed work of a member since it came."""
-        counts = np.zeros(self._bounds[-1] + self._more, np.uint8)
-        for run, numbers in self._count():
-            if me in self._alive(run):
-                self._add(counts, run, numbers, me)
+    def own_counts(self, me: int) -> NDArray[np.uint8]:
+        """Return how often each position is in the committed work of a member since it joined."""
+        counts = np.zeros(self._bounds[-1] + self._extra_samples, np.uint8)
+        for segment, numbers in self._committed_steps():
+            if me in self._unrestarted(segment):
+                self._add(counts, segment, numbers, me)
         return counts
 
-    def ahead(self, me: int) -> Iterator[Pieces]:
-        """A worker's pieces of the hands to come, as long as nothing is heard that is not known now. Deals nothing."""
-        twin = self.twin()
-        return (portion.own for portion in iter(lambda: twin.next(me), None))
+    def upcoming(self, me: int) -> Iterator[Ranges]:
+        """Yield a worker's parts of the coming global steps if no further change happens. Assigns nothing."""
+        other = self.copied()
+        return (rank_batch.ranges for rank_batch in iter(lambda: other.next(me), None))
 
-    def twin(self) -> BatchAssignment:
-        """Another that stands where this one does."""
-        twin = copy.copy(self)
-        twin._pool, twin._runs, twin._lost = self._pool.copy(), self._runs.copy(), self._lost.copy()
-        twin._coming = [replace(change, back=change.back.copy()) for change in self._coming]
-        return twin
+    def copied(self) -> BatchAssignment:
+        """Return an independent copy in the same state."""
+        other = copy.copy(self)
+        other._returned, other._segments, other._lost = self._returned.copy(), self._segments.copy(), self._lost.copy()
+        other._pending = [replace(change, returned=change.returned.copy()) for change in self._pending]
+        return other
 
     def state(self) -> dict[str, Any]:
-        """All there is to know when nothing is uncommitted: numbers and bytes. What was not dealt is not committed."""
-        if self._committed != self.hand or self._coming:
-            raise ValueError(f"of {self.hand} hands only {self._committed} are committed, or a change is to come")
+        """Return the whole state as numbers and bytes. Raises ValueError if a global step is not committed or a change
+        is pending.
+
+        Positions that are not assigned yet count as not committed.
+        """
+        if self._committed != self.global_step or self._pending:
+            raise ValueError(
+                f"only {self._committed} of {self.global_step} global steps are committed, or a change is pending"
+            )
         return {
-            "hand": self.hand,
-            "batch": self._batch,
-            "more": self._more,
-            "pool": list(chain.from_iterable(self._pool)),
+            "global_step": self.global_step,
+            "batch": self._next_batch,
+            "extra_samples": self._extra_samples,
+            "returned": list(chain.from_iterable(self._returned)),
             "rule": self._rule,
             "base": self._base,
             "sizes": _packed(self._bounds),
@@ -307,143 +321,152 @@ class BatchAssignment:
 
     @classmethod
     def restored(cls, state: dict[str, Any], members: Sequence[int]) -> BatchAssignment:
-        """Go on from a state with these members. All work in it is that of ended lives."""
-        deal = cls((), members, state["rule"], state["base"], _unpacked(state["sizes"]))
-        deal.hand = deal._committed = state["hand"]
-        deal._batch, deal._more = state["batch"], state["more"]
-        deal._pool = list(zip(state["pool"][::2], state["pool"][1::2], strict=True))
-        deal._found = (deal._batch, deal._more, tuple(deal._pool))
-        return deal
+        """Return an assignment that continues from a state with these members. All work in the state is that of ended
+        incarnations."""
+        assignment = cls((), members, state["rule"], state["base"], _unpacked(state["sizes"]))
+        assignment.global_step = assignment._committed = state["global_step"]
+        assignment._next_batch, assignment._extra_samples = state["batch"], state["extra_samples"]
+        assignment._returned = list(zip(state["returned"][::2], state["returned"][1::2], strict=True))
+        assignment._restored = (assignment._next_batch, assignment._extra_samples, tuple(assignment._returned))
+        return assignment
 
     @classmethod
-    def of_settled(cls, bounds: array[int], settled: Iterable[int], workers: int) -> BatchAssignment:
-        """That of batches which were handed out one by one: what is not settled was given back."""
-        deal, done = cls((), (), base=workers, bounds=bounds), set(settled)
-        deal._batch = max(done, default=-1) + 1
-        deal._pool = [(bounds[one], bounds[one + 1]) for one in range(deal._batch) if one not in done]
-        return deal
+    def from_settled(cls, bounds: array[int], settled: Iterable[int], workers: int) -> BatchAssignment:
+        """Return the assignment of batches that were leased one by one; batches that are not settled are returned."""
+        assignment, done = cls((), (), base=workers, bounds=bounds), set(settled)
+        assignment._next_batch = max(done, default=-1) + 1
+        assignment._returned = [
+            (bounds[batch], bounds[batch + 1]) for batch in range(assignment._next_batch) if batch not in done
+        ]
+        return assignment
 
-    def left(self) -> Pieces:
-        """All that is still to be dealt, in order: what was given back, and the batches that nobody has had."""
-        batches = zip(self._bounds[self._batch : -1], self._bounds[self._batch + 1 :], strict=True)
-        return tuple(sorted([*self.undealt(), *batches]))
+    def remaining(self) -> Ranges:
+        """Return all positions that are still to be assigned, in order: returned ones and batches not assigned yet."""
+        batches = zip(self._bounds[self._next_batch : -1], self._bounds[self._next_batch + 1 :], strict=True)
+        return tuple(sorted([*self.returned_ranges(), *batches]))
 
     @property
     def samples(self) -> int:
-        """Those of the batches, without what was put behind them."""
+        """Number of samples of the batches, without extra samples."""
         return self._bounds[-1]
 
     @property
-    def handed(self) -> int:
-        """Those that were dealt and not given back, with what was put behind the batches."""
-        return self._bounds[self._batch] + self._more - _samples(self.undealt())
+    def assigned_samples(self) -> int:
+        """Number of samples that were assigned and not returned, including extra samples."""
+        return self._bounds[self._next_batch] + self._extra_samples - _samples(self.returned_ranges())
 
     @property
     def committed(self) -> int:
-        """The hands whose work is in the agreed state."""
+        """Number of global steps whose work is in the agreed state."""
         return self._committed
 
     @property
     def members(self) -> tuple[int, ...]:
-        """Who gets something in the next hand."""
+        """Members of the next global step."""
         return self._members
 
     @property
-    def _latest(self) -> tuple[int, ...]:
-        """The members behind all changes that are known."""
-        return self._coming[-1].members if self._coming else self._members
+    def _latest_members(self) -> tuple[int, ...]:
+        """Members after all known changes."""
+        return self._pending[-1].members if self._pending else self._members
 
-    def _step(self, members: tuple[int, ...]) -> int:
-        """The batches in a hand with nothing given back."""
+    def _batches_per_step(self, members: tuple[int, ...]) -> int:
+        """Return the number of batches in a global step without returned positions."""
         return len(members) if self._rule == "per-worker-batch" else self._base
 
-    def _take(self) -> Pieces:
-        """What is in the next hand, when something was given back."""
-        if not self._pool:
+    def _take_returned(self) -> Ranges:
+        """Remove and return the positions of the next global step if there are returned positions, else ()."""
+        if not self._returned:
             return ()
         if self._rule == "per-worker-batch":
-            self._refill(self._batch + len(self._members) - len(self._pool))
-            taken, self._pool = self._pool[: len(self._members)], self._pool[len(self._members) :]
+            self._refill(self._next_batch + len(self._members) - len(self._returned))
+            taken, self._returned = self._returned[: len(self._members)], self._returned[len(self._members) :]
             return tuple(taken)
         full = max(self._bounds[min(self._base, len(self._bounds) - 1)], 1)
-        lacks = self._bounds[self._batch] + full - _samples(self._pool)
-        self._refill(bisect_left(self._bounds, lacks, self._batch))
-        pool, self._pool = self._pool, list(_cut(self._pool, full, _samples(self._pool)))
-        return _cut(pool, 0, full)
+        missing = self._bounds[self._next_batch] + full - _samples(self._returned)
+        self._refill(bisect_left(self._bounds, missing, self._next_batch))
+        ranges, self._returned = self._returned, list(_slice(self._returned, full, _samples(self._returned)))
+        return _slice(ranges, 0, full)
 
     def _refill(self, stop: int) -> None:
-        """Put whole batches up to `stop` behind what was given back."""
-        stop = max(self._batch, min(stop, len(self._bounds) - 1))
-        self._pool += zip(self._bounds[self._batch : stop], self._bounds[self._batch + 1 : stop + 1], strict=True)
-        self._batch = stop
+        """Append whole batches up to batch `stop` to the returned positions."""
+        stop = max(self._next_batch, min(stop, len(self._bounds) - 1))
+        self._returned += zip(
+            self._bounds[self._next_batch : stop], self._bounds[self._next_batch + 1 : stop + 1], strict=True
+        )
+        self._next_batch = stop
 
-    def _shape(self, run: _Run, number: int) -> _Shape:
-        members = len(run.members)
-        if run.taken:
-            return _Items(run.taken) if self._rule == "per-worker-batch" else _Even(run.taken, members)
-        step = self._step(run.members)
-        first = run.batch + (number - run.after - 1) * step
+    def _layout(self, segment: _Segment, number: int) -> _StepLayout:
+        members = len(segment.members)
+        if segment.ranges:
+            return (
+                _ReturnedRanges(segment.ranges)
+                if self._rule == "per-worker-batch"
+                else _EvenSplit(segment.ranges, members)
+            )
+        step = self._batches_per_step(segment.members)
+        first = segment.batch + (number - segment.after - 1) * step
         stop = min(first + step, len(self._bounds) - 1)
         if step == members:
-            return _Batches(self._bounds, first, stop)
-        return _Even(((self._bounds[first], self._bounds[stop]),), members)
+            return _WholeBatches(self._bounds, first, stop)
+        return _EvenSplit(((self._bounds[first], self._bounds[stop]),), members)
 
-    def _run(self, number: int) -> _Run:
-        """The run that a hand is in."""
-        return self._runs[bisect_left(self._runs, number, key=lambda run: run.after) - 1]
+    def _segment_of(self, number: int) -> _Segment:
+        """Return the segment that contains a global step."""
+        return self._segments[bisect_left(self._segments, number, key=lambda segment: segment.after) - 1]
 
-    def _piece(self, run: _Run, number: int, worker: int) -> Pieces:
-        """What a worker got in a hand and has not given back."""
-        return () if worker in self._lost.get(number, ()) else self._dealt(run, number, worker)
+    def _part(self, segment: _Segment, number: int, worker: int) -> Ranges:
+        """Return a worker's positions in a global step, without returned ones."""
+        return () if worker in self._lost.get(number, ()) else self._assigned(segment, number, worker)
 
-    def _dealt(self, run: _Run, number: int, worker: int) -> Pieces:
-        rank = bisect_left(run.members, worker)
-        return self._shape(run, number).piece(rank) if run.members[rank : rank + 1] == (worker,) else ()
+    def _assigned(self, segment: _Segment, number: int, worker: int) -> Ranges:
+        rank = bisect_left(segment.members, worker)
+        return self._layout(segment, number).part(rank) if segment.members[rank : rank + 1] == (worker,) else ()
 
-    def _portion(self, me: int) -> RankBatch:
-        """What `me` gets of the last hand."""
-        run, lost = self._runs[-1], self._lost.get(self.hand)
-        shape = self._shape(run, self.hand)
-        mine = self._since.get(me, 0) <= run.after  # else it was that of an earlier life
-        own = self._piece(run, self.hand, me) if mine else ()
+    def _rank_batch(self, me: int) -> RankBatch:
+        """Return the part of worker `me` in the last global step."""
+        segment, lost = self._segments[-1], self._lost.get(self.global_step)
+        layout = self._layout(segment, self.global_step)
+        is_mine = self._joined_after.get(me, 0) <= segment.after  # else the part was an earlier incarnation's
+        own = self._part(segment, self.global_step, me) if is_mine else ()
         if not lost:
-            return RankBatch(own, _samples(own), shape.samples, shape.pieces < len(run.members))
-        counting = [shape.piece(rank) for rank, worker in enumerate(run.members) if worker not in lost]
+            return RankBatch(own, _samples(own), layout.samples, layout.parts < len(segment.members))
+        counting = [layout.part(rank) for rank, worker in enumerate(segment.members) if worker not in lost]
         return RankBatch(own, _samples(own), sum(map(_samples, counting)), () in counting)
 
-    def _give_back(self, change: _Change, number: int) -> None:
-        """Keep for a change what a hand gave to those who are gone by then."""
-        run, lost = self._run(number), self._lost.get(number, set())
-        gone = set(run.members).difference(change.members, lost) if number > change.committed else set()
-        for worker in gone:
-            change.back.extend(one for one in self._piece(run, number, worker) if one[0] < one[1])
-        if gone:
-            self._lost[number] = lost | gone
+    def _return_parts(self, change: _PendingChange, number: int) -> None:
+        """Add the parts that removed members had in a global step to the positions that a change returns."""
+        segment, lost = self._segment_of(number), self._lost.get(number, set())
+        removed = set(segment.members).difference(change.members, lost) if number > change.committed else set()
+        for worker in removed:
+            change.returned.extend(span for span in self._part(segment, number, worker) if span[0] < span[1])
+        if removed:
+            self._lost[number] = lost | removed
 
     def _take_effect(self) -> None:
-        """Change the members when all hands before are dealt."""
-        while self._coming and self._coming[0].after == self.hand:
-            change = self._coming.pop(0)
-            self._members, self._open = change.members, False
-            self._pool = sorted(self._pool + change.back)
+        """Apply changes whose preceding global steps are all assigned."""
+        while self._pending and self._pending[0].after == self.global_step:
+            change = self._pending.pop(0)
+            self._members, self._is_open = change.members, False
+            self._returned = sorted(self._returned + change.returned)
 
-    def _alive(self, run: _Run) -> set[int]:
-        """Those who are members now and were the same life in this run."""
-        return {worker for worker in self._latest if self._since.get(worker, 0) <= run.after}
+    def _unrestarted(self, segment: _Segment) -> set[int]:
+        """Return the current members that have not been restarted since this segment."""
+        return {worker for worker in self._latest_members if self._joined_after.get(worker, 0) <= segment.after}
 
-    def _count(self) -> Iterator[tuple[_Run, range]]:
-        """The runs with their committed hands."""
-        ends = [*(run.after for run in self._runs[1:]), self.hand]
-        for run, end in zip(self._runs, ends, strict=False):
-            yield run, range(run.after + 1, min(end, self._committed) + 1)
+    def _committed_steps(self) -> Iterator[tuple[_Segment, range]]:
+        """Yield each segment with its committed global steps."""
+        ends = [*(segment.after for segment in self._segments[1:]), self.global_step]
+        for segment, end in zip(self._segments, ends, strict=False):
+            yield segment, range(segment.after + 1, min(end, self._committed) + 1)
 
-    def _add(self, counts: NDArray[np.uint8], run: _Run, numbers: range, worker: int) -> None:
-        for start, stop in chain.from_iterable(self._piece(run, number, worker) for number in numbers):
+    def _add(self, counts: NDArray[np.uint8], segment: _Segment, numbers: range, worker: int) -> None:
+        for start, stop in chain.from_iterable(self._part(segment, number, worker) for number in numbers):
             counts[start:stop] += 1
 
 
 def bounds_of(sizes: Sequence[int]) -> array[int]:
-    """Where the batches begin, and the end: to be shared by many deals."""
+    """Return the first position of each batch, and the end. Many assignments can share the result."""
     return array("q", accumulate(sizes, initial=0))
 
 
@@ -451,25 +474,25 @@ def _samples(ranges: Sequence[Range]) -> int:
     return sum(stop - start for start, stop in ranges)
 
 
-def _cut(ranges: Sequence[Range], start: int, stop: int) -> Pieces:
-    """The samples `start` to `stop` of ranges that are laid end to end."""
-    found: list[Range] = []
+def _slice(ranges: Sequence[Range], start: int, stop: int) -> Ranges:
+    """Return the samples `start` to `stop` of concatenated ranges."""
+    slices: list[Range] = []
     for low, high in ranges:
         first, last = low + max(start, 0), min(high, low + stop)
         if first < last:
-            found.append((first, last))
+            slices.append((first, last))
         start, stop = start - (high - low), stop - (high - low)
-    return tuple(found)
+    return tuple(slices)
 
 
 def _packed(bounds: Sequence[int]) -> bytes:
-    """The sizes of batches: how many of one size come in a row, and the size."""
+    """Return the batch sizes, run-length encoded."""
     rows = groupby(stop - start for start, stop in pairwise(bounds))
     return np.array([(len(list(row)), size) for size, row in rows], "<i8").tobytes()
 
 
 @lru_cache(maxsize=1)
 def _unpacked(packed: bytes) -> array[int]:
-    """Where the batches begin. Deals of one process that are restored from the same state share it."""
+    """Return the bounds of batches. Assignments that one process restores from the same state share the array."""
     numbers = np.frombuffer(packed, "<i8")
     return bounds_of(np.repeat(numbers[1::2], numbers[::2]).tolist())

@@ -1,8 +1,9 @@
-"""Who gets which batch when nobody waits, and when all meet after all. A plain state machine.
+"""Dispatch of batches to asynchronous workers, and the barriers between them. A plain state machine.
 
-A pass begins when a worker says so; whoever is free gets the next batch. All workers meet at the end of the pass, and
-after every so many batches if they are to: each is told so once, before it gets a batch beyond. A pass is over when
-nobody holds a batch any more; so whoever has none left waits until that is so, or until one comes back.
+The first worker that begins an epoch starts it; each free worker leases the next batch. All workers meet at a barrier
+at the end of the epoch and, if asked for, after a fixed number of batches: each worker gets one reply per barrier that
+says so, before it gets a later batch. An epoch is over when no worker holds a batch any more, so a worker without a
+batch waits until then, or until a batch is returned.
 """
 
 from __future__ import annotations
@@ -11,200 +12,208 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from stretto.data.leases import Dealt, DealtAmong, Free, Lease, Ledger
+from stretto.data.leases import FirstCome, Lease, Ledger, RoundRobin, RoundRobinAmong
 from stretto.membership.epoch_numbers import section_of
 
 
 @dataclass(frozen=True, slots=True)
 class DispatchReply:
-    """What a worker that asked is told: its lease, or to meet the others, or with neither that nothing is left.
+    """Reply to a worker that asks for a batch: a lease, a call to a barrier, or neither if no batch is left.
 
-    `samples` counts those handed out in the pass so far. `cut` says that the meeting is only for keeping what there is.
+    `samples` is the number of samples leased in the epoch so far. `snapshot` is True if the barrier is only for a
+    snapshot.
     """
 
     lease: Lease | None
     samples: int
-    meet: bool = False
-    cut: bool = False
+    barrier: bool = False
+    snapshot: bool = False
 
 
 class BatchDispatcher:
-    """The batches of one pass after the other, handed to whoever is free."""
+    """Leases the batches of one epoch after another to free workers."""
 
     def __init__(self, workers: int) -> None:
         self.members = set(range(workers))
-        self.number = 0
-        self._all = workers
-        self._ledger = Ledger([], Free())
-        self._before: Sequence[int] = ()
-        """What was settled of the pass before it began here."""
+        self.epoch_number = 0
+        self._workers = workers
+        self._ledger = Ledger([], FirstCome())
+        self._settled_before: Sequence[int] = ()
+        """Batches of the epoch that were settled before it began in this process."""
         self._leases: dict[int, Lease] = {}
-        self._meet: int | None = None
-        self._handed = self._samples = 0
-        self.called: list[bool] = []
-        """The meetings that were called, over all passes: whether each is only a cut."""
-        self.may_call = True
-        """Whether more of them may be called: not while somebody waits at the end of the pass."""
-        self._heard: dict[int, int] = {}
-        """Of how many of them each worker has been told."""
-        self._due = 0
-        """How many of them come of the batches handed out."""
+        self._barrier_every: int | None = None
+        self._batches_leased = self._samples = 0
+        self.barriers_called: list[bool] = []
+        """Barriers called so far, over all epochs: True for one that is only for a snapshot."""
+        self.may_call_barrier = True
+        """True if further barriers may be called: False while a worker waits at the end of the epoch."""
+        self._notified: dict[int, int] = {}
+        """By worker: number of called barriers that it was sent."""
+        self._due_barriers = 0
+        """Number of barriers that follow from the number of leased batches."""
         self._waiting: set[int] = set()
-        """Those that have nothing left, and wait for the end of the pass."""
-        self._out: set[int] = set()
-        """Those whose script has left the pass early: the others do what is left."""
+        """Workers that have no batch left and wait for the end of the epoch."""
+        self._left_early: set[int] = set()
+        """Workers whose script has left the epoch early: the others do the remaining batches."""
 
     @property
     def ledger(self) -> Ledger:
-        """The books of the pass."""
+        """Leases of the current epoch."""
         return self._ledger
 
     def begin(
         self,
-        number: int,
+        epoch_number: int,
         sizes: Sequence[int],
-        meet: int | None = None,
-        dealt: bool = False,
+        barrier_every: int | None = None,
+        in_turn: bool = False,
         settled: Sequence[int] = (),
     ) -> None:
-        """Pass `number` begins, with batches of these sizes; workers `meet` after so many. Said twice, done once.
+        """Start epoch `epoch_number` with batches of these sizes, with a barrier after every `barrier_every` of them.
+        Idempotent.
 
-        Batches that are `dealt` are not for whoever is free, but for the workers in turn. Those that are `settled` were
-        done before: then the others are for whoever is free. Each section counts its own meetings.
+        Batches are reserved for the workers in turn if `in_turn`, else they go to the first worker that asks. If some
+        are `settled`, they were trained before, and the others go to the first worker that asks. Each section of the
+        script counts its barriers separately.
         """
-        if number <= self.number:
+        if epoch_number <= self.epoch_number:
             return
-        if section_of(number) != section_of(self.number):
-            self._handed = self._due * (meet or 0)
-        self.number, self._meet = number, meet
-        among = Dealt(self._all) if len(self.members) == self._all else DealtAmong(sorted(self.members))
-        self._ledger = Ledger(sizes, among if dealt else Free())
-        self._before = settled
+        if section_of(epoch_number) != section_of(self.epoch_number):
+            self._batches_leased = self._due_barriers * (barrier_every or 0)
+        self.epoch_number, self._barrier_every = epoch_number, barrier_every
+        plan = (
+            RoundRobin(self._workers) if len(self.members) == self._workers else RoundRobinAmong(sorted(self.members))
+        )
+        self._ledger = Ledger(sizes, plan if in_turn else FirstCome())
+        self._settled_before = settled
         if settled:
-            self._ledger.go_back(settled)
+            self._ledger.roll_back(settled)
         self._leases, self._samples = {}, self._ledger.settled_samples
         self._waiting.clear()
-        self._out.clear()
+        self._left_early.clear()
 
-    def lease(self, worker: int, number: int) -> DispatchReply:
-        """A worker is free. What it asks of a pass that is over, it gets nothing for."""
-        if number != self.number or worker not in self.members:
+    def lease(self, worker: int, epoch_number: int) -> DispatchReply:
+        """Reply to a free worker; one that asks for a batch of an epoch that is over gets none."""
+        if epoch_number != self.epoch_number or worker not in self.members:
             return DispatchReply(None, self._samples)
-        heard = self._heard.get(worker, 0)
-        if heard < len(self.called):
-            self._heard[worker] = heard + 1
-            return DispatchReply(None, self._samples, meet=True, cut=self.called[heard])
-        lease = self._ledger.lease(worker) if worker not in self._out else None
+        notified = self._notified.get(worker, 0)
+        if notified < len(self.barriers_called):
+            self._notified[worker] = notified + 1
+            return DispatchReply(None, self._samples, barrier=True, snapshot=self.barriers_called[notified])
+        lease = self._ledger.lease(worker) if worker not in self._left_early else None
         if lease is not None:
             self._leases[lease.batch] = lease
-            self._handed += 1
+            self._batches_leased += 1
             self._samples += lease.samples
             self._call_due()
         return DispatchReply(lease, self._samples)
 
-    def call(self, worker: int) -> None:
-        """All are to meet for a cut, if there still is a batch for the worker that asks."""
-        if self.may_call and self._has(worker):
-            self.called.append(True)
+    def call_snapshot_barrier(self, worker: int) -> None:
+        """Call a barrier for a snapshot, if there is still a batch for the worker that asks."""
+        if self.may_call_barrier and self._has_batch(worker):
+            self.barriers_called.append(True)
 
-    def settle(self, worker: int, number: int, batches: Sequence[int]) -> int:
-        """Work on these batches is in the agreed state; returns how many counted."""
-        if number != self.number:
+    def settle(self, worker: int, epoch_number: int, batches: Sequence[int]) -> int:
+        """Count these batches, whose work is in the agreed state; return how many were counted."""
+        if epoch_number != self.epoch_number:
             return 0
-        found = [lease for batch in batches if (lease := self._leases.get(batch)) and lease.worker == worker]
-        return sum(self._ledger.settle(lease) for lease in found)
+        leases = [lease for batch in batches if (lease := self._leases.get(batch)) and lease.worker == worker]
+        return sum(self._ledger.settle(lease) for lease in leases)
 
-    def wait(self, worker: int, number: int, left: bool = False) -> None:
-        """A worker has nothing left, and waits for the end of the pass. What it has not settled it never will.
+    def wait(self, worker: int, epoch_number: int, left: bool = False) -> None:
+        """Note that a worker has no batch left and waits for the end of the epoch: it will settle none of its leases.
 
-        What one that has `left` the pass has not settled is for others, and it gets nothing more.
+        The leases of a worker that has `left` the epoch are returned for the others, and it gets no further batch.
         """
-        if worker not in self.members or number != self.number:
+        if worker not in self.members or epoch_number != self.epoch_number:
             return
         self._waiting.add(worker)
         if left:
-            self._out.add(worker)
+            self._left_early.add(worker)
             self._samples -= self._ledger.give_back(worker)
         else:
             self._ledger.drop(worker)
 
     def release(self, all_known: bool = True) -> dict[int, bool]:
-        """Those that wait no more: whether the pass is over for them, or there are batches again.
+        """Remove and return the workers that need not wait any more: True if the epoch is over, False if there are
+        batches.
 
-        It is not over before `all_known`, for some may have been called to a meeting that is not known of.
+        The epoch is not over before `all_known`: workers may have been called to a barrier that this process does not
+        know.
         """
-        again = {worker: False for worker in self._waiting if self._has(worker) or self._is_called(worker)}
-        told = again or (dict.fromkeys(self._waiting, True) if self.is_over and all_known else {})
-        self._waiting -= told.keys()
-        return told
+        continuing = {worker: False for worker in self._waiting if self._has_batch(worker) or self._is_called(worker)}
+        released = continuing or (dict.fromkeys(self._waiting, True) if self.is_over and all_known else {})
+        self._waiting -= released.keys()
+        return released
 
     @property
     def is_over(self) -> bool:
-        """Whether nobody holds a batch of the pass, and none is left."""
-        return not self._ledger.outstanding and not any(map(self._has, self.members))
+        """True if no worker holds a batch of the epoch, and none is left."""
+        return not self._ledger.outstanding and not any(map(self._has_batch, self.members))
 
-    def _has(self, worker: int) -> bool:
-        """Whether there is something for a worker."""
-        return worker not in self._out and self._ledger.has(worker)
+    def _has_batch(self, worker: int) -> bool:
+        """Return True if there is a batch for the worker."""
+        return worker not in self._left_early and self._ledger.has_batch(worker)
 
     def leave(self, worker: int) -> int:
-        """A worker has left: its batches go back. Returns their samples."""
+        """Remove a worker and return its batches; return their number of samples."""
         self.members.discard(worker)
         self._waiting.discard(worker)
-        self._out.discard(worker)
-        self._heard.pop(worker, None)
-        back = self._ledger.give_back(worker)
-        self._samples -= back
-        return back
+        self._left_early.discard(worker)
+        self._notified.pop(worker, None)
+        returned = self._ledger.give_back(worker)
+        self._samples -= returned
+        return returned
 
-    def join(self, worker: int, met: int) -> None:
-        """A newcomer is there, which need not come to the first `met` meetings.
+    def join(self, worker: int, barriers_passed: int) -> None:
+        """Add a worker that need not come to the first `barriers_passed` barriers.
 
-        It does nothing of a pass that all others have left, and that is over for them.
+        It gets no batch of an epoch that all other workers have left.
         """
-        if self.members and self.is_over and self._ledger.has(worker):
-            self._out.add(worker)
+        if self.members and self.is_over and self._ledger.has_batch(worker):
+            self._left_early.add(worker)
         self.members.add(worker)
-        self.called_at_least(met, cut=False)  # those who knew what they had been to may be dead
-        self._heard[worker] = met
+        self.note_barriers(barriers_passed, snapshot=False)  # the workers that knew of these barriers may have failed
+        self._notified[worker] = barriers_passed
 
-    def called_at_least(self, count: int, cut: bool) -> None:
-        """Somebody has come to the meeting of this number."""
-        self.called += [cut] * (count - len(self.called))
+    def note_barriers(self, count: int, snapshot: bool) -> None:
+        """Note that a worker has come to the barrier of this number."""
+        self.barriers_called += [snapshot] * (count - len(self.barriers_called))
 
-    def heard(self, worker: int, called: Sequence[bool]) -> None:
-        """A worker has been told of these meetings, perhaps by one that is no more, and has not read of others."""
-        if len(called) > len(self.called):
-            self.called = list(called)
-            self._due = self.called.count(False)
-            self._handed = max(self._handed, self._due * (self._meet or 0))
-        self._heard[worker] = len(called)
+    def note_notified(self, worker: int, called: Sequence[bool]) -> None:
+        """Note that a worker was called to these barriers, perhaps by an earlier process of the dispatcher, and to no
+        others."""
+        if len(called) > len(self.barriers_called):
+            self.barriers_called = list(called)
+            self._due_barriers = self.barriers_called.count(False)
+            self._batches_leased = max(self._batches_leased, self._due_barriers * (self._barrier_every or 0))
+        self._notified[worker] = len(called)
 
-    # --- going back ---------------------------------------------------------------------------------------------
+    # --- rollback -----------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """What has to be known to come back to this moment."""
+        """Return the state to which a rollback to this moment returns."""
         ledger = self._ledger
-        return {"number": self.number, "settled": ledger.settled, "trained_by": ledger.trained_by}
+        return {"number": self.epoch_number, "settled": ledger.settled, "trained_by": ledger.trained_by}
 
-    def go_back(self, state: dict[str, Any]) -> None:
-        """Back to such a moment: what was settled after it is not, and everybody's leases are void.
+    def roll_back(self, state: dict[str, Any]) -> None:
+        """Roll back to a state: later settlements and all leases are void.
 
-        A moment of a pass that is over is the end of it, before the first batch of this one.
+        A state of an earlier epoch stands for the end of that epoch, before the first batch of this one.
         """
-        if state["number"] == self.number:
-            self._ledger.go_back(state["settled"], state["trained_by"])
+        if state["number"] == self.epoch_number:
+            self._ledger.roll_back(state["settled"], state["trained_by"])
         else:
-            self._ledger.go_back(self._before)
+            self._ledger.roll_back(self._settled_before)
         self._leases, self._samples = {}, self._ledger.settled_samples
         self._waiting.clear()
 
     def _is_called(self, worker: int) -> bool:
-        return self._heard.get(worker, 0) < len(self.called)
+        return self._notified.get(worker, 0) < len(self.barriers_called)
 
     def _call_due(self) -> None:
-        """Call the meetings that the batches handed out so far ask for."""
-        while self._meet is not None and self._due < self._handed // self._meet:
-            self._due += 1
-            if self.may_call:
-                self.called.append(False)
+        """Call the barriers that follow from the number of batches leased so far."""
+        while self._barrier_every is not None and self._due_barriers < self._batches_leased // self._barrier_every:
+            self._due_barriers += 1
+            if self.may_call_barrier:
+                self.barriers_called.append(False)

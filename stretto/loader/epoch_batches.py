@@ -91,7 +91,7 @@ class UncommittedWork:
         if worker in self._taken or worker not in self._deal.members:
             return []
         self._taken.add(worker)
-        return self._order.among(self._deal.uncommitted(worker))
+        return self._order.among(self._deal.uncommitted_ranges(worker))
 
 
 class AssignedEpoch:
@@ -114,7 +114,7 @@ class AssignedEpoch:
         self.dropped, self.samples = self.order.dropped, self.deal.samples
         self._settled: list[Range] = []
         self._parts = isinstance(wire, ElasticTransport)
-        self._since, self._changed = self.deal.hand, found is not None
+        self._since, self._changed = self.deal.global_step, found is not None
         self.is_over = False
         """Whether all hands are dealt."""
         if found is None:
@@ -123,12 +123,12 @@ class AssignedEpoch:
     @property
     def handed(self) -> int:
         """The samples that all have got in this pass, less what was given back."""
-        return self.deal.handed
+        return self.deal.assigned_samples
 
     @property
     def has_more(self) -> bool:
         """Whether there are samples that no worker has got yet."""
-        return self.deal.handed < self.deal.samples
+        return self.deal.assigned_samples < self.deal.samples
 
     def at_rest(self) -> BatchAssignment:
         """The deal so far, at a rest: those who are there have nothing left, though the last hand's may be gone."""
@@ -166,7 +166,7 @@ class AssignedEpoch:
         """
         if not self._changed:
             return b""
-        return struct.pack(">q", self._since) + np.packbits(self.deal.departed()).tobytes()
+        return struct.pack(">q", self._since) + np.packbits(self.deal.counts_of_departed()).tobytes()
 
     def change(self, change: Change, after: int, committed: int) -> dict[int, int]:
         """Deal to other members behind hand `after`; returns how many samples of whom go back."""
@@ -176,7 +176,7 @@ class AssignedEpoch:
 
     def uncommitted(self) -> UncommittedWork:
         """What of this pass no exchange has carried."""
-        return UncommittedWork(self.order, self.deal.twin())
+        return UncommittedWork(self.order, self.deal.copied())
 
     def reopen(self) -> None:
         """Something was given back when all seemed to be dealt: the pass goes on."""
@@ -185,13 +185,13 @@ class AssignedEpoch:
 
     def undealt(self) -> list[list[Any]]:
         """What was given back so late that it was not dealt again in this pass."""
-        return self.order.among(self.deal.undealt())
+        return self.order.among(self.deal.returned_ranges())
 
     def extend(self, batches: list[list[Any]]) -> None:
         """Deal these too, behind all others."""
         for one in batches:
             self.order = self._share.extend(one)
-            self.deal.extend(len(one))
+            self.deal.append_samples(len(one))
         self._load_anew()
 
     def _load_anew(self) -> None:
@@ -201,10 +201,14 @@ class AssignedEpoch:
 
     def close_with(self, change: Change) -> dict[int, int]:
         """The same when all is dealt: what those who are gone have not brought is left over."""
-        return self._regroup(change, self.deal.hand, self.deal.committed)
+        return self._regroup(change, self.deal.global_step, self.deal.committed)
 
     def _regroup(self, change: Change, after: int, committed: int) -> dict[int, int]:
-        back = {one: self.deal.pending(one) for one in change.gone} if committed < self.deal.hand else {}
+        back = (
+            {one: self.deal.uncommitted_samples(one) for one in change.gone}
+            if committed < self.deal.global_step
+            else {}
+        )
         self.deal.change([one for one in change.members if one not in change.came], after, committed)
         if change.came:
             self.deal.change(change.members, after, committed)
@@ -216,14 +220,16 @@ class AssignedEpoch:
         portion = self.deal.next(self._me)
         if portion is None:
             self.is_over = True
-            self.deal.end()
+            self.deal.apply_pending()
             next(self._batches, None)
             return None
-        parts = self.deal.parts() if self._parts else None
-        if not portion.own:
-            return GlobalStep(None, None, 0, self.handed, portion.total, portion.short, parts=parts)
+        parts = self.deal.last_step_samples() if self._parts else None
+        if not portion.ranges:
+            return GlobalStep(None, None, 0, self.handed, portion.total, portion.incomplete, parts=parts)
         batch = next(self._batches)
-        return GlobalStep(batch, portion.own, portion.samples, self.handed, portion.total, portion.short, parts=parts)
+        return GlobalStep(
+            batch, portion.ranges, portion.samples, self.handed, portion.total, portion.incomplete, parts=parts
+        )
 
 
 def number_of(wire: Transport) -> int:

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import BatchSampler, DataLoader, TensorDataset, default_collate
 
-from stretto.data.assignment import BatchAssignment, Pieces, bounds_of
+from stretto.data.assignment import BatchAssignment, Ranges, bounds_of
 from stretto.errors import LoaderError, explain
 from stretto.transport import Transport
 from stretto.transport.elastic import ElasticTransport
@@ -54,7 +54,7 @@ class EpochOrder:
         """The indices of all samples."""
         return list(chain.from_iterable(self.batches))
 
-    def among(self, pieces: Pieces) -> list[Batch]:
+    def among(self, pieces: Ranges) -> list[Batch]:
         """The indices in these ranges of all samples."""
         return [self.flat[start:stop] for start, stop in pieces]
 
@@ -197,7 +197,7 @@ def _narrow(numbers: NDArray[np.int64]) -> bytes:
     return numbers.astype(np.int32).tobytes() if fits else numbers.tobytes()
 
 
-def parted(order: EpochOrder, left: Pieces) -> tuple[EpochOrder, list[int]]:
+def parted(order: EpochOrder, left: Ranges) -> tuple[EpochOrder, list[int]]:
     """The same samples in the same order, what is `left` of them as batches of their own; and which batches are done.
 
     Cost: a list of all indices.
@@ -250,7 +250,7 @@ class ShardedBatchSampler(BatchSampler):
     ) -> None:
         self._draw, self._deals, self._worker = draw, deals, worker
         self._dealt: tuple[EpochOrder, BatchAssignment] | None = None
-        self._ahead: Iterator[Pieces] | None = None
+        self._ahead: Iterator[Ranges] | None = None
 
     def begin(self, order: EpochOrder | None = None, deal: BatchAssignment | None = None) -> None:
         """A pass begins: its order is drawn when it is asked for, unless it is known, with the deal so far."""
@@ -261,7 +261,7 @@ class ShardedBatchSampler(BatchSampler):
 
     def look_ahead(self) -> None:
         """What this worker gets from here on is known anew: who iterates from now on sees it."""
-        self._ahead = self.deal.ahead(self._worker)
+        self._ahead = self.deal.upcoming(self._worker)
 
     @property
     def order(self) -> EpochOrder:
@@ -289,7 +289,7 @@ class ShardedBatchSampler(BatchSampler):
     def __iter__(self) -> Iterator[Batch]:
         return self._indices(self._ahead)
 
-    def _indices(self, ahead: Iterator[Pieces] | None) -> Iterator[Batch]:
+    def _indices(self, ahead: Iterator[Ranges] | None) -> Iterator[Batch]:
         flat = self.order.flat
         for pieces in ahead or self._ahead or ():
             if pieces:
@@ -297,7 +297,7 @@ class ShardedBatchSampler(BatchSampler):
                 yield list(chain(first, *others)) if others else first
 
     def __len__(self) -> int:
-        return sum(1 for pieces in self.deal.ahead(self._worker) if pieces)
+        return sum(1 for pieces in self.deal.upcoming(self._worker) if pieces)
 
 
 def rebuilt(loader: DataLoader[Any], share: BatchSampler, processes: int) -> DataLoader[Any]:

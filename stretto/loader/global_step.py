@@ -6,12 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from stretto.data.assignment import Pieces
+from stretto.data.assignment import Ranges
 from stretto.data.leases import Lease
 from stretto.errors import LoaderError, explain
 
-Held = Lease | Pieces
-"""What a worker works on: a batch that it asked for, or its pieces of a pass that is dealt to all."""
+Held = Lease | Ranges
+"""A worker's work: a batch that it leased, or its positions in a global step of an epoch assigned to all."""
 
 Parts = Callable[[int], int]
 

@@ -46,7 +46,7 @@ class LeasedBatchSampler(BatchSampler):
     def begin(self, number: int, found: tuple[EpochOrder, BatchAssignment] | None) -> None:
         """A pass begins. Its order is drawn anew when it is asked for, unless it was `found` with the deal so far."""
         self._number, self._order, self._asked = number, None, None
-        self._begun = parted(found[0], found[1].left()) if found is not None else None
+        self._begun = parted(found[0], found[1].remaining()) if found is not None else None
         self.leased.clear()
 
     def order(self) -> EpochOrder:
@@ -83,7 +83,7 @@ class LeasedBatchSampler(BatchSampler):
         """
         bounds, counted = self.order().bounds, self.wire.count(self._number)[0]
         settled = (batch for batch, start in enumerate(bounds[:-1]) if start < len(counted) and counted[start])
-        return BatchAssignment.of_settled(bounds, settled, self.wire.expected)
+        return BatchAssignment.from_settled(bounds, settled, self.wire.expected)
 
     def ask_ahead(self) -> None:
         """Ask for the next batch; the answer is waited for when it is needed."""
@@ -97,7 +97,7 @@ class LeasedBatchSampler(BatchSampler):
 
     def settle(self, leases: Sequence[Lease]) -> None:
         """The work on these is in the server's parameters."""
-        if batches := [lease.batch for lease in leases if lease.age == self.wire.age]:
+        if batches := [lease.batch for lease in leases if lease.recovery_epoch == self.wire.age]:
             self.wire.settle(self._number, batches)
 
     def is_over(self, left: bool = False) -> bool:
@@ -220,7 +220,7 @@ class LeasedEpoch:
                 self._batches = iter(self._loader)
                 continue
             lease, handed = self._share.leased.popleft()
-            if lease.age == self._share.wire.age:
+            if lease.recovery_epoch == self._share.wire.age:
                 return GlobalStep(batch, lease, lease.samples, handed)
 
     def leave(self) -> None:

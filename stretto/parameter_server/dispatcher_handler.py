@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from stretto.data.dispatcher import BatchDispatcher
-from stretto.data.leases import Free, Ledger
+from stretto.data.leases import FirstCome, Ledger
 from stretto.errors import UnevenLoopsError
 from stretto.membership.loop_positions import LoopPosition, are_apart, explained
 from stretto.parameter_server import messages as m
@@ -37,7 +37,7 @@ class DispatcherHandler:
         self._ends = ends
         """Keeps who has come to an end, and the last answer that those who are left may lack."""
         self._together = CollectiveHandler(workers, _gathered, Asked(clock))
-        self.coordinator = BatchDispatcher(workers)
+        self.dispatcher = BatchDispatcher(workers)
         self._age = -1 if shelf is not None and shelf.cuts() else 0
         if self._age < 0:
             self._together.tell_anew()
@@ -86,7 +86,7 @@ class DispatcherHandler:
             return [OutgoingMessage(worker, number, self._lease(worker, number, body)), *self._release()]
         if isinstance(body, m.Settle):
             if body.age == self._age:
-                self.coordinator.settle(worker, body.number, body.batches)
+                self.dispatcher.settle(worker, body.number, body.batches)
             return self._release()
         if isinstance(body, m.Gather | m.Keep | m.Barrier):
             return self._meet(worker, head, tensors)
@@ -96,11 +96,11 @@ class DispatcherHandler:
             )
         if isinstance(body, m.Begin):
             return self._begin(worker, head, body, tensors)
-        if isinstance(body, m.Close) and body.number != self.coordinator.number:
+        if isinstance(body, m.Close) and body.number != self.dispatcher.epoch_number:
             return [OutgoingMessage(worker, number, m.Closed(True))]
         if isinstance(body, m.Close):
             self._closing[worker] = number
-            self.coordinator.wait(worker, body.number, body.left)
+            self.dispatcher.wait(worker, body.number, body.left)
             return self._release()
         return [*self._of_members(worker, head, tensors), *self._admit()]
 
@@ -125,12 +125,10 @@ class DispatcherHandler:
             self._note_end(worker, isinstance(body, m.Quit))
             return [OutgoingMessage(worker, number, m.Result()), *self._go_without(worker)]
         if isinstance(body, m.Count):
-            ledger = self.coordinator.ledger if body.number == self.coordinator.number else Ledger([], Free())
+            ledger = self.dispatcher.ledger if body.number == self.dispatcher.epoch_number else Ledger([], FirstCome())
             trained = torch.tensor([*ledger.samples_by_worker().items()], dtype=torch.int64).reshape(-1)
             return [
-                OutgoingMessage(
-                    worker, number, m.Result(), [torch.tensor(ledger.counted(), dtype=torch.uint8), trained]
-                )
+                OutgoingMessage(worker, number, m.Result(), [torch.tensor(ledger.counts(), dtype=torch.uint8), trained])
             ]
         if isinstance(body, m.Snapshot):
             self._cut(body.op, body.kept)
@@ -143,7 +141,7 @@ class DispatcherHandler:
 
     def leave(self, worker: int) -> list[OutgoingMessage]:
         """A worker has left: its batches go back."""
-        self.coordinator.leave(worker)
+        self.dispatcher.leave(worker)
         for kept in (self._closing, self._apart):
             kept.pop(worker, None)
         return [*self._together.leave(worker), *self._release(), *self._admit()]
@@ -156,8 +154,8 @@ class DispatcherHandler:
         Where some shards have its last update and others do not, all go back to the last cut: there all have the same.
         """
         self._is_torn = self._is_torn or (torn and self._shelf is not None)
-        self.coordinator.settle(worker, number, batches)
-        self.coordinator.leave(worker)
+        self.dispatcher.settle(worker, number, batches)
+        self.dispatcher.leave(worker)
         for kept in (self._closing, self._joining, self._last, self._apart):
             kept.pop(worker, None)
         self._ending.discard(worker)
@@ -174,10 +172,10 @@ class DispatcherHandler:
         if leased is not None and asked == number:
             return leased
         self._ending.discard(worker)
-        self.coordinator.may_call = not self._ending and self._together.members <= self._seen
+        self.dispatcher.may_call_barrier = not self._ending and self._together.members <= self._seen
         self._call_due(worker)
-        handed = self.coordinator.lease(worker, body.number)
-        leased = m.Leased(handed.lease.batch if handed.lease else None, handed.samples, handed.meet, handed.cut)
+        handed = self.dispatcher.lease(worker, body.number)
+        leased = m.Leased(handed.lease.batch if handed.lease else None, handed.samples, handed.barrier, handed.snapshot)
         self._last[worker] = number, leased
         return leased
 
@@ -187,11 +185,11 @@ class DispatcherHandler:
             return
         if self._clock() - self._called_at >= self._cut_every_s:
             self._called_at = self._clock()
-            self.coordinator.call(worker)
+            self.dispatcher.call_snapshot_barrier(worker)
 
     def _release(self) -> list[OutgoingMessage]:
         """Answer those that wait for the end of the pass, if it has come, or if there are batches again."""
-        told = self.coordinator.release(self._together.members <= self._seen)
+        told = self.dispatcher.release(self._together.members <= self._seen)
         self._ending |= {one for one, over in told.items() if over}
         return [
             OutgoingMessage(one, self._closing.pop(one), m.Closed(over))
@@ -203,8 +201,8 @@ class DispatcherHandler:
         if body.meet is not None and body.meet < 1:
             raise FramingError(f"a meeting after every {body.meet} batches")
         sizes = _flat(head, tensors, torch.int64).tolist()
-        if body.number > self.coordinator.number:
-            self.coordinator.begin(body.number, sizes, body.meet, body.dealt, body.settled)
+        if body.number > self.dispatcher.epoch_number:
+            self.dispatcher.begin(body.number, sizes, body.meet, body.dealt, body.settled)
             self._begin_said = body.number, sizes, body.meet, body.dealt
         return [OutgoingMessage(worker, head.number, m.Result())]
 
@@ -220,7 +218,7 @@ class DispatcherHandler:
         self._ending |= {worker} if isinstance(body, m.Barrier) and not body.call else set()
         if isinstance(body, m.Barrier):
             self._seen.add(worker)  # it says which call has led to it
-            self.coordinator.called_at_least(body.call, body.cut)
+            self.dispatcher.note_barriers(body.call, body.cut)
             self._met = max(self._met, body.call)
             posts = self._together.lay(worker, body.op, head.number, (None, torch.empty(0, dtype=torch.uint8), None))
             return [*[OutgoingMessage(one.worker, one.number, one.body) for one in posts], *self._release()]
@@ -235,7 +233,7 @@ class DispatcherHandler:
     def _heard(self, worker: int, body: m.Heard, found: list[Tensor]) -> list[OutgoingMessage]:
         """What an exchange came to that this process may not know of; it does not say where the worker stands now."""
         self._op, self._met = max(self._op, body.op), max(self._met, body.call)
-        self.coordinator.called_at_least(body.call, body.cut)
+        self.dispatcher.note_barriers(body.call, body.cut)
         return [*self._together.know(worker, body.op, body.members, found), *self._release()]
 
     def _keep(self, number: int, order: Tensor) -> None:
@@ -261,7 +259,7 @@ class DispatcherHandler:
         op, met = max(self._apart.values(), default=(self._op, self._met))
         for worker in joining:
             self._together.join(worker)
-            self.coordinator.join(worker, met)
+            self.dispatcher.join(worker, met)
             self._last.pop(worker, None)
             self._seen.add(worker)
             if number:
@@ -271,7 +269,7 @@ class DispatcherHandler:
             self._keep_ends()
         here = sorted(self._together.members)
         self._together.tell_anew()
-        joined = m.Joined(self._age, number, op, met, here, self.coordinator.called[:met])
+        joined = m.Joined(self._age, number, op, met, here, self.dispatcher.barriers_called[:met])
         return [OutgoingMessage(worker, parcel, joined, [order]) for worker, parcel in joining.items()]
 
     # --- who has come to an end ---------------------------------------------------------------------------------
@@ -320,12 +318,12 @@ class DispatcherHandler:
         """Keep what there is, once; not what a shard had no room for, for nobody could go back to it."""
         if self._shelf is None or cut <= self._cut_at:
             return
-        self._cut_at, self._is_over = cut, self.coordinator.is_over
+        self._cut_at, self._is_over = cut, self.dispatcher.is_over
         if not is_kept:
             return
         number, sizes, meet, dealt = self._begin_said
         facts = {"begin": [number, meet, dealt], "order": self._order[0], "age": self._age, "over": self._is_over}
-        facts |= self.coordinator.state()
+        facts |= self.dispatcher.state()
         self._shelf.put(cut, facts, [torch.tensor(sizes, dtype=torch.int64), self._order[1]])
 
     def _back(self, worker: int, number: int, body: m.Rollback) -> list[OutgoingMessage]:
@@ -342,7 +340,7 @@ class DispatcherHandler:
         """The first to say that a server was lost says to which cut all go back. All that wait for a batch are told."""
         self._met = max(self._met, body.met)
         self._seen.add(worker)
-        self.coordinator.heard(worker, body.calls)
+        self.dispatcher.note_notified(worker, body.calls)
         if self._shelf is None or body.age < self._age:
             return []
         here = self._shelf.cuts()
@@ -356,12 +354,12 @@ class DispatcherHandler:
         assert kept is not None
         facts, (sizes, order) = kept
         number, meet, dealt = facts["begin"]
-        if number > self.coordinator.number:
-            self.coordinator.begin(number, sizes.tolist(), meet, dealt)
+        if number > self.dispatcher.epoch_number:
+            self.dispatcher.begin(number, sizes.tolist(), meet, dealt)
             self._begin_said = number, sizes.tolist(), meet, dealt
         self._keep(facts["order"], order)
         self._shelf.forget(usable[-1])
-        self.coordinator.go_back(facts)
+        self.dispatcher.roll_back(facts)
         self._is_over = facts["over"]
         self._age, self._cut_at = max(body.age, body.least, facts["age"]) + 1, usable[-1]
         self._op = max(self._op, usable[-1])

@@ -275,7 +275,7 @@ class AsyncServer:
 
     def _push_valid(self, samples: int, leases: list[Lease]) -> bool:
         """Push what was learned, unless it was learned before the servers went back to a cut."""
-        valid = [lease for lease in leases if lease.age == self._age]
+        valid = [lease for lease in leases if lease.recovery_epoch == self._age]
         if len(valid) < len(leases):
             samples = sum(lease.samples for lease in valid)
         if valid or not leases:

@@ -143,7 +143,7 @@ class CheckpointManager:
             "turns": trainer.turns,
             "hands": trainer.hands_done,
             "rounds": trainer.rounds_done,
-            "samples": trainer.samples_before + deal.handed if deal is not None else trainer.samples,
+            "samples": trainer.samples_before + deal.assigned_samples if deal is not None else trainer.samples,
             "samples_before": trainer.samples_before,
             "turns_before": trainer.turns if isinstance(hands, LeasedEpoch) else trainer.turns_before,
             "referee": trainer.referee.state(),

@@ -285,7 +285,9 @@ class ElasticAgent:
             back |= trainer.hands.close_with(change)
         elif isinstance(trainer.hands, AssignedEpoch):
             deal = trainer.hands.deal
-            back = trainer.hands.change(change, max(ahead, deal.hand), deal.hand if behind else deal.committed)
+            back = trainer.hands.change(
+                change, max(ahead, deal.global_step), deal.global_step if behind else deal.committed
+            )
         if isinstance(trainer.closing, AssignedEpoch):
             trainer.closing.close_with(change)
         if trainer.hands is None and change.hand > trainer.turns:

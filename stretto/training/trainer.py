@@ -239,7 +239,7 @@ class Trainer:
             self.samples_before = (self.passes - 1) * self.hands.samples - self._untrained
         self.presence.pass_begun()
         self._begun = Begun(
-            self._optimizer_steps, self.hands_done, self.own_samples, found is None or not found[1].hand
+            self._optimizer_steps, self.hands_done, self.own_samples, found is None or not found[1].global_step
         )
 
     def next_batch(self) -> Any:

@@ -103,7 +103,7 @@ def test_a_coordinator_that_was_started_again_hears_where_they_stand() -> None:
     desk = DispatcherHandler(2, lambda: 0.0)
     for worker in (0, 1):
         told(desk, worker, 0, m.ReplayResult(1), ORDER)
-        desk.coordinator.heard(worker, [False, False])
+        desk.dispatcher.note_notified(worker, [False, False])
     told(desk, 0, 0, m.Heard(3, [0, 1], 2))
     desk.gone(0)
     told(desk, 1, 0, m.LeaveBarrier(2, 1))
@@ -240,7 +240,7 @@ def test_who_comes_when_all_and_the_coordinator_are_dead_is_beyond_the_cut_to_wh
 def test_a_meeting_that_one_has_been_to_was_called() -> None:
     desk = DispatcherHandler(2, lambda: 0.0)
     told(desk, 0, 0, m.Heard(3, [0, 1], call=2, cut=True))
-    assert desk.coordinator.called == [True, True]
+    assert desk.dispatcher.barriers_called == [True, True]
     assert told(desk, 1, 1, m.Barrier(3, 2, True))[0].body == m.Among([0, 1])
 
 

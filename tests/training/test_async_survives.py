@@ -91,8 +91,8 @@ def script(recipe: str, meet: int | None, books: Books) -> Any:
                     deal = BatchAssignment.restored(hands[0].at_rest().state(), ())
                 except RollbackRequiredError:
                     return b"lost"
-                _, done = parted(hands[0].order, deal.left())
-                left = {start // SIZE for start, _ in deal.left()}
+                _, done = parted(hands[0].order, deal.remaining())
+                left = {start // SIZE for start, _ in deal.remaining()}
                 share = 1 / worker.crew.workers if recipe.startswith("stale") else 1.0
                 wanted = [share * (number - (batch in left)) for batch in range(BATCHES)]
                 np.testing.assert_allclose(theta.numpy(), wanted, rtol=1e-5)

@@ -22,7 +22,7 @@ def test_those_who_are_gone_weigh_nothing(sizes: list[int], members: int, words:
             is_carried = True
         elif isinstance(word, int) and word < me:
             there ^= {word}  # it goes, or comes back
-            deal.change(sorted(there), deal.hand, deal.committed)
+            deal.change(sorted(there), deal.global_step, deal.committed)
             if word not in there:
                 weights.lose([word])
                 dealt[word] = 0
@@ -30,7 +30,7 @@ def test_those_who_are_gone_weigh_nothing(sizes: list[int], members: int, words:
             break
         if is_carried:
             dealt, is_carried = dict.fromkeys(range(members), 0), False
-        parts = deal.parts()
+        parts = deal.last_step_samples()
         for worker in there:
             dealt[worker] += parts(worker)
         weights.add(portion.samples, portion.total, parts)

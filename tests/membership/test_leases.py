@@ -10,22 +10,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from stretto.data.leases import Audit, Dealt, Lease, Ledger, audit
+from stretto.data.leases import Audit, Lease, Ledger, RoundRobin, audit
 
 SIZES = st.lists(st.integers(1, 9), max_size=40)
 
 
 @dataclass(frozen=True)
-class Anyone:
+class FirstCome:
     """The plan of asynchronous runs: whoever asks."""
 
-    def kept(self, owner: int | None, batches: int) -> range:
+    def reserved(self, owner: int | None, batches: int) -> range:
         return range(0 if owner is not None else batches)
 
 
 @given(SIZES, st.integers(1, 5))
 def test_dealt_in_turn_everything_is_leased_once_and_evenly(sizes: list[int], workers: int) -> None:
-    ledger = Ledger(sizes, Dealt(workers))
+    ledger = Ledger(sizes, RoundRobin(workers))
     leases = {worker: list(iter(lambda worker=worker: ledger.lease(worker), None)) for worker in range(workers)}
     dealt = [len(mine) for mine in leases.values()]
     assert max(dealt) - min(dealt) <= 1
@@ -34,17 +34,17 @@ def test_dealt_in_turn_everything_is_leased_once_and_evenly(sizes: list[int], wo
         for lease in mine:
             assert lease.samples == sizes[lease.batch]
             assert ledger.settle(lease)
-    assert audit([ledger.counted()]) == Audit(once=sum(sizes), twice=0, never=0)
+    assert audit([ledger.counts()]) == Audit(once=sum(sizes), twice=0, never=0)
 
 
 @given(SIZES, st.integers(2, 5))
 def test_ledgers_of_the_same_plan_add_up(sizes: list[int], workers: int) -> None:
     """Each worker keeps its own copy and settles only what is its own."""
-    ledgers = [Ledger(sizes, Dealt(workers)) for _ in range(workers)]
+    ledgers = [Ledger(sizes, RoundRobin(workers)) for _ in range(workers)]
     for worker, ledger in enumerate(ledgers):
         while (lease := ledger.lease(worker)) is not None:
             ledger.settle(lease)
-    assert audit([ledger.counted() for ledger in ledgers]) == Audit(once=sum(sizes), twice=0, never=0)
+    assert audit([ledger.counts() for ledger in ledgers]) == Audit(once=sum(sizes), twice=0, never=0)
 
 
 def test_the_audit_tells_once_from_twice_and_never() -> None:
@@ -55,7 +55,7 @@ def test_the_audit_tells_once_from_twice_and_never() -> None:
 class Lives(RuleBasedStateMachine):
     """Workers lease, settle, settle again and die, in any order."""
 
-    plan: Dealt | Anyone
+    plan: RoundRobin | FirstCome
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,13 +89,13 @@ class Lives(RuleBasedStateMachine):
     def settle_what_is_over(self, data: st.DataObject) -> None:
         gone = [one for one in self.old if all(one != other for mine in self.held.values() for other in mine)]
         if gone:
-            before = self.ledger.counted().sum()
+            before = self.ledger.counts().sum()
             assert not self.ledger.settle(data.draw(st.sampled_from(gone)))
-            assert self.ledger.counted().sum() == before
+            assert self.ledger.counts().sum() == before
 
     @invariant()
     def nothing_counts_twice(self) -> None:
-        assert self.ledger.counted().max(initial=0) <= 1
+        assert self.ledger.counts().max(initial=0) <= 1
 
     def teardown(self) -> None:
         """Whatever happened: those who are left can finish the pass."""
@@ -104,10 +104,10 @@ class Lives(RuleBasedStateMachine):
         for worker in range(3):
             while (lease := self.ledger.lease(worker)) is not None:
                 assert self.ledger.settle(lease)
-        assert audit([self.ledger.counted()]) == Audit(once=sum(self.sizes), twice=0, never=0)
+        assert audit([self.ledger.counts()]) == Audit(once=sum(self.sizes), twice=0, never=0)
 
 
-@pytest.mark.parametrize("plan", [Dealt(3), Anyone()], ids=str)
-def test_every_sample_counts_once_whatever_happens(plan: Dealt | Anyone) -> None:
+@pytest.mark.parametrize("plan", [RoundRobin(3), FirstCome()], ids=str)
+def test_every_sample_counts_once_whatever_happens(plan: RoundRobin | FirstCome) -> None:
     machine = type("Machine", (Lives,), {"plan": plan})
     run_state_machine_as_test(machine, settings=settings(max_examples=60, stateful_step_count=30))

@@ -24,7 +24,7 @@ from hypothesis.stateful import (
 )
 from numpy.typing import NDArray
 
-from stretto.data.assignment import BatchAssignment, Pieces, RankBatch, bounds_of
+from stretto.data.assignment import BatchAssignment, Ranges, RankBatch, bounds_of
 
 Rule = Literal["per-worker-batch", "global-batch"]
 RULES: list[Rule] = ["per-worker-batch", "global-batch"]
@@ -67,7 +67,7 @@ class Saved(NamedTuple):
     state: dict[str, Any]
     members: list[int]
     changes: int
-    table: dict[int, dict[Life, Pieces]]
+    table: dict[int, dict[Life, Ranges]]
 
 
 class Seat:
@@ -75,7 +75,7 @@ class Seat:
 
     def __init__(self, life: Life, deal: BatchAssignment, begun: int, known: int) -> None:
         self.life, self.deal, self.begun, self.known = life, deal, begun, known
-        self.expected: list[Pieces] | None = None
+        self.expected: list[Ranges] | None = None
 
 
 class Crew(RuleBasedStateMachine):
@@ -93,7 +93,7 @@ class Crew(RuleBasedStateMachine):
             one: Seat(Life(one, 0), BatchAssignment(sizes, members, self.how, self.base, self.bounds), 0, 0)
             for one in members
         }
-        self.table: dict[int, dict[Life, Pieces]] = {}
+        self.table: dict[int, dict[Life, Ranges]] = {}
         self.changes: list[Change] = []
         self.given_back = False
         self.saved = Saved(travelled(self.seats[0].deal.state()), members, 0, {})
@@ -104,7 +104,7 @@ class Crew(RuleBasedStateMachine):
 
     @property
     def furthest(self) -> int:
-        return max(seat.deal.hand for seat in self.seats.values())
+        return max(seat.deal.global_step for seat in self.seats.values())
 
     @property
     def front(self) -> int:
@@ -116,30 +116,30 @@ class Crew(RuleBasedStateMachine):
 
     def is_level(self) -> bool:
         """All have been dealt the same hands, and know the same to be committed."""
-        return {(seat.deal.hand, seat.known) for seat in self.seats.values()} == {(self.front, self.committed)}
+        return {(seat.deal.global_step, seat.known) for seat in self.seats.values()} == {(self.front, self.committed)}
 
     @rule(data=st.data(), times=st.integers(1, 3))
     def deal(self, data: st.DataObject, times: int) -> None:
         seat = self.some(data)
         for _ in range(times):
-            if seat.deal.hand - self.committed < 6:
+            if seat.deal.global_step - self.committed < 6:
                 self.deal_one(seat)
 
     def deal_one(self, seat: Seat) -> bool:
         if seat.known < self.committed:
             seat.deal.commit()
-            seat.known = seat.deal.hand
-        seen: dict[int, Pieces] = {one: next(seat.deal.ahead(one), ()) for one in self.seats}
+            seat.known = seat.deal.global_step
+        seen: dict[int, Ranges] = {one: next(seat.deal.upcoming(one), ()) for one in self.seats}
         portion = seat.deal.next(seat.life.worker)
-        assert (portion.own if portion else ()) == seen[seat.life.worker]
+        assert (portion.ranges if portion else ()) == seen[seat.life.worker]
         if seat.expected is not None:
-            assert (portion.own if portion else None) == next(iter(seat.expected), None)
+            assert (portion.ranges if portion else None) == next(iter(seat.expected), None)
             seat.expected = seat.expected[1:]
         if portion is None:
-            assert seat.deal.hand == self.front
+            assert seat.deal.global_step == self.front
             assert len(self.dealt()) == self.bounds[-1]
             return False
-        number = seat.deal.hand
+        number = seat.deal.global_step
         if number not in self.table:
             self.check_new([seen[one] for one in sorted(self.seats)])
             self.table[number] = {self.seats[one].life: seen[one] for one in self.seats}
@@ -149,7 +149,7 @@ class Crew(RuleBasedStateMachine):
     def dealt(self) -> list[int]:
         return [at for hand in self.table.values() for piece in hand.values() for at in positions(piece)]
 
-    def check_new(self, pieces: list[Pieces]) -> None:
+    def check_new(self, pieces: list[Ranges]) -> None:
         """The hand is what the rules say, made of the lowest positions that are nobody's."""
         sizes = [len(positions(piece)) for piece in pieces]
         free = sorted(set(range(self.bounds[-1])).difference(self.dealt()))
@@ -171,14 +171,14 @@ class Crew(RuleBasedStateMachine):
             assert max(sizes) - min(sizes) <= 1
             assert sizes == sorted(sizes, reverse=True)
 
-    def check_known(self, number: int, seen: dict[int, Pieces], portion: RankBatch) -> None:
+    def check_known(self, number: int, seen: dict[int, Ranges], portion: RankBatch) -> None:
         """What this machine gives to whom is what others had seen; those who came later are idle in it."""
         hand = self.table[number]
         for one, seat in self.seats.items():
             assert seen[one] == hand.get(seat.life, ())
-        assert portion.samples == len(positions(portion.own))
+        assert portion.samples == len(positions(portion.ranges))
         assert portion.total == sum(len(positions(piece)) for piece in hand.values())
-        assert portion.short == (() in hand.values())
+        assert portion.incomplete == (() in hand.values())
 
     @precondition(lambda self: self.is_level() and self.front > self.committed)
     @rule(data=st.data())
@@ -186,7 +186,7 @@ class Crew(RuleBasedStateMachine):
         """Some know at once that it has succeeded, others before they go on, or from those who form anew."""
         for worker in data.draw(st.sets(st.sampled_from(sorted(self.seats)), min_size=1)):
             self.seats[worker].deal.commit()
-            self.seats[worker].known = self.seats[worker].deal.hand
+            self.seats[worker].known = self.seats[worker].deal.global_step
         self.the_books_are_right()
 
     @rule(data=st.data())
@@ -207,7 +207,7 @@ class Crew(RuleBasedStateMachine):
             self.tell(seat, [told])
         for worker in new:
             deal = BatchAssignment.restored(saved.state, saved.members)
-            self.seats[worker] = Seat(Life(worker, after), deal, deal.hand, told.committed)
+            self.seats[worker] = Seat(Life(worker, after), deal, deal.global_step, told.committed)
             self.tell(self.seats[worker], self.changes[saved.changes :])
         self.the_books_are_right()
 
@@ -237,7 +237,7 @@ class Crew(RuleBasedStateMachine):
         if data.draw(st.integers(0, 3)):
             return
         self.table = copy.deepcopy(self.saved.table)
-        hand, members = self.saved.state["hand"], list(range(workers))
+        hand, members = self.saved.state["global_step"], list(range(workers))
         self.seats = {
             one: Seat(Life(one, hand), BatchAssignment.restored(self.saved.state, members), hand, hand)
             for one in members
@@ -249,7 +249,7 @@ class Crew(RuleBasedStateMachine):
     def look_ahead(self, data: st.DataObject) -> None:
         seat = self.some(data)
         before = copy.deepcopy(vars(seat.deal))
-        seat.expected = list(seat.deal.ahead(seat.life.worker))
+        seat.expected = list(seat.deal.upcoming(seat.life.worker))
         assert vars(seat.deal) == before
 
     @invariant()
@@ -261,12 +261,12 @@ class Crew(RuleBasedStateMachine):
             everything = self.counts(seat, self.table_lives(), 0)
             for other in self.seats.values():
                 own = self.counts(seat, {other.life}, max(seat.begun, other.life.came))
-                assert np.array_equal(seat.deal.own(other.life.worker), own)
+                assert np.array_equal(seat.deal.own_counts(other.life.worker), own)
                 everything -= own
-                ahead = range(seat.known + 1, seat.deal.hand + 1)
+                ahead = range(seat.known + 1, seat.deal.global_step + 1)
                 held = [self.table[number].get(other.life, ()) for number in ahead]
-                assert seat.deal.pending(other.life.worker) == sum(len(positions(piece)) for piece in held)
-            assert np.array_equal(seat.deal.departed(), everything)
+                assert seat.deal.uncommitted_samples(other.life.worker) == sum(len(positions(piece)) for piece in held)
+            assert np.array_equal(seat.deal.counts_of_departed(), everything)
 
     def table_lives(self) -> set[Life]:
         return {life for hand in self.table.values() for life in hand}
@@ -274,7 +274,7 @@ class Crew(RuleBasedStateMachine):
     def counts(self, seat: Seat, lives: set[Life], after: int) -> NDArray[np.uint8]:
         """What these have committed behind a hand, as far as a seat knows."""
         found = np.zeros(self.bounds[-1], np.uint8)
-        for number in range(after + 1, min(seat.known, seat.deal.hand) + 1):
+        for number in range(after + 1, min(seat.known, seat.deal.global_step) + 1):
             for life in lives & self.table[number].keys():
                 found[positions(self.table[number][life])] += 1
         return found
@@ -282,7 +282,7 @@ class Crew(RuleBasedStateMachine):
     @invariant()
     def what_is_uncommitted_is_not_saved(self) -> None:
         for seat in self.seats.values():
-            if seat.deal.hand != seat.known:
+            if seat.deal.global_step != seat.known:
                 with pytest.raises(ValueError, match="committed"):
                     seat.deal.state()
 
@@ -295,12 +295,12 @@ class Crew(RuleBasedStateMachine):
                 pass
         for seat in self.seats.values():
             seat.deal.commit()
-            seat.known = seat.deal.hand
-            assert seat.deal.hand == self.front
+            seat.known = seat.deal.global_step
+            assert seat.deal.global_step == self.front
         self.the_books_are_right()
         longest = min(self.seats.values(), key=lambda seat: seat.begun)
-        owned = [seat.deal.own(seat.life.worker) for seat in self.seats.values()]
-        assert (sum(owned, longest.deal.departed()) == 1).all()
+        owned = [seat.deal.own_counts(seat.life.worker) for seat in self.seats.values()]
+        assert (sum(owned, longest.deal.counts_of_departed()) == 1).all()
 
 
 @pytest.mark.parametrize("how", RULES)
@@ -318,9 +318,9 @@ def test_undisturbed_each_worker_gets_every_nth_batch(how: Rule, sizes: list[int
         for hand, portion in enumerate(hands(deal, me)):
             dealt = sizes[hand * workers : (hand + 1) * workers]
             at = hand * workers + me
-            assert portion.own == (((bounds[at], bounds[at + 1]),) if at < len(sizes) else ())
-            assert (portion.total, portion.short) == (sum(dealt), len(dealt) < workers)
-        assert deal.hand == -(-len(sizes) // workers)
+            assert portion.ranges == (((bounds[at], bounds[at + 1]),) if at < len(sizes) else ())
+            assert (portion.total, portion.incomplete) == (sum(dealt), len(dealt) < workers)
+        assert deal.global_step == -(-len(sizes) // workers)
 
 
 def test_a_joined_hand_is_cut_evenly_among_those_who_are_there() -> None:
@@ -336,9 +336,9 @@ def test_a_joined_hand_is_cut_evenly_among_those_who_are_there() -> None:
     for deal in (early, late):
         assert deal.next(0) == RankBatch(((50, 60), (90, 94)), 14, 40, False)
         assert deal.next(2) == RankBatch(((154, 167),), 13, 40, False)
-        assert deal.departed().nonzero()[0].tolist() == list(range(10, 20))
-        assert deal.pending(1) == 0
-        assert deal.pending(3) == 10 + 10 + 13 + 13
+        assert deal.counts_of_departed().nonzero()[0].tolist() == list(range(10, 20))
+        assert deal.uncommitted_samples(1) == 0
+        assert deal.uncommitted_samples(3) == 10 + 10 + 13 + 13
 
 
 def test_what_does_not_fit_together_is_refused() -> None:
@@ -346,10 +346,10 @@ def test_what_does_not_fit_together_is_refused() -> None:
     deal.next(0), deal.next(0)
     deal.commit()
     for after, committed in ((1, 1), (2, 1), (2, 3)):
-        with pytest.raises(ValueError, match="known"):
+        with pytest.raises(ValueError, match="are assigned and"):
             deal.change([0, 1], after, committed)
     deal.change([0, 1], 3, 2)
-    with pytest.raises(ValueError, match="a change is to come"):
+    with pytest.raises(ValueError, match="a change is pending"):
         deal.state()
 
 
@@ -373,7 +373,7 @@ def test_undisturbed_dealing_costs_the_same_with_many_workers_and_keeps_nothing(
     assert sum(1 for _ in hands(deal, 7)) >= 999
     kept = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
-    assert deal._bounds.reads <= 10 * deal.hand  # type: ignore[attr-defined]
+    assert deal._bounds.reads <= 10 * deal.global_step  # type: ignore[attr-defined]
     assert kept < 10_000
 
 
@@ -393,14 +393,14 @@ def test_what_was_handed_out_one_by_one_goes_on_as_a_deal(sizes: list[int], some
     bounds = bounds_of(sizes)
     done = {at for batch in settled for at in range(bounds[batch], bounds[batch + 1])}
     deal = BatchAssignment.restored(
-        travelled(BatchAssignment.of_settled(bounds, settled, members).state()), range(members)
+        travelled(BatchAssignment.from_settled(bounds, settled, members).state()), range(members)
     )
-    assert deal.handed == len(done)
-    left = positions(deal.left())
+    assert deal.assigned_samples == len(done)
+    left = positions(deal.remaining())
     assert left == sorted(set(range(bounds[-1])) - done)
     twins = [copy.deepcopy(deal) for _ in range(members)]
-    dealt = [at for me, twin in enumerate(twins) for one in hands(twin, me) for at in positions(one.own)]
+    dealt = [at for me, twin in enumerate(twins) for one in hands(twin, me) for at in positions(one.ranges)]
     assert sorted(dealt) == left
-    assert not twins[0].left()
+    assert not twins[0].remaining()
     twins[0].commit()
-    assert twins[0].departed().tolist() == [int(at in done) for at in range(bounds[-1])]
+    assert twins[0].counts_of_departed().tolist() == [int(at in done) for at in range(bounds[-1])]

@@ -1,0 +1,251 @@
+"""Batches for whoever is free: each sample counts once in a pass, and all are told of each meeting once."""
+
+from __future__ import annotations
+
+import random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+
+from stretto.data.dispatcher import BatchDispatcher, DispatchReply
+from stretto.data.leases import Audit, audit
+
+SIZES = st.lists(st.integers(1, 9), min_size=1, max_size=25)
+
+
+class Passes(RuleBasedStateMachine):
+    """Workers lease, settle (twice), ask late and die, over several passes."""
+
+    @initialize(workers=st.integers(1, 4), sizes=SIZES, barrier=st.none() | st.integers(1, 6))
+    def begin(self, workers: int, sizes: list[int], meet: int | None) -> None:
+        self.dispatcher, self.live, self.meet = BatchDispatcher(workers), set(range(workers)), meet
+        self.number = self.handed = 0
+        self.meetings = dict.fromkeys(range(workers), 0)
+        self._begin(sizes)
+
+    def _begin(self, sizes: list[int]) -> None:
+        self.number += 1
+        self.sizes, self.free = sizes, set(range(len(sizes)))
+        self.held: dict[int, list[int]] = {worker: [] for worker in self.meetings}
+        self.settled: list[tuple[int, int]] = []
+        for _ in range(2):
+            self.dispatcher.begin(self.number, sizes, self.meet)
+
+    @property
+    def out(self) -> int:
+        """Samples handed out."""
+        return sum(self.sizes) - sum(self.sizes[batch] for batch in self.free)
+
+    @rule(worker=st.integers(0, 3))
+    def lease(self, worker: int) -> None:
+        if worker not in self.live:
+            return
+        due = self.handed // self.meet if self.meet else 0
+        told = self.dispatcher.lease(worker, self.number)
+        if self.meetings[worker] < due:
+            assert told == DispatchReply(None, self.out, barrier=True)
+            self.meetings[worker] += 1
+        elif not self.free:
+            assert told == DispatchReply(None, self.out)
+        else:
+            self._take(worker, told)
+
+    def _take(self, worker: int, told: DispatchReply) -> None:
+        assert told.lease is not None
+        assert not told.barrier
+        lease = told.lease
+        assert (lease.worker, lease.batch) == (worker, min(self.free))
+        assert (lease.start, lease.samples) == (sum(self.sizes[: lease.batch]), self.sizes[lease.batch])
+        self.free.remove(lease.batch)
+        self.held[worker].append(lease.batch)
+        self.handed += 1
+        assert told.samples == self.out
+
+    @rule(worker=st.integers(0, 3), count=st.integers(0, 4))
+    def settle(self, worker: int, count: int) -> None:
+        """Some of what it holds, once more what it has settled, and what was never handed out."""
+        if worker in self.live:
+            now, self.held[worker] = self.held[worker][:count], self.held[worker][count:]
+            old = [batch for _, batch in self.settled]
+            assert self.dispatcher.settle(worker, self.number, [*now, *now, *old, len(self.sizes), -1]) == len(now)
+            self.settled += [(worker, batch) for batch in now]
+
+    @rule(worker=st.integers(0, 3), other=st.integers(0, 3))
+    def settle_what_is_anothers(self, worker: int, other: int) -> None:
+        if worker != other and self.held.get(other):
+            assert self.dispatcher.settle(worker, self.number, self.held[other]) == 0
+
+    @rule(worker=st.integers(0, 3), number=st.integers(-1, 9))
+    def ask_of_another_pass(self, worker: int, number: int) -> None:
+        if number != self.number:
+            assert self.dispatcher.lease(worker, number) == DispatchReply(None, self.out)
+            assert self.dispatcher.settle(worker, number, range(len(self.sizes))) == 0
+
+    @rule(worker=st.integers(0, 3))
+    def die(self, worker: int) -> None:
+        if worker in self.live and len(self.live) > 1:
+            back = self.held[worker]
+            assert self.dispatcher.leave(worker) == sum(self.sizes[batch] for batch in back)
+            assert self.dispatcher.settle(worker, self.number, back) == 0
+            self.live.remove(worker)
+            self.free |= set(back)
+            self.held[worker] = []
+
+    @rule(sizes=SIZES)
+    def next_pass(self, sizes: list[int]) -> None:
+        self._end()
+        self._begin(sizes)
+
+    @invariant()
+    def what_counts_is_what_was_settled(self) -> None:
+        if hasattr(self, "dispatcher"):
+            batches = {batch for _, batch in self.settled}
+            once = sum(self.sizes[batch] for batch in batches)
+            missing = sum(self.sizes) - once
+            assert audit([self.dispatcher.ledger.counts()]) == Audit(once=once, twice=0, never=missing)
+
+    def _end(self) -> None:
+        """All who live work on until nothing is left for anybody."""
+        for _ in range(2 * len(self.sizes) + self.handed + 1):
+            for worker in sorted(self.live):
+                self.lease(worker)
+                self.settle(worker, 4)
+        assert not self.free
+        if self.meet:
+            assert {self.meetings[worker] for worker in self.live} == {self.handed // self.meet}
+        assert audit([self.dispatcher.ledger.counts()]) == Audit(once=sum(self.sizes), twice=0, never=0)
+
+    def teardown(self) -> None:
+        if hasattr(self, "dispatcher"):
+            for worker in self.live:
+                self.settle(worker, len(self.sizes))
+            self._end()
+
+
+def test_any_order() -> None:
+    run_state_machine_as_test(Passes, settings=settings(max_examples=60, stateful_step_count=40))
+
+
+@given(st.integers(1, 5), st.integers(1, 40), st.integers(1, 10))
+@settings(max_examples=50)
+def test_nobody_gets_a_batch_beyond_a_meeting_that_it_was_not_told_of(workers: int, batches: int, meet: int) -> None:
+    dispatcher = BatchDispatcher(workers)
+    dispatcher.begin(1, [1] * batches, meet)
+    got = 0
+    told = [0] * workers
+    worker = 0
+    for _ in range(4 * (batches + workers * (batches // meet + 1))):
+        handed = dispatcher.lease(worker, 1)
+        if handed.barrier:
+            told[worker] += 1
+            assert handed.lease is None
+        elif handed.lease:
+            assert told[worker] == got // meet
+            got += 1
+        worker = (worker * 3 + 1 + got) % workers if got % 2 else (worker + 1) % workers
+    for worker in range(workers):
+        while dispatcher.lease(worker, 1).barrier:
+            told[worker] += 1
+    assert got == batches
+    assert told == [batches // meet] * workers
+
+
+def test_whoever_is_fast_gets_more() -> None:
+    dispatcher = BatchDispatcher(2)
+    dispatcher.begin(1, [2] * 12)
+    counts = [0, 0]
+    for turn in range(12):
+        lease = dispatcher.lease(int(turn % 4 == 0), 1).lease
+        assert lease is not None
+        counts[lease.worker] += lease.samples
+    assert counts == [18, 6]
+    assert dispatcher.lease(0, 1) == DispatchReply(None, 24)
+
+
+def test_a_pass_that_begins_again_or_late_changes_nothing() -> None:
+    dispatcher = BatchDispatcher(2)
+    assert dispatcher.lease(0, 1) == DispatchReply(None, 0)
+    dispatcher.begin(2, [1, 2])
+    first = dispatcher.lease(0, 2)
+    for number in (2, 1, 0, -1):
+        dispatcher.begin(number, [7])
+    assert first.lease is not None
+    assert dispatcher.lease(1, 2).samples == 3
+    assert dispatcher.settle(0, 2, [first.lease.batch]) == 1
+
+
+@given(SIZES, st.sets(st.integers(0, 24)), st.integers(1, 3), st.booleans())
+@settings(max_examples=40)
+def test_a_pass_that_was_begun_before_goes_on(sizes: list[int], some: set[int], workers: int, dealt: bool) -> None:
+    """Only what was not settled is handed out; whoever goes back to before the pass comes to where it was begun."""
+    done = sorted(batch for batch in some if batch < len(sizes))
+    before = sum(sizes[batch] for batch in done)
+    dispatcher = BatchDispatcher(workers)
+    earlier = dispatcher.state()
+    dispatcher.begin(4, sizes, None, dealt, done)
+    for _ in range(2):
+        found = []
+        while (handed := dispatcher.lease(len(found) % workers, 4)).lease is not None:
+            found.append(handed.lease.batch)
+            assert handed.samples == before + sum(sizes[batch] for batch in found)
+            dispatcher.settle(handed.lease.worker, 4, [handed.lease.batch])
+        assert sorted([*found, *done]) == list(range(len(sizes)))
+        assert audit([dispatcher.ledger.counts()]) == Audit(sum(sizes), 0, 0)
+        dispatcher.roll_back(earlier)
+
+
+@given(SIZES, st.integers(1, 4), st.randoms())
+@settings(max_examples=40)
+def test_dealt_batches_go_to_the_workers_in_turn_whoever_asks_first(
+    sizes: list[int], workers: int, shuffle: random.Random
+) -> None:
+    dispatcher = BatchDispatcher(workers)
+    dispatcher.begin(1, sizes, in_turn=True)
+    got: dict[int, list[int]] = {worker: [] for worker in range(workers)}
+    asking = [worker for worker in range(workers) for _ in range(len(sizes) + 1)]
+    shuffle.shuffle(asking)
+    for worker in asking:
+        if lease := dispatcher.lease(worker, 1).lease:
+            got[worker].append(lease.batch)
+            assert dispatcher.settle(worker, 1, [lease.batch]) == 1
+    assert got == {worker: list(range(worker, len(sizes), workers)) for worker in range(workers)}
+    assert audit([dispatcher.ledger.counts()]) == Audit(once=sum(sizes), twice=0, never=0)
+
+
+def test_who_comes_when_all_others_have_left_the_pass_does_nothing_of_it() -> None:
+    dispatcher = BatchDispatcher(2)
+    dispatcher.begin(1, [2, 2, 2])
+    assert dispatcher.lease(0, 1).lease is not None
+    dispatcher.leave(1)
+    dispatcher.settle(0, 1, [0])
+    dispatcher.wait(0, 1, left=True)
+    assert dispatcher.release() == {0: True}
+    dispatcher.join(1, 0)
+    assert dispatcher.lease(1, 1) == DispatchReply(None, 2)
+    dispatcher.wait(1, 1)
+    assert dispatcher.release() == {1: True}
+
+
+def test_who_comes_to_a_pass_that_is_done_does_what_is_to_be_done_again() -> None:
+    dispatcher = BatchDispatcher(2)
+    dispatcher.begin(1, [2, 2])
+    dispatcher.leave(1)
+    before = dispatcher.state()
+    for batch in range(2):
+        assert dispatcher.lease(0, 1).lease is not None
+        dispatcher.settle(0, 1, [batch])
+    dispatcher.wait(0, 1)
+    assert dispatcher.release() == {0: True}
+    dispatcher.join(1, 0)
+    dispatcher.roll_back(before)
+    dispatcher.leave(0)
+    assert dispatcher.lease(1, 1).lease is not None
+
+
+def test_nobody_is_called_to_a_cut_of_a_pass_that_it_has_left() -> None:
+    dispatcher = BatchDispatcher(1)
+    dispatcher.begin(1, [2, 2])
+    dispatcher.wait(0, 1, left=True)
+    dispatcher.call_snapshot_barrier(0)
+    assert not dispatcher.barriers_called
