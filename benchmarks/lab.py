@@ -157,7 +157,7 @@ def _train(lab: Laboratory, way: str, seed: int, hosts: int, folder: Path, terms
     root = Path(__file__).resolve().parents[1]
     logs = [(folder / f"host-{host}.log").open("w+b") for host in range(hosts)]
     started = [
-        lab.start(host, command, {**lab.place(host, hosts), **_environment(folder, root)}, log)
+        lab.start(host, command, {**lab.place(host, hosts, folder), **_environment(root)}, log)
         for host, log in enumerate(logs)
     ]
     limit = time.monotonic() + terms.limit_s
@@ -177,8 +177,8 @@ def _train(lab: Laboratory, way: str, seed: int, hosts: int, folder: Path, terms
             log.close()
 
 
-def _environment(folder: Path, root: Path) -> dict[str, str]:
-    return {"OMP_NUM_THREADS": "1", "STRETTO_RUN": str(folder), "PYTHONPATH": str(root)}
+def _environment(root: Path) -> dict[str, str]:
+    return {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
 
 
 def _outcome(

@@ -24,8 +24,12 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, NoReturn, Self
 
+from stretto.process_config import WorkerConfig
+
 PREFIX = "stretto-lab-"
 LINK = "uplink"
+PORT = 29500
+"""Rendezvous port, in the namespace of host 0."""
 NETWORK = "10.77.0"
 BURST_BYTES = 32 << 10
 QUEUE_MS = 50
@@ -103,15 +107,22 @@ class Laboratory:
         self._stack.callback(process.kill)
         return process
 
-    def place(self, host: int, hosts: int, port: int = 29500) -> dict[str, str]:
-        """The environment of a worker on a host, as torchrun sets it on several machines with one worker each."""
+    def place(self, host: int, hosts: int, run: Path | None = None, recipe: str | None = None) -> dict[str, str]:
+        """Return the environment of a worker on a host, as torchrun sets it with one worker on each machine.
+
+        With `run` it has a configuration of Stretto as well: this run directory, and a recipe.
+        """
+        config = WorkerConfig(
+            rank=host, world_size=hosts, store=f"{address(0)}:{PORT}", run=str(run), recipe=recipe
+        ).environment()
         return {
+            **(config if run is not None else {}),
             "RANK": str(host),
             "WORLD_SIZE": str(hosts),
             "LOCAL_RANK": "0",
             "LOCAL_WORLD_SIZE": "1",
             "MASTER_ADDR": address(0),
-            "MASTER_PORT": str(port),
+            "MASTER_PORT": str(PORT),
             "GLOO_SOCKET_IFNAME": LINK,
         }
 

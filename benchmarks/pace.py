@@ -22,6 +22,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from msgspec.structs import replace
+
+from stretto.process_config import WorkerConfig
+
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT_S = 300.0
 """Nothing that is waited for may take longer."""
@@ -88,8 +92,11 @@ class Crew:
         port = str(free_port())
         common = {"WORLD_SIZE": str(workers), "LOCAL_WORLD_SIZE": str(workers), "MASTER_ADDR": "127.0.0.1"}
         common |= {"MASTER_PORT": port, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        common |= {"STRETTO_RUN": self._folder.name}
-        places = [{"RANK": str(rank), "LOCAL_RANK": str(rank), **common} for rank in range(workers)]
+        base = WorkerConfig(world_size=workers, store=f"127.0.0.1:{port}", run=self._folder.name)
+        places = [
+            {"RANK": str(rank), "LOCAL_RANK": str(rank), **common, **replace(base, rank=rank).environment()}
+            for rank in range(workers)
+        ]
         self._workers = [self._start(command, place if workers > 1 else {"OMP_NUM_THREADS": "1"}) for place in places]
 
     def _start(self, command: Sequence[str], place: Mapping[str, str]) -> subprocess.Popen[bytes]:

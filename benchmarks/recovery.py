@@ -68,7 +68,7 @@ class Group:
         self.steps.mkdir()
         self._tail, self._members = Tail(folder / "run" / "events.jsonl"), list[Event]()
         self._log = (folder / "log").open("wb")
-        environment = {**os.environ, "STRETTO_MEMBERS": "1", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         script = [str(SCRIPT), str(self.steps), "--width", str(width), *side.arguments]
         self._launcher = subprocess.Popen(
             [*side.command(folder), *script], cwd=ROOT, env=environment, stdout=self._log, stderr=self._log

@@ -198,8 +198,7 @@ def measured(lab: Laboratory, case: Case) -> Figures:
     with tempfile.TemporaryDirectory(prefix="stretto-simulated-") as place:
         folder = Path(place)
         command = [sys.executable, str(ROOT / "examples" / case.script), *case.arguments]
-        told = {**_environment(), "STRETTO_RUN": place, "STRETTO_RECIPE": case.recipe}
-        _see_out(lab, command, told, folder)
+        _see_out(lab, command, folder, folder, case.recipe)
         return figures(folder / "events.jsonl")
 
 
@@ -229,12 +228,17 @@ def _less(now: Mapping[str, float], before: Mapping[str, float], steps: float) -
     return {phase: (now[phase] - before[phase]) / steps for phase in now}
 
 
-def _see_out(lab: Laboratory, command: Sequence[str], told: Mapping[str, str], folder: Path) -> None:
-    """Run the command on all hosts until it has ended on each, or has failed on one."""
+def _see_out(
+    lab: Laboratory, command: Sequence[str], folder: Path, run: Path | None = None, recipe: str | None = None
+) -> None:
+    """Run the command on all hosts, as workers of a `run`, until it has ended on each or failed on one."""
     limit = time.monotonic() + LIMIT_S
     with ExitStack() as stack:
         logs = [stack.enter_context((folder / f"host-{host}.log").open("w+b")) for host in range(HOSTS)]
-        started = [lab.start(host, command, {**lab.place(host, HOSTS), **told}, log) for host, log in enumerate(logs)]
+        started = [
+            lab.start(host, command, {**_environment(), **lab.place(host, HOSTS, run, recipe)}, log)
+            for host, log in enumerate(logs)
+        ]
         for one in started:
             stack.callback(one.wait)
             stack.callback(one.kill)
@@ -259,7 +263,7 @@ def _probed(lab: Laboratory, processors: float) -> dict[str, float]:
     """What the wires take, as four hosts find."""
     with tempfile.TemporaryDirectory(prefix="stretto-simulated-") as place:
         folder = Path(place)
-        _see_out(lab, [sys.executable, "-m", "benchmarks.simulated", place, str(processors)], _environment(), folder)
+        _see_out(lab, [sys.executable, "-m", "benchmarks.simulated", place, str(processors)], folder)
         found: dict[str, float] = json.loads((folder / "wires.json").read_text())
     return found
 

@@ -11,7 +11,6 @@ keeps its folder.
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import statistics
@@ -213,8 +212,7 @@ def _one(case: Case, folder: Path, each_s: float, seed: int | None) -> Outcome:
     (folder / "command").write_text(json.dumps(command[1:]) + "\n")
     began = time.monotonic()
     with (folder / "out").open("wb") as out:
-        environment = {**os.environ, "STRETTO_MEMBERS": "1"}
-        launcher = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=out, stderr=out)
+        launcher = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=out)
         samples, late = _watched(launcher, began + LATE * each_s + 60)
     seconds = time.monotonic() - began
     outcome = judged(folder, count, launcher.returncode, late, seconds, samples, case.agrees)

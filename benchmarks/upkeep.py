@@ -110,9 +110,15 @@ class Run:
             "--recipe",
             recipe,
         ]
-        command += ["--quiet", "--out", str(self._folder / "run"), *side.options]
+        command += [
+            "--quiet",
+            "--out",
+            str(self._folder / "run"),
+            *side.options,
+            *([] if side.members else ["--no-recovery"]),
+        ]
         command += [str(SCRIPT), str(self._folder), case, str(segment), str(segments), *more]
-        environment = {**os.environ, "STRETTO_MEMBERS": str(int(side.members)), "PYTHONPATH": str(ROOT)}
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         environment["OMP_NUM_THREADS"] = "1"
         self._launcher = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=self._log, stderr=self._log)
 

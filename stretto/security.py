@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,9 +34,14 @@ class WorkerKeys:
     secret: bytes
 
 
-def worker_keys(text: str | None) -> WorkerKeys | None:
-    """The keys as an environment holds them, `,` between; None when nothing is encrypted."""
-    return WorkerKeys(*(key.encode() for key in text.split(","))) if text else None
+def worker_keys(texts: Sequence[str] | None) -> WorkerKeys | None:
+    """Return the keys of a worker from its configuration; None where traffic is not encrypted."""
+    return WorkerKeys(*(text.encode() for text in texts)) if texts else None
+
+
+def server_keys(texts: Sequence[str] | None) -> ServerKeys | None:
+    """Return the keys of a server from its configuration; None where traffic is not encrypted."""
+    return ServerKeys(*(text.encode() for text in texts)) if texts else None
 
 
 def new_keys() -> tuple[ServerKeys, WorkerKeys]:

@@ -16,6 +16,7 @@ from stretto.parameter_server.client import ParameterServerClient
 from stretto.parameter_server.client_types import News, PushHandle, Update, shared_out
 from stretto.parameter_server.embedded import Hosted, host
 from stretto.parameter_server.rpc_server import listening
+from stretto.process_config import ShardConfig
 
 ADDING = "downpour(every=1)"
 """What comes is added as it is."""
@@ -67,19 +68,18 @@ class Processes:
 
     def start(self, number: int = 0) -> None:
         descriptors = [one.fileno() for one in self._sockets]
-        place = {
-            "STRETTO_SHARD": "0",
-            "STRETTO_SHARDS": "1",
-            "STRETTO_WORLD_SIZE": "1",
-            "STRETTO_COORDINATOR_FD": str(descriptors[0]),
-            "STRETTO_LISTEN_FD": str(descriptors[1]),
-            "STRETTO_ON_NAN": "stop",
-            "STRETTO_TIMEOUT": "30",
-            "STRETTO_RUN": str(self.folder),
-            "STRETTO_CUTS": str(self.cuts),
-        }
+        config = ShardConfig(
+            run=str(self.folder),
+            shard=0,
+            shards=1,
+            workers=1,
+            dispatcher_fd=descriptors[0],
+            listen_fd=descriptors[1],
+            timeout_s=30.0,
+            snapshots=str(self.cuts),
+        )
         command = [sys.executable, "-m", "stretto.launcher.shard_main"]
-        environment = {**os.environ, **place, **self._environment}
+        environment = {**os.environ, **config.environment(), **self._environment}
         self.alive[number] = subprocess.Popen(command, env=environment, pass_fds=descriptors)
 
     def kill(self, number: int = 0) -> None:

@@ -17,9 +17,10 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
-from scene import MARK, PATH, Place, environment, until
+from scene import MARK, PATH, Place, config_of, until
 
 from stretto.events import read_events
+from stretto.process_config import WorkerConfig
 
 LIMIT_S = 120
 
@@ -111,7 +112,7 @@ x = torch.randn(200, 6, dtype=torch.float64)
 y = torch.sin(x.sum(1, keepdim=True))
 net = torch.nn.Sequential(torch.nn.Linear(6, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1)).double()
 theirs = copy.deepcopy(net)
-worker, workers = int(os.environ["STRETTO_RANK"]), int(os.environ["STRETTO_WORLD_SIZE"])
+worker, workers = stretto.rank(), stretto.world_size()
 dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=worker, world_size=workers)
 
 
@@ -208,7 +209,7 @@ def test_scalers_stay_in_step_on_idle_workers_too(tmp_path: Path) -> None:
     path = script(tmp_path, SCALED)
     several = stretto_run(tmp_path, path, 4, "allreduce", "several")
     (tmp_path / "joined").mkdir()
-    joined = {"STRETTO_RUN": "joined", "STRETTO_ALONE": "1", "STRETTO_JOIN": "4"}
+    joined = WorkerConfig(run="joined", single_process=True, global_batch_of=4).environment()
     done = call(tmp_path, sys.executable, str(path), **joined)
     assert done.returncode == 0, done.stderr
     one = load_file(tmp_path / "joined" / "final.safetensors")
@@ -233,7 +234,7 @@ def test_a_script_that_fails_gives_one_error_with_its_worker(kind: str, tmp_path
     text = PLAIN.replace(before, after).replace("LINE", LINE)
     if "differs" in kind:
         text = text.replace("Linear(32, 1)", "Linear(32 + RANK, 1)")
-    path = script(tmp_path, "import os\nRANK = int(os.environ['STRETTO_RANK'])\n" + text)
+    path = script(tmp_path, "import stretto\nRANK = stretto.rank()\n" + text)
     done = call(tmp_path, sys.executable, "-m", "stretto.cli", "run", "-n", "2", "--out", "run", str(path))
     assert done.returncode == 1, done.stderr
     assert wanted in done.stderr
@@ -391,7 +392,7 @@ def test_two_runs_at_once_one_with_a_slow_worker_one_that_keeps_its_server_itsel
 
 
 def test_an_asynchronous_recipe_in_the_script_under_torchrun(place: Place) -> None:
-    number = 'int(os.environ.get("STRETTO_RANK") or os.environ["RANK"])'
+    number = "stretto.rank()"
     both = f"mine, other = (f'here{{({number} + by) % 2}}' for by in (0, 1)); pathlib.Path(mine).touch()"
     wait = "while not pathlib.Path(other).exists(): time.sleep(0.01)"
     path = free(more="recipe='async_sgd(shards=2)'", body=f"{both}\n        {wait}")
@@ -416,7 +417,7 @@ def test_a_pass_that_is_left_under_torchrun_is_sent_at_exit(place: Place) -> Non
 
 
 def test_what_one_worker_leaves_of_a_pass_the_others_do(place: Place) -> None:
-    path = free(body="if os.environ['STRETTO_RANK'] == '1' and step == 2: break", options="")
+    path = free(body="if stretto.rank() == 1 and step == 2: break", options="")
     _, events = run_free(place, path, "-n", "3", "--recipe", "async_sgd")
     assert seen_in(events) == [ALL_ONCE] * 2
 
@@ -444,12 +445,12 @@ def test_whatever_is_ended_the_run_ends_with_one_error_and_leaves_nothing(
     place: Place, ended: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a coordinator, that is, as where another launcher starts the workers."""
-    monkeypatch.setenv("STRETTO_MEMBERS", "0")
-    path = free(body="pathlib.Path('at-' + os.environ['STRETTO_RANK']).touch()", epochs=100_000)
-    process = place.stretto("run", "-n", "2", "--recipe", "async_sgd", "--servers", "2", "--out", "run", path)
+    path = free(body="pathlib.Path(f'at-{stretto.rank()}').touch()", epochs=100_000)
+    line = ["--no-recovery", "-n", "2", "--recipe", "async_sgd", "--servers", "2", "--out", "run"]
+    process = place.stretto("run", *line, path)
     until(lambda: Path("at-0").exists() and Path("at-1").exists(), LIMIT_S)
-    name = {"server": "STRETTO_SHARD", "worker": "STRETTO_RANK"}.get(ended)
-    victim = next((one for one in place.left() if name and environment(one).get(name) == "1"), None)
+    name = {"server": "shard", "worker": "rank"}.get(ended)
+    victim = next((one for one in place.left() if name and config_of(one).get(name) == 1), None)
     began = time.monotonic()
     process.send_signal(signal.SIGINT) if victim is None else os.kill(victim.pid, signal.SIGKILL)
     _, err = process.communicate(timeout=LIMIT_S)

@@ -25,7 +25,10 @@ import stretto
 torch.manual_seed(1)
 x = torch.randn(60, 3)
 data = TensorDataset(x, x.sum(1, keepdim=True))
-rank, life, fails = stretto.rank(), int(os.environ.get("STRETTO_LIFE", "0")), "fails" in sys.argv
+from stretto.process_config import WorkerConfig, worker_config
+
+config = worker_config() or WorkerConfig()
+rank, life, fails = config.rank, config.incarnation, "fails" in sys.argv
 
 def wait(is_there):
     limit = time.monotonic() + 60
@@ -38,7 +41,7 @@ def is_a_worker_to_be_let_in():
     return _current.get().wire.is_to_rest()
 
 def is_a_checkpoint_written():
-    return any(pathlib.Path(os.environ["STRETTO_RUN"]).glob("section-2/checkpoints/round-*"))
+    return any(pathlib.Path(config.run).glob("section-2/checkpoints/round-*"))
 
 for fold in range(3):
     part = random_split(data, [36, 24])[0]

@@ -15,6 +15,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 import stretto
+from stretto.process_config import WorkerConfig, worker_config
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--strike", default="")
@@ -23,7 +24,8 @@ parser.add_argument("--pause", type=float, default=0.03, help="seconds that a st
 asked = parser.parse_args()
 
 who, signal_name, phase = (asked.strike or "::").split(":")
-struck = str(stretto.rank()) in who.split(",") and os.environ.get("STRETTO_LIFE", "0") == "0"
+config = worker_config() or WorkerConfig()
+struck = str(config.rank) in who.split(",") and config.incarnation == 0
 
 
 def strike(now: str) -> None:
@@ -34,7 +36,7 @@ def strike(now: str) -> None:
 
 def strike_while_saving() -> None:
     """In a thread: as soon as a checkpoint is being written, or at the latest after some seconds."""
-    folder = os.path.join(os.environ["STRETTO_RUN"], "checkpoints")
+    folder = os.path.join(config.run or "", "checkpoints")
     limit = time.monotonic() + 3
     while time.monotonic() < limit and not (os.path.isdir(folder) and os.listdir(folder)):
         time.sleep(0.0005)

@@ -229,6 +229,14 @@ def run(
             rich_help_panel=FAILURES,
         ),
     ] = 3,
+    no_recovery: Annotated[
+        bool,
+        typer.Option(
+            "--no-recovery",
+            help="End the run at the first failure; no coordinator is started.",
+            rich_help_panel=FAILURES,
+        ),
+    ] = False,
     min_workers: Annotated[
         int,
         typer.Option(
@@ -359,6 +367,7 @@ def run(
         min_workers=min_workers,
         max_workers=max_workers,
         restarts=restarts,
+        recovery=not no_recovery,
         batch=on_resize,
         global_batch=split_batch,
         lr_scale=lr_scale,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -81,6 +80,8 @@ class RunConfig:
     """The script's batch: that of each worker (keep), or of all together (split)."""
     lr_scale: LrScale = "none"
     """The factor on the script's learning rate: 1, the number of workers, or the square root of that."""
+    recovery: bool = True
+    """False if the first failure ends the run, which has no coordinator then."""
     scaled_workers: int | None = None
     """The number of workers for this factor; None for as many as are started."""
 
@@ -94,7 +95,7 @@ class RunConfig:
     def endures(self) -> bool:
         """Whether the run goes on without a worker that has died: it has a coordinator then."""
         several = self.workers > 1 or self.host is not None
-        return several and not self.alone and os.environ.get("STRETTO_MEMBERS") != "0"
+        return several and not self.alone and self.recovery
 
     @property
     def name(self) -> str:
@@ -135,6 +136,7 @@ class RunConfig:
             "min_workers": self.min_workers,
             "max_workers": self.max_workers,
             "restarts": self.restarts,
+            "recovery": self.recovery,
             "checkpoint_every": self.checkpoint_every,
             "keep": self.keep,
             "resume": str(self.resume) if self.resume else None,

@@ -6,14 +6,12 @@ coordinator continues from its write-ahead log.
 
 from __future__ import annotations
 
-import json
-import os
 import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -23,32 +21,32 @@ import msgspec
 from stretto.errors import LogError
 from stretto.events import LogFile
 from stretto.interval import every
-from stretto.launcher.shard_main import keys_in, leave
+from stretto.launcher.shard_main import leave, own_config
 from stretto.launcher.worker_main import fail, speak_in_lines
 from stretto.membership.coordinator import COORDINATOR, Event, MembershipCoordinator
 from stretto.membership.write_ahead_log import WriteAheadLog, read
+from stretto.process_config import CoordinatorConfig, KeyTexts
 
 AGAIN_S = 2.0
 """How often those who are gone are told of again: a service that was started again has forgotten."""
 
 
 def main() -> None:
-    """Serve until SIGTERM. An error goes to the event log, and the process ends at once."""
+    """Serve until SIGTERM. An error goes to the event log, and the process exits immediately."""
     signal.signal(signal.SIGTERM, leave)
     speak_in_lines()
+    config = own_config(CoordinatorConfig)
     try:
-        _coordinate()
+        _coordinate(config)
     except BaseException as error:
-        fail(error, COORDINATOR)
+        fail(error, COORDINATOR, config.run)
 
 
-def _coordinate() -> None:
+def _coordinate(config: CoordinatorConfig) -> None:
     from stretto.membership.server import MembershipServer
-    from stretto.security import ServerKeys
+    from stretto.security import server_keys
 
-    given = os.environ
-    folder, settings = Path(given["STRETTO_RUN"]), json.loads(given["STRETTO_SETTINGS"])
-    keys = keys_in(given.pop("STRETTO_SERVER_KEYS", None))
+    folder, settings = Path(config.run or "."), config.settings
     place = folder / "journal"
     records = read(place)
     journal = WriteAheadLog(place)
@@ -56,22 +54,16 @@ def _coordinate() -> None:
         lost = f"{journal.cut_off} bytes after it are lost"
         print(f"the journal is whole up to record {len(records)}: {lost}", file=sys.stderr, flush=True)
     roll = MembershipCoordinator.restored(records, time.monotonic()) if records else _begun(settings)
+    messenger = _DeathMessenger(config.servers, config.worker_keys) if config.servers else None
     MembershipServer(
-        socket.socket(fileno=int(given["STRETTO_LISTEN_FD"])),
+        socket.socket(fileno=config.listen_fd),
         roll,
         journal,
-        ServerKeys(*(one.encode() for one in keys)) if keys else None,
+        server_keys(config.keys),
         settings["failure_timeout_s"],
-        _Publisher(LogFile(folder / "events.jsonl"), settings["zero"], _messenger(settings, given)).publish,
+        _Publisher(LogFile(folder / "events.jsonl"), config.zero, messenger).publish,
         every(settings["checkpoint"]).seconds if settings.get("checkpoint") else None,
     ).run(threading.Event())
-
-
-def _messenger(settings: dict[str, Any], given: Mapping[str, str]) -> _DeathMessenger | None:
-    """For workers that do not wait for each other; others say by their generation who is there."""
-    if "STRETTO_SERVERS" not in given or not settings.get("free"):
-        return None
-    return _DeathMessenger([f"tcp://{one}" for one in given["STRETTO_SERVERS"].split(",")], given.get("STRETTO_KEYS"))
 
 
 def _begun(settings: dict[str, Any]) -> MembershipCoordinator:
@@ -88,11 +80,11 @@ def _begun(settings: dict[str, Any]) -> MembershipCoordinator:
 
 
 class _DeathMessenger(threading.Thread):
-    """Tells the services of a parameter server who is gone, and tells those that were started again once more."""
+    """Notifies a parameter server of failed workers, and a restarted server of all of them again."""
 
-    def __init__(self, addresses: Sequence[str], keys: str | None) -> None:
+    def __init__(self, addresses: Sequence[str], keys: KeyTexts | None) -> None:
         super().__init__(name="messenger", daemon=True)
-        self._addresses, self._keys = addresses, keys
+        self._addresses, self._keys = [f"tcp://{one}" for one in addresses], keys
         self._events: SimpleQueue[Event] = SimpleQueue()
         self.start()
 

@@ -12,6 +12,7 @@ from socket import socket
 
 from stretto.errors import LaunchError, explain
 from stretto.launcher.listeners import listening
+from stretto.process_config import KeyTexts
 
 
 @dataclass(frozen=True)
@@ -53,34 +54,24 @@ class Servers:
         """How many servers there are."""
         return max(0, len(self.sockets) - 1)
 
-    def for_worker(self) -> dict[str, str]:
-        """What a worker has to know: where the servers are, and its side of the keys."""
-        told = {}
-        if self.shards:
-            told["STRETTO_SERVERS"] = ",".join(map(address, self.sockets))
-        if self.coordinator_at is not None:
-            told["STRETTO_COORDINATOR"] = self.coordinator_at
-        if self.keys is not None:
-            own = self.keys.worker
-            told["STRETTO_KEYS"] = ",".join((self.keys.server.public, own.public, own.secret))
-        return told
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Addresses of the batch dispatcher and of each shard; empty without a parameter server."""
+        return tuple(map(address, self.sockets)) if self.shards else ()
 
-    def for_server(self, shard: int) -> dict[str, str]:
-        """What the server of a shard has to know: its place, its sockets, and its side of the keys."""
-        told = {"STRETTO_SHARD": str(shard), "STRETTO_SHARDS": str(self.shards)}
-        names = ("STRETTO_LISTEN_FD", "STRETTO_COORDINATOR_FD")
-        return told | dict(zip(names, map(str, self.inherited(shard)), strict=False)) | self._own_keys()
-
-    def for_coordinator(self) -> dict[str, str]:
-        """What the coordinator has to know: its socket, both sides of the keys, and whom to tell of who is gone."""
-        assert self.coordinator is not None
-        return self.for_worker() | {"STRETTO_LISTEN_FD": str(self.coordinator.fileno())} | self._own_keys()
-
-    def _own_keys(self) -> dict[str, str]:
+    @property
+    def worker_keys(self) -> KeyTexts | None:
+        """Keys of a worker; None where traffic is not encrypted."""
         if self.keys is None:
-            return {}
-        own = self.keys.server
-        return {"STRETTO_SERVER_KEYS": ",".join((own.secret, own.public, self.keys.worker.public))}
+            return None
+        return self.keys.server.public, self.keys.worker.public, self.keys.worker.secret
+
+    @property
+    def server_keys(self) -> KeyTexts | None:
+        """Keys of a server and of the coordinator; None where traffic is not encrypted."""
+        if self.keys is None:
+            return None
+        return self.keys.server.secret, self.keys.server.public, self.keys.worker.public
 
     def inherited(self, shard: int) -> list[int]:
         """The sockets of a shard: its own, and for shard 0 the coordinator's."""

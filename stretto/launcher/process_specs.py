@@ -7,7 +7,6 @@ one more.
 
 from __future__ import annotations
 
-import json
 import os
 import site
 import sys
@@ -23,7 +22,7 @@ from stretto.launcher.endpoints import Servers, address
 from stretto.launcher.listeners import OWN, interface_of
 from stretto.launcher.worker_main import FILE, MODULE
 from stretto.membership.coordinator import COORDINATOR
-from stretto.membership.variables import OF_TORCHRUN, RANK, STORE, WORLD_SIZE
+from stretto.process_config import OF_TORCHRUN, RECIPE, VARIABLE, Config, CoordinatorConfig, ShardConfig, WorkerConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 CUT_EVERY_S = 10.0
@@ -34,12 +33,13 @@ KEPT = 3
 
 @dataclass(frozen=True)
 class ProcessSpec:
-    """One process to be started. Its environment may hold keys, so it is never printed."""
+    """Number, command, environment and configuration of a process to start. The configuration holds keys."""
 
     number: int
     of: int
     command: list[str]
     environment: dict[str, str] = field(repr=False)
+    config: Config = field(repr=False)
     fds: list[int] = field(default_factory=list)
 
     def __str__(self) -> str:
@@ -97,41 +97,88 @@ class ProcessPlan:
         return self._worker(number, life) if number >= 0 else self._server(number, life)
 
     def _worker(self, number: int, life: int) -> ProcessSpec:
-        """The lead inherits the listening socket at which all will meet, so no port can be lost to another."""
+        """Return a worker. Worker 0 inherits the listening socket of the rendezvous, so its port cannot be taken."""
         order, listener = self.order, None if number else self.listener
         command = [sys.executable, "-P", "-m", "stretto.launcher.worker_main"]
         command += [MODULE if order.module else FILE, str(order.script), *order.args]
-        environment = environment_of(number, order, self.folder, self.listener) | self.servers.for_worker()
-        if order.endures:
-            environment["STRETTO_LIFE"] = str(life)
         of = max(order.workers, *(one + 1 for one in self.guests or (0,)))
-        return ProcessSpec(number, of, command, environment, [listener.fileno()] if listener is not None else [])
+        fds = [listener.fileno()] if listener is not None else []
+        environment = environment_of(number, order)
+        return ProcessSpec(number, of, command, environment, self._worker_config(number, life), fds)
+
+    def _worker_config(self, number: int, life: int) -> WorkerConfig:
+        order, servers, is_elastic = self.order, self.servers, self.order.endures
+        checkpoint = str(every(order.checkpoint_every)) if order.checkpoint_every else None
+        return WorkerConfig(
+            rank=number,
+            world_size=order.workers,
+            incarnation=life if is_elastic else 0,
+            run=self._run,
+            listen_fd=self.listener.fileno() if self.listener is not None and not number else None,
+            store=address(self.listener) if self.listener is not None else None,
+            coordinator=servers.coordinator_at,
+            servers=servers.addresses,
+            keys=servers.worker_keys,
+            recipe=order.recipe,
+            seed=order.seed,
+            single_process=order.alone,
+            global_batch_of=order.join,
+            split_batch=order.global_batch == "split",
+            lr_factor=order.lr_factor,
+            slowdown=factors(order.stragglers, order.workers).get(number, 1.0),
+            keep_states=order.keep_states,
+            on_nan=order.on_nan,
+            on_resize=order.batch,
+            timeout_s=order.timeout_s,
+            failure_timeout_s=order.failure_timeout_s,
+            checkpoint_every=checkpoint,
+            keep=order.keep or KEPT,
+            resume=str(order.resume.resolve()) if order.resume else None,
+        )
 
     def _server(self, number: int, life: int) -> ProcessSpec:
-        """The launcher's environment and its place; no recipe, for that comes from the workers."""
+        """Return the server of a shard. It has no recipe: the workers bring it."""
         order, servers, shard = self.order, self.servers, shard_of(number)
-        task = {
-            "STRETTO_TIMEOUT": str(order.timeout_s),
-            "STRETTO_ON_NAN": order.on_nan,
-            WORLD_SIZE: str(max(order.workers, order.max_workers or 0)),
-        }
-        if order.endures:
-            task |= {"STRETTO_CUTS": str(self.folder.resolve() / "cuts"), "STRETTO_CUT_EVERY": str(_cut_every_s(order))}
-        task |= {"STRETTO_RESTORE": "1"} if life else {}
-        command, environment = self._service("shard_main", task | servers.for_server(shard))
-        return ProcessSpec(number, servers.shards, command, environment, servers.inherited(shard))
+        listen_fd, *dispatcher_fd = servers.inherited(shard)
+        config = ShardConfig(
+            run=self._run,
+            shard=shard,
+            shards=servers.shards,
+            workers=max(order.workers, order.max_workers or 0),
+            listen_fd=listen_fd,
+            dispatcher_fd=dispatcher_fd[0] if dispatcher_fd else None,
+            keys=servers.server_keys,
+            on_nan=order.on_nan,
+            timeout_s=order.timeout_s,
+            snapshots=str(self.folder.resolve() / "cuts") if order.endures else None,
+            snapshot_interval_s=_cut_every_s(order) if order.endures else None,
+            restarted=life > 0,
+        )
+        return self._service(number, servers.shards, "shard_main", config, servers.inherited(shard))
 
     def _coordinator(self) -> ProcessSpec:
-        """Workers can't disagree on settings that it holds for them."""
-        assert self.servers.coordinator is not None
-        settings = {"STRETTO_SETTINGS": json.dumps(settings_of(self.order, self.zero))}
-        command, environment = self._service("coordinator_main", settings | self.servers.for_coordinator())
-        return ProcessSpec(COORDINATOR, 1, command, environment, [self.servers.coordinator.fileno()])
+        """Return the coordinator. It holds the settings of the run, so workers cannot disagree on them."""
+        servers = self.servers
+        assert servers.coordinator is not None
+        config = CoordinatorConfig(
+            run=self._run,
+            listen_fd=servers.coordinator.fileno(),
+            settings=settings_of(self.order),
+            zero=self.zero,
+            keys=servers.server_keys,
+            servers=servers.addresses if is_free(self.order) else (),
+            worker_keys=servers.worker_keys,
+        )
+        return self._service(COORDINATOR, 1, "coordinator_main", config, [servers.coordinator.fileno()])
 
-    def _service(self, module: str, task: dict[str, str]) -> tuple[list[str], dict[str, str]]:
-        """How a process that serves the workers is started, and with what."""
-        common = _common(self.order) | {"OMP_NUM_THREADS": "1", "STRETTO_RUN": str(self.folder.resolve())}
-        return [sys.executable, "-P", "-m", f"stretto.launcher.{module}"], common | task | _path(common)
+    def _service(self, number: int, of: int, module: str, config: Config, fds: list[int]) -> ProcessSpec:
+        environment = _common(self.order) | {"OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-P", "-m", f"stretto.launcher.{module}"]
+        return ProcessSpec(number, of, command, environment | _path(environment), config, fds)
+
+    @property
+    def _run(self) -> str:
+        return str(self.folder.resolve())
 
 
 def _cut_every_s(order: RunConfig) -> float:
@@ -140,22 +187,21 @@ def _cut_every_s(order: RunConfig) -> float:
     return min(CUT_EVERY_S, asked or CUT_EVERY_S)
 
 
-def settings_of(order: RunConfig, zero: float) -> dict[str, object]:
-    """What the coordinator is told of a run. `free`: nobody waits for a worker that has died."""
+def settings_of(order: RunConfig) -> dict[str, object]:
+    """Return the settings that the coordinator holds. `free` is true if no worker waits for one that failed."""
     return {
         "expected": order.workers,
         "min_workers": order.min_workers,
         "max_workers": order.max_workers,
         "free": is_free(order),
         "failure_timeout_s": order.failure_timeout_s,
-        "zero": zero,
         "batch": order.batch,
         "checkpoint": str(every(order.checkpoint_every)) if order.checkpoint_every else None,
     }
 
 
-def environment_of(number: int, order: RunConfig, folder: Path, listener: socket | None) -> dict[str, str]:
-    """The environment of a worker: the launcher's without torchrun's names, ours, and threads that share the cores."""
+def environment_of(number: int, order: RunConfig) -> dict[str, str]:
+    """Return the environment of a worker: the launcher's without torchrun's variables, and its share of the cores."""
     environment = _common(order)
     if order.host is not None:
         environment["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", interface_of(order.host))
@@ -163,15 +209,16 @@ def environment_of(number: int, order: RunConfig, folder: Path, listener: socket
         environment["CUDA_VISIBLE_DEVICES"] = devices[number % len(devices)]
     if order.threads or "OMP_NUM_THREADS" not in environment:
         environment["OMP_NUM_THREADS"] = str(order.threads_each())
-    return environment | _place(number, order, listener) | _task(number, order, folder) | _path(environment)
+    return environment | _path(environment)
 
 
 def _common(order: RunConfig) -> dict[str, str]:
-    """The launcher's environment, less what is left of another run in it.
+    """Return the launcher's environment without the configuration of another run.
 
-    The hash seed is fixed because workers that walk through a set of names must do it in one order.
+    The hash seed is fixed because workers that iterate over a set of names must do so in the same order.
     """
-    environment = {name: value for name, value in os.environ.items() if name not in (*OURS, *OF_TORCHRUN)}
+    removed = (VARIABLE, RECIPE, *OF_TORCHRUN)
+    environment = {name: value for name, value in os.environ.items() if name not in removed}
     return {**DEFAULTS, "PYTHONHASHSEED": str(order.seed), **environment}
 
 
@@ -189,69 +236,6 @@ def gpus(environment: Mapping[str, str], devices: Path = Path("/dev")) -> list[s
         return [one for one in environment["CUDA_VISIBLE_DEVICES"].split(",") if one]
     found = (one.name.removeprefix("nvidia") for one in devices.glob("nvidia[0-9]*"))
     return sorted((one for one in found if one.isdigit()), key=int)
-
-
-OURS = (
-    RANK,
-    WORLD_SIZE,
-    STORE,
-    "STRETTO_RECIPE",
-    "STRETTO_ALONE",
-    "STRETTO_JOIN",
-    "STRETTO_SPLIT",
-    "STRETTO_LR_FACTOR",
-    "STRETTO_KEEP_STATES",
-    "STRETTO_LISTEN_FD",
-    "STRETTO_SLOW",
-    "STRETTO_SERVERS",
-    "STRETTO_KEYS",
-    "STRETTO_SHARD",
-    "STRETTO_SHARDS",
-    "STRETTO_COORDINATOR_FD",
-    "STRETTO_SERVER_KEYS",
-    "STRETTO_ON_NAN",
-    "STRETTO_COORDINATOR",
-    "STRETTO_SETTINGS",
-    "STRETTO_LIFE",
-    "STRETTO_FAILURE_TIMEOUT",
-    "STRETTO_BATCH",
-    "STRETTO_CHECKPOINT",
-    "STRETTO_KEEP",
-    "STRETTO_RESUME",
-    "STRETTO_RESTORE",
-    "STRETTO_CUTS",
-    "STRETTO_CUT_EVERY",
-)
-
-
-def _place(worker: int, order: RunConfig, listener: socket | None) -> dict[str, str]:
-    place = {RANK: str(worker), WORLD_SIZE: str(order.workers)}
-    if listener is None:
-        return place
-    return place | {STORE: address(listener)} | ({} if worker else {"STRETTO_LISTEN_FD": str(listener.fileno())})
-
-
-def _task(worker: int, order: RunConfig, folder: Path) -> dict[str, str]:
-    slow = factors(order.stragglers, order.workers)
-    asked = {
-        "STRETTO_RUN": str(folder.resolve()),
-        "STRETTO_SEED": str(order.seed),
-        "STRETTO_TIMEOUT": str(order.timeout_s),
-        "STRETTO_RECIPE": order.recipe,
-        "STRETTO_ALONE": "1" if order.alone else None,
-        "STRETTO_JOIN": str(order.join) if order.join > 1 else None,
-        "STRETTO_SPLIT": "1" if order.global_batch == "split" else None,
-        "STRETTO_LR_FACTOR": repr(order.lr_factor) if order.lr_scale != "none" else None,
-        "STRETTO_KEEP_STATES": "1" if order.keep_states else None,
-        "STRETTO_SLOW": str(slow[worker]) if worker in slow else None,
-        "STRETTO_ON_NAN": order.on_nan if order.on_nan != "stop" else None,
-        "STRETTO_FAILURE_TIMEOUT": str(order.failure_timeout_s) if order.endures else None,
-        "STRETTO_BATCH": order.batch if order.endures else None,
-        "STRETTO_CHECKPOINT": str(every(order.checkpoint_every)) if order.checkpoint_every else None,
-        "STRETTO_KEEP": str(order.keep or KEPT) if order.checkpoint_every else None,
-        "STRETTO_RESUME": str(order.resume.resolve()) if order.resume else None,
-    }
-    return {name: value for name, value in asked.items() if value is not None}
 
 
 def _path(environment: dict[str, str]) -> dict[str, str]:

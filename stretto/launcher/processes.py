@@ -14,12 +14,13 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import IO
 
+import msgspec
 import psutil
 
 from stretto.errors import LaunchError
 from stretto.launcher.process_specs import ProcessSpec
 from stretto.membership.loop_positions import LoopPosition
-from stretto.membership.worker_status import VARIABLE, make_page, read_page
+from stretto.membership.worker_status import make_page, read_page
 
 HERE = Path(__file__).resolve().parent
 GRACE_S = 0.8
@@ -77,7 +78,7 @@ class ProcessTable:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                env=part.environment | {VARIABLE: str(page)},
+                env=part.environment | msgspec.structs.replace(part.config, status_fd=page).environment(),
                 pass_fds=[*part.fds, page],
                 start_new_session=True,
             )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -84,9 +84,9 @@ class Written:
         module.save = noted  # type: ignore[attr-defined]
 
 
-def own_folders(environment: Mapping[str, str]) -> list[str]:
-    """The folders in which a worker's files are nobody's business: the run's, Python's, and temporary ones."""
-    return [environment["STRETTO_RUN"], sys.prefix, sys.base_prefix, os.path.join(os.path.expanduser("~"), ".cache")]
+def own_folders(run: str) -> list[str]:
+    """Return the directories whose files are not watched: the run directory, Python's own, and caches."""
+    return [run, sys.prefix, sys.base_prefix, os.path.join(os.path.expanduser("~"), ".cache")]
 
 
 def several_write(events: Iterable[Event]) -> str | None:

@@ -9,50 +9,36 @@ import contextlib
 import os
 import signal
 import sys
-from pathlib import Path
 from types import FrameType
-from typing import Literal, NoReturn, cast
+from typing import NoReturn, TypeVar
+
+import msgspec
 
 from stretto.launcher.process_specs import server_of
 from stretto.launcher.worker_main import fail, speak_in_lines
+from stretto.process_config import VARIABLE, Config, ShardConfig
 
 
 def main() -> None:
-    """Serve until SIGTERM. An error goes to the event log, and the process ends at once."""
+    """Serve until SIGTERM. An error goes to the event log, and the process exits immediately."""
     signal.signal(signal.SIGTERM, leave)
     speak_in_lines()
+    config = own_config(ShardConfig)
     try:
-        _serve()
+        from stretto.parameter_server.rpc_server import serve  # imports torch: SIGTERM has its handler before that
+
+        serve(config)
     except BaseException as error:
-        fail(error, server_of(int(os.environ["STRETTO_SHARD"])))
+        fail(error, server_of(config.shard), config.run)
     leave()
 
 
-def _serve() -> None:
-    from stretto.parameter_server.rpc_server import ShardConfig, serve  # and with it torch: a SIGTERM before is heeded
-
-    given = os.environ
-    place = ShardConfig(
-        shard=int(given["STRETTO_SHARD"]),
-        shards=int(given["STRETTO_SHARDS"]),
-        workers=int(given["STRETTO_WORLD_SIZE"]),
-        listen_fd=int(given["STRETTO_LISTEN_FD"]),
-        coordinator_fd=int(given["STRETTO_COORDINATOR_FD"]) if "STRETTO_COORDINATOR_FD" in given else None,
-        keys=keys_in(given.pop("STRETTO_SERVER_KEYS", None)),
-        on_nan=cast(Literal["stop", "skip"], given["STRETTO_ON_NAN"]),
-        timeout_s=float(given["STRETTO_TIMEOUT"]),
-        cuts=Path(given["STRETTO_CUTS"]) if "STRETTO_CUTS" in given else None,
-        cut_every_s=float(given["STRETTO_CUT_EVERY"]) if "STRETTO_CUT_EVERY" in given else None,
-    )
-    serve(place)
+ConfigT = TypeVar("ConfigT", bound=Config)
 
 
-def keys_in(text: str | None) -> tuple[str, str, str] | None:
-    """The server's secret and public keys and the workers' public one; None when nothing is encrypted."""
-    if text is None:
-        return None
-    secret, public, workers = text.split(",")
-    return secret, public, workers
+def own_config(kind: type[ConfigT]) -> ConfigT:
+    """Return the configuration of this process and remove it from the environment: it holds the servers' secret key."""
+    return msgspec.json.decode(os.environ.pop(VARIABLE), type=kind)
 
 
 def leave(_number: int = 0, _frame: FrameType | None = None) -> NoReturn:

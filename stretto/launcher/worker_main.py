@@ -29,6 +29,7 @@ from stretto.launcher.entry import module_file, module_name
 from stretto.launcher.script_watch import Written, notice_steps_alone, own_folders
 from stretto.launcher.seeding import sow
 from stretto.membership.worker_status import status
+from stretto.process_config import WorkerConfig, worker_config
 
 FILE, MODULE = "file", "module"
 AGAIN = 75
@@ -41,37 +42,39 @@ STARTERS = (__file__, str(Path(__file__).with_name("shard_main.py")), PACKAGE + 
 def main() -> None:
     """Run the script, then close the run. An error goes to the event log, and the process ends at once."""
     kind, script, *args = sys.argv[1:]
-    status.open(os.environ)
+    config = worker_config()
+    assert config is not None
+    if config.status_fd is not None:
+        status.open(config.status_fd)
     speak_in_lines()
-    sow(int(os.environ["STRETTO_SEED"]))
-    written = _watch()
+    sow(config.seed or 0)
+    written = _watch(config)
     sys.argv = [script, *args]
     try:
         STARTS[kind](script)
         _finish()
-        _tell_written(written)
+        _tell_written(written, config)
         status.finish()
     except BaseException as error:
         with contextlib.suppress(OSError):
-            _tell_written(written)
-        fail(error, int(os.environ["STRETTO_RANK"]))
+            _tell_written(written, config)
+        fail(error, config.rank, config.run)
 
 
-def _watch() -> Written:
-    """Notice what the script does beside the run. Only worker 0's lines reach the terminal."""
-    workers, written = int(os.environ["STRETTO_WORLD_SIZE"]), Written(own_folders(os.environ))
-    if workers > 1:
+def _watch(config: WorkerConfig) -> Written:
+    """Notice files that the script writes and steps outside the loader. Only worker 0's lines reach the terminal."""
+    written = Written(own_folders(config.run or ""))
+    if config.world_size > 1:
         written.begin()
-        if os.environ["STRETTO_RANK"] == "0":
-            notice_steps_alone(workers)
+        if config.rank == 0:
+            notice_steps_alone(config.world_size)
     return written
 
 
-def _tell_written(written: Written) -> None:
+def _tell_written(written: Written, config: WorkerConfig) -> None:
     if written.paths:
         about = {"host": socket.gethostname(), "paths": list(written.paths)}
-        number = int(os.environ["STRETTO_RANK"])
-        _append(msgspec.json.encode({"event": "written", "t": 0.0, "worker": number, **about}) + b"\n")
+        _append(config.run, msgspec.json.encode({"event": "written", "t": 0.0, "worker": config.rank, **about}) + b"\n")
 
 
 def speak_in_lines() -> None:
@@ -125,7 +128,7 @@ def _finish() -> None:
     close()
 
 
-def fail(error: BaseException, number: int) -> NoReturn:
+def fail(error: BaseException, number: int, run: str | None) -> NoReturn:
     """Write the error event and leave, without waiting for threads or exit handlers: they may hang.
 
     `number` is the worker's, or a server's. Being no member any more is no failure of the run: a word of it is enough.
@@ -135,7 +138,7 @@ def fail(error: BaseException, number: int) -> NoReturn:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         tell = _notice if is_out else _event
-        _append(msgspec.json.encode(tell(error, _leave_training(), number)) + b"\n")
+        _append(run, msgspec.json.encode(tell(error, _leave_training(), number)) + b"\n")
     except BaseException as problem:
         print(
             f"{failure(error)}\nNot in the event log: {problem}",
@@ -162,8 +165,8 @@ def _notice(error: BaseException, t: float, number: int) -> Event:
     return {"event": "notice", "t": t, "worker": number, "text": f"worker {number} stops by itself: {error}"}
 
 
-def _append(line: bytes) -> None:
-    log = os.open(Path(os.environ["STRETTO_RUN"]) / "events.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+def _append(run: str | None, line: bytes) -> None:
+    log = os.open(Path(run or ".") / "events.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     if os.write(log, line) < len(line):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

@@ -7,7 +7,7 @@ TransportError that names the missing workers when the limit of all waits is ove
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -16,7 +16,8 @@ import zmq
 
 from stretto.errors import TransportError, explain
 from stretto.membership.barriers import EVERYBODY, NOBODY, Arrive, Missing, Position
-from stretto.security import WorkerKeys
+from stretto.process_config import WorkerConfig
+from stretto.security import WorkerKeys, worker_keys
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -154,18 +155,18 @@ def late(worker: int, missing: list[int] | None, limit_s: float) -> TransportErr
     )
 
 
-def by_environment(
-    environment: Mapping[str, str], worker: int, workers: int, life: int, keys: WorkerKeys | None, limit_s: float
-) -> Barrier | None:
-    """The barrier of a worker that a launcher has started; None for one that has nobody to wait for."""
-    if "STRETTO_COORDINATOR" in environment:
-        return CoordinatorBarrier(worker, life, environment["STRETTO_COORDINATOR"], keys, limit_s)
-    if workers == 1:
+def barrier_of(config: WorkerConfig) -> Barrier | None:
+    """Return the barrier of a worker that a launcher has started; None for a single worker."""
+    limit_s = config.timeout_s
+    if config.coordinator is not None:
+        keys = worker_keys(config.keys)
+        return CoordinatorBarrier(config.rank, config.incarnation, config.coordinator, keys, limit_s)
+    if config.world_size == 1:
         return None
 
     def store() -> Store:
-        from stretto.transport.env_rendezvous import store_by_environment
+        from stretto.transport.env_rendezvous import open_store
 
-        return store_by_environment(environment, worker, workers, limit_s)
+        return open_store(config, limit_s)
 
-    return StoreBarrier(worker, workers, store, limit_s)
+    return StoreBarrier(config.rank, config.world_size, store, limit_s)

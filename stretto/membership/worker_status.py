@@ -9,12 +9,9 @@ import mmap
 import os
 import struct
 import tempfile
-from collections.abc import MutableMapping
 
 from stretto.membership.loop_positions import LoopPosition
 
-VARIABLE = "STRETTO_STATUS_FD"
-"""Environment variable that holds the number of the file descriptor."""
 _LAYOUT = struct.Struct("<?iii")
 
 
@@ -25,11 +22,10 @@ class Status:
         self._page: mmap.mmap | None = None
         self._place, self._is_finished = LoopPosition(), False
 
-    def open(self, environment: MutableMapping[str, str]) -> None:
-        """Map the page that the launcher has given, and take it out of the environment: it is this process's alone."""
-        if (number := environment.pop(VARIABLE, None)) is not None:
-            self._page = mmap.mmap(int(number), _LAYOUT.size)
-            os.close(int(number))
+    def open(self, descriptor: int) -> None:
+        """Map the page of this descriptor, which the launcher has made, and close the descriptor."""
+        self._page = mmap.mmap(descriptor, _LAYOUT.size)
+        os.close(descriptor)
 
     def note(self, place: LoopPosition, is_finished: bool = False) -> None:
         """Note where this worker is, and whether its training has come to its end."""

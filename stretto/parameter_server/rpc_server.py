@@ -12,9 +12,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import zmq
@@ -28,7 +27,8 @@ from stretto.parameter_server.handler import OutgoingMessage, RequestHandler
 from stretto.parameter_server.incarnations import Incarnations
 from stretto.parameter_server.shard_handler import ShardHandler
 from stretto.parameter_server.snapshots import DiskStore
-from stretto.security import BACKLOG, SMALL_BYTES, ServerKeys, doorman, log, router
+from stretto.process_config import ShardConfig
+from stretto.security import BACKLOG, SMALL_BYTES, ServerKeys, doorman, log, router, server_keys
 from stretto.transport.malloc import keep_freed_memory
 
 IDLE_MS = 200
@@ -37,36 +37,18 @@ DEATH_NOTIFIER = b"herald"
 _NAME = re.compile(rb"worker (\d{1,6})(?:\.(\d{1,6}))?")
 
 
-@dataclass(frozen=True)
-class ShardConfig:
-    """One shard process's place in a run, and the listening sockets that it has inherited."""
-
-    shard: int
-    shards: int
-    workers: int
-    listen_fd: int
-    coordinator_fd: int | None
-    keys: tuple[str, str, str] | None
-    """Secret and public key of the servers, public key of the workers."""
-    on_nan: Literal["stop", "skip"]
-    timeout_s: float
-    cuts: Path | None = None
-    """Where the desks keep what they can come back to; None where nobody starts them again."""
-    cut_every_s: float | None = None
-
-
-def serve(place: ShardConfig) -> None:
-    """Serve a shard, and the coordinator in the first shard's process, until the process is ended."""
+def serve(config: ShardConfig) -> None:
+    """Serve a shard, and the batch dispatcher in the process of shard 0, until the process ends."""
     torch.set_num_threads(1)
-    keys = ServerKeys(*(one.encode() for one in place.keys)) if place.keys else None
-    names = (f"shard{place.shard}", "coordinator", "ends")
-    own, shared, ends = (DiskStore(place.cuts, name) if place.cuts else None for name in names)
-    house = ServerThreads(place.workers, keys)
-    if place.coordinator_fd is not None:
-        desk = DispatcherHandler(place.workers, time.monotonic, shared, place.cut_every_s, ends)
-        house.open(socket.socket(fileno=place.coordinator_fd), desk)
-    shard = ShardHandler(place.workers, time.monotonic, place.on_nan, own, time.monotonic_ns())
-    house.open(socket.socket(fileno=place.listen_fd), shard)
+    names = (f"shard{config.shard}", "coordinator", "ends")
+    snapshots = Path(config.snapshots) if config.snapshots else None
+    own, shared, ends = (DiskStore(snapshots, name) if snapshots else None for name in names)
+    house = ServerThreads(config.workers, server_keys(config.keys))
+    if config.dispatcher_fd is not None:
+        desk = DispatcherHandler(config.workers, time.monotonic, shared, config.snapshot_interval_s, ends)
+        house.open(socket.socket(fileno=config.dispatcher_fd), desk)
+    shard = ShardHandler(config.workers, time.monotonic, config.on_nan, own, time.monotonic_ns())
+    house.open(socket.socket(fileno=config.listen_fd), shard)
     house.wait()
 
 

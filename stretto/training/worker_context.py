@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
@@ -11,16 +12,16 @@ from typing import Any
 
 import torch
 
-from stretto.errors import LaunchError, TransportError, explain
+from stretto.errors import TransportError
 from stretto.interval import Interval, every
 from stretto.loader.epoch_batches import Rule
-from stretto.membership import variables
-from stretto.membership.barrier_client import Barrier, by_environment
+from stretto.membership.barrier_client import Barrier, barrier_of
 from stretto.membership.client import MembershipClient
 from stretto.membership.messages import ReadyReport
 from stretto.parameter_server.embedded import meet_at_lead
 from stretto.parameter_server.messages import OVER
 from stretto.parameter_server.rpc_channel import dial
+from stretto.process_config import WorkerConfig, worker_config
 from stretto.recipe.recipe import Recipe
 from stretto.runtime.runtime import Runtime
 from stretto.security import worker_keys
@@ -111,144 +112,106 @@ given_seat: ContextVar[WorkerContext | None] = ContextVar("given_seat", default=
 
 
 def find_seat(environment: Mapping[str, str] = os.environ) -> WorkerContext | None:
-    """The seat of this worker, or None when the script was started plainly.
-
-    `stretto run` sets STRETTO_RUN, STRETTO_RANK and STRETTO_WORLD_SIZE; torchrun sets RANK and WORLD_SIZE.
-    """
+    """Return the context of this worker, or None for a plain `python train.py`."""
     given = given_seat.get()
     if given is not None:
         return given
-    rank_name, size_name = variables.names_of(environment)
-    if "STRETTO_RUN" not in environment and size_name not in environment:
-        return None
-    workers, worker = _number(environment, size_name, 1), _number(environment, rank_name, 0)
-    timeout_s = float(environment.get("STRETTO_TIMEOUT", DEFAULT_TIMEOUT_S))
+    config = worker_config(environment)
+    return _context(config) if config is not None else None
+
+
+@functools.lru_cache(maxsize=4)
+def _context(config: WorkerConfig) -> WorkerContext:
+    """Return the context that a configuration describes, made once, since its barrier holds a connection."""
+    address = config.store_address
     return WorkerContext(
-        worker=worker,
-        workers=workers,
-        wire=_way_to_others(environment, worker, workers, timeout_s),
-        recipe=environment.get("STRETTO_RECIPE") or None,
-        run=Path(environment["STRETTO_RUN"]) if "STRETTO_RUN" in environment else None,
-        opens_folder="STRETTO_RUN" not in environment,
+        worker=config.rank,
+        workers=config.world_size,
+        wire=_transport(config),
+        recipe=config.recipe,
+        run=Path(config.run) if config.run else None,
+        opens_folder=config.run is None,
         around=Runtime(own_process=True),
-        seed=_number(environment, "STRETTO_SEED", 0) if "STRETTO_SEED" in environment else None,
-        alone=environment.get("STRETTO_ALONE") == "1",
-        join=_number(environment, "STRETTO_JOIN", 1),
-        split=environment.get("STRETTO_SPLIT") == "1",
-        lr_factor=float(environment.get("STRETTO_LR_FACTOR", "1")),
-        keep_states=environment.get("STRETTO_KEEP_STATES") == "1",
-        timeout_s=timeout_s,
-        server=_server(environment, worker, workers, timeout_s),
-        lead_host=(variables.address_in(environment) or ("127.0.0.1", ""))[0],
-        slow=float(environment.get("STRETTO_SLOW", "1")),
-        on_nan=environment.get("STRETTO_ON_NAN", "stop"),
-        life=_number(environment, "STRETTO_LIFE", 0),
-        rule="global-batch" if environment.get("STRETTO_BATCH") == "global-batch" else "per-worker-batch",
-        checkpoint=every(environment["STRETTO_CHECKPOINT"]) if environment.get("STRETTO_CHECKPOINT") else None,
-        keep=_number(environment, "STRETTO_KEEP", 3),
-        resume=Path(environment["STRETTO_RESUME"]) if environment.get("STRETTO_RESUME") else None,
-        barrier=_barrier(environment, worker, workers, timeout_s),
+        seed=config.seed,
+        alone=config.single_process,
+        join=config.global_batch_of,
+        split=config.split_batch,
+        lr_factor=config.lr_factor,
+        keep_states=config.keep_states,
+        timeout_s=config.timeout_s,
+        server=_server(config),
+        lead_host=address[0] if address is not None else "127.0.0.1",
+        slow=config.slowdown,
+        on_nan=config.on_nan,
+        life=config.incarnation,
+        rule=config.on_resize,
+        checkpoint=every(config.checkpoint_every) if config.checkpoint_every else None,
+        keep=config.keep,
+        resume=Path(config.resume) if config.resume else None,
+        barrier=barrier_of(config),
     )
 
 
-def _barrier(environment: Mapping[str, str], worker: int, workers: int, timeout_s: float) -> Barrier | None:
-    """The barrier of this process, made once, since it holds a connection."""
-    if _barriers.get("made", (None, None))[0] is not environment:
-        life, keys = _number(environment, "STRETTO_LIFE", 0), worker_keys(environment.get("STRETTO_KEYS"))
-        _barriers["made"] = environment, by_environment(environment, worker, workers, life, keys, timeout_s)
-    return _barriers["made"][1]
-
-
-_barriers: dict[str, tuple[Mapping[str, str], Barrier | None]] = {}
-
-
-def _way_to_others(
-    environment: Mapping[str, str], worker: int, workers: int, timeout_s: float
-) -> Callable[[torch.device], Transport]:
-    if "STRETTO_COORDINATOR" in environment:
-        return _enduring(environment, worker, timeout_s)
-    if workers == 1:
+def _transport(config: WorkerConfig) -> Callable[[torch.device], Transport]:
+    if config.coordinator is not None:
+        return functools.partial(_elastic, config)
+    if config.world_size == 1:
         return _solo
-    return _collective(environment, worker, workers, timeout_s)
+    return functools.partial(_process_group, config)
 
 
-def _enduring(environment: Mapping[str, str], worker: int, timeout_s: float) -> Callable[[torch.device], Transport]:
-    def meet(device: torch.device) -> Transport:
-        from stretto.transport.rendezvous import GroupRendezvous
+def _elastic(config: WorkerConfig, device: torch.device) -> Transport:
+    from stretto.transport.rendezvous import GroupRendezvous
 
-        companion = _companion(environment, worker, timeout_s)
-        return ElasticTransport(worker, companion, GroupRendezvous(_patience_s(environment), timeout_s, device))
-
-    return meet
+    rendezvous = GroupRendezvous(config.failure_timeout_s, config.timeout_s, device)
+    return ElasticTransport(config.rank, _membership(config), rendezvous)
 
 
-def _server(
-    environment: Mapping[str, str], worker: int, workers: int, timeout_s: float
-) -> Callable[[Recipe], Transport] | None:
-    """Through the servers of a launcher. With a coordinator the run goes on without those that die."""
-    if "STRETTO_SERVERS" not in environment:
+def _process_group(config: WorkerConfig, device: torch.device) -> Transport:
+    from stretto.transport.env_rendezvous import connect
+
+    return connect(config, config.timeout_s, device)
+
+
+def _server(config: WorkerConfig) -> Callable[[Recipe], Transport] | None:
+    """Return the connection to the launcher's parameter server. With a coordinator a run survives failed servers."""
+    if not config.servers:
         return None
-    addresses = [f"tcp://{one}" for one in environment["STRETTO_SERVERS"].split(",")]
-    keys, life = worker_keys(environment.get("STRETTO_KEYS")), _number(environment, "STRETTO_LIFE", 0)
-    endures = "STRETTO_COORDINATOR" in environment
-    away_s = _patience_s(environment) + RETURN_S if endures else None
+    addresses = [f"tcp://{one}" for one in config.servers]
+    keys, is_elastic = worker_keys(config.keys), config.coordinator is not None
+    away_s = config.failure_timeout_s + RETURN_S if is_elastic else None
+    open_client = functools.partial(dial, config.rank, config.world_size, addresses, keys, config.timeout_s)
 
-    def reach(recipe: Recipe) -> Transport:
-        if not endures:
-            return dial(worker, workers, addresses, keys, timeout_s)
-        standing = _companion(environment, worker, timeout_s)
+    def connect(recipe: Recipe) -> Transport:
+        if not is_elastic:
+            return open_client()
+        membership = _membership(config)
         if not recipe.asynchronous:
             from stretto.transport.rendezvous import ServerRendezvous
 
-            wire = dial(worker, workers, addresses, keys, timeout_s, 0, away_s)
-            return ElasticTransport(worker, standing, ServerRendezvous(wire))
-        standing.stand(ReadyReport(0))
+            return ElasticTransport(config.rank, membership, ServerRendezvous(open_client(0, away_s)))
+        membership.stand(ReadyReport(0))
         try:
-            free = dial(worker, workers, addresses, keys, timeout_s, life, away_s)
+            client = open_client(config.incarnation, away_s)
         except TransportError as error:
-            if life and OVER in str(error):
-                standing.leave()
-                standing.close()
+            if config.incarnation and OVER in str(error):
+                membership.leave()
+                membership.close()
                 raise SystemExit(0) from None
             raise
-        standing.on_abort = lambda _generation, _why: free.abort()
-        free.doing = standing.doing
-        standing.place = lambda: free.exchanges_begun()
-        free.when_closed(standing.leave)
-        free.when_closed(standing.close)
-        return free
+        membership.on_abort = lambda _generation, _why: client.abort()
+        client.doing = membership.doing
+        membership.place = lambda: client.exchanges_begun()
+        client.when_closed(membership.leave)
+        client.when_closed(membership.close)
+        return client
 
-    return reach
-
-
-def _companion(environment: Mapping[str, str], worker: int, timeout_s: float) -> MembershipClient:
-    """A worker that comes back may do so before the network does."""
-    life = _number(environment, "STRETTO_LIFE", 0)
-    at, keys = environment["STRETTO_COORDINATOR"], worker_keys(environment.get("STRETTO_KEYS"))
-    return MembershipClient(worker, life, at, keys, _patience_s(environment), timeout_s if life else FIRST_S)
+    return connect
 
 
-def _patience_s(environment: Mapping[str, str]) -> float:
-    return float(environment.get("STRETTO_FAILURE_TIMEOUT", "10"))
-
-
-def _number(environment: Mapping[str, str], name: str, otherwise: int) -> int:
-    text = environment.get(name, str(otherwise))
-    try:
-        return int(text)
-    except ValueError:
-        problem = f"the environment variable {name} is no number"
-        raise LaunchError(
-            explain(problem, got=text, expected="a whole number", to_type="stretto run, or torchrun")
-        ) from None
-
-
-def _collective(
-    environment: Mapping[str, str], worker: int, workers: int, timeout_s: float
-) -> Callable[[torch.device], Transport]:
-    def meet(device: torch.device) -> Transport:
-        from stretto.transport.env_rendezvous import meet_by_environment
-
-        return meet_by_environment(environment, worker, workers, timeout_s, device)
-
-    return meet
+def _membership(config: WorkerConfig) -> MembershipClient:
+    """Return the membership client. A restarted worker may be there before the network is."""
+    assert config.coordinator is not None
+    life, limit_s = config.incarnation, config.timeout_s if config.incarnation else FIRST_S
+    keys = worker_keys(config.keys)
+    return MembershipClient(config.rank, life, config.coordinator, keys, config.failure_timeout_s, limit_s)

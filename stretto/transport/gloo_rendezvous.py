@@ -15,6 +15,7 @@ import torch
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from stretto.errors import BrokenTransportError, TransportError
+from stretto.process_config import worker_config
 from stretto.security import address_toward
 from stretto.transport.gloo_sockets import shut_connections_to
 from stretto.transport.malloc import trim_freed_memory
@@ -56,7 +57,9 @@ def own_address(toward: str) -> str:
 @functools.cache
 def store_keeper() -> StoreKeeper:
     """The one of this process, at its address toward the coordinator."""
-    return StoreKeeper(own_address(os.environ.get("STRETTO_COORDINATOR", "127.0.0.1:0").rpartition(":")[0]))
+    config = worker_config()
+    coordinator = config.coordinator if config is not None else None
+    return StoreKeeper(own_address((coordinator or "127.0.0.1:0").rpartition(":")[0]))
 
 
 def form(

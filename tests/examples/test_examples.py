@@ -19,7 +19,7 @@ print(hashlib.sha256(flat.numpy().tobytes()).hexdigest())
 
 def run(script: Path, *args: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """The script in a process of its own, started as a person would."""
-    alone = {name: value for name, value in os.environ.items() if name not in ("WORLD_SIZE", "STRETTO_RUN")}
+    alone = {name: value for name, value in os.environ.items() if name not in ("WORLD_SIZE", "STRETTO_CONFIG")}
     command = [sys.executable, str(script), *args]
     path = os.pathsep.join([str(EXAMPLES), os.environ["PYTHONPATH"]])
     environment = {**alone, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **environment}

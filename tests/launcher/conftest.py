@@ -21,9 +21,9 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     monkeypatch.setenv("PYTHONPATH", PATH)
     for name in ("STRETTO_RECIPE", "PYTHONUNBUFFERED"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("STRETTO_MEMBERS", "0")
     monkeypatch.chdir(tmp_path)
     place = Place(tmp_path, mark)
+    place.recovers = False
     try:
         yield place
         assert place.left() == []

@@ -17,6 +17,7 @@ import psutil
 
 from stretto.launcher.local import RunConfig, run
 from stretto.launcher.progress_display import ProgressDisplay
+from stretto.process_config import VARIABLE
 
 MARK = "STRETTO_TEST_MARK"
 ROOT = Path(__file__).resolve().parents[2]
@@ -24,6 +25,8 @@ PATH = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "light")])
 
 STUB = """
 import sys, types
+from stretto.process_config import worker_config
+config = worker_config()
 api = types.ModuleType("stretto.api")
 api.close = lambda: None
 sys.modules["stretto.api"] = api
@@ -33,20 +36,8 @@ sys.modules["stretto.api"] = api
 
 SERVICE = """
 import os, sys
-if "STRETTO_SHARD" in os.environ:
-    import dataclasses, pathlib, socket, time, types
-    @dataclasses.dataclass
-    class ShardConfig:
-        shard: int
-        shards: int
-        workers: int
-        listen_fd: int
-        coordinator_fd: int | None
-        keys: tuple[str, str, str] | None
-        on_nan: str
-        timeout_s: float
-        cuts: pathlib.Path | None
-        cut_every_s: float | None
+if '"type":"shard"' in os.environ.get("STRETTO_CONFIG", ""):
+    import pathlib, socket, time, types
     def serve(place):
         pathlib.Path(f"server-{place.shard}.pid").write_text(str(os.getpid()))
         run(place)
@@ -54,24 +45,25 @@ if "STRETTO_SHARD" in os.environ:
 {body}
     name = "stretto.parameter_server.rpc_server"
     sys.modules[name] = service = types.ModuleType(name)
-    service.ShardConfig, service.serve = ShardConfig, serve
+    service.serve = serve
 """
 """Stands in for the service of a server; written as a `sitecustomize`, so that no process needs to be told of it."""
 
 COORDINATOR = """
 import os
-if "STRETTO_SETTINGS" in os.environ:
+if '"type":"coordinator"' in os.environ.get("STRETTO_CONFIG", ""):
     import json, socket, sys, time, msgspec, zmq
-    listener = socket.socket(fileno=int(os.environ["STRETTO_LISTEN_FD"]))
+    config = json.loads(os.environ["STRETTO_CONFIG"])
+    listener = socket.socket(fileno=config["listen_fd"])
     router = zmq.Context().socket(zmq.ROUTER)
-    if "STRETTO_SERVER_KEYS" in os.environ:
-        secret, public, _ = os.environ["STRETTO_SERVER_KEYS"].split(",")
+    if config["keys"]:
+        secret, public, _ = config["keys"]
         router.curve_server, router.curve_secretkey, router.curve_publickey = True, secret.encode(), public.encode()
     address = "tcp://%s:%d" % listener.getsockname()
     router.setsockopt(zmq.USE_FD, listener.detach())
     router.bind(address)
     with open("coordinators", "a") as file:
-        file.write(f"{os.getpid()} {os.environ['STRETTO_SETTINGS']}\\n")
+        file.write(f"{os.getpid()} {json.dumps(config['settings'])}\\n")
     while True:
         name, said = router.recv_multipart()
         with open("heard", "a") as file:
@@ -88,13 +80,15 @@ class Place:
     def __init__(self, folder: Path, mark: str) -> None:
         self.folder = folder
         self.mark = mark
+        self.recovers = True
+        """True if runs of this place have a coordinator."""
         self._started: list[subprocess.Popen[bytes]] = []
 
     def script(self, text: str, name: str = "train.py") -> Path:
         """Write a script. It begins with the stub of the training."""
         (self.folder / "stub.py").write_text(STUB)
         path = self.folder / name
-        path.write_text("import stub\n" + dedent(text))
+        path.write_text("import stub; from stub import config\n" + dedent(text))
         return path
 
     def service(self, body: str = "time.sleep(60)") -> None:
@@ -110,7 +104,7 @@ class Place:
         with (self.folder / "service/sitecustomize.py").open("a") as file:
             file.write(COORDINATOR)
         os.environ["PYTHONPATH"] = os.pathsep.join([str(self.folder / "service"), str(ROOT)])
-        os.environ["STRETTO_MEMBERS"] = "1"
+        self.recovers = True
 
     def coordinators(self) -> list[int]:
         """The processes of coordinators, in the order of their lives."""
@@ -130,6 +124,7 @@ class Place:
 
     def run(self, text: str, *args: str, **order: Any) -> Path:
         """Run a script in this process's hands and return the run folder."""
+        order = {"recovery": self.recovers} | order
         return run(RunConfig(self.script(text), args=args, **order), ProgressDisplay(quiet=True))
 
     def stretto(self, *arguments: str | Path, before: str = "", **popen: Any) -> subprocess.Popen[bytes]:
@@ -141,6 +136,8 @@ class Place:
             f"{before}import stretto.cli.main as cli; cli.main()",
             *map(str, arguments),
         ]
+        if arguments[:1] == ("run",) and not self.recovers:
+            command.insert(command.index("run") + 1, "--no-recovery")
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "start_new_session": True} | popen
         heed = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731
         process = subprocess.Popen(command, preexec_fn=heed, **pipes)
@@ -181,12 +178,14 @@ def environment(process: psutil.Process) -> dict[str, str]:
     return found
 
 
-def staff() -> int:
-    """How many processes of a run of several workers are neither workers nor servers.
+def config_of(process: psutil.Process) -> dict[str, Any]:
+    """Return the configuration that a process was started with, or an empty one."""
+    return json.loads(environment(process).get(VARIABLE, "{}"))
 
-    They are the launcher, its warden, and the coordinator where there is one.
-    """
-    return 2 + (os.environ["STRETTO_MEMBERS"] == "1")
+
+def staff(place: Place) -> int:
+    """Return the number of processes of a run that are neither workers nor servers: launcher, reaper, coordinator."""
+    return 2 + place.recovers
 
 
 def until(condition: Callable[[], object], limit_s: float = 10.0) -> None:

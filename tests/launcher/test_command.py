@@ -21,9 +21,9 @@ WITHIN_S = 3.0
 SLEEPERS = """
 import os, pathlib, signal, subprocess, time
 subprocess.Popen(["sleep", "60"])
-if os.environ["STRETTO_RANK"] == "1":
+if config.rank == 1:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-pathlib.Path("ready-" + os.environ["STRETTO_RANK"]).touch()
+pathlib.Path(f"ready-{config.rank}").touch()
 time.sleep(60)
 """
 """Two workers that would go on, each with a process of its own, one deaf to SIGTERM."""
@@ -33,7 +33,7 @@ def sleeping(place: Place, before: str = "") -> subprocess.Popen[bytes]:
     """A run that is well under way."""
     process = place.stretto("run", "-n", "2", place.script(SLEEPERS), before=before)
     until(lambda: Path("ready-0").exists() and Path("ready-1").exists())
-    until(lambda: len(place.left()) == staff() + 4)  # two workers, two of theirs
+    until(lambda: len(place.left()) == staff(place) + 4)  # two workers, two of theirs
     return process
 
 
@@ -89,7 +89,7 @@ def test_a_failed_run_is_told_once_with_exit_code_1(place: Place) -> None:
         """
         import os, time
         print("hello", flush=True)
-        if os.environ["STRETTO_RANK"] == "0":
+        if config.rank == 0:
             raise ValueError("boom")
         time.sleep(60)
         """
@@ -103,7 +103,7 @@ def test_a_failed_run_is_told_once_with_exit_code_1(place: Place) -> None:
 
 
 def test_every_word_after_the_script_is_the_scripts(place: Place) -> None:
-    place.script("import os, sys; print(sys.argv[1:], os.environ['STRETTO_RANK'], os.environ['STRETTO_WORLD_SIZE'])")
+    place.script("import os, sys; print(sys.argv[1:], config.rank, config.world_size)")
     own = ["data.csv", "--seed", "5", "--workers=8", "--resume", "x", "--epochs", "1", "--recipe", "--help", "--", "-n"]
     line = ["run", "--seed", "3", "-n2", "--quiet", "--out=here", "train.py", *own]
     code, out, err = ended(place, place.stretto(*line))
@@ -175,7 +175,7 @@ def test_on_a_terminal_a_live_line_stays_below_what_the_script_says(place: Place
         """
         import json, os, time
         event = {"event": "log", "t": 0.0, "worker": 0, "step": 5, "values": {"loss": 0.25}}
-        with open(os.environ["STRETTO_RUN"] + "/events.jsonl", "w") as log:
+        with open(config.run + "/events.jsonl", "w") as log:
             log.write(json.dumps(event) + "\\n")
         print("half a line", end="", flush=True)
         time.sleep(0.5)

@@ -17,7 +17,7 @@ WITHIN_S = 3.0
 
 WAIT = """
 import os, sys, time
-rank = int(os.environ["STRETTO_RANK"])
+rank = config.rank
 open(f"started-{rank}", "w").close()
 """
 
@@ -207,7 +207,7 @@ def test_a_worker_may_stop_while_others_go_on(place: Place) -> None:
     folder = place.run(
         """
         import os, pathlib, time
-        rank, gone = int(os.environ["STRETTO_RANK"]), pathlib.Path("gone")
+        rank, gone = config.rank, pathlib.Path("gone")
         if rank == 0:
             gone.write_text(str(os.getpid()))
         while not gone.exists() or (rank and pathlib.Path("/proc", gone.read_text() or "self").exists()):

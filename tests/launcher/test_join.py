@@ -24,6 +24,7 @@ from stretto.events import read_events
 from stretto.launcher.config import RunConfig, check
 from stretto.launcher.endpoints import servers_for
 from stretto.launcher.join import INVITATION, JoinRequest, cast_of, invite
+from stretto.process_config import WorkerConfig
 
 SCRIPT = """
 import pathlib, time, torch, stretto
@@ -73,8 +74,7 @@ def hosts() -> Iterator[None]:
 
 def on(host: str, *words: str) -> subprocess.Popen[str]:
     command = ["ip", "netns", "exec", host, sys.executable, "-m", "stretto.cli", *words]
-    environment = {name: value for name, value in os.environ.items() if name != "STRETTO_MEMBERS"}
-    environment["OMP_NUM_THREADS"] = "1"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
 
@@ -151,10 +151,12 @@ def test_an_invitation_is_for_the_owners_eyes_and_says_all_there_is_to_know(plac
         assert (one.guests, other.guests) == ((2, 3), (4,)), "each joins with numbers of its own"
         assert (other.order.recipe, other.order.seed, other.order.args) == ("local_sgd", 3, ("--fast",))
         assert other.order.script == place.folder / "train.py"
-        given = other.part(4).environment
-        assert given["STRETTO_COORDINATOR"] == "{}:{}".format(*servers.coordinator.getsockname())  # type: ignore[union-attr]
-        assert given["STRETTO_KEYS"] == servers.for_worker()["STRETTO_KEYS"]
-        assert (given["STRETTO_RANK"], given["STRETTO_WORLD_SIZE"], given["OMP_NUM_THREADS"]) == ("4", "2", "3")
+        part = other.part(4)
+        config = part.config
+        assert isinstance(config, WorkerConfig)
+        assert config.coordinator == "{}:{}".format(*servers.coordinator.getsockname())  # type: ignore[union-attr]
+        assert config.keys == servers.worker_keys
+        assert (config.rank, config.world_size, part.environment["OMP_NUM_THREADS"]) == (4, 2, "3")
         assert [part.number for part in one.all()] == [2, 3]
 
 

@@ -14,7 +14,7 @@ from stretto.errors import LaunchError, RecipeError, StrettoError
 from stretto.launcher import process_specs, processes
 from stretto.launcher.local import RunConfig, run
 from stretto.launcher.progress_display import ProgressDisplay
-from stretto.membership.variables import OF_TORCHRUN
+from stretto.process_config import OF_TORCHRUN, RECIPE, VARIABLE, worker_config
 
 
 def test_a_worker_finds_its_place_in_the_environment(place: Place) -> None:
@@ -22,7 +22,7 @@ def test_a_worker_finds_its_place_in_the_environment(place: Place) -> None:
         """
         import json, os
         names = json.dumps(dict(os.environ))
-        open(f"environment-{os.environ['STRETTO_RANK']}.json", "w").write(names)
+        open(f"environment-{config.rank}.json", "w").write(names)
         """,
         workers=3,
         recipe="local_sgd(every=4)",
@@ -33,46 +33,32 @@ def test_a_worker_finds_its_place_in_the_environment(place: Place) -> None:
     )
     for rank in range(3):
         given = json.loads(Path(f"environment-{rank}.json").read_text())
-        assert (given["STRETTO_RANK"], given["STRETTO_WORLD_SIZE"]) == (str(rank), "3")
-        assert given["STRETTO_STORE"].startswith("127.0.0.1:")
+        config = worker_config(given)
+        assert config is not None and config.store is not None
+        assert (config.rank, config.world_size) == (rank, 3)
+        assert config.store.startswith("127.0.0.1:")
         assert not set(OF_TORCHRUN) & set(given), "other libraries would open a process group"
-        assert given["STRETTO_RUN"] == str(folder.resolve())
-        assert given["STRETTO_RECIPE"] == "local_sgd(every=4)"
-        assert (given["STRETTO_SEED"], given["STRETTO_TIMEOUT"]) == ("7", "12.5")
-        assert (given["STRETTO_KEEP_STATES"], given["OMP_NUM_THREADS"]) == ("1", "2")
-        assert not {"STRETTO_ALONE", "STRETTO_JOIN"} & set(given)
-        assert ("STRETTO_LISTEN_FD" in given) == (rank == 0)
+        assert config.run == str(folder.resolve())
+        assert (config.recipe, config.seed, config.timeout_s) == ("local_sgd(every=4)", 7, 12.5)
+        assert config.keep_states
+        assert given["OMP_NUM_THREADS"] == "2"
+        assert (config.single_process, config.global_batch_of) == (False, 1)
+        assert (config.listen_fd is not None) == (rank == 0)
 
 
-def test_what_another_run_has_left_in_the_environment_is_taken_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in (*process_specs.OURS, *OF_TORCHRUN):
+def test_what_another_run_has_left_in_the_environment_is_taken_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (VARIABLE, RECIPE, *OF_TORCHRUN):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("STRETTO_DATA", "here")
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        given = process_specs.environment_of(1, RunConfig(Path("train.py"), workers=2), tmp_path, listener)
-        alone = process_specs.environment_of(0, RunConfig(Path("train.py"), alone=True, join=4), tmp_path, listener)
+    given = process_specs.environment_of(1, RunConfig(Path("train.py"), workers=2))
     left = {name for name in given if name.startswith("STRETTO_") and name != "STRETTO_TEST_MARK"}
     assert not set(OF_TORCHRUN) & set(given)
-    assert left == {
-        "STRETTO_RANK",
-        "STRETTO_WORLD_SIZE",
-        "STRETTO_STORE",
-        "STRETTO_RUN",
-        "STRETTO_SEED",
-        "STRETTO_TIMEOUT",
-        "STRETTO_DATA",
-        "STRETTO_FAILURE_TIMEOUT",
-        "STRETTO_BATCH",
-    }
-    assert (alone["STRETTO_ALONE"], alone["STRETTO_JOIN"]) == ("1", "4")
+    assert left == {"STRETTO_DATA"}
 
 
 def test_cores_are_shared_out_unless_the_user_says_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def threads(**order: int) -> str:
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            given = process_specs.environment_of(0, RunConfig(Path("train.py"), **order), tmp_path, listener)  # type: ignore[arg-type]
+        given = process_specs.environment_of(0, RunConfig(Path("train.py"), **order))  # type: ignore[arg-type]
         return given["OMP_NUM_THREADS"]
 
     monkeypatch.setattr("stretto.launcher.config.cores", lambda: 8)
@@ -84,8 +70,7 @@ def test_cores_are_shared_out_unless_the_user_says_otherwise(tmp_path: Path, mon
 
 def test_gpus_are_shared_out_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def devices(worker: int) -> str | None:
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            given = process_specs.environment_of(worker, RunConfig(Path("train.py"), workers=4), tmp_path, listener)
+        given = process_specs.environment_of(worker, RunConfig(Path("train.py"), workers=4))
         return given.get("CUDA_VISIBLE_DEVICES")
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-7,2")
@@ -101,9 +86,9 @@ def test_the_workers_meet_at_the_socket_that_the_lead_inherits(place: Place) -> 
     place.run(
         """
         import os, socket
-        port = int(os.environ["STRETTO_STORE"].rpartition(":")[2])
-        if os.environ["STRETTO_RANK"] == "0":
-            listener = socket.socket(fileno=int(os.environ["STRETTO_LISTEN_FD"]))
+        port = config.store_address[1]
+        if config.rank == 0:
+            listener = socket.socket(fileno=config.listen_fd)
             assert listener.getsockname() == ("127.0.0.1", port)
             listener.accept()[0].send(b"welcome")
         else:
@@ -158,8 +143,8 @@ def test_the_names_of_the_script_outlast_it(place: Place) -> None:
 FLOOD = """
 import os, sys
 for number in range(3000):
-    print(f"{os.environ['STRETTO_RANK']}:{number}:" + "x" * 90)
-    print(f"{os.environ['STRETTO_RANK']}:{number}:error", file=sys.stderr)
+    print(f"{config.rank}:{number}:" + "x" * 90)
+    print(f"{config.rank}:{number}:error", file=sys.stderr)
 print("end", end="")
 """
 
@@ -185,7 +170,7 @@ def test_lines_are_seen_when_they_are_ended(place: Place) -> None:
         """
         import os, pathlib, time
         print("seen")
-        log = pathlib.Path(os.environ["STRETTO_RUN"], "worker-0.log")
+        log = pathlib.Path(config.run, "worker-0.log")
         limit = time.monotonic() + 5
         while log.read_text() != "seen\\n":
             assert time.monotonic() < limit
@@ -248,7 +233,7 @@ def test_a_port_in_use_is_refused_by_name(place: Place) -> None:
 def test_a_given_port_is_where_workers_meet(place: Place) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-    folder = place.run("import os; print(os.environ['STRETTO_STORE'].rpartition(':')[2])", port=port)
+    folder = place.run("print(config.store_address[1])", port=port)
     assert (folder / "worker-0.log").read_text() == f"{port}\n"
 
 
@@ -267,7 +252,7 @@ def test_a_system_that_starts_no_more_processes_is_named_and_the_started_ones_en
     begin = processes.subprocess.Popen
 
     def third_fails(command: list[str], **options: object) -> object:
-        if options.get("env", {}).get("STRETTO_RANK") == "2":  # type: ignore[attr-defined]
+        if '"rank":2' in options.get("env", {}).get(VARIABLE, ""):  # type: ignore[attr-defined]
             raise BlockingIOError(11, os.strerror(11))
         return begin(command, **options)  # type: ignore[call-overload]
 

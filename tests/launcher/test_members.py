@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 from scene import Place
 
 from stretto.events import read_events
@@ -13,12 +12,10 @@ from stretto.events import read_events
 WORKER = """
 import os, time
 from stretto.membership.messages import GenerationView, ReadyReport
-from stretto.security import WorkerKeys
+from stretto.security import worker_keys
 from stretto.membership.client import MembershipClient
-rank, life = int(os.environ["STRETTO_RANK"]), int(os.environ["STRETTO_LIFE"])
-keys = WorkerKeys(*(one.encode() for one in os.environ["STRETTO_KEYS"].split(",")))
-timeout_s = float(os.environ["STRETTO_FAILURE_TIMEOUT"])
-companion = MembershipClient(rank, life, os.environ["STRETTO_COORDINATOR"], keys, timeout_s)
+rank, life = config.rank, config.incarnation
+companion = MembershipClient(rank, life, config.coordinator, worker_keys(config.keys), config.failure_timeout_s)
 hand, until, deadline = 0, 0, time.monotonic() + 40
 
 def here(at_rest):
@@ -58,8 +55,8 @@ def members(folder: Path) -> list[tuple[Any, ...]]:
     ]
 
 
-def test_who_is_killed_is_replaced_while_the_others_go_on(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("STRETTO_MEMBERS", "1")
+def test_who_is_killed_is_replaced_while_the_others_go_on(place: Place) -> None:
+    place.recovers = True
     script = place.script(WORKER.replace("{deaths}", "[(1, 0)]"))
     process = place.stretto("run", "-n", "3", "--out", "here", "--failure-timeout", "20s", script)
     out, err = process.communicate(timeout=80)

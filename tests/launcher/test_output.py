@@ -20,7 +20,7 @@ import json, os, time
 def evaluation(step):
     event = {"event": "evaluation", "t": 0.0, "worker": 0, "epoch": 1, "step": step}
     event |= {"training_s": 1.0, "metrics": {"a": 1}}
-    with open(os.environ["STRETTO_RUN"] + "/events.jsonl", "a") as log:
+    with open(config.run + "/events.jsonl", "a") as log:
         log.write(json.dumps(event) + "\\n")
     time.sleep(0.6)
 """

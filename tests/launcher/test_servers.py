@@ -14,24 +14,30 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import zmq
-from scene import Place, environment, staff, until
+from scene import Place, config_of, staff, until
 
 from stretto.cli.main import command
 from stretto.errors import LaunchError
 from stretto.events import read_events
 from stretto.launcher.endpoints import servers_for
 from stretto.launcher.local import RunConfig, settled
-from stretto.launcher.process_specs import OURS, ProcessPlan
-from stretto.membership.variables import RANK, STORE, WORLD_SIZE
+from stretto.launcher.process_specs import ProcessPlan
+from stretto.process_config import RECIPE, VARIABLE, ShardConfig, WorkerConfig
 from stretto.report.run_record import record
 
 WITHIN_S = 3.0
-TELL = "print(place)\nos.write(1, repr(dict(os.environ)).encode())\ntime.sleep(60)"
+TELL = """
+import msgspec
+config = msgspec.json.encode(place).decode()
+os.write(1, (config + "\\n" + repr(dict(os.environ))).encode())
+time.sleep(60)
+"""
 WAIT = """
 import os, pathlib, time
-rank, shards = os.environ["STRETTO_RANK"], len(os.environ["STRETTO_SERVERS"].split(",")) - 1
+rank, shards = str(config.rank), len(config.servers) - 1
 while not all(pathlib.Path(f"server-{shard}.pid").exists() for shard in range(shards)):
     time.sleep(0.01)
 """
@@ -41,18 +47,19 @@ KEY = re.compile(r"^[!-~]{40}$")
 """As ZeroMQ writes a key."""
 
 
-def told(folder: Path, shard: int) -> tuple[str, dict[str, str]]:
-    """The place that a server of `TELL` was given, and its environment."""
-    place, environment = (folder / f"server-{shard}.log").read_text().splitlines()
-    return place, ast.literal_eval(environment)
+def of_server(folder: Path, shard: int) -> tuple[ShardConfig, dict[str, str]]:
+    """Return the configuration of a server that runs `TELL`, and its environment."""
+    config, environment = (folder / f"server-{shard}.log").read_text().splitlines()
+    return msgspec.json.decode(config, type=ShardConfig), ast.literal_eval(environment)
 
 
-def environments(workers: int) -> list[dict[str, str]]:
-    """What workers of `KEEP` found in theirs."""
-    return [json.loads(Path(f"environment-{rank}.json").read_text()) for rank in range(workers)]
+def of_workers(workers: int) -> list[WorkerConfig]:
+    """Return the configurations of the workers that ran `KEEP`."""
+    texts = [Path(f"config-{rank}.json").read_bytes() for rank in range(workers)]
+    return [msgspec.json.decode(text, type=WorkerConfig) for text in texts]
 
 
-KEEP = WAIT + "import json\nopen(f'environment-{rank}.json', 'w').write(json.dumps(dict(os.environ)))\n"
+KEEP = WAIT + "open(f'config-{rank}.json', 'w').write(os.environ['STRETTO_CONFIG'])\n"
 
 
 def test_servers_find_their_place_and_workers_find_them(place: Place) -> None:
@@ -60,30 +67,26 @@ def test_servers_find_their_place_and_workers_find_them(place: Place) -> None:
     asked: dict[str, Any] = {"recipe": "async_sgd", "servers": 2, "timeout_s": 12.5, "on_nan": "skip"}
     folder = place.run(KEEP, workers=3, **asked)
     for shard in range(2):
-        said, given = told(folder, shard)
-        assert (given["STRETTO_SHARD"], given["STRETTO_SHARDS"], given["STRETTO_WORLD_SIZE"]) == (str(shard), "2", "3")
-        assert (given["STRETTO_RUN"], given["OMP_NUM_THREADS"]) == (str(folder.resolve()), "1")
-        assert ("STRETTO_COORDINATOR_FD" in given) == (shard == 0)
-        assert not {"STRETTO_RECIPE", "STRETTO_KEYS", "STRETTO_SERVERS"} & set(given)
-        assert said.startswith(f"ShardConfig(shard={shard}, shards=2, workers=3, listen_fd=")
-        assert "on_nan='skip', timeout_s=12.5, " in said
-        assert ("coordinator_fd=None" in said) == (shard == 1)
-    workers = environments(3)
-    assert len({one["STRETTO_SERVERS"] for one in workers}) == 1
-    addresses = workers[0]["STRETTO_SERVERS"].split(",")
+        config, given = of_server(folder, shard)
+        assert (config.shard, config.shards, config.workers) == (shard, 2, 3)
+        assert (config.run, given["OMP_NUM_THREADS"]) == (str(folder.resolve()), "1")
+        assert (config.on_nan, config.timeout_s) == ("skip", 12.5)
+        assert (config.dispatcher_fd is None) == (shard == 1)
+        assert not {VARIABLE, RECIPE} & set(given)
+    workers = of_workers(3)
+    assert len({one.servers for one in workers}) == 1
+    addresses = workers[0].servers
     assert len(set(addresses)) == 3
     assert all(re.fullmatch(r"127\.0\.0\.1:\d+", one) for one in addresses)
     for one in workers:
-        assert one["STRETTO_RECIPE"] == "async_sgd(shards=2)"
-        assert one["STRETTO_ON_NAN"] == "skip"
-        assert not {"STRETTO_SERVER_KEYS", "STRETTO_SHARD"} & set(one)
+        assert (one.recipe, one.on_nan) == ("async_sgd(shards=2)", "skip")
 
 
 def test_the_servers_inherit_the_sockets_that_workers_are_sent_to(place: Place) -> None:
     """Each socket says which it is."""
     place.service(
         """
-        for name, fd in (("coordinator", place.coordinator_fd), (f"shard {place.shard}", place.listen_fd)):
+        for name, fd in (("coordinator", place.dispatcher_fd), (f"shard {place.shard}", place.listen_fd)):
             if fd is not None:
                 socket.socket(fileno=fd).accept()[0].sendall(name.encode())
         time.sleep(60)
@@ -92,7 +95,7 @@ def test_the_servers_inherit_the_sockets_that_workers_are_sent_to(place: Place) 
     folder = place.run(
         """
         import os, socket
-        found = [one.rpartition(":") for one in os.environ["STRETTO_SERVERS"].split(",")]
+        found = [one.rpartition(":") for one in config.servers]
         print([socket.create_connection((host, int(port))).makefile().read() for host, _, port in found])
         """,
         recipe="async_sgd(shards=3)",
@@ -105,8 +108,8 @@ def test_the_sockets_are_the_servers_alone(place: Place) -> None:
     place.service()
     process = place.stretto("run", "--recipe", "async_sgd", place.script(FOREVER))
     until(lambda: Path("ready-0").exists())
-    found = [environment(one).get("STRETTO_SERVERS") for one in place.left()]
-    ports = [int(one.rpartition(":")[2]) for one in next(filter(None, found)).split(",")]
+    found = [config_of(one).get("servers") for one in place.left()]
+    ports = [int(one.rpartition(":")[2]) for one in next(filter(None, found))]
     assert [refuses(port) for port in ports] == [False, False]
     process.send_signal(signal.SIGSTOP)  # so that it cannot end the others
     os.kill(place.server(), signal.SIGKILL)
@@ -135,7 +138,7 @@ def test_workers_are_started_before_servers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("recipe", "shards"), [("async_sgd", 1), ("async_sgd(shards=2)", 2), ("allreduce", 0)])
 def test_a_recipe_starts_its_servers_by_itself(place: Place, recipe: str, shards: int) -> None:
     place.service()
-    text = "import os\nprint(os.environ.get('STRETTO_SERVERS', '').count(':'))" if not shards else KEEP
+    text = "print(len(config.servers))" if not shards else KEEP
     folder = place.run(text, recipe=recipe)
     assert len(list(folder.glob("server-*.log"))) == shards
     assert json.loads((folder / "run.json").read_text())["servers"] == shards
@@ -143,9 +146,8 @@ def test_a_recipe_starts_its_servers_by_itself(place: Place, recipe: str, shards
 
 
 def test_without_servers_nothing_of_them_is_there(place: Place) -> None:
-    folder = place.run("import os; print(sorted(name for name in os.environ if name.startswith('STRETTO_')))")
-    names = ast.literal_eval((folder / "worker-0.log").read_text())
-    assert set(names) & set(OURS) == {"STRETTO_LISTEN_FD", RANK, WORLD_SIZE, STORE}
+    folder = place.run("print(config.servers, config.coordinator, config.keys)")
+    assert (folder / "worker-0.log").read_text() == "() None None\n"
     asked = json.loads((folder / "run.json").read_text())
     assert (asked["servers"], asked["stragglers"]) == (0, None)
 
@@ -183,13 +185,7 @@ def test_servers_end_with_the_run_and_say_nothing(place: Place) -> None:
 def test_a_server_heeds_at_once_though_other_threads_do_not(place: Place) -> None:
     """Ended by SIGTERM, it leaves with 0: what the crew would see is asked of the process itself."""
     place.service("import threading\nthreading.Thread(target=time.sleep, args=(60,)).start()\ntime.sleep(60)")
-    given = os.environ | {
-        "STRETTO_SHARD": "0",
-        "STRETTO_SHARDS": "1",
-        "STRETTO_WORLD_SIZE": "1",
-        "STRETTO_LISTEN_FD": "0",
-    }
-    given |= {"STRETTO_RUN": ".", "STRETTO_TIMEOUT": "9", "STRETTO_ON_NAN": "stop"}
+    given = os.environ | ShardConfig(run=".", shard=0, shards=1, workers=1, listen_fd=0).environment()
     with subprocess.Popen([sys.executable, "-P", "-m", "stretto.launcher.shard_main"], env=given) as process:
         os.kill(place.server(), signal.SIGTERM)
         assert process.wait(timeout=WITHIN_S) == 0
@@ -202,7 +198,7 @@ def test_a_killed_server_ends_the_run_with_one_clear_error(place: Place, shard: 
     line = ("-n", "2", "--recipe", "async_sgd", "--servers", "2", "--restarts", "0")
     process = place.stretto("run", *line, place.script(FOREVER))
     until(lambda: Path("ready-0").exists() and Path("ready-1").exists())
-    until(lambda: len(place.left()) == staff() + 4)  # two workers, two servers
+    until(lambda: len(place.left()) == staff(place) + 4)  # two workers, two servers
     began = time.monotonic()
     os.kill(place.server(shard), signal.SIGKILL)
     out, err = process.communicate(timeout=15)
@@ -282,7 +278,7 @@ def test_a_system_that_starts_no_server_is_named_and_the_workers_end(
     begin = subprocess.Popen
 
     def second_fails(line: list[str], **options: Any) -> Any:
-        if options.get("env", {}).get("STRETTO_SHARD") == "1":
+        if '"shard":1,' in options.get("env", {}).get(VARIABLE, ""):
             raise BlockingIOError(11, os.strerror(11))
         return begin(line, **options)
 
@@ -297,7 +293,7 @@ def test_workers_do_not_wait_for_servers_to_start(place: Place) -> None:
     """A server that takes long to begin holds up nobody who does not need it yet."""
     place.service()
     (place.folder / "service/sitecustomize.py").write_text(
-        "import os, time\nif 'STRETTO_SHARD' in os.environ: time.sleep(60)"
+        "import os, time\nif '\"type\":\"shard\"' in os.environ.get('STRETTO_CONFIG', ''): time.sleep(60)"
     )
     place.run("import pathlib; pathlib.Path('ran').touch()", recipe="async_sgd")
     assert Path("ran").exists()
@@ -330,25 +326,20 @@ def test_a_server_is_no_worker_that_has_ended(tmp_path: Path) -> None:
 # Their keys
 
 
-def secrets(found: dict[str, str]) -> list[str]:
-    return [found[name] for name in ("STRETTO_KEYS", "STRETTO_SERVER_KEYS") if name in found]
-
-
 def test_each_side_has_its_own_secret_and_the_others_public_key(place: Place) -> None:
     place.service(TELL)
     folder = place.run(KEEP, workers=2, recipe="async_sgd", servers=2)
-    sides = {one["STRETTO_KEYS"] for one in environments(2)}
-    (server_public, worker_public, worker_secret), *others = [side.split(",") for side in sides]
-    assert others == []
+    (keys,) = {one.keys for one in of_workers(2)}
+    assert keys is not None
+    server_public, worker_public, worker_secret = keys
     for shard in range(2):
-        said, given = told(folder, shard)
-        place_keys = re.search(r"keys=\((.*?)\), on_nan", said)
-        assert place_keys is not None
-        secret, public, workers = ast.literal_eval(f"({place_keys[1]})")
+        config, given = of_server(folder, shard)
+        assert config.keys is not None
+        secret, public, workers = config.keys
         assert (public, workers) == (server_public, worker_public)
-        assert "STRETTO_SERVER_KEYS" not in given  # what a server starts does not inherit its secret
+        assert "STRETTO_CONFIG" not in given  # a process that a server starts does not inherit its secret
         assert zmq.curve_public(secret.encode()).decode() == server_public
-        assert worker_secret not in said
+        assert worker_secret not in config.keys
     assert zmq.curve_public(worker_secret.encode()).decode() == worker_public
     assert all(KEY.match(one) for one in (server_public, worker_public, worker_secret))
 
@@ -359,9 +350,9 @@ def test_keys_are_new_in_each_run_and_written_nowhere(place: Place) -> None:
         place.stretto("run", "--recipe", "async_sgd", place.script(FOREVER, f"{n}.py"), cwd=place.folder) for n in "ab"
     ]
     kept = ""
-    until(lambda: len([one for one in place.left() if secrets(environment(one))]) == 4)
+    until(lambda: len([one for one in place.left() if config_of(one).get("keys")]) == 4)
     processes = place.left()
-    keys = {key for one in processes for side in secrets(environment(one)) for key in side.split(",")}
+    keys = {key for one in processes for key in config_of(one).get("keys") or ()}
     assert len(keys) == 8  # in each of two runs two pairs
     lines = "\n".join(" ".join(one.cmdline()) for one in processes)
     until(lambda: Path("ready-0").exists())
@@ -399,9 +390,9 @@ def test_plain_means_no_keys(place: Place) -> None:
     process = place.stretto("run", "--recipe", "async_sgd", "--no-encryption", "--out", "here", script)
     assert process.communicate(timeout=15)[1] is not None
     assert process.returncode == 0
-    assert "keys=None" in told(Path("here"), 0)[0]
-    assert secrets(environments(1)[0]) == []
-    assert "STRETTO_SERVERS" in environments(1)[0]
+    assert of_server(Path("here"), 0)[0].keys is None
+    assert of_workers(1)[0].keys is None
+    assert of_workers(1)[0].servers
 
 
 def test_a_zeromq_that_cannot_encrypt_is_told_what_to_type(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -463,8 +454,7 @@ def test_what_is_typed_reaches_the_servers(place: Place) -> None:
     process = place.stretto("run", *line, place.script(KEEP), "--lr", "0.1")
     _, err = process.communicate(timeout=15)
     assert process.returncode == 0, err
-    assert "on_nan='skip'" in told(Path("here"), 1)[0]
-    assert environments(2)[1]["STRETTO_RECIPE"] == "async_sgd(shards=2)"
-    assert environments(2)[1]["STRETTO_ON_NAN"] == "skip"
+    assert of_server(Path("here"), 1)[0].on_nan == "skip"
+    assert (of_workers(2)[1].recipe, of_workers(2)[1].on_nan) == ("async_sgd(shards=2)", "skip")
     asked = json.loads(Path("here/run.json").read_text())
     assert (asked["servers"], asked["stragglers"], asked["args"]) == (2, "1:2", ["--lr", "0.1"])

@@ -67,8 +67,6 @@ def test_anything_else_is_refused(text: str, says: str) -> None:
 
 
 def test_only_the_slow_worker_is_told(place: Place) -> None:
-    folder = place.run(
-        "import os; print(os.environ.get('STRETTO_SLOW'))", workers=3, stragglers="1:2,2:1.5", out=Path("here")
-    )
-    assert [(folder / f"worker-{rank}.log").read_text() for rank in range(3)] == ["None\n", "2.0\n", "1.5\n"]
+    folder = place.run("print(config.slowdown)", workers=3, stragglers="1:2,2:1.5", out=Path("here"))
+    assert [(folder / f"worker-{rank}.log").read_text() for rank in range(3)] == ["1.0\n", "2.0\n", "1.5\n"]
     assert '"stragglers": "1:2,2:1.5"' in (folder / "run.json").read_text()

@@ -10,17 +10,19 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from scene import Place, until
 
 from stretto.errors import LaunchError
 from stretto.events import read_events
+from stretto.process_config import WorkerConfig
 
 WITHIN_S = 3.0
 HEAD = """
 import os, pathlib, sys, time
 from stretto.membership.coordinator import ASKED
-rank, life = int(os.environ["STRETTO_RANK"]), int(os.environ["STRETTO_LIFE"])
+rank, life = config.rank, config.incarnation
 def until(*names):
     limit = time.monotonic() + 10
     while not all(pathlib.Path(name).exists() for name in names):
@@ -32,7 +34,7 @@ def say(name, text=""):
 def log(what, **carries):
     import json
     event = {"event": "member", "t": 0.0, "what": what, "generation": 1} | carries
-    with open(os.environ["STRETTO_RUN"] + "/events.jsonl", "a") as file:
+    with open(config.run + "/events.jsonl", "a") as file:
         file.write(json.dumps(event) + "\\n")
 """
 
@@ -312,7 +314,7 @@ wait(lambda: heard() >= 1)
 if rank == 0:
     os.kill(int(lives()[0].split()[0]), 9)
 wait(lambda: len(lives()) == 2 and heard() == 2)
-say(f"well-{rank}", os.environ["STRETTO_COORDINATOR"])
+say(f"well-{rank}", config.coordinator)
 until("well-0", "well-1")
 """
     folder = crew.run(HEAD + text, workers=2)
@@ -328,7 +330,9 @@ until("well-0", "well-1")
 
 def test_a_coordinator_that_dies_again_and_again_ends_the_run(crew: Place) -> None:
     (crew.folder / "service/sitecustomize.py").write_text(
-        "import os\nif 'STRETTO_SETTINGS' in os.environ: os._exit(open('coordinators', 'a').write('.') + 2)"
+        "import os\n"
+        "if '\"type\":\"coordinator\"' in os.environ.get('STRETTO_CONFIG', ''):\n"
+        "    os._exit(open('coordinators', 'a').write('.') + 2)"
     )
     said = failure(crew, "time.sleep(60)", workers=2, restarts=1)
     assert said.startswith("the coordinator ended with exit code 3 and named no error")
@@ -338,7 +342,7 @@ def test_a_coordinator_that_dies_again_and_again_ends_the_run(crew: Place) -> No
 def test_a_killed_server_is_started_again_at_its_socket(place: Place) -> None:
     place.service(
         """
-        pathlib.Path("servers").open("a").write(os.environ.get("STRETTO_RESTORE", "0"))
+        pathlib.Path("servers").open("a").write(str(int(place.restarted)))
         said = f"server {len(pathlib.Path('servers').read_text())}"
         socket.socket(fileno=place.listen_fd).accept()[0].sendall(said.encode())
         time.sleep(60)
@@ -348,7 +352,7 @@ def test_a_killed_server_is_started_again_at_its_socket(place: Place) -> None:
     text = """
 import signal, socket
 def ask():
-    host, port = os.environ["STRETTO_SERVERS"].split(",")[1].split(":")
+    host, port = config.servers[1].split(":")
     return socket.create_connection((host, int(port)), timeout=10).makefile().readline
 if rank == 0:
     first, number = ask(), 0
@@ -381,7 +385,7 @@ def test_workers_and_coordinator_are_told_what_they_must_know(crew: Place, plain
     (crew.folder / "old/checkpoints").mkdir()
     text = """
 import json
-say(f"environment-{rank}", json.dumps(dict(os.environ)))
+say(f"config-{rank}", os.environ["STRETTO_CONFIG"])
 until("coordinators")
 """
     crew.run(
@@ -396,20 +400,14 @@ until("coordinators")
         resume=Path("old"),
         recipe="local_sgd(every=4)",
     )
-    given = [json.loads(Path(f"environment-{rank}").read_text()) for rank in range(2)]
-    for one in given:
-        assert (one["STRETTO_LIFE"], one["STRETTO_FAILURE_TIMEOUT"], one["STRETTO_BATCH"]) == (
-            "0",
-            "2.5",
-            "global-batch",
-        )
-        assert (one["STRETTO_CHECKPOINT"], one["STRETTO_KEEP"]) == ("300s", "3")
-        assert one["STRETTO_RESUME"] == str(crew.folder / "old")
-        assert one["STRETTO_COORDINATOR"] == given[0]["STRETTO_COORDINATOR"]
-        assert ("STRETTO_KEYS" in one) == (not plain)
-        assert not {"STRETTO_SETTINGS", "STRETTO_SERVER_KEYS"} & set(one)
+    configs = [msgspec.json.decode(Path(f"config-{rank}").read_bytes(), type=WorkerConfig) for rank in range(2)]
+    for config in configs:
+        assert (config.incarnation, config.failure_timeout_s, config.on_resize) == (0, 2.5, "global-batch")
+        assert (config.checkpoint_every, config.keep) == ("300s", 3)
+        assert config.resume == str(crew.folder / "old")
+        assert config.coordinator == configs[0].coordinator is not None
+        assert (config.keys is None) == plain
     settings = json.loads(Path("coordinators").read_text().partition(" ")[2])
-    assert settings.pop("zero") > 0
     assert settings == {
         "expected": 2,
         "min_workers": 2,
@@ -423,7 +421,7 @@ until("coordinators")
 
 @pytest.mark.parametrize(("order", "there"), [({"workers": 2}, True), ({"workers": 1}, False)])
 def test_a_worker_by_itself_needs_no_coordinator(crew: Place, order: dict[str, Any], there: bool) -> None:
-    text = "import os\nprint('STRETTO_COORDINATOR' in os.environ)"
+    text = "print(config.coordinator is not None)"
     folder = crew.run(text, **order)
     assert (folder / "worker-0.log").read_text() == f"{there}\n"
     assert (folder / "coordinator.log").exists() == there

@@ -17,14 +17,14 @@ from stretto.launcher.script_watch import Written, several_write
 
 WRITES = """
 import os
-number = os.environ["STRETTO_RANK"]
+number = str(config.rank)
 open(f"mine-{number}", "w").close()
 with open("theirs.txt", "a") as file:
     file.write(number)
 if number == "0":
     open("only.txt", "w").close()
 open("theirs.txt").close()
-open(os.environ["STRETTO_RUN"] + "/known.txt", "w").close()
+open(config.run + "/known.txt", "w").close()
 """
 
 

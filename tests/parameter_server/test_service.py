@@ -31,6 +31,7 @@ from stretto.parameter_server.embedded import Hosted
 from stretto.parameter_server.framing import CHUNK_BYTES, HEAD_BYTES, LARGEST_FRAME, decode_head, encode
 from stretto.parameter_server.rpc_channel import RpcChannel, dial
 from stretto.parameter_server.rpc_server import name_of
+from stretto.process_config import ShardConfig
 from stretto.security import WorkerKeys, new_keys
 
 SLACK = 64 << 20
@@ -496,10 +497,8 @@ def test_whoever_waits_for_a_server_that_is_gone_is_told_its_name(serving: Servi
     listener = socket.create_server(("127.0.0.1", 0), backlog=16)
     coordinator = socket.create_server(("127.0.0.1", 0), backlog=16)
     addresses = [f"tcp://127.0.0.1:{one.getsockname()[1]}" for one in (coordinator, listener)]
-    fds = {"STRETTO_LISTEN_FD": listener.fileno(), "STRETTO_COORDINATOR_FD": coordinator.fileno()}
-    given = {"STRETTO_SHARD": "0", "STRETTO_SHARDS": "1", "STRETTO_WORLD_SIZE": "2"}
-    given |= {"STRETTO_RUN": ".", "STRETTO_TIMEOUT": "9"}
-    environment = os.environ | given | {"STRETTO_ON_NAN": "stop"} | {name: str(fd) for name, fd in fds.items()}
+    fds = {"listen_fd": listener.fileno(), "dispatcher_fd": coordinator.fileno()}
+    environment = os.environ | ShardConfig(run=".", shard=0, shards=1, workers=2, timeout_s=9.0, **fds).environment()
     command = [sys.executable, "-P", "-m", "stretto.launcher.shard_main"]
     with subprocess.Popen(command, env=environment, pass_fds=list(fds.values())) as process:
         coordinator.close()

@@ -61,9 +61,9 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def _start(folder: Path, recipe: str, workers: int) -> subprocess.Popen[bytes]:
     options = ["-n", str(workers), "--recipe", recipe, "--seed", str(SEED), "--out", _folder(recipe)]
     return subprocess.Popen(
-        [sys.executable, "-m", "stretto.cli", "run", *options, "--threads", "1", "train.py"],
+        [sys.executable, "-m", "stretto.cli", "run", *options, "--threads", "1", "--no-recovery", "train.py"],
         cwd=folder,
-        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "STRETTO_MEMBERS": "0"},  # as a simulation: no coordinator
+        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     )

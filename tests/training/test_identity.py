@@ -188,7 +188,8 @@ def test_a_barrier_that_one_worker_leaves_out_ends_with_its_number() -> None:
 
 LIVE = """
 import json, os, pathlib, sys
-with open(f"names-{os.environ['STRETTO_RANK']}.json", "w") as file:
+from stretto.process_config import worker_config
+with open(f"names-{worker_config().rank}.json", "w") as file:
     json.dump(sorted(os.environ), file)
 import torch, stretto
 from torch.utils.data import DataLoader, TensorDataset

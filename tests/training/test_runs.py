@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 import stretto
 from stretto.events import PHASES, read_events
+from stretto.process_config import WorkerConfig
 from stretto.training import evaluation
 from stretto.training.worker_context import WorkerContext, find_seat
 
@@ -260,7 +261,7 @@ def test_without_a_run_logging_costs_nothing_and_writes_nothing(
 
 def test_the_seat_is_read_from_the_environment(tmp_path: Path) -> None:
     assert find_seat({}) is None
-    seat = find_seat({"STRETTO_RUN": str(tmp_path), "STRETTO_ALONE": "1", "STRETTO_JOIN": "4", "STRETTO_SEED": "3"})
+    seat = find_seat(WorkerConfig(run=str(tmp_path), single_process=True, global_batch_of=4, seed=3).environment())
     assert seat is not None
     assert (seat.run, seat.alone, seat.join, seat.seed, seat.workers) == (tmp_path, True, 4, 3, 1)
     torchrun = find_seat({"RANK": "2", "WORLD_SIZE": "4", "STRETTO_RECIPE": "allreduce"})

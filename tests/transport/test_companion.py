@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -27,6 +26,7 @@ from stretto.membership.coordinator import Gone, MembershipCoordinator, Save
 from stretto.membership.messages import Continue, Evicted, GenerationView, ReadyReport, Shutdown, Told
 from stretto.membership.server import MembershipServer
 from stretto.membership.write_ahead_log import WriteAheadLog, read
+from stretto.process_config import CoordinatorConfig
 from stretto.security import WorkerKeys, new_keys
 
 LIMIT_S = 20.0
@@ -324,15 +324,14 @@ class Process:
         self.folder = folder
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.address = "{}:{}".format(*self.listener.getsockname())
-        settings = {"expected": expected, "failure_timeout_s": failure_timeout_s, "zero": time.perf_counter()}
-        keys = (SERVER_KEYS.secret, SERVER_KEYS.public, SERVER_KEYS.workers)
-        self.environment = {
-            **os.environ,
-            "STRETTO_RUN": str(folder),
-            "STRETTO_SETTINGS": json.dumps(settings),
-            "STRETTO_LISTEN_FD": str(self.listener.fileno()),
-            "STRETTO_SERVER_KEYS": ",".join(one.decode() for one in keys),
-        }
+        config = CoordinatorConfig(
+            run=str(folder),
+            listen_fd=self.listener.fileno(),
+            settings={"expected": expected, "failure_timeout_s": failure_timeout_s},
+            zero=time.perf_counter(),
+            keys=(SERVER_KEYS.secret.decode(), SERVER_KEYS.public.decode(), SERVER_KEYS.workers.decode()),
+        )
+        self.environment = {**os.environ, **config.environment()}
         self.start()
 
     def start(self) -> None:

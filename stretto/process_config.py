@@ -1,0 +1,179 @@
+"""Configuration of one process of a run, which its launcher passes in the environment variable STRETTO_CONFIG.
+
+`stretto run` does not set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT: other libraries (Accelerate, transformers,
+Lightning) would open a process group at MASTER_PORT. Those variables belong to torchrun, and are read only where
+torchrun has set them.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import msgspec
+
+from stretto.errors import LaunchError, explain
+
+VARIABLE = "STRETTO_CONFIG"
+RECIPE = "STRETTO_RECIPE"
+"""Recipe of a script that torchrun has started."""
+OF_TORCHRUN = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
+    "ROLE_RANK",
+    "ROLE_NAME",
+    "ROLE_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "TORCHELASTIC_RESTART_COUNT",
+    "TORCHELASTIC_MAX_RESTARTS",
+    "TORCHELASTIC_RUN_ID",
+    "TORCHELASTIC_USE_AGENT_STORE",
+    "TORCHELASTIC_ERROR_FILE",
+)
+"""Variables that `stretto run` removes from the environment of its workers."""
+
+KeyTexts = tuple[str, str, str]
+"""Three CURVE keys. Of a worker: servers' public, workers' public and secret; of a server: own secret and public,
+workers' public."""
+
+
+class Config(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Configuration of a process; `environment` is the part of its environment that carries it."""
+
+    run: str | None = None
+    """Run directory, absolute; None where the process has to make one."""
+    listen_fd: int | None = None
+    """Descriptor of a listening socket that the process inherits."""
+    status_fd: int | None = None
+    """Descriptor of the page in which the process notes its position, for the launcher."""
+
+    def environment(self) -> dict[str, str]:
+        """Return the environment variable that carries this configuration."""
+        return {VARIABLE: msgspec.json.encode(self).decode()}
+
+
+class WorkerConfig(Config, frozen=True, kw_only=True, tag="worker"):
+    """Configuration of a worker process."""
+
+    rank: int = 0
+    world_size: int = 1
+    """Number of workers that were started."""
+    incarnation: int = 0
+    """Number of earlier starts of this worker."""
+    store: str | None = None
+    """Address of the rendezvous store, host:port."""
+    store_prefix: str = "stretto"
+    agent_store: bool = False
+    """True if torchrun's agent keeps the store, and not worker 0."""
+    coordinator: str | None = None
+    """Address of the coordinator, host:port; None where the run has none."""
+    servers: tuple[str, ...] = ()
+    """Addresses of the parameter server: of the batch dispatcher, then of each shard."""
+    keys: KeyTexts | None = None
+    """None where traffic is not encrypted."""
+    recipe: str | None = None
+    seed: int | None = None
+    single_process: bool = False
+    """True if every exchange is switched off."""
+    global_batch_of: int = 1
+    """Number of batches of the script that a single process joins to one."""
+    split_batch: bool = False
+    """True if all workers share each batch of the script."""
+    lr_factor: float = 1.0
+    slowdown: float = 1.0
+    """Factor by which the compute time is prolonged (`--stragglers`)."""
+    keep_states: bool = False
+    on_nan: Literal["stop", "skip"] = "stop"
+    on_resize: Literal["per-worker-batch", "global-batch"] = "per-worker-batch"
+    timeout_s: float = 600.0
+    """Limit of every wait for another worker."""
+    failure_timeout_s: float = 10.0
+    """Time without a heartbeat after which a process is declared failed."""
+    checkpoint_every: str | None = None
+    keep: int = 3
+    """Number of checkpoints that are kept."""
+    resume: str | None = None
+    """Run directory whose newest checkpoint training continues from."""
+
+    @property
+    def store_address(self) -> tuple[str, int] | None:
+        """Host and port of the rendezvous store."""
+        host, _, port = (self.store or "").rpartition(":")
+        return (host, int(port)) if host else None
+
+
+class ShardConfig(Config, frozen=True, kw_only=True, tag="shard"):
+    """Configuration of the process that holds one shard of the parameters."""
+
+    shard: int
+    shards: int
+    workers: int
+    """Largest number of workers."""
+    dispatcher_fd: int | None = None
+    """Descriptor of the listening socket of the batch dispatcher, which the process of shard 0 runs too."""
+    keys: KeyTexts | None = None
+    on_nan: Literal["stop", "skip"] = "stop"
+    timeout_s: float = 600.0
+    snapshots: str | None = None
+    """Directory of snapshots; None where a failed server is not restarted."""
+    snapshot_interval_s: float | None = None
+    restarted: bool = False
+
+
+class CoordinatorConfig(Config, frozen=True, kw_only=True, tag="coordinator"):
+    """Configuration of the coordinator process."""
+
+    settings: dict[str, Any]
+    """Settings of the run, which every worker receives when it registers."""
+    zero: float = 0.0
+    """Reading of `time.perf_counter` at the start of the run."""
+    keys: KeyTexts | None = None
+    servers: tuple[str, ...] = ()
+    """Addresses of the parameter server, which is notified of failed workers."""
+    worker_keys: KeyTexts | None = None
+
+
+def worker_config(environment: Mapping[str, str] = os.environ) -> WorkerConfig | None:
+    """Return the configuration of this worker, from `stretto run` or torchrun; None for a plain `python train.py`."""
+    text = environment.get(VARIABLE)
+    if text is not None:
+        return _decoded(text)
+    return _of_torchrun(environment) if "WORLD_SIZE" in environment else None
+
+
+@functools.lru_cache(maxsize=4)
+def _decoded(text: str) -> WorkerConfig | None:
+    config = msgspec.json.decode(text, type=WorkerConfig | ShardConfig | CoordinatorConfig)
+    return config if isinstance(config, WorkerConfig) else None
+
+
+def _of_torchrun(environment: Mapping[str, str]) -> WorkerConfig:
+    store = None
+    if "MASTER_ADDR" in environment and "MASTER_PORT" in environment:
+        store = f"{environment['MASTER_ADDR']}:{environment['MASTER_PORT']}"
+    return WorkerConfig(
+        rank=_number(environment, "RANK", 0),
+        world_size=_number(environment, "WORLD_SIZE", 1),
+        store=store,
+        store_prefix=f"stretto/{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}",
+        agent_store=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        recipe=environment.get(RECIPE) or None,
+    )
+
+
+def _number(environment: Mapping[str, str], name: str, default: int) -> int:
+    text = environment.get(name, str(default))
+    try:
+        return int(text)
+    except ValueError:
+        problem = f"the environment variable {name} is not a number"
+        raise LaunchError(
+            explain(problem, got=text, expected="a whole number", to_type="stretto run, or torchrun")
+        ) from None
