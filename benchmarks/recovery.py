@@ -89,7 +89,7 @@ class Group:
 
     def members(self) -> list[Event]:
         """What Stretto's run has written down of who is there."""
-        self._members += [one for one in self._tail.read() if one["event"] == "member"]
+        self._members += [one for one in self._tail.read() if one["event"] == "membership"]
         return self._members
 
     def wait(self, what: str, found: Callable[[], Any]) -> Any:

@@ -218,7 +218,7 @@ def figures(log: Path) -> Figures:
         bytes_sent=[ends[worker]["bytes_sent"] for worker in sorted(ends)],
         bytes_received=[ends[worker]["bytes_received"] for worker in sorted(ends)],
         splits=[
-            _less(one["split"], before["split"], steps)
+            _less(one["time_breakdown"], before["time_breakdown"], steps)
             for one, before in zip(last["workers"], first["workers"], strict=True)
         ],
     )

@@ -183,7 +183,7 @@ def _shown(outcome: Outcome, calm: float | None) -> str:
     seen, memory = outcome.seen, outcome.memory
     died = ", ".join(f"{count} {kind}" for kind, count in outcome.deaths.items()) or "nobody"
     facts = [f"{outcome.seconds:.0f} s, {outcome.rounds} rounds, {outcome.passes} passes", f"struck {outcome.struck}"]
-    facts += [f"died: {died}", f"twice {seen['twice']}, never {seen['never']}, made up {seen['made_up']}"]
+    facts += [f"died: {died}", f"twice {seen['twice']}, never {seen['never']}, made up {seen['recovered_samples']}"]
     facts.append(f"accuracy {outcome.accuracy} (undisturbed {calm})")
     if memory is not None:
         facts.append(f"{memory.early_mb:.0f} to {memory.late_mb:.0f} MB in {memory.life_s:.0f} s")
@@ -262,7 +262,7 @@ def judged(
     """What a run's folder says of it."""
     log = folder / "run" / "events.jsonl"
     events = list(read_events(log)) if log.exists() else []
-    audits = {one["epoch"]: one["seen"] for one in events if one["event"] == "epoch"}
+    audits = {one["epoch"]: one["sample_counts"] for one in events if one["event"] == "epoch"}
     accuracy = [one["metrics"]["test_accuracy"] for one in events if one["event"] == "evaluation"]
     states = set(STATE.findall((folder / "out").read_text(errors="replace")))
     whole = len(audits) == asked and all(audits.values())
@@ -274,7 +274,7 @@ def judged(
         rounds=max((one["rounds"] for one in events if "rounds" in one), default=0),
         struck=sum(one["event"] == "fault_injected" for one in events),
         deaths=deaths(events),
-        regrouped=sum(one["event"] == "regrouped" for one in events),
+        regrouped=sum(one["event"] == "generation_changed" for one in events),
         passes=len(audits),
         seen=seen(list(audits.values())),
         equal=len(states) == 1 if agrees and states else None,
@@ -285,14 +285,14 @@ def judged(
 
 def deaths(events: Sequence[Event]) -> dict[str, int]:
     """How many of each kind were gone."""
-    gone = (one["worker"] for one in events if one["event"] == "member" and one.get("what") == "gone")
+    gone = (one["worker"] for one in events if one["event"] == "membership" and one.get("what") == "failed")
     kinds = ("worker" if one >= 0 else "coordinator" if one == COORDINATOR else "server" for one in gone)
     return dict(sorted(Counter(kinds).items()))
 
 
 def seen(audits: Sequence[Mapping[str, int] | None]) -> dict[str, int]:
     """How often samples were counted, over all passes."""
-    names = ("once", "twice", "never", "dropped", "made_up")
+    names = ("once", "twice", "never", "dropped", "recovered_samples")
     return {name: sum((one or {}).get(name, 0) for one in audits) for name in names}
 
 

@@ -131,10 +131,10 @@ def one(
 def _outcome(code: int, folder: Path, out: str, said: str, differ: bool) -> Outcome:
     log = folder / "events.jsonl"
     events = list(read_events(log)) if log.exists() else []
-    seen = [event["seen"] for event in events if event["event"] == "epoch"]
+    seen = [event["sample_counts"] for event in events if event["event"] == "epoch"]
     states = set(STATE.findall(out))
     accuracy = [event["metrics"]["test_accuracy"] for event in events if event["event"] == "evaluation"]
-    gone = sum(event["event"] == "member" and event.get("what") == "gone" for event in events)
+    gone = sum(event["event"] == "membership" and event.get("what") == "failed" for event in events)
     once = bool(seen) and all(not event["twice"] and not event["never"] for event in seen)
     return Outcome(code, once, differ or len(states) == 1, accuracy[-1] if accuracy else 0.0, gone, said[-600:])
 

@@ -294,7 +294,7 @@ def soak(record: Record) -> Iterator[str]:
     for one in record["runs"]:
         seen, whole = one["seen"], "yes" if one["completed"] else f"no: {one['why']}"
         struck = f"{one['rounds']} | {one['struck']} | {sum(one['deaths'].values())}"
-        counts = " | ".join(str(seen[name]) for name in ("once", "twice", "never", "made_up"))
+        counts = " | ".join(str(seen[name]) for name in ("once", "twice", "never", "recovered_samples"))
         yield f"| {one['run']} | {one['recipe']} | {whole} | {struck} | {counts} |"
     yield ""
     yield "| run | accuracy | undisturbed | longest life, s | MB at its beginning | at its end | most |"

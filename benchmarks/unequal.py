@@ -204,9 +204,9 @@ def outcome(recipe: str, seed: int, record: Mapping[str, Any], seconds: float | 
         seconds=seconds,
         accuracy=record["metrics"]["test_accuracy"],
         samples_by_worker=record["samples_by_worker"],
-        computing=[one["computing"] / sum(one.values()) for one in record["time_split"]],
+        computing=[one["computing"] / sum(one.values()) for one in record["time_breakdown"]],
         staleness=(record["staleness"] or {}).get("mean"),
-        held_s=sum(record["held_seconds"]) if record["held_seconds"] else None,
+        held_s=sum(record["blocked_seconds"]) if record["blocked_seconds"] else None,
     )
 
 

@@ -171,7 +171,7 @@ def read_events(path: Path) -> Iterator[Event]:
             event = msgspec.json.decode(line, type=Event)
         except msgspec.DecodeError as error:
             torn = f"line {number} of {path} is not an event: {error}"
-            event = {"event": "notice", "t": t, "worker": 0, "text": torn}
+            event = {"event": "warning", "t": t, "worker": 0, "text": torn}
         else:
             t, whole = event.get("t", t), True
         yield event

@@ -90,7 +90,7 @@ def test_a_worker_that_is_silent_sends_no_bytes(tmp_path: Path) -> None:
     ends = [one for one in read_events(tmp_path / "run" / "events.jsonl") if one["event"] == "end"]
     assert len(ends) == 3
     for end in ends:
-        raw, said, *_ = end["exchanged"]["gradient_differences"]
+        raw, said, *_ = end["traffic"]["gradient_differences"]
         assert 0 < said < 0.5 * raw, "a third of what it would be"
         assert end["bytes_counted"]
         assert 2 * said < end["bytes_sent"] < 2.2 * said + 200_000
@@ -164,7 +164,7 @@ def test_the_same_script_under_torchrun(tmp_path: Path) -> None:
     events = list(read_events(run / "events.jsonl"))
     assert {one["worker"] for one in events if one["event"] == "start"} == {0, 1}
     assert {one["recipe"] for one in events if one["event"] == "start"} == {"local_sgd(every=3)"}
-    assert [one["seen"]["once"] for one in events if one["event"] == "epoch"] == [90, 90]
+    assert [one["sample_counts"]["once"] for one in events if one["event"] == "epoch"] == [90, 90]
     assert call(tmp_path, sys.executable, "-m", "stretto.cli", "report", str(run)).returncode == 0
     assert (run / "report.html").stat().st_size > 1000
 
@@ -178,7 +178,7 @@ def test_the_same_run_twice_gives_the_same_bits(tmp_path: Path) -> None:
         path = script(tmp_path, text.replace("COUNT", count))
         states.append(stretto_run(tmp_path, path, 3, "allreduce", f"with{count}"))
         epochs = [one for one in read_events(tmp_path / f"with{count}" / "events.jsonl") if one["event"] == "epoch"]
-        assert [one["seen"] for one in epochs] == [{"once": 90, "twice": 0, "never": 0, "dropped": 0}] * 2
+        assert [one["sample_counts"] for one in epochs] == [{"once": 90, "twice": 0, "never": 0, "dropped": 0}] * 2
     assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
 
 
@@ -328,7 +328,7 @@ def left_after(batches: int) -> dict[str, int]:
 
 
 def seen_in(events: list[dict[str, Any]]) -> list[Any]:
-    return [one["seen"] for one in events if one["event"] == "epoch"]
+    return [one["sample_counts"] for one in events if one["event"] == "epoch"]
 
 
 def check_staleness(found: dict[str, Any], updates: int) -> None:
@@ -362,7 +362,7 @@ def test_a_bound_with_a_loader_that_has_processes_and_is_left_early(place: Place
     found, events = run_free(place, path, "-n", "3", "--recipe", "stale_synchronous(bound=2)", "--servers", "2")
     worked = 3 * 5
     check_staleness(found, updates=SAMPLES // BATCH + worked)
-    assert len(found["held_seconds"]) == 3
+    assert len(found["blocked_seconds"]) == 3
     assert seen_in(events) == [ALL_ONCE, left_after(worked)]
 
 
@@ -402,7 +402,7 @@ def test_an_asynchronous_recipe_in_the_script_under_torchrun(place: Place) -> No
     (run,) = Path("runs").iterdir()
     events = list(read_events(run / "events.jsonl"))
     assert seen_in(events) == [ALL_ONCE] * 2
-    assert {one["worker"] for one in events if one["event"] == "applied"} == {0, 1}
+    assert {one["worker"] for one in events if one["event"] == "update_applied"} == {0, 1}
 
 
 def test_a_pass_that_is_left_under_torchrun_is_sent_at_exit(place: Place) -> None:

@@ -79,7 +79,9 @@ def stretto_run(place: Path, *options: str, argument: str = "none", code: int = 
 
 def once(folder: Path) -> list[int]:
     """The number of samples of each epoch that counted once; no other has counted."""
-    found = {one["epoch"]: one["seen"] for one in read_events(folder / "events.jsonl") if one["event"] == "epoch"}
+    found = {
+        one["epoch"]: one["sample_counts"] for one in read_events(folder / "events.jsonl") if one["event"] == "epoch"
+    }
     assert all(one["twice"] == one["never"] == 0 for one in found.values())
     return [found[epoch]["once"] for epoch in sorted(found)]
 
@@ -91,7 +93,7 @@ def test_a_worker_killed_in_the_second_section_comes_back_to_it(tmp_path: Path) 
         assert (folder / "report.html").exists()
     assert "section 2 begins" in shown
     assert "section 3\n" in shown
-    gone = [one for one in read_events(tmp_path / "run/events.jsonl") if one.get("what") == "gone"]
+    gone = [one for one in read_events(tmp_path / "run/events.jsonl") if one.get("what") == "failed"]
     assert [one["worker"] for one in gone] == [1]
     for fold in range(3):
         mine, other = (torch.load(tmp_path / f"{worker}-{fold}.pt") for worker in range(2))

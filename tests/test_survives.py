@@ -56,7 +56,7 @@ def test_a_whole_run_is_killed_in_the_middle_of_a_pass_and_goes_on(tmp_path: Pat
     epochs = [event for event in read_events(tmp_path / "two" / "events.jsonl") if event["event"] == "epoch"]
     assert [event["epoch"] for event in epochs] == list(range(found, 4))
     for event in epochs:
-        assert event["seen"] == {"once": 1200, "twice": 0, "never": 0, "dropped": 0}
+        assert event["sample_counts"] == {"once": 1200, "twice": 0, "never": 0, "dropped": 0}
 
 
 def in_the_middle(folder: Path) -> int:

@@ -105,8 +105,8 @@ class _DeathMessenger(threading.Thread):
             except Empty:
                 herald.again()
                 continue
-            if event["what"] == "gone":
-                herald.gone(event["worker"], event["life"])
+            if event["what"] == "failed":
+                herald.gone(event["worker"], event["incarnation"])
             elif event["what"] == "joined":
                 herald.back(event["worker"])
 

@@ -50,16 +50,17 @@ def first_cause(ends: Sequence[Exited], events: Iterable[Event], deaths: Sequenc
 def is_recovered(worker: int, life: int, events: Iterable[Event]) -> bool:
     """Return whether the others have formed a group without a process that died, or it has been replaced.
 
-    >>> gone, formed = ({"event": "member", "what": one, "worker": 1, "life": 0} for one in ("gone", "formed"))
-    >>> is_recovered(1, 0, [formed, gone]), is_recovered(1, 0, [gone, formed])
+    >>> of = {"event": "membership", "worker": 1, "incarnation": 0}
+    >>> failed, formed = of | {"what": "failed"}, of | {"what": "formed"}
+    >>> is_recovered(1, 0, [formed, failed]), is_recovered(1, 0, [failed, formed])
     (False, True)
     """
     is_known = False
     for event in events:
-        what, of = event.get("what"), event.get("life", 0)
-        if event["event"] != "member":
+        what, of = event.get("what"), event.get("incarnation", 0)
+        if event["event"] != "membership":
             continue
-        is_known = is_known or (what == "gone" and (event["worker"], of) == (worker, life))
+        is_known = is_known or (what == "failed" and (event["worker"], of) == (worker, life))
         if (is_known and what == "formed") or (what == "joined" and event["worker"] == worker and of > life):
             return True
     return False

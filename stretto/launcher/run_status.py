@@ -63,7 +63,7 @@ class Progress:
 
     def waiting(self) -> float | None:
         """The share of their time that workers have waited for others."""
-        splits = [event["split"] for event in self.counts.values() if event.get("split")]
+        splits = [event["time_breakdown"] for event in self.counts.values() if event.get("time_breakdown")]
         whole = sum(sum(split.values()) for split in splits)
         return sum(split.get("waiting", 0.0) for split in splits) / whole if whole else None
 
@@ -77,7 +77,7 @@ class Progress:
         self.recipe = str(event.get("recipe") or self.recipe)
         self.epoch = self.epoch or 1
 
-    def _on_notice(self, event: Event) -> str | None:
+    def _on_warning(self, event: Event) -> str | None:
         """The lead says its own on its terminal."""
         text = str(event.get("text", ""))
         if text in self._told or not (self.notices or event.get("worker")):
@@ -104,11 +104,11 @@ class Progress:
         self.counts[worker] = event
         self.step = max(self.step, event.get("step", 0))
         points = self._recent.setdefault(worker, deque([(0.0, 0)]))
-        points.append((event["t"] - event.get("split", {}).get("evaluating", 0.0), event.get("samples", 0)))
+        points.append((event["t"] - event.get("time_breakdown", {}).get("evaluating", 0.0), event.get("samples", 0)))
         while len(points) > 2 and points[-1][0] - points[1][0] > RECENT_S:
             points.popleft()
 
-    def _on_applied(self, event: Event) -> None:
+    def _on_update_applied(self, event: Event) -> None:
         found = [update[2] for update in event.get("updates", [])]
         self.updates += len(found)
         self.staleness += sum(found)

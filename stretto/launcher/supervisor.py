@@ -183,7 +183,7 @@ class Supervisor:
             assert self._herald is not None
             self._herald.gone(one.number, one.life, why, returns)
             return
-        self._write("member", one.number, what="gone", life=one.life, generation=0, why=why)
+        self._write("membership", one.number, what="failed", incarnation=one.life, generation=0, why=why)
         if returns:
             self._relay.note(f"{called(one.number)} is gone ({why}); it is started again")
 
@@ -248,7 +248,9 @@ class Supervisor:
         one.began = time.perf_counter()
         self._relay.listen(one.number, self._crew.start(self._cast.part(one.number, one.life)), one.life)
         if one.number < 0:
-            self._write("member", one.number, what="joined", life=one.life, generation=0, why="started again")
+            self._write(
+                "membership", one.number, what="joined", incarnation=one.life, generation=0, why="started again"
+            )
         if one.number == COORDINATOR and self._herald is not None:
             self._herald.repeat()
 
@@ -293,18 +295,18 @@ class Supervisor:
         """Nobody is there any more, or those that are will never end: they are missed by those who have."""
         if not self._is_ending():
             return not self._in("there", "away")
-        missed = self._told("gone")
+        missed = self._told("failed")
         return all((one.number, one.life) in missed for one in self._in("there"))
 
     def _told(self, what: str, why: str | None = None) -> set[tuple[int, int]]:
         """Workers and their lives of whom the coordinator has written this."""
-        members = (one for one in self._read() if one["event"] == "member" and one.get("what") == what)
-        return {(one["worker"], one.get("life", 0)) for one in members if why is None or one.get("why") == why}
+        members = (one for one in self._read() if one["event"] == "membership" and one.get("what") == what)
+        return {(one["worker"], one.get("incarnation", 0)) for one in members if why is None or one.get("why") == why}
 
     def _read(self) -> Sequence[Event]:
         """Errors and what became of members until now."""
         found = (event for event in self._log.read() if isinstance(event.get("worker"), int))
-        self._events += [event for event in found if event.get("event") in ("error", "member")]
+        self._events += [event for event in found if event.get("event") in ("error", "membership")]
         return self._events
 
     def _write(self, event: str, number: int, /, **carries: object) -> None:

@@ -162,7 +162,7 @@ def _event(error: BaseException, t: float, number: int) -> Event:
 
 
 def _notice(error: BaseException, t: float, number: int) -> Event:
-    return {"event": "notice", "t": t, "worker": number, "text": f"worker {number} stops by itself: {error}"}
+    return {"event": "warning", "t": t, "worker": number, "text": f"worker {number} stops by itself: {error}"}
 
 
 def _append(run: str | None, line: bytes) -> None:

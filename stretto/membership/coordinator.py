@@ -752,15 +752,15 @@ class MembershipCoordinator:
         self._records.append(_ENCODER.encode(record))
 
     def _note(self, what: str, worker: int, life: int, why: str, **more: object) -> None:
-        said = {"what": what, "worker": worker, "life": life, "generation": self.generation, "why": why}
-        self.events.append({"event": "member", **said, **more})
+        said = {"what": what, "worker": worker, "incarnation": life, "generation": self.generation, "why": why}
+        self.events.append({"event": "membership", **said, **more})
 
     def _note_gone(self, worker: int, one: _Process, why: str, again: str, now: float) -> None:
         others = sum(other != worker for other in self.members)
         doing = f" while {one.doing} for {max(now - one.since, 0.0):.1f} s" if one.doing else ""
         goes = "worker goes" if others == 1 else "workers go"
         self.notices.append(f"worker {worker} is gone ({why}){doing}; {others} {goes} on{again}")
-        self._note("gone", worker, one.life, why)
+        self._note("failed", worker, one.life, why)
 
     def _note_slow(self, worker: int, silent: float, now: float) -> None:
         one = self._all[worker]

@@ -210,7 +210,7 @@ def _passes(read: History) -> Sheet:
 
 
 def _pass(event: dict[str, Any]) -> tuple[Cell, ...]:
-    seen = event.get("seen") or {}
+    seen = event.get("sample_counts") or {}
     times = (formatting.count(event.get("samples")), formatting.seconds(run_log.number(event.get("training_s"))))
     return tuple(map(Cell, (str(event.get("epoch")), *times, *(formatting.count(seen.get(word)) for word in SEEN))))
 
@@ -277,5 +277,5 @@ def _machine(machine: dict[str, Any]) -> tuple[str, ...]:
 
 def _notices(histories: Iterable[History]) -> list[str]:
     """What the program told the user, each once."""
-    texts = (str(event.get("text")) for read in histories for event in read.of("notice"))
+    texts = (str(event.get("text")) for read in histories for event in read.of("warning"))
     return list(dict.fromkeys(texts))

@@ -39,12 +39,12 @@ def fates(history: History) -> list[Fate]:
     """All that has happened to processes, in order of time."""
     strikes = [event for event in history.of("fault_injected") if event.get("verb") in ("kill", "pause")]
     kills = [one for one in strikes if one["verb"] == "kill"]
-    found = [_told(event, history, kills) for event in history.of("member") if _tells(event)]
+    found = [_told(event, history, kills) for event in history.of("membership") if _tells(event)]
     found += [_paused(one, history) for one in strikes if one["verb"] == "pause"]
     return sorted(found, key=lambda fate: fate.t)
 
 
-SAID = {"gone": "gone", "left": "left in good order", "slow": "slow"}
+SAID = {"failed": "failed", "left": "left in good order", "slow": "slow"}
 DONE = "it has left the loop"
 """Why a worker has left that has come to the end of its script."""
 
@@ -56,7 +56,7 @@ def _tells(event: Event) -> bool:
 def _told(event: Event, history: History, kills: Sequence[Event]) -> Fate:
     """What the coordinator or the launcher has told of a process."""
     what, why = str(event["what"]), str(event.get("why") or "")
-    ends = what == "gone"
+    ends = what == "failed"
     details = [why] * bool(why) + ["on purpose"] * (ends and _was_struck(event, history, kills))
     said = SAID[what] + f" ({', '.join(details)})" * bool(details)
     back_s = _back_s(event, history) if ends else None
@@ -74,7 +74,7 @@ def _was_struck(event: Event, history: History, kills: Sequence[Event]) -> bool:
 
 
 def _of(worker: int, history: History) -> Iterator[Event]:
-    return (one for one in history.of("member") if one["worker"] == worker and "what" in one)
+    return (one for one in history.of("membership") if one["worker"] == worker and "what" in one)
 
 
 def _back_s(event: Event, history: History) -> float | None:
@@ -84,14 +84,14 @@ def _back_s(event: Event, history: History) -> float | None:
 
 
 def _life(event: Event) -> int:
-    return int(event.get("life") or 0)
+    return int(event.get("incarnation") or 0)
 
 
 def _others(event: Event, history: History) -> str:
     """Who went on without it, and how soon."""
     if event["worker"] < 0:
         return ""
-    formed = [one for one in history.of("member") if one.get("what") == "formed" and one["t"] >= event["t"]]
+    formed = [one for one in history.of("membership") if one.get("what") == "formed" and one["t"] >= event["t"]]
     if not formed:
         return ""
     count, generation = len(formed[0].get("members") or []), formed[0].get("generation")
@@ -103,7 +103,9 @@ def _others(event: Event, history: History) -> str:
 def _again(event: Event, history: History) -> int | None:
     """Samples that others did again because of it, where the log says so."""
     of = event["worker"], _life(event)
-    told = [one.get("samples") for one in history.of("reissued") if (one.get("of"), _life(one)) == of]
+    told = [
+        one.get("samples") for one in history.of("samples_reassigned") if (one.get("failed_worker"), _life(one)) == of
+    ]
     return sum(int(one or 0) for one in told) if told else None
 
 
@@ -120,12 +122,12 @@ def deaths(history: History) -> list[dict[str, Any]]:
     """Who was gone, for a record."""
     return [
         {
-            "who": called(one.worker),
-            "life": one.life,
+            "process": called(one.worker),
+            "incarnation": one.life,
             "seconds": one.t,
             "what": one.what,
-            "back_after_seconds": one.back_s,
-            "samples_done_again": one.again,
+            "downtime_seconds": one.back_s,
+            "samples_redone": one.again,
         }
         for one in fates(history)
         if one.ends
@@ -144,7 +146,7 @@ def moments(history: History) -> list[tuple[float, str, bool]]:
     lost = [(one.t, called(one.worker), True) for one in fates(history) if one.ends or one.what.startswith("stopped")]
     came = [
         (event["t"], f"{called(event['worker'])} is in", False)
-        for event in history.of("member")
+        for event in history.of("membership")
         if event.get("what") == "joined" and _life(event)
     ]
     return sorted([*lost, *came])

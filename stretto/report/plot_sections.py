@@ -142,17 +142,17 @@ def _scaling(groups: Sequence[Group], colours: Mapping[str, str], peers: Peers) 
 
 def _split(album: Album, groups: Sequence[Group], colours: Mapping[str, str]) -> Plot | None:
     several = len(worker_counts(groups)) > 1
-    firsts = [group.asked[0] for group in groups if group.asked[0]["time_split"]]
+    firsts = [group.asked[0] for group in groups if group.asked[0]["time_breakdown"]]
     runs = [
         plots.bars_of(group.asked[0], _bar_title(group, several), colours[group.recipe])
         for group in groups
-        if group.asked[0]["time_split"]
+        if group.asked[0]["time_breakdown"]
     ]
     if not runs:
         return None
     seed = f" Seed {firsts[0]['seed']}." if len({record["seed"] for record in album.records}) > 1 else ""
     caption = f"Each bar is the whole time of a worker; its parts sum to it.{seed}"
-    return Plot(WHERE, Markup(plots.time_split("split", runs)), caption)
+    return Plot(WHERE, Markup(plots.time_breakdown("split", runs)), caption)
 
 
 def _bar_title(group: Group, several: bool) -> str:

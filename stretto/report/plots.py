@@ -197,7 +197,7 @@ class Bars:
 
 def bars_of(record: Record, title: str, colour: str) -> Bars:
     """A bar for each worker, or one for all when they are many."""
-    splits = record["time_split"]
+    splits = record["time_breakdown"]
     if len(splits) > MOST_BARS:
         mean = {phase: sum(split[phase] for split in splits) / len(splits) for phase in plot_style.PHASES}
         return Bars(title, colour, (Bar(f"mean of {len(splits)}", mean),))
@@ -210,7 +210,7 @@ NAMES = -BESIDE / (WIDTH - BESIDE - 0.2)
 DARK = ("computing", "exchanging", "waiting")
 
 
-def time_split(name: str, runs: Sequence[Bars]) -> str:
+def time_breakdown(name: str, runs: Sequence[Bars]) -> str:
     """Stacked bars in seconds: the length is the whole time, the parts sum to it."""
     height = KEY + sum(len(run.bars) * BAR + GAP for run in runs) + AXIS
     return plot_style.draw(name, WIDTH, height, partial(_paint_split, runs=runs, height=height))

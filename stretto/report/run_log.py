@@ -18,11 +18,11 @@ from stretto.events import PHASES, Event, read_events
 
 Point = tuple[float, float]
 COORDINATOR = -1000
-OWN = ("samples", "bytes_sent", "bytes_received", "held_s", "split", "exchanged", "entries")
+OWN = ("samples", "bytes_sent", "bytes_received", "blocked_s", "time_breakdown", "traffic", "values_sent")
 """What a process of a worker counts from its own beginning."""
-OF_THE_RUN = ("member", "fault_injected", "error")
+OF_THE_RUN = ("membership", "fault_injected", "error")
 """The kinds of events that are written into the log of the whole run, whatever section is under way."""
-FATES = ("joined", "gone", "left")
+FATES = ("joined", "failed", "left")
 """What events of members say of who is in, and who is not."""
 
 
@@ -67,8 +67,8 @@ class History:
 
     def _away(self) -> set[int]:
         """Workers that died or left, and did not come back."""
-        last = dict.fromkeys(self.run.get("absent", []), "gone")
-        last |= {event["worker"]: event.get("what") for event in self.of("member") if event.get("what") in FATES}
+        last = dict.fromkeys(self.run.get("absent", []), "failed")
+        last |= {event["worker"]: event.get("what") for event in self.of("membership") if event.get("what") in FATES}
         return {worker for worker, what in last.items() if worker >= 0 and what != "joined"}
 
     def counts(self, worker: int) -> list[Event]:
@@ -236,7 +236,7 @@ def number(value: object) -> float | None:
 
 def split_of(event: Event) -> dict[str, float]:
     """A time split with every phase in it."""
-    split = event.get("split") or {}
+    split = event.get("time_breakdown") or {}
     return {phase: number(split.get(phase)) or 0.0 for phase in PHASES}
 
 

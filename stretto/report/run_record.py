@@ -41,9 +41,9 @@ def record(run_folder: Path) -> Record:
         **_counted(history),
         **traffic.fields(history),
         **_uneven(history),
-        "samples_seen": [event.get("seen") for event in history.passes],
+        "sample_counts": [event.get("sample_counts") for event in history.passes],
         **BEYOND_ONE_RUN,
-        "deaths": incidents.deaths(history),
+        "failures": incidents.deaths(history),
         "folder": str(run_folder),
     }
 
@@ -58,13 +58,13 @@ BEYOND_ONE_RUN: Record = {
 """What a record gets from a comparison."""
 
 
-LISTS = ("bytes_sent", "bytes_received", "time_split", "samples_by_worker", "samples_seen", "deaths")
+LISTS = ("bytes_sent", "bytes_received", "time_breakdown", "samples_by_worker", "sample_counts", "failures")
 
 
 def unstarted(*, recipe: str, workers: int, join: int, seed: int, script: str, folder: Path, failed: str) -> Record:
     """The record of a run that left nothing to read."""
     asked = {"recipe": recipe, "workers": workers, "join": join, "seed": seed, "script": script, "args": []}
-    unknown = ("threads", "cores", "simulated", "seconds", "samples_per_second", "staleness", "held_seconds")
+    unknown = ("threads", "cores", "simulated", "seconds", "samples_per_second", "staleness", "blocked_seconds")
     nothing = dict.fromkeys(unknown)
     counted = {
         "wall_seconds": 0.0,
@@ -131,18 +131,18 @@ def _counted(history: History) -> Record:
         "bytes_sent": [int(event.get("bytes_sent") or 0) for event in counts],
         "bytes_received": [int(event.get("bytes_received") or 0) for event in counts],
         "bytes_counted": all(event.get("bytes_counted", True) for event in counts),
-        "time_split": [split_of(event) for event in counts],
+        "time_breakdown": [split_of(event) for event in counts],
     }
 
 
 def _uneven(history: History) -> Record:
     """What differs between workers that do not keep step."""
     counts = history.last_counts()
-    held = [number(event.get("held_s")) for event in counts]
+    held = [number(event.get("blocked_s")) for event in counts]
     return {
         "samples_by_worker": history.trained or [int(event.get("samples") or 0) for event in counts],
         "staleness": staleness.summary(history),
-        "held_seconds": None if all(one is None for one in held) else [one or 0.0 for one in held],
+        "blocked_seconds": None if all(one is None for one in held) else [one or 0.0 for one in held],
     }
 
 

@@ -50,7 +50,7 @@ def updates(history: History) -> list[Update]:
 
 
 def _of(history: History, worker: int) -> Iterable[Update]:
-    events = (event for event in history.of("applied") if event["worker"] == worker)
+    events = (event for event in history.of("update_applied") if event["worker"] == worker)
     before = 0.0
     for event in sorted(events, key=lambda event: event["t"]):
         found, t = _stalenesses(event), event["t"]
@@ -103,13 +103,13 @@ def summary(history: History) -> dict[str, Any] | None:
 
 def held_share(record: dict[str, Any]) -> float | None:
     """The share of the time of all workers together that the bound made them wait."""
-    whole = sum(sum(split.values()) for split in record["time_split"])
-    held = record.get("held_seconds")
+    whole = sum(sum(split.values()) for split in record["time_breakdown"])
+    held = record.get("blocked_seconds")
     return sum(held) / whole if held is not None and whole else None
 
 
 def held_shares(record: dict[str, Any]) -> list[float | None]:
     """The same for each worker alone."""
-    wholes = (sum(split.values()) for split in record["time_split"])
-    held = record.get("held_seconds") or []
+    wholes = (sum(split.values()) for split in record["time_breakdown"])
+    held = record.get("blocked_seconds") or []
     return [lost / whole if whole else None for lost, whole in zip(held, wholes, strict=True)]

@@ -32,9 +32,9 @@ def in_words(one: Record) -> str:
     if not one["staleness"]:
         return ""
     stale = f"staleness {formatting.figure(one['staleness']['mean'])} mean, {one['staleness']['max']} max"
-    if one["held_seconds"] is None:
+    if one["blocked_seconds"] is None:
         return stale
-    lost, share = formatting.seconds(sum(one["held_seconds"])), formatting.percent(staleness.held_share(one))
+    lost, share = formatting.seconds(sum(one["blocked_seconds"])), formatting.percent(staleness.held_share(one))
     return f"{stale}, {lost} lost to the bound ({share} of the time)"
 
 
@@ -42,7 +42,7 @@ def sheet(one: Record, history: History) -> list[Sheet]:
     """A row for each worker and one for all, or nothing for a run without staleness."""
     if not one["staleness"]:
         return []
-    tallies, is_held = staleness.by_worker(history), one["held_seconds"] is not None
+    tallies, is_held = staleness.by_worker(history), one["blocked_seconds"] is not None
     rows = [_row(f"worker {worker}", one, tallies[worker], worker, is_held) for worker in _shown(tallies)]
     whole = _all(one, together(tallies), is_held)
     columns = ("worker", "samples taken", "updates applied", "mean staleness", "largest staleness")
@@ -62,12 +62,12 @@ def _shown(tallies: Sequence[Tally]) -> list[int]:
 
 
 def _row(name: str, one: Record, tally: Tally, worker: int, is_held: bool) -> tuple[Cell, ...]:
-    lost = (one["held_seconds"][worker], staleness.held_shares(one)[worker]) if is_held else None
+    lost = (one["blocked_seconds"][worker], staleness.held_shares(one)[worker]) if is_held else None
     return _cells(name, one["samples_by_worker"][worker], tally, lost)
 
 
 def _all(one: Record, tally: Tally, is_held: bool) -> tuple[Cell, ...]:
-    lost = (sum(one["held_seconds"]), staleness.held_share(one)) if is_held else None
+    lost = (sum(one["blocked_seconds"]), staleness.held_share(one)) if is_held else None
     return _cells("all", sum(one["samples_by_worker"]), tally, lost)
 
 

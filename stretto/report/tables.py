@@ -78,8 +78,8 @@ EXCHANGED_NOTE = (
     "what only evaluations need (looks) is left out."
 )
 FEWER_NOTE = " Fewer: raw over encoded bytes sent."
-ENTRIES_NOTE = " Entries: share of the numbers that messages told."
-OWED_NOTE = " Owed: norm of what was not sent yet over that of what was given, measured last."
+ENTRIES_NOTE = " Values sent: share of all values."
+OWED_NOTE = " Residual: norm of what was not sent, over that of the input, at the last measurement."
 STALE_NOTE = "Versions of the model between the one that an update was computed on and its own, over all updates."
 HELD_NOTE = " Lost to the bound: share of the time of all workers."
 SAMPLES_NOTE = " Samples: of the worker that took fewest, and most."
@@ -234,16 +234,20 @@ def _exchanged(groups: Sequence[Group]) -> list[Sheet]:
     """A table of what was raw and what encoded, where any run encoded something."""
     if not any(traffic.is_encoded(record) for group in groups for record in group.records):
         return []
-    told = [group for group in groups if any(record.get("exchanged") for record in group.asked)]
+    told = [group for group in groups if any(record.get("traffic") for record in group.asked)]
     entries, owed = (
         any(record.get(name) is not None for group in told for record in group.records)
-        for name in ("entries_share", "owed_share")
+        for name in ("values_sent_share", "residual_share")
     )
     columns = [
         *(_measured(heading, partial(_accounted, way=way), in_megabytes) for heading, way in IN_WAYS.items()),
         _measured("fewer", lambda r: (r.get("compression") or {}).get("sent"), formatting.times),
-        *([_measured("entries sent", lambda r: r.get("entries_share"), formatting.percent)] if entries else []),
-        *([_measured("owed", lambda r: r.get("owed_share"), partial(formatting.figure, digits=2))] if owed else []),
+        *([_measured("values sent", lambda r: r.get("values_sent_share"), formatting.percent)] if entries else []),
+        *(
+            [_measured("residual", lambda r: r.get("residual_share"), partial(formatting.figure, digits=2))]
+            if owed
+            else []
+        ),
     ]
     note = EXCHANGED_NOTE + FEWER_NOTE + (ENTRIES_NOTE if entries else "") + (OWED_NOTE if owed else "")
     return [_sheet(EXCHANGED, note, told, columns)]
@@ -253,13 +257,13 @@ IN_WAYS = {"raw": "raw_sent", "encoded, sent": "sent", "encoded, received": "rec
 
 
 def _accounted(record: Record, way: str) -> float | None:
-    return traffic.megabytes(record.get("exchanged") or [], way)
+    return traffic.megabytes(record.get("traffic") or [], way)
 
 
 def _staleness(groups: Sequence[Group]) -> list[Sheet]:
     """A table of the asynchronous recipes, where there are any."""
     stale = [group for group in groups if any(record.get("staleness") for record in group.asked)]
-    held = any(record.get("held_seconds") is not None for group in stale for record in group.asked)
+    held = any(record.get("blocked_seconds") is not None for group in stale for record in group.asked)
     columns = [
         _measured("mean staleness", lambda r: (r.get("staleness") or {}).get("mean"), formatting.figure),
         _measured("largest staleness", lambda r: (r.get("staleness") or {}).get("max"), formatting.count),
@@ -282,8 +286,8 @@ def _phase(phase: str) -> Column:
 
 def share(record: Record, phase: str) -> float | None:
     """The share of one phase in the time of all workers together."""
-    whole = sum(sum(split.values()) for split in record["time_split"])
-    return sum(split.get(phase, 0.0) for split in record["time_split"]) / whole if whole else None
+    whole = sum(sum(split.values()) for split in record["time_breakdown"])
+    return sum(split.get(phase, 0.0) for split in record["time_breakdown"]) / whole if whole else None
 
 
 def show(console: Console, records: Sequence[Record], target: Target | None = None) -> None:
@@ -333,6 +337,7 @@ NARROW = {
     "waiting": "wait",
     "loading": "load",
     "evaluating": "eval-\nuate",
+    "residual": "resi-\ndual",
     "efficiency": "effi-\nciency",
     "predictions that differ": "predictions\nthat differ",
 }

@@ -51,7 +51,7 @@ def loss(history: History) -> Curve:
     of what was logged one after the other.
     """
     found, place = _logged(history, _loss_name(history)), _places(history)
-    together = _by_time(found, history.workers) if history.of("applied") else _by_step(found)
+    together = _by_time(found, history.workers) if history.of("update_applied") else _by_step(found)
     return _thinned([_over_workers(place, some) for some in together])
 
 
@@ -154,7 +154,7 @@ def owed(history: History) -> Curve:
     measured = [found for worker in range(history.workers) if (found := _measured(history, worker))]
     lines = [[interpolate([(t, both[part]) for t, both in one]) for part in (0, 1)] for one in measured]
     place, times = _places(history), [t for t, _ in measured[0]] if measured else []
-    shares = ((t, traffic.owed_share([(given(t), owed(t)) for given, owed in lines])) for t in times)
+    shares = ((t, traffic.residual_share([(given(t), owed(t)) for given, owed in lines])) for t in times)
     samples = [place({"t": t}, share) for t, share in shares if share is not None]
     return Curve(tuple(samples[:: -_size(samples)][::-1]))
 

@@ -16,13 +16,13 @@ Accounts = dict[str, Account]
 """The accounts of one worker, by purpose."""
 
 WAYS = ("raw_sent", "sent", "raw_received", "received")
-LOOKS = "looks"
+LOOKS = "evaluation_sync"
 """The purpose of what is exchanged only to evaluate the agreed model: never encoded, and no part of a method's cost."""
 
 
 def accounts(event: Event) -> Accounts:
     """By purpose, the bytes until an event; purposes that nothing was said for are left out."""
-    found = event.get("exchanged")
+    found = event.get("traffic")
     named = ((str(name), _account(row)) for name, row in found.items()) if isinstance(found, dict) else ()
     return {name: account for name, account in named if any(account.values())}
 
@@ -34,7 +34,7 @@ def _account(row: object) -> Account:
 
 def measured(event: Event) -> tuple[float, float] | None:
     """The norms of what was last given to the codec and of what it owed then."""
-    given, owed = _two(event.get("norms"))
+    given, owed = _two(event.get("residual_norms"))
     return None if given is None or owed is None else (given, owed)
 
 
@@ -52,13 +52,14 @@ def fields(history: History) -> dict[str, Any]:
     - `norms`: for each worker that of what was last `given` to the codec, and of what was `owed` then; null without
     - `compression`: raw over encoded bytes, `sent` and `received` by all workers, looks left out; and raw over the
       bytes of the wire, looks included: `wire_sent`, `wire_received`
-    - `entries_share`: entries sent over all entries; `owed_share`: the norm of all that is owed over that of all given
+    - `values_sent_share`: entries sent over all entries; `residual_share`: norm of all residuals
+      over that of all inputs
     """
     counts = history.last_counts()
     kept: dict[str, Any] = {
-        "exchanged": _known([accounts(event) for event in counts]),
-        "entries": _known([_entries(event) for event in counts]),
-        "norms": _known([_norms(event) for event in counts]),
+        "traffic": _known([accounts(event) for event in counts]),
+        "values_sent": _known([_entries(event) for event in counts]),
+        "residual_norms": _known([_norms(event) for event in counts]),
     }
     sent, received = ([int(event.get(f"bytes_{way}") or 0) for event in counts] for way in ("sent", "received"))
     return kept | shares(**kept, bytes_sent=sent, bytes_received=received)
@@ -66,25 +67,25 @@ def fields(history: History) -> dict[str, Any]:
 
 def shares(
     *,
-    exchanged: Sequence[Accounts],
-    entries: Sequence[dict[str, int] | None],
-    norms: Sequence[dict[str, float] | None],
+    traffic: Sequence[Accounts],
+    values_sent: Sequence[dict[str, int] | None],
+    residual_norms: Sequence[dict[str, float] | None],
     bytes_sent: Sequence[int],
     bytes_received: Sequence[int],
 ) -> dict[str, Any]:
     """The three ratios of a record, from what it says of each worker."""
     wire = {"sent": sum(bytes_sent), "received": sum(bytes_received)}
     return {
-        "compression": _compression(exchanged, wire) if exchanged else None,
-        "entries_share": _share(entries),
-        "owed_share": owed_share([(one["given"], one["owed"]) for one in norms if one]),
+        "compression": _compression(traffic, wire) if traffic else None,
+        "values_sent_share": _share(values_sent),
+        "residual_share": residual_share([(one["input"], one["residual"]) for one in residual_norms if one]),
     }
 
 
 def nothing() -> dict[str, Any]:
     """The same of a run that left nothing to read."""
-    lists: dict[str, Any] = {name: [] for name in ("exchanged", "entries", "norms")}
-    return lists | dict.fromkeys(("compression", "entries_share", "owed_share"))
+    lists: dict[str, Any] = {name: [] for name in ("traffic", "values_sent", "residual_norms")}
+    return lists | dict.fromkeys(("compression", "values_sent_share", "residual_share"))
 
 
 def _known(by_worker: list[Any]) -> list[Any]:
@@ -93,13 +94,13 @@ def _known(by_worker: list[Any]) -> list[Any]:
 
 
 def _entries(event: Event) -> dict[str, int] | None:
-    sent, of = _two(event.get("entries"))
+    sent, of = _two(event.get("values_sent"))
     return None if sent is None or of is None else {"sent": int(sent), "of": int(of)}
 
 
 def _norms(event: Event) -> dict[str, float] | None:
     found = measured(event)
-    return {"given": found[0], "owed": found[1]} if found else None
+    return {"input": found[0], "residual": found[1]} if found else None
 
 
 def _share(entries: Sequence[dict[str, int] | None]) -> float | None:
@@ -107,7 +108,7 @@ def _share(entries: Sequence[dict[str, int] | None]) -> float | None:
     return sent / of if of else None
 
 
-def owed_share(both: Sequence[tuple[float, float]]) -> float | None:
+def residual_share(both: Sequence[tuple[float, float]]) -> float | None:
     """The norm of what all workers owe over the norm of what all were given, from both norms of each."""
     given, owed = (math.hypot(*(one[part] for one in both)) for part in (0, 1))
     return owed / given if given else None
@@ -142,7 +143,7 @@ def purposes(exchanged: Sequence[Accounts]) -> list[str]:
 
 def is_encoded(record: Mapping[str, Any]) -> bool:
     """Whether a run exchanged other bytes than its exact numbers."""
-    exchanged: Sequence[Accounts] = record.get("exchanged") or []
+    exchanged: Sequence[Accounts] = record.get("traffic") or []
     return any(total(exchanged, f"raw_{way}") != total(exchanged, way) for way in ("sent", "received"))
 
 
@@ -150,12 +151,12 @@ def in_words(record: Mapping[str, Any]) -> str:
     """What an encoding saved, in one line; empty for a run that exchanged exact numbers, or none."""
     if not is_encoded(record):
         return ""
-    exchanged = record["exchanged"]
+    exchanged = record["traffic"]
     raw, sent, received = (formatting.figure(megabytes(exchanged, way)) for way in ("raw_sent", "sent", "received"))
     ratios = {way: formatting.times(record["compression"][way]) for way in ("sent", "received")}
     texts = [f"encoded: {sent} MB of {raw} sent ({ratios['sent']} fewer), {received} received ({ratios['received']})"]
-    if record["entries_share"] is not None:
-        texts.append(f"{formatting.percent(record['entries_share'])} of entries")
-    if record["owed_share"] is not None:
-        texts.append(f"owed {formatting.figure(record['owed_share'], 2)} of what was given")
+    if record["values_sent_share"] is not None:
+        texts.append(f"{formatting.percent(record['values_sent_share'])} of entries")
+    if record["residual_share"] is not None:
+        texts.append(f"owed {formatting.figure(record['residual_share'], 2)} of what was given")
     return ", ".join(texts)

@@ -25,11 +25,11 @@ NOTE = (
     "entered a worker, with what a ring or a gathering multiplies, heads, and what workers say to keep in step."
 )
 LOOKED = " Looks: what only evaluations need."
-ENTRIES = " Entries: share of the numbers that messages told."
-OWED = " Owed: norm of what was not sent yet over that of what was given to the encoding, measured last."
+ENTRIES = " Values sent: share of all values."
+OWED = " Residual: norm of what was not sent, over that of the input of the codec, at the last measurement."
 OVER_TIME = "Mean over workers; looks are left out, but for the wire."
 RECIPES_OVER_TIME = "Mean over workers, looks left out."
-OWED_OVER_TIME = " Owed: norm of what was not sent yet over that of what was given to the encoding."
+OWED_OVER_TIME = " Residual: norm of what was not sent, over that of the input of the codec."
 
 
 # The tables
@@ -37,7 +37,7 @@ OWED_OVER_TIME = " Owed: norm of what was not sent yet over that of what was giv
 
 def sheet(one: Record) -> list[Sheet]:
     """For a run: the mean over workers and each worker, by purpose; nothing where nothing was exchanged."""
-    if not one["exchanged"]:
+    if not one["traffic"]:
         return []
     shown = _shown(one)
     mean = Group(f"mean of {formatting.plural(one['workers'], 'worker')}", one["workers"], 1, (one,))
@@ -55,7 +55,7 @@ def in_full(short: Sequence[Sheet], records: Sequence[Record]) -> list[Sheet]:
 
 def of_recipes(records: Sequence[Record]) -> list[Sheet]:
     """For a comparison: the mean over workers for each recipe, by purpose."""
-    told = [group for group in grouped(records) if any(record.get("exchanged") for record in group.records)]
+    told = [group for group in grouped(records) if any(record.get("traffic") for record in group.records)]
     return [_sheet("run", ("workers",), told, " Mean over workers.")] if told else []
 
 
@@ -67,25 +67,30 @@ def _shown(one: Record) -> list[int]:
 
 def _of_worker(one: Record, worker: int) -> Record:
     """The record as if the worker had been the only one to count."""
-    lists = ("exchanged", "entries", "norms", "bytes_sent", "bytes_received")
+    lists = ("traffic", "values_sent", "residual_norms", "bytes_sent", "bytes_received")
     kept = {name: one[name][worker : worker + 1] for name in lists}
     return {**one, **kept, **traffic.shares(**kept)}
 
 
 def _sheet(heading: str, beside: tuple[str, ...], groups: Sequence[Group], more: str) -> Sheet:
     records = [record for group in groups for record in group.records]
-    entries, owed = (any(r.get(name) is not None for r in records) for name in ("entries_share", "owed_share"))
-    further = {"entries": formatting.percent} if entries else {}
-    further |= {"owed": partial(formatting.figure, digits=2)} if owed else {}
-    looked = any(LOOKS in traffic.purposes(record.get("exchanged") or []) for record in records)
+    entries, owed = (any(r.get(name) is not None for r in records) for name in ("values_sent_share", "residual_share"))
+    further = {"values_sent": formatting.percent} if entries else {}
+    further |= {"residual": partial(formatting.figure, digits=2)} if owed else {}
+    looked = any(LOOKS in traffic.purposes(record.get("traffic") or []) for record in records)
     note = NOTE + (LOOKED if looked else "") + (ENTRIES if entries else "") + (OWED if owed else "") + more
     rows = [row for group in groups for row in _block(group, len(beside), further)]
-    return Sheet(EXCHANGED, note, (heading, *beside, "purpose", *COLUMNS, *further), tuple(rows))
+    return Sheet(
+        EXCHANGED,
+        note,
+        (heading, *beside, "purpose", *COLUMNS, *(name.replace("_", " ") for name in further)),
+        tuple(rows),
+    )
 
 
 def _block(group: Group, beside: int, further: Mapping[str, Callable[[float | None], str]]) -> list[tuple[Cell, ...]]:
     """A row for each purpose, the sum of several, and what the wire made of it; the name in the first row alone."""
-    found = traffic.purposes([worker for record in group.records for worker in record.get("exchanged") or []])
+    found = traffic.purposes([worker for record in group.records for worker in record.get("traffic") or []])
     trained = [purpose for purpose in found if purpose != LOOKS]
     whole = [ALL_BUT_LOOKS if LOOKS in found else ALL] if len(trained) > 1 else []
     purposes = [*trained, *whole, *([LOOKS] if LOOKS in found else []), WIRE]
@@ -116,13 +121,13 @@ def _row(group: Group, purpose: str) -> tuple[Cell, ...]:
 
 def _megabytes(record: Record, purpose: str, way: str) -> float | None:
     """The mean over workers."""
-    exchanged = record.get("exchanged") or []
+    exchanged = record.get("traffic") or []
     return _bytes(record, purpose, way) / len(exchanged) / 1e6 if exchanged else None
 
 
 def _bytes(record: Record, purpose: str, way: str) -> int:
     """Bytes of all workers for one purpose, for all but looks, or on the wire."""
-    exchanged = record["exchanged"]
+    exchanged = record["traffic"]
     if purpose in (ALL, ALL_BUT_LOOKS):
         return traffic.total(exchanged, way)
     if purpose == WIRE:
@@ -132,7 +137,7 @@ def _bytes(record: Record, purpose: str, way: str) -> int:
 
 
 def _fewer(record: Record, purpose: str, way: str) -> float | None:
-    if not record.get("exchanged"):
+    if not record.get("traffic"):
         return None
     raw = _bytes(record, purpose, f"raw_{way}")
     return traffic.fewer(raw, _bytes(record, purpose, way)) if raw else None
@@ -153,7 +158,7 @@ def pictures(one: Record, history: History) -> list[Plot]:
         Line("sent on the wire", plot_style.PHASES["waiting"], (time_series.on_wire(history),)),
     )
     owed = time_series.owed(history)
-    return _plot("exchanged", "MB of a worker", lines, _ended(owed, colour), OVER_TIME)
+    return _plot("traffic", "MB of a worker", lines, _ended(owed, colour), OVER_TIME)
 
 
 def _ended(curve: Curve, colour: str) -> tuple[Line, ...]:
@@ -197,7 +202,7 @@ def _histories(album: Album, group: Group) -> list[History]:
 
 
 def _plot(name: str, title: str, exchanged: Sequence[Line], owed: Sequence[Line], caption: str) -> list[Plot]:
-    rows = [Row(title, _told(exchanged)), Row("Owed, as a share of what was given", _told(owed))]
+    rows = [Row(title, _told(exchanged)), Row("Residual, as a share of the input", _told(owed))]
     caption += OWED_OVER_TIME if rows[1].lines else ""
     rows = [row for row in rows if row.lines]
     return [Plot(EXCHANGED, Markup(plots.pair(name, rows, SECONDS)), caption)] if rows else []

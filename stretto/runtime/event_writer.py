@@ -53,7 +53,7 @@ class EventWriter:
         """Say something to the user, once: the first worker on its terminal and in the log."""
         if self._wire.worker == 0:
             self.say(text)
-            self.write("notice", text=text)
+            self.write("warning", text=text)
 
     def say(self, text: str) -> None:
         """Print a line on the first worker's terminal; the log of events does not hold it."""

@@ -223,7 +223,7 @@ class Simulator:
         self._log.append(msgspec.json.encode({**event, "t": round(now, 6), "at": round(now, 6)}) + b"\n")
 
     def _note(self, text: str, worker: int = 0) -> None:
-        self._publish({"event": "notice", "worker": worker, "text": text})
+        self._publish({"event": "warning", "worker": worker, "text": text})
 
     def _settled(self, time: float, happening: Happening) -> Happening | None:
         """A server may have been drawn when nobody knew how many the script's recipe has.

@@ -84,7 +84,7 @@ class AsyncServer:
         self._wire, self._watch, self._optimizers = wire, watch, optimizers
         self._on_settled, self._on_end = on_settled, on_end
         self._tally, self._account = tally, tally.account(type(recipe.what).__name__)
-        self._looks = tally.account("looks")
+        self._looks = tally.account("evaluation_sync")
         self._skips = skips
         self._arena_number = arena_number
         self._groups = _groups(optimizers)

@@ -252,13 +252,15 @@ class Replica:
         elif any(one.has_stepped for one in self.sets):
             with self._watch.on("exchanging"):
                 sets = [(one.arena.parts, one.weights.share) for one in self.sets if one.arena is not None]
-                self._look = AveragedModel(sets, self._buffers, self._wire, self._tally.account("looks"))
+                self._look = AveragedModel(sets, self._buffers, self._wire, self._tally.account("evaluation_sync"))
 
     def _look_at_server(self, arrival: AsyncServer, called: bool) -> None:
         arrival.meet(called)
         with self._watch.on("exchanging"):
             sets = [(one.arena.parts, self._equal_share) for one in self.sets if one.arena is not None]
-            self._look = AveragedModel(sets, self._buffers, self._wire, self._tally.account("looks"), arrival.look)
+            self._look = AveragedModel(
+                sets, self._buffers, self._wire, self._tally.account("evaluation_sync"), arrival.look
+            )
 
     @contextmanager
     def newest(self) -> Iterator[None]:

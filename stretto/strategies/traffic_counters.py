@@ -107,11 +107,11 @@ class Tally:
         bytes_of = {
             purpose: [one.raw_sent, one.sent, one.raw_received, one.received] for purpose, one in self.accounts.items()
         }
-        found: dict[str, Any] = {"exchanged": bytes_of} if bytes_of else {}
+        found: dict[str, Any] = {"traffic": bytes_of} if bytes_of else {}
         if self._entries:
-            found["entries"] = [self._entries_sent, self._entries]
+            found["values_sent"] = [self._entries_sent, self._entries]
         if self._norms is not None:
-            found["norms"] = [round(norm, 9) for norm in self._norms]
+            found["residual_norms"] = [round(norm, 9) for norm in self._norms]
         return found
 
 

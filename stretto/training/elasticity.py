@@ -307,15 +307,15 @@ class ElasticAgent:
     def _say(self, change: Change, back: dict[int, int]) -> None:
         """The first worker writes down who is there from now on, and what others do again."""
         journal = self._trainer.journal
-        facts = {"generation": change.generation, "gone": list(change.gone), "came": list(change.came)}
+        facts = {"generation": change.generation, "departed": list(change.gone), "joined": list(change.came)}
         if self._trainer.dealer.assignment == "contiguous" and self._trainer.hands is not None:
             journal.notice(
                 "the workers have changed: the rest of the epoch is assigned again, and state carried from batch to "
                 "batch does not fit its stretches until the next epoch"
             )
-        journal.write("regrouped", **facts, members=list(change.members))
+        journal.write("generation_changed", **facts, members=list(change.members))
         for worker, life in zip(change.gone, change.lives, strict=True):
-            journal.write("reissued", of=worker, life=life, samples=back.get(worker, 0))
+            journal.write("samples_reassigned", failed_worker=worker, incarnation=life, samples=back.get(worker, 0))
         journal.flush()
 
     # --- what was left over in a pass --------------------------------------------------------------------------

@@ -235,7 +235,7 @@ class Evaluator:
             step=line.step,
             samples=line.samples,
             training_s=line.training_s,
-            seen=_audited(counts, line.hands) if counts is not None else None,
+            sample_counts=_audited(counts, line.hands) if counts is not None else None,
             drift=max((one for one in drifts if one is not None), default=None),
             workers=told,
             **trained,
@@ -276,8 +276,8 @@ def _audited(told: Sequence[bytes], hands: EpochBatches) -> dict[str, int]:
     counts = [np.unpackbits(np.frombuffer(one, np.uint8), count=size) for one in packed]
     found, late = audit(one[: hands.samples] for one in counts), audit(one[hands.samples :] for one in counts)
     facts = {"once": found.once, "twice": found.twice + late.twice, "never": found.never + late.never}
-    made_up = {"made_up": late.once} if size > hands.samples else {}
-    return {**facts, "dropped": hands.dropped, **made_up}
+    recovered_samples = {"recovered_samples": late.once} if size > hands.samples else {}
+    return {**facts, "dropped": hands.dropped, **recovered_samples}
 
 
 def _kept(model: nn.Module) -> dict[str, Tensor]:

@@ -311,7 +311,7 @@ class Sections:
             named[name].copy_(found[name])
         if not fits:
             text = f"the model that section {self._number} ended with is not here; the script's own stays as it is"
-            self._write("notice", self._seat.around.clock(), text=text)
+            self._write("warning", self._seat.around.clock(), text=text)
 
     def _read_random(self) -> bytes:
         path = self._ended(RANDOM)

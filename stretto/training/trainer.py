@@ -669,7 +669,7 @@ class Trainer:
             is_sent = exchange(samples, leases)
         if not is_sent:
             text = f"worker {self.wire.worker} left out an update with NaN or infinity: {samples} samples do not count"
-            self.journal.write("notice", text=text)
+            self.journal.write("warning", text=text)
             self.journal.flush()
 
     def _unsent(self) -> tuple[int, list[Lease]]:
@@ -737,11 +737,11 @@ class Trainer:
         """This worker's cumulative figures."""
         traffic, before = self.wire.traffic(), self.section
         arrival = self.replica.arrival
-        held = {"held_s": round(arrival.held_s, 6)} if arrival is not None else {}
+        held = {"blocked_s": round(arrival.held_s, 6)} if arrival is not None else {}
         return {
             **held,
             "rounds": self.rounds_done,
-            "split": self.watch.split(),
+            "time_breakdown": self.watch.split(),
             "bytes_sent": traffic.bytes_sent - before.sent,
             "bytes_received": traffic.bytes_received - before.received,
             "bytes_counted": traffic.counted,
@@ -759,7 +759,7 @@ class Trainer:
         """Say which of this worker's updates were applied, and how stale they were."""
         arrival = self.replica.arrival
         if arrival is not None and arrival.outcomes:
-            self.journal.write("applied", updates=arrival.outcomes)
+            self.journal.write("update_applied", updates=arrival.outcomes)
             arrival.outcomes = []
 
     def _say_start(self, seat: WorkerContext) -> None:

@@ -22,7 +22,7 @@ def split(scale: float) -> dict[str, float]:
 
 
 def epoch(number: int, samples: int, training_s: float) -> dict[str, object]:
-    told = [{"worker": worker, "split": split(number * (worker + 1))} for worker in range(4)]
+    told = [{"worker": worker, "time_breakdown": split(number * (worker + 1))} for worker in range(4)]
     return {"event": "epoch", "t": 0.0, "worker": 0, "samples": samples, "training_s": training_s, "workers": told}
 
 

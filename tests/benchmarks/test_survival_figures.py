@@ -15,11 +15,11 @@ from stretto.recipe.parser import parse as recipe
 
 
 def formed(at, *members):
-    return {"event": "member", "what": "formed", "worker": -1000, "at": at, "members": list(members)}
+    return {"event": "membership", "what": "formed", "worker": -1000, "at": at, "members": list(members)}
 
 
 def gone(worker):
-    return {"event": "member", "what": "gone", "worker": worker, "at": 0.0}
+    return {"event": "membership", "what": "failed", "worker": worker, "at": 0.0}
 
 
 # --- recovery ---------------------------------------------------------------------------------------------------------
@@ -183,7 +183,7 @@ def test_a_short_life_tells_nothing(samples):
 
 def epoch(number, once=10, **other):
     audit = {"once": once, "twice": 0, "never": 0, "dropped": 0, **other}
-    return {"event": "epoch", "t": 1.0, "worker": 0, "epoch": number, "seen": audit}
+    return {"event": "epoch", "t": 1.0, "worker": 0, "epoch": number, "sample_counts": audit}
 
 
 def judged(folder, events, states=("00", "00"), code=0, asked=2, late=False):
@@ -203,11 +203,11 @@ FACTS = [
 
 
 def test_a_log_tells_how_a_run_went(tmp_path):
-    done = judged(tmp_path, [*FACTS, epoch(1), epoch(1, once=11), epoch(2, made_up=3)])
+    done = judged(tmp_path, [*FACTS, epoch(1), epoch(1, once=11), epoch(2, recovered_samples=3)])
     assert done.good and done.completed and done.equal and not done.why
     assert (done.rounds, done.struck, done.passes, done.accuracy) == (17, 1, 2, 0.9)
     assert done.deaths == {"coordinator": 1, "server": 1, "worker": 2}
-    assert done.seen == {"once": 21, "twice": 0, "never": 0, "dropped": 0, "made_up": 3}
+    assert done.seen == {"once": 21, "twice": 0, "never": 0, "dropped": 0, "recovered_samples": 3}
 
 
 @pytest.mark.parametrize(
@@ -216,7 +216,7 @@ def test_a_log_tells_how_a_run_went(tmp_path):
         ([epoch(1), epoch(2, twice=1)], {}),
         ([epoch(1, never=1), epoch(2)], {}),
         ([epoch(1)], {}),
-        ([epoch(1), epoch(2) | {"seen": None}], {}),
+        ([epoch(1), epoch(2) | {"sample_counts": None}], {}),
         ([epoch(1), epoch(2)], {"states": ("00", "11")}),
         ([epoch(1), epoch(2)], {"code": 1}),
         ([epoch(1), epoch(2)], {"late": True}),

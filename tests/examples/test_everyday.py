@@ -116,7 +116,7 @@ class Place:
     def epochs(self) -> Iterator[dict[str, Any]]:
         """Return the sample counts of each epoch in the event logs of the run."""
         for path in sorted((self.root / "run").rglob("events.jsonl")):
-            yield from (event["seen"] for event in read_events(path) if event["event"] == "epoch")
+            yield from (event["sample_counts"] for event in read_events(path) if event["event"] == "epoch")
 
 
 def without_stretto(source: str) -> str:

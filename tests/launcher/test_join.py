@@ -84,7 +84,7 @@ def events(run: Path) -> list[dict[str, Any]]:
 
 
 def generations(run: Path) -> list[list[int]]:
-    return [event["members"] for event in events(run) if event["event"] == "member" and event["what"] == "formed"]
+    return [event["members"] for event in events(run) if event["event"] == "membership" and event["what"] == "formed"]
 
 
 def until(is_so: Callable[[], bool], *processes: subprocess.Popen[str]) -> None:
@@ -119,10 +119,10 @@ def test_of_a_network_cut_in_two_one_side_goes_on_and_the_other_comes_back(place
     for one in both:
         said, _ = one.communicate(timeout=60)
         assert one.returncode == 0, said
-    audits = [event["seen"] for event in events(run) if event["event"] == "epoch"]
+    audits = [event["sample_counts"] for event in events(run) if event["event"] == "epoch"]
     assert len(audits) == 60
     assert all((seen["once"], seen["twice"], seen["never"]) == (640, 0, 0) for seen in audits)
-    joined = [(event["worker"], event["life"]) for event in events(run) if event.get("what") == "joined"]
+    joined = [(event["worker"], event["incarnation"]) for event in events(run) if event.get("what") == "joined"]
     assert sorted(joined) == [(0, 0), (1, 0), (2, 0), (2, 1), (3, 0), (3, 1)]
 
 

@@ -48,9 +48,9 @@ print("ended at", hand)
 def members(folder: Path) -> list[tuple[Any, ...]]:
     """What became of the members, in order."""
     events = list(read_events(folder / "events.jsonl"))
-    told = [event for event in events if event["event"] == "member"]
+    told = [event for event in events if event["event"] == "membership"]
     return [
-        (one["what"], one["members"]) if one["what"] == "formed" else (one["what"], one["worker"], one["life"])
+        (one["what"], one["members"]) if one["what"] == "formed" else (one["what"], one["worker"], one["incarnation"])
         for one in told
     ]
 
@@ -63,7 +63,7 @@ def test_who_is_killed_is_replaced_while_the_others_go_on(place: Place) -> None:
     assert process.returncode == 0, err.decode()
     told = members(Path("here"))
     whole, left = ("formed", [0, 1, 2]), ("formed", [0, 2])
-    wanted = [whole, ("gone", 1, 0), left, ("joined", 1, 1), whole]
+    wanted = [whole, ("failed", 1, 0), left, ("joined", 1, 1), whole]
     assert [one for one in told if one in wanted] == wanted
     assert b"worker 1 is gone (killed by SIGKILL)" in err
     assert b"worker 1, at " in out and b"2 workers went on after" in out and b"back after" in out

@@ -12,7 +12,7 @@ from stretto.launcher.run_status import RECENT_S, Progress
 def counted(worker: int, t: float, samples: int, waiting: float = 0.0, evaluating: float = 0.0) -> dict[str, Any]:
     split = {"waiting": waiting, "evaluating": evaluating, "computing": t - waiting - evaluating}
     event = {"event": "progress", "t": t, "worker": worker, "step": samples // 8, "samples": samples}
-    return event | {"split": split, "bytes_sent": 1_500_000, "bytes_received": 0}
+    return event | {"time_breakdown": split, "bytes_sent": 1_500_000, "bytes_received": 0}
 
 
 def test_the_rate_is_that_of_all_workers_while_they_train() -> None:
@@ -64,7 +64,7 @@ def test_the_facts_in_their_order() -> None:
 
 def applied(worker: int, *staleness: int) -> dict[str, Any]:
     updates = [[round_, round_, value, 8] for round_, value in enumerate(staleness, 1)]
-    return {"event": "applied", "t": 1.0, "worker": worker, "updates": updates}
+    return {"event": "update_applied", "t": 1.0, "worker": worker, "updates": updates}
 
 
 def test_staleness_is_that_of_all_updates_so_far() -> None:
@@ -92,7 +92,7 @@ def test_the_lead_of_the_fastest_is_not_lost_when_a_slow_one_evaluates() -> None
 
 def test_what_deserves_a_line() -> None:
     progress = Progress()
-    notice = {"event": "notice", "worker": 0, "text": "mind this"}
+    notice = {"event": "warning", "worker": 0, "text": "mind this"}
     assert progress.take(notice) == "note: mind this"
     assert progress.take(notice | {"worker": 1}) is None
     assert Progress(notices=False).take(notice) is None
@@ -105,14 +105,16 @@ def test_what_deserves_a_line() -> None:
 
 def test_an_encoding_says_how_many_times_fewer_bytes_it_needs() -> None:
     progress = Progress()
-    progress.take(counted(0, 10.0, 80) | {"exchanged": {"gradients": [4000, 100, 4000, 300], "looks": [0, 9, 0, 9]}})
-    progress.take(counted(1, 10.0, 80) | {"exchanged": {"gradients": [4000, 300, 4000, 100]}})
+    progress.take(
+        counted(0, 10.0, 80) | {"traffic": {"gradients": [4000, 100, 4000, 300], "evaluation_sync": [0, 9, 0, 9]}}
+    )
+    progress.take(counted(1, 10.0, 80) | {"traffic": {"gradients": [4000, 300, 4000, 100]}})
     assert progress.facts()[-1] == "encoded in 20.0× fewer bytes"
 
 
 def test_exact_numbers_need_as_many_bytes_as_they_are() -> None:
     progress = Progress()
-    progress.take(counted(0, 10.0, 80) | {"exchanged": {"gradients": [4000, 4000, 4000, 4000]}})
+    progress.take(counted(0, 10.0, 80) | {"traffic": {"gradients": [4000, 4000, 4000, 4000]}})
     progress.take(counted(1, 10.0, 80))
     assert progress.fewer() is None
     assert not [fact for fact in progress.facts() if "fewer" in fact]

@@ -33,7 +33,7 @@ def say(name, text=""):
     os.rename(name + ".new", name)
 def log(what, **carries):
     import json
-    event = {"event": "member", "t": 0.0, "what": what, "generation": 1} | carries
+    event = {"event": "membership", "t": 0.0, "what": what, "generation": 1} | carries
     with open(config.run + "/events.jsonl", "a") as file:
         file.write(json.dumps(event) + "\\n")
 """
@@ -174,8 +174,8 @@ if rank == 1 and life == 0:
     os.kill(os.getpid(), 9)
 until("heard")
 if rank == 2:
-    log("gone", worker=1, life=0)
-    log("formed", worker=-1000, life=0)
+    log("failed", worker=1, incarnation=0)
+    log("formed", worker=-1000, incarnation=0)
     raise TransportError("nobody came")
 time.sleep(60)
 """
@@ -189,7 +189,7 @@ if rank == 1 and life == 0:
     log("unused", event="error", worker=1, kind="ValueError", text="recovered", traceback="", consequence=False)
     os.kill(os.getpid(), 9)
 if rank == 1:
-    log("joined", worker=1, life=1)
+    log("joined", worker=1, incarnation=1)
     say("back")
 until("back")
 if rank == 2:
@@ -222,7 +222,7 @@ until("back")
     folder = crew.run(HEAD + text, workers=2)
     events = list(read_events(folder / "events.jsonl"))
     assert [(one["event"], one["worker"], one["text"]) for one in events if one["event"] != "written"] == [
-        ("notice", 1, "worker 1 stops by itself: nobody heard of it for 10 s")
+        ("warning", 1, "worker 1 stops by itself: nobody heard of it for 10 s")
     ]
     assert told(crew) == [["Gone", 1, 0, "was taken for dead and stopped by itself", True]]
 
@@ -265,7 +265,7 @@ if rank == 2:
 def test_who_was_asked_to_leave_has_not_come_to_the_end(crew: Place) -> None:
     text = """
 if rank == 0:
-    log("left", worker=0, life=0, why=ASKED)
+    log("left", worker=0, incarnation=0, why=ASKED)
     say("quit", str(os.getpid()))
     sys.exit()
 until("quit")
@@ -280,7 +280,7 @@ say("whole")
 
 
 def test_a_run_that_all_have_left_before_its_end_is_no_whole_one(crew: Place) -> None:
-    said = failure(crew, 'log("left", worker=rank, life=0, why=ASKED)', workers=2)
+    said = failure(crew, 'log("left", worker=rank, incarnation=0, why=ASKED)', workers=2)
     assert said.startswith("all workers have left before the end, as they were asked to")
 
 
@@ -291,7 +291,7 @@ if rank == 1:
     os.kill(os.getpid(), 19)
     time.sleep(60)
 until("stopped")
-log("gone", worker=1, life=0)
+log("failed", worker=1, incarnation=0)
 """
     began = time.monotonic()
     crew.run(HEAD + text, workers=2)
@@ -322,8 +322,8 @@ until("well-0", "well-1")
     assert crew.heard() == [[pid, "launcher 0", ["Gone", 1, 0, "killed by SIGKILL", True]] for pid in (first, second)]
     assert Path("well-0").read_text() == Path("well-1").read_text()
     events = list(read_events(folder / "events.jsonl"))
-    assert [(one["worker"], one["what"], one["life"]) for one in events if one["event"] == "member"] == [
-        (-1000, "gone", 0),
+    assert [(one["worker"], one["what"], one["incarnation"]) for one in events if one["event"] == "membership"] == [
+        (-1000, "failed", 0),
         (-1000, "joined", 1),
     ]
 
@@ -366,8 +366,8 @@ until("asked")
     folder = place.run(HEAD + text, workers=2, recipe="async_sgd")
     assert Path("servers").read_text() == "01"
     events = list(read_events(folder / "events.jsonl"))
-    assert [(one["worker"], one["what"], one["life"]) for one in events if one["event"] == "member"] == [
-        (-1, "gone", 0),
+    assert [(one["worker"], one["what"], one["incarnation"]) for one in events if one["event"] == "membership"] == [
+        (-1, "failed", 0),
         (-1, "joined", 1),
     ]
 

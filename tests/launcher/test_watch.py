@@ -61,7 +61,7 @@ def test_quiet_leaves_only_what_the_script_says(tmp_path: Path, capfd: pytest.Ca
 
 
 def test_a_notice_is_shown_when_the_lead_that_says_it_is_not(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    append(tmp_path, event="notice", text="mind this")
+    append(tmp_path, event="warning", text="mind this")
     for output in ("rank0", "none"):
         watch = ProgressDisplay()
         watch.begin(tmp_path, RunConfig(Path("train.py"), output=output))  # type: ignore[arg-type]

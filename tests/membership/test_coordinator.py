@@ -184,8 +184,8 @@ class World:
         """What the roll has said is journalled and told, unless the coordinator dies before."""
         records = self.roll.records()
         for event in self.roll.events:
-            if event["what"] in ("gone", "left"):
-                self.ended.add((event["worker"], event["life"]))
+            if event["what"] in ("failed", "left"):
+                self.ended.add((event["worker"], event["incarnation"]))
         self.roll.events.clear()
         if self.crash is not None:
             reached, self.crash = records[: self.crash], None

@@ -32,7 +32,7 @@ def training(workers: int, step_s: float, bytes_a_round: int, every: int, best: 
         t = trained + 0.1 * evaluations
         rounds = step // every if every else 0
         counts = {"samples": step * 8, "rounds": rounds, "bytes_sent": rounds * bytes_a_round}
-        counts |= {"bytes_received": counts["bytes_sent"], "split": split(t, 0.2 * trained, 0.1 * evaluations)}
+        counts |= {"bytes_received": counts["bytes_sent"], "time_breakdown": split(t, 0.2 * trained, 0.1 * evaluations)}
         for worker in range(workers):
             loss = 2.3 * math.exp(-step / 40) + 0.1 + 0.02 * math.sin(7 * step + worker)
             here = {"t": t, "worker": worker, "step": step}
@@ -45,9 +45,9 @@ def training(workers: int, step_s: float, bytes_a_round: int, every: int, best: 
             metrics = {"test_accuracy": best - 0.3 * math.exp(-step / 40), "test_loss": 0.2 + 30 / step / 10}
             events.append({"event": "evaluation", **lead, "metrics": metrics})
             seen = {"once": 50 * 8 * workers, "twice": 0, "never": 0, "dropped": 0}
-            events.append({"event": "epoch", **lead, "seen": seen, "drift": 0.0, "workers": []})
+            events.append({"event": "epoch", **lead, "sample_counts": seen, "drift": 0.0, "workers": []})
     t = 150 * step_s + 0.3
-    end = counts | {"split": split(t, 0.2 * 150 * step_s, 0.3), "step": 150, "training_s": 150 * step_s}
+    end = counts | {"time_breakdown": split(t, 0.2 * 150 * step_s, 0.3), "step": 150, "training_s": 150 * step_s}
     return events + [{"event": "end", "t": t, "worker": w, "evaluate": True, **end} for w in range(workers)]
 
 
@@ -61,11 +61,11 @@ def exchanging(
     for event in events:
         if event["event"] in ("progress", "end"):
             rounds = event["rounds"]
-            event["exchanged"] = {name: [rounds * value for value in row] for name, row in purposes.items()}
+            event["traffic"] = {name: [rounds * value for value in row] for name, row in purposes.items()}
             if entries is not None:
-                event["entries"] = [rounds * value for value in entries]
+                event["values_sent"] = [rounds * value for value in entries]
             if norms is not None:
-                event["norms"] = list(norms(event["t"], event["worker"]))
+                event["residual_norms"] = list(norms(event["t"], event["worker"]))
     return events
 
 
@@ -76,17 +76,19 @@ def asynchronous(
     paces = [*step_s, *[0.02] * (len(staleness) - len(step_s))]
     events: Events = [{"event": "start", "t": 0.0, "worker": w, "servers": 1} for w in range(len(staleness))]
     for worker, values in enumerate(staleness):
-        lost = {} if held is None else {"held_s": held[worker]}
+        lost = {} if held is None else {"blocked_s": held[worker]}
         events += _batches(worker, values, paces[worker], rate=sum(8 / pace for pace in paces))
         t = len(values) * paces[worker]
         counts = {"step": len(values), "rounds": len(values), "samples": 8 * len(values), **lost}
-        counts |= {"bytes_sent": 1000 * len(values), "bytes_received": 0, "split": split(t, 0.1 * t, 0.0)}
+        counts |= {"bytes_sent": 1000 * len(values), "bytes_received": 0, "time_breakdown": split(t, 0.1 * t, 0.0)}
         events.append({"event": "end", "t": t, "worker": worker, "training_s": t, **counts})
     whole, t = 8 * sum(map(len, staleness)), max(event["t"] for event in events)
     lead = {"t": t, "worker": 0, "epoch": 1, "step": len(staleness[0]), "samples": whole, "training_s": t}
     events.append({"event": "evaluation", **lead, "versions": [7], "metrics": {"test_accuracy": 0.96}})
     seen = {"once": whole, "twice": 0, "never": 0, "dropped": 0}
-    return sorted([*events, {"event": "epoch", **lead, "seen": seen, "workers": []}], key=lambda event: event["t"])
+    return sorted(
+        [*events, {"event": "epoch", **lead, "sample_counts": seen, "workers": []}], key=lambda event: event["t"]
+    )
 
 
 def _batches(worker: int, values: Sequence[int], pace: float, rate: float) -> Events:
@@ -96,7 +98,7 @@ def _batches(worker: int, values: Sequence[int], pace: float, rate: float) -> Ev
         some = values[start : start + 4]
         t, done = (start + len(some)) * pace, start + len(some)
         updates = [[start + i + 1, start + i + 1, value, 8] for i, value in enumerate(some)]
-        events.append({"event": "applied", "t": t, "worker": worker, "updates": updates})
+        events.append({"event": "update_applied", "t": t, "worker": worker, "updates": updates})
         here = {"t": t, "worker": worker, "step": done, "samples": round(rate * t)}
         events.append({"event": "log", **here, "values": {"loss": 10.0 - t}})
     return events
@@ -164,21 +166,21 @@ def with_deaths(events: Events) -> Events:
         return {"event": event, "t": t + began, "at": zero + t, "worker": worker, **carries}
 
     def member(what: str, worker: int, life: int, t: float, generation: int, **carries: Any) -> dict[str, Any]:
-        return told("member", worker, t, what=what, life=life, generation=generation, **carries)
+        return told("membership", worker, t, what=what, incarnation=life, generation=generation, **carries)
 
     kill = {"verb": "kill", "kind": "worker", "numbers": [1], "text": "killed: worker 1"}
     pause = {"verb": "pause", "kind": "worker", "numbers": [2], "text": "stopped: worker 2"}
     happened = [
         member("formed", -1000, 0, -0.5, 1, members=[0, 1, 2], why="all are there"),
         told("fault_injected", 1, 0.5, **kill),
-        member("gone", 1, 0, 0.51, 1, why="killed by SIGKILL"),
+        member("failed", 1, 0, 0.51, 1, why="killed by SIGKILL"),
         member("formed", -1000, 0, 0.75, 2, members=[0, 2], why="worker 1 is gone"),
-        {"event": "reissued", "t": 0.8, "worker": 0, "of": 1, "life": 0, "samples": 24},
+        {"event": "samples_reassigned", "t": 0.8, "worker": 0, "failed_worker": 1, "incarnation": 0, "samples": 24},
         member("joined", 1, 1, 1.51, 3, why="started again"),
         member("formed", -1000, 0, 1.51, 3, members=[0, 1, 2], why="worker 1 is in"),
         told("fault_injected", 2, 2.0, **pause),
         member("slow", 2, 0, 2.3, 3, why="not heard of for 0.3 s"),
-        member("gone", 2, 0, 2.5, 3, why="not heard of for 0.5 s"),
+        member("failed", 2, 0, 2.5, 3, why="not heard of for 0.5 s"),
         member("formed", -1000, 0, 2.6, 4, members=[0, 1], why="worker 2 is gone"),
         member("left", 0, 0, 3.3, 4, why=LEFT),
     ]

@@ -23,7 +23,7 @@ EXACT = {"gradients": [4000, 4000, 4000, 4000]}
 SPARSE = {
     "updates": [40_000, 1000, 40_000, 3000],
     "state": [2000, 2000, 2000, 2000],
-    "looks": [0, 0, 5000, 5000],
+    "evaluation_sync": [0, 0, 5000, 5000],
 }
 
 
@@ -55,34 +55,34 @@ def test_a_record_has_the_bytes_of_each_worker_purpose_and_direction(tmp_path: P
     found = run(tmp_path, sparse())
     rounds = 150
     names = ("raw_sent", "sent", "raw_received", "received")
-    for worker in found["exchanged"]:
+    for worker in found["traffic"]:
         assert worker == {
             purpose: {name: rounds * value for name, value in zip(names, row, strict=True)}
             for purpose, row in SPARSE.items()
         }
-    assert len(found["exchanged"]) == 2
+    assert len(found["traffic"]) == 2
     assert found["compression"]["sent"] == pytest.approx(42 / 3)
     assert found["compression"]["received"] == pytest.approx(42 / 5)
     assert found["compression"]["wire_sent"] == pytest.approx(42 / 7)
     assert found["compression"]["wire_received"] == pytest.approx(47 / 7)
-    assert found["entries"] == [{"sent": 150_000, "of": 1_500_000}] * 2
-    assert found["entries_share"] == pytest.approx(0.1)
+    assert found["values_sent"] == [{"sent": 150_000, "of": 1_500_000}] * 2
+    assert found["values_sent_share"] == pytest.approx(0.1)
     assert json.loads(json.dumps(found)) == found
 
 
 def test_what_all_owe_is_measured_by_the_norm_over_all_workers(tmp_path: Path) -> None:
     found = run(tmp_path, sparse())
     last = 4.0 - 3.3
-    assert [one["given"] for one in found["norms"]] == pytest.approx([last, last])
-    assert [one["owed"] for one in found["norms"]] == pytest.approx([last / 2, last / 4])
-    assert found["owed_share"] == pytest.approx((0.5**2 + 0.25**2) ** 0.5 / 2**0.5)
+    assert [one["input"] for one in found["residual_norms"]] == pytest.approx([last, last])
+    assert [one["residual"] for one in found["residual_norms"]] == pytest.approx([last / 2, last / 4])
+    assert found["residual_share"] == pytest.approx((0.5**2 + 0.25**2) ** 0.5 / 2**0.5)
 
 
 def test_exact_numbers_are_as_many_bytes_raw_as_encoded(tmp_path: Path) -> None:
     events = exchanging(training(2, 0.02, 6000, 1, 0.97), EXACT, entries=[1000, 1000])
     found = run(tmp_path, events)
     assert found["compression"]["sent"] == found["compression"]["received"] == 1.0
-    assert found["entries_share"] == 1.0
+    assert found["values_sent_share"] == 1.0
     assert not traffic.is_encoded(found)
     assert traffic.in_words(found) == ""
     assert EXCHANGED not in [one.title for one in sheets([found])]
@@ -90,15 +90,15 @@ def test_exact_numbers_are_as_many_bytes_raw_as_encoded(tmp_path: Path) -> None:
 
 
 account = st.lists(st.integers(0, 10**12), min_size=4, max_size=4)
-told = st.dictionaries(st.sampled_from(["updates", "counts", "state", "looks"]), account)
+told = st.dictionaries(st.sampled_from(["updates", "counts", "state", "evaluation_sync"]), account)
 
 
 @given(st.lists(told, min_size=1, max_size=4))
 def test_the_bytes_of_all_purposes_sum_to_the_total(by_worker: list[dict[str, list[int]]]) -> None:
-    exchanged = [traffic.accounts({"exchanged": one}) for one in by_worker]
+    exchanged = [traffic.accounts({"traffic": one}) for one in by_worker]
     for place, way in enumerate(traffic.WAYS):
         whole = sum(row[place] for one in by_worker for row in one.values())
-        looks = sum(one.get("looks", [0] * 4)[place] for one in by_worker)
+        looks = sum(one.get("evaluation_sync", [0] * 4)[place] for one in by_worker)
         assert traffic.total(exchanged, way, looks=True) == whole
         assert traffic.total(exchanged, way) == whole - looks
         each = [traffic.total([worker], way) for worker in exchanged]
@@ -110,11 +110,11 @@ def test_the_bytes_of_all_purposes_sum_to_the_total(by_worker: list[dict[str, li
 def test_what_is_no_account_counts_nothing_and_breaks_nothing(tmp_path: Path, wrong: object) -> None:
     events = exchanging(training(2, 0.02, 1, 1, 0.9), {})
     for event in events:
-        event |= {"exchanged": wrong, "entries": wrong, "norms": wrong}
+        event |= {"traffic": wrong, "values_sent": wrong, "residual_norms": wrong}
     found = run(tmp_path, events)
-    assert traffic.total(found["exchanged"], "sent") == 0
-    assert found["entries_share"] is None
-    assert found["owed_share"] is None
+    assert traffic.total(found["traffic"], "sent") == 0
+    assert found["values_sent_share"] is None
+    assert found["residual_share"] is None
 
 
 def test_a_log_of_an_earlier_version_has_none_of_it(tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_a_log_of_an_earlier_version_has_none_of_it(tmp_path: Path) -> None:
 def test_the_table_of_a_run_says_what_its_record_says(tmp_path: Path) -> None:
     found = run(tmp_path, sparse())
     shown = rows(sheet(found)[0])
-    for worker, told in enumerate(found["exchanged"]):
+    for worker, told in enumerate(found["traffic"]):
         for purpose, account in told.items():
             cells = shown[f"worker {worker}", purpose]
             for way in ("sent", "received"):
@@ -141,11 +141,11 @@ def test_the_table_of_a_run_says_what_its_record_says(tmp_path: Path) -> None:
         assert whole["fewer, received"] == f"{found['compression']['received']:.2f}×"
         assert float(wire["encoded, sent"]) == pytest.approx(found["bytes_sent"][worker] / 1e6, rel=5e-3)
         assert wire["fewer, received"] == f"{found['compression']['wire_received']:.2f}×"
-    assert shown["worker 0", "updates"]["owed"] == "0.50"
-    assert shown["worker 1", "updates"]["owed"] == "0.25"
+    assert shown["worker 0", "updates"]["residual"] == "0.50"
+    assert shown["worker 1", "updates"]["residual"] == "0.25"
     mean = shown["mean of 2 workers", ALL_BUT_LOOKS]
-    assert float(mean["raw, sent"]) == pytest.approx(traffic.megabytes(found["exchanged"], "raw_sent"), rel=5e-3)
-    assert shown["mean of 2 workers", "updates"]["entries"] == "10%"
+    assert float(mean["raw, sent"]) == pytest.approx(traffic.megabytes(found["traffic"], "raw_sent"), rel=5e-3)
+    assert shown["mean of 2 workers", "updates"]["values sent"] == "10%"
 
 
 def test_the_rows_by_purpose_sum_to_the_row_of_all(tmp_path: Path) -> None:
@@ -162,7 +162,11 @@ def test_one_purpose_needs_no_sum(tmp_path: Path) -> None:
         return [purpose for name, purpose in found if name == "worker 0"]
 
     assert purposes(tmp_path / "one", EXACT) == ["gradients", WIRE]
-    assert purposes(tmp_path / "looked", {"looks": [0, 0, 9, 9], **EXACT}) == ["gradients", "looks", WIRE]
+    assert purposes(tmp_path / "looked", {"evaluation_sync": [0, 0, 9, 9], **EXACT}) == [
+        "gradients",
+        "evaluation_sync",
+        WIRE,
+    ]
     assert purposes(tmp_path / "two", {**EXACT, "counts": [0, 1, 0, 1]}) == ["gradients", "counts", ALL, WIRE]
     assert purposes(tmp_path / "idle", {**EXACT, "state": [0, 0, 0, 0]}) == ["gradients", WIRE]
 
@@ -207,16 +211,16 @@ def test_a_comparison_has_a_row_for_each_recipe_once_one_encodes(tmp_path: Path)
 def test_the_table_fits_a_terminal_and_loses_nothing(tmp_path: Path, seeds: int) -> None:
     records = encoded(tmp_path, seeds)
     for one in records:
-        for worker in one["exchanged"]:
+        for worker in one["traffic"]:
             for account in worker.values():
                 account["sent"] *= 1000 + one["seed"]
                 account["raw_sent"] *= 10_000 + one["seed"]
-        one["owed_share"] = 1234.5 + one["seed"] * 1000
+        one["residual_share"] = 1234.5 + one["seed"] * 1000
     file = io.StringIO()
     show(Console(file=file, width=80), records)
     lines = file.getvalue().splitlines()
     assert max(map(len, lines)) <= 80
-    for word in ("encoded,", "received", "entries", "owed", "63,000"):
+    for word in ("encoded,", "received", "values", "resi-", "63,000"):
         assert any(word in line for line in lines), word
 
 
@@ -231,7 +235,7 @@ def test_the_page_of_a_comparison_has_the_full_table_and_the_plots_once(tmp_path
     assert text.count("on the wire</td>") == 2
     assert text.count("encoded, received</th>") == 1
     assert "MB sent by a worker, encoded" in text
-    assert "Owed, as a share of what was given" in text
+    assert "Residual, as a share of the input" in text
 
 
 def test_the_page_of_a_run_draws_only_what_was_encoded(tmp_path: Path) -> None:
@@ -260,11 +264,11 @@ def test_the_curves_end_where_the_record_does(tmp_path: Path) -> None:
     found, read = record(folder), run_log.read(folder)
     for way in traffic.WAYS:
         curve = time_series.exchanged(read, way)
-        assert curve.samples[-1].value == pytest.approx(traffic.megabytes(found["exchanged"], way))
+        assert curve.samples[-1].value == pytest.approx(traffic.megabytes(found["traffic"], way))
         values = [sample.value for sample in curve.samples]
         assert values == sorted(values)
     assert time_series.on_wire(read).samples[-1].value == pytest.approx(150 * 7000 / 1e6)
-    assert time_series.owed(read).samples[-1].value == pytest.approx(found["owed_share"])
+    assert time_series.owed(read).samples[-1].value == pytest.approx(found["residual_share"])
     assert time_series.owed(read).samples[-1].seconds == pytest.approx(3.0)
 
 

@@ -24,33 +24,40 @@ def test_each_death_is_told_with_what_came_next(died: Path) -> None:
     back = "2 workers went on after 0.240 s as generation 2, back after 1.00 s"
     lost = "2 workers went on after 0.100 s as generation 4, did not come back"
     assert [str(fate) for fate in fates(read(died))] == [
-        f"worker 1, at 0.510 s: gone (killed by SIGKILL, on purpose); {back}",
+        f"worker 1, at 0.510 s: failed (killed by SIGKILL, on purpose); {back}",
         "worker 2, at 2.00 s: stopped (on purpose)",
         "worker 2, at 2.30 s: slow (not heard of for 0.3 s)",
-        f"worker 2, at 2.50 s: gone (not heard of for 0.5 s); {lost}",
+        f"worker 2, at 2.50 s: failed (not heard of for 0.5 s); {lost}",
     ]
 
 
 def test_who_was_gone_before_the_first_generation_has_interrupted_nothing(tmp_path: Path) -> None:
-    early = {"event": "member", "what": "gone", "worker": 1, "life": 0, "generation": 0, "why": "killed by SIGKILL"}
+    early = {
+        "event": "membership",
+        "what": "failed",
+        "worker": 1,
+        "incarnation": 0,
+        "generation": 0,
+        "why": "killed by SIGKILL",
+    }
     events = with_deaths(training(3, 0.02, 1000, 1, 0.9))
     begun = next(one for one in events if one.get("what") == "formed")
     shift = {name: begun[name] - 2.0 for name in ("t", "at")}
     folder = write_run(tmp_path / "run", recipe="allreduce()", workers=3, events=[{**early, **shift}, *events])
     told = str(fates(read(folder))[0])
-    assert told.startswith("worker 1, 2.50 s before it began: gone (killed by SIGKILL")
+    assert told.startswith("worker 1, 2.50 s before it began: failed (killed by SIGKILL")
     assert "3 workers began after 2.00 s as generation 1" in told
 
 
 def test_the_record_holds_the_deaths(died: Path) -> None:
     found = record(died)
-    assert [(one["who"], one["life"], one["samples_done_again"]) for one in found["deaths"]] == [
+    assert [(one["process"], one["incarnation"], one["samples_redone"]) for one in found["failures"]] == [
         ("worker 1", 0, 24),
         ("worker 2", 0, None),
     ]
-    assert found["deaths"][0]["seconds"] == pytest.approx(0.51)
-    assert found["deaths"][0]["back_after_seconds"] == pytest.approx(1.0)
-    assert found["deaths"][1]["back_after_seconds"] is None
+    assert found["failures"][0]["seconds"] == pytest.approx(0.51)
+    assert found["failures"][0]["downtime_seconds"] == pytest.approx(1.0)
+    assert found["failures"][1]["downtime_seconds"] is None
 
 
 def test_a_run_that_went_on_without_the_dead_is_whole(died: Path, tmp_path: Path) -> None:
@@ -94,8 +101,8 @@ def test_the_page_has_a_table_and_marks(died: Path, tmp_path: Path) -> None:
 
 
 def test_very_many_deaths_are_cut_short(tmp_path: Path) -> None:
-    gone = {"event": "member", "worker": 1, "what": "gone", "generation": 1, "why": "killed by SIGKILL"}
-    many = [{**gone, "t": 0.01 * life, "life": life} for life in range(200)]
+    gone = {"event": "membership", "worker": 1, "what": "failed", "generation": 1, "why": "killed by SIGKILL"}
+    many = [{**gone, "t": 0.01 * life, "incarnation": life} for life in range(200)]
     folder = write_run(tmp_path / "run", workers=2, recipe="allreduce()", events=training(2, 0.02, 1000, 1, 0.9) + many)
     text = write(folder).read_text()
     assert "The last 40 of 200" in text
@@ -105,14 +112,21 @@ def test_very_many_deaths_are_cut_short(tmp_path: Path) -> None:
 
 
 def test_what_services_have_suffered_is_told_too(tmp_path: Path) -> None:
-    gone = {"event": "member", "t": 1.0, "worker": -1, "life": 0, "what": "gone", "why": "killed by SIGKILL"}
-    back = {**gone, "t": 1.4, "life": 1, "what": "joined"}
+    gone = {
+        "event": "membership",
+        "t": 1.0,
+        "worker": -1,
+        "incarnation": 0,
+        "what": "failed",
+        "why": "killed by SIGKILL",
+    }
+    back = {**gone, "t": 1.4, "incarnation": 1, "what": "joined"}
     other = [{**one, "worker": -1000, "t": one["t"] + 0.1} for one in (gone, back)]
     events = [*training(2, 0.02, 1000, 1, 0.9), gone, back, *other]
     folder = write_run(tmp_path / "run", workers=2, recipe="allreduce()", events=events)
     assert in_lines(read(folder)) == [
-        "server 0, at 1.00 s: gone (killed by SIGKILL); back after 0.400 s",
-        "the coordinator, at 1.10 s: gone (killed by SIGKILL); back after 0.400 s",
+        "server 0, at 1.00 s: failed (killed by SIGKILL); back after 0.400 s",
+        "the coordinator, at 1.10 s: failed (killed by SIGKILL); back after 0.400 s",
     ]
     assert record(folder)["failed"] is None
 
@@ -128,9 +142,9 @@ def test_an_error_of_a_coordinator_that_came_back_is_no_failure(tmp_path: Path) 
 
 def test_a_log_with_odd_events_still_has_a_page(tmp_path: Path) -> None:
     odd = [
-        {"event": "member", "worker": 0, "t": 1.0},
-        {"event": "member", "worker": 0, "t": None, "what": "gone", "life": None, "why": None},
-        {"event": "member", "worker": 5, "t": 2.0, "what": "unheard of"},
+        {"event": "membership", "worker": 0, "t": 1.0},
+        {"event": "membership", "worker": 0, "t": None, "what": "failed", "incarnation": None, "why": None},
+        {"event": "membership", "worker": 5, "t": 2.0, "what": "unheard of"},
         {"event": "fault_injected", "worker": 0, "t": 1.0},
         {"event": "fault_injected", "worker": 0, "t": 1.0, "verb": "pause"},
     ]

@@ -15,8 +15,14 @@ from stretto.report.run_record import record
 def counted(worker: int, t: float, samples: int, kind: str = "progress") -> dict[str, object]:
     split = {"computing": t / 2, "other": t / 2}
     exchanged = {"gradients": [2 * samples, samples, 2 * samples, samples]}
-    carries = {"step": samples, "samples": samples, "rounds": samples, "split": split, "bytes_sent": 10 * samples}
-    return {"event": kind, "t": t, "worker": worker, **carries, "exchanged": exchanged, "entries": [samples, samples]}
+    carries = {
+        "step": samples,
+        "samples": samples,
+        "rounds": samples,
+        "time_breakdown": split,
+        "bytes_sent": 10 * samples,
+    }
+    return {"event": kind, "t": t, "worker": worker, **carries, "traffic": exchanged, "values_sent": [samples, samples]}
 
 
 def begun(worker: int, t: float) -> dict[str, object]:
@@ -46,8 +52,8 @@ def test_counts_go_on_over_the_lives_of_a_worker(folder: Path) -> None:
     found = read(folder).counts(1)
     assert [one["samples"] for one in found] == [100, 105, 130]
     assert [one["bytes_sent"] for one in found] == [1000, 1050, 1300]
-    assert found[-1]["exchanged"] == {"gradients": [260, 130, 260, 130]}
-    assert found[-1]["split"] == {"computing": 2.5, "other": 2.5}
+    assert found[-1]["traffic"] == {"gradients": [260, 130, 260, 130]}
+    assert found[-1]["time_breakdown"] == {"computing": 2.5, "other": 2.5}
     assert found[-1]["step"] == 30, "which it was told when it came"
 
 
@@ -55,9 +61,16 @@ def test_passes_that_all_had_to_go_back_across_count_as_they_end_at_last(folder:
     """The second pass of those that went back is not done again: somebody has ended the run before."""
     with (folder / "events.jsonl").open("ab") as file:
         for epoch, once in ((2, 9753), (1, 8642)):
-            end = {"event": "epoch", "t": 5.0, "worker": 0, "epoch": epoch, "samples": 420, "seen": {"once": once}}
+            end = {
+                "event": "epoch",
+                "t": 5.0,
+                "worker": 0,
+                "epoch": epoch,
+                "samples": 420,
+                "sample_counts": {"once": once},
+            }
             file.write(msgspec.json.encode(end) + b"\n")
-    assert record(folder)["samples_seen"] == [{"once": 8642}]
+    assert record(folder)["sample_counts"] == [{"once": 8642}]
     shown = html_report.write(folder).read_text()
     assert "8,642" in shown
     assert "9,753" not in shown

@@ -99,7 +99,7 @@ def test_text_from_the_user_is_escaped_everywhere(tmp_path: Path) -> None:
     kept["runs"][-1]["failed"] = evil
     (folder / "compare.json").write_text(json.dumps(kept))
     events = training(2, 0.02, 1, 1, 0.9)
-    events.append({"event": "notice", "t": 1.0, "worker": 0, "text": evil})
+    events.append({"event": "warning", "t": 1.0, "worker": 0, "text": evil})
     for event in events:
         if event["event"] == "evaluation":
             event["metrics"] = {evil: 0.5}

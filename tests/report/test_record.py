@@ -30,15 +30,15 @@ def test_seconds_are_training_time_and_give_the_rate(tmp_path: Path) -> None:
 
 def test_the_parts_of_each_workers_time_sum_to_the_whole(tmp_path: Path) -> None:
     found = record(write_run(tmp_path / "run", recipe="allreduce()", workers=2))
-    assert len(found["time_split"]) == 2
-    for split in found["time_split"]:
+    assert len(found["time_breakdown"]) == 2
+    for split in found["time_breakdown"]:
         assert sum(split.values()) == pytest.approx(found["wall_seconds"], rel=1e-6)
 
 
 def test_every_pass_says_how_often_samples_were_seen(tmp_path: Path) -> None:
     found = record(write_run(tmp_path / "run", recipe="allreduce()", workers=2))
-    assert found["samples_seen"] == [{"once": 800, "twice": 0, "never": 0, "dropped": 0}] * 3
-    assert sum(seen["once"] for seen in found["samples_seen"]) == found["samples"]
+    assert found["sample_counts"] == [{"once": 800, "twice": 0, "never": 0, "dropped": 0}] * 3
+    assert sum(seen["once"] for seen in found["sample_counts"]) == found["samples"]
 
 
 def test_metrics_are_the_last_of_each(tmp_path: Path) -> None:
@@ -108,8 +108,10 @@ def test_values_that_are_not_finite_are_no_numbers(tmp_path: Path) -> None:
 def test_a_record_is_plain_json_and_has_the_promised_keys(tmp_path: Path) -> None:
     found = record(write_run(tmp_path / "run"))
     assert json.loads(json.dumps(found)) == found
-    promised = "recipe workers seed metrics seconds steps samples bytes_sent parameter_distance time_split samples_seen"
-    promised += " prediction_disagreement reached staleness bytes_received deaths samples_by_worker held_seconds"
+    promised = (
+        "recipe workers seed metrics seconds steps samples bytes_sent parameter_distance time_breakdown sample_counts"
+    )
+    promised += " prediction_disagreement reached staleness bytes_received failures samples_by_worker blocked_seconds"
     assert set(promised.split()) <= set(found)
 
 

@@ -48,25 +48,25 @@ def test_the_record_counts_every_update_of_every_worker(tmp_path: Path) -> None:
     assert found["staleness"]["mean"] == pytest.approx((5 * 8 + 24) / 24)
     assert found["staleness"]["max"] == 9
     assert found["samples_by_worker"] == [160, 32]
-    assert found["held_seconds"] == [0.1, 0.0]
+    assert found["blocked_seconds"] == [0.1, 0.0]
     assert json.loads(json.dumps(found)) == found
 
 
 def test_a_run_that_nobody_holds_has_no_held_seconds(tmp_path: Path) -> None:
-    assert record(two(tmp_path, held=None))["held_seconds"] is None
+    assert record(two(tmp_path, held=None))["blocked_seconds"] is None
 
 
 def test_a_synchronous_run_has_samples_of_each_worker_and_no_staleness(tmp_path: Path) -> None:
     found = record(write_run(tmp_path / "run", recipe="allreduce()", workers=2))
-    assert (found["staleness"], found["held_seconds"]) == (None, None)
+    assert (found["staleness"], found["blocked_seconds"]) == (None, None)
     assert found["samples_by_worker"] == [1200, 1200]
 
 
 def test_what_is_no_update_is_passed_over(tmp_path: Path) -> None:
     wrong = [[1, 1, None, 8], [1, 1, -3, 8], [1, 1, 2.5, 8], [1], "four", 3, [2, 2, 1, 8]]
-    events: list[dict[str, Any]] = [{"event": "applied", "t": 1.0, "worker": 0, "updates": wrong}]
-    events += [{"event": "applied", "t": 1.0, "worker": w, "updates": [[1, 1, 5, 8]]} for w in (-1, 2)]
-    events += [{"event": "applied", "t": 1.0, "worker": 0, "updates": nothing} for nothing in (None, 3, "x")]
+    events: list[dict[str, Any]] = [{"event": "update_applied", "t": 1.0, "worker": 0, "updates": wrong}]
+    events += [{"event": "update_applied", "t": 1.0, "worker": w, "updates": [[1, 1, 5, 8]]} for w in (-1, 2)]
+    events += [{"event": "update_applied", "t": 1.0, "worker": 0, "updates": nothing} for nothing in (None, 3, "x")]
     found = record(run(tmp_path, events))
     assert found["staleness"] == {"mean": 1.0, "max": 1, "histogram": {"1": 1}}
 
@@ -224,6 +224,6 @@ def test_the_summary_is_silent_about_a_bound_that_is_not_there(tmp_path: Path) -
 
 def test_lost_time_is_that_of_all_workers_together() -> None:
     splits = [{"computing": 3.0, "waiting": 1.0}, {"computing": 4.0, "waiting": 0.0}]
-    assert staleness.held_share({"held_seconds": [1.0, 0.0], "time_split": splits}) == pytest.approx(0.125)
-    assert staleness.held_share({"held_seconds": None, "time_split": splits}) is None
-    assert staleness.held_share({"held_seconds": [1.0], "time_split": []}) is None
+    assert staleness.held_share({"blocked_seconds": [1.0, 0.0], "time_breakdown": splits}) == pytest.approx(0.125)
+    assert staleness.held_share({"blocked_seconds": None, "time_breakdown": splits}) is None
+    assert staleness.held_share({"blocked_seconds": [1.0], "time_breakdown": []}) is None

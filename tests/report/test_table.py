@@ -117,7 +117,7 @@ def test_time_lost_to_the_bound_has_a_column_where_there_is_a_bound(tmp_path: Pa
     found = records(tmp_path)
     found[2]["staleness"] = {"mean": 2.875, "max": 7, "histogram": {}}
     assert "lost to the bound" not in by_title(sheets(found))["How stale?"].columns
-    found[2] |= {"held_seconds": [0.66, 0.0], "time_split": [{"waiting": 3.3}, {"computing": 3.3}]}
+    found[2] |= {"blocked_seconds": [0.66, 0.0], "time_breakdown": [{"waiting": 3.3}, {"computing": 3.3}]}
     assert cell(by_title(sheets(found))["How stale?"], "allreduce()", "lost to the bound")[0] == "10%"
 
 
@@ -131,7 +131,7 @@ def test_steps_and_rounds_of_workers_that_did_not_do_the_same_are_said_to_be_the
 def test_records_of_an_earlier_version_are_still_shown(tmp_path: Path) -> None:
     found = records(tmp_path)
     for one in found:
-        for later in ("samples_by_worker", "held_seconds", "staleness"):
+        for later in ("samples_by_worker", "blocked_seconds", "staleness"):
             del one[later]
     assert len(sheets(found)) == 5
 
@@ -142,7 +142,7 @@ def test_the_tables_of_asynchronous_runs_fit_a_terminal(tmp_path: Path, seeds: i
     for one in found[2::4]:
         one["staleness"] = {"mean": 123.456 + one["seed"], "max": 1234 + one["seed"], "histogram": {}}
         one["samples_by_worker"] = [123_456_789_012 + one["seed"] * 10**9, 1000]
-        one["held_seconds"] = [0.1 * one["seed"], 0.0]
+        one["blocked_seconds"] = [0.1 * one["seed"], 0.0]
     file = io.StringIO()
     show(Console(file=file, width=80), found)
     assert max(map(len, file.getvalue().splitlines())) <= 80

@@ -63,7 +63,10 @@ def lived(recipe: str, fault: str, workers: int = 3, epochs: int = 2, samples: i
 
 def seen(ended: Ended) -> list[dict[str, int]]:
     """How often samples counted, in each pass; those that were done again later are made up for."""
-    return [{name: value for name, value in one["seen"].items() if name != "made_up"} for one in ended.of("epoch")]
+    return [
+        {name: value for name, value in one["sample_counts"].items() if name != "recovered_samples"}
+        for one in ended.of("epoch")
+    ]
 
 
 def is_whole(ended: Ended, recipe: str, epochs: int = 2) -> None:
@@ -99,4 +102,4 @@ def _faults(workers: int, servers: int) -> SearchStrategy[str]:
 
 def told(ended: Ended, what: str) -> list[tuple[int, int]]:
     """Of whom the log says so: workers and their lives."""
-    return [(one["worker"], one["life"]) for one in ended.of("member") if one["what"] == what]
+    return [(one["worker"], one["incarnation"]) for one in ended.of("membership") if one["what"] == what]

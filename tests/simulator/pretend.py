@@ -40,13 +40,13 @@ def events(workers: int, every: int) -> list[dict[str, object]]:
         at = {"t": whole * part / 10, "worker": 0, "epoch": 1, "step": part, "samples": SAMPLES * part // 10}
         metrics = {"test_accuracy": accuracy(part / 10, workers, every)}
         found.append({"event": "evaluation", **at, "training_s": whole * part / 10, "metrics": metrics})
-    found.append({"event": "epoch", **at, "training_s": whole, "seen": {}, "workers": []})
+    found.append({"event": "epoch", **at, "training_s": whole, "sample_counts": {}, "workers": []})
     split = {"computing": computing, "waiting": whole - computing}
     rounds = SAMPLES // 20 // workers // every
-    counts = {"step": 10, "rounds": rounds, "bytes_sent": 1000 * rounds, "bytes_received": 0, "split": split}
+    counts = {"step": 10, "rounds": rounds, "bytes_sent": 1000 * rounds, "bytes_received": 0, "time_breakdown": split}
     for w in range(workers):
         updates = [[1, 1, workers - 1, 20]]
-        found.append({"event": "applied", "t": whole, "worker": w, "updates": updates})
+        found.append({"event": "update_applied", "t": whole, "worker": w, "updates": updates})
         found.append({"event": "end", "t": whole, "worker": w, "samples": SAMPLES // workers, **counts})
     return found
 

@@ -91,7 +91,7 @@ def test_the_same_parameters_and_bytes_as_a_real_run(recipe: str, live: dict[str
     real = load_file(live[recipe] / "final.safetensors")
     assert furthest(simulated_run(tmp_path, recipe, net="100Mbit/s 1ms"), real) < 1e-5
     here, there = record(tmp_path / "run"), record(live[recipe])
-    for name in ("samples", "steps", "rounds", "samples_seen", "samples_by_worker"):
+    for name in ("samples", "steps", "rounds", "sample_counts", "samples_by_worker"):
         assert here[name] == there[name], name
     assert here["bytes_received"] == pytest.approx(there["bytes_received"], rel=0.01, abs=ON_ITS_WAY)
     for one, other in zip(here["bytes_sent"], there["bytes_sent"], strict=True):
@@ -110,7 +110,9 @@ Kind = tuple[str, int]
 
 def turns_of(log: list[Event]) -> dict[Kind, deque[int]]:
     """The workers whose updates were applied, and who were given the batches of each pass, one after another."""
-    updates = [(update[1], one["worker"]) for one in log if one["event"] == "applied" for update in one["updates"]]
+    updates = [
+        (update[1], one["worker"]) for one in log if one["event"] == "update_applied" for update in one["updates"]
+    ]
     batches = [(one["samples"], one["worker"]) for one in log if one["event"] == "log"]
     turns: dict[Kind, deque[int]] = defaultdict(deque)
     for _, worker in sorted(updates):
@@ -157,7 +159,7 @@ def test_a_real_order_of_arrivals_replayed_gives_the_same_parameters(
     found = simulated_run(tmp_path, "staleness_aware", speed=speed, tariff=CostModel(0.01, take_s=0.001))
     assert not any(turns.values())
     assert furthest(found, real) < 1e-5
-    again = [one for one in read_events(tmp_path / "run/events.jsonl") if one["event"] == "applied"]
+    again = [one for one in read_events(tmp_path / "run/events.jsonl") if one["event"] == "update_applied"]
     assert sorted(update for one in again for update in one["updates"]) == sorted(
-        update for one in log if one["event"] == "applied" for update in one["updates"]
+        update for one in log if one["event"] == "update_applied" for update in one["updates"]
     )

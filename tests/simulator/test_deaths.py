@@ -89,9 +89,9 @@ def test_the_same_seed_gives_the_same_deaths_to_the_byte(recipe: str) -> None:
 @pytest.mark.parametrize(("recipe", "often"), [("allreduce", "300ms"), ("async_sgd", "25ms")])
 def test_a_crowd_goes_on_under_deaths_that_come_again_and_again(recipe: str, often: str) -> None:
     ended = simulated(50, training(2, 401), recipe, net=NET, fault=f"kill worker every {often}, back after 20ms")
-    assert len(told(ended, "gone")) >= 3
+    assert len(told(ended, "failed")) >= 3
     assert max(life for _, life in told(ended, "joined")) >= 1
-    assert {one["seen"]["once"] for one in ended.of("epoch")} == {401}
+    assert {one["sample_counts"]["once"] for one in ended.of("epoch")} == {401}
     assert recipe == "async_sgd" or len({tuple(one.tolist()) for one in ended.found if one is not None}) == 1
 
 
@@ -111,15 +111,17 @@ def test_all_that_others_see_of_a_death() -> None:
     ended = lived("allreduce", f"kill worker 2 at {at}s, back after 50ms", workers=4, epochs=3)
     struck = [(one["t"], one["worker"], one["verb"], one["at"]) for one in ended.of("fault_injected")]
     assert struck == [(at, 2, "kill", at)]
-    assert told(ended, "gone") == [(2, 0)]
+    assert told(ended, "failed") == [(2, 0)]
     assert told(ended, "joined")[-1] == (2, 1)
-    gone = next(one for one in ended.of("member") if one["what"] == "gone")
+    gone = next(one for one in ended.of("membership") if one["what"] == "failed")
     assert gone["t"] == pytest.approx(at + NOTICED_S)
-    first, second = ended.of("regrouped")
+    first, second = ended.of("generation_changed")
     assert first["members"] == [0, 1, 3]
     assert first["t"] == pytest.approx(at + NOTICED_S + 3 * LATENCY + FORMED_S + 2 * LATENCY, abs=1e-5)
-    assert second["came"] == [2]
-    assert [(one["of"], one["life"], one["samples"]) for one in ended.of("reissued")] == [(2, 0, 4)]
+    assert second["joined"] == [2]
+    assert [(one["failed_worker"], one["incarnation"], one["samples"]) for one in ended.of("samples_reassigned")] == [
+        (2, 0, 4)
+    ]
     assert sum(one["samples"] for one in ended.of("end")) >= 3 * SAMPLES - 3 * 4, "a life's samples end with it"
     is_whole(ended, "allreduce", 3)
 
@@ -202,7 +204,7 @@ def test_as_many_deaths_with_samples_between_them_are_survived(recipe: str, monk
     monkeypatch.setattr(runtime, "MOST_DEATHS", 3)
     ended = lived(recipe, "kill worker 1 every 40ms, back after 5ms", 2, 8)
     is_whole(ended, recipe, 8)
-    assert len(told(ended, "gone")) > 20
+    assert len(told(ended, "failed")) > 20
 
 
 def test_who_is_killed_when_it_has_left_takes_nothing_up_again(tmp_path: Path) -> None:
@@ -247,17 +249,17 @@ def test_who_is_not_there_is_not_struck(recipe: str) -> None:
     """It comes back no sooner than its end is noticed."""
     ended = lived(recipe, "kill worker 1 at 40ms, back after 2ms; kill worker 1 at 45ms")
     is_whole(ended, recipe)
-    assert told(ended, "gone") == [(1, 0)]
+    assert told(ended, "failed") == [(1, 0)]
     assert len(ended.of("fault_injected")) == 1
-    assert [one["text"] for one in ended.of("notice")] == ["faults: worker 1 is not there (killed: worker 1)"]
+    assert [one["text"] for one in ended.of("warning")] == ["faults: worker 1 is not there (killed: worker 1)"]
 
 
 def test_who_comes_back_does_so_once_for_each_death() -> None:
     """A worker stops by itself, and is killed while it is not there: that nobody comes back from."""
     fault = "cut worker 1 for 150ms at 55ms; kill worker 1 at 260ms, back after 40ms"
     ended = simulated(3, training(12), "allreduce", net=NET, fault=fault, asks={"failure_timeout_s": 0.1})
-    stopped = next(one["t"] for one in ended.of("notice") if "worker 1 stops" in one["text"])
-    (again,) = [one["t"] for one in ended.of("member") if one["what"] == "joined" and one["life"] == 1]
+    stopped = next(one["t"] for one in ended.of("warning") if "worker 1 stops" in one["text"])
+    (again,) = [one["t"] for one in ended.of("membership") if one["what"] == "joined" and one["incarnation"] == 1]
     assert again >= stopped + pause_s(0)
     is_whole(ended, "allreduce", 12)
 
@@ -305,7 +307,7 @@ def test_a_run_that_some_come_too_late_to_has_come_to_its_end(recipe: str, tmp_p
 @pytest.mark.parametrize("fault", ["pause worker 1 for 300ms at 55ms", "cut worker 1 for 300ms at 55ms"])
 def test_who_is_not_heard_of_is_taken_for_dead_and_comes_back_as_a_newcomer(recipe: str, fault: str) -> None:
     ended = lived(recipe, fault, epochs=12, asks={"failure_timeout_s": 0.1})
-    gone = next(one for one in ended.of("member") if one["what"] == "gone")
+    gone = next(one for one in ended.of("membership") if one["what"] == "failed")
     assert gone["worker"] == 1
     assert 0.055 + 0.08 <= gone["t"] <= 0.055 + 0.1 + 0.02, "the last beat was up to a fifth of the timeout before"
     assert "nothing was heard of it" in gone["why"]
@@ -320,7 +322,7 @@ def test_who_is_not_heard_of_is_taken_for_dead_and_comes_back_as_a_newcomer(reci
 def test_who_is_patient_enough_loses_nobody(recipe: str) -> None:
     plain = lived(recipe, "kill worker 1 at 1h")
     paused = lived(recipe, "kill worker 1 at 1h; pause worker 1 for 300ms at 55ms", asks={"failure_timeout_s": 1.0})
-    assert not told(paused, "gone")
+    assert not told(paused, "failed")
     assert paused.seconds == pytest.approx(plain.seconds + 0.3, abs=0.02)
     assert torch.equal(paused.found[0], plain.found[0])
 
@@ -350,26 +352,26 @@ def test_a_coordinator_that_stood_still_takes_nobody_for_dead(recipe: str) -> No
     plain = lived(recipe, "kill worker 1 at 1h", epochs=6, asks=asks)
     ended = lived(recipe, "kill worker 1 at 1h; pause coordinator for 250ms at 40ms", epochs=6, asks=asks)
     assert [one["verb"] for one in ended.of("fault_injected")] == ["pause", "go_on"]
-    assert not told(ended, "gone")
+    assert not told(ended, "failed")
     assert [torch.equal(*both) for both in zip(ended.found, plain.found, strict=True)] == [True] * 3
 
 
 def test_that_nobody_could_be_heard_is_nobodys_fault() -> None:
     cut, asks = "cut worker 1 for 270ms at 30ms", {"failure_timeout_s": 0.1}
-    assert told(lived("allreduce", cut, epochs=3, asks=asks), "gone")
-    assert not told(lived("allreduce", cut + "; pause coordinator for 250ms at 40ms", epochs=3, asks=asks), "gone")
+    assert told(lived("allreduce", cut, epochs=3, asks=asks), "failed")
+    assert not told(lived("allreduce", cut + "; pause coordinator for 250ms at 40ms", epochs=3, asks=asks), "failed")
 
 
 @pytest.mark.parametrize("recipe", ["allreduce", "async_sgd"])
 def test_who_dies_while_the_coordinator_stands_still_is_missed_when_it_goes_on(recipe: str) -> None:
     faults = "pause coordinator for 150ms at 40ms; kill worker 1 at 45ms, back after 10ms"
     ended = lived(recipe, faults, epochs=9)
-    [gone] = [one for one in ended.of("member") if one["what"] == "gone"]
+    [gone] = [one for one in ended.of("membership") if one["what"] == "failed"]
     assert (gone["worker"], gone["t"]) == (1, 0.19)
     assert (1, 1) in told(ended, "joined")
     is_whole(ended, recipe, 9)
     ended = lived(recipe, faults + "; kill coordinator at 100ms, back after 20ms", epochs=9)
-    assert min(one["t"] for one in ended.of("member") if (one["what"], one["worker"]) == ("gone", 1)) == 0.12
+    assert min(one["t"] for one in ended.of("membership") if (one["what"], one["worker"]) == ("failed", 1)) == 0.12
     is_whole(ended, recipe, 9)
 
 

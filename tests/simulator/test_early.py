@@ -46,7 +46,7 @@ def struck(ended: Ended) -> list[tuple[int, str]]:
 def test_a_script_may_take_longer_than_the_patience_before_it_begins(recipe: str, is_ordered: bool) -> None:
     ended = slept(15, recipe, "kill worker 1 at 1h", is_ordered)
     assert seen(ended) == [ALL, ALL]
-    assert not told(ended, "gone")
+    assert not told(ended, "failed")
 
 
 @pytest.mark.parametrize("is_ordered", [True, False])
@@ -57,13 +57,13 @@ def test_who_dies_is_missed_as_the_recipe_says_whoever_names_it(recipe: str, is_
         for back in ("", ", back after 20ms"):
             ended = slept(0.5, recipe, f"kill worker 1 at {at}{back}", is_ordered)
             assert seen(ended) == [ALL, ALL]
-            assert told(ended, "gone") == [(1, 0)]
+            assert told(ended, "failed") == [(1, 0)]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_each_life_that_is_over_is_told_of(recipe: str) -> None:
     ended = slept(0.15, recipe, "kill worker 2 at 10ms, back after 1ms; kill worker 2 at 40ms, back after 1ms")
-    assert told(ended, "gone") == [(2, 0), (2, 1)]
+    assert told(ended, "failed") == [(2, 0), (2, 1)]
     assert seen(ended) == [ALL, ALL]
 
 
@@ -78,7 +78,7 @@ def test_a_server_that_is_drawn_early_is_one_of_those_there_are(seed: int) -> No
     ((server, text),) = struck(ended)
     assert server in (-1, -2)
     assert text == f"killed: server {-1 - server}"
-    assert told(ended, "gone") == [(server, 0)]
+    assert told(ended, "failed") == [(server, 0)]
     assert seen(ended) == [ALL, ALL]
 
 

@@ -55,7 +55,9 @@ def simulate(recipe: str, folder: Path, fault: str = "", workers: int = 3, **mor
 
 def seen(folder: Path) -> list[dict[str, int]]:
     """The audit of each epoch."""
-    found = {one["epoch"]: one["seen"] for one in read_events(folder / "events.jsonl") if one["event"] == "epoch"}
+    found = {
+        one["epoch"]: one["sample_counts"] for one in read_events(folder / "events.jsonl") if one["event"] == "epoch"
+    }
     return [{name: one[name] for name in ("once", "twice", "never")} for one in found.values()]
 
 
@@ -99,9 +101,9 @@ def test_a_worker_that_comes_in_a_later_section_has_the_models_of_those_before(t
     assert sorted(starts) == [0, 1, 1, 2]
     for mine, others in zip(ended.found[1], ended.found[0], strict=True):
         assert torch.equal(mine, others)
-    (death,) = record(tmp_path / "run/section-3")["deaths"]
+    (death,) = record(tmp_path / "run/section-3")["failures"]
     assert death["who"] == "worker 1" and 0 < death["seconds"] < length / 2
-    assert record(tmp_path / "run")["deaths"] == record(tmp_path / "run/section-2")["deaths"] == []
+    assert record(tmp_path / "run")["failures"] == record(tmp_path / "run/section-2")["failures"] == []
 
 
 def test_random_splits_after_finish_are_the_same_at_all_workers(tmp_path: Path) -> None:

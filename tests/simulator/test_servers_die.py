@@ -85,7 +85,7 @@ def test_who_died_before_the_script_named_its_recipe_is_not_waited_for(recipe: s
     work = training(epochs=3, recipe=recipe)
     ended = simulated(2, work, None, net=NET, fault=NOBODY_HAS_ASKED)
     is_whole(ended, recipe, 3)
-    assert told(ended, "gone") == [(0, 0), (1, 0)]
+    assert told(ended, "failed") == [(0, 0), (1, 0)]
 
 
 # --- some deaths --------------------------------------------------------------------------------------------------
@@ -143,9 +143,11 @@ def test_what_was_done_since_the_cut_is_done_again(monkeypatch: pytest.MonkeyPat
 def test_the_log_and_the_report_tell_of_it(tmp_path: Path) -> None:
     ended = lived("async_sgd(shards=2)", "kill server 1 at 95ms, back after 30ms", folder=tmp_path)
     assert [
-        (one["worker"], one["what"], one["life"], one["t"]) for one in ended.of("member") if one["worker"] == -2
+        (one["worker"], one["what"], one["incarnation"], one["t"])
+        for one in ended.of("membership")
+        if one["worker"] == -2
     ] == [
-        (-2, "gone", 0, 0.095),
+        (-2, "failed", 0, 0.095),
         (-2, "joined", 1, 0.125),
     ]
     assert [(one["worker"], one["verb"]) for one in ended.of("fault_injected")] == [(-2, "kill")]
@@ -160,8 +162,8 @@ def test_one_that_is_killed_again_and_again_comes_back_each_time() -> None:
 
 def test_without_a_word_of_its_return_a_server_is_started_again() -> None:
     ended = lived("async_sgd", "kill server 0 at 95ms")
-    ours = [(one["what"], one["t"]) for one in ended.of("member") if one["worker"] == -1]
-    assert ours == [("gone", 0.095), ("joined", 0.295)]
+    ours = [(one["what"], one["t"]) for one in ended.of("membership") if one["worker"] == -1]
+    assert ours == [("failed", 0.095), ("joined", 0.295)]
     is_whole(ended, "async_sgd")
 
 

@@ -157,18 +157,18 @@ def test_workers_that_exchange_together_compute_the_bits_that_threads_do(recipe:
     ended = simulated(3, train(recipe, 50, epochs=2), recipe, net=NET, speed=SPEED)
     lived = together(3, train(recipe, 50, epochs=2), recipe)
     assert all(torch.equal(here, there) for here, there in zip(ended.found, lived, strict=True))
-    assert [one["seen"] for one in ended.of("epoch")] == [ALL_FIFTY] * 2
+    assert [one["sample_counts"] for one in ended.of("epoch")] == [ALL_FIFTY] * 2
 
 
 @pytest.mark.parametrize("recipe", sorted(set(RECIPES) - set(TOGETHER)))
 def test_each_sample_counts_once_and_nobody_starves_when_nobody_waits(recipe: str) -> None:
     ended = simulated(3, train(recipe, 50, epochs=2), recipe, net=NET, speed="1,1,100")
-    assert [one["seen"] for one in ended.of("epoch")] == [ALL_FIFTY] * 2
+    assert [one["sample_counts"] for one in ended.of("epoch")] == [ALL_FIFTY] * 2
     assert all(one["samples"] >= 8 for one in ended.of("end"))
     assert all(torch.equal(one, ended.found[0]) for one in ended.found)
     for one in ended.of("end"):
-        assert sum(one["split"].values()) == pytest.approx(one["t"], abs=1e-5)
-        assert one["split"].keys() == set(PHASES)
+        assert sum(one["time_breakdown"].values()) == pytest.approx(one["t"], abs=1e-5)
+        assert one["time_breakdown"].keys() == set(PHASES)
 
 
 def test_a_choice_that_depends_on_measured_times_depends_on_virtual_ones() -> None:
@@ -253,7 +253,7 @@ def test_on_an_instant_network_time_is_the_computing_of_the_slowest(speed: str, 
     assert ended.seconds == pytest.approx(sum(rounds))
     shares = Counter({"computing": 0.0})
     for one in ended.of("end"):
-        shares.update(one["split"])
+        shares.update(one["time_breakdown"])
     assert shares["computing"] == pytest.approx(sum(map(sum, took)), abs=1e-4)
     assert shares["computing"] + shares["waiting"] == pytest.approx(4 * sum(rounds), abs=1e-4)
 
@@ -510,7 +510,7 @@ def test_times_of_the_log_never_run_back() -> None:
     ended = simulated(3, shuffled, "soft_sync(collect=2)", net=NET, speed=SPEED, fault="pause worker 2 for 1s at 20ms")
     for worker in range(3):
         mine = [
-            one for one in ended.events if one["worker"] == worker and one["event"] not in ("notice", "fault_injected")
+            one for one in ended.events if one["worker"] == worker and one["event"] not in ("warning", "fault_injected")
         ]
         times = [one["t"] for one in mine]
         assert all(one <= other for one, other in pairwise(times))

@@ -116,7 +116,7 @@ def counts_once(asked: Asked) -> None:
     found = ended(asked)
     lives = asked.workers + asked.fault.count("kill worker")
     for one in found.of("epoch"):
-        seen = one["seen"]
+        seen = one["sample_counts"]
         assert (seen["once"] + seen["never"], seen["twice"], seen["dropped"]) == (BATCHES * SIZE, 0, 0)
         assert seen["never"] <= SIZE * lives * (asked.accumulated - 1), "one batch alone is no step"
     assert [one["epoch"] for one in found.of("epoch")] == list(range(1, asked.epochs + 1))

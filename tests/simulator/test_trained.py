@@ -19,7 +19,7 @@ EPOCHS = 2
 
 def trained(folder: Path, recipe: str, fault: str, workers: int) -> list[int]:
     ended: Ended = lived(recipe, fault, workers, EPOCHS, folder=folder)
-    assert {one["seen"]["once"] for one in ended.of("epoch")} == {SAMPLES}
+    assert {one["sample_counts"]["once"] for one in ended.of("epoch")} == {SAMPLES}
     found = record(folder / "run")
     assert found["samples"] == EPOCHS * SAMPLES
     return list(found["samples_by_worker"])

@@ -101,7 +101,9 @@ def only(checkpoint: Path, run: Path) -> Path:
 
 
 def passes(run: Path) -> list[Any]:
-    return [(one["epoch"], one["seen"]) for one in read_events(run / "events.jsonl") if one["event"] == "epoch"]
+    return [
+        (one["epoch"], one["sample_counts"]) for one in read_events(run / "events.jsonl") if one["event"] == "epoch"
+    ]
 
 
 ONCE = {"once": SAMPLES, "twice": 0, "never": 0, "dropped": 0}

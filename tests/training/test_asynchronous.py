@@ -79,12 +79,12 @@ def test_together_through_a_server_is_together(over_server: str, over_everyone: 
 @pytest.mark.parametrize("recipe", [*NAMES, "async_sgd(overlap=True, shards=2)", "downpour(every=100)"])
 def test_every_update_is_told_of_once_and_holds_all_samples(recipe: str, tmp_path: Path) -> None:
     together(3, training(regression(101), 8, epochs=3, recipe=recipe), run=tmp_path)
-    told = [(one["worker"], *update) for one in events_of(tmp_path, "applied") for update in one["updates"]]
+    told = [(one["worker"], *update) for one in events_of(tmp_path, "update_applied") for update in one["updates"]]
     assert len({(worker, round_) for worker, round_, *_ in told}) == len(told)
     assert sum(samples for *_, samples in told) == 303
     assert all(staleness >= 0 for *_, staleness, _ in told)
     assert sum(end["rounds"] for end in events_of(tmp_path, "end")) == len(told)
-    assert [one["seen"]["once"] for one in events_of(tmp_path, "epoch")] == [101] * 3
+    assert [one["sample_counts"]["once"] for one in events_of(tmp_path, "epoch")] == [101] * 3
 
 
 def test_a_slow_worker_takes_fewer_samples(tmp_path: Path) -> None:
@@ -103,8 +103,8 @@ def test_the_bound_holds_a_fast_worker_back_and_says_for_how_long(tmp_path: Path
     work = training(regression(400), 4, recipe="stale_synchronous(bound=1)", after_step=lambda net, optimizer: busy())
     together(2, work, run=tmp_path, slow={1: 8.0})
     ends = {end["worker"]: end for end in events_of(tmp_path, "end")}
-    assert ends[0]["held_s"] > 2 * ends[1]["held_s"]
-    assert ends[0]["split"]["waiting"] >= ends[0]["held_s"]
+    assert ends[0]["blocked_s"] > 2 * ends[1]["blocked_s"]
+    assert ends[0]["time_breakdown"]["waiting"] >= ends[0]["blocked_s"]
     assert abs(ends[0]["rounds"] - ends[1]["rounds"]) <= 2 * (1 + 1)
 
 
@@ -303,5 +303,5 @@ def test_elastic_averaging_moves_both_by_the_same(recipe: str) -> None:
 def test_behind_a_bound_of_0_each_round_is_computed_on_one_version(tmp_path: Path) -> None:
     """Of three updates that are applied one after the other the first is fresh, the last has missed two."""
     together(3, training(regression(96), 8, recipe="stale_synchronous(bound=0)"), run=tmp_path)
-    stale = [staleness for one in events_of(tmp_path, "applied") for _, _, staleness, _ in one["updates"]]
+    stale = [staleness for one in events_of(tmp_path, "update_applied") for _, _, staleness, _ in one["updates"]]
     assert sorted(stale) == sorted([0, 1, 2] * 8)

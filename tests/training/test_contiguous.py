@@ -71,8 +71,8 @@ def test_every_nth_batch_of_the_interleaved_order_is_of_one_stretch(batches: int
 @pytest.mark.parametrize("recipe", ["allreduce", "async_sgd"])
 def test_a_killed_workers_stretch_is_assigned_to_others(recipe: str) -> None:
     ended = simulated(3, reading(24), recipe, net=NET, fault="kill worker 1 at 40ms")
-    assert [one["seen"]["once"] for one in ended.of("epoch")] == [96, 96]
-    said = [one["text"] for one in ended.of("notice") if "state carried from batch to batch" in one["text"]]
+    assert [one["sample_counts"]["once"] for one in ended.of("epoch")] == [96, 96]
+    said = [one["text"] for one in ended.of("warning") if "state carried from batch to batch" in one["text"]]
     assert len(said) == (recipe == "allreduce")
 
 

@@ -77,7 +77,7 @@ def test_each_worker_gets_a_part_of_each_batch(kind: str, recipe: str) -> None:
 def test_shared_batches_survive_the_death_of_a_worker() -> None:
     ended = simulated(3, training(regression(64), 8), "allreduce", net=NET, fault="kill worker 1 at 40ms",
                       asks={"global_batch": "split"})  # fmt: skip
-    assert [one["seen"]["once"] for one in ended.of("epoch")] == [64, 64]
+    assert [one["sample_counts"]["once"] for one in ended.of("epoch")] == [64, 64]
 
 
 @pytest.mark.parametrize("deal", ["contiguous"])

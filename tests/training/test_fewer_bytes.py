@@ -236,8 +236,8 @@ def exchanged(folder: Path) -> dict[str, list[int]]:
     """The bytes of all workers by purpose."""
     ends = [one for one in read_events(folder / "events.jsonl") if one["event"] == "end"]
     return {
-        purpose: [sum(values) for values in zip(*(one["exchanged"][purpose] for one in ends), strict=True)]
-        for purpose in ends[0]["exchanged"]
+        purpose: [sum(values) for values in zip(*(one["traffic"][purpose] for one in ends), strict=True)]
+        for purpose in ends[0]["traffic"]
     }
 
 
@@ -264,9 +264,9 @@ def test_replies_in_few_bytes_are_counted_apart(tmp_path: Path) -> None:
     assert sent < 0.2 * raw_sent
     assert 0 < received < 0.6 * raw_received
     end = next(one for one in read_events(tmp_path / "events.jsonl") if one["event"] == "end")
-    told, of = end["entries"]
+    told, of = end["values_sent"]
     assert 0.02 < told / of < 0.1
-    assert len(end["norms"]) == 2
+    assert len(end["residual_norms"]) == 2
 
 
 def test_replies_that_leave_nothing_out_are_exact_replies() -> None:

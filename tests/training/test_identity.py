@@ -105,7 +105,7 @@ def test_barriers_end_whoever_fails_and_comes_back(tmp_path: Path, recipe: str, 
     ended = simulated(3, trained(tmp_path, recipe, made, epochs=4), recipe, fault=fault)
     assert ended.of("fault_injected")
     assert ended.seconds < 20
-    assert [one["seen"]["once"] for one in ended.of("epoch")] == [41] * 4
+    assert [one["sample_counts"]["once"] for one in ended.of("epoch")] == [41] * 4
 
 
 def test_a_main_worker_that_is_killed_in_the_block_is_waited_for() -> None:

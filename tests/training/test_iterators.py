@@ -104,7 +104,7 @@ def test_a_peeked_batch_is_no_epoch(recipe: str, when: str, tmp_path: Path) -> N
         assert sorted(x for passes in found for x in passes[epoch]) == list(range(48))
     written = epochs_of(tmp_path)
     assert [one["samples"] for one in written] == [48, 96]
-    assert all(one["seen"]["once"] == 48 and not one["seen"]["never"] for one in written)
+    assert all(one["sample_counts"]["once"] == 48 and not one["sample_counts"]["never"] for one in written)
     assert sum(one["samples"] for one in written[-1]["workers"]) == 96
 
 
@@ -183,9 +183,9 @@ def test_an_epoch_without_an_optimizer_step_counts_no_samples(recipe: str, tmp_p
     together(2, work, recipe, run=tmp_path)
     written = epochs_of(tmp_path)
     assert [one["samples"] for one in written] == [48, 48, 96]
-    assert [one["seen"]["once"] for one in written] == [48, 0, 48]
+    assert [one["sample_counts"]["once"] for one in written] == [48, 0, 48]
     assert [sum(one["samples"] for one in line["workers"]) for line in written] == [48, 48, 96]
-    notices = [one["text"] for one in read_events(tmp_path / "events.jsonl") if one["event"] == "notice"]
+    notices = [one["text"] for one in read_events(tmp_path / "events.jsonl") if one["event"] == "warning"]
     said = [one for one in notices if "epoch 2 made no optimizer step" in one]
     assert len(said) == 1
     assert "not counted as trained" in said[0]

@@ -69,10 +69,10 @@ def test_left_out_it_harms_nobody_and_its_samples_do_not_count(recipe: str, tmp_
     found = together(2, spoiling(math.nan), recipe, run=tmp_path, on_nan="skip")
     assert all(bool(torch.isfinite(one).all()) for one in found)
     events = list(read_events(tmp_path / "events.jsonl"))
-    notices = [one for one in events if one["event"] == "notice"]
+    notices = [one for one in events if one["event"] == "warning"]
     assert [one["worker"] for one in notices] == [1]
     assert "8 samples do not count" in notices[0]["text"]
-    seen = [one["seen"] for one in events if one["event"] == "epoch"]
+    seen = [one["sample_counts"] for one in events if one["event"] == "epoch"]
     assert sum(one["never"] for one in seen) == 8
     assert sum(one["once"] for one in seen) == 4 * 160 - 8
 

@@ -135,10 +135,10 @@ def test_it_learns(recipe: str) -> None:
 def test_each_sample_counts_once_and_the_time_is_accounted_for(recipe: str, tmp_path: Path) -> None:
     together(3, train(recipe, 50), recipe, run=tmp_path)
     events = list(read_events(tmp_path / "events.jsonl"))
-    seen = [one["seen"] for one in events if one["event"] == "epoch"]
+    seen = [one["sample_counts"] for one in events if one["event"] == "epoch"]
     assert seen == [{"once": 50, "twice": 0, "never": 0, "dropped": 0}] * 3
     for end in (one for one in events if one["event"] == "end"):
-        assert sum(end["split"].values()) == pytest.approx(end["t"], rel=0.02)
+        assert sum(end["time_breakdown"].values()) == pytest.approx(end["t"], rel=0.02)
 
 
 def test_it_prints_as_it_is_typed(recipe: str) -> None:

@@ -247,7 +247,7 @@ def test_model_that_is_thawed_after_the_line_trains(recipe: str) -> None:
 def test_a_full_disk_is_named_once_and_refuses_at_the_end(capsys: pytest.CaptureFixture[str]) -> None:
     log = EventLog(LogFile(Path("/dev/full")), 3)
     for _ in range(3):
-        log.write("notice", 0.0, text="something")
+        log.write("warning", 0.0, text="something")
         log.flush()
     said = capsys.readouterr().err
     assert said.count("worker 3: the event log /dev/full cannot be written: No space left") == 1
@@ -257,9 +257,9 @@ def test_a_full_disk_is_named_once_and_refuses_at_the_end(capsys: pytest.Capture
 
 def test_what_waits_for_a_full_disk_is_not_without_bound() -> None:
     log = EventLog(LogFile(Path("/dev/full")), 0, keeps=100)
-    log.write("notice", 0.0, text="something")
+    log.write("warning", 0.0, text="something")
     log.flush()
-    log.write("notice", 0.0, text="else" * 100)
+    log.write("warning", 0.0, text="else" * 100)
     with pytest.raises(errors.LogError, match="No space left"):
         log.flush()
 
@@ -297,7 +297,7 @@ def test_a_log_that_cannot_be_opened_or_read(tmp_path: Path) -> None:
     (tmp_path / "torn within").write_bytes(
         b'{"event":"end","t":1.0,"worker":0}\n{"ev\n{"event":"end","t":2.0,"worker":1}\n'
     )
-    assert [one["event"] for one in read_events(tmp_path / "torn within")] == ["end", "notice", "end"]
+    assert [one["event"] for one in read_events(tmp_path / "torn within")] == ["end", "warning", "end"]
     (tmp_path / "damaged").write_bytes(b'{"event"\n{"ev')
     with pytest.raises(errors.LogError, match="line 1"):
         list(read_events(tmp_path / "damaged"))

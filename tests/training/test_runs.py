@@ -49,16 +49,16 @@ def test_the_time_split_sums_to_the_wall_time(recipe: str, tmp_path: Path) -> No
     together(3, lambda worker: work(worker, slow_s=0.02), recipe, run=tmp_path)
     wall_s = time.perf_counter() - began
     for end in events(tmp_path, "end"):
-        assert set(end["split"]) == set(PHASES)
-        assert all(spent >= 0 for spent in end["split"].values())
-        assert sum(end["split"].values()) == pytest.approx(end["t"], rel=0.02)
+        assert set(end["time_breakdown"]) == set(PHASES)
+        assert all(spent >= 0 for spent in end["time_breakdown"].values())
+        assert sum(end["time_breakdown"].values()) == pytest.approx(end["t"], rel=0.02)
         assert end["t"] <= wall_s
 
 
 def test_waiting_is_told_from_exchanging(tmp_path: Path) -> None:
     """Worker 1 sleeps in each step: the others wait for it, it waits for nobody."""
     together(3, lambda worker: work(worker, slow_s=0.03), "allreduce", run=tmp_path)
-    waiting = [worker["split"]["waiting"] for worker in events(tmp_path, "epoch")[-1]["workers"]]
+    waiting = [worker["time_breakdown"]["waiting"] for worker in events(tmp_path, "epoch")[-1]["workers"]]
     slept = 0.03 * 10
     assert waiting[1] < 0.5 * slept
     assert waiting[0] > 0.5 * slept
@@ -70,7 +70,7 @@ def test_waiting_is_told_from_exchanging(tmp_path: Path) -> None:
 def test_an_epoch_is_audited(recipe: str, workers: int, tmp_path: Path) -> None:
     together(workers, work, recipe, run=tmp_path)
     epochs = events(tmp_path, "epoch")
-    assert [one["seen"] for one in epochs] == [{"once": 100, "twice": 0, "never": 0, "dropped": 0}] * 2
+    assert [one["sample_counts"] for one in epochs] == [{"once": 100, "twice": 0, "never": 0, "dropped": 0}] * 2
     assert epochs[-1]["samples"] == sum(one["samples"] for one in epochs[-1]["workers"]) == 200
 
 
@@ -162,8 +162,8 @@ def test_evaluating_between_exchanges_does_not_change_the_training(recipe: str, 
 def test_evaluating_is_not_training_time(tmp_path: Path) -> None:
     together(2, lambda worker: work(worker, evaluate=Judge()), "allreduce", run=tmp_path)
     for end in events(tmp_path, "end"):
-        assert end["split"]["evaluating"] >= 0.1
-        assert end["training_s"] == pytest.approx(end["t"] - end["split"]["evaluating"], abs=0.01)
+        assert end["time_breakdown"]["evaluating"] >= 0.1
+        assert end["training_s"] == pytest.approx(end["t"] - end["time_breakdown"]["evaluating"], abs=0.01)
 
 
 def test_the_final_state_is_the_agreed_model(tmp_path: Path) -> None:
@@ -225,7 +225,7 @@ def test_the_recipe_of_the_command_line_wins_and_that_is_said(
     from stretto.recipe.named import diloco
 
     together(2, lambda worker: work(worker, recipe=diloco(every=7)), "local_sgd(every=3)", run=tmp_path)
-    said = events(tmp_path, "notice")[0]["text"]
+    said = events(tmp_path, "warning")[0]["text"]
     assert "local_sgd(every=3)" in said
     assert "diloco(every=7)" in said
     assert said in capsys.readouterr().err

@@ -250,7 +250,7 @@ def test_never_past_the_end_that_raises() -> None:
 
 
 def notices(run: Path) -> str:
-    return "\n".join(one["text"] for one in read_events(run / "events.jsonl") if one["event"] == "notice")
+    return "\n".join(one["text"] for one in read_events(run / "events.jsonl") if one["event"] == "warning")
 
 
 @pytest.mark.parametrize("total", [TOTAL, TOTAL + 5])
@@ -326,6 +326,6 @@ def test_schedule_of_a_simulated_worker_that_was_killed_ends_with_the_others(rec
                 positions[worker] = schedule.last_epoch
 
     ended = simulated(3, work, recipe, net="100Mbit/s 1ms", fault=fault)
-    assert [one["life"] for one in ended.of("member") if one["what"] == "joined"][-1] == 1
+    assert [one["incarnation"] for one in ended.of("membership") if one["what"] == "joined"][-1] == 1
     assert max(positions.values()) == TOTAL
     assert min(positions.values()) >= TOTAL - 4

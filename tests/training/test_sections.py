@@ -53,7 +53,7 @@ def events(folder: Path, kind: str) -> list[dict[str, Any]]:
 
 def seen(folder: Path) -> list[dict[str, int]]:
     """The audit of each epoch."""
-    return [event["seen"] for event in sorted(events(folder, "epoch"), key=lambda event: event["epoch"])]
+    return [event["sample_counts"] for event in sorted(events(folder, "epoch"), key=lambda event: event["epoch"])]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

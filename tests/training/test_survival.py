@@ -70,8 +70,8 @@ def killing(*plan: tuple[int, int]) -> Callable[[int, int], None]:
 
 
 def audits(run: Path) -> list[dict[str, int]]:
-    found = [one["seen"] for one in read_events(run / "events.jsonl") if one["event"] == "epoch"]
-    return [{name: value for name, value in one.items() if name != "made_up"} for one in found]
+    found = [one["sample_counts"] for one in read_events(run / "events.jsonl") if one["event"] == "epoch"]
+    return [{name: value for name, value in one.items() if name != "recovered_samples"} for one in found]
 
 
 def all_equal(found: list[Any]) -> bool:
@@ -118,8 +118,8 @@ def test_who_is_asked_to_leave_owes_nothing(recipe: str, tmp_path: Path) -> None
     assert found[1] == "left"
     assert all_equal(found)
     assert audits(tmp_path) == [{"once": 97, "twice": 0, "never": 0, "dropped": 0}] * 3
-    again = [one for one in read_events(tmp_path / "events.jsonl") if one["event"] == "reissued"]
-    assert [(one["of"], one["samples"]) for one in again] == [(1, 0)]
+    again = [one for one in read_events(tmp_path / "events.jsonl") if one["event"] == "samples_reassigned"]
+    assert [(one["failed_worker"], one["samples"]) for one in again] == [(1, 0)]
 
 
 def test_who_waits_too_long_for_an_evaluation_is_told_of_it_and_it_is_not_made_again(tmp_path: Path) -> None:

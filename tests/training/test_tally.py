@@ -25,7 +25,7 @@ RESIDUALS = [
 def test_run_of_a_second_has_a_residual(recipe: str, tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text('{"workers": 2}')
     together(2, training(regression(64), 4), recipe, run=tmp_path)
-    assert record(tmp_path)["owed_share"] > 0.01
+    assert record(tmp_path)["residual_share"] > 0.01
 
 
 def test_norms_of_a_short_run_are_those_of_its_later_half() -> None:
@@ -40,4 +40,4 @@ def test_norms_of_a_short_run_are_those_of_its_later_half() -> None:
         if norm is not None:
             measured.append(number)
     assert measured == [1, 2, 4, 8, 16]
-    assert tally.figures()["norms"][0] == pytest.approx((torch.arange(10.0) + 16).norm().item())
+    assert tally.figures()["residual_norms"][0] == pytest.approx((torch.arange(10.0) + 16).norm().item())

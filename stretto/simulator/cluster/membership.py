@@ -194,8 +194,8 @@ class SimCoordinator:
 
     def comes_late(self, worker: Worker) -> None:
         """A worker has found out that the run is over: nothing is heard of it any more."""
-        about = {"event": "member", "worker": worker.number, "generation": self._roll.generation}
-        self._publish({**about, "what": "left", "life": worker.life, "why": OVER})
+        about = {"event": "membership", "worker": worker.number, "generation": self._roll.generation}
+        self._publish({**about, "what": "left", "incarnation": worker.life, "why": OVER})
 
     def ended(self) -> None:
         """A worker has come to its end."""
@@ -264,13 +264,13 @@ class SimCoordinator:
 
     def begin_again(self, number: int, life: int, back_after_s: float | None, then: Callable[[], object]) -> None:
         """The life of a process that serves the workers was ended; another one begins, and does something."""
-        about = {"event": "member", "worker": number, "generation": 0}
+        about = {"event": "membership", "worker": number, "generation": 0}
 
         def begin() -> None:
-            self._publish({**about, "what": "joined", "life": life + 1, "why": "started again"})
+            self._publish({**about, "what": "joined", "incarnation": life + 1, "why": "started again"})
             then()
 
-        self._publish({**about, "what": "gone", "life": life, "why": "killed by SIGKILL"})
+        self._publish({**about, "what": "failed", "incarnation": life, "why": "killed by SIGKILL"})
         self._world.queue.at(self.now + (pause_s(life) if back_after_s is None else back_after_s), begin, ARRIVE)
 
     def again(self, numbers: Sequence[int]) -> None:
@@ -356,8 +356,8 @@ class SimCoordinator:
             self._say(notice)
         for event in events:
             self._publish(event)
-            if self.free and event["what"] == "gone":
-                self._on_gone(event["worker"], event["life"])
+            if self.free and event["what"] == "failed":
+                self._on_gone(event["worker"], event["incarnation"])
         if roll.uneven is not None:
             raise UnevenLoopsError(roll.uneven)
         if roll.phase == "stopped":
