@@ -36,38 +36,38 @@ class Case:
     wanted: float | None = None
 
 
-def torch_threshold(x: Tensor, owed: Tensor) -> tuple[Tensor, Tensor]:
+def torch_threshold(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
     """abs, nonzero, and what is sent is taken away."""
-    owed += x
-    indices = (owed.abs() >= TAU).nonzero().view(-1)
-    negative = owed[indices] < 0
-    owed[indices] -= torch.where(negative, -TAU, TAU)
+    residual += x
+    indices = (residual.abs() >= TAU).nonzero().view(-1)
+    negative = residual[indices] < 0
+    residual[indices] -= torch.where(negative, -TAU, TAU)
     return indices, negative
 
 
-def torch_top_k(x: Tensor, owed: Tensor) -> tuple[Tensor, Tensor]:
+def torch_top_k(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
     """torch.topk of the magnitudes."""
-    owed += x
-    indices = owed.abs().topk(owed.numel() // 100).indices.sort().values
-    values = owed[indices]
-    owed[indices] = 0
+    residual += x
+    indices = residual.abs().topk(residual.numel() // 100).indices.sort().values
+    values = residual[indices]
+    residual[indices] = 0
     return indices, values
 
 
-def torch_top_k_of_chunks(x: Tensor, owed: Tensor) -> tuple[Tensor, Tensor]:
+def torch_top_k_of_chunks(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
     """torch.topk of every row."""
-    owed += x
-    rows = owed[: owed.numel() // 4096 * 4096].view(-1, 4096)
+    residual += x
+    rows = residual[: residual.numel() // 4096 * 4096].view(-1, 4096)
     indices = rows.abs().topk(64, dim=1).indices
     values = rows.gather(1, indices)
     rows.scatter_(1, indices, 0.0)
     return indices, values
 
 
-def torch_sign(x: Tensor, owed: Tensor) -> tuple[Tensor, Tensor]:
+def torch_sign(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
     """Two means a bucket, bits packed by shifts."""
-    owed += x
-    rows = owed[: owed.numel() // BUCKET * BUCKET].view(-1, BUCKET)
+    residual += x
+    rows = residual[: residual.numel() // BUCKET * BUCKET].view(-1, BUCKET)
     bits = rows >= 0
     count = bits.sum(1, keepdim=True)
     high = rows.clamp(min=0).sum(1, keepdim=True) / count.clamp(min=1)
@@ -77,10 +77,10 @@ def torch_sign(x: Tensor, owed: Tensor) -> tuple[Tensor, Tensor]:
     return eights.sum(1, dtype=torch.uint8), torch.cat([low, high], 1)
 
 
-def torch_quantise(x: Tensor, owed: Tensor) -> tuple[Tensor, Tensor]:
+def torch_quantise(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
     """Levels of each bucket's largest, rounded at random."""
-    owed += x
-    rows = owed[: owed.numel() // BUCKET * BUCKET].view(-1, BUCKET)
+    residual += x
+    rows = residual[: residual.numel() // BUCKET * BUCKET].view(-1, BUCKET)
     scale = rows.abs().amax(1, keepdim=True)
     levels = (rows / scale * 127).add_(torch.rand_like(rows)).floor_().clamp_(-127, 127)
     rows -= levels * (scale / 127)
@@ -92,11 +92,15 @@ def cases() -> dict[str, Case]:
     from stretto.kernels import native as n
 
     return {
-        "threshold 1%": Case(lambda x, owed: n.take_threshold(x, owed, TAU), torch_threshold, 0.5),
-        "top-k 1%": Case(lambda x, owed: n.take_largest(x, owed, x.numel() // 100), torch_top_k, 0.25),
-        "top-64 of 4096": Case(lambda x, owed: n.take_largest_per_chunk(x, owed, 4096, 64), torch_top_k_of_chunks),
-        "sign, two means": Case(lambda x, owed: n.sign_pack(x, owed, BUCKET, True), torch_sign, 0.5),
-        "8 bits, stochastic": Case(lambda x, owed: n.quantise(x, owed, 127, BUCKET, "max", 1), torch_quantise, 0.5),
+        "threshold 1%": Case(lambda x, residual: n.take_threshold(x, residual, TAU), torch_threshold, 0.5),
+        "top-k 1%": Case(lambda x, residual: n.take_largest(x, residual, x.numel() // 100), torch_top_k, 0.25),
+        "top-64 of 4096": Case(
+            lambda x, residual: n.take_largest_per_chunk(x, residual, 4096, 64), torch_top_k_of_chunks
+        ),
+        "sign, two means": Case(lambda x, residual: n.sign_pack(x, residual, BUCKET, True), torch_sign, 0.5),
+        "8 bits, stochastic": Case(
+            lambda x, residual: n.quantise(x, residual, 127, BUCKET, "max", 1), torch_quantise, 0.5
+        ),
     }
 
 
@@ -117,17 +121,17 @@ def _measured(case: Case, rounds: int, numbers: int) -> dict[str, Any]:
     """The sides take turns; each finds the same residual, and memory that it has touched before."""
     draw = torch.Generator().manual_seed(0)
     x, kept = (torch.randn(numbers, generator=draw) * size for size in (1.0, 0.1))
-    owed, copy = kept.clone(), torch.empty(numbers)
+    residual, copy = kept.clone(), torch.empty(numbers)
     sides: dict[str, Callable[[], Any]] = {
         "memcpy": lambda: copy.copy_(x),
-        "with residual": lambda: case.ours(x, owed),
+        "with residual": lambda: case.ours(x, residual),
         "without": lambda: case.ours(x, None),
-        "torch": lambda: case.torch(x, owed),
+        "torch": lambda: case.torch(x, residual),
     }
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     for turn in range(rounds + 1):
         for name in list(sides)[:: 1 if turn % 2 else -1]:
-            owed.copy_(kept)
+            residual.copy_(kept)
             begin = time.perf_counter()
             sides[name]()
             seconds[name].append(time.perf_counter() - begin)

@@ -65,13 +65,13 @@ class Messages(list["Tensor"]):
 class Encoding(Protocol):
     """What may be asked of a codec by those who do not choose it."""
 
-    def memory(self, like: Tensor, scene: Any) -> Any:
+    def init_state(self, like: Tensor, context: Any) -> Any:
         """A fresh memory for tensors like this one."""
 
-    def converse(self, x: Tensor, memory: Any) -> CollectiveCoroutine:
+    def average(self, x: Tensor, state: Any) -> CollectiveCoroutine:
         """The conversation that ends in the mean of everyone's `x`."""
 
-    def encode(self, x: Tensor, memory: Any) -> Tensor:
+    def encode(self, x: Tensor, state: Any) -> Tensor:
         """The message for x."""
 
     def decode(self, message: Tensor, like: Tensor) -> Tensor:

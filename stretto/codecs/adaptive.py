@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
-from stretto.codecs.base import ALONE, Codec, CodecContext, refuse_not_finite
+from stretto.codecs.base import SINGLE_WORKER, Codec, CodecContext, refuse_not_finite
 from stretto.codecs.by_size import Placed, bytes_in, conserves
 from stretto.collective_ops import AllReduceMean, CollectiveCoroutine
 from stretto.errors import RecipeError, explain
@@ -48,7 +48,7 @@ class when_it_pays(Placed):
             )
 
     @property
-    def fixed(self) -> bool:
+    def fixed_size(self) -> bool:
         return False
 
     @property
@@ -63,16 +63,16 @@ class when_it_pays(Placed):
     def sources(self) -> tuple[str, ...]:
         return self.codec.sources()
 
-    def memory(self, like: Tensor, scene: CodecContext = ALONE) -> Trial:
-        return Trial(self.codec.memory(like, scene), scene)
+    def init_state(self, like: Tensor, context: CodecContext = SINGLE_WORKER) -> TrialState:
+        return TrialState(self.codec.init_state(like, context), context)
 
-    def converse(self, x: Tensor, memory: Any, owed: Tensor | None = None) -> CollectiveCoroutine:
-        trial: Trial = memory
+    def average(self, x: Tensor, state: Any, residual: Tensor | None = None) -> CollectiveCoroutine:
+        trial: TrialState = state
         refuse_not_finite(x, self)
         now = trial.round % (self.rounds + self.again)
         encoded = trial.encodes if trial.clock is None or now >= self.rounds else now % 2 == 1
         since = trial.read()
-        result = yield from (self.codec.converse(x, trial.inner, owed) if encoded else _exactly(x, owed))
+        result = yield from (self.codec.average(x, trial.inner, residual) if encoded else _exactly(x, residual))
         if 2 <= now < self.rounds:
             trial.seconds[encoded].append(trial.read() - since)
         if trial.clock and now == self.rounds - 1:
@@ -80,7 +80,7 @@ class when_it_pays(Placed):
         trial.round += 1
         return result
 
-    def _decide(self, trial: Trial, agreed: Tensor) -> None:
+    def _decide(self, trial: TrialState, agreed: Tensor) -> None:
         """Take the way that all workers together found quicker: the same at all of them, since they see one sum."""
         exactly, encoded, workers = agreed.tolist()
         trial.encodes = encoded < exactly
@@ -92,19 +92,19 @@ class when_it_pays(Placed):
                 f"{way} for {self.again} rounds"
             )
 
-    def bytes_of(self, x: Tensor, scene: CodecContext = ALONE) -> int:
-        return max(x.numel() * x.element_size(), bytes_in(self.codec, x, scene)) + AGREEMENT_BYTES
+    def bytes_of(self, x: Tensor, context: CodecContext = SINGLE_WORKER) -> int:
+        return max(x.numel() * x.element_size(), bytes_in(self.codec, x, context)) + AGREEMENT_BYTES
 
 
-class Trial:
+class TrialState:
     """What `when_it_pays` remembers: the codec's memory, the rounds so far, the times of either way, the decision.
 
     The rounds and the decision are the same at all workers, and have to be.
     """
 
-    def __init__(self, inner: Any, scene: CodecContext) -> None:
+    def __init__(self, inner: Any, context: CodecContext) -> None:
         self.inner = inner
-        self.clock, self.notice, self.worker = scene.clock, scene.notice, scene.worker
+        self.clock, self.notice, self.worker = context.clock, context.notice, context.worker
         self.round = 0
         self.encodes = True
         self.seconds: tuple[list[float], list[float]] = ([], [])
@@ -123,9 +123,9 @@ class Trial:
         return torch.tensor([*map(fmean, self.seconds), 1.0])
 
 
-def _exactly(x: Tensor, owed: Tensor | None) -> CollectiveCoroutine:
+def _exactly(x: Tensor, residual: Tensor | None) -> CollectiveCoroutine:
     """Everything as it is, with all that is owed."""
-    result = cast("Tensor", (yield AllReduceMean(x if owed is None else x.add_(owed))))
-    if owed is not None:
-        owed.zero_()
+    result = cast("Tensor", (yield AllReduceMean(x if residual is None else x.add_(residual))))
+    if residual is not None:
+        residual.zero_()
     return result

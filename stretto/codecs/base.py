@@ -42,7 +42,7 @@ class CodecContext:
     """Tells the user something that he should know."""
 
 
-ALONE = CodecContext()
+SINGLE_WORKER = CodecContext()
 
 
 class Codec(Answer):
@@ -61,7 +61,7 @@ class Codec(Answer):
         return False
 
     @property
-    def fixed(self) -> bool:
+    def fixed_size(self) -> bool:
         """Whether `bytes_of` is what is said, and not only the most that may be."""
         return True
 
@@ -90,19 +90,19 @@ class Codec(Answer):
         """The codec in which a server replies on arrival; None for exact numbers."""
         return None
 
-    def within(self) -> Iterator[Codec]:
+    def components(self) -> Iterator[Codec]:
         """Itself and all codecs that it is made of."""
         yield self
         for field in fields(self):  # type: ignore[arg-type]
             part = getattr(self, field.name)
             if isinstance(part, Codec):
-                yield from part.within()
+                yield from part.components()
 
-    def memory(self, like: Tensor, scene: CodecContext = ALONE) -> Any:
+    def init_state(self, like: Tensor, context: CodecContext = SINGLE_WORKER) -> Any:
         """A fresh memory for tensors like this one; None for codecs that remember nothing."""
         return None
 
-    def converse(self, x: Tensor, memory: Any, owed: Tensor | None = None) -> CollectiveCoroutine:
+    def average(self, x: Tensor, state: Any, residual: Tensor | None = None) -> CollectiveCoroutine:
         """The conversation that ends in the mean of everyone's `x`, as far as the encoding lets it through.
 
         `x` is this worker's contribution (see Mean) and is given away. With `owed`, x is added to it, the sum is what
@@ -114,35 +114,35 @@ class Codec(Answer):
         """The bytes of all that a worker says about `x`, before the wire multiplies them; at most, unless `fixed`."""
         raise NotImplementedError
 
-    def residual(self, memory: Any) -> Tensor | None:
+    def residual(self, state: Any) -> Tensor | None:
         """What is still owed, if the codec keeps that."""
         return None
 
-    def take_on(self, memory: Any, owed: Tensor) -> None:
+    def add_residual(self, state: Any, residual: Tensor) -> None:
         """Owe this as well, which another worker has left: e <- e + owed. A codec that keeps nothing lets it go."""
-        mine = self.residual(memory)
+        mine = self.residual(state)
         if mine is not None:
-            mine.add_(owed)
+            mine.add_(residual)
 
-    def entries(self, message: Tensor, like: Tensor) -> int:
+    def values_sent(self, message: Tensor, like: Tensor) -> int:
         """How many numbers of `like` a message speaks of."""
         return like.numel()
 
     # --- pairs ------------------------------------------------------------------------------------------------
 
-    def encode(self, x: Tensor, memory: Any) -> Tensor:
+    def encode(self, x: Tensor, state: Any) -> Tensor:
         """The message for x, a flat tensor that is given away. Only of a pair, as what follows."""
         raise NotImplementedError
 
-    def encode_owed(self, x: Tensor, owed: Tensor, memory: Any) -> Tensor:
+    def encode_with_residual(self, x: Tensor, residual: Tensor, state: Any) -> Tensor:
         """The message for `owed + x`; `owed` becomes what the message leaves out. `x` is given away.
 
         Where a message says exactly some of the numbers, nothing is lost: carried + owed is the input to the bit.
         """
         refuse_not_finite(x, self)
-        owed.add_(x)
-        message = self.encode(x.copy_(owed), memory)
-        owed.sub_(self.decode(message, owed.new_empty(owed.shape)))
+        residual.add_(x)
+        message = self.encode(x.copy_(residual), state)
+        residual.sub_(self.decode(message, residual.new_empty(residual.shape)))
         return message
 
     def decode(self, message: Tensor, like: Tensor) -> Tensor:
@@ -168,8 +168,8 @@ class SingleRound(Codec):
     def pair(self) -> bool:
         return True
 
-    def converse(self, x: Tensor, memory: Any, owed: Tensor | None = None) -> CollectiveCoroutine:
-        message = self.encode(x, memory) if owed is None else self.encode_owed(x, owed, memory)
+    def average(self, x: Tensor, state: Any, residual: Tensor | None = None) -> CollectiveCoroutine:
+        message = self.encode(x, state) if residual is None else self.encode_with_residual(x, residual, state)
         return (yield from self.exchange(message, x))
 
     def exchange(self, message: Tensor, like: Tensor) -> CollectiveCoroutine:

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from stretto.codecs.base import Codec
 from stretto.codecs.exact import exact
-from stretto.codecs.wrapper import Around
+from stretto.codecs.wrapper import WrappingCodec
 from stretto.errors import RecipeError, explain
 
 
 @dataclass(frozen=True, repr=False)
-class both_ways(Around):
+class both_ways(WrappingCodec):
     """Encode what workers send as `up` says, and what a server on arrival replies as `down` says.
 
     The server knows what each worker knows of its parameters, k_i, and replies with the difference:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
-from stretto.codecs.base import ALONE, Block, Codec, CodecContext, refuse_not_finite
+from stretto.codecs.base import SINGLE_WORKER, Block, Codec, CodecContext, refuse_not_finite
 from stretto.codecs.exact import exact
 from stretto.collective_ops import CollectiveCoroutine
 from stretto.errors import RecipeError, explain
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class Placed(Codec):
     """Base of the codecs that look at the parameters' places and shapes: what they say depends on these."""
 
-    def bytes_of(self, x: Tensor, scene: CodecContext = ALONE) -> int:
+    def bytes_of(self, x: Tensor, context: CodecContext = SINGLE_WORKER) -> int:
         """The bytes that a worker says about a range with these parameters."""
         raise NotImplementedError
 
@@ -53,8 +53,8 @@ class by_size(Placed):
                 )
 
     @property
-    def fixed(self) -> bool:
-        return self.large.fixed and self.small.fixed
+    def fixed_size(self) -> bool:
+        return self.large.fixed_size and self.small.fixed_size
 
     @property
     def keeps_residual(self) -> bool:
@@ -68,58 +68,58 @@ class by_size(Placed):
     def sources(self) -> tuple[str, ...]:
         return self.large.sources() + self.small.sources()
 
-    def memory(self, like: Tensor, scene: CodecContext = ALONE) -> list[Part]:
-        return [Part(codec, runs, like, scene) for codec, runs in self._classes(like, scene)]
+    def init_state(self, like: Tensor, context: CodecContext = SINGLE_WORKER) -> list[PartState]:
+        return [PartState(codec, runs, like, context) for codec, runs in self._classes(like, context)]
 
-    def converse(self, x: Tensor, memory: Any, owed: Tensor | None = None) -> CollectiveCoroutine:
+    def average(self, x: Tensor, state: Any, residual: Tensor | None = None) -> CollectiveCoroutine:
         refuse_not_finite(x, self)
-        parts: list[Part] = memory
+        parts: list[PartState] = state
         results, debts = [], []
         for part in parts:
-            debt = None if owed is None else part.gather(owed)
-            results.append((yield from part.codec.converse(part.gather(x), part.memory, debt)))
+            debt = None if residual is None else part.gather(residual)
+            results.append((yield from part.codec.average(part.gather(x), part.state, debt)))
             debts.append(debt)
         for part, result, debt in zip(parts, results, debts, strict=True):
             part.scatter(result, x)
-            if owed is not None and debt is not None:
-                part.scatter(debt, owed)
+            if residual is not None and debt is not None:
+                part.scatter(debt, residual)
         return x
 
-    def residual(self, memory: Any) -> Tensor | None:
-        parts: list[Part] = memory
-        kept = [(part, owed) for part in parts if (owed := part.codec.residual(part.memory)) is not None]
+    def residual(self, state: Any) -> Tensor | None:
+        parts: list[PartState] = state
+        kept = [(part, residual) for part in parts if (residual := part.codec.residual(part.state)) is not None]
         if not kept:
             return None
         whole = kept[0][1].new_zeros(kept[0][0].whole)
-        for part, owed in kept:
-            part.scatter(owed, whole)
+        for part, residual in kept:
+            part.scatter(residual, whole)
         return whole
 
-    def take_on(self, memory: Any, owed: Tensor) -> None:
-        parts: list[Part] = memory
+    def add_residual(self, state: Any, residual: Tensor) -> None:
+        parts: list[PartState] = state
         for part in parts:
-            part.codec.take_on(part.memory, part.gather(owed))
+            part.codec.add_residual(part.state, part.gather(residual))
 
-    def bytes_of(self, x: Tensor, scene: CodecContext = ALONE) -> int:
-        parts = self.memory(x, scene)
-        return sum(bytes_in(part.codec, part.gather(x), part.scene) for part in parts)
+    def bytes_of(self, x: Tensor, context: CodecContext = SINGLE_WORKER) -> int:
+        parts = self.init_state(x, context)
+        return sum(bytes_in(part.codec, part.gather(x), part.context) for part in parts)
 
-    def _classes(self, like: Tensor, scene: CodecContext) -> list[tuple[Codec, list[Block]]]:
+    def _classes(self, like: Tensor, context: CodecContext) -> list[tuple[Codec, list[Block]]]:
         """The codecs with the parameters that go through them, without those that have none."""
-        blocks = scene.blocks or [Block("", 0, like.numel(), (like.numel(),))]
+        blocks = context.blocks or [Block("", 0, like.numel(), (like.numel(),))]
         large = [block for block in blocks if block.stop - block.start >= self.least]
         small = [block for block in blocks if block.stop - block.start < self.least]
         return [(codec, its) for codec, its in ((self.large, large), (self.small, small)) if its]
 
 
-class Part:
+class PartState:
     """The parameters of one class, as one flat tensor: where they are in the range, and their codec's memory."""
 
-    def __init__(self, codec: Codec, blocks: Sequence[Block], like: Tensor, scene: CodecContext) -> None:
+    def __init__(self, codec: Codec, blocks: Sequence[Block], like: Tensor, context: CodecContext) -> None:
         self.codec, self.whole = codec, like.numel()
         self.runs = _merged(blocks)
-        self.scene = replace(scene, blocks=_moved_up(blocks) if scene.blocks else (), theta=None)
-        self.memory = codec.memory(self.gather(like), self.scene)
+        self.context = replace(context, blocks=_moved_up(blocks) if context.blocks else (), theta=None)
+        self.state = codec.init_state(self.gather(like), self.context)
 
     def gather(self, flat: Tensor) -> Tensor:
         """Its numbers: of one run a view, otherwise a copy."""
@@ -137,9 +137,9 @@ def conserves(codec: Codec) -> bool:
     return bool(getattr(codec, "conserves", not codec.keeps_residual))
 
 
-def bytes_in(codec: Codec, x: Tensor, scene: CodecContext) -> int:
+def bytes_in(codec: Codec, x: Tensor, context: CodecContext) -> int:
     """What a codec declares for a range with known parameters."""
-    return codec.bytes_of(x, scene) if isinstance(codec, Placed) else codec.bytes_of(x)
+    return codec.bytes_of(x, context) if isinstance(codec, Placed) else codec.bytes_of(x)
 
 
 def _merged(blocks: Sequence[Block]) -> list[range]:

@@ -28,16 +28,16 @@ class cast(SingleRound):
     elementwise = True
     papers = ("Micikevicius et al. 2018 (1710.03740)",)
 
-    def encode(self, x: Tensor, memory: Any) -> Tensor:
+    def encode(self, x: Tensor, state: Any) -> Tensor:
         return x.bfloat16() if self.to == "bf16" else x.half()
 
-    def encode_owed(self, x: Tensor, owed: Tensor, memory: Any) -> Tensor:
+    def encode_with_residual(self, x: Tensor, residual: Tensor, state: Any) -> Tensor:
         """What is beyond the range of fp16 is owed, not infinite."""
         refuse_not_finite(x, self)
-        owed.add_(x)
+        residual.add_(x)
         most = MOST[self.to]
-        message = self.encode(owed.clamp(-most, most), memory)
-        owed.sub_(message)
+        message = self.encode(residual.clamp(-most, most), state)
+        residual.sub_(message)
         return message
 
     def decode(self, message: Tensor, like: Tensor) -> Tensor:

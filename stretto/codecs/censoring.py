@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
-from stretto.codecs.base import ALONE, CodecContext
-from stretto.codecs.difference_threshold import Moves, moves
-from stretto.codecs.sparsifier import Sparse
+from stretto.codecs.base import SINGLE_WORKER, CodecContext
+from stretto.codecs.difference_threshold import ParameterMoves, parameter_moves
+from stretto.codecs.sparsifier import Sparsifier
 from stretto.lazy_torch import torch
 from stretto.spec import Range
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, repr=False)
-class censored(Sparse):
+class censored(Sparsifier):
     """Send the whole vector when it is large beside the parameters' last move, and nothing otherwise.
 
     a is sent when ||a|| > (xi / M) ||theta^k - theta^(k-1)||, with M workers
@@ -31,16 +31,16 @@ class censored(Sparse):
     papers = ("Chen, Blum, Sadler 2021 (1909.03631)", "Chen et al. 2018 (1805.09965)")
     needs_theta = True
 
-    def memory(self, like: Tensor, scene: CodecContext = ALONE) -> Moves:
-        return moves(self, scene)
+    def init_state(self, like: Tensor, context: CodecContext = SINGLE_WORKER) -> ParameterMoves:
+        return parameter_moves(self, context)
 
-    def select(self, x: Tensor, owed: Tensor | None, memory: Moves) -> tuple[Tensor, Tensor]:
-        a = x if owed is None else owed.add_(x)
-        if _norm(a) <= self.xi / memory.workers * _norm(memory.moved(x)):
+    def select(self, x: Tensor, residual: Tensor | None, state: ParameterMoves) -> tuple[Tensor, Tensor]:
+        a = x if residual is None else residual.add_(x)
+        if _norm(a) <= self.xi / state.workers * _norm(state.moved(x)):
             return a.new_empty(0, dtype=torch.int32), a.new_empty(0)
         values = a.clone()
-        if owed is not None:
-            owed.zero_()
+        if residual is not None:
+            residual.zero_()
         return torch.arange(a.numel(), dtype=torch.int32, device=a.device), values
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from stretto.codecs.base import ALONE, Codec, CodecContext
+from stretto.codecs.base import SINGLE_WORKER, Codec, CodecContext
 from stretto.codecs.exact import exact
-from stretto.codecs.sparsifier import Sparse, aligned
+from stretto.codecs.sparsifier import Sparsifier, aligned
 from stretto.errors import RecipeError, TransportError, explain
 from stretto.lazy_torch import torch
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Both(NamedTuple):
+class ChainState(NamedTuple):
     """What a worker remembers for either codec."""
 
     selector: Any
@@ -23,7 +23,7 @@ class Both(NamedTuple):
 
 
 @dataclass(frozen=True, repr=False)
-class chain(Sparse):
+class chain(Sparsifier):
     """Send the numbers that `selector` selects, their values as `encoding` says them.
 
     Inside `error_feedback` what the second leaves out of a value is owed as well as what the first left out. Behind
@@ -36,15 +36,15 @@ class chain(Sparse):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.selector, Sparse) or isinstance(self.selector, chain):
+        if not isinstance(self.selector, Sparsifier) or isinstance(self.selector, chain):
             raise self._refused(f"{self.selector} does not select any", "chain(top_k(0.01), ...)")
-        if self.selector.keeps_residual or not self.selector.says_exactly:
+        if self.selector.keeps_residual or not self.selector.values_exact:
             raise self._refused(f"{self.selector} has its own way with their values", str(self.selector))
         if not self.encoding.pair or self._unfit(self.encoding):
             raise self._refused(f"{self.encoding} can't encode them", f"chain({self.selector}, quantise(8))")
 
     def _unfit(self, codec: Codec) -> bool:
-        return isinstance(codec, Sparse) or codec.keeps_residual or codec.needs_theta or codec.reply is not None
+        return isinstance(codec, Sparsifier) or codec.keeps_residual or codec.needs_theta or codec.reply is not None
 
     def _refused(self, why: str, to_type: str) -> RecipeError:
         return RecipeError(
@@ -57,8 +57,8 @@ class chain(Sparse):
         )
 
     @property
-    def _first(self) -> Sparse:
-        assert isinstance(self.selector, Sparse)
+    def _first(self) -> Sparsifier:
+        assert isinstance(self.selector, Sparsifier)
         return self.selector
 
     @property
@@ -70,12 +70,12 @@ class chain(Sparse):
         return self.selector.needs_theta
 
     @property
-    def says_exactly(self) -> bool:
+    def values_exact(self) -> bool:
         return isinstance(self.encoding, exact)
 
     @property
-    def splits(self) -> bool:
-        return self.says_exactly and self._first.splits
+    def exact_split(self) -> bool:
+        return self.values_exact and self._first.exact_split
 
     @property
     def overshoots(self) -> bool:
@@ -89,40 +89,40 @@ class chain(Sparse):
     def sources(self) -> tuple[str, ...]:
         return (*self.selector.sources(), *self.encoding.sources())
 
-    def memory(self, like: Tensor, scene: CodecContext = ALONE) -> Both:
-        return Both(self.selector.memory(like, scene), self.encoding.memory(like, scene))
+    def init_state(self, like: Tensor, context: CodecContext = SINGLE_WORKER) -> ChainState:
+        return ChainState(self.selector.init_state(like, context), self.encoding.init_state(like, context))
 
-    def select(self, x: Tensor, owed: Tensor | None, memory: Both) -> tuple[Tensor, Tensor]:
-        return self._first.select(x, owed, memory.selector)
+    def select(self, x: Tensor, residual: Tensor | None, state: ChainState) -> tuple[Tensor, Tensor]:
+        return self._first.select(x, residual, state.selector)
 
-    def most_entries(self, n: int) -> int:
-        return self._first.most_entries(n)
+    def max_values(self, n: int) -> int:
+        return self._first.max_values(n)
 
-    def tell(self, indices: Tensor, like: Tensor, memory: Both) -> Tensor:
-        return self._first.tell(indices, like, memory.selector)
+    def encode_indices(self, indices: Tensor, like: Tensor, state: ChainState) -> Tensor:
+        return self._first.encode_indices(indices, like, state.selector)
 
-    def told(self, message: Tensor, like: Tensor) -> tuple[Tensor, int]:
-        return self._first.told(message, like)
+    def decode_indices(self, message: Tensor, like: Tensor) -> tuple[Tensor, int]:
+        return self._first.decode_indices(message, like)
 
-    def most_place_bytes(self, entries: int, n: int) -> int:
-        return self._first.most_place_bytes(entries, n)
+    def max_index_bytes(self, entries: int, n: int) -> int:
+        return self._first.max_index_bytes(entries, n)
 
-    def say(self, values: Tensor, indices: Tensor, memory: Both) -> Tensor:
-        return self.encoding.encode(values, memory.encoding)
+    def encode_values(self, values: Tensor, indices: Tensor, state: ChainState) -> Tensor:
+        return self.encoding.encode(values, state.encoding)
 
-    def hear(self, said: Tensor, indices: Tensor, like: Tensor) -> Tensor:
-        if self.encoding.fixed:
-            self.expect(said, self.encoding.bytes_of(like))
+    def decode_values(self, said: Tensor, indices: Tensor, like: Tensor) -> Tensor:
+        if self.encoding.fixed_size:
+            self.check_length(said, self.encoding.bytes_of(like))
         try:
-            return self.encoding.decode(aligned(said, self.kind(like)), like)
+            return self.encoding.decode(aligned(said, self.value_dtype(like)), like)
         except (ValueError, RuntimeError) as error:
             raise TransportError(f"a message of another worker is not in the encoding {self}: {error}") from error
 
-    def bytes_said(self, entries: int, like: Tensor) -> int:
+    def value_bytes(self, entries: int, like: Tensor) -> int:
         return self.encoding.bytes_of(torch.empty(entries, dtype=like.dtype, device="meta"))
 
-    def kind(self, like: Tensor) -> torch.dtype:
+    def value_dtype(self, like: Tensor) -> torch.dtype:
         if not self.encoding.linear:
             return torch.uint8
         nothing = like.new_empty(0)
-        return self.encoding.encode(nothing, self.encoding.memory(nothing)).dtype
+        return self.encoding.encode(nothing, self.encoding.init_state(nothing)).dtype

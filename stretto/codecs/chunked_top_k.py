@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 from stretto import kernels
-from stretto.codecs.sparsifier import Sparse, aligned, without_zeros
+from stretto.codecs.sparsifier import Sparsifier, aligned, without_zeros
 from stretto.lazy_torch import torch
 from stretto.spec import Range
 
@@ -17,7 +17,7 @@ MOST = (2 - 2**-7) * 2.0**127
 
 
 @dataclass(frozen=True, repr=False)
-class chunked(Sparse):
+class chunked(Sparsifier):
     """Send the `k` largest numbers of every `chunk`, their values in `bits` bits; SparseLoCo's encoding.
 
     bits = 2: the sign, and which of two magnitudes: the means of those of the chunk's k that lie above the middle of
@@ -36,20 +36,20 @@ class chunked(Sparse):
     papers = ("Sarfi et al. 2025 (2508.15706)",)
 
     @property
-    def says_exactly(self) -> bool:
+    def values_exact(self) -> bool:
         return self.bits == 32
 
     def contraction(self, n: int) -> float | None:
         """The delta of `||a - C(a)||^2 <= (1 - delta) ||a||^2`, where values are sent as they are."""
         return min(1.0, self.k / min(n, self.chunk)) if self.bits == 32 and n else None
 
-    def select(self, x: Tensor, owed: Tensor | None, memory: Any) -> tuple[Tensor, Tensor]:
-        return without_zeros(*kernels.on(x).take_largest_per_chunk(x, owed, self.chunk, self.k))
+    def select(self, x: Tensor, residual: Tensor | None, state: Any) -> tuple[Tensor, Tensor]:
+        return without_zeros(*kernels.on(x).take_largest_per_chunk(x, residual, self.chunk, self.k))
 
-    def most_entries(self, n: int) -> int:
+    def max_values(self, n: int) -> int:
         return n // self.chunk * min(self.k, self.chunk) + min(self.k, n % self.chunk)
 
-    def say(self, values: Tensor, indices: Tensor, memory: Any) -> Tensor:
+    def encode_values(self, values: Tensor, indices: Tensor, state: Any) -> Tensor:
         if self.bits == 32:
             return values
         chunks, sizes = self._chunks(indices), values.abs().clamp(max=MOST).float()
@@ -57,12 +57,12 @@ class chunked(Sparse):
         codes |= (values < 0).to(torch.uint8) << self.bits - 1
         return torch.cat([scales.view(torch.uint8), packed(codes, self.bits)])
 
-    def hear(self, said: Tensor, indices: Tensor, like: Tensor) -> Tensor:
+    def decode_values(self, said: Tensor, indices: Tensor, like: Tensor) -> Tensor:
         if self.bits == 32:
-            return super().hear(said, indices, like)
+            return super().decode_values(said, indices, like)
         chunks = self._chunks(indices)
         count = int(chunks[-1]) + 1 if indices.numel() else 0
-        self.expect(said, 4 * count + (like.numel() * self.bits + 7) // 8)
+        self.check_length(said, 4 * count + (like.numel() * self.bits + 7) // 8)
         codes = unpacked(said[4 * count :], self.bits)[: like.numel()]
         sizes = (codes & (1 << self.bits - 1) - 1).long()
         if self.bits == 2:
@@ -72,12 +72,12 @@ class chunked(Sparse):
             sizes_said = (sizes * steps[chunks]).to(like.dtype)
         return torch.where(codes >> self.bits - 1 == 1, -sizes_said, sizes_said)
 
-    def bytes_said(self, entries: int, like: Tensor) -> int:
+    def value_bytes(self, entries: int, like: Tensor) -> int:
         if self.bits == 32:
             return entries * like.element_size()
         return 4 * -(-like.numel() // self.chunk) + (entries * self.bits + 7) // 8
 
-    def kind(self, like: Tensor) -> torch.dtype:
+    def value_dtype(self, like: Tensor) -> torch.dtype:
         return like.dtype if self.bits == 32 else torch.uint8
 
     @property

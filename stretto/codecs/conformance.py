@@ -56,7 +56,7 @@ def check_codec(
         for length in LENGTHS:
             for workers in (1, 2, 3):
                 _check_mean(codec, dtype, length, workers, tolerance)
-                _check_owed(codec, dtype, length, workers, tolerance)
+                _check_residual(codec, dtype, length, workers, tolerance)
             _check_handed_over(codec, dtype, length)
         _check_kinds(codec, dtype, tolerance, huge)
         _check_refuses(codec, dtype)
@@ -124,9 +124,9 @@ class _Crew:
             for block in blocks:
                 self._mask[block.start : block.stop] = 1
         like = torch.zeros(length, dtype=dtype)
-        scenes = [CodecContext(worker, workers, 7, blocks, theta) for worker, theta in enumerate(self._thetas)]
-        self.memories = [codec.memory(like, scene) for scene in scenes]
-        self.owed = [like.clone() for _ in range(workers)]
+        contexts = [CodecContext(worker, workers, 7, blocks, theta) for worker, theta in enumerate(self._thetas)]
+        self.states = [codec.init_state(like, context) for context in contexts]
+        self.residual = [like.clone() for _ in range(workers)]
 
     def drawn(self, kind: Kind) -> Tensor:
         return kind(self.length, self._source).to(self.dtype)
@@ -134,13 +134,15 @@ class _Crew:
     def contributions(self, kind: Kind) -> list[Tensor]:
         return [self.drawn(kind) / self.workers * self._mask for _ in range(self.workers)]
 
-    def round(self, given: Sequence[Tensor], with_owed: bool = False) -> tuple[list[Tensor], list[list[CollectiveOp]]]:
+    def round(
+        self, given: Sequence[Tensor], with_residual: bool = False
+    ) -> tuple[list[Tensor], list[list[CollectiveOp]]]:
         """One conversation of all; the parameters move."""
-        if with_owed:
-            told = zip(given, self.memories, self.owed, strict=True)
-            talks = [self.codec.converse(x.clone(), memory, owed) for x, memory, owed in told]
+        if with_residual:
+            told = zip(given, self.states, self.residual, strict=True)
+            talks = [self.codec.average(x.clone(), state, residual) for x, state, residual in told]
         else:
-            talks = [self.codec.converse(x.clone(), memory) for x, memory in zip(given, self.memories, strict=True)]
+            talks = [self.codec.average(x.clone(), state) for x, state in zip(given, self.states, strict=True)]
         move = 0.1 * self.drawn(_normal)
         found = hold(talks)
         for theta in self._thetas:
@@ -150,8 +152,8 @@ class _Crew:
     def residuals(self) -> list[Tensor]:
         """What the workers owe."""
         if not self.codec.keeps_residual:
-            return self.owed
-        return [kept for one in self.memories if (kept := self.codec.residual(one)) is not None]
+            return self.residual
+        return [kept for one in self.states if (kept := self.codec.residual(one)) is not None]
 
     def __str__(self) -> str:
         return f"{self.codec} on {self.length} numbers of {self.dtype} from {self.workers} workers"
@@ -204,7 +206,7 @@ def _check_bytes(codec: Codec, x: Tensor, turns: Sequence[Sequence[CollectiveOp]
     for worker in range(len(turns[0])):
         said = sum(turn[worker].tensor.nbytes for turn in turns)
         assert said <= declared, f"{what}: {said} bytes were said, at most {declared} declared"
-        assert said == declared or not codec.fixed, f"{what}: {said} bytes were said, {declared} declared"
+        assert said == declared or not codec.fixed_size, f"{what}: {said} bytes were said, {declared} declared"
 
 
 def _same_everywhere(results: Sequence[Tensor], like: Tensor, what: str) -> None:
@@ -267,16 +269,16 @@ def _check_refuses(codec: Codec, dtype: torch.dtype) -> None:
         crew.round(crew.contributions(_normal))
         x = crew.drawn(_normal)
         x[2500] = wild
-        acts: list[Callable[[], object]] = [lambda: next(codec.converse(x.clone(), crew.memories[0]))]  # noqa: B023
+        acts: list[Callable[[], object]] = [lambda: next(codec.average(x.clone(), crew.states[0]))]  # noqa: B023
         if not codec.keeps_residual:
-            acts.append(lambda: next(codec.converse(x.clone(), crew.memories[0], crew.owed[0])))  # noqa: B023
+            acts.append(lambda: next(codec.average(x.clone(), crew.states[0], crew.residual[0])))  # noqa: B023
         if codec.pair:
-            acts.append(lambda: codec.encode(x.clone(), crew.memories[0]))  # noqa: B023
-        before, owed = copy.deepcopy(crew.memories[0]), crew.owed[0].clone()
+            acts.append(lambda: codec.encode(x.clone(), crew.states[0]))  # noqa: B023
+        before, residual = copy.deepcopy(crew.states[0]), crew.residual[0].clone()
         for act in acts:
             _refused(act, f"{crew}: {wild}")
-            assert _alike(before, crew.memories[0]), f"{crew}: {wild} was refused and the memory has changed"
-            assert torch.equal(owed, crew.owed[0]), f"{crew}: {wild} was refused and what is owed has changed"
+            assert _alike(before, crew.states[0]), f"{crew}: {wild} was refused and the memory has changed"
+            assert torch.equal(residual, crew.residual[0]), f"{crew}: {wild} was refused and what is owed has changed"
 
 
 def _refused(act: Callable[[], object], what: str) -> None:
@@ -311,18 +313,18 @@ def _check_handed_over(codec: Codec, dtype: torch.dtype, length: int) -> None:
     for in_blocks in (False, True):
         crew = _Crew(codec, dtype, length, 2, in_blocks)
         crew.round(crew.contributions(_normal))
-        mine, theirs = (codec.residual(one) for one in crew.memories)
+        mine, theirs = (codec.residual(one) for one in crew.states)
         if mine is None or theirs is None:
             return
         together, left = mine + theirs, theirs.clone()
-        codec.take_on(crew.memories[0], left)
-        found = codec.residual(crew.memories[0])
+        codec.add_residual(crew.states[0], left)
+        found = codec.residual(crew.states[0])
         assert found is not None, f"{crew}: nothing is owed any more"
         assert torch.equal(found, together), f"{crew}: what another owed was not taken on whole"
         assert torch.equal(left, theirs), f"{crew}: what was taken on was changed"
 
 
-def _check_owed(codec: Codec, dtype: torch.dtype, length: int, workers: int, tolerance: float) -> None:
+def _check_residual(codec: Codec, dtype: torch.dtype, length: int, workers: int, tolerance: float) -> None:
     """What was carried and what is owed sum to what was given."""
     if not getattr(codec, "conserves", not codec.keeps_residual):
         return
@@ -334,12 +336,12 @@ def _check_owed(codec: Codec, dtype: torch.dtype, length: int, workers: int, tol
         for _ in range(ROUNDS):
             given = crew.contributions(_normal)
             before = [one.clone() for one in crew.residuals()]
-            results, _turns = crew.round(given, with_owed=not codec.keeps_residual)
+            results, _turns = crew.round(given, with_residual=not codec.keeps_residual)
             _same_everywhere(results, given[0], str(crew))
             given_all += sum(one.double() for one in given)
             carried_all += results[0].double()
             size += _largest(given) + _largest(before) + _largest(results[:1])
-            if workers == 1 and getattr(codec, "splits", False):
+            if workers == 1 and getattr(codec, "exact_split", False):
                 kept = torch.equal(results[0] + crew.residuals()[0], before[0] + given[0])
                 assert kept, f"{crew}: what is carried and what is owed are not what was given, to the bit"
         lost = given_all - carried_all - sum(one.double() for one in crew.residuals())
@@ -356,12 +358,14 @@ def _check_pair(codec: Codec, dtype: torch.dtype, tolerance: float) -> None:
         crew = _Crew(codec, dtype, length, 1)
         x = crew.drawn(_normal)
         what = f"{codec}, a message about {length} numbers of {dtype}"
-        message = codec.encode(x.clone(), crew.memories[0])
+        message = codec.encode(x.clone(), crew.states[0])
         found = codec.decode(message.clone(), torch.full_like(x, 3.0))
         _same_everywhere([found], x, what)
         _near(found, [x], tolerance, what)
         assert message.nbytes <= codec.bytes_of(x), f"{what}: {message.nbytes} bytes, {codec.bytes_of(x)} declared"
-        assert 0 <= codec.entries(message, x) <= length, f"{what}: it speaks of {codec.entries(message, x)} numbers"
+        assert 0 <= codec.values_sent(message, x) <= length, (
+            f"{what}: it speaks of {codec.values_sent(message, x)} numbers"
+        )
         total = x.clone()
         codec.add_to(total, message.clone())
         assert torch.allclose(total, x + found, rtol=4 * torch.finfo(dtype).eps, atol=1e-6), f"{what}: add_to differs"
@@ -374,7 +378,7 @@ def _check_garbage(codec: Codec, dtype: torch.dtype) -> None:
     """Bytes that are no message harm nobody. A linear codec's numbers may be any."""
     for length in (0, 1, 64, 1000):
         crew = _Crew(codec, dtype, length, 1)
-        message = codec.encode(crew.drawn(_normal), crew.memories[0])
+        message = codec.encode(crew.drawn(_normal), crew.states[0])
         if message.dtype != torch.uint8:
             return
         like = torch.zeros(length, dtype=dtype)

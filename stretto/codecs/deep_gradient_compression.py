@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 from stretto import kernels
-from stretto.codecs.base import ALONE, CodecContext
-from stretto.codecs.sparsifier import Sparse, share_of, without_zeros
+from stretto.codecs.base import SINGLE_WORKER, CodecContext
+from stretto.codecs.sparsifier import Sparsifier, share_of, without_zeros
 from stretto.lazy_torch import torch
 from stretto.spec import Range
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 STAGES = (0.25, 0.0625, 0.0156, 0.004)
 
 
-class Momentum:
+class MomentumState:
     """What a worker remembers: u, the momentum, v, what is owed of its sum, and how many rounds there were."""
 
     def __init__(self, like: Tensor, workers: int) -> None:
@@ -35,7 +35,7 @@ class Momentum:
 
 
 @dataclass(frozen=True, repr=False)
-class deep_gradient_compression(Sparse):
+class deep_gradient_compression(Sparsifier):
     """Deep gradient compression: momentum is made before anything is left out, and forgotten where it was sent.
 
     u = m u + x;  v = v + u;  send the ceil(ratio * n) largest of v;  where sent: v = 0, u = 0
@@ -56,24 +56,24 @@ class deep_gradient_compression(Sparse):
     papers = ("Lin et al. 2018 (1712.01887)",)
     keeps_residual = True
 
-    def memory(self, like: Tensor, scene: CodecContext = ALONE) -> Momentum:
-        return Momentum(like, scene.workers)
+    def init_state(self, like: Tensor, context: CodecContext = SINGLE_WORKER) -> MomentumState:
+        return MomentumState(like, context.workers)
 
-    def residual(self, memory: Momentum) -> Tensor:
-        return memory.v
+    def residual(self, state: MomentumState) -> Tensor:
+        return state.v
 
-    def select(self, x: Tensor, owed: Tensor | None, memory: Momentum) -> tuple[Tensor, Tensor]:
-        memory.u.mul_(self.momentum).add_(self._clipped(x, memory.workers))
-        ratio = self._ratio(memory.round)
-        memory.round += 1
-        indices, values = kernels.on(x).take_largest(memory.u, memory.v, share_of(ratio, x.numel()))
-        memory.u[indices] = 0
+    def select(self, x: Tensor, residual: Tensor | None, state: MomentumState) -> tuple[Tensor, Tensor]:
+        state.u.mul_(self.momentum).add_(self._clipped(x, state.workers))
+        ratio = self._ratio(state.round)
+        state.round += 1
+        indices, values = kernels.on(x).take_largest(state.u, state.v, share_of(ratio, x.numel()))
+        state.u[indices] = 0
         return without_zeros(indices, values)
 
-    def most_entries(self, n: int) -> int:
+    def max_values(self, n: int) -> int:
         return share_of(self._ratio(0), n)
 
-    def encode_owed(self, x: Tensor, owed: Tensor, memory: Any) -> Tensor:
+    def encode_with_residual(self, x: Tensor, residual: Tensor, state: Any) -> Tensor:
         raise NotImplementedError(f"{self} keeps what it owes by itself")
 
     def _ratio(self, round_: int) -> float:

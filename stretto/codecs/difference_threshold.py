@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 from stretto import kernels
-from stretto.codecs.base import ALONE, Codec, CodecContext
-from stretto.codecs.sparsifier import Sparse
+from stretto.codecs.base import SINGLE_WORKER, Codec, CodecContext
+from stretto.codecs.sparsifier import Sparsifier
 from stretto.errors import RecipeError, explain
 from stretto.spec import Range
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Moves:
+class ParameterMoves:
     """What a worker remembers: the parameters, and what they were when it last encoded."""
 
     def __init__(self, theta: Tensor, workers: int) -> None:
@@ -34,9 +34,9 @@ class Moves:
         return moved.to(like.dtype)
 
 
-def moves(codec: Codec, scene: CodecContext) -> Moves:
+def parameter_moves(codec: Codec, context: CodecContext) -> ParameterMoves:
     """A memory of the parameters' moves; RecipeError where it is not known what is exchanged about them."""
-    if scene.theta is None:
+    if context.theta is None:
         raise RecipeError(
             explain(
                 f"{codec} compares what is sent with the parameters' moves, and here there are no parameters",
@@ -45,11 +45,11 @@ def moves(codec: Codec, scene: CodecContext) -> Moves:
                 to_type="top_k(0.01)",
             )
         )
-    return Moves(scene.theta.detach(), scene.workers)
+    return ParameterMoves(context.theta.detach(), context.workers)
 
 
 @dataclass(frozen=True, repr=False)
-class difference_threshold(Sparse):
+class difference_threshold(Sparsifier):
     """Send the numbers that are large beside the last move of their parameter; GD-SEC's rule.
 
     a_i is sent when |a_i| > (xi / M) |theta_i^k - theta_i^(k-1)|, with M workers
@@ -66,9 +66,9 @@ class difference_threshold(Sparse):
     papers = ("Chen, Blum, Takac, Sadler 2022 (2202.02491)",)
     needs_theta = True
 
-    def memory(self, like: Tensor, scene: CodecContext = ALONE) -> Moves:
-        return moves(self, scene)
+    def init_state(self, like: Tensor, context: CodecContext = SINGLE_WORKER) -> ParameterMoves:
+        return parameter_moves(self, context)
 
-    def select(self, x: Tensor, owed: Tensor | None, memory: Moves) -> tuple[Tensor, Tensor]:
-        indices, values = kernels.on(x).take_moved(x, owed, memory.moved(x), self.xi / memory.workers)
+    def select(self, x: Tensor, residual: Tensor | None, state: ParameterMoves) -> tuple[Tensor, Tensor]:
+        indices, values = kernels.on(x).take_moved(x, residual, state.moved(x), self.xi / state.workers)
         return indices, values

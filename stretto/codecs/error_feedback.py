@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
-from stretto.codecs.base import ALONE, Codec, CodecContext, refuse_not_finite
-from stretto.codecs.sparsifier import Sparse
-from stretto.codecs.wrapper import Around
+from stretto.codecs.base import SINGLE_WORKER, Codec, CodecContext, refuse_not_finite
+from stretto.codecs.sparsifier import Sparsifier
+from stretto.codecs.wrapper import WrappingCodec
 from stretto.collective_ops import CollectiveCoroutine
 from stretto.errors import RecipeError, explain
 from stretto.lazy_torch import torch
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Owed:
+class ResidualState:
     """What a worker remembers: what it owes, and its codec's memory."""
 
     def __init__(self, like: Tensor, inner: Any) -> None:
-        self.owed = torch.zeros_like(like)
+        self.residual = torch.zeros_like(like)
         self.inner = inner
 
 
 @dataclass(frozen=True, repr=False)
-class error_feedback(Around):
+class error_feedback(WrappingCodec):
     """Add what was left out before to what is sent next: a = decay * e + x;  send C(a);  e = a - C(a).
 
     With decay = 1 nothing is lost: over any number of rounds what was carried and what is still owed sum to what was
@@ -45,7 +45,7 @@ class error_feedback(Around):
         super().__post_init__()
         if self.codec.keeps_residual:
             raise _refused(self.codec, "which adds up by itself what it did not send", str(self.codec))
-        if isinstance(self.codec, Sparse) and self.codec.overshoots:
+        if isinstance(self.codec, Sparsifier) and self.codec.overshoots:
             why = "which says more than there is, so that what is owed would grow"
             raise _refused(self.codec, why, "error_feedback(random_k(0.01))")
 
@@ -65,27 +65,27 @@ class error_feedback(Around):
     def sources(self) -> tuple[str, ...]:
         return (*self.papers, *self.codec.sources())
 
-    def memory(self, like: Tensor, scene: CodecContext = ALONE) -> Owed:
-        return Owed(like, self.codec.memory(like, scene))
+    def init_state(self, like: Tensor, context: CodecContext = SINGLE_WORKER) -> ResidualState:
+        return ResidualState(like, self.codec.init_state(like, context))
 
-    def residual(self, memory: Owed) -> Tensor:
-        return memory.owed
+    def residual(self, state: ResidualState) -> Tensor:
+        return state.residual
 
-    def take_on(self, memory: Owed, owed: Tensor) -> None:
-        memory.owed.add_(owed)
+    def add_residual(self, state: ResidualState, residual: Tensor) -> None:
+        state.residual.add_(residual)
 
-    def converse(self, x: Tensor, memory: Owed, owed: Tensor | None = None) -> CollectiveCoroutine:
-        self._fade(x, memory)
-        return (yield from self.codec.converse(x, memory.inner, owed=memory.owed))
+    def average(self, x: Tensor, state: ResidualState, residual: Tensor | None = None) -> CollectiveCoroutine:
+        self._fade(x, state)
+        return (yield from self.codec.average(x, state.inner, residual=state.residual))
 
-    def encode(self, x: Tensor, memory: Owed) -> Tensor:
-        self._fade(x, memory)
-        return self.codec.encode_owed(x, memory.owed, memory.inner)
+    def encode(self, x: Tensor, state: ResidualState) -> Tensor:
+        self._fade(x, state)
+        return self.codec.encode_with_residual(x, state.residual, state.inner)
 
-    def _fade(self, x: Tensor, memory: Owed) -> None:
+    def _fade(self, x: Tensor, state: ResidualState) -> None:
         if self.decay != 1:
             refuse_not_finite(x, self)
-            memory.owed.mul_(self.decay)
+            state.residual.mul_(self.decay)
 
 
 def _refused(codec: Codec, why: str, to_type: str) -> RecipeError:

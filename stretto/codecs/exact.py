@@ -18,7 +18,7 @@ class exact(SingleRound):
     linear = True
     elementwise = True
 
-    def encode(self, x: Tensor, memory: Any) -> Tensor:
+    def encode(self, x: Tensor, state: Any) -> Tensor:
         return x
 
     def decode(self, message: Tensor, like: Tensor) -> Tensor:

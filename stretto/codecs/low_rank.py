@@ -7,7 +7,7 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
-from stretto.codecs.base import ALONE, Block, Codec, CodecContext, refuse_not_finite
+from stretto.codecs.base import SINGLE_WORKER, Block, Codec, CodecContext, refuse_not_finite
 from stretto.codecs.by_size import Placed
 from stretto.collective_ops import AllReduceMean, Answer, CollectiveCoroutine, CollectiveOp
 from stretto.lazy_torch import torch
@@ -39,26 +39,26 @@ class low_rank(Placed):
 
     papers = ("Vogels et al. 2019 (1905.13727)",)
 
-    def memory(self, like: Tensor, scene: CodecContext = ALONE) -> Bases:
-        return Bases(like, scene, self.rank)
+    def init_state(self, like: Tensor, context: CodecContext = SINGLE_WORKER) -> LowRankState:
+        return LowRankState(like, context, self.rank)
 
-    def bytes_of(self, x: Tensor, scene: CodecContext = ALONE) -> int:
-        matrices, rest = _cut(x.numel(), scene, self.rank)
+    def bytes_of(self, x: Tensor, context: CodecContext = SINGLE_WORKER) -> int:
+        matrices, rest = _cut(x.numel(), context, self.rank)
         factors = sum(self.rank * (one.rows + one.columns) for one in matrices)
         return _working(x.dtype).itemsize * (factors + sum(len(run) for run in rest))
 
-    def converse(self, x: Tensor, memory: Any, owed: Tensor | None = None) -> CollectiveCoroutine:
-        refuse_not_finite(x if owed is None else x.add_(owed), self)
-        own, plain = memory.views(x)
-        bases = memory.bases()
+    def average(self, x: Tensor, state: Any, residual: Tensor | None = None) -> CollectiveCoroutine:
+        refuse_not_finite(x if residual is None else x.add_(residual), self)
+        own, plain = state.views(x)
+        bases = state.bases()
         agreed = yield from _mean([*((m @ q.T).T for m, q in zip(own, bases, strict=True)), *plain], self)
         p, plain = orthonormal(agreed[: len(own)]), agreed[len(own) :]
         turned = [basis @ m for m, basis in zip(own, p, strict=True)]
         q = (yield from _mean(turned, self)) if turned else []
-        if owed is not None:
-            memory.owe(owed.copy_(x), p, turned)
-        memory.keep(q)
-        return cast("Bases", memory).write(x, p, q, plain)
+        if residual is not None:
+            state.owe(residual.copy_(x), p, turned)
+        state.keep(q)
+        return cast("LowRankState", state).write(x, p, q, plain)
 
 
 def _mean(tensors: Sequence[Tensor], codec: Codec) -> Generator[CollectiveOp, Answer, list[Tensor]]:
@@ -84,16 +84,16 @@ class Matrix:
         return flat[self.start : self.start + self.rows * self.columns].view(self.rows, self.columns)
 
 
-class Bases:
+class LowRankState:
     """What `low_rank` remembers: what was last agreed as Q of every matrix, and where the matrices are.
 
     It is the same at all workers, and has to be: whoever joins takes it over or all begin anew.
     """
 
-    def __init__(self, like: Tensor, scene: CodecContext, rank: int) -> None:
-        self.matrices, self.rest = _cut(like.numel(), scene, rank)
+    def __init__(self, like: Tensor, context: CodecContext, rank: int) -> None:
+        self.matrices, self.rest = _cut(like.numel(), context, rank)
         self.q = [like.new_zeros((rank, one.columns), dtype=_working(like.dtype)) for one in self.matrices]
-        self.seed, self.round = scene.seed, 0
+        self.seed, self.round = context.seed, 0
 
     def views(self, flat: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """The matrices of a flat range, and what rides along, in the type in which they are computed with."""
@@ -114,13 +114,13 @@ class Bases:
         """Remember what was agreed."""
         self.q, self.round = [one.clone() for one in q], self.round + 1
 
-    def owe(self, owed: Tensor, p: Sequence[Tensor], q: Sequence[Tensor]) -> None:
+    def owe(self, residual: Tensor, p: Sequence[Tensor], q: Sequence[Tensor]) -> None:
         """Take from `owed`, which is all that this worker wanted to say, what it has said."""
         for matrix, left, right in zip(self.matrices, p, q, strict=True):
-            its = matrix.of(owed)
+            its = matrix.of(residual)
             its.addmm_(left.T, right, alpha=-1) if its.dtype == left.dtype else its.sub_(left.T @ right)
         for run in self.rest:
-            owed[run.start : run.stop] = 0
+            residual[run.start : run.stop] = 0
 
     def write(self, x: Tensor, p: Sequence[Tensor], q: Sequence[Tensor], plain: Sequence[Tensor]) -> Tensor:
         """The agreed range, written over x; what lies between the parameters is zero."""
@@ -131,11 +131,11 @@ class Bases:
         return x
 
 
-def _cut(numbers: int, scene: CodecContext, rank: int) -> tuple[list[Matrix], list[range]]:
+def _cut(numbers: int, context: CodecContext, rank: int) -> tuple[list[Matrix], list[range]]:
     """The matrices of a range that become smaller, and the runs of numbers that ride along."""
     whole = Block("", 0, numbers, _near_square(numbers))
     matrices, rest = [], []
-    for block in scene.blocks or [whole]:
+    for block in context.blocks or [whole]:
         shape = (block.shape[0], math.prod(block.shape[1:])) if len(block.shape) > 1 else (1, block.stop - block.start)
         end = block.start + math.prod(shape)
         if rank * sum(shape) < math.prod(shape) and end <= block.stop:

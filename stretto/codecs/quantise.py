@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from stretto import kernels
-from stretto.codecs.base import ALONE, Codec, CodecContext, SingleRound, refuse_not_finite
+from stretto.codecs.base import SINGLE_WORKER, Codec, CodecContext, SingleRound, refuse_not_finite
 from stretto.errors import TransportError
 from stretto.lazy_torch import torch
 from stretto.spec import Range
@@ -51,19 +51,19 @@ class quantise(SingleRound):
         """The delta of ||a - C(a)||^2 <= (1 - delta) ||a||^2: the largest of a bucket is said, and others shrink."""
         return 1 / max(1, min(n, self.bucket)) if self.norm == "max" and not self.stochastic else None
 
-    def memory(self, like: Tensor, scene: CodecContext = ALONE) -> Any:
-        return Rounds(scene) if self.stochastic else None
+    def init_state(self, like: Tensor, context: CodecContext = SINGLE_WORKER) -> Any:
+        return RoundCounter(context) if self.stochastic else None
 
-    def encode(self, x: Tensor, memory: Any) -> Tensor:
-        return self._message(x, None, memory)
+    def encode(self, x: Tensor, state: Any) -> Tensor:
+        return self._message(x, None, state)
 
-    def encode_owed(self, x: Tensor, owed: Tensor, memory: Any) -> Tensor:
-        return self._message(x, owed, memory)
+    def encode_with_residual(self, x: Tensor, residual: Tensor, state: Any) -> Tensor:
+        return self._message(x, residual, state)
 
-    def _message(self, x: Tensor, owed: Tensor | None, memory: Rounds | None) -> Tensor:
+    def _message(self, x: Tensor, residual: Tensor | None, state: RoundCounter | None) -> Tensor:
         refuse_not_finite(x, self)
-        seed = memory.seed() if memory else None
-        packed, scales = kernels.on(x).quantise(x, owed, self.levels, self.bucket, self.norm, seed)
+        seed = state.seed() if state else None
+        packed, scales = kernels.on(x).quantise(x, residual, self.levels, self.bucket, self.norm, seed)
         return joined(scales, packed)
 
     def decode(self, message: Tensor, like: Tensor) -> Tensor:
@@ -75,7 +75,7 @@ class quantise(SingleRound):
             scales, packed = parted(message, *self.lengths(total.numel()), self)
             kernels.on(total).add_quantised(total, packed, scales, self.levels, self.bucket)
 
-    def entries(self, message: Tensor, like: Tensor) -> int:
+    def values_sent(self, message: Tensor, like: Tensor) -> int:
         return like.numel() if message.numel() else 0
 
     def bytes_of(self, x: Tensor) -> int:
@@ -87,11 +87,11 @@ class quantise(SingleRound):
         return -(-numbers // self.bucket), -(-numbers // NUMBERS_A_BYTE[self.levels])
 
 
-class Rounds:
+class RoundCounter:
     """Counts the rounds of one worker and gives each a seed of its own."""
 
-    def __init__(self, scene: CodecContext) -> None:
-        self._of = f"{scene.seed} {scene.worker}"
+    def __init__(self, context: CodecContext) -> None:
+        self._of = f"{context.seed} {context.worker}"
         self.round = 0
 
     def seed(self) -> int:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, cast
 
-from stretto.codecs.base import ALONE, CodecContext
-from stretto.codecs.sparsifier import Sparse, share_of
+from stretto.codecs.base import SINGLE_WORKER, CodecContext
+from stretto.codecs.sparsifier import Sparsifier, share_of
 from stretto.lazy_torch import torch
 from stretto.spec import Range
 
@@ -17,7 +17,7 @@ HEAD = 8
 """Bytes of the round's number in front of a message."""
 
 
-class Rounds:
+class RoundCounter:
     """What a worker remembers: how many rounds there were."""
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class Rounds:
 
 
 @dataclass(frozen=True, repr=False)
-class random_k(Sparse):
+class random_k(Sparsifier):
     """Send k = ceil(ratio * n) numbers at places that all workers draw alike from `seed` and the round's number.
 
     No places are sent, and values are summed on the way as exact numbers are: under an all-reduce this is the mean of
@@ -45,40 +45,40 @@ class random_k(Sparse):
     linear = True
 
     @property
-    def splits(self) -> bool:
+    def exact_split(self) -> bool:
         return not self.unbiased
 
     @property
     def overshoots(self) -> bool:
         return self.unbiased
 
-    def memory(self, like: Tensor, scene: CodecContext = ALONE) -> Rounds:
-        return Rounds()
+    def init_state(self, like: Tensor, context: CodecContext = SINGLE_WORKER) -> RoundCounter:
+        return RoundCounter()
 
-    def select(self, x: Tensor, owed: Tensor | None, memory: Rounds) -> tuple[Tensor, Tensor]:
-        a = x if owed is None else owed.add_(x)
-        indices = self._drawn(memory.round, x)
-        memory.round += 1
+    def select(self, x: Tensor, residual: Tensor | None, state: RoundCounter) -> tuple[Tensor, Tensor]:
+        a = x if residual is None else residual.add_(x)
+        indices = self._drawn(state.round, x)
+        state.round += 1
         values = a[indices]
         if self.unbiased:
             values *= x.numel() / max(indices.numel(), 1)
-        if owed is not None:
-            owed[indices] -= values
+        if residual is not None:
+            residual[indices] -= values
         return indices, values
 
-    def most_entries(self, n: int) -> int:
+    def max_values(self, n: int) -> int:
         return share_of(self.ratio, n)
 
-    def tell(self, indices: Tensor, like: Tensor, memory: Rounds) -> Tensor:
-        return torch.tensor([memory.round - 1], device=like.device).view(torch.uint8)
+    def encode_indices(self, indices: Tensor, like: Tensor, state: RoundCounter) -> Tensor:
+        return torch.tensor([state.round - 1], device=like.device).view(torch.uint8)
 
-    def told(self, message: Tensor, like: Tensor) -> tuple[Tensor, int]:
+    def decode_indices(self, message: Tensor, like: Tensor) -> tuple[Tensor, int]:
         if message.numel() == 0:
             return message.new_empty(0, dtype=torch.int32), 0
-        self.expect(message[:HEAD], HEAD)
+        self.check_length(message[:HEAD], HEAD)
         return self._drawn(int(message[:HEAD].clone().view(torch.int64)), like), HEAD
 
-    def most_place_bytes(self, entries: int, n: int) -> int:
+    def max_index_bytes(self, entries: int, n: int) -> int:
         return HEAD if entries else 0
 
     def contraction(self, n: int) -> float | None:

@@ -38,15 +38,15 @@ class sign(SingleRound):
         """The delta of ||a - C(a)||^2 <= (1 - delta) ||a||^2, which is ||a||_1^2 / (d ||a||^2) of d numbers."""
         return 1 / max(1, min(n, self.bucket))
 
-    def encode(self, x: Tensor, memory: Any) -> Tensor:
+    def encode(self, x: Tensor, state: Any) -> Tensor:
         return self._message(x, None)
 
-    def encode_owed(self, x: Tensor, owed: Tensor, memory: Any) -> Tensor:
-        return self._message(x, owed)
+    def encode_with_residual(self, x: Tensor, residual: Tensor, state: Any) -> Tensor:
+        return self._message(x, residual)
 
-    def _message(self, x: Tensor, owed: Tensor | None) -> Tensor:
+    def _message(self, x: Tensor, residual: Tensor | None) -> Tensor:
         refuse_not_finite(x, self)
-        packed, scales = kernels.on(x).sign_pack(x, owed, self.bucket, self.means == "two")
+        packed, scales = kernels.on(x).sign_pack(x, residual, self.bucket, self.means == "two")
         return joined(scales if self.means == "two" else scales.amax(1), packed)
 
     def decode(self, message: Tensor, like: Tensor) -> Tensor:
@@ -60,7 +60,7 @@ class sign(SingleRound):
         both = scales.view(-1, 2) if self.means == "two" else torch.stack([-scales, scales], 1)
         kernels.on(total).add_sign(total, packed, both, self.bucket)
 
-    def entries(self, message: Tensor, like: Tensor) -> int:
+    def values_sent(self, message: Tensor, like: Tensor) -> int:
         return like.numel() if message.numel() else 0
 
     def bytes_of(self, x: Tensor) -> int:

@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Sparse(SingleRound):
+class Sparsifier(SingleRound):
     """Base of the codecs that select: a message says where (`stretto.kernels.reference.index_coding`) and what.
 
     A subclass selects; it may also say otherwise where (`tell`, `told`) and what (`say`, `hear`). Nothing to say is a
     message of no bytes. Cost: 7 to 10 bits a place for 1% to 0.1% of the numbers, and the bytes of the values.
     """
 
-    fixed = False
+    fixed_size = False
 
     @property
     def linear(self) -> bool:
@@ -30,33 +30,33 @@ class Sparse(SingleRound):
         return False
 
     @property
-    def says_exactly(self) -> bool:
+    def values_exact(self) -> bool:
         """Whether the values that were selected are said as they are."""
         return True
 
     @property
-    def splits(self) -> bool:
+    def exact_split(self) -> bool:
         """Whether every number is carried exactly or owed wholly: what is carried and what is owed are the input."""
-        return self.says_exactly
+        return self.values_exact
 
     @property
     def overshoots(self) -> bool:
         """Whether it says more than there is, to be right in the mean."""
         return False
 
-    def select(self, x: Tensor, owed: Tensor | None, memory: Any) -> tuple[Tensor, Tensor]:
+    def select(self, x: Tensor, residual: Tensor | None, state: Any) -> tuple[Tensor, Tensor]:
         """(indices (k,) int32 ascending, values (k,)) of `owed + x`; `owed` becomes what is left."""
         raise NotImplementedError
 
-    def most_entries(self, n: int) -> int:
+    def max_values(self, n: int) -> int:
         """The most numbers of n that it selects."""
         return n
 
-    def tell(self, indices: Tensor, like: Tensor, memory: Any) -> Tensor:
+    def encode_indices(self, indices: Tensor, like: Tensor, state: Any) -> Tensor:
         """Bytes that say which places of `like` are meant."""
         return cast("Tensor", kernels.on(like).pack_indices(indices, like.numel()))
 
-    def told(self, message: Tensor, like: Tensor) -> tuple[Tensor, int]:
+    def decode_indices(self, message: Tensor, like: Tensor) -> tuple[Tensor, int]:
         """Return the indices in a message and their length in bytes. Raises TransportError for a malformed message."""
         try:
             indices, used = kernels.on(like).unpack_indices(message, like.numel())
@@ -64,20 +64,20 @@ class Sparse(SingleRound):
             raise TransportError(f"a message of another worker is not in the encoding {self}: {error}") from error
         return indices, used
 
-    def say(self, values: Tensor, indices: Tensor, memory: Any) -> Tensor:
+    def encode_values(self, values: Tensor, indices: Tensor, state: Any) -> Tensor:
         """The values at these places as a message."""
         return values
 
-    def hear(self, said: Tensor, indices: Tensor, like: Tensor) -> Tensor:
+    def decode_values(self, said: Tensor, indices: Tensor, like: Tensor) -> Tensor:
         """The values in the bytes behind the places, of the shape and dtype of `like`."""
-        self.expect(said, like.nbytes)
+        self.check_length(said, like.nbytes)
         return aligned(said, like.dtype)
 
-    def bytes_said(self, entries: int, like: Tensor) -> int:
+    def value_bytes(self, entries: int, like: Tensor) -> int:
         """The most bytes that `say` says about so many of the numbers of `like`."""
         return entries * like.element_size()
 
-    def expect(self, said: Tensor, nbytes: int) -> None:
+    def check_length(self, said: Tensor, nbytes: int) -> None:
         """Raise TransportError unless so many bytes follow the places."""
         if said.numel() != nbytes:
             raise TransportError(
@@ -85,50 +85,50 @@ class Sparse(SingleRound):
                 f"{said.numel()} bytes follow the places, and {nbytes} should"
             )
 
-    def encode(self, x: Tensor, memory: Any) -> Tensor:
+    def encode(self, x: Tensor, state: Any) -> Tensor:
         refuse_not_finite(x, self)
-        indices, values = self.select(x, None, memory)
-        return self._message(indices, self.say(values, indices, memory), x, memory)
+        indices, values = self.select(x, None, state)
+        return self._message(indices, self.encode_values(values, indices, state), x, state)
 
-    def encode_owed(self, x: Tensor, owed: Tensor, memory: Any) -> Tensor:
+    def encode_with_residual(self, x: Tensor, residual: Tensor, state: Any) -> Tensor:
         refuse_not_finite(x, self)
-        indices, values = self.select(x, owed, memory)
-        said = self.say(values.clone(), indices, memory)
-        if not self.says_exactly:
-            left = values - self.hear(said.view(torch.uint8), indices, torch.empty_like(values))
-            kernels.on(owed).add_at(owed, indices, left)
-        return self._message(indices, said, x, memory)
+        indices, values = self.select(x, residual, state)
+        said = self.encode_values(values.clone(), indices, state)
+        if not self.values_exact:
+            left = values - self.decode_values(said.view(torch.uint8), indices, torch.empty_like(values))
+            kernels.on(residual).add_at(residual, indices, left)
+        return self._message(indices, said, x, state)
 
     def decode(self, message: Tensor, like: Tensor) -> Tensor:
         self.add_to(like.zero_(), message)
         return like
 
     def add_to(self, total: Tensor, message: Tensor) -> None:
-        indices, used = self.told(message, total)
-        values = self.hear(message[used:], indices, total.new_empty(indices.numel()))
+        indices, used = self.decode_indices(message, total)
+        values = self.decode_values(message[used:], indices, total.new_empty(indices.numel()))
         kernels.on(total).add_at(total, indices, values)
 
     def exchange(self, message: Tensor, like: Tensor) -> CollectiveCoroutine:
         if not self.linear:
             return (yield from super().exchange(message, like))
-        indices, used = self.told(message, like)
-        summed = cast("Tensor", (yield AllReduceMean(aligned(message[used:], self.kind(like)))))
-        values = self.hear(summed.view(torch.uint8), indices, like.new_empty(indices.numel()))
+        indices, used = self.decode_indices(message, like)
+        summed = cast("Tensor", (yield AllReduceMean(aligned(message[used:], self.value_dtype(like)))))
+        values = self.decode_values(summed.view(torch.uint8), indices, like.new_empty(indices.numel()))
         kernels.on(like).add_at(like.zero_(), indices, values)
         return like
 
-    def kind(self, like: Tensor) -> torch.dtype:
+    def value_dtype(self, like: Tensor) -> torch.dtype:
         """The dtype of what `say` says."""
         return like.dtype
 
-    def entries(self, message: Tensor, like: Tensor) -> int:
-        return self.told(message, like)[0].numel()
+    def values_sent(self, message: Tensor, like: Tensor) -> int:
+        return self.decode_indices(message, like)[0].numel()
 
     def bytes_of(self, x: Tensor) -> int:
-        entries = self.most_entries(x.numel())
-        return self.most_place_bytes(entries, x.numel()) + self.bytes_said(entries, x)
+        entries = self.max_values(x.numel())
+        return self.max_index_bytes(entries, x.numel()) + self.value_bytes(entries, x)
 
-    def most_place_bytes(self, entries: int, n: int) -> int:
+    def max_index_bytes(self, entries: int, n: int) -> int:
         """The most bytes that `tell` says about at most so many of n places."""
         if entries == 0 or entries == n:
             return (n + 14) // 8 if entries else 0
@@ -136,10 +136,10 @@ class Sparse(SingleRound):
         head = 1 + math.ceil(entries.bit_length() / 7)
         return min(head + (rice + 7) // 8, 1 + (n + 7) // 8)
 
-    def _message(self, indices: Tensor, said: Tensor, like: Tensor, memory: Any) -> Tensor:
+    def _message(self, indices: Tensor, said: Tensor, like: Tensor, state: Any) -> Tensor:
         if indices.numel() == 0:
             return torch.empty(0, dtype=torch.uint8, device=like.device)
-        return torch.cat([self.tell(indices, like, memory), said.view(torch.uint8)])
+        return torch.cat([self.encode_indices(indices, like, state), said.view(torch.uint8)])
 
 
 def aligned(said: Tensor, dtype: torch.dtype) -> Tensor:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 from stretto import kernels
-from stretto.codecs.base import ALONE, CodecContext, SingleRound, refuse_not_finite
-from stretto.codecs.quantise import Rounds, joined, parted, quantise
+from stretto.codecs.base import SINGLE_WORKER, CodecContext, SingleRound, refuse_not_finite
+from stretto.codecs.quantise import RoundCounter, joined, parted, quantise
 from stretto.lazy_torch import torch
 from stretto.spec import Range
 
@@ -41,17 +41,17 @@ class ternary(SingleRound):
     def _packing(self) -> quantise:
         return quantise(bits=2, bucket=self.bucket)
 
-    def memory(self, like: Tensor, scene: CodecContext = ALONE) -> Rounds:
-        return Rounds(scene)
+    def init_state(self, like: Tensor, context: CodecContext = SINGLE_WORKER) -> RoundCounter:
+        return RoundCounter(context)
 
-    def encode(self, x: Tensor, memory: Any) -> Tensor:
+    def encode(self, x: Tensor, state: Any) -> Tensor:
         refuse_not_finite(x, self)
-        return joined(*self._drawn(self._clipped(x), memory))
+        return joined(*self._drawn(self._clipped(x), state))
 
-    def encode_owed(self, x: Tensor, owed: Tensor, memory: Any) -> Tensor:
+    def encode_with_residual(self, x: Tensor, residual: Tensor, state: Any) -> Tensor:
         refuse_not_finite(x, self)
-        scales, packed = self._drawn(self._clipped(x.copy_(owed.add_(x))), memory)
-        kernels.on(owed).add_quantised(owed, packed, -scales, 1, self.bucket)
+        scales, packed = self._drawn(self._clipped(x.copy_(residual.add_(x))), state)
+        kernels.on(residual).add_quantised(residual, packed, -scales, 1, self.bucket)
         return joined(scales, packed)
 
     def decode(self, message: Tensor, like: Tensor) -> Tensor:
@@ -63,14 +63,14 @@ class ternary(SingleRound):
             scales, packed = parted(message, *self._packing.lengths(total.numel()), self)
             kernels.on(total).add_quantised(total, packed, scales, 1, self.bucket)
 
-    def entries(self, message: Tensor, like: Tensor) -> int:
-        return self._packing.entries(message, like)
+    def values_sent(self, message: Tensor, like: Tensor) -> int:
+        return self._packing.values_sent(message, like)
 
     def bytes_of(self, x: Tensor) -> int:
         return self._packing.bytes_of(x)
 
-    def _drawn(self, x: Tensor, memory: Rounds) -> tuple[Tensor, Tensor]:
-        packed, scales = kernels.on(x).quantise(x, None, 1, self.bucket, "max", memory.seed())
+    def _drawn(self, x: Tensor, state: RoundCounter) -> tuple[Tensor, Tensor]:
+        packed, scales = kernels.on(x).quantise(x, None, 1, self.bucket, "max", state.seed())
         return scales, packed
 
     def _clipped(self, x: Tensor) -> Tensor:

@@ -7,8 +7,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Annotated
 
 from stretto import kernels
-from stretto.codecs.base import ALONE, CodecContext
-from stretto.codecs.sparsifier import Sparse, aligned
+from stretto.codecs.base import SINGLE_WORKER, CodecContext
+from stretto.codecs.sparsifier import Sparsifier, aligned
 from stretto.errors import RecipeError, explain
 from stretto.lazy_torch import torch
 from stretto.spec import Range
@@ -21,7 +21,7 @@ SMALLEST, LARGEST = 2.0**-100, 2.0**100
 CLIP_EVERY = 5
 
 
-class Tau:
+class ThresholdState:
     """What a worker remembers: its tau, and how many rounds there were."""
 
     def __init__(self, tau: float) -> None:
@@ -30,7 +30,7 @@ class Tau:
 
 
 @dataclass(frozen=True, repr=False)
-class threshold(Sparse):
+class threshold(Sparsifier):
     """Send +-tau where |a| >= tau: the places and a bit of sign each, for use inside `error_feedback`.
 
     r += x;  where |r_i| >= tau: sent_i = sign(r_i) tau;  r -= sent  (Strom 2015)
@@ -50,7 +50,7 @@ class threshold(Sparse):
     clip: Annotated[float, Range(least=1)] | None = None
 
     papers = ("Strom 2015",)
-    splits = False
+    exact_split = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -69,38 +69,38 @@ class threshold(Sparse):
         """Whether what is carried and what is owed are the input."""
         return self.clip is None
 
-    def memory(self, like: Tensor, scene: CodecContext = ALONE) -> Tau:
-        return Tau(self.tau)
+    def init_state(self, like: Tensor, context: CodecContext = SINGLE_WORKER) -> ThresholdState:
+        return ThresholdState(self.tau)
 
-    def select(self, x: Tensor, owed: Tensor | None, memory: Tau) -> tuple[Tensor, Tensor]:
-        tau = x.new_tensor(float(torch.tensor(memory.tau, dtype=torch.float32)))
-        indices, negative = kernels.on(x).take_threshold(x, owed, float(tau))
-        memory.round += 1
-        if self.clip is not None and owed is not None and memory.round % CLIP_EVERY == 0:
-            owed.clamp_(-self.clip * memory.tau, self.clip * memory.tau)
+    def select(self, x: Tensor, residual: Tensor | None, state: ThresholdState) -> tuple[Tensor, Tensor]:
+        tau = x.new_tensor(float(torch.tensor(state.tau, dtype=torch.float32)))
+        indices, negative = kernels.on(x).take_threshold(x, residual, float(tau))
+        state.round += 1
+        if self.clip is not None and residual is not None and state.round % CLIP_EVERY == 0:
+            residual.clamp_(-self.clip * state.tau, self.clip * state.tau)
         if self.adaptive and x.numel():
-            memory.tau = self._next(memory.tau, indices.numel() / x.numel())
+            state.tau = self._next(state.tau, indices.numel() / x.numel())
         return indices, torch.where(negative.bool(), -tau, tau)
 
     def _next(self, tau: float, share: float) -> float:
         factor = FACTOR if share > self.most else 1 / FACTOR if share < self.least else 1.0
         return min(max(tau * factor, SMALLEST), LARGEST)
 
-    def say(self, values: Tensor, indices: Tensor, memory: Tau) -> Tensor:
+    def encode_values(self, values: Tensor, indices: Tensor, state: ThresholdState) -> Tensor:
         return torch.cat([values[:1].abs().float().view(torch.uint8), _bits().pack_bits((values < 0).to(torch.uint8))])
 
-    def hear(self, said: Tensor, indices: Tensor, like: Tensor) -> Tensor:
-        self.expect(said, self.bytes_said(like.numel(), like))
+    def decode_values(self, said: Tensor, indices: Tensor, like: Tensor) -> Tensor:
+        self.check_length(said, self.value_bytes(like.numel(), like))
         tau = aligned(said[:4], torch.float32).to(like.dtype)
         return torch.where(_bits().unpack_bits(said[4:])[: like.numel()].bool(), -tau, tau)
 
-    def bytes_said(self, entries: int, like: Tensor) -> int:
+    def value_bytes(self, entries: int, like: Tensor) -> int:
         return 4 + (entries + 7) // 8 if entries else 0
 
-    def kind(self, like: Tensor) -> torch.dtype:
+    def value_dtype(self, like: Tensor) -> torch.dtype:
         return torch.uint8
 
-    def most_place_bytes(self, entries: int, n: int) -> int:
+    def max_index_bytes(self, entries: int, n: int) -> int:
         return 1 + (n + 7) // 8 if n else 0
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 from stretto import kernels
-from stretto.codecs.sparsifier import Sparse, share_of, without_zeros
+from stretto.codecs.sparsifier import Sparsifier, share_of, without_zeros
 from stretto.spec import Range
 
 if TYPE_CHECKING:
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, repr=False)
-class top_k(Sparse):
+class top_k(Sparsifier):
     """Send the k = ceil(ratio * n) numbers that are largest in magnitude, exactly, and where they are.
 
     Of all n numbers of a range, or with `chunk` of every `chunk` numbers, k = ceil(ratio * chunk) each. Of equal ones
@@ -29,13 +29,13 @@ class top_k(Sparse):
 
     papers = ("Stich et al. 2018 (1809.07599)",)
 
-    def select(self, x: Tensor, owed: Tensor | None, memory: Any) -> tuple[Tensor, Tensor]:
+    def select(self, x: Tensor, residual: Tensor | None, state: Any) -> tuple[Tensor, Tensor]:
         on, n = kernels.on(x), x.numel()
         if self.chunk is None:
-            return without_zeros(*on.take_largest(x, owed, share_of(self.ratio, n)))
-        return without_zeros(*on.take_largest_per_chunk(x, owed, self.chunk, share_of(self.ratio, self.chunk)))
+            return without_zeros(*on.take_largest(x, residual, share_of(self.ratio, n)))
+        return without_zeros(*on.take_largest_per_chunk(x, residual, self.chunk, share_of(self.ratio, self.chunk)))
 
-    def most_entries(self, n: int) -> int:
+    def max_values(self, n: int) -> int:
         return share_of(self.ratio, n) if self.chunk is None else per_chunk(n, self.chunk, self.ratio)
 
     def contraction(self, n: int) -> float:

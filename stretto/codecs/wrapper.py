@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from stretto.codecs.base import ALONE, Codec, CodecContext
+from stretto.codecs.base import SINGLE_WORKER, Codec, CodecContext
 from stretto.collective_ops import CollectiveCoroutine
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Around(Codec):
+class WrappingCodec(Codec):
     """Base of the codecs that change another one; a subclass says which (`inner`)."""
 
     @property
@@ -28,8 +28,8 @@ class Around(Codec):
         return self.inner.linear
 
     @property
-    def fixed(self) -> bool:
-        return self.inner.fixed
+    def fixed_size(self) -> bool:
+        return self.inner.fixed_size
 
     @property
     def needs_theta(self) -> bool:
@@ -39,29 +39,29 @@ class Around(Codec):
     def keeps_residual(self) -> bool:
         return self.inner.keeps_residual
 
-    def memory(self, like: Tensor, scene: CodecContext = ALONE) -> Any:
-        return self.inner.memory(like, scene)
+    def init_state(self, like: Tensor, context: CodecContext = SINGLE_WORKER) -> Any:
+        return self.inner.init_state(like, context)
 
-    def residual(self, memory: Any) -> Tensor | None:
-        return self.inner.residual(memory)
+    def residual(self, state: Any) -> Tensor | None:
+        return self.inner.residual(state)
 
-    def take_on(self, memory: Any, owed: Tensor) -> None:
-        self.inner.take_on(memory, owed)
+    def add_residual(self, state: Any, residual: Tensor) -> None:
+        self.inner.add_residual(state, residual)
 
-    def converse(self, x: Tensor, memory: Any, owed: Tensor | None = None) -> CollectiveCoroutine:
-        return self.inner.converse(x, memory, owed)
+    def average(self, x: Tensor, state: Any, residual: Tensor | None = None) -> CollectiveCoroutine:
+        return self.inner.average(x, state, residual)
 
     def bytes_of(self, x: Tensor) -> int:
         return self.inner.bytes_of(x)
 
-    def entries(self, message: Tensor, like: Tensor) -> int:
-        return self.inner.entries(message, like)
+    def values_sent(self, message: Tensor, like: Tensor) -> int:
+        return self.inner.values_sent(message, like)
 
-    def encode(self, x: Tensor, memory: Any) -> Tensor:
-        return self.inner.encode(x, memory)
+    def encode(self, x: Tensor, state: Any) -> Tensor:
+        return self.inner.encode(x, state)
 
-    def encode_owed(self, x: Tensor, owed: Tensor, memory: Any) -> Tensor:
-        return self.inner.encode_owed(x, owed, memory)
+    def encode_with_residual(self, x: Tensor, residual: Tensor, state: Any) -> Tensor:
+        return self.inner.encode_with_residual(x, residual, state)
 
     def decode(self, message: Tensor, like: Tensor) -> Tensor:
         return self.inner.decode(message, like)

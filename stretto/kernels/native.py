@@ -20,37 +20,37 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def take_largest(x: Tensor, owed: Tensor | None, k: int, threads: int | None = None) -> tuple[Tensor, Tensor]:
+def take_largest(x: Tensor, residual: Tensor | None, k: int, threads: int | None = None) -> tuple[Tensor, Tensor]:
     """Take the `k` entries of `a = owed + x` that are largest in magnitude; among equals those at the lowest indices.
 
     The cut is guessed a little too low from a sample, numbers above it are collected in the pass that adds the
     residual, and the exact cut is found among these; where the guess was bad, by counting magnitudes.
     """
-    return _native.take_largest(x, owed, k, _threads(threads))
+    return _native.take_largest(x, residual, k, _threads(threads))
 
 
 def take_largest_per_chunk(
-    x: Tensor, owed: Tensor | None, chunk: int, k: int, threads: int | None = None
+    x: Tensor, residual: Tensor | None, chunk: int, k: int, threads: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """`take_largest` in every chunk of `chunk` numbers; of a last chunk that is shorter than `k`, all."""
-    return _native.take_largest_per_chunk(x, owed, chunk, k, _threads(threads))
+    return _native.take_largest_per_chunk(x, residual, chunk, k, _threads(threads))
 
 
-def take_above(x: Tensor, owed: Tensor | None, tau: float, threads: int | None = None) -> tuple[Tensor, Tensor]:
+def take_above(x: Tensor, residual: Tensor | None, tau: float, threads: int | None = None) -> tuple[Tensor, Tensor]:
     """Take the entries of `a = owed + x` with |a| >= tau, tau rounded to float32."""
-    return _native.take_above(x, owed, tau, _threads(threads))
+    return _native.take_above(x, residual, tau, _threads(threads))
 
 
 def take_moved(
-    x: Tensor, owed: Tensor | None, moved: Tensor, scale: float, threads: int | None = None
+    x: Tensor, residual: Tensor | None, moved: Tensor, scale: float, threads: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """Take the entries of `a = owed + x` with |a_i| > scale |moved_i|, scale and product rounded to float32."""
-    return _native.take_moved(x, owed, moved, scale, _threads(threads))
+    return _native.take_moved(x, residual, moved, scale, _threads(threads))
 
 
-def take_threshold(x: Tensor, owed: Tensor | None, tau: float, threads: int | None = None) -> tuple[Tensor, Tensor]:
+def take_threshold(x: Tensor, residual: Tensor | None, tau: float, threads: int | None = None) -> tuple[Tensor, Tensor]:
     """Take +-tau from the entries of `a = owed + x` with |a| >= tau: (indices, negative)."""
-    return _native.take_threshold(x, owed, tau, _threads(threads))
+    return _native.take_threshold(x, residual, tau, _threads(threads))
 
 
 def pack_indices(indices: Tensor, n: int) -> Tensor:
@@ -69,10 +69,10 @@ def add_at(total: Tensor, indices: Tensor, values: Tensor) -> None:
 
 
 def sign_pack(
-    x: Tensor, owed: Tensor | None, bucket: int, two: bool, threads: int | None = None
+    x: Tensor, residual: Tensor | None, bucket: int, two: bool, threads: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """The signs of `a = owed + x`, one bit each, and (buckets, 2) what they stand for; `owed` becomes a - decoded."""
-    packed, scales = _native.sign_pack(x, owed, bucket, two, _threads(threads))
+    packed, scales = _native.sign_pack(x, residual, bucket, two, _threads(threads))
     return packed, scales.view(-1, 2)
 
 
@@ -83,7 +83,7 @@ def add_sign(total: Tensor, packed: Tensor, scales: Tensor, bucket: int, threads
 
 def quantise(
     x: Tensor,
-    owed: Tensor | None,
+    residual: Tensor | None,
     levels: int,
     bucket: int,
     norm: Literal["max", "l2"],
@@ -92,7 +92,7 @@ def quantise(
 ) -> tuple[Tensor, Tensor]:
     """`a = owed + x` in whole levels of each bucket's norm: (packed uint8, norms); `owed` becomes a - decoded."""
     word = 0 if seed is None else seed & 0xFFFFFFFF
-    return _native.quantise(x, owed, levels, bucket, norm == "l2", seed is not None, word, _threads(threads))
+    return _native.quantise(x, residual, levels, bucket, norm == "l2", seed is not None, word, _threads(threads))
 
 
 def add_quantised(

@@ -29,16 +29,15 @@ from stretto.recipe.when import on_arrival
 class Known:
     """What one worker knows of a shard's parameters, which replies in this encoding have told it."""
 
-    def __init__(self, codec: Codec, theta: Sequence[Tensor], scene: CodecContext) -> None:
+    def __init__(self, codec: Codec, theta: Sequence[Tensor], context: CodecContext) -> None:
         self._codec = codec
         self._theta = [one.clone() for one in theta]
-        self._memories = [codec.memory(one, scene) for one in theta]
+        self._states = [codec.init_state(one, context) for one in theta]
 
     def tell(self, newest: Sequence[Tensor]) -> list[Tensor]:
         """The messages that bring the worker nearer to the newest parameters; what they leave out is told later."""
         return [
-            self._tell(known, now, memory)
-            for known, now, memory in zip(self._theta, newest, self._memories, strict=True)
+            self._tell(known, now, state) for known, now, state in zip(self._theta, newest, self._states, strict=True)
         ]
 
     def told(self, newest: Sequence[Tensor]) -> None:
@@ -46,8 +45,8 @@ class Known:
         for known, now in zip(self._theta, newest, strict=True):
             known.copy_(now)
 
-    def _tell(self, known: Tensor, now: Tensor, memory: Any) -> Tensor:
-        message = self._codec.encode(now - known, memory)
+    def _tell(self, known: Tensor, now: Tensor, state: Any) -> Tensor:
+        message = self._codec.encode(now - known, state)
         if message.numel():
             self._codec.add_to(known, message)
         return message
@@ -142,7 +141,7 @@ class ShardHandler:
             raise FramingError(f"an update of {shown(head.tensors)} for a shard of {shown(self._wanted)}")
 
     def _fits(self, tensors: Sequence[tuple[str, int]]) -> bool:
-        if self._recipe.how.fixed:
+        if self._recipe.how.fixed_size:
             return list(tensors) == self._wanted
         return len(tensors) == len(self._wanted) and all(
             kind == wanted and length <= most

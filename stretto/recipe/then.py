@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Memory:
+class OuterState:
     """What a worker remembers between exchanges of one flat range: the parameters last agreed, and a velocity."""
 
     def __init__(self, theta: Tensor) -> None:
@@ -47,7 +47,7 @@ class Then(Answer):
 class OnParameters(Then):
     """An answer that changes the parameters at the exchange."""
 
-    def apply(self, theta: Tensor, answer: Tensor, memory: Memory) -> None:
+    def apply(self, theta: Tensor, answer: Tensor, state: OuterState) -> None:
         """Set `theta` and the memory to the new agreed parameters; `answer` is the mean change of all workers."""
         raise NotImplementedError
 
@@ -107,8 +107,8 @@ class replace(OnParameters):
 
     papers = ("Su, Chen 2015 (1507.01239)",)
 
-    def apply(self, theta: Tensor, answer: Tensor, memory: Memory) -> None:
-        _add(theta, answer, memory.agreed, 1.0)
+    def apply(self, theta: Tensor, answer: Tensor, state: OuterState) -> None:
+        _add(theta, answer, state.agreed, 1.0)
 
     def arrive(self, now: Tensor, mean: Tensor, arrived: Arrived, velocity: Velocity | None, out: Tensor) -> None:
         out.copy_(mean)
@@ -211,9 +211,9 @@ class add(OnParameters):
         """The papers of the weight."""
         return self.weight.sources()
 
-    def apply(self, theta: Tensor, answer: Tensor, memory: Memory) -> None:
+    def apply(self, theta: Tensor, answer: Tensor, state: OuterState) -> None:
         assert isinstance(self.weight, constant)
-        _add(theta, answer, memory.agreed, self.weight.c)
+        _add(theta, answer, state.agreed, self.weight.c)
 
     def arrive(self, now: Tensor, mean: Tensor, arrived: Arrived, velocity: Velocity | None, out: Tensor) -> None:
         torch.add(now, mean, alpha=arrived.part, out=out)
@@ -254,15 +254,15 @@ class outer(OnParameters):
 
     papers = ("Douillard et al. 2023 (2311.08105)", "Sutskever et al. 2013 (Nesterov momentum)")
 
-    def apply(self, theta: Tensor, answer: Tensor, memory: Memory) -> None:
-        if memory.velocity is None:
-            memory.velocity = answer.new_zeros(answer.shape)
-        memory.velocity.mul_(self.momentum).sub_(answer)
+    def apply(self, theta: Tensor, answer: Tensor, state: OuterState) -> None:
+        if state.velocity is None:
+            state.velocity = answer.new_zeros(answer.shape)
+        state.velocity.mul_(self.momentum).sub_(answer)
         if self.nesterov:
-            memory.agreed.add_(answer, alpha=self.lr).sub_(memory.velocity, alpha=self.lr * self.momentum)
+            state.agreed.add_(answer, alpha=self.lr).sub_(state.velocity, alpha=self.lr * self.momentum)
         else:
-            memory.agreed.sub_(memory.velocity, alpha=self.lr)
-        theta.copy_(memory.agreed)
+            state.agreed.sub_(state.velocity, alpha=self.lr)
+        theta.copy_(state.agreed)
 
     def arrive(self, now: Tensor, mean: Tensor, arrived: Arrived, velocity: Velocity | None, out: Tensor) -> None:
         assert velocity is not None

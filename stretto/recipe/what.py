@@ -25,17 +25,17 @@ class What(Answer):
     axis = "what"
     example: ClassVar[str] = "gradients()"
 
-    def memory(self, how: Encoding, like: Tensor, scene: Any) -> Any:
+    def init_state(self, how: Encoding, like: Tensor, context: Any) -> Any:
         """What a worker remembers of exchanges of tensors like this one, in this encoding."""
-        return how.memory(like, scene)
+        return how.init_state(like, context)
 
-    def converse(self, how: Encoding, x: Tensor, memory: Any) -> CollectiveCoroutine:
+    def average(self, how: Encoding, x: Tensor, state: Any) -> CollectiveCoroutine:
         """The conversation that ends in the mean of everyone's `x`, this worker's contribution, which is given away."""
-        return how.converse(x, memory)
+        return how.average(x, state)
 
-    def codec_memory(self, memory: Any) -> Any:
+    def codec_state(self, state: Any) -> Any:
         """The codec's part of what is remembered."""
-        return memory
+        return state
 
 
 class OfParameters(What):
@@ -60,7 +60,7 @@ class gradients(What):
     """
 
 
-class Differences:
+class DifferencesState:
     """What a worker remembers under `gradient_differences`: its own state h_m, the sum h of all, its codec's memory."""
 
     def __init__(self, like: Tensor, codec: Any, worker: int) -> None:
@@ -93,29 +93,29 @@ class gradient_differences(gradients):
 
     papers = ("Chen, Blum, Takac, Sadler 2022 (2202.02491)", "Fatkhullin et al. 2021 (2110.03294)")
 
-    def memory(self, how: Encoding, like: Tensor, scene: Any) -> Differences:
-        return Differences(like, how.memory(like, scene), scene.worker)
+    def init_state(self, how: Encoding, like: Tensor, context: Any) -> DifferencesState:
+        return DifferencesState(like, how.init_state(like, context), context.worker)
 
-    def converse(self, how: Encoding, x: Tensor, memory: Differences) -> CollectiveCoroutine:
-        sent = yield from how.exchange(self._message(how, x.sub_(memory.own), memory), x)
-        answer = memory.all + sent
-        memory.all.add_(sent, alpha=self.beta)
+    def average(self, how: Encoding, x: Tensor, state: DifferencesState) -> CollectiveCoroutine:
+        sent = yield from how.exchange(self._message(how, x.sub_(state.own), state), x)
+        answer = state.all + sent
+        state.all.add_(sent, alpha=self.beta)
         return answer
 
-    def codec_memory(self, memory: Differences) -> Any:
-        return memory.codec
+    def codec_state(self, state: DifferencesState) -> Any:
+        return state.codec
 
-    def _message(self, how: Encoding, difference: Tensor, memory: Differences) -> Tensor:
+    def _message(self, how: Encoding, difference: Tensor, state: DifferencesState) -> Tensor:
         """What this worker says, which becomes part of its state."""
-        silent, memory.turn = memory.turn % self.groups > 0, memory.turn + 1
+        silent, state.turn = state.turn % self.groups > 0, state.turn + 1
         if silent:
             return _nothing(difference)
-        message = how.encode(difference, memory.codec)
-        memory.own.add_(how.decode(message, difference.new_empty(difference.shape)), alpha=self.beta)
+        message = how.encode(difference, state.codec)
+        state.own.add_(how.decode(message, difference.new_empty(difference.shape)), alpha=self.beta)
         return message
 
 
-class Momentum:
+class MomentaState:
     """What a worker remembers under `momenta`: the agreed momentum m, the rounds so far, its codec's memory."""
 
     def __init__(self, like: Tensor, codec: Any, workers: int) -> None:
@@ -146,22 +146,22 @@ class momenta(gradients):
 
     papers = ("Tang et al. 2021 (1-bit Adam, 2102.02888)",)
 
-    def memory(self, how: Encoding, like: Tensor, scene: Any) -> Momentum:
-        return Momentum(like, how.memory(like, scene), scene.workers)
+    def init_state(self, how: Encoding, like: Tensor, context: Any) -> MomentaState:
+        return MomentaState(like, how.init_state(like, context), context.workers)
 
-    def codec_memory(self, memory: Momentum) -> Any:
-        return memory.codec
+    def codec_state(self, state: MomentaState) -> Any:
+        return state.codec
 
-    def converse(self, how: Encoding, x: Tensor, memory: Momentum) -> CollectiveCoroutine:
-        if memory.rounds < self.warm_up:
+    def average(self, how: Encoding, x: Tensor, state: MomentaState) -> CollectiveCoroutine:
+        if state.rounds < self.warm_up:
             gradient = cast("Tensor", (yield AllReduceMean(x)))
-            memory.m.mul_(self.beta).add_(gradient, alpha=1 - self.beta)
-            memory.rounds += 1
+            state.m.mul_(self.beta).add_(gradient, alpha=1 - self.beta)
+            state.rounds += 1
             return gradient
-        x.mul_(1 - self.beta).add_(memory.m, alpha=self.beta / memory.workers)
-        memory.m.copy_((yield from how.converse(x, memory.codec)))
-        memory.rounds += 1
-        return memory.m.clone()
+        x.mul_(1 - self.beta).add_(state.m, alpha=self.beta / state.workers)
+        state.m.copy_((yield from how.average(x, state.codec)))
+        state.rounds += 1
+        return state.m.clone()
 
 
 def _nothing(like: Tensor) -> Tensor:

@@ -44,7 +44,7 @@ class _FlatRange:
         self.mark = part.theta.clone()
         self.change = torch.empty_like(part.theta)
         self.bounds = ranges(part.theta.numel(), shards)
-        self.memories = [how.memory(part.theta[a:b], tally.scene(part, a, b)) for a, b in self.bounds]
+        self.states = [how.init_state(part.theta[a:b], tally.context(part, a, b)) for a, b in self.bounds]
         self.known = part.theta.clone() if how.reply is not None else None
         """The server's parameters as its encoded replies have told them."""
 
@@ -310,14 +310,14 @@ class AsyncServer:
             given = self._tally.norm_of(changes)
             messages = self._encode()
             if not self._is_skipped([one for each in messages for one in each if one.is_floating_point()]):
-                self._tally.owes(given, self._how, [memory for one in self.ranges for memory in one.memories])
+                self._tally.owes(given, self._how, [state for one in self.ranges for state in one.states])
                 return messages
         return None
 
     def _encode(self) -> Messages:
         """A message to each shard about its range of every part."""
         return [
-            [self._how.encode(one.change[slice(*one.bounds[shard])], one.memories[shard]) for one in self.ranges]
+            [self._how.encode(one.change[slice(*one.bounds[shard])], one.states[shard]) for one in self.ranges]
             for shard in range(self._wire.shards)
         ]
 

@@ -18,7 +18,7 @@ from stretto.strategies.local_updates import RoundRange
 class Piece:
     """A codec's memory of the numbers `start` to `stop` of a part."""
 
-    memory: Any
+    state: Any
     part: FlatBuffer
     start: int
     stop: int
@@ -32,7 +32,7 @@ def residuals(codec: Codec, pieces: Sequence[Piece]) -> Residuals:
     """Return the residuals of a codec with error feedback, by part; nothing for one without."""
     found: dict[int, tuple[FlatBuffer, Tensor]] = {}
     for one in pieces:
-        residual = codec.residual(one.memory)
+        residual = codec.residual(one.state)
         if residual is not None:
             _, flat = found.setdefault(id(one.part), (one.part, torch.zeros_like(one.part.theta)))
             flat[one.start : one.stop].copy_(residual.reshape(-1))
@@ -40,7 +40,7 @@ def residuals(codec: Codec, pieces: Sequence[Piece]) -> Residuals:
 
 
 @torch.no_grad()
-def take_on(codec: Codec, before: Residuals, pieces: Sequence[Piece]) -> None:
+def add_residuals(codec: Codec, before: Residuals, pieces: Sequence[Piece]) -> None:
     """Add the residuals of parameters that are in these pieces, too."""
     for part in {id(one.part): one.part for one in pieces}.values() if before else ():
         flat = torch.zeros_like(part.theta)
@@ -48,8 +48,8 @@ def take_on(codec: Codec, before: Residuals, pieces: Sequence[Piece]) -> None:
             for old, new in _in_both(source, part):
                 new.view(flat).copy_(old.view(known))
         for one in pieces:
-            if one.part is part and codec.residual(one.memory) is not None:
-                codec.take_on(one.memory, flat[one.start : one.stop])
+            if one.part is part and codec.residual(one.state) is not None:
+                codec.add_residual(one.state, flat[one.start : one.stop])
 
 
 @torch.no_grad()
@@ -58,11 +58,11 @@ def carry_over(before: Sequence[RoundRange], after: Sequence[RoundRange]) -> Non
     for source in before:
         for one in after:
             for old, new in _in_both(source.part, one.part):
-                new.view(one.memory.agreed).copy_(old.view(source.memory.agreed))
-                if source.memory.velocity is not None:
-                    if one.memory.velocity is None:
-                        one.memory.velocity = torch.zeros_like(one.memory.agreed)
-                    new.view(one.memory.velocity).copy_(old.view(source.memory.velocity))
+                new.view(one.state.agreed).copy_(old.view(source.state.agreed))
+                if source.state.velocity is not None:
+                    if one.state.velocity is None:
+                        one.state.velocity = torch.zeros_like(one.state.agreed)
+                    new.view(one.state.velocity).copy_(old.view(source.state.velocity))
 
 
 def _in_both(one: FlatBuffer, other: FlatBuffer) -> Iterator[tuple[ParameterSlice, ParameterSlice]]:

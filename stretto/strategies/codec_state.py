@@ -15,21 +15,21 @@ NOT_STATE = frozenset({"theta", "scene", "clock", "notice", "runs", "matrices", 
 """What a memory knows of its surroundings, and does not change."""
 
 
-def owners(memory: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+def owners(state: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """The objects that a memory is made of, with where they are in it."""
-    if isinstance(memory, list | tuple):
-        for index, one in enumerate(memory):
+    if isinstance(state, list | tuple):
+        for index, one in enumerate(state):
             yield from owners(one, f"{path}/{index}")
-    elif hasattr(memory, "__dict__") and type(memory).__module__.startswith("stretto") and not _is_fixed(memory):
-        yield path, memory
-        for name, value in _state(memory):
+    elif hasattr(state, "__dict__") and type(state).__module__.startswith("stretto") and not _is_fixed(state):
+        yield path, state
+        for name, value in _state(state):
             yield from owners(value, f"{path}/{name}")
 
 
-def leaves(memory: Any) -> dict[str, Leaf]:
+def leaves(state: Any) -> dict[str, Leaf]:
     """All tensors and numbers of a memory, by where they are."""
     found: dict[str, Leaf] = {}
-    for path, owner in owners(memory):
+    for path, owner in owners(state):
         for name, value in _state(owner):
             if isinstance(value, Tensor | int | float | bool):
                 found[f"{path}/{name}"] = value
@@ -40,9 +40,9 @@ def leaves(memory: Any) -> dict[str, Leaf]:
 
 
 @torch.no_grad()
-def put(memory: Any, found: Mapping[str, Leaf]) -> None:
+def put(state: Any, found: Mapping[str, Leaf]) -> None:
     """Give a memory of the same make the values of `leaves`; what is not named stays."""
-    for path, owner in owners(memory):
+    for path, owner in owners(state):
         for name, value in _state(owner):
             kept = found.get(f"{path}/{name}")
             if isinstance(value, Tensor) and isinstance(kept, Tensor):
@@ -55,10 +55,10 @@ def put(memory: Any, found: Mapping[str, Leaf]) -> None:
                 _put_list(value, f"{path}/{name}", found)
 
 
-def common(memory: Any) -> dict[str, Leaf]:
+def common(state: Any) -> dict[str, Leaf]:
     """What is the same at all workers and can't begin anew: whoever comes has to be given it."""
-    names = {f"{path}/{name}" for path, owner in owners(memory) for name in getattr(owner, "common", ())}
-    return {path: value for path, value in leaves(memory).items() if path in names}
+    names = {f"{path}/{name}" for path, owner in owners(state) for name in getattr(owner, "common", ())}
+    return {path: value for path, value in leaves(state).items() if path in names}
 
 
 def _write(owner: Any, name: str, value: Tensor, kept: Tensor) -> None:
@@ -75,12 +75,12 @@ def _put_list(values: list[Any], path: str, found: Mapping[str, Leaf]) -> None:
             values[index] = kept.to(one.device).clone()
 
 
-def regroup(memory: Any, workers: int, joined: bool) -> None:
+def regroup(state: Any, workers: int, joined: bool) -> None:
     """The workers are others now: what they hold in common about the encoding begins anew where it must.
 
     What a worker owes stays. `joined` says that one has come who knows nothing of it.
     """
-    for _, owner in owners(memory):
+    for _, owner in owners(state):
         if hasattr(owner, "regroup"):
             owner.regroup(workers, joined)
 
@@ -88,8 +88,8 @@ def regroup(memory: Any, workers: int, joined: bool) -> None:
 class StateSnapshot:
     """Memories as they were at the last `keep`, to be put back when a round is done again. Cost: a copy of them."""
 
-    def __init__(self, memories: Sequence[Any]) -> None:
-        self._memories = memories
+    def __init__(self, states: Sequence[Any]) -> None:
+        self._states = states
         self._kept: list[tuple[Any, dict[str, Any]]] = []
         self._contents: list[tuple[Tensor, Tensor]] = []
         self._copies: dict[int, Tensor] = {}
@@ -97,7 +97,7 @@ class StateSnapshot:
     @torch.no_grad()
     def keep(self) -> None:
         """Remember them as they are now."""
-        self._kept = [(owner, dict(_state(owner))) for one in self._memories for _, owner in owners(one)]
+        self._kept = [(owner, dict(_state(owner))) for one in self._states for _, owner in owners(one)]
         copies: dict[int, Tensor] = {}
         self._contents = []
         for _, state in self._kept:
@@ -131,9 +131,9 @@ class CodecStates:
     They are only copied where workers may die (`endures`).
     """
 
-    def __init__(self, memories: Sequence[Any], endures: bool) -> None:
-        self.memories, self._endures = memories, endures
-        self._undo = StateSnapshot(memories)
+    def __init__(self, states: Sequence[Any], endures: bool) -> None:
+        self.states, self._endures = states, endures
+        self._undo = StateSnapshot(states)
         self._running = False
         self._later: tuple[int, bool] | None = None
 
@@ -161,7 +161,7 @@ class CodecStates:
             return
         if self._running:
             self._undo.restore()
-        for one in self.memories:
+        for one in self.states:
             regroup(one, workers, joined)
         if self._running:
             self._undo.keep()
@@ -171,5 +171,5 @@ def _state(owner: Any) -> list[tuple[str, Any]]:
     return [(name, value) for name, value in vars(owner).items() if name not in NOT_STATE]
 
 
-def _is_fixed(memory: Any) -> bool:
-    return isinstance(memory, Answer | type) or callable(memory)
+def _is_fixed(state: Any) -> bool:
+    return isinstance(state, Answer | type) or callable(state)

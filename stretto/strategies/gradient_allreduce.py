@@ -61,7 +61,7 @@ class Bucket:
         self.tail = flat[self.stop : self.stop + tail]
         self.places = [GradientSlot(slot, self, flat) for slot in slots]
         self._padding = _padding(slots).to(flat.device)
-        self.memory: Any = None
+        self.state: Any = None
         self.missing = 0
 
     def clear_padding(self) -> None:
@@ -121,11 +121,11 @@ class GradientAllReduce:
         self._endures = isinstance(wire, ElasticTransport)
         self._boards = [GradientBuffers(arena, self._counts_ride) for _ in range(2 if self._endures else 1)]
         for bucket, *others in zip(*(one.buckets for one in self._boards), strict=True):
-            scene = tally.scene(bucket.part, bucket.start, bucket.stop)
-            bucket.memory = self._what.memory(self._codec, bucket.flat, scene)
+            context = tally.context(bucket.part, bucket.start, bucket.stop)
+            bucket.state = self._what.init_state(self._codec, bucket.flat, context)
             for other in others:
-                other.memory = bucket.memory
-        self.remembered = CodecStates([bucket.memory for bucket in self.buckets], self._endures)
+                other.state = bucket.state
+        self.remembered = CodecStates([bucket.state for bucket in self.buckets], self._endures)
         self._kept: dict[int, Tensor] = {}
         """This worker's own gradients in this pass, by their place, as long as they may be needed again."""
         self._absent: list[GradientSlot] = []
@@ -151,7 +151,7 @@ class GradientAllReduce:
     def is_warm(self) -> bool:
         """Whether the last answer was a momentum, not a gradient."""
         what = self._what
-        return isinstance(what, momenta) and all(one.memory.rounds > what.warm_up for one in self.buckets)
+        return isinstance(what, momenta) and all(one.state.rounds > what.warm_up for one in self.buckets)
 
     def regroup(self, workers: int, joined: bool, later: bool) -> None:
         """Others exchange from now on."""
@@ -259,11 +259,11 @@ class GradientAllReduce:
             flat.zero_()
             talk = self._talk(bucket)
             self._wild = True
-        self._tally.owes(given, codec, [self._what.codec_memory(bucket.memory)])
+        self._tally.owes(given, codec, [self._what.codec_state(bucket.state)])
         self._launched.append(talk)
 
     def _talk(self, bucket: Bucket) -> CollectiveRunner:
-        talk = CollectiveRunner(self._wire, self._what.converse(self._codec, bucket.flat, bucket.memory), self._account)
+        talk = CollectiveRunner(self._wire, self._what.average(self._codec, bucket.flat, bucket.state), self._account)
         if self._account is not None and talk.ask is not None:
             self._account.began(bucket.flat.nbytes)
             self._tally.spoke(self._codec, talk.ask.tensor, bucket.flat)
@@ -309,7 +309,7 @@ class GradientAllReduce:
             counts = self._boards[0].counts
             counts[-1] = float(self._wild)
             self._launched.append(
-                CollectiveRunner(self._wire, exact().converse(counts, None), self._tally.account("counts"))
+                CollectiveRunner(self._wire, exact().average(counts, None), self._tally.account("counts"))
             )
 
     def _complete(self) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from stretto.codecs import CodecContext
 from stretto.errors import NotFiniteError
 from stretto.recipe.recipe import Recipe
-from stretto.recipe.then import Memory, OnParameters
+from stretto.recipe.then import OnParameters, OuterState
 from stretto.recipe.what import OfParameters, parameters
 from stretto.runtime.phase_timer import Stopwatch
 from stretto.strategies.codec_state import CodecStates
@@ -25,10 +25,10 @@ from stretto.transport.elastic import ElasticTransport, attempted
 class RoundRange:
     """What a worker keeps for one part of the arena between rounds."""
 
-    def __init__(self, part: FlatBuffer, recipe: Recipe, scene: CodecContext) -> None:
+    def __init__(self, part: FlatBuffer, recipe: Recipe, context: CodecContext) -> None:
         self.part = part
-        self.memory = Memory(part.theta)
-        self.codec_memory = recipe.how.memory(part.theta, scene)
+        self.state = OuterState(part.theta)
+        self.codec_state = recipe.how.init_state(part.theta, context)
         self.scratch = torch.empty_like(part.theta)
         self._other: Tensor | None = None
 
@@ -64,11 +64,11 @@ class LocalUpdates:
         self._optimizer_state, self._buffers = optimizer_state, buffers
         self._flag = None if recipe.how.elementwise else torch.zeros(1)
         """What tells the others of a change beside the parameters; None where the spare number of each part does."""
-        self.ranges = [RoundRange(part, recipe, tally.scene(part)) for part in arena.parts]
+        self.ranges = [RoundRange(part, recipe, tally.context(part)) for part in arena.parts]
         self.drift: float | None = None
         self._began = 0.0
         self._endures = isinstance(wire, ElasticTransport)
-        self.remembered = CodecStates([one.codec_memory for one in self.ranges], self._endures)
+        self.remembered = CodecStates([one.codec_state for one in self.ranges], self._endures)
 
     def regroup(self, workers: int, joined: bool, later: bool) -> None:
         """Others exchange from now on."""
@@ -123,9 +123,9 @@ class LocalUpdates:
             return bool(self._flag > 0)
         marked = any(bool(one[-1] > 0) for one in answers)
         for one in self.ranges if marked else ():
-            one.part.theta[-1] = one.memory.agreed[-1] = 0
-            if one.memory.velocity is not None:
-                one.memory.velocity[-1] = 0
+            one.part.theta[-1] = one.state.agreed[-1] = 0
+            if one.state.velocity is not None:
+                one.state.velocity[-1] = 0
         return marked
 
     def _answers(self, share: float, extras: list[FlatTensors]) -> tuple[list[Tensor], list[list[Tensor]]]:
@@ -143,7 +143,7 @@ class LocalUpdates:
 
     def _bring(self, share: float) -> None:
         for one in self.ranges:
-            self._what.bring(one.part.theta, one.memory.agreed, share, one.scratch)
+            self._what.bring(one.part.theta, one.state.agreed, share, one.scratch)
 
     def _ask(self, share: float) -> list[CollectiveRunner]:
         self._bring(share)
@@ -152,11 +152,11 @@ class LocalUpdates:
             talks = [self._talk(one) for one in self.ranges]
         except NotFiniteError as error:
             raise self._named() or error from None
-        self._tally.owes(given, self._how, [one.codec_memory for one in self.ranges])
+        self._tally.owes(given, self._how, [one.codec_state for one in self.ranges])
         return talks
 
     def _talk(self, one: RoundRange) -> CollectiveRunner:
-        talk = CollectiveRunner(self._wire, self._how.converse(one.scratch, one.codec_memory), self._account)
+        talk = CollectiveRunner(self._wire, self._how.average(one.scratch, one.codec_state), self._account)
         if self._account is not None and talk.ask is not None:
             self._account.began(one.scratch.nbytes)
             self._tally.spoke(self._how, talk.ask.tensor, one.scratch)
@@ -182,10 +182,10 @@ class LocalUpdates:
     def _commit(self, answers: list[Tensor]) -> None:
         if self._wire.workers == 1:  # what it has is agreed, for whoever comes
             for one in self.ranges if self._endures else ():
-                one.memory.agreed.copy_(one.part.theta)
+                one.state.agreed.copy_(one.part.theta)
             return
         for one, answer in zip(self.ranges, answers, strict=True):
-            self._then.apply(one.part.theta, answer, one.memory)
+            self._then.apply(one.part.theta, answer, one.state)
         if self._state_rule == "reset":
             self._optimizer_state.reset()
 
@@ -209,7 +209,7 @@ def _relative_distance(ranges: list[RoundRange], answers: list[Tensor]) -> float
     """How far this worker was from the mean of all, relative to the mean."""
     apart = whole = 0.0
     for one, answer in zip(ranges, answers, strict=True):
-        mean = one.memory.agreed + answer
+        mean = one.state.agreed + answer
         apart += float((one.part.theta - mean).norm()) ** 2
         whole += float(mean.norm()) ** 2
     return (apart / whole) ** 0.5 if whole else None

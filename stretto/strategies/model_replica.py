@@ -25,7 +25,7 @@ from stretto.runtime.runtime import Runtime
 from stretto.strategies import codec_state
 from stretto.strategies.asynchronous import AsyncServer
 from stretto.strategies.averaged_model import AveragedModel
-from stretto.strategies.carried_state import Piece, carry_over, residuals, take_on
+from stretto.strategies.carried_state import Piece, add_residuals, carry_over, residuals
 from stretto.strategies.consistency_check import compare
 from stretto.strategies.flat_buffers import FlatParameters
 from stretto.strategies.gradient_allreduce import GradientAllReduce
@@ -226,7 +226,7 @@ class Replica:
             self._make_exchange(one)
             carry_over(ranges, one.rounds.ranges if one.rounds is not None else ())
             if self.arrival is None:
-                take_on(self._recipe.how, before, self._pieces(one))
+                add_residuals(self._recipe.how, before, self._pieces(one))
             return
         if self.gradients is not None:
             self.gradients.release()
@@ -341,10 +341,10 @@ class Replica:
         return self.gradients is None
 
     @property
-    def _memories(self) -> Sequence[Any]:
+    def _states(self) -> Sequence[Any]:
         if self.arrival is not None:
-            return [memory for one in self.arrival.ranges for memory in one.memories]
-        return [memory for one in self._exchanges for memory in one.remembered.memories]
+            return [state for one in self.arrival.ranges for state in one.states]
+        return [state for one in self._exchanges for state in one.remembered.states]
 
     @property
     def _exchanges(self) -> list[GradientAllReduce | LocalUpdates]:
@@ -372,10 +372,10 @@ class Replica:
         facts: dict[str, Any] = {"moving": self._buffers.state(), "common": {}, "shards": self._shards}
         facts |= {"what": self._kind_of_debts, "how": self._codec, "trained": self._trained}
         tensors: dict[str, Tensor] = {}
-        for index, memory in enumerate(self._memories):
-            _sort(codec_state.common(memory), f"common/{index}", facts["common"], tensors)
+        for index, state in enumerate(self._states):
+            _sort(codec_state.common(state), f"common/{index}", facts["common"], tensors)
         for index, one in enumerate(self._ranges):
-            _sort(codec_state.leaves(one.memory), f"agreed/{index}", facts["common"], tensors)
+            _sort(codec_state.leaves(one.state), f"agreed/{index}", facts["common"], tensors)
         if self.arrival is not None:
             kept = self.arrival.rule_memory()
             facts["arrivals"] = kept.arrivals
@@ -392,9 +392,9 @@ class Replica:
         tensors: dict[str, Tensor] = {f"buffer/{name}": one for name, one in self._model.named_buffers()}
         if self.arrival is not None and self.arrival.keeps_own and self._look is not None:
             tensors |= {f"own/{index}": one for index, one in enumerate(self._look.own_parameters)}
-        for index, memory in enumerate(self._memories):
-            _sort(codec_state.leaves(memory), f"memory/{index}", facts, tensors)
-        return facts, tensors | self.owed()
+        for index, state in enumerate(self._states):
+            _sort(codec_state.leaves(state), f"memory/{index}", facts, tensors)
+        return facts, tensors | self.residuals()
 
     def take(
         self,
@@ -411,19 +411,19 @@ class Replica:
         found: dict[str, Any] = facts["common"] | dict(tensors)
         is_of_kind = facts["what"] == self._kind_of_debts
         is_alike = is_of_kind and facts["how"] == self._codec and facts["shards"] == self._shards
-        for index, memory in enumerate(self._memories if is_alike else ()):
-            codec_state.put(memory, _under(found, f"common/{index}"))
+        for index, state in enumerate(self._states if is_alike else ()):
+            codec_state.put(state, _under(found, f"common/{index}"))
         for index, one in enumerate(self._ranges):
-            codec_state.put(one.memory, _under(found, f"agreed/{index}"))
+            codec_state.put(one.state, _under(found, f"agreed/{index}"))
         if own is not None:
             kept = own[0]["memories"] | own[1]
-            for index, memory in enumerate(self._memories if is_alike else ()):
-                codec_state.put(memory, _under(kept, f"memory/{index}"))
+            for index, state in enumerate(self._states if is_alike else ()):
+                codec_state.put(state, _under(kept, f"memory/{index}"))
             if not is_alike and is_of_kind:
-                self.add_owed(own[1])
+                self.add_residuals(own[1])
             self._take_own(kept)
         for _, theirs in orphans if is_of_kind else ():
-            self.add_owed(theirs)
+            self.add_residuals(theirs)
 
     @property
     def _trained(self) -> list[list[str]]:
@@ -481,7 +481,7 @@ class Replica:
         """How many servers the parameters are shared out to."""
         return self.arrival.shards if self.arrival is not None else 0
 
-    def owed(self) -> dict[str, Tensor]:
+    def residuals(self) -> dict[str, Tensor]:
         """What this worker still owes, by range."""
         found = {}
         for index, mine in enumerate(self._residuals()):
@@ -489,41 +489,41 @@ class Replica:
                 found[f"owed/{index}"] = mine[0] if len(mine) == 1 else torch.cat(mine)
         return found
 
-    def add_owed(self, owed: Mapping[str, Tensor]) -> None:
+    def add_residuals(self, residuals: Mapping[str, Tensor]) -> None:
         """Take on what another worker owed, as far as what is kept here can hold it."""
         for index, mine in enumerate(self._residuals()):
-            theirs, lengths = owed.get(f"owed/{index}"), [one.numel() for one in mine]
+            theirs, lengths = residuals.get(f"owed/{index}"), [one.numel() for one in mine]
             if not mine or theirs is None or theirs.numel() != sum(lengths):
                 continue
-            for memory, part, one in zip(self._codec_memories[index], torch.split(theirs, lengths), mine, strict=True):
+            for state, part, one in zip(self._codec_states[index], torch.split(theirs, lengths), mine, strict=True):
                 assert self._recipe is not None
-                self._recipe.how.take_on(memory, part.to(one.device))
+                self._recipe.how.add_residual(state, part.to(one.device))
 
     def _residuals(self) -> list[list[Tensor]]:
         """What is owed of each range, by the shards that it is shared out to; nothing where the codec keeps none."""
         if self._recipe is None:
             return []
         codec = self._recipe.how
-        found = [[codec.residual(one) for one in each] for each in self._codec_memories]
+        found = [[codec.residual(one) for one in each] for each in self._codec_states]
         return [[one for one in each if one is not None] for each in found]
 
     @property
-    def _codec_memories(self) -> list[list[Any]]:
+    def _codec_states(self) -> list[list[Any]]:
         """What the codec remembers of each range, by the shards that it is shared out to."""
         if self.arrival is not None:
-            return [one.memories for one in self.arrival.ranges]
-        return [[self._codec_memory(one)] for one in self._memories]
+            return [one.states for one in self.arrival.ranges]
+        return [[self._codec_state(one)] for one in self._states]
 
-    def _codec_memory(self, memory: Any) -> Any:
+    def _codec_state(self, state: Any) -> Any:
         what = self._recipe.what if self._recipe is not None else None
-        return what.codec_memory(memory) if isinstance(what, gradients) else memory
+        return what.codec_state(state) if isinstance(what, gradients) else state
 
     def _pieces(self, one: ParameterSet) -> list[Piece]:
         """What the codec remembers of each range of a set's parameters."""
         if one.rounds is not None:
-            return [Piece(each.codec_memory, each.part, 0, each.part.theta.numel()) for each in one.rounds.ranges]
+            return [Piece(each.codec_state, each.part, 0, each.part.theta.numel()) for each in one.rounds.ranges]
         buckets = self.gradients.buckets if self.gradients is not None and has_others(self._wire) else []
-        return [Piece(self._codec_memory(each.memory), each.part, each.start, each.stop) for each in buckets]
+        return [Piece(self._codec_state(each.state), each.part, each.start, each.stop) for each in buckets]
 
     @property
     def drift(self) -> float | None:

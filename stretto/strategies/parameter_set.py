@@ -145,4 +145,4 @@ class ParameterSet:
         for one in exchange.ranges:
             for slot in one.part.slots:
                 if (value := self._before.get(id(slot.parameter))) is not None and slot.home is None:
-                    slot.view(one.memory.agreed).copy_(value)
+                    slot.view(one.state.agreed).copy_(value)

@@ -38,7 +38,7 @@ class FlatTensors:
         flats = [torch.cat([one.detach().reshape(-1) for one in group]).mul_(share) for group in self._groups]
         if account is not None:
             account.began(sum(flat.nbytes for flat in flats))
-        return [CollectiveRunner(wire, exact().converse(flat, None), account) for flat in flats]
+        return [CollectiveRunner(wire, exact().average(flat, None), account) for flat in flats]
 
     @torch.no_grad()
     def take(self, means: Sequence[Tensor]) -> None:

@@ -47,8 +47,8 @@ class Account:
 class Tally:
     """All that a worker counts about its exchanges. `clock` tells when norms are measured anew."""
 
-    def __init__(self, scene: CodecContext) -> None:
-        self._scene = scene
+    def __init__(self, context: CodecContext) -> None:
+        self._context = context
         self.accounts: dict[str, Account] = {}
         self._entries_sent = self._entries = 0
         self._norms: tuple[float, float] | None = None
@@ -59,45 +59,45 @@ class Tally:
 
     def account(self, purpose: str) -> Account | None:
         """That of a purpose; None for a worker that is alone, who says nothing to anybody."""
-        return self.accounts.setdefault(purpose, Account()) if self._scene.workers > 1 else None
+        return self.accounts.setdefault(purpose, Account()) if self._context.workers > 1 else None
 
-    def scene(self, part: FlatBuffer, start: int = 0, stop: int | None = None) -> CodecContext:
+    def context(self, part: FlatBuffer, start: int = 0, stop: int | None = None) -> CodecContext:
         """Where a codec works that encodes these numbers of a part."""
         stop = part.theta.numel() if stop is None else stop
         held = [one for one in part.slots if start <= one.start and one.stop <= stop]
         blocks = [Block(one.name, one.start - start, one.stop - start, tuple(one.parameter.shape)) for one in held]
-        return replace(self._scene, blocks=blocks, theta=part.theta.detach()[start:stop])
+        return replace(self._context, blocks=blocks, theta=part.theta.detach()[start:stop])
 
     def spoke(self, codec: Codec, message: Tensor, like: Tensor) -> None:
         """A message speaks of some of the numbers of a tensor like this one."""
-        if codec.pair and self._scene.workers > 1:
-            told = codec.entries(message, like) if not codec.linear else min(message.numel(), like.numel())
+        if codec.pair and self._context.workers > 1:
+            told = codec.values_sent(message, like) if not codec.linear else min(message.numel(), like.numel())
             self._entries_sent += told
             self._entries += like.numel()
 
     def norm_of(self, given: Sequence[Tensor]) -> float | None:
         """The norm of what is about to be encoded, now and then; None when it is not time to measure."""
         self._measure_residuals()
-        now = self._scene.clock() if self._scene.clock is not None else 0.0
+        now = self._context.clock() if self._context.clock is not None else 0.0
         self._asked += 1
         if now - self._measured_at < MEASURE_EVERY_S and self._asked < self._due_at:
             return None
         self._measured_at, self._due_at = now, 2 * self._asked
         return _norm(given)
 
-    def owes(self, given: float | None, codec: Codec, memories: Sequence[Any]) -> None:
+    def owes(self, given: float | None, codec: Codec, states: Sequence[Any]) -> None:
         """Have the residual measured if the norm of the contribution was.
 
         It is measured after the exchange: a codec of several collective operations has its residual only then.
         """
         if given is not None:
-            self._residuals = given, codec, memories
+            self._residuals = given, codec, states
 
     def _measure_residuals(self) -> None:
         if self._residuals is None:
             return
-        (given, codec, memories), self._residuals = self._residuals, None
-        residuals = [one for memory in memories if (one := codec.residual(memory)) is not None]
+        (given, codec, states), self._residuals = self._residuals, None
+        residuals = [one for state in states if (one := codec.residual(state)) is not None]
         if residuals:
             self._norms = given, _norm(residuals)
 

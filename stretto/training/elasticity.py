@@ -250,10 +250,10 @@ class ElasticAgent:
     def _leave(self) -> None:
         """Leave in good order: what this worker owes is left where the others find it."""
         self.left = True
-        if self._seat.run is not None and (owed := self._trainer.replica.owed()):
+        if self._seat.run is not None and (residuals := self._trainer.replica.residuals()):
             folder = self._seat.run / "handed"
             folder.mkdir(exist_ok=True)
-            told = state_transfer.pack_own(({}, owed))
+            told = state_transfer.pack_own(({}, residuals))
             (folder / f"worker-{self._seat.worker}.part").write_bytes(told)
             (folder / f"worker-{self._seat.worker}.part").rename(folder / f"worker-{self._seat.worker}.owed")
         raise SystemExit(0)
@@ -265,7 +265,7 @@ class ElasticAgent:
         for worker in gone:
             path = self._seat.run / "handed" / f"worker-{worker}.owed"
             if path.is_file():
-                self._trainer.replica.add_owed(state_transfer.unpack_own(path.read_bytes())[1])
+                self._trainer.replica.add_residuals(state_transfer.unpack_own(path.read_bytes())[1])
                 path.unlink()
 
     # --- a change of members ------------------------------------------------------------------------------------

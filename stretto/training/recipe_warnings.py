@@ -13,7 +13,7 @@ from stretto.strategies.optimizers import Optimizers
 
 def advice(recipe: Recipe, optimizers: Optimizers) -> Iterator[str]:
     """Sentences for the user; none if all is well."""
-    for codec in recipe.how.within():
+    for codec in recipe.how.components():
         if isinstance(codec, difference_threshold) and isinstance(recipe.what, gradient_differences):
             yield from _unstable(codec.xi, recipe.what.beta, _largest(optimizers, "lr"))
         if isinstance(codec, deep_gradient_compression) and codec.momentum and _largest(optimizers, "momentum"):

@@ -25,9 +25,9 @@ def test_eight_bits_leave_less_than_a_level_either_way():
     case = kernels.cases()["8 bits, stochastic"]
     x = torch.randn(NUMBERS, generator=torch.Generator().manual_seed(1))
     for side in (case.ours, case.torch):
-        owed = torch.zeros(NUMBERS)
-        side(x, owed)
-        assert 0 < float(owed.abs().max()) <= float(x.abs().max()) / 127 * 1.001
+        residual = torch.zeros(NUMBERS)
+        side(x, residual)
+        assert 0 < float(residual.abs().max()) <= float(x.abs().max()) / 127 * 1.001
 
 
 def test_a_trial_is_kept_and_makes_a_table(tmp_path, monkeypatch, capsys):

@@ -18,12 +18,12 @@ from stretto.errors import TransportError
 class whole(SingleRound):
     """Right: every message is sent whole and added up by the reader."""
 
-    def memory(self, like, scene=None):
+    def init_state(self, like, context=None):
         return {"rounds": 0}
 
-    def encode(self, x, memory):
+    def encode(self, x, state):
         refuse_not_finite(x, self)
-        memory["rounds"] += 1
+        state["rounds"] += 1
         return x.clone().view(torch.uint8)
 
     def decode(self, message, like):
@@ -52,24 +52,24 @@ class too_dear(whole):
 class lossy(whole):
     """Wrong: loses a tenth."""
 
-    def encode(self, x, memory):
-        return super().encode(x * 0.9, memory)
+    def encode(self, x, state):
+        return super().encode(x * 0.9, state)
 
 
 class shorter(whole):
     """Wrong: another shape comes back."""
 
-    def converse(self, x, memory, owed=None):
-        return (yield from super().converse(x, memory, owed))[:-1]
+    def average(self, x, state, residual=None):
+        return (yield from super().average(x, state, residual))[:-1]
 
 
 class chatty(whole):
     """Wrong: the number of turns depends on the data."""
 
-    def converse(self, x, memory, owed=None):
+    def average(self, x, state, residual=None):
         if float(x.abs().sum()) > 0:
             yield AllGather(x)
-        return (yield from super().converse(x, memory, owed))
+        return (yield from super().average(x, state, residual))
 
     def bytes_of(self, x):
         return 2 * x.numel() * x.element_size()
@@ -78,24 +78,24 @@ class chatty(whole):
 class forgetful(whole):
     """Wrong: what is owed is forgotten."""
 
-    def encode_owed(self, x, owed, memory):
-        message = self.encode(x, memory)
-        owed.zero_().add_(0.01)
+    def encode_with_residual(self, x, residual, state):
+        message = self.encode(x, state)
+        residual.zero_().add_(0.01)
         return message
 
 
 class careless(whole):
     """Wrong: NaN is sent."""
 
-    def encode(self, x, memory):
+    def encode(self, x, state):
         return x.clone().view(torch.uint8)
 
 
 class hasty(whole):
     """Wrong: NaN is refused, but the round was counted."""
 
-    def encode(self, x, memory):
-        memory["rounds"] += 1
+    def encode(self, x, state):
+        state["rounds"] += 1
         refuse_not_finite(x, self)
         return x.clone().view(torch.uint8)
 
@@ -110,7 +110,7 @@ class trusting(whole):
 class talkative(whole):
     """Wrong: a message speaks of more numbers than there are."""
 
-    def entries(self, message, like):
+    def values_sent(self, message, like):
         return like.numel() + 1
 
 
@@ -119,17 +119,17 @@ class selfish(whole):
 
     conserves = False
 
-    def converse(self, x, memory, owed=None):
+    def average(self, x, state, residual=None):
         mine = x.clone()
-        found = yield from super().converse(x, memory, owed)
+        found = yield from super().average(x, state, residual)
         return found + 1e-3 * mine
 
 
 class boastful(whole):
     """Wrong: half of the numbers are left out, and it promises to leave out less."""
 
-    def encode(self, x, memory):
-        return super().encode(torch.where(torch.arange(x.numel()) % 2 == 0, x, 0), memory)
+    def encode(self, x, state):
+        return super().encode(torch.where(torch.arange(x.numel()) % 2 == 0, x, 0), state)
 
     def contraction(self, n):
         return 0.9
@@ -140,24 +140,24 @@ class one_sided(whole):
 
     unbiased = True
 
-    def encode(self, x, memory):
-        return super().encode(x * 1.01, memory)
+    def encode(self, x, state):
+        return super().encode(x * 1.01, state)
 
 
 class rounding(whole):
     """Wrong: promises that every number is carried exactly or owed wholly."""
 
-    splits = True
+    exact_split = True
 
-    def encode(self, x, memory):
-        return super().encode(x * 0.3, memory)
+    def encode(self, x, state):
+        return super().encode(x * 0.3, state)
 
 
 class noisy(whole):
     """Wrong: something comes of nothing."""
 
-    def encode(self, x, memory):
-        return super().encode(x + 1e-9, memory)
+    def encode(self, x, state):
+        return super().encode(x + 1e-9, state)
 
 
 WRONG = {

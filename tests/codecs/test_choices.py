@@ -47,16 +47,16 @@ class keeper(Codec):
 
     keeps_residual = True
 
-    def memory(self, like, scene=None):
+    def init_state(self, like, context=None):
         return like.clone()
 
-    def converse(self, x, memory, owed=None):
-        memory.add_(x)
+    def average(self, x, state, residual=None):
+        state.add_(x)
         yield AllGather(x[:0])
         return x.zero_()
 
-    def residual(self, memory):
-        return memory
+    def residual(self, state):
+        return state
 
     def bytes_of(self, x):
         return 0
@@ -79,43 +79,43 @@ def test_by_size_keeps_the_laws_of_all_codecs(codec: by_size, tolerance: float) 
     check_codec(codec, tolerance)
 
 
-@pytest.mark.parametrize("with_owed", [False, True])
+@pytest.mark.parametrize("with_residual", [False, True])
 @pytest.mark.parametrize("large", [quantise(8, 10), low_rank(2), sign(bucket=50)], ids=str)
-def test_each_class_goes_through_its_codec_as_it_would_by_itself(large: Codec, with_owed: bool) -> None:
+def test_each_class_goes_through_its_codec_as_it_would_by_itself(large: Codec, with_residual: bool) -> None:
     codec, small = by_size(large, quantise(4, 4), least=30), quantise(4, 4)
     first, second = places(1, 3, 4), places(0, 2)
     alone = [
         [Block("1", 0, 600, (20, 30)), Block("3", 600, 630, (30,)), Block("4", 630, 886, (16, 16))],
         [Block("0", 0, 7, (7,)), Block("2", 7, 10, (3,))],
     ]
-    scenes = [CodecContext(worker, 2, 3, BLOCKS) for worker in range(2)]
-    memories = [codec.memory(drawn(), scene) for scene in scenes]
-    owed = [drawn(50 + worker) if with_owed else None for worker in range(2)]
-    debts = [[None if one is None else one[where].clone() for one in owed] for where in (first, second)]
+    contexts = [CodecContext(worker, 2, 3, BLOCKS) for worker in range(2)]
+    states = [codec.init_state(drawn(), context) for context in contexts]
+    residual = [drawn(50 + worker) if with_residual else None for worker in range(2)]
+    debts = [[None if one is None else one[where].clone() for one in residual] for where in (first, second)]
     parts = [
-        [by.memory(drawn()[where], CodecContext(worker, 2, 3, its)) for worker in range(2)]
+        [by.init_state(drawn()[where], CodecContext(worker, 2, 3, its)) for worker in range(2)]
         for by, where, its in ((large, first, alone[0]), (small, second, alone[1]))
     ]
     for round_ in range(3):
         xs = [drawn(10 * round_ + worker) for worker in range(2)]
-        results, _ = hold([codec.converse(x.clone(), m, o) for x, m, o in zip(xs, memories, owed, strict=True)])
+        results, _ = hold([codec.average(x.clone(), m, o) for x, m, o in zip(xs, states, residual, strict=True)])
         for by, where, its, due in zip((large, small), (first, second), parts, debts, strict=True):
-            found, _ = hold([by.converse(x[where], m, o) for x, m, o in zip(xs, its, due, strict=True)])
+            found, _ = hold([by.average(x[where], m, o) for x, m, o in zip(xs, its, due, strict=True)])
             assert torch.equal(results[0][where], found[0])
-            for all_, part in zip(owed, due, strict=True):
+            for all_, part in zip(residual, due, strict=True):
                 assert all_ is None or torch.equal(all_[where], part)
         outside = torch.ones(LENGTH, dtype=torch.bool).index_fill_(0, IN_BLOCKS, False)
         assert not results[0][outside].any()
 
 
 def test_biases_are_exact_where_matrices_are_not_and_bytes_are_counted() -> None:
-    codec, x, scene = by_size(low_rank(2), least=100), drawn(), CodecContext(blocks=BLOCKS)
-    results, turns = hold([codec.converse(x.clone(), codec.memory(x, scene))])
+    codec, x, context = by_size(low_rank(2), least=100), drawn(), CodecContext(blocks=BLOCKS)
+    results, turns = hold([codec.average(x.clone(), codec.init_state(x, context))])
     small, large = places(0, 2, 3), places(1, 4)
     assert torch.equal(results[0][small], x[small])
     assert not torch.allclose(results[0][large], x[large], atol=0.1)
     assert (
-        codec.bytes_of(x, scene) == sum(turn[0].tensor.nbytes for turn in turns) == 4 * (40 + 2 * (20 + 30 + 16 + 16))
+        codec.bytes_of(x, context) == sum(turn[0].tensor.nbytes for turn in turns) == 4 * (40 + 2 * (20 + 30 + 16 + 16))
     )
 
 
@@ -123,34 +123,34 @@ def test_without_parameters_the_range_is_one() -> None:
     x = drawn()
     for least, expected in ((1000, 1000 + 4 * 100), (1001, 4000)):
         codec = by_size(quantise(8, 10), least=least)
-        _, turns = hold([codec.converse(x.clone(), codec.memory(x))])
+        _, turns = hold([codec.average(x.clone(), codec.init_state(x))])
         assert [turn[0].tensor.nbytes for turn in turns] == [expected] == [codec.bytes_of(x)]
 
 
 def test_a_class_without_parameters_says_nothing() -> None:
     codec, x = by_size(quantise(8), least=1), drawn()
-    _, turns = hold([codec.converse(x.clone(), codec.memory(x, CodecContext(blocks=BLOCKS)))])
+    _, turns = hold([codec.average(x.clone(), codec.init_state(x, CodecContext(blocks=BLOCKS)))])
     assert len(turns) == 1
 
 
 def test_what_is_not_finite_in_a_small_parameter_is_refused_before_anything_is_said() -> None:
-    codec, x, owed = by_size(quantise(8, stochastic=False), least=100), drawn(), torch.zeros(LENGTH)
+    codec, x, residual = by_size(quantise(8, stochastic=False), least=100), drawn(), torch.zeros(LENGTH)
     x[0] = math.nan
     with pytest.raises(NotFiniteError):
-        next(codec.converse(x, codec.memory(drawn(), CodecContext(blocks=BLOCKS)), owed))
-    assert not owed.any()
+        next(codec.average(x, codec.init_state(drawn(), CodecContext(blocks=BLOCKS)), residual))
+    assert not residual.any()
 
 
 def test_what_its_codecs_owe_is_shown_at_its_place() -> None:
     codec, x = by_size(keeper(), least=100), drawn()
-    memory = codec.memory(torch.zeros(LENGTH), CodecContext(blocks=BLOCKS))
-    hold([codec.converse(x.clone(), memory)])
-    owed = codec.residual(memory)
+    state = codec.init_state(torch.zeros(LENGTH), CodecContext(blocks=BLOCKS))
+    hold([codec.average(x.clone(), state)])
+    residual = codec.residual(state)
     assert codec.keeps_residual
-    assert owed.shape == x.shape
-    assert torch.equal(owed[places(1, 4)], x[places(1, 4)])
-    assert not owed[places(0, 2, 3)].any()
-    assert by_size(sign()).residual(by_size(sign()).memory(x)) is None
+    assert residual.shape == x.shape
+    assert torch.equal(residual[places(1, 4)], x[places(1, 4)])
+    assert not residual[places(0, 2, 3)].any()
+    assert by_size(sign()).residual(by_size(sign()).init_state(x)) is None
 
 
 def test_its_papers_are_those_of_its_codecs() -> None:
@@ -178,18 +178,18 @@ class Hands:
         return self.now
 
 
-def memories_of(codec: when_it_pays, hands: list[Hands]):
-    scenes = [CodecContext(worker, len(hands), clock=one, notice=one.told.append) for worker, one in enumerate(hands)]
-    return [codec.memory(torch.zeros(40), scene) for scene in scenes]
+def states_of(codec: when_it_pays, hands: list[Hands]):
+    contexts = [CodecContext(worker, len(hands), clock=one, notice=one.told.append) for worker, one in enumerate(hands)]
+    return [codec.init_state(torch.zeros(40), context) for context in contexts]
 
 
-def rounds_of(codec: when_it_pays, hands: list[Hands], rounds: int, memories=None):
+def rounds_of(codec: when_it_pays, hands: list[Hands], rounds: int, states=None):
     """Hold rounds; for each, whether it was encoded, and how many turns it had."""
-    memories = memories or memories_of(codec, hands)
+    states = states or states_of(codec, hands)
     found = []
     for round_ in range(rounds):
         xs = [torch.randn(40, generator=torch.Generator().manual_seed(round_)) for _ in hands]
-        talks = [codec.converse(x, m) for x, m in zip(xs, memories, strict=True)]
+        talks = [codec.average(x, m) for x, m in zip(xs, states, strict=True)]
         asks = [next(one) for one in talks]
         encoded = isinstance(asks[0], AllGather)
         for one in hands:
@@ -202,7 +202,7 @@ def rounds_of(codec: when_it_pays, hands: list[Hands], rounds: int, memories=Non
                 break
             turns, answers = turns + 1, _answers(sent)
         found.append((encoded, turns))
-    return found, memories
+    return found, states
 
 
 def _answers(asks):
@@ -236,15 +236,15 @@ def test_the_quicker_way_is_taken_then_measured_anew(encoded: float, exactly: fl
 @pytest.mark.parametrize(("then", "encodes"), [((1.0, 0.1), False), ((1.0, 2.0), True), ((3.0, 2.0), False)])
 def test_a_decision_rests_on_the_times_measured_for_it(then: tuple[float, float], encodes: bool) -> None:
     codec, hands = when_it_pays(sign(), rounds=8, again=3), [Hands(1.0, 2.0), Hands(1.0, 2.0)]
-    memories = memories_of(codec, hands)
-    rounds_of(codec, hands, 8, memories)
+    states = states_of(codec, hands)
+    rounds_of(codec, hands, 8, states)
     for one in hands:
         one.encoded = 1000.0
-    assert [encoded for encoded, _ in rounds_of(codec, hands, 3, memories)[0]] == [True] * 3
+    assert [encoded for encoded, _ in rounds_of(codec, hands, 3, states)[0]] == [True] * 3
     for one in hands:
         one.encoded, one.exactly = then
-    rounds_of(codec, hands, 8, memories)
-    assert [memory.encodes for memory in memories] == [encodes] * 2
+    rounds_of(codec, hands, 8, states)
+    assert [state.encodes for state in states] == [encodes] * 2
 
 
 @pytest.mark.parametrize(
@@ -253,9 +253,9 @@ def test_a_decision_rests_on_the_times_measured_for_it(then: tuple[float, float]
 )
 def test_all_workers_decide_alike_whatever_their_own_clocks_say(times, encodes: bool) -> None:
     hands = [Hands(*one) for one in times]
-    found, memories = rounds_of(when_it_pays(sign(), rounds=6, again=5), hands, 11)
+    found, states = rounds_of(when_it_pays(sign(), rounds=6, again=5), hands, 11)
     assert found[6:] == [(encodes, 1)] * 5
-    assert [memory.encodes for memory in memories] == [encodes] * 2
+    assert [state.encodes for state in states] == [encodes] * 2
 
 
 def test_worker_0_says_what_was_decided_with_both_times() -> None:
@@ -268,44 +268,44 @@ def test_worker_0_says_what_was_decided_with_both_times() -> None:
 
 def test_without_a_clock_everything_is_encoded() -> None:
     codec, x = when_it_pays(sign(), rounds=4, again=2), torch.ones(40)
-    memory = codec.memory(x)
+    state = codec.init_state(x)
     for _ in range(12):
-        _, turns = hold([codec.converse(x.clone(), memory)])
+        _, turns = hold([codec.average(x.clone(), state)])
         assert [type(turn[0]) for turn in turns] == [AllGather]
 
 
 def test_an_exact_round_pays_all_that_is_owed() -> None:
-    codec, owed = when_it_pays(sign(), rounds=4, again=2), torch.zeros(40)
-    memory = codec.memory(owed, CodecContext(clock=lambda: 0.0))
+    codec, residual = when_it_pays(sign(), rounds=4, again=2), torch.zeros(40)
+    state = codec.init_state(residual, CodecContext(clock=lambda: 0.0))
     given_, carried = torch.zeros(40), torch.zeros(40)
     for round_ in range(6):
         x = torch.randn(40, generator=torch.Generator().manual_seed(round_))
         given_ += x
-        results, _ = hold([codec.converse(x, memory, owed)])
+        results, _ = hold([codec.average(x, state, residual)])
         carried += results[0]
-        assert torch.allclose(carried + owed, given_, atol=1e-5)
-        assert bool(owed.any()) == (round_ in (1, 3))
+        assert torch.allclose(carried + residual, given_, atol=1e-5)
+        assert bool(residual.any()) == (round_ in (1, 3))
 
 
 def test_bytes_are_at_most_those_declared_in_every_round() -> None:
     codec, x = when_it_pays(low_rank(2), rounds=4, again=2), drawn()
-    scene = CodecContext(blocks=BLOCKS, clock=lambda: 0.0)
-    memory = codec.memory(x, scene)
+    context = CodecContext(blocks=BLOCKS, clock=lambda: 0.0)
+    state = codec.init_state(x, context)
     said = []
     for _ in range(6):
-        _, turns = hold([codec.converse(x.clone(), memory)])
+        _, turns = hold([codec.average(x.clone(), state)])
         said.append(sum(turn[0].tensor.nbytes for turn in turns))
-    assert max(said) <= codec.bytes_of(x, scene) == 4012
-    assert said[1] == low_rank(2).bytes_of(x, scene)
+    assert max(said) <= codec.bytes_of(x, context) == 4012
+    assert said[1] == low_rank(2).bytes_of(x, context)
 
 
 def test_what_is_not_finite_is_refused_and_the_round_is_not_counted() -> None:
-    codec, owed = when_it_pays(sign()), torch.zeros(3)
-    memory = codec.memory(owed, CodecContext(clock=lambda: 0.0))
+    codec, residual = when_it_pays(sign()), torch.zeros(3)
+    state = codec.init_state(residual, CodecContext(clock=lambda: 0.0))
     with pytest.raises(NotFiniteError):
-        next(codec.converse(torch.tensor([1, math.nan, 2]), memory, owed))
-    assert memory.round == 0
-    assert not owed.any()
+        next(codec.average(torch.tensor([1, math.nan, 2]), state, residual))
+    assert state.round == 0
+    assert not residual.any()
 
 
 def test_a_codec_with_a_residual_of_its_own_is_refused() -> None:

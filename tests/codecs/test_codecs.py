@@ -112,9 +112,9 @@ def test_fp16_overflow_is_infinite_not_wrong() -> None:
 
 def test_what_is_beyond_fp16_is_owed() -> None:
     codec = error_feedback(cast("fp16"))
-    memory = codec.memory(torch.zeros(2))
+    state = codec.init_state(torch.zeros(2))
     carried = torch.zeros(2)
     for given in (torch.tensor([1e5, -1.0]), torch.zeros(2)):
-        carried += codec.decode(codec.encode(given, memory), torch.empty(2))
-    assert torch.equal(carried + memory.owed, torch.tensor([1e5, -1.0]))
-    assert float(memory.owed.abs().max()) < 100
+        carried += codec.decode(codec.encode(given, state), torch.empty(2))
+    assert torch.equal(carried + state.residual, torch.tensor([1e5, -1.0]))
+    assert float(state.residual.abs().max()) < 100

@@ -28,9 +28,9 @@ NUMBERS = st.lists(st.floats(-(2.0**126), 2.0**126, width=32), max_size=50).map(
 SMALLEST = 2.0**-149
 
 
-def carried(codec: SingleRound, x: torch.Tensor, memory=None) -> torch.Tensor:
-    memory = memory or codec.memory(x)
-    return codec.decode(codec.encode(x.clone(), memory), x.clone())
+def carried(codec: SingleRound, x: torch.Tensor, state=None) -> torch.Tensor:
+    state = state or codec.init_state(x)
+    return codec.decode(codec.encode(x.clone(), state), x.clone())
 
 
 def rows(x: torch.Tensor, bucket: int) -> list[torch.Tensor]:
@@ -72,35 +72,35 @@ def test_a_number_is_off_by_less_than_a_level(codec: quantise, x: torch.Tensor) 
 def test_what_is_carried_and_what_is_owed_are_the_input(codec: SingleRound, dtype: torch.dtype) -> None:
     source = torch.Generator().manual_seed(3)
     given_ = [torch.randn(101, generator=source).to(dtype) for _ in range(20)]
-    owed, total, memory = torch.zeros(101, dtype=dtype), torch.zeros(101).double(), codec.memory(given_[0])
+    residual, total, state = torch.zeros(101, dtype=dtype), torch.zeros(101).double(), codec.init_state(given_[0])
     largest = 0.0
     for x in given_:
-        message = codec.encode_owed(x.clone(), owed, memory)
+        message = codec.encode_with_residual(x.clone(), residual, state)
         said = codec.decode(message, x.clone()).double()
         total += said
-        largest = max(largest, float(said.abs().max()), float(owed.abs().max()))
-    apart = total + owed.double() - torch.stack(given_).double().sum(0)
+        largest = max(largest, float(said.abs().max()), float(residual.abs().max()))
+    apart = total + residual.double() - torch.stack(given_).double().sum(0)
     assert float(apart.abs().max()) <= 40 * torch.finfo(dtype).eps * largest
-    assert float(owed.abs().max()) > 0.005
+    assert float(residual.abs().max()) > 0.005
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=str)
-@given(x=NUMBERS, owed=NUMBERS)
+@given(x=NUMBERS, residual=NUMBERS)
 @settings(max_examples=40)
-def test_the_fused_pass_does_what_two_passes_do(codec: SingleRound, x: torch.Tensor, owed: torch.Tensor) -> None:
-    length = min(len(x), len(owed))
-    x, owed = x[:length], owed[:length]
-    fused, plain = owed.clone(), owed + x
-    message = codec.encode_owed(x.clone(), fused, codec.memory(x))
-    assert torch.equal(message, codec.encode(plain.clone(), codec.memory(x)))
+def test_the_fused_pass_does_what_two_passes_do(codec: SingleRound, x: torch.Tensor, residual: torch.Tensor) -> None:
+    length = min(len(x), len(residual))
+    x, residual = x[:length], residual[:length]
+    fused, plain = residual.clone(), residual + x
+    message = codec.encode_with_residual(x.clone(), fused, codec.init_state(x))
+    assert torch.equal(message, codec.encode(plain.clone(), codec.init_state(x)))
     assert torch.equal(fused, plain - codec.decode(message, x.clone()))
 
 
 @pytest.mark.parametrize("codec", UNBIASED, ids=str)
 def test_the_mean_over_many_rounds_is_the_number(codec: SingleRound) -> None:
     x, rounds = torch.randn(60, generator=torch.Generator().manual_seed(7)), 4000
-    memory = codec.memory(x)
-    found = torch.stack([carried(codec, x, memory) for _ in range(rounds)]).double()
+    state = codec.init_state(x)
+    found = torch.stack([carried(codec, x, state) for _ in range(rounds)]).double()
     level = float((found.amax(0) - found.amin(0)).max())
     most = level * math.sqrt(math.log(2 / 1e-9) / (2 * rounds))  # Hoeffding: beyond it once in 1e9 times
     assert bool(((found.mean(0) - x).abs() <= most + 1e-6).all())
@@ -116,8 +116,8 @@ def test_rounds_and_workers_draw_apart_and_the_seed_repeats_them() -> None:
     codec, x = quantise(2), torch.linspace(-1, 1, 500)
 
     def said(seed: int, worker: int) -> list[bytes]:
-        memory = codec.memory(x, CodecContext(worker=worker, seed=seed))
-        return [bytes(codec.encode(x.clone(), memory).tolist()) for _ in range(3)]
+        state = codec.init_state(x, CodecContext(worker=worker, seed=seed))
+        return [bytes(codec.encode(x.clone(), state).tolist()) for _ in range(3)]
 
     assert len({*said(1, 0), *said(1, 1), *said(2, 0)}) == 9
     assert said(1, 0) == said(1, 0)
@@ -130,9 +130,9 @@ def test_what_is_above_the_clip_is_cut_off_and_owed(codec: ternary) -> None:
     cut = codec.clip * math.sqrt(float((x[:100] ** 2).mean()))
     found = carried(codec, x)
     assert found.abs().unique().tolist() == pytest.approx([0.0, cut], rel=1e-6)
-    owed = torch.zeros(1000)
-    codec.encode_owed(x.clone(), owed, codec.memory(x))
-    assert torch.allclose(owed[::100], torch.full((10,), 50 - cut))
+    residual = torch.zeros(1000)
+    codec.encode_with_residual(x.clone(), residual, codec.init_state(x))
+    assert torch.allclose(residual[::100], torch.full((10,), 50 - cut))
 
 
 @pytest.mark.parametrize("size", [1e-40, 1e-25, 1.0, 1e25, 3e38])
@@ -172,7 +172,7 @@ def test_a_contraction_leaves_less_than_it_was_given(codec: SingleRound, x: torc
 )
 def test_a_message_has_its_scales_and_its_codes_and_no_more(codec: SingleRound, expected: int) -> None:
     x = torch.randn(1001, generator=torch.Generator().manual_seed(1))
-    assert codec.encode(x.clone(), codec.memory(x)).nbytes == codec.bytes_of(x) == expected
+    assert codec.encode(x.clone(), codec.init_state(x)).nbytes == codec.bytes_of(x) == expected
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=str)
@@ -186,7 +186,7 @@ def test_a_message_of_another_length_is_refused_and_an_empty_one_says_nothing(co
         codec.decode(torch.zeros(right), like.clone())
     nothing = torch.empty(0, dtype=torch.uint8)
     assert not codec.decode(nothing, like.clone()).any()
-    assert (codec.entries(nothing, like), codec.entries(torch.zeros(right, dtype=torch.uint8), like)) == (0, 40)
+    assert (codec.values_sent(nothing, like), codec.values_sent(torch.zeros(right, dtype=torch.uint8), like)) == (0, 40)
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=str)
@@ -201,7 +201,7 @@ def test_any_bytes_of_the_right_length_are_read_as_something(codec: SingleRound,
 
 def test_a_message_may_begin_anywhere_in_what_was_received() -> None:
     codec, x = quantise(8, 10), torch.linspace(-1, 1, 33)
-    message = codec.encode(x.clone(), codec.memory(x))
+    message = codec.encode(x.clone(), codec.init_state(x))
     received = torch.cat([torch.zeros(3, dtype=torch.uint8), message])
     assert torch.equal(codec.decode(received[3:], x.clone()), codec.decode(message, x.clone()))
 
@@ -209,20 +209,20 @@ def test_a_message_may_begin_anywhere_in_what_was_received() -> None:
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_what_is_not_finite_is_refused_before_anything_changes(codec: SingleRound, bad: float) -> None:
-    x, owed = torch.tensor([1.0, bad, 2.0]), torch.ones(3)
+    x, residual = torch.tensor([1.0, bad, 2.0]), torch.ones(3)
     with pytest.raises(NotFiniteError):
-        codec.encode(x.clone(), codec.memory(x))
+        codec.encode(x.clone(), codec.init_state(x))
     with pytest.raises(NotFiniteError):
-        codec.encode_owed(x.clone(), owed, codec.memory(x))
-    assert owed.tolist() == [1, 1, 1]
+        codec.encode_with_residual(x.clone(), residual, codec.init_state(x))
+    assert residual.tolist() == [1, 1, 1]
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 def test_the_sum_is_made_of_what_each_worker_says(codec: SingleRound) -> None:
     xs = [torch.randn(77, generator=torch.Generator().manual_seed(worker)) for worker in range(3)]
-    scenes = [CodecContext(worker=worker, workers=3) for worker in range(3)]
+    contexts = [CodecContext(worker=worker, workers=3) for worker in range(3)]
     results, turns = hold(
-        [codec.converse(x.clone(), codec.memory(x, scene)) for x, scene in zip(xs, scenes, strict=True)]
+        [codec.average(x.clone(), codec.init_state(x, context)) for x, context in zip(xs, contexts, strict=True)]
     )
     alone = [codec.decode(ask.tensor, torch.empty(77)) for ask in turns[0]]
     assert all(isinstance(ask, AllGather) for ask in turns[0])

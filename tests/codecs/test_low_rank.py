@@ -32,9 +32,9 @@ def of_rank(rank: int, rows: int, columns: int, seed: int = 0) -> torch.Tensor:
     return drawn(rows, rank, seed=seed) @ drawn(rank, columns, seed=seed + 1)
 
 
-def exchange(codec: low_rank, xs, memories, owed=None):
-    owed = owed or [None] * len(xs)
-    return hold([codec.converse(x.clone(), m, o) for x, m, o in zip(xs, memories, owed, strict=True)])
+def exchange(codec: low_rank, xs, states, residual=None):
+    residual = residual or [None] * len(xs)
+    return hold([codec.average(x.clone(), m, o) for x, m, o in zip(xs, states, residual, strict=True)])
 
 
 @pytest.mark.parametrize("codec", [low_rank(), low_rank(1), low_rank(40)], ids=str)
@@ -52,10 +52,10 @@ def test_it_keeps_the_laws_of_all_codecs(codec: low_rank) -> None:
 )
 @settings(max_examples=60)
 def test_the_mean_of_a_matrix_of_that_rank_is_exact(rank, rows, columns, workers, more, size) -> None:
-    codec, scene = low_rank(rank + more), CodecContext(blocks=blocks_of((rows, columns)))
+    codec, context = low_rank(rank + more), CodecContext(blocks=blocks_of((rows, columns)))
     left, right = drawn(rows, rank), drawn(rank, columns, seed=1)
     xs = [size * ((left * drawn(rank, seed=9 + worker)) @ right).flatten() / workers for worker in range(workers)]
-    results, _ = exchange(codec, xs, [codec.memory(x, scene) for x in xs])
+    results, _ = exchange(codec, xs, [codec.init_state(x, context) for x in xs])
     exact = torch.stack(xs).sum(0)
     assert float((results[0] - exact).abs().max()) <= 1e-4 * float(exact.abs().max())
 
@@ -63,17 +63,17 @@ def test_the_mean_of_a_matrix_of_that_rank_is_exact(rank, rows, columns, workers
 def test_a_matrix_of_that_rank_is_exact_in_double_precision() -> None:
     x = (drawn(30, 2, dtype=torch.float64) @ drawn(2, 50, seed=1, dtype=torch.float64)).flatten()
     codec = low_rank(2)
-    results, _ = exchange(codec, [x], [codec.memory(x, CodecContext(blocks=blocks_of((30, 50))))])
+    results, _ = exchange(codec, [x], [codec.init_state(x, CodecContext(blocks=blocks_of((30, 50))))])
     assert float((results[0] - x).abs().max()) < 1e-12
 
 
 def test_a_rank_too_small_is_not_exact_and_the_first_direction_is_found_in_time() -> None:
-    codec, scene = low_rank(1), CodecContext(blocks=blocks_of((30, 40)))
+    codec, context = low_rank(1), CodecContext(blocks=blocks_of((30, 40)))
     u, s, v = torch.linalg.svd(of_rank(3, 30, 40), full_matrices=False)
     x, best = of_rank(3, 30, 40).flatten(), s[0] * torch.outer(u[:, 0], v[0]).flatten()
-    memory, apart = codec.memory(x, scene), []
+    state, apart = codec.init_state(x, context), []
     for _ in range(60):
-        results, _ = exchange(codec, [x], [memory])
+        results, _ = exchange(codec, [x], [state])
         apart.append(float((results[0] - best).norm() / best.norm()))
     assert apart[0] > 0.1
     assert apart[-1] < 1e-3
@@ -81,20 +81,20 @@ def test_a_rank_too_small_is_not_exact_and_the_first_direction_is_found_in_time(
 
 def test_all_matrices_in_two_turns_and_what_is_no_matrix_exactly() -> None:
     shapes = [(20, 30), (30,), (16, 3, 3, 3), (2, 50), (5,)]
-    scene = CodecContext(blocks=blocks_of(*shapes, gap=3))
-    length = scene.blocks[-1].stop
+    context = CodecContext(blocks=blocks_of(*shapes, gap=3))
+    length = context.blocks[-1].stop
     codec = low_rank(3)
     xs = [torch.zeros(length) for _ in range(2)]
     for worker, x in enumerate(xs):
-        for block in scene.blocks:
+        for block in context.blocks:
             x[block.start : block.stop] = drawn(math.prod(block.shape), seed=worker)
-    results, turns = exchange(codec, xs, [codec.memory(x, scene) for x in xs])
+    results, turns = exchange(codec, xs, [codec.init_state(x, context) for x in xs])
     plain = 30 + 2 * 50 + 5
     assert [turn[0].tensor.numel() for turn in turns] == [3 * 20 + 3 * 16 + plain, 3 * 30 + 3 * 27]
     assert all(isinstance(ask, AllReduceMean) for turn in turns for ask in turn)
-    assert codec.bytes_of(xs[0], scene) == sum(turn[0].tensor.nbytes for turn in turns)
+    assert codec.bytes_of(xs[0], context) == sum(turn[0].tensor.nbytes for turn in turns)
     exact = xs[0] + xs[1]
-    for place, block in enumerate(scene.blocks):
+    for place, block in enumerate(context.blocks):
         same = torch.equal(results[0][block.start : block.stop], exact[block.start : block.stop])
         assert same == (place not in (0, 2))
 
@@ -102,13 +102,13 @@ def test_all_matrices_in_two_turns_and_what_is_no_matrix_exactly() -> None:
 @pytest.mark.parametrize(("shape", "rank", "turns"), [((6, 3), 2, 1), ((6, 3), 1, 2), ((4, 4), 2, 1), ((1, 999), 1, 1)])
 def test_only_matrices_that_become_smaller_are_factored(shape, rank, turns) -> None:
     codec, x = low_rank(rank), drawn(math.prod(shape))
-    _, asked = exchange(codec, [x], [codec.memory(x, CodecContext(blocks=blocks_of(shape)))])
+    _, asked = exchange(codec, [x], [codec.init_state(x, CodecContext(blocks=blocks_of(shape)))])
     assert len(asked) == turns
 
 
 def test_a_block_that_is_a_piece_of_its_parameter_rides_along() -> None:
     codec, x = low_rank(1), drawn(300)
-    results, turns = exchange(codec, [x], [codec.memory(x, CodecContext(blocks=[Block("cut", 0, 300, (40, 40))]))])
+    results, turns = exchange(codec, [x], [codec.init_state(x, CodecContext(blocks=[Block("cut", 0, 300, (40, 40))]))])
     assert len(turns) == 1
     assert torch.equal(results[0], x)
 
@@ -117,28 +117,28 @@ def test_a_block_that_is_a_piece_of_its_parameter_rides_along() -> None:
 @settings(max_examples=50)
 def test_without_parameters_nearly_all_is_one_matrix_that_is_nearly_square(numbers: int) -> None:
     codec, x = low_rank(1), drawn(numbers)
-    memory = codec.memory(x)
-    _, turns = exchange(codec, [x], [memory])
+    state = codec.init_state(x)
+    _, turns = exchange(codec, [x], [state])
     assert sum(turn[0].tensor.nbytes for turn in turns) == codec.bytes_of(x)
     if numbers > 400:
-        (matrix,), side = memory.matrices, math.isqrt(numbers)
+        (matrix,), side = state.matrices, math.isqrt(numbers)
         assert max(side - 64, side / 2) < matrix.rows <= side
         assert 0 <= numbers - matrix.rows * matrix.columns < side / 4 + 8
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_over_rounds_what_was_applied_is_what_was_given_less_what_is_owed(dtype: torch.dtype) -> None:
-    codec, scene = low_rank(2), CodecContext(blocks=blocks_of((20, 30), (7,), (12, 9)))
-    length, workers = scene.blocks[-1].stop, 3
-    owed = [torch.zeros(length, dtype=dtype) for _ in range(workers)]
-    memories = [codec.memory(one, scene) for one in owed]
+    codec, context = low_rank(2), CodecContext(blocks=blocks_of((20, 30), (7,), (12, 9)))
+    length, workers = context.blocks[-1].stop, 3
+    residual = [torch.zeros(length, dtype=dtype) for _ in range(workers)]
+    states = [codec.init_state(one, context) for one in residual]
     given_, applied = torch.zeros(length).double(), torch.zeros(length).double()
     for round_ in range(25):
         xs = [drawn(length, seed=100 * round_ + worker, dtype=dtype) / workers for worker in range(workers)]
         given_ += torch.stack(xs).double().sum(0)
-        results, _ = exchange(codec, xs, memories, owed)
+        results, _ = exchange(codec, xs, states, residual)
         applied += results[0].double()
-    left = torch.stack(owed).double().sum(0)
+    left = torch.stack(residual).double().sum(0)
     assert float((applied + left - given_).abs().max()) < 100 * torch.finfo(dtype).eps * float(left.abs().max())
     assert float(left.abs().max()) > 1
     assert not left[600:607].any()
@@ -146,31 +146,32 @@ def test_over_rounds_what_was_applied_is_what_was_given_less_what_is_owed(dtype:
 
 def test_with_a_residual_steady_gradients_arrive_whole_in_the_mean() -> None:
     codec, x, rounds = low_rank(1), drawn(20 * 20), 400
-    owed, memory, applied = (
+    residual, state, applied = (
         torch.zeros_like(x),
-        codec.memory(x, CodecContext(blocks=blocks_of((20, 20)))),
+        codec.init_state(x, CodecContext(blocks=blocks_of((20, 20)))),
         torch.zeros_like(x),
     )
     for _ in range(rounds):
-        results, _ = exchange(codec, [x], [memory], [owed])
+        results, _ = exchange(codec, [x], [state], [residual])
         applied += results[0]
     assert float((applied / rounds - x).norm() / x.norm()) < 0.1
 
 
 def test_what_is_remembered_is_the_same_everywhere_but_depends_on_the_run() -> None:
-    codec, scene = low_rank(2), blocks_of((20, 30), (9, 9))
-    length = scene[-1].stop
-    memories = [
-        codec.memory(torch.zeros(length), CodecContext(worker=worker, seed=5, blocks=scene)) for worker in range(3)
+    codec, context = low_rank(2), blocks_of((20, 30), (9, 9))
+    length = context[-1].stop
+    states = [
+        codec.init_state(torch.zeros(length), CodecContext(worker=worker, seed=5, blocks=context))
+        for worker in range(3)
     ]
     for round_ in range(5):
-        results, _ = exchange(codec, [drawn(length, seed=10 * round_ + worker) for worker in range(3)], memories)
+        results, _ = exchange(codec, [drawn(length, seed=10 * round_ + worker) for worker in range(3)], states)
         assert all(torch.equal(one, results[0]) for one in results)
-        for memory in memories:
-            assert all(map(torch.equal, memory.q, memories[0].q))
-            assert all(map(torch.equal, memory.bases(), memories[0].bases()))
-    other = codec.memory(torch.zeros(length), CodecContext(seed=6, blocks=scene))
-    fresh = codec.memory(torch.zeros(length), CodecContext(seed=5, blocks=scene))
+        for state in states:
+            assert all(map(torch.equal, state.q, states[0].q))
+            assert all(map(torch.equal, state.bases(), states[0].bases()))
+    other = codec.init_state(torch.zeros(length), CodecContext(seed=6, blocks=context))
+    fresh = codec.init_state(torch.zeros(length), CodecContext(seed=5, blocks=context))
     assert not torch.equal(other.bases()[0], fresh.bases()[0])
 
 
@@ -181,30 +182,30 @@ def test_the_bits_do_not_depend_on_the_threads() -> None:
     try:
         for count in (1, 3):
             torch.set_num_threads(count)
-            memory = codec.memory(x)
-            talk = codec.converse(x.clone(), memory)
+            state = codec.init_state(x)
+            talk = codec.average(x.clone(), state)
             next(talk)
-            talk.send(AllReduceMean(drawn(3 * sum(one.rows for one in memory.matrices) + _tail(memory))).tensor)
+            talk.send(AllReduceMean(drawn(3 * sum(one.rows for one in state.matrices) + _tail(state))).tensor)
             with pytest.raises(StopIteration) as end:
-                talk.send(drawn(3 * sum(one.columns for one in memory.matrices)))
+                talk.send(drawn(3 * sum(one.columns for one in state.matrices)))
             found.append([*orthonormal(factors), end.value.value])
     finally:
         torch.set_num_threads(threads)
     assert all(map(torch.equal, *found))
 
 
-def _tail(memory) -> int:
-    return sum(len(run) for run in memory.rest)
+def _tail(state) -> int:
+    return sum(len(run) for run in state.rest)
 
 
 def test_a_direction_without_anything_in_it_is_nothing_and_is_drawn_anew() -> None:
-    codec, scene = low_rank(2), CodecContext(blocks=blocks_of((20, 30)))
+    codec, context = low_rank(2), CodecContext(blocks=blocks_of((20, 30)))
     zeros, x = torch.zeros(600), of_rank(2, 20, 30).flatten()
-    memory = codec.memory(zeros, scene)
+    state = codec.init_state(zeros, context)
     for _ in range(3):
-        results, _ = exchange(codec, [zeros], [memory])
+        results, _ = exchange(codec, [zeros], [state])
         assert not results[0].any()
-    results, _ = exchange(codec, [x], [memory])
+    results, _ = exchange(codec, [x], [state])
     assert torch.allclose(results[0], x, atol=1e-4)
 
 
@@ -238,27 +239,27 @@ def test_nearly_parallel_rows_are_orthogonal_in_the_end() -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_what_is_not_finite_is_refused_before_anything_changes(bad: float) -> None:
-    codec, x, owed = low_rank(1), drawn(100), torch.ones(100)
-    memory = codec.memory(x)
+    codec, x, residual = low_rank(1), drawn(100), torch.ones(100)
+    state = codec.init_state(x)
     x[3] = bad
     with pytest.raises(NotFiniteError):
-        next(codec.converse(x, memory, owed))
-    assert torch.equal(owed, torch.ones(100))
-    assert not memory.q[0].any()
+        next(codec.average(x, state, residual))
+    assert torch.equal(residual, torch.ones(100))
+    assert not state.q[0].any()
 
 
 def test_a_sum_that_is_too_large_is_refused_at_all_workers_and_nothing_changes() -> None:
-    codec, x, owed = low_rank(1), drawn(100), torch.zeros(100)
-    memory = codec.memory(x)
+    codec, x, residual = low_rank(1), drawn(100), torch.zeros(100)
+    state = codec.init_state(x)
     for turns in (1, 2):
-        talk = codec.converse(x.clone(), memory, owed)
+        talk = codec.average(x.clone(), state, residual)
         asked = next(talk)
         for _ in range(turns - 1):
             asked = talk.send(asked.tensor)
         with pytest.raises(NotFiniteError):
             talk.send(torch.full_like(asked.tensor, math.inf))
-    assert not owed.any()
-    assert not memory.q[0].any()
+    assert not residual.any()
+    assert not state.q[0].any()
 
 
 def test_a_rank_of_nothing_is_refused() -> None:

@@ -54,14 +54,16 @@ NUMBERS = st.lists(
 few = settings(max_examples=60)
 
 
-def memory_of(codec: Codec, n: int, theta: Tensor | None = None, workers: int = 1):
-    return codec.memory(torch.zeros(n), CodecContext(workers=workers, theta=torch.zeros(n) if theta is None else theta))
+def state_of(codec: Codec, n: int, theta: Tensor | None = None, workers: int = 1):
+    return codec.init_state(
+        torch.zeros(n), CodecContext(workers=workers, theta=torch.zeros(n) if theta is None else theta)
+    )
 
 
-def said(codec: Codec, x: Tensor, memory=None) -> Tensor:
+def said(codec: Codec, x: Tensor, state=None) -> Tensor:
     """What is carried of x."""
-    memory = memory if memory is not None else memory_of(codec, x.numel())
-    return codec.decode(codec.encode(x.clone(), memory), torch.full_like(x, 9.0))
+    state = state if state is not None else state_of(codec, x.numel())
+    return codec.decode(codec.encode(x.clone(), state), torch.full_like(x, 9.0))
 
 
 # --- laws of all ------------------------------------------------------------------------------------------------------
@@ -73,17 +75,17 @@ def said(codec: Codec, x: Tensor, memory=None) -> Tensor:
 def test_nothing_is_lost(codec: Codec, rounds: list[list[float]]) -> None:
     """In each round carried + owed is the input: exactly, where values are said as they are."""
     n = max(map(len, rounds))
-    memory, owed = memory_of(codec, n), torch.zeros(n)
+    state, residual = state_of(codec, n), torch.zeros(n)
     for numbers in rounds:
         x = torch.tensor(numbers + [0.0] * (n - len(numbers)))
-        a = owed + x
-        message = codec.encode_owed(x.clone(), owed, memory)
+        a = residual + x
+        message = codec.encode_with_residual(x.clone(), residual, state)
         carried = codec.decode(message, torch.empty(n))
-        apart = (carried.double() + owed.double() - a.double()).abs()
+        apart = (carried.double() + residual.double() - a.double()).abs()
         assert bool((apart <= 2e-7 * (a.abs().double() + carried.abs().double())).all())
-        if getattr(codec, "splits", False):
-            assert torch.equal(carried + owed, a)
-            assert bool(((carried == 0) | (owed == 0)).all()), "a number is carried or owed, not both"
+        if getattr(codec, "exact_split", False):
+            assert torch.equal(carried + residual, a)
+            assert bool(((carried == 0) | (residual == 0)).all()), "a number is carried or owed, not both"
         assert message.nbytes <= codec.bytes_of(x)
 
 
@@ -91,13 +93,13 @@ def test_nothing_is_lost(codec: Codec, rounds: list[list[float]]) -> None:
 def test_who_has_nothing_to_say_sends_nothing(codec: Codec) -> None:
     if codec.linear:
         return
-    assert codec.encode(torch.zeros(100), memory_of(codec, 100)).numel() == 0
+    assert codec.encode(torch.zeros(100), state_of(codec, 100)).numel() == 0
     assert torch.equal(codec.decode(torch.empty(0, dtype=torch.uint8), torch.ones(100)), torch.zeros(100))
 
 
 @pytest.mark.parametrize("codec", SELECTORS, ids=str)
 def test_a_message_that_is_cut_off_or_too_long_is_refused(codec: Codec) -> None:
-    message = codec.encode(torch.randn(500), memory_of(codec, 500))
+    message = codec.encode(torch.randn(500), state_of(codec, 500))
     for wrong in (message[:-1], torch.cat([message, message[:3]]), message[:1]):
         with pytest.raises(TransportError, match=r"another worker|no message"):
             codec.decode(wrong, torch.empty(500))
@@ -133,7 +135,7 @@ def test_a_share_is_rounded_up(ratio: float, n: int, k: int) -> None:
 def test_top_k_costs_what_its_docstring_says() -> None:
     message = top_k(0.01).encode(torch.randn(1_000_000), None)
     assert 0.0120 < message.nbytes / 4_000_000 < 0.0127
-    assert top_k(0.01).entries(message, torch.empty(1_000_000)) == 10_000
+    assert top_k(0.01).values_sent(message, torch.empty(1_000_000)) == 10_000
 
 
 def test_one_spike_does_not_take_the_other_chunks_share() -> None:
@@ -148,11 +150,11 @@ def test_one_spike_does_not_take_the_other_chunks_share() -> None:
 
 def test_random_k_under_all_reduce_is_the_mean_of_the_same_entries() -> None:
     codec, n = random_k(0.1, seed=4), 200
-    memories = [memory_of(codec, n) for _ in range(3)]
+    states = [state_of(codec, n) for _ in range(3)]
     seen = torch.zeros(n)
     for _ in range(5):
         given_ = [torch.randint(-9, 9, (n,)).float() for _ in range(3)]
-        results, turns = hold([codec.converse(x.clone(), memory) for x, memory in zip(given_, memories, strict=True)])
+        results, turns = hold([codec.average(x.clone(), state) for x, state in zip(given_, states, strict=True)])
         assert [type(asks[0]) for asks in turns] == [AllReduceMean]
         assert turns[0][0].tensor.numel() == 20
         places = results[0] != 0
@@ -165,10 +167,10 @@ def test_random_k_under_all_reduce_is_the_mean_of_the_same_entries() -> None:
 def test_random_k_says_to_a_server_what_it_says_to_all() -> None:
     codec = random_k(0.2, seed=4)
     x = torch.randn(50)
-    alone, _ = hold([codec.converse(x.clone(), memory_of(codec, 50))])
-    memory = memory_of(codec, 50)
-    assert torch.equal(said(codec, x, memory), alone[0])
-    assert not torch.equal(said(codec, x, memory), alone[0])
+    alone, _ = hold([codec.average(x.clone(), state_of(codec, 50))])
+    state = state_of(codec, 50)
+    assert torch.equal(said(codec, x, state), alone[0])
+    assert not torch.equal(said(codec, x, state), alone[0])
 
 
 @pytest.mark.parametrize(("n", "k"), [(200, 20), (40, 30)])
@@ -194,17 +196,17 @@ def test_seeds_near_each_other_are_mixed_far_apart() -> None:
 
 def test_strom_sends_tau_and_keeps_the_rest() -> None:
     codec = threshold(0.5)
-    owed = torch.tensor([0.4, 0.0, 0.0, -0.3, 0.0])
-    message = codec.encode_owed(torch.tensor([0.2, 0.1, 1.75, -0.3, -0.5]), owed, memory_of(codec, 5))
+    residual = torch.tensor([0.4, 0.0, 0.0, -0.3, 0.0])
+    message = codec.encode_with_residual(torch.tensor([0.2, 0.1, 1.75, -0.3, -0.5]), residual, state_of(codec, 5))
     carried = codec.decode(message, torch.empty(5))
     assert carried.tolist() == [0.5, 0.0, 0.5, -0.5, -0.5]
-    assert torch.allclose(owed, torch.tensor([0.1, 0.1, 1.25, -0.1, 0.0]))
+    assert torch.allclose(residual, torch.tensor([0.1, 0.1, 1.25, -0.1, 0.0]))
 
 
 @pytest.mark.parametrize("share", [0.001, 0.01, 0.2, 0.5, 0.9, 1.0])
 def test_threshold_costs_at_most_two_bits_a_number(share: float) -> None:
     x = (torch.rand(10_000) < share).float()
-    message = threshold(1.0).encode(x.clone(), memory_of(threshold(1.0), 10_000))
+    message = threshold(1.0).encode(x.clone(), state_of(threshold(1.0), 10_000))
     assert message.nbytes <= 2 * 10_000 / 8 + 5
     k = float(x.sum())
     if share < 0.1:
@@ -214,29 +216,31 @@ def test_threshold_costs_at_most_two_bits_a_number(share: float) -> None:
 @pytest.mark.parametrize("tau", [1e-3, 30.0])
 def test_an_adaptive_tau_finds_its_band(tau: float) -> None:
     codec = threshold(tau, adaptive=True, least=1e-3, most=1e-2)
-    memory, owed = memory_of(codec, 5000), torch.zeros(5000)
+    state, residual = state_of(codec, 5000), torch.zeros(5000)
     shares = []
     for _ in range(500):
-        shares.append(codec.entries(codec.encode_owed(torch.randn(5000), owed, memory), owed) / 5000)
+        shares.append(
+            codec.values_sent(codec.encode_with_residual(torch.randn(5000), residual, state), residual) / 5000
+        )
     assert sum(share <= 0.012 for share in shares[-100:]) > 80
     assert sum(share >= 0.0008 for share in shares[-100:]) > 80
 
 
 def test_an_adaptive_tau_survives_silence() -> None:
     codec = threshold(1e-3, adaptive=True)
-    memory = memory_of(codec, 10)
+    state = state_of(codec, 10)
     for _ in range(5000):
-        assert codec.encode(torch.zeros(10), memory).numel() == 0
-    assert memory.tau > 0
+        assert codec.encode(torch.zeros(10), state).numel() == 0
+    assert state.tau > 0
 
 
 def test_what_is_owed_is_clipped_every_fifth_round() -> None:
     codec = threshold(0.5, clip=3.0)
-    memory, owed = memory_of(codec, 4), torch.zeros(4)
+    state, residual = state_of(codec, 4), torch.zeros(4)
     largest = []
     for _ in range(10):
-        codec.encode_owed(torch.full((4,), 1.5), owed, memory)
-        largest.append(float(owed.max()))
+        codec.encode_with_residual(torch.full((4,), 1.5), residual, state)
+        largest.append(float(residual.max()))
     assert largest == [1.0, 2.0, 3.0, 4.0, 1.5, 2.5, 3.5, 4.5, 5.5, 1.5]
 
 
@@ -271,7 +275,7 @@ def test_sparse_loco_costs_half_a_percent() -> None:
     n = 1 << 20
     message = chunked().encode(torch.randn(n), None)
     assert message.nbytes / (4 * n) < 0.0053
-    assert chunked().entries(message, torch.empty(n)) == n // 64
+    assert chunked().values_sent(message, torch.empty(n)) == n // 64
 
 
 def test_tiny_and_huge_magnitudes_survive_two_bits() -> None:
@@ -286,7 +290,7 @@ def test_tiny_and_huge_magnitudes_survive_two_bits() -> None:
 def test_momentum_is_corrected_and_masked() -> None:
     """Against the five lines of the paper."""
     codec, n = deep_gradient_compression(0.1, momentum=0.8), 30
-    memory = memory_of(codec, n)
+    state = state_of(codec, n)
     u, v = torch.zeros(n), torch.zeros(n)
     for _ in range(6):
         x = torch.randn(n)
@@ -295,40 +299,40 @@ def test_momentum_is_corrected_and_masked() -> None:
         chosen = v.abs().topk(3).indices
         expected = torch.zeros(n)
         expected[chosen] = v[chosen]
-        assert torch.allclose(said(codec, x, memory), expected)
+        assert torch.allclose(said(codec, x, state), expected)
         u[chosen], v[chosen] = 0, 0
-        assert torch.allclose(codec.residual(memory), v)
+        assert torch.allclose(codec.residual(state), v)
 
 
 def test_without_momentum_it_is_error_feedback_of_top_k() -> None:
     codecs = [deep_gradient_compression(0.1, momentum=0.0), error_feedback(top_k(0.1))]
-    memories = [memory_of(codec, 50) for codec in codecs]
+    states = [state_of(codec, 50) for codec in codecs]
     for _ in range(5):
         x = torch.randn(50)
-        one, other = (said(codec, x, memory) for codec, memory in zip(codecs, memories, strict=True))
+        one, other = (said(codec, x, state) for codec, state in zip(codecs, states, strict=True))
         assert torch.equal(one, other)
 
 
 def test_warm_up_goes_down_in_stages() -> None:
     codec = deep_gradient_compression(0.001, warm_up=2)
-    memory = memory_of(codec, 10_000)
-    sent = [codec.entries(codec.encode(torch.randn(10_000), memory), torch.empty(10_000)) for _ in range(10)]
+    state = state_of(codec, 10_000)
+    sent = [codec.values_sent(codec.encode(torch.randn(10_000), state), torch.empty(10_000)) for _ in range(10)]
     assert sent == [2500, 2500, 625, 625, 156, 156, 40, 40, 10, 10]
     codec = deep_gradient_compression(0.1, warm_up=1)
-    memory = memory_of(codec, 100)
-    assert codec.most_entries(100) == 25
-    sent = [codec.entries(codec.encode(torch.randn(100), memory), torch.empty(100)) for _ in range(3)]
+    state = state_of(codec, 100)
+    assert codec.max_values(100) == 25
+    sent = [codec.values_sent(codec.encode(torch.randn(100), state), torch.empty(100)) for _ in range(3)]
     assert sent == [25, 10, 10], "no stage sends less than the ratio"
 
 
 def test_clipping_is_of_the_share_of_the_norm() -> None:
     codec = deep_gradient_compression(1.0, clip=2.0)
     x = torch.randn(100)
-    carried = said(codec, x, memory_of(codec, 100, workers=4))
+    carried = said(codec, x, state_of(codec, 100, workers=4))
     assert math.isclose(float(carried.norm()), 2.0 / math.sqrt(4), rel_tol=1e-5)
     assert torch.allclose(carried / carried.norm(), x / x.norm(), atol=1e-6)
     small = 0.01 * x
-    assert torch.equal(said(codec, small, memory_of(codec, 100, workers=4)), small)
+    assert torch.equal(said(codec, small, state_of(codec, 100, workers=4)), small)
 
 
 # --- differences ------------------------------------------------------------------------------------------------------
@@ -340,33 +344,33 @@ def test_gd_sec_sends_what_is_large_beside_the_move(numbers: list[float], xi: fl
     n, workers = len(numbers), 3
     theta = torch.linspace(-1, 1, n)
     codec = difference_threshold(xi)
-    memory = memory_of(codec, n, theta, workers)
+    state = state_of(codec, n, theta, workers)
     x = torch.tensor(numbers)
-    assert torch.equal(said(codec, x, memory), x), "at first nothing has moved"
+    assert torch.equal(said(codec, x, state), x), "at first nothing has moved"
     move = torch.linspace(-4, 4, n)
     theta += move
     moved = theta - (theta - move)
     kept = x.abs() > torch.tensor(xi / workers) * moved.abs()
-    found = said(codec, x, memory)
+    found = said(codec, x, state)
     clear = (x.abs() - xi / workers * moved.abs()).abs() > 1e-5
     assert torch.equal(found[clear], torch.where(kept, x, 0)[clear])
-    assert torch.equal(said(codec, x, memory), x), "and since the last encoding nothing has moved again"
+    assert torch.equal(said(codec, x, state), x), "and since the last encoding nothing has moved again"
 
 
 def test_censoring_is_all_or_nothing() -> None:
     theta = torch.zeros(10)
     codec = censored(2.0)
-    memory = memory_of(codec, 10, theta, workers=4)
+    state = state_of(codec, 10, theta, workers=4)
     x = torch.ones(10)
     sent = []
     for step in (0.0, 1.9, 2.1, 0.0):
         theta += step
-        message = codec.encode(x.clone(), memory)
+        message = codec.encode(x.clone(), state)
         sent.append(message.numel())
     assert sent == [41, 41, 0, 41]
-    owed = torch.ones(10)
-    assert codec.encode_owed(x.clone(), owed, memory).numel() == 41
-    assert not owed.any()
+    residual = torch.ones(10)
+    assert codec.encode_with_residual(x.clone(), residual, state).numel() == 41
+    assert not residual.any()
 
 
 @pytest.mark.parametrize(
@@ -376,7 +380,7 @@ def test_moves_need_parameters(codec: Codec) -> None:
     assert codec.needs_theta
     assert error_feedback(codec).needs_theta
     with pytest.raises(RecipeError, match="there are no parameters"):
-        codec.memory(torch.zeros(3))
+        codec.init_state(torch.zeros(3))
 
 
 # --- error feedback ---------------------------------------------------------------------------------------------------
@@ -384,13 +388,13 @@ def test_moves_need_parameters(codec: Codec) -> None:
 
 def test_an_old_residual_decays() -> None:
     codec = error_feedback(top_k(0.1), decay=0.5)
-    memory = memory_of(codec, 10)
+    state = state_of(codec, 10)
     e = torch.zeros(10)
     for _ in range(5):
         x = torch.randn(10)
         a = 0.5 * e + x
-        e = a - said(codec, x, memory)
-        assert torch.allclose(codec.residual(memory), e)
+        e = a - said(codec, x, state)
+        assert torch.allclose(codec.residual(state), e)
         assert int((e == 0).sum()) == 1
 
 
@@ -407,18 +411,18 @@ def test_error_feedback_refuses_what_owes_already_or_too_much(inner: Codec) -> N
 def test_a_codec_that_is_no_pair_stays_none() -> None:
     assert not error_feedback(low_rank(1)).pair
     assert error_feedback(cast("bf16")).linear
-    assert error_feedback(quantise(8)).fixed
-    assert not error_feedback(top_k(0.1)).fixed
+    assert error_feedback(quantise(8)).fixed_size
+    assert not error_feedback(top_k(0.1)).fixed_size
 
 
 def test_a_refused_gradient_leaves_what_is_owed() -> None:
     codec = error_feedback(top_k(0.1), decay=0.5)
-    memory = memory_of(codec, 10)
-    codec.encode(torch.randn(10), memory)
-    before = memory.owed.clone()
+    state = state_of(codec, 10)
+    codec.encode(torch.randn(10), state)
+    before = state.residual.clone()
     with pytest.raises(NotFiniteError, match="top_k"):
-        codec.encode(torch.full((10,), float("nan")), memory)
-    assert torch.equal(memory.owed, before)
+        codec.encode(torch.full((10,), float("nan")), state)
+    assert torch.equal(state.residual, before)
 
 
 # --- chain ------------------------------------------------------------------------------------------------------------
@@ -426,31 +430,31 @@ def test_a_refused_gradient_leaves_what_is_owed() -> None:
 
 def test_a_chain_owes_what_either_leaves_out() -> None:
     codec = chain(top_k(0.2), cast("bf16"))
-    x, owed = torch.randn(50), torch.zeros(50)
-    carried = codec.decode(codec.encode_owed(x.clone(), owed, memory_of(codec, 50)), torch.empty(50))
+    x, residual = torch.randn(50), torch.zeros(50)
+    carried = codec.decode(codec.encode_with_residual(x.clone(), residual, state_of(codec, 50)), torch.empty(50))
     chosen = carried != 0
     assert int(chosen.sum()) == 10
     assert torch.equal(carried[chosen], x[chosen].bfloat16().float())
-    assert torch.equal(owed, x - carried)
+    assert torch.equal(residual, x - carried)
 
 
 def test_a_chain_with_exact_is_the_selector() -> None:
     x = torch.randn(300)
     one, other = top_k(0.1), chain(top_k(0.1), exact())
-    assert torch.equal(one.encode(x.clone(), None), other.encode(x.clone(), memory_of(other, 300)))
+    assert torch.equal(one.encode(x.clone(), None), other.encode(x.clone(), state_of(other, 300)))
 
 
 def test_random_places_in_few_bits_still_ride_an_all_reduce() -> None:
     codec = chain(random_k(0.1), cast("bf16"))
-    memories = [memory_of(codec, 100) for _ in range(2)]
-    results, turns = hold([codec.converse(torch.ones(100), memory) for memory in memories])
+    states = [state_of(codec, 100) for _ in range(2)]
+    results, turns = hold([codec.average(torch.ones(100), state) for state in states])
     assert [(type(asks[0]), asks[0].tensor.dtype, asks[0].tensor.numel()) for asks in turns] == [
         (AllReduceMean, torch.bfloat16, 10)
     ]
     assert sorted(results[0].unique().tolist()) == [0.0, 2.0]
     other = chain(random_k(0.1), quantise(8))
     assert not other.linear
-    _, turns = hold([other.converse(torch.ones(100), memory_of(other, 100))])
+    _, turns = hold([other.average(torch.ones(100), state_of(other, 100))])
     assert isinstance(turns[0][0], AllGather)
 
 

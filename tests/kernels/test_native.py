@@ -83,14 +83,14 @@ def neighbours(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and bool(((keys[0] - keys[1]).abs() <= 1).all())
 
 
-def agree(name: str, x: Tensor, owed: Tensor | None, *rest: Any, threads: int = 1) -> None:
+def agree(name: str, x: Tensor, residual: Tensor | None, *rest: Any, threads: int = 1) -> None:
     """The native kernel and the reference give the same, and leave the same owed."""
-    expected_owed, owed = (None, None) if owed is None else (owed.clone(), owed.clone())
-    expected = getattr(reference, name)(x.clone(), expected_owed, *rest)
-    got = getattr(native, name)(x, owed, *rest, threads=threads)
+    expected_residual, residual = (None, None) if residual is None else (residual.clone(), residual.clone())
+    expected = getattr(reference, name)(x.clone(), expected_residual, *rest)
+    got = getattr(native, name)(x, residual, *rest, threads=threads)
     for one, other in zip(got, expected, strict=True):
         assert same(one, other)
-    assert owed is None or expected_owed is None or same(owed, expected_owed)
+    assert residual is None or expected_residual is None or same(residual, expected_residual)
 
 
 TAUS = st.sampled_from([0.0, 1e-45, 0.5, 1.0, 2.5, 1e30, 3.4e38])
@@ -129,16 +129,18 @@ def test_take_moved(given: tuple[Tensor, Tensor | None], kind: Callable[[int, in
 BUCKETS = st.sampled_from([1, 3, 8, 13, 64, 100, 512, 2048, 10**6])
 
 
-def agree_on_signs(x: Tensor, owed: Tensor | None, bucket: int, two: bool, threads: int = 1) -> None:
+def agree_on_signs(x: Tensor, residual: Tensor | None, bucket: int, two: bool, threads: int = 1) -> None:
     """The bits are equal; means, which are summed in another order, but for one rounding; owed is a - decoded."""
-    a = x if owed is None else owed + x
-    expected_bits, expected_means = reference.sign_pack(x.clone(), None if owed is None else owed.clone(), bucket, two)
-    bits, means = native.sign_pack(x, owed, bucket, two, threads=threads)
+    a = x if residual is None else residual + x
+    expected_bits, expected_means = reference.sign_pack(
+        x.clone(), None if residual is None else residual.clone(), bucket, two
+    )
+    bits, means = native.sign_pack(x, residual, bucket, two, threads=threads)
     assert same(bits, expected_bits) and neighbours(means, expected_means)
-    if owed is not None:
+    if residual is not None:
         decoded = torch.zeros_like(a)
         reference.add_sign(decoded, bits, means, bucket)
-        assert bool((owed == a - decoded).all())
+        assert bool((residual == a - decoded).all())
 
 
 @law
@@ -160,19 +162,19 @@ def test_quantise_by_the_largest(
 
 
 def agree_on_lengths(
-    x: Tensor, owed: Tensor | None, levels: int, bucket: int, seed: int | None, threads: int = 1
+    x: Tensor, residual: Tensor | None, levels: int, bucket: int, seed: int | None, threads: int = 1
 ) -> None:
     """Norms are equal but for one rounding; where all are equal the rest is; owed is a - decoded."""
-    a, expected_owed = (x, None) if owed is None else (owed + x, owed.clone())
-    expected_codes, expected_norms = reference.quantise(x.clone(), expected_owed, levels, bucket, "l2", seed)
-    codes, norms = native.quantise(x, owed, levels, bucket, "l2", seed, threads=threads)
+    a, expected_residual = (x, None) if residual is None else (residual + x, residual.clone())
+    expected_codes, expected_norms = reference.quantise(x.clone(), expected_residual, levels, bucket, "l2", seed)
+    codes, norms = native.quantise(x, residual, levels, bucket, "l2", seed, threads=threads)
     assert neighbours(norms, expected_norms)
     if same(norms, expected_norms):
         assert same(codes, expected_codes)
-    if owed is not None:
+    if residual is not None:
         decoded = torch.zeros_like(a)
         reference.add_quantised(decoded, codes, norms, levels, bucket)
-        assert bool((owed == a - decoded).all())
+        assert bool((residual == a - decoded).all())
 
 
 @law
@@ -334,8 +336,8 @@ def test_what_is_not_finite_does_no_harm(bad: float) -> None:
     x = normal(300_000, 1)
     x[::3] = bad
     for name, *rest in CALLS.values():
-        for owed in (None, torch.zeros(300_000)):
-            indices, _ = getattr(native, name)(x.clone(), owed, *rest)
+        for residual in (None, torch.zeros(300_000)):
+            indices, _ = getattr(native, name)(x.clone(), residual, *rest)
             if name.startswith("take") and indices.numel():
                 assert int(indices.min()) >= 0 and int(indices.max()) < 300_000
 

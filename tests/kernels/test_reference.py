@@ -24,11 +24,11 @@ few = settings(max_examples=80)
 
 def pairs(x: list[float], seed: int) -> tuple[Tensor, Tensor]:
     """A contribution and what was owed before."""
-    owed = torch.randn(len(x), generator=torch.Generator().manual_seed(seed)).round()
-    return torch.tensor(x), owed
+    residual = torch.randn(len(x), generator=torch.Generator().manual_seed(seed)).round()
+    return torch.tensor(x), residual
 
 
-def check_taken(found: tuple[Tensor, Tensor], a: Tensor, owed: Tensor, expected: Sequence[int]) -> None:
+def check_taken(found: tuple[Tensor, Tensor], a: Tensor, residual: Tensor, expected: Sequence[int]) -> None:
     """The entries are those expected, with their values, and the residual is a without them, to the bit."""
     indices, values = found
     assert indices.dtype == torch.int32
@@ -36,16 +36,16 @@ def check_taken(found: tuple[Tensor, Tensor], a: Tensor, owed: Tensor, expected:
     assert torch.equal(values, a[list(expected)])
     left = a.clone()
     left[list(expected)] = 0
-    assert torch.equal(owed, left)
+    assert torch.equal(residual, left)
 
 
 @few
 @given(NUMBERS, st.integers(0, 80), st.integers(0, 3))
 def test_take_largest(x: list[float], k: int, seed: int) -> None:
-    given_, owed = pairs(x, seed)
-    a = owed + given_
+    given_, residual = pairs(x, seed)
+    a = residual + given_
     expected = sorted(sorted(range(len(x)), key=lambda i: (-abs(float(a[i])), i))[:k])
-    check_taken(reference.take_largest(given_, owed, k), a, owed, expected)
+    check_taken(reference.take_largest(given_, residual, k), a, residual, expected)
     alone = reference.take_largest(a, None, k)
     assert alone[0].tolist() == expected
 
@@ -53,40 +53,40 @@ def test_take_largest(x: list[float], k: int, seed: int) -> None:
 @few
 @given(NUMBERS, st.integers(1, 20), st.integers(0, 25), st.integers(0, 3))
 def test_take_largest_per_chunk(x: list[float], chunk: int, k: int, seed: int) -> None:
-    given_, owed = pairs(x, seed)
-    a = owed + given_
+    given_, residual = pairs(x, seed)
+    a = residual + given_
     expected: list[int] = []
     for start in range(0, len(x), chunk):
         members = range(start, min(start + chunk, len(x)))
         expected += sorted(sorted(members, key=lambda i: (-abs(float(a[i])), i))[:k])
-    check_taken(reference.take_largest_per_chunk(given_, owed, chunk, k), a, owed, expected)
+    check_taken(reference.take_largest_per_chunk(given_, residual, chunk, k), a, residual, expected)
 
 
 @few
 @given(NUMBERS, st.sampled_from([0.5, 1.0, 2.5, 0.1, 1e38]), st.integers(0, 3))
 def test_take_above_and_threshold(x: list[float], tau: float, seed: int) -> None:
-    given_, owed = pairs(x, seed)
-    a, tau32 = owed + given_, float(np.float32(tau))
+    given_, residual = pairs(x, seed)
+    a, tau32 = residual + given_, float(np.float32(tau))
     expected = [i for i in range(len(x)) if abs(float(a[i])) >= tau32]
-    check_taken(reference.take_above(given_, owed, tau), a, owed, expected)
-    given_, owed = pairs(x, seed)
-    indices, negative = reference.take_threshold(given_, owed, tau)
+    check_taken(reference.take_above(given_, residual, tau), a, residual, expected)
+    given_, residual = pairs(x, seed)
+    indices, negative = reference.take_threshold(given_, residual, tau)
     assert indices.tolist() == expected
     assert negative.tolist() == [int(float(a[i]) < 0) for i in expected]
     for i in expected:
         a[i] -= math.copysign(tau32, float(a[i]))
-    assert torch.equal(owed, a)
+    assert torch.equal(residual, a)
 
 
 @few
 @given(NUMBERS, st.sampled_from([0.0, 0.3, 1.0, 30.0]), st.integers(0, 3))
 def test_take_moved(x: list[float], scale: float, seed: int) -> None:
-    given_, owed = pairs(x, seed)
-    a = owed + given_
+    given_, residual = pairs(x, seed)
+    a = residual + given_
     moved = torch.randn(len(x), generator=torch.Generator().manual_seed(seed + 1)).round()
     limits = [np.float32(abs(float(one))) * np.float32(scale) for one in moved]
     expected = [i for i in range(len(x)) if np.float32(abs(float(a[i]))) > limits[i]]
-    check_taken(reference.take_moved(given_, owed, moved, scale), a, owed, expected)
+    check_taken(reference.take_moved(given_, residual, moved, scale), a, residual, expected)
 
 
 def test_without_a_residual_the_input_stays() -> None:
@@ -235,9 +235,9 @@ def codes_most() -> float:
 @few
 @given(NUMBERS, st.integers(1, 20), st.booleans(), st.integers(0, 3))
 def test_sign_pack(x: list[float], bucket: int, two: bool, seed: int) -> None:
-    given_, owed = pairs(x, seed)
-    a = owed + given_
-    packed, scales = reference.sign_pack(given_, owed, bucket, two)
+    given_, residual = pairs(x, seed)
+    a = residual + given_
+    packed, scales = reference.sign_pack(given_, residual, bucket, two)
     assert packed.tolist() == in_bytes("".join(str(int(float(one) >= 0)) for one in a))
     values = []
     for row, start in enumerate(range(0, len(x), bucket)):
@@ -248,7 +248,7 @@ def test_sign_pack(x: list[float], bucket: int, two: bool, seed: int) -> None:
         assert scales[row].tolist() == sides
         values += [sides[one >= 0] for one in held]
     decoded = torch.tensor(values)
-    assert torch.equal(owed, a - decoded)
+    assert torch.equal(residual, a - decoded)
     total = torch.ones(len(x))
     reference.add_sign(total, packed, scales, bucket)
     assert torch.equal(total, 1 + decoded)
@@ -287,9 +287,9 @@ def test_noise_is_even() -> None:
     st.none() | st.integers(0),
 )
 def test_quantise(x: list[float], levels: int, bucket: int, norm: str, seed: int | None) -> None:
-    given_, owed = pairs(x, 1)
-    a = owed + given_
-    packed, scales = reference.quantise(given_, owed, levels, bucket, norm, seed)  # type: ignore[arg-type]
+    given_, residual = pairs(x, 1)
+    a = residual + given_
+    packed, scales = reference.quantise(given_, residual, levels, bucket, norm, seed)  # type: ignore[arg-type]
     said, values = [], []
     for i, number in enumerate(a.tolist()):
         held = [abs(one) for one in a[i // bucket * bucket :][:bucket].tolist()]
@@ -301,7 +301,7 @@ def test_quantise(x: list[float], levels: int, bucket: int, norm: str, seed: int
         said.append(levels + (level if number >= 0 else -level))
         values.append(float(np.float32(said[-1] - levels) * (scale / np.float32(levels))))
     assert packed.tolist() == packed_by_hand(said, levels)
-    assert torch.equal(owed, a - torch.tensor(values))
+    assert torch.equal(residual, a - torch.tensor(values))
     total = torch.ones(len(x))
     reference.add_quantised(total, packed, scales, levels, bucket)
     assert torch.equal(total, 1 + torch.tensor(values))
@@ -323,12 +323,12 @@ def packed_by_hand(said: list[int], levels: int) -> list[int]:
 def test_other_dtypes_keep_what_is_owed(dtype: torch.dtype) -> None:
     x = torch.randn(300).to(dtype)
     for levels in (127, 7, 1):
-        owed, total = torch.zeros_like(x), torch.zeros_like(x)
-        reference.add_quantised(total, *reference.quantise(x, owed, levels, 64, "l2", 3), levels, 64)
-        assert torch.equal(owed, x - total)
-    owed, total = torch.zeros_like(x), torch.zeros_like(x)
-    reference.add_sign(total, *reference.sign_pack(x, owed, 64, True), 64)
-    assert torch.equal(owed, x - total)
+        residual, total = torch.zeros_like(x), torch.zeros_like(x)
+        reference.add_quantised(total, *reference.quantise(x, residual, levels, 64, "l2", 3), levels, 64)
+        assert torch.equal(residual, x - total)
+    residual, total = torch.zeros_like(x), torch.zeros_like(x)
+    reference.add_sign(total, *reference.sign_pack(x, residual, 64, True), 64)
+    assert torch.equal(residual, x - total)
 
 
 def test_what_is_not_finite_does_not_crash() -> None:

@@ -22,8 +22,8 @@ from stretto.parameter_server.versioned_buffers import Version
 from stretto.parameter_server.worker_record import Applied
 from stretto.recipe.then import (
     Arrived,
-    Memory,
     OnParameters,
+    OuterState,
     Velocity,
     Weight,
     add,
@@ -731,13 +731,13 @@ def test_outer_refreshed_with_every_application_is_the_rule_behind_a_barrier(nes
     then = outer(lr=0.5, momentum=0.8, nesterov=nesterov)
     theta = torch.from_numpy(rng.normal(size=5))
     shard, alone = shard_of(theta, then, 3, on_arrival(collect=3)), (theta.clone(), Velocity(theta))
-    memory = Memory(theta)
+    state = OuterState(theta)
     for seq in range(1, 8):
         sent = [torch.from_numpy(rng.normal(size=5)) for _ in range(3)]
         for worker in range(3):
             say(shard, update(worker, seq, seq - 1, sent[worker]))
         mean = torch.stack(sent).mean(0)
-        then.apply(theta, mean, memory)
+        then.apply(theta, mean, state)
         torch.testing.assert_close(whole(shard.current), theta, rtol=1e-12, atol=1e-12)
         then.arrive(alone[0].clone(), mean, Arrived(1, 1, 1), alone[1], alone[0])
         torch.testing.assert_close(alone[0], theta, rtol=1e-12, atol=1e-12)

@@ -96,17 +96,17 @@ def test_after_n_averages_at_every_step_until_n() -> None:
 
 def test_the_outer_optimizer_is_torchs_nesterov() -> None:
     """DiLoCo's outer step against torch.optim.SGD on the outer gradient."""
-    from stretto.recipe.then import Memory, outer
+    from stretto.recipe.then import OuterState, outer
 
     for nesterov in (True, False):
         theta = torch.linspace(-1, 1, 50, dtype=torch.float64)
-        memory, reference = Memory(theta), torch.nn.Parameter(theta.clone())
+        state, reference = OuterState(theta), torch.nn.Parameter(theta.clone())
         optimizer = torch.optim.SGD([reference], lr=0.7, momentum=0.9, nesterov=nesterov)
         for round_ in range(5):
             update = torch.sin(torch.arange(50, dtype=torch.float64) + round_)
             reference.grad = -update
             optimizer.step()
-            outer(0.7, 0.9, nesterov).apply(theta, update, memory)
+            outer(0.7, 0.9, nesterov).apply(theta, update, state)
             assert torch.allclose(theta, reference.detach(), rtol=1e-12, atol=1e-14)
 
 

@@ -19,7 +19,7 @@ from stretto.codecs.conformance import hold
 from stretto.errors import ModelError, NotFiniteError, RecipeError
 from stretto.events import read_events
 from stretto.recipe.parser import parse
-from stretto.recipe.what import Differences, gradient_differences
+from stretto.recipe.what import DifferencesState, gradient_differences
 from stretto.strategies import carried_state
 from stretto.training.recipe_warnings import advice
 
@@ -33,8 +33,8 @@ class Rounds:
         self.what, self.how, self.workers, self.n = gradient_differences(beta, groups), how, workers, n
         self.source = torch.Generator().manual_seed(7)
         self.theta = [torch.randn(n, generator=torch.Generator().manual_seed(0), dtype=DOUBLE) for _ in range(workers)]
-        self.memories: list[Differences] = [
-            self.what.memory(how, theta, CodecContext(worker, workers, theta=theta))
+        self.states: list[DifferencesState] = [
+            self.what.init_state(how, theta, CodecContext(worker, workers, theta=theta))
             for worker, theta in enumerate(self.theta)
         ]
         self.said: list[list[int]] = []
@@ -43,7 +43,7 @@ class Rounds:
         return torch.randn(self.n, generator=self.source, dtype=DOUBLE)
 
     def round(self, given: list[Tensor], lr: float = 0.1) -> Tensor:
-        talks = [self.what.converse(self.how, x.clone(), m) for x, m in zip(given, self.memories, strict=True)]
+        talks = [self.what.average(self.how, x.clone(), m) for x, m in zip(given, self.states, strict=True)]
         answers, turns = hold(talks)
         assert all(torch.equal(one, answers[0]) for one in answers)
         self.said.append([ask.tensor.nbytes for ask in turns[0]])
@@ -83,10 +83,10 @@ def test_the_servers_state_is_the_sum_of_the_workers_states_and_what_is_owed_is_
             shares.append(float((sent != 0).double().mean()))
             assert number or bool((sent != 0).all()), "the first round sends everything"
         assert torch.allclose(rounds.round(given), expected, atol=1e-12, rtol=0)
-        for memory, own, owed in zip(rounds.memories, h, e, strict=True):
-            assert torch.allclose(memory.own, own, atol=1e-12, rtol=0)
-            assert torch.allclose(memory.all, sum(h, start=torch.zeros_like(before)), atol=1e-12, rtol=0)
-            assert torch.allclose(rounds.how.residual(memory.codec), owed, atol=1e-12, rtol=0)
+        for state, own, residual in zip(rounds.states, h, e, strict=True):
+            assert torch.allclose(state.own, own, atol=1e-12, rtol=0)
+            assert torch.allclose(state.all, sum(h, start=torch.zeros_like(before)), atol=1e-12, rtol=0)
+            assert torch.allclose(rounds.how.residual(state.codec), residual, atol=1e-12, rtol=0)
     assert 0.05 < sum(shares[3:]) / len(shares[3:]) < 0.95, "the threshold must matter"
 
 
@@ -314,7 +314,7 @@ def test_a_codec_fits_wherever_there_is_a_how(codec: str, place: str) -> None:
 
 
 def test_exact_is_a_codec_of_differences() -> None:
-    assert gradient_differences().memory(exact(), torch.zeros(3), CodecContext()).own.tolist() == [0, 0, 0]
+    assert gradient_differences().init_state(exact(), torch.zeros(3), CodecContext()).own.tolist() == [0, 0, 0]
 
 
 def test_thawing_a_layer_keeps_the_residuals_of_the_others() -> None:

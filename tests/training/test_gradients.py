@@ -25,7 +25,7 @@ class whole(SingleRound):
 
     linear = False
 
-    def encode(self, x: Tensor, memory: Any) -> Tensor:
+    def encode(self, x: Tensor, state: Any) -> Tensor:
         return x.clone()
 
     def decode(self, message: Tensor, like: Tensor) -> Tensor:

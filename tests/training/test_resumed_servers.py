@@ -44,7 +44,7 @@ class Side:
         self.theta = self.arena.parts[0].theta
 
     def exchange(self, number: int) -> AsyncServer:
-        scene = codecs.CodecContext(self.worker.number, self.worker.crew.workers)
+        context = codecs.CodecContext(self.worker.number, self.worker.crew.workers)
         optimizer = torch.optim.SGD([cast("nn.Parameter", self.net.w)], lr=1.0)
         recipe, watch = parse("async_sgd(shards=2)"), Stopwatch(lambda: 0.0)
         wire = self.worker.wire
@@ -54,7 +54,7 @@ class Side:
             recipe,
             wire,
             watch,
-            Tally(scene),
+            Tally(context),
             Optimizers([optimizer]),
             self.settled,
             lambda _: None,

@@ -30,13 +30,13 @@ def test_run_of_a_second_has_a_residual(recipe: str, tmp_path: Path) -> None:
 
 def test_norms_of_a_short_run_are_those_of_its_later_half() -> None:
     tally, codec = Tally(CodecContext(0, 2, clock=lambda: 0.0)), error_feedback(top_k(0.1))
-    memory = codec.memory(torch.zeros(10), CodecContext(0, 2))
+    state = codec.init_state(torch.zeros(10), CodecContext(0, 2))
     measured = []
     for number in range(1, 21):
         given = torch.arange(10.0) + number
         norm = tally.norm_of([given])
-        codec.encode(given, memory)
-        tally.owes(norm, codec, [memory])
+        codec.encode(given, state)
+        tally.owes(norm, codec, [state])
         if norm is not None:
             measured.append(number)
     assert measured == [1, 2, 4, 8, 16]

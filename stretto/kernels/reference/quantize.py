@@ -20,7 +20,7 @@ MOST = torch.finfo(torch.float32).max
 TRITS = (1, 3, 9, 27, 81)
 
 
-def sign_pack(x: Tensor, owed: Tensor | None, bucket: int, two: bool) -> tuple[Tensor, Tensor]:
+def sign_pack(x: Tensor, residual: Tensor | None, bucket: int, two: bool) -> tuple[Tensor, Tensor]:
     """The signs of `a = owed + x`, one bit each (1: a_i >= 0), and what they stand for in each bucket.
 
     Returns (packed (ceil(n / 8),) uint8, least significant bit first; scales (buckets, 2) float32: the values of bit 0
@@ -28,7 +28,7 @@ def sign_pack(x: Tensor, owed: Tensor | None, bucket: int, two: bool) -> tuple[T
     otherwise -m and m, m the mean of |a|. Means: sums in float64 in the order of indices, divided, rounded to float32.
     `owed` becomes a - decoded.
     """
-    a = x if owed is None else owed.add_(x)
+    a = x if residual is None else residual.add_(x)
     bucket = _used(bucket, a)
     rows = _rows(a.double(), bucket)
     bits = a >= 0
@@ -39,8 +39,8 @@ def sign_pack(x: Tensor, owed: Tensor | None, bucket: int, two: bool) -> tuple[T
         mean = _sums(rows.abs()) / _rows(torch.ones_like(bits), bucket).sum(1)
         means = torch.stack([-mean, mean], 1)
     scales = means.clamp(-MOST, MOST).float()
-    if owed is not None:
-        owed.sub_(_signed(bits.to(torch.uint8), scales, bucket).to(owed.dtype))
+    if residual is not None:
+        residual.sub_(_signed(bits.to(torch.uint8), scales, bucket).to(residual.dtype))
     return pack_bits(bits.to(torch.uint8)), scales
 
 
@@ -51,7 +51,7 @@ def add_sign(total: Tensor, packed: Tensor, scales: Tensor, bucket: int) -> None
 
 
 def quantise(
-    x: Tensor, owed: Tensor | None, levels: int, bucket: int, norm: Literal["max", "l2"], seed: int | None
+    x: Tensor, residual: Tensor | None, levels: int, bucket: int, norm: Literal["max", "l2"], seed: int | None
 ) -> tuple[Tensor, Tensor]:
     """`a = owed + x` in whole levels of each bucket's norm: `sign(a) * level * (norm / s)`, s = `levels` (127, 7 or 1).
 
@@ -60,15 +60,15 @@ def quantise(
     with s = 127; half a byte with s = 7, the first in the low bits; with s = 1 five are digits to base 3, the first
     the lowest. `owed` becomes a - decoded.
     """
-    a = x if owed is None else owed.add_(x)
+    a = x if residual is None else residual.add_(x)
     bucket = _used(bucket, a)
     scales = _norms(_rows(a, bucket).abs().double(), norm)
     wide = scales.repeat_interleave(bucket)[: a.numel()]
     y = torch.where(wide > 0, a.abs().float() / wide * levels, 0)
     u = 0.5 if seed is None else noise(seed, a.numel(), a.device)
     codes = ((y + u).floor().clamp(max=levels).copysign(a.float()) + levels).to(torch.uint8)
-    if owed is not None:
-        owed.sub_(_levelled(codes, scales, levels, bucket).to(owed.dtype))
+    if residual is not None:
+        residual.sub_(_levelled(codes, scales, levels, bucket).to(residual.dtype))
     return _pack(codes, levels), scales
 
 

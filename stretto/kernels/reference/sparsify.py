@@ -10,47 +10,47 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def take_largest(x: Tensor, owed: Tensor | None, k: int) -> tuple[Tensor, Tensor]:
+def take_largest(x: Tensor, residual: Tensor | None, k: int) -> tuple[Tensor, Tensor]:
     """Take the `k` entries of `a = owed + x` that are largest in magnitude; among equals those at the lowest indices.
 
     Returns (indices (k,) int32 ascending, values (k,)). `owed` becomes a, with zeros where an entry was taken;
     without it a = x, which is left as it is.
     """
-    a = _with_owed(x, owed)
-    return _taken(a, owed, _largest(a.abs()[None], k)[0])
+    a = _with_residual(x, residual)
+    return _taken(a, residual, _largest(a.abs()[None], k)[0])
 
 
-def take_largest_per_chunk(x: Tensor, owed: Tensor | None, chunk: int, k: int) -> tuple[Tensor, Tensor]:
+def take_largest_per_chunk(x: Tensor, residual: Tensor | None, chunk: int, k: int) -> tuple[Tensor, Tensor]:
     """`take_largest` in every chunk of `chunk` numbers; of a last chunk that is shorter than `k`, all."""
-    a = _with_owed(x, owed)
+    a = _with_residual(x, residual)
     whole = a.numel() - a.numel() % chunk
     parts = [a[:whole].view(-1, chunk), a[whole:].view(1, -1)]
-    return _taken(a, owed, torch.cat([_largest(one.abs(), k).view(-1) for one in parts]))
+    return _taken(a, residual, torch.cat([_largest(one.abs(), k).view(-1) for one in parts]))
 
 
-def take_above(x: Tensor, owed: Tensor | None, tau: float) -> tuple[Tensor, Tensor]:
+def take_above(x: Tensor, residual: Tensor | None, tau: float) -> tuple[Tensor, Tensor]:
     """Take the entries of `a = owed + x` with |a| >= tau, tau rounded to the dtype of a."""
-    a = _with_owed(x, owed)
-    return _taken(a, owed, a.abs() >= a.new_tensor(tau))
+    a = _with_residual(x, residual)
+    return _taken(a, residual, a.abs() >= a.new_tensor(tau))
 
 
-def take_moved(x: Tensor, owed: Tensor | None, moved: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def take_moved(x: Tensor, residual: Tensor | None, moved: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Take the entries of `a = owed + x` with |a_i| > scale |moved_i|, scale and product rounded to the dtype of a."""
-    a = _with_owed(x, owed)
-    return _taken(a, owed, a.abs() > moved.abs() * a.new_tensor(scale))
+    a = _with_residual(x, residual)
+    return _taken(a, residual, a.abs() > moved.abs() * a.new_tensor(scale))
 
 
-def take_threshold(x: Tensor, owed: Tensor | None, tau: float) -> tuple[Tensor, Tensor]:
+def take_threshold(x: Tensor, residual: Tensor | None, tau: float) -> tuple[Tensor, Tensor]:
     """Take +-tau from the entries of `a = owed + x` with |a| >= tau.
 
     Returns (indices int32 ascending, negative uint8: 1 where -tau was taken). `owed` becomes `a -+ tau` there.
     """
-    a = _with_owed(x, owed)
+    a = _with_residual(x, residual)
     size = a.new_tensor(tau)
     found = (a.abs() >= size).nonzero().view(-1)
     negative = a[found] < 0
-    if owed is not None:
-        owed[found] -= torch.where(negative, -size, size)
+    if residual is not None:
+        residual[found] -= torch.where(negative, -size, size)
     return found.int(), negative.to(torch.uint8)
 
 
@@ -59,15 +59,15 @@ def add_at(total: Tensor, indices: Tensor, values: Tensor) -> None:
     total.index_add_(0, indices, values.to(total.dtype))
 
 
-def _with_owed(x: Tensor, owed: Tensor | None) -> Tensor:
-    return x if owed is None else owed.add_(x)
+def _with_residual(x: Tensor, residual: Tensor | None) -> Tensor:
+    return x if residual is None else residual.add_(x)
 
 
-def _taken(a: Tensor, owed: Tensor | None, chosen: Tensor) -> tuple[Tensor, Tensor]:
+def _taken(a: Tensor, residual: Tensor | None, chosen: Tensor) -> tuple[Tensor, Tensor]:
     indices = chosen.nonzero().view(-1)
     values = a[indices]
-    if owed is not None:
-        owed[indices] = 0
+    if residual is not None:
+        residual[indices] = 0
     return indices.int(), values
 
 
