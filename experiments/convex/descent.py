@@ -105,13 +105,13 @@ class Workers:
         self._margins = self._x @ self.theta
         contexts = [CodecContext(worker=m, workers=workers, theta=self.theta) for m in range(workers)]
         like = self.theta.to(MESSAGE_DTYPE)
-        self._states = [method.recipe.what.memory(method.recipe.how, like, context) for context in contexts]
+        self._states = [method.recipe.what.init_state(method.recipe.how, like, context) for context in contexts]
 
     def round(self) -> int:
         """Exchange gradients, take one step, and return the bits that all workers sent."""
         what, how = self._recipe.what, self._recipe.how
         pairs = zip(self.contributions(), self._states, strict=True)
-        gradient, bits = run_lockstep([what.converse(how, x, state) for x, state in pairs])
+        gradient, bits = run_lockstep([what.average(how, x, state) for x, state in pairs])
         step = 1 / self._problem.smoothness
         self.theta.copy_(self._problem.proximal(self.theta - step * gradient, step))
         self._margins = self._x @ self.theta
