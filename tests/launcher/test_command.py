@@ -111,7 +111,7 @@ def test_every_word_after_the_script_is_the_scripts(place: Place) -> None:
     assert out == f"{own} 0 2\n"
     asked = json.loads(Path("here/run.json").read_text())
     assert (asked["seed"], asked["workers"]) == (3, 2)
-    assert asked["command"][1:] == line
+    assert asked["command"][1:] == ["run", "--no-recovery", *line[1:]]
     assert Path("here/report.html").exists()
 
 

@@ -153,13 +153,13 @@ def test_what_is_done_is_said_on_the_terminal_and_drawn(crew: Place) -> None:
     assert json.loads(Path("here/run.json").read_text())["faults"] == "kill worker 1 at 500ms"
 
 
-def test_who_is_not_there_is_not_struck(crew: Place) -> None:
-    """Two blows at once hit once."""
+def test_failed_worker_is_not_killed_again(crew: Place) -> None:
+    """Two kills in a short time kill once."""
     script = crew.script(LOOP.replace("limit, last", 'if life:\n    pathlib.Path("enough").touch()\nlimit, last'))
     faults = "kill worker 1 at 500ms; kill worker 1 at 510ms"
     _, err = crew.stretto("run", "-n", "2", "--faults", faults, "--out", "here", script).communicate(timeout=15)
     assert len(chaos_of(Path("here"))) + err.count(b"faults: worker 1 is not there") == 2
-    assert len(Path("lives-1").read_text().splitlines()) == 2
+    assert [what[1] for _, _, what in crew.heard() if what[0] == "Gone"].count(1) == 1
 
 
 def test_coordinator_and_server_are_struck_too(place: Place) -> None:
