@@ -171,7 +171,7 @@ class Worker:
         self.is_to_quit = False
 
     def _work(self) -> None:
-        self.wire = ParameterServerClient(self.number, self.crew.workers, self.links[0], self.links[1:], endures=True)
+        self.wire = ParameterServerClient(self.number, self.crew.workers, self.links[0], self.links[1:], elastic=True)
         for one in self.links:
             one.again = lambda one=one: self.wire.say_again(one)  # type: ignore[misc]
         if self._comes_in_time():

@@ -38,7 +38,7 @@ from stretto.launcher.local import JoinRequest, RunConfig, Stopped
 from stretto.launcher.local import join as join_run
 from stretto.launcher.local import run as run_order
 from stretto.launcher.progress_display import ProgressDisplay
-from stretto.launcher.reexec import begin_anew
+from stretto.launcher.reexec import reexecute
 from stretto.report.run_record import STANDARD_OUTPUT, check_target, write_json
 from stretto.report.summary import conclude
 from stretto.run_dir import version
@@ -57,7 +57,7 @@ USAGE, FAILED = 2, 1
 def main() -> None:
     """Run the command line and exit: 1 for an error, 2 for a line that cannot be read, 128 + a signal."""
     if sys.argv[1:2] == ["simulate"]:
-        begin_anew()
+        reexecute()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored by some parents, which would hide how workers end
     try:
         sys.exit(command(sys.argv[1:]))

@@ -27,10 +27,10 @@ from stretto.cli.script_arguments import (
     SplitBatch,
 )
 from stretto.errors import mistyped
-from stretto.launcher.config import Batch, OnNan, Output, RunConfig, in_server_words
+from stretto.launcher.config import Batch, OnNan, Output, RunConfig, server_notice
 from stretto.launcher.entry import typed
 from stretto.launcher.progress_display import ProgressDisplay
-from stretto.launcher.signals import heeded
+from stretto.launcher.signals import handled
 from stretto.launcher.supervisor import Stopped
 from stretto.report.run_record import STANDARD_OUTPUT, check_target
 from stretto.simulator.compute import contention
@@ -257,7 +257,7 @@ def command(
     if not sweep:
         asked = simulation(order, given)
         typed_order = replace(order, recipe=recipe, servers=asked.order.servers if servers else None)
-        _run(asked, step_time, out, watch, in_server_words(typed_order), quiet, json_to)
+        _run(asked, step_time, out, watch, server_notice(typed_order), quiet, json_to)
         return
     grid = SweepOrder(order, tuple(sweep), given, target, jobs, out, json_to, quiet)
     say = functools.partial(print, file=sys.stderr if _here(json_to) else sys.stdout)
@@ -309,7 +309,7 @@ def _run(
 
     if said is not None:
         watch.note(said)
-    with heeded(_stop):
+    with handled(_stop):
         tariff = _measured(simulation, step_time)
         if step_time.startswith(AUTO):
             watch.note(f'measured: --step-time "{tariff}"')

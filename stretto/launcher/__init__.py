@@ -1,5 +1,4 @@
-"""Starting a run on this machine and seeing it to its end.
+"""Launcher: starts the processes of a run on this machine and supervises them.
 
-Nothing here imports torch: the workers start at once, and what a script sets before it imports torch still
-counts.
+Nothing here imports torch: workers start quickly, and variables that a script sets before it imports torch have effect.
 """

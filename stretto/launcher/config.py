@@ -1,4 +1,4 @@
-"""What to run: an order, and everything that can be wrong with it before a process is started."""
+"""Configuration of a run, and the checks that precede the start of any process."""
 
 from __future__ import annotations
 
@@ -24,27 +24,26 @@ OnNan = Literal["stop", "skip"]
 GlobalBatch = Literal["keep", "split"]
 LrScale = Literal["none", "linear", "sqrt"]
 LARGEST_SEED = 2**32 - 1
-SHORTEST_PATIENCE_S = 0.1
+MIN_FAILURE_TIMEOUT_S = 0.1
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    """One run of a script on workers of this machine: of a file, or of a `module` whose name `script` is.
+    """Configuration of a run on workers of this machine, of a script file or, with `module`, of a module.
 
-    `recipe` is text and wins over the script's; `alone` switches every exchange off and `join` makes one
-    batch of so many of the script's. `threads` is per worker, `timeout_s` limits every wait on another
-    worker, and `output` says whose lines reach the terminal. The log of each worker holds all of them.
+    `recipe` is text and takes precedence over the script's. `alone` switches every exchange off, and `join` is the
+    number of the script's batches that form one batch. `threads` is per worker, `timeout_s` limits every wait for
+    another worker, `output` selects the workers whose output reaches the terminal; log files hold all output.
 
-    `servers` puts the recipe over a parameter server of so many shards, `on_nan` says what those do with an
-    update that is not finite, and `plain` leaves their traffic unencrypted. `stragglers` slows the computing of
-    some workers: `1:2.0,3:5.0`.
+    `servers` runs the recipe over a parameter server of that many shards, `on_nan` is their reaction to an update that
+    is not finite, and `plain` leaves their traffic unencrypted. `stragglers` slows some workers down: `1:2.0,3:5.0`.
 
-    A process without a heartbeat for `failure_timeout_s` is declared failed. A worker that failed is restarted up to
-    `restarts` times; the others continue, at least `min_workers` and with those that come back at most `max_workers`,
-    and `batch` says what becomes of the batch. Workers of other machines may come too where `host` is an address of
-    this one that they reach. `faults` kills and pauses processes on purpose. A checkpoint is written `checkpoint_every`
-    so often (`5m`, `20 rounds`) and the newest `keep` are kept; `resume` is the folder of a run that is continued from
-    its newest. `retyped` holds the words after `stretto run --resume FOLDER` to continue this run.
+    A process without a heartbeat for `failure_timeout_s` is declared failed. A failed worker is restarted up to
+    `restarts` times, and the others continue as long as `min_workers` are left; no more than `max_workers` are admitted.
+    `batch` selects the batch size that stays the same then. Workers of other machines can join where `host` is an
+    address of this machine that they reach. `faults` are injected. A checkpoint is written at the interval
+    `checkpoint_every` (`5m`, `20 rounds`) and the newest `keep` are kept; `resume` is the directory of a run whose newest
+    checkpoint training continues from. `retyped` holds the words after `stretto run --resume FOLDER` that continue it.
     """
 
     script: Path
@@ -77,23 +76,23 @@ class RunConfig:
     module: bool = False
     retyped: tuple[str, ...] = ()
     global_batch: GlobalBatch = "keep"
-    """The script's batch: that of each worker (keep), or of all together (split)."""
+    """The batch of the script is that of each worker (keep), or is split among all workers."""
     lr_scale: LrScale = "none"
-    """The factor on the script's learning rate: 1, the number of workers, or the square root of that."""
+    """Factor on the learning rate of the script: 1, the number of workers, or its square root."""
     recovery: bool = True
     """False if the first failure ends the run, which has no coordinator then."""
     scaled_workers: int | None = None
-    """The number of workers for this factor; None for as many as are started."""
+    """Number of workers for this factor; None for the number that is started."""
 
     @property
     def lr_factor(self) -> float:
-        """The factor on the script's learning rate."""
+        """Factor on the learning rate of the script."""
         count = self.scaled_workers or self.workers * self.join
         return {"none": 1.0, "linear": float(count), "sqrt": math.sqrt(count)}[self.lr_scale]
 
     @property
-    def endures(self) -> bool:
-        """Whether the run goes on without a worker that has died: it has a coordinator then."""
+    def elastic(self) -> bool:
+        """True if the run survives failed workers; it has a coordinator then."""
         several = self.workers > 1 or self.host is not None
         return several and not self.alone and self.recovery
 
@@ -115,11 +114,11 @@ class RunConfig:
         return entry.file_of(self.script, self.module)
 
     def threads_each(self) -> int:
-        """Threads of each worker: as asked, else the cores shared out, at least one."""
+        """Return the threads of each worker: as given, else an equal share of the cores, at minimum one."""
         return self.threads or max(1, cores() // self.workers)
 
     def asked(self) -> dict[str, Any]:
-        """What `run.json` says was asked for."""
+        """Return the options as `run.json` records them."""
         return {
             "script": str(self.script),
             "module": self.module,
@@ -149,7 +148,7 @@ class RunConfig:
 
 
 def settled(order: RunConfig) -> RunConfig:
-    """The same order with all that follows from it: the script's file, the recipe over its servers, and how many."""
+    """Return the configuration with derived values: script file, recipe over its servers, number of servers."""
     order = order if order.module else replace(order, script=entry.located(order.script))
     if order.recipe is None:
         return replace(order, servers=0)
@@ -160,7 +159,7 @@ def settled(order: RunConfig) -> RunConfig:
     return replace(order, recipe=recipe, servers=0 if order.alone else shards)
 
 
-def in_server_words(order: RunConfig) -> str | None:
+def server_notice(order: RunConfig) -> str | None:
     """Return what `--servers` makes of a recipe that has no server of its own, or None where it changes nothing."""
     if order.recipe is None or not order.servers or order.alone:
         return None
@@ -174,7 +173,7 @@ def in_server_words(order: RunConfig) -> str | None:
 
 
 def is_free(order: RunConfig) -> bool:
-    """Whether the recipe of a settled order lets nobody wait for others."""
+    """Return True if the recipe of a resolved configuration is asynchronous."""
     if order.recipe is None:
         return False
     from stretto.recipe.parser import parse
@@ -183,9 +182,9 @@ def is_free(order: RunConfig) -> bool:
 
 
 def check(order: RunConfig, live: bool = True) -> None:
-    """Raise LaunchError or RecipeError when the order cannot be run as it is; nothing is started then.
+    """Raise LaunchError or RecipeError if the configuration cannot be run.
 
-    A run that is not `live` is simulated: it has no coordinator to speak to.
+    A run that is not `live` is simulated and has no encrypted traffic with a coordinator.
     """
     entry.check(order.script, order.module)
     _check_numbers(order)
@@ -203,17 +202,23 @@ def check(order: RunConfig, live: bool = True) -> None:
 
 
 def _check_server_options(order: RunConfig, live: bool) -> None:
-    """Refuse what would change nothing without a server."""
+    """Raise LaunchError for options that have no effect without a server."""
     from stretto.recipe.parser import parse
 
     recipe = settled(order).recipe
     asked = parse(recipe) if recipe is not None else None
     got = f"--recipe {recipe}" if recipe is not None else "no --recipe"
     if order.on_nan == "skip" and not (asked and asked.asynchronous):
-        problem, expected = "only what arrives at a server can be left out", "a recipe on arrival, as async_sgd"
+        problem, expected = (
+            "only an update that arrives at a server can be skipped",
+            "a recipe on arrival, as async_sgd",
+        )
         raise LaunchError(explain(problem, got=got, expected=expected, to_type="--recipe async_sgd --on-nan skip"))
-    if order.plain and not (asked and asked.shards) and not (live and order.endures):
-        problem, expected = "there is no server to speak plainly to", "a recipe with a server, as async_sgd"
+    if order.plain and not (asked and asked.shards) and not (live and order.elastic):
+        problem, expected = (
+            "no traffic with a server could be unencrypted",
+            "a recipe with a server, as async_sgd",
+        )
         raise LaunchError(explain(problem, got=got, expected=expected, to_type="--recipe async_sgd --no-encryption"))
 
 
@@ -231,35 +236,35 @@ def _check_numbers(order: RunConfig) -> None:
 
 
 def _check_survival(order: RunConfig) -> None:
-    """Refuse numbers that no run can have."""
-    least, most = order.min_workers, order.max_workers
-    if not (order.failure_timeout_s >= SHORTEST_PATIENCE_S and math.isfinite(order.failure_timeout_s)):
+    """Raise LaunchError for impossible limits."""
+    minimum, maximum = order.min_workers, order.max_workers
+    if not (order.failure_timeout_s >= MIN_FAILURE_TIMEOUT_S and math.isfinite(order.failure_timeout_s)):
         got, to_type = f"{spelled(order.failure_timeout_s)}s", "--failure-timeout 10s"
-        _refuse("the failure timeout", got, "a time, at least 100ms", to_type)
-    if not 1 <= least <= order.workers:
+        _refuse("the failure timeout", got, "a time, at minimum 100ms", to_type)
+    if not 1 <= minimum <= order.workers:
         started = f"a number from 1 to {order.workers}, as many as are started"
-        _refuse("the least number of workers", least, started, f"--min-workers {order.workers}")
-    if most is not None and most < order.workers:
-        started = f"at least {order.workers}, as many as are started"
-        _refuse("the largest number of workers", most, started, f"--max-workers {order.workers}")
+        _refuse("the minimum number of workers", minimum, started, f"--min-workers {order.workers}")
+    if maximum is not None and maximum < order.workers:
+        started = f"at minimum {order.workers}, as many as are started"
+        _refuse("the largest number of workers", maximum, started, f"--max-workers {order.workers}")
     if order.restarts < 0:
         _refuse("the number of restarts", order.restarts, "a whole number, 0 or more", "--restarts 3")
 
 
 def _check_host(order: RunConfig) -> None:
-    """Workers that join later meet the others; they can't have a part of a server, whose workers are counted."""
+    """Raise LaunchError for a run that workers cannot join: the number of workers of a parameter server is fixed."""
     if order.host is None:
         return
     if order.alone:
         _refuse("the host of a run alone", order.host, "a run that others can join", "leave --host away")
     if settled(order).servers:
-        problem, expected = "nobody can join a run over a parameter server", "a recipe without a server, as allreduce"
+        problem, expected = "a run over a parameter server cannot be joined", "a recipe without a server, as allreduce"
         got, to_type = f"--host {order.host} --recipe {order.recipe}", "--recipe allreduce, or leave --host away"
         raise LaunchError(explain(problem, got=got, expected=expected, to_type=to_type))
 
 
 def _check_batch(order: RunConfig) -> None:
-    """Refuse a larger learning rate for a batch that is not larger."""
+    """Raise LaunchError for a scaled learning rate without a larger batch."""
     if order.global_batch == "split" and order.lr_scale != "none":
         problem = "--lr-scale is for a larger batch, and with --batch split all workers share the script's batch"
         got, to_type = f"--batch split --lr-scale {order.lr_scale}", "--batch split, or --lr-scale alone"
@@ -271,19 +276,19 @@ def _check_faults(order: RunConfig) -> None:
         faults = parse(order.faults)
         check_faults(faults, order.workers, settled(order).servers or 0)
         check_live(faults, order.restarts)
-        if not order.endures and any(_strikes_coordinator(fault) for fault in faults):
-            problem, expected = "there is no coordinator to strike", "at least 2 workers"
+        if not order.elastic and any(_targets_coordinator(fault) for fault in faults):
+            problem, expected = "there is no coordinator for the fault", "at minimum 2 workers"
             raise LaunchError(explain(problem, got=f"--faults {order.faults!r}", expected=expected, to_type="-n 4"))
 
 
-def _strikes_coordinator(fault: Fault) -> bool:
+def _targets_coordinator(fault: Fault) -> bool:
     return isinstance(fault, Kill | Pause) and fault.who.kind == "coordinator"
 
 
 def planned(order: RunConfig) -> Iterator[tuple[float, Happening]]:
-    """What is done to the processes of a settled order on purpose, and how many seconds after their start."""
+    """Yield the faults of a resolved configuration, each with the seconds after the start of the run."""
     faults = parse(order.faults) if order.faults is not None else ()
-    return schedule(faults, order.workers, order.servers or 0, order.seed, supervised=order.endures)
+    return schedule(faults, order.workers, order.servers or 0, order.seed, supervised=order.elastic)
 
 
 def _check_checkpoints(order: RunConfig) -> None:
@@ -314,7 +319,7 @@ def _names(paths: list[Path]) -> str:
 
 def _at_least_one(what: str, got: int | None, to_type: str) -> None:
     if got is not None and got < 1:
-        _refuse(what, got, "a whole number, at least 1", to_type)
+        _refuse(what, got, "a whole number, at minimum 1", to_type)
 
 
 def _refuse(what: str, got: object, expected: str, to_type: str) -> None:

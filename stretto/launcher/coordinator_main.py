@@ -1,4 +1,4 @@
-"""The coordinator's process: holds the roll of a run until the launcher ends it.
+"""Entry point of the coordinator process.
 
 Started as `python -P -m stretto.launcher.coordinator_main`, with its configuration in the environment. A restarted
 coordinator continues from its write-ahead log.
@@ -22,19 +22,21 @@ from stretto.errors import LogError
 from stretto.events import LogFile
 from stretto.interval import every
 from stretto.launcher.shard_main import leave, own_config
-from stretto.launcher.worker_main import fail, speak_in_lines
+from stretto.launcher.worker_main import fail, flush_each_line
 from stretto.membership.coordinator import COORDINATOR, Event, MembershipCoordinator
 from stretto.membership.write_ahead_log import WriteAheadLog, read
 from stretto.process_config import CoordinatorConfig, KeyTexts
 
-AGAIN_S = 2.0
-"""How often those who are gone are told of again: a service that was started again has forgotten."""
+WRITE_AHEAD_LOG = "coordinator.wal"
+"""Name in the run directory."""
+REPEAT_S = 2.0
+"""Interval at which failures are reported again: a restarted server does not know them."""
 
 
 def main() -> None:
     """Serve until SIGTERM. An error goes to the event log, and the process exits immediately."""
     signal.signal(signal.SIGTERM, leave)
-    speak_in_lines()
+    flush_each_line()
     config = own_config(CoordinatorConfig)
     try:
         _coordinate(config)
@@ -47,18 +49,18 @@ def _coordinate(config: CoordinatorConfig) -> None:
     from stretto.security import server_keys
 
     folder, settings = Path(config.run or "."), config.settings
-    place = folder / "journal"
-    records = read(place)
-    journal = WriteAheadLog(place)
-    if journal.cut_off:
-        lost = f"{journal.cut_off} bytes after it are lost"
-        print(f"the journal is whole up to record {len(records)}: {lost}", file=sys.stderr, flush=True)
-    roll = MembershipCoordinator.restored(records, time.monotonic()) if records else _begun(settings)
+    path = folder / WRITE_AHEAD_LOG
+    records = read(path)
+    log = WriteAheadLog(path)
+    if log.cut_off:
+        lost = f"{log.cut_off} bytes after it are lost"
+        print(f"the write-ahead log is intact up to record {len(records)}: {lost}", file=sys.stderr, flush=True)
+    coordinator = MembershipCoordinator.restored(records, time.monotonic()) if records else _new(settings)
     messenger = _DeathMessenger(config.servers, config.worker_keys) if config.servers else None
     MembershipServer(
         socket.socket(fileno=config.listen_fd),
-        roll,
-        journal,
+        coordinator,
+        log,
         server_keys(config.keys),
         settings["failure_timeout_s"],
         _Publisher(LogFile(folder / "events.jsonl"), config.zero, messenger).publish,
@@ -66,8 +68,8 @@ def _coordinate(config: CoordinatorConfig) -> None:
     ).run(threading.Event())
 
 
-def _begun(settings: dict[str, Any]) -> MembershipCoordinator:
-    """The roll of a run that begins."""
+def _new(settings: dict[str, Any]) -> MembershipCoordinator:
+    """Return the coordinator of a new run."""
     return MembershipCoordinator(
         settings,
         settings["expected"],
@@ -89,36 +91,36 @@ class _DeathMessenger(threading.Thread):
         self.start()
 
     def take(self, events: Sequence[Event]) -> None:
-        """Events of members."""
+        """Queue events of membership."""
         for event in events:
             self._events.put(event)
 
     def run(self) -> None:
-        """Pass on what comes."""
+        """Forward events until the process ends."""
         from stretto.parameter_server.rpc_channel import DeathNotifier
         from stretto.security import worker_keys
 
-        herald = DeathNotifier(self._addresses, worker_keys(self._keys))
+        notifier = DeathNotifier(self._addresses, worker_keys(self._keys))
         while True:
             try:
-                event = self._events.get(timeout=AGAIN_S)
+                event = self._events.get(timeout=REPEAT_S)
             except Empty:
-                herald.again()
+                notifier.again()
                 continue
             if event["what"] == "failed":
-                herald.gone(event["worker"], event["incarnation"])
+                notifier.gone(event["worker"], event["incarnation"])
             elif event["what"] == "joined":
-                herald.back(event["worker"])
+                notifier.back(event["worker"])
 
 
 class _Publisher:
-    """Writes what is to be known: notices for the launcher to show, events to the log of the run."""
+    """Prints notices for the launcher to show, and writes events to the log of the run."""
 
     def __init__(self, log: LogFile, zero: float, messenger: _DeathMessenger | None) -> None:
         self._log, self._zero, self._messenger = log, zero, messenger
 
     def publish(self, notices: Sequence[str], events: Sequence[Event]) -> None:
-        """Say the notices, log the events with the run's time."""
+        """Print the notices and log the events with the time of the run."""
         for notice in notices:
             print(notice, file=sys.stderr, flush=True)
         if self._messenger is not None:

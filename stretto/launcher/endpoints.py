@@ -1,7 +1,4 @@
-"""The services of a run, before they are started: where they listen, and the keys that they and the workers have.
-
-They are the parameter server, and the coordinator that knows who is in.
-"""
+"""Listening sockets and keys of the services of a run: the parameter server and the coordinator."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from stretto.process_config import KeyTexts
 
 @dataclass(frozen=True)
 class Pair:
-    """A key of two halves; the secret one is never printed."""
+    """A CURVE key pair; the secret key is never printed."""
 
     public: str
     secret: str = field(repr=False)
@@ -25,7 +22,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Keys:
-    """What the servers and the workers of one run know each other by: a pair for either side."""
+    """Key pairs of one run: one for its servers, one for its workers."""
 
     server: Pair
     worker: Pair
@@ -33,10 +30,10 @@ class Keys:
 
 @dataclass(frozen=True)
 class Servers:
-    """Listening sockets of a parameter server, the first for who deals batches and then one a shard, or none at all.
+    """Listening sockets of the batch dispatcher and of each shard, or none; socket or address of the coordinator.
 
-    `keys` is None for plain, `coordinator` where a run does without; `elsewhere` is the address of one that another
-    launcher has started.
+    `keys` is None where traffic is not encrypted, `coordinator` where the run has none. `elsewhere` is the address of a
+    coordinator that another launcher has started.
     """
 
     sockets: tuple[socket, ...] = ()
@@ -46,12 +43,12 @@ class Servers:
 
     @property
     def coordinator_at(self) -> str | None:
-        """The address of the coordinator, if there is one."""
+        """Address of the coordinator, if there is one."""
         return address(self.coordinator) if self.coordinator is not None else self.elsewhere
 
     @property
     def shards(self) -> int:
-        """How many servers there are."""
+        """Number of shards."""
         return max(0, len(self.sockets) - 1)
 
     @property
@@ -74,24 +71,24 @@ class Servers:
         return self.keys.server.secret, self.keys.server.public, self.keys.worker.public
 
     def inherited(self, shard: int) -> list[int]:
-        """The sockets of a shard: its own, and for shard 0 the coordinator's."""
+        """Return the sockets that a shard inherits: its own, and for shard 0 that of the batch dispatcher."""
         own = self.sockets[shard + 1].fileno()
         return [own] if shard else [own, self.sockets[0].fileno()]
 
     def close(self) -> None:
-        """Let go of the sockets: once the servers have them, one that is gone refuses whoever asks."""
+        """Close the sockets. Once only the servers hold them, connections to an exited server are refused."""
         for one in self.sockets:
             one.close()
 
 
 def address(listener: socket) -> str:
-    """Where a socket listens, as `host:port`."""
+    """Return the address of a listening socket, host:port."""
     return "{}:{}".format(*listener.getsockname()[:2])
 
 
 @contextlib.contextmanager
 def servers_for(shards: int, plain: bool, coordinated: bool = False, host: str | None = None) -> Iterator[Servers]:
-    """Sockets for so many shards, for a coordinator (at `host`) if there is to be one, and unless `plain` new keys."""
+    """Open sockets for the shards and, if `coordinated`, for a coordinator at `host`; make new keys unless `plain`."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(listening()) for _ in range(shards + 1 if shards else 0)]
         coordinator = stack.enter_context(listening(host=host)) if coordinated else None
@@ -100,12 +97,12 @@ def servers_for(shards: int, plain: bool, coordinated: bool = False, host: str |
 
 
 def _new_keys() -> Keys:
-    import zmq  # only where there is something to encrypt
+    import zmq  # only where traffic is encrypted
 
     try:
         return Keys(Pair(*_halves(zmq.curve_keypair())), Pair(*_halves(zmq.curve_keypair())))
     except zmq.ZMQError as error:
-        problem = f"no keys can be made: {error}"
+        problem = f"keys cannot be generated: {error}"
         expected = "a ZeroMQ with CURVE encryption"
         raise LaunchError(
             explain(problem, got=zmq.zmq_version(), expected=expected, to_type="--no-encryption")

@@ -1,4 +1,4 @@
-"""The launcher's word to the coordinator: it sees a process end before anybody misses it."""
+"""Reports of process exits from the launcher to the coordinator, long before the failure timeout."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ RECONNECT_MS = 20
 
 
 class ExitNotifier:
-    """Tells the coordinator who is gone. What it has told is told again to one that was started again."""
+    """Reports exits of workers to the coordinator, and reports them again to a restarted coordinator."""
 
     def __init__(self, servers: Servers, first: int = 0) -> None:
-        """`first` is the lowest number of this launcher's workers, which tells it from others."""
+        """Connect; `first` is the lowest rank of this launcher's workers, which identifies the launcher."""
         import zmq  # only where there is a coordinator
 
         assert servers.coordinator_at is not None
@@ -31,24 +31,24 @@ class ExitNotifier:
             self._socket.curve_serverkey = servers.keys.server.public.encode()
             self._socket.curve_publickey, self._socket.curve_secretkey = own.public.encode(), own.secret.encode()
         self._socket.connect(f"tcp://{servers.coordinator_at}")
-        self._said: dict[int, bytes] = {}
-        self._full = zmq.Again
+        self._reports: dict[int, bytes] = {}
+        self._queue_full = zmq.Again
 
     def gone(self, worker: int, life: int, why: str, will_return: bool) -> None:
-        """This life of a worker has ended, and there will be another or not."""
-        self._said[worker] = msgspec.msgpack.encode(Gone(worker, life, why, will_return))
-        self._say(self._said[worker])
+        """Report that this incarnation of a worker has exited, and whether it will be restarted."""
+        self._reports[worker] = msgspec.msgpack.encode(Gone(worker, life, why, will_return))
+        self._send(self._reports[worker])
 
     def repeat(self) -> None:
-        """Tell of all who are gone again."""
-        for said in self._said.values():
-            self._say(said)
+        """Report all exits again."""
+        for report in self._reports.values():
+            self._send(report)
 
-    def _say(self, said: bytes) -> None:
-        """Nobody waits for a coordinator that takes nothing; by its failure timeout it finds out for itself."""
-        with contextlib.suppress(self._full):
-            self._socket.send(said)
+    def _send(self, report: bytes) -> None:
+        """Send without waiting. A coordinator that receives nothing detects the failure by its timeout."""
+        with contextlib.suppress(self._queue_full):
+            self._socket.send(report)
 
     def close(self) -> None:
-        """Let go, whatever was not sent."""
+        """Close the connection and drop what was not sent."""
         self._context.destroy(linger=0)

@@ -1,4 +1,4 @@
-"""Why a run failed: of all that went wrong, the one thing that the rest followed from."""
+"""Root cause of a failed run: the first failure that is not the consequence of another one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from stretto.events import Event
 from stretto.launcher.process_specs import called
 from stretto.launcher.processes import Exited
-from stretto.launcher.worker_main import AGAIN
+from stretto.launcher.worker_main import EVICTED
 from stretto.membership.loop_positions import COMING, LoopPosition
 
 TAIL_LINES = 20
@@ -21,34 +21,34 @@ NO_END = (
 
 @dataclass(frozen=True)
 class Cause:
-    """What one process's end was about. `root`: no other's failure led to it."""
+    """Failure of one process. `root` is True if it is not the consequence of another failure."""
 
     worker: int
     headline: str
     details: str
     root: bool
-    said_so: bool
-    """Whether the process itself told what was wrong, so that the end of its output is not needed."""
+    reported: bool
+    """True if the process reported its error, so that the tail of its output is not needed."""
 
 
-def first_cause(ends: Sequence[Exited], events: Iterable[Event], deaths: Sequence[Exited] = ()) -> Cause:
-    """The cause of a failed run: the first root in the order of the workers' ends.
+def first_cause(ends: Sequence[Exited], events: Iterable[Event], failures: Sequence[Exited] = ()) -> Cause:
+    """Return the cause of a failed run: the first root in the order of exits.
 
-    A worker that has written its error but is still there counts after those that have ended, and last count `deaths`
-    that nobody has recovered from yet. Without a root the first that failed is the cause.
+    A worker that has written its error but has not exited comes after the exits, and last come `failures` that the run
+    has not recovered from. Without a root the first failure is the cause.
     """
     errors: dict[int, Event] = {}
     for event in events:
         if event.get("event") == "error":
             errors.setdefault(event["worker"], event)
-    causes = [_of_end(end, errors.get(end.worker)) for end in ends if end.failed]
+    causes = [_of_exit(end, errors.get(end.worker)) for end in ends if end.failed]
     causes += [_of_error(error) for error in errors.values()]
-    causes += [_of_end(death, None) for death in reversed(deaths)]
-    return next((cause for cause in causes if cause.root), None) or _with_those_gone(causes[0], ends)
+    causes += [_of_exit(failure, None) for failure in reversed(failures)]
+    return next((cause for cause in causes if cause.root), None) or _with_finished(causes[0], ends)
 
 
 def is_recovered(worker: int, life: int, events: Iterable[Event]) -> bool:
-    """Return whether the others have formed a group without a process that died, or it has been replaced.
+    """Return True if the others have formed a generation without a failed process, or if it has been restarted.
 
     >>> of = {"event": "membership", "worker": 1, "incarnation": 0}
     >>> failed, formed = of | {"what": "failed"}, of | {"what": "formed"}
@@ -66,19 +66,19 @@ def is_recovered(worker: int, life: int, events: Iterable[Event]) -> bool:
     return False
 
 
-def _with_those_gone(cause: Cause, ends: Sequence[Exited]) -> Cause:
-    """A worker that waited in vain may have waited for one that had left the loop in peace."""
-    gone = [str(end.worker) for end in ends if not end.failed]
-    if not gone:
+def _with_finished(cause: Cause, ends: Sequence[Exited]) -> Cause:
+    """Add the workers that exited before without an error: others may have waited for them."""
+    finished = [str(end.worker) for end in ends if not end.failed]
+    if not finished:
         return cause
-    hint = f"ended before that without an error: worker {', '.join(gone)}; do all leave the loop at the same step?"
+    hint = f"ended before that without an error: worker {', '.join(finished)}; do all leave the loop at the same step?"
     return replace(cause, details=f"{cause.details}\n{hint}".lstrip("\n"))
 
 
-def _of_end(end: Exited, error: Event | None) -> Cause:
+def _of_exit(end: Exited, error: Event | None) -> Cause:
     if error is not None:
         return _of_error(error)
-    if end.code == AGAIN and end.worker >= 0:
+    if end.code == EVICTED and end.worker >= 0:
         return Cause(end.worker, f"{called(end.worker)} {in_words(end)}", "", True, False)
     return _of_signal(end) if end.code < 0 else _of_silence(end)
 
@@ -91,8 +91,8 @@ def _of_error(error: Event) -> Cause:
 
 def _of_signal(end: Exited) -> Cause:
     name = signal_name(-end.code)
-    hint = "nothing here sent it; a system that runs out of memory does" if name == "SIGKILL" else ""
-    hint = "--faults sent it" if end.struck else hint
+    hint = "this launcher did not send it; a system that runs out of memory does" if name == "SIGKILL" else ""
+    hint = "--faults sent it" if end.injected else hint
     return Cause(end.worker, f"{called(end.worker)} was killed by {name}", hint, True, False)
 
 
@@ -107,19 +107,19 @@ def _within(place: LoopPosition) -> str:
 
 
 def in_words(end: Exited) -> str:
-    """How a process came to its end.
+    """Return how a process exited.
 
     >>> in_words(Exited(1, -9)), in_words(Exited(1, 75)), in_words(Exited(-1, 0))
-    ('killed by SIGKILL', 'was taken for dead and stopped by itself', 'ended with exit code 0')
+    ('killed by SIGKILL', 'was declared failed and stopped itself', 'ended with exit code 0')
     """
     if end.code < 0:
         return f"killed by {signal_name(-end.code)}"
-    again = end.code == AGAIN and end.worker >= 0
-    return "was taken for dead and stopped by itself" if again else f"ended with exit code {end.code}"
+    again = end.code == EVICTED and end.worker >= 0
+    return "was declared failed and stopped itself" if again else f"ended with exit code {end.code}"
 
 
 def signal_name(number: int) -> str:
-    """SIGKILL for 9."""
+    """Return the name of a signal: SIGKILL for 9."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -127,7 +127,7 @@ def signal_name(number: int) -> str:
 
 
 def readable(cause: Cause, tail: Callable[[int], str], log: str) -> str:
-    """The cause as a person is told it: what, where it happened or what was last said, where to read on."""
-    said = [] if cause.said_so else tail(cause.worker).splitlines()[-TAIL_LINES:]
-    last = ["the last lines of its output:", *(f"  {line}" for line in said)] if said else []
+    """Return the text of a cause: what failed, its traceback or last output, and the log file."""
+    lines = [] if cause.reported else tail(cause.worker).splitlines()[-TAIL_LINES:]
+    last = ["the last lines of its output:", *(f"  {line}" for line in lines)] if lines else []
     return "\n".join(filter(None, [cause.headline, cause.details, *last, f"the whole log: {log}"]))

@@ -1,6 +1,7 @@
-"""More workers for a run that goes on: those of another machine, or of this one.
+"""Workers that join a running run, from this or another machine that sees the run directory.
 
-The run's folder is the meeting place: both machines see it, and an invitation lies in it.
+`stretto run --host` writes the address of the coordinator, the keys and the configuration to `join.json`; each joining
+launcher reserves ranks by creating files in `joined/`.
 """
 
 from __future__ import annotations
@@ -18,31 +19,32 @@ from stretto.launcher.config import Output, RunConfig
 from stretto.launcher.endpoints import Keys, Pair, Servers
 from stretto.launcher.entry import check
 from stretto.launcher.process_specs import ProcessPlan
+from stretto.process_config import KeyTexts
 from stretto.run_dir import cores
 
-INVITATION = "invitation.json"
-GUESTS = "guests"
-"""The folder of the numbers that are taken."""
-CALL_S = 5.0
-"""How long the coordinator may take to answer a call."""
+JOIN_INFO = "join.json"
+JOINED = "joined"
+"""Directory with one empty file for each rank that is taken."""
+CONNECT_S = 5.0
+"""Limit of the wait for a connection to the coordinator."""
 
 
 class JoinInfo(msgspec.Struct, frozen=True):
-    """What those who join have to know. `keys` are the server's public one and the workers' pair."""
+    """Address, keys and configuration for launchers that join. `keys` are those of a worker."""
 
     coordinator: str
-    keys: tuple[str, str, str] | None
+    keys: KeyTexts | None
     order: RunConfig
 
     def servers(self) -> Servers:
-        """The services that the run has, as its guests see them."""
+        """Return the services of the run, as a joining launcher sees them."""
         keys = Keys(Pair(self.keys[0], ""), Pair(*self.keys[1:])) if self.keys is not None else None
         return Servers((), keys, elsewhere=self.coordinator)
 
 
 @dataclass(frozen=True)
 class JoinRequest:
-    """What a person asks for who joins a run."""
+    """Options of `stretto join`."""
 
     run: Path
     workers: int = 1
@@ -51,16 +53,14 @@ class JoinRequest:
     restarts: int = 3
 
 
-def invite(folder: Path, order: RunConfig, servers: Servers) -> None:
-    """Lay down an invitation, which only the owner can read. Raises LogError when the disk does not take it."""
-    own = servers.keys
-    keys = (own.server.public, own.worker.public, own.worker.secret) if own is not None else None
+def write_join_info(folder: Path, order: RunConfig, servers: Servers) -> None:
+    """Write `join.json`, readable by its owner only. Raises LogError if the disk does not take it."""
     assert servers.coordinator_at is not None
     script = order.script if order.module else order.script.absolute()
     order = replace(order, script=script, out=None, resume=None, faults=None, min_workers=1)
     order = replace(order, scaled_workers=order.workers)
-    text = msgspec.json.encode(JoinInfo(servers.coordinator_at, keys, order), enc_hook=str)
-    path = folder / INVITATION
+    text = msgspec.json.encode(JoinInfo(servers.coordinator_at, servers.worker_keys, order), enc_hook=str)
+    path = folder / JOIN_INFO
     try:
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             file.write(text)
@@ -68,37 +68,40 @@ def invite(folder: Path, order: RunConfig, servers: Servers) -> None:
         raise LogError(f"{path} cannot be written: {error.strerror}") from error
 
 
-def cast_of(guests: JoinRequest) -> ProcessPlan:
-    """The workers that join. Raises LaunchError when there is no run that they can join."""
-    if guests.workers < 1:
-        problem, expected = f"{guests.workers} workers cannot join", "at least 1"
-        raise LaunchError(explain(problem, got=f"-n {guests.workers}", expected=expected, to_type="-n 2"))
-    invitation = _read(guests.run)
-    check(invitation.order.script, invitation.order.module)
-    here = _call(invitation.coordinator)
+def plan_of_join(request: JoinRequest) -> ProcessPlan:
+    """Return the plan of the joining workers. Raises LaunchError if they cannot join the run."""
+    if request.workers < 1:
+        problem, expected = f"{request.workers} workers cannot join", "at least 1"
+        raise LaunchError(explain(problem, got=f"-n {request.workers}", expected=expected, to_type="-n 2"))
+    info = _read(request.run)
+    check(info.order.script, info.order.module)
+    here = _connect(info.coordinator)
     order = replace(
-        invitation.order,
+        info.order,
         host=here,
-        threads=guests.threads or max(1, cores() // guests.workers),
-        output=guests.output,
-        restarts=guests.restarts,
+        threads=request.threads or max(1, cores() // request.workers),
+        output=request.output,
+        restarts=request.restarts,
     )
-    numbers = _take_numbers(guests.run / GUESTS, order.workers, guests.workers)
-    return ProcessPlan(order, guests.run, None, invitation.servers(), guests=numbers)
+    ranks = _reserve_ranks(request.run / JOINED, order.workers, request.workers)
+    return ProcessPlan(order, request.run, None, info.servers(), joining=ranks)
 
 
 def _read(run: Path) -> JoinInfo:
-    path = run / INVITATION
+    path = run / JOIN_INFO
     try:
         return msgspec.json.decode(path.read_bytes(), type=JoinInfo, dec_hook=_path)
     except FileNotFoundError:
-        problem = f"nobody can join {run}" if run.is_dir() else f"there is no run {run}"
+        problem = f"{run} cannot be joined" if run.is_dir() else f"there is no run {run}"
         expected, to_type = "the folder of a run with --host, on a disk that both machines see", "stretto join runs/RUN"
         raise LaunchError(explain(problem, got=f"no {path}", expected=expected, to_type=to_type)) from None
     except OSError as error:
         raise LaunchError(f"{path} cannot be read: {error.strerror}") from error
     except msgspec.MsgspecError as error:
-        problem, expected = f"{path} is no invitation: {error}", "the file that `stretto run --host` has written"
+        problem, expected = (
+            f"{path} does not describe a run to join: {error}",
+            "the file that `stretto run --host` has written",
+        )
         raise LaunchError(
             explain(problem, got="another file", expected=expected, to_type="stretto join RUN")
         ) from error
@@ -108,13 +111,13 @@ def _path(wanted: type, value: Any) -> Any:
     return wanted(value)
 
 
-def _call(coordinator: str) -> str:
-    """This machine's address toward a coordinator that answers."""
-    from stretto.security import address_toward  # and with it zmq
+def _connect(coordinator: str) -> str:
+    """Return the address of this machine on the way to the coordinator, which must accept a connection."""
+    from stretto.security import address_toward  # imports zmq
 
     host, _, port = coordinator.rpartition(":")
     try:
-        socket.create_connection((host, int(port)), CALL_S).close()
+        socket.create_connection((host, int(port)), CONNECT_S).close()
         return address_toward(host)
     except OSError as error:
         problem, expected = "the run has ended, or this machine cannot reach it", f"a coordinator at {coordinator}"
@@ -122,8 +125,8 @@ def _call(coordinator: str) -> str:
         raise LaunchError(explain(problem, got=str(error), expected=expected, to_type=to_type)) from error
 
 
-def _take_numbers(folder: Path, first: int, wanted: int) -> tuple[int, ...]:
-    """The first numbers that nobody has taken, each taken by a file of its name."""
+def _reserve_ranks(folder: Path, first: int, wanted: int) -> tuple[int, ...]:
+    """Return the first free ranks, each reserved by a file of its name."""
     taken: list[int] = []
     try:
         folder.mkdir(exist_ok=True)

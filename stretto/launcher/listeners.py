@@ -1,4 +1,4 @@
-"""Listening sockets of this machine, made by the launcher and handed on, so that no port is lost in between."""
+"""Listening sockets that the launcher opens and child processes inherit, so that no other process takes the port."""
 
 from __future__ import annotations
 
@@ -12,19 +12,17 @@ import psutil
 
 from stretto.errors import LaunchError, explain
 
-HOME = "127.0.0.1"
-OWN = "lo" if sys.platform == "linux" else "lo0"
-"""The interface that leads nowhere else."""
+LOOPBACK_ADDRESS = "127.0.0.1"
+LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
+"""Loopback interface."""
 BACKLOG = 1024
 
 
 @contextlib.contextmanager
 def listening(port: int | None = None, host: str | None = None) -> Iterator[socket.socket]:
-    """A socket that listens on a port, by default a free one, of this machine's address `host`, by default one that
-    only this machine reaches. Raises LaunchError when it cannot.
-    """
+    """Listen on a port, by default a free one, of the address `host`, by default loopback. Raises LaunchError."""
     try:
-        listener = socket.create_server((host or HOME, port or 0), backlog=BACKLOG)
+        listener = socket.create_server((host or LOOPBACK_ADDRESS, port or 0), backlog=BACKLOG)
     except OSError as error:
         if host is not None and error.errno not in (errno.EADDRINUSE, errno.EACCES):
             raise _not_ours(host) from error
@@ -34,16 +32,16 @@ def listening(port: int | None = None, host: str | None = None) -> Iterator[sock
 
 
 def interface_of(address: str) -> str:
-    """The network interface of this machine that has an address, or else the one of the machine's own."""
+    """Return the network interface with this address, or the loopback interface."""
     for name, ends in psutil.net_if_addrs().items():
         if any(one.address == address for one in ends):
             return str(name)
-    return OWN
+    return LOOPBACK
 
 
 def _not_ours(host: str) -> LaunchError:
     known = [one.address for ends in psutil.net_if_addrs().values() for one in ends if one.family == socket.AF_INET]
-    problem, expected = f"{host} is no address of this machine", f"one of {', '.join(known)}"
+    problem, expected = f"{host} is not an address of this machine", f"one of {', '.join(known)}"
     return LaunchError(explain(problem, got=f"--host {host}", expected=expected, to_type=f"--host {known[-1]}"))
 
 

@@ -1,4 +1,4 @@
-"""A run on this machine: workers, and the servers they need, are started, watched over, and ended together."""
+"""Runs on this machine: workers and services are started, supervised and ended together."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from queue import SimpleQueue
 
 from stretto.errors import LaunchError
 from stretto.events import read_events
-from stretto.launcher.config import RunConfig, check, in_server_words, planned, settled
+from stretto.launcher.config import RunConfig, check, planned, server_notice, settled
 from stretto.launcher.endpoints import servers_for
 from stretto.launcher.failure_cause import Cause, readable
-from stretto.launcher.join import JoinRequest, cast_of, invite
+from stretto.launcher.join import JoinRequest, plan_of_join, write_join_info
 from stretto.launcher.listeners import listening
 from stretto.launcher.log_relay import LogRelay, log_of
 from stretto.launcher.process_specs import ProcessPlan
@@ -21,90 +21,90 @@ from stretto.launcher.processes import Inbox, ProcessTable, Signalled
 from stretto.launcher.progress_display import ProgressDisplay
 from stretto.launcher.resume_hint import left_in
 from stretto.launcher.script_watch import several_write
-from stretto.launcher.signals import heeded
+from stretto.launcher.signals import handled
 from stretto.launcher.supervisor import Stopped, Supervisor
 from stretto.run_dir import make_folder, write_run
 
 __all__ = ["JoinRequest", "RunConfig", "Stopped", "join", "run"]
 
 
-def run(order: RunConfig, watch: ProgressDisplay) -> Path:
-    """Run a script on workers of this machine and return the run folder.
+def run(order: RunConfig, display: ProgressDisplay) -> Path:
+    """Run a script on workers of this machine and return the run directory.
 
     Raises LaunchError or RecipeError before anything is started, LaunchError with the cause when a worker
-    fails, and Stopped after SIGINT, SIGTERM or SIGHUP. However it ends, no process of the run is left: within
-    3 s, and even when this process is killed.
+    fails, and Stopped after SIGINT, SIGTERM or SIGHUP. However the run ends, none of its processes is left after 3 s,
+    even if this process is killed.
     """
     check(order)
-    said = in_server_words(order)
+    note = server_notice(order)
     order = settled(order)
     inbox: Inbox = SimpleQueue()
     with (
         listening(order.port) as listener,
-        servers_for(order.servers or 0, order.plain, order.endures, order.host) as servers,
-        heeded(lambda number: inbox.put(Signalled(number))),
+        servers_for(order.servers or 0, order.plain, order.elastic, order.host) as servers,
+        handled(lambda number: inbox.put(Signalled(number))),
     ):
         now = datetime.now()
         folder = make_folder(order.name, order.out, now)
         write_run(folder, order.asked(), now)
-        watch.starting(f"{order}, run folder {folder}")
-        if said is not None:
-            watch.note(said)
+        display.starting(f"{order}, run folder {folder}")
+        if note is not None:
+            display.note(note)
         if order.host is not None:
-            invite(folder, order, servers)
+            write_join_info(folder, order, servers)
         try:
-            _see_through(ProcessPlan(order, folder, listener, servers, time.perf_counter()), inbox, watch)
+            _supervise(ProcessPlan(order, folder, listener, servers, time.perf_counter()), inbox, display)
         except Stopped as stop:
             stop.add(left_in(folder, order.retyped))
             raise
         return folder
 
 
-def join(guests: JoinRequest, watch: ProgressDisplay) -> Path:
+def join(joining: JoinRequest, display: ProgressDisplay) -> Path:
     """Add workers of this machine to a run of another, and return its folder when they have ended.
 
-    Raises LaunchError and Stopped as `run` does; the run goes on without its guests.
+    Raises LaunchError and Stopped as `run` does; the run goes on without its joining.
     """
     inbox: Inbox = SimpleQueue()
-    with heeded(lambda number: inbox.put(Signalled(number))):
-        cast = cast_of(guests)
-        watch.starting(f"{len(cast.guests)} workers that join the run in {cast.folder}")
-        _see_through(cast, inbox, watch)
-        return cast.folder
+    with handled(lambda number: inbox.put(Signalled(number))):
+        plan = plan_of_join(joining)
+        display.starting(f"{len(plan.joining)} workers that join the run in {plan.folder}")
+        _supervise(plan, inbox, display)
+        return plan.folder
 
 
-def _see_through(cast: ProcessPlan, inbox: Inbox, watch: ProgressDisplay) -> None:
-    order, folder = cast.order, cast.folder
-    crew, relay = ProcessTable(inbox), LogRelay(folder, order.output, watch)
-    supervisor = Supervisor(cast, crew, relay, inbox, planned(order))
+def _supervise(plan: ProcessPlan, inbox: Inbox, display: ProgressDisplay) -> None:
+    order, folder = plan.order, plan.folder
+    table, relay = ProcessTable(inbox), LogRelay(folder, order.output, display)
+    supervisor = Supervisor(plan, table, relay, inbox, planned(order))
     try:
         supervisor.start()
-        if cast.listener is not None and not order.endures:
-            cast.listener.close()  # now only the lead has it: a meeting without the lead fails at once
-            cast.servers.close()
-        watch.begin(folder, order)
+        if plan.listener is not None and not order.elastic:
+            plan.listener.close()  # only worker 0 holds it now: a rendezvous without worker 0 fails immediately
+            plan.servers.close()
+        display.begin(folder, order)
         relay.start()
-        cause = supervisor.see_through()
-        _note_files(folder, relay)
+        cause = supervisor.wait()
+        _report_shared_files(folder, relay)
     finally:
-        crew.end()
+        table.end()
         supervisor.close()
         relay.close()
     if cause is not None:
-        raise LaunchError(_told(cause, relay, folder))
+        raise LaunchError(_text(cause, relay, folder))
 
 
-def _note_files(folder: Path, relay: LogRelay) -> None:
-    """Say which files several workers have written; a run whose workers wrote no event has none to compare."""
+def _report_shared_files(folder: Path, relay: LogRelay) -> None:
+    """Report files that several workers have written, from the events of the workers."""
     log = folder / "events.jsonl"
     if log.exists() and (text := several_write(read_events(log))) is not None:
         relay.note(text)
 
 
-def _told(cause: Cause, relay: LogRelay, folder: Path) -> str:
-    """The readable text; what a process has told of its error goes into its log as well."""
+def _text(cause: Cause, relay: LogRelay, folder: Path) -> str:
+    """Return the text of a cause; an error that a process reported is also written to its log file."""
     log = log_of(folder, cause.worker)
-    if cause.said_so:
+    if cause.reported:
         with contextlib.suppress(OSError), log.open("a") as file:
             file.write(f"{cause.headline}\n{cause.details}\n")
     return readable(cause, relay.tail, str(log))

@@ -1,7 +1,7 @@
-"""What the workers say: read without pause, kept in their logs, and shown as far as a person asked to see it.
+"""Relay of the processes' output to their log files and, as far as `--output` asks for it, to the terminal.
 
-One thread does all of it, so that a full pipe never holds up a worker, a slow terminal never holds up the
-watching over processes, and nothing that is shown needs a lock.
+One thread does all of it, so that a full pipe never blocks a worker, a slow terminal never blocks the supervisor, and
+the display needs no lock.
 """
 
 from __future__ import annotations
@@ -27,31 +27,31 @@ from stretto.membership.coordinator import COORDINATOR
 CHUNK_BYTES = 1 << 16
 TAIL_BYTES = 1 << 13
 TICK_S = 0.2
-"""How often what is shown is renewed."""
+"""Interval between updates of the display."""
 SOON_S = 0.02
-"""How soon it is seen, when all pipes are closed, that there is a new one or that there will be none."""
+"""Interval at which a new pipe, or the end, is looked for while all pipes are closed."""
 DRAIN_S = 0.7
-"""How long a pipe may stay open after the workers: a process that has left its group may hold it."""
+"""Time that a pipe may stay open after the workers: a process that left its group may hold it."""
 
 
 def log_of(folder: Path, worker: int) -> Path:
-    """Where the output of a worker is kept, or a server's."""
+    """Return the log file of a process."""
     return folder / f"{called(worker).removeprefix('the ').replace(' ', '-')}.log"
 
 
 @dataclass
-class _Voice:
-    """The output of one worker, or of a server, which has a number below 0."""
+class _Output:
+    """Output of one process: its pipe and its log file."""
 
     worker: int
     pipe: IO[bytes]
     log: Path
     file: int | None
     tail: bytes = b""
-    begun: bytes = field(default=b"")
+    partial: bytes = field(default=b"")
 
     def close(self) -> None:
-        """Let go of the pipe and the log. Idempotent."""
+        """Close the pipe and the log file. Idempotent."""
         self.pipe.close()
         if self.file is not None:
             os.close(self.file)
@@ -59,135 +59,135 @@ class _Voice:
 
 
 class LogRelay(threading.Thread):
-    """Reads all pipes until it is closed and the last one is."""
+    """Thread that reads all pipes until it is closed and the last pipe is closed."""
 
-    def __init__(self, folder: Path, output: Output, watch: ProgressDisplay) -> None:
+    def __init__(self, folder: Path, output: Output, display: ProgressDisplay) -> None:
         super().__init__(name="relay", daemon=True)
         self._folder = folder
         self._output = output
-        self._watch: ProgressDisplay | None = watch
+        self._display: ProgressDisplay | None = display
         self._limit: float | None = None
         self._selector = selectors.DefaultSelector()
-        self._voices: dict[int, _Voice] = {}
+        self._outputs: dict[int, _Output] = {}
         self._notes: SimpleQueue[str] = SimpleQueue()
 
-    def listen(self, worker: int, pipe: IO[bytes], life: int = 0) -> None:
-        """Add a worker, or one of its lives, whose output follows that of the last. The pipe is closed at its end."""
-        voice = _voice(worker, pipe, self._folder)
+    def add(self, worker: int, pipe: IO[bytes], life: int = 0) -> None:
+        """Add the output of a process. That of a later incarnation is appended to the same log file."""
+        source = _output_of(worker, pipe, self._folder)
         if life:
-            voice.tail = self._voices[worker].tail
-            self._keep(voice, b"stretto: %s is started again, for the %d. time\n" % (called(worker).encode(), life))
-        self._voices[worker] = voice
-        self._selector.register(pipe, selectors.EVENT_READ, voice)
+            source.tail = self._outputs[worker].tail
+            self._store(source, b"stretto: restart %d of %s\n" % (life, called(worker).encode()))
+        self._outputs[worker] = source
+        self._selector.register(pipe, selectors.EVENT_READ, source)
 
     def note(self, text: str) -> None:
-        """Show a line of the library's own, soon."""
+        """Show a line of Stretto's own, soon."""
         self._notes.put(text)
 
     def run(self) -> None:
-        """Pass on what comes, and renew what is shown."""
+        """Relay output and update the display until closed."""
         due = time.monotonic()
         while (self._limit is None or self._selector.get_map()) and not self._is_over():
             for key, _ in self._selector.select(timeout=TICK_S if self._selector.get_map() else SOON_S):
                 self._read(key.data)
-            self._say_notes()
+            self._show_notes()
             if time.monotonic() >= due:
-                self._show(lambda watch: watch.poll())
+                self._show(lambda display: display.poll())
                 due = time.monotonic() + TICK_S
-        self._say_notes()
-        self._show(lambda watch: watch.end())
-        self._let_go()
+        self._show_notes()
+        self._show(lambda display: display.end())
+        self._close_all()
 
     def close(self) -> None:
-        """Wait for the last output of workers that have ended, but no longer than `DRAIN_S`."""
+        """Wait for the last output of exited processes, at most DRAIN_S."""
         self._limit = time.monotonic() + DRAIN_S
         if self.ident is None:
-            self._let_go()
+            self._close_all()
         else:
             self.join(timeout=DRAIN_S + 2 * TICK_S)
 
     def tail(self, worker: int) -> str:
-        """The last lines that a worker has written."""
-        return self._voices[worker].tail.decode(errors="replace").strip("\n")
+        """Return the last lines of a process."""
+        return self._outputs[worker].tail.decode(errors="replace").strip("\n")
 
     def _is_over(self) -> bool:
         return self._limit is not None and time.monotonic() > self._limit
 
-    def _say_notes(self) -> None:
+    def _show_notes(self) -> None:
         with contextlib.suppress(Empty):
             while True:
                 text = self._notes.get_nowait()
                 self._show(functools.partial(_note, text=text))
 
-    def _read(self, voice: _Voice) -> None:
-        data = os.read(voice.pipe.fileno(), CHUNK_BYTES)
-        voice.tail = (voice.tail + data)[-TAIL_BYTES:]
-        self._keep(voice, data)
-        self._pass_on(voice, data)
+    def _read(self, source: _Output) -> None:
+        data = os.read(source.pipe.fileno(), CHUNK_BYTES)
+        source.tail = (source.tail + data)[-TAIL_BYTES:]
+        self._store(source, data)
+        self._relay(source, data)
         if not data:
-            self._selector.unregister(voice.pipe)
-            voice.close()
+            self._selector.unregister(source.pipe)
+            source.close()
 
-    def _let_go(self) -> None:
+    def _close_all(self) -> None:
         for key in list(self._selector.get_map().values()):
             key.data.close()
         self._selector.close()
 
-    def _keep(self, voice: _Voice, data: bytes) -> None:
-        while voice.file is not None and data:
+    def _store(self, source: _Output, data: bytes) -> None:
+        while source.file is not None and data:
             try:
-                data = data[os.write(voice.file, data) :]
+                data = data[os.write(source.file, data) :]
             except OSError as error:
-                os.close(voice.file)
-                voice.file = None
-                self.note(f"{voice.log} cannot be written any more: {error.strerror}; the run goes on")
+                os.close(source.file)
+                source.file = None
+                self.note(f"{source.log} cannot be written any more: {error.strerror}; the run continues")
 
-    def _pass_on(self, voice: _Voice, data: bytes) -> None:
-        if self._output == "rank0" and voice.worker == 0:
-            self._show(lambda watch: watch.say(data))
-        elif self._output == "all" or voice.worker == COORDINATOR:
-            lines = _whole_lines(voice, data)
-            if voice.worker == COORDINATOR:
+    def _relay(self, source: _Output, data: bytes) -> None:
+        if self._output == "rank0" and source.worker == 0:
+            self._show(lambda display: display.say(data))
+        elif self._output == "all" or source.worker == COORDINATOR:
+            lines = _whole_lines(source, data)
+            if source.worker == COORDINATOR:
                 self._note_lines(lines)
             else:
-                self._show(lambda watch: watch.say(_named(voice.worker, lines)))
+                self._show(lambda display: display.say(_labelled(source.worker, lines)))
 
     def _note_lines(self, lines: Sequence[bytes]) -> None:
-        """What the coordinator says is for a person to read."""
+        """Show lines of the coordinator as notes."""
         for line in lines:
             self.note(line.removeprefix(OURS).decode(errors="replace"))
 
     def _show(self, act: Callable[[ProgressDisplay], None]) -> None:
-        """Show something. A terminal that went away ends the showing, never the run."""
-        if self._watch is None:
+        """Update the display. A closed terminal ends the display, never the run."""
+        if self._display is None:
             return
         try:
-            act(self._watch)
+            act(self._display)
         except OSError:
-            self._watch = None
+            self._display = None
         except Exception:
-            self._watch = None
+            self._display = None
             traceback.print_exc()
 
 
-def _note(watch: ProgressDisplay, text: str) -> None:
-    watch.note(text)
+def _note(display: ProgressDisplay, text: str) -> None:
+    display.note(text)
 
 
-def _voice(worker: int, pipe: IO[bytes], folder: Path) -> _Voice:
+def _output_of(worker: int, pipe: IO[bytes], folder: Path) -> _Output:
     log = log_of(folder, worker)
     with contextlib.suppress(OSError):
-        return _Voice(worker, pipe, log, os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644))
-    return _Voice(worker, pipe, log, None)
+        return _Output(worker, pipe, log, os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644))
+    return _Output(worker, pipe, log, None)
 
 
-def _whole_lines(voice: _Voice, data: bytes) -> list[bytes]:
-    """The lines that `data` completes; no data means that no more will come."""
-    lines, voice.begun = whole_lines(voice.begun + data)
-    return [*lines, voice.begun] if not data and voice.begun else lines
+def _whole_lines(source: _Output, data: bytes) -> list[bytes]:
+    """Return the lines that `data` completes; empty data is the end of the output."""
+    lines, source.partial = whole_lines(source.partial + data)
+    return [*lines, source.partial] if not data and source.partial else lines
 
 
-def _named(worker: int, lines: Sequence[bytes]) -> bytes:
-    """Lines with who said them."""
+def _labelled(worker: int, lines: Sequence[bytes]) -> bytes:
+    """Return the lines, each with the process that printed it."""
     who = str(worker) if worker >= 0 else called(worker)
     return b"".join(b"[%s] %s\n" % (who.encode(), line) for line in lines)

@@ -1,12 +1,11 @@
-"""The last to leave: ends the workers when their launcher is gone without having done it.
+"""Process that kills the workers of a launcher that has exited without ending them.
 
-A process of its own, started before the workers. It is told each worker's process group on its standard
-input: `+123` when it begins, `-123` when it has ended. The end of that input means that the launcher has
-ended, be it by SIGKILL; whatever group is left then is killed, processes that workers have started included.
-A process that only watched its parent could not do that for its own children, nor while it is stuck in a
-call.
+It is started before the workers. The launcher writes the process group of each worker to its stdin: `+123` at the
+start, `-123` after the exit. The end of stdin means that the launcher has exited, possibly by SIGKILL; every group that
+is left is killed then, with the processes that workers have started. Workers that watch their parent could not do
+this for their own children, nor while they are blocked in a call.
 
-Run as a file, without site packages, so that it is up within a few milliseconds; it imports nothing of ours.
+It runs as a file without site packages, starts within milliseconds, and imports nothing of Stretto.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import sys
 
 
 def main() -> None:
-    """Remember the groups until the input ends, then kill those that are left."""
+    """Record the groups until the input ends, then kill the remaining ones."""
     groups: set[int] = set()
     for line in sys.stdin:
         (groups.add if line[0] == "+" else groups.discard)(int(line[1:]))

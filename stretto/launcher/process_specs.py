@@ -1,8 +1,8 @@
-"""The parts of a run: for each process its number, its command, its environment and the sockets it inherits.
+"""Specifications of the processes of a run: number, command, environment, configuration, inherited sockets.
 
-Workers are numbered from 0. Servers have numbers below 0, so that both fit into one crew: server 0 is -1, server 1
-is -2. The coordinator is far below, for no run has so many servers. Started again a part keeps its number; its life is
-one more.
+Workers are numbered by rank from 0. Servers have numbers below 0, so that one table holds both: server 0 is -1, server
+1 is -2; the coordinator has a number below those of all servers. A restarted process keeps its number; its incarnation
+is one higher.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from stretto.faults.stragglers import factors
 from stretto.interval import every
 from stretto.launcher.config import RunConfig, is_free
 from stretto.launcher.endpoints import Servers, address
-from stretto.launcher.listeners import OWN, interface_of
+from stretto.launcher.listeners import LOOPBACK, interface_of
 from stretto.launcher.worker_main import FILE, MODULE
 from stretto.membership.coordinator import COORDINATOR
 from stretto.process_config import OF_TORCHRUN, RECIPE, VARIABLE, Config, CoordinatorConfig, ShardConfig, WorkerConfig
 
 ROOT = Path(__file__).resolve().parents[2]
-CUT_EVERY_S = 10.0
-"""How often all shards keep what they hold, to come back to when one of them has died."""
-KEPT = 3
-"""So many checkpoints, unless the user says otherwise."""
+SNAPSHOT_INTERVAL_S = 10.0
+"""Interval of the snapshots of all shards, to roll back to when a shard fails."""
+KEPT_CHECKPOINTS = 3
+"""Default number of checkpoints that are kept."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class ProcessSpec:
 
 
 def called(number: int) -> str:
-    """What a process is called before a person.
+    """Return the name of a process in messages.
 
     >>> called(3), called(-1), called(COORDINATOR)
     ('worker 3', 'server 0', 'the coordinator')
@@ -63,15 +63,15 @@ def shard_of(number: int) -> int:
 
 
 def server_of(shard: int) -> int:
-    """The number of a shard's server."""
+    """Return the number of the server of a shard."""
     return -1 - shard
 
 
 @dataclass(frozen=True)
 class ProcessPlan:
-    """What the processes of a run are made from; `zero` is when it began, by the machine's clock.
+    """Plan of the processes of a run; `zero` is the reading of `time.perf_counter` at its start.
 
-    Those of a run that another launcher has begun are `guests`, by their numbers, and nothing else.
+    `joining` are the ranks of workers that join the run of another launcher; there are no other processes then.
     """
 
     order: RunConfig
@@ -79,40 +79,40 @@ class ProcessPlan:
     listener: socket | None
     servers: Servers
     zero: float = 0.0
-    guests: tuple[int, ...] = ()
+    joining: tuple[int, ...] = ()
 
     def all(self) -> Iterator[ProcessSpec]:
-        """All processes. The coordinator is first, for all ask it first; workers are before servers, since they have
-        more to do before they meet.
+        """Yield all processes: the coordinator first, to which all connect; workers before servers, since they take
+        longer to start.
         """
-        numbers = [*(self.guests or range(self.order.workers)), *map(server_of, range(self.servers.shards))]
+        numbers = [*(self.joining or range(self.order.workers)), *map(server_of, range(self.servers.shards))]
         if self.servers.coordinator is not None:
             numbers.insert(0, COORDINATOR)
         return map(self.part, numbers)
 
-    def part(self, number: int, life: int = 0) -> ProcessSpec:
-        """One of them, for the first time or again."""
+    def part(self, number: int, incarnation: int = 0) -> ProcessSpec:
+        """Return the specification of one process, for its first start or a restart."""
         if number == COORDINATOR:
             return self._coordinator()
-        return self._worker(number, life) if number >= 0 else self._server(number, life)
+        return self._worker(number, incarnation) if number >= 0 else self._server(number, incarnation)
 
-    def _worker(self, number: int, life: int) -> ProcessSpec:
+    def _worker(self, number: int, incarnation: int) -> ProcessSpec:
         """Return a worker. Worker 0 inherits the listening socket of the rendezvous, so its port cannot be taken."""
         order, listener = self.order, None if number else self.listener
         command = [sys.executable, "-P", "-m", "stretto.launcher.worker_main"]
         command += [MODULE if order.module else FILE, str(order.script), *order.args]
-        of = max(order.workers, *(one + 1 for one in self.guests or (0,)))
+        of = max(order.workers, *(one + 1 for one in self.joining or (0,)))
         fds = [listener.fileno()] if listener is not None else []
         environment = environment_of(number, order)
-        return ProcessSpec(number, of, command, environment, self._worker_config(number, life), fds)
+        return ProcessSpec(number, of, command, environment, self._worker_config(number, incarnation), fds)
 
-    def _worker_config(self, number: int, life: int) -> WorkerConfig:
-        order, servers, is_elastic = self.order, self.servers, self.order.endures
+    def _worker_config(self, number: int, incarnation: int) -> WorkerConfig:
+        order, servers, is_elastic = self.order, self.servers, self.order.elastic
         checkpoint = str(every(order.checkpoint_every)) if order.checkpoint_every else None
         return WorkerConfig(
             rank=number,
             world_size=order.workers,
-            incarnation=life if is_elastic else 0,
+            incarnation=incarnation if is_elastic else 0,
             run=self._run,
             listen_fd=self.listener.fileno() if self.listener is not None and not number else None,
             store=address(self.listener) if self.listener is not None else None,
@@ -132,11 +132,11 @@ class ProcessPlan:
             timeout_s=order.timeout_s,
             failure_timeout_s=order.failure_timeout_s,
             checkpoint_every=checkpoint,
-            keep=order.keep or KEPT,
+            keep=order.keep or KEPT_CHECKPOINTS,
             resume=str(order.resume.resolve()) if order.resume else None,
         )
 
-    def _server(self, number: int, life: int) -> ProcessSpec:
+    def _server(self, number: int, incarnation: int) -> ProcessSpec:
         """Return the server of a shard. It has no recipe: the workers bring it."""
         order, servers, shard = self.order, self.servers, shard_of(number)
         listen_fd, *dispatcher_fd = servers.inherited(shard)
@@ -150,9 +150,9 @@ class ProcessPlan:
             keys=servers.server_keys,
             on_nan=order.on_nan,
             timeout_s=order.timeout_s,
-            snapshots=str(self.folder.resolve() / "cuts") if order.endures else None,
-            snapshot_interval_s=_cut_every_s(order) if order.endures else None,
-            restarted=life > 0,
+            snapshots=str(self.folder.resolve() / "snapshots") if order.elastic else None,
+            snapshot_interval_s=_snapshot_interval_s(order) if order.elastic else None,
+            restarted=incarnation > 0,
         )
         return self._service(number, servers.shards, "shard_main", config, servers.inherited(shard))
 
@@ -181,10 +181,10 @@ class ProcessPlan:
         return str(self.folder.resolve())
 
 
-def _cut_every_s(order: RunConfig) -> float:
-    """How often all come together over a server: so often, at least, that a checkpoint is written when it is due."""
+def _snapshot_interval_s(order: RunConfig) -> float:
+    """Return the interval of snapshots: short enough for a checkpoint to be written when it is due."""
     asked = every(order.checkpoint_every).seconds if order.checkpoint_every else None
-    return min(CUT_EVERY_S, asked or CUT_EVERY_S)
+    return min(SNAPSHOT_INTERVAL_S, asked or SNAPSHOT_INTERVAL_S)
 
 
 def settings_of(order: RunConfig) -> dict[str, object]:
@@ -223,15 +223,15 @@ def _common(order: RunConfig) -> dict[str, str]:
 
 
 DEFAULTS = {
-    "GLOO_SOCKET_IFNAME": OWN,
+    "GLOO_SOCKET_IFNAME": LOOPBACK,
     "OMP_WAIT_POLICY": "PASSIVE",
 }
-"""What the user may set otherwise. Threads that wait by spinning slow down whatever else runs on the machine, and a run
-alone most of all, which would make every recipe look fast beside it."""
+"""Defaults that the user may override. Threads that wait by spinning would slow down a single process most, which would
+make every recipe look fast in comparison."""
 
 
 def gpus(environment: Mapping[str, str], devices: Path = Path("/dev")) -> list[str]:
-    """The GPUs that the workers share out among them, as CUDA_VISIBLE_DEVICES names them."""
+    """Return the GPUs that the workers share, as CUDA_VISIBLE_DEVICES names them."""
     if "CUDA_VISIBLE_DEVICES" in environment:
         return [one for one in environment["CUDA_VISIBLE_DEVICES"].split(",") if one]
     found = (one.name.removeprefix("nvidia") for one in devices.glob("nvidia[0-9]*"))
@@ -239,7 +239,7 @@ def gpus(environment: Mapping[str, str], devices: Path = Path("/dev")) -> list[s
 
 
 def _path(environment: dict[str, str]) -> dict[str, str]:
-    """Where a process finds this package when the launcher runs from a checkout that is not installed."""
+    """Return PYTHONPATH for child processes of a launcher that runs from a checkout that is not installed."""
     known = {*site.getsitepackages(), site.getusersitepackages()}
     found = {str(Path(entry).resolve()) for entry in sys.path if entry not in known}
     if str(ROOT) in known or str(ROOT) not in found:

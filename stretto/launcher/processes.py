@@ -1,4 +1,4 @@
-"""The processes of one run: started each in a session of its own, ended with all that they have started."""
+"""Processes of a run: each is started in a session of its own and ended with its whole process group."""
 
 from __future__ import annotations
 
@@ -22,36 +22,36 @@ from stretto.launcher.process_specs import ProcessSpec
 from stretto.membership.loop_positions import LoopPosition
 from stretto.membership.worker_status import make_page, read_page
 
-HERE = Path(__file__).resolve().parent
+FOLDER = Path(__file__).resolve().parent
 GRACE_S = 0.8
-"""Between asking a process to end and killing it."""
+"""Time between SIGTERM and SIGKILL."""
 LAST_S = 1.0
-"""How long the kernel may take to end what was killed."""
+"""Limit of the wait for killed processes."""
 
 
 @dataclass(frozen=True)
 class Exited:
-    """A worker has ended, or a server, which has a number below 0; `code` is negative for a signal.
+    """Exit of a process. Servers and the coordinator have numbers below 0; `code` is negative for a signal.
 
-    `struck` says that this launcher has sent it one on purpose. Of a worker that has not `finished` its training, as
-    one that calls os._exit, `place` is where it was.
+    `injected` is True if this launcher sent a signal to inject a fault. `finished` is False for a worker that did not
+    finish its training, such as one that called os._exit; `place` is its last position then.
     """
 
     worker: int
     code: int
-    struck: bool = False
+    injected: bool = False
     finished: bool = True
     place: LoopPosition = field(default_factory=LoopPosition)
 
     @property
     def failed(self) -> bool:
-        """Whether this is no good end: a server has none while workers run."""
+        """True unless a worker finished: a server must not exit while workers run."""
         return self.code != 0 or self.worker < 0 or not self.finished
 
 
 @dataclass(frozen=True)
 class Signalled:
-    """The launcher was told to end."""
+    """Signal that asks the launcher to end."""
 
     number: int
 
@@ -60,16 +60,16 @@ Inbox = SimpleQueue[Exited | Signalled]
 
 
 class ProcessTable:
-    """The workers and servers of one run. Tells the inbox of each exit; `end` leaves no process behind."""
+    """Processes of a run. Each exit is put into the inbox; `end` leaves no process running."""
 
     def __init__(self, inbox: Inbox) -> None:
         self._inbox = inbox
         self._alive: dict[int, subprocess.Popen[bytes]] = {}
-        self._struck: set[subprocess.Popen[bytes]] = set()
-        self._warden = _start_warden()
+        self._injected: set[subprocess.Popen[bytes]] = set()
+        self._reaper = _start_reaper()
 
     def start(self, part: ProcessSpec) -> IO[bytes]:
-        """Start a process; returns the reading end of its output. Raises LaunchError when the system refuses."""
+        """Start a process and return the reading end of its output. Raises LaunchError if the system refuses."""
         page = None
         try:
             page = make_page()
@@ -86,81 +86,81 @@ class ProcessTable:
             if page is not None:
                 os.close(page)
             raise LaunchError(f"{part} cannot be started: {error.strerror}") from error
-        self._tell_warden(f"+{process.pid}\n")
+        self._notify_reaper(f"+{process.pid}\n")
         self._alive[part.number] = process
         threading.Thread(target=self._await, args=(part.number, process, page), daemon=True).start()
         assert process.stdout is not None
         return process.stdout
 
     def _await(self, worker: int, process: subprocess.Popen[bytes], page: int) -> None:
-        """Tell of the end of a process, but leave it unreaped: its number names its group until `bury`."""
+        """Report the exit of a process, but do not reap it: its id identifies its process group until `reap`."""
         ended = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         assert ended is not None
         code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
         finished, place = read_page(page)
         os.close(page)
-        self._inbox.put(Exited(worker, code, process in self._struck, finished or worker < 0, place))
+        self._inbox.put(Exited(worker, code, process in self._injected, finished or worker < 0, place))
 
-    def bury(self, worker: int) -> None:
-        """Kill what an ended worker has left running, and reap it."""
+    def reap(self, worker: int) -> None:
+        """Kill what an exited process has left running in its group, and reap it."""
         process = self._alive.pop(worker)
         _kill_group(process)
         process.wait()
-        self._tell_warden(f"-{process.pid}\n")
+        self._notify_reaper(f"-{process.pid}\n")
 
-    def strike(self, number: int, what: signal.Signals) -> None:
-        """Send a signal to one process, not to what it has started."""
+    def send(self, number: int, signum: signal.Signals) -> None:
+        """Send a signal to one process, not to its group, to inject a fault."""
         process = self._alive[number]
-        self._struck.add(process)
-        os.kill(process.pid, what)
+        self._injected.add(process)
+        os.kill(process.pid, signum)
 
     def is_stopped(self, number: int) -> bool:
-        """Whether a process stands still, as SIGSTOP has it."""
+        """Return True if a process is stopped, as by SIGSTOP."""
         try:
             return bool(psutil.Process(self._alive[number].pid).status() == psutil.STATUS_STOPPED)
         except psutil.Error:
             return False
 
     def kill(self, number: int) -> None:
-        """End one process at once; what becomes of it comes with its end."""
+        """Kill one process; its exit is reported like any other."""
         os.kill(self._alive[number].pid, signal.SIGKILL)
 
     def end(self) -> None:
-        """End all: ask, wait for `GRACE_S` or the next signal, kill."""
+        """End all processes: SIGTERM, a wait of GRACE_S or until the next signal, SIGKILL."""
         for process in self._alive.values():
             os.kill(process.pid, signal.SIGTERM)
             os.kill(process.pid, signal.SIGCONT)
-        self._bury_until(time.monotonic() + GRACE_S)
+        self._reap_until(time.monotonic() + GRACE_S)
         for process in self._alive.values():
             _kill_group(process)
-        self._bury_until(time.monotonic() + LAST_S, heed_signals=False)
-        self._dismiss_warden()
+        self._reap_until(time.monotonic() + LAST_S, heed_signals=False)
+        self._end_reaper()
 
-    def _bury_until(self, limit: float, heed_signals: bool = True) -> None:
+    def _reap_until(self, limit: float, heed_signals: bool = True) -> None:
         while self._alive:
             try:
                 news = self._inbox.get(timeout=max(0.0, limit - time.monotonic()))
             except Empty:
                 return
             if isinstance(news, Exited):
-                self.bury(news.worker)
+                self.reap(news.worker)
             elif heed_signals:
                 return
 
-    def _tell_warden(self, line: str) -> None:
-        assert self._warden.stdin is not None
+    def _notify_reaper(self, line: str) -> None:
+        assert self._reaper.stdin is not None
         with contextlib.suppress(OSError):
-            os.write(self._warden.stdin.fileno(), line.encode())
+            os.write(self._reaper.stdin.fileno(), line.encode())
 
-    def _dismiss_warden(self) -> None:
-        assert self._warden.stdin is not None
-        self._warden.stdin.close()
+    def _end_reaper(self) -> None:
+        assert self._reaper.stdin is not None
+        self._reaper.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._warden.wait(timeout=LAST_S)
+            self._reaper.wait(timeout=LAST_S)
 
 
-def _start_warden() -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-I", "-S", str(HERE / "orphan_reaper.py")]
+def _start_reaper() -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-I", "-S", str(FOLDER / "orphan_reaper.py")]
     try:
         return subprocess.Popen(
             command,

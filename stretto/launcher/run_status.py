@@ -1,4 +1,4 @@
-"""What is known of a run while it goes on: made from its events alone, one at a time."""
+"""Live status of a run, updated from its events."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from stretto.events import Event
 from stretto.report import formatting, traffic
 
 RECENT_S = 10.0
-"""The samples of so many last seconds make the rate that is shown."""
+"""Period over which the displayed rate of samples is taken."""
 MEGABYTE = 1e6
 
 
 @dataclass
 class Progress:
-    """The state of a run. `take` an event; read off `facts`. `notices` says whether those deserve a line.
+    """Status of a run. `take` reads an event, `facts` returns what to display; `notices` is True if notices are shown.
 
     `staleness` is the sum over all `updates`, `stalest` the largest.
     """
@@ -32,15 +32,15 @@ class Progress:
     staleness: int = 0
     stalest: int = 0
     _recent: dict[int, deque[tuple[float, int]]] = field(default_factory=dict)
-    _told: set[str] = field(default_factory=set)
+    _shown: set[str] = field(default_factory=set)
 
     def take(self, event: Event) -> str | None:
-        """Learn from an event; returns the line that it deserves, if any."""
+        """Update the status; return the line to print for this event, if any."""
         known = getattr(self, f"_on_{event.get('event')}", None)
         return known(event) if known is not None else None
 
     def facts(self) -> list[str]:
-        """What is worth a look now, the most important first."""
+        """Return the facts to display, the most important first."""
         facts = [f"epoch {self.epoch}" if self.epoch else "", f"step {self.step}" if self.step else ""]
         if (rate := self.samples_per_second()) is not None:
             facts.append(f"{rate:,.0f} samples/s")
@@ -51,24 +51,24 @@ class Progress:
             facts.append(f"staleness {self.staleness / self.updates:.1f} mean, {self.stalest} max")
         if sent := sum(event.get("bytes_sent", 0) for event in self.counts.values()):
             facts.append(f"sent {sent / MEGABYTE:,.1f} MB")
-        if (fewer := self.fewer()) is not None:
-            facts.append(f"encoded in {formatting.times(fewer)} fewer bytes")
+        if (compression := self.compression()) is not None:
+            facts.append(f"encoded in {formatting.times(compression)} compression bytes")
         return [fact for fact in facts if fact]
 
     def samples_per_second(self) -> float | None:
-        """Samples of all workers a second of training, over the last `RECENT_S`."""
+        """Return samples of all workers per second of training, over the last RECENT_S."""
         rates = [_rate(points) for points in self._recent.values()]
         known = [rate for rate in rates if rate is not None]
         return sum(known) if known else None
 
     def waiting(self) -> float | None:
-        """The share of their time that workers have waited for others."""
+        """Return the share of their time that workers waited for others."""
         splits = [event["time_breakdown"] for event in self.counts.values() if event.get("time_breakdown")]
         whole = sum(sum(split.values()) for split in splits)
         return sum(split.get("waiting", 0.0) for split in splits) / whole if whole else None
 
-    def fewer(self) -> float | None:
-        """How many times fewer bytes were said than as exact numbers; None where nothing was encoded."""
+    def compression(self) -> float | None:
+        """Return the compression ratio of the traffic; None where nothing was encoded."""
         exchanged = [traffic.accounts(event) for event in self.counts.values()]
         raw, sent = traffic.total(exchanged, "raw_sent"), traffic.total(exchanged, "sent")
         return traffic.fewer(raw, sent) if raw != sent else None
@@ -78,15 +78,15 @@ class Progress:
         self.epoch = self.epoch or 1
 
     def _on_warning(self, event: Event) -> str | None:
-        """The lead says its own on its terminal."""
+        """Return a notice; worker 0 prints its own."""
         text = str(event.get("text", ""))
-        if text in self._told or not (self.notices or event.get("worker")):
+        if text in self._shown or not (self.notices or event.get("worker")):
             return None
-        self._told.add(text)
+        self._shown.add(text)
         return f"note: {text}"
 
     def _on_section(self, event: Event) -> str:
-        """Begin again: a further section counts its own."""
+        """Reset the counts: each section counts its own."""
         self.epoch = self.step = self.updates = self.staleness = self.stalest = 0
         for known in (self.values, self.metrics, self.counts, self._recent):
             known.clear()
@@ -126,7 +126,7 @@ class Progress:
         return f"epoch {event.get('epoch')}, step {step}: {metrics} ({training})"
 
     def _on_epoch(self, event: Event) -> str:
-        """One has ended: the next is on."""
+        """Report the end of an epoch and start the next one."""
         ended, step = event.get("epoch", self.epoch), event.get("step", self.step)
         self.epoch, self.step = ended + 1, max(self.step, step)
         done = f"{event.get('samples', 0):,} samples in {event.get('training_s', 0.0):.1f} s of training"

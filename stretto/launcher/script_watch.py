@@ -1,6 +1,6 @@
-"""Notices of what a script does beside the run: steps before `distribute`, and files that several workers write.
+"""Notices about a script: optimizer steps before `distribute`, and files that several workers write.
 
-Each is noted where it happens, at next to no cost, and said once.
+Each is detected where it happens, at negligible cost, and reported once.
 """
 
 from __future__ import annotations
@@ -47,19 +47,19 @@ def _watch_steps(module: ModuleType, workers: int) -> None:
 
 
 class Written:
-    """The files that this process has opened for writing, less temporary ones and those below the folders in `own`."""
+    """Files that this process has opened for writing, except those below the folders in `own`."""
 
     def __init__(self, own: Iterable[str | os.PathLike[str]]) -> None:
         self._own = tuple(str(Path(one).resolve()) + os.sep for one in own)
         self.paths: dict[str, None] = {}
 
     def begin(self) -> None:
-        """Note from now on; nothing that was begun can be ended."""
-        sys.addaudithook(self._hear)
+        """Start recording. An audit hook cannot be removed."""
+        sys.addaudithook(self._audit)
         after_import("torch.serialization", self._watch_saves)
 
     def note(self, path: object) -> None:
-        """A file is written, if this is the name of one that others may write, too."""
+        """Record a path if other workers could write the same file."""
         if isinstance(path, os.PathLike):
             path = os.fspath(path)
         if not isinstance(path, str) or len(self.paths) >= MOST_FILES:
@@ -68,12 +68,12 @@ class Written:
         if not path.startswith((*self._own, *_NOT_FILES)) and "__pycache__" not in path:
             self.paths[path] = None
 
-    def _hear(self, event: str, about: tuple[Any, ...]) -> None:
+    def _audit(self, event: str, about: tuple[Any, ...]) -> None:
         if event == "open" and isinstance(about[2], int) and about[2] & _WRITES and not about[2] & os.O_EXCL:
             self.note(about[0])
 
     def _watch_saves(self, module: ModuleType) -> None:
-        """torch writes its files without Python's `open`."""
+        """Wrap torch.save, which writes files without Python's `open`."""
         save: Callable[..., Any] = module.save
 
         @functools.wraps(save)
@@ -90,7 +90,7 @@ def own_folders(run: str) -> list[str]:
 
 
 def several_write(events: Iterable[Event]) -> str | None:
-    """One sentence on the files that several workers have written, of what each has told; None if there are none."""
+    """Return one sentence on the files that several workers have written, or None if there are none."""
     writers: dict[tuple[str, str], set[int]] = {}
     for event in events:
         if event.get("event") == "written":

@@ -1,8 +1,7 @@
-"""Random numbers that depend on the run's seed alone, whatever the script does or forgets to do about them.
+"""Seeding of `random`, `numpy.random` and `torch` by the seed of the run.
 
-A library is seeded right after the script has imported it: importing it here would come before what the
-script sets for it (`CUDA_VISIBLE_DEVICES`, `MKL_NUM_THREADS`), and would cost its time where it is never
-used.
+A library is seeded right after the script has imported it. Importing it here would be too early for variables that the
+script sets (`CUDA_VISIBLE_DEVICES`, `MKL_NUM_THREADS`), and would cost time where the library is not used.
 """
 
 from __future__ import annotations
@@ -20,31 +19,31 @@ from typing import Any
 Seed = Callable[..., Any]
 
 
-def sow(seed: int) -> None:
+def seed_libraries(seed: int) -> None:
     """Seed `random`, `numpy.random` and `torch`.
 
     With a seed that is not 0, every seed that the script gives to `random.seed`, `numpy.random.seed` or
-    `torch.manual_seed` is shifted by it: three seeds are three trainings even of a script that pins its own.
-    Generators that the script makes for itself keep the seeds they are given.
+    `torch.manual_seed` is shifted by it: three seeds give three trainings even of a script that sets its seed.
+    Generators that the script creates keep their seeds.
     """
-    _sow_random(random, seed)
-    after_import("numpy.random", lambda module: _sow_numpy(module, seed))
-    after_import("torch", lambda module: _sow_torch(module, seed))
+    _seed_random(random, seed)
+    after_import("numpy.random", lambda module: _seed_numpy(module, seed))
+    after_import("torch", lambda module: _seed_torch(module, seed))
 
 
-def _sow_random(module: Any, seed: int) -> None:
+def _seed_random(module: Any, seed: int) -> None:
     module.seed(seed)
     if seed:
         module.seed = _before(module.seed, lambda given: _shifted_any(given, seed))
 
 
-def _sow_numpy(module: Any, seed: int) -> None:
+def _seed_numpy(module: Any, seed: int) -> None:
     module.seed(seed)
     if seed:
         module.seed = _before(module.seed, lambda given: _shifted_words(given, seed))
 
 
-def _sow_torch(module: Any, seed: int) -> None:
+def _seed_torch(module: Any, seed: int) -> None:
     module.manual_seed(seed)
     if seed:
         module.manual_seed = module.random.manual_seed = _before(
@@ -53,14 +52,14 @@ def _sow_torch(module: Any, seed: int) -> None:
 
 
 def _shifted_any(given: Any, seed: int) -> Any:
-    """`random` takes any value for a seed; None is the system's own randomness."""
+    """Shift a seed of `random`, which may be any value; None is the randomness of the system."""
     if given is None or isinstance(given, int):
         return None if given is None else given + seed
     return f"{given!r} + {seed}"
 
 
 def _shifted_words(given: Any, seed: int) -> Any:
-    """`numpy.random` takes a word of 32 bits, or several."""
+    """Shift a seed of `numpy.random`: one or several words of 32 bits."""
     if given is None:
         return None
     return [_word(one, seed) for one in given] if isinstance(given, Iterable) else _word(given, seed)
@@ -71,7 +70,7 @@ def _word(given: Any, seed: int) -> int:
 
 
 def _before(function: Seed, change: Callable[[Any], Any]) -> Seed:
-    """The function with its first argument changed."""
+    """Return the function with a change of its first argument."""
 
     @functools.wraps(function)
     def changed(*args: Any, **named: Any) -> Any:
@@ -83,7 +82,7 @@ def _before(function: Seed, change: Callable[[Any], Any]) -> Seed:
 
 
 def after_import(name: str, then: Callable[[ModuleType], None]) -> None:
-    """Do something with a module right after its first import; at once if it has been imported."""
+    """Call `then` with a module right after its first import, or immediately if it is imported already."""
     if name in sys.modules:
         then(sys.modules[name])
     else:
@@ -91,7 +90,7 @@ def after_import(name: str, then: Callable[[ModuleType], None]) -> None:
 
 
 class _Afterwards(MetaPathFinder):
-    """Lets others find the module, and has its loader do one thing more. Used once."""
+    """Finder that lets the other finders find a module and extends its loader by one call. Used once."""
 
     def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
         self._name = name

@@ -1,6 +1,6 @@
-"""One server process: holds a shard of the parameters until the launcher ends it.
+"""Entry point of a server process, which holds one shard of the parameters until the launcher ends it.
 
-Started as `python -P -m stretto.launcher.shard_main`, with its place in the environment.
+Started as `python -P -m stretto.launcher.shard_main`, with its configuration in the environment.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import NoReturn, TypeVar
 import msgspec
 
 from stretto.launcher.process_specs import server_of
-from stretto.launcher.worker_main import fail, speak_in_lines
+from stretto.launcher.worker_main import fail, flush_each_line
 from stretto.process_config import VARIABLE, Config, ShardConfig
 
 
 def main() -> None:
     """Serve until SIGTERM. An error goes to the event log, and the process exits immediately."""
     signal.signal(signal.SIGTERM, leave)
-    speak_in_lines()
+    flush_each_line()
     config = own_config(ShardConfig)
     try:
         from stretto.parameter_server.rpc_server import serve  # imports torch: SIGTERM has its handler before that
@@ -42,7 +42,7 @@ def own_config(kind: type[ConfigT]) -> ConfigT:
 
 
 def leave(_number: int = 0, _frame: FrameType | None = None) -> NoReturn:
-    """End in peace, at once: neither a thread nor an exit handler may hold it up."""
+    """Exit with code 0 immediately, without waiting for threads or exit handlers."""
     with contextlib.suppress(OSError, RuntimeError, ValueError):
         sys.stdout.flush()
         sys.stderr.flush()

@@ -12,24 +12,24 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @contextmanager
-def heeded(hear: Callable[[int], object]) -> Iterator[None]:
-    """Call `hear` with each that comes. Those ignored from the start, as by nohup, stay so.
+def handled(handle: Callable[[int], object]) -> Iterator[None]:
+    """Call `handle` with each signal. Signals that are ignored, as by nohup, stay ignored.
 
-    Beside the main thread, which alone is told of signals, nothing is changed.
+    Outside the main thread, which alone receives signals, nothing changes.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
-    def tell(number: int, _frame: FrameType | None) -> None:
-        hear(number)
+    def handler_of_all(number: int, _frame: FrameType | None) -> None:
+        handle(number)
 
-    before = {number: signal.getsignal(number) for number in SIGNALS}
-    heard = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
-    for number in heard:
-        signal.signal(number, tell)
+    previous = {number: signal.getsignal(number) for number in SIGNALS}
+    replaced = {number: handler for number, handler in previous.items() if handler is not signal.SIG_IGN}
+    for number in replaced:
+        signal.signal(number, handler_of_all)
     try:
         yield
     finally:
-        for number, handler in heard.items():
+        for number, handler in replaced.items():
             signal.signal(number, handler)

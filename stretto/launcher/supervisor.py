@@ -1,4 +1,4 @@
-"""A run is watched over: who dies is started again as long as that is allowed, and the end is seen."""
+"""Supervision of a run: failed processes are restarted within limits, and the end of the run is detected."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ from stretto.launcher.log_relay import LogRelay
 from stretto.launcher.process_specs import ProcessPlan, called, server_of
 from stretto.launcher.processes import Exited, Inbox, ProcessTable, Signalled
 from stretto.launcher.progress_display import Tail
-from stretto.launcher.worker_main import AGAIN
+from stretto.launcher.worker_main import EVICTED
 from stretto.membership.coordinator import ASKED, COORDINATOR
 
 CAUSE_S = 1.0
-"""How long after a failure that another one led to its cause is waited for."""
-LOOK_S = 0.2
-"""How often it is looked who is missed, once a worker has come to its end."""
-STILL_S = 0.5
-"""How often it is looked who stands still before it is in."""
+"""Time to wait for the cause of a failure that is the consequence of another one."""
+POLL_S = 0.2
+"""Interval at which failed workers are looked for once a worker has finished."""
+STOPPED_POLL_S = 0.5
+"""Interval at which stopped workers are looked for that have not registered."""
 FIRST_S, LONGEST_S = 0.2, 10.0
-"""Before a process is started again for the first time, and at most; each time it is twice as long, until a process has
-lived longer than that.
+"""First and longest pause before a restart. The pause doubles with each restart, and starts over when an incarnation
+has run longer than the longest one.
 """
-STRIKES = {"kill": signal.SIGKILL, "pause": signal.SIGSTOP, "go_on": signal.SIGCONT}
-State = Literal["there", "away", "lost", "done"]
-"""A process is there; or has died and will be started again, or not; or has ended well."""
+SIGNALS = {"kill": signal.SIGKILL, "pause": signal.SIGSTOP, "go_on": signal.SIGCONT}
+State = Literal["running", "restarting", "lost", "done"]
+"""A process runs; failed and will be restarted; failed for good; or exited without a failure."""
 
 
 class Stopped(BaseException):
-    """The launcher was told to end, and has ended its workers. No Exception: it is not a failed run."""
+    """The launcher received a signal and has ended its workers. Not an Exception: the run did not fail."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"stopped by {signal.Signals(number).name}")
@@ -64,75 +64,77 @@ def pause_s(restart: int) -> float:
 
 @dataclass
 class _Process:
-    """A process of the run, over all its lives. `back_after_s` is how long it was asked to stay away this time,
-    `hasty` how many lives in a row were short, `still_s` for how long it was seen to stand still before it was in.
+    """A process of the run, over all its incarnations.
+
+    `back_after_s` is the pause before its restart where a fault asks for one, `short_lives` the number of short
+    incarnations in a row, `stopped_s` the time that it was seen stopped before it registered.
     """
 
     number: int
     began: float
-    life: int = 0
-    hasty: int = 0
-    state: State = "there"
+    incarnation: int = 0
+    short_lives: int = 0
+    state: State = "running"
     back_after_s: float | None = None
-    still_s: float = 0.0
+    stopped_s: float = 0.0
 
 
 class Supervisor:
-    """Starts the processes of a run and sees it to its end. `plan` is what is done to them on purpose, and when."""
+    """Starts the processes of a run and watches them until its end. `faults` are the faults to inject, with times."""
 
     def __init__(
         self,
-        cast: ProcessPlan,
-        crew: ProcessTable,
+        plan: ProcessPlan,
+        table: ProcessTable,
         relay: LogRelay,
         inbox: Inbox,
-        plan: Iterator[tuple[float, Happening]],
+        faults: Iterator[tuple[float, Happening]],
     ) -> None:
-        self._cast, self._order = cast, cast.order
-        self._crew, self._relay, self._inbox = crew, relay, inbox
-        self._plan = plan
+        self._plan, self._config = plan, plan.order
+        self._table, self._relay, self._inbox = table, relay, inbox
+        self._faults = faults
         self._due: list[tuple[float, int, Callable[[], None]]] = []
-        self._turns = count()
-        self._log = Tail(cast.folder / "events.jsonl")
+        self._sequence = count()
+        self._log = Tail(plan.folder / "events.jsonl")
         self._events: list[Event] = []
-        """Those of errors and of members."""
-        self._well: list[Exited] = []
-        """Those of workers without an error."""
-        self._deaths: list[tuple[Exited, int]] = []
-        """Those that the run has gone on after, and of which life."""
+        """Events of errors and of membership."""
+        self._finished: list[Exited] = []
+        """Exits of workers without a failure."""
+        self._survived: list[tuple[Exited, int]] = []
+        """Failures that the run survived, with the incarnation."""
         self._processes: dict[int, _Process] = {}
-        first = min(cast.guests, default=0)
-        self._herald = ExitNotifier(cast.servers, first) if cast.servers.coordinator_at is not None else None
+        first = min(plan.joining, default=0)
+        self._exit_notifier = ExitNotifier(plan.servers, first) if plan.servers.coordinator_at is not None else None
 
     def start(self) -> None:
         """Start all processes."""
-        for part in self._cast.all():
-            self._relay.listen(part.number, self._crew.start(part))
+        for part in self._plan.all():
+            self._relay.add(part.number, self._table.start(part))
             self._processes[part.number] = _Process(part.number, time.perf_counter())
-        self._strike_next()
-        if self._order.endures:
-            self._look_who_stands_still()
+        self._schedule_fault()
+        if self._config.elastic:
+            self._kill_stopped()
 
-    def see_through(self) -> Cause | None:
-        """Wait for the end of the run: None for a good one, else its cause. Raises Stopped."""
+    def wait(self) -> Cause | None:
+        """Wait for the end of the run; return None for a good one, else its cause. Raises Stopped."""
         while not self._is_over():
             news = self._next()
-            cause = self._take(news) if news is not None else None
+            cause = self._handle(news) if news is not None else None
             if cause is not None:
                 return cause
-            self._do_what_is_due()
+            self._run_due()
         return None if self._is_ending() else self._abandoned()
 
     def close(self) -> None:
-        """Let go of the coordinator."""
-        if self._herald is not None:
-            self._herald.close()
+        """Close the connection to the coordinator."""
+        if self._exit_notifier is not None:
+            self._exit_notifier.close()
 
-    # What comes
+    # Exits of processes
 
     def _next(self) -> Exited | None:
-        """The next end of a process; None when something else is due."""
-        soon = [due for due, *_ in self._due[:1]] + [time.perf_counter() + LOOK_S] * self._is_ending()
+        """Return the next exit of a process, or None when something else is due."""
+        soon = [due for due, *_ in self._due[:1]] + [time.perf_counter() + POLL_S] * self._is_ending()
         try:
             news = self._inbox.get(timeout=max(0.0, min(soon) - time.perf_counter()) if soon else None)
         except Empty:
@@ -141,71 +143,73 @@ class Supervisor:
             raise Stopped(news.number)
         return news
 
-    def _take(self, end: Exited) -> Cause | None:
-        """A process has ended: the cause if that ends the run."""
+    def _handle(self, end: Exited) -> Cause | None:
+        """Handle the exit of a process; return the cause if it ends the run."""
         one = self._processes[end.worker]
         if not end.failed:
-            self._crew.bury(one.number)
+            self._table.reap(one.number)
             one.state = "done"
-            self._well.append(end)
+            self._finished.append(end)
             return None
-        if not self._is_death(end):
-            self._crew.bury(one.number)
+        if not self._is_survivable(end):
+            self._table.reap(one.number)
             one.state = "lost"
             return self._find_cause(end)
-        return self._go_on_after(one, end)
+        return self._survive(one, end)
 
-    def _is_death(self, end: Exited) -> bool:
-        """Whether others may go on: the process itself has found no fault with the script."""
-        if not self._order.endures:
+    def _is_survivable(self, end: Exited) -> bool:
+        """Return True if the others may continue: the process did not report an error of the script."""
+        if not self._config.elastic:
             return False
-        return end.code < 0 or (end.code == AGAIN if end.worker >= 0 else end.code == 0 or end.worker == COORDINATOR)
+        return end.code < 0 or (end.code == EVICTED if end.worker >= 0 else end.code == 0 or end.worker == COORDINATOR)
 
-    def _go_on_after(self, one: _Process, end: Exited) -> Cause | None:
-        """Tell of a death, and see to it that somebody comes back; the cause if the run can't go on."""
-        returns = one.life < self._order.restarts and not (one.number >= 0 and self._is_ending())
-        one.state = "away" if returns else "lost"
-        stood = f"stood still for {one.still_s:g} s before it was in, and was "
-        self._tell(one, stood * (one.still_s > self._order.failure_timeout_s) + in_words(end), returns)
-        self._crew.bury(one.number)
-        self._deaths.append((end, one.life))
+    def _survive(self, one: _Process, end: Exited) -> Cause | None:
+        """Report a failure and schedule the restart; return the cause if the run cannot continue."""
+        returns = one.incarnation < self._config.restarts and not (one.number >= 0 and self._is_ending())
+        one.state = "restarting" if returns else "lost"
+        stood = f"was stopped for {one.stopped_s:g} s before it registered, and was "
+        self._report(one, stood * (one.stopped_s > self._config.failure_timeout_s) + in_words(end), returns)
+        self._table.reap(one.number)
+        self._survived.append((end, one.incarnation))
         if returns:
             now = time.perf_counter()
-            one.hasty = 0 if now - one.began > LONGEST_S else one.hasty
-            wait_s = pause_s(one.hasty) if one.back_after_s is None else one.back_after_s
-            self._later(now + wait_s, lambda: self._start_again(one))
+            one.short_lives = 0 if now - one.began > LONGEST_S else one.short_lives
+            wait_s = pause_s(one.short_lives) if one.back_after_s is None else one.back_after_s
+            self._later(now + wait_s, lambda: self._restart(one))
             return None
         return self._too_few(end)
 
-    def _tell(self, one: _Process, why: str, returns: bool) -> None:
-        """The coordinator tells of workers; of itself and of servers the launcher does."""
+    def _report(self, one: _Process, why: str, returns: bool) -> None:
+        """Report a failure: of a worker to the coordinator; of a server or the coordinator to the event log."""
         if one.number >= 0:
-            assert self._herald is not None
-            self._herald.gone(one.number, one.life, why, returns)
+            assert self._exit_notifier is not None
+            self._exit_notifier.gone(one.number, one.incarnation, why, returns)
             return
-        self._write("membership", one.number, what="failed", incarnation=one.life, generation=0, why=why)
+        self._write("membership", one.number, what="failed", incarnation=one.incarnation, generation=0, why=why)
         if returns:
-            self._relay.note(f"{called(one.number)} is gone ({why}); it is started again")
+            self._relay.note(f"{called(one.number)} failed ({why}); restarting it")
 
     def _too_few(self, end: Exited) -> Cause | None:
-        """The cause if too few are left after an end for good."""
-        least = 1 if self._cast.guests else self._order.min_workers
-        left = len(self._in("there", "away", "done"))
-        if end.worker >= 0 and (left >= least or not self._in("there", "away")):
+        """Return the cause of the end if too few workers are left after a failure for good."""
+        least = 1 if self._plan.joining else self._config.min_workers
+        left = len(self._in("running", "restarting", "done"))
+        if end.worker >= 0 and (left >= least or not self._in("running", "restarting")):
             return None
         cause = first_cause([end], self._read())
         told = [cause.details] if cause.details else []
-        if self._order.restarts:
-            told.append(f"it has been started again {self._order.restarts} times (--restarts)")
+        if self._config.restarts:
+            told.append(f"it was restarted {self._config.restarts} times (--restarts)")
         if end.worker >= 0 and left:
             told.append(f"{left} of at least {least} workers are left (--min-workers)")
         return replace(cause, details="\n".join(told))
 
     def _find_cause(self, end: Exited) -> Cause:
-        """The cause of a failure. If another worker's led to it, that one is waited for a little."""
-        ends, limit = [*self._well, end], time.perf_counter() + CAUSE_S
+        """Return the cause of a failure. If it is the consequence of another one, wait up to CAUSE_S for that one."""
+        ends, limit = [*self._finished, end], time.perf_counter() + CAUSE_S
         while True:
-            deaths = [end for end, life in self._deaths if not is_recovered(end.worker, life, self._read())]
+            deaths = [
+                end for end, incarnation in self._survived if not is_recovered(end.worker, incarnation, self._read())
+            ]
             cause = first_cause(ends, self._read(), deaths)
             left_s = limit - time.perf_counter()
             if cause.root or left_s <= 0:
@@ -214,65 +218,72 @@ class Supervisor:
                 news = self._inbox.get(timeout=min(0.05, left_s))
                 if isinstance(news, Signalled):
                     raise Stopped(news.number)
-                self._crew.bury(news.worker)
+                self._table.reap(news.worker)
                 ends.append(news)
 
     def _abandoned(self) -> Cause:
-        """Nobody is left, and nobody has come to the end."""
-        if self._deaths:
-            return first_cause([self._deaths[-1][0]], self._read())
-        return Cause(0, "all workers have left before the end, as they were asked to", "", True, True)
+        """Return the cause where no worker is left and none has finished."""
+        if self._survived:
+            return first_cause([self._survived[-1][0]], self._read())
+        return Cause(0, "all workers left before the end, as they were asked to", "", True, True)
 
-    # What is due
+    # Scheduled actions
 
     def _later(self, moment: float, act: Callable[[], None]) -> None:
-        heapq.heappush(self._due, (moment, next(self._turns), act))
+        heapq.heappush(self._due, (moment, next(self._sequence), act))
 
-    def _do_what_is_due(self) -> None:
+    def _run_due(self) -> None:
         while self._due and self._due[0][0] <= time.perf_counter():
             heapq.heappop(self._due)[2]()
 
-    def _look_who_stands_still(self) -> None:
+    def _kill_stopped(self) -> None:
         """Kill, after the failure timeout, a worker that was stopped before it registered."""
-        self._later(time.perf_counter() + STILL_S, self._look_who_stands_still)
-        for one in self._in("there"):
-            is_missed = self._crew.is_stopped(one.number) and (one.number, one.life) not in self._told("joined")
-            one.still_s = one.still_s + STILL_S if is_missed else 0.0
-            if one.still_s > self._order.failure_timeout_s:
-                self._crew.kill(one.number)
+        self._later(time.perf_counter() + STOPPED_POLL_S, self._kill_stopped)
+        for one in self._in("running"):
+            is_unregistered = self._table.is_stopped(one.number) and (one.number, one.incarnation) not in self._changes(
+                "joined"
+            )
+            one.stopped_s = one.stopped_s + STOPPED_POLL_S if is_unregistered else 0.0
+            if one.stopped_s > self._config.failure_timeout_s:
+                self._table.kill(one.number)
 
-    def _start_again(self, one: _Process) -> None:
-        one.life, one.hasty, one.state, one.back_after_s = one.life + 1, one.hasty + 1, "there", None
-        one.still_s = 0.0
+    def _restart(self, one: _Process) -> None:
+        one.incarnation, one.short_lives, one.state, one.back_after_s = (
+            one.incarnation + 1,
+            one.short_lives + 1,
+            "running",
+            None,
+        )
+        one.stopped_s = 0.0
         self._events = [event for event in self._read() if event["event"] != "error" or event["worker"] != one.number]
         one.began = time.perf_counter()
-        self._relay.listen(one.number, self._crew.start(self._cast.part(one.number, one.life)), one.life)
+        self._relay.add(one.number, self._table.start(self._plan.part(one.number, one.incarnation)), one.incarnation)
         if one.number < 0:
             self._write(
-                "membership", one.number, what="joined", incarnation=one.life, generation=0, why="started again"
+                "membership", one.number, what="joined", incarnation=one.incarnation, generation=0, why="started again"
             )
-        if one.number == COORDINATOR and self._herald is not None:
-            self._herald.repeat()
+        if one.number == COORDINATOR and self._exit_notifier is not None:
+            self._exit_notifier.repeat()
 
-    def _strike_next(self) -> None:
-        """See to what is next done on purpose."""
-        moment, happening = next(self._plan, (0.0, None))
+    def _schedule_fault(self) -> None:
+        """Schedule the next fault."""
+        moment, happening = next(self._faults, (0.0, None))
         if happening is not None:
-            self._later(self._cast.zero + moment, lambda: self._strike(happening))
+            self._later(self._plan.zero + moment, lambda: self._inject(happening))
 
-    def _strike(self, happening: Happening) -> None:
-        self._strike_next()
-        struck = STRIKES.get(happening.verb)  # who was killed comes back by itself
-        if struck is None:
+    def _inject(self, happening: Happening) -> None:
+        self._schedule_fault()
+        signum = SIGNALS.get(happening.verb)  # a killed process is restarted by the supervisor
+        if signum is None:
             return
         number = self._number(happening)
-        if self._processes[number].state != "there":
-            self._relay.note(f"faults: {called(number)} is not there ({happening})")
+        if self._processes[number].state != "running":
+            self._relay.note(f"faults: {called(number)} is not running ({happening})")
             return
         self._write("fault_injected", number, **happening.words())
         if happening.verb == "kill":
             self._processes[number].back_after_s = happening.back_after_s
-        self._crew.strike(number, struck)
+        self._table.send(number, signum)
 
     def _number(self, happening: Happening) -> int:
         """Return the number of the process that the fault is for."""
@@ -281,40 +292,40 @@ class Supervisor:
         first = happening.numbers[0]
         return first if happening.kind == "worker" else server_of(first)
 
-    # What is known
+    # State of the run
 
     def _in(self, *states: State) -> list[_Process]:
-        """The workers in one of these states."""
+        """Return the workers in one of these states."""
         return [one for one in self._processes.values() if one.number >= 0 and one.state in states]
 
     def _is_ending(self) -> bool:
-        """Whether a worker has come to its end, and was not asked to leave before: nobody need come back then."""
-        return any((one.number, one.life) not in self._told("left", ASKED) for one in self._in("done"))
+        """Return True if a worker finished without having been asked to leave: no restart is needed then."""
+        return any((one.number, one.incarnation) not in self._changes("left", ASKED) for one in self._in("done"))
 
     def _is_over(self) -> bool:
-        """Nobody is there any more, or those that are will never end: they are missed by those who have."""
+        """Return True if no worker runs, or if the running ones were declared failed by those that finished."""
         if not self._is_ending():
-            return not self._in("there", "away")
-        missed = self._told("failed")
-        return all((one.number, one.life) in missed for one in self._in("there"))
+            return not self._in("running", "restarting")
+        missed = self._changes("failed")
+        return all((one.number, one.incarnation) in missed for one in self._in("running"))
 
-    def _told(self, what: str, why: str | None = None) -> set[tuple[int, int]]:
-        """Workers and their lives of whom the coordinator has written this."""
+    def _changes(self, what: str, why: str | None = None) -> set[tuple[int, int]]:
+        """Return the workers and incarnations for which the coordinator logged this change of membership."""
         members = (one for one in self._read() if one["event"] == "membership" and one.get("what") == what)
         return {(one["worker"], one.get("incarnation", 0)) for one in members if why is None or one.get("why") == why}
 
     def _read(self) -> Sequence[Event]:
-        """Errors and what became of members until now."""
+        """Return the events of errors and of membership so far."""
         found = (event for event in self._log.read() if isinstance(event.get("worker"), int))
         self._events += [event for event in found if event.get("event") in ("error", "membership")]
         return self._events
 
     def _write(self, event: str, number: int, /, **carries: object) -> None:
-        """Add an event to the log. A full disk costs the event."""
+        """Append an event to the log. On a full disk the event is lost."""
         at = time.perf_counter()
-        told = {"event": event, "t": round(at - self._cast.zero, 6), "worker": number, "at": at, **carries}
+        told = {"event": event, "t": round(at - self._plan.zero, 6), "worker": number, "at": at, **carries}
         with contextlib.suppress(LogError):
-            log = LogFile(self._cast.folder / "events.jsonl")
+            log = LogFile(self._plan.folder / "events.jsonl")
             try:
                 log.append(msgspec.json.encode(told) + b"\n")
             finally:

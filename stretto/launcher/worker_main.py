@@ -1,4 +1,4 @@
-"""One worker process: makes ready, runs the script as if it had been started plainly, and tells how it ended.
+"""Entry point of a worker process: runs the script as `python SCRIPT` would, and reports how it ended.
 
 Started as `python -P -m stretto.launcher.worker_main file SCRIPT ARGS` or `... module NAME ARGS`, with its
 configuration in the environment.
@@ -27,37 +27,37 @@ from stretto.errors import BrokenTransportError, MemberOutError, StrettoError, T
 from stretto.events import Event
 from stretto.launcher.entry import module_file, module_name
 from stretto.launcher.script_watch import Written, notice_steps_alone, own_folders
-from stretto.launcher.seeding import sow
+from stretto.launcher.seeding import seed_libraries
 from stretto.membership.worker_status import status
 from stretto.process_config import WorkerConfig, worker_config
 
 FILE, MODULE = "file", "module"
-AGAIN = 75
-"""The exit code of a worker that is no member any more, and wants to be started again."""
+EVICTED = 75
+"""Exit code of a worker that is no longer a member and asks to be restarted."""
 PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
 TORCH = os.path.join(sysconfig.get_path("purelib"), "torch") + os.sep
 STARTERS = (__file__, str(Path(__file__).with_name("shard_main.py")), PACKAGE + "simulator", "<frozen runpy>")
 
 
 def main() -> None:
-    """Run the script, then close the run. An error goes to the event log, and the process ends at once."""
+    """Run the script, then close the run. An error goes to the event log, and the process exits immediately."""
     kind, script, *args = sys.argv[1:]
     config = worker_config()
     assert config is not None
     if config.status_fd is not None:
         status.open(config.status_fd)
-    speak_in_lines()
-    sow(config.seed or 0)
+    flush_each_line()
+    seed_libraries(config.seed or 0)
     written = _watch(config)
     sys.argv = [script, *args]
     try:
         STARTS[kind](script)
         _finish()
-        _tell_written(written, config)
+        _report_written(written, config)
         status.finish()
     except BaseException as error:
         with contextlib.suppress(OSError):
-            _tell_written(written, config)
+            _report_written(written, config)
         fail(error, config.rank, config.run)
 
 
@@ -71,14 +71,14 @@ def _watch(config: WorkerConfig) -> Written:
     return written
 
 
-def _tell_written(written: Written, config: WorkerConfig) -> None:
+def _report_written(written: Written, config: WorkerConfig) -> None:
     if written.paths:
         about = {"host": socket.gethostname(), "paths": list(written.paths)}
         _append(config.run, msgspec.json.encode({"event": "written", "t": 0.0, "worker": config.rank, **about}) + b"\n")
 
 
-def speak_in_lines() -> None:
-    """What is printed is seen at the end of a line, though the output is a pipe."""
+def flush_each_line() -> None:
+    """Flush the output at the end of each line, although it is a pipe."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True)
@@ -101,19 +101,19 @@ STARTS: dict[str, Callable[[str], None]] = {FILE: _run_file, MODULE: _run_module
 
 
 def _run(start: Callable[[], dict[str, object]], script: str) -> None:
-    """Run the script. Its names stay those of `__main__`, for whatever is still to be pickled by name."""
+    """Run the script. Its globals stay those of `__main__`, for objects that are pickled by name later."""
     try:
         names = start()
     except SystemExit as end:
         if end.code not in (None, 0):
             raise
-        names = _names_at(end.__traceback__, script)
+        names = _globals_at(end.__traceback__, script)
     main = ModuleType("__main__")
     vars(main).update(names)
     sys.modules["__main__"] = main
 
 
-def _names_at(trace: TracebackType | None, script: str) -> dict[str, object]:
+def _globals_at(trace: TracebackType | None, script: str) -> dict[str, object]:
     while trace is not None:
         frame: FrameType = trace.tb_frame
         if frame.f_code.co_filename == script:
@@ -129,27 +129,27 @@ def _finish() -> None:
 
 
 def fail(error: BaseException, number: int, run: str | None) -> NoReturn:
-    """Write the error event and leave, without waiting for threads or exit handlers: they may hang.
+    """Write the error event and exit, without waiting for threads or exit handlers, which may hang.
 
-    `number` is the worker's, or a server's. Being no member any more is no failure of the run: a word of it is enough.
+    `number` is that of the process. A worker that was evicted is no failure of the run, and writes a warning instead.
     """
-    is_out = isinstance(error, MemberOutError | BrokenTransportError)
+    is_evicted = isinstance(error, MemberOutError | BrokenTransportError)
     try:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
-        tell = _notice if is_out else _event
-        _append(run, msgspec.json.encode(tell(error, _leave_training(), number)) + b"\n")
+        make_event = _notice if is_evicted else _event
+        _append(run, msgspec.json.encode(make_event(error, _leave_training(), number)) + b"\n")
     except BaseException as problem:
         print(
             f"{failure(error)}\nNot in the event log: {problem}",
             file=sys.stderr,
         )
         sys.stderr.flush()
-    os._exit(AGAIN if is_out else 1)
+    os._exit(EVICTED if is_evicted else 1)
 
 
 def _leave_training() -> float:
-    """Bring the events of this worker's training to the disk; returns the time on their clock."""
+    """Write the pending events of the training to disk, and return the time on their clock."""
     leave = getattr(sys.modules.get("stretto.api"), "abandon", None)
     return 0.0 if leave is None else float(leave())
 
@@ -162,7 +162,7 @@ def _event(error: BaseException, t: float, number: int) -> Event:
 
 
 def _notice(error: BaseException, t: float, number: int) -> Event:
-    return {"event": "warning", "t": t, "worker": number, "text": f"worker {number} stops by itself: {error}"}
+    return {"event": "warning", "t": t, "worker": number, "text": f"worker {number} stops itself: {error}"}
 
 
 def _append(run: str | None, line: bytes) -> None:
@@ -186,15 +186,15 @@ def _as_module(error: BaseException) -> str:
 
 
 def failure(error: BaseException) -> str:
-    """What a person reads of an error: the script's side of the traceback, its name and its text."""
+    """Return the text of an error: the script's part of the traceback, its class and message."""
     return f"{short(error)}{type(error).__name__}: {_text(error)}"
 
 
 def short(error: BaseException) -> str:
-    """The traceback from the script's own frame on, less a last line that repeats the error's name and text.
+    """Return the traceback from the first frame of the script, without the last line that repeats the message.
 
-    Of an error that Stretto raises on purpose only the script's side is told: neither our frames nor torch's. A script
-    that ends itself with a text has said what there is to say.
+    For an error that Stretto raises on purpose, frames of Stretto and torch are left out. A script that exits with a
+    text has no traceback.
     """
     if isinstance(error, SystemExit) and isinstance(error.code, str):
         return ""
@@ -207,7 +207,7 @@ def short(error: BaseException) -> str:
 
 
 def _shorten(part: traceback.TracebackException, without: tuple[str, ...]) -> None:
-    """Drop frames of the files that start so, and of earlier errors those that have no other."""
+    """Remove frames whose file has one of these prefixes, and earlier errors that have no other frames."""
     frames = [frame for frame in part.stack if not frame.filename.startswith(without)]
     part.stack = traceback.StackSummary.from_list(frames)
     for name in ("__cause__", "__context__"):

@@ -64,7 +64,7 @@ class LeasedBatchSampler(BatchSampler):
     @property
     def _keeps(self) -> bool:
         """Whether the coordinator keeps the order, for a worker that comes later."""
-        return self.wire.endures or self.wire.expected > 1
+        return self.wire.elastic or self.wire.expected > 1
 
     def _found(self) -> EpochOrder:
         """The order of this pass: drawn with all, or kept by the coordinator for a worker that comes later."""

@@ -49,11 +49,11 @@ class ParameterServerClient:
     """
 
     def __init__(
-        self, worker: int, workers: int, coordinator: Channel, shards: Sequence[Channel], endures: bool = False
+        self, worker: int, workers: int, coordinator: Channel, shards: Sequence[Channel], elastic: bool = False
     ) -> None:
         self.number, self.members, self.expected = worker, list(range(workers)), workers
         self._coordinator, self.links = coordinator, shards
-        self.endures = endures
+        self.elastic = elastic
         """Whether servers that are lost come back, so that there must be cuts to go back to."""
         self.age = 0
         """How often the servers went back to a cut."""
@@ -85,7 +85,7 @@ class ParameterServerClient:
         self._settled: list[int] = []
         self._group: m.Group | None = None
         """Who exchanges from the last generation on."""
-        self._spoken = Spoken(endures)
+        self._spoken = Spoken(elastic)
         self._heard: tuple[m.Heard, list[Chunks]] | None = None
         """The last answer of the coordinator to all, which another may lack: of those before it nobody can."""
         self._aborted = False
@@ -170,7 +170,7 @@ class ParameterServerClient:
         reply, found = self._coordinator.wait(number)
         if isinstance(reply, m.Among):
             self.members = reply.members
-        if self.endures:
+        if self.elastic:
             about = (body.call, body.cut) if isinstance(body, m.Barrier) else ()
             self._heard = m.Heard(body.op, self.members, *about), found
         return found
@@ -228,7 +228,7 @@ class ParameterServerClient:
             try:
                 for link, share in zip(self.links, shares, strict=True):
                     link.wait(link.send(body, share))
-                is_open = not self.endures or bool(self._cut_coordinator(cut))
+                is_open = not self.elastic or bool(self._cut_coordinator(cut))
             except RollbackRequiredError:
                 self.recover()
 
@@ -263,7 +263,7 @@ class ParameterServerClient:
 
         The coordinator comes last: what it has kept all have, and who was told so needs not go back beyond it.
         """
-        while self.endures:
+        while self.elastic:
             try:
                 here = self._ask_all([m.Snapshot(self._op, self.age)] * self.shards)
                 is_kept = all(isinstance(one, m.Has) and one.cuts for one, _ in here)
@@ -326,7 +326,7 @@ class ParameterServerClient:
     def _begin(self) -> None:
         assert self._begun is not None
         body, sizes = self._begun
-        if self.endures:
+        if self.elastic:
             self._coordinator.send(m.ReplayResult(self.order[0]), [as_bytes(self.order[1])])
         self._coordinator.wait(self._coordinator.send(body, [sizes]))
 

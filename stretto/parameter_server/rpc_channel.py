@@ -271,7 +271,7 @@ def dial(
         RpcChannel(context, address, worker, keys, name, timeout_s, life, failure_timeout_s)
         for address, name in zip(addresses, _called(addresses), strict=True)
     ]
-    wire = ParameterServerClient(worker, workers, links[0], links[1:], endures=failure_timeout_s is not None)
+    wire = ParameterServerClient(worker, workers, links[0], links[1:], elastic=failure_timeout_s is not None)
     for link in links:
         link.again = functools.partial(wire.say_again, link)
     wire.when_closed(context.term)

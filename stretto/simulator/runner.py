@@ -20,7 +20,7 @@ from stretto.errors import BrokenTransportError, LaunchError, MemberOutError, St
 from stretto.events import Event
 from stretto.faults import plan as faults
 from stretto.faults.plan import Happening
-from stretto.launcher.seeding import sow
+from stretto.launcher.seeding import seed_libraries
 from stretto.launcher.supervisor import Stopped
 from stretto.launcher.worker_main import failure
 from stretto.membership.coordinator import COORDINATOR
@@ -154,7 +154,7 @@ class Simulator:
     def _prepare(self, readers: ReadOnce) -> None:
         readers.begin()
         torch.set_num_threads(1)
-        sow(self._simulation.order.seed)
+        seed_libraries(self._simulation.order.seed)
         importable(self._simulation.order.script, self._simulation.order.module)
 
     def make_world(self, links: Links, shards: int) -> Engine:
@@ -373,9 +373,9 @@ class Simulator:
     def _server(self, recipe: Recipe) -> SimServers:
         order = self._simulation.order
         if self._offices is None:
-            endures = self._members is not None
+            elastic = self._members is not None
             self._offices = SimServers(
-                self.world, recipe.shards, order.on_nan, not order.plain, order.timeout_s, endures
+                self.world, recipe.shards, order.on_nan, not order.plain, order.timeout_s, elastic
             )
             for worker, life in self._buried:
                 self._offices.gone(worker, life)

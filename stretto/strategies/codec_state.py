@@ -128,11 +128,11 @@ class StateSnapshot:
 class CodecStates:
     """The memories of an exchange that may be done again, among workers that change.
 
-    They are only copied where workers may die (`endures`).
+    They are only copied where workers may die (`elastic`).
     """
 
-    def __init__(self, states: Sequence[Any], endures: bool) -> None:
-        self.states, self._endures = states, endures
+    def __init__(self, states: Sequence[Any], elastic: bool) -> None:
+        self.states, self._endures = states, elastic
         self._undo = StateSnapshot(states)
         self._running = False
         self._later: tuple[int, bool] | None = None

@@ -181,7 +181,7 @@ class ElasticAgent:
     def can_leave(self) -> bool:
         """Whether others can go on without this worker."""
         wire = self._trainer.wire
-        return isinstance(wire, ElasticTransport) or (isinstance(wire, ParameterServerClient) and wire.endures)
+        return isinstance(wire, ElasticTransport) or (isinstance(wire, ParameterServerClient) and wire.elastic)
 
     def ask_to_leave(self) -> None:
         """Leave in good order as soon as that is possible; a signal's handler may ask."""

@@ -156,7 +156,7 @@ class _Forming:
         try:
             store = TCPStore(self._host, self._port, None, False, timedelta(seconds=self._limit_s), False)
             wire = ProcessGroupTransport(
-                PrefixStore(self._prefix, store), self._rank, self._size, self._timeout_s, self._device, endures=True
+                PrefixStore(self._prefix, store), self._rank, self._size, self._timeout_s, self._device, elastic=True
             )
         except (RuntimeError, TransportError) as error:
             self._error = reason(error)

@@ -52,7 +52,7 @@ moment inherits a lock of CPython 3.11 that nobody releases: the child (of a poo
 class ProcessGroupTransport:
     """One worker's end of a process group. All waits share one limit: nothing comes for `timeout_s`.
 
-    One that `endures` can be broken off by `abort`, and breaks itself off at the first failure, which the others hear
+    One that `elastic` can be broken off by `abort`, and breaks itself off at the first failure, which the others hear
     by that; whoever waits, and all asks from then on, get a BrokenTransportError.
     """
 
@@ -63,7 +63,7 @@ class ProcessGroupTransport:
         workers: int,
         timeout_s: float,
         device: torch.device | None = None,
-        endures: bool = False,
+        elastic: bool = False,
     ) -> None:
         self.worker = worker
         self.workers = workers
@@ -82,7 +82,7 @@ class ProcessGroupTransport:
         self._sealed_at = math.inf
         self._under_way: set[Any] = set()
         self._ended: deque[Any] = deque(maxlen=ENDED)
-        self._sockets = GroupSockets(PrefixStore("control", store), worker, workers, self._opened) if endures else None
+        self._sockets = GroupSockets(PrefixStore("control", store), worker, workers, self._opened) if elastic else None
 
     def submit(self, op: CollectiveOp) -> Handle:
         """Begin an all-reduce, or an all-gather of the sizes for messages that may differ in length."""
@@ -133,7 +133,7 @@ class ProcessGroupTransport:
     def abort(self) -> None:
         """Break off what is under way and all that is asked later; from any thread, as often as one likes."""
         if self._sockets is None:
-            raise TransportError("only a wire that endures can be broken off")
+            raise TransportError("only a wire that elastic can be broken off")
         self._broken.set()
         self._sockets.shut()
 
@@ -204,7 +204,7 @@ class ProcessGroupTransport:
     def _finish_all(self, works: Sequence[Any], what: str) -> None:
         """Wait for sends and receives.
 
-        They can't be asked whether they are over, so that those of a wire that endures are waited for in a thread,
+        They can't be asked whether they are over, so that those of a wire that elastic are waited for in a thread,
         which is left behind when they are broken off. It holds nothing that is written to but what it alone has.
         """
         if self._sockets is None:

@@ -11,7 +11,7 @@ from typer.main import get_command
 from stretto.cli import main
 from stretto.cli.script_arguments import recipe_names, without
 from stretto.errors import RecipeError
-from stretto.launcher.config import RunConfig, in_server_words
+from stretto.launcher.config import RunConfig, server_notice
 from stretto.launcher.resume_hint import left_in
 from stretto.recipe.named import NAMED, diloco, local_sgd
 from stretto.recipe.parser import parse
@@ -101,10 +101,10 @@ def test_a_wrong_value_is_told_in_the_words_that_were_typed() -> None:
 
 
 def test_servers_say_what_they_make_of_a_recipe() -> None:
-    said = in_server_words(RunConfig(Path("train.py"), workers=2, recipe="allreduce", servers=2))
+    said = server_notice(RunConfig(Path("train.py"), workers=2, recipe="allreduce", servers=2))
     assert said is not None and "makes Recipe(whom=server(shards=2)) of the recipe allreduce" in said
-    assert in_server_words(RunConfig(Path("train.py"), workers=2, recipe="async_sgd", servers=2)) is None
-    assert in_server_words(RunConfig(Path("train.py"), workers=2, recipe="allreduce")) is None
+    assert server_notice(RunConfig(Path("train.py"), workers=2, recipe="async_sgd", servers=2)) is None
+    assert server_notice(RunConfig(Path("train.py"), workers=2, recipe="allreduce")) is None
 
 
 def test_a_stopped_run_says_its_folder_its_page_and_how_it_is_continued(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from stretto.errors import LaunchError
 from stretto.events import read_events
 from stretto.launcher.config import RunConfig, check
 from stretto.launcher.endpoints import servers_for
-from stretto.launcher.join import INVITATION, JoinRequest, cast_of, invite
+from stretto.launcher.join import JOIN_INFO, JoinRequest, plan_of_join, write_join_info
 from stretto.process_config import WorkerConfig
 
 SCRIPT = """
@@ -135,7 +135,7 @@ def invited(place: Place, **order: Any) -> Path:
     folder = place.folder / "run"
     folder.mkdir()
     with servers_for(0, plain=False, coordinated=True) as servers:
-        invite(folder, RunConfig(Path("train.py"), workers=2, host="127.0.0.1", **order), servers)
+        write_join_info(folder, RunConfig(Path("train.py"), workers=2, host="127.0.0.1", **order), servers)
     return folder
 
 
@@ -145,10 +145,10 @@ def test_an_invitation_is_for_the_owners_eyes_and_says_all_there_is_to_know(plac
         Path("train.py"), ("--fast",), workers=2, host="127.0.0.1", recipe="local_sgd", seed=3, failure_timeout_s=2.0
     )
     with servers_for(0, plain=False, coordinated=True) as servers:
-        invite(place.folder, asked, servers)
-        assert stat.S_IMODE((place.folder / INVITATION).stat().st_mode) == 0o600
-        one, other = cast_of(JoinRequest(place.folder, 2)), cast_of(JoinRequest(place.folder, threads=3))
-        assert (one.guests, other.guests) == ((2, 3), (4,)), "each joins with numbers of its own"
+        write_join_info(place.folder, asked, servers)
+        assert stat.S_IMODE((place.folder / JOIN_INFO).stat().st_mode) == 0o600
+        one, other = plan_of_join(JoinRequest(place.folder, 2)), plan_of_join(JoinRequest(place.folder, threads=3))
+        assert (one.joining, other.joining) == ((2, 3), (4,)), "each joins with numbers of its own"
         assert (other.order.recipe, other.order.seed, other.order.args) == ("local_sgd", 3, ("--fast",))
         assert other.order.script == place.folder / "train.py"
         part = other.part(4)
@@ -164,8 +164,8 @@ def test_an_invitation_is_for_the_owners_eyes_and_says_all_there_is_to_know(plac
     ("spoil", "told"),
     [
         (lambda run: shutil.rmtree(run), "there is no run"),
-        (lambda run: (run / INVITATION).unlink(), "nobody can join"),
-        (lambda run: (run / INVITATION).write_bytes(b'{"coordinator": 3}'), "is no invitation"),
+        (lambda run: (run / JOIN_INFO).unlink(), "cannot be joined"),
+        (lambda run: (run / JOIN_INFO).write_bytes(b'{"coordinator": 3}'), "is damaged"),
         (lambda run: None, "the run has ended, or this machine cannot reach it"),
     ],
 )
@@ -173,19 +173,19 @@ def test_who_cannot_join_is_told_why(place: Place, spoil: Callable[[Path], None]
     folder = invited(place)
     spoil(folder)
     with pytest.raises(LaunchError, match=told) as caught:
-        cast_of(JoinRequest(folder))
+        plan_of_join(JoinRequest(folder))
     assert all(word in str(caught.value) for word in ("got:", "expected:", "try:")), caught.value
 
 
 def test_nobody_joins_with_no_worker(place: Place) -> None:
     with pytest.raises(LaunchError, match="0 workers cannot join"):
-        cast_of(JoinRequest(invited(place), 0))
+        plan_of_join(JoinRequest(invited(place), 0))
 
 
 @pytest.mark.parametrize(
     ("order", "told"),
     [
-        ({"recipe": "async_sgd", "workers": 2}, "nobody can join a run over a parameter server"),
+        ({"recipe": "async_sgd", "workers": 2}, "a run over a parameter server cannot be joined"),
         ({"alone": True}, "the host of a run alone"),
     ],
 )

@@ -32,7 +32,7 @@ from training.test_recipes import RECIPES, TIMED, TOGETHER, train
 import stretto
 from stretto.errors import LaunchError
 from stretto.events import PHASES
-from stretto.launcher.reexec import SETTLED
+from stretto.launcher.reexec import FIXED
 from stretto.recipe.parser import parse
 from stretto.report.run_record import record
 from stretto.simulator.compute import speed as speeds
@@ -127,7 +127,7 @@ def test_two_processes_give_the_same_run_to_the_bit(tmp_path: Path) -> None:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
         )
-        for out, settings in zip(outs, ({"PYTHONHASHSEED": "1", "OMP_NUM_THREADS": "2"}, SETTLED), strict=True)
+        for out, settings in zip(outs, ({"PYTHONHASHSEED": "1", "OMP_NUM_THREADS": "2"}, FIXED), strict=True)
     ]
     said = [one.communicate(timeout=100)[0].decode() for one in started]
     assert [one.returncode for one in started] == [0, 0], said

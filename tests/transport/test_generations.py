@@ -438,7 +438,7 @@ def enduring(workers: int, timeout_s: float = LIMIT_S) -> list[ProcessGroupTrans
     store = dist.HashStore()
     with ThreadPoolExecutor(workers) as pool:
         return list(
-            pool.map(lambda one: ProcessGroupTransport(store, one, workers, timeout_s, endures=True), range(workers))
+            pool.map(lambda one: ProcessGroupTransport(store, one, workers, timeout_s, elastic=True), range(workers))
         )
 
 

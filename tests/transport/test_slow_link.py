@@ -31,12 +31,12 @@ exec "$@"
 """
 
 
-def _together(act: Callable[[ProcessGroupTransport], object], endures: bool) -> None:
+def _together(act: Callable[[ProcessGroupTransport], object], elastic: bool) -> None:
     """Two workers do it."""
     store = dist.HashStore()
 
     def one(worker: int) -> None:
-        wire = ProcessGroupTransport(store, worker, 2, LIMIT_S, endures=endures)
+        wire = ProcessGroupTransport(store, worker, 2, LIMIT_S, elastic=elastic)
         act(wire)
         wire.all_gather_bytes(b"done")
         wire.close()
@@ -72,9 +72,9 @@ def _heard(wire: ProcessGroupTransport) -> None:
 
 
 CASES: dict[str, Callable[[], None]] = {
-    "broadcast": lambda: _together(_told, endures=True),
-    "all_gather": lambda: _together(_gathered, endures=False),
-    "every": lambda: _together(_heard, endures=True),
+    "broadcast": lambda: _together(_told, elastic=True),
+    "all_gather": lambda: _together(_gathered, elastic=False),
+    "every": lambda: _together(_heard, elastic=True),
     "push": lambda: _serve(_push),
 }
 

@@ -69,13 +69,13 @@ class SimLink:
         beside: list[SimLink],
         encrypted: bool,
         limit_s: float,
-        endures: bool = False,
+        elastic: bool = False,
         before: SimLink | None = None,
         life: int = 0,
     ) -> None:
         self._world, self.worker, self._office, self.life = world, worker, office, life
         self.beside = beside
-        self._encrypted, self._limit_s, self._endures = encrypted, limit_s, endures
+        self._encrypted, self._limit_s, self._endures = encrypted, limit_s, elastic
         self.again: Callable[[], None] = lambda: None
         """Called when an office is there again, before what had no reply is asked again."""
         self._asked: dict[int, _Parcel] = {}

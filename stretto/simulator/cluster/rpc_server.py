@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from stretto.errors import BrokenTransportError
-from stretto.launcher.process_specs import CUT_EVERY_S
+from stretto.launcher.process_specs import SNAPSHOT_INTERVAL_S
 from stretto.parameter_server import messages as m
 from stretto.parameter_server.client import ParameterServerClient
 from stretto.parameter_server.dispatcher_handler import DispatcherHandler
@@ -142,13 +142,13 @@ class SimServer:
 class SimServers:
     """All offices of one parameter server, and the workers' links to them.
 
-    Where processes may die it `endures` as live: there are cuts to go back to, and what was lost is asked again.
+    Where processes may die it `elastic` as live: there are cuts to go back to, and what was lost is asked again.
     """
 
     def __init__(
-        self, world: Engine, shards: int, on_nan: str, encrypted: bool, limit_s: float, endures: bool = False
+        self, world: Engine, shards: int, on_nan: str, encrypted: bool, limit_s: float, elastic: bool = False
     ) -> None:
-        self._world, self._encrypted, self._limit_s, self._endures = world, encrypted, limit_s, endures
+        self._world, self._encrypted, self._limit_s, self._endures = world, encrypted, limit_s, elastic
         self._offices: list[SimServer] = []
         self._links: list[list[SimLink]] = []
         self._lives = [0] * shards
@@ -172,7 +172,9 @@ class SimServers:
         """Desks that share what they keep."""
         workers = len(self._world.workers)
         kept, ends = (InMemoryStore(), InMemoryStore()) if self._endures else (None, None)
-        return lambda _: DispatcherHandler(workers, self._clock, kept, CUT_EVERY_S if self._endures else None, ends)
+        return lambda _: DispatcherHandler(
+            workers, self._clock, kept, SNAPSHOT_INTERVAL_S if self._endures else None, ends
+        )
 
     def _shard(self, on_nan: str) -> Callable[[int], RequestHandler]:
         workers, kept = len(self._world.workers), InMemoryStore() if self._endures else None

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Protocol
 
 from stretto.errors import LaunchError
-from stretto.launcher.signals import heeded
+from stretto.launcher.signals import handled
 
 COMMAND = (sys.executable, "-P", "-m", "stretto.cli", "simulate")
 """What starts a simulation: this program itself, with nothing of the folder it is started in."""
@@ -59,7 +59,7 @@ def carry_out(tasks: Sequence[Task], jobs: int, teller: Teller) -> None:
     KeyboardInterrupt is raised; they are ended too when the teller raises.
     """
     waiting, running, told = deque(tasks), list[_Running](), list[int]()
-    with heeded(told.append):
+    with handled(told.append):
         try:
             while (waiting or running) and not told:
                 while waiting and len(running) < jobs:
