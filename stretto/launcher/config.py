@@ -39,11 +39,11 @@ class RunConfig:
     is not finite, and `plain` leaves their traffic unencrypted. `stragglers` slows some workers down: `1:2.0,3:5.0`.
 
     A process without a heartbeat for `failure_timeout_s` is declared failed. A failed worker is restarted up to
-    `restarts` times, and the others continue as long as `min_workers` are left; no more than `max_workers` are admitted.
+    `restarts` times, and the others continue as long as `min_workers` are left; at most `max_workers` are admitted.
     `batch` selects the batch size that stays the same then. Workers of other machines can join where `host` is an
     address of this machine that they reach. `faults` are injected. A checkpoint is written at the interval
-    `checkpoint_every` (`5m`, `20 rounds`) and the newest `keep` are kept; `resume` is the directory of a run whose newest
-    checkpoint training continues from. `retyped` holds the words after `stretto run --resume FOLDER` that continue it.
+    `checkpoint_every` (`5m`, `20 rounds`) and the newest `keep` are kept; training continues from the newest checkpoint
+    in the run directory `resume`. `retyped` holds the words after `stretto run --resume FOLDER` that continue the run.
     """
 
     script: Path

@@ -61,9 +61,9 @@ def run(order: RunConfig, display: ProgressDisplay) -> Path:
 
 
 def join(joining: JoinRequest, display: ProgressDisplay) -> Path:
-    """Add workers of this machine to a run of another, and return its folder when they have ended.
+    """Add workers of this machine to a running run, and return its directory when they have exited.
 
-    Raises LaunchError and Stopped as `run` does; the run goes on without its joining.
+    Raises LaunchError and Stopped as `run` does; the run continues without these workers.
     """
     inbox: Inbox = SimpleQueue()
     with handled(lambda number: inbox.put(Signalled(number))):
