@@ -58,6 +58,18 @@ class Recipe(Answer):
         """Whether nobody waits: exchanges are applied by a server as they arrive."""
         return isinstance(self.when, on_arrival)
 
+    def step_of_all(self, workers: int) -> float:
+        """Return how many whole updates the server adds, where each of equally fast workers sends one.
+
+        Above 1 the steps of workers that computed on the same parameters add up, like a larger learning rate.
+
+        >>> Recipe(updates(), on_arrival(), server(), then=add()).step_of_all(3)
+        3.0
+        """
+        if not (isinstance(self.when, on_arrival) and isinstance(self.then, add)):
+            return 1.0
+        return workers * self.then.weight.of(workers - 1, workers) / self.when.collect
+
     @property
     def shards(self) -> int:
         """How many shards its parameter server has; 0 when it has none."""

@@ -94,7 +94,7 @@ class Replica:
         """True if the script has changed the model at this worker, and the workers have not been compared since."""
         self._drift_at = 0.0
         if recipe is not None and has_others(wire):
-            refuse_optimizers(recipe, optimizers)
+            refuse_optimizers(recipe, optimizers, wire.workers)
             if isinstance(recipe.what, momenta):
                 self._frozen = FrozenVariance(optimizers.each[0], recipe.what, self._is_warm)
         for one in self.sets if recipe is not None else ():

@@ -68,13 +68,25 @@ class Optimizers:
                     optimizer.state[one].update(found)
 
 
-def refuse_optimizers(recipe: Recipe, optimizers: Optimizers) -> None:
-    """Raise ModelError for optimizers that can't be right under a recipe of gradients.
+def refuse_optimizers(recipe: Recipe, optimizers: Optimizers, workers: int) -> None:
+    """Raise ModelError for optimizers that cannot train right under a recipe.
+
+    L-BFGS chooses the length of its step: where a server adds whole updates, the model moves several such lengths.
 
     A line search asks for the loss as often as the worker's own loss makes it, while each backward pass is an exchange
     that all workers take part in. A codec with a state (or a recipe that keeps one) would take the gradients that one
     model gets in the other's backward pass for its own.
     """
+    added = recipe.step_of_all(workers)
+    if added > 1 and any(isinstance(one, LBFGS) for one in optimizers):
+        raise ModelError(
+            explain(
+                f"L-BFGS chooses the length of its step, and {recipe} adds the steps of {workers} workers",
+                got=f"torch.optim.LBFGS, and a server that adds up to {added:.3g} whole updates of the same parameters",
+                expected="updates that are averaged, or another optimizer",
+                to_type='--recipe "local_sgd(every=16)", or --recipe "stale_synchronous(bound=4)" without waiting',
+            )
+        )
     if not isinstance(recipe.what, gradients) or recipe.asynchronous:
         return
     if any(isinstance(one, LBFGS) and one.param_groups[0]["line_search_fn"] for one in optimizers):

@@ -59,8 +59,8 @@ def batch_of(loader: Any) -> int | None:
     return None
 
 
-def said(workers: int, batch: int | None, *, split: bool, waits: bool, factor: float) -> str:
-    """Return one line on the samples of a step and the learning rate.
+def said(workers: int, batch: int | None, *, split: bool, waits: bool, factor: float, added: float = 1.0) -> str:
+    """Return one line on the samples of a step and the learning rate; `added` is the recipe's `step_of_all`.
 
     >>> said(4, 32, split=False, waits=True, factor=1.0)
     '4 workers x 32 = 128 samples a step; learning rate as in the script'
@@ -71,7 +71,9 @@ def said(workers: int, batch: int | None, *, split: bool, waits: bool, factor: f
     samples = f" of {batch} samples" if batch is not None else ""
     if not waits:
         part = f"1/{workers} of a batch" if split else "a batch"
-        return f"{workers} workers that do not wait for each other, each with {part}{samples} a step; {rate}"
+        sums = f"; the updates of {workers} workers are added: a step of up to {added:.3g} x that rate"
+        line = f"{workers} workers that do not wait for each other, each with {part}{samples} a step; {rate}"
+        return line + (sums if added > 1 else "")
     if split:
         return f"{workers} workers share each batch{samples}; {rate}"
     if batch is None:

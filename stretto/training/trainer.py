@@ -776,7 +776,9 @@ class Trainer:
         if self.recipe is not None and self.wire.workers > 1:
             waits, splits = not self.recipe.asynchronous, self.dealer.splits
             batch = batch_of(self.loader)
-            self.journal.say(said(self.wire.workers, batch, split=splits, waits=waits, factor=seat.lr_factor))
+            added = self.recipe.step_of_all(self.wire.workers)
+            line = said(self.wire.workers, batch, split=splits, waits=waits, factor=seat.lr_factor, added=added)
+            self.journal.say(line)
         if not self.dealer.leases and not (self.wire.workers == 1 and seat.join == 1):
             shards = f" ({self.dealer.library})" if self.dealer.library else ""
             how = (

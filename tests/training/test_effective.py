@@ -143,6 +143,7 @@ def test_a_comparison_of_shared_batches_refers_to_the_run_alone() -> None:
     [
         ("allreduce", "2 workers x 8 = 16 samples a step; learning rate as in the script"),
         ("async_sgd", "2 workers that do not wait for each other, each with a batch of 8 samples a step; learning"),
+        ("async_sgd", "the updates of 2 workers are added: a step of up to 2 x that rate"),
     ],
 )
 def test_a_run_says_its_effective_batch_once(recipe: str, line: str, capfd: pytest.CaptureFixture[str]) -> None:

@@ -269,7 +269,22 @@ def test_a_line_search_under_an_exchange_of_gradients_is_refused_at_the_call() -
         together(2, work, "allreduce")
 
 
-@pytest.mark.parametrize("recipe", ["local_sgd(every=2)", "async_sgd"])
+@pytest.mark.parametrize("recipe", ["async_sgd", "downpour(every=2)", "staleness_aware", "delay_compensated"])
+@pytest.mark.parametrize("line_search", ["strong_wolfe", None])
+def test_lbfgs_is_refused_where_a_server_adds_whole_updates(recipe: str, line_search: str | None) -> None:
+    def work(worker: int) -> None:
+        net = small_net()
+        optimizer = torch.optim.LBFGS(net.parameters(), line_search_fn=line_search)
+        stretto.distribute(net, optimizer, DataLoader(regression(24), batch_size=4))
+
+    with pytest.raises(ModelError, match="adds the steps of 2 workers"):
+        together(2, work, recipe)
+
+
+AVERAGED = ["local_sgd(every=2)", "stale_synchronous(bound=2)", "soft_sync(collect=2)", "elastic_averaging(every=2)"]
+
+
+@pytest.mark.parametrize("recipe", AVERAGED)
 def test_a_line_search_is_fine_where_parameters_are_exchanged(recipe: str) -> None:
     def work(worker: int) -> Tensor:
         net = small_net(DOUBLE)
