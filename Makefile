@@ -8,7 +8,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 export PIP_BUILD_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 
-.PHONY: help install demo test check bench clean
+.PHONY: help install demo test check bench docs clean
 
 help:               ## this list
 	@grep -E '^[a-z]+: .*##' $(MAKEFILE_LIST) | sed -E 's/: .*## /\t/'
@@ -36,6 +36,15 @@ check: $(READY)     ## style, types and the house
 
 bench: $(READY)     ## the figures of docs/figures.md
 	$(BIN)/python -m benchmarks
+
+$(VENV)/.docs: $(READY)
+	$(PIP) -e ".[docs]"
+	@touch $@
+
+docs: $(VENV)/.docs ## the site of the documentation, in build/site
+	$(BIN)/python docs/pages.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo build/site/index.html
 
 clean:              ## remove what make made
 	rm -rf $(VENV) build *.egg-info stretto/kernels/_native*.so
