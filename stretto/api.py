@@ -99,12 +99,12 @@ def distribute(
     chosen, sections = _chosen(seat, scripted), _sections_of(seat)
     trainer = sections.begin(whole, optimizers, loader, chosen, evaluate, evaluate_every, schedule, deal)
     if trainer is None:
-        return OverLoader(loader, seat.workers * seat.join)
+        return OverLoader(loader, seat.workers * seat.global_batch_of)
     _current.set(trainer)
     schedules.intercept(_schedules)
     if seat.around.own_process and trainer.presence.can_leave:
         heed_termination(sections.ask_to_leave)
-    if seat.recipe and scripted is not None and trainer.recipe != scripted and not seat.alone:
+    if seat.recipe and scripted is not None and trainer.recipe != scripted and not seat.single_process:
         trainer.journal.notice(f"the recipe asked for, {trainer.recipe}, goes before the script's, {scripted}")
     return SharedLoader(trainer, loader)
 
@@ -300,7 +300,7 @@ def _recipe(recipe: Recipe | str | None) -> Recipe | None:
 
 
 def _chosen(seat: WorkerContext, scripted: Recipe | None) -> Recipe | None:
-    if seat.alone:
+    if seat.single_process:
         return None
     return parser.parse(seat.recipe) if seat.recipe else scripted or parser.parse("allreduce")
 

@@ -206,7 +206,7 @@ def _position(label: str) -> Position:
 def _barrier() -> tuple[WorkerContext, Barrier] | None:
     """Where this worker waits for others; None if there are none."""
     trainer, seat = connected(), find_seat()
-    if seat is None or seat.barrier is None or seat.alone:
+    if seat is None or seat.barrier is None or seat.single_process:
         return None
     return None if trainer is None and _is_over() else (seat, seat.barrier)
 

@@ -65,7 +65,7 @@ def one_worker(work: Callable[[int], Any], recipe: str | None = None, **seat: An
 
 def alone(work: Callable[[int], Any], join: int = 1) -> Any:
     """One machine: no exchange; `join` batches of the script's loader make one."""
-    return together(1, work, alone=True, join=join)[0]
+    return together(1, work, single_process=True, global_batch_of=join)[0]
 
 
 def regression(samples: int, dtype: torch.dtype = torch.float32, features: int = 6) -> TensorDataset:

@@ -37,7 +37,7 @@ def test_what_was_asked_is_written_down() -> None:
     asked = describe(order.asked(), NOW)
     assert (asked["script"], asked["args"], asked["recipe"]) == ("a/train.py", ["--lr", "1"], "diloco()")
     assert (asked["workers"], asked["seed"], asked["threads"]) == (2, 3, 5)
-    assert (asked["alone"], asked["join"]) == (False, 1)
+    assert (asked["single_process"], asked["global_batch_of"]) == (False, 1)
     assert asked["started"].startswith("2026-11-21T10:45:00")
     assert set(asked["versions"]) == {"python", "torch", "numpy"}
     assert asked["versions"]["torch"][0].isdigit()

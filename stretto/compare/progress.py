@@ -60,7 +60,7 @@ class Progress:
         return f"{self._trials.index(trial) + 1} of {len(self._trials)}"
 
     def _name(self, trial: Trial) -> str:
-        joined = f" ×{trial.join}" if trial.join > 1 else ""
+        joined = f" ×{trial.global_batch_of}" if trial.global_batch_of > 1 else ""
         seed = f", seed {trial.seed}" if self._trials[-1].seed else ""
         return f"[{self._place(trial)}] {trial.kind}{joined}, {formatting.plural(trial.workers, 'worker')}{seed}"
 
@@ -83,4 +83,4 @@ def estimate(left: Sequence[Trial], costs: Sequence[Cost]) -> float | None:
 
 
 def _alike(a: Trial, b: Trial) -> bool:
-    return (a.recipe, a.workers, a.join) == (b.recipe, b.workers, b.join)
+    return (a.recipe, a.workers, a.global_batch_of) == (b.recipe, b.workers, b.global_batch_of)

@@ -88,7 +88,7 @@ class Comparison:
         return unstarted(
             recipe=trial.kind,
             workers=trial.workers,
-            join=trial.join,
+            global_batch_of=trial.global_batch_of,
             seed=trial.seed,
             script=str(self.question.script),
             folder=Path(trial.name),

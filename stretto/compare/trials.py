@@ -11,7 +11,7 @@ from typing import Any
 from stretto.errors import LaunchError, explain
 from stretto.launcher.config import GlobalBatch, LrScale, RunConfig, check
 from stretto.launcher.entry import typed
-from stretto.report.run_record import ALONE, JOINED
+from stretto.report.run_record import GLOBAL_BATCH, SINGLE_PROCESS
 from stretto.report.target import Target
 
 LONGEST_NAME = 80
@@ -73,14 +73,14 @@ class Trial:
     name: str
     recipe: str | None
     workers: int
-    join: int
+    global_batch_of: int
     seed: int
     reference: str | None
 
     @property
     def kind(self) -> str:
         """What its record calls the recipe."""
-        return self.recipe or (JOINED if self.join > 1 else ALONE)
+        return self.recipe or (GLOBAL_BATCH if self.global_batch_of > 1 else SINGLE_PROCESS)
 
     def order(self, question: Question, folder: Path) -> RunConfig:
         """What the launcher is told. A run alone is what the others are measured by, so nothing slows it down."""
@@ -91,8 +91,8 @@ class Trial:
             workers=self.workers,
             recipe=self.recipe,
             seed=self.seed,
-            alone=self.recipe is None,
-            join=self.join,
+            single_process=self.recipe is None,
+            global_batch_of=self.global_batch_of,
             out=folder / self.name,
             threads=question.threads,
             timeout_s=question.timeout_s,
@@ -205,8 +205,8 @@ def trials(question: Question) -> list[Trial]:
 def _of_seed(question: Question, seed: int) -> list[Trial]:
     splits = question.global_batch == "split"  # all workers have one machine's batch, alone is the reference
     joins = [count for count in question.workers if count > 1 and not splits]
-    alone = f"alone-seed{seed}"
-    joined = {join: f"alone-joined-{join}-seed{seed}" for join in joins}
+    alone = f"single-process-seed{seed}"
+    joined = {join: f"single-process-global-batch-{join}-seed{seed}" for join in joins}
     references = {1: alone, **joined}
     found = [Trial(alone, None, 1, 1, seed, joined[max(joins)] if joins else None)]
     found += [Trial(joined[join], None, 1, join, seed, None) for join in joins]

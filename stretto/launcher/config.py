@@ -31,7 +31,7 @@ MIN_FAILURE_TIMEOUT_S = 0.1
 class RunConfig:
     """Configuration of a run on workers of this machine, of a script file or, with `module`, of a module.
 
-    `recipe` is text and takes precedence over the script's. `alone` switches every exchange off, and `join` is the
+    `recipe` is text and takes precedence over the script's. `single_process` switches every exchange off, and `global_batch_of` is the
     number of the script's batches that form one batch. `threads` is per worker, `timeout_s` limits every wait for
     another worker, `output` selects the workers whose output reaches the terminal; log files hold all output.
 
@@ -51,8 +51,8 @@ class RunConfig:
     workers: int = 1
     recipe: str | None = None
     seed: int = 0
-    alone: bool = False
-    join: int = 1
+    single_process: bool = False
+    global_batch_of: int = 1
     out: Path | None = None
     threads: int | None = None
     port: int | None = None
@@ -87,14 +87,14 @@ class RunConfig:
     @property
     def lr_factor(self) -> float:
         """Factor on the learning rate of the script."""
-        count = self.scaled_workers or self.workers * self.join
+        count = self.scaled_workers or self.workers * self.global_batch_of
         return {"none": 1.0, "linear": float(count), "sqrt": math.sqrt(count)}[self.lr_scale]
 
     @property
     def elastic(self) -> bool:
         """True if the run survives failed workers; it has a coordinator then."""
         several = self.workers > 1 or self.host is not None
-        return several and not self.alone and self.recovery
+        return several and not self.single_process and self.recovery
 
     @property
     def name(self) -> str:
@@ -126,8 +126,8 @@ class RunConfig:
             "recipe": self.recipe,
             "workers": self.workers,
             "seed": self.seed,
-            "alone": self.alone,
-            "join": self.join,
+            "single_process": self.single_process,
+            "global_batch_of": self.global_batch_of,
             "threads": self.threads_each(),
             "servers": self.servers or 0,
             "stragglers": self.stragglers,
@@ -156,12 +156,12 @@ def settled(order: RunConfig) -> RunConfig:
 
     recipe = with_shards(order.recipe, order.servers) if order.servers else order.recipe
     shards = parse(recipe).shards
-    return replace(order, recipe=recipe, servers=0 if order.alone else shards)
+    return replace(order, recipe=recipe, servers=0 if order.single_process else shards)
 
 
 def server_notice(order: RunConfig) -> str | None:
     """Return what `--servers` makes of a recipe that has no server of its own, or None where it changes nothing."""
-    if order.recipe is None or not order.servers or order.alone:
+    if order.recipe is None or not order.servers or order.single_process:
         return None
     from stretto.recipe.parser import parse
 
@@ -188,7 +188,7 @@ def check(order: RunConfig, live: bool = True) -> None:
     """
     entry.check(order.script, order.module)
     _check_numbers(order)
-    if order.alone and order.workers != 1:
+    if order.single_process and order.workers != 1:
         raise LaunchError(explain("alone means one worker", got=order.workers, expected="1 worker", to_type="-n 1"))
     if order.servers and order.recipe is None:
         raise _without_recipe(order.servers)
@@ -225,7 +225,7 @@ def _check_server_options(order: RunConfig, live: bool) -> None:
 def _check_numbers(order: RunConfig) -> None:
     _at_least_one("the number of workers", order.workers, "-n 4")
     _at_least_one("the number of threads per worker", order.threads, "--threads 1")
-    _at_least_one("the number of joined batches", order.join, "join=4")
+    _at_least_one("the number of joined batches", order.global_batch_of, "global_batch_of=4")
     _at_least_one("the number of servers", order.servers, "--servers 2")
     if not 0 <= order.seed <= LARGEST_SEED:
         _refuse("the seed", order.seed, f"a whole number from 0 to {LARGEST_SEED}", "--seed 1")
@@ -255,7 +255,7 @@ def _check_host(order: RunConfig) -> None:
     """Raise LaunchError for a run that workers cannot join: the number of workers of a parameter server is fixed."""
     if order.host is None:
         return
-    if order.alone:
+    if order.single_process:
         _refuse("the host of a run alone", order.host, "a run that others can join", "leave --host away")
     if settled(order).servers:
         problem, expected = "a run over a parameter server cannot be joined", "a recipe without a server, as allreduce"

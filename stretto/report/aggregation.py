@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from stretto.report.run_record import ALONE, JOINED, Record
+from stretto.report.run_record import GLOBAL_BATCH, SINGLE_PROCESS, Record
 
 Measure = Callable[[Record], float | None]
 
@@ -28,7 +28,7 @@ class Group:
 
     recipe: str
     workers: int
-    join: int
+    global_batch_of: int
     asked: tuple[Record, ...]
 
     @property
@@ -42,14 +42,14 @@ class Group:
         return len(self.records) == len(self.asked)
 
     @property
-    def alone(self) -> bool:
+    def single_process(self) -> bool:
         """Whether it is one machine without any exchange."""
-        return self.recipe in (ALONE, JOINED)
+        return self.recipe in (SINGLE_PROCESS, GLOBAL_BATCH)
 
     @property
     def label(self) -> str:
         """Its name in tables and plots."""
-        return f"alone (batch ×{self.join})" if self.recipe == JOINED else self.recipe
+        return f"single process (global batch ×{self.global_batch_of})" if self.recipe == GLOBAL_BATCH else self.recipe
 
     def spread(self, measure: Measure) -> Spread | None:
         """A measure over the runs that have it, or None when none has."""
@@ -68,26 +68,28 @@ def grouped(records: Iterable[Record]) -> list[Group]:
     """All groups: alone, alone with the joined batches, then the recipes by number of workers."""
     found: dict[tuple[str, int, int], list[Record]] = {}
     for record in records:
-        key = (str(record["recipe"]), int(record["workers"]), int(record.get("join") or 1))
+        key = (str(record["recipe"]), int(record["workers"]), int(record.get("global_batch_of") or 1))
         found.setdefault(key, []).append(record)
     groups = [Group(*key, tuple(members)) for key, members in found.items()]
     return sorted(groups, key=_place)
 
 
 def _place(group: Group) -> tuple[int, int]:
-    if group.recipe == ALONE:
+    if group.recipe == SINGLE_PROCESS:
         return (0, 0)
-    return (1, group.join) if group.recipe == JOINED else (2, group.workers)
+    return (1, group.global_batch_of) if group.recipe == GLOBAL_BATCH else (2, group.workers)
 
 
 def worker_counts(groups: Sequence[Group]) -> list[int]:
     """The numbers of workers that recipes were tried with."""
-    return sorted({group.workers for group in groups if not group.alone})
+    return sorted({group.workers for group in groups if not group.single_process})
 
 
 def at(groups: Sequence[Group], workers: int) -> list[Group]:
     """What belongs in a picture of so many workers: alone, its joined batch and the recipes."""
-    return [group for group in groups if workers in (group.workers, group.join) or group.recipe == ALONE]
+    return [
+        group for group in groups if workers in (group.workers, group.global_batch_of) or group.recipe == SINGLE_PROCESS
+    ]
 
 
 class Peers:
@@ -95,7 +97,7 @@ class Peers:
 
     def __init__(self, records: Iterable[Record]) -> None:
         whole = [record for record in records if not record["failed"]]
-        self._alone = {record["seed"]: record for record in whole if record["recipe"] == ALONE}
+        self._alone = {record["seed"]: record for record in whole if record["recipe"] == SINGLE_PROCESS}
         self._by_folder = {Path(record["folder"]).name: record for record in whole}
 
     def alone(self, record: Record) -> Record | None:

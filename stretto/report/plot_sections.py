@@ -117,7 +117,7 @@ def _curves_caption(album: Album, groups: Sequence[Group], losses: Row) -> str:
             texts.append("Asynchronous workers: mean of what they logged at about the same time.")
     if any(len(group.asked) > 1 for group in groups):
         texts.append("A line for each seed.")
-    if any(group.alone for group in groups) and not all(group.alone for group in groups):
+    if any(group.single_process for group in groups) and not all(group.single_process for group in groups):
         texts.append("Dotted: where a run ended that sends nothing.")
     if album.moments:
         texts.append("Upright lines: somebody was lost or stopped (red), or came back (grey).")
@@ -156,7 +156,7 @@ def _split(album: Album, groups: Sequence[Group], colours: Mapping[str, str]) ->
 
 
 def _bar_title(group: Group, several: bool) -> str:
-    return f"{group.label} ×{group.workers}" if several and not group.alone else group.label
+    return f"{group.label} ×{group.workers}" if several and not group.single_process else group.label
 
 
 def _distance(groups: Sequence[Group], colours: Mapping[str, str], workers: int, several: bool) -> Plot | None:

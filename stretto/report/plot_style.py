@@ -13,14 +13,14 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from stretto.report.aggregation import Group
-from stretto.report.run_record import ALONE, JOINED
+from stretto.report.run_record import GLOBAL_BATCH, SINGLE_PROCESS
 
 TEXT, QUIET, FAINT = "#222222", "#666666", "#dddddd"
 RECIPES = ("#0072b2", "#d55e00", "#009e73", "#b8568f", "#2f8fc4", "#b57d00")
 """After Okabe and Ito, told apart by the colour-blind too; the light ones darkened, for text in them."""
 
 LOST = "#b23a1e"
-ALONES = ("#222222", "#8a8a8a")
+SINGLE_PROCESS_COLOURS = ("#222222", "#8a8a8a")
 PHASES = {
     "computing": "#3c5a76",
     "loading": "#8fa7bb",
@@ -69,9 +69,9 @@ SMALLEST_GAP_INCH = 0.155
 
 def colours(groups: Sequence[Group]) -> dict[str, str]:
     """One colour a recipe, the same for every number of workers and in every plot."""
-    recipes = dict.fromkeys(group.recipe for group in groups if not group.alone)
+    recipes = dict.fromkeys(group.recipe for group in groups if not group.single_process)
     found = {recipe: RECIPES[index % len(RECIPES)] for index, recipe in enumerate(recipes)}
-    return found | dict(zip((ALONE, JOINED), ALONES, strict=True))
+    return found | dict(zip((SINGLE_PROCESS, GLOBAL_BATCH), SINGLE_PROCESS_COLOURS, strict=True))
 
 
 def draw(name: str, width: float, height: float, paint: Callable[[Figure], None]) -> str:

@@ -295,7 +295,7 @@ def _paint_scaling(
     ax = plot_style.axes(figure, LEFT, TITLE, WIDTH * 0.45, tall)
     ends = []
     most = max(group.workers for group in groups)
-    for recipe in dict.fromkeys(group.recipe for group in groups if not group.alone):
+    for recipe in dict.fromkeys(group.recipe for group in groups if not group.single_process):
         points = [(g.workers, value) for g in groups if g.recipe == recipe and (value := g.median(measure)) is not None]
         if points:
             xs, ys = zip(*sorted(points), strict=True)

@@ -15,8 +15,8 @@ from stretto.report.run_log import History, number, read, split_of
 Record = dict[str, Any]
 
 STANDARD_OUTPUT = "-"
-ALONE = "alone"
-JOINED = "alone(joined)"
+SINGLE_PROCESS = "single process"
+GLOBAL_BATCH = "single process (global batch)"
 
 
 def record(run_folder: Path) -> Record:
@@ -61,9 +61,18 @@ BEYOND_ONE_RUN: Record = {
 LISTS = ("bytes_sent", "bytes_received", "time_breakdown", "samples_by_worker", "sample_counts", "failures")
 
 
-def unstarted(*, recipe: str, workers: int, join: int, seed: int, script: str, folder: Path, failed: str) -> Record:
+def unstarted(
+    *, recipe: str, workers: int, global_batch_of: int, seed: int, script: str, folder: Path, failed: str
+) -> Record:
     """The record of a run that left nothing to read."""
-    asked = {"recipe": recipe, "workers": workers, "join": join, "seed": seed, "script": script, "args": []}
+    asked = {
+        "recipe": recipe,
+        "workers": workers,
+        "global_batch_of": global_batch_of,
+        "seed": seed,
+        "script": script,
+        "args": [],
+    }
     unknown = ("threads", "cores", "simulated", "seconds", "samples_per_second", "staleness", "blocked_seconds")
     nothing = dict.fromkeys(unknown)
     counted = {
@@ -84,7 +93,7 @@ def _asked(history: History) -> Record:
     return {
         "recipe": _name(run, start),
         "workers": history.workers,
-        "join": int(run.get("join") or 1),
+        "global_batch_of": int(run.get("global_batch_of") or 1),
         "seed": run.get("seed", 0),
         "script": run.get("script"),
         "args": run.get("args", []),
@@ -95,9 +104,9 @@ def _asked(history: History) -> Record:
 
 
 def _name(run: Record, start: Record) -> str:
-    if run.get("alone"):
-        return JOINED if (run.get("join") or 1) > 1 else ALONE
-    return str(start.get("recipe") or run.get("recipe") or ALONE)
+    if run.get("single_process"):
+        return GLOBAL_BATCH if (run.get("global_batch_of") or 1) > 1 else SINGLE_PROCESS
+    return str(start.get("recipe") or run.get("recipe") or SINGLE_PROCESS)
 
 
 def _length(history: History) -> tuple[float | None, int]:

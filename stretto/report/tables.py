@@ -14,7 +14,7 @@ from rich.text import Text
 from stretto.events import PHASES
 from stretto.report import formatting, traffic
 from stretto.report.aggregation import Group, Measure, Peers, Spread, grouped
-from stretto.report.run_record import JOINED, Record
+from stretto.report.run_record import GLOBAL_BATCH, Record
 from stretto.report.staleness import held_share
 from stretto.report.target import Target
 
@@ -135,7 +135,7 @@ def _state() -> list[Column]:
 
 def _referenced(column: Column) -> Column:
     reference = Cell("reference")
-    return replace(column, cell=lambda group: reference if group.recipe == JOINED else column.cell(group))
+    return replace(column, cell=lambda group: reference if group.recipe == GLOBAL_BATCH else column.cell(group))
 
 
 def _metrics(names: Sequence[str], peers: Peers) -> list[Column]:

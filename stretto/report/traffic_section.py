@@ -178,7 +178,7 @@ def of_album(album: Album) -> list[Plot]:
         for n in counts
         for plot in _of_recipes(
             album,
-            [group for group in at(groups, n) if not group.alone],
+            [group for group in at(groups, n) if not group.single_process],
             colours,
             f"exchanged{n}",
             f"{n} workers. " if len(counts) > 1 else "",

@@ -55,7 +55,7 @@ class Verdict:
 def verdict(records: Sequence[Record], target: Target | None = None) -> Verdict:
     """Judge a comparison; `reached` of the records is about `target`."""
     groups = grouped(records)
-    alone = [group for group in groups if group.alone and group.whole]
+    alone = [group for group in groups if group.single_process and group.whole]
     spread = [group for group in groups if group.workers > 1 and group.whole]
     judged = _impossible(groups, alone, spread) or _judge(alone, spread, target)
     beyond = _beyond_belief(spread, Peers(records))
@@ -118,7 +118,7 @@ def _by_target(alone: Sequence[Group], spread: Sequence[Group], target: Target) 
 def _only_one_reached(winner: Timed, target: Target) -> Verdict:
     every = "" if len(winner.group.asked) == 1 else " on every seed"
     reached_it = f"{winner} reached {target} in {_text(winner.time)}"
-    if winner.group.alone:
+    if winner.group.single_process:
         return Verdict(False, f"{STAY}{reached_it}; no distributed run reached it{every} with the same data.")
     return Verdict(True, f"{WORTH}{reached_it}; alone did not{every} with the same data.")
 
@@ -209,9 +209,9 @@ def _text(time: Spread) -> str:
 
 
 def _name(group: Group) -> str:
-    if not group.alone:
+    if not group.single_process:
         return f"{group.recipe} on {formatting.plural(group.workers, 'worker')}"
-    return "alone" if group.join == 1 else f"alone with the joined batch (×{group.join})"
+    return "alone" if group.global_batch_of == 1 else f"alone with the joined batch (×{group.global_batch_of})"
 
 
 def _beyond_belief(spread: Sequence[Group], peers: Peers) -> str:
@@ -229,8 +229,8 @@ def _beyond_belief(spread: Sequence[Group], peers: Peers) -> str:
 
 def _cores(groups: Sequence[Group]) -> str:
     """Say it when the workers had no more computing power than the run alone."""
-    alone = next((record for group in groups if group.alone for record in group.records), None)
-    sharing = [group for group in groups if alone and not group.alone and _shares_cores(group, alone)]
+    alone = next((record for group in groups if group.single_process for record in group.records), None)
+    sharing = [group for group in groups if alone and not group.single_process and _shares_cores(group, alone)]
     if not sharing or alone is None:
         return ""
     workers = " or ".join(str(count) for count in sorted({group.workers for group in sharing}))

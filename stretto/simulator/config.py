@@ -49,7 +49,7 @@ class Simulation:
         silent_s = sum(map(_silent_s, self.faults))
         dies = any(isinstance(one, plan.Kill) for one in self.faults)
         is_missed = silent_s + beat_s(order.failure_timeout_s) > order.failure_timeout_s
-        return order.workers > 1 and not order.alone and (dies or is_missed)
+        return order.workers > 1 and not order.single_process and (dies or is_missed)
 
     @property
     def shards(self) -> int:

@@ -88,7 +88,16 @@ class Trainer:
         meet = evaluate_every * self.wire.workers if evaluate_every and evaluate else None
         when = recipe.when if recipe else None
         self.dealer = BatchSource(
-            loader, self.wire, seat.join, when, meet, seat.around, seat.rule, seat.workers, assignment, seat.split
+            loader,
+            self.wire,
+            seat.global_batch_of,
+            when,
+            meet,
+            seat.around,
+            seat.rule,
+            seat.workers,
+            assignment,
+            seat.split,
         )
         self.arrivals = Arrivals(self.wire)
         self.referee = Evaluator(self, seat, evaluate, evaluate_every)
@@ -129,7 +138,7 @@ class Trainer:
         self._leases: list[Any] = []
         self._worked = 0
         """How many of these the optimizer has done a step with, or after."""
-        self.schedules = Schedules(self, list(optimizers), schedule, seat.join)
+        self.schedules = Schedules(self, list(optimizers), schedule, seat.global_batch_of)
         self.settings = idle_worker.Settings(optimizers, seat.around.scalers, self.schedules)
         self._shadowing = False
         self._accumulated = False
@@ -769,7 +778,7 @@ class Trainer:
             **self._around.facts(),
             device=str(next(self.model.parameters(), torch.empty(0)).device),
             threads=torch.get_num_threads(),
-            recipe=str(self.recipe) if self.recipe else "alone",
+            recipe=str(self.recipe) if self.recipe else "single process",
             servers=self.recipe.shards if self.recipe else 0,
             at=round(self._around.clock(), 6),
         )
@@ -779,7 +788,7 @@ class Trainer:
             added = self.recipe.step_of_all(self.wire.workers)
             line = said(self.wire.workers, batch, split=splits, waits=waits, factor=seat.lr_factor, added=added)
             self.journal.say(line)
-        if not self.dealer.leases and not (self.wire.workers == 1 and seat.join == 1):
+        if not self.dealer.leases and not (self.wire.workers == 1 and seat.global_batch_of == 1):
             shards = f" ({self.dealer.library})" if self.dealer.library else ""
             how = (
                 f"each worker reads a shard of its own{shards} and keeps all of it"

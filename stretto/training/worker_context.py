@@ -52,8 +52,8 @@ class WorkerContext:
     opens_folder: bool = False
     """Whether worker 0 makes the run folder, since no launcher of ours has made one."""
     seed: int | None = None
-    alone: bool = False
-    join: int = 1
+    single_process: bool = False
+    global_batch_of: int = 1
     split: bool = False
     """True if all workers share each batch of the script."""
     lr_factor: float = 1.0
@@ -101,8 +101,8 @@ class WorkerContext:
             "recipe": str(recipe) if recipe else None,
             "workers": self.workers,
             "seed": self.seed or 0,
-            "alone": self.alone,
-            "join": self.join,
+            "single_process": self.single_process,
+            "global_batch_of": self.global_batch_of,
             "threads": torch.get_num_threads(),
         }
 
@@ -133,8 +133,8 @@ def _context(config: WorkerConfig) -> WorkerContext:
         opens_folder=config.run is None,
         around=Runtime(own_process=True),
         seed=config.seed,
-        alone=config.single_process,
-        join=config.global_batch_of,
+        single_process=config.single_process,
+        global_batch_of=config.global_batch_of,
         split=config.split_batch,
         lr_factor=config.lr_factor,
         keep_states=config.keep_states,

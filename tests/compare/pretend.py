@@ -25,10 +25,17 @@ class Pretend:
         assert order.out is not None
         if order.out.name in self.at_once:
             raise LaunchError("no port to be had")
-        recipe = None if order.alone else order.recipe
+        recipe = None if order.single_process else order.recipe
         every = 1 if recipe is None or recipe.startswith("allreduce") else 10
-        write_run(order.out, recipe=recipe, workers=order.workers, join=order.join, seed=order.seed, every=every)
-        moved = 1.0 if order.alone else 1.0 + 0.01 * every
+        write_run(
+            order.out,
+            recipe=recipe,
+            workers=order.workers,
+            global_batch_of=order.global_batch_of,
+            seed=order.seed,
+            every=every,
+        )
+        moved = 1.0 if order.single_process else 1.0 + 0.01 * every
         for place in ("states/00000800", "states/00001600", "final"):
             path = order.out / f"{place}.safetensors"
             path.parent.mkdir(exist_ok=True)

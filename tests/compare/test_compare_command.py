@@ -43,7 +43,7 @@ def test_the_tables_the_sentence_the_page_and_the_json(
     assert "Stay on one machine" in shown.out
     assert "[4 of 4]" in shown.err
     found = json.loads(Path("found.json").read_text())
-    assert [one["folder"] for one in found][:1] == ["found/alone-seed0"]
+    assert [one["folder"] for one in found][:1] == ["found/single-process-seed0"]
     assert len(found) == 4
     assert run.orders[0].args == ("--lr", "0.1")
     assert Path("found/report.html").stat().st_size < 1_000_000
@@ -52,7 +52,7 @@ def test_the_tables_the_sentence_the_page_and_the_json(
 def test_several_numbers_of_workers(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = pretend(monkeypatch, Pretend())
     assert main.command(["compare", "--workers", "1,2", "--recipe", "allreduce", "--quiet", str(script)]) == 0
-    assert [(order.workers, order.join) for order in run.orders] == [(1, 1), (1, 2), (1, 1), (2, 1)]
+    assert [(order.workers, order.global_batch_of) for order in run.orders] == [(1, 1), (1, 2), (1, 1), (2, 1)]
     assert len(list(Path("runs").glob("*-compare-train"))) == 1
 
 

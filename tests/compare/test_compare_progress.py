@@ -37,8 +37,10 @@ def test_every_run_gets_a_line_with_the_time_left() -> None:
     progress.begin(plan[1])
     progress.end(plan[1], {**RECORD, "failed": "boom"})
     lines = file.getvalue().splitlines()
-    assert lines[1] == "[1 of 6] alone, 1 worker, seed 0: 10.0 s, 1.00 s of training, acc 0.5000; about 50 s left"
-    assert lines[3].startswith("[2 of 6] alone(joined) ×2, 1 worker, seed 0: failed; about 1 min left")
+    assert (
+        lines[1] == "[1 of 6] single process, 1 worker, seed 0: 10.0 s, 1.00 s of training, acc 0.5000; about 50 s left"
+    )
+    assert lines[3].startswith("[2 of 6] single process (global batch) ×2, 1 worker, seed 0: failed; about 1 min left")
 
 
 def test_quiet_says_nothing() -> None:

@@ -19,9 +19,9 @@ def question(**more: Any) -> Question:
 
 def test_one_number_of_workers_and_one_seed() -> None:
     assert trials(question()) == [
-        Trial("alone-seed0", None, 1, 1, 0, "alone-joined-4-seed0"),
-        Trial("alone-joined-4-seed0", None, 1, 4, 0, None),
-        Trial("allreduce-n4-seed0", "allreduce()", 4, 1, 0, "alone-joined-4-seed0"),
+        Trial("single-process-seed0", None, 1, 1, 0, "single-process-global-batch-4-seed0"),
+        Trial("single-process-global-batch-4-seed0", None, 1, 4, 0, None),
+        Trial("allreduce-n4-seed0", "allreduce()", 4, 1, 0, "single-process-global-batch-4-seed0"),
     ]
 
 
@@ -30,22 +30,26 @@ def test_every_number_of_workers_recipe_and_seed_once_and_seed_by_seed() -> None
     assert len(found) == 3 * (1 + 2 + 3 * 2)
     assert len({trial.name for trial in found}) == len(found)
     assert [trial.seed for trial in found] == sorted(trial.seed for trial in found)
-    first = [(trial.kind, trial.workers, trial.join) for trial in found if trial.seed == 0]
-    assert first[:3] == [("alone", 1, 1), ("alone(joined)", 1, 2), ("alone(joined)", 1, 4)]
+    first = [(trial.kind, trial.workers, trial.global_batch_of) for trial in found if trial.seed == 0]
+    assert first[:3] == [
+        ("single process", 1, 1),
+        ("single process (global batch)", 1, 2),
+        ("single process (global batch)", 1, 4),
+    ]
     assert first[3:] == [(recipe, n, 1) for n in (1, 2, 4) for recipe in ("a()", "b(every=2)")]
 
 
 def test_each_run_is_measured_against_its_own_joined_batch_and_seed() -> None:
     found = {trial.name: trial for trial in trials(question(workers=(1, 2, 4), seeds=2))}
-    assert found["allreduce-n1-seed1"].reference == "alone-seed1"
-    assert found["allreduce-n2-seed1"].reference == "alone-joined-2-seed1"
-    assert found["alone-seed0"].reference == "alone-joined-4-seed0"
+    assert found["allreduce-n1-seed1"].reference == "single-process-seed1"
+    assert found["allreduce-n2-seed1"].reference == "single-process-global-batch-2-seed1"
+    assert found["single-process-seed0"].reference == "single-process-global-batch-4-seed0"
     assert all(trial.reference is None or trial.reference in found for trial in found.values())
 
 
 def test_alone_with_one_worker_only_has_no_joined_batch() -> None:
     names = [trial.name for trial in trials(question(workers=(1,)))]
-    assert names == ["alone-seed0", "allreduce-n1-seed0"]
+    assert names == ["single-process-seed0", "allreduce-n1-seed0"]
 
 
 def test_recipes_that_look_alike_get_folders_of_their_own() -> None:
@@ -58,9 +62,20 @@ def test_recipes_that_look_alike_get_folders_of_their_own() -> None:
 def test_an_order_asks_for_what_the_trial_is(tmp_path: Path) -> None:
     asked = question(args=("--lr", "0.1"), threads=2, timeout_s=9.0, seeds=2)
     alone, joined, recipe = (trial.order(asked, tmp_path) for trial in trials(asked)[3:])
-    assert (alone.alone, alone.join, alone.workers, alone.recipe, alone.seed) == (True, 1, 1, None, 1)
-    assert (joined.alone, joined.join, joined.workers) == (True, 4, 1)
-    assert (recipe.alone, recipe.join, recipe.workers, recipe.recipe) == (False, 1, 4, "allreduce()")
+    assert (alone.single_process, alone.global_batch_of, alone.workers, alone.recipe, alone.seed) == (
+        True,
+        1,
+        1,
+        None,
+        1,
+    )
+    assert (joined.single_process, joined.global_batch_of, joined.workers) == (True, 4, 1)
+    assert (recipe.single_process, recipe.global_batch_of, recipe.workers, recipe.recipe) == (
+        False,
+        1,
+        4,
+        "allreduce()",
+    )
     for order in (alone, joined, recipe):
         assert (order.args, order.threads, order.timeout_s) == (("--lr", "0.1"), 2, 9.0)
         assert order.keep_states

@@ -53,7 +53,7 @@ def test_all_runs_are_made_in_order_and_kept(tmp_path: Path) -> None:
     comparison.make()
     assert [order.out.name for order in run.orders if order.out] == [trial.name for trial in comparison.trials]
     assert [one["recipe"] for one in kept(tmp_path / "c")] == [
-        *("alone", "alone(joined)", "allreduce()", "local_sgd(every=10)") * 2
+        *("single process", "single process (global batch)", "allreduce()", "local_sgd(every=10)") * 2
     ]
     assert not comparison.failed()
 
@@ -65,7 +65,7 @@ def test_distances_are_to_the_joined_batch_and_states_are_gone_afterwards(tmp_pa
     assert joined["parameter_distance"] is None
     assert allreduce["parameter_distance"] == pytest.approx(0.01, rel=1e-4)
     assert local["parameter_distance"] == pytest.approx(0.1, rel=1e-4)
-    assert local["compared_with"] == "alone-joined-2-seed0"
+    assert local["compared_with"] == "single-process-global-batch-2-seed0"
     assert [one["samples"] for one in local["distances"]] == [800, 1600]
     assert not list((tmp_path / "c").glob("*/states"))
     assert len(list((tmp_path / "c").glob("*/final.safetensors"))) == 4
@@ -80,19 +80,19 @@ def test_states_are_kept_only_while_a_run_to_come_needs_them(tmp_path: Path) -> 
         return pretend(order, watch)
 
     made(folder, run, seeds=2).make()
-    first = "alone-seed0", "alone-joined-2-seed0"
+    first = "single-process-seed0", "single-process-global-batch-2-seed0"
     assert seen[:5] == [[], [first[0]], [first[1]], [first[1]], []]
 
 
 def test_a_failed_run_is_marked_and_the_others_go_on(tmp_path: Path) -> None:
-    run = Pretend(failing=("allreduce-n2-seed0",), at_once=("alone-joined-2-seed0",))
+    run = Pretend(failing=("allreduce-n2-seed0",), at_once=("single-process-global-batch-2-seed0",))
     comparison = made(tmp_path / "c", run)
     comparison.make()
     alone, joined, allreduce, local = kept(tmp_path / "c")
     assert allreduce["failed"].startswith("worker 1 failed: ValueError: boom")
     assert allreduce["samples"] > 0
     assert joined["failed"] == "no port to be had"
-    assert joined["join"] == 2
+    assert joined["global_batch_of"] == 2
     assert [one["failed"] for one in (alone, local)] == [None, None]
     assert local["parameter_distance"] is None
     assert len(comparison.failed()) == 2
@@ -125,6 +125,6 @@ def test_what_is_done_is_readable_when_it_is_stopped(tmp_path: Path) -> None:
 
     with pytest.raises(Stopped):
         made(tmp_path / "c", run).make()
-    assert [one["recipe"] for one in kept(tmp_path / "c")] == ["alone", "alone(joined)"]
+    assert [one["recipe"] for one in kept(tmp_path / "c")] == ["single process", "single process (global batch)"]
     assert not list((tmp_path / "c").glob("*/states"))
     assert "No verdict" in html_report.write(tmp_path / "c").read_text()

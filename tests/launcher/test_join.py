@@ -186,7 +186,7 @@ def test_nobody_joins_with_no_worker(place: Place) -> None:
     ("order", "told"),
     [
         ({"recipe": "async_sgd", "workers": 2}, "a run over a parameter server cannot be joined"),
-        ({"alone": True}, "the host of a run alone"),
+        ({"single_process": True}, "the host of a run alone"),
     ],
 )
 def test_what_cannot_be_joined_has_no_host(place: Place, order: dict[str, Any], told: str) -> None:

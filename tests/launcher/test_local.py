@@ -116,7 +116,7 @@ def test_a_script_runs_as_if_it_had_been_started_plainly(place: Place) -> None:
         "a b",
     )
     written = json.loads((folder / "run.json").read_text())
-    assert (written["args"], written["workers"], written["alone"], written["join"]) == (
+    assert (written["args"], written["workers"], written["single_process"], written["global_batch_of"]) == (
         ["--lr", "0.1", "a b"],
         1,
         False,
@@ -188,7 +188,7 @@ def test_lines_are_seen_when_they_are_ended(place: Place) -> None:
         ({"seed": -1}, LaunchError, ("the seed", "got: -1")),
         ({"timeout_s": 0.0}, LaunchError, ("limit of a wait", "--timeout 600")),
         ({"port": 70000}, LaunchError, ("the port", "got: 70000")),
-        ({"alone": True, "workers": 2}, LaunchError, ("alone means one worker", "got: 2")),
+        ({"single_process": True, "workers": 2}, LaunchError, ("alone means one worker", "got: 2")),
         ({"servers": 2}, LaunchError, ("--servers needs --recipe", "got: --servers 2", "try: --recipe")),
         ({"recipe": "async_sgd", "servers": 0}, LaunchError, ("number of servers", "got: 0", "try: --servers 2")),
         ({"recipe": "async_sgd", "servers": -1}, LaunchError, ("number of servers", "got: -1")),

@@ -163,7 +163,7 @@ def test_servers_put_a_recipe_over_a_server() -> None:
     assert over("async_sgd(shards=4)", None) == ("async_sgd(shards=4)", 4)
     assert over("allreduce", None) == ("allreduce", 0)
     assert over(None, None) == (None, 0)
-    assert over("async_sgd", None, alone=True) == ("async_sgd", 0)
+    assert over("async_sgd", None, single_process=True) == ("async_sgd", 0)
 
 
 # How they end

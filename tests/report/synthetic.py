@@ -109,7 +109,7 @@ def write_run(
     *,
     recipe: str | None = None,
     workers: int = 1,
-    join: int = 1,
+    global_batch_of: int = 1,
     seed: int = 0,
     step_s: float = 0.02,
     bytes_a_round: int = 1000,
@@ -120,7 +120,13 @@ def write_run(
     """A run folder; `events` replaces the training's own. A run without a recipe is one alone."""
     folder.mkdir(parents=True)
     run = {"stretto": "0.1.0", "script": "train.py", "args": ["--hidden", "32"], "recipe": recipe, "workers": workers}
-    run |= {"seed": seed, "alone": recipe is None, "join": join, "threads": 1, "machine": MACHINE}
+    run |= {
+        "seed": seed,
+        "single_process": recipe is None,
+        "global_batch_of": global_batch_of,
+        "threads": 1,
+        "machine": MACHINE,
+    }
     run |= {"started": "2026-11-21T10:45:00+00:00", "command": ["stretto", "run", "train.py"]}
     run |= {"versions": {"python": "3.11.7", "torch": "2.13.0", "numpy": "2.4.6"}}
     (folder / "run.json").write_text(json.dumps(run))
@@ -136,7 +142,7 @@ def write_comparison(
     records: list[dict[str, Any]] = []
     for seed in range(seeds):
         write_run(folder / f"alone-{seed}", seed=seed, step_s=0.03)
-        write_run(folder / f"joined-{seed}", join=2, seed=seed, step_s=0.05)
+        write_run(folder / f"joined-{seed}", global_batch_of=2, seed=seed, step_s=0.05)
         records += [record(folder / f"{kind}-{seed}") for kind in ("alone", "joined")]
         for place, recipe in enumerate(recipes):
             asked = {"recipe": recipe, "workers": 2, "seed": seed, "every": 16**place, "best": 0.97 - 0.004 * place}

@@ -52,8 +52,8 @@ def test_metrics_are_the_last_of_each(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("asked", "name"),
     [
-        ({}, "alone"),
-        ({"join": 4}, "alone(joined)"),
+        ({}, "single process"),
+        ({"global_batch_of": 4}, "single process (global batch)"),
         ({"recipe": "allreduce()", "workers": 2}, "allreduce()"),
     ],
 )
@@ -116,7 +116,7 @@ def test_a_record_is_plain_json_and_has_the_promised_keys(tmp_path: Path) -> Non
 
 
 def test_a_run_that_never_began_has_the_same_keys(tmp_path: Path) -> None:
-    asked = {"recipe": "x()", "workers": 2, "join": 1, "seed": 0, "script": "train.py", "folder": tmp_path}
+    asked = {"recipe": "x()", "workers": 2, "global_batch_of": 1, "seed": 0, "script": "train.py", "folder": tmp_path}
     assert set(unstarted(**asked, failed="no")) == set(record(write_run(tmp_path / "run")))
     assert set(BEYOND_ONE_RUN) <= set(unstarted(**asked, failed="no"))
 

@@ -33,7 +33,7 @@ def by_title(found: list[Sheet]) -> dict[str, Sheet]:
 
 def test_speed_up_is_over_alone_and_efficiency_per_worker(tmp_path: Path) -> None:
     fast = by_title(sheets(records(tmp_path)))["How fast?"]
-    assert cell(fast, "alone", "speed-up") == ("1.00×", "")
+    assert cell(fast, "single process", "speed-up") == ("1.00×", "")
     assert cell(fast, "allreduce()", "speed-up") == ("3.00×", "")
     assert cell(fast, "allreduce()", "efficiency") == ("150%", "")
     assert cell(fast, "allreduce()", "samples/s") == ("800", "")
@@ -41,7 +41,7 @@ def test_speed_up_is_over_alone_and_efficiency_per_worker(tmp_path: Path) -> Non
 
 def test_the_state_is_measured_against_the_joined_batch(tmp_path: Path) -> None:
     found = by_title(sheets(records(tmp_path)))
-    assert cell(found["Same state?"], "alone (batch ×2)", "parameter distance") == ("reference", "")
+    assert cell(found["Same state?"], "single process (global batch ×2)", "parameter distance") == ("reference", "")
     assert cell(found["Same state?"], "allreduce()", "parameter distance") == ("0.0300", "")
     assert cell(found["Same state?"], "allreduce()", "predictions that differ")[0] == formatting.NOTHING
     assert cell(found["Same quality?"], "local_sgd(every=16)", "difference")[0] == "-0.0040"
@@ -58,7 +58,7 @@ def test_several_seeds_give_medians_with_their_range(tmp_path: Path) -> None:
     found = records(tmp_path, seeds=3)
     for one in found:
         one["samples_per_second"] = 100.0 * (one["seed"] + 1)
-    assert cell(by_title(sheets(found))["How fast?"], "alone", "samples/s") == ("200", "100…300")
+    assert cell(by_title(sheets(found))["How fast?"], "single process", "samples/s") == ("200", "100…300")
 
 
 def test_a_target_gets_its_table_and_misses_are_said(tmp_path: Path) -> None:
@@ -81,7 +81,7 @@ def test_failed_runs_are_marked_and_the_others_stay(tmp_path: Path) -> None:
     fast = by_title(sheets(found))["How fast?"]
     assert cell(fast, "allreduce()", "run") == ("allreduce()", "1 of 2 runs failed")
     assert cell(fast, "local_sgd(every=16)", "samples/s")[0] == "failed"
-    assert cell(fast, "alone", "samples/s")[0] == "267"
+    assert cell(fast, "single process", "samples/s")[0] == "267"
 
 
 @pytest.mark.parametrize("width", [80, 120])

@@ -14,11 +14,18 @@ Run = dict[str, Any]
 
 
 def run(recipe: str, seconds: float | None, acc: float | None = 0.95, **more: Any) -> Run:
-    workers = more.pop("workers", 1 if recipe.startswith("alone") else 4)
-    join = more.pop("join", 4 if recipe == "alone(joined)" else 1)
+    workers = more.pop("workers", 1 if recipe.startswith("single process") else 4)
+    join = more.pop("global_batch_of", 4 if recipe == "single process (global batch)" else 1)
     reached = more.pop("reached", None)
     rate = 1000 / seconds if seconds else None
-    known: Run = {"recipe": recipe, "workers": workers, "join": join, "seed": 0, "failed": None, "seconds": seconds}
+    known: Run = {
+        "recipe": recipe,
+        "workers": workers,
+        "global_batch_of": join,
+        "seed": 0,
+        "failed": None,
+        "seconds": seconds,
+    }
     known |= {"metrics": {} if acc is None else {"acc": acc}, "threads": 1, "cores": 64, "samples_per_second": rate}
     known |= {"reached": {"seconds": reached, "samples": 1} if reached else None, "folder": recipe}
     return known | more
@@ -28,8 +35,8 @@ def judge(*runs: Run, target: Target | None = None) -> Verdict:
     return verdict(runs, target)
 
 
-ALONE = run("alone", 10.0, reached=8.0)
-JOINED = run("alone(joined)", 9.0, reached=9.5)
+ALONE = run("single process", 10.0, reached=8.0)
+JOINED = run("single process (global batch)", 9.0, reached=9.5)
 
 
 def test_distributed_wins_the_race_to_the_target() -> None:
@@ -48,7 +55,7 @@ def test_distributed_loses_the_race_to_the_target() -> None:
 
 
 def test_the_joined_batch_is_alone_too() -> None:
-    fast = run("alone(joined)", 3.0, reached=2.0)
+    fast = run("single process (global batch)", 3.0, reached=2.0)
     judged = judge(ALONE, fast, run("a()", 4.0, reached=3.0), target=TARGET)
     assert judged.worth is False
     assert "alone with the joined batch (×4) reached acc>=0.9 in 2.00 s" in judged.sentence
@@ -62,7 +69,7 @@ def test_a_tie_is_no_win(seconds: float) -> None:
 
 
 def test_a_target_that_only_one_side_reached_decides() -> None:
-    missed = run("alone", 10.0), run("alone(joined)", 9.0)
+    missed = run("single process", 10.0), run("single process (global batch)", 9.0)
     assert judge(*missed, run("a()", 20.0, reached=19.0), target=TARGET).worth is True
     judged = judge(ALONE, JOINED, run("a()", 1.0), target=TARGET)
     assert judged.worth is False
@@ -70,20 +77,22 @@ def test_a_target_that_only_one_side_reached_decides() -> None:
 
 
 def test_when_nobody_reached_the_target_the_same_data_is_compared_and_that_is_said() -> None:
-    judged = judge(run("alone", 10.0), run("alone(joined)", 9.0), run("a()", 3.0), target=TARGET)
+    judged = judge(
+        run("single process", 10.0), run("single process (global batch)", 9.0), run("a()", 3.0), target=TARGET
+    )
     assert judged.worth is True
     assert "reached acc>=0.9 on every seed: time for the same data" in str(judged)
 
 
 def test_for_the_same_data_a_worse_model_is_no_win_however_fast() -> None:
-    judged = judge(run("alone", 10.0, 0.95), run("a()", 3.0, 0.80))
+    judged = judge(run("single process", 10.0, 0.95), run("a()", 3.0, 0.80))
     assert judged.worth is False
     assert "nothing distributed came within 0.01 of it" in judged.sentence
     assert "0.8000" in judged.sentence
 
 
 def test_a_fast_but_worse_run_is_named_beside_the_winner() -> None:
-    judged = judge(run("alone", 10.0, 0.95), run("a()", 5.0, 0.951), run("b()", 3.0, 0.80))
+    judged = judge(run("single process", 10.0, 0.95), run("a()", 5.0, 0.951), run("b()", 3.0, 0.80))
     assert judged.sentence.startswith(f"{WORTH}a() on 4 workers took 5.00 s")
     assert "not as good: b() on 4 workers" in str(judged)
 
@@ -92,36 +101,38 @@ def test_less_is_better_for_a_loss() -> None:
     def loss(recipe: str, seconds: float, value: float) -> Run:
         return run(recipe, seconds, metrics={"val_loss": value})
 
-    assert judge(loss("alone", 10.0, 1.0), loss("a()", 3.0, 0.5)).worth is True
-    assert judge(loss("alone", 10.0, 1.0), loss("a()", 3.0, 1.5)).worth is False
+    assert judge(loss("single process", 10.0, 1.0), loss("a()", 3.0, 0.5)).worth is True
+    assert judge(loss("single process", 10.0, 1.0), loss("a()", 3.0, 1.5)).worth is False
 
 
 def test_a_metric_whose_direction_is_unknown_must_come_near() -> None:
     def odd(recipe: str, seconds: float, value: float) -> Run:
         return run(recipe, seconds, metrics={"wobble": value})
 
-    assert judge(odd("alone", 10.0, 1.0), odd("a()", 3.0, 1.01)).worth is True
-    assert judge(odd("alone", 10.0, 1.0), odd("a()", 3.0, 2.0)).worth is False
-    assert judge(odd("alone", 10.0, 1.0), odd("a()", 3.0, 0.5)).worth is False
+    assert judge(odd("single process", 10.0, 1.0), odd("a()", 3.0, 1.01)).worth is True
+    assert judge(odd("single process", 10.0, 1.0), odd("a()", 3.0, 2.0)).worth is False
+    assert judge(odd("single process", 10.0, 1.0), odd("a()", 3.0, 0.5)).worth is False
 
 
 def test_without_evaluate_speed_is_no_yes() -> None:
-    judged = judge(run("alone", 10.0, None), run("a()", 3.0, None))
+    judged = judge(run("single process", 10.0, None), run("a()", 3.0, None))
     assert judged.worth is None
     assert judged.sentence.startswith(FASTER)
     assert "Quality was not measured" in str(judged)
-    assert judge(run("alone", 3.0, None), run("a()", 10.0, None)).worth is False
+    assert judge(run("single process", 3.0, None), run("a()", 10.0, None)).worth is False
 
 
 def test_one_seed_is_said_and_several_are_counted() -> None:
     assert "one seed" in str(judge(ALONE, run("a()", 3.0)))
-    judged = judge(*(run(name, s, seed=seed) for seed in range(3) for name, s in (("alone", 10.0), ("a()", 3.0))))
+    judged = judge(
+        *(run(name, s, seed=seed) for seed in range(3) for name, s in (("single process", 10.0), ("a()", 3.0)))
+    )
     assert "3 seeds" in str(judged)
     assert "one seed" not in str(judged)
 
 
 def test_overlapping_ranges_are_no_win() -> None:
-    alone = [run("alone", seconds, seed=seed) for seed, seconds in enumerate((9.0, 10.0, 11.0))]
+    alone = [run("single process", seconds, seed=seed) for seed, seconds in enumerate((9.0, 10.0, 11.0))]
     other = [run("a()", seconds, seed=seed) for seed, seconds in enumerate((5.0, 8.0, 9.5))]
     judged = judge(*alone, *other)
     assert judged.worth is False
@@ -130,7 +141,7 @@ def test_overlapping_ranges_are_no_win() -> None:
 
 
 def test_a_target_reached_on_some_seeds_only_is_not_reached() -> None:
-    alone = [run("alone", 10.0, seed=seed, reached=8.0) for seed in range(2)]
+    alone = [run("single process", 10.0, seed=seed, reached=8.0) for seed in range(2)]
     other = [run("a()", 10.0, seed=0, reached=1.0), run("a()", 10.0, seed=1)]
     assert judge(*alone, *other, target=TARGET).worth is False
 
@@ -143,16 +154,16 @@ def test_a_recipe_with_a_failed_run_is_no_candidate_and_is_named() -> None:
 
 def test_a_recipe_on_one_worker_is_not_distributed() -> None:
     one = run("a()", 1.0, workers=1)
-    assert judge(run("alone", 10.0), one).sentence.startswith(UNKNOWN)
-    assert "b() on 4 workers" in judge(run("alone", 10.0), one, run("b()", 4.0)).sentence
+    assert judge(run("single process", 10.0), one).sentence.startswith(UNKNOWN)
+    assert "b() on 4 workers" in judge(run("single process", 10.0), one, run("b()", 4.0)).sentence
 
 
 def test_without_one_side_there_is_no_verdict() -> None:
-    for runs in ([run("alone", 1.0)], [run("alone", 1.0, failed="x"), run("a()", 1.0)]):
+    for runs in ([run("single process", 1.0)], [run("single process", 1.0, failed="x"), run("a()", 1.0)]):
         assert judge(*runs).worth is None
         assert judge(*runs).sentence.startswith(UNKNOWN)
-    assert judge(run("alone", 1.0), run("a()", 1.0, failed="x")).worth is None
-    assert judge(run("alone", None), run("a()", None)).worth is None
+    assert judge(run("single process", 1.0), run("a()", 1.0, failed="x")).worth is None
+    assert judge(run("single process", None), run("a()", None)).worth is None
 
 
 @pytest.mark.parametrize(
@@ -160,19 +171,19 @@ def test_without_one_side_there_is_no_verdict() -> None:
     [(2, 2, 1, True), (4, 4, 1, True), (2, 1, 1, True), (8, 1, 1, False), (8, 2, 2, False), (None, 1, 1, False)],
 )
 def test_shared_cores_are_said_when_they_are(cores: int | None, alone_threads: int, threads: int, said: bool) -> None:
-    alone = run("alone", 5.0, cores=cores, threads=alone_threads)
+    alone = run("single process", 5.0, cores=cores, threads=alone_threads)
     assert ("shared" in str(judge(alone, run("a()", 5.0, cores=cores, threads=threads)))) is said
 
 
 def test_more_than_n_times_as_fast_is_not_believed() -> None:
-    judged = judge(run("alone", 10.0), run("a()", 1.0))
+    judged = judge(run("single process", 10.0), run("a()", 1.0))
     assert judged.worth is None
     assert judged.sentence.startswith(DOUBTFUL)
     assert "more than its workers can give" in str(judged)
 
 
 def test_the_best_number_of_workers_is_named() -> None:
-    judged = judge(run("alone", 10.0), run("a()", 6.0, workers=2), run("a()", 3.0, workers=4))
+    judged = judge(run("single process", 10.0), run("a()", 6.0, workers=2), run("a()", 3.0, workers=4))
     assert "a() on 4 workers" in judged.sentence
 
 
@@ -183,9 +194,9 @@ def test_an_asynchronous_recipe_competes_like_any_other() -> None:
     judged = judge(ALONE, JOINED, run("async_sgd()", 4.0, **UNEQUAL), run("allreduce()", 8.0))
     assert judged.worth is True
     assert judged.sentence.startswith(f"{WORTH}async_sgd() on 4 workers took 4.00 s")
-    worse = judge(run("alone", 10.0, 0.95), run("async_sgd()", 3.0, 0.80, **UNEQUAL))
+    worse = judge(run("single process", 10.0, 0.95), run("async_sgd()", 3.0, 0.80, **UNEQUAL))
     assert worse.worth is False
-    assert judge(run("alone", 10.0), run("async_sgd()", 1.0, **UNEQUAL)).sentence.startswith(DOUBTFUL)
+    assert judge(run("single process", 10.0), run("async_sgd()", 1.0, **UNEQUAL)).sentence.startswith(DOUBTFUL)
 
 
 def test_an_asynchronous_recipe_races_to_the_target() -> None:

@@ -122,7 +122,7 @@ def test_factors_follow_the_number_of_workers() -> None:
     script = Path(__file__)
     factors = [RunConfig(script, workers=4, lr_scale=scale).lr_factor for scale in ("none", "linear", "sqrt")]
     assert factors == [1, 4, 2]
-    assert RunConfig(script, alone=True, join=4, lr_scale="linear").lr_factor == 4
+    assert RunConfig(script, single_process=True, global_batch_of=4, lr_scale="linear").lr_factor == 4
     with pytest.raises(LaunchError, match="--lr-scale is for a larger batch"):
         check(RunConfig(script, workers=4, recipe="allreduce", global_batch="split", lr_scale="linear"))
 
@@ -132,8 +132,8 @@ def test_a_comparison_of_shared_batches_refers_to_the_run_alone() -> None:
     question = ask(Path(__file__), (), workers="1,4", recipes=["allreduce"], global_batch="split", **about)
     assert [(one.workers, one.join, one.reference) for one in trials(question)] == [
         (1, 1, None),
-        (1, 1, "alone-seed0"),
-        (4, 1, "alone-seed0"),
+        (1, 1, "single-process-seed0"),
+        (4, 1, "single-process-seed0"),
     ]
     assert "--batch split" in " ".join(question.command())
 

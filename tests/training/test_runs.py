@@ -233,9 +233,9 @@ def test_the_recipe_of_the_command_line_wins_and_that_is_said(
 
 
 def test_alone_with_joined_batches_takes_the_steps_of_the_joined_batch(tmp_path: Path) -> None:
-    together(1, work, alone=True, join=4, run=tmp_path)
+    together(1, work, single_process=True, global_batch_of=4, run=tmp_path)
     assert events(tmp_path, "epoch")[-1]["step"] == 2 * 4
-    assert events(tmp_path, "start")[0]["recipe"] == "alone"
+    assert events(tmp_path, "start")[0]["recipe"] == "single process"
 
 
 def test_replicas_are_compared_in_the_run(tmp_path: Path) -> None:
@@ -263,7 +263,7 @@ def test_the_seat_is_read_from_the_environment(tmp_path: Path) -> None:
     assert find_seat({}) is None
     seat = find_seat(WorkerConfig(run=str(tmp_path), single_process=True, global_batch_of=4, seed=3).environment())
     assert seat is not None
-    assert (seat.run, seat.alone, seat.join, seat.seed, seat.workers) == (tmp_path, True, 4, 3, 1)
+    assert (seat.run, seat.single_process, seat.global_batch_of, seat.seed, seat.workers) == (tmp_path, True, 4, 3, 1)
     torchrun = find_seat({"RANK": "2", "WORLD_SIZE": "4", "STRETTO_RECIPE": "allreduce"})
     assert isinstance(torchrun, WorkerContext)
     assert (torchrun.worker, torchrun.workers, torchrun.recipe, torchrun.run) == (2, 4, "allreduce", None)
