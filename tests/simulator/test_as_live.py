@@ -148,7 +148,7 @@ def test_time_is_up_after_the_same_hand_whoever_is_slow(speed: str) -> None:
 )
 def test_what_is_stopped_and_killed_at_once_is_killed(fault: str) -> None:
     ended = simulated(2, trains(), "allreduce", fault=fault)
-    assert ended.of("epoch")[-1]["seen"]["once"] == 400
+    assert ended.of("epoch")[-1]["sample_counts"]["once"] == 400
 
 
 def test_a_server_that_is_not_there_has_no_slow_link() -> None:
@@ -188,7 +188,7 @@ def test_who_writes_into_data_writes_into_its_own() -> None:
     loader = stretto"""
     text = trains(2).replace("loader = stretto", dedent(writes))
     ended = simulated(4, text + "\nassert data.seen.sum() == TABLE.sum() == 4000, (data.seen.sum(), TABLE.sum())")
-    assert ended.of("epoch")[-1]["seen"]["once"] == 8000
+    assert ended.of("epoch")[-1]["sample_counts"]["once"] == 8000
 
 
 def test_data_that_is_alike_is_kept_once(monkeypatch: pytest.MonkeyPatch) -> None:

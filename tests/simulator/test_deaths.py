@@ -132,7 +132,7 @@ def test_the_report_tells_of_it(tmp_path: Path) -> None:
     assert history.ended
     (line,) = incidents.in_lines(history)
     assert line.startswith("worker 2, at 0.06")
-    assert "gone (killed by SIGKILL, on purpose)" in line
+    assert "failed (killed by SIGKILL, on purpose)" in line
     assert "back after" in line
 
 

@@ -85,4 +85,4 @@ def test_what_no_exchange_has_carried_is_listed_of_the_dead_alone(monkeypatch: p
     fault = "kill worker 1 at 190ms, back after 20ms"
     ended = lived("local_sgd(every=60)", fault, 3, 6)
     assert set(taken) == {1}
-    assert ended.of("epoch")[-1]["seen"]["once"] == 41
+    assert ended.of("epoch")[-1]["sample_counts"]["once"] == 41

@@ -134,7 +134,7 @@ def test_what_was_done_since_the_cut_is_done_again(monkeypatch: pytest.MonkeyPat
     def steps(every_s: float) -> int:
         monkeypatch.setattr(rpc_server, "CUT_EVERY_S", every_s)
         ended = lived("async_sgd", "kill server 0 at 150ms, back after 20ms", samples=400)
-        assert ended.of("epoch")[-1]["seen"]["once"] == 400
+        assert ended.of("epoch")[-1]["sample_counts"]["once"] == 400
         return sum(int(one["step"]) for one in ended.of("end"))
 
     assert steps(10) > steps(0.03) >= 2 * 400 / 4

@@ -130,7 +130,7 @@ def test_factors_follow_the_number_of_workers() -> None:
 def test_a_comparison_of_shared_batches_refers_to_the_run_alone() -> None:
     about: Any = {"seeds": 1, "target": None, "threads": None, "timeout_s": 60.0}
     question = ask(Path(__file__), (), workers="1,4", recipes=["allreduce"], global_batch="split", **about)
-    assert [(one.workers, one.join, one.reference) for one in trials(question)] == [
+    assert [(one.workers, one.global_batch_of, one.reference) for one in trials(question)] == [
         (1, 1, None),
         (1, 1, "single-process-seed0"),
         (4, 1, "single-process-seed0"),

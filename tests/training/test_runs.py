@@ -93,7 +93,12 @@ def test_a_pass_left_early_is_audited_honestly(recipe: str, before: bool, seen: 
                 break
 
     together(2, early, recipe, run=tmp_path)
-    assert events(tmp_path, "epoch")[0]["seen"] == {"once": seen, "twice": 0, "never": 100 - seen, "dropped": 0}
+    assert events(tmp_path, "epoch")[0]["sample_counts"] == {
+        "once": seen,
+        "twice": 0,
+        "never": 100 - seen,
+        "dropped": 0,
+    }
     assert sum(one["samples"] for one in events(tmp_path, "epoch")[0]["workers"]) == seen
 
 
@@ -106,7 +111,7 @@ def test_what_the_loader_drops_is_said(tmp_path: Path) -> None:
             optimizer.step()
 
     together(2, dropping, "allreduce", run=tmp_path)
-    assert events(tmp_path, "epoch")[0]["seen"] == {"once": 96, "twice": 0, "never": 0, "dropped": 4}
+    assert events(tmp_path, "epoch")[0]["sample_counts"] == {"once": 96, "twice": 0, "never": 0, "dropped": 4}
 
 
 class Judge:
