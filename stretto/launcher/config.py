@@ -31,9 +31,10 @@ MIN_FAILURE_TIMEOUT_S = 0.1
 class RunConfig:
     """Configuration of a run on workers of this machine, of a script file or, with `module`, of a module.
 
-    `recipe` is text and takes precedence over the script's. `single_process` switches every exchange off, and `global_batch_of` is the
-    number of the script's batches that form one batch. `threads` is per worker, `timeout_s` limits every wait for
-    another worker, `output` selects the workers whose output reaches the terminal; log files hold all output.
+    `recipe` is text and takes precedence over the script's. `single_process` disables all communication, and
+    `global_batch_of` is the number of the script's batches that form one batch. `threads` is per worker, `timeout_s`
+    limits every wait for another worker, `output` selects the workers whose output reaches the terminal; log files hold
+    all output.
 
     `servers` runs the recipe over a parameter server of that many shards, `on_nan` is their reaction to an update that
     is not finite, and `plain` leaves their traffic unencrypted. `stragglers` slows some workers down: `1:2.0,3:5.0`.
