@@ -91,6 +91,12 @@ def test_workers_that_leave_the_loop_at_the_same_step_go_on_to_the_next_epoch(tm
     assert epochs == [3, 6]
 
 
+def test_folder_that_two_workers_make_is_an_error_with_advice(tmp_path: Path) -> None:
+    done = run(tmp_path, "allreduce", before=f"os.makedirs({str(tmp_path / 'made')!r})")
+    assert done.returncode == 1
+    assert done.stderr.count("`with stretto.main_first():` around what makes it") == 1, done.stderr
+
+
 def test_loop_may_fork_a_pool_of_processes(tmp_path: Path) -> None:
     """Its end sends SIGTERM to children that may have been forked a moment ago, and waits for them."""
     pools = "for _ in range(20):\n            with multiprocessing.get_context('fork').Pool(2): pass"

@@ -10,12 +10,14 @@ import contextlib
 import errno
 import io
 import os
+import pickle
 import runpy
 import socket
 import sys
 import sysconfig
 import time
 import traceback
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType, ModuleType, TracebackType
@@ -174,7 +176,7 @@ def _append(run: str | None, line: bytes) -> None:
 def _text(error: BaseException) -> str:
     if isinstance(error, SystemExit) and not isinstance(error.code, str):
         return f"the script called sys.exit({error.code!r})"
-    return f"{error}{_as_module(error)}"
+    return f"{error}{_as_module(error)}{_of_shared_files(error)}"
 
 
 def _as_module(error: BaseException) -> str:
@@ -183,6 +185,26 @@ def _as_module(error: BaseException) -> str:
         return ""
     name = module_name(Path(sys.argv[0]))
     return f"; start it as a module: stretto run -m {name}" if name is not None else ""
+
+
+def _of_shared_files(error: BaseException) -> str:
+    """Return what to type where several workers make one folder, or read a file that another one is writing."""
+    config = worker_config()
+    if config is None or config.world_size == 1:
+        return ""
+    if isinstance(error, FileExistsError):
+        return (
+            "; several workers run the script: `with stretto.main_first():` around what makes it, with exist_ok=True, "
+            "or `if stretto.is_main():`"
+        )
+    frames = traceback.extract_tb(error.__traceback__)
+    is_reading = any(one.name == "load" and one.filename.endswith("torch/serialization.py") for one in frames)
+    if is_reading and isinstance(error, EOFError | RuntimeError | pickle.UnpicklingError | zipfile.BadZipFile):
+        return (
+            "; if several workers write this file it may be torn: write it with stretto.save(obj, path), or make it "
+            "within `with stretto.main_first():`"
+        )
+    return ""
 
 
 def failure(error: BaseException) -> str:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from scene import Place
 
 from stretto.events import read_events
-from stretto.launcher import script_watch
+from stretto.launcher import script_watch, worker_main
 from stretto.launcher.script_watch import Written, several_write
+from stretto.launcher.worker_main import failure
 
 WRITES = """
 import os
@@ -81,3 +83,18 @@ def test_steps_before_distribute_are_said_once(
     for _ in range(3):
         hooks[0](None, (), {})
     assert capsys.readouterr().err.count("each of the 4 workers trains alone") == (not distributed)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_torn_file_that_torch_loads_is_an_error_with_advice(
+    workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_main, "worker_config", lambda: SimpleNamespace(world_size=workers))
+    file = tmp_path / "model.pt"
+    torch.save({"weight": torch.zeros(1000)}, file)
+    whole = file.read_bytes()
+    for size in (0, 100, len(whole) // 2):
+        file.write_bytes(whole[:size])
+        with pytest.raises(Exception) as found:  # noqa: PT011 - torch raises one of several
+            torch.load(file)
+        assert failure(found.value).count("write it with stretto.save(obj, path)") == (workers == 2)
