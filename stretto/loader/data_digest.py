@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
-from torch.utils.data import ConcatDataset, Subset, TensorDataset
+import torch
+from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
-from stretto.errors import LogError, StaysOutError
+from stretto.errors import LoaderError, LogError, StaysOutError, explain
 from stretto.run_dir import read_run
 from stretto.strategies.tensor_sync import octets
 
 LARGEST = 1 << 26
 """The bytes at either end of a tensor that enter its digest."""
+ROWS = 32
+"""The rows at either end of a sequence that enter its digest."""
+DEEPEST = 6
+"""Number of nested data sets that are searched."""
 
 
 def digest_of(loader: Any) -> str:
@@ -29,6 +35,81 @@ def digest_of(loader: Any) -> str:
     for piece in _pieces(getattr(loader, "dataset", loader)):
         digest.update(piece)
     return digest.hexdigest()
+
+
+def rows_digest(loader: Any) -> str:
+    """Return a digest of the data, of the rows that data sets hold in memory, and of the sampler's indices.
+
+    No sample is asked for, since a data set may draw random numbers for it.
+
+    >>> rows_digest([1, 2]) == rows_digest([2, 1])
+    False
+    """
+    digest = hashlib.blake2b(digest_of(loader).encode(), digest_size=8)
+    data = getattr(loader, "dataset", loader)
+    for piece in _rows(data, DEEPEST):
+        digest.update(piece)
+    batches = getattr(loader, "batch_sampler", None)
+    for sampler in (getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None)):
+        for value in getattr(sampler, "__dict__", {}).values():
+            if value is not data and _is_rows(value):
+                digest.update(_ends(value))
+    return digest.hexdigest()
+
+
+def _is_rows(value: Any) -> bool:
+    """Return True for a sequence whose ends can be read without drawing random numbers."""
+    if isinstance(value, torch.Tensor):
+        return value.dim() > 0 and value.layout is torch.strided
+    if isinstance(value, np.ndarray):
+        return value.ndim > 0 and not value.dtype.hasobject
+    return isinstance(value, list | tuple | range)
+
+
+def _rows(data: Any, depth: int) -> Iterator[bytes]:
+    """Yield the ends of the sequences in a data set that are as long as it, and of those in nested data sets."""
+    if _is_rows(data):
+        yield _ends(data)
+    elif isinstance(data, Dataset) and depth:
+        for value in vars(data).values():
+            if isinstance(value, Dataset):
+                yield from _rows(value, depth - 1)
+            elif _is_rows(value) and len(value) >= len(data):  # type: ignore[arg-type]
+                yield _ends(value)
+
+
+def _ends(rows: Any) -> bytes:
+    ends = [*rows[:ROWS], *rows[max(len(rows) - ROWS, 0) :]]
+    return b"".join((str(len(rows)).encode(), *(_row(one) for one in ends)))
+
+
+def _row(value: Any) -> bytes:
+    """Return the bytes of a row; of a path only its last name, since folders may be a worker's own."""
+    if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+        return octets(value).tobytes()
+    if isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:
+        return value.tobytes()
+    if isinstance(value, str | os.PathLike):
+        return Path(value).name.encode(errors="surrogateescape")
+    if isinstance(value, list | tuple):
+        return b"".join(_row(one) for one in value)
+    return repr(value).encode() if isinstance(value, int | float | bytes) else type(value).__name__.encode()
+
+
+def refuse_different_rows(digests: list[str]) -> None:
+    """Raise LoaderError unless the digests of all workers are equal."""
+    other = next((worker for worker, one in enumerate(digests) if one != digests[0]), None)
+    if other is None:
+        return
+    raise LoaderError(
+        explain(
+            f"the data of worker {other} differ from those of worker 0, and each epoch is dealt among the workers",
+            got="a data set or a sampler that the script has split by worker, or drawn with other random numbers",
+            expected="the whole data set, in the same order, at every worker",
+            to_type="DataLoader(dataset, shuffle=True) without stretto.rank(); random_split(..., generator="
+            "torch.Generator().manual_seed(0))",
+        )
+    )
 
 
 def _pieces(data: Any) -> Iterator[bytes]:

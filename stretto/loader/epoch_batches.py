@@ -408,12 +408,12 @@ def is_leasable(loader: Any) -> bool:
 
 def _refuse_sharded(loader: DataLoader[Any]) -> None:
     samplers = (loader.sampler, getattr(loader.batch_sampler, "sampler", None))
-    if any(isinstance(one, DistributedSampler) for one in samplers):
+    if any(isinstance(one, DistributedSampler) or getattr(one, "num_replicas", 1) > 1 for one in samplers):
         problem = "the loader's sampler already shares the samples out among workers, as stretto does"
         raise LoaderError(
             explain(
                 problem,
-                got="a DistributedSampler",
+                got="a DistributedSampler, or one like it",
                 expected="a sampler over all samples",
                 to_type="DataLoader(..., shuffle=True)",
             )

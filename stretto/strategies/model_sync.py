@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from stretto.errors import ModelError, RecipeError, explain
+from stretto.loader.data_digest import refuse_different_rows
 from stretto.strategies.tensor_sync import crc, follow
 from stretto.transport import Transport
 
@@ -113,8 +114,11 @@ def state_of(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def agree_on_model(wire: Transport, model: nn.Module, recipe: str) -> None:
-    """Raise, at every worker, unless all have models of the same names, shapes and dtypes, and the same recipe."""
+def agree_on_start(wire: Transport, model: nn.Module, recipe: str, data: str) -> None:
+    """Raise, at every worker, unless all have models of the same names, shapes and dtypes, and the same recipe.
+
+    `data` is a digest of the data, or empty where these may differ.
+    """
     if any(isinstance(one, UninitializedParameter) for one in model.parameters()):
         raise ModelError(
             explain(
@@ -127,11 +131,12 @@ def agree_on_model(wire: Transport, model: nn.Module, recipe: str) -> None:
     mine = [(name, list(one.shape), str(one.dtype)) for name, one in state_of(model).items()]
     packed = msgspec.msgpack.encode(mine)
     digest = hashlib.blake2b(packed, digest_size=16).digest()
-    told = wire.all_gather_bytes(digest + recipe.encode())
+    told = wire.all_gather_bytes(digest + msgspec.msgpack.encode((recipe, data)))
     if len({one[:16] for one in told}) > 1:
         raise ModelError(_model_difference(wire.all_gather_bytes(packed)))
-    if len(set(told)) > 1:
-        by_worker = [one[16:].decode() for one in told]
+    others = [msgspec.msgpack.decode(one[16:], type=tuple[str, str]) for one in told]
+    by_worker = [spelled for spelled, _ in others]
+    if len(set(by_worker)) > 1:
         raise RecipeError(
             explain(
                 "the workers were given different recipes",
@@ -140,6 +145,7 @@ def agree_on_model(wire: Transport, model: nn.Module, recipe: str) -> None:
                 to_type="the same script and STRETTO_RECIPE everywhere",
             )
         )
+    refuse_different_rows([rows for _, rows in others])
 
 
 def _model_difference(packed: Sequence[bytes]) -> str:

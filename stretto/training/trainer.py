@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from stretto.codecs import CodecContext
 from stretto.data.leases import Lease
 from stretto.errors import LogError, NotFiniteError, ScriptError, StaysOutError, explain
+from stretto.loader.data_digest import rows_digest
 from stretto.loader.epoch_batches import AssignedEpoch, Assignment, BatchSource, EpochBatches, is_leasable, number_of
 from stretto.loader.global_step import GlobalStep
 from stretto.loader.leased_batches import LeasedEpoch
@@ -32,7 +33,7 @@ from stretto.runtime.phase_timer import Stopwatch
 from stretto.runtime.runtime import StopTraining
 from stretto.strategies.asynchronous import AsyncServer
 from stretto.strategies.model_replica import Replica
-from stretto.strategies.model_sync import agree_on_model, part_random_states, plain_name, refuse_all_frozen, same_start
+from stretto.strategies.model_sync import agree_on_start, part_random_states, plain_name, refuse_all_frozen, same_start
 from stretto.strategies.optimizers import Optimizers, parameters_of
 from stretto.strategies.outside_optimizers import OutsideOptimizers, refuse_step_outside, unwatch, watch
 from stretto.strategies.traffic_counters import Tally
@@ -82,7 +83,9 @@ class Trainer:
         self.journal = EventWriter(seat.run, self.wire, seat.around, number_of(self.wire), comes_late(self.wire))
         self.watch = Stopwatch(seat.around.clock, self.journal.zero)
         if not comes_late(self.wire):
-            agree_on_model(self.wire, model, recipe.spelled() if recipe else "")
+            is_compared = self.wire.workers > 1 and section.number == 1 and is_leasable(loader)
+            data = rows_digest(loader) if is_compared else ""
+            agree_on_start(self.wire, model, recipe.spelled() if recipe else "", data)
             same_start(self.wire, model)
             part_random_states(self.wire, section.number)
         meet = evaluate_every * self.wire.workers if evaluate_every and evaluate else None

@@ -1,0 +1,105 @@
+"""The data of all workers are compared at the start: a data set that the script has split by worker is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from crew import regression, small_net, together
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, Sampler, Subset, SubsetRandomSampler, TensorDataset
+
+import stretto
+from stretto.errors import LoaderError
+
+SAMPLES = 24
+
+
+class Rows(Dataset[Any]):
+    """Rows in memory, of which each is changed by random numbers when asked for."""
+
+    def __init__(self, data: TensorDataset, folder: str = "") -> None:
+        self.x, self.y = data.tensors
+        self.paths = [f"{folder}/{row}.png" for row in range(len(self.x))]
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, row: int) -> tuple[Tensor, Tensor]:
+        return self.x[row] + 0.1 * torch.randn_like(self.x[row]), self.y[row]
+
+
+class Shards(Sampler[int]):
+    """A sampler of another library that gives each worker a part."""
+
+    def __init__(self, rank: int, num_replicas: int) -> None:
+        self.rank, self.num_replicas = rank, num_replicas
+
+    def __len__(self) -> int:
+        return SAMPLES // self.num_replicas
+
+    def __iter__(self) -> Any:
+        return iter(range(self.rank, SAMPLES, self.num_replicas))
+
+
+def half(worker: int) -> TensorDataset:
+    return TensorDataset(*(one[worker::2] for one in regression(SAMPLES).tensors))
+
+
+SPLIT: dict[str, Callable[[int], Any]] = {
+    "subset": lambda worker: Subset(regression(SAMPLES), range(worker, SAMPLES, 2)),
+    "tensors": half,
+    "own class": lambda worker: Rows(half(worker)),
+    "nested": lambda worker: Subset(Rows(half(worker)), range(8)),
+    "list": lambda worker: list(regression(SAMPLES))[worker::2],
+}
+WHOLE: dict[str, Callable[[int], Any]] = {
+    "random rows": lambda worker: Rows(regression(SAMPLES)),
+    "folders of their own": lambda worker: Rows(regression(SAMPLES), f"/tmp/worker{worker}"),
+    "list": lambda worker: list(regression(SAMPLES)),
+}
+
+
+def training(make: Callable[[int], Any], **options: Any) -> Callable[[int], int]:
+    """A function of the worker that trains one epoch, and returns the number of samples in its batches."""
+
+    def work(worker: int) -> int:
+        net, seen = small_net(), 0
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+        given = {name: value(worker) for name, value in options.items()}
+        for x, y in stretto.distribute(net, optimizer, DataLoader(make(worker), batch_size=2, **given)):
+            optimizer.zero_grad()
+            nn.functional.mse_loss(net(x), y).backward()
+            optimizer.step()
+            seen += len(x)
+        return seen
+
+    return work
+
+
+@pytest.mark.parametrize("recipe", ["allreduce", "local_sgd(every=3)", "async_sgd"])
+@pytest.mark.parametrize("kind", SPLIT)
+def test_data_that_the_script_split_by_worker_are_refused(kind: str, recipe: str) -> None:
+    with pytest.raises(LoaderError, match="the data of worker 1 differ from those of worker 0"):
+        together(2, training(SPLIT[kind]), recipe)
+
+
+def test_a_sampler_over_a_part_of_the_indices_is_refused() -> None:
+    work = training(
+        lambda worker: regression(SAMPLES), sampler=lambda worker: SubsetRandomSampler(range(worker, SAMPLES, 2))
+    )
+    with pytest.raises(LoaderError, match="the data of worker 1 differ"):
+        together(2, work, "allreduce")
+
+
+def test_a_sampler_of_another_library_that_shares_out_is_refused() -> None:
+    work = training(lambda worker: regression(SAMPLES), sampler=lambda worker: Shards(worker, 2))
+    with pytest.raises(LoaderError, match="already shares the samples out"):
+        together(2, work, "allreduce")
+
+
+@pytest.mark.parametrize("kind", WHOLE)
+def test_random_rows_and_folders_of_a_worker_are_no_difference(kind: str) -> None:
+    assert sum(together(2, training(WHOLE[kind]), "allreduce")) == SAMPLES
