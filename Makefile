@@ -37,8 +37,10 @@ check: $(READY)     ## style, types and the house
 bench: $(READY)     ## the figures of docs/figures.md
 	$(BIN)/python -m benchmarks
 
+DOCS = $$($(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])')
+
 $(VENV)/.docs: $(READY)
-	$(PIP) -e ".[docs]"
+	$(PIP) $(DOCS)
 	@touch $@
 
 docs: $(VENV)/.docs ## the site of the documentation, in build/site
