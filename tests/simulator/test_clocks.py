@@ -66,3 +66,14 @@ def test_clock_goes_on_while_a_step_is_measured(clock: str, tmp_path: Path) -> N
     script.write_text(dedent(SCRIPT))
     order = RunConfig(script=script, workers=2, recipe="allreduce", args=(clock,))
     assert measure(check(Simulation(order, CostModel(0.0))), seconds, lambda: None).step_s > 0
+
+
+@pytest.mark.parametrize("recipe", ["async_sgd", "stale_synchronous(bound=4)"])
+def test_every_worker_has_batches_in_each_epoch_that_is_measured(recipe: str, tmp_path: Path) -> None:
+    """A script may use the loop's variables after the loop."""
+    script = tmp_path / "train.py"
+    loop = "for epoch in range(3):\n    for k, (x, y) in enumerate(loader):\n        pass\n    print(k)\n    del k\n"
+    step = "optimizer.zero_grad(); torch.nn.functional.mse_loss(net(x), y).backward(); optimizer.step()"
+    script.write_text(dedent(SCRIPT).partition("before, began")[0] + loop.replace("pass", step))
+    order = RunConfig(script=script, workers=3, recipe=recipe, args=("time",))
+    assert measure(check(Simulation(order, CostModel(0.0))), seconds, lambda: None).step_s > 0

@@ -27,6 +27,8 @@ WARM_UP = 3
 """Hands that are not counted."""
 CREW = 2
 """So many workers, if there are as many: what one says to itself is not encoded."""
+TURN_S = 1e-6
+"""Virtual seconds that a step takes, so that workers that do not wait for each other take batches in turn."""
 EXCHANGING = ("encoding", "exchanging", "waiting", "evaluating")
 
 
@@ -64,8 +66,8 @@ def measure(simulation: Simulation, stopclock: Callable[[], float], tick: Callab
 class _Measured:
     """Notes how long each hand took, all but the exchange."""
 
-    def __init__(self, watch: Stopwatch) -> None:
-        self._watch = watch
+    def __init__(self, watch: Stopwatch, worker: Worker) -> None:
+        self._watch, self._worker = watch, worker
         self._before: float | None = None
         self._crossed = False
         self._latest: float | None = None
@@ -97,6 +99,7 @@ class _Measured:
         if self._before is not None:
             (self.crossings if self._crossed else self.steps).append(now - self._before)
         self._before, self._crossed = now, False
+        self._worker.work(TURN_S)
 
     def go_on(self, progress: float = 1.0) -> None:
         """Time passes by itself."""
@@ -155,7 +158,7 @@ class _MeasuredAround(SimRuntime):
 
     def pace(self, watch: Stopwatch, slow: float) -> Pace:
         """None: it is measured."""
-        self._cast.paces[self._worker.number] = found = _Measured(watch)
+        self._cast.paces[self._worker.number] = found = _Measured(watch, self._worker)
         return found
 
     def sees_enough(self, hands: int, samples: int, t: float) -> bool:
