@@ -56,7 +56,7 @@ class Answer:
 
     def __str__(self) -> str:
         shown = [text for field in fields(self) if (text := _shown(self, field))]  # type: ignore[arg-type]
-        return f"{type(self).__name__}({', '.join(shown)})"
+        return f"{typed_name(type(self))}({', '.join(shown)})"
 
     __repr__ = __str__
 
@@ -65,6 +65,13 @@ def kinds(answer: type[Answer]) -> dict[str, Any]:
     """The field types of an answer, with their ranges."""
     hints = get_type_hints(answer, include_extras=True)
     return {field.name: hints[field.name] for field in fields(answer)}  # type: ignore[arg-type]
+
+
+def typed_name(answer: type[Answer]) -> str:
+    """Return the name of an answer as it is typed in a recipe: with its import path if it is not one of Stretto's."""
+    if answer.__module__.partition(".")[0] == "stretto" or "<locals>" in answer.__qualname__:
+        return answer.__name__
+    return f"{answer.__module__}.{answer.__qualname__}"
 
 
 def literal(value: object) -> str:
@@ -168,7 +175,7 @@ def _example(answer: Answer, name: str) -> str:
             shown.append(sample if field.name == name else literal(getattr(answer, field.name)))
         elif field.name == name:
             shown.append(f"{name}={sample}")
-    return f"{made.__name__}({', '.join(shown)})"
+    return f"{typed_name(made)}({', '.join(shown)})"
 
 
 def _sample(kind: Any) -> str:

@@ -33,7 +33,7 @@ from stretto.errors import LogError
 from stretto.strategies.tensor_sync import octets
 
 Notice = Callable[[str], object]
-FORMAT = 1
+FORMAT = 2
 MANIFEST, COMMON = "manifest.json", "state.safetensors"
 NAME = re.compile(r"round-([0-9]{8,})(?:-([0-9]+))?", re.ASCII)
 """Of which round, and which of several of the same round."""

@@ -19,12 +19,15 @@ from stretto.codecs.sign import sign
 from stretto.codecs.ternary import ternary
 from stretto.codecs.threshold import threshold
 from stretto.codecs.top_k import top_k
+from stretto.state import Members, State
 
 __all__ = [
     "Block",
     "Codec",
     "CodecContext",
+    "Members",
     "SingleRound",
+    "State",
     "both_ways",
     "by_size",
     "cast",

@@ -12,6 +12,7 @@ from stretto.collective_ops import AllReduceMean, CollectiveCoroutine
 from stretto.errors import RecipeError, explain
 from stretto.lazy_torch import torch
 from stretto.spec import Range
+from stretto.state import Members, State
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -96,11 +97,13 @@ class when_it_pays(Placed):
         return max(x.numel() * x.element_size(), bytes_in(self.codec, x, context)) + AGREEMENT_BYTES
 
 
-class TrialState:
-    """What `when_it_pays` remembers: the codec's memory, the rounds so far, the times of either way, the decision.
+class TrialState(State):
+    """State of `when_it_pays`: the codec's state, the rounds so far, the times of both ways, and the decision.
 
-    The rounds and the decision are the same at all workers, and have to be.
+    The rounds and the decision must be equal at all workers.
     """
+
+    transient = ("clock", "notice", "worker")
 
     def __init__(self, inner: Any, context: CodecContext) -> None:
         self.inner = inner
@@ -110,8 +113,9 @@ class TrialState:
         self.seconds: tuple[list[float], list[float]] = ([], [])
         """Of whole exchanges, exactly and encoded."""
 
-    def regroup(self, workers: int, joined: bool) -> None:
-        """Others exchange now: they try both ways anew."""
+    def reset(self, members: Members) -> None:
+        """Measure both ways again: their times depend on the members."""
+        super().reset(members)
         self.round, self.encodes, self.seconds = 0, True, ([], [])
 
     def read(self) -> float:

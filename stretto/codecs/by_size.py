@@ -12,6 +12,7 @@ from stretto.collective_ops import CollectiveCoroutine
 from stretto.errors import RecipeError, explain
 from stretto.lazy_torch import torch
 from stretto.spec import Range
+from stretto.state import State
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -112,8 +113,10 @@ class by_size(Placed):
         return [(codec, its) for codec, its in ((self.large, large), (self.small, small)) if its]
 
 
-class PartState:
-    """The parameters of one class, as one flat tensor: where they are in the range, and their codec's memory."""
+class PartState(State):
+    """The parameters of one class as one flat tensor: their places in the range, and the state of their codec."""
+
+    transient = ("codec", "whole", "runs", "context")
 
     def __init__(self, codec: Codec, blocks: Sequence[Block], like: Tensor, context: CodecContext) -> None:
         self.codec, self.whole = codec, like.numel()

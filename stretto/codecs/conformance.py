@@ -25,6 +25,7 @@ What a codec promises beyond these is tried where it has the attribute:
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
@@ -34,7 +35,8 @@ from torch import Tensor
 
 from stretto.codecs.base import Block, Codec, CodecContext
 from stretto.collective_ops import AllReduceMean, Answer, CollectiveCoroutine, CollectiveOp
-from stretto.errors import NotFiniteError, TransportError
+from stretto.errors import NotFiniteError, RecipeError, TransportError
+from stretto.state import Members, copied, load_into, pack, reset, save, unpack
 
 LENGTHS = (0, 1, 5, 64, 1000, 4099)
 ROUNDS = 4
@@ -64,6 +66,7 @@ def check_codec(
             _check_pair(codec, dtype, tolerance)
             _check_garbage(codec, dtype)
     _check_turns(codec)
+    _check_state(codec)
     if getattr(codec, "unbiased", False):
         _check_unbiased(codec)
     if getattr(codec, "contraction", None) is not None:
@@ -116,7 +119,7 @@ class _Crew:
     def __init__(self, codec: Codec, dtype: torch.dtype, length: int, workers: int, in_blocks: bool = False) -> None:
         self.codec, self.dtype, self.length, self.workers = codec, dtype, length, workers
         self._source = torch.Generator().manual_seed(1000 * workers + length)
-        self._thetas = [self.drawn(_normal) for _ in range(workers)]
+        self.thetas = [self.drawn(_normal) for _ in range(workers)]
         self._mask = torch.ones(length, dtype=dtype)
         blocks = _blocks(length) if in_blocks else ()
         if in_blocks:
@@ -124,7 +127,7 @@ class _Crew:
             for block in blocks:
                 self._mask[block.start : block.stop] = 1
         like = torch.zeros(length, dtype=dtype)
-        contexts = [CodecContext(worker, workers, 7, blocks, theta) for worker, theta in enumerate(self._thetas)]
+        contexts = [CodecContext(worker, workers, 7, blocks, theta) for worker, theta in enumerate(self.thetas)]
         self.states = [codec.init_state(like, context) for context in contexts]
         self.residual = [like.clone() for _ in range(workers)]
 
@@ -145,9 +148,19 @@ class _Crew:
             talks = [self.codec.average(x.clone(), state) for x, state in zip(given, self.states, strict=True)]
         move = 0.1 * self.drawn(_normal)
         found = hold(talks)
-        for theta in self._thetas:
+        for theta in self.thetas:
             theta.add_(move)
         return found
+
+    def surroundings(self) -> tuple[list[Tensor], Tensor]:
+        """Return copies of the parameters and of the random state."""
+        return [one.clone() for one in self.thetas], self._source.get_state()
+
+    def surround(self, thetas: Sequence[Tensor], source: Tensor) -> None:
+        """Set the parameters and the random state."""
+        for theta, one in zip(self.thetas, thetas, strict=True):
+            theta.copy_(one)
+        self._source.set_state(source)
 
     def residuals(self) -> list[Tensor]:
         """What the workers owe."""
@@ -322,6 +335,42 @@ def _check_handed_over(codec: Codec, dtype: torch.dtype, length: int) -> None:
         assert found is not None, f"{crew}: nothing is owed any more"
         assert torch.equal(found, together), f"{crew}: what another owed was not taken on whole"
         assert torch.equal(left, theirs), f"{crew}: what was taken on was changed"
+
+
+def _check_state(codec: Codec) -> None:
+    """Check that a state continues where it was saved, in the same object and in another process; and can be reset."""
+    for in_blocks in (False, True):
+        crew, other = (_Crew(codec, torch.float32, 1000, 2, in_blocks) for _ in range(2))
+        for _ in range(2):
+            crew.round(crew.contributions(_normal))
+        saved = _saved(crew)
+        tensors: dict[str, Tensor] = {}
+        file = json.dumps(pack(saved, "codec", tensors))
+        for state, one in zip(other.states, unpack(json.loads(file), tensors), strict=True):
+            load_into(state, one)
+        given = [crew.contributions(_normal) for _ in range(ROUNDS)]
+        surroundings = crew.surroundings()
+        results = [[crew.round(one)[0][0].clone() for one in given]]
+        other.surround(*surroundings)
+        results.append([other.round(one)[0][0].clone() for one in given])
+        crew.surround(*surroundings)
+        for state, one in zip(crew.states, saved, strict=True):
+            load_into(state, one)
+        results.append([crew.round(one)[0][0].clone() for one in given])
+        for where, found in zip(("in another process", "in the same object"), results[1:], strict=True):
+            same = all(map(torch.equal, results[0], found))
+            assert same, f"{crew}: the rounds after a saved state was restored {where} differ"
+        for members in (Members(3), Members(2, joined=True)):
+            for state in crew.states:
+                reset(state, members)
+        _same_everywhere(crew.round(given[0])[0], given[0][0], f"{crew}, after a change of members")
+
+
+def _saved(crew: _Crew) -> list[Any]:
+    try:
+        return [copied(save(state, f"the state of {crew.codec}")) for state in crew.states]
+    except RecipeError as error:
+        raise AssertionError(str(error)) from error
 
 
 def _check_residual(codec: Codec, dtype: torch.dtype, length: int, workers: int, tolerance: float) -> None:

@@ -11,6 +11,7 @@ from stretto.codecs.base import SINGLE_WORKER, CodecContext
 from stretto.codecs.sparsifier import Sparsifier, share_of, without_zeros
 from stretto.lazy_torch import torch
 from stretto.spec import Range
+from stretto.state import Members, State
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -18,8 +19,11 @@ if TYPE_CHECKING:
 STAGES = (0.25, 0.0625, 0.0156, 0.004)
 
 
-class MomentumState:
-    """What a worker remembers: u, the momentum, v, what is owed of its sum, and how many rounds there were."""
+class MomentumState(State):
+    """State of `deep_gradient_compression`: the momentum u, the residual v of its sum, and the number of rounds."""
+
+    transient = ("workers",)
+    replicated = ("round",)
 
     def __init__(self, like: Tensor, workers: int) -> None:
         self.u = torch.zeros_like(like)
@@ -27,11 +31,9 @@ class MomentumState:
         self.workers = workers
         self.round = 0
 
-    common = ("round",)
-
-    def regroup(self, workers: int, joined: bool) -> None:
-        """Others exchange now."""
-        self.workers = workers
+    def reset(self, members: Members) -> None:
+        """Use the new number of workers."""
+        self.workers = members.workers
 
 
 @dataclass(frozen=True, repr=False)

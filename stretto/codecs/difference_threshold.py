@@ -10,22 +10,25 @@ from stretto.codecs.base import SINGLE_WORKER, Codec, CodecContext
 from stretto.codecs.sparsifier import Sparsifier
 from stretto.errors import RecipeError, explain
 from stretto.spec import Range
+from stretto.state import Members, State
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class ParameterMoves:
-    """What a worker remembers: the parameters, and what they were when it last encoded."""
+class ParameterMoves(State):
+    """State of codecs that compare with the parameters' moves: the parameters, and their values when last encoded."""
+
+    transient = ("theta", "workers")
 
     def __init__(self, theta: Tensor, workers: int) -> None:
         self.theta = theta
         self.before = theta.clone()
         self.workers = workers
 
-    def regroup(self, workers: int, joined: bool) -> None:
-        """Others exchange now."""
-        self.workers = workers
+    def reset(self, members: Members) -> None:
+        """Use the new number of workers."""
+        self.workers = members.workers
 
     def moved(self, like: Tensor) -> Tensor:
         """theta - theta^before (nothing in the first round), and theta is the next round's theta^before."""

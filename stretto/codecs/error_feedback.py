@@ -12,13 +12,14 @@ from stretto.collective_ops import CollectiveCoroutine
 from stretto.errors import RecipeError, explain
 from stretto.lazy_torch import torch
 from stretto.spec import Range
+from stretto.state import State
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class ResidualState:
-    """What a worker remembers: what it owes, and its codec's memory."""
+class ResidualState(State):
+    """State of `error_feedback`: the residual, and the state of the codec inside."""
 
     def __init__(self, like: Tensor, inner: Any) -> None:
         self.residual = torch.zeros_like(like)

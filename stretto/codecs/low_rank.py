@@ -12,6 +12,7 @@ from stretto.codecs.by_size import Placed
 from stretto.collective_ops import AllReduceMean, Answer, CollectiveCoroutine, CollectiveOp
 from stretto.lazy_torch import torch
 from stretto.spec import Range
+from stretto.state import Members, State
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -84,11 +85,13 @@ class Matrix:
         return flat[self.start : self.start + self.rows * self.columns].view(self.rows, self.columns)
 
 
-class LowRankState:
-    """What `low_rank` remembers: what was last agreed as Q of every matrix, and where the matrices are.
+class LowRankState(State):
+    """State of `low_rank`: the last agreed Q of every matrix, and the places of the matrices.
 
-    It is the same at all workers, and has to be: whoever joins takes it over or all begin anew.
+    It must be equal at all workers. After a worker has joined without it, all workers start from zero bases.
     """
+
+    transient = ("matrices", "rest")
 
     def __init__(self, like: Tensor, context: CodecContext, rank: int) -> None:
         self.matrices, self.rest = _cut(like.numel(), context, rank)
@@ -105,9 +108,9 @@ class LowRankState:
         source = torch.Generator().manual_seed(((self.seed << 24) + self.round) % (1 << 63))
         return orthonormal([_filled(q, source) for q in self.q])
 
-    def regroup(self, workers: int, joined: bool) -> None:
-        """Others exchange now: all begin anew if one of them does not know the bases."""
-        if joined:
+    def reset(self, members: Members) -> None:
+        """Drop the bases if one of the members does not know them."""
+        if members.joined:
             self.q, self.round = [torch.zeros_like(one) for one in self.q], 0
 
     def keep(self, q: list[Tensor]) -> None:

@@ -11,6 +11,7 @@ from stretto.codecs.base import SINGLE_WORKER, Codec, CodecContext, SingleRound,
 from stretto.errors import TransportError
 from stretto.lazy_torch import torch
 from stretto.spec import Range
+from stretto.state import State
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,7 +53,7 @@ class quantise(SingleRound):
         return 1 / max(1, min(n, self.bucket)) if self.norm == "max" and not self.stochastic else None
 
     def init_state(self, like: Tensor, context: CodecContext = SINGLE_WORKER) -> Any:
-        return RoundCounter(context) if self.stochastic else None
+        return RoundSeeds(context) if self.stochastic else None
 
     def encode(self, x: Tensor, state: Any) -> Tensor:
         return self._message(x, None, state)
@@ -60,7 +61,7 @@ class quantise(SingleRound):
     def encode_with_residual(self, x: Tensor, residual: Tensor, state: Any) -> Tensor:
         return self._message(x, residual, state)
 
-    def _message(self, x: Tensor, residual: Tensor | None, state: RoundCounter | None) -> Tensor:
+    def _message(self, x: Tensor, residual: Tensor | None, state: RoundSeeds | None) -> Tensor:
         refuse_not_finite(x, self)
         seed = state.seed() if state else None
         packed, scales = kernels.on(x).quantise(x, residual, self.levels, self.bucket, self.norm, seed)
@@ -87,8 +88,10 @@ class quantise(SingleRound):
         return -(-numbers // self.bucket), -(-numbers // NUMBERS_A_BYTE[self.levels])
 
 
-class RoundCounter:
-    """Counts the rounds of one worker and gives each a seed of its own."""
+class RoundSeeds(State):
+    """Number of rounds of one worker, and a seed for each."""
+
+    transient = ("_of",)
 
     def __init__(self, context: CodecContext) -> None:
         self._of = f"{context.seed} {context.worker}"

@@ -9,6 +9,7 @@ from stretto.codecs.base import SINGLE_WORKER, CodecContext
 from stretto.codecs.sparsifier import Sparsifier, share_of
 from stretto.lazy_torch import torch
 from stretto.spec import Range
+from stretto.state import State
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,13 +18,13 @@ HEAD = 8
 """Bytes of the round's number in front of a message."""
 
 
-class RoundCounter:
-    """What a worker remembers: how many rounds there were."""
+class RoundCounter(State):
+    """Number of rounds so far, equal at all workers."""
+
+    replicated = ("round",)
 
     def __init__(self) -> None:
         self.round = 0
-
-    common = ("round",)
 
 
 @dataclass(frozen=True, repr=False)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from stretto import kernels
 from stretto.codecs.base import SINGLE_WORKER, CodecContext, SingleRound, refuse_not_finite
-from stretto.codecs.quantise import RoundCounter, joined, parted, quantise
+from stretto.codecs.quantise import RoundSeeds, joined, parted, quantise
 from stretto.lazy_torch import torch
 from stretto.spec import Range
 
@@ -41,8 +41,8 @@ class ternary(SingleRound):
     def _packing(self) -> quantise:
         return quantise(bits=2, bucket=self.bucket)
 
-    def init_state(self, like: Tensor, context: CodecContext = SINGLE_WORKER) -> RoundCounter:
-        return RoundCounter(context)
+    def init_state(self, like: Tensor, context: CodecContext = SINGLE_WORKER) -> RoundSeeds:
+        return RoundSeeds(context)
 
     def encode(self, x: Tensor, state: Any) -> Tensor:
         refuse_not_finite(x, self)
@@ -69,7 +69,7 @@ class ternary(SingleRound):
     def bytes_of(self, x: Tensor) -> int:
         return self._packing.bytes_of(x)
 
-    def _drawn(self, x: Tensor, state: RoundCounter) -> tuple[Tensor, Tensor]:
+    def _drawn(self, x: Tensor, state: RoundSeeds) -> tuple[Tensor, Tensor]:
         packed, scales = kernels.on(x).quantise(x, None, 1, self.bucket, "max", state.seed())
         return scales, packed
 

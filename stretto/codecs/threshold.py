@@ -12,6 +12,7 @@ from stretto.codecs.sparsifier import Sparsifier, aligned
 from stretto.errors import RecipeError, explain
 from stretto.lazy_torch import torch
 from stretto.spec import Range
+from stretto.state import State
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,8 +22,8 @@ SMALLEST, LARGEST = 2.0**-100, 2.0**100
 CLIP_EVERY = 5
 
 
-class ThresholdState:
-    """What a worker remembers: its tau, and how many rounds there were."""
+class ThresholdState(State):
+    """State of `threshold`: this worker's tau, and the number of rounds."""
 
     def __init__(self, tau: float) -> None:
         self.tau = tau

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -155,9 +156,26 @@ def settled(order: RunConfig) -> RunConfig:
         return replace(order, servers=0)
     from stretto.recipe.parser import parse, with_shards
 
+    make_codecs_importable(order)
     recipe = with_shards(order.recipe, order.servers) if order.servers else order.recipe
     shards = parse(recipe).shards
     return replace(order, recipe=recipe, servers=0 if order.single_process else shards)
+
+
+def codec_folder(order: RunConfig) -> str | None:
+    """Return the folder from which a recipe's own codecs are imported: that of the script; None if it has none."""
+    from stretto.recipe.parser import has_import_path
+
+    if order.recipe is None or not has_import_path(order.recipe):
+        return None
+    return str(Path.cwd() if order.module else Path(order.script).resolve().parent)
+
+
+def make_codecs_importable(order: RunConfig) -> None:
+    """Let this process import a recipe's own codecs as the script does."""
+    folder = codec_folder(order)
+    if folder is not None and folder not in sys.path:
+        sys.path.append(folder)
 
 
 def server_notice(order: RunConfig) -> str | None:

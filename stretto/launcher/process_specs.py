@@ -17,7 +17,7 @@ from socket import socket
 
 from stretto.faults.stragglers import factors
 from stretto.interval import every
-from stretto.launcher.config import RunConfig, is_free
+from stretto.launcher.config import RunConfig, codec_folder, is_free
 from stretto.launcher.endpoints import Servers, address
 from stretto.launcher.listeners import LOOPBACK, interface_of
 from stretto.launcher.worker_main import FILE, MODULE
@@ -174,7 +174,10 @@ class ProcessPlan:
     def _service(self, number: int, of: int, module: str, config: Config, fds: list[int]) -> ProcessSpec:
         environment = _common(self.order) | {"OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-P", "-m", f"stretto.launcher.{module}"]
-        return ProcessSpec(number, of, command, environment | _path(environment), config, fds)
+        environment |= _path(environment)
+        if (folder := codec_folder(self.order)) is not None:
+            environment["PYTHONPATH"] = os.pathsep.join(filter(None, [environment.get("PYTHONPATH"), folder]))
+        return ProcessSpec(number, of, command, environment, config, fds)
 
     @property
     def _run(self) -> str:

@@ -1,4 +1,9 @@
-"""What a person types becomes a recipe: calls with plain values are read, nothing is ever run."""
+"""Parser of recipes: reads calls with plain values from a text, and evaluates no code.
+
+A codec of another package is typed with its import path, `error_feedback(mypkg.mycodec.my_codec(3))`, or with the name
+of its entry point in the group `stretto.codecs`. Its module is imported, so it must be importable in every process of
+the run, servers included; only a subclass of `stretto.how.Codec` is called.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +11,12 @@ import ast
 import contextlib
 import dataclasses
 import difflib
+import importlib
 import inspect
+import re
 import threading
 from collections.abc import Callable, Mapping
+from importlib.metadata import entry_points
 from typing import Any
 
 from stretto import codecs
@@ -21,6 +29,8 @@ EXAMPLE = "local_sgd(every=16)"
 LONGEST = 10_000
 RECIPES = tuple(named.NAMED)
 """Names of all recipes."""
+ENTRY_POINTS = "stretto.codecs"
+_IMPORT_PATH = re.compile(r"[^\W\d]\w*\s*\.\s*[^\W\d]")
 _one_at_a_time = threading.Lock()
 """Python 3.11 counts the depth of a syntax tree in one place for all threads, and fails when two build one at once."""
 
@@ -81,14 +91,22 @@ def _value(node: ast.expr, text: str, words: Mapping[str, Callable[..., Any]]) -
         return node.value
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         return _negative(node, text)
-    if isinstance(node, ast.Name):
-        return _call(words, node.id, [], {})
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+    if (name := _name(node)) is not None:
+        return _call(words, name, [], {})
+    if isinstance(node, ast.Call) and (name := _name(node.func)) is not None:
         if any(keyword.arg is None for keyword in node.keywords):
             raise _not_a_recipe(text, "an option without a name")
         options = {str(keyword.arg): _value(keyword.value, text, _WITHIN) for keyword in node.keywords}
-        return _call(words, node.func.id, [_value(one, text, _WITHIN) for one in node.args], options)
+        return _call(words, name, [_value(one, text, _WITHIN) for one in node.args], options)
     raise _not_a_recipe(text, f"`{ast.unparse(node)}`, which is code, not a value")
+
+
+def _name(node: ast.expr) -> str | None:
+    """Return a name, with the dots of an import path; None for any other expression."""
+    if isinstance(node, ast.Attribute):
+        module = _name(node.value)
+        return None if module is None else f"{module}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else None
 
 
 def _negative(node: ast.UnaryOp, text: str) -> int | float:
@@ -99,11 +117,59 @@ def _negative(node: ast.UnaryOp, text: str) -> int | float:
 
 
 def _call(words: Mapping[str, Callable[..., Any]], name: str, args: list[Any], options: dict[str, Any]) -> Any:
-    make = words.get(name)
-    if make is None:
-        raise _unknown_name(name)
+    make = words.get(name) or (_imported(name) if "." in name else _of_entry_point(name))
     _check_options(name, make, args, options)
     return make(*args, **options)
+
+
+def has_import_path(text: str) -> bool:
+    """Return True if a recipe names a codec by its import path.
+
+    >>> has_import_path("allreduce(how=mypkg.my_codec(0.5))"), has_import_path("allreduce(how=top_k(0.5))")
+    (True, False)
+    """
+    return _IMPORT_PATH.search(text) is not None
+
+
+def _imported(path: str) -> type[codecs.Codec]:
+    """Return the codec of an import path. Raise RecipeError if there is none."""
+    module, _, name = path.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except Exception as error:  # whatever the module raises while it is imported
+        raise _no_codec(path, f"{type(error).__name__}: {error}") from error
+    return _codec(path, found)
+
+
+def _of_entry_point(name: str) -> type[codecs.Codec]:
+    """Return the codec that a package has registered under this name. Raise RecipeError if none has."""
+    found = next(iter(entry_points(group=ENTRY_POINTS, name=name)), None)
+    if found is None:
+        raise _unknown_name(name)
+    try:
+        loaded = found.load()
+    except Exception as error:  # whatever the module raises while it is imported
+        raise _no_codec(f"{name} ({found.value})", f"{type(error).__name__}: {error}") from error
+    return _codec(f"{name} ({found.value})", loaded)
+
+
+def _codec(path: str, found: object) -> type[codecs.Codec]:
+    if not isinstance(found, type) or not issubclass(found, codecs.Codec):
+        raise _no_codec(path, f"a {type(found).__name__}" if not isinstance(found, type) else f"class {found.__name__}")
+    if not dataclasses.is_dataclass(found):
+        raise _no_codec(path, f"class {found.__name__}, which is no dataclass")
+    return found
+
+
+def _no_codec(path: str, got: str) -> RecipeError:
+    return RecipeError(
+        explain(
+            f"{path} is not a codec that can be imported",
+            got=got,
+            expected="a frozen dataclass derived from stretto.how.Codec, in a module that every process can import",
+            to_type="allreduce(how=package.module.codec(...)), with the package's folder in PYTHONPATH",
+        )
+    )
 
 
 def _unknown_name(name: str) -> RecipeError:

@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from stretto.lazy_torch import torch
 from stretto.spec import Answer, Range
+from stretto.state import State
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class OuterState:
-    """What a worker remembers between exchanges of one flat range: the parameters last agreed, and a velocity."""
+class OuterState(State):
+    """State of one flat range between exchanges: the last agreed parameters, and the outer optimizer's velocity."""
 
     def __init__(self, theta: Tensor) -> None:
         self.agreed = theta.clone()

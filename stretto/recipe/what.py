@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
 from stretto.collective_ops import AllReduceMean
 from stretto.lazy_torch import torch
 from stretto.spec import Answer, Range
+from stretto.state import Members, State
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -60,8 +61,8 @@ class gradients(What):
     """
 
 
-class DifferencesState:
-    """What a worker remembers under `gradient_differences`: its own state h_m, the sum h of all, its codec's memory."""
+class DifferencesState(State):
+    """State of `gradient_differences`: this worker's h_m, the sum h over all workers, and the codec's state."""
 
     def __init__(self, like: Tensor, codec: Any, worker: int) -> None:
         self.own = like.new_zeros(like.shape)
@@ -69,8 +70,9 @@ class DifferencesState:
         self.codec = codec
         self.turn = worker
 
-    def regroup(self, workers: int, joined: bool) -> None:
-        """Others exchange now: the sum of all states would keep those of who is gone, so all begin at 0 again."""
+    def reset(self, members: Members) -> None:
+        """Set h_m and h to 0: the sum would still contain the h_m of workers that left."""
+        super().reset(members)
         self.own.zero_()
         self.all.zero_()
 
@@ -115,8 +117,11 @@ class gradient_differences(gradients):
         return message
 
 
-class MomentaState:
-    """What a worker remembers under `momenta`: the agreed momentum m, the rounds so far, its codec's memory."""
+class MomentaState(State):
+    """State of `momenta`: the agreed momentum m, the number of rounds, and the codec's state."""
+
+    transient = ("workers",)
+    replicated = ("m", "rounds")
 
     def __init__(self, like: Tensor, codec: Any, workers: int) -> None:
         self.m = like.new_zeros(like.shape)
@@ -124,11 +129,10 @@ class MomentaState:
         self.workers = workers
         self.codec = codec
 
-    common = ("m", "rounds")
-
-    def regroup(self, workers: int, joined: bool) -> None:
-        """Others exchange now."""
-        self.workers = workers
+    def reset(self, members: Members) -> None:
+        """Use the new number of workers."""
+        super().reset(members)
+        self.workers = members.workers
 
 
 @dataclass(frozen=True, repr=False)

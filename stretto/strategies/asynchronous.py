@@ -26,6 +26,7 @@ from stretto.recipe.then import add, delay_compensated, pull
 from stretto.recipe.what import gradients, parameters
 from stretto.recipe.when import on_arrival
 from stretto.runtime.phase_timer import Stopwatch
+from stretto.state import save
 from stretto.strategies.flat_buffers import FlatBuffer, FlatParameters
 from stretto.strategies.optimizers import Optimizers
 from stretto.strategies.traffic_counters import Tally
@@ -45,6 +46,7 @@ class _FlatRange:
         self.change = torch.empty_like(part.theta)
         self.bounds = ranges(part.theta.numel(), shards)
         self.states = [how.init_state(part.theta[a:b], tally.context(part, a, b)) for a, b in self.bounds]
+        save(self.states, f"the state of {how}")  # refused here, and not when a checkpoint is due
         self.known = part.theta.clone() if how.reply is not None else None
         """The server's parameters as its encoded replies have told them."""
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from stretto import state as states_
 from stretto.data.leases import Lease
 from stretto.errors import ModelError, ReplicasDifferError, explain
 from stretto.loader.global_step import Parts
@@ -22,7 +23,6 @@ from stretto.recipe.when import on_arrival, together
 from stretto.runtime.event_writer import EventWriter
 from stretto.runtime.phase_timer import Pace, Stopwatch
 from stretto.runtime.runtime import Runtime
-from stretto.strategies import codec_state
 from stretto.strategies.asynchronous import AsyncServer
 from stretto.strategies.averaged_model import AveragedModel
 from stretto.strategies.carried_state import Piece, add_residuals, carry_over, residuals
@@ -369,13 +369,12 @@ class Replica:
 
         With what the servers' rule keeps. Raises AnewError when one of them was lost.
         """
-        facts: dict[str, Any] = {"moving": self._buffers.state(), "common": {}, "shards": self._shards}
+        facts: dict[str, Any] = {"moving": self._buffers.state(), "shards": self._shards}
         facts |= {"what": self._kind_of_debts, "how": self._codec, "trained": self._trained}
         tensors: dict[str, Tensor] = {}
-        for index, state in enumerate(self._states):
-            _sort(codec_state.common(state), f"common/{index}", facts["common"], tensors)
-        for index, one in enumerate(self._ranges):
-            _sort(codec_state.leaves(one.state), f"agreed/{index}", facts["common"], tensors)
+        replicated = [states_.replicated(one) for one in self._states]
+        facts["codec_states"] = states_.pack(replicated, "codec", tensors)
+        facts["outer_states"] = states_.pack([states_.save(one.state) for one in self._ranges], "outer", tensors)
         if self.arrival is not None:
             kept = self.arrival.rule_memory()
             facts["arrivals"] = kept.arrivals
@@ -392,8 +391,7 @@ class Replica:
         tensors: dict[str, Tensor] = {f"buffer/{name}": one for name, one in self._model.named_buffers()}
         if self.arrival is not None and self.arrival.keeps_own and self._look is not None:
             tensors |= {f"own/{index}": one for index, one in enumerate(self._look.own_parameters)}
-        for index, state in enumerate(self._states):
-            _sort(codec_state.leaves(state), f"memory/{index}", facts, tensors)
+        facts["codec_states"] = states_.pack([states_.save(one) for one in self._states], "codec", tensors)
         return facts, tensors | self.residuals()
 
     def take(
@@ -408,20 +406,22 @@ class Replica:
         if self.arrival is not None:  # the server is given the parameters that were taken over
             self._make_exchange(self.sets[0], self._kept_rule(facts, tensors))
         self._buffers.restore(facts["moving"])
-        found: dict[str, Any] = facts["common"] | dict(tensors)
         is_of_kind = facts["what"] == self._kind_of_debts
         is_alike = is_of_kind and facts["how"] == self._codec and facts["shards"] == self._shards
-        for index, state in enumerate(self._states if is_alike else ()):
-            codec_state.put(state, _under(found, f"common/{index}"))
-        for index, one in enumerate(self._ranges):
-            codec_state.put(one.state, _under(found, f"agreed/{index}"))
+        if is_alike:
+            for state, saved in zip(self._states, states_.unpack(facts["codec_states"], tensors), strict=False):
+                states_.load_replicated(state, saved)
+        for one, saved in zip(self._ranges, states_.unpack(facts["outer_states"], tensors), strict=False):
+            states_.load_into(one.state, saved)
         if own is not None:
-            kept = own[0]["memories"] | own[1]
-            for index, state in enumerate(self._states if is_alike else ()):
-                codec_state.put(state, _under(kept, f"memory/{index}"))
-            if not is_alike and is_of_kind:
+            if is_alike:
+                for state, saved in zip(
+                    self._states, states_.unpack(own[0]["states"]["codec_states"], own[1]), strict=False
+                ):
+                    states_.load_into(state, saved)
+            elif is_of_kind:
                 self.add_residuals(own[1])
-            self._take_own(kept)
+            self._take_own(own[0]["states"] | own[1])
         for _, theirs in orphans if is_of_kind else ():
             self.add_residuals(theirs)
 
@@ -486,13 +486,13 @@ class Replica:
         found = {}
         for index, mine in enumerate(self._residuals()):
             if mine:
-                found[f"owed/{index}"] = mine[0] if len(mine) == 1 else torch.cat(mine)
+                found[f"residual/{index}"] = mine[0] if len(mine) == 1 else torch.cat(mine)
         return found
 
     def add_residuals(self, residuals: Mapping[str, Tensor]) -> None:
         """Take on what another worker owed, as far as what is kept here can hold it."""
         for index, mine in enumerate(self._residuals()):
-            theirs, lengths = residuals.get(f"owed/{index}"), [one.numel() for one in mine]
+            theirs, lengths = residuals.get(f"residual/{index}"), [one.numel() for one in mine]
             if not mine or theirs is None or theirs.numel() != sum(lengths):
                 continue
             for state, part, one in zip(self._codec_states[index], torch.split(theirs, lengths), mine, strict=True):
@@ -657,16 +657,3 @@ def _cant_follow(lacking: Sequence[str]) -> str:
         expected="all parameters that will ever train in the optimizer from the beginning",
         to_type="give the optimizer all parameters at first, and freeze those that wait with requires_grad_(False)",
     )
-
-
-def _sort(leaves: Mapping[str, Any], where: str, facts: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """Numbers to the facts, tensors to the tensors."""
-    for path, value in leaves.items():
-        if isinstance(value, Tensor):
-            tensors[where + path] = value
-        else:
-            facts[where + path] = value
-
-
-def _under(found: Mapping[str, Any], where: str) -> dict[str, Any]:
-    return {path.removeprefix(where): value for path, value in found.items() if path.startswith(f"{where}/")}

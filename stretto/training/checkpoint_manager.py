@@ -160,7 +160,7 @@ class CheckpointManager:
 
     def _own(self) -> state_transfer.Own:
         facts, tensors = state_transfer.random_states(self._trainer.loader)
-        memories, kept = self._trainer.replica.own_state()
+        states, kept = self._trainer.replica.own_state()
         if self._trainer.replica.keeps_own_optimizer:
             tensors |= state_transfer.optimizer_tensors(self._trainer.optimizers)
-        return facts | {"memories": memories}, tensors | kept
+        return facts | {"states": states}, tensors | kept

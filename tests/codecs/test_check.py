@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from stretto.codecs import Codec, SingleRound
+from stretto.codecs import Codec, SingleRound, State
 from stretto.codecs.base import refuse_not_finite
 from stretto.codecs.conformance import check_codec, hold
 from stretto.collective_ops import AllGather, AllReduceMean
@@ -160,7 +160,40 @@ class noisy(whole):
         return super().encode(x + 1e-9, state)
 
 
+class lost_state(whole):
+    """Wrong: the state is an object that can't be saved."""
+
+    def init_state(self, like, context=None):
+        return _Lost()
+
+    def encode(self, x, state):
+        return super().encode(x, vars(state))
+
+
+class _Lost:
+    def __init__(self):
+        self.rounds = 0
+
+
+class half_saved(whole):
+    """Wrong: a part of what the result depends on is not in the state."""
+
+    def init_state(self, like, context=None):
+        state = _Half()
+        state.rounds = 0
+        return state
+
+    def encode(self, x, state):
+        return super().encode(x * (1 + 0.1 * (state.rounds % 3)), vars(state))
+
+
+class _Half(State):
+    transient = ("rounds",)
+
+
 WRONG = {
+    lost_state: "can't be saved: it is a _Lost",
+    half_saved: "after a saved state was restored in the same object differ|in another process differ",
     too_cheap: "at most",
     too_dear: "declared",
     lossy: "off by",

@@ -163,7 +163,7 @@ def test_what_servers_and_workers_keep_is_taken_up(recipe: str, shards: int, tmp
         assert torch.equal(tensor, other.tensors[name]), name
     assert any(name.startswith("server/") for name in one.tensors) == (recipe == MOMENTUM)
     for worker, (_, tensors) in one.own.items():
-        names = [name for name in tensors if name.startswith(("owed/", "own/", "optimizer/"))]
+        names = [name for name in tensors if name.startswith(("residual/", "own/", "optimizer/"))]
         assert bool(names) == (recipe != MOMENTUM)
         for name in names:
             assert torch.equal(tensors[name], other.own[worker][1][name]), (worker, name)
@@ -191,14 +191,16 @@ def test_who_owes_gradients_owes_no_updates(after: str, tmp_path: Path) -> None:
     crew(2, 2, "allreduce(how=error_feedback(top_k(0.05)))", tmp_path / "before")
     newest = Checkpoints(tmp_path / "before" / "checkpoints").newest()
     assert newest is not None
-    assert any(one.any() for _, tensors in newest[1].own.values() for name, one in tensors.items() if "owed" in name)
+    assert any(
+        one.any() for _, tensors in newest[1].own.values() for name, one in tensors.items() if "residual" in name
+    )
     how = "error_feedback(top_k(0.05))"
     again = f"async_sgd(how={how})" if after == "async_sgd" else f"local_sgd(every=2, how={how})"
     crew(2, 2, again, tmp_path / "after", resume=tmp_path / "before")
     newest = Checkpoints(tmp_path / "after" / "checkpoints").newest()
     assert newest is not None
     assert not any(
-        one.any() for _, tensors in newest[1].own.values() for name, one in tensors.items() if "owed" in name
+        one.any() for _, tensors in newest[1].own.values() for name, one in tensors.items() if "residual" in name
     )
 
 

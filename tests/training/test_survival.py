@@ -237,9 +237,9 @@ def test_who_is_alone_owes_nothing_for_what_it_has_learned(recipe: str, tmp_path
     found = Checkpoints(tmp_path / "checkpoints").newest()
     assert found is not None
     _, owed = found[1].own[0]
-    assert not any(one.any() for name, one in owed.items() if name.startswith("owed/"))
-    assert any(name.startswith("owed/") for name in owed)
-    agreed = [one for name, one in found[1].tensors.items() if name.startswith("agreed/0") and "agreed" in name[8:]]
+    assert not any(one.any() for name, one in owed.items() if name.startswith("residual/"))
+    assert any(name.startswith("residual/") for name in owed)
+    agreed = [one for name, one in found[1].tensors.items() if name == "outer/0/0"]
     model = torch.cat([one.flatten() for name, one in found[1].tensors.items() if name.startswith("model/")])
     assert len(agreed) == 1
     assert torch.allclose(agreed[0].sum(), model.sum(), atol=1e-4)

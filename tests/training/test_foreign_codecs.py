@@ -1,0 +1,142 @@
+"""A codec of another package, typed by its import path, keeps its state wherever one of ours does."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import foreign_codec
+import pytest
+import torch
+from crew import flat, regression, small_net
+from endure import Hall, Killed, crew
+from torch import nn
+from torch.utils.data import DataLoader
+
+import stretto
+from stretto.errors import RecipeError
+from stretto.interval import every
+from stretto.recipe.parser import parse
+
+RECIPES = [
+    "allreduce(how=foreign_codec.drifting(weight=0.05))",
+    "local_sgd(every=3, how=foreign_codec.drifting(weight=0.05))",
+    "Recipe(what=gradient_differences(beta=0.5), how=foreign_codec.drifting(weight=0.05))",
+]
+
+
+def nothing(_worker: int, _moment: int) -> None:
+    """Do not disturb the run."""
+
+
+def training(epochs: int, happens: Callable[[int, int], None] = nothing) -> Callable[[int], Any]:
+    def work(worker: int) -> Any:
+        net = small_net()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.5)
+        loader: Any = DataLoader(regression(96), batch_size=4, shuffle=False)
+        loader = stretto.distribute(net, optimizer, loader)
+        step = 0
+        for _ in range(epochs):
+            for x, y in loader:
+                optimizer.zero_grad()
+                happens(worker, 2 * step)
+                nn.functional.mse_loss(net(x), y).backward()
+                happens(worker, 2 * step + 1)
+                optimizer.step()
+                step += 1
+        return flat(net)
+
+    return work
+
+
+def all_equal(found: list[Any]) -> bool:
+    return all(torch.equal(one, found[0]) for one in found)
+
+
+def test_an_import_path_is_read_and_printed_back() -> None:
+    recipe = parse("allreduce(how=foreign_codec.drifting(0.25))")
+    assert recipe.how == foreign_codec.drifting(0.25)
+    assert parse(str(recipe)) == recipe
+    assert parse(recipe.spelled()) == recipe
+
+
+@pytest.mark.parametrize(
+    ("path", "got"),
+    [
+        ("no_such_module.codec(1)", "ModuleNotFoundError: No module named 'no_such_module'"),
+        ("foreign_codec.missing()", "AttributeError: module 'foreign_codec' has no attribute 'missing'"),
+        ("foreign_codec.factory()", "a function"),
+        ("foreign_codec.Drift(3)", "class Drift"),
+        ("foreign_codec.no_dataclass()", "class no_dataclass, which is no dataclass"),
+        ("os.system('true')", "a builtin_function_or_method"),
+    ],
+)
+def test_a_wrong_import_path_is_one_error(path: str, got: str) -> None:
+    with pytest.raises(RecipeError, match="is not a codec that can be imported") as found:
+        parse(f"allreduce(how={path})")
+    assert f"got: {got}" in str(found.value)
+    assert "stretto.how.Codec" in str(found.value)
+
+
+def test_an_import_path_stands_only_where_a_codec_does() -> None:
+    for text in ("foreign_codec.drifting()", "allreduce(how=(1).real)", "allreduce(how=foreign_codec.drifting()())"):
+        with pytest.raises(RecipeError, match="not a recipe"):
+            parse(text)
+    with pytest.raises(RecipeError, match="no option 'wight'"):
+        parse("allreduce(how=foreign_codec.drifting(wight=1))")
+
+
+def test_a_codec_with_an_entry_point_is_typed_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    point = importlib.metadata.EntryPoint("drift", "foreign_codec:drifting", "stretto.codecs")
+
+    def found(**asked: str) -> list[Any]:
+        return [point] if asked == {"group": "stretto.codecs", "name": "drift"} else []
+
+    monkeypatch.setattr("stretto.recipe.parser.entry_points", found)
+    assert parse("allreduce(how=drift(0.5))").how == foreign_codec.drifting(0.5)
+    with pytest.raises(RecipeError, match="no recipe or answer is called 'drifts'"):
+        parse("allreduce(how=drifts(0.5))")
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_repeated_round_begins_with_the_state_it_began_with(recipe: str, tmp_path: Path) -> None:
+    quiet, _ = crew(3, training(epochs=1), recipe, tmp_path / "quiet")
+    hall = Hall(3)
+    left = {4, 9, 12}
+
+    def happens(worker: int, moment: int) -> None:
+        if worker == 1 and moment in left:
+            left.discard(moment)
+            hall.abort(hall.forms[-1].generation)
+
+    found, _ = crew(3, training(epochs=1, happens=happens), recipe, tmp_path / "broken", hall=hall)
+    assert len(hall.forms) > 2, "rounds were repeated"
+    if not recipe.startswith("Recipe"):  # which begins again at 0 in a new generation, whoever its members are
+        assert all(torch.equal(one, quiet[0]) for one in found)
+    assert all_equal(found)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_resumed_run_is_the_run_that_was_not_stopped(recipe: str, tmp_path: Path) -> None:
+    whole, _ = crew(2, training(epochs=2), recipe, tmp_path / "whole")
+    crew(2, training(epochs=1), recipe, tmp_path / "one", checkpoint=every("1 rounds"))
+    found, _ = crew(2, training(epochs=2), recipe, tmp_path / "two", resume=tmp_path / "one")
+    assert all(torch.equal(one, whole[0]) for one in found)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_states_are_reset_to_the_members_that_are_left_and_that_join(recipe: str, tmp_path: Path) -> None:
+    foreign_codec.MEMBERS.clear()
+    left = {(1, 3)}
+
+    def happens(worker: int, moment: int) -> None:
+        if (worker, moment) in left:
+            left.clear()
+            raise Killed
+
+    found, _ = crew(3, training(epochs=4, happens=happens), recipe, tmp_path, again=1)
+    assert all_equal(found)
+    assert all(isinstance(one, torch.Tensor) for one in found)
+    assert set(foreign_codec.MEMBERS) == {2, 3}
