@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +29,20 @@ RECIPES = [
     "local_sgd(every=3, how=foreign_codec.drifting(weight=0.05))",
     "Recipe(what=gradient_differences(beta=0.5), how=foreign_codec.drifting(weight=0.05))",
 ]
+
+
+SCRIPT = """
+import torch, stretto
+x = torch.randn(48, 6, generator=torch.Generator().manual_seed(0))
+y = torch.sin(x.sum(1, keepdim=True))
+net = torch.nn.Linear(6, 1)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=8)
+for a, b in stretto.distribute(net, optimizer, loader):
+    optimizer.zero_grad()
+    ((net(a) - b) ** 2).mean().backward()
+    optimizer.step()
+"""
 
 
 def nothing(_worker: int, _moment: int) -> None:
@@ -140,3 +158,14 @@ def test_states_are_reset_to_the_members_that_are_left_and_that_join(recipe: str
     assert all_equal(found)
     assert all(isinstance(one, torch.Tensor) for one in found)
     assert set(foreign_codec.MEMBERS) == {2, 3}
+
+
+def test_a_codec_beside_the_script_works_at_a_server(tmp_path: Path) -> None:
+    """The servers import it too, though only the launcher and the workers know the script."""
+    shutil.copy(foreign_codec.__file__, tmp_path / "beside_the_script.py")
+    (tmp_path / "train.py").write_text(SCRIPT)
+    recipe = "async_sgd(how=both_ways(beside_the_script.drifting(0.05), top_k(0.5)))"
+    command = [sys.executable, "-m", "stretto.cli.main", "run", "-n", "2", "--recipe", recipe, "train.py"]
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(Path(stretto.__file__).parents[1])}
+    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
