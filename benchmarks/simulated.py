@@ -34,7 +34,7 @@ from stretto.events import read_events
 from stretto.parameter_server.embedded import meet_at_lead
 from stretto.simulator.compute import transport_costs
 from stretto.simulator.compute.cost_model import AUTO, NAMES
-from stretto.simulator.compute.transport_costs import WireCosts
+from stretto.simulator.compute.transport_costs import TransportCosts
 from stretto.training.worker_context import find_seat
 from stretto.transport import Transport
 
@@ -87,7 +87,7 @@ class Link:
 
     mbit: float
     there_and_back_s: float
-    costs: WireCosts
+    costs: TransportCosts
     processors: float
 
     @property
@@ -256,7 +256,7 @@ def look_at(lab: Laboratory) -> Link:
     processors = free_processors()
     told = [_probed(lab, processors) for _ in range(PROBES)]
     costs = {name: statistics.median(one[name] for one in told) for name in told[0]}
-    return Link(lab.measure_mbit(), lab.measure_there_and_back_s(), WireCosts(**costs), processors)
+    return Link(lab.measure_mbit(), lab.measure_there_and_back_s(), TransportCosts(**costs), processors)
 
 
 def _probed(lab: Laboratory, processors: float) -> dict[str, float]:
@@ -301,7 +301,7 @@ def probe(folder: Path, processors: float) -> None:
     served = meet_at_lead(wire, 1, "stop", LIMIT_S, seat.lead_host)
     parcels = _means(served, transport_costs.of_server(served, lambda: HOSTS * passing(), busy_s, MORE))
     if served.worker == 0:
-        (folder / "wires.json").write_text(json.dumps(asdict(WireCosts(*collective, *parcels))))
+        (folder / "wires.json").write_text(json.dumps(asdict(TransportCosts(*collective, *parcels))))
     served.close()
 
 

@@ -32,9 +32,9 @@ from stretto.faults import plan
 from stretto.launcher.config import RunConfig
 from stretto.simulator.compute.cost_model import CostModel
 from stretto.simulator.config import Simulation, check
-from stretto.simulator.isolation.memory_estimate import held
+from stretto.simulator.isolation.memory_estimate import memory_bytes
 from stretto.simulator.network.topology import parse
-from stretto.simulator.runner import begin, simulate
+from stretto.simulator.runner import create_run, simulate
 
 QUESTION = "worker steps per second of the simulator on one core, against the plain loop, and its memory"
 WANTED_STEPS, WANTED_MIB = 3000.0, 1024.0
@@ -143,11 +143,11 @@ def sides() -> None:
 def peak() -> None:
     """The most memory that a simulation of so many workers takes, in MiB; pages that many have mapped count once."""
     torch.set_num_threads(1)
-    workers, ended, seen = int(os.environ["WORKERS"]), threading.Event(), [held()]
+    workers, ended, seen = int(os.environ["WORKERS"]), threading.Event(), [memory_bytes()]
 
     def look() -> None:
         while not ended.wait(LOOK_S):
-            seen.append(held())
+            seen.append(memory_bytes())
 
     looking = threading.Thread(target=look)
     looking.start()
@@ -184,7 +184,7 @@ def _simulated(
     struck = plan.parse(faults) if faults else ()
     asked = check(Simulation(order, CostModel(0.001), parse("100Mbit/s 1ms"), faults=struck))
     with tempfile.TemporaryDirectory(prefix="stretto-simulator-") as place:
-        simulate(asked, begin(asked, Path(place) / "run"), io.StringIO())
+        simulate(asked, create_run(asked, Path(place) / "run"), io.StringIO())
 
 
 def _plain(epochs: int, times: int = TIMES) -> None:

@@ -23,7 +23,7 @@ from stretto.run_dir import write_run
 from stretto.simulator.compute import cost_model
 from stretto.simulator.compute import speed as speeds
 from stretto.simulator.config import Simulation, check
-from stretto.simulator.isolation.script import Nowhere
+from stretto.simulator.isolation.script import DiscardedOutput
 from stretto.simulator.network import topology as network
 from stretto.simulator.runner import simulate
 
@@ -80,7 +80,7 @@ class Point:
         simulation = self.simulation()
         write_run(folder, simulation.asked(), BEGAN)
         try:
-            simulate(simulation, folder, Nowhere(), lambda: None)
+            simulate(simulation, folder, DiscardedOutput(), lambda: None)
         except LaunchError as error:
             if "finite" not in str(error):
                 raise

@@ -35,13 +35,12 @@ from stretto.launcher.supervisor import Stopped
 from stretto.report.run_record import STANDARD_OUTPUT, check_target
 from stretto.simulator.compute import contention
 from stretto.simulator.compute.cost_model import AUTO, CostModel
-from stretto.simulator.compute.cost_model import parse as tariff_of
-from stretto.simulator.compute.wall_clock import seconds as stopclock
-from stretto.simulator.compute.wall_clock import sparing
-from stretto.simulator.sweep.grid import points
+from stretto.simulator.compute.cost_model import parse as parse_cost_model
+from stretto.simulator.compute.wall_clock import seconds as wall_clock
+from stretto.simulator.compute.wall_clock import throttled
+from stretto.simulator.sweep.grid import SweepConfig, points
 from stretto.simulator.sweep.results import NAME as SWEEP
 from stretto.simulator.sweep.results import read as read_sweep
-from stretto.simulator.sweep.runner import SweepOrder
 from stretto.simulator.sweep.runner import run as run_sweep
 from stretto.units import seconds as typed_seconds
 
@@ -232,13 +231,13 @@ def command(
     }
     if not sweep and (target is not None or jobs is not None):
         raise mistyped("--target and --jobs are for a sweep", "no --sweep", "--sweep too", '--sweep "workers=1,2,4"')
-    watch = ProgressDisplay(quiet=quiet, out=2 if _here(json_to) else 1)
+    display = ProgressDisplay(quiet=quiet, out=2 if _to_stdout(json_to) else 1)
     if not sweep:
         program = shlex.join(typed(script, module, args or ()))
-        watch.note(f"simulating {workers} workers of {program}, {f'recipe {recipe}' if recipe else 'its own recipe'}")
+        display.note(f"simulating {workers} workers of {program}, {f'recipe {recipe}' if recipe else 'its own recipe'}")
     from stretto.simulator.options import simulation, whole  # and with it torch
 
-    order = RunConfig(
+    config = RunConfig(
         script=script,
         args=tuple(args or ()),
         module=module,
@@ -253,117 +252,120 @@ def command(
         global_batch=split_batch,
         lr_scale=lr_scale,
     )
-    given = {name: value for name, value in options.items() if value is not None}
+    given_options = {name: value for name, value in options.items() if value is not None}
     if not sweep:
-        asked = simulation(order, given)
-        typed_order = replace(order, recipe=recipe, servers=asked.order.servers if servers else None)
-        _run(asked, step_time, out, watch, server_notice(typed_order), quiet, json_to)
+        simulated_config = simulation(config, given_options)
+        typed_config = replace(config, recipe=recipe, servers=simulated_config.config.servers if servers else None)
+        _run(simulated_config, step_time, out, display, server_notice(typed_config), quiet, json_to)
         return
-    grid = SweepOrder(order, tuple(sweep), given, target, jobs, out, json_to, quiet)
-    say = functools.partial(print, file=sys.stderr if _here(json_to) else sys.stdout)
+    grid = SweepConfig(config, tuple(sweep), given_options, target, jobs, out, json_to, quiet)
+    say = functools.partial(print, file=sys.stderr if _to_stdout(json_to) else sys.stdout)
     if step_time.startswith(AUTO):
-        grid = replace(grid, step_times=_asked_before(out) or _measured_each(grid, step_time, say))
+        grid = replace(grid, step_times=_previous_step_times(out) or _measure_points(grid, step_time, say))
     run_sweep(grid, say)
 
 
-def _measured_each(grid: SweepOrder, step_time: str, say: Callable[[str], None]) -> dict[str, str]:
-    """The times of a step for the points of a sweep that measure them, by `Point.alike`.
+def _measure_points(grid: SweepConfig, step_time: str, say: Callable[[str], None]) -> dict[str, str]:
+    """Measure the step times of the points of a sweep that need them, by `Point.cost_group`.
 
-    Points differ in what their recipes and their wires take. What the script takes is theirs in common, or of as many
-    as make it as crowded here, so that they are compared by what is theirs.
+    Points differ in the costs of their recipes and transports. The script's own time is measured once for all points
+    with the same contention, so that only those costs differ.
     """
     from stretto.simulator.options import simulation
 
     steps: dict[int | None, CostModel] = {}
-    found: dict[str, str] = {}
+    step_times: dict[str, str] = {}
     for point in points(grid):
-        if point.alike not in found and "step_time" not in point.values:
-            one = simulation(replace(grid.order, args=point.args), point.options)
-            tariff = _measured(one, step_time)
-            first = steps.setdefault(one.crowd, tariff)
-            found[point.alike] = str(replace(tariff, step_s=first.step_s, pass_s=first.pass_s))
-            say(f'measured for {point.alike}: --step-time "{found[point.alike]}"')
-    return found
+        if point.cost_group not in step_times and "step_time" not in point.values:
+            simulated = simulation(replace(grid.config, args=point.args), point.options)
+            cost_model = _measure(simulated, step_time)
+            first = steps.setdefault(simulated.contending_processes, cost_model)
+            step_times[point.cost_group] = str(replace(cost_model, step_s=first.step_s, epoch_s=first.epoch_s))
+            say(f'measured for {point.cost_group}: --step-time "{step_times[point.cost_group]}"')
+    return step_times
 
 
-def _asked_before(out: Path | None) -> dict[str, str] | None:
-    """The times of a step that a sweep was begun with which this one goes on."""
+def _previous_step_times(out: Path | None) -> dict[str, str] | None:
+    """Return the step times of an unfinished sweep that this one continues."""
     if out is None or not (out / SWEEP).exists():
         return None
-    found: dict[str, str] | None = read_sweep(out)["asked"].get("step_times")
-    return found
+    step_times: dict[str, str] | None = read_sweep(out)["asked"].get("step_times")
+    return step_times
 
 
 def _run(
     simulation: Simulation,
     step_time: str,
     out: Path | None,
-    watch: ProgressDisplay,
-    said: str | None,
+    display: ProgressDisplay,
+    notice: str | None,
     quiet: bool,
     json_to: Path | None,
 ) -> None:
     from stretto.report.summary import conclude
-    from stretto.simulator.isolation.script import Heard
-    from stretto.simulator.runner import begin, simulate
+    from stretto.simulator.isolation.script import ForwardedOutput
+    from stretto.simulator.runner import create_run, simulate
 
-    if said is not None:
-        watch.note(said)
+    if notice is not None:
+        display.note(notice)
     with handled(_stop):
-        tariff = _measured(simulation, step_time)
+        cost_model = _measure(simulation, step_time)
         if step_time.startswith(AUTO):
-            watch.note(f'measured: --step-time "{tariff}"')
-        simulation = replace(simulation, tariff=tariff)
-        folder = begin(simulation, out)
-        watch.begin(folder, simulation.order)
+            display.note(f'measured: --step-time "{cost_model}"')
+        simulation = replace(simulation, cost_model=cost_model)
+        folder = create_run(simulation, out)
+        display.begin(folder, simulation.config)
         try:
-            simulate(simulation, folder, Heard(watch.say), sparing(watch.poll), err=Heard(watch.say_error, lambda: 2))
+            output, errors = ForwardedOutput(display.say), ForwardedOutput(display.say_error, lambda: 2)
+            simulate(simulation, folder, output, throttled(display.poll), err=errors)
         except Stopped:
-            watch.end()
-            watch.note(f"what there is until then: stretto report {folder}")
+            display.end()
+            display.note(f"report of the run so far: stretto report {folder}")
             raise
         finally:
-            watch.end()
+            display.end()
     conclude(folder, json_to, silent=quiet)
 
 
 def _stop(number: int) -> None:
-    """End what is done here, wherever it is."""
+    """Stop the simulation on a signal."""
     raise Stopped(number)
 
 
-def _measured(simulation: Simulation, step_time: str) -> CostModel:
-    """What was typed, or else what is measured, as its text has it: so the text gives the same run again."""
-    found = tariff_of(step_time, lambda: replace(_work(simulation), **_wires(simulation)))
-    return tariff_of(str(found))
+def _measure(simulation: Simulation, step_time: str) -> CostModel:
+    """Return the cost model that was given or is measured, rounded as its text, so the text reproduces the run."""
+    cost_model = parse_cost_model(
+        step_time, lambda: replace(_measure_script(simulation), **_measure_transports(simulation))
+    )
+    return parse_cost_model(str(cost_model))
 
 
-def _work(simulation: Simulation) -> CostModel:
-    """What the script's work takes here; where workers share processors, while others are at the same work."""
+def _measure_script(simulation: Simulation) -> CostModel:
+    """Measure the script's step time; where workers share processors, with as much contention."""
     from stretto.simulator.compute.step_time import measure
 
-    if simulation.crowd is None:
-        return measure(simulation, stopclock, lambda: None)
+    if simulation.contending_processes is None:
+        return measure(simulation, wall_clock, lambda: None)
 
     def act() -> CostModel:
         return measure(simulation, contention.seconds, lambda: None)
 
-    with contention.beside(simulation.crowd, act):
+    with contention.beside(simulation.contending_processes, act):
         return act()
 
 
-def _wires(simulation: Simulation) -> dict[str, float]:
-    """What the wires take of a processor here."""
-    from stretto.simulator.compute.transport_costs import here
+def _measure_transports(simulation: Simulation) -> dict[str, float]:
+    """Measure the processor time of the transports."""
+    from stretto.simulator.compute.transport_costs import measure_transports
 
-    return asdict(here(simulation.order.plain)) if simulation.has_wires else {}
-
-
-def _time(text: str, what: str, to_type: str) -> float:
-    if (found := typed_seconds(text)) is None:
-        raise mistyped(f"{what} cannot be {text}", text, "a time such as 500ms, 10s, 2m", to_type)
-    return found
+    return asdict(measure_transports(simulation.config.plain)) if simulation.has_network else {}
 
 
-def _here(json_to: Path | None) -> bool:
+def _time(text: str, name: str, example: str) -> float:
+    if (seconds := typed_seconds(text)) is None:
+        raise mistyped(f"{name} cannot be {text}", text, "a time such as 500ms, 10s, 2m", example)
+    return seconds
+
+
+def _to_stdout(json_to: Path | None) -> bool:
     return str(json_to) == STANDARD_OUTPUT

@@ -1,4 +1,4 @@
-"""What is to be simulated: an order, and the world in which it is carried out."""
+"""Configuration of a simulation: a run configuration, and the modelled machines, network and faults."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from stretto.errors import mistyped
 from stretto.faults import plan
 from stretto.faults.plan import Fault
 from stretto.launcher.config import RunConfig, settled
-from stretto.launcher.config import check as check_order
+from stretto.launcher.config import check as check_config
 from stretto.recipe.parser import parse
-from stretto.simulator.cluster.membership import beat_s
+from stretto.simulator.cluster.membership import heartbeat_s
 from stretto.simulator.compute.contention import copies
 from stretto.simulator.compute.cost_model import CostModel
 from stretto.simulator.compute.speed import Equal, Pace, Speeds
@@ -21,20 +21,20 @@ from stretto.simulator.isolation.script import Program
 from stretto.simulator.network.topology import Network
 from stretto.units import spelled
 
-MOST_SHARDS = 16
-"""Of a server that only the script's recipe asks for."""
+MAX_SHARDS = 16
+"""Number of shards assumed for faults where only the script's recipe decides it."""
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """An order, and the world in which it is to be carried out.
+    """A run configuration, and the modelled machines, network and faults.
 
-    `processors` are shared by all workers and servers, where each does not have its own. `samples` and `time_s` end
-    the run before the script does.
+    `processors` is the number of processors that all workers and servers share, None for one each. `samples` (of all
+    workers) and `time_s` (virtual) end the run before the script does.
     """
 
-    order: RunConfig
-    tariff: CostModel
+    config: RunConfig
+    cost_model: CostModel
     network: Network = field(default_factory=Network)
     speeds: Speeds = field(default_factory=Equal)
     faults: tuple[Fault, ...] = ()
@@ -43,85 +43,85 @@ class Simulation:
     time_s: float = inf
 
     @property
-    def is_mortal(self) -> bool:
-        """Whether what goes wrong may change who exchanges: workers die, or are taken for dead."""
-        order = self.order
-        silent_s = sum(map(_silent_s, self.faults))
-        dies = any(isinstance(one, plan.Kill) for one in self.faults)
-        is_missed = silent_s + beat_s(order.failure_timeout_s) > order.failure_timeout_s
-        return order.workers > 1 and not order.single_process and (dies or is_missed)
+    def workers_can_fail(self) -> bool:
+        """True if faults can change the membership: workers are killed, or declared failed after a long silence."""
+        config = self.config
+        silent_s = sum(map(_silence_s, self.faults))
+        kills = any(isinstance(fault, plan.Kill) for fault in self.faults)
+        can_time_out = silent_s + heartbeat_s(config.failure_timeout_s) > config.failure_timeout_s
+        return config.workers > 1 and not config.single_process and (kills or can_time_out)
 
     @property
     def shards(self) -> int:
-        """How many shards a server has, or may have."""
-        return parse(self.order.recipe).shards if self.order.recipe else MOST_SHARDS
+        """Number of shards of the parameter server, or the most that the script's recipe may ask for."""
+        return parse(self.config.recipe).shards if self.config.recipe else MAX_SHARDS
 
     @property
-    def has_wires(self) -> bool:
-        """Whether there is a network at all."""
-        return self.order.workers > 1 and self.network != Network()
+    def has_network(self) -> bool:
+        """True if workers communicate over links of finite speed."""
+        return self.config.workers > 1 and self.network != Network()
 
     @property
-    def crowd(self) -> int | None:
-        """How many copies of a worker make it as crowded here; None where each has a processor of its own."""
-        workers = self.order.workers
+    def contending_processes(self) -> int | None:
+        """Number of busy processes with which to measure under the same contention; None without shared processors."""
+        workers = self.config.workers
         if self.processors is None or self.processors >= workers:
             return None
         return copies(workers, self.processors)
 
     @property
-    def _ends(self) -> Sequence[tuple[str, float, str]]:
+    def _limits(self) -> Sequence[tuple[str, float, str]]:
         return ("samples", self.samples, ""), ("time", self.time_s, "s")
 
     def asked(self) -> dict[str, Any]:
-        """What `run.json` says was asked for."""
-        ends = [f"{what}={spelled(value)}{unit}" for what, value, unit in self._ends if value < inf]
+        """Return the configuration for `run.json`."""
+        limits = [f"{name}={spelled(value)}{unit}" for name, value, unit in self._limits if value < inf]
         simulated = {
             "network": str(self.network),
             "speeds": str(self.speeds),
-            "step_time": str(self.tariff),
+            "step_time": str(self.cost_model),
             "faults": "; ".join(map(str, self.faults)) or None,
             "processors": self.processors,
-            "until": " ".join(ends) or None,
+            "until": " ".join(limits) or None,
         }
-        return {**self.order.asked(), "threads": 1, "simulated": simulated}
+        return {**self.config.asked(), "threads": 1, "simulated": simulated}
 
 
 def check(simulation: Simulation) -> Simulation:
-    """The same simulation with all that follows from it. Raises LaunchError or RecipeError when it cannot be run."""
-    order = simulation.order
-    check_order(order, live=False)
-    order = settled(order)
-    simulation = replace(simulation, order=order)
-    plan.check(simulation.faults, order.workers, simulation.shards)
+    """Return the simulation with its derived settings. Raises LaunchError or RecipeError if it cannot be run."""
+    config = simulation.config
+    check_config(config, live=False)
+    config = settled(config)
+    simulation = replace(simulation, config=config)
+    plan.check(simulation.faults, config.workers, simulation.shards)
     for fault in simulation.faults:
-        _refuse_idle(fault, simulation.network)
-        _refuse_parted(fault, simulation.network)
-    Pace(simulation.speeds, order.workers, order.seed)
-    Program(order.script, order.args, order.seed, order.module)
+        _refuse_ineffective(fault, simulation.network)
+        _refuse_partial(fault, simulation.network)
+    Pace(simulation.speeds, config.workers, config.seed)
+    Program(config.script, config.args, config.seed, config.module)
     return simulation
 
 
-def _silent_s(fault: Fault) -> float:
-    """For how long a worker is not heard of."""
+def _silence_s(fault: Fault) -> float:
+    """Return for how many seconds a fault can silence a worker."""
     if isinstance(fault, plan.Cut) and isinstance(fault.when, plan.Every):
-        return inf  # one may begin before the last has ended
-    is_missed = isinstance(fault, plan.Cut) or (isinstance(fault, plan.Pause) and fault.who.kind == "worker")
-    return fault.for_s if is_missed else 0.0  # type: ignore[union-attr]
+        return inf  # a recurring partition may begin before the previous one has ended
+    can_time_out = isinstance(fault, plan.Cut) or (isinstance(fault, plan.Pause) and fault.who.kind == "worker")
+    return fault.for_s if can_time_out else 0.0  # type: ignore[union-attr]
 
 
-def _refuse_idle(fault: Fault, network: Network) -> None:
-    """Raise LaunchError for a fault that would change nothing here."""
+def _refuse_ineffective(fault: Fault, network: Network) -> None:
+    """Raise LaunchError for a fault without an effect in this network."""
     if isinstance(fault, plan.Slow) and network == Network():
-        problem, expected = "there is no link to be slow", "a network whose links have a speed"
+        problem, expected = "there is no link to slow", "a network whose links have a speed"
         raise mistyped(problem, "--network instant", expected, '--network "1Gbit/s 1ms"')
 
 
-def _refuse_parted(fault: Fault, network: Network) -> None:
-    """Raise LaunchError for a fault that would part a server from the process that it is in."""
+def _refuse_partial(fault: Fault, network: Network) -> None:
+    """Raise LaunchError for a fault of worker 0 or a server if both run in one process."""
     kind, numbers = plan.aim(fault)
-    is_beside = kind == "worker" and numbers and 0 not in numbers
-    if network.in_worker and isinstance(fault, plan.Kill | plan.Pause) and not is_beside:
-        problem = "worker 0 and the servers in its process live and die together, which is not simulated"
+    is_other_worker = kind == "worker" and numbers and 0 not in numbers
+    if network.in_worker and isinstance(fault, plan.Kill | plan.Pause) and not is_other_worker:
+        problem = "worker 0 and the servers in its process can only fail together, which is not simulated"
         expected = "a fault of another worker, or servers that are processes of their own"
         raise mistyped(problem, fault, expected, '--network "..., servers with workers"')

@@ -1,8 +1,9 @@
-"""The world of a simulation: workers that run real code one after the other, and a virtual clock for what they do.
+"""The simulation engine: workers run real code in greenlets, one at a time, on an event queue with virtual time.
 
-A worker is a greenlet. While it only computes it may run ahead of the clock: its own time is noted, what it says to
-others is said at that time, and before it looks at anything that comes from outside, the clock catches up. So a step
-costs one switch, and every event still happens in the order of time.
+A worker that only computes may run ahead of the event queue: its local time advances, and the messages that it sends
+are scheduled at that local time. Before the worker reads anything that other workers or services can change, it waits
+until the event queue has reached its local time. A step thus costs one greenlet switch, and all events are still
+processed in order of time.
 """
 
 from __future__ import annotations
@@ -23,159 +24,167 @@ from stretto.errors import LaunchError, TransportError
 from stretto.faults.plan import Happening
 from stretto.simulator.cluster.fault_injector import FaultInjector
 from stretto.simulator.compute.cost_model import CostModel
-from stretto.simulator.event_queue import Queue
-from stretto.simulator.isolation.process_state import Process, ProcessState
-from stretto.simulator.isolation.profiler_patch import unmarked
-from stretto.simulator.network.flows import ARRIVE, GO_ON, Flows, Net
+from stretto.simulator.event_queue import EventQueue
+from stretto.simulator.isolation.process_state import ProcessSnapshot, ProcessState
+from stretto.simulator.isolation.profiler_patch import without_profiler_ranges
+from stretto.simulator.network.flows import ARRIVAL, RESUME, Flows, SimNetwork
 from stretto.simulator.network.topology import Links
 
 IDLE_EVENTS = 200_000
-"""So many events in which no worker takes its turn are faults that come again and again, and nothing else."""
-BEFORE = 1e3
-"""By so much those who work on a message go before those who compute: who was asleep is let in first."""
+"""Number of events in a row without a switch to a worker after which only recurring faults can be left: a deadlock."""
+MESSAGE_WEIGHT = 1e3
+"""Weight of message processing over computing in the sharing of processors: a scheduler favours woken processes."""
 READING_S = 1e-6
-"""Least seconds between two readings of a clock by one worker's script, which may divide by the difference."""
+"""Least difference, in seconds, of two clock readings by one worker's script, which may divide by it."""
 TICK_EVENTS = 256
-"""How many events happen before the one who waits for the simulation is shown that it goes on."""
+"""Number of events between two calls of the `tick` function, which shows progress."""
 
 
 class Worker:
-    """One life of a simulated worker, which had so many before; `steps` are those of all."""
+    """One incarnation of a simulated worker; `steps` counts the steps of all its incarnations."""
 
-    def __init__(self, world: Engine, number: int, life: int = 0, steps: int = 0) -> None:
-        self._world, self.number, self.life = world, number, life
-        self.own: ProcessState | None = None
-        self.is_over = self.is_dead = False
-        """Whether it has come to its end, and whether it was killed."""
-        self.steps, self.asks = steps, 0
-        """How many hands it has computed, and how many asks or updates it has encoded or decoded."""
-        self.away_s = 0.0
-        """How long, on the clock of the one who simulates, it was not its turn."""
-        self.job: int | None = None
-        """What it works on, where processors are shared."""
-        self._local = self._read = 0.0
-        self._wakes = False
+    def __init__(self, engine: Engine, number: int, incarnation: int = 0, steps: int = 0) -> None:
+        self._engine, self.number, self.incarnation = engine, number, incarnation
+        self.state: ProcessState | None = None
+        self.has_ended = self.has_failed = False
+        """True if its greenlet has ended; true if it was killed or evicted."""
+        self.steps, self.codec_calls = steps, 0
+        """Number of steps that it has computed; number of tensors or updates that it has encoded or decoded."""
+        self.suspended_s = 0.0
+        """Seconds of real time in which this worker's greenlet was suspended."""
+        self.processor_flow: int | None = None
+        """Number of its current flow over the processors, where processors are shared."""
+        self._local_time = self._last_reading = 0.0
+        self._wake_pending = False
         self._in_backward = False
-        self._deferred: deque[Callable[[], None]] = deque()
-        self._last: deque[Callable[[], None]] = deque()
-        self._waits_for: Callable[[], str] = str
+        self._deferred_calls: deque[Callable[[], None]] = deque()
+        self._final_calls: deque[Callable[[], None]] = deque()
+        self._waiting_for: Callable[[], str] = str
         self.greenlet: greenlet | None = None
-        self.computes: Callable[[float], None] = lambda _: None
-        """Has it spend the time until so much of its hand's computing is done."""
-        self.is_at_work: Callable[[], bool] = lambda: False
-        """Whether its script computes a hand."""
+        self.advance_step: Callable[[float], None] = lambda _: None
+        """Function that spends virtual time until the given fraction of the current step's computing is done."""
+        self.is_computing: Callable[[], bool] = lambda: False
+        """Function that returns True while its script computes a step."""
 
     @property
-    def tariff(self) -> CostModel:
-        """What its work takes."""
-        return self._world.tariff
+    def cost_model(self) -> CostModel:
+        """The costs of its computing and communication."""
+        return self._engine.cost_model
 
     # --- time ---------------------------------------------------------------------------------------------------
 
     def now(self) -> float:
-        """This worker's time."""
-        local, now = self._local, self._world.queue.now
+        """Return this worker's virtual time in seconds."""
+        local, now = self._local_time, self._engine.queue.now
         return local if local > now else now
 
     def read_clock(self, at: float) -> float:
-        """Return the time that the worker's script reads at a moment: later than at any reading before.
+        """Return the time that the worker's script reads from a clock, later than every earlier reading.
 
-        The event queue is not changed: the time of the next step makes up for the readings.
+        The event queue is not changed: the virtual time of the next step absorbs the differences.
         """
-        self._read = max(at, self._read + READING_S)
-        return self._read
+        self._last_reading = max(at, self._last_reading + READING_S)
+        return self._last_reading
 
-    def work(self, seconds: float) -> None:
-        """Work for so long, on a processor of its own or on its share of those there are."""
+    def compute(self, seconds: float) -> None:
+        """Compute for `seconds`, on the worker's own processor or on its share of the common processors."""
         if not seconds:
             return
         if self._in_backward:
-            self._deferred.append(lambda: self.work(seconds))
+            self._deferred_calls.append(lambda: self.compute(seconds))
             return
-        if self._world.processors is None:
-            self._local = self._world.outages.end_of_work(self.number, self.now(), seconds)
+        if self._engine.processors is None:
+            self._local_time = self._engine.fault_injector.end_of_computing(self.number, self.now(), seconds)
         else:
-            self._share_processors(self._world.processors, seconds)
-        self._live_through()
+            self._use_shared_processors(self._engine.processors, seconds)
+        self._catch_up_if_killable()
 
-    def _live_through(self) -> None:
-        """Who may die meanwhile does not run ahead of the clock."""
-        if self._world.is_mortal and not self._in_backward:
+    def _catch_up_if_killable(self) -> None:
+        """Wait for the event queue if workers can fail: a worker that may be killed must not run ahead of the queue."""
+        if self._engine.workers_can_fail and not self._in_backward:
             self.catch_up()
 
-    def _share_processors(self, processors: Flows, seconds: float) -> None:
+    def _use_shared_processors(self, processors: Flows, seconds: float) -> None:
         self.catch_up()
-        queue, outages = self._world.queue, self._world.outages
+        queue, fault_injector = self._engine.queue, self._engine.fault_injector
         began, ended = queue.now, list[float]()
 
         def end() -> None:
             ended.append(queue.now)
             self.wake()
 
-        self.job = processors.start(seconds, (0, 1 + self.number), end)
-        self.until(lambda: bool(ended), lambda: "a processor")
-        self._local = outages.end_of_work(self.number, queue.now, outages.paused(self.number, began, ended[0]))
+        self.processor_flow = processors.start(seconds, (0, 1 + self.number), end)
+        self.wait_until(lambda: bool(ended), lambda: "a processor")
+        self._local_time = fault_injector.end_of_computing(
+            self.number, queue.now, fault_injector.paused_s(self.number, began, ended[0])
+        )
 
     def sleep(self, seconds: float) -> None:
-        """Do nothing for so long."""
-        self._local = self.now() + seconds
-        self._live_through()
+        """Advance this worker's virtual time by `seconds` without computing."""
+        self._local_time = self.now() + seconds
+        self._catch_up_if_killable()
 
-    def act(self, then: Callable[[], None]) -> None:
-        """Have something happen in the world at this worker's time, if it lives to see it."""
+    def schedule(self, callback: Callable[[], None]) -> None:
+        """Schedule a callback at this worker's virtual time; it is skipped if the worker has failed by then."""
         if self._in_backward:
-            self._deferred.append(lambda: self.act(then))
+            self._deferred_calls.append(lambda: self.schedule(callback))
             return
-        self._world.queue.at(self.now(), lambda: None if self.is_dead else then(), GO_ON, self.number)
+        self._engine.queue.schedule(self.now(), lambda: None if self.has_failed else callback(), RESUME, self.number)
 
-    def after_backward(self, then: Callable[[], None]) -> None:
-        """Have this worker do something behind its backward pass, and behind what was put off before."""
-        self._deferred.append(then)
+    def after_backward(self, callback: Callable[[], None]) -> None:
+        """Call a function after this worker's backward pass, after the calls deferred before it."""
+        self._deferred_calls.append(callback)
 
-    def at_end_of_backward(self, then: Callable[[], None]) -> None:
-        """Have this worker do something when all that its backward pass has put off is done."""
-        self._last.append(then)
+    def at_end_of_backward(self, callback: Callable[[], None]) -> None:
+        """Call a function when all calls that were deferred until the end of the backward pass are done."""
+        self._final_calls.append(callback)
 
     def catch_up(self) -> None:
-        """Let the world come to this worker's time: what has come by then is there."""
-        if self._local > self._world.queue.now:
-            at = self._local
-            self._world.queue.at(at, self.wake, GO_ON, self.number)
-            self.until(lambda: self._world.queue.now >= at, lambda: f"its own time, {at:g} s")
+        """Wait until the event queue has reached this worker's time, so that all earlier messages have arrived."""
+        if self._local_time > self._engine.queue.now:
+            at = self._local_time
+            self._engine.queue.schedule(at, self.wake, RESUME, self.number)
+            self.wait_until(lambda: self._engine.queue.now >= at, lambda: f"its own time, {at:g} s")
 
-    def until(self, is_so: Callable[[], bool], what: Callable[[], str], limit_s: float = float("inf")) -> None:
-        """Wait, and let others go on, until something is so. Raises TransportError when nothing moved for too long."""
-        began, moved_s = self.now(), self._world.net.moved_s()
-        while not is_so():
-            self._waits_for = what
-            self._world.leave(self)
+    def wait_until(
+        self, condition: Callable[[], bool], description: Callable[[], str], limit_s: float = float("inf")
+    ) -> None:
+        """Suspend this worker until a condition holds.
+
+        Raises TransportError if the worker waited longer than `limit_s`, not counting the time in which data was in
+        transit.
+        """
+        began, active_before_s = self.now(), self._engine.network.active_s()
+        while not condition():
+            self._waiting_for = description
+            self._engine.suspend(self)
         waited = self.now() - began
-        if waited > limit_s and waited - (self._world.net.moved_s() - moved_s) > limit_s:
+        if waited > limit_s and waited - (self._engine.network.active_s() - active_before_s) > limit_s:
             longer = f"longer than {limit_s:g} s; --timeout {ceil(waited)} would let it"
-            raise TransportError(f"worker {self.number} waited {waited:g} s for {what()}, {longer}")
+            raise TransportError(f"worker {self.number} waited {waited:g} s for {description()}, {longer}")
 
     def wake(self) -> None:
-        """What it waits for may be so now."""
-        if not self._wakes and not self.is_over:
-            self._wakes = True
-            awake = self._world.outages.awake(self.number, self._world.queue.now)
-            self._world.queue.at(awake, self._go_on, GO_ON, self.number)
+        """Schedule this worker to check the condition that it waits for."""
+        if not self._wake_pending and not self.has_ended:
+            self._wake_pending = True
+            awake = self._engine.fault_injector.next_running_time(self.number, self._engine.queue.now)
+            self._engine.queue.schedule(awake, self._resume, RESUME, self.number)
 
-    def _go_on(self) -> None:
-        self._wakes = False
-        self._world.resume(self)
+    def _resume(self) -> None:
+        self._wake_pending = False
+        self._engine.resume(self)
 
     # --- the script's side --------------------------------------------------------------------------------------
 
     @property
     def in_backward(self) -> bool:
-        """Whether torch's engine is at work, in which no other worker may take its turn."""
+        """True during a backward pass of torch's engine, in which this worker cannot be suspended."""
         return self._in_backward
 
     def backward(self, original: Callable[[], None]) -> None:
-        """A backward pass; what may not be done within it is done behind it, in the same order.
+        """Run a backward pass, then make the calls that were deferred during it, in the same order.
 
-        One within another, as reentrant checkpointing makes it, is a part of that.
+        A nested backward pass (reentrant checkpointing) is a part of the outer one.
         """
         if self._in_backward:
             original()
@@ -184,244 +193,245 @@ class Worker:
         try:
             original()
         except BaseException:
-            self._deferred.clear()
-            self._last.clear()
+            self._deferred_calls.clear()
+            self._final_calls.clear()
             raise
         finally:
             self._in_backward = False
-        while next_ := self._deferred or self._last:
+        while next_ := self._deferred_calls or self._final_calls:
             next_.popleft()()
 
-    def waiting(self) -> str:
-        """What it waits for, in words."""
-        return self._waits_for()
+    def waiting_for(self) -> str:
+        """Return a description of the condition that it waits for."""
+        return self._waiting_for()
 
 
 class Engine:
-    """Workers, the clock and the network. `processors` are how many the workers share; None if each has its own.
+    """Workers, event queue and network; all workers share `processors` processors (None: each has its own).
 
-    `stopclock` is given to measure how long the workers' code takes here; then their time is that.
+    With `wall_clock` (seconds of real time), the engine measures the real time of the workers' code.
     """
 
     def __init__(
         self,
         workers: int,
         links: Links,
-        tariff: CostModel,
+        cost_model: CostModel,
         plan: Iterable[tuple[float, Happening]] = (),
         processors: float | None = None,
         servers: int = 0,
-        stopclock: Callable[[], float] | None = None,
+        wall_clock: Callable[[], float] | None = None,
     ) -> None:
-        self.queue = Queue()
-        self.net = Net(self.queue, links)
-        self.tariff, self.stopclock = tariff, stopclock
+        self.queue = EventQueue()
+        self.network = SimNetwork(self.queue, links)
+        self.cost_model, self.wall_clock = cost_model, wall_clock
         self.processors: Flows | None = None
         self._serves_itself = links.in_worker
-        """Whether worker 0 has the servers in its process."""
+        """True if the process of worker 0 runs the servers."""
         if processors is not None:
             self.processors = Flows(self.queue, [processors, *[1.0] * (workers + 1 + servers)])
         self.workers = [Worker(self, number) for number in range(workers)]
-        self.is_mortal = False
-        """Whether workers may die, and others be born in their place."""
-        self.goes_on: Callable[[], bool] = lambda: False
-        """Whether there will be somebody again when nobody is."""
-        self.outages = FaultInjector(self.queue, self.net, plan)
-        self._lines: dict[int, deque[tuple[int, float, Callable[[], None]]]] = {}
-        self.updates: list[float] = []
-        """How long each update took a server, where that is measured."""
-        self.turns = 0
-        """How often a worker has taken its turn."""
+        self.workers_can_fail = False
+        """True if workers can be killed and restarted."""
+        self.restart_pending: Callable[[], bool] = lambda: False
+        """Function that returns True if a restart is pending while no worker is running."""
+        self.fault_injector = FaultInjector(self.queue, self.network, plan)
+        self._message_queues: dict[int, deque[tuple[int, float, Callable[[], None]]]] = {}
+        self.update_seconds: list[float] = []
+        """Seconds of real time that a server took for each update, where that is measured."""
+        self.switches = 0
+        """Number of switches to a worker's greenlet."""
         self._hub: Any = None
         self._out, self._err = sys.stdout, sys.stderr
-        self._living = 0
-        self._now: Worker | None = None
-        self._last: Worker | None = None
+        self._running_count = 0
+        self._current: Worker | None = None
+        self._installed: Worker | None = None
         self._failed: tuple[Worker, BaseException] | None = None
-        self._is_over = False
+        self._is_stopping = False
 
     def run(
         self,
-        live: Callable[[Worker], None],
-        own: Callable[[Worker], ProcessState],
+        main: Callable[[Worker], None],
+        make_state: Callable[[Worker], ProcessState],
         order: Sequence[int] | None = None,
         tick: Callable[[], None] | None = None,
         prepare: Callable[[], None] | None = None,
     ) -> None:
-        """Let all workers live until each has come to its end. The first error of one ends all, and is raised.
+        """Run all workers until each has ended. The first error in a worker ends all workers and is raised.
 
-        `own` gives each what it has for itself. Workers are made in the `order` given, which changes nothing. What
-        `prepare` does to the process before is undone behind it.
+        `make_state` returns the process state of a worker. Workers are created in the given `order`, which has no
+        effect on results. Changes that `prepare` makes to the process are undone at the end.
         """
-        self._hub, self._live, self._own = getcurrent(), live, own
-        self._process = process = Process()
-        gc.freeze()  # what was there before is not looked through for garbage, again and again
+        self._hub, self._main, self._make_state = getcurrent(), main, make_state
+        self._process = process = ProcessSnapshot()
+        gc.freeze()  # excludes all existing objects from every later garbage collection
         try:
             if prepare is not None:
                 prepare()
-            with self._backwards_apart(), nullcontext() if self.stopclock is not None else unmarked():
+            with self._deferring_waits(), nullcontext() if self.wall_clock is not None else without_profiler_ranges():
                 for number in order if order is not None else range(len(self.workers)):
-                    self._begin(self.workers[number])
-                self._go_round(tick or (lambda: None))
+                    self._start(self.workers[number])
+                self._run_events(tick or (lambda: None))
         finally:
-            self._end_all()
+            self._stop_all()
             process.restore()
             gc.unfreeze()
 
-    def _begin(self, worker: Worker) -> None:
-        def course() -> None:
+    def _start(self, worker: Worker) -> None:
+        def run_main() -> None:
             try:
-                self._live(worker)
+                self._main(worker)
             except GreenletExit:
                 pass
             except BaseException as error:
-                if not worker.is_dead:
+                if not worker.has_failed:
                     self._failed = self._failed or (worker, error)
             finally:
-                self._end(worker)
+                self._mark_ended(worker)
 
-        worker.own = self._own(worker)
-        worker.greenlet = greenlet(course)
+        worker.state = self._make_state(worker)
+        worker.greenlet = greenlet(run_main)
         worker.greenlet.gr_context = Context()
-        self._living += 1
+        self._running_count += 1
         worker.wake()
 
-    def _end(self, worker: Worker) -> None:
-        """Once: a worker that never had its turn has no course to end."""
-        self._living -= not worker.is_over
-        worker.is_over = True
+    def _mark_ended(self, worker: Worker) -> None:
+        """Mark a worker as ended. Idempotent; also called for a greenlet that never ran, whose `main` marks nothing."""
+        self._running_count -= not worker.has_ended
+        worker.has_ended = True
 
     def kill(self, worker: Worker) -> None:
-        """End a life, wherever it is: nothing more comes of it."""
-        worker.is_dead = True
+        """Kill a worker wherever it is suspended."""
+        worker.has_failed = True
         assert worker.greenlet is not None
-        self._hand_over(worker)
+        self._install(worker)
         worker.greenlet.throw(GreenletExit)
-        self._end(worker)
-        if self.processors is not None and worker.job is not None:
-            self.processors.stop(worker.job)
-        self._hand_over(None)
+        self._mark_ended(worker)
+        if self.processors is not None and worker.processor_flow is not None:
+            self.processors.stop(worker.processor_flow)
+        self._install(None)
 
-    def bear(self, number: int) -> None:
-        """Begin another life of a worker."""
+    def restart(self, number: int) -> None:
+        """Start another incarnation of a worker."""
         before = self.workers[number]
-        self.workers[number] = Worker(self, number, before.life + 1, before.steps)
-        self._hand_over(None)
-        self._process.modes()
-        self._begin(self.workers[number])
+        self.workers[number] = Worker(self, number, before.incarnation + 1, before.steps)
+        self._install(None)
+        self._process.restore_modes()
+        self._start(self.workers[number])
 
-    def _go_round(self, tick: Callable[[], None]) -> None:
-        """What would happen when all workers are over does not happen."""
-        events = turns = idle = 0
-        while self._living or self.goes_on():
-            idle = idle + 1 if self.turns == turns else 0
-            turns = self.turns
+    def _run_events(self, tick: Callable[[], None]) -> None:
+        """Process events until all workers have ended and no restart is pending; later events are dropped."""
+        events = switches = idle = 0
+        while self._running_count or self.restart_pending():
+            idle = idle + 1 if self.switches == switches else 0
+            switches = self.switches
             if not self.queue.step() or idle > IDLE_EVENTS:
                 raise self._deadlock()
             if self._failed is not None:
                 raise self._failed[1]
             events += 1
             if events % TICK_EVENTS == 0:
-                self._show(tick)
+                self._call_tick(tick)
 
-    def _show(self, tick: Callable[[], None]) -> None:
-        """Let whoever waits for the simulation look at it, with the output of this process in place."""
+    def _call_tick(self, tick: Callable[[], None]) -> None:
+        """Call `tick` with the standard output and error of this process."""
         with redirect_stdout(self._out), redirect_stderr(self._err):
             tick()
 
     # --- processors ---------------------------------------------------------------------------------------------
 
-    def share_of_service(self, number: int) -> int:
-        """Which share of the processors the coordinator has (number 0), or a server (1 and so on)."""
+    def resource_of_service(self, number: int) -> int:
+        """Return the processor resource of the coordinator (number 0) or of server number - 1."""
         return 1 if self._serves_itself else 1 + len(self.workers) + number
 
-    def busy(self, share: int, seconds: float, then: Callable[[], None]) -> None:
-        """Have a processor work so long on a message, as that of a worker or server with this share; then go on.
+    def use_processor(self, resource: int, seconds: float, callback: Callable[[], None]) -> None:
+        """Spend `seconds` of processor time on a message, then call a function.
 
-        Share 0 is nobody's: links work on whatever processors there are.
+        `resource` is the limit of the worker or server of one processor; resource 0 has only the limit of all
+        processors, for the work of links.
         """
         if self.processors is None:
-            self.queue.at(self.queue.now + seconds, then, ARRIVE, share)
+            self.queue.schedule(self.queue.now + seconds, callback, ARRIVAL, resource)
         else:
-            self.processors.start(seconds, (0, share) if share else (0,), then, share, BEFORE)
+            self.processors.start(seconds, (0, resource) if resource else (0,), callback, resource, MESSAGE_WEIGHT)
 
-    def handle(self, end: int, share: int, seconds: float, then: Callable[[], None]) -> None:
-        """The same behind what this end of links was given before: messages leave and come in their order."""
+    def process_message(self, endpoint: int, resource: int, seconds: float, callback: Callable[[], None]) -> None:
+        """Spend processor time on a message of this endpoint after all its earlier messages, in their order."""
         if not seconds:
-            then()
+            callback()
             return
-        line = self._lines.setdefault(end, deque())
-        line.append((share, seconds, then))
-        if len(line) == 1:
-            self._handle_first(end)
+        pending = self._message_queues.setdefault(endpoint, deque())
+        pending.append((resource, seconds, callback))
+        if len(pending) == 1:
+            self._process_first(endpoint)
 
-    def _handle_first(self, end: int) -> None:
-        share, seconds, _ = self._lines[end][0]
-        self.busy(share, seconds, lambda: self._handled(end))
+    def _process_first(self, endpoint: int) -> None:
+        resource, seconds, _ = self._message_queues[endpoint][0]
+        self.use_processor(resource, seconds, lambda: self._processed(endpoint))
 
-    def _handled(self, end: int) -> None:
-        line = self._lines[end]
-        _, _, then = line.popleft()
-        if line:
-            self._handle_first(end)
-        then()
+    def _processed(self, endpoint: int) -> None:
+        pending = self._message_queues[endpoint]
+        _, _, callback = pending.popleft()
+        if pending:
+            self._process_first(endpoint)
+        callback()
 
     # --- turns --------------------------------------------------------------------------------------------------
 
     @property
-    def now_on(self) -> Worker | None:
-        """The worker whose turn it is."""
-        return self._now
+    def current_worker(self) -> Worker | None:
+        """The worker whose greenlet runs now."""
+        return self._current
 
     @property
     def failed(self) -> Worker | None:
-        """The worker whose error ended the world."""
+        """The worker whose error ended the simulation."""
         return self._failed[0] if self._failed is not None else None
 
     def resume(self, worker: Worker) -> None:
-        """Give a worker its turn."""
-        if worker.is_over:
+        """Switch to a worker's greenlet, unless the worker has ended."""
+        if worker.has_ended:
             return
         assert worker.greenlet is not None
-        if worker is not self._last:
-            self._hand_over(worker)
-        self._now = worker
-        self.turns += 1
+        if worker is not self._installed:
+            self._install(worker)
+        self._current = worker
+        self.switches += 1
         worker.greenlet.switch()
-        self._now = None
+        self._current = None
 
-    def _hand_over(self, worker: Worker | None) -> None:
-        """Keep what the last worker has for itself, and put that of the next one in its place, if there is one."""
-        if self._last is not None and self._last.own is not None:
-            self._last.own.keep()
-        if worker is not None and worker.own is not None:
-            worker.own.take()
-        self._last = worker
+    def _install(self, worker: Worker | None) -> None:
+        """Save the process state of the installed worker, and install that of the given one, if any."""
+        if self._installed is not None and self._installed.state is not None:
+            self._installed.state.save()
+        if worker is not None and worker.state is not None:
+            worker.state.install()
+        self._installed = worker
 
-    def leave(self, worker: Worker) -> None:
-        """A worker gives its turn back; one that is dead has none to give, and nothing comes when all is over."""
-        if worker.is_dead or self._is_over:
+    def suspend(self, worker: Worker) -> None:
+        """Suspend a worker until its next `resume`. Raises GreenletExit if it has failed or the simulation ended."""
+        if worker.has_failed or self._is_stopping:
             raise GreenletExit
         if worker.in_backward:
-            raise RuntimeError(f"worker {worker.number} can't wait for {worker.waiting()} within a backward pass")
-        if self.stopclock is None:
+            raise RuntimeError(f"worker {worker.number} cannot wait for {worker.waiting_for()} within a backward pass")
+        if self.wall_clock is None:
             self._hub.switch()
             return
-        left = self.stopclock()
+        left = self.wall_clock()
         self._hub.switch()
-        worker.away_s += self.stopclock() - left
+        worker.suspended_s += self.wall_clock() - left
 
     @contextmanager
-    def _backwards_apart(self) -> Iterator[None]:
-        """torch's engine keeps its place in the thread, so no two workers may be within a backward pass at once."""
+    def _deferring_waits(self) -> Iterator[None]:
+        """Defer waits to the end of a backward pass: torch keeps its state per thread, so passes cannot interleave."""
         original = torch.autograd.backward
 
-        def backward(*given: Any, **named: Any) -> None:
-            worker = self._now
+        def backward(*args: Any, **kwargs: Any) -> None:
+            worker = self._current
             if worker is None:
-                original(*given, **named)
+                original(*args, **kwargs)
             else:
-                worker.backward(lambda: original(*given, **named))
+                worker.backward(lambda: original(*args, **kwargs))
 
         torch.autograd.backward = backward
         try:
@@ -429,18 +439,18 @@ class Engine:
         finally:
             torch.autograd.backward = original
 
-    def _end_all(self) -> None:
-        """Workers may still write down what they know; what they would have to wait for does not come."""
-        self._is_over = True
+    def _stop_all(self) -> None:
+        """End the greenlets of all workers; workers may still write their logs, but can no longer wait."""
+        self._is_stopping = True
         for worker in self.workers:
-            if worker.greenlet is not None and not worker.is_over:
+            if worker.greenlet is not None and not worker.has_ended:
                 worker.greenlet.throw(GreenletExit)
 
     def _deadlock(self) -> LaunchError:
-        waiting = [one for one in self.workers if not one.is_over]
-        shown = [f"  worker {one.number} waits for {one.waiting()}" for one in waiting[:8]]
-        more = [f"  and {len(waiting) - 8} others wait"] if len(waiting) > 8 else []
-        over = [str(one.number) for one in self.workers if one.is_over][:8]
-        ended = [f"  worker {', '.join(over)} has come to its end"] if over else []
-        head = f"nothing can happen any more at {self.queue.now:g} s of virtual time: everybody waits for another"
+        blocked = [worker for worker in self.workers if not worker.has_ended]
+        shown = [f"  worker {worker.number} waits for {worker.waiting_for()}" for worker in blocked[:8]]
+        more = [f"  and {len(blocked) - 8} other workers wait"] if len(blocked) > 8 else []
+        done = [str(worker.number) for worker in self.workers if worker.has_ended][:8]
+        ended = [f"  worker {', '.join(done)} has ended"] if done else []
+        head = f"deadlock at {self.queue.now:g} s of virtual time: every worker waits, and no event will wake one"
         return LaunchError("\n".join([head, *shown, *more, *ended]))

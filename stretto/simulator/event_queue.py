@@ -1,4 +1,4 @@
-"""The virtual clock: a queue of events, and a time that moves only when one of them happens."""
+"""Event queue with virtual time, which advances only when an event is processed."""
 
 from __future__ import annotations
 
@@ -8,72 +8,74 @@ from math import inf
 
 
 class Event:
-    """Something that will happen at `time`; `then` is None once it has happened or was cancelled."""
+    """An event at virtual time `time` (seconds); `callback` is None once it was called or cancelled."""
 
-    __slots__ = ("then", "time")
+    __slots__ = ("callback", "time")
 
-    def __init__(self, time: float, then: Callable[[], None]) -> None:
+    def __init__(self, time: float, callback: Callable[[], None]) -> None:
         self.time = time
-        self.then: Callable[[], None] | None = then
+        self.callback: Callable[[], None] | None = callback
 
 
-class Queue:
-    """Events in the order of (time, priority, key, the order in which they were added).
+class EventQueue:
+    """Events ordered by (time, priority, key, order of insertion).
 
-    Nothing else moves `now`, so what happens depends on the events alone and is the same every time.
+    Only `step` advances `now`, so a simulation depends on its events alone and is deterministic.
 
-    >>> queue, said = Queue(), []
+    >>> queue, log = EventQueue(), []
     >>> for word, time in ("world", 2.0), ("hello", 1.0):
-    ...     _ = queue.at(time, lambda word=word: said.append((queue.now, word)))
+    ...     _ = queue.schedule(time, lambda word=word: log.append((queue.now, word)))
     >>> while queue.step():
     ...     pass
-    >>> said
+    >>> log
     [(1.0, 'hello'), (2.0, 'world')]
     """
 
     def __init__(self) -> None:
         self.now = 0.0
-        """Seconds of virtual time: when the event that was taken last happened."""
+        """Virtual time in seconds: the time of the last event processed."""
         self._heap: list[tuple[float, int, int, int, Event]] = []
-        self._added = 0
-        self._cancelled = 0
+        self._scheduled_count = 0
+        self._cancelled_count = 0
 
-    def at(self, time: float, then: Callable[[], None], priority: int = 0, key: int = 0) -> Event:
-        """Have `then` called at `time`; at one time the lower priority goes first, then the lower key.
+    def schedule(self, time: float, callback: Callable[[], None], priority: int = 0, key: int = 0) -> Event:
+        """Schedule `callback` at `time`; events of the same time are ordered by priority and key, lowest first.
 
-        Raises ValueError for a time that has passed or that is not finite.
+        Raises ValueError for a time that is in the past or not finite.
         """
         if not self.now <= time < inf:
-            raise ValueError(f"no event can be at {time}: it is {self.now} already, and times are finite")
-        event = Event(time, then)
-        self._added += 1
-        heapq.heappush(self._heap, (time, priority, key, self._added, event))
+            raise ValueError(
+                f"cannot schedule an event at {time}: the time is {self.now} already, and times are finite"
+            )
+        event = Event(time, callback)
+        self._scheduled_count += 1
+        heapq.heappush(self._heap, (time, priority, key, self._scheduled_count, event))
         return event
 
     def cancel(self, event: Event) -> None:
-        """Have the event not happen. One that has happened or was cancelled before stays as it is."""
-        if event.then is None:
+        """Cancel the event. Has no effect on an event that was processed or cancelled before."""
+        if event.callback is None:
             return
-        event.then = None
-        self._cancelled += 1
-        if self._cancelled > 64 + len(self._heap) // 2:
-            self._heap = [entry for entry in self._heap if entry[4].then is not None]
+        event.callback = None
+        self._cancelled_count += 1
+        if self._cancelled_count > 64 + len(self._heap) // 2:
+            self._heap = [entry for entry in self._heap if entry[4].callback is not None]
             heapq.heapify(self._heap)
-            self._cancelled = 0
+            self._cancelled_count = 0
 
     def step(self) -> bool:
-        """Let the next event happen: move `now` to its time and call it. False when there is none."""
+        """Process the next event: advance `now` to its time and call its callback. Return False if there is none."""
         while self._heap:
             event = heapq.heappop(self._heap)[4]
-            if event.then is None:
-                self._cancelled -= 1
+            if event.callback is None:
+                self._cancelled_count -= 1
                 continue
-            then, event.then = event.then, None
+            callback, event.callback = event.callback, None
             self.now = event.time
-            then()
+            callback()
             return True
         return False
 
     def __len__(self) -> int:
-        """How many events are still to happen."""
-        return len(self._heap) - self._cancelled
+        """Return the number of pending events."""
+        return len(self._heap) - self._cancelled_count

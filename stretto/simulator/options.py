@@ -1,4 +1,4 @@
-"""What is typed for a simulation, read: its order, and the world in which it is to be carried out."""
+"""Parsing of the options of `stretto simulate`."""
 
 from __future__ import annotations
 
@@ -16,56 +16,56 @@ from stretto.simulator.network import topology
 from stretto.units import seconds
 
 
-def simulation(order: RunConfig, typed: Mapping[str, str]) -> Simulation:
-    """The simulation that the options have typed, by their names, of an order that they are taken into; checked.
+def simulation(config: RunConfig, options: Mapping[str, str]) -> Simulation:
+    """Return the checked simulation of a run configuration and options, given as texts by name.
 
-    Whatever of the time of a step is to be measured is not yet in it. Raises LaunchError or RecipeError.
+    Measured step times are not included yet. Raises LaunchError or RecipeError.
     """
-    numbers = {name: whole(name, typed[name]) for name in ("workers", "seed", "servers") if name in typed}
-    faults, step_time = typed.get("faults", ""), typed.get("step_time", AUTO)
-    asked = Simulation(
-        replace(order, recipe=typed.get("recipe"), **numbers),  # type: ignore[arg-type]
+    numbers = {name: whole(name, options[name]) for name in ("workers", "seed", "servers") if name in options}
+    faults, step_time = options.get("faults", ""), options.get("step_time", AUTO)
+    parsed = Simulation(
+        replace(config, recipe=options.get("recipe"), **numbers),  # type: ignore[arg-type]
         parse(step_time, lambda: CostModel(0.0)),
-        topology.parse(typed.get("network", "instant")),
-        speed.parse(typed.get("speeds", "equal")),
+        topology.parse(options.get("network", "instant")),
+        speed.parse(options.get("speeds", "equal")),
         plan.parse(faults) if faults.strip() else (),
-        _processors(typed.get("processors")),
-        **_ends(typed.get("until")),
+        _processors(options.get("processors")),
+        **_limits(options.get("until")),
     )
-    return check(asked)
+    return check(parsed)
 
 
-WHAT = {
+WHOLE_NUMBER_OPTIONS = {
     "workers": ("the number of workers", "-n 4"),
     "seed": ("the seed", "--seed 1"),
     "servers": ("the number of servers", "--servers 2"),
     "min_workers": ("the least number of workers", "--min-workers 2"),
     "max_workers": ("the largest number", "--max-workers 8"),
 }
-"""What an option is called before a person, and what may be typed for it."""
+"""Description and example of the options with whole numbers, by name."""
 
 
 def whole(name: str, text: str) -> int:
-    """A whole number, for the option of that name. Raises LaunchError."""
-    what, to_type = WHAT[name]
+    """Return the whole number given for an option. Raises LaunchError."""
+    description, example = WHOLE_NUMBER_OPTIONS[name]
     if not (text.isascii() and text.strip().removeprefix("-").isdecimal() and len(text) < 19):
-        raise mistyped(f"{what} cannot be {text}", text, "a whole number", to_type)
+        raise mistyped(f"{description} cannot be {text}", text, "a whole number", example)
     return int(text)
 
 
-def _ends(until: str | None) -> dict[str, float]:
-    """When the run ends before the script does."""
+def _limits(until: str | None) -> dict[str, float]:
+    """Return the limits that end the run before the script does."""
     if until is None:
         return {}
     name, _, value = until.partition("=")
-    read = seconds(value.strip()) if name.strip() == "time" else _number(value)
-    if name.strip() not in ("samples", "time") or read is None or not (read > 0 and isfinite(read)):
+    parsed = seconds(value.strip()) if name.strip() == "time" else _float_or_none(value)
+    if name.strip() not in ("samples", "time") or parsed is None or not (parsed > 0 and isfinite(parsed)):
         problem, expected = f"--until cannot be {until!r}", "samples= with a number, or time= with a time"
         raise mistyped(problem, until, expected, '--until "samples=1e6", or --until "time=1h"')
-    return {"time_s": read} if name.strip() == "time" else {"samples": read}
+    return {"time_s": parsed} if name.strip() == "time" else {"samples": parsed}
 
 
-def _number(text: str) -> float | None:
+def _float_or_none(text: str) -> float | None:
     try:
         return float(text)
     except ValueError:
@@ -75,7 +75,7 @@ def _number(text: str) -> float | None:
 def _processors(text: str | None) -> float | None:
     if text is None:
         return None
-    read = _number(text)
-    if read is None or not 0 < read < inf:
+    parsed = _float_or_none(text)
+    if parsed is None or not 0 < parsed < inf:
         raise mistyped(f"there cannot be {text} processors", text, "more than 0", "--processors 2")
-    return read
+    return parsed

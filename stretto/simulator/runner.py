@@ -1,4 +1,4 @@
-"""A simulation from its order to its run folder."""
+"""Runs a simulation and writes its run directory."""
 
 from __future__ import annotations
 
@@ -33,402 +33,417 @@ from stretto.simulator.cluster.barriers import SimBarrier, SimBarriers
 from stretto.simulator.cluster.collective import SimGroup
 from stretto.simulator.cluster.fault_injector import refuse
 from stretto.simulator.cluster.membership import SimCoordinator
-from stretto.simulator.cluster.rendezvous import Generations, TableFormer
+from stretto.simulator.cluster.rendezvous import Generations, SimRendezvous
 from stretto.simulator.cluster.rpc_server import SimServers
 from stretto.simulator.cluster.runtime import Limit, SharedLog, SimRuntime
 from stretto.simulator.compute.speed import Pace
 from stretto.simulator.config import Simulation
 from stretto.simulator.engine import Engine, Worker
-from stretto.simulator.isolation.dataset_cache import ReadOnce
-from stretto.simulator.isolation.memory_estimate import Forecast
+from stretto.simulator.isolation.dataset_cache import DatasetCache
+from stretto.simulator.isolation.memory_estimate import MemoryEstimate
 from stretto.simulator.isolation.process_state import ProcessState
-from stretto.simulator.isolation.script import Nowhere, Program, importable
+from stretto.simulator.isolation.script import DiscardedOutput, Program, extend_path
 from stretto.simulator.isolation.shared_memory import SharedArrays
 from stretto.simulator.isolation.virtual_time import ScriptTime
-from stretto.simulator.network.flows import ARRIVE
+from stretto.simulator.network.flows import ARRIVAL
 from stretto.simulator.network.topology import Links
 from stretto.training.worker_context import WorkerContext, given_seat
 from stretto.transport import Transport
 from stretto.transport.elastic import ElasticTransport
 from stretto.transport.rendezvous import ServerRendezvous
 
-STRIKES = ("kill", "pause", "go_on")
-"""What is done to processes, and not to links."""
-Ticked = Callable[[], None]
+PROCESS_FAULTS = ("kill", "pause", "go_on")
+"""Verbs of faults that affect processes, not links."""
+Tick = Callable[[], None]
 
 
 def simulate(
     simulation: Simulation,
     folder: Path,
     out: TextIO,
-    tick: Ticked | None = None,
+    tick: Tick | None = None,
     order: Sequence[int] | None = None,
     err: TextIO | None = None,
 ) -> Engine:
-    """Run the simulation into a run folder; `out` and `err` take what worker 0 says.
+    """Run a simulation into a run directory; `out` and `err` receive the output of worker 0.
 
-    Workers are made in the `order` given.
+    Workers are created in the given `order`, which has no effect on results.
 
-    Raises LaunchError with the cause when a worker fails, or nothing can happen any more.
+    Raises LaunchError with the cause when a worker fails, or in a deadlock.
     """
     folder = folder.absolute()
     log = SharedLog(folder / "events.jsonl")
-    cast = Simulator(simulation, folder, log, err)
+    simulator = Simulator(simulation, folder, log, err)
     try:
-        cast.run(out, tick, order)
+        simulator.run(out, tick, order)
     except LaunchError as error:
-        log.append(_error_line(error, cast.world.failed, cast.world.queue.now))
+        log.append(_error_line(error, simulator.engine.failed, simulator.engine.queue.now))
         raise
     except BaseException as error:
-        worker = cast.world.failed
-        now = worker.now() if worker is not None else cast.world.queue.now
+        worker = simulator.engine.failed
+        now = worker.now() if worker is not None else simulator.engine.queue.now
         log.append(_error_line(error, worker, now))
-        raise cast.told(error, f"at {now:g} s of virtual time") from None
+        raise simulator.explained(error, f"at {now:g} s of virtual time") from None
     finally:
-        cast.commons.close()
+        simulator.shared_arrays.close()
         log.end()
-    return cast.world
+    return simulator.engine
 
 
-def begin(simulation: Simulation, out: Path | None) -> Path:
-    """Make the run folder."""
+def create_run(simulation: Simulation, out: Path | None) -> Path:
+    """Create the run directory."""
     now = datetime.now()
-    folder = make_folder(simulation.order.name, out, now)
+    folder = make_folder(simulation.config.name, out, now)
     write_run(folder, simulation.asked(), now)
     return folder
 
 
 class Simulator:
-    """The workers of a simulation, each with its seat and its script."""
+    """A simulation: the engine, and the context, services and script of each worker."""
 
     def __init__(
         self, simulation: Simulation, folder: Path | None, log: SharedLog | None, err: TextIO | None = None
     ) -> None:
-        order = simulation.order
+        config = simulation.config
         self._simulation, self._folder, self._log = simulation, folder, log
         shards = simulation.shards
-        links = Links(simulation.network, order.workers, shards)
-        self.world = self.make_world(links, shards)
-        self.program = Program(order.script, order.args, order.seed, order.module)
-        self.commons = SharedArrays()
+        links = Links(simulation.network, config.workers, shards)
+        self.engine = self.make_engine(links, shards)
+        self.program = Program(config.script, config.args, config.seed, config.module)
+        self.shared_arrays = SharedArrays()
         self._err = err or sys.stderr
-        self._said: set[str] = set()
-        self._forecast = Forecast(order.workers)
-        self._table = SimGroup(self.world, links)
-        self._offices: SimServers | None = None
-        self._early: list[tuple[float, Happening]] = []
-        """What happens to a server before there is one."""
-        self._buried: list[tuple[int, int]] = []
-        """Which lives were over before there was one."""
-        self._is_served = True
-        """Whether there is a server, or may be one yet."""
-        self._generations = Generations(self.world, links)
-        self._members: SimCoordinator | None = None
-        self.world.outages.tell = self._happens
-        if simulation.is_mortal:
-            self._members = SimCoordinator(self.world, links, order, self._publish, self._say, self._bury)
-            self.world.is_mortal = True
-        self._board = SimBarriers(self.world, self._returning)
-        self.world.outages.settle, self.world.outages.strike = self._settled, self._struck
-        self._speed = Pace(simulation.speeds, order.workers, order.seed)
-        self._limit = Limit(simulation.samples, simulation.time_s, order.workers)
+        self._shown: set[str] = set()
+        self._memory_estimate = MemoryEstimate(config.workers)
+        self._group = SimGroup(self.engine, links)
+        self._servers: SimServers | None = None
+        self._postponed: list[tuple[float, Happening]] = []
+        """Faults of servers that are postponed until the first worker creates them."""
+        self._failed_workers: list[tuple[int, int]] = []
+        """Failed worker incarnations of which servers are notified when they are created."""
+        self._may_have_servers = True
+        """True if servers exist or may still be created."""
+        self._generations = Generations(self.engine, links)
+        self._coordinator: SimCoordinator | None = None
+        self.engine.fault_injector.on_fault = self._on_fault
+        if simulation.workers_can_fail:
+            self._coordinator = SimCoordinator(
+                self.engine, links, config, self._publish, self._print, self._worker_failed
+            )
+            self.engine.workers_can_fail = True
+        self._barriers = SimBarriers(self.engine, self._returning)
+        self.engine.fault_injector.resolve, self.engine.fault_injector.apply_to_process = (
+            self._resolve,
+            self._apply_to_process,
+        )
+        self._speed = Pace(simulation.speeds, config.workers, config.seed)
+        self._limit = Limit(simulation.samples, simulation.time_s, config.workers)
 
-    def run(self, out: TextIO, tick: Ticked | None = None, order: Sequence[int] | None = None) -> None:
-        """Let all live until they have come to their end. The process is as it was before, when they have."""
-        readers = ReadOnce()
-        clock = ScriptTime(str(self.program.path), self._script_time, self._script_sleeps, self._say_once)
+    def run(self, out: TextIO, tick: Tick | None = None, order: Sequence[int] | None = None) -> None:
+        """Run all workers until they have ended, then restore the state of this process."""
+        dataset_cache = DatasetCache()
+        clock = ScriptTime(str(self.program.path), self._script_time, self._script_sleep, self._print_once)
         clock.begin()
         try:
-            self.world.run(self.live, lambda one: self.own(one, out), order, tick, lambda: self._prepare(readers))
+            self.engine.run(
+                self.run_worker,
+                lambda one: self.make_state(one, out),
+                order,
+                tick,
+                lambda: self._prepare(dataset_cache),
+            )
         finally:
-            readers.end()
+            dataset_cache.end()
             clock.end()
 
-    def told(self, error: BaseException, when: str) -> BaseException:
-        """The error as a person reads it: which worker's script it is of."""
-        worker = self.world.failed
+    def explained(self, error: BaseException, when: str) -> BaseException:
+        """Return the error with the number of the worker whose script raised it."""
+        worker = self.engine.failed
         if worker is None or isinstance(error, KeyboardInterrupt | Stopped | LaunchError):
             return error
         return LaunchError(f"worker {worker.number} failed {when}\n{failure(error)}")
 
-    def _prepare(self, readers: ReadOnce) -> None:
-        readers.begin()
+    def _prepare(self, dataset_cache: DatasetCache) -> None:
+        dataset_cache.begin()
         torch.set_num_threads(1)
-        seed_libraries(self._simulation.order.seed)
-        importable(self._simulation.order.script, self._simulation.order.module)
+        seed_libraries(self._simulation.config.seed)
+        extend_path(self._simulation.config.script, self._simulation.config.module)
 
-    def make_world(self, links: Links, shards: int) -> Engine:
-        """The world they live in."""
-        one, order = self._simulation, self._simulation.order
-        plan = faults.schedule(one.faults, order.workers, shards, order.seed)
-        return Engine(order.workers, links, one.tariff, plan, one.processors, shards)
+    def make_engine(self, links: Links, shards: int) -> Engine:
+        """Create the engine."""
+        simulation, config = self._simulation, self._simulation.config
+        plan = faults.schedule(simulation.faults, config.workers, shards, config.seed)
+        return Engine(config.workers, links, simulation.cost_model, plan, simulation.processors, shards)
 
-    def own(self, worker: Worker, out: TextIO) -> ProcessState:
-        """What a worker has for itself."""
-        shown = worker.number == 0 and self._simulation.order.output == "rank0"
-        heard = shown or self._simulation.order.output == "all"
-        return self.program.own(worker, *((out, self._err) if heard else (Nowhere(), Nowhere())))
+    def make_state(self, worker: Worker, out: TextIO) -> ProcessState:
+        """Return the initial process state of a worker."""
+        shown = worker.number == 0 and self._simulation.config.output == "rank0"
+        has_output = shown or self._simulation.config.output == "all"
+        return self.program.make_state(
+            worker, *((out, self._err) if has_output else (DiscardedOutput(), DiscardedOutput()))
+        )
 
-    def live(self, worker: Worker) -> None:
-        """A worker's life."""
-        given_seat.set(self.seat(worker))
+    def run_worker(self, worker: Worker) -> None:
+        """Run a worker's script."""
+        given_seat.set(self.context(worker))
         try:
-            self.program.live(worker)
+            self.program.run(worker)
         except BaseException as error:
-            is_out = self._members is not None and isinstance(error, MemberOutError | BrokenTransportError)
-            if not worker.is_dead:
+            was_evicted = self._coordinator is not None and isinstance(error, MemberOutError | BrokenTransportError)
+            if not worker.has_failed:
                 with suppress(Exception):
                     abandon()
-            if not is_out:
+            if not was_evicted:
                 raise
-            self._stop(worker, error)
+            self._evict(worker, error)
         else:
-            if self._members is not None:
-                self._members.ended()
+            if self._coordinator is not None:
+                self._coordinator.worker_finished()
 
-    # --- who may die --------------------------------------------------------------------------------------------
+    # --- failures and faults ------------------------------------------------------------------------------------
 
     @property
-    def _mortals(self) -> SimCoordinator:
-        assert self._members is not None
-        return self._members
+    def _required_coordinator(self) -> SimCoordinator:
+        assert self._coordinator is not None
+        return self._coordinator
 
-    def _happens(self, time: float, happening: Happening) -> None:
-        """Write down what goes wrong, and who can speak again."""
+    def _on_fault(self, time: float, happening: Happening) -> None:
+        """Record a fault, and reconnect workers after a pause or partition."""
         number = happening.numbers[0]
-        who = {"worker": number, "server": -1 - number, "coordinator": COORDINATOR}[happening.kind]
+        target = {"worker": number, "server": -1 - number, "coordinator": COORDINATOR}[happening.kind]
         if happening.verb == "back":
             return
-        if happening.verb in STRIKES and not self._is_there(happening):
-            self._note(f"faults: {happening.who()} is not there ({happening})")
+        if happening.verb in PROCESS_FAULTS and not self._is_running(happening):
+            self._note(f"faults: {happening.who()} does not exist or has ended ({happening})")
             return
-        self._publish({"event": "fault_injected", "worker": who, **happening.words()})
+        self._publish({"event": "fault_injected", "worker": target, **happening.words()})
         if happening.verb == "kill":
-            self._limit.died(time)
-        if self._members is not None and happening.verb in ("go_on", "heal"):
-            self.world.queue.at(self.world.queue.now, lambda: self._mortals.again(happening.numbers), ARRIVE)
+            self._limit.count_failure(time)
+        if self._coordinator is not None and happening.verb in ("go_on", "heal"):
+            self.engine.queue.schedule(
+                self.engine.queue.now, lambda: self._required_coordinator.reconnect(happening.numbers), ARRIVAL
+            )
 
-    def _is_there(self, happening: Happening) -> bool:
-        """Whether there is a process that can be struck."""
+    def _is_running(self, happening: Happening) -> bool:
+        """True if the target process of a fault runs."""
         number = happening.numbers[0]
         if happening.kind == "worker":
-            return not self.world.workers[number].is_over
+            return not self.engine.workers[number].has_ended
         if happening.kind == "coordinator":
-            return self._members is None or not self._members.is_away
-        return self._offices is None or number >= self._offices.shards or self._offices.is_there(number)
+            return self._coordinator is None or not self._coordinator.is_down
+        return self._servers is None or number >= self._servers.shards or self._servers.is_running(number)
 
     def _publish(self, event: Event) -> None:
-        now = self.world.queue.now
+        now = self.engine.queue.now
         assert self._log is not None
         self._log.append(msgspec.json.encode({**event, "t": round(now, 6), "at": round(now, 6)}) + b"\n")
 
     def _note(self, text: str, worker: int = 0) -> None:
         self._publish({"event": "warning", "worker": worker, "text": text})
 
-    def _settled(self, time: float, happening: Happening) -> Happening | None:
-        """A server may have been drawn when nobody knew how many the script's recipe has.
+    def _resolve(self, time: float, happening: Happening) -> Happening | None:
+        """Resolve a fault of a server that was drawn before the script's recipe decided the number of servers.
 
-        What befalls one before the first worker has asked for it does so then.
+        Return None to postpone it until the first worker creates the servers.
         """
-        if happening.kind == "server" and self._offices is None and self._is_served:
-            self._early.append((time, happening))
+        if happening.kind == "server" and self._servers is None and self._may_have_servers:
+            self._postponed.append((time, happening))
             return None
         named = (number for fault in self._simulation.faults for number in faults.aim(fault)[1])
-        if happening.kind != "server" or self._offices is None or happening.numbers[0] in named:
+        if happening.kind != "server" or self._servers is None or happening.numbers[0] in named:
             return happening
-        return replace(happening, numbers=(happening.numbers[0] % self._offices.shards,))
+        return replace(happening, numbers=(happening.numbers[0] % self._servers.shards,))
 
-    def _struck(self, time: float, happening: Happening) -> None:
-        """A process is killed or stopped, or goes on."""
+    def _apply_to_process(self, time: float, happening: Happening) -> None:
+        """Kill, pause or resume a process."""
         number, back_after_s = happening.numbers[0], happening.back_after_s
         if happening.kind == "server":
-            self._strike_server(time, happening, number)
+            self._apply_to_server(time, happening, number)
         elif happening.verb in ("pause", "go_on"):
             self._pause_coordinator(happening.verb == "pause")
-        elif self._members is None:
+        elif self._coordinator is None:
             refuse(time, happening)
         elif happening.kind == "coordinator" and happening.verb == "kill":
-            self._members.coordinator_killed(back_after_s)
+            self._coordinator.coordinator_killed(back_after_s)
         elif happening.kind == "worker" and happening.verb == "kill":
-            self._kill(self.world.workers[number], back_after_s)
+            self._kill(self.engine.workers[number], back_after_s)
 
     def _kill(self, worker: Worker, back_after_s: float | None) -> None:
-        if not worker.is_over:
-            self.world.kill(worker)
-            self._lose(worker)
-            self._mortals.killed(worker, back_after_s)
+        if not worker.has_ended:
+            self.engine.kill(worker)
+            self._disconnect(worker)
+            self._required_coordinator.worker_killed(worker, back_after_s)
 
     def _pause_coordinator(self, stops: bool) -> None:
-        """It is not missed where nobody dies."""
-        if self._members is not None and stops:
-            self._members.coordinator_stops()
-        elif self._members is not None:
-            self._members.coordinator_goes_on()
+        """Pause or resume the coordinator; without effect if workers cannot fail."""
+        if self._coordinator is not None and stops:
+            self._coordinator.coordinator_paused()
+        elif self._coordinator is not None:
+            self._coordinator.coordinator_resumed()
 
-    def _strike_server(self, time: float, happening: Happening, number: int) -> None:
-        offices = self._offices
-        if offices is None or number >= offices.shards:
+    def _apply_to_server(self, time: float, happening: Happening, number: int) -> None:
+        servers = self._servers
+        if servers is None or number >= servers.shards:
             refuse(time, happening, "the recipe of this run has no such server")
         elif happening.verb == "pause":
-            offices.server_stops(number)
+            servers.pause_shard(number)
         elif happening.verb == "go_on":
-            offices.server_goes_on(number)
-        elif happening.verb == "kill" and self._members is None:
+            servers.resume_shard(number)
+        elif happening.verb == "kill" and self._coordinator is None:
             refuse(time, happening)
-        elif happening.verb == "kill" and (life := offices.server_lost(number)) is not None:
-            back = functools.partial(offices.server_back, number)
-            self._mortals.begin_again(-1 - number, life, happening.back_after_s, back)
+        elif happening.verb == "kill" and (incarnation := servers.fail_shard(number)) is not None:
+            restart = functools.partial(servers.restart_shard, number)
+            self._required_coordinator.restart_service(-1 - number, incarnation, happening.back_after_s, restart)
 
-    def _stop(self, worker: Worker, error: BaseException) -> None:
-        """A worker has found out that it is no member any more."""
-        worker.is_dead = True
+    def _evict(self, worker: Worker, error: BaseException) -> None:
+        """End a worker that is no longer a member."""
+        worker.has_failed = True
         self._note(f"worker {worker.number} stops: {error}", worker.number)
-        self._lose(worker)
-        self._mortals.stopped(worker, returns=not isinstance(error, StaysOutError))
+        self._disconnect(worker)
+        self._required_coordinator.worker_evicted(worker, returns=not isinstance(error, StaysOutError))
 
-    def _lose(self, worker: Worker) -> None:
-        """What a worker that is dead had to do with others is over."""
-        self.world.net.leave(worker.number)
-        self._generations.lose(worker.number)
-        if self._offices is not None:
-            self._offices.lose(worker.number)
+    def _disconnect(self, worker: Worker) -> None:
+        """Drop the messages and collectives of a worker that has failed."""
+        self.engine.network.disconnect(worker.number)
+        self._generations.worker_failed(worker.number)
+        if self._servers is not None:
+            self._servers.drop_replies(worker.number)
 
-    def _bury(self, worker: int, life: int) -> None:
-        if self._offices is not None:
-            self._offices.gone(worker, life)
+    def _worker_failed(self, worker: int, incarnation: int) -> None:
+        if self._servers is not None:
+            self._servers.worker_failed(worker, incarnation)
         else:
-            self._buried.append((worker, life))
+            self._failed_workers.append((worker, incarnation))
 
-    def seat(self, worker: Worker) -> WorkerContext:
-        """A worker's place."""
-        order = self._simulation.order
-        around = self.around(worker)
-        return SimSeat(
+    def context(self, worker: Worker) -> WorkerContext:
+        """Return a worker's context."""
+        config = self._simulation.config
+        around = self.runtime(worker)
+        return SimWorkerContext(
             worker=worker.number,
-            workers=order.workers,
-            recipe=order.recipe,
+            workers=config.workers,
+            recipe=config.recipe,
             run=self._folder,
-            seed=order.seed,
-            single_process=order.single_process,
-            global_batch_of=order.global_batch_of,
-            split=order.global_batch == "split",
-            lr_factor=order.lr_factor,
-            keep_states=order.keep_states,
-            timeout_s=order.timeout_s,
+            seed=config.seed,
+            single_process=config.single_process,
+            global_batch_of=config.global_batch_of,
+            split=config.global_batch == "split",
+            lr_factor=config.lr_factor,
+            keep_states=config.keep_states,
+            timeout_s=config.timeout_s,
             around=around,
-            on_nan=order.on_nan,
-            life=worker.life,
-            rule=order.batch,
-            barrier=SimBarrier(self._board, worker, order.timeout_s) if order.workers > 1 else None,
-            cast=self,
+            on_nan=config.on_nan,
+            life=worker.incarnation,
+            rule=config.batch,
+            barrier=SimBarrier(self._barriers, worker, config.timeout_s) if config.workers > 1 else None,
+            simulator=self,
         )
 
     def _returning(self) -> Collection[int]:
-        """The workers that are started again."""
-        return self._members.returning if self._members is not None else ()
+        """Return the workers that will be restarted."""
+        return self._coordinator.returning if self._coordinator is not None else ()
 
-    def around(self, worker: Worker) -> SimRuntime:
-        """A worker's surroundings."""
-        workers = self._simulation.order.workers
-        return SimRuntime(worker, self._speed, self._limit, self._log, self.begins, workers)
+    def runtime(self, worker: Worker) -> SimRuntime:
+        """Create a worker's runtime."""
+        workers = self._simulation.config.workers
+        return SimRuntime(worker, self._speed, self._limit, self._log, self.on_distribute, workers)
 
-    def begins(self, worker: Worker, model: nn.Module, loader: Any) -> None:
-        """A script has said what it trains on what: what all have alike is kept once."""
+    def on_distribute(self, worker: Worker, model: nn.Module, loader: Any) -> None:
+        """Handle a script's call of `distribute`: share the data that all workers load, and check memory."""
         if processes := getattr(loader, "num_workers", 0):
-            self._say_once(f"the loader's {processes} processes are left out: batches are made in this one")
+            self._print_once(f"the loader's {processes} processes are not started: batches are loaded in this process")
         if hasattr(loader, "dataset"):
-            self.commons.loader(loader)
-        self.commons.names(vars(self.program.mains[worker.number]))
-        self.commons.tidy()
-        self._forecast.begun(model)
+            self.shared_arrays.loader(loader)
+        self.shared_arrays.names(vars(self.program.mains[worker.number]))
+        self.shared_arrays.trim()
+        self._memory_estimate.worker_started(model)
 
-    def _say_once(self, text: str) -> None:
-        if text not in self._said:
-            self._said.add(text)
-            self._say(text)
+    def _print_once(self, text: str) -> None:
+        if text not in self._shown:
+            self._shown.add(text)
+            self._print(text)
 
-    def _say(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         print(f"stretto: {text}", file=self._err, flush=True)
 
     def _script_time(self) -> float | None:
-        worker = self.world.now_on
+        worker = self.engine.current_worker
         return worker.read_clock(worker.now()) if worker is not None else None
 
-    def _script_sleeps(self, seconds: float) -> None:
-        if self.world.now_on is not None:
-            self.world.now_on.sleep(seconds)
+    def _script_sleep(self, seconds: float) -> None:
+        if self.engine.current_worker is not None:
+            self.engine.current_worker.sleep(seconds)
 
-    def wire(self, worker: int, recipe: Recipe | None) -> Transport:
-        """A worker's wire."""
-        one, limit_s = self.world.workers[worker], self._simulation.order.timeout_s
+    def transport(self, worker: int, recipe: Recipe | None) -> Transport:
+        """Create a worker's transport."""
+        sim_worker, limit_s = self.engine.workers[worker], self._simulation.config.timeout_s
         if recipe is None or not recipe.shards:
-            self._is_served = False
+            self._may_have_servers = False
             self._catch_up()
-        if self._members is not None and recipe is not None:
-            return self._enduring(one, recipe)
+        if self._coordinator is not None and recipe is not None:
+            return self._elastic_transport(sim_worker, recipe)
         if recipe is None or not recipe.shards:
-            return self._table.wire(one, limit_s)
-        return self._server(recipe).wire(one)
+            return self._group.transport(sim_worker, limit_s)
+        return self._server(recipe).client(sim_worker)
 
     def _server(self, recipe: Recipe) -> SimServers:
-        order = self._simulation.order
-        if self._offices is None:
-            elastic = self._members is not None
-            self._offices = SimServers(
-                self.world, recipe.shards, order.on_nan, not order.plain, order.timeout_s, elastic
+        config = self._simulation.config
+        if self._servers is None:
+            can_fail = self._coordinator is not None
+            self._servers = SimServers(
+                self.engine, recipe.shards, config.on_nan, not config.plain, config.timeout_s, can_fail
             )
-            for worker, life in self._buried:
-                self._offices.gone(worker, life)
+            for worker, incarnation in self._failed_workers:
+                self._servers.worker_failed(worker, incarnation)
             self._catch_up()
-        return self._offices
+        return self._servers
 
     def _catch_up(self) -> None:
-        """What was to happen to a server happens, now that it is known whether there is one."""
-        early, self._early = self._early, []
-        for time, happening in early:
-            self.world.outages.happen(time, happening)
+        """Apply the postponed faults of servers, once it is known if servers exist."""
+        postponed, self._postponed = self._postponed, []
+        for time, happening in postponed:
+            self.engine.fault_injector.apply(time, happening)
 
-    def _enduring(self, worker: Worker, recipe: Recipe) -> Transport:
-        """A wire of a worker that may die, or whose peers may: what the live seat makes, of simulated parts."""
-        self._mortals.free = recipe.asynchronous
-        line = self._mortals.line(worker)
+    def _elastic_transport(self, worker: Worker, recipe: Recipe) -> Transport:
+        """Create a transport for workers that can fail: that of a live worker's context, from simulated parts."""
+        self._required_coordinator.asynchronous = recipe.asynchronous
+        membership = self._required_coordinator.client(worker)
         if not recipe.shards:
-            former = TableFormer(self._generations, worker, self._simulation.order.timeout_s)
-            return ElasticTransport(worker.number, line, former)
+            rendezvous = SimRendezvous(self._generations, worker, self._simulation.config.timeout_s)
+            return ElasticTransport(worker.number, membership, rendezvous)
         if not recipe.asynchronous:
-            return ElasticTransport(worker.number, line, ServerRendezvous(self._server(recipe).wire(worker)))
-        line.stand(ReadyReport(0))
-        wire = self._server(recipe).wire(worker, worker.life)
-        line.on_abort = lambda _generation, _why: wire.abort()
-        wire.doing = line.doing
-        wire.when_closed(line.leave)
-        if worker.life:
-            self._join(worker, wire)
-        return wire
+            return ElasticTransport(worker.number, membership, ServerRendezvous(self._server(recipe).client(worker)))
+        membership.stand(ReadyReport(0))
+        client = self._server(recipe).client(worker, worker.incarnation)
+        membership.on_abort = lambda _generation, _why: client.abort()
+        client.doing = membership.doing
+        client.when_closed(membership.leave)
+        if worker.incarnation:
+            self._join(worker, client)
+        return client
 
-    def _join(self, worker: Worker, wire: ParameterServerClient) -> None:
-        """Join a run that is under way; one that is over needs nobody."""
+    def _join(self, worker: Worker, client: ParameterServerClient) -> None:
+        """Join a run in progress; end the worker if the run is finished."""
         try:
-            wire.join()
+            client.join()
         except TransportError as error:
             if OVER not in str(error):
                 raise
-            self._mortals.comes_late(worker)
+            self._required_coordinator.joined_finished_run(worker)
             raise SystemExit(0) from None
 
 
 @dataclass(frozen=True)
-class SimSeat(WorkerContext):
-    """A seat in a simulated world."""
+class SimWorkerContext(WorkerContext):
+    """The context of a simulated worker."""
 
-    cast: Simulator | None = None
+    simulator: Simulator | None = None
 
     def wire_for(self, recipe: Recipe | None, device: torch.device) -> Transport:
-        """The simulated wire that the recipe asks for."""
-        assert self.cast is not None
+        """Create the simulated transport of the recipe."""
+        assert self.simulator is not None
         assert isinstance(self.around, SimRuntime)
-        self.around.free = recipe is not None and recipe.asynchronous
-        return self.cast.wire(self.worker, recipe)
+        self.around.asynchronous = recipe is not None and recipe.asynchronous
+        return self.simulator.transport(self.worker, recipe)
 
 
 def _error_line(error: BaseException, worker: Worker | None, t: float) -> bytes:

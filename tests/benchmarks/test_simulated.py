@@ -10,10 +10,10 @@ from benchmarks.peers import flower
 from benchmarks.simulated import Case, Figures, Link
 from stretto.recipe.parser import parse
 from stretto.simulator.compute import cost_model
-from stretto.simulator.compute.transport_costs import WireCosts
+from stretto.simulator.compute.transport_costs import TransportCosts
 from stretto.simulator.network import topology
 
-COSTS = WireCosts(5e-4, 8e-5, 3e-3, 4e-4, 7e-5, 2e-3, 1e-3)
+COSTS = TransportCosts(5e-4, 8e-5, 3e-3, 4e-4, 7e-5, 2e-3, 1e-3)
 LINK = Link(95.66, 24e-6, COSTS, 1.97)
 
 

@@ -19,9 +19,9 @@ from stretto.launcher.config import RunConfig
 from stretto.simulator.compute import speed as speeds
 from stretto.simulator.config import Simulation, check
 from stretto.simulator.engine import CostModel
-from stretto.simulator.isolation.script import Heard
+from stretto.simulator.isolation.script import ForwardedOutput
 from stretto.simulator.network import topology
-from stretto.simulator.runner import begin, simulate
+from stretto.simulator.runner import create_run, simulate
 from stretto.training.worker_context import given_seat
 
 STEP_S = 0.01
@@ -62,7 +62,7 @@ def simulated(
     net: str = "instant",
     speed: str = "equal",
     fault: str = "",
-    tariff: CostModel = CostModel(STEP_S),  # noqa: B008
+    cost_model: CostModel = CostModel(STEP_S),  # noqa: B008
     order: Sequence[int] | None = None,
     args: tuple[str, ...] = (),
     folder: Path | None = None,
@@ -80,15 +80,15 @@ def simulated(
         script.write_text(dedent(work) if isinstance(work, str) else ACTING)
         asked = RunConfig(script=script, workers=workers, recipe=recipe, args=args, seed=seed, **asks)
         settings = topology.parse(net), speeds.parse(speed), plan.parse(fault) if fault else ()
-        simulation = check(Simulation(asked, tariff, *settings, **more))
-        run, said = begin(simulation, place / "run"), io.BytesIO()
+        simulation = check(Simulation(asked, cost_model, *settings, **more))
+        run, said = create_run(simulation, place / "run"), io.BytesIO()
         _found.clear()
         _work[:] = [] if isinstance(work, str) else [work]
-        world = simulate(simulation, run, Heard(said.write), lambda: None, order)
+        engine = simulate(simulation, run, ForwardedOutput(said.write), lambda: None, order)
         final = run / "final.safetensors"
         return Ended(
             [_found.get(worker) for worker in range(workers)],
-            world.queue.now,
+            engine.queue.now,
             (run / "events.jsonl").read_bytes(),
             final.read_bytes() if final.exists() else b"",
             said.getvalue().decode(),

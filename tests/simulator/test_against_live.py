@@ -156,7 +156,7 @@ def test_a_real_order_of_arrivals_replayed_gives_the_same_parameters(
     real = load_file(live["staleness_aware"] / "final.safetensors")
     turns = turns_of(log)
     monkeypatch.setattr(rpc_server, "SimServer", in_turn(turns))
-    found = simulated_run(tmp_path, "staleness_aware", speed=speed, tariff=CostModel(0.01, take_s=0.001))
+    found = simulated_run(tmp_path, "staleness_aware", speed=speed, cost_model=CostModel(0.01, take_s=0.001))
     assert not any(turns.values())
     assert furthest(found, real) < 1e-5
     again = [one for one in read_events(tmp_path / "run/events.jsonl") if one["event"] == "update_applied"]

@@ -19,7 +19,7 @@ from stretto.cli.main import FAILED, USAGE, command
 from stretto.events import read_events
 from stretto.launcher.config import RunConfig
 from stretto.simulator.isolation import memory_estimate
-from stretto.simulator.sweep.runner import SweepOrder
+from stretto.simulator.sweep.runner import SweepConfig
 
 SCRIPT = """
 import torch, stretto
@@ -248,8 +248,8 @@ def test_a_sweep_is_told_what_was_said_of_workers_that_die() -> None:
         Path("train.py"), workers=4, failure_timeout_s=2.5, min_workers=2, max_workers=8, batch="global-batch"
     )
     said = ["--failure-timeout", "2.5s", "--min-workers", "2", "--on-resize", "global-batch", "--max-workers", "8"]
-    assert SweepOrder(order, ()).also == said
-    assert SweepOrder(RunConfig(Path("train.py")), ()).also == []
+    assert SweepConfig(order, ()).also == said
+    assert SweepConfig(RunConfig(Path("train.py")), ()).also == []
 
 
 def test_a_kill_of_the_server_of_an_only_worker_ends_the_run_with_its_time(simulate: Simulate) -> None:

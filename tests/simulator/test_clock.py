@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stretto.simulator.event_queue import Queue
+from stretto.simulator.event_queue import EventQueue
 
 times = st.floats(0, 10) | st.integers(0, 3).map(float)
 entries = st.lists(st.tuples(times, st.integers(-2, 2), st.integers(0, 2)), max_size=30)
@@ -17,9 +17,9 @@ entries = st.lists(st.tuples(times, st.integers(-2, 2), st.integers(0, 2)), max_
 
 @given(entries)
 def test_order_is_time_then_priority_then_key_then_when_it_was_added(asked: list[tuple[float, int, int]]) -> None:
-    queue, seen = Queue(), []
+    queue, seen = EventQueue(), []
     for number, (time, priority, key) in enumerate(asked):
-        queue.at(time, partial(seen.append, number), priority, key)
+        queue.schedule(time, partial(seen.append, number), priority, key)
     clock = []
     while queue.step():
         clock.append(queue.now)
@@ -29,8 +29,8 @@ def test_order_is_time_then_priority_then_key_then_when_it_was_added(asked: list
 
 @given(entries, st.sets(st.integers(0, 29)))
 def test_what_is_cancelled_does_not_happen(asked: list[tuple[float, int, int]], gone: set[int]) -> None:
-    queue, seen = Queue(), []
-    events = [queue.at(time, partial(seen.append, number)) for number, (time, _, _) in enumerate(asked)]
+    queue, seen = EventQueue(), []
+    events = [queue.schedule(time, partial(seen.append, number)) for number, (time, _, _) in enumerate(asked)]
     for number in gone & set(range(len(events))):
         queue.cancel(events[number])
         queue.cancel(events[number])
@@ -42,24 +42,24 @@ def test_what_is_cancelled_does_not_happen(asked: list[tuple[float, int, int]], 
 
 
 def test_an_event_may_add_others_at_its_own_time() -> None:
-    queue, seen = Queue(), []
+    queue, seen = EventQueue(), []
 
     def again(left: int) -> None:
         seen.append((queue.now, left))
         if left:
-            queue.at(queue.now, partial(again, left - 1))
+            queue.schedule(queue.now, partial(again, left - 1))
 
-    queue.at(1.0, partial(again, 2))
-    queue.at(1.0, partial(seen.append, "other"))
+    queue.schedule(1.0, partial(again, 2))
+    queue.schedule(1.0, partial(seen.append, "other"))
     while queue.step():
         pass
     assert seen == [(1.0, 2), "other", (1.0, 1), (1.0, 0)]
 
 
 def test_what_has_happened_cannot_be_cancelled() -> None:
-    queue = Queue()
-    event = queue.at(1.0, int)
-    queue.at(2.0, int)
+    queue = EventQueue()
+    event = queue.schedule(1.0, int)
+    queue.schedule(2.0, int)
     assert len(queue) == 2 and queue.step()
     queue.cancel(event)
     assert len(queue) == 1
@@ -67,19 +67,19 @@ def test_what_has_happened_cannot_be_cancelled() -> None:
 
 @pytest.mark.parametrize("time", [0.5, -1.0, inf, nan])
 def test_no_event_in_the_past_or_never(time: float) -> None:
-    queue = Queue()
-    queue.at(1.0, int)
+    queue = EventQueue()
+    queue.schedule(1.0, int)
     queue.step()
     with pytest.raises(ValueError, match="it is 1.0 already"):
-        queue.at(time, int)
+        queue.schedule(time, int)
 
 
 def test_cancelled_events_do_not_pile_up() -> None:
-    queue, seen = Queue(), []
+    queue, seen = EventQueue(), []
     for number in range(10):
-        queue.at(number, partial(seen.append, number))
+        queue.schedule(number, partial(seen.append, number))
     for _ in range(10_000):
-        queue.cancel(queue.at(1e9, int))
+        queue.cancel(queue.schedule(1e9, int))
     assert len(queue) == 10 and len(queue._heap) < 1000
     while queue.step():
         pass

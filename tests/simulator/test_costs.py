@@ -24,12 +24,12 @@ def _total(pairs) -> tuple[int, int]:
 @given(crews, octets, st.sampled_from([1, 2, 4, 8]))
 def test_a_ring_sends_as_much_as_it_receives_and_no_less_than_its_tensor_asks(workers, numbers, item) -> None:
     nbytes = numbers * item
-    sent, received = _total(wire_bytes.mean_bytes(worker, workers, nbytes, item) for worker in range(workers))
+    sent, received = _total(wire_bytes.all_reduce_bytes(worker, workers, nbytes, item) for worker in range(workers))
     data = 2 * (workers - 1) * nbytes
     headers = sent - data
     assert sent == received
-    assert headers % (3 * wire_bytes.ANNOUNCED) == 0
-    messages = headers // (3 * wire_bytes.ANNOUNCED)
+    assert headers % (3 * wire_bytes.HEADER_BYTES) == 0
+    messages = headers // (3 * wire_bytes.HEADER_BYTES)
     segments = max(-(-nbytes // wire_bytes.SEGMENT_BYTES) + workers, 2 * workers)
     assert messages <= 2 * (workers - 1) * segments
     assert messages * wire_bytes.SEGMENT_BYTES >= data
@@ -39,9 +39,9 @@ def test_a_ring_sends_as_much_as_it_receives_and_no_less_than_its_tensor_asks(wo
 def test_a_ring_of_equal_chunks_costs_all_the_same(workers, numbers) -> None:
     """2(N-1)/N * B and the headers: two segments a chunk, N-1 chunks, summing up and handing round."""
     nbytes = 2 * workers * 4 * numbers
-    moved = 2 * (workers - 1) * nbytes // workers + 3 * wire_bytes.ANNOUNCED * 4 * (workers - 1)
+    moved = 2 * (workers - 1) * nbytes // workers + 3 * wire_bytes.HEADER_BYTES * 4 * (workers - 1)
     for worker in range(workers):
-        assert wire_bytes.mean_bytes(worker, workers, nbytes) == (moved, moved)
+        assert wire_bytes.all_reduce_bytes(worker, workers, nbytes) == (moved, moved)
 
 
 @given(st.integers(2, 6), st.integers(1, 12), st.sampled_from([2, 4, 8]), st.data())
@@ -64,13 +64,13 @@ def test_the_ring_message_by_message(workers, numbers, item, data) -> None:
                         sent[to] += 48
                         received[worker] += 48
     assert list(zip(sent, received, strict=True)) == [
-        wire_bytes.mean_bytes(w, workers, nbytes, item) for w in range(workers)
+        wire_bytes.all_reduce_bytes(w, workers, nbytes, item) for w in range(workers)
     ]
 
 
 @given(st.lists(octets, min_size=1, max_size=20))
 def test_what_every_worker_hears_was_sent(sizes) -> None:
-    sent, received = _total(wire_bytes.every_bytes(worker, sizes) for worker in range(len(sizes)))
+    sent, received = _total(wire_bytes.all_gather_bytes(worker, sizes) for worker in range(len(sizes)))
     assert sent == received
     others = len(sizes) - 1
     pieces = sum(-(-size // wire_bytes.PIECE_BYTES) for size in sizes)
@@ -80,7 +80,7 @@ def test_what_every_worker_hears_was_sent(sizes) -> None:
 @given(crews, octets, st.data())
 def test_a_tree_tells_each_worker_once(workers, length, data) -> None:
     root = data.draw(st.integers(0, workers - 1))
-    pairs = [wire_bytes.tell_bytes(worker, workers, root, length) for worker in range(workers)]
+    pairs = [wire_bytes.broadcast_bytes(worker, workers, root, length) for worker in range(workers)]
     sent, received = _total(pairs)
     pieces = [min(wire_bytes.PIECE_BYTES, length - at) for at in range(0, length, wire_bytes.PIECE_BYTES)]
     rounds = [256] if length <= 248 else [256, *pieces]
@@ -91,7 +91,7 @@ def test_a_tree_tells_each_worker_once(workers, length, data) -> None:
         teller_sends_to * 48 * len(rounds),
     )
     assert pairs == [
-        wire_bytes.tell_bytes((worker + 1) % workers, workers, (root + 1) % workers, length)
+        wire_bytes.broadcast_bytes((worker + 1) % workers, workers, (root + 1) % workers, length)
         for worker in range(workers)
     ]
 
@@ -99,38 +99,42 @@ def test_a_tree_tells_each_worker_once(workers, length, data) -> None:
 @pytest.mark.parametrize(("longest", "moved"), [(0, 544), (248, 544), (249, 1081), (1000, 1832)])
 def test_a_short_message_goes_round_once_a_long_one_twice(longest: int, moved: int) -> None:
     for workers in (1, 2, 5):
-        assert wire_bytes.gather_bytes(workers, longest) == ((workers - 1) * moved, (workers - 1) * moved)
+        assert wire_bytes.all_gather_message_bytes(workers, longest) == ((workers - 1) * moved, (workers - 1) * moved)
 
 
 def test_one_worker_alone_sends_nothing() -> None:
     alone = [
-        wire_bytes.mean_bytes(0, 1, 1000),
-        wire_bytes.every_bytes(0, [1000]),
-        wire_bytes.gather_bytes(1, 1000),
-        wire_bytes.tell_bytes(0, 1, 0, 1000),
-        wire_bytes.forming_bytes(1),
+        wire_bytes.all_reduce_bytes(0, 1, 1000),
+        wire_bytes.all_gather_bytes(0, [1000]),
+        wire_bytes.all_gather_message_bytes(1, 1000),
+        wire_bytes.broadcast_bytes(0, 1, 0, 1000),
+        wire_bytes.connect_bytes(1),
     ]
     assert alone == [(0, 0)] * len(alone)
 
 
 def test_bytes_as_the_kernel_counted_them_once() -> None:
     """Read off loopback, with 3 and 4 workers and one shard."""
-    assert [wire_bytes.mean_bytes(worker, 3, 4) for worker in range(3)] == [(148, 148), (196, 248), (248, 196)]
-    assert [wire_bytes.mean_bytes(worker, 3, 56, 8) for worker in range(3)] == [(848, 728), (728, 856), (952, 944)]
-    assert wire_bytes.mean_bytes(0, 2, 12_000_004) == (12_001_732, 12_001_732)
-    assert [wire_bytes.every_bytes(worker, [0, 1000, 2000]) for worker in range(3)] == [
+    assert [wire_bytes.all_reduce_bytes(worker, 3, 4) for worker in range(3)] == [(148, 148), (196, 248), (248, 196)]
+    assert [wire_bytes.all_reduce_bytes(worker, 3, 56, 8) for worker in range(3)] == [
+        (848, 728),
+        (728, 856),
+        (952, 944),
+    ]
+    assert wire_bytes.all_reduce_bytes(0, 2, 12_000_004) == (12_001_732, 12_001_732)
+    assert [wire_bytes.all_gather_bytes(worker, [0, 1000, 2000]) for worker in range(3)] == [
         (688, 3784),
         (2832, 2784),
         (4832, 1784),
     ]
-    assert [wire_bytes.tell_bytes(worker, 4, 3, 1000) for worker in range(4)] == [
+    assert [wire_bytes.broadcast_bytes(worker, 4, 3, 1000) for worker in range(4)] == [
         (1544, 1544),
         (96, 1448),
         (96, 1448),
         (2896, 192),
     ]
-    assert wire_bytes.forming_bytes(4) == (12, 12)
-    assert [wire_bytes.meeting_bytes(workers) for workers in (2, 3, 5, 8)] == [
+    assert wire_bytes.connect_bytes(4) == (12, 12)
+    assert [wire_bytes.rendezvous_bytes(workers) for workers in (2, 3, 5, 8)] == [
         (364, 437),
         (568, 554),
         (1024, 788),
@@ -155,8 +159,8 @@ def test_bytes_as_the_kernel_counted_them_once() -> None:
 )
 def test_a_parcel_as_the_kernel_counted_it_once(length: int, plain: int, sealed: int) -> None:
     tensors = [("uint8", length)]
-    assert wire_bytes.parcel_bytes(1, m.Gather(1, None), tensors, False) == plain
-    assert wire_bytes.parcel_bytes(1, m.Gather(1, None), tensors, True) == sealed
+    assert wire_bytes.message_bytes(1, m.Gather(1, None), tensors, False) == plain
+    assert wire_bytes.message_bytes(1, m.Gather(1, None), tensors, True) == sealed
 
 
 edges = st.sampled_from([-1, 0, 1]).flatmap(
@@ -175,11 +179,11 @@ def test_a_parcel_costs_its_frames(tensors, body, encrypted) -> None:
     frames = [memoryview(frame).nbytes for message in encode(5, body, parts) for frame in message]
     on_wire = [one + 33 for one in frames] if encrypted else frames
     expected = sum(one + (2 if one < 256 else 9) for one in on_wire)
-    assert wire_bytes.parcel_bytes(5, body, tensors, encrypted) == expected
+    assert wire_bytes.message_bytes(5, body, tensors, encrypted) == expected
 
 
 @given(st.integers(0, 1 << 40))
 def test_a_larger_number_takes_as_much_as_messagepack_needs(number) -> None:
     more = len(msgspec.msgpack.encode(number)) - 1
-    at_zero = wire_bytes.parcel_bytes(0, m.Result(), [], False)
-    assert wire_bytes.parcel_bytes(number, m.Result(), [], False) == at_zero + more
+    at_zero = wire_bytes.message_bytes(0, m.Result(), [], False)
+    assert wire_bytes.message_bytes(number, m.Result(), [], False) == at_zero + more

@@ -62,28 +62,30 @@ def _mean(numbers: int, dtype: torch.dtype = torch.float32) -> tuple[Do, Cost]:
     nbytes, item = numbers * dtype.itemsize, dtype.itemsize
     return (
         lambda wire: wire.submit(AllReduceMean(torch.ones(numbers, dtype=dtype))).wait(),
-        lambda worker, workers: wire_bytes.mean_bytes(worker, workers, nbytes, item),
+        lambda worker, workers: wire_bytes.all_reduce_bytes(worker, workers, nbytes, item),
     )
 
 
 def _every(size: Callable[[int], int], dtype: torch.dtype = torch.uint8) -> tuple[Do, Cost]:
     return (
         lambda wire: wire.submit(AllGather(torch.ones(size(wire.worker), dtype=dtype))).wait(),
-        lambda worker, workers: wire_bytes.every_bytes(worker, [size(one) * dtype.itemsize for one in range(workers)]),
+        lambda worker, workers: wire_bytes.all_gather_bytes(
+            worker, [size(one) * dtype.itemsize for one in range(workers)]
+        ),
     )
 
 
 def _gather(length: Callable[[int], int]) -> tuple[Do, Cost]:
     return (
         lambda wire: wire.all_gather_bytes(bytes(length(wire.worker))),
-        lambda worker, workers: wire_bytes.gather_bytes(workers, max(map(length, range(workers)))),
+        lambda worker, workers: wire_bytes.all_gather_message_bytes(workers, max(map(length, range(workers)))),
     )
 
 
 def _tell(length: int, root: int) -> tuple[Do, Cost]:
     return (
         lambda wire: wire.broadcast_bytes(bytes(length), root % wire.workers),
-        lambda worker, workers: wire_bytes.tell_bytes(worker, workers, root % workers, length),
+        lambda worker, workers: wire_bytes.broadcast_bytes(worker, workers, root % workers, length),
     )
 
 
@@ -111,7 +113,7 @@ def _measure(worker: int, folder: str) -> list[dict[str, Any]]:
         of_the_store = [one for one in _sockets() if _port(one) == store.port]
         of_the_group = wire._opened.difference(of_the_store)
         limit = time.monotonic() + 20.0
-        while sum(_counts(of_the_group)) < sum(wire_bytes.forming_bytes(workers)):
+        while sum(_counts(of_the_group)) < sum(wire_bytes.connect_bytes(workers)):
             assert time.monotonic() < limit, "a greeting never came"
             time.sleep(0.001)
         before, counts = wire.traffic(), [_counts(of_the_group)]
@@ -158,9 +160,9 @@ def test_collective_exchanges_cost_what_the_kernel_counts(tmp_path: Path) -> Non
     for workers in range(2, LARGEST_CREW + 1):
         crew = [found[worker][workers - max(worker + 1, 2)] for worker in range(workers)]
         forming = [one["forming"] for one in crew]
-        assert [sum(pair) for pair in forming] == [sum(wire_bytes.forming_bytes(workers))] * workers
-        assert sum(pair[0] for pair in forming) == workers * wire_bytes.forming_bytes(workers)[0]
-        assert crew[0]["meeting"] == [list(wire_bytes.meeting_bytes(workers))] * workers
+        assert [sum(pair) for pair in forming] == [sum(wire_bytes.connect_bytes(workers))] * workers
+        assert sum(pair[0] for pair in forming) == workers * wire_bytes.connect_bytes(workers)[0]
+        assert crew[0]["meeting"] == [list(wire_bytes.rendezvous_bytes(workers))] * workers
         for number, (_, cost) in enumerate(EXCHANGES):
             measured = [tuple(one["exchanges"][number]) for one in crew]
             assert measured == [cost(worker, workers) for worker in range(workers)], f"{workers}: exchange {number}"
@@ -197,7 +199,7 @@ class Overheard:
 
     def _cost(self, number: int, body: Any, tensors: Any) -> int:
         kinds = [(kind(one), one.numel()) for one in tensors]
-        return wire_bytes.parcel_bytes(number, body, kinds, self._encrypted)
+        return wire_bytes.message_bytes(number, body, kinds, self._encrypted)
 
 
 def _links(wire: ParameterServerClient) -> list[Any]:
@@ -264,8 +266,8 @@ def test_a_worker_counts_all_but_its_good_bye(ends: Any) -> None:
     [wire] = ends(1, plain=True)
     wire.all_gather_bytes(b"")
     wire.close()
-    gathered = wire_bytes.parcel_bytes(1, Gather(1, None), [("uint8", 0)], False)
-    answered = wire_bytes.parcel_bytes(1, Result(), [("uint8", 0)], False)
+    gathered = wire_bytes.message_bytes(1, Gather(1, None), [("uint8", 0)], False)
+    answered = wire_bytes.message_bytes(1, Result(), [("uint8", 0)], False)
     hello = wire_bytes.handshake_bytes(0, False)
     traffic = wire.traffic()
     assert (traffic.bytes_sent, traffic.bytes_received) == (2 * hello[0] + gathered, 2 * hello[1] + answered)

@@ -395,8 +395,8 @@ def test_who_dies_while_the_coordinator_stands_still_is_missed_when_it_goes_on(r
 def test_runs_whose_members_cannot_change_are_as_they_were(fault: str, mortal: bool) -> None:
     order = RunConfig(script=Path("train.py"), workers=2)
     simulation = Simulation(order, CostModel(STEP_S), faults=plan.parse(fault) if fault else ())
-    assert simulation.is_mortal == mortal
-    assert not replace(simulation, order=replace(order, workers=1)).is_mortal
+    assert simulation.workers_can_fail == mortal
+    assert not replace(simulation, order=replace(order, workers=1)).workers_can_fail
 
 
 def test_an_only_worker_takes_the_run_with_it() -> None:
@@ -411,21 +411,21 @@ class Scene:
     """A world whose workers may die, and do what a function says."""
 
     def __init__(self, workers: int, links: Links | None = None, **more: Any) -> None:
-        self.world = Engine(workers, links or Links(topology.parse("instant"), workers), CostModel(0.0), **more)
-        self.world.is_mortal = True
+        self.engine = Engine(workers, links or Links(topology.parse("instant"), workers), CostModel(0.0), **more)
+        self.engine.workers_can_fail = True
 
     def lived(self, live: Callable[[Worker], None]) -> Engine:
-        self.world.run(live, self._own)
-        return self.world
+        self.engine.run(live, self._own)
+        return self.engine
 
     def _own(self, worker: Worker) -> ProcessState:
         torch.manual_seed(worker.number)
         return ProcessState(ModuleType("__main__"), [], io.StringIO(), io.StringIO())
 
     def kill(self, worker: int, at: float, back: float | None = None) -> None:
-        self.world.queue.at(at, lambda: self.world.kill(self.world.workers[worker]))
+        self.engine.queue.schedule(at, lambda: self.engine.kill(self.engine.workers[worker]))
         if back is not None:
-            self.world.queue.at(at + back, lambda: self.world.bear(worker))
+            self.engine.queue.schedule(at + back, lambda: self.engine.restart(worker))
 
 
 def test_nothing_comes_of_what_the_dead_were_about_to_do() -> None:
@@ -433,17 +433,17 @@ def test_nothing_comes_of_what_the_dead_were_about_to_do() -> None:
 
     def live(worker: Worker) -> None:
         try:
-            worker.act(lambda: done.append(("begins", scene.world.queue.now)))
-            worker.work(2.0)
-            worker.act(lambda: done.append(("has worked", scene.world.queue.now)))
+            worker.schedule(lambda: done.append(("begins", scene.engine.queue.now)))
+            worker.compute(2.0)
+            worker.schedule(lambda: done.append(("has worked", scene.engine.queue.now)))
         finally:
-            worker.act(lambda: done.append(("ends", scene.world.queue.now)))
-            worker.work(1.0)  # who is dead has no time left
+            worker.schedule(lambda: done.append(("ends", scene.engine.queue.now)))
+            worker.compute(1.0)  # who is dead has no time left
 
     scene = Scene(1)
-    first = scene.world.workers[0]
+    first = scene.engine.workers[0]
     scene.kill(0, 1.0, 0.0)
-    scene.world.goes_on = lambda: scene.world.queue.now <= 1.0
+    scene.engine.restart_pending = lambda: scene.engine.queue.now <= 1.0
     assert scene.lived(live).queue.now == pytest.approx(4.0)
     assert done == [("begins", 0.0), ("begins", 1.0), ("has worked", 3.0), ("ends", 3.0)]
     assert first.greenlet is not None
@@ -460,7 +460,7 @@ def test_the_others_draw_on_as_if_nobody_had_died_and_who_is_born_draws_from_the
                 for _ in range(6):
                     with torch.no_grad():
                         mine.append(torch.rand(()).item())
-                        worker.work(1.0 + worker.number / 10)
+                        worker.compute(1.0 + worker.number / 10)
                     assert torch.is_grad_enabled()
             finally:
                 torch.rand(3)  # of its own numbers, whose turn it ever was
@@ -481,15 +481,15 @@ def test_the_others_draw_on_as_if_nobody_had_died_and_who_is_born_draws_from_the
 def test_no_exchange_with_the_dead_ends_and_who_waits_is_told_when_it_is_known(asks_at: float) -> None:
     links = Links(topology.parse("8kbit/s"), 2)
     scene = Scene(2, links)
-    table = SimGroup(scene.world, links, (0, 1))
-    wires = [table.wire(one, inf) for one in scene.world.workers]
+    table = SimGroup(scene.engine, links, (0, 1))
+    wires = [table.wire(one, inf) for one in scene.engine.workers]
     scene.kill(1, 1.0)
-    scene.world.queue.at(1.0, table.end)
-    scene.world.queue.at(5.0, table.abort)
+    scene.engine.queue.schedule(1.0, table.end)
+    scene.engine.queue.schedule(5.0, table.abort)
     told = []
 
     def live(worker: Worker) -> None:
-        worker.work(asks_at if worker.number == 0 else 0.1)
+        worker.compute(asks_at if worker.number == 0 else 0.1)
         with pytest.raises(BrokenTransportError):
             wires[worker.number].all_gather_bytes(bytes(1000))
         told.append(worker.now())
@@ -501,13 +501,13 @@ def test_no_exchange_with_the_dead_ends_and_who_waits_is_told_when_it_is_known(a
 def test_the_dead_take_nothing_of_a_processor() -> None:
     scene = Scene(2, processors=1.0)
     scene.kill(1, 2.0)
-    assert scene.lived(lambda worker: worker.work(4.0)).queue.now == pytest.approx(5.0)
+    assert scene.lived(lambda worker: worker.compute(4.0)).queue.now == pytest.approx(5.0)
 
 
 def test_a_life_that_never_had_its_turn_can_end() -> None:
     scene = Scene(2)
     scene.kill(1, 0.0)
-    assert scene.lived(lambda worker: worker.work(1.0)).queue.now == pytest.approx(1.0)
+    assert scene.lived(lambda worker: worker.compute(1.0)).queue.now == pytest.approx(1.0)
 
 
 def test_a_lone_worker_does_not_run_ahead_of_its_death() -> None:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stretto.simulator.network.max_min_fairness import VAST, Fluid
+from stretto.simulator.network.max_min_fairness import VAST, FluidModel
 
 RESOURCES = 6
 capacities = st.lists(st.sampled_from([0, 1, 2, 3, 7, 10, 1000, inf]), min_size=RESOURCES, max_size=RESOURCES)
@@ -61,7 +61,7 @@ def slowly(capacity: Sequence[float], asked: list[tuple[float, Asked]]) -> dict[
     return ends
 
 
-def drain(fluid: Fluid, until: float = inf) -> dict[int, float]:
+def drain(fluid: FluidModel, until: float = inf) -> dict[int, float]:
     """When each flow ends, up to that time."""
     ends = dict.fromkeys(fluid.ended(), fluid.now)
     while (end := fluid.next_end()) <= until and end < inf:
@@ -74,8 +74,8 @@ def drain(fluid: Fluid, until: float = inf) -> dict[int, float]:
     return ends
 
 
-def begun(capacity: Sequence[float], asked: list[Asked]) -> Fluid:
-    fluid = Fluid(capacity)
+def begun(capacity: Sequence[float], asked: list[Asked]) -> FluidModel:
+    fluid = FluidModel(capacity)
     for flow, (amount, path, weight) in enumerate(asked):
         fluid.start(flow, amount, path, weight)
     return fluid
@@ -115,7 +115,7 @@ def test_no_resource_is_above_capacity_and_each_flow_is_held_back_by_a_full_one(
 @given(capacities, st.lists(st.tuples(st.integers(0, 20).map(lambda one: one / 4), flows.map(lambda all_: all_[0]))))
 @settings(max_examples=100)
 def test_ends_are_those_of_a_slow_reckoning(capacity: list[float], asked: list[tuple[float, Asked]]) -> None:
-    fluid, ends = Fluid(capacity), {}
+    fluid, ends = FluidModel(capacity), {}
     for flow, (begin, (amount, path, weight)) in sorted(enumerate(asked), key=lambda one: one[1][0]):
         ends |= drain(fluid, begin)
         fluid.start(flow, amount, path, weight)
@@ -150,7 +150,7 @@ def test_the_order_of_beginning_at_one_instant_changes_nothing(capacity, asked, 
     asked = [(amount, path, weight / 7) for amount, path, weight in asked]
     order = list(enumerate(asked))
     dice.shuffle(order)
-    other = Fluid(capacity)
+    other = FluidModel(capacity)
     for flow, (amount, path, weight) in order:
         other.start(flow, amount, path, weight)
     assert drain(begun(capacity, asked)) == drain(other)
@@ -180,7 +180,7 @@ def test_what_one_link_holds_back_another_flow_may_have() -> None:
 
 
 def test_cores_are_shared_by_computations_that_use_one_each() -> None:
-    fluid = Fluid([2.0, 1.0, 1.0, 1.0])
+    fluid = FluidModel([2.0, 1.0, 1.0, 1.0])
     for one in (1, 2, 3):
         fluid.start(one, float(one), [0, one])
     assert fluid.rates() == pytest.approx({1: 2 / 3, 2: 2 / 3, 3: 2 / 3})
@@ -211,7 +211,7 @@ def test_what_should_end_together_does() -> None:
 
 
 def test_a_small_flow_late_in_the_day_ends() -> None:
-    fluid = Fluid([1e12, 3e12])
+    fluid = FluidModel([1e12, 3e12])
     fluid.advance(1e9)
     for flow in range(50):
         fluid.start(flow, 1.0, [flow % 2])
@@ -229,7 +229,7 @@ def test_a_link_that_is_cut_carries_nothing_until_it_is_healed() -> None:
 
 
 def test_what_nothing_holds_back_ends_at_once() -> None:
-    fluid = Fluid([inf, 5.0, inf])
+    fluid = FluidModel([inf, 5.0, inf])
     fluid.start(3, 1e9, [0])
     fluid.start(2, 1e9, [])
     fluid.start(1, 0.0, [1])
@@ -243,7 +243,7 @@ def test_what_nothing_holds_back_ends_at_once() -> None:
 
 
 def test_an_infinite_link_may_become_a_finite_one() -> None:
-    fluid = Fluid([inf, 5.0])
+    fluid = FluidModel([inf, 5.0])
     fluid.start(0, 5.0, [0, 1])
     fluid.capacity(0, 1.0)
     assert drain(fluid) == {0: 5.0}

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.errors import LaunchError
-from stretto.simulator.event_queue import Queue
-from stretto.simulator.network.flows import Net
-from stretto.simulator.network.max_min_fairness import Fluid
+from stretto.simulator.event_queue import EventQueue
+from stretto.simulator.network.flows import SimNetwork
+from stretto.simulator.network.max_min_fairness import FluidModel
 from stretto.simulator.network.topology import Exchange, Link, Links, Network, parse
 
 rates = st.floats(min_value=0, exclude_min=True, allow_infinity=True)
@@ -243,10 +243,10 @@ def test_servers_in_worker_0_have_its_link() -> None:
 
 @pytest.mark.parametrize("at", ["servers with workers", "servers in worker 0"])
 def test_a_cut_goes_between_machines_and_not_through_one(at: str) -> None:
-    queue, came = Queue(), {}
-    net = Net(queue, Links(parse(f"8Mbit/s, {at}"), workers=3, shards=1))
+    queue, came = EventQueue(), {}
+    net = SimNetwork(queue, Links(parse(f"8Mbit/s, {at}"), workers=3, shards=1))
     net.cut({0})
-    assert net.is_cut_off(1) and not net.is_cut_off(0)
+    assert net.is_partitioned(1) and not net.is_partitioned(0)
     for source, target in ((0, -1), (1, -1), (-1, 2), (1, 2)):
         net.send(source, target, 1000, lambda pair=(source, target): came.update({pair: queue.now}))
     while queue.step():
@@ -269,7 +269,7 @@ def test_loss_is_goodput(loss: float) -> None:
 def seconds(one: Links, exchange: Exchange) -> float:
     """How long it takes when nothing else is on the way."""
     amount, path, latency = exchange
-    fluid = Fluid(one.capacities)
+    fluid = FluidModel(one.capacities)
     fluid.start(0, amount, path)
     return fluid.next_end() + latency
 

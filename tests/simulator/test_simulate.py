@@ -39,7 +39,7 @@ from stretto.simulator.compute import speed as speeds
 from stretto.simulator.compute.cost_model import CostModel
 from stretto.simulator.network import flows, topology
 from stretto.simulator.network.topology import Links
-from stretto.simulator.network.wire_bytes import forming_bytes, handshake_bytes
+from stretto.simulator.network.wire_bytes import connect_bytes, handshake_bytes
 from stretto.simulator.runner import simulate
 
 FAMILIES = [
@@ -357,9 +357,9 @@ def test_encoding_applying_and_processors_take_their_time(recipe: str) -> None:
     """Encoding here, decoding there; a server applies one update after the other; two share one processor."""
     plain = per_step(recipe, 1)
     assert plain == pytest.approx(STEP_S if "local" in recipe else plain)
-    coded = per_step(recipe, 2, "instant", tariff=CostModel(STEP_S, ask_s=0.002))
+    coded = per_step(recipe, 2, "instant", cost_model=CostModel(STEP_S, ask_s=0.002))
     assert coded - per_step(recipe, 2, "instant") == pytest.approx(0.004)
-    applied = per_step(recipe, 2, "instant", tariff=CostModel(STEP_S, take_s=0.004))
+    applied = per_step(recipe, 2, "instant", cost_model=CostModel(STEP_S, take_s=0.004))
     server = recipe == "async_sgd"
     assert applied == pytest.approx(STEP_S + 2 * 0.004 if server else STEP_S, abs=0.0041 if server else 1e-9)
     assert per_step(recipe, 2, "instant", processors=1.0) == pytest.approx(2 * STEP_S)
@@ -382,9 +382,9 @@ def test_a_run_ends_early_after_so_many_samples_or_so_much_time() -> None:
 def test_what_workers_count_is_what_goes_over_the_network(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sent by all is received by all: what leaves one end comes to the other, but for words after the last one."""
     left, came = Counter[int](), Counter[int]()
-    send = flows.Net.send
+    send = flows.SimNetwork.send
 
-    def counted(net: flows.Net, source: int, target: int, nbytes: float, then: Callable[[], None]) -> None:
+    def counted(net: flows.SimNetwork, source: int, target: int, nbytes: float, then: Callable[[], None]) -> None:
         def arrive() -> None:
             came[source] += int(nbytes)
             came[target] -= int(nbytes)
@@ -394,7 +394,7 @@ def test_what_workers_count_is_what_goes_over_the_network(recipe: str, monkeypat
         left[target] -= int(nbytes)
         send(net, source, target, nbytes, arrive)
 
-    monkeypatch.setattr(flows.Net, "send", counted)
+    monkeypatch.setattr(flows.SimNetwork, "send", counted)
     ended = simulated(3, training(regression(50), 8), recipe, net=NET, speed=SPEED)
     assert sum(left.values()) == sum(came.values()) == 0
     links = parse(recipe).shards + 1
@@ -412,7 +412,7 @@ def test_what_workers_count_is_what_goes_over_the_network(recipe: str, monkeypat
 def test_workers_without_a_server_receive_together_what_they_send(recipe: str, workers: int) -> None:
     ends = simulated(workers, training(regression(50), 8), recipe, net=NET).of("end")
     assert sum(one["bytes_sent"] for one in ends) == sum(one["bytes_received"] for one in ends)
-    assert min(one["bytes_sent"] for one in ends) > forming_bytes(workers)[0]
+    assert min(one["bytes_sent"] for one in ends) > connect_bytes(workers)[0]
 
 
 # --- faults -------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from simulator import pretend
 from stretto.errors import LaunchError
 from stretto.launcher.config import RunConfig
 from stretto.simulator.sweep import worker_pool
-from stretto.simulator.sweep.runner import SweepOrder, results, run
+from stretto.simulator.sweep.runner import SweepConfig, results, run
 
 TRAIN = RunConfig(Path("train.py"))
 COMMAND = (sys.executable, "-S", "-E", pretend.__file__)
@@ -49,7 +49,7 @@ def swept(
     *sweep: str, command: tuple[str, ...] = COMMAND, order: RunConfig = TRAIN, **more: Any
 ) -> tuple[Path, list[str]]:
     said: list[str] = []
-    return run(SweepOrder(order, sweep, out=Path("swept"), **more), said.append, command), said
+    return run(SweepConfig(order, sweep, out=Path("swept"), **more), said.append, command), said
 
 
 def starts() -> list[str]:
@@ -111,7 +111,7 @@ def test_the_command_of_a_point_is_a_quiet_simulation_with_one_thread() -> None:
 
 def test_a_failed_point_is_told_and_the_others_go_on() -> None:
     said: list[str] = []
-    order = SweepOrder(TRAIN, ("--mode=well,fail,torn",), out=Path("swept"), json_to=Path("f.json"))
+    order = SweepConfig(TRAIN, ("--mode=well,fail,torn",), out=Path("swept"), json_to=Path("f.json"))
     with pytest.raises(LaunchError, match="2 of 3 points failed; the same command with --out swept tries them again"):
         run(order, said.append, COMMAND)
     well, fail, torn = json.loads(Path("f.json").read_text())
@@ -191,7 +191,7 @@ def test_a_folder_of_another_sweep_is_refused_by_what_differs(key: str, change: 
     Path("rubbish").mkdir()
     Path("rubbish/file").touch()
     with pytest.raises(LaunchError, match="is not empty"):
-        run(SweepOrder(TRAIN, ("workers=1",), out=Path("rubbish")), print, COMMAND)
+        run(SweepConfig(TRAIN, ("workers=1",), out=Path("rubbish")), print, COMMAND)
 
 
 def test_a_target_that_nobody_measures_ends_the_sweep_at_once() -> None:

@@ -16,17 +16,17 @@ from stretto.recipe.parser import parse as parse_recipe
 from stretto.simulator.compute.cost_model import CostModel
 from stretto.simulator.compute.cost_model import parse as parse_tariff
 from stretto.simulator.config import Simulation
-from stretto.simulator.sweep.grid import OPTIONS, SweepOrder, axes, parse, points, with_option
+from stretto.simulator.sweep.grid import OPTIONS, SweepConfig, axes, parse, points, with_option
 
 
 def values(text: str) -> list[str]:
     return list(parse(text).values)
 
 
-def order(tmp_path: Path, *sweep: str, **options: str) -> SweepOrder:
+def order(tmp_path: Path, *sweep: str, **options: str) -> SweepConfig:
     script = tmp_path / "train.py"
     script.touch()
-    return SweepOrder(RunConfig(script, ("--lr", "1")), sweep, options)
+    return SweepConfig(RunConfig(script, ("--lr", "1")), sweep, options)
 
 
 # Values
@@ -246,9 +246,9 @@ def test_every_option_of_a_simulation_can_be_swept(tmp_path: Path) -> None:
 
 def test_a_missing_script_and_no_jobs_are_refused(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match="there is no script"):
-        points(SweepOrder(RunConfig(tmp_path / "none.py"), ("workers=1",)))
+        points(SweepConfig(RunConfig(tmp_path / "none.py"), ("workers=1",)))
     with pytest.raises(LaunchError, match="jobs cannot be 0"):
-        SweepOrder(RunConfig(tmp_path), ("workers=1",), jobs=0).at_once()
+        SweepConfig(RunConfig(tmp_path), ("workers=1",), jobs=0).at_once()
 
 
 def test_what_is_asked_changes_with_the_script_itself(tmp_path: Path) -> None:
@@ -276,14 +276,14 @@ def test_points_are_measured_once_for_all_that_are_alike_and_the_script_once_for
     networks = "network=instant,1Gbit/s,10Gbit/s"
     asked = order(tmp_path, "recipe=allreduce,local_sgd(every=4)", networks, "seed=1,2", workers="4")
     found = simulate._measured_each(asked, "auto", lambda _text: None)
-    assert [(str(one.order.recipe).partition("(")[0], one.has_wires) for one in measured] == [
+    assert [(str(one.order.recipe).partition("(")[0], one.has_network) for one in measured] == [
         ("allreduce", False),
         ("allreduce", True),
         ("local_sgd", False),
         ("local_sgd", True),
     ]
     times = [parse_tariff(one.options["step_time"]) for one in points(replace(asked, step_times=found))]
-    assert [(one.step_s, one.ask_s) for one in times] == [(1, ask) for ask in (1, 1, *[2] * 4, 3, 3, *[4] * 4)]
+    assert [(one.step_s, one.codec_s) for one in times] == [(1, ask) for ask in (1, 1, *[2] * 4, 3, 3, *[4] * 4)]
 
 
 def test_each_crowd_has_its_own_measurement_of_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,7 +291,7 @@ def test_each_crowd_has_its_own_measurement_of_the_script(tmp_path: Path, monkey
     crowds: list[int | None] = []
 
     def takes(one: Simulation, _typed: str) -> CostModel:
-        crowds.append(one.crowd)
+        crowds.append(one.contending_processes)
         return CostModel(step_s=float(len(crowds)))
 
     monkeypatch.setattr(simulate, "_measured", takes)

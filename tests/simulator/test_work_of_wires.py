@@ -26,10 +26,10 @@ from stretto.simulator.cluster.rpc_server import SimServers
 from stretto.simulator.compute import cost_model, transport_costs
 from stretto.simulator.compute.cost_model import CostModel
 from stretto.simulator.engine import Engine, Worker
-from stretto.simulator.event_queue import Queue
+from stretto.simulator.event_queue import EventQueue
 from stretto.simulator.isolation.process_state import ProcessState
 from stretto.simulator.network import topology, wire_bytes
-from stretto.simulator.network.flows import Net
+from stretto.simulator.network.flows import SimNetwork
 from stretto.simulator.network.topology import Links
 
 NUMBERS = 100_000
@@ -43,11 +43,11 @@ class Scene:
 
     def __init__(self, workers: int, net: str, cost: CostModel, processors: float | None, shards: int = 0) -> None:
         links = Links(topology.parse(net), workers, shards)
-        self.world = Engine(workers, links, cost, (), processors, shards)
-        table, offices = SimGroup(self.world, links), None
+        self.engine = Engine(workers, links, cost, (), processors, shards)
+        table, offices = SimGroup(self.engine, links), None
         if shards:
-            offices = SimServers(self.world, shards, "stop", True, inf)
-        self._wires = [offices.wire(one) if offices else table.wire(one, inf) for one in self.world.workers]
+            offices = SimServers(self.engine, shards, "stop", True, inf)
+        self._wires = [offices.wire(one) if offices else table.wire(one, inf) for one in self.engine.workers]
 
     def seconds(self, live: Callable[[Any], None]) -> float:
         """How long it takes until all have done it."""
@@ -57,7 +57,7 @@ class Scene:
             live(self._wires[worker.number])
             ends.append(worker.now())
 
-        self.world.run(course, lambda one: ProcessState(ModuleType("__main__"), [], io.StringIO(), io.StringIO()))
+        self.engine.run(course, lambda one: ProcessState(ModuleType("__main__"), [], io.StringIO(), io.StringIO()))
         return max(ends)
 
 
@@ -98,10 +98,10 @@ def test_messages_and_bytes_are_those_that_are_counted(workers: int) -> None:
     """Every message has three headers, of which each end sees all: what is left are the numbers themselves."""
     payload = pytest.approx(4 * BYTES * (workers - 1) / workers, rel=0.01)
     for worker in range(workers):
-        sent, received = wire_bytes.mean_bytes(worker, workers, BYTES)
-        messages = wire_bytes.mean_messages(worker, workers, BYTES)
+        sent, received = wire_bytes.all_reduce_bytes(worker, workers, BYTES)
+        messages = wire_bytes.all_reduce_messages(worker, workers, BYTES)
         assert messages == 8 * (workers - 1)
-        assert sent + received - 3 * wire_bytes.ANNOUNCED * messages == payload
+        assert sent + received - 3 * wire_bytes.HEADER_BYTES * messages == payload
 
 
 @pytest.mark.parametrize("workers", [2, 4])
@@ -129,12 +129,12 @@ def test_words_take_their_telling_besides_once_for_each_round_of_them() -> None:
         return Scene(4, "instant", CostModel(0.0, **cost), None).seconds(act)
 
     short, long = b"x", bytes(1000)
-    assert told_s(lambda wire: wire.all_gather_bytes(short), telling_s=0.1) == pytest.approx(0.1)
-    assert told_s(lambda wire: wire.all_gather_bytes(long), telling_s=0.1) == pytest.approx(0.2)
-    assert told_s(lambda wire: wire.broadcast_bytes(short), telling_s=0.1) == pytest.approx(0.1)
-    assert told_s(lambda wire: wire.broadcast_bytes(long), telling_s=0.1) == pytest.approx(0.2)
-    assert told_s(lambda wire: wire.submit(AllGather(torch.ones(9))).wait(), telling_s=0.1) == pytest.approx(0.1)
-    assert mean_s(4, telling_s=0.1) == 0
+    assert told_s(lambda wire: wire.all_gather_bytes(short), conversion_s=0.1) == pytest.approx(0.1)
+    assert told_s(lambda wire: wire.all_gather_bytes(long), conversion_s=0.1) == pytest.approx(0.2)
+    assert told_s(lambda wire: wire.broadcast_bytes(short), conversion_s=0.1) == pytest.approx(0.1)
+    assert told_s(lambda wire: wire.broadcast_bytes(long), conversion_s=0.1) == pytest.approx(0.2)
+    assert told_s(lambda wire: wire.submit(AllGather(torch.ones(9))).wait(), conversion_s=0.1) == pytest.approx(0.1)
+    assert mean_s(4, conversion_s=0.1) == 0
 
 
 @pytest.mark.parametrize("processors", [0.5, 1.0, 2.0, 8.0])
@@ -151,8 +151,8 @@ def gather_s(processors: float | None = None, **cost: float) -> float:
 def test_a_parcel_is_worked_on_at_both_ends_one_after_another_at_the_server() -> None:
     """Each worker's goes out at once; the server takes in two, then sends two; each worker takes in one."""
     assert gather_s() == pytest.approx(0)
-    assert gather_s(parcel_s=0.1) == pytest.approx(0.1 + 2 * 0.1 + 2 * 0.1 + 0.1)
-    assert gather_s(parcel_s=0.1, processors=1.0) == pytest.approx(0.8)
+    assert gather_s(rpc_message_s=0.1) == pytest.approx(0.1 + 2 * 0.1 + 2 * 0.1 + 0.1)
+    assert gather_s(rpc_message_s=0.1, processors=1.0) == pytest.approx(0.8)
 
 
 def test_a_server_in_worker_0_has_the_processor_that_the_worker_has() -> None:
@@ -162,8 +162,8 @@ def test_a_server_in_worker_0_has_the_processor_that_the_worker_has() -> None:
         def live(wire: ParameterServerClient) -> None:
             wire.all_gather_bytes(b"x")
             if wire.worker == 0:
-                scene.world.busy(scene.world.share_of_service(0), 1.0, lambda: None)
-                scene.world.workers[0].work(1.0)
+                scene.engine.use_processor(scene.engine.resource_of_service(0), 1.0, lambda: None)
+                scene.engine.workers[0].compute(1.0)
 
         scene = Scene(2, net, CostModel(0.0), 8.0, 1)
         return scene.seconds(live)
@@ -185,9 +185,9 @@ def test_of_a_large_parcel_chunks_are_made_carried_and_taken_in_at_once() -> Non
     """Two chunks each way: the first is made, then carried while the second is, then the last one is taken in."""
     megabytes = 2 * CHUNK_BYTES / 1e6
     close = {"rel": 1e-3}
-    assert push_s(2 * CHUNK_BYTES, "instant", parcel_megabyte_s=1.0) == pytest.approx(2 * 1.5 * megabytes, **close)
-    assert push_s(2 * CHUNK_BYTES, "8Mbit/s", parcel_megabyte_s=0.1) == pytest.approx(2 * 1.1 * megabytes, **close)
-    assert push_s(CHUNK_BYTES // 2, "8Mbit/s", parcel_megabyte_s=1.0) == pytest.approx(2 * 3 * megabytes / 4, **close)
+    assert push_s(2 * CHUNK_BYTES, "instant", rpc_megabyte_s=1.0) == pytest.approx(2 * 1.5 * megabytes, **close)
+    assert push_s(2 * CHUNK_BYTES, "8Mbit/s", rpc_megabyte_s=0.1) == pytest.approx(2 * 1.1 * megabytes, **close)
+    assert push_s(CHUNK_BYTES // 2, "8Mbit/s", rpc_megabyte_s=1.0) == pytest.approx(2 * 3 * megabytes / 4, **close)
 
 
 @pytest.mark.parametrize(
@@ -201,22 +201,22 @@ def test_what_goes_over_a_link_takes_what_links_take_besides(net: str, processor
     def live(wire: ParameterServerClient) -> None:
         wire.links[0].wait(wire.links[0].send(Contribute(1, "mean"), [torch.ones(nbytes // 4)]))
 
-    cost = CostModel(0.0, parcel_megabyte_s=1.0, link_megabyte_s=0.5)
+    cost = CostModel(0.0, rpc_megabyte_s=1.0, link_megabyte_s=0.5)
     took = Scene(1, net, cost, processors, 1).seconds(live)
     assert took == pytest.approx(2 * way_s * nbytes / 1e6, rel=5e-3)
 
 
 def test_who_works_on_a_message_goes_before_those_who_compute() -> None:
-    world = Engine(2, Links(topology.Network(), 2), CostModel(0.0), (), 1.0)
+    engine = Engine(2, Links(topology.Network(), 2), CostModel(0.0), (), 1.0)
     ends = {}
 
     def course(worker: Worker) -> None:
         if worker.number:
-            world.busy(1 + worker.number, 1.0, lambda: ends.update(message=world.queue.now))
-        worker.work(3.0)
+            engine.use_processor(1 + worker.number, 1.0, lambda: ends.update(message=engine.queue.now))
+        worker.compute(3.0)
         ends[worker.number] = worker.now()
 
-    world.run(course, lambda one: ProcessState(ModuleType("__main__"), [], io.StringIO(), io.StringIO()))
+    engine.run(course, lambda one: ProcessState(ModuleType("__main__"), [], io.StringIO(), io.StringIO()))
     assert ends["message"] == pytest.approx(1.0, rel=0.01)
     assert max(ends.values()) == pytest.approx(7.0)
 
@@ -234,7 +234,7 @@ def test_parcels_of_all_lengths_arrive_in_the_order_in_which_they_left(lengths: 
             came.append(number)
             assert not any(link.is_there(one) for one in asks[place + 1 :])
 
-    cost = CostModel(0.0, parcel_s=0.001, parcel_megabyte_s=1.0)
+    cost = CostModel(0.0, rpc_message_s=0.001, rpc_megabyte_s=1.0)
     Scene(1, "8Mbit/s 1ms", cost, None, 1).seconds(live)
     assert came == sorted(came)
 
@@ -244,8 +244,8 @@ def test_parcels_of_all_lengths_arrive_in_the_order_in_which_they_left(lengths: 
 
 def arrivals(net: str, sends: list[tuple[float, int, int, float]]) -> list[float]:
     """When each of these has come: (at, from, to, bytes)."""
-    queue = Queue()
-    links = Net(queue, Links(topology.parse(net), 3))
+    queue = EventQueue()
+    links = SimNetwork(queue, Links(topology.parse(net), 3))
     came = [0.0] * len(sends)
     for number, (at, source, target, nbytes) in enumerate(sends):
 
@@ -255,7 +255,7 @@ def arrivals(net: str, sends: list[tuple[float, int, int, float]]) -> list[float
         def go(source: int = source, target: int = target, nbytes: float = nbytes, then: object = arrived) -> None:
             links.send(source, target, nbytes, then)
 
-        queue.at(at, go)
+        queue.schedule(at, go)
     while queue.step():
         pass
     return came
@@ -304,9 +304,9 @@ def test_from_a_few_exchanges_all_costs_are_found(truth: tuple[float, float, flo
         workers, spent = 4, 0.0
 
         def submit(self, op: AllReduceMean) -> Wire:
-            moved = [wire_bytes.mean_bytes(one, 4, op.tensor.nbytes) for one in range(4)]
-            messages = sum(wire_bytes.mean_messages(one, 4, op.tensor.nbytes) for one in range(4)) / 4
-            payload = sum(map(sum, moved)) / 4 - 3 * wire_bytes.ANNOUNCED * messages
+            moved = [wire_bytes.all_reduce_bytes(one, 4, op.tensor.nbytes) for one in range(4)]
+            messages = sum(wire_bytes.all_reduce_messages(one, 4, op.tensor.nbytes) for one in range(4)) / 4
+            payload = sum(map(sum, moved)) / 4 - 3 * wire_bytes.HEADER_BYTES * messages
             self.spent += truth[0] + truth[1] * messages + truth[2] * payload / 1e6
             return self
 
@@ -345,13 +345,13 @@ def test_a_usual_exchange_takes_what_it_took_though_crossing_messages_take_more(
     wire = Wire()
     exchange_s, message_s, *_ = transport_costs.of_collective(wire, lambda: wire.spent)  # type: ignore[arg-type]
     assert exchange_s >= 0
-    assert exchange_s + message_s * wire_bytes.mean_messages(0, 4, 4000) == pytest.approx(3.6e-3)
+    assert exchange_s + message_s * wire_bytes.all_reduce_messages(0, 4, 4000) == pytest.approx(3.6e-3)
 
 
 @pytest.mark.parametrize("workers", [1, 4])
 def test_of_a_server_it_is_found_what_links_take_besides(workers: int) -> None:
     """Worker 0 is where the server is; the others read for longer, each as fast as it can."""
-    truth = parcel_s, near_s, link_s = 1e-4, 2e-3, 5e-3
+    truth = rpc_message_s, near_s, link_s = 1e-4, 2e-3, 5e-3
     all_here, spent = threading.Barrier(workers), [0.0]
 
     class Wire:
@@ -364,13 +364,13 @@ def test_of_a_server_it_is_found_what_links_take_besides(workers: int) -> None:
         def all_gather_bytes(self, message: bytes) -> None:
             all_here.wait(20)
             if self.worker == 0:
-                spent[0] += 4 * workers * parcel_s
+                spent[0] += 4 * workers * rpc_message_s
             all_here.wait(20)
 
         def read(self, lengths: list[int]) -> Wire:
             megabytes = 4 * sum(lengths) / 1e6
             with lock:
-                spent[0] += 4 * parcel_s + 2 * megabytes * (near_s + link_s * (self.worker > 0))
+                spent[0] += 4 * rpc_message_s + 2 * megabytes * (near_s + link_s * (self.worker > 0))
             return self
 
         def wait(self, take: object) -> None:
@@ -382,6 +382,6 @@ def test_of_a_server_it_is_found_what_links_take_besides(workers: int) -> None:
     lock = threading.Lock()
     with ThreadPoolExecutor(workers) as crew:
         found = list(crew.map(lambda one: transport_costs.of_server(Wire(one), clock, clock), range(workers)))  # type: ignore
-    expected = truth if workers > 1 else (parcel_s, near_s, 0.0)
+    expected = truth if workers > 1 else (rpc_message_s, near_s, 0.0)
     for one in found:
         assert one == pytest.approx(expected, rel=0.05)

@@ -21,13 +21,13 @@ from hypothesis import strategies as st
 from stretto.collective_ops import AllGather, AllReduceMean
 from stretto.errors import LaunchError, TransportError
 from stretto.faults import plan as faults
-from stretto.simulator.cluster.collective import SimGroup, SimWire
+from stretto.simulator.cluster.collective import SimGroup, SimTransport
 from stretto.simulator.engine import CostModel, Engine, Worker
 from stretto.simulator.isolation.process_state import ProcessState
 from stretto.simulator.network import topology
 from stretto.simulator.network.topology import Links
 
-Live = Callable[[Worker, SimWire], None]
+Live = Callable[[Worker, SimTransport], None]
 
 
 class Scene:
@@ -36,14 +36,14 @@ class Scene:
     def __init__(self, workers: int, net: str = "instant", fault: str = "", limit_s: float = inf, **more: Any) -> None:
         links = Links(topology.parse(net), workers)
         plan = faults.schedule(faults.parse(fault) if fault else (), workers, 0, 0)
-        self.world = Engine(workers, links, CostModel(0.0), plan, **more)
-        table = SimGroup(self.world, links)
-        self._wires = [table.wire(one, limit_s) for one in self.world.workers]
+        self.engine = Engine(workers, links, CostModel(0.0), plan, **more)
+        table = SimGroup(self.engine, links)
+        self._wires = [table.wire(one, limit_s) for one in self.engine.workers]
 
     def lived(self, live: Live, order: Any = None) -> Engine:
         """The world after it."""
-        self.world.run(lambda one: live(one, self._wires[one.number]), self._own, order)
-        return self.world
+        self.engine.run(lambda one: live(one, self._wires[one.number]), self._own, order)
+        return self.engine
 
     def _own(self, worker: Worker) -> ProcessState:
         torch.manual_seed(worker.number)
@@ -52,7 +52,7 @@ class Scene:
         return ProcessState(ModuleType("__main__"), [str(worker.number)], io.StringIO(), io.StringIO())
 
 
-def doing_nothing(worker: Worker, wire: SimWire) -> None:
+def doing_nothing(worker: Worker, wire: SimTransport) -> None:
     """A life."""
 
 
@@ -63,9 +63,9 @@ TENTHS = st.integers(0, 50).map(lambda tenths: tenths / 10)
 
 @given(st.lists(st.lists(TENTHS, min_size=3, max_size=3), min_size=1, max_size=8))
 def test_with_a_barrier_after_each_round_time_is_the_sum_of_the_slowest(rounds: list[list[float]]) -> None:
-    def live(worker: Worker, wire: SimWire) -> None:
+    def live(worker: Worker, wire: SimTransport) -> None:
         for each in rounds:
-            worker.work(each[worker.number])
+            worker.compute(each[worker.number])
             wire.all_gather_bytes(b"")
 
     assert Scene(3).lived(live).queue.now == pytest.approx(sum(map(max, rounds)), abs=1e-9)
@@ -75,21 +75,21 @@ def test_with_a_barrier_after_each_round_time_is_the_sum_of_the_slowest(rounds: 
 def test_without_one_it_is_the_slowest_sum(works: list[list[float]]) -> None:
     ends = {}
 
-    def live(worker: Worker, wire: SimWire) -> None:
+    def live(worker: Worker, wire: SimTransport) -> None:
         for seconds in works[worker.number]:
-            worker.work(seconds)
+            worker.compute(seconds)
         worker.catch_up()
         ends[worker.number] = worker.now()
 
-    world = Scene(len(works)).lived(live)
+    engine = Scene(len(works)).lived(live)
     assert ends == pytest.approx(dict(enumerate(map(sum, works))), abs=1e-9)
-    assert world.queue.now == max(ends.values())
+    assert engine.queue.now == max(ends.values())
 
 
 def test_workers_that_share_processors_take_their_share_of_them() -> None:
     """Five seconds of work for each of four on two processors; a worker uses no more than one."""
-    assert Scene(4, processors=2.0).lived(lambda one, _: one.work(5.0)).queue.now == pytest.approx(10.0)
-    assert Scene(4, processors=9.0).lived(lambda one, _: one.work(5.0)).queue.now == pytest.approx(5.0)
+    assert Scene(4, processors=2.0).lived(lambda one, _: one.compute(5.0)).queue.now == pytest.approx(10.0)
+    assert Scene(4, processors=9.0).lived(lambda one, _: one.compute(5.0)).queue.now == pytest.approx(5.0)
 
 
 STEPS = st.lists(
@@ -108,7 +108,7 @@ def test_no_time_runs_back_and_everything_arrives_once_in_order_and_not_too_earl
     come: dict[tuple[int, int], list[tuple[int, float]]] = {}
     times: list[float] = []
     scene = Scene(len(lives), net, "pause worker 1 for 3s at 1s" if is_paused else "")
-    world = scene.world
+    engine = scene.engine
     own_times: list[list[float]] = [[] for _ in lives]
 
     def say(worker: Worker, target: int) -> None:
@@ -116,13 +116,13 @@ def test_no_time_runs_back_and_everything_arrives_once_in_order_and_not_too_earl
 
         def leave() -> None:
             left = said.setdefault(pair, [])
-            left.append(world.queue.now)
+            left.append(engine.queue.now)
             number = len(left)
-            world.net.send(*pair, 1000.0, lambda: come.setdefault(pair, []).append((number, world.queue.now)))
+            engine.network.send(*pair, 1000.0, lambda: come.setdefault(pair, []).append((number, engine.queue.now)))
 
-        worker.act(leave)
+        worker.schedule(leave)
 
-    def live(worker: Worker, wire: SimWire) -> None:
+    def live(worker: Worker, wire: SimTransport) -> None:
         for verb, target, seconds in lives[worker.number]:
             if verb == "say" and target < len(lives) and target != worker.number:
                 say(worker, target)
@@ -130,7 +130,7 @@ def test_no_time_runs_back_and_everything_arrives_once_in_order_and_not_too_earl
                 getattr(worker, verb)(seconds)
             elif verb == "catch up":
                 worker.catch_up()
-            times.append(world.queue.now)
+            times.append(engine.queue.now)
             own_times[worker.number].append(worker.now())
         worker.sleep(1000.0)
         worker.catch_up()
@@ -146,12 +146,14 @@ def test_no_time_runs_back_and_everything_arrives_once_in_order_and_not_too_earl
 
 def test_what_is_said_while_something_is_under_way_waits_for_it_in_line() -> None:
     scene = Scene(2, "8kbit/s 100ms")
-    world, come = scene.world, []
+    engine, come = scene.engine, []
 
-    def live(worker: Worker, wire: SimWire) -> None:
+    def live(worker: Worker, wire: SimTransport) -> None:
         for number in range(3 if worker.number == 0 else 0):
             send = functools.partial(come.append, number)
-            worker.act(lambda send=send: world.net.send(0, 1, 1000.0, lambda: (send(), come.append(world.queue.now))))
+            worker.schedule(
+                lambda send=send: engine.network.send(0, 1, 1000.0, lambda: (send(), come.append(engine.queue.now)))
+            )
         worker.sleep(10.0)
         worker.catch_up()
 
@@ -163,9 +165,9 @@ def test_the_order_in_which_workers_are_made_changes_nothing() -> None:
     def told(order: Any) -> tuple[list[tuple[float, int]], float]:
         met = []
 
-        def live(worker: Worker, wire: SimWire) -> None:
+        def live(worker: Worker, wire: SimTransport) -> None:
             for _ in range(3):
-                worker.work(worker.number % 2 + 1)
+                worker.compute(worker.number % 2 + 1)
                 wire.all_gather_bytes(bytes(worker.number))
                 met.append((worker.now(), worker.number))
 
@@ -200,19 +202,19 @@ def test_a_pause_makes_work_last_longer_by_what_of_it_falls_into_the_work(
                 left, end = left - (a - end), b
         end += left
 
-    def live(worker: Worker, wire: SimWire) -> None:
+    def live(worker: Worker, wire: SimTransport) -> None:
         for seconds in works:
-            worker.work(seconds)
+            worker.compute(seconds)
 
     scene = Scene(1, fault=text)
-    lone = scene.world.workers[0]
+    lone = scene.engine.workers[0]
     scene.lived(live)
     assert lone.now() == pytest.approx(end, abs=1e-4)
 
 
-def meeting(worker: Worker, wire: SimWire) -> None:
+def meeting(worker: Worker, wire: SimTransport) -> None:
     """A second of work, then an exchange of 4,000 bytes, which takes a second each way at 4,000 bytes a second."""
-    worker.work(1.0)
+    worker.compute(1.0)
     wire.submit(AllReduceMean(torch.ones(1000))).wait()
 
 
@@ -244,8 +246,8 @@ def test_a_fault_costs_exactly_what_it_should(fault: str, seconds: float) -> Non
 def test_a_worker_that_is_stopped_holds_an_exchange_of_all_up() -> None:
     heard = {}
 
-    def live(worker: Worker, wire: SimWire) -> None:
-        worker.work(1.0 + worker.number)
+    def live(worker: Worker, wire: SimTransport) -> None:
+        worker.compute(1.0 + worker.number)
         wire.all_gather_bytes(b"")
         heard[worker.number] = worker.now()
 
@@ -260,7 +262,7 @@ def test_what_was_cut_goes_on_with_what_is_left(left: int) -> None:
     fault = f"cut worker 0 for 2s at {moment:.6f}s; slow link of worker 1 by 2 for 1s at 10s"
     scene = Scene(2, "8Mbit/s", fault)
     told: list[float] = []
-    scene.world.net.send(0, 1, 1_000_000, lambda: told.append(scene.world.queue.now))
+    scene.engine.network.send(0, 1, 1_000_000, lambda: told.append(scene.engine.queue.now))
     scene.lived(lambda worker, wire: worker.sleep(5.0) or worker.catch_up())  # type: ignore[func-returns-value]
     assert told == pytest.approx([3.0])
 
@@ -269,10 +271,10 @@ def test_a_packet_that_begins_on_a_slow_link_is_quick_when_that_is_over() -> Non
     scene = Scene(2, "8Mbit/s", "slow link of worker 0 by 100000 for 10ms at 0s")
     told: list[float] = []
 
-    def live(worker: Worker, wire: SimWire) -> None:
+    def live(worker: Worker, wire: SimTransport) -> None:
         if worker.number == 0:
             worker.sleep(0.001)
-            worker.act(lambda: scene.world.net.send(0, 1, 1000, lambda: told.append(scene.world.queue.now)))
+            worker.schedule(lambda: scene.engine.network.send(0, 1, 1000, lambda: told.append(scene.engine.queue.now)))
         worker.sleep(1.0)
         worker.catch_up()
 
@@ -283,7 +285,7 @@ def test_a_packet_that_begins_on_a_slow_link_is_quick_when_that_is_over() -> Non
 def test_a_backward_pass_within_another_is_a_part_of_it() -> None:
     done: list[str] = []
 
-    def live(worker: Worker, wire: SimWire) -> None:
+    def live(worker: Worker, wire: SimTransport) -> None:
         def inner() -> None:
             worker.backward(lambda: worker.after_backward(lambda: done.append("behind")))
             done.append("outer")
@@ -298,8 +300,8 @@ def test_a_backward_pass_within_another_is_a_part_of_it() -> None:
 
 
 def test_a_deadlock_says_who_waits_for_what() -> None:
-    def live(worker: Worker, wire: SimWire) -> None:
-        worker.work(0.25)
+    def live(worker: Worker, wire: SimTransport) -> None:
+        worker.compute(0.25)
         if worker.number != 1:
             wire.all_gather_bytes(b"")
 
@@ -316,7 +318,7 @@ def test_a_deadlock_says_who_waits_for_what() -> None:
 def test_faults_without_end_do_not_hide_a_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stretto.simulator.engine.IDLE_EVENTS", 1000)
 
-    def live(worker: Worker, wire: SimWire) -> None:
+    def live(worker: Worker, wire: SimTransport) -> None:
         if worker.number:
             wire.all_gather_bytes(b"")
 
@@ -325,7 +327,7 @@ def test_faults_without_end_do_not_hide_a_deadlock(monkeypatch: pytest.MonkeyPat
 
 
 def test_workers_that_do_different_things_are_told_so() -> None:
-    def live(worker: Worker, wire: SimWire) -> None:
+    def live(worker: Worker, wire: SimTransport) -> None:
         wire.submit((AllReduceMean, AllGather)[worker.number](torch.ones(3))).wait()
 
     with pytest.raises(TransportError, match="different things"):
@@ -333,8 +335,8 @@ def test_workers_that_do_different_things_are_told_so() -> None:
 
 
 def test_a_wait_has_a_limit() -> None:
-    def live(worker: Worker, wire: SimWire) -> None:
-        worker.work(10.0 * worker.number)
+    def live(worker: Worker, wire: SimTransport) -> None:
+        worker.compute(10.0 * worker.number)
         wire.all_gather_bytes(b"")
 
     with pytest.raises(TransportError, match="worker 0 waited 10 s for .* longer than 5 s"):
@@ -351,7 +353,7 @@ def test_a_wait_within_a_backward_pass_is_refused_by_name() -> None:
 
         @staticmethod
         def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-            scene.world.workers[0].until(lambda: False, lambda: "a wonder")
+            scene.engine.workers[0].wait_until(lambda: False, lambda: "a wonder")
             return grad
 
     scene = Scene(1)
@@ -364,14 +366,14 @@ WHY = {"with an error": "of worker 1", "in a deadlock": "everybody waits", "kill
 
 @pytest.mark.parametrize("ended", ["well", *WHY])
 def test_afterwards_nobody_is_left_and_the_process_is_as_before(ended: str) -> None:
-    def live(worker: Worker, wire: SimWire) -> None:
+    def live(worker: Worker, wire: SimTransport) -> None:
         torch.rand(3), np.random.rand(3), random.random()
         torch.set_grad_enabled(False)
         sys.path.insert(0, "nowhere")
         sys.argv = ["somewhere"]
         try:
             if worker.number == 1 and ended != "well":
-                worker.work(1.0)
+                worker.compute(1.0)
                 worker.catch_up()
                 if ended == "with an error":
                     raise KeyError("of worker 1")
@@ -396,7 +398,7 @@ def test_afterwards_nobody_is_left_and_the_process_is_as_before(ended: str) -> N
             scene.lived(live)
     assert here() == before
     assert sorted(ends) == [0, 1, 2]
-    assert all(one.greenlet is not None and one.greenlet.dead for one in scene.world.workers)
+    assert all(one.greenlet is not None and one.greenlet.dead for one in scene.engine.workers)
 
 
 # --- what is each worker's own ------------------------------------------------------------------------------------
@@ -418,7 +420,7 @@ def test_what_a_worker_draws_does_not_depend_on_the_others(draws: list[list[str]
     """Each draws what it would alone, though they take turns after every draw."""
     drawn: dict[int, list[object]] = {}
 
-    def live(worker: Worker, wire: SimWire) -> None:
+    def live(worker: Worker, wire: SimTransport) -> None:
         mine = drawn.setdefault(worker.number, [])
         for name in draws[worker.number]:
             mine.append(DRAWS[name]())
@@ -440,7 +442,7 @@ def test_modes_names_and_output_are_each_workers_own() -> None:
         enabled = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
         return [*enabled, sys.argv[0], vars(sys.modules["__main__"])["mine"], type(sys.stdout).__name__]
 
-    def live(worker: Worker, wire: SimWire) -> None:
+    def live(worker: Worker, wire: SimTransport) -> None:
         vars(sys.modules["__main__"])["mine"] = worker.number
         with torch.set_grad_enabled(worker.number != 0), torch.autocast("cpu", enabled=worker.number == 1):
             wire.all_gather_bytes(b"")
@@ -459,7 +461,7 @@ def test_another_workers_turn_may_come_while_one_waits_behind_its_backward_pass(
     """What a worker asks within its backward pass is laid down behind it, and in the same order."""
     order: list[tuple[int, str]] = []
 
-    def live(worker: Worker, wire: SimWire) -> None:
+    def live(worker: Worker, wire: SimTransport) -> None:
         x = torch.ones(2, requires_grad=True)
         tickets: list[Any] = []
 

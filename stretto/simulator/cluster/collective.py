@@ -1,4 +1,4 @@
-"""The simulated wire between workers without a centre: real tensors, the live wire's bytes, the network's time."""
+"""Simulated collective transport: real tensors, the byte counts of a live transport, times of the simulated network."""
 
 from __future__ import annotations
 
@@ -15,326 +15,335 @@ from stretto.errors import BrokenTransportError, TransportError, explain
 from stretto.membership.loop_positions import EVEN, named
 from stretto.simulator.engine import Engine, Worker
 from stretto.simulator.network import wire_bytes
-from stretto.simulator.network.flows import ARRIVE, Transfer
+from stretto.simulator.network.flows import ARRIVAL, Transfer
 from stretto.simulator.network.topology import Exchange, Links
 from stretto.transport.interface import Message, Traffic, made
 
-_mean_bytes = functools.lru_cache(wire_bytes.mean_bytes)
-_mean_messages = functools.lru_cache(wire_bytes.mean_messages)
-_tell_bytes = functools.lru_cache(wire_bytes.tell_bytes)
+_all_reduce_bytes = functools.lru_cache(wire_bytes.all_reduce_bytes)
+_all_reduce_messages = functools.lru_cache(wire_bytes.all_reduce_messages)
+_broadcast_bytes = functools.lru_cache(wire_bytes.broadcast_bytes)
 
 
 @dataclass(slots=True)
-class _Round:
-    """One exchange: what was laid down, and the answer once it is there."""
+class _Collective:
+    """One collective: the contributions by rank, and the result once it is complete."""
 
-    laid: dict[int, Any] = field(default_factory=dict)
-    takes: list[Worker] = field(default_factory=list)
-    there: bool = False
-    answer: Any = None
-    problem: str = ""
-    left: int = 0
+    contributions: dict[int, Any] = field(default_factory=dict)
+    waiting: list[Worker] = field(default_factory=list)
+    is_complete: bool = False
+    result: Any = None
+    error: str = ""
+    taken_count: int = 0
     transfer: Transfer | None = None
 
 
-class _Load(NamedTuple):
-    """What an exchange is for each worker: so many messages, sent and received, and how often words are made of it."""
+class _Work(NamedTuple):
+    """Processor work of a collective for each worker: messages sent and received, and conversions from and to bytes."""
 
     messages: float
-    tellings: int = 0
+    conversions: int = 0
 
 
 class SimGroup:
-    """Where all workers of a world meet, or some `members`: exchange r begins when each has laid something down for it.
+    """The group of all workers, or of some `members`: collective r starts when every member has contributed to it.
 
-    Workers are called by their ranks among those that meet.
+    Workers are identified by their ranks within the group.
     """
 
-    def __init__(self, world: Engine, links: Links, members: Sequence[int] | None = None) -> None:
-        self._world, self.links = world, links
-        self.members = tuple(range(len(world.workers))) if members is None else tuple(members)
-        self.among = members
-        self._ends = None if members is None else frozenset(members)
+    def __init__(self, engine: Engine, links: Links, members: Sequence[int] | None = None) -> None:
+        self._engine, self.links = engine, links
+        self.members = tuple(range(len(engine.workers))) if members is None else tuple(members)
+        self.explicit_members = members
+        self._endpoints = None if members is None else frozenset(members)
         self.workers = len(self.members)
-        self._rounds: dict[int, _Round] = {}
-        self._is_over = False
-        """Whether nothing that has not ended will."""
-        self._is_broken = False
-        """Whether those who wait are told so."""
+        self._collectives: dict[int, _Collective] = {}
+        self._has_failed = False
+        """True if no unfinished collective will complete, since a member has failed."""
+        self._is_aborted = False
+        """True if waiting workers raise an error."""
 
-    def wire(self, worker: Worker, limit_s: float) -> SimWire:
-        """One worker's end."""
-        return SimWire(worker, self, limit_s)
+    def transport(self, worker: Worker, limit_s: float) -> SimTransport:
+        """Return one worker's transport."""
+        return SimTransport(worker, self, limit_s)
 
-    def lay(self, number: int, worker: int, thing: object) -> None:
-        """A worker has come to an exchange."""
-        round_ = self._round(number)
-        round_.laid[worker] = thing
-        if not self._is_over and len(round_.laid) == self.workers:
-            self._begin(round_)
+    def contribute(self, number: int, worker: int, contribution: object) -> None:
+        """Record a worker's contribution to a collective; the last one starts it."""
+        collective = self._collective(number)
+        collective.contributions[worker] = contribution
+        if not self._has_failed and len(collective.contributions) == self.workers:
+            self._start(collective)
 
-    def is_there(self, number: int) -> bool:
-        """Whether the exchange is over, or never will be."""
-        return self._round(number).there or self._is_broken
+    def is_done(self, number: int) -> bool:
+        """True if the collective is complete or the group is aborted."""
+        return self._collective(number).is_complete or self._is_aborted
 
-    def await_turn(self, number: int, worker: Worker) -> None:
-        """Wake the worker when it is."""
-        self._round(number).takes.append(worker)
+    def wake_when_done(self, number: int, worker: Worker) -> None:
+        """Wake the worker when the collective is complete or aborted."""
+        self._collective(number).waiting.append(worker)
 
     def take(self, number: int) -> Any:
-        """The answer; the last worker to take it clears it away. Raises BrokenTransportError if there will be none."""
-        round_ = self._rounds[number]
-        if not round_.there:
-            raise BrokenTransportError(f"exchange {number} was broken off")
-        round_.left += 1
-        if round_.left == self.workers:
-            del self._rounds[number]
-        if round_.problem:
-            raise TransportError(round_.problem)
-        return round_.answer
+        """Return the result, which the last worker deletes. Raises BrokenTransportError if the group is aborted."""
+        collective = self._collectives[number]
+        if not collective.is_complete:
+            raise BrokenTransportError(f"collective {number} was aborted")
+        collective.taken_count += 1
+        if collective.taken_count == self.workers:
+            del self._collectives[number]
+        if collective.error:
+            raise TransportError(collective.error)
+        return collective.result
 
-    def end(self) -> None:
-        """Somebody is gone: no exchange ends any more, though those who wait have not been told."""
-        self._is_over = True
-        for round_ in self._rounds.values():
-            if round_.transfer is not None:
-                self._world.net.lose(round_.transfer)
+    def stop(self) -> None:
+        """Stop all collectives since a member has failed; waiting workers keep waiting until `abort`."""
+        self._has_failed = True
+        for collective in self._collectives.values():
+            if collective.transfer is not None:
+                self._engine.network.drop(collective.transfer)
 
     def abort(self) -> None:
-        """Break off whatever is not over. Idempotent."""
-        self.end()
-        self._is_broken = True
-        for round_ in self._rounds.values():
-            self._wake(round_)
+        """Abort all unfinished collectives: waiting workers raise BrokenTransportError. Idempotent."""
+        self.stop()
+        self._is_aborted = True
+        for collective in self._collectives.values():
+            self._wake_waiting(collective)
 
     def missing(self, number: int) -> str:
-        """Who has not come, in words."""
-        laid = self._round(number).laid
-        absent = [str(one) for rank, one in enumerate(self.members) if rank not in laid]
-        if not absent:
-            return f"the network, in exchange {number}"
-        return f"worker {', '.join(absent[:8])}{' and others' if len(absent) > 8 else ''} in exchange {number}"
+        """Return a description of the workers that have not contributed."""
+        contributions = self._collective(number).contributions
+        missing_workers = [str(number) for rank, number in enumerate(self.members) if rank not in contributions]
+        if not missing_workers:
+            return f"the network, in collective {number}"
+        more = " and others" if len(missing_workers) > 8 else ""
+        return f"worker {', '.join(missing_workers[:8])}{more} in collective {number}"
 
-    def _round(self, number: int) -> _Round:
-        found = self._rounds.get(number)
-        if found is None:
-            found = self._rounds[number] = _Round()
-        return found
+    def _collective(self, number: int) -> _Collective:
+        collective = self._collectives.get(number)
+        if collective is None:
+            collective = self._collectives[number] = _Collective()
+        return collective
 
-    def _begin(self, round_: _Round) -> None:
-        things = [round_.laid[worker] for worker in range(self.workers)]
-        round_.laid.clear()
-        round_.laid.update(dict.fromkeys(range(self.workers)))
+    def _start(self, collective: _Collective) -> None:
+        contributions = [collective.contributions[worker] for worker in range(self.workers)]
+        collective.contributions.clear()
+        collective.contributions.update(dict.fromkeys(range(self.workers)))
         try:
-            round_.answer, exchange, load = self._combined(things)
+            collective.result, exchange, work = self._combine(contributions)
         except TransportError as error:
-            round_.problem = str(error)
-            exchange, load = (0.0, (), 0.0), _Load(0.0)
-        round_.transfer = self._carry(exchange, load, lambda: self._end(round_))
+            collective.error = str(error)
+            exchange, work = (0.0, (), 0.0), _Work(0.0)
+        collective.transfer = self._transfer(exchange, work, lambda: self._complete(collective))
 
-    def _carry(self, exchange: Exchange, load: _Load, then: Callable[[], None]) -> Transfer:
-        """Let the links carry the bytes while the processors of all work on them.
+    def _transfer(self, exchange: Exchange, work: _Work, callback: Callable[[], None]) -> Transfer:
+        """Start the transfer over the links and, concurrently, the work of all workers' processors on it.
 
-        Messages wait for each other, so nothing is gained from what is late; nobody works then.
+        The messages of a collective depend on each other, so the latency is added at the end and no processor works in
+        it.
         """
-        world, tariff = self._world, self._world.tariff
+        engine, cost_model = self._engine, self._engine.cost_model
         amount, path, latency_s = exchange
-        work_s = tariff.wire_s(load.messages, 2 * amount, load.tellings)
-        left = 1 + (work_s > 0) * (self.workers if world.processors is not None else 1)
+        work_s = cost_model.collective_s(work.messages, 2 * amount, work.conversions)
+        remaining_parts = 1 + (work_s > 0) * (self.workers if engine.processors is not None else 1)
 
-        def part() -> None:
-            nonlocal left
-            left -= 1
-            if not left:
-                world.queue.at(world.queue.now + latency_s, then, ARRIVE)
+        def finish_part() -> None:
+            nonlocal remaining_parts
+            remaining_parts -= 1
+            if not remaining_parts:
+                engine.queue.schedule(engine.queue.now + latency_s, callback, ARRIVAL)
 
-        transfer = world.net.flow(amount, path, tariff.wire_s(load.messages, 0, load.tellings), part, self._ends)
-        for worker in self.members[: left - 1]:
-            world.busy(1 + worker, work_s, part)
+        link_latency_s = cost_model.collective_s(work.messages, 0, work.conversions)
+        transfer = engine.network.collective(amount, path, link_latency_s, finish_part, self._endpoints)
+        for worker in self.members[: remaining_parts - 1]:
+            engine.use_processor(1 + worker, work_s, finish_part)
         return transfer
 
-    def _end(self, round_: _Round) -> None:
-        round_.there = not self._is_broken
-        self._wake(round_)
+    def _complete(self, collective: _Collective) -> None:
+        collective.is_complete = not self._is_aborted
+        self._wake_waiting(collective)
 
-    def _wake(self, round_: _Round) -> None:
-        for worker in round_.takes:
+    def _wake_waiting(self, collective: _Collective) -> None:
+        for worker in collective.waiting:
             worker.wake()
 
-    def _combined(self, things: list[Any]) -> tuple[Any, Exchange, _Load]:
-        if any(type(one) is not type(things[0]) for one in things):
-            raise TransportError(_apart(dict(zip(self.members, (one.does for one in things), strict=True))))
-        found: tuple[Any, Exchange, _Load] = things[0].combine(things, self)
-        return found
+    def _combine(self, contributions: list[Any]) -> tuple[Any, Exchange, _Work]:
+        if any(type(contribution) is not type(contributions[0]) for contribution in contributions):
+            operations = (contribution.operation for contribution in contributions)
+            raise TransportError(_mismatch_error(dict(zip(self.members, operations, strict=True))))
+        combined: tuple[Any, Exchange, _Work] = contributions[0].combine(contributions, self)
+        return combined
 
 
-def _apart(does: dict[int, str]) -> str:
-    """Return the error text for workers that take part in exchanges of different kinds."""
-    groups = ((what, [worker for worker, its in does.items() if its == what]) for what in dict.fromkeys(does.values()))
+def _mismatch_error(operations: dict[int, str]) -> str:
+    """Return the error text for workers that call different collectives at the same position."""
+    names = dict.fromkeys(operations.values())
+    groups = ((name, [worker for worker, called in operations.items() if called == name]) for name in names)
     return explain(
-        "the workers do different things at once",
-        got="; ".join(f"{named(workers)} in {what}" for what, workers in groups),
+        "the workers call different collective operations at the same position",
+        got="; ".join(f"{named(workers)} in {name}" for name, workers in groups),
         expected="the same steps on every worker",
         to_type=EVEN,
     )
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
-    does: ClassVar[str] = "the exchange of a step"
-    ask: CollectiveOp
+class _Submitted:
+    operation: ClassVar[str] = "the collective of a step"
+    op: CollectiveOp
 
-    def combine(self, things: list[_Asked], table: SimGroup) -> Any:
-        asks = [one.ask for one in things]
-        if isinstance(self.ask, AllReduceMean):
-            tensor = self.ask.tensor
-            messages = _mean_messages(0, len(things), tensor.nbytes, tensor.element_size())
-            return answer(asks), table.links.all_reduce(tensor.nbytes, table.among), _Load(messages)
-        found = Messages(answer(asks))
-        sizes = [one.nbytes for one in found]
+    def combine(self, contributions: list[_Submitted], group: SimGroup) -> Any:
+        ops = [op.op for op in contributions]
+        if isinstance(self.op, AllReduceMean):
+            tensor = self.op.tensor
+            messages = _all_reduce_messages(0, len(contributions), tensor.nbytes, tensor.element_size())
+            return answer(ops), group.links.all_reduce(tensor.nbytes, group.explicit_members), _Work(messages)
+        gathered = Messages(answer(ops))
+        sizes = [op.nbytes for op in gathered]
         busiest = max((len(sizes) - 1) * max(sizes), sum(sizes) - min(sizes))
-        hops, path, latency_s = table.links.gather(wire_bytes.SIZE, table.among)
-        exchange = hops + busiest, path, latency_s + table.links.gather(0, table.among)[2] / max(len(sizes) - 1, 1)
-        return found, exchange, _Load(6 * (len(things) - 1), 1)
+        hops, path, latency_s = group.links.gather(wire_bytes.LENGTH_BYTES, group.explicit_members)
+        exchange = (
+            hops + busiest,
+            path,
+            latency_s + group.links.gather(0, group.explicit_members)[2] / max(len(sizes) - 1, 1),
+        )
+        return gathered, exchange, _Work(6 * (len(contributions) - 1), 1)
 
 
 @dataclass(frozen=True, slots=True)
-class _Gathered:
-    does: ClassVar[str] = "a message of every worker"
+class _GatherBytes:
+    operation: ClassVar[str] = "an all-gather of messages"
     message: bytes
 
-    def combine(self, things: list[_Gathered], table: SimGroup) -> Any:
-        told = [one.message for one in things]
-        longest = max(map(len, told))
-        sent, path, latency_s = table.links.gather(wire_bytes.FRAME, table.among)
-        is_long = longest > wire_bytes.FRAME - wire_bytes.SIZE
+    def combine(self, contributions: list[_GatherBytes], group: SimGroup) -> Any:
+        messages = [one.message for one in contributions]
+        longest = max(map(len, messages))
+        sent, path, latency_s = group.links.gather(wire_bytes.FRAME_BYTES, group.explicit_members)
+        is_long = longest > wire_bytes.FRAME_BYTES - wire_bytes.LENGTH_BYTES
         if is_long:
-            more, _, again_s = table.links.gather(longest, table.among)
-            sent, latency_s = sent + more, latency_s + again_s
-        load = _Load(4 * (1 + is_long) * (len(things) - 1), 1 + is_long)
-        return told, (sent, path, latency_s), load
+            sent_again, _, again_s = group.links.gather(longest, group.explicit_members)
+            sent, latency_s = sent + sent_again, latency_s + again_s
+        work = _Work(4 * (1 + is_long) * (len(contributions) - 1), 1 + is_long)
+        return messages, (sent, path, latency_s), work
 
 
 @dataclass(frozen=True, slots=True)
-class _Told:
-    does: ClassVar[str] = "a message of one worker"
+class _BroadcastBytes:
+    operation: ClassVar[str] = "a broadcast of a message"
     message: bytes
     root: int
 
-    def combine(self, things: list[_Told], table: SimGroup) -> Any:
-        message = things[self.root].message
-        is_long = len(message) > wire_bytes.FRAME - wire_bytes.SIZE
-        length = wire_bytes.FRAME + len(message) * is_long
-        load = _Load(2 * (1 + is_long) * (1 - 1 / len(things)), 1 + is_long)
-        return message, table.links.broadcast(table.members[self.root], length, table.among), load
+    def combine(self, contributions: list[_BroadcastBytes], group: SimGroup) -> Any:
+        message = contributions[self.root].message
+        is_long = len(message) > wire_bytes.FRAME_BYTES - wire_bytes.LENGTH_BYTES
+        length = wire_bytes.FRAME_BYTES + len(message) * is_long
+        work = _Work(2 * (1 + is_long) * (1 - 1 / len(contributions)), 1 + is_long)
+        return message, group.links.broadcast(group.members[self.root], length, group.explicit_members), work
 
 
 @dataclass(frozen=True, slots=True)
-class _Came:
-    """A worker has come to where the others of its generation meet, which takes so long when all have."""
+class _Rendezvous:
+    """Contribution to the rendezvous of a generation, which takes `seconds` after all members have arrived."""
 
-    does: ClassVar[str] = "the next group"
+    operation: ClassVar[str] = "the rendezvous of a group"
     seconds: float
 
-    def combine(self, things: list[_Came], table: SimGroup) -> Any:
-        return None, (0.0, (), self.seconds), _Load(0.0)
+    def combine(self, contributions: list[_Rendezvous], group: SimGroup) -> Any:
+        return None, (0.0, (), self.seconds), _Work(0.0)
 
 
 @dataclass(frozen=True, slots=True)
-class _Ticket:
-    wire: SimWire
+class _Handle:
+    transport: SimTransport
     number: int
-    ask: CollectiveOp
+    op: CollectiveOp
 
     def wait(self) -> Answer:
-        found = self.wire.taken(self.number)
-        self.wire.worked()
-        if isinstance(self.ask, AllReduceMean):
-            return self.ask.tensor.copy_(found)
-        self.wire.heard([one.nbytes for one in found])
-        answered: list[Tensor] = found
+        result = self.transport.wait_result(self.number)
+        self.transport.spend_codec_time()
+        if isinstance(self.op, AllReduceMean):
+            return self.op.tensor.copy_(result)
+        self.transport.count_gathered([one.nbytes for one in result])
+        answered: list[Tensor] = result
         return answered
 
 
-class SimWire:
-    """One worker's end of a table. Its bytes are those that the live wire would put on its sockets."""
+class SimTransport:
+    """One worker's transport in a group. It counts the bytes that a live transport would put on its sockets."""
 
-    def __init__(self, worker: Worker, table: SimGroup, limit_s: float) -> None:
-        self._self, self._table, self._limit_s = worker, table, limit_s
-        self.worker, self.workers = table.members.index(worker.number), table.workers
+    def __init__(self, worker: Worker, group: SimGroup, limit_s: float) -> None:
+        self._sim_worker, self._group, self._limit_s = worker, group, limit_s
+        self.worker, self.workers = group.members.index(worker.number), group.workers
         self._number = 0
-        self._sent, self._received = wire_bytes.forming_bytes(self.workers)
+        self._sent, self._received = wire_bytes.connect_bytes(self.workers)
 
     @property
     def begun(self) -> int:
-        """Number of exchanges among all that this worker has begun."""
+        """Number of collectives that this worker has started."""
         return self._number
 
-    def submit(self, op: CollectiveOp) -> _Ticket:
-        """Lay the ask down for the others, when this worker's time has come."""
-        self.worked()
+    def submit(self, op: CollectiveOp) -> _Handle:
+        """Contribute to a collective operation at this worker's virtual time, and return its handle."""
+        self.spend_codec_time()
         if isinstance(op, AllReduceMean):
-            self._count(_mean_bytes(self.worker, self.workers, op.tensor.nbytes, op.tensor.element_size()))
-        return _Ticket(self, self._lay(_Asked(op)), op)
+            self._count(_all_reduce_bytes(self.worker, self.workers, op.tensor.nbytes, op.tensor.element_size()))
+        return _Handle(self, self._contribute(_Submitted(op)), op)
 
     def all_gather_bytes(self, message: Message) -> list[bytes]:
-        """The message of every worker."""
-        found: list[bytes] = self.taken(self._lay(_Gathered(made(message))))
-        self._count(wire_bytes.gather_bytes(self.workers, max(map(len, found))))
-        return found
+        """Return the message of every worker, in order of ranks."""
+        messages: list[bytes] = self.wait_result(self._contribute(_GatherBytes(made(message))))
+        self._count(wire_bytes.all_gather_message_bytes(self.workers, max(map(len, messages))))
+        return messages
 
     def broadcast_bytes(self, message: Message, root: int = 0) -> bytes:
-        """The root's message, at every worker. Within a backward pass, where nobody can wait, all know it."""
-        if self._self.in_backward:
-            said = made(message)
-            number = self._lay(_Told(said, root))
-            self._self.after_backward(lambda: self._forget(number, root))
-            return said
-        number = self._lay(_Told(made(message) if self.worker == root else b"", root))
-        found: bytes = self.taken(number)
-        self._count(_tell_bytes(self.worker, self.workers, root, len(found)))
-        return found
+        """Return the root's message. Within a backward pass, which cannot wait, `message` is equal at all workers."""
+        if self._sim_worker.in_backward:
+            payload = made(message)
+            number = self._contribute(_BroadcastBytes(payload, root))
+            self._sim_worker.after_backward(lambda: self._count_broadcast(number, root))
+            return payload
+        number = self._contribute(_BroadcastBytes(made(message) if self.worker == root else b"", root))
+        received: bytes = self.wait_result(number)
+        self._count(_broadcast_bytes(self.worker, self.workers, root, len(received)))
+        return received
 
-    def _forget(self, number: int, root: int) -> None:
-        with suppress(BrokenTransportError):  # the next exchange says so to one who can wait
-            self._count(_tell_bytes(self.worker, self.workers, root, len(self.taken(number))))
+    def _count_broadcast(self, number: int, root: int) -> None:
+        with suppress(BrokenTransportError):  # the next collective, which can wait, raises it
+            self._count(_broadcast_bytes(self.worker, self.workers, root, len(self.wait_result(number))))
 
-    def meet(self, seconds: float) -> None:
-        """Wait for the others to come, which takes so long when all have. Raises BrokenTransportError."""
-        self.taken(self._lay(_Came(seconds)))
+    def rendezvous(self, seconds: float) -> None:
+        """Wait for all members and then `seconds` of virtual time. Raises BrokenTransportError."""
+        self.wait_result(self._contribute(_Rendezvous(seconds)))
 
     def abort(self) -> None:
-        """Break off whatever waits, at all that meet here."""
-        self._table.abort()
+        """Abort all unfinished collectives of the group, for all members."""
+        self._group.abort()
 
     def traffic(self) -> Traffic:
-        """The bytes so far, as the live wire would count them."""
+        """Return the bytes so far, as a live transport would count them."""
         return Traffic(self._sent, self._received, counted=False)
 
     def close(self) -> None:
-        """Nothing to let go of."""
+        """Do nothing: there is nothing to release."""
 
-    def worked(self) -> None:
-        """This worker encodes or decodes one side of an ask."""
-        self._self.asks += 1
-        self._self.work(self._self.tariff.ask_s)
+    def spend_codec_time(self) -> None:
+        """Spend this worker's time for one encoding or decoding."""
+        self._sim_worker.codec_calls += 1
+        self._sim_worker.compute(self._sim_worker.cost_model.codec_s)
 
-    def heard(self, sizes: list[int]) -> None:
-        """Everyone's message, of these sizes, has come."""
-        self._count(wire_bytes.every_bytes(self.worker, sizes))
+    def count_gathered(self, sizes: list[int]) -> None:
+        """Count the bytes of an all-gather of messages of these sizes."""
+        self._count(wire_bytes.all_gather_bytes(self.worker, sizes))
 
-    def taken(self, number: int) -> Any:
-        """Wait for an exchange to be over."""
-        table, worker = self._table, self._self
-        if not table.is_there(number):
-            table.await_turn(number, worker)
-            worker.until(lambda: table.is_there(number), lambda: table.missing(number), self._limit_s)
-        return table.take(number)
+    def wait_result(self, number: int) -> Any:
+        """Wait for the result of a collective, and return it."""
+        group, worker = self._group, self._sim_worker
+        if not group.is_done(number):
+            group.wake_when_done(number, worker)
+            worker.wait_until(lambda: group.is_done(number), lambda: group.missing(number), self._limit_s)
+        return group.take(number)
 
-    def _lay(self, thing: object) -> int:
+    def _contribute(self, contribution: object) -> int:
         self._number += 1
         number = self._number
-        self._self.act(lambda: self._table.lay(number, self.worker, thing))
+        self._sim_worker.schedule(lambda: self._group.contribute(number, self.worker, contribution))
         return number
 
     def _count(self, moved: tuple[int, int]) -> None:

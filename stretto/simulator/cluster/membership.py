@@ -1,7 +1,7 @@
-"""Who is in a simulated world whose workers may die: the live program's roll, on the virtual clock.
+"""Simulated membership: the live coordinator in virtual time, for simulations in which workers can fail.
 
-Messages between workers and the coordinator take the network's latency, and those across a cut are lost; what is not
-answered is said again with the next beat, as live.
+Messages between workers and the coordinator take the network's latency, and are lost across a partition; unanswered
+messages are sent again with the next heartbeat, as live.
 """
 
 from __future__ import annotations
@@ -27,374 +27,379 @@ from stretto.membership.messages import (
 )
 from stretto.parameter_server.messages import OVER
 from stretto.simulator.engine import Engine, Worker
-from stretto.simulator.network.flows import ARRIVE
+from stretto.simulator.network.flows import ARRIVAL
 from stretto.simulator.network.topology import Links
 
-NOTICED_S = 0.01
-"""From the end of a process until the coordinator knows of it: seen live, on one machine."""
-MOST_BEATS_S = 1.0
-"""At least so often each worker says that it is there, and five times within the failure timeout."""
-DESK = -1
-"""The coordinator sits with the first server, whose end this is."""
+EXIT_NOTICE_S = 0.01
+"""Seconds from a process's exit until the coordinator is notified, as measured live on one machine."""
+MAX_HEARTBEAT_S = 1.0
+"""Longest interval of heartbeats in seconds; there are also at least five per failure timeout."""
+COORDINATOR_ENDPOINT = -1
+"""Endpoint of the coordinator, which runs beside the first shard."""
 
 
-def beat_s(failure_timeout_s: float) -> float:
-    """Seconds between two beats of a worker."""
-    return min(failure_timeout_s / 5, MOST_BEATS_S)
+def heartbeat_s(failure_timeout_s: float) -> float:
+    """Return the seconds between two heartbeats of a worker."""
+    return min(failure_timeout_s / 5, MAX_HEARTBEAT_S)
 
 
-class Line(CoordinatorConnection):
-    """A worker's line to the coordinator; what `stretto.membership.client` is live."""
+class SimMembershipClient(CoordinatorConnection):
+    """A worker's membership client: the counterpart of the live `stretto.membership.client`."""
 
-    def __init__(self, members: SimCoordinator, worker: Worker) -> None:
-        self._members, self.worker, self.life = members, worker, worker.life
+    def __init__(self, coordinator: SimCoordinator, worker: Worker) -> None:
+        self._coordinator, self.worker, self.incarnation = coordinator, worker, worker.incarnation
         self.on_abort: Callable[[int, str], None] = lambda _generation, _why: None
-        """Called with the generation that is over, and why."""
-        known = MembershipClientState(
-            worker.number, worker.life, lambda generation, why: self.on_abort(generation, why)
+        """Function called with a generation that was aborted, and the reason."""
+        state = MembershipClientState(
+            worker.number, worker.incarnation, lambda generation, why: self.on_abort(generation, why)
         )
-        super().__init__(known)
+        super().__init__(state)
         self._doing = ("starting", 0, worker.now())
         self.place: Callable[[], int] = lambda: -1
         self._waits: Waits | None = None
         self._broken = Broken(0, "")
         self._leaves = False
-        self.heard_at = worker.now()
-        """When the coordinator could be heard last."""
+        self.reachable_at = worker.now()
+        """Virtual time at which the coordinator was last reachable."""
 
     def broken(self, generation: int, why: str, forming: bool = False) -> None:
-        """An exchange of this generation has failed here, or its `forming`."""
+        """Report that a collective of this generation, or its rendezvous (`forming`), has failed at this worker."""
         self._broken = Broken(generation, why, forming)
-        self.speak()
+        self.send_pending()
 
-    def doing(self, text: str, hand: int, waits: Waits | None = None) -> None:
-        """What goes with the next beats; whoever waits for a further hand is told of it."""
-        is_further = hand != self._doing[1]
-        self._doing, self._waits = (text, hand, self.worker.now()), waits
-        if is_further and self.held:
-            self.speak(with_beat=True)
+    def doing(self, text: str, step: int, waits: Waits | None = None) -> None:
+        """Set the state that heartbeats carry; while training is paused, report a new step immediately."""
+        is_new_step = step != self._doing[1]
+        self._doing, self._waits = (text, step, self.worker.now()), waits
+        if is_new_step and self.held:
+            self.send_pending(with_heartbeat=True)
 
     def quit(self) -> None:
-        """Ask to leave at the next rest."""
-        self._members.say(self, Quit())
+        """Request to leave at the next commit point."""
+        self._coordinator.send(self, Quit())
 
     def leave(self) -> None:
-        """The run is over for this worker."""
+        """Report that this worker has finished the run."""
         self._leaves = True
-        self.speak()
+        self.send_pending()
 
     def close(self) -> None:
-        """There is nothing to let go of."""
+        """Do nothing: there is nothing to release."""
 
-    def speak(self, with_beat: bool = False) -> None:
-        """Say what is to be said, as often as it takes."""
-        if with_beat:
-            doing, hand, since = self._doing
-            for_s = self._members.now - since
-            beat = Heartbeat(self.attendance.generation, doing, for_s, hand, self.place(), self._waits)
-            self._members.say(self, beat)
+    def send_pending(self, with_heartbeat: bool = False) -> None:
+        """Send all messages that the coordinator has not answered yet."""
+        if with_heartbeat:
+            doing, step, since = self._doing
+            for_s = self._coordinator.now - since
+            heartbeat = Heartbeat(self.attendance.generation, doing, for_s, step, self.place(), self._waits)
+            self._coordinator.send(self, heartbeat)
         if self._broken.generation > self.aborted:
-            self._members.say(self, self._broken)
-        for one in self.attendance.says():
-            self._members.say(self, one)
+            self._coordinator.send(self, self._broken)
+        for message in self.attendance.says():
+            self._coordinator.send(self, message)
         if self._leaves:
-            self._members.say(self, Leave())
+            self._coordinator.send(self, Leave())
 
-    def hear(self, told: Told) -> None:
-        """The coordinator says something."""
+    def receive(self, told: Told) -> None:
+        """Process a message of the coordinator."""
         if self.attendance.told(told):
-            self.speak(with_beat=self.held)
+            self.send_pending(with_heartbeat=self.held)
         self.worker.wake()
 
     def _stand(self, here: ReadyReport) -> GenerationView | Continue:
-        known = self.attendance
-        known.stand(here)
-        self.speak()
-        self.worker.until(
-            lambda: known.answer is not None or known.out is not None, lambda: "the coordinator to say who goes on"
+        state = self.attendance
+        state.stand(here)
+        self.send_pending()
+        self.worker.wait_until(
+            lambda: state.answer is not None or state.out is not None, lambda: "the coordinator's next generation"
         )
-        if known.answer is None:
-            raise MemberOutError(f"worker {self.worker.number} is no member any more: {known.out}")
-        return known.answer
+        if state.answer is None:
+            raise MemberOutError(f"worker {self.worker.number} is no longer a member: {state.out}")
+        return state.answer
 
 
 class SimCoordinator:
-    """The coordinator of a world, and what the launcher is live: it sees who dies, and has another life begin.
+    """The coordinator of a simulation, with the launcher's part: it notices failed workers and restarts them.
 
-    `publish` writes an event; `say` shows a line to a person; `on_gone` hears of each life that is over where workers
-    are `free`, which the first script says where the order names no recipe.
+    `publish` writes an event; `notify` shows a line to the user; `on_failure` is called with each failed incarnation
+    where training is `asynchronous`, which the first script decides if the configuration names no recipe.
     """
 
     def __init__(
         self,
-        world: Engine,
+        engine: Engine,
         links: Links,
-        order: RunConfig,
+        config: RunConfig,
         publish: Callable[[Event], None],
-        say: Callable[[str], None],
-        on_gone: Callable[[int, int], None],
+        notify: Callable[[str], None],
+        on_failure: Callable[[int, int], None],
     ) -> None:
-        self._world, self._links, self._order = world, links, order
-        self._publish, self._say, self._on_gone = publish, say, on_gone
-        self.free = is_free(order)
-        """Whether nobody waits for others."""
-        self._made: MembershipCoordinator | None = None
+        self._engine, self._links, self._config = engine, links, config
+        self._publish, self._notify, self._on_failure = publish, notify, on_failure
+        self.asynchronous = is_free(config)
+        """True if the recipe is asynchronous."""
+        self._membership: MembershipCoordinator | None = None
         self._records: list[bytes] = []
-        self._lines: dict[int, Line] = {}
-        self._dead: dict[int, tuple[int, str, bool]] = {}
-        """Whom the launcher has told of: the life that was over, why, and whether there would be another."""
-        self._unnoticed: set[int] = set()
-        """Workers whose end the launcher does not know of yet."""
-        self._due: set[int] = set()
-        """Those that are to come back as soon as it does."""
-        self._coming: set[int] = set()
-        self.is_away = False
-        """Whether the coordinator's process is gone."""
-        self._stopped_at: float | None = None
-        """Since when the coordinator stands still, if it does."""
-        self._unheard: list[Callable[[], None]] = []
-        """What it hears when it goes on, or when it can know how the dead are missed."""
-        self._life = 0
-        """Of the coordinator's process."""
-        self._every_s, self._beats_s = min(order.failure_timeout_s / 10, 0.2), beat_s(order.failure_timeout_s)
-        self._beat_at = 0.0
-        self._has_ended = False
-        """Whether somebody has come to its end: then nobody is started again."""
-        world.goes_on = lambda: (
-            not self._has_ended and (bool(self._unnoticed or self._coming or self._unheard) or self.is_away)
+        self._clients: dict[int, SimMembershipClient] = {}
+        self._exits: dict[int, tuple[int, str, bool]] = {}
+        """Exits that the coordinator was notified of, by worker: incarnation, reason, and if a restart follows."""
+        self._unnoticed_exits: set[int] = set()
+        """Workers whose exit the launcher has not noticed yet."""
+        self._restart_when_noticed: set[int] = set()
+        """Workers to restart as soon as the launcher notices their exit."""
+        self._restarting: set[int] = set()
+        self.is_down = False
+        """True if the coordinator's process has failed and is not restarted yet."""
+        self._paused_at: float | None = None
+        """Virtual time since which the coordinator is paused; None if it runs."""
+        self._inbox: list[Callable[[], None]] = []
+        """Messages that wait until the coordinator resumes, or until the recipe is known."""
+        self._incarnation = 0
+        """Incarnation of the coordinator's process."""
+        self._tick_s, self._heartbeat_s = min(config.failure_timeout_s / 10, 0.2), heartbeat_s(config.failure_timeout_s)
+        self._next_heartbeat = 0.0
+        self._run_finished = False
+        """True if a worker has finished the run, after which no worker is restarted."""
+        engine.restart_pending = lambda: (
+            not self._run_finished and (bool(self._unnoticed_exits or self._restarting or self._inbox) or self.is_down)
         )
-        world.queue.at(self._every_s, self._tick, ARRIVE)
+        engine.queue.schedule(self._tick_s, self._tick, ARRIVAL)
 
     @property
     def now(self) -> float:
-        """The time."""
-        return self._world.queue.now
+        """The virtual time in seconds."""
+        return self._engine.queue.now
 
     @property
     def returning(self) -> set[int]:
-        """The workers whose next life will begin."""
-        return self._coming
+        """The workers that will be restarted."""
+        return self._restarting
 
-    def line(self, worker: Worker) -> Line:
-        """A worker's line."""
-        found = self._lines[worker.number] = Line(self, worker)
-        self._listen()
-        return found
+    def client(self, worker: Worker) -> SimMembershipClient:
+        """Return a new membership client of a worker."""
+        client = self._clients[worker.number] = SimMembershipClient(self, worker)
+        self._process_inbox()
+        return client
 
-    # --- what the launcher is live ------------------------------------------------------------------------------
+    # --- the launcher's part ------------------------------------------------------------------------------------
 
-    def killed(self, worker: Worker, back_after_s: float | None) -> None:
-        """A worker's process was killed, and another one is to begin or not."""
-        self._ended(worker, "killed by SIGKILL", back_after_s)
+    def worker_killed(self, worker: Worker, back_after_s: float | None) -> None:
+        """Handle a killed worker process, which is restarted unless `back_after_s` is None."""
+        self._process_exited(worker, "killed by SIGKILL", back_after_s)
 
-    def stopped(self, worker: Worker, returns: bool) -> None:
-        """A worker has found out that it is no member any more: its process ends, and another one begins or not."""
-        why = "was taken for dead and stopped by itself" if returns else "it stays out"
-        self._ended(worker, why, pause_s(worker.life) if returns else None)
+    def worker_evicted(self, worker: Worker, returns: bool) -> None:
+        """Handle a worker that stopped since it is no longer a member, and restart it if it `returns`."""
+        why = "was declared failed and stopped" if returns else "it cannot rejoin"
+        self._process_exited(worker, why, pause_s(worker.incarnation) if returns else None)
 
-    def comes_late(self, worker: Worker) -> None:
-        """A worker has found out that the run is over: nothing is heard of it any more."""
-        about = {"event": "membership", "worker": worker.number, "generation": self._roll.generation}
-        self._publish({**about, "what": "left", "incarnation": worker.life, "why": OVER})
+    def joined_finished_run(self, worker: Worker) -> None:
+        """Record that a restarted worker has left, since the run was finished before it joined."""
+        about = {"event": "membership", "worker": worker.number, "generation": self._active_membership.generation}
+        self._publish({**about, "what": "left", "incarnation": worker.incarnation, "why": OVER})
 
-    def ended(self) -> None:
-        """A worker has come to its end."""
-        self._has_ended = True
+    def worker_finished(self) -> None:
+        """Record that a worker has finished the run."""
+        self._run_finished = True
 
-    def _back(self, number: int) -> None:
-        """Another life of a worker begins, unless others have come to their end meanwhile."""
-        if number in self._unnoticed:
-            self._due.add(number)
-        elif number in self._coming and not self._has_ended:
-            self._coming.discard(number)
-            self._world.bear(number)
+    def _restart_worker(self, number: int) -> None:
+        """Restart a worker, unless another worker has finished the run."""
+        if number in self._unnoticed_exits:
+            self._restart_when_noticed.add(number)
+        elif number in self._restarting and not self._run_finished:
+            self._restarting.discard(number)
+            self._engine.restart(number)
 
     def coordinator_killed(self, back_after_s: float | None) -> None:
-        """The coordinator's process was killed: it begins again from its journal."""
-        if self.is_away:
+        """Handle a killed coordinator process, which is restored from its write-ahead log."""
+        if self.is_down:
             return
-        self.is_away, self._stopped_at = True, None
-        self._unheard.clear()
-        self.begin_again(COORDINATOR, self._life, back_after_s, self._restart)
+        self.is_down, self._paused_at = True, None
+        self._inbox.clear()
+        self.restart_service(COORDINATOR, self._incarnation, back_after_s, self._restore)
 
-    def coordinator_stops(self) -> None:
-        """The coordinator's process stands still: what is said to it waits."""
-        if not self.is_away and self._stopped_at is None:
-            self._stopped_at = self.now
+    def coordinator_paused(self) -> None:
+        """Pause the coordinator: messages to it wait."""
+        if not self.is_down and self._paused_at is None:
+            self._paused_at = self.now
 
-    def coordinator_goes_on(self) -> None:
-        """It hears what was said meanwhile, and takes nobody for silent that it did not listen to."""
-        if self._stopped_at is None:
+    def coordinator_resumed(self) -> None:
+        """Resume the coordinator: it processes the waiting messages; its pause does not count as silence of workers."""
+        if self._paused_at is None:
             return
-        slept_s, self._stopped_at = self.now - self._stopped_at, None
-        if self._made is not None:
-            self._made.slept(slept_s)
-        self._listen()
+        paused_s, self._paused_at = self.now - self._paused_at, None
+        if self._membership is not None:
+            self._membership.slept(paused_s)
+        self._process_inbox()
 
-    def _ended(self, worker: Worker, why: str, back_after_s: float | None) -> None:
-        back_after_s = None if self._has_ended else back_after_s
+    def _process_exited(self, worker: Worker, why: str, back_after_s: float | None) -> None:
+        back_after_s = None if self._run_finished else back_after_s
         returns = back_after_s is not None
-        self._unnoticed.add(worker.number)
+        self._unnoticed_exits.add(worker.number)
         if back_after_s is not None:
-            self._coming.add(worker.number)
-            self._world.queue.at(self.now + back_after_s, lambda: self._back(worker.number), ARRIVE)
-        self._world.queue.at(self.now + NOTICED_S, lambda: self._notice(worker, why, returns), ARRIVE, worker.number)
+            self._restarting.add(worker.number)
+            self._engine.queue.schedule(self.now + back_after_s, lambda: self._restart_worker(worker.number), ARRIVAL)
+        noticed_at = self.now + EXIT_NOTICE_S
+        self._engine.queue.schedule(noticed_at, lambda: self._report_exit(worker, why, returns), ARRIVAL, worker.number)
 
-    def _notice(self, worker: Worker, why: str, returns: bool) -> None:
+    def _report_exit(self, worker: Worker, why: str, returns: bool) -> None:
         number = worker.number
-        self._unnoticed.discard(number)
-        self._dead[number] = worker.life, why, returns
-        self._tell_dead(number)
-        if number in self._due:
-            self._due.discard(number)
-            self._back(number)
+        self._unnoticed_exits.discard(number)
+        self._exits[number] = worker.incarnation, why, returns
+        self._deliver_exit(number)
+        if number in self._restart_when_noticed:
+            self._restart_when_noticed.discard(number)
+            self._restart_worker(number)
 
-    def _tell_dead(self, number: int) -> None:
-        life, why, returns = self._dead[number]
-        self._come(lambda: self._tell(self._roll.gone(number, life, self.now, returns, why)))
+    def _deliver_exit(self, number: int) -> None:
+        incarnation, why, returns = self._exits[number]
+        self._deliver(lambda: self._dispatch(self._active_membership.gone(number, incarnation, self.now, returns, why)))
 
-    def _restart(self) -> None:
-        self.is_away, self._life = False, self._life + 1
+    def _restore(self) -> None:
+        self.is_down, self._incarnation = False, self._incarnation + 1
         if self._records:
-            self._made = MembershipCoordinator.restored(self._records, self.now)
-        for number in self._dead:
-            self._tell_dead(number)
-        for line in self._there():
-            line.speak(with_beat=True)
+            self._membership = MembershipCoordinator.restored(self._records, self.now)
+        for number in self._exits:
+            self._deliver_exit(number)
+        for client in self._reachable_clients():
+            client.send_pending(with_heartbeat=True)
 
-    def begin_again(self, number: int, life: int, back_after_s: float | None, then: Callable[[], object]) -> None:
-        """The life of a process that serves the workers was ended; another one begins, and does something."""
+    def restart_service(
+        self, number: int, incarnation: int, back_after_s: float | None, callback: Callable[[], object]
+    ) -> None:
+        """Record that a service process was killed, and call a function when its next incarnation starts."""
         about = {"event": "membership", "worker": number, "generation": 0}
 
-        def begin() -> None:
-            self._publish({**about, "what": "joined", "incarnation": life + 1, "why": "started again"})
-            then()
+        def start() -> None:
+            self._publish({**about, "what": "joined", "incarnation": incarnation + 1, "why": "started again"})
+            callback()
 
-        self._publish({**about, "what": "failed", "incarnation": life, "why": "killed by SIGKILL"})
-        self._world.queue.at(self.now + (pause_s(life) if back_after_s is None else back_after_s), begin, ARRIVE)
+        self._publish({**about, "what": "failed", "incarnation": incarnation, "why": "killed by SIGKILL"})
+        delay_s = pause_s(incarnation) if back_after_s is None else back_after_s
+        self._engine.queue.schedule(self.now + delay_s, start, ARRIVAL)
 
-    def again(self, numbers: Sequence[int]) -> None:
-        """These workers can speak again, and do."""
+    def reconnect(self, numbers: Sequence[int]) -> None:
+        """Send heartbeats of workers that are reachable again."""
         for number in numbers:
-            if (line := self._lines.get(number)) is not None and self._is_there(line):
-                line.speak(with_beat=True)
+            if (client := self._clients.get(number)) is not None and self._is_reachable(client):
+                client.send_pending(with_heartbeat=True)
 
     # --- the coordinator ----------------------------------------------------------------------------------------
 
     @property
-    def _roll(self) -> MembershipCoordinator:
-        if self._made is None:
-            order = self._order
-            self._made = MembershipCoordinator(
+    def _active_membership(self) -> MembershipCoordinator:
+        if self._membership is None:
+            config = self._config
+            self._membership = MembershipCoordinator(
                 {},
-                order.workers,
-                order.min_workers,
-                order.max_workers,
-                self.free,
-                failure_timeout_s=order.failure_timeout_s,
+                config.workers,
+                config.min_workers,
+                config.max_workers,
+                self.asynchronous,
+                failure_timeout_s=config.failure_timeout_s,
             )
-        return self._made
+        return self._membership
 
-    def _come(self, word: Callable[[], None]) -> None:
-        """Something comes to the coordinator's process, if there is one, which hears it as soon as it can."""
-        if not self.is_away:
-            self._unheard.append(word)
-            self._listen()
+    def _deliver(self, message: Callable[[], None]) -> None:
+        """Queue a message to the coordinator, unless its process is down."""
+        if not self.is_down:
+            self._inbox.append(message)
+            self._process_inbox()
 
-    def _listen(self) -> None:
-        """Hear what has come, unless the process stands still, or knows too little to make anything of it."""
-        if self._stopped_at is None and not self._is_early():
-            unheard, self._unheard = self._unheard, []
-            for one in unheard:
-                one()
+    def _process_inbox(self) -> None:
+        """Process the queued messages, unless the coordinator is paused or the recipe is still unknown."""
+        if self._paused_at is None and not self._recipe_unknown():
+            messages, self._inbox = self._inbox, []
+            for message in messages:
+                message()
 
-    def _is_early(self) -> bool:
-        """Whether a script is still to name its recipe, before which nobody knows how the dead are missed."""
-        living = any(not one.is_over for one in self._world.workers)
-        return self._order.recipe is None and not self._lines and (living or bool(self._coming))
+    def _recipe_unknown(self) -> bool:
+        """True if a script may still name the recipe, which decides how failures are handled."""
+        running = any(not worker.has_ended for worker in self._engine.workers)
+        return self._config.recipe is None and not self._clients and (running or bool(self._restarting))
 
-    def say(self, line: Line, said: Said) -> None:
-        """A worker says something to the coordinator."""
-        if self._is_there(line):
-            number, life = line.worker.number, line.life
-            self._later(line, lambda: self._come(lambda: self._hear(number, life, said)))
+    def send(self, client: SimMembershipClient, said: Said) -> None:
+        """Send a message of a worker to the coordinator."""
+        if self._is_reachable(client):
+            number, incarnation = client.worker.number, client.incarnation
+            self._after_latency(client, lambda: self._deliver(lambda: self._receive(number, incarnation, said)))
 
-    def _hear(self, worker: int, life: int, said: Said) -> None:
-        self._tell(self._roll.hear(worker, life, said, self.now))
+    def _receive(self, worker: int, incarnation: int, said: Said) -> None:
+        self._dispatch(self._active_membership.hear(worker, incarnation, said, self.now))
 
     def _tick(self) -> None:
-        """Time has passed: whoever lives and can be heard says so, and the coordinator looks who has not."""
-        self._world.queue.at(self.now + self._every_s, self._tick, ARRIVE)
-        if self.now >= self._beat_at:
-            self._beat_at = self.now + self._beats_s
-            for line in self._there():
-                line.speak(with_beat=True)
-        is_there = not self.is_away and self._stopped_at is None
-        for line in self._lines.values():
-            self._mind_silence(line, is_there)
-        if is_there and self._made is not None:
-            self._tell(self._made.tick(self.now))
+        """Send due heartbeats of reachable workers, and let the coordinator check failure timeouts."""
+        self._engine.queue.schedule(self.now + self._tick_s, self._tick, ARRIVAL)
+        if self.now >= self._next_heartbeat:
+            self._next_heartbeat = self.now + self._heartbeat_s
+            for client in self._reachable_clients():
+                client.send_pending(with_heartbeat=True)
+        is_running = not self.is_down and self._paused_at is None
+        for client in self._clients.values():
+            self._abort_if_isolated(client, is_running)
+        if is_running and self._membership is not None:
+            self._dispatch(self._membership.tick(self.now))
 
-    def _mind_silence(self, line: Line, is_there: bool) -> None:
-        """Who is alone and hears nothing of the coordinator stops before others begin without it."""
-        if is_there and self._is_there(line, awake=False):
-            line.heard_at = self.now
-        silent_s, alone = self.now - line.heard_at, line.attendance.is_alone and not self.free
-        if alone and not line.worker.is_dead and silent_s > ALONE * self._order.failure_timeout_s:
-            line.on_abort(line.attendance.generation, "the coordinator was not heard")
+    def _abort_if_isolated(self, client: SimMembershipClient, is_running: bool) -> None:
+        """Abort the generation of a sole member that cannot reach the coordinator, before others form the next one."""
+        if is_running and self._is_reachable(client, awake=False):
+            client.reachable_at = self.now
+        silent_s, alone = self.now - client.reachable_at, client.attendance.is_alone and not self.asynchronous
+        if alone and not client.worker.has_failed and silent_s > ALONE * self._config.failure_timeout_s:
+            client.on_abort(client.attendance.generation, "the coordinator is unreachable")
 
-    def _tell(self, posts: Sequence[Outgoing]) -> None:
-        roll = self._roll
-        self._records += roll.records()
-        for post in posts:
-            line = self._lines.get(post.worker)
-            if line is not None and line.life == post.life and self._is_there(line, awake=False):
-                self._later(line, self._told(line, post.told))
-        notices, roll.notices = roll.notices, []
-        events, roll.events = roll.events, []
+    def _dispatch(self, outgoing: Sequence[Outgoing]) -> None:
+        membership = self._active_membership
+        self._records += membership.records()
+        for message in outgoing:
+            client = self._clients.get(message.worker)
+            is_current = client is not None and client.incarnation == message.life
+            if client is not None and is_current and self._is_reachable(client, awake=False):
+                self._after_latency(client, self._delivery(client, message.told))
+        notices, membership.notices = membership.notices, []
+        events, membership.events = membership.events, []
         for notice in notices:
-            self._say(notice)
+            self._notify(notice)
         for event in events:
             self._publish(event)
-            if self.free and event["what"] == "failed":
-                self._on_gone(event["worker"], event["incarnation"])
-        if roll.uneven is not None:
-            raise UnevenLoopsError(roll.uneven)
-        if roll.phase == "stopped":
-            raise self._few()
+            if self.asynchronous and event["what"] == "failed":
+                self._on_failure(event["worker"], event["incarnation"])
+        if membership.uneven is not None:
+            raise UnevenLoopsError(membership.uneven)
+        if membership.phase == "stopped":
+            raise self._too_few_error()
 
-    def _told(self, line: Line, told: Told) -> Callable[[], None]:
-        def come() -> None:
-            awake = self._world.outages.awake(line.worker.number, self.now)
+    def _delivery(self, client: SimMembershipClient, told: Told) -> Callable[[], None]:
+        def receive() -> None:
+            awake = self._engine.fault_injector.next_running_time(client.worker.number, self.now)
             if awake > self.now:
-                self._world.queue.at(awake, come, ARRIVE, line.worker.number)
-            elif self._is_there(line):
-                line.hear(told)
+                self._engine.queue.schedule(awake, receive, ARRIVAL, client.worker.number)
+            elif self._is_reachable(client):
+                client.receive(told)
 
-        return come
+        return receive
 
-    def _few(self) -> LaunchError:
-        living = sum(not one.is_over for one in self._world.workers)
-        problem = f"the run cannot go on at {self.now:g} s of virtual time: too few workers are left"
-        least = max(self._order.min_workers, 1)
+    def _too_few_error(self) -> LaunchError:
+        running = sum(not worker.has_ended for worker in self._engine.workers)
+        problem = f"the run cannot continue at {self.now:g} s of virtual time: too few workers are left"
+        least = max(self._config.min_workers, 1)
         to_type = '--faults "kill worker 1 at 3s, back after 2s"' + " or --min-workers 1" * (least > 1)
         return LaunchError(
-            explain(problem, got=f"{living} of {self._order.workers}", expected=f"at least {least}", to_type=to_type)
+            explain(problem, got=f"{running} of {self._config.workers}", expected=f"at least {least}", to_type=to_type)
         )
 
-    # --- the way between ----------------------------------------------------------------------------------------
+    # --- delivery of messages -----------------------------------------------------------------------------------
 
-    def _there(self) -> list[Line]:
-        return [line for line in self._lines.values() if self._is_there(line)]
+    def _reachable_clients(self) -> list[SimMembershipClient]:
+        return [client for client in self._clients.values() if self._is_reachable(client)]
 
-    def _is_there(self, line: Line, awake: bool = True) -> bool:
-        """Whether a worker can be heard now."""
-        if line.worker.is_dead or self._world.net.is_cut_off(line.worker.number):
+    def _is_reachable(self, client: SimMembershipClient, awake: bool = True) -> bool:
+        """True if a worker can send messages now (with `awake` false: can receive them)."""
+        if client.worker.has_failed or self._engine.network.is_partitioned(client.worker.number):
             return False
-        return not awake or self._world.outages.awake(line.worker.number, self.now) <= self.now
+        return not awake or self._engine.fault_injector.next_running_time(client.worker.number, self.now) <= self.now
 
-    def _later(self, line: Line, then: Callable[[], None]) -> None:
-        """Behind the latency. The run begins when its first workers have found each other."""
-        number, is_first = line.worker.number, not line.life and not line.attendance.generation
-        latency_s = 0.0 if is_first else self._links.path(number, DESK)[1]
-        self._world.queue.at(self.now + latency_s, then, ARRIVE, number)
+    def _after_latency(self, client: SimMembershipClient, callback: Callable[[], None]) -> None:
+        """Call a function after the network's latency, which is 0 before the first generation, when the run starts."""
+        number, is_first = client.worker.number, not client.incarnation and not client.attendance.generation
+        latency_s = 0.0 if is_first else self._links.path(number, COORDINATOR_ENDPOINT)[1]
+        self._engine.queue.schedule(self.now + latency_s, callback, ARRIVAL, number)

@@ -1,4 +1,4 @@
-"""The simulated wires of generations: those who are left meet anew, at a table of their own."""
+"""Simulated rendezvous: the members of each generation connect in a group of their own."""
 
 from __future__ import annotations
 
@@ -10,63 +10,63 @@ from stretto.transport.elastic import AbortableTransport
 from stretto.transport.rendezvous import LastWorkerTransport
 
 FORMED_S = 0.027
-"""What it takes to form a group anew, besides the network's latency: live 14 to 40 ms were seen, with four processes of
-one machine."""
+"""Seconds to form a group after the first generation, without the network's latency. Live runs took 14 to 40 ms with
+four processes of one machine."""
 
 
 class Generations:
-    """The tables of all generations, of which one is in use."""
+    """The group of the newest generation."""
 
-    def __init__(self, world: Engine, links: Links) -> None:
-        self._world, self._links = world, links
-        self._number = 0
-        self._table: SimGroup | None = None
+    def __init__(self, engine: Engine, links: Links) -> None:
+        self._engine, self._links = engine, links
+        self._generation = 0
+        self._group: SimGroup | None = None
 
-    def table(self, form: GenerationView) -> SimGroup:
-        """Where a generation meets; one that others have left behind does not."""
-        if self._table is not None and form.generation == self._number:
-            return self._table
-        table = SimGroup(self._world, self._links, form.numbers)
-        if form.generation > self._number:
-            self._number, self._table = form.generation, table
+    def group(self, form: GenerationView) -> SimGroup:
+        """Return the group of a generation; for a generation that is superseded, an aborted one."""
+        if self._group is not None and form.generation == self._generation:
+            return self._group
+        group = SimGroup(self._engine, self._links, form.numbers)
+        if form.generation > self._generation:
+            self._generation, self._group = form.generation, group
         else:
-            table.abort()
-        return table
+            group.abort()
+        return group
 
-    def seconds(self, form: GenerationView) -> float:
-        """What it takes to meet; the run begins when the first generation has."""
+    def rendezvous_s(self, form: GenerationView) -> float:
+        """Return the seconds of a rendezvous; 0 for the first generation, after which the run's time starts."""
         if form.generation == 1:
             return 0.0
         return FORMED_S + self._links.broadcast(form.numbers[0], 0.0, form.numbers)[2]
 
-    def lose(self, worker: int) -> None:
-        """A worker is gone: no exchange with it ends any more."""
-        if self._table is not None and worker in self._table.members:
-            self._table.end()
+    def worker_failed(self, worker: int) -> None:
+        """Stop the collectives of a group with a worker that failed."""
+        if self._group is not None and worker in self._group.members:
+            self._group.stop()
 
 
-class TableFormer:
-    """Makes the wires of one worker."""
+class SimRendezvous:
+    """Creates the transports of one worker."""
 
     address = ""
 
     def __init__(self, generations: Generations, worker: Worker, limit_s: float) -> None:
         self._generations, self._worker, self._limit_s = generations, worker, limit_s
-        self._table: SimGroup | None = None
+        self._group: SimGroup | None = None
 
     def form(self, form: GenerationView, rank: int) -> AbortableTransport:
-        """Meet the members of a generation. Raises BrokenTransportError when one of them does not come."""
+        """Return a transport between the members of a generation. Raises BrokenTransportError if a member fails."""
         if len(form.members) == 1:
             return LastWorkerTransport()
-        self._table = self._generations.table(form)
-        wire = self._table.wire(self._worker, self._limit_s)
-        wire.meet(self._generations.seconds(form))
-        return wire
+        self._group = self._generations.group(form)
+        transport = self._group.transport(self._worker, self._limit_s)
+        transport.rendezvous(self._generations.rendezvous_s(form))
+        return transport
 
     def abort(self) -> None:
-        """Break off the forming that is going on."""
-        if self._table is not None:
-            self._table.abort()
+        """Abort the rendezvous in progress."""
+        if self._group is not None:
+            self._group.abort()
 
     def close(self) -> None:
-        """Nothing is kept between generations."""
+        """Do nothing: no resources are kept between generations."""

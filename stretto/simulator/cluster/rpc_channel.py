@@ -1,4 +1,4 @@
-"""A worker's simulated connection to an office: what is said leaves, travels and comes as it does live."""
+"""Simulated client channel to a server: requests and replies as live, in the network's time."""
 
 from __future__ import annotations
 
@@ -15,245 +15,250 @@ from stretto.parameter_server.client_types import Sink, refuse_refusals
 from stretto.parameter_server.framing import CHUNK_BYTES, Chunks, kind
 from stretto.parameter_server.handler import OutgoingMessage
 from stretto.simulator.engine import Engine, Worker
-from stretto.simulator.network.wire_bytes import handshake_bytes, parcel_bytes
+from stretto.simulator.network.wire_bytes import handshake_bytes, message_bytes
 
 if TYPE_CHECKING:
     from stretto.simulator.cluster.rpc_server import SimServer
 
 
-class Said:
-    """The tensors of a reply, looked at once though many workers are sent the same."""
+class ReplyTensors:
+    """The tensors of a reply; sizes and bytes are computed once for all workers that receive the same reply."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.tensors = tensors
-        self.kinds = [(kind(one), one.numel()) for one in tensors]
-        self.pieces: list[Chunks] = [[one] for one in tensors]
+        self.kinds = [(kind(tensor), tensor.numel()) for tensor in tensors]
+        self.pieces: list[Chunks] = [[tensor] for tensor in tensors]
         self._messages: list[bytes] | None = None
         self._nbytes: dict[int, int] = {}
 
-    def nbytes(self, post: OutgoingMessage, encrypted: bool) -> int:
-        """The bytes of the parcel, which differ by the length of its number alone."""
-        length = post.number.bit_length()
+    def nbytes(self, reply: OutgoingMessage, encrypted: bool) -> int:
+        """Return the bytes of the message, which depend on its number only by the number's length."""
+        length = reply.number.bit_length()
         if length not in self._nbytes:
-            self._nbytes[length] = parcel_bytes(post.number, post.body, self.kinds, encrypted)
+            self._nbytes[length] = message_bytes(reply.number, reply.body, self.kinds, encrypted)
         return self._nbytes[length]
 
     def messages(self) -> list[bytes]:
-        """What the tensors say, as bytes."""
+        """Return the contents of the tensors as bytes."""
         if self._messages is None:
-            self._messages = [bytes(one.numpy()) for one in self.tensors]
+            self._messages = [bytes(tensor.numpy()) for tensor in self.tensors]
         return self._messages
 
 
 @dataclass(slots=True)
-class _Parcel:
-    """What a worker says, and whether it has left it."""
+class _Request:
+    """A request of a worker; `was_sent` is true once it has left the worker."""
 
-    head: m.Header
+    header: m.Header
     pieces: list[Chunks]
     nbytes: int
-    has_left: bool = False
+    was_sent: bool = False
 
 
-class SimLink:
-    """A connection of a worker's `life` to an office. `beside` are those of all workers to the same.
+class SimChannel:
+    """A connection of a worker's `incarnation` to a server. `channels` are those of all workers to the same server.
 
-    Its parcels are numbered behind those of the life `before`, whose replies are nobody's.
+    The numbers of its requests continue those of the previous incarnation's channel, `before`, whose replies are
+    dropped.
     """
 
     def __init__(
         self,
-        world: Engine,
+        engine: Engine,
         worker: Worker,
-        office: SimServer,
-        beside: list[SimLink],
+        server: SimServer,
+        channels: list[SimChannel],
         encrypted: bool,
         limit_s: float,
-        elastic: bool = False,
-        before: SimLink | None = None,
-        life: int = 0,
+        servers_can_fail: bool = False,
+        before: SimChannel | None = None,
+        incarnation: int = 0,
     ) -> None:
-        self._world, self.worker, self._office, self.life = world, worker, office, life
-        self.beside = beside
-        self._encrypted, self._limit_s, self._endures = encrypted, limit_s, elastic
-        self.again: Callable[[], None] = lambda: None
-        """Called when an office is there again, before what had no reply is asked again."""
-        self._asked: dict[int, _Parcel] = {}
-        """What waits for a reply, in order, where it may have to be asked again."""
-        self._numbers: int = before._numbers if before is not None else 0
-        self._first = self._numbers
-        """Replies to parcels up to the first number are not waited for."""
-        self._replies: dict[int, tuple[OutgoingMessage, Said]] = {}
-        self._unread: dict[int, Callable[[], None]] = {}
-        """What is to be called when a reply has been read, or never will be."""
+        self._engine, self.worker, self._server, self.incarnation = engine, worker, server, incarnation
+        self.channels = channels
+        self._encrypted, self._limit_s, self._servers_can_fail = encrypted, limit_s, servers_can_fail
+        self.before_resend: Callable[[], None] = lambda: None
+        """Function called when the server is restarted, before unanswered requests are sent again."""
+        self._unanswered: dict[int, _Request] = {}
+        """Requests without a reply, in order, if servers can fail and requests may have to be sent again."""
+        self._last_number: int = before._last_number if before is not None else 0
+        self._dropped_up_to = self._last_number
+        """Number up to which replies are dropped."""
+        self._replies: dict[int, tuple[OutgoingMessage, ReplyTensors]] = {}
+        self._on_read: dict[int, Callable[[], None]] = {}
+        """Functions to call when a reply has been read or dropped."""
         self._is_aborted = False
-        self.last = Said(())
-        """What the last reply that was waited for said."""
+        self.last = ReplyTensors(())
+        """Tensors of the last reply that was waited for."""
         self._sent, self._received = handshake_bytes(worker.number, encrypted)
-        self._open = True
+        self._is_open = True
 
     def send(self, body: m.Request, tensors: Sequence[Tensor] = ()) -> int:
-        """Send a parcel when this worker's time has come. What it holds is kept as it is now."""
-        self._numbers += 1
-        parcel = self._parcel(self._numbers, body, tensors)
-        if self._endures and not isinstance(body, m.SILENT):
-            self._asked[self._numbers] = parcel
+        """Send a request at this worker's virtual time, with a copy of its tensors, and return its number."""
+        self._last_number += 1
+        request = self._make_request(self._last_number, body, tensors)
+        if self._servers_can_fail and not isinstance(body, m.SILENT):
+            self._unanswered[self._last_number] = request
         if isinstance(body, m.Push | m.Contribute):
-            self._worked()
-        self._post(parcel)
-        return self._numbers
+            self._spend_codec_time()
+        self._send_request(request)
+        return self._last_number
 
     def drop(self, number: int) -> None:
-        """Nobody waits for the reply to this parcel any more."""
-        self._asked.pop(number, None)
+        """Drop the reply to this request."""
+        self._unanswered.pop(number, None)
         self._replies.pop(number, None)
-        self._read(number)
+        self._mark_read(number)
 
     def mutter(self, body: m.Request, tensors: Sequence[Tensor] = ()) -> None:
-        """Send a parcel whose reply nobody waits for."""
-        self._post(self._parcel(0, body, tensors))
+        """Send a message that has no reply."""
+        self._send_request(self._make_request(0, body, tensors))
 
-    def _parcel(self, number: int, body: m.Request, tensors: Sequence[Tensor]) -> _Parcel:
-        kinds = [(kind(one), one.numel()) for one in tensors]
-        pieces: list[Chunks] = [[one.detach().clone()] if one.numel() else [] for one in tensors]
-        return _Parcel(m.Header(number, body, kinds), pieces, parcel_bytes(number, body, kinds, self._encrypted))
+    def _make_request(self, number: int, body: m.Request, tensors: Sequence[Tensor]) -> _Request:
+        kinds = [(kind(tensor), tensor.numel()) for tensor in tensors]
+        pieces: list[Chunks] = [[tensor.detach().clone()] if tensor.numel() else [] for tensor in tensors]
+        return _Request(m.Header(number, body, kinds), pieces, message_bytes(number, body, kinds, self._encrypted))
 
-    def _post(self, parcel: _Parcel) -> None:
-        self._sent += parcel.nbytes
-        parcel.has_left = False
-        self.worker.act(lambda: self._leave(parcel))
+    def _send_request(self, request: _Request) -> None:
+        self._sent += request.nbytes
+        request.was_sent = False
+        self.worker.schedule(lambda: self._transmit(request))
 
     def wait(self, number: int, sink: Sink | None = None) -> tuple[m.Body, list[Chunks]]:
-        """The reply to a parcel."""
+        """Wait for a reply, and return its body and tensors (none with a `sink`, which receives them)."""
         if number not in self._replies:
-            self.worker.until(
-                lambda: number in self._replies or self._is_aborted, lambda: self._office.called, self._limit_s
+            self.worker.wait_until(
+                lambda: number in self._replies or self._is_aborted, lambda: self._server.name, self._limit_s
             )
         if number not in self._replies:
-            raise BrokenTransportError(f"the exchange at {self._office.called} was broken off")
-        post, self.last = self._replies.pop(number)
-        refuse_refusals(self._office.called, post.body)
-        if isinstance(post.body, m.PushReply | m.Result | m.Among) and post.tensors:
-            self._worked()
-        for index, one in enumerate(post.tensors if sink is not None else ()):
-            sink(index, 0, one)  # type: ignore[misc]
-        self._read(number)
-        return post.body, [] if sink is not None else self.last.pieces
+            raise BrokenTransportError(f"the request to {self._server.name} was aborted")
+        reply, self.last = self._replies.pop(number)
+        refuse_refusals(self._server.name, reply.body)
+        if isinstance(reply.body, m.PushReply | m.Result | m.Among) and reply.tensors:
+            self._spend_codec_time()
+        for index, tensor in enumerate(reply.tensors if sink is not None else ()):
+            sink(index, 0, tensor)  # type: ignore[misc]
+        self._mark_read(number)
+        return reply.body, [] if sink is not None else self.last.pieces
 
     def is_there(self, number: int) -> bool:
-        """Whether the reply has come by this worker's time."""
+        """True if the reply has arrived by this worker's virtual time."""
         self.worker.catch_up()
         return number in self._replies
 
-    def reply(self, office: SimServer, post: OutgoingMessage) -> None:
-        """The office sends something back."""
-        if self.worker.is_dead or post.number <= self._first:
-            if post.sent is not None:
-                post.sent()
+    def reply(self, server: SimServer, reply: OutgoingMessage) -> None:
+        """Send a reply of the server to this worker."""
+        if self.worker.has_failed or reply.number <= self._dropped_up_to:
+            if reply.sent is not None:
+                reply.sent()
             return
-        if post.sent is not None:
-            self._unread[post.number] = post.sent
-        said = office.said(post.tensors)
-        same = isinstance(post.body, m.Result)
+        if reply.sent is not None:
+            self._on_read[reply.number] = reply.sent
+        reply_tensors = server.reply_tensors(reply.tensors)
+        is_same_for_all = isinstance(reply.body, m.Result)
         encrypted = self._encrypted
-        nbytes = said.nbytes(post, encrypted) if same else parcel_bytes(post.number, post.body, said.kinds, encrypted)
+        if is_same_for_all:
+            nbytes = reply_tensors.nbytes(reply, encrypted)
+        else:
+            nbytes = message_bytes(reply.number, reply.body, reply_tensors.kinds, encrypted)
         self._received += nbytes
-        come = office.unless_lost(lambda: self._come(post, said))
-        self._carry(office.end, self.worker.number, nbytes, come)
+        receive = server.unless_restarted(lambda: self._receive(reply, reply_tensors))
+        self._transfer(server.endpoint, self.worker.number, nbytes, receive)
 
     def traffic(self) -> tuple[int, int]:
-        """The bytes so far, as the live connection would count them."""
+        """Return the bytes so far, as a live connection would count them."""
         return self._sent, self._received
 
     def awaits(self, number: int) -> bool:
-        """Whether a parcel has had no reply yet."""
-        return number in self._asked
+        """True if a request has no reply yet."""
+        return number in self._unanswered
 
-    def ask_again(self) -> None:
-        """The office is there again, and knows nothing: what had left, and had no reply, is asked again, in order."""
-        if self.worker.is_over or not self._open:
+    def resend(self) -> None:
+        """Send the unanswered requests again, in order, to a restarted server."""
+        if self.worker.has_ended or not self._is_open:
             return
-        gone = [one for one in self._asked.values() if one.has_left]
-        self.again()
-        for parcel in gone:
-            self._post(parcel)
+        sent_requests = [request for request in self._unanswered.values() if request.was_sent]
+        self.before_resend()
+        for request in sent_requests:
+            self._send_request(request)
 
     def abort(self) -> None:
-        """Break off what is waited for."""
+        """Abort the request that the worker waits for."""
         self._is_aborted = True
         self.worker.wake()
 
     def forget(self) -> None:
-        """Nothing that was asked is waited for any more, and what comes now is."""
-        self._is_aborted, self._first = False, self._numbers
+        """Drop all requests so far and their replies, and end an abort."""
+        self._is_aborted, self._dropped_up_to = False, self._last_number
         self._replies.clear()
-        self._asked.clear()
-        for read in self._unread.values():
-            read()
-        self._unread.clear()
+        self._unanswered.clear()
+        for on_read in self._on_read.values():
+            on_read()
+        self._on_read.clear()
 
     def close(self) -> None:
-        """Say good-bye. An office that may be lost has to know of it: who is not there any more can't say it again."""
-        if not self._open:
+        """Close the channel. A server that can fail must confirm `Finish`, which cannot be sent again later."""
+        if not self._is_open:
             return
-        counted = self._sent, self._received  # the live connection is counted before its last words
-        if self._endures and not self._is_aborted:
+        counted = self._sent, self._received  # a live connection is counted before its last messages
+        if self._servers_can_fail and not self._is_aborted:
             with suppress(TransportError):
                 self.wait(self.send(m.Finish()))
-        self._open = False
+        self._is_open = False
         self.send(m.Leave())
         self._sent, self._received = counted
 
-    def _worked(self) -> None:
-        self.worker.asks += 1
-        self.worker.work(self._world.tariff.ask_s)
+    def _spend_codec_time(self) -> None:
+        self.worker.codec_calls += 1
+        self.worker.compute(self._engine.cost_model.codec_s)
 
-    def _leave(self, parcel: _Parcel) -> None:
-        parcel.has_left = True
-        office = self._office
-        if not office.is_away:
-            come = office.unless_lost(lambda: office.come(self, parcel.head, parcel.pieces))
-            self._carry(self.worker.number, office.end, parcel.nbytes, come)
+    def _transmit(self, request: _Request) -> None:
+        request.was_sent = True
+        server = self._server
+        if not server.is_down:
+            receive = server.unless_restarted(lambda: server.receive(self, request.header, request.pieces))
+            self._transfer(self.worker.number, server.endpoint, request.nbytes, receive)
 
-    def _carry(self, source: int, target: int, nbytes: int, then: Callable[[], None]) -> None:
-        """One end works on it, the links carry it, the other end works on it; each end takes one after another.
+    def _transfer(self, source: int, target: int, nbytes: int, callback: Callable[[], None]) -> None:
+        """Transfer a message: processor work at the source, the links, processor work at the target.
 
-        It goes in chunks: from the first one on all three are at work at once, until the last one has come.
+        Each end processes its messages one after another. A message is transferred in chunks: all three overlap from
+        the first chunk to the last.
         """
-        world, office = self._world, self._office
-        chunk_s = world.tariff.post_s(min(nbytes, CHUNK_BYTES))
-        rest_s = world.tariff.post_s(nbytes) - chunk_s
-        link_s = world.tariff.link_s(nbytes) if world.net.has_link(source, target) else 0.0
-        left = 2 + (link_s > 0)
+        engine, server = self._engine, self._server
+        chunk_s = engine.cost_model.message_time_s(min(nbytes, CHUNK_BYTES))
+        rest_s = engine.cost_model.message_time_s(nbytes) - chunk_s
+        link_s = engine.cost_model.link_s(nbytes) if engine.network.crosses_link(source, target) else 0.0
+        remaining_parts = 2 + (link_s > 0)
 
-        def share(end: int) -> int:
-            return 1 + end if end >= 0 else office.share
+        def resource(endpoint: int) -> int:
+            return 1 + endpoint if endpoint >= 0 else server.resource
 
-        def part() -> None:
-            nonlocal left
-            left -= 1
-            if not left:
-                world.handle(target, share(target), chunk_s, then)
+        def finish_part() -> None:
+            nonlocal remaining_parts
+            remaining_parts -= 1
+            if not remaining_parts:
+                engine.process_message(target, resource(target), chunk_s, callback)
 
-        def set_off() -> None:
-            if self.worker.is_dead:
+        def transmit() -> None:
+            if self.worker.has_failed:
                 return
-            world.handle(target, share(target), rest_s, lambda: None)
-            world.net.send(source, target, nbytes, part)
+            engine.process_message(target, resource(target), rest_s, lambda: None)
+            engine.network.send(source, target, nbytes, finish_part)
             if link_s:
-                world.busy(0, link_s, part)
+                engine.use_processor(0, link_s, finish_part)
 
-        world.handle(source, share(source), chunk_s, set_off)
-        world.handle(source, share(source), rest_s, part)
+        engine.process_message(source, resource(source), chunk_s, transmit)
+        engine.process_message(source, resource(source), rest_s, finish_part)
 
-    def _come(self, post: OutgoingMessage, said: Said) -> None:
-        asked = self._asked.pop(post.number, None)
-        if post.number > self._first and (asked is not None or not self._endures):
-            self._replies[post.number] = post, said
+    def _receive(self, reply: OutgoingMessage, reply_tensors: ReplyTensors) -> None:
+        request = self._unanswered.pop(reply.number, None)
+        if reply.number > self._dropped_up_to and (request is not None or not self._servers_can_fail):
+            self._replies[reply.number] = reply, reply_tensors
             self.worker.wake()
-        elif post.number not in self._replies:
-            self._read(post.number)
+        elif reply.number not in self._replies:
+            self._mark_read(reply.number)
 
-    def _read(self, number: int) -> None:
-        if (read := self._unread.pop(number, None)) is not None:
-            read()
+    def _mark_read(self, number: int) -> None:
+        if (on_read := self._on_read.pop(number, None)) is not None:
+            on_read()

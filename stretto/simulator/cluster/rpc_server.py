@@ -1,4 +1,4 @@
-"""The simulated parameter server: the live desks, at the ends of simulated links."""
+"""Simulated parameter server: the live request handlers behind simulated channels."""
 
 from __future__ import annotations
 
@@ -20,271 +20,278 @@ from stretto.parameter_server.handler import OutgoingMessage, RequestHandler
 from stretto.parameter_server.incarnations import Incarnations
 from stretto.parameter_server.shard_handler import ShardHandler
 from stretto.parameter_server.snapshots import InMemoryStore
-from stretto.simulator.cluster.rpc_channel import Said, SimLink
+from stretto.simulator.cluster.rpc_channel import ReplyTensors, SimChannel
 from stretto.simulator.engine import Engine, Worker
 from stretto.transport.interface import Message, made
 
 COORDINATOR = -1
-"""The coordinator sits with the first shard, whose end this is."""
+"""Endpoint of the batch dispatcher, which runs beside the first shard."""
 
 
 class SimServer:
-    """A desk, and whoever works at it: one parcel after the other. One that is lost begins again at a new desk."""
+    """A server process, whose handler processes one message at a time. A restart creates a new handler."""
 
-    def __init__(self, world: Engine, make: Callable[[int], RequestHandler], end: int, share: int, called: str) -> None:
-        self._world, self._make, self.share = world, make, share
-        self.end, self.called = end, called
-        self.is_away = False
-        self._life = self._stops = 0
-        """Which process it is, and how often that was stopped without going on."""
+    def __init__(
+        self, engine: Engine, make_handler: Callable[[int], RequestHandler], endpoint: int, resource: int, name: str
+    ) -> None:
+        self._engine, self._make_handler, self.resource = engine, make_handler, resource
+        self.endpoint, self.name = endpoint, name
+        self.is_down = False
+        self._incarnation = self._pauses = 0
+        """Incarnation of the process, and number of its pauses that are not ended."""
         self._waiting: list[Callable[[], None]] = []
-        """What waits until the process goes on, if it is stopped."""
-        self._begin()
+        """Messages that wait until the process resumes."""
+        self._start_process()
 
-    def _begin(self) -> None:
-        self._desk = self._make(self._life)
-        self._free_at = 0.0
-        self._said = Said(())
-        self._lives = Incarnations(len(self._world.workers))
-        """What a life that is over still says is not heard."""
+    def _start_process(self) -> None:
+        self._handler = self._make_handler(self._incarnation)
+        self._idle_at = 0.0
+        self._last_reply = ReplyTensors(())
+        self._incarnations = Incarnations(len(self._engine.workers))
+        """Filter for messages of worker incarnations that have ended."""
 
-    # --- its process ----------------------------------------------------------------------------------------------
+    # --- process --------------------------------------------------------------------------------------------------
 
-    def lose(self) -> None:
-        """The process is gone, with what it knew, and with what is on its way to it and from it."""
-        self.is_away, self._stops = True, 0
+    def fail(self) -> None:
+        """Fail the process: its state and all messages to and from it are lost."""
+        self.is_down, self._pauses = True, 0
         self._waiting.clear()
-        self._life += 1
+        self._incarnation += 1
 
-    def begin_again(self) -> None:
-        """Another process is there, and knows what the last one has kept."""
-        self.is_away = False
-        self._begin()
+    def restart(self) -> None:
+        """Start another process, which loads the snapshots of the previous one."""
+        self.is_down = False
+        self._start_process()
 
-    def stop(self) -> None:
-        """The process stands still: what comes waits."""
-        self._stops += not self.is_away
+    def pause(self) -> None:
+        """Pause the process: messages to it wait."""
+        self._pauses += not self.is_down
 
-    def go_on(self) -> None:
-        """It does what has waited, unless it was stopped once more."""
-        self._stops -= self._stops > 0
-        if not self._stops:
+    def resume(self) -> None:
+        """End one pause; after the last, process the waiting messages."""
+        self._pauses -= self._pauses > 0
+        if not self._pauses:
             waiting, self._waiting = self._waiting, []
-            for one in waiting:
-                one()
+            for callback in waiting:
+                callback()
 
-    def unless_lost(self, then: Callable[[], None]) -> Callable[[], None]:
-        """What happens if the process is still the one of now."""
-        life = self._life
-        return lambda: then() if self._life == life else None
+    def unless_restarted(self, callback: Callable[[], None]) -> Callable[[], None]:
+        """Return a function that calls `callback` only if the process is not restarted in between."""
+        incarnation = self._incarnation
+        return lambda: callback() if self._incarnation == incarnation else None
 
-    # --- what comes -----------------------------------------------------------------------------------------------
+    # --- messages -------------------------------------------------------------------------------------------------
 
-    def work_of(self, worker: int, life: int) -> m.Left:
-        """What the desk has of the work of a life that is over."""
-        return self._desk.work_of(worker) if self._lives.is_last(worker, life) else m.Left(0, [])
+    def work_of(self, worker: int, incarnation: int) -> m.Left:
+        """Return the handler's record of the work of a worker incarnation that has ended."""
+        return self._handler.work_of(worker) if self._incarnations.is_last(worker, incarnation) else m.Left(0, [])
 
-    def bury(self, link: SimLink, gone: m.Gone) -> None:
-        """A life of a worker is over, with all before it."""
-        if self.is_away or self._lives.is_over(gone.worker, gone.life):
+    def worker_ended(self, channel: SimChannel, gone: m.Gone) -> None:
+        """Process the end of a worker incarnation, and of all earlier ones."""
+        if self.is_down or self._incarnations.is_over(gone.worker, gone.life):
             return
-        if self._lives.end(gone.worker, gone.life):
-            self._send(link, self._desk.gone(gone.worker, gone.number, gone.batches, gone.torn))
+        if self._incarnations.end(gone.worker, gone.life):
+            self._send(channel, self._handler.gone(gone.worker, gone.number, gone.batches, gone.torn))
 
-    def said(self, tensors: Sequence[Tensor]) -> Said:
-        """The tensors of a reply; those of the last one are known."""
-        if self._said.tensors is not tensors:
-            self._said = Said(tensors)
-        return self._said
+    def reply_tensors(self, tensors: Sequence[Tensor]) -> ReplyTensors:
+        """Return the wrapped tensors of a reply; those of the last reply are cached."""
+        if self._last_reply.tensors is not tensors:
+            self._last_reply = ReplyTensors(tensors)
+        return self._last_reply
 
-    def come(self, link: SimLink, head: m.Header, tensors: list[Chunks]) -> None:
-        """A parcel has come; it is worked on when those before it are done."""
-        work_s = self._world.tariff.take_s if isinstance(head.body, m.Push) else 0.0
-        queue, take = self._world.queue, self.unless_lost(lambda: self._take(link, head, tensors))
-        if self._world.processors is not None and work_s:
-            self._world.busy(self.share, work_s, take)
+    def receive(self, channel: SimChannel, header: m.Header, tensors: list[Chunks]) -> None:
+        """Receive a message, which is processed after those before it."""
+        work_s = self._engine.cost_model.update_s if isinstance(header.body, m.Push) else 0.0
+        queue, process = self._engine.queue, self.unless_restarted(lambda: self._process(channel, header, tensors))
+        if self._engine.processors is not None and work_s:
+            self._engine.use_processor(self.resource, work_s, process)
             return
-        self._free_at = max(self._free_at, queue.now) + work_s
-        queue.at(self._free_at, take, key=link.worker.number)
+        self._idle_at = max(self._idle_at, queue.now) + work_s
+        queue.schedule(self._idle_at, process, key=channel.worker.number)
 
-    def _take(self, link: SimLink, head: m.Header, tensors: list[Chunks]) -> None:
-        if self._stops:
-            self._waiting.append(self.unless_lost(lambda: self._take(link, head, tensors)))
+    def _process(self, channel: SimChannel, header: m.Header, tensors: list[Chunks]) -> None:
+        if self._pauses:
+            self._waiting.append(self.unless_restarted(lambda: self._process(channel, header, tensors)))
             return
-        worker, life = link.worker.number, link.life
-        if self._lives.is_over(worker, life):
+        worker, incarnation = channel.worker.number, channel.incarnation
+        if self._incarnations.is_over(worker, incarnation):
             return
-        if (gone := self._lives.untold(worker, life)) is not None:
-            self.bury(link, gone)
-        self._lives.hear(worker, life)
-        stopclock = self._world.stopclock
-        began = stopclock() if stopclock is not None else 0.0
-        posts = self._posts(worker, head, tensors)
-        if stopclock is not None and isinstance(head.body, m.Push):
-            self._world.updates.append(stopclock() - began)
-        self._send(link, posts)
+        if (gone := self._incarnations.untold(worker, incarnation)) is not None:
+            self.worker_ended(channel, gone)
+        self._incarnations.hear(worker, incarnation)
+        wall_clock = self._engine.wall_clock
+        began = wall_clock() if wall_clock is not None else 0.0
+        replies = self._replies_to(worker, header, tensors)
+        if wall_clock is not None and isinstance(header.body, m.Push):
+            self._engine.update_seconds.append(wall_clock() - began)
+        self._send(channel, replies)
 
-    def _send(self, link: SimLink, posts: Sequence[OutgoingMessage]) -> None:
-        for post in posts:
-            link.beside[post.worker].reply(self, post)
+    def _send(self, channel: SimChannel, replies: Sequence[OutgoingMessage]) -> None:
+        for reply in replies:
+            channel.channels[reply.worker].reply(self, reply)
 
-    def _posts(self, worker: int, head: m.Header, tensors: list[Chunks]) -> list[OutgoingMessage]:
-        if isinstance(head.body, m.Leave):
-            return self._desk.leave(worker)
+    def _replies_to(self, worker: int, header: m.Header, tensors: list[Chunks]) -> list[OutgoingMessage]:
+        if isinstance(header.body, m.Leave):
+            return self._handler.leave(worker)
         try:
-            self._desk.expects(worker, head)
-            return self._desk.take(worker, head, tensors)
+            self._handler.expects(worker, header)
+            return self._handler.take(worker, header, tensors)
         except Exception as error:
             why = str(error) if isinstance(error, FramingError) else f"{type(error).__name__}: {error}"
-            return [OutgoingMessage(worker, head.number, m.Refused(why))]
+            return [OutgoingMessage(worker, header.number, m.Refused(why))]
 
 
 class SimServers:
-    """All offices of one parameter server, and the workers' links to them.
+    """All servers of one parameter server, and the workers' channels to them.
 
-    Where processes may die it `elastic` as live: there are cuts to go back to, and what was lost is asked again.
+    If processes can fail (`can_fail`), there are snapshots to roll back to and unanswered requests are sent again, as
+    live.
     """
 
     def __init__(
-        self, world: Engine, shards: int, on_nan: str, encrypted: bool, limit_s: float, elastic: bool = False
+        self, engine: Engine, shards: int, on_nan: str, encrypted: bool, limit_s: float, can_fail: bool = False
     ) -> None:
-        self._world, self._encrypted, self._limit_s, self._endures = world, encrypted, limit_s, elastic
-        self._offices: list[SimServer] = []
-        self._links: list[list[SimLink]] = []
-        self._lives = [0] * shards
-        self._dead: dict[int, int] = {}
-        """The last life of each worker that is dead."""
-        self._add("the coordinator", COORDINATOR, self._coordinator())
+        self._engine, self._encrypted, self._limit_s, self._can_fail = engine, encrypted, limit_s, can_fail
+        self._servers: list[SimServer] = []
+        self._channels: list[list[SimChannel]] = []
+        self._incarnations = [0] * shards
+        self._failed_workers: dict[int, int] = {}
+        """Last incarnation of each worker that has failed."""
+        self._add_server("the coordinator", COORDINATOR, self._make_dispatcher())
         for shard in range(shards):
-            self._add(f"server {shard}", -1 - shard, self._shard(on_nan))
+            self._add_server(f"server {shard}", -1 - shard, self._make_shard(on_nan))
 
-    def _add(self, called: str, end: int, make: Callable[[int], RequestHandler]) -> None:
-        office = SimServer(self._world, make, end, self._world.share_of_service(len(self._offices)), called)
-        beside: list[SimLink] = []
-        beside += [self._link(one, office, beside) for one in self._world.workers]
-        self._offices.append(office)
-        self._links.append(beside)
-
-    def _link(self, worker: Worker, office: SimServer, beside: list[SimLink], *before: Any) -> SimLink:
-        return SimLink(self._world, worker, office, beside, self._encrypted, self._limit_s, self._endures, *before)
-
-    def _coordinator(self) -> Callable[[int], RequestHandler]:
-        """Desks that share what they keep."""
-        workers = len(self._world.workers)
-        kept, ends = (InMemoryStore(), InMemoryStore()) if self._endures else (None, None)
-        return lambda _: DispatcherHandler(
-            workers, self._clock, kept, SNAPSHOT_INTERVAL_S if self._endures else None, ends
+    def _add_server(self, name: str, endpoint: int, make_handler: Callable[[int], RequestHandler]) -> None:
+        server = SimServer(
+            self._engine, make_handler, endpoint, self._engine.resource_of_service(len(self._servers)), name
         )
+        channels: list[SimChannel] = []
+        channels += [self._make_channel(worker, server, channels) for worker in self._engine.workers]
+        self._servers.append(server)
+        self._channels.append(channels)
 
-    def _shard(self, on_nan: str) -> Callable[[int], RequestHandler]:
-        workers, kept = len(self._world.workers), InMemoryStore() if self._endures else None
-        return lambda life: ShardHandler(workers, self._clock, on_nan, kept, life)
+    def _make_channel(
+        self, worker: Worker, server: SimServer, channels: list[SimChannel], *previous: Any
+    ) -> SimChannel:
+        engine = self._engine
+        return SimChannel(engine, worker, server, channels, self._encrypted, self._limit_s, self._can_fail, *previous)
 
-    def _clock(self) -> float:
-        return self._world.queue.now
+    def _make_dispatcher(self) -> Callable[[int], RequestHandler]:
+        """Return a constructor of dispatcher handlers that share their snapshots."""
+        workers = len(self._engine.workers)
+        snapshots, final = (InMemoryStore(), InMemoryStore()) if self._can_fail else (None, None)
+        every_s = SNAPSHOT_INTERVAL_S if self._can_fail else None
+        return lambda _: DispatcherHandler(workers, self._now, snapshots, every_s, final)
 
-    def wire(self, worker: Worker, life: int = 0) -> ParameterServerClient:
-        """One worker's end: the live one. The services know it by this `life`."""
-        self._dead.pop(worker.number, None)
-        for office, beside in zip(self._offices, self._links, strict=True):
-            before = beside[worker.number]
-            if before.worker is not worker or before.life != life:
-                beside[worker.number] = self._link(worker, office, beside, before, life)
-        links = [beside[worker.number] for beside in self._links]
-        wire = _SimWire(worker.number, len(self._links[0]), links[0], links[1:], self._endures)
-        for link in links:
-            link.again = functools.partial(wire.say_again, link)
-        return wire
+    def _make_shard(self, on_nan: str) -> Callable[[int], RequestHandler]:
+        workers, snapshots = len(self._engine.workers), InMemoryStore() if self._can_fail else None
+        return lambda incarnation: ShardHandler(workers, self._now, on_nan, snapshots, incarnation)
 
-    def lose(self, worker: int) -> None:
-        """A worker was killed: nobody reads what was sent to it."""
-        for beside in self._links:
-            beside[worker].forget()
+    def _now(self) -> float:
+        return self._engine.queue.now
 
-    def gone(self, worker: int, life: int) -> None:
-        """The services are told that a life is over: first the shards, who know what its work came to."""
-        self._dead[worker] = life
-        links = [beside[worker] for beside in self._links]
-        coordinator, *shards = zip(self._offices, links, strict=True)
-        found = [office.work_of(worker, life) for office, _ in shards if not office.is_away]
-        for office, link in shards:
-            office.bury(link, m.Gone(worker, life))
-        coordinator[0].bury(coordinator[1], m.told_of(worker, life, found, len(shards)))
+    def client(self, worker: Worker, incarnation: int = 0) -> ParameterServerClient:
+        """Return a live client of one worker over simulated channels; the servers identify it by this `incarnation`."""
+        self._failed_workers.pop(worker.number, None)
+        for server, channels in zip(self._servers, self._channels, strict=True):
+            previous = channels[worker.number]
+            if previous.worker is not worker or previous.incarnation != incarnation:
+                channels[worker.number] = self._make_channel(worker, server, channels, previous, incarnation)
+        channels = [channels[worker.number] for channels in self._channels]
+        client = _SimServerClient(worker.number, len(self._channels[0]), channels[0], channels[1:], self._can_fail)
+        for channel in channels:
+            channel.before_resend = functools.partial(client.say_again, channel)
+        return client
+
+    def drop_replies(self, worker: int) -> None:
+        """Drop the replies to a worker that was killed."""
+        for channels in self._channels:
+            channels[worker].forget()
+
+    def worker_failed(self, worker: int, incarnation: int) -> None:
+        """Notify the servers of the end of a worker incarnation: the shards first, which know what it contributed."""
+        self._failed_workers[worker] = incarnation
+        worker_channels = [worker_channels[worker] for worker_channels in self._channels]
+        coordinator, *shards = zip(self._servers, worker_channels, strict=True)
+        work = [server.work_of(worker, incarnation) for server, _ in shards if not server.is_down]
+        for server, channel in shards:
+            server.worker_ended(channel, m.Gone(worker, incarnation))
+        coordinator[0].worker_ended(coordinator[1], m.told_of(worker, incarnation, work, len(shards)))
 
     @property
     def shards(self) -> int:
-        """How many servers there are."""
-        return len(self._lives)
+        """Number of shards."""
+        return len(self._incarnations)
 
     # --- processes of servers -------------------------------------------------------------------------------------
 
-    def is_there(self, shard: int) -> bool:
-        """Whether a server has a process."""
-        return not self._offices[1 + shard].is_away
+    def is_running(self, shard: int) -> bool:
+        """True if the process of a shard runs."""
+        return not self._servers[1 + shard].is_down
 
-    def server_lost(self, shard: int) -> int | None:
-        """A server's process was killed: which life of it that was. None when it is not there."""
-        if not self.is_there(shard):
+    def fail_shard(self, shard: int) -> int | None:
+        """Fail the process of a shard, and return its incarnation; None if it does not run."""
+        if not self.is_running(shard):
             return None
-        for number in self._of(shard):
-            self._offices[number].lose()
-        self._world.net.leave(-1 - shard)
-        return self._lives[shard]
+        for number in self._servers_of(shard):
+            self._servers[number].fail()
+        self._engine.network.disconnect(-1 - shard)
+        return self._incarnations[shard]
 
-    def server_back(self, shard: int) -> int:
-        """Another process is there, and is told of who is dead; which life of the server it is."""
-        self._lives[shard] += 1
-        for number in self._of(shard):
-            self._offices[number].begin_again()
-            for link in self._links[number]:
-                link.ask_again()
-        for worker, life in sorted(self._dead.items()):
-            self.gone(worker, life)
-        return self._lives[shard]
+    def restart_shard(self, shard: int) -> int:
+        """Restart the process of a shard, notify it of failed workers, and return its incarnation."""
+        self._incarnations[shard] += 1
+        for number in self._servers_of(shard):
+            self._servers[number].restart()
+            for channel in self._channels[number]:
+                channel.resend()
+        for worker, incarnation in sorted(self._failed_workers.items()):
+            self.worker_failed(worker, incarnation)
+        return self._incarnations[shard]
 
-    def server_stops(self, shard: int) -> None:
-        """A server's process is stopped."""
-        for number in self._of(shard):
-            self._offices[number].stop()
+    def pause_shard(self, shard: int) -> None:
+        """Pause the process of a shard."""
+        for number in self._servers_of(shard):
+            self._servers[number].pause()
 
-    def server_goes_on(self, shard: int) -> None:
-        """It goes on."""
-        for number in self._of(shard):
-            self._offices[number].go_on()
+    def resume_shard(self, shard: int) -> None:
+        """Resume the process of a shard."""
+        for number in self._servers_of(shard):
+            self._servers[number].resume()
 
-    def _of(self, shard: int) -> list[int]:
-        """The offices of a server's process; the first has the coordinator's desk, too."""
+    def _servers_of(self, shard: int) -> list[int]:
+        """Return the indices of the servers in a shard's process; the first process also runs the batch dispatcher."""
         return [1 + shard] if shard else [0, 1]
 
 
-class _SimWire(ParameterServerClient):
-    """The live wire, which need not read what others have read already."""
+class _SimServerClient(ParameterServerClient):
+    """The live client; replies that many workers receive are decoded once."""
 
     @property
-    def _link(self) -> SimLink:
-        assert isinstance(self._coordinator, SimLink)
+    def _channel(self) -> SimChannel:
+        assert isinstance(self._coordinator, SimChannel)
         return self._coordinator
 
     def broadcast_bytes(self, message: Message, root: int = 0) -> bytes:
-        """The root's message, at every worker. Within a backward pass, where nobody can wait, all know it."""
-        if not self._link.worker.in_backward:
+        """Return the root's message. Within a backward pass, which cannot wait, `message` is equal at all workers."""
+        if not self._channel.worker.in_backward:
             return super().broadcast_bytes(message, root)
-        said = made(message)
+        payload = made(message)
         if not self._aborted:
-            super().broadcast_bytes(said, root)
-        return said
+            super().broadcast_bytes(payload, root)
+        return payload
 
     def _hear(self, body: m.Gather | m.Keep | m.Barrier, number: int) -> list[Chunks]:
-        """Within a backward pass nothing comes back, and it is heard behind it: till then nobody is told of it."""
-        if not self._link.worker.in_backward:
+        """Wait for messages; within a backward pass return empty ones and wait after the pass."""
+        if not self._channel.worker.in_backward:
             return super()._hear(body, number)
-        self._link.worker.after_backward(lambda: self._hear_behind(body, number))
+        self._channel.worker.after_backward(lambda: self._hear_after_backward(body, number))
         return [[torch.empty(0, dtype=torch.uint8)]]
 
-    def _hear_behind(self, body: m.Gather | m.Keep | m.Barrier, number: int) -> None:
-        with suppress(BrokenTransportError):  # the next exchange says so to one who can wait
+    def _hear_after_backward(self, body: m.Gather | m.Keep | m.Barrier, number: int) -> None:
+        with suppress(BrokenTransportError):  # the next request, which can wait, raises it
             self._hear(body, number)
 
     def _told(self, tensors: Sequence[Chunks]) -> list[bytes]:
-        last = self._link.last
+        last = self._channel.last
         return last.messages() if last.pieces is tensors else super()._told(tensors)

@@ -1,4 +1,4 @@
-"""What a simulated worker stands in: the world's clock, the world's pace, one log for all."""
+"""Runtime of a simulated worker: virtual time, modelled speed, and a log shared by all workers."""
 
 from __future__ import annotations
 
@@ -17,123 +17,124 @@ from stretto.runtime.runtime import Runtime
 from stretto.simulator.compute.speed import Pace as Speed
 from stretto.simulator.engine import Worker
 
-MOST_DEATHS = 1000
-"""So many in a row, or ten of each worker where those are more, and no more samples seen: it would go on for ever."""
-RECORDING = 16
-"""Of so many workers the script's own numbers are kept."""
-LINES_PER_S = 16.0
-"""Progress of all workers together, in events per second of virtual time, where there are many."""
+MAX_FAILURES = 1000
+"""Number of failures without progress in samples after which a run ends with an error; at least ten per worker."""
+RECORDED_WORKERS = 16
+"""Number of workers whose values passed to `log` are recorded."""
+MAX_PROGRESS_PER_S = 16.0
+"""Largest number of progress events of all workers together per second of virtual time."""
 
 
 class SharedLog(LogFile):
-    """The log of all workers, and one for each further section of them: open until the simulation has ended."""
+    """Event log shared by all workers, and one for each further training section; open until the simulation ends."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        self._others: dict[Path, SharedLog] = {}
+        self._section_logs: dict[Path, SharedLog] = {}
 
-    def of(self, folder: Path) -> SharedLog:
-        """Return the log in a folder: this one, or that of a section."""
+    def for_folder(self, folder: Path) -> SharedLog:
+        """Return the log of a folder: this one, or that of a training section."""
         if folder == self.path.parent:
             return self
-        if folder not in self._others:
-            self._others[folder] = SharedLog(folder / self.path.name)
-        return self._others[folder]
+        if folder not in self._section_logs:
+            self._section_logs[folder] = SharedLog(folder / self.path.name)
+        return self._section_logs[folder]
 
     def close(self) -> None:
-        """A worker has no more to say."""
+        """Do nothing: other workers may still write."""
 
     def end(self) -> None:
-        """All have ended."""
+        """Close all logs."""
         super().close()
-        for one in self._others.values():
-            one.end()
+        for log in self._section_logs.values():
+            log.end()
 
 
 class Limit:
-    """When a simulation ends before the script does: after so many samples of all, or so many virtual seconds.
+    """Early end of a simulation, after a number of samples of all workers or of virtual seconds.
 
-    Workers that exchange together end after the same hand: the first that none of them had begun when it was time.
-    And it ends when processes die again and again, and all that comes of it is what there was before.
+    Synchronous workers end after the same step: the first that none of them had started when the limit was reached.
+    A run also ends, with an error, if processes keep failing without progress in samples.
     """
 
     def __init__(self, samples: float = inf, time_s: float = inf, workers: int = 1) -> None:
         self._samples, self._time_s = samples, time_s
-        self._deaths, self._most_deaths = 0, max(MOST_DEATHS, 10 * workers)
-        self._most_samples = 0
+        self._failures, self._max_failures = 0, max(MAX_FAILURES, 10 * workers)
+        self._samples_seen = 0
         self.is_timed = time_s < inf
-        """Whether it depends on when a worker asks."""
-        self._begun = 0
-        self._last: int | None = None
-        self.is_over = False
-        """Whether a worker that waits for nobody has been told to end."""
+        """True if there is a limit of virtual time."""
+        self._steps_started = 0
+        self._last_step: int | None = None
+        self.has_ended = False
+        """True if an asynchronous worker has reached the limit."""
 
-    def reached(self, hands: int, samples: int, t: float, free: bool) -> bool:
-        """Whether a worker ends before its next hand, after so many. `samples` are those of all, as far as it knows.
+    def reached(self, steps: int, samples: int, t: float, asynchronous: bool) -> bool:
+        """Return True if a worker ends before its next step.
 
-        One that is `free` waits for nobody.
+        `steps` is the number of its steps so far, `samples` the number of samples of all workers that it knows of. An
+        `asynchronous` worker ends without regard to others.
         """
-        if samples > self._most_samples:
-            self._most_samples, self._deaths = samples, 0
-        if free:
-            self.is_over = self.is_over or t >= self._time_s or self._most_samples >= self._samples
-            return self.is_over
-        if self._last is None and (t >= self._time_s or samples >= self._samples):
-            self._last = max(self._begun, hands)
-        if self._last is not None and hands >= self._last:
+        if samples > self._samples_seen:
+            self._samples_seen, self._failures = samples, 0
+        if asynchronous:
+            self.has_ended = self.has_ended or t >= self._time_s or self._samples_seen >= self._samples
+            return self.has_ended
+        if self._last_step is None and (t >= self._time_s or samples >= self._samples):
+            self._last_step = max(self._steps_started, steps)
+        if self._last_step is not None and steps >= self._last_step:
             return True
-        self._begun = max(self._begun, hands + 1)
+        self._steps_started = max(self._steps_started, steps + 1)
         return False
 
-    def died(self, t: float) -> None:
-        """A process was killed. Raises LaunchError when there have been too many for anything to come of it."""
-        self._deaths += 1
-        if self._deaths > self._most_deaths:
-            problem = f"the run comes no further than {self._most_samples} samples at {t:g} s of virtual time"
-            got = f"{self._most_deaths} deaths since that many were seen first"
-            expected = "faults that leave time for a step, or from one cut of a server to the next"
+    def count_failure(self, t: float) -> None:
+        """Count a killed process. Raises LaunchError after too many without progress."""
+        self._failures += 1
+        if self._failures > self._max_failures:
+            problem = f"the run makes no progress beyond {self._samples_seen} samples at {t:g} s of virtual time"
+            got = f"{self._max_failures} failures since that many samples were reached"
+            expected = "faults that leave time for a step, and from one snapshot of a server to the next"
             to_type = '--faults "kill worker every 10m", or a longer time than the one given'
             raise LaunchError(explain(problem, got=got, expected=expected, to_type=to_type))
 
 
 class SimPace:
-    """Lets a hand's computing last as long as this worker takes for it."""
+    """Spends the virtual time of this worker's computing."""
 
     def __init__(self, worker: Worker, speed: Speed, watch: Stopwatch) -> None:
         self._worker, self._speed, self._watch = worker, speed, watch
-        self._step_s = self._done = 0.0
+        self._step_s = self._progress = 0.0
 
     def begin_pass(self) -> None:
-        """A pass begins: so long it takes to make the loader's batches anew, and the books of the one before."""
-        self._worker.work(self._worker.tariff.pass_s)
+        """Spend the time of an epoch besides its steps: starting the loader and closing the previous epoch."""
+        self._worker.compute(self._worker.cost_model.epoch_s)
 
     def begin(self) -> None:
-        """A hand begins."""
+        """Start a step."""
         worker = self._worker
-        self._step_s = self._speed.step_s(worker.number, worker.steps, worker.now(), worker.tariff.step_s)
-        self._done = 0.0
+        self._step_s = self._speed.step_s(worker.number, worker.steps, worker.now(), worker.cost_model.step_s)
+        self._progress = 0.0
         worker.steps += 1
 
     def is_on(self) -> bool:
-        """Whether a hand is being computed."""
+        """True while a step is computed."""
         return self._watch.phase == "computing"
 
     def go_on(self, progress: float = 1.0) -> None:
-        """So much of the hand's computing is done."""
-        seconds, self._done = (progress - self._done) * self._step_s, max(progress, self._done)
+        """Spend time until this fraction of the step's computing is done."""
+        seconds, self._progress = (progress - self._progress) * self._step_s, max(progress, self._progress)
         if seconds > 0:
-            self._work(seconds)
+            self._compute(seconds)
 
-    def _work(self, seconds: float) -> None:
+    def _compute(self, seconds: float) -> None:
         if self._worker.in_backward:
-            self._worker.after_backward(lambda: self._work(seconds))
+            self._worker.after_backward(lambda: self._compute(seconds))
             return
         with self._watch.on("computing"):
-            self._worker.work(seconds)
+            self._worker.compute(seconds)
 
 
 class SimRuntime(Runtime):
-    """The surroundings of one worker."""
+    """The runtime of one worker."""
 
     def __init__(
         self,
@@ -147,48 +148,48 @@ class SimRuntime(Runtime):
         super().__init__()
         self._worker, self._speed, self._limit, self._log = worker, speed, limit, log
         self._on_begin = on_begin
-        self.free = False
-        """Whether this worker waits for nobody."""
-        self.flush_every_s = max(Runtime.flush_every_s, workers / LINES_PER_S)
-        self.records = worker.number < RECORDING
+        self.asynchronous = False
+        """True if this worker trains with an asynchronous recipe."""
+        self.flush_every_s = max(Runtime.flush_every_s, workers / MAX_PROGRESS_PER_S)
+        self.records = worker.number < RECORDED_WORKERS
 
     def clock(self) -> float:
-        """This worker's virtual time."""
+        """Return this worker's virtual time in seconds."""
         return self._worker.now()
 
     def pace(self, watch: Stopwatch, slow: float) -> Pace:
-        """The pace that the simulation asks for."""
-        found = SimPace(self._worker, self._speed, watch)
-        self._worker.computes, self._worker.is_at_work = found.go_on, found.is_on
-        return found
+        """Return the pace that the simulation's speeds determine."""
+        pace = SimPace(self._worker, self._speed, watch)
+        self._worker.advance_step, self._worker.is_computing = pace.go_on, pace.is_on
+        return pace
 
-    def after_backward(self, then: Callable[[], None]) -> None:
-        """Behind the backward pass, when torch's engine is out of the way, and all that it has set off has left."""
-        self._worker.at_end_of_backward(then)
+    def after_backward(self, callback: Callable[[], None]) -> None:
+        """Call a function after the backward pass and after all calls that it deferred."""
+        self._worker.at_end_of_backward(callback)
 
     def log(self, folder: Path, worker: int) -> EventLog:
-        """The log that all share."""
+        """Return this worker's event log, on the shared file."""
         assert self._log is not None
-        return EventLog(self._log.of(folder), worker, keeps=0)
+        return EventLog(self._log.for_folder(folder), worker, keeps=0)
 
     def facts(self) -> dict[str, Any]:
-        """A simulated worker is no process."""
+        """Return the facts of a start event; a simulated worker has no process."""
         return {"pid": 0, "host": "simulated"}
 
     def loads(self, loader: DataLoader[Any]) -> int:
-        """Batches are made in this process."""
+        """Return 0: batches are loaded in this process."""
         return 0
 
     def begins(self, model: nn.Module, loader: Any) -> None:
-        """The script's data and model are known."""
+        """Report the script's model and data loader to the simulator."""
         self._on_begin(self._worker, model, loader)
 
-    def sees_enough(self, hands: int, samples: int, t: float) -> bool:
-        """Whether it is time to end."""
+    def sees_enough(self, steps: int, samples: int, t: float) -> bool:
+        """Return True if this worker has reached the limit."""
         if self._limit.is_timed:
-            self._worker.catch_up()  # who is asked later has begun later
-        return self._limit.reached(hands, samples, t, self.free)
+            self._worker.catch_up()  # workers must be asked in order of virtual time
+        return self._limit.reached(steps, samples, t, self.asynchronous)
 
     def has_seen_enough(self) -> bool:
-        """Whether one has ended before its last hand of the pass: nobody goes on to the next without it."""
-        return self._limit.is_over
+        """Return True if an asynchronous worker has ended within an epoch: no worker then starts the next epoch."""
+        return self._limit.has_ended

@@ -1,4 +1,4 @@
-"""Measuring in a crowd: what something takes of a processor while as much else is going on as there will be."""
+"""Measures processor time under contention, with as many busy processes as the simulated run will have."""
 
 from __future__ import annotations
 
@@ -10,38 +10,38 @@ from contextlib import contextmanager
 
 from stretto.run_dir import cores
 
-CROWDED = 2.0
-"""Busy processes on each processor; more would change nothing."""
+MAX_LOAD = 2.0
+"""Most busy processes per processor; more would not change the result."""
 
 
 def seconds() -> float:
-    """Seconds that this process has been at work, not those in which others were."""
+    """Return the processor time of this process in seconds."""
     return time.process_time()
 
 
 def copies(workers: int, processors: float) -> int:
-    """How many copies of one worker make it as crowded here as so many workers do on so many processors."""
-    return max(round(min(workers / processors, CROWDED) * cores()) - 1, 0)
+    """Return the number of additional busy processes here that load each processor as the simulated workers do."""
+    return max(round(min(workers / processors, MAX_LOAD) * cores()) - 1, 0)
 
 
 @contextmanager
 def beside(others: int, act: Callable[[], object]) -> Iterator[None]:
-    """So many copies of this process, which do the same again and again and say nothing, until this is left."""
-    began: list[int] = []
+    """Run `others` forked copies of this process, which repeat `act` silently until the context is left."""
+    children: list[int] = []
     try:
         for _ in range(others):
             if not (child := os.fork()):
                 _repeat(act, os.getppid())
-            began.append(child)
+            children.append(child)
         yield
     finally:
-        for child in began:
+        for child in children:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
 
 
 def _repeat(act: Callable[[], object], parent: int) -> None:
-    """What a copy does, as long as there is someone to do it for."""
+    """Repeat `act` silently until the parent process has exited."""
     try:
         silence = os.open(os.devnull, os.O_WRONLY)
         os.dup2(silence, 1)

@@ -1,4 +1,4 @@
-"""What work takes, as it is typed for `--step-time`."""
+"""Cost model of computing and communication, and the text of `--step-time`."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ AUTO = "auto"
 EXAMPLE = '--step-time "5ms, 0.2ms encoding, 0.1ms applying"'
 NAMES = {
     "": "step_s",
-    "per pass": "pass_s",
-    "encoding": "ask_s",
-    "applying": "take_s",
+    "per epoch": "epoch_s",
+    "encoding": "codec_s",
+    "applying": "update_s",
     "per exchange": "exchange_s",
-    "per telling": "telling_s",
+    "per conversion": "conversion_s",
     "per message": "message_s",
     "per MB": "megabyte_s",
-    "per parcel": "parcel_s",
-    "per MB of parcels": "parcel_megabyte_s",
+    "per RPC message": "rpc_message_s",
+    "per MB of RPC messages": "rpc_megabyte_s",
     "per MB over links": "link_megabyte_s",
 }
 MEGABYTE = 1e6
@@ -28,71 +28,71 @@ MEGABYTE = 1e6
 
 @dataclass(frozen=True)
 class CostModel:
-    """What the work of a worker or a server takes, in seconds; `step_s` is all that happens in a step but exchanging.
+    """Processor time in seconds of the operations of a worker or a server.
 
-    `pass_s` is what a pass over the data takes besides its steps, `ask_s` what it takes to encode one ask or update,
-    and as much again to decode its answer; `take_s` what a server works on one update. The others are what the wires
-    take of a processor, at each end: without a centre for an exchange, for each message of it and for its bytes, and
-    besides for telling words; at a server for a parcel and for its bytes, encryption included, and besides for those of
-    them that go over a link.
+    `step_s` is a step without communication, `epoch_s` an epoch besides its steps; `codec_s` encoding one tensor or
+    update, and also decoding its result; `update_s` applying one update at a server. The others are the costs of
+    transports at each end. Collectives: `exchange_s` per operation, `message_s` per message, `megabyte_s` per MB, and
+    `conversion_s` per conversion between bytes and tensors. Parameter server, encryption included: `rpc_message_s` per
+    message, `rpc_megabyte_s` per MB, and `link_megabyte_s` besides for each MB that passes a link.
     """
 
     step_s: float
-    ask_s: float = 0.0
-    take_s: float = 0.0
+    codec_s: float = 0.0
+    update_s: float = 0.0
     exchange_s: float = 0.0
     message_s: float = 0.0
     megabyte_s: float = 0.0
-    parcel_s: float = 0.0
-    parcel_megabyte_s: float = 0.0
+    rpc_message_s: float = 0.0
+    rpc_megabyte_s: float = 0.0
     link_megabyte_s: float = 0.0
-    pass_s: float = 0.0
-    telling_s: float = 0.0
+    epoch_s: float = 0.0
+    conversion_s: float = 0.0
 
-    def wire_s(self, messages: float, nbytes: float, tellings: int = 0) -> float:
-        """What an exchange takes of the processor of one worker, who sends and receives so much."""
-        own = self.exchange_s + self.telling_s * tellings
-        return own + self.message_s * messages + self.megabyte_s * nbytes / MEGABYTE
+    def collective_s(self, messages: float, nbytes: float, conversions: int = 0) -> float:
+        """Return the processor time of one worker for a collective in which it sends and receives this much."""
+        fixed_s = self.exchange_s + self.conversion_s * conversions
+        return fixed_s + self.message_s * messages + self.megabyte_s * nbytes / MEGABYTE
 
-    def post_s(self, nbytes: float) -> float:
-        """What sending a parcel takes, and receiving it again."""
-        return self.parcel_s + self.parcel_megabyte_s * nbytes / MEGABYTE
+    def message_time_s(self, nbytes: float) -> float:
+        """Return the time for sending a message to or from a server, which is also that for receiving it."""
+        return self.rpc_message_s + self.rpc_megabyte_s * nbytes / MEGABYTE
 
     def link_s(self, nbytes: float) -> float:
-        """What the links take for a parcel, at both ends together."""
+        """Return the processor time of a link for a message, at both ends together."""
         return 2 * self.link_megabyte_s * nbytes / MEGABYTE
 
     def __str__(self) -> str:
-        """The text that `parse` reads, to a tenth of a microsecond."""
+        """Return the text that `parse` reads, rounded to 0.1 microseconds."""
         times = ((getattr(self, field), name) for name, field in NAMES.items())
         return ", ".join(f"{1e3 * time:.4f}ms {name}".rstrip() for time, name in times if time or not name)
 
 
 def parse(text: str, measured: Callable[[], CostModel] | None = None) -> CostModel:
-    """Read what was typed. `auto` is what was `measured`; what is typed behind it goes before that.
+    """Parse the text of `--step-time`. `auto` stands for the `measured` model, whose values the rest overrides.
 
-    >>> found = parse("5ms, 0.2ms encoding, 0.1ms applying")
-    >>> found.step_s, found.ask_s, found.take_s
+    >>> model = parse("5ms, 0.2ms encoding, 0.1ms applying")
+    >>> model.step_s, model.codec_s, model.update_s
     (0.005, 0.0002, 0.0001)
 
     Raises LaunchError.
     """
-    found: dict[str, float] = {}
+    values: dict[str, float] = {}
     parts = [part.strip() for part in text.split(",")]
     is_auto = measured is not None and parts[0] == AUTO
     for part in parts[is_auto:]:
         time, _, name = part.partition(" ")
         value, field = seconds(time), NAMES.get(name.strip())
-        if value is None or field is None or field in found:
+        if value is None or field is None or field in values:
             raise _refused(text, part or "nothing")
-        found[field] = value
+        values[field] = value
     if measured is not None and is_auto:
-        return replace(measured(), **found)
-    if "step_s" not in found:
+        return replace(measured(), **values)
+    if "step_s" not in values:
         raise _refused(text, "no time of a step")
-    return CostModel(**found)
+    return CostModel(**values)
 
 
 def _refused(text: str, got: str) -> LaunchError:
-    expected = "a time like 5ms, and maybe those of encoding an ask and of applying an update"
+    expected = "the time of a step such as 5ms, optionally with those of encoding a tensor and of applying an update"
     return LaunchError(explain(f"--step-time cannot be {text!r}", got=got, expected=expected, to_type=EXAMPLE))

@@ -1,7 +1,7 @@
-"""How fast simulated workers compute: what a person types for `--speeds`, and the seconds that each step takes.
+"""Compute speeds of simulated workers: the text of `--speeds`, and the seconds of each step.
 
-A factor says how much longer a step takes than the measured one: 1 is as measured, 2 is twice as long.
-Every draw belongs to (seed, worker, step), so that it is the same in whatever order workers ask.
+A factor is the ratio of a step's time to the measured time: 1 is as measured, 2 is twice as long.
+Every draw depends on (seed, worker, step) only, not on the order of calls.
 """
 
 from __future__ import annotations
@@ -24,37 +24,37 @@ from stretto.spec import nearest
 from stretto.units import marked, numeric, seconds, spelled
 
 BLOCK = 256
-"""So many steps of one worker are drawn at once."""
+"""Number of steps of one worker that are drawn together."""
 STREAM = 1
-"""Keeps these draws apart from others of the same seed."""
-WIDEST = 10.0
-"""The largest sigma: beyond it nearly every factor is 0."""
-TINY = 5e-324
-"""The smallest number above 0."""
+"""Number of the random stream, which makes these draws independent of others with the same seed."""
+MAX_SIGMA = 10.0
+"""Largest sigma; beyond it nearly every factor is 0."""
+SMALLEST = 5e-324
+"""Smallest float above 0."""
 CALL = re.compile(r"\s*([A-Za-z_]+)\s*(?:\((.*)\)\s*)?", re.ASCII | re.DOTALL)
 
-Course = Callable[[int, float, float], float]
-"""The steps of one worker: (step, virtual time at its begin, seconds of a measured step) to its seconds."""
+StepTimes = Callable[[int, float, float], float]
+"""Function of one worker from (step, virtual time at its start, measured seconds of a step) to the step's seconds."""
 
 
 class Speeds(ABC):
-    """An answer to how fast workers compute; its text is what a person types for it."""
+    """A distribution of compute speeds; its `str` is the text of `--speeds`."""
 
     @abstractmethod
-    def course(self, worker: int, workers: int, seed: int) -> Course:
-        """What the steps of one of so many workers take."""
+    def step_times(self, worker: int, workers: int, seed: int) -> StepTimes:
+        """Return the step times of one of `workers` workers."""
 
 
 @dataclass(frozen=True)
 class Equal(Speeds):
-    """Every step takes what was measured."""
+    """Every step takes the measured time."""
 
     def __str__(self) -> str:
         """As it is typed."""
         return "equal"
 
-    def course(self, worker: int, workers: int, seed: int) -> Course:
-        """Always 1."""
+    def step_times(self, worker: int, workers: int, seed: int) -> StepTimes:
+        """Return the constant factor 1."""
         return _Constant(1.0)
 
 
@@ -68,8 +68,8 @@ class Factors(Speeds):
         """As it is typed."""
         return ",".join(map(spelled, self.factors))
 
-    def course(self, worker: int, workers: int, seed: int) -> Course:
-        """The worker's own factor. Raises LaunchError when there are more or fewer factors than workers."""
+    def step_times(self, worker: int, workers: int, seed: int) -> StepTimes:
+        """Return the worker's own factor. Raises LaunchError unless there is one factor per worker."""
         if len(self.factors) != workers:
             problem = f"speeds are given for {len(self.factors)} workers, but there are {workers}"
             example = '--speeds "slow(0.1, 5)"'
@@ -79,9 +79,9 @@ class Factors(Speeds):
 
 @dataclass(frozen=True)
 class Lognormal(Speeds):
-    """Factors exp(sigma z - sigma^2/2) with z of the standard normal distribution: their mean is 1.
+    """Factors exp(sigma z - sigma^2/2), z standard normal; their mean is 1.
 
-    Each worker has one for the whole run, or with `each_step` a new one for each step.
+    Each worker has one factor for the whole run, or with `each_step` a new one for each step.
     """
 
     sigma: float
@@ -91,8 +91,8 @@ class Lognormal(Speeds):
         """As it is typed."""
         return f"lognormal({spelled(self.sigma)}{', each=step' if self.each_step else ''})"
 
-    def course(self, worker: int, workers: int, seed: int) -> Course:
-        """One factor, or a drawn one for each step."""
+    def step_times(self, worker: int, workers: int, seed: int) -> StepTimes:
+        """Return one factor, or a draw for each step."""
         if self.each_step:
             return _Drawn(self._draw, seed, worker)
         return _Constant(self._draw(_rng(seed, worker), 1).item())
@@ -103,7 +103,7 @@ class Lognormal(Speeds):
 
 @dataclass(frozen=True)
 class Exponential(Speeds):
-    """Each step's factor is shift + (1 - shift) Exp(1): its mean is 1.
+    """Each step's factor is shift + (1 - shift) Exp(1), with mean 1.
 
     Without a shift this is the model under which K-sync and K-async have closed forms.
     Source: Dutta et al. 2018, Slow and Stale Gradients Can Win the Race.
@@ -115,8 +115,8 @@ class Exponential(Speeds):
         """As it is typed."""
         return f"shifted_exponential({spelled(self.shift)})" if self.shift else "exponential"
 
-    def course(self, worker: int, workers: int, seed: int) -> Course:
-        """A drawn factor for each step."""
+    def step_times(self, worker: int, workers: int, seed: int) -> StepTimes:
+        """Return a draw for each step."""
         return _Drawn(self._draw, seed, worker)
 
     def _draw(self, rng: np.random.Generator, count: int) -> NDArray[np.float64]:
@@ -125,7 +125,7 @@ class Exponential(Speeds):
 
 @dataclass(frozen=True)
 class Slow(Speeds):
-    """A fraction of the workers, rounded and at least one, drawn by the seed, takes `factor` times as long."""
+    """A fraction of the workers (rounded, at least one, drawn with the seed) takes `factor` times as long."""
 
     fraction: float
     factor: float
@@ -134,15 +134,15 @@ class Slow(Speeds):
         """As it is typed."""
         return f"slow({spelled(self.fraction)}, {spelled(self.factor)})"
 
-    def course(self, worker: int, workers: int, seed: int) -> Course:
-        """The factor, or 1."""
+    def step_times(self, worker: int, workers: int, seed: int) -> StepTimes:
+        """Return the factor, or 1."""
         count = max(1, floor(self.fraction * workers + 0.5))
-        return _Constant(self.factor if worker in _some(seed, workers, count) else 1.0)
+        return _Constant(self.factor if worker in _slow_workers(seed, workers, count) else 1.0)
 
 
 @dataclass(frozen=True)
 class Drifting(Speeds):
-    """Each worker's log factor is a mean-reverting walk in virtual time t; the stationary mean of the factor is 1.
+    """Each worker's log factor is a mean-reverting random walk in virtual time t; the factor's stationary mean is 1.
 
     factor = exp(x - sigma^2/2),  x(t + d) = x(t) e^(-d/tau) + sigma sqrt(1 - e^(-2d/tau)) z,  x(0) = sigma z
     This is the exact step of the Ornstein-Uhlenbeck process, however far apart the steps are (Gillespie 1996).
@@ -155,16 +155,16 @@ class Drifting(Speeds):
         """As it is typed."""
         return f"drifting({spelled(self.sigma)}, {spelled(self.tau_s)}s)"
 
-    def course(self, worker: int, workers: int, seed: int) -> Course:
-        """A walk of the worker's own."""
+    def step_times(self, worker: int, workers: int, seed: int) -> StepTimes:
+        """Return an independent random walk."""
         return _Walk(self, seed, worker)
 
 
 @dataclass(frozen=True)
 class Trace(Speeds):
-    """Measured seconds of steps, replayed in order and from the start again.
+    """Measured seconds of steps, replayed in order and cyclically.
 
-    Worker w replays worker w mod n of the n workers in the file. `times` are read from the file, lowest number first.
+    Worker w replays worker w mod n of the n workers in the file. `times` holds their steps in order of worker numbers.
     """
 
     file: str
@@ -174,32 +174,33 @@ class Trace(Speeds):
         """As it is typed."""
         return f"trace({self.file})"
 
-    def course(self, worker: int, workers: int, seed: int) -> Course:
-        """The measured seconds, whatever a step takes here."""
+    def step_times(self, worker: int, workers: int, seed: int) -> StepTimes:
+        """Return the measured seconds, independent of the step time of the simulation."""
         return _Replayed(self.times[worker % len(self.times)])
 
 
 class Pace:
-    """How long each step of each worker takes, in virtual seconds.
+    """Virtual seconds of each step of each worker.
 
     >>> pace = Pace(parse("1,1,2"), workers=3, seed=0)
     >>> pace.step_s(worker=2, step=0, now=0.0, step_time_s=0.005)
     0.01
 
-    The same for a seed, in whatever order workers ask. Raises LaunchError when the speeds are not for so many workers.
+    Determined by the seed, independent of the order of calls. Raises LaunchError if the speeds do not fit the number of
+    workers.
     """
 
     def __init__(self, speeds: Speeds, workers: int, seed: int) -> None:
-        self._courses = [speeds.course(worker, workers, seed) for worker in range(workers)]
+        self._step_times = [speeds.step_times(worker, workers, seed) for worker in range(workers)]
 
     def step_s(self, worker: int, step: int, now: float, step_time_s: float) -> float:
-        """Seconds of this worker's step number `step`, begun at virtual time `now`. A worker's time never runs back."""
-        return self._courses[worker](step, now, step_time_s)
+        """Return the seconds of a worker's step that starts at virtual time `now`, which never decreases per worker."""
+        return self._step_times[worker](step, now, step_time_s)
 
     def mean_factor(self, worker: int) -> float | None:
-        """The factor of a worker for which it is the same in every step, else None."""
-        course = self._courses[worker]
-        return course.factor if isinstance(course, _Constant) else None
+        """Return the factor of a worker whose factor is constant, else None."""
+        step_times = self._step_times[worker]
+        return step_times.factor if isinstance(step_times, _Constant) else None
 
 
 class _Constant:
@@ -215,7 +216,7 @@ class _Constant:
 
 
 class _Drawn:
-    """A worker with a draw for each step; a block of them is kept."""
+    """A worker with a draw for each step; the current block of draws is cached."""
 
     __slots__ = ("_block", "_draw", "_number", "_seed", "_worker")
 
@@ -224,18 +225,18 @@ class _Drawn:
         self._number = -1
 
     def value(self, step: int) -> float:
-        number, place = divmod(step, BLOCK)
+        number, offset = divmod(step, BLOCK)
         if number != self._number:
             self._block = self._draw(_rng(self._seed, self._worker, number), BLOCK)
             self._number = number
-        return self._block.item(place)
+        return self._block.item(offset)
 
     def __call__(self, step: int, now: float, step_time_s: float) -> float:
         return self.value(step) * step_time_s
 
 
 class _Replayed:
-    """A worker whose steps were measured before."""
+    """A worker that replays measured steps."""
 
     __slots__ = ("_times",)
 
@@ -247,19 +248,19 @@ class _Replayed:
 
 
 class _Walk:
-    """A worker whose log factor walks."""
+    """A worker whose log factor is a random walk."""
 
-    __slots__ = ("_normal", "_speeds", "_then", "_x")
+    __slots__ = ("_last_time", "_normal", "_speeds", "_x")
 
     def __init__(self, speeds: Drifting, seed: int, worker: int) -> None:
         self._speeds = speeds
         self._normal = _Drawn(np.random.Generator.standard_normal, seed, worker)
-        self._then, self._x = -inf, 0.0
+        self._last_time, self._x = -inf, 0.0
 
     def __call__(self, step: int, now: float, step_time_s: float) -> float:
-        sigma, past = self._speeds.sigma, (self._then - now) / self._speeds.tau_s
-        self._x = self._x * exp(past) + sigma * sqrt(-expm1(2 * past)) * self._normal.value(step)
-        self._then = now
+        sigma, elapsed = self._speeds.sigma, (self._last_time - now) / self._speeds.tau_s
+        self._x = self._x * exp(elapsed) + sigma * sqrt(-expm1(2 * elapsed)) * self._normal.value(step)
+        self._last_time = now
         return exp(self._x - sigma**2 / 2) * step_time_s
 
 
@@ -268,12 +269,12 @@ def _rng(seed: int, worker: int, block: int = 0) -> np.random.Generator:
 
 
 @lru_cache(maxsize=1)
-def _some(seed: int, workers: int, count: int) -> frozenset[int]:
+def _slow_workers(seed: int, workers: int, count: int) -> frozenset[int]:
     return frozenset(_rng(seed, 0).permutation(workers)[:count].tolist())
 
 
 def parse(text: str) -> Speeds:
-    """The speeds that a text spells; `str` of them spells it again. Raises LaunchError with the place marked.
+    """Parse the text of `--speeds`; `str` is the inverse. Raises LaunchError with the invalid place marked.
 
     >>> parse("lognormal(0.5, each=step)")
     Lognormal(sigma=0.5, each_step=True)
@@ -282,7 +283,7 @@ def parse(text: str) -> Speeds:
     """
     match = CALL.fullmatch(text)
     if match is None:
-        return Factors(tuple(_value(text, word, _within(TINY), ANY) for word in _words(text)))
+        return Factors(tuple(_value(text, word, _number_between(SMALLEST), ANY) for word in _words(text)))
     name = _Word(match[1], match.start(1))
     if name.text not in FORMS:
         near = FORMS.get(nearest(name.text, FORMS) or "", ANY)
@@ -295,16 +296,16 @@ def parse(text: str) -> Speeds:
 
 
 class _Word(NamedTuple):
-    """A word within a text, and where it starts."""
+    """A word and its position within the text."""
 
     text: str
     start: int
 
 
-class _Form(NamedTuple):
-    """One way to say speeds: how it is written, an example, what it makes of what its readers read (None: refused)."""
+class _Syntax(NamedTuple):
+    """One form of the text: syntax, example, and constructor for the values of `readers` (None: invalid)."""
 
-    written: str
+    syntax: str
     example: str
     make: Callable[..., Speeds] = Equal
     readers: tuple[Callable[[str], object], ...] = ()
@@ -319,20 +320,20 @@ def _words(text: str, start: int = 0, stop: int | None = None, splits: int = -1)
     return words
 
 
-def _value(text: str, word: _Word, read: Callable[[str], Any], form: _Form) -> Any:
+def _value(text: str, word: _Word, read: Callable[[str], Any], form: _Syntax) -> Any:
     value = read(word.text)
     if value is None:
         raise _refused(text, word, form)
     return value
 
 
-def _refused(text: str, word: _Word, form: _Form) -> LaunchError:
+def _refused(text: str, word: _Word, form: _Syntax) -> LaunchError:
     got = marked(text, word.start, word.start + len(word.text))
-    problem = f"these are no speeds: {word.text or 'nothing'}"
-    return LaunchError(explain(problem, got=got, expected=form.written, to_type=f'--speeds "{form.example}"'))
+    problem = f"--speeds cannot be parsed: {word.text or 'nothing'}"
+    return LaunchError(explain(problem, got=got, expected=form.syntax, to_type=f'--speeds "{form.example}"'))
 
 
-def _within(least: float, most: float = inf) -> Callable[[str], float | None]:
+def _number_between(least: float, most: float = inf) -> Callable[[str], float | None]:
     def read(text: str) -> float | None:
         value = numeric(text)
         return value if value is not None and least <= value <= most else None
@@ -349,7 +350,7 @@ def _tau(text: str) -> float | None:
 
 
 class _Measured(msgspec.Struct):
-    """One line of a file of measured steps."""
+    """One line of a trace file."""
 
     worker: Annotated[int, msgspec.Meta(ge=0)]
     step_s: Annotated[float, msgspec.Meta(gt=0)]
@@ -384,39 +385,39 @@ def _bad_trace(file: str, got: str) -> LaunchError:
 
 
 FORMS = {
-    "equal": _Form("equal, without values", "equal"),
-    "lognormal": _Form(
-        f"lognormal(SIGMA) or lognormal(SIGMA, each=step), SIGMA from 0 to {spelled(WIDEST)}",
+    "equal": _Syntax("equal, without values", "equal"),
+    "lognormal": _Syntax(
+        f"lognormal(SIGMA) or lognormal(SIGMA, each=step), SIGMA from 0 to {spelled(MAX_SIGMA)}",
         "lognormal(0.5)",
         Lognormal,
-        (_within(0, WIDEST), _each_step),
+        (_number_between(0, MAX_SIGMA), _each_step),
         needs=1,
     ),
-    "exponential": _Form("exponential, without values", "exponential", Exponential),
-    "shifted_exponential": _Form(
+    "exponential": _Syntax("exponential, without values", "exponential", Exponential),
+    "shifted_exponential": _Syntax(
         "shifted_exponential(SHIFT), SHIFT from 0 to 1",
         "shifted_exponential(0.5)",
         Exponential,
-        (_within(0, 1),),
+        (_number_between(0, 1),),
         needs=1,
     ),
-    "slow": _Form(
+    "slow": _Syntax(
         "slow(FRACTION, FACTOR), FRACTION above 0 and up to 1, FACTOR at least 1",
         "slow(0.1, 5)",
         Slow,
-        (_within(TINY, 1), _within(1)),
+        (_number_between(SMALLEST, 1), _number_between(1)),
         needs=2,
     ),
-    "drifting": _Form(
-        f"drifting(SIGMA, TIME), SIGMA from 0 to {spelled(WIDEST)}, TIME such as 500ms, 60s, 2m, 1h",
+    "drifting": _Syntax(
+        f"drifting(SIGMA, TIME), SIGMA from 0 to {spelled(MAX_SIGMA)}, TIME such as 500ms, 60s, 2m, 1h",
         "drifting(0.3, 60s)",
         Drifting,
-        (_within(0, WIDEST), _tau),
+        (_number_between(0, MAX_SIGMA), _tau),
         needs=2,
     ),
-    "trace": _Form(
+    "trace": _Syntax(
         'trace(FILE), lines of {"worker": 0, "step_s": 0.0123} in it', "trace(steps.jsonl)", _trace, (str,), needs=1
     ),
 }
-"""All names that speeds can have."""
-ANY = _Form("a factor above 0 for each worker, commas between, or one of " + ", ".join(FORMS), "1,1,2,4")
+"""Forms of the text by name."""
+ANY = _Syntax("a factor above 0 for each worker, commas between, or one of " + ", ".join(FORMS), "1,1,2,4")

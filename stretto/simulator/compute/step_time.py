@@ -1,4 +1,4 @@
-"""How long the work of a script takes on this machine: a few of its steps, for real, before they are simulated."""
+"""Measures the step time of a script on this machine: real steps of a few workers before the simulation."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from stretto.simulator.compute.speed import Equal
 from stretto.simulator.config import Simulation
 from stretto.simulator.engine import Engine, Worker
 from stretto.simulator.isolation.process_state import ProcessState
-from stretto.simulator.isolation.script import Nowhere
+from stretto.simulator.isolation.script import DiscardedOutput
 from stretto.simulator.network.topology import Links, Network
 from stretto.simulator.runner import Simulator
 
-MOST_HANDS = 200
-LEAST_HANDS = 10
+MOST_STEPS = 200
+LEAST_STEPS = 10
 LONGEST_S = 4.0
-"""It is measured for so many hands, but no longer than this if those are too slow."""
+"""Seconds after which the measurement ends, once LEAST_STEPS are measured; it always ends after MOST_STEPS."""
 WARM_UP = 3
-"""Hands that are not counted."""
-CREW = 2
-"""So many workers, if there are as many: what one says to itself is not encoded."""
+"""Number of first steps that are not counted."""
+MEASURED_WORKERS = 2
+"""Number of measured workers if the run has as many: a single worker does not encode."""
 TURN_S = 1e-6
-"""Virtual seconds that a step takes, so that workers that do not wait for each other take batches in turn."""
-EXCHANGING = ("encoding", "exchanging", "waiting", "evaluating")
+"""Virtual seconds per measured step, so that asynchronous workers take batches in turn."""
+COMMUNICATION_PHASES = ("encoding", "exchanging", "waiting", "evaluating")
 
 
-def measure(simulation: Simulation, stopclock: Callable[[], float], tick: Callable[[], None]) -> CostModel:
-    """What a step of the script takes, and what encoding and applying take under its recipe: medians."""
-    order = simulation.order
-    small = replace(
+def measure(simulation: Simulation, wall_clock: Callable[[], float], tick: Callable[[], None]) -> CostModel:
+    """Return the median times of a step of the script, and of encoding and applying under its recipe."""
+    config = simulation.config
+    measured = replace(
         simulation,
-        order=replace(order, workers=min(order.workers, CREW), keep_states=False),
-        tariff=CostModel(0.0),
+        config=replace(config, workers=min(config.workers, MEASURED_WORKERS), keep_states=False),
+        cost_model=CostModel(0.0),
         network=Network(),
         speeds=Equal(),
         faults=(),
@@ -46,122 +46,129 @@ def measure(simulation: Simulation, stopclock: Callable[[], float], tick: Callab
         samples=inf,
         time_s=inf,
     )
-    cast = _Measuring(small, stopclock)
+    simulator = _MeasuringSimulator(measured, wall_clock)
     try:
-        cast.run(Nowhere(), tick)
+        simulator.run(DiscardedOutput(), tick)
     except BaseException as error:
-        raise cast.told(error, "while it was measured how long a step takes") from None
+        raise simulator.explained(error, "while its step time was measured") from None
     finally:
-        cast.commons.close()
-    lead = cast.paces[0]
-    updates = cast.world.updates
+        simulator.shared_arrays.close()
+    first_pace = simulator.paces[0]
+    updates = simulator.engine.update_seconds
     return CostModel(
-        step_s=lead.step_s(),
-        pass_s=lead.pass_s(),
-        ask_s=lead.encoding_s() / max(cast.world.workers[0].asks, 1),
-        take_s=statistics.median(updates) if updates else 0.0,
+        step_s=first_pace.step_s(),
+        epoch_s=first_pace.epoch_s(),
+        codec_s=first_pace.encoding_s() / max(simulator.engine.workers[0].codec_calls, 1),
+        update_s=statistics.median(updates) if updates else 0.0,
     )
 
 
-class _Measured:
-    """Notes how long each hand took, all but the exchange."""
+class _StepRecorder:
+    """Records the seconds of each step without communication."""
 
     def __init__(self, watch: Stopwatch, worker: Worker) -> None:
         self._watch, self._worker = watch, worker
-        self._before: float | None = None
-        self._crossed = False
-        self._latest: float | None = None
-        """How far the hand that is going on has come."""
+        self._started: float | None = None
+        self._crosses_epochs = False
+        self._latest_busy: float | None = None
+        """Busy seconds at the latest progress of the current step."""
         self.steps: list[float] = []
-        self.crossings: list[float] = []
-        """Those between whose beginnings a pass ended and another began."""
+        self.epoch_crossing_steps: list[float] = []
+        """Steps that include the change from one epoch to the next."""
 
     def begin_pass(self) -> None:
-        """The step that is going on ends in another pass."""
-        self._crossed = True
+        """Mark the current step as one that includes a change of epochs."""
+        self._crosses_epochs = True
 
     def step_s(self) -> float:
-        """What a step takes. Where a pass has one, that takes all that a pass does; where there are none, nothing."""
-        return statistics.median(self.steps[WARM_UP:] or self.steps or self.crossings or [self._only_s()])
+        """Return the median time of a step; with one step per epoch, that of an epoch; without steps, 0."""
+        return statistics.median(self.steps[WARM_UP:] or self.steps or self.epoch_crossing_steps or [self._only_s()])
 
     def _only_s(self) -> float:
-        return self._latest - self._before if self._latest is not None and self._before is not None else 0.0
+        return self._latest_busy - self._started if self._latest_busy is not None and self._started is not None else 0.0
 
-    def pass_s(self) -> float:
-        """What a pass takes besides its steps."""
-        if not self.steps or not self.crossings:
+    def epoch_s(self) -> float:
+        """Return the time of an epoch besides its steps."""
+        if not self.steps or not self.epoch_crossing_steps:
             return 0.0
-        return max(statistics.median(self.crossings) - statistics.median(self.steps), 0.0)
+        return max(statistics.median(self.epoch_crossing_steps) - statistics.median(self.steps), 0.0)
 
     def begin(self) -> None:
-        """A hand begins: the one before has ended."""
+        """Record the previous step, and start another one."""
         now = self._busy()
-        if self._before is not None:
-            (self.crossings if self._crossed else self.steps).append(now - self._before)
-        self._before, self._crossed = now, False
-        self._worker.work(TURN_S)
+        if self._started is not None:
+            (self.epoch_crossing_steps if self._crosses_epochs else self.steps).append(now - self._started)
+        self._started, self._crosses_epochs = now, False
+        self._worker.compute(TURN_S)
 
     def go_on(self, progress: float = 1.0) -> None:
-        """Time passes by itself."""
-        self._latest = self._busy()
+        """Record the progress of the current step; real time needs no advancing."""
+        self._latest_busy = self._busy()
 
     def encoding_s(self) -> float:
-        """All that was spent on encoding."""
+        """Return the total seconds of encoding."""
         return self._watch.spent["encoding"]
 
     def _busy(self) -> float:
         self._watch.switch(self._watch.phase)
-        return sum(seconds for phase, seconds in self._watch.spent.items() if phase not in EXCHANGING)
+        return sum(seconds for phase, seconds in self._watch.spent.items() if phase not in COMMUNICATION_PHASES)
 
 
-class _Measuring(Simulator):
-    """Workers whose time is that of this machine."""
+class _MeasuringSimulator(Simulator):
+    """A simulation whose workers run in real time."""
 
-    def __init__(self, simulation: Simulation, stopclock: Callable[[], float]) -> None:
-        self._stopclock, self._began = stopclock, stopclock()
-        self.paces: dict[int, _Measured] = {}
+    def __init__(self, simulation: Simulation, wall_clock: Callable[[], float]) -> None:
+        self._wall_clock, self._began = wall_clock, wall_clock()
+        self.paces: dict[int, _StepRecorder] = {}
         super().__init__(simulation, None, None)
 
     def _script_time(self) -> float | None:
-        """Return the real seconds that the script has computed, and the virtual ones that it has slept."""
-        worker = self.world.now_on
+        """Return the real seconds in which the current worker ran plus the virtual seconds that it slept."""
+        worker = self.engine.current_worker
         if worker is None:
             return None
-        return worker.read_clock(worker.now() + self._stopclock() - self._began - worker.away_s)
+        return worker.read_clock(worker.now() + self._wall_clock() - self._began - worker.suspended_s)
 
-    def own(self, worker: Worker, out: TextIO) -> ProcessState:
-        """What a worker has for itself; nobody listens to it, for it says all of it again."""
-        return self.program.own(worker, out, Nowhere())
+    def make_state(self, worker: Worker, out: TextIO) -> ProcessState:
+        """Return the initial process state of a worker, without error output, which the simulation will repeat."""
+        return self.program.make_state(worker, out, DiscardedOutput())
 
-    def make_world(self, links: Links, shards: int) -> Engine:
-        """One in which it is looked at how long things take."""
-        return Engine(self._simulation.order.workers, links, CostModel(0.0), stopclock=self._stopclock)
+    def make_engine(self, links: Links, shards: int) -> Engine:
+        """Create an engine that measures real time."""
+        return Engine(self._simulation.config.workers, links, CostModel(0.0), wall_clock=self._wall_clock)
 
-    def enough(self, hands: int, seen: bool) -> bool:
-        """Whether this is the hand after which all end: the first that none had begun when one had seen enough."""
-        return self._limit.reached(hands, hands if seen else 0, 0.0, free=False)
+    def ends(self, steps: int, measured_enough: bool) -> bool:
+        """Return True if all workers end after this step: the first not started when one had `measured_enough`."""
+        return self._limit.reached(steps, steps if measured_enough else 0, 0.0, asynchronous=False)
 
-    def around(self, worker: Worker) -> SimRuntime:
-        """Surroundings with the machine's clock."""
-        return _MeasuredAround(self, worker, self._stopclock)
+    def runtime(self, worker: Worker) -> SimRuntime:
+        """Create a runtime with the real clock."""
+        return _MeasuringRuntime(self, worker, self._wall_clock)
 
 
-class _MeasuredAround(SimRuntime):
-    def __init__(self, cast: _Measuring, worker: Worker, stopclock: Callable[[], float]) -> None:
-        super().__init__(worker, cast._speed, cast._limit, None, cast.begins, cast._simulation.order.workers)
-        self._cast, self._stopclock = cast, stopclock
-        self._began = stopclock()
+class _MeasuringRuntime(SimRuntime):
+    def __init__(self, simulator: _MeasuringSimulator, worker: Worker, wall_clock: Callable[[], float]) -> None:
+        super().__init__(
+            worker,
+            simulator._speed,
+            simulator._limit,
+            None,
+            simulator.on_distribute,
+            simulator._simulation.config.workers,
+        )
+        self._simulator, self._wall_clock = simulator, wall_clock
+        self._began = wall_clock()
 
     def clock(self) -> float:
-        """How long it was this worker's turn so far."""
-        return self._stopclock() - self._worker.away_s
+        """Return the real seconds in which this worker ran."""
+        return self._wall_clock() - self._worker.suspended_s
 
     def pace(self, watch: Stopwatch, slow: float) -> Pace:
-        """None: it is measured."""
-        self._cast.paces[self._worker.number] = found = _Measured(watch, self._worker)
-        return found
+        """Return a pace that only measures."""
+        self._simulator.paces[self._worker.number] = recorder = _StepRecorder(watch, self._worker)
+        return recorder
 
-    def sees_enough(self, hands: int, samples: int, t: float) -> bool:
-        """Whether enough was seen; all see it after the same hand."""
-        long = self._stopclock() - self._began > LONGEST_S
-        return self._cast.enough(hands, (long and hands >= LEAST_HANDS) or hands >= MOST_HANDS)
+    def sees_enough(self, steps: int, samples: int, t: float) -> bool:
+        """Return True if enough steps were measured; all workers end after the same step."""
+        is_long = self._wall_clock() - self._began > LONGEST_S
+        return self._simulator.ends(steps, (is_long and steps >= LEAST_STEPS) or steps >= MOST_STEPS)

@@ -1,4 +1,4 @@
-"""What the wires take of a processor on this machine: of an exchange, a message and a byte, at each of its two ends."""
+"""Measures the processor time of the transports on this machine, per operation, message and byte at each end."""
 
 from __future__ import annotations
 
@@ -18,153 +18,164 @@ from stretto.transport import Transport
 from stretto.transport.process_group import ProcessGroupTransport
 
 LIMIT_S = 60.0
-CREW = 4
-"""So many workers meet without a centre."""
-SMALL, LARGE = 40, 6
-"""How often a small exchange is measured, and a large one."""
+GROUP_WORKERS = 4
+"""Number of workers of the measured process group."""
+SMALL_REPEATS, LARGE_REPEATS = 40, 6
+"""Number of measurements of a small operation, and of a large one."""
 PAUSE_S = 0.002
-"""Between two of them; without it nobody falls asleep, and half of what it takes is not seen."""
+"""Seconds between two measurements; without a pause no thread sleeps, and half of the time, the wake-ups, is
+missing."""
 NUMBERS = 1 << 20
 MEGABYTES = 4 * NUMBERS / 1e6
-"""What a large exchange is about."""
+"""Size of a large tensor in MB."""
 
 
 @dataclass(frozen=True)
-class WireCosts:
-    """Seconds of a processor, at one end: of an exchange without a centre, of its messages and bytes; of parcels.
+class TransportCosts:
+    """Processor seconds at one end; the fields are those of `CostModel`.
 
-    `telling_s` is what words take besides, which are made into an exchange and read from it, and `link_megabyte_s`
-    what a megabyte of parcels takes besides that goes over a link, where links are processors' work.
+    `exchange_s`, `message_s`, `megabyte_s` and `conversion_s` are those of collectives, the others those of messages
+    to and from a server; `link_megabyte_s` is what a MB over a link costs besides, where links use processors.
     """
 
     exchange_s: float
     message_s: float
     megabyte_s: float
-    telling_s: float
-    parcel_s: float
-    parcel_megabyte_s: float
+    conversion_s: float
+    rpc_message_s: float
+    rpc_megabyte_s: float
     link_megabyte_s: float
 
 
-def here(plain: bool) -> WireCosts:
-    """What both wires take, measured over this machine's loopback in this process alone; `plain` is not encrypted."""
-    with ThreadPoolExecutor(CREW) as crew:
+def measure_transports(plain: bool) -> TransportCosts:
+    """Measure both transports over the loopback interface within this process; with `plain`, without encryption."""
+    with ThreadPoolExecutor(GROUP_WORKERS) as executor:
         store = HashStore()
-        wires = list(crew.map(lambda one: ProcessGroupTransport(store, one, CREW, LIMIT_S), range(CREW)))
-        collective = next(crew.map(lambda one: of_collective(one, _share), wires))
-        for one in wires:
-            one.close()
+        transports = list(
+            executor.map(
+                lambda transport: ProcessGroupTransport(store, transport, GROUP_WORKERS, LIMIT_S), range(GROUP_WORKERS)
+            )
+        )
+        collective = next(executor.map(lambda transport: of_collective(transport, _share_of_process_time), transports))
+        for transport in transports:
+            transport.close()
     hosted = host(1, plain=plain)
-    wire = hosted.wire(0, LIMIT_S)
+    client = hosted.wire(0, LIMIT_S)
     try:
-        return WireCosts(*collective, *of_server(wire, time.process_time))
+        return TransportCosts(*collective, *of_server(client, time.process_time))
     finally:
-        wire.close()
+        client.close()
         hosted.see_out()
 
 
-def _share() -> float:
-    return time.process_time() / CREW
+def _share_of_process_time() -> float:
+    return time.process_time() / GROUP_WORKERS
 
 
 def of_collective(
-    wire: Transport, clock: Callable[[], float], passing: Callable[[], float] | None = None, more: int = 1
+    transport: Transport, clock: Callable[[], float], share_clock: Callable[[], float] | None = None, more: int = 1
 ) -> tuple[float, float, float, float]:
-    """Of an exchange, a message, a megabyte, and of telling words, on a wire between workers who all call this.
+    """Measure the seconds per operation, message, MB and conversion of a process group whose workers all call this.
 
-    `clock` is the time of one worker's processors; `passing`, where workers share processors, its part of all of their
-    time, idle or not: small messages wait for each other, and for whoever is to be awakened. Gloo's ring sums up in
-    N-1 steps and hands round in as many; in each a worker sends two messages and receives two
-    (`stretto.simulator.network.wire_bytes.mean_bytes`). Of a single number there is but one message in each step, of
-    one worker to the next. Where messages that cross each other take more than those that don't, it is what crosses
-    that counts: most exchanges are of more than a number. `more` times as much is measured as where somebody waits for
-    it.
+    `clock` is the processor time of one worker; `share_clock`, where workers share processors, its share of the time of
+    all of them, idle or not, since small messages wait for each other and for wake-ups. Gloo's ring all-reduce has N-1
+    steps of reduce-scatter and N-1 of all-gather; in each a worker sends two messages and receives two
+    (`stretto.simulator.network.wire_bytes.all_reduce_bytes`). For a single number each step has only one message, from
+    one worker to the next. Where concurrent messages take longer than separate ones, the concurrent ones count, since
+    most tensors have more than one number. `more` multiplies the number of measurements.
     """
-    passing = passing or clock
-    single, small = (_mean_s(wire, numbers, more * SMALL, passing) for numbers in (1, 1000))
-    steps = 2 * (wire.workers - 1)
-    exchange_s, message_s = _fit(single, small, 2 * steps / wire.workers, 4 * steps)
-    gathered = _each(lambda: wire.all_gather_bytes(b""), more * SMALL, passing) - 2 * steps * message_s
-    told = _each(lambda: wire.broadcast_bytes(b""), more * SMALL, passing) - 2 * (1 - 1 / wire.workers) * message_s
-    telling_s = max((gathered + told) / 2 - exchange_s, 0.0)
-    light, heavy = (_mean_s(wire, numbers, more * LARGE, clock) for numbers in (1000, NUMBERS))
-    megabytes = 2 * steps / wire.workers * MEGABYTES
-    return exchange_s, message_s, max(heavy - light, 0.0) / megabytes, telling_s
+    share_clock = share_clock or clock
+    workers, repeats = transport.workers, more * SMALL_REPEATS
+    single_number_s, small_s = (_all_reduce_s(transport, numbers, repeats, share_clock) for numbers in (1, 1000))
+    steps = 2 * (workers - 1)
+    exchange_s, message_s = _fit(single_number_s, small_s, 2 * steps / workers, 4 * steps)
+    gather_s = _mean_call_s(lambda: transport.all_gather_bytes(b""), repeats, share_clock)
+    broadcast_s = _mean_call_s(lambda: transport.broadcast_bytes(b""), repeats, share_clock)
+    gather_s -= 2 * steps * message_s
+    broadcast_s -= 2 * (1 - 1 / workers) * message_s
+    conversion_s = max((gather_s + broadcast_s) / 2 - exchange_s, 0.0)
+    sizes = 1000, NUMBERS
+    small_tensor_s, large_tensor_s = (_all_reduce_s(transport, n, more * LARGE_REPEATS, clock) for n in sizes)
+    megabytes = 2 * steps / workers * MEGABYTES
+    return exchange_s, message_s, max(large_tensor_s - small_tensor_s, 0.0) / megabytes, conversion_s
 
 
 def _fit(one_s: float, other_s: float, few: float, many: float) -> tuple[float, float]:
-    """What an exchange takes, and each of its messages, if one has few and the other many; both at least nothing."""
+    """Solve time = exchange + messages * message for an operation of few messages and one of many; both at least 0."""
     message_s = max(other_s - one_s, 0.0) / (many - few)
     exchange_s = one_s - few * message_s
     return (exchange_s, message_s) if exchange_s >= 0.0 else (0.0, other_s / many)
 
 
 def of_server(
-    wire: ParameterServerClient, clock: Callable[[], float], busy: Callable[[], float] | None = None, more: int = 1
+    client: ParameterServerClient, clock: Callable[[], float], busy: Callable[[], float] | None = None, more: int = 1
 ) -> tuple[float, float, float]:
-    """Of a parcel, a megabyte of parcels and one over a link, on a wire to a server whose workers all call this.
+    """Measure the seconds per message, per MB and per MB over a link, with a server whose workers all call this.
 
-    `clock` is the time of all their processors, and of the server's, idle or not where they share them: small parcels
-    wait for whoever is to be awakened. `busy`, where links take of them as well, is how long the whole machine was at
-    work, though by a coarse clock: then the server is where worker 0 is, and only the others use links. A message of
-    each of N workers to all takes N parcels to the server and N back, each with two ends, and so does reading what the
-    server has.
+    `clock` is the processor time of all workers and the server, idle or not where they share processors, since small
+    messages wait for wake-ups. `busy`, where links use processors as well, is the busy time of the whole machine by a
+    coarse clock; the server then runs beside worker 0, and only the other workers use links. An all-gather of bytes of
+    N workers takes N messages to the server and N back, each with two ends, and so does reading the parameters.
     """
     numbers = torch.ones(NUMBERS)
-    if wire.worker == 0:
-        wire.open(1, "async_sgd", [numbers])
+    if client.worker == 0:
+        client.open(1, "async_sgd", [numbers])
 
     def take(_part: int, at: int, piece: Tensor) -> None:
         numbers[at : at + piece.numel()].copy_(piece)
 
     def read() -> None:
-        wire.read([NUMBERS]).wait(take)
+        client.read([NUMBERS]).wait(take)
 
     def megabyte_s(read_s: float, readers: int) -> float:
-        return max(read_s / (2 * readers) - 2 * parcel_s, 0.0) / MEGABYTES
+        return max(read_s / (2 * readers) - 2 * rpc_message_s, 0.0) / MEGABYTES
 
-    parcel_s = _each(lambda: wire.all_gather_bytes(b""), more * SMALL, clock) / (4 * wire.workers)
-    wire.all_gather_bytes(b"")
-    if busy is None or wire.workers == 1:
-        return parcel_s, megabyte_s(_each(read, more * LARGE, clock), wire.workers), 0.0
-    near_s = megabyte_s(_between(wire, wire.worker == 0, read, more * LARGE, busy), 1)
-    far_s = megabyte_s(_between(wire, wire.worker > 0, read, more * LARGE, busy), wire.workers - 1)
-    return parcel_s, near_s, max(far_s - near_s, 0.0)
+    rpc_message_s = _mean_call_s(lambda: client.all_gather_bytes(b""), more * SMALL_REPEATS, clock) / (
+        4 * client.workers
+    )
+    client.all_gather_bytes(b"")
+    if busy is None or client.workers == 1:
+        return rpc_message_s, megabyte_s(_mean_call_s(read, more * LARGE_REPEATS, clock), client.workers), 0.0
+    local_s = megabyte_s(_between(client, client.worker == 0, read, more * LARGE_REPEATS, busy), 1)
+    remote_s = megabyte_s(_between(client, client.worker > 0, read, more * LARGE_REPEATS, busy), client.workers - 1)
+    return rpc_message_s, local_s, max(remote_s - local_s, 0.0)
 
 
-def _between(wire: Transport, acts: bool, act: Callable[[], object], times: int, busy: Callable[[], float]) -> float:
-    """What all processors do, for each time, while some act so often and the others wait for them.
+def _between(
+    transport: Transport, acts: bool, act: Callable[[], object], repeats: int, busy: Callable[[], float]
+) -> float:
+    """Return the busy seconds of all processors per call while some workers call `act` and the others wait.
 
-    Nobody begins before all have looked at the clock, nor goes on before all have looked again.
+    All workers read the clock between two barriers, so no work of before or after is counted.
     """
     if acts:
         act()
-    wire.all_gather_bytes(b"")
+    transport.all_gather_bytes(b"")
     began = busy()
-    wire.all_gather_bytes(b"")
-    for _ in range(times if acts else 0):
+    transport.all_gather_bytes(b"")
+    for _ in range(repeats if acts else 0):
         time.sleep(PAUSE_S)
         act()
-    wire.all_gather_bytes(b"")
+    transport.all_gather_bytes(b"")
     ended = busy()
-    wire.all_gather_bytes(b"")
-    return (ended - began) / times
+    transport.all_gather_bytes(b"")
+    return (ended - began) / repeats
 
 
-def _mean_s(wire: Transport, numbers: int, times: int, clock: Callable[[], float]) -> float:
-    """Of one mean of so many numbers."""
+def _all_reduce_s(transport: Transport, numbers: int, repeats: int, clock: Callable[[], float]) -> float:
+    """Return the seconds of one all-reduce of this many numbers."""
     tensor = torch.ones(numbers)
-    return _each(lambda: wire.submit(AllReduceMean(tensor)).wait(), times, clock)
+    return _mean_call_s(lambda: transport.submit(AllReduceMean(tensor)).wait(), repeats, clock)
 
 
-def _each(what: Callable[[], object], times: int, clock: Callable[[], float]) -> float:
-    """Of one, on the average, behind a pause as a training worker makes one: who is awakened finds nothing ready."""
-    what()
-    spent = []
-    for act in (what, lambda: None):
+def _mean_call_s(call: Callable[[], object], repeats: int, clock: Callable[[], float]) -> float:
+    """Return the mean seconds of one call after a pause, as in training, so that the time of wake-ups is included."""
+    call()
+    totals = []
+    for act in (call, lambda: None):
         began = clock()
-        for _ in range(times):
+        for _ in range(repeats):
             time.sleep(PAUSE_S)
             act()
-        spent.append(clock() - began)
-    return max(spent[0] - spent[1], 0.0) / times
+        totals.append(clock() - began)
+    return max(totals[0] - totals[1], 0.0) / repeats

@@ -1,4 +1,4 @@
-"""The machine's clock, for those who may not look at it themselves."""
+"""The real clock, for modules that may not read it themselves (tests/test_house.py)."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ SHOW_EVERY_S = 0.1
 
 
 def seconds() -> float:
-    """Seconds since some moment."""
+    """Return real seconds since an arbitrary time."""
     return time.perf_counter()
 
 
-def sparing(show: Callable[[], None]) -> Callable[[], None]:
-    """The same, but not done again within a tenth of a second."""
+def throttled(show: Callable[[], None]) -> Callable[[], None]:
+    """Return a function that calls `show`, but at most every 0.1 seconds."""
     shown = float("-inf")
 
-    def maybe() -> None:
+    def show_if_due() -> None:
         nonlocal shown
         if seconds() - shown >= SHOW_EVERY_S:
             show()
             shown = seconds()
 
-    return maybe
+    return show_if_due

@@ -1,4 +1,4 @@
-"""Functions that read a data set: what one worker's script has read is not parsed anew for each of a thousand."""
+"""Cache of data set readers, so that a thousand simulated workers parse a data set once."""
 
 from __future__ import annotations
 
@@ -14,70 +14,70 @@ from typing import Any
 from stretto.launcher.seeding import after_import
 
 READERS = {"sklearn.datasets": "load_", "numpy": "loadtxt"}
-"""Modules, and how the names of their functions begin that give the same for the same arguments and files."""
+"""Modules, and the name prefix of their functions whose result depends only on arguments and files."""
 
 
-class ReadOnce:
-    """Puts functions in the place of readers that read once, and give everyone a copy; `end` puts them back."""
+class DatasetCache:
+    """Replaces readers by functions that read once and return copies; `end` restores the readers."""
 
     def __init__(self) -> None:
-        self._found: dict[Any, Any] = {}
-        self._before: list[tuple[ModuleType, str, Any]] = []
-        self._ended = False
+        self._results: dict[Any, Any] = {}
+        self._originals: list[tuple[ModuleType, str, Any]] = []
+        self._is_closed = False
 
     def begin(self) -> None:
-        """From now on, also in modules that are imported later."""
-        for module, start in READERS.items():
-            after_import(module, functools.partial(self._wrap, start=start))
+        """Replace the readers, also in modules that are imported later."""
+        for module, prefix in READERS.items():
+            after_import(module, functools.partial(self._wrap, prefix=prefix))
 
     def end(self) -> None:
-        """No longer."""
-        self._ended = True
-        for module, name, reader in self._before:
+        """Restore the readers."""
+        self._is_closed = True
+        for module, name, reader in self._originals:
             setattr(module, name, reader)
 
-    def _wrap(self, module: ModuleType, start: str) -> None:
-        if self._ended:
+    def _wrap(self, module: ModuleType, prefix: str) -> None:
+        if self._is_closed:
             return
         for name, reader in list(vars(module).items()):
-            if name.startswith(start) and callable(reader) and not _draws(reader):
-                self._before.append((module, name, reader))
-                setattr(module, name, self._once(name, reader))
+            if name.startswith(prefix) and callable(reader) and not _is_random(reader):
+                self._originals.append((module, name, reader))
+                setattr(module, name, self._cached(name, reader))
 
-    def _once(self, name: str, reader: Callable[..., Any]) -> Callable[..., Any]:
+    def _cached(self, name: str, reader: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(reader)
-        def read(*given: Any, **named: Any) -> Any:
-            if not all(map(_is_plain, (*given, *named.values()))):
-                return reader(*given, **named)  # an open file, which gives something else each time
-            key = name, given, tuple(sorted(named.items())), tuple(map(_stamp, (*given, *named.values())))
-            if key not in self._found:
-                self._found[key] = reader(*given, **named)
-            return copy.deepcopy(self._found[key])
+        def read(*args: Any, **kwargs: Any) -> Any:
+            if not all(map(_is_hashable_value, (*args, *kwargs.values()))):
+                return reader(*args, **kwargs)  # an open file, for example, returns something else each time
+            key = name, args, tuple(sorted(kwargs.items())), tuple(map(_file_state, (*args, *kwargs.values())))
+            if key not in self._results:
+                self._results[key] = reader(*args, **kwargs)
+            return copy.deepcopy(self._results[key])
 
         return read
 
 
-def _draws(reader: Callable[..., Any]) -> bool:
-    """Whether it may give something else each time."""
+def _is_random(reader: Callable[..., Any]) -> bool:
+    """True if a reader may return something else each time."""
     try:
         return "random_state" in inspect.signature(reader).parameters
-    except ValueError:  # it says nothing of itself
+    except ValueError:  # it has no signature
         return True
 
 
-def _stamp(value: Any) -> object:
-    """Which file it is the name of, if it is one, and of what state."""
+def _file_state(value: Any) -> object:
+    """Return the identity and modification state of the file that a value names, or None."""
     if not isinstance(value, str | bytes | PurePath):
         return None
     try:
-        found = os.stat(value)
+        info = os.stat(value)
     except (OSError, ValueError):
         return None
-    return found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size
+    return info.st_dev, info.st_ino, info.st_mtime_ns, info.st_size
 
 
-def _is_plain(value: Any) -> bool:
-    """Whether it is all that it says: a number, a text, a name of a type, or a few of those."""
+def _is_hashable_value(value: Any) -> bool:
+    """True for numbers, texts, paths, types, and tuples of them, whose value is their identity."""
     if isinstance(value, tuple):
-        return all(map(_is_plain, value))
+        return all(map(_is_hashable_value, value))
     return value is None or isinstance(value, str | bytes | int | float | type | PurePath)

@@ -1,4 +1,4 @@
-"""Whether a simulation will fit into memory: foreseen from its first workers, before the others are made."""
+"""Estimates from the first workers if a simulation fits into memory, before it creates the others."""
 
 from __future__ import annotations
 
@@ -9,53 +9,56 @@ from torch import nn
 
 from stretto.errors import LaunchError, explain
 
-LOOKED_AT = 8
-"""From so many workers it is foreseen what all will take."""
-COPIES = 7
-"""Of its parameters, that a worker is about to make: arena, gradients, bucket, the optimizer's state, an exchange."""
+SAMPLED_WORKERS = 8
+"""Number of workers from which the memory of all is estimated."""
+PARAMETER_COPIES = 7
+"""Number of copies of its parameters that a worker will allocate: flat buffers, gradients, bucket, optimizer state,
+a collective."""
 MIB = 1 << 20
 
 
-class Forecast:
-    """Looks at how the memory of this process grows with each worker that begins."""
+class MemoryEstimate:
+    """Memory growth of this process per worker."""
 
     def __init__(self, workers: int) -> None:
         self._workers = workers
-        self._begun = self._first = 0
+        self._started = self._first_bytes = 0
 
-    def begun(self, model: nn.Module) -> None:
-        """A worker has read its data and built its model. Raises LaunchError if all of them will not fit."""
-        self._begun += 1
-        if self._begun == 1:
-            self._first = held()
-        if self._begun != min(LOOKED_AT, self._workers) or self._workers < LOOKED_AT:
+    def worker_started(self, model: nn.Module) -> None:
+        """Count a worker that has loaded its data and model. Raises LaunchError if memory will not suffice for all."""
+        self._started += 1
+        if self._started == 1:
+            self._first_bytes = memory_bytes()
+        if self._started != min(SAMPLED_WORKERS, self._workers) or self._workers < SAMPLED_WORKERS:
             return
-        each = max(held() - self._first, 0) / (self._begun - 1) + COPIES * _parameter_bytes(model)
-        left, free = (self._workers - self._begun) * each, _free()
-        if left > free:
-            fit = int(self._begun + free / each)
+        growth = max(memory_bytes() - self._first_bytes, 0)
+        per_worker = growth / (self._started - 1) + PARAMETER_COPIES * _parameter_bytes(model)
+        needed, free = (self._workers - self._started) * per_worker, _free_bytes()
+        if needed > free:
+            fit = int(self._started + free / per_worker)
+            total = f"{needed / MIB:,.0f} MiB in all; {free / MIB:,.0f} MiB are free"
             raise LaunchError(
                 explain(
                     f"{self._workers} workers will not fit into memory",
-                    got=f"{each / MIB:.1f} MiB a worker, {left / MIB:,.0f} MiB in all; {free / MIB:,.0f} MiB are free",
-                    expected="what is free to be enough",
-                    to_type=f"-n {fit}, or a script that keeps less for each worker",
+                    got=f"{per_worker / MIB:.1f} MiB a worker, {total}",
+                    expected="at most the free memory",
+                    to_type=f"-n {fit}, or a script that needs less memory per worker",
                 )
             )
 
 
 def _parameter_bytes(model: nn.Module) -> int:
-    return sum(one.nbytes for one in model.parameters())
+    return sum(parameter.nbytes for parameter in model.parameters())
 
 
-def held() -> int:
-    """The bytes of this process's memory; where the system can tell, a page that is mapped often counts once."""
+def memory_bytes() -> int:
+    """Return the bytes of this process's memory; where the system can tell, shared pages count once."""
     info = psutil.Process().memory_full_info()
     return int(getattr(info, "pss", info.rss))
 
 
-def _free() -> int:
-    """What this process may still take: of the machine, and of its control group."""
+def _free_bytes() -> int:
+    """Return the bytes that this process may still allocate, limited by the machine and by its control group."""
     free = int(psutil.virtual_memory().available)
     try:
         most = Path("/sys/fs/cgroup/memory.max").read_text().strip()

@@ -1,4 +1,4 @@
-"""torch's marks for profilers, left out where none looks: a tenth of a small step is theirs."""
+"""No-op replacement of torch's profiler ranges while no profiler runs; they take a tenth of a small step."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from torch.autograd import profiler
 
 
-class _Mark(profiler.record_function):
-    """What marks a range for a profiler that is on when it begins, and else does nothing."""
+class _OptionalRange(profiler.record_function):
+    """A range that is recorded only if a profiler is enabled when it begins."""
 
     def __enter__(self) -> Any:
         if torch._C._autograd._profiler_enabled():
@@ -25,11 +25,11 @@ class _Mark(profiler.record_function):
 
 
 @contextmanager
-def unmarked() -> Iterator[None]:
-    """Have optimizers, and what else of torch marks its work, do so only while a profiler looks."""
-    before: Any = profiler.record_function
-    profiler.record_function = _Mark  # type: ignore[misc]
+def without_profiler_ranges() -> Iterator[None]:
+    """Let torch record profiler ranges, such as those of optimizers, only while a profiler is enabled."""
+    original: Any = profiler.record_function
+    profiler.record_function = _OptionalRange  # type: ignore[misc]
     try:
         yield
     finally:
-        profiler.record_function = before  # type: ignore[misc]
+        profiler.record_function = original  # type: ignore[misc]

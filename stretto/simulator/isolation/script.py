@@ -1,4 +1,4 @@
-"""A user's script in the simulation: compiled once, run by every worker with names of its own."""
+"""A user's script in the simulation: compiled once, and run by each worker in a `__main__` module of its own."""
 
 from __future__ import annotations
 
@@ -21,41 +21,43 @@ from stretto.simulator.engine import Worker
 from stretto.simulator.isolation.process_state import ProcessState, sow
 
 
-class _Said(io.RawIOBase):
-    """Bytes that a worker says, handed on as they come. `number` is that of a file for those who ask for one."""
+class _RawOutput(io.RawIOBase):
+    """Raw stream that forwards the output of a worker immediately. `number` returns its file number."""
 
-    name = "<what a simulated worker says>"
+    name = "<output of a simulated worker>"
 
-    def __init__(self, say: Callable[[bytes], object], number: Callable[[], int]) -> None:
+    def __init__(self, forward: Callable[[bytes], object], file_number: Callable[[], int]) -> None:
         super().__init__()
-        self._say, self.fileno = say, number  # type: ignore[method-assign]
+        self._forward, self.fileno = forward, file_number  # type: ignore[method-assign]
 
     def writable(self) -> bool:
-        """Always."""
+        """Return True."""
         return True
 
-    def write(self, said: Any, /) -> int:
-        """Hand it on."""
-        self._say(bytes(said))
-        return len(said)
+    def write(self, data: Any, /) -> int:
+        """Forward the data."""
+        self._forward(bytes(data))
+        return len(data)
 
 
-class Heard(io.TextIOWrapper):
-    """What a worker says, handed on as it comes: a stream of text as any, which need not be a file."""
+class ForwardedOutput(io.TextIOWrapper):
+    """Text stream that forwards the output of a worker immediately, and need not be a file."""
 
-    def __init__(self, say: Callable[[bytes], object], number: Callable[[], int] = lambda: 1) -> None:
-        super().__init__(_Said(say, number), encoding="utf-8", errors="backslashreplace", write_through=True)
+    def __init__(self, forward: Callable[[bytes], object], file_number: Callable[[], int] = lambda: 1) -> None:
+        super().__init__(
+            _RawOutput(forward, file_number), encoding="utf-8", errors="backslashreplace", write_through=True
+        )
 
 
-class Nowhere(Heard):
-    """Takes what workers say that nobody listens to."""
+class DiscardedOutput(ForwardedOutput):
+    """Text stream that discards the output of workers."""
 
     def __init__(self) -> None:
-        super().__init__(len, _nowhere)
+        super().__init__(len, _devnull)
 
 
 @functools.cache
-def _nowhere() -> int:
+def _devnull() -> int:
     return os.open(os.devnull, os.O_WRONLY)
 
 
@@ -70,10 +72,10 @@ class Program:
         self._arguments, self._seed = [str(path), *arguments], seed
         self._code = _compiled(path, self.path)
         self.mains: dict[int, ModuleType] = {}
-        """The names of each worker's script."""
+        """The `__main__` module of each worker."""
 
-    def own(self, worker: Worker, out: TextIO, err: TextIO) -> ProcessState:
-        """What a worker begins with: `__main__`, the arguments, and random states that depend on the seed alone."""
+    def make_state(self, worker: Worker, out: TextIO, err: TextIO) -> ProcessState:
+        """Return a worker's initial state: `__main__`, arguments, and random states that depend on the seed only."""
         main = ModuleType("__main__")
         vars(main)["__file__"] = str(self.path)
         vars(main)["__builtins__"] = __builtins__
@@ -85,15 +87,15 @@ class Program:
         sow(self._seed)
         return ProcessState(main, list(self._arguments), out, err)
 
-    def live(self, worker: Worker) -> None:
+    def run(self, worker: Worker) -> None:
         """Run the script, then close the run."""
         try:
             self._import_package()
             exec(self._code, vars(self.mains[worker.number]))  # noqa: S102 (the file that the user asked to run)
         except StopTraining:
             pass
-        except SystemExit as end:
-            if end.code not in (None, 0):
+        except SystemExit as exit:
+            if exit.code not in (None, 0):
                 raise
         close()
 
@@ -108,12 +110,12 @@ def _compiled(path: Path, absolute: Path) -> CodeType:
     try:
         return compile(path.read_bytes(), str(absolute), "exec", dont_inherit=True)
     except (SyntaxError, ValueError) as error:
-        problem = f"{path} is no Python: {error}"
+        problem = f"{path} is not valid Python: {error}"
         raise LaunchError(
             explain(problem, got="a syntax error", expected="a script that runs alone", to_type=f"python {path}")
         ) from None
 
 
-def importable(path: Path, module: bool = False) -> None:
-    """Let scripts import what lies beside them, and modules what lies in this folder, as Python does."""
+def extend_path(path: Path, module: bool = False) -> None:
+    """Extend sys.path as Python does: by a script's directory, or by the working directory for a module."""
     sys.path.insert(0, str(Path.cwd() if module else path.resolve().parent))

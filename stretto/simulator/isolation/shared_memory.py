@@ -1,7 +1,7 @@
-"""Memory that workers of one process can share: each script loads the same data, and it is kept once.
+"""Copy-on-write sharing of data: each worker's script loads the same data, and one copy is kept in memory.
 
-What a loader reads from, and other large tensors and arrays among a script's names, are put on one private mapping of a
-file each: pages are common until somebody writes to them, and whoever writes has a copy.
+The data set of a loader and other large tensors and arrays among a script's global names are replaced by private
+mappings of one file each: pages are common until a worker writes to them, and each writer gets its own copy.
 """
 
 from __future__ import annotations
@@ -21,83 +21,83 @@ from torch.utils.data import DataLoader
 
 from stretto.transport.malloc import trim_freed_memory
 
-LEAST_BYTES = 1 << 14
-"""Smaller things are not worth a mapping."""
-DEEPEST = 3
+MIN_BYTES = 1 << 14
+"""Least size in bytes for which a mapping pays."""
+MAX_DEPTH = 3
 TIDY_EVERY = 32
-"""Workers that begin between two times that freed memory is given back."""
+"""Number of started workers between two returns of freed memory to the system."""
 
 
 Bytes = NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
-class _Common:
-    """What the first worker had: what it is, where it lay there, and a file with its bytes."""
+class _SharedData:
+    """Data of the first worker: its type, its address there, and a file with its bytes."""
 
     kind: tuple[Any, ...]
-    first: int
+    address: int
     file: int
-    seen: Bytes
+    content: Bytes
 
 
 class SharedArrays:
-    """What the first worker has, and the others are found to have as well."""
+    """Data of the first worker that other workers have as well."""
 
     def __init__(self) -> None:
-        self._known: dict[str, _Common] = {}
-        """By the name in the script, or the place in the loader's data set."""
-        self._mapped: set[int] = set()
-        """Where what is on common pages lies."""
-        self._begun = 0
+        self._shared: dict[str, _SharedData] = {}
+        """Data by the name in the script, or by the position in the loader's data set."""
+        self._mapped_addresses: set[int] = set()
+        """Addresses of the mappings."""
+        self._started = 0
         self.saved = 0
-        """Bytes that are not kept twice."""
+        """Number of bytes saved by sharing."""
 
     def loader(self, loader: DataLoader[Any]) -> None:
-        """Put the data set of a worker's loader on common pages, where its bits are the first one's."""
-        for place, one in enumerate(_tensors(loader.dataset, DEEPEST)):
-            self._share(f"[{place}]", {}, None, one)
+        """Share the tensors of a loader's data set that are bitwise equal to the first worker's."""
+        for position, tensor in enumerate(_tensors(loader.dataset, MAX_DEPTH)):
+            self._share(f"[{position}]", {}, None, tensor)
 
     def names(self, names: MutableMapping[str, Any]) -> None:
-        """Put large tensors and arrays among these names there."""
+        """Share large tensors and arrays among these names."""
         for path, holder, key, value in list(_large(names)):
             self._share(path, holder, key, value)
 
-    def tidy(self) -> None:
-        """Give what was freed back to the system, every now and then: each script frees what others have as well."""
-        self._begun += 1
-        if self._begun % TIDY_EVERY == 0:
+    def trim(self) -> None:
+        """Return freed memory to the system after every few workers, since each worker frees what it now shares."""
+        self._started += 1
+        if self._started % TIDY_EVERY == 0:
             trim_freed_memory()
 
     def close(self) -> None:
-        """Let go of the files; what is mapped stays."""
-        for file in {one.file for one in self._known.values()}:
+        """Close the files; the mappings remain valid."""
+        for file in {shared.file for shared in self._shared.values()}:
             os.close(file)
-        self._known.clear()
+        self._shared.clear()
 
     def _share(self, path: str, holder: Any, key: Any, value: Any) -> None:
-        mine = _bytes_of(value)
-        at, known = mine.ctypes.data, self._known.get(path)
-        if known is None:
+        data = _bytes_of(value)
+        address, shared = data.ctypes.data, self._shared.get(path)
+        if shared is None:
             with contextlib.suppress(OSError):  # there may be no room for a file
-                self._known[path] = self._common(value, mine)
-        elif at != known.first and at not in self._mapped and known.kind == _kind(value):
+                self._shared[path] = self._first_data(value, data)
+        elif address != shared.address and address not in self._mapped_addresses and shared.kind == _kind(value):
             with contextlib.suppress(OSError):  # a process has only so many mappings
-                if np.array_equal(known.seen, mine):
-                    self._lay(_mapped(known.file, mine.nbytes), holder, key, value)
+                if np.array_equal(shared.content, data):
+                    self._replace(_map_file(shared.file, data.nbytes), holder, key, value)
 
-    def _common(self, value: Any, mine: Bytes) -> _Common:
-        """The first worker's, in a file; a data set has what the script has a name for as well."""
-        at = mine.ctypes.data
-        for one in self._known.values():
-            if (one.kind, one.first) == (_kind(value), at):
-                return one
-        file = _written(mine)
-        return _Common(_kind(value), at, file, _mapped(file, mine.nbytes))
+    def _first_data(self, value: Any, data: Bytes) -> _SharedData:
+        """Return the first worker's data in a file, reusing the file of the same data under another name."""
+        address = data.ctypes.data
+        for shared in self._shared.values():
+            if (shared.kind, shared.address) == (_kind(value), address):
+                return shared
+        file = _write_file(data)
+        return _SharedData(_kind(value), address, file, _map_file(file, data.nbytes))
 
-    def _lay(self, mapped: Bytes, holder: Any, key: Any, value: Any) -> None:
+    def _replace(self, mapped: Bytes, holder: Any, key: Any, value: Any) -> None:
         self.saved += mapped.nbytes
-        self._mapped.add(mapped.ctypes.data)
+        self._mapped_addresses.add(mapped.ctypes.data)
         if isinstance(value, Tensor):
             with torch.no_grad():
                 value.set_(torch.from_numpy(mapped).view(value.dtype).view(value.shape))  # type: ignore[call-overload]
@@ -105,24 +105,26 @@ class SharedArrays:
             holder[key] = mapped.view(value.dtype).reshape(value.shape)
 
 
-def _tensors(thing: Any, depth: int) -> Iterator[Tensor]:
-    """The large tensors that a data set holds, in a fixed order."""
-    if isinstance(thing, Tensor):
-        if _is_large(thing):
-            yield thing
-    elif isinstance(thing, list | tuple) and depth and len(thing) < 64:
-        for one in thing:
-            yield from _tensors(one, depth - 1)
-    elif depth and hasattr(thing, "__dict__"):
-        for one in vars(thing).values():
-            yield from _tensors(one, depth - 1)
+def _tensors(holder: Any, depth: int) -> Iterator[Tensor]:
+    """Yield the large tensors that a data set holds, in a fixed order."""
+    if isinstance(holder, Tensor):
+        if _is_large(holder):
+            yield holder
+    elif isinstance(holder, list | tuple) and depth and len(holder) < 64:
+        for element in holder:
+            yield from _tensors(element, depth - 1)
+    elif depth and hasattr(holder, "__dict__"):
+        for element in vars(holder).values():
+            yield from _tensors(element, depth - 1)
 
 
 def _large(names: MutableMapping[str, Any]) -> Iterator[tuple[str, Any, Any, Any]]:
-    """Large tensors and arrays among the names, and in the dictionaries among them: path, holder, key, value."""
+    """Yield (path, holder, key, value) of large tensors and arrays among the names and in dictionaries among them."""
     for key, value in names.items():
         if isinstance(value, dict):
-            yield from ((f"{key}.{inner}", value, inner, one) for inner, one in value.items() if _is_large(one))
+            yield from (
+                (f"{key}.{inner}", value, inner, element) for inner, element in value.items() if _is_large(element)
+            )
         elif _is_large(value):
             yield key, names, key, value
 
@@ -130,8 +132,8 @@ def _large(names: MutableMapping[str, Any]) -> Iterator[tuple[str, Any, Any, Any
 def _is_large(value: Any) -> bool:
     if isinstance(value, Tensor):
         plain = type(value) is Tensor and value.device.type == "cpu" and value.layout is torch.strided
-        return plain and not value.requires_grad and value.is_contiguous() and value.nbytes >= LEAST_BYTES
-    return type(value) is np.ndarray and value.dtype.kind in "biuf" and value.nbytes >= LEAST_BYTES
+        return plain and not value.requires_grad and value.is_contiguous() and value.nbytes >= MIN_BYTES
+    return type(value) is np.ndarray and value.dtype.kind in "biuf" and value.nbytes >= MIN_BYTES
 
 
 def _kind(value: Any) -> tuple[Any, ...]:
@@ -139,23 +141,23 @@ def _kind(value: Any) -> tuple[Any, ...]:
 
 
 def _bytes_of(value: Any) -> Bytes:
-    """What a tensor or an array holds, where it lies, if it lies in a row."""
+    """Return the bytes of a contiguous tensor or array, without copying."""
     flat = value.detach().reshape(-1).view(torch.uint8).numpy() if isinstance(value, Tensor) else value.reshape(-1)
-    found: Bytes = flat.view(np.uint8)
-    return found
+    data: Bytes = flat.view(np.uint8)
+    return data
 
 
-def _written(mine: Bytes) -> int:
+def _write_file(data: Bytes) -> int:
     with tempfile.TemporaryFile() as file:
-        mine.tofile(file)
+        data.tofile(file)
         return os.dup(file.fileno())
 
 
-def _mapped(file: int, nbytes: int) -> Bytes:
-    """A private mapping, which keeps no descriptor: Python's own would, one for each tensor of each worker."""
+def _map_file(file: int, nbytes: int) -> Bytes:
+    """Return a private mapping, which holds no file descriptor; Python's mmap would hold one per tensor and worker."""
     try:
         storage = torch.UntypedStorage.from_file(f"/dev/fd/{file}", shared=False, nbytes=nbytes)
     except RuntimeError as error:
         raise OSError(str(error)) from error
-    found: Bytes = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()  # type: ignore[arg-type]
-    return found
+    data: Bytes = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()  # type: ignore[arg-type]
+    return data

@@ -1,7 +1,7 @@
-"""Bandwidth shared fairly: bytes flow like water through links, and the rates are those of max-min fairness.
+"""Max-min fair sharing of bandwidth, as a fluid model.
 
-Rates are max-min fair when none can grow without taking from a flow that has no more (Bertsekas & Gallager, Data
-Networks, 1992, section 6.5.2): each flow has a resource on its path that is full and on which no other flow has more.
+Rates are max-min fair if no rate can grow without lowering that of a flow that has no more (Bertsekas & Gallager, Data
+Networks, 1992, section 6.5.2): on its path, each flow has a full resource on which no other flow has a higher rate.
 Between two events rates are constant, so a flow of B bytes at rate x needs B / x seconds. Sharing the link of a
 server among k equal transfers thus makes each take k times as long.
 """
@@ -14,14 +14,14 @@ from math import inf, ulp
 import numpy as np
 from numpy.typing import NDArray
 
-VAST = 1e300
-"""An infinite capacity is counted as this many bytes per second, with which one can reckon."""
+INFINITE_CAPACITY = 1e300
+"""Finite number of bytes per second that stands for an infinite capacity in the arithmetic."""
 
-TOGETHER = 1e-9
-"""When a flow ends, those that lack less than this part of their bytes end with it."""
+END_TOLERANCE = 1e-9
+"""Fraction of a flow's bytes: when a flow ends, flows with less than this remaining end with it."""
 
-TIE = 1e-12
-"""Shares that differ by less than this part are taken to be equal."""
+SHARE_TOLERANCE = 1e-12
+"""Relative difference below which two shares are equal."""
 
 LEFT, AMOUNT, WEIGHT, RATE, END = range(5)
 
@@ -29,13 +29,14 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 
-class Fluid:
-    """Flows over resources; a resource is a link, or the cores of a machine, that carries so much per second.
+class FluidModel:
+    """Flows over resources. A resource is a link, or the processors of a machine, with a capacity per second.
 
-    One asks `next_end`, advances to that time or to an earlier one, and takes those that `ended`. Starting, stopping
-    and changing a capacity happen at `now`. Rates are found anew when they are asked for, once for all such changes.
+    The caller asks `next_end`, advances to that time or to an earlier one, and takes the flows that `ended`. Flows
+    start and stop and capacities change at `now`. Rates are computed when they are next needed, once for all such
+    changes.
 
-    >>> link = Fluid([100.0])
+    >>> link = FluidModel([100.0])
     >>> for flow in (1, 2):
     ...     link.start(flow, 50.0, path=[0])
     >>> link.rates(), link.next_end()
@@ -47,163 +48,164 @@ class Fluid:
 
     def __init__(self, capacities: Sequence[float]) -> None:
         self.now = 0.0
-        """Seconds of virtual time up to which everything has flowed."""
-        self._capacity = np.minimum(np.array(capacities, dtype=np.float64), VAST)
+        """Virtual time in seconds up to which the flows have advanced."""
+        self._capacity = np.minimum(np.array(capacities, dtype=np.float64), INFINITE_CAPACITY)
         self._flows: Ints = np.zeros(0, np.int64)
         self._table: Floats = np.zeros((5, 0))
-        """A column for each flow, in the order of beginning: what was left at `_since`, and so on."""
+        """One column per flow in order of start; the rows are LEFT (bytes remaining at `_since`), AMOUNT, WEIGHT, RATE,
+        END."""
         self._path: Ints = np.zeros(0, np.int64)
-        """The paths of all flows, one after another; `_hops` says how long each is."""
+        """The paths of all flows, concatenated; `_hops` holds the length of each."""
         self._hops: Ints = np.zeros(0, np.int64)
-        self._new: dict[int, tuple[float, float, Sequence[int]]] = {}
-        self._known: set[int] = set()
-        self._done: list[int] = []
+        self._starting: dict[int, tuple[float, float, Sequence[int]]] = {}
+        self._active: set[int] = set()
+        self._ended: list[int] = []
         self._since = 0.0
         self._next = inf
         self._stale = False
 
-    def capacity(self, resource: int, bytes_per_s: float) -> None:
-        """Change what a resource carries from now on; 0 cuts it, and its flows stand still."""
-        self._capacity[resource] = min(bytes_per_s, VAST)
+    def set_capacity(self, resource: int, bytes_per_s: float) -> None:
+        """Change the capacity of a resource from now on; with 0 its flows stop."""
+        self._capacity[resource] = min(bytes_per_s, INFINITE_CAPACITY)
         self._stale = True
 
     def start(self, flow: int, amount: float, path: Sequence[int], weight: float = 1) -> None:
-        """Begin to send `amount` bytes over the resources of `path`, all at the same rate.
+        """Start a flow of `amount` bytes, which has the same rate on all resources of `path`.
 
-        Where flows compete, each gets in proportion to its weight. Nothing to send, or nothing on the way that holds
-        it back: it ends at once. Raises ValueError for a flow that is under way, and for numbers that cannot be.
+        Competing flows get rates in proportion to their weights. A flow of 0 bytes, or over resources of infinite
+        capacity only, ends immediately. Raises ValueError for a flow that is active already, and for invalid numbers.
         """
-        if flow in self._known:
-            raise ValueError(f"flow {flow} is under way already")
+        if flow in self._active:
+            raise ValueError(f"flow {flow} is active already")
         if not (0 <= amount < inf and 0 < weight < inf):
             raise ValueError(f"flow {flow} cannot send {amount} bytes with weight {weight}")
-        self._known.add(flow)
-        if amount > 0 and any(self._capacity[resource] < VAST for resource in path):
-            self._new[flow] = (amount, weight, path)
+        self._active.add(flow)
+        if amount > 0 and any(self._capacity[resource] < INFINITE_CAPACITY for resource in path):
+            self._starting[flow] = (amount, weight, path)
             self._stale = True
         else:
-            self._done.append(flow)
+            self._ended.append(flow)
 
     def stop(self, flow: int) -> float:
-        """Take a flow out before its end; returns the bytes that were not delivered."""
-        left = self.remaining(flow)
-        self._known.remove(flow)
-        if flow in self._done:
-            self._done.remove(flow)
-        elif self._new.pop(flow, None) is None:
-            self._keep(self._flows != flow)
-        return left
+        """Stop a flow before its end, and return the bytes that were not delivered."""
+        remaining = self.remaining(flow)
+        self._active.remove(flow)
+        if flow in self._ended:
+            self._ended.remove(flow)
+        elif self._starting.pop(flow, None) is None:
+            self._compress(self._flows != flow)
+        return remaining
 
     def advance(self, now: float) -> None:
-        """Let everything flow until `now`, which is not before the time that it is and not after `next_end`."""
+        """Advance all flows to `now`, which must be at least the current time and at most `next_end`."""
         if not self.now <= now <= self.next_end():
             raise ValueError(f"time cannot go from {self.now} to {now} when a flow ends at {self._next}")
         self.now = now
 
     def next_end(self) -> float:
-        """When the next flow is done, in seconds; infinity when none moves."""
+        """Return the time in seconds at which the next flow ends; infinity if no flow has a rate above 0."""
         if self._stale:
             self._settle()
             self._admit()
             self._find_rates()
-        return self.now if self._done else self._next
+        return self.now if self._ended else self._next
 
     def ended(self) -> list[int]:
-        """The flows that are done now, in the order of their numbers; they are gone from here."""
-        done, self._done = self._done, []
+        """Remove the flows that have ended by now, and return their numbers in ascending order."""
+        ended_flows, self._ended = self._ended, []
         if self.now >= self._next:
             self._settle()
             left, amount, _, _, end = self._table
-            over = (left <= TOGETHER * amount) | (end <= self.now + 4 * ulp(self.now))
-            done += self._flows[over].tolist()
-            self._keep(~over)
+            over = (left <= END_TOLERANCE * amount) | (end <= self.now + 4 * ulp(self.now))
+            ended_flows += self._flows[over].tolist()
+            self._compress(~over)
             self._next = inf
-        self._known.difference_update(done)
-        return sorted(done)
+        self._active.difference_update(ended_flows)
+        return sorted(ended_flows)
 
     def rates(self) -> dict[int, float]:
-        """The bytes per second of each flow that is under way."""
+        """Return the rate of each active flow in bytes per second."""
         self.next_end()
         return dict(zip(self._flows.tolist(), self._table[RATE].tolist(), strict=True))
 
     def remaining(self, flow: int) -> float:
-        """The bytes of a flow that are still to come."""
-        if flow not in self._known:
-            raise ValueError(f"there is no flow {flow} under way")
-        if flow in self._done:
+        """Return the bytes of a flow that are not delivered yet."""
+        if flow not in self._active:
+            raise ValueError(f"there is no active flow {flow}")
+        if flow in self._ended:
             return 0.0
-        if flow in self._new:
-            return self._new[flow][0]
+        if flow in self._starting:
+            return self._starting[flow][0]
         self._settle()
         return float(self._table[LEFT, self._flows == flow][0])
 
     def _settle(self) -> None:
-        """Take what has flowed since the rates were found off what was left."""
+        """Subtract the bytes delivered since the rates were computed from the remaining bytes."""
         if self.now > self._since:
             left = self._table[LEFT]
             left -= self._table[RATE] * (self.now - self._since)
             np.maximum(left, 0.0, out=left)
             self._since = self.now
 
-    def _keep(self, kept: NDArray[np.bool_]) -> None:
-        self._path = self._path.compress(kept.repeat(self._hops))
-        self._hops = self._hops.compress(kept)
-        self._flows = self._flows.compress(kept)
-        self._table = self._table.compress(kept, axis=1)
+    def _compress(self, mask: NDArray[np.bool_]) -> None:
+        self._path = self._path.compress(mask.repeat(self._hops))
+        self._hops = self._hops.compress(mask)
+        self._flows = self._flows.compress(mask)
+        self._table = self._table.compress(mask, axis=1)
         self._stale = True
 
     def _admit(self) -> None:
-        """Put those that began at this instant into the table, in the order of their numbers."""
-        if not self._new:
+        """Add the flows that started at this time to the table, in the order of their numbers."""
+        if not self._starting:
             return
-        flows = sorted(self._new)
-        columns = [(amount, amount, weight, 0.0, inf) for amount, weight, _ in map(self._new.__getitem__, flows)]
-        paths = [self._new[flow][2] for flow in flows]
+        flows = sorted(self._starting)
+        columns = [(amount, amount, weight, 0.0, inf) for amount, weight, _ in map(self._starting.__getitem__, flows)]
+        paths = [self._starting[flow][2] for flow in flows]
         self._flows = np.concatenate([self._flows, flows])
         self._table = np.concatenate([self._table, np.array(columns).T], axis=1)
         self._hops = np.concatenate([self._hops, [len(path) for path in paths]])
         self._path = np.concatenate([self._path, *(np.array(path, np.int64) for path in paths)])
-        self._new = {}
+        self._starting = {}
 
     def _find_rates(self) -> None:
         left, amount, weight, rate, end = self._table
         rate[:] = max_min(self._capacity, self._path, self._hops, weight)
         end[:] = inf
         np.divide(left, rate, out=end, where=rate > 0)
-        end[left <= TOGETHER * amount] = 0.0
+        end[left <= END_TOLERANCE * amount] = 0.0
         end += self.now
         self._next = float(end.min(initial=inf))
         self._stale = False
 
 
 def max_min(capacity: Floats, path: Ints, hops: Ints, weight: Floats) -> Floats:
-    """The max-min fair rates of flows, by progressive filling, many bottlenecks at a time.
+    """Return the max-min fair rates of flows, by progressive filling with many bottlenecks at a time.
 
-    `path` holds the resources of flow 0, then of flow 1, and so on; flow f has `hops[f]` of them, at least one.
-    The share of a resource is its room divided by the weights that want it, C_r / sum w_f. A resource whose share is
-    the smallest on the way of every flow that uses it is full in the end, whatever happens elsewhere: its flows get
-    w_f times that share, and what they take is taken off the other resources, whose shares can only grow by that.
-    (All such resources at once, not only the one with the smallest share of all; so in a star of links of 1,000
-    different speeds a few rounds do.)
+    `path` holds the resources of flow 0, then of flow 1, and so on; flow f has `hops[f]` resources, at least one. The
+    share of a resource is its free capacity divided by the weights of its flows, C_r / sum w_f. A resource whose share
+    is the smallest on the path of every flow that uses it is a bottleneck, whatever happens elsewhere: its flows get
+    w_f times that share, and their rates are subtracted from the other resources, whose shares can only grow. All such
+    resources are handled in one round, not only the one with the smallest share, so in a star of links of 1,000
+    different speeds a few rounds suffice.
     """
     if len(hops) == 1:
         return np.array([capacity[path].min()])
     rate = np.zeros(len(hops))
     flows = np.arange(len(hops))
-    room, share = capacity.copy(), np.zeros(len(capacity))
+    free_capacity, share = capacity.copy(), np.zeros(len(capacity))
     while len(flows):
         begin = np.cumsum(hops) - hops
         load = np.bincount(path, weight.repeat(hops), len(capacity))
-        share = np.maximum(share, room / np.where(load > 0, load, 1.0))
+        share = np.maximum(share, free_capacity / np.where(load > 0, load, 1.0))
         offered = share[path]
         least = np.minimum.reduceat(offered, begin)
-        loose = np.zeros(len(capacity), np.bool_)
-        loose[path[offered > (least * (1 + TIE)).repeat(hops)]] = True
-        open_ = np.logical_and.reduceat(loose[path], begin)
+        not_bottleneck = np.zeros(len(capacity), np.bool_)
+        not_bottleneck[path[offered > (least * (1 + SHARE_TOLERANCE)).repeat(hops)]] = True
+        unresolved = np.logical_and.reduceat(not_bottleneck[path], begin)
         rate[flows] = weight * least
-        if not open_.any():
+        if not unresolved.any():
             break
-        room -= np.bincount(path, np.where(open_, 0.0, weight * least).repeat(hops), len(capacity))
-        path = path.compress(open_.repeat(hops))
-        hops, flows, weight = hops.compress(open_), flows.compress(open_), weight.compress(open_)
+        free_capacity -= np.bincount(path, np.where(unresolved, 0.0, weight * least).repeat(hops), len(capacity))
+        path = path.compress(unresolved.repeat(hops))
+        hops, flows, weight = hops.compress(unresolved), flows.compress(unresolved), weight.compress(unresolved)
     return rate

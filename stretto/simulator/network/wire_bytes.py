@@ -1,7 +1,7 @@
-"""How many bytes an exchange puts on a worker's sockets, the headers of every layer above TCP counted.
+"""Byte model of gloo and ZeroMQ traffic: the bytes on a worker's sockets with the headers of every layer above TCP.
 
-What comes out is what the kernel counts on a live connection, less what TCP had to repeat. The rules were found by
-measuring, and a test holds them against real sockets. Pairs are always (sent, received), in bytes.
+The results are what the kernel counts on a live connection, without TCP's retransmissions. The rules were found by
+measuring; a test compares them with real sockets. Pairs are always (sent, received), in bytes.
 """
 
 from __future__ import annotations
@@ -13,26 +13,27 @@ import msgspec
 from stretto.parameter_server.framing import CHUNK_BYTES, DTYPES
 from stretto.parameter_server.messages import Body, Header
 
-# --- the collective wire: gloo over TCP ---------------------------------------------------------------------------
+# --- collective operations: gloo over TCP -------------------------------------------------------------------------
 
-ANNOUNCED = 48
-"""One header of gloo: a sender announces a message, its receiver says that it is ready, the message follows one."""
+HEADER_BYTES = 48
+"""Bytes of a gloo header. Each message has three: the sender's announcement, the receiver's readiness, the
+message's."""
 SEGMENT_BYTES = 1 << 20
-"""No segment of a ring is longer."""
-GREETING = 8
-"""What one end of a new connection tells the other."""
-FRAME = 256
-"""The collective wire's first frame of a message."""
-SIZE = 8
-"""The length of a message, as a number."""
+"""Largest segment of a ring all-reduce in bytes."""
+GREETING_BYTES = 8
+"""Bytes that one side of a new connection sends to the other."""
+FRAME_BYTES = 256
+"""Bytes of the first frame of a byte message of the process-group transport."""
+LENGTH_BYTES = 8
+"""Bytes of a message's length field."""
 PIECE_BYTES = 16 << 20
-"""Longer messages go in pieces over the collective wire, but for means."""
+"""Largest piece in bytes; longer messages are split by the process-group transport, except in an all-reduce."""
 
 
-def _moved(out: tuple[int, int], into: tuple[int, int]) -> tuple[int, int]:
-    """The bytes of messages out and in, each given as (how many, their bytes)."""
-    sent = out[1] + ANNOUNCED * (2 * out[0] + into[0])
-    received = into[1] + ANNOUNCED * (2 * into[0] + out[0])
+def _with_headers(out: tuple[int, int], into: tuple[int, int]) -> tuple[int, int]:
+    """Return (sent, received) with headers for outgoing and incoming messages, each given as (count, bytes)."""
+    sent = out[1] + HEADER_BYTES * (2 * out[0] + into[0])
+    received = into[1] + HEADER_BYTES * (2 * into[0] + out[0])
     return sent, received
 
 
@@ -40,43 +41,43 @@ def _added(*pairs: tuple[int, int]) -> tuple[int, int]:
     return sum(sent for sent, _ in pairs), sum(received for _, received in pairs)
 
 
-def forming_bytes(workers: int) -> tuple[int, int]:
-    """A worker's share of connecting a group: each pair of workers is one connection, greeted by one of its ends.
+def connect_bytes(workers: int) -> tuple[int, int]:
+    """Return a worker's mean bytes for connecting a group: one connection per pair of workers, greeted by one side.
 
-    Which end is by chance, so a worker may send anything from nothing to twice this, and receives the rest. The
-    store where workers meet is not in it: `meeting_bytes`.
+    Which side greets is random, so a worker may send anything from nothing to twice this, and receives the rest. The
+    store of the rendezvous is not included: see `rendezvous_bytes`.
     """
-    half = GREETING // 2 * (workers - 1)
+    half = GREETING_BYTES // 2 * (workers - 1)
     return half, half
 
 
-def meeting_bytes(workers: int) -> tuple[int, int]:
-    """What worker 0, which keeps the store where workers meet, sends and receives on one other's connection to it.
+def rendezvous_bytes(workers: int) -> tuple[int, int]:
+    """Return worker 0's bytes on another worker's connection to the rendezvous store, which worker 0 hosts.
 
-    A live worker 0 counts those of its N-1 connections that came after it began to form the group: none, all, or
-    some of them, by chance. They are for a store of one run's first generation on IPv4.
+    A live worker 0 counts those of its N-1 connections that were opened after it began to form the group, which are
+    none, some, or all of them by chance. The numbers are for the store of a run's first generation on IPv4.
     """
     return 8 * workers**2 + 164 * workers + 4, 117 * workers + 203
 
 
-def mean_bytes(worker: int, workers: int, nbytes: int, item: int = 4) -> tuple[int, int]:
-    """An all-reduce of `nbytes` made of numbers of `item` bytes, as gloo's ring moves it.
+def all_reduce_bytes(worker: int, workers: int, nbytes: int, item: int = 4) -> tuple[int, int]:
+    """Return the bytes of an all-reduce of `nbytes` bytes of elements of `item` bytes in gloo's ring.
 
-    The tensor is cut into at least 2N equal segments, as many for each of N chunks; the last ones may be shorter or
-    empty, and what is empty is not sent. Summing up, worker r sends every chunk but r and receives every chunk but
-    r+1; handing round, it sends all but r-1 and receives all but r. So with chunks of B/N bytes each worker moves
-    2(N-1)/N * B both ways (Patarasuk and Yuan 2009), and the headers.
+    The tensor is split into at least 2N equal segments, the same number for each of N chunks; the last segments may be
+    shorter or empty, and empty segments are not sent. In the reduce-scatter, worker r sends every chunk but r and
+    receives every chunk but r+1; in the all-gather, it sends all but r-1 and receives all but r. With chunks of B/N
+    bytes each worker thus moves 2(N-1)/N * B both ways (Patarasuk and Yuan 2009), plus headers.
     """
-    return _moved(*_mean_moves(worker, workers, nbytes, item))
+    return _with_headers(*_all_reduce_messages(worker, workers, nbytes, item))
 
 
-def mean_messages(worker: int, workers: int, nbytes: int, item: int = 4) -> int:
-    """How many messages an all-reduce is for a worker, sent and received."""
-    out, into = _mean_moves(worker, workers, nbytes, item)
+def all_reduce_messages(worker: int, workers: int, nbytes: int, item: int = 4) -> int:
+    """Return the number of messages that a worker sends and receives in an all-reduce."""
+    out, into = _all_reduce_messages(worker, workers, nbytes, item)
     return out[0] + into[0]
 
 
-def _mean_moves(worker: int, workers: int, nbytes: int, item: int) -> tuple[tuple[int, int], tuple[int, int]]:
+def _all_reduce_messages(worker: int, workers: int, nbytes: int, item: int) -> tuple[tuple[int, int], tuple[int, int]]:
     per_chunk = -(-max(-(-nbytes // SEGMENT_BYTES), 2 * workers) // workers)
     segment = max(-(-nbytes // (per_chunk * workers) // item) * item, item)
 
@@ -86,10 +87,10 @@ def _mean_moves(worker: int, workers: int, nbytes: int, item: int) -> tuple[tupl
 
     whole = (-(-nbytes // segment), nbytes)
     before, own, after = (chunk(worker + by) for by in (-1, 0, 1))
-    return _twice_less(whole, before, own), _twice_less(whole, own, after)
+    return _ring_volume(whole, before, own), _ring_volume(whole, own, after)
 
 
-def _twice_less(whole: tuple[int, int], one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
+def _ring_volume(whole: tuple[int, int], one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
     return 2 * whole[0] - one[0] - other[0], 2 * whole[1] - one[1] - other[1]
 
 
@@ -98,69 +99,69 @@ def _pieces(nbytes: int) -> int:
 
 
 def _all_gather(workers: int, nbytes: int) -> tuple[int, int]:
-    """Gloo's ring of N-1 steps; each hands on one worker's bytes in two halves."""
+    """Return the bytes of gloo's ring all-gather: N-1 steps, each forwarding one worker's bytes in two halves."""
     steps = (2 * (workers - 1) * _pieces(nbytes), nbytes * (workers - 1))
-    return _moved(steps, steps)
+    return _with_headers(steps, steps)
 
 
-def every_bytes(worker: int, sizes: Sequence[int]) -> tuple[int, int]:
-    """Every worker's message to all others; `sizes` in bytes. Their lengths go round first, empty ones stay at home."""
-    others, own = len(sizes) - 1, sizes[worker]
-    out = (others * _pieces(own), others * own)
-    into = (sum(map(_pieces, sizes)) - _pieces(own), sum(sizes) - own)
-    return _added(_all_gather(len(sizes), SIZE), _moved(out, into))
+def all_gather_bytes(worker: int, sizes: Sequence[int]) -> tuple[int, int]:
+    """Return the bytes of an all-gather of messages of `sizes` bytes: first the lengths, then all nonempty messages."""
+    others, own_bytes = len(sizes) - 1, sizes[worker]
+    out = (others * _pieces(own_bytes), others * own_bytes)
+    into = (sum(map(_pieces, sizes)) - _pieces(own_bytes), sum(sizes) - own_bytes)
+    return _added(_all_gather(len(sizes), LENGTH_BYTES), _with_headers(out, into))
 
 
-def gather_bytes(workers: int, longest: int) -> tuple[int, int]:
-    """A short message of every worker to all; when the longest does not fit a frame, all go again at its length."""
-    frames = _all_gather(workers, FRAME)
-    return frames if longest <= FRAME - SIZE else _added(frames, _all_gather(workers, longest))
+def all_gather_message_bytes(workers: int, longest: int) -> tuple[int, int]:
+    """Return the bytes of an all-gather of byte messages: frames, and if the longest is longer, all at its length."""
+    frames = _all_gather(workers, FRAME_BYTES)
+    return frames if longest <= FRAME_BYTES - LENGTH_BYTES else _added(frames, _all_gather(workers, longest))
 
 
-def tell_bytes(worker: int, workers: int, root: int, length: int) -> tuple[int, int]:
-    """The root's message to all, in gloo's binomial tree; when it does not fit a frame, it goes again at its length.
+def broadcast_bytes(worker: int, workers: int, root: int, length: int) -> tuple[int, int]:
+    """Return the bytes of a broadcast of `length` bytes in gloo's binomial tree: a frame, and if too small, all again.
 
-    Counted from the root, place p hands on to p + 2^i for every 2^i > p.
+    Counted from the root, position p forwards to p + 2^i for every 2^i > p.
     """
-    place = (worker - root) % workers
-    receivers = sum(place < 1 << i and place + (1 << i) < workers for i in range(workers.bit_length()))
-    lengths = [FRAME] if length <= FRAME - SIZE else [FRAME, length]
+    position = (worker - root) % workers
+    receivers = sum(position < 1 << i and position + (1 << i) < workers for i in range(workers.bit_length()))
+    lengths = [FRAME_BYTES] if length <= FRAME_BYTES - LENGTH_BYTES else [FRAME_BYTES, length]
     moves = [
-        ((receivers * _pieces(one), receivers * one), (_pieces(one) * (place > 0), one * (place > 0)))
-        for one in lengths
+        ((receivers * _pieces(nbytes), receivers * nbytes), (_pieces(nbytes) * (position > 0), nbytes * (position > 0)))
+        for nbytes in lengths
     ]
-    return _added(*(_moved(*each) for each in moves))
+    return _added(*(_with_headers(*each) for each in moves))
 
 
-# --- the server wire: ZeroMQ's ZMTP 3.1 over TCP ------------------------------------------------------------------
+# --- parameter server: ZeroMQ's ZMTP 3.1 over TCP -----------------------------------------------------------------
 
-SHORT_FRAME = 255
-"""Frames up to this length have a header of 2 bytes (flags, length), longer ones of 9."""
-SEALED = 33
-"""What CURVE adds to a frame: its name (8), a nonce (8), an authenticator (16), flags (1)."""
+SHORT_FRAME_BYTES = 255
+"""Bytes up to which a frame has a header of 2 bytes (flags, length); longer frames have 9."""
+CURVE_BYTES = 33
+"""Bytes that CURVE adds to a frame: command name (8), nonce (8), authenticator (16), flags (1)."""
 _ITEM_BYTES = {name: dtype.itemsize for name, dtype in DTYPES.items()}
 _encoder = msgspec.msgpack.Encoder()
 
 
 def _frame(nbytes: int, encrypted: bool) -> int:
-    body = nbytes + SEALED if encrypted else nbytes
-    return body + (2 if body <= SHORT_FRAME else 9)
+    body = nbytes + CURVE_BYTES if encrypted else nbytes
+    return body + (2 if body <= SHORT_FRAME_BYTES else 9)
 
 
 def handshake_bytes(worker: int, encrypted: bool) -> tuple[int, int]:
-    """What a worker's connection to one socket of a server takes before its first parcel.
+    """Return the bytes on a worker's connection to one socket of a server before its first message.
 
-    Greeting (64 bytes each), then the commands of ZMTP's NULL or CURVE mechanism; the worker's carry its name.
+    A greeting (64 bytes each way), then the commands of ZMTP's NULL or CURVE mechanism; the worker's carry its name.
     """
     name = len("worker ") + len(str(worker))
     return (567 + name, 301) if encrypted else (107 + name, 107)
 
 
-def parcel_bytes(number: int, body: Body, tensors: Sequence[tuple[str, int]], encrypted: bool) -> int:
-    """A parcel with tensors of these kinds and lengths, as `parameter_server.framing.encode` cuts it into frames.
+def message_bytes(number: int, body: Body, tensors: Sequence[tuple[str, int]], encrypted: bool) -> int:
+    """Return the bytes of a message with tensors of these (dtype, length), framed by `parameter_server.framing.encode`.
 
-    The same for a request of a worker and for a server's reply. Workers' names and heartbeats add nothing to it:
-    names are told in the handshake, and there are no heartbeats. A live worker's figures end before its good-bye.
+    Requests of a worker and replies of a server have the same size. Names and heartbeats of workers add nothing: names
+    are sent in the handshake, and there are no heartbeats. The counters of a live worker end before its Leave message.
     """
     total = _frame(len(_encoder.encode(Header(number, body, list(tensors)))), encrypted)
     room = CHUNK_BYTES

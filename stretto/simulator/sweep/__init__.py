@@ -1,1 +1,1 @@
-"""A grid of simulations, each a process, as many at once as there are cores, and one report of all of them."""
+"""Sweeps: grids of simulations, each in its own process, with one report."""

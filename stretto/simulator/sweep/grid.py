@@ -1,4 +1,4 @@
-"""What a sweep asks: axes with their values as they are typed, and the points of the grid that they span."""
+"""The grid of a sweep: axes with their values as texts, and the points that they span."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 WORKERS, RECIPE, STEP_TIME = "workers", "recipe", "step_time"
 OPTIONS = (WORKERS, "seed", "network", "speeds", STEP_TIME, "faults", RECIPE, "until")
-"""The options of a simulation that can be swept."""
+"""Options of `stretto simulate` that can be axes."""
 
 EXAMPLE = '--sweep "workers=1,2,4,...,64"'
 DOTS = "..."
@@ -41,24 +41,24 @@ QUOTES = "\"'"
 
 @dataclass(frozen=True)
 class Axis:
-    """One thing that is varied, and its values as text."""
+    """A varied option, and its values as texts."""
 
     name: str
     values: tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class SweepOrder:
+class SweepConfig:
     """A grid of simulations of one script.
 
-    `options` are those of `stretto simulate` by name (`step_time` for `--step-time`), with their values as typed; what
-    can't be swept is in the `order`. `sweep` has an axis a text, `target` is what counts as done, and `jobs`
-    simulations go on at once: as many as there are cores unless it is said. `out` may hold the same sweep unfinished.
-    `json_to` gets the records of the points, - for the standard output. `step_times` are what was measured for points
-    that are `alike`.
+    `options` are options of `stretto simulate` by name (`step_time` for `--step-time`), with their values as texts;
+    options that cannot be swept are in `config`. `sweep` has the text of each axis, `target` the metric that counts as
+    done. `jobs` is the number of simulations that run concurrently, default: the number of cores. `out` may hold the
+    same sweep unfinished. `json_to` is the file for the records of the points, - for the standard output. `step_times`
+    are the measured step times by `Point.cost_group`.
     """
 
-    order: RunConfig
+    config: RunConfig
     sweep: tuple[str, ...]
     options: Mapping[str, str] = field(default_factory=dict)
     target: str | None = None
@@ -69,43 +69,43 @@ class SweepOrder:
     step_times: Mapping[str, str] = field(default_factory=dict)
 
     def asked(self) -> dict[str, Any]:
-        """What sweep.json keeps of it: everything that decides what the points are, and the target."""
+        """Return the configuration for sweep.json: everything that determines the points, and the target."""
         return {
-            "script": " ".join(entry.typed(self.order.script, self.order.module)),
-            "script_hash": hashlib.sha256(self.order.file().read_bytes()).hexdigest(),
-            "args": list(self.order.args),
+            "script": " ".join(entry.typed(self.config.script, self.config.module)),
+            "script_hash": hashlib.sha256(self.config.file().read_bytes()).hexdigest(),
+            "args": list(self.config.args),
             "options": dict(self.options),
-            "also": self.also,
+            "also": self.common_options,
             "sweep": {axis.name: list(axis.values) for axis in axes(self)},
-            "target": str(self.goal()) if self.target is not None else None,
+            "target": str(self.parsed_target()) if self.target is not None else None,
             "step_times": dict(self.step_times),
         }
 
     @property
-    def also(self) -> list[str]:
-        """What is typed for every simulation alike: options of the order that are not as usual."""
-        order, usual = self.order, RunConfig(self.order.script)
+    def common_options(self) -> list[str]:
+        """Command-line options of every simulation: those of `config` that differ from their defaults."""
+        config, usual = self.config, RunConfig(self.config.script)
         typed = {
-            "--on-nan": order.on_nan if order.on_nan != usual.on_nan else None,
-            "--failure-timeout": f"{spelled(order.failure_timeout_s)}s"
-            if order.failure_timeout_s != usual.failure_timeout_s
+            "--on-nan": config.on_nan if config.on_nan != usual.on_nan else None,
+            "--failure-timeout": f"{spelled(config.failure_timeout_s)}s"
+            if config.failure_timeout_s != usual.failure_timeout_s
             else None,
-            "--timeout": spelled(order.timeout_s) if order.timeout_s != usual.timeout_s else None,
-            "--min-workers": str(order.min_workers) if order.min_workers != usual.min_workers else None,
-            "--batch": order.global_batch if order.global_batch != usual.global_batch else None,
-            "--lr-scale": order.lr_scale if order.lr_scale != usual.lr_scale else None,
-            "--on-resize": order.batch if order.batch != usual.batch else None,
-            "--max-workers": str(order.max_workers) if order.max_workers is not None else None,
+            "--timeout": spelled(config.timeout_s) if config.timeout_s != usual.timeout_s else None,
+            "--min-workers": str(config.min_workers) if config.min_workers != usual.min_workers else None,
+            "--batch": config.global_batch if config.global_batch != usual.global_batch else None,
+            "--lr-scale": config.lr_scale if config.lr_scale != usual.lr_scale else None,
+            "--on-resize": config.batch if config.batch != usual.batch else None,
+            "--max-workers": str(config.max_workers) if config.max_workers is not None else None,
         }
         words = [word for name, value in typed.items() if value is not None for word in (name, value)]
-        return ["--no-encryption"] * order.plain + words
+        return ["--no-encryption"] * config.plain + words
 
-    def goal(self) -> Target | None:
-        """The target, read."""
+    def parsed_target(self) -> Target | None:
+        """Return the parsed target."""
         return None if self.target is None else Target.parse(self.target)
 
-    def at_once(self) -> int:
-        """How many simulations go on at once. Raises LaunchError for none."""
+    def concurrency(self) -> int:
+        """Return the number of concurrent simulations. Raises LaunchError if it is below 1."""
         jobs = cores() if self.jobs is None else self.jobs
         if jobs < 1:
             raise mistyped(f"the number of jobs cannot be {jobs}", jobs, "a whole number, at least 1", "--jobs 2")
@@ -114,53 +114,53 @@ class SweepOrder:
 
 @dataclass(frozen=True)
 class Point:
-    """One simulation of the grid: `name` is its folder, `values` says where on the axes it lies.
+    """One simulation of the grid: `name` is its folder, `values` its values by axis.
 
-    The work of those that are `alike` takes the same: they have a recipe, wires or none, and their crowd in common.
+    Points of the same `cost_group` have the same costs: the same recipe, contention, and presence of a network.
     """
 
     name: str
     values: Mapping[str, str]
     options: Mapping[str, str]
     args: tuple[str, ...]
-    alike: str = ""
+    cost_group: str = ""
 
-    def words(self, order: SweepOrder, folder: Path) -> list[str]:
-        """What is typed after `stretto simulate`."""
+    def words(self, config: SweepConfig, folder: Path) -> list[str]:
+        """Return the arguments of `stretto simulate`."""
         typed = [word for name, value in self.options.items() for word in (f"--{name.replace('_', '-')}", value)]
-        typed += [*order.also, "--quiet", "--out", str(folder)]
-        return [*typed, *entry.typed(order.order.script, order.order.module, self.args)]
+        typed += [*config.common_options, "--quiet", "--out", str(folder)]
+        return [*typed, *entry.typed(config.config.script, config.config.module, self.args)]
 
 
 # Axes
 
 
 def parse(text: str) -> Axis:
-    """An axis from what was typed, with `...` written out.
+    """Parse an axis, and expand `...`.
 
     >>> parse("workers=1,2,4,...,32").values, parse("every=0,5,...,20").values
     (('1', '2', '4', '8', '16', '32'), ('0', '5', '10', '15', '20'))
 
-    `...` goes on as the three values before it, or two when there are no more, until the value after it, which it must
-    meet: by equal ratios where three values have them, else by equal differences. Commas divide values, but not
-    within brackets and quotes; a value of an option may stand in quotes whole. Raises LaunchError.
+    `...` continues the pattern of the three values before it (or two, if there are no more) up to the value after it,
+    which the pattern must reach: equal ratios if three values have them, else equal differences. Commas separate
+    values, except within brackets and quotes; the value of an option may be quoted as a whole. Raises LaunchError.
     """
     name, equals, rest = text.partition("=")
     name = name.strip()
     if not equals or NAME.fullmatch(name) is None:
         raise mistyped(f"not an axis: {text}", repr(text), "a name, = and values with commas between", EXAMPLE)
     name = name if name.startswith("--") else name.replace("-", "_")
-    values = _written_out(_divided(rest, name), name)
+    values = _expanded(_split_values(rest, name), name)
     if name in OPTIONS or name.startswith("--"):
         values = [_unquoted(value) for value in values]
-    twice = next((value for place, value in enumerate(values) if value in values[:place]), None)
-    if twice is not None:
-        raise mistyped(f"{name} has the value {twice} twice", rest, "each value once", EXAMPLE)
+    repeated = next((value for index, value in enumerate(values) if value in values[:index]), None)
+    if repeated is not None:
+        raise mistyped(f"{name} has the value {repeated} twice", rest, "each value once", EXAMPLE)
     return Axis(name, tuple(values))
 
 
-def _divided(text: str, name: str) -> list[str]:
-    """The values: commas divide, but not within brackets and quotes."""
+def _split_values(text: str, name: str) -> list[str]:
+    """Split the text into values at commas that are not within brackets or quotes."""
     words, depth, quote = [""], 0, ""
     for letter in text:
         if quote or letter in QUOTES:
@@ -172,7 +172,7 @@ def _divided(text: str, name: str) -> list[str]:
             depth += (letter in "([{") - (letter in ")]}")
         words[-1] += letter
     if quote or depth:
-        raise mistyped(f"a quote or a bracket of {name} has no partner", text, "both, or none", EXAMPLE)
+        raise mistyped(f"{name} has an unmatched quote or bracket", text, "matching quotes and brackets", EXAMPLE)
     if not all(word.strip() for word in words):
         raise mistyped(f"{name} has an empty value", text or "nothing", "a value on each side of a comma", EXAMPLE)
     return [word.strip() for word in words]
@@ -183,38 +183,38 @@ def _unquoted(value: str) -> str:
     return value[1:-1] if whole else value
 
 
-def _written_out(words: Sequence[str], name: str) -> list[str]:
-    """The words with each `...` replaced by the numbers that it stands for."""
+def _expanded(words: Sequence[str], name: str) -> list[str]:
+    """Return the words with each `...` expanded."""
     values: list[str] = []
-    for place, word in enumerate(words):
+    for index, word in enumerate(words):
         if word == DOTS:
-            values += _between(words[:place][-3:], words[place + 1 : place + 2], name)
+            values += _expansion(words[:index][-3:], words[index + 1 : index + 2], name)
         else:
             values.append(word)
     _check_count(len(values), name)
     return values
 
 
-def _between(before: Sequence[str], after: Sequence[str], name: str) -> list[str]:
-    """What `...` stands for between the values before it and the one after it."""
+def _expansion(before: Sequence[str], after: Sequence[str], name: str) -> list[str]:
+    """Return the expansion of `...` between the values before it and the value after it."""
     text = ",".join([*before, DOTS, *after])
     if len(before) < 2 or not after:
-        raise mistyped(f"{DOTS} of {name} has no values to go on from, or to", text, "1,2,...,10", EXAMPLE)
+        raise mistyped(f"{DOTS} of {name} needs two values before it and one after it", text, "1,2,...,10", EXAMPLE)
     if not all(map(NUMBER.fullmatch, (*before, *after))):
-        raise mistyped(f"{DOTS} of {name} stands between what are no plain numbers", text, "1,2,4,...,64", EXAMPLE)
+        raise mistyped(f"{DOTS} of {name} is not between plain numbers", text, "1,2,4,...,64", EXAMPLE)
     *numbers, end = map(Fraction, (*before, *after))
-    found = [numbers[-1]]
+    values = [numbers[-1]]
     upwards, following = numbers[-1] > numbers[-2], _pattern(numbers)
     if following is None:
         expected = "equal differences, or three values with equal ratios"
         raise mistyped(f"the values before {DOTS} of {name} have no pattern", text, expected, EXAMPLE)
-    while found[-1] != end and (found[-1] < end) == upwards:
-        found.append(following(found[-1]))
-        _check_count(len(found), name)
-    if found[-1] != end or len(found) == 1:
-        problem, by = f"{DOTS} of {name} does not meet {after[0]}", ", ".join(map(_text, found[-2:]))
-        raise mistyped(problem, f"{text}, which comes by {by}", "a last value that the pattern meets", EXAMPLE)
-    return [_text(value) for value in found[1:-1]]
+    while values[-1] != end and (values[-1] < end) == upwards:
+        values.append(following(values[-1]))
+        _check_count(len(values), name)
+    if values[-1] != end or len(values) == 1:
+        problem, last = f"{DOTS} of {name} does not reach {after[0]}", ", ".join(map(_text, values[-2:]))
+        raise mistyped(problem, f"{text}, which passes {last}", "a last value that the pattern reaches", EXAMPLE)
+    return [_text(value) for value in values[1:-1]]
 
 
 def _check_count(count: int, name: str) -> None:
@@ -223,7 +223,7 @@ def _check_count(count: int, name: str) -> None:
 
 
 def _pattern(numbers: Sequence[Fraction]) -> Callable[[Fraction], Fraction] | None:
-    """What makes the next number of the last: a step, a ratio above 0, or None."""
+    """Return the function from each number to the next (constant difference, or constant ratio above 0), or None."""
     steps = {b - a for a, b in itertools.pairwise(numbers)}
     if len(steps) == 1:
         step = steps.pop()
@@ -239,86 +239,96 @@ def _text(value: Fraction) -> str:
     return format(Decimal(value.numerator) / Decimal(value.denominator), "f")
 
 
-def axes(order: SweepOrder) -> list[Axis]:
-    """All axes, each once. Raises LaunchError."""
-    found = [parse(text) for text in order.sweep]
-    names = [axis.name for axis in found]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise mistyped(f"{twice} is swept twice", ", ".join(order.sweep), "one axis a name", f'--sweep "{twice}=1,2,4"')
-    if not found:
+def axes(config: SweepConfig) -> list[Axis]:
+    """Return all axes. Raises LaunchError if an axis occurs twice or there is none."""
+    parsed_axes = [parse(text) for text in config.sweep]
+    names = [axis.name for axis in parsed_axes]
+    repeated = next((name for name in names if names.count(name) > 1), None)
+    if repeated is not None:
+        raise mistyped(
+            f"{repeated} is swept twice", ", ".join(config.sweep), "one axis a name", f'--sweep "{repeated}=1,2,4"'
+        )
+    if not parsed_axes:
         raise mistyped("there is nothing to sweep", "no --sweep", "an axis, at least one", EXAMPLE)
-    return found
+    return parsed_axes
 
 
 # Points
 
 
-def points(order: SweepOrder) -> list[Point]:
-    """All points of the grid, the last axis changing fastest, each checked.
+def points(config: SweepConfig) -> list[Point]:
+    """Return all points of the grid, checked; the last axis changes fastest.
 
-    Raises LaunchError or RecipeError before anything is started.
+    Raises LaunchError or RecipeError.
     """
-    found = axes(order)
-    names = [axis.name for axis in found]
-    combined = itertools.product(*(axis.values for axis in found))
-    return [_point(order, place, dict(zip(names, values, strict=True))) for place, values in enumerate(combined, 1)]
+    parsed_axes = axes(config)
+    names = [axis.name for axis in parsed_axes]
+    combined = itertools.product(*(axis.values for axis in parsed_axes))
+    return [_point(config, index, dict(zip(names, values, strict=True))) for index, values in enumerate(combined, 1)]
 
 
-def _point(order: SweepOrder, place: int, values: Mapping[str, str]) -> Point:
+def _point(config: SweepConfig, index: int, values: Mapping[str, str]) -> Point:
     from stretto.simulator.options import simulation
 
-    options = dict(order.options) | {name: value for name, value in values.items() if name in OPTIONS}
-    args = list(order.order.args)
+    options = dict(config.options) | {name: value for name, value in values.items() if name in OPTIONS}
+    args = list(config.config.args)
     for name, value in values.items():
         if name.startswith("--"):
             args += [name, value]
         elif name not in OPTIONS:
             options[RECIPE] = with_option(options.get(RECIPE), name, value)
-    alike = _alike(simulation(replace(order.order, args=tuple(args)), options))
-    if alike in order.step_times and STEP_TIME not in values:
-        options[STEP_TIME] = order.step_times[alike]
-    said = "-".join(f"{name.strip('-')}={value}" for name, value in values.items())
-    said = re.sub(r"[^\w.=-]+", "_", said, flags=re.ASCII)
-    return Point(f"{place:03}-{said[:60]}", values, options, tuple(args), alike)
+    cost_group = _cost_group(simulation(replace(config.config, args=tuple(args)), options))
+    if cost_group in config.step_times and STEP_TIME not in values:
+        options[STEP_TIME] = config.step_times[cost_group]
+    label = "-".join(f"{name.strip('-')}={value}" for name, value in values.items())
+    label = re.sub(r"[^\w.=-]+", "_", label, flags=re.ASCII)
+    return Point(f"{index:03}-{label[:60]}", values, options, tuple(args), cost_group)
 
 
-def _alike(one: Simulation) -> str:
-    beside = f", {one.crowd} more at work" if one.crowd is not None else ""
-    recipe = one.order.recipe or "the script's recipe"
-    return f"{recipe}{beside}{'' if one.has_wires else ', without wires'}"
+def _cost_group(simulated: Simulation) -> str:
+    contention = (
+        f", {simulated.contending_processes} other busy processes" if simulated.contending_processes is not None else ""
+    )
+    recipe = simulated.config.recipe or "the script's recipe"
+    return f"{recipe}{contention}{'' if simulated.has_network else ', without a network'}"
 
 
 def with_option(recipe: str | None, name: str, value: str) -> str:
-    """The text of a recipe with one of its options set, in place of the value that it had.
+    """Return the text of a recipe with one of its options replaced.
 
     >>> with_option("local_sgd(every=4, after=10)", "every", "16")
     'local_sgd(every=16, after=10)'
 
-    Raises LaunchError when the recipe has no such option, and RecipeError when it cannot have that value.
+    Raises LaunchError if the recipe has no such option, and RecipeError if the value is invalid.
     """
-    called, given, known = _taken_apart(recipe) if recipe is not None else ("", {}, [])
-    if name not in known:
-        raise _unknown(name, called, known)
-    given[name] = value
-    return str(parse_recipe(f"{called}({', '.join(f'{one}={text}' for one, text in given.items())})"))
+    recipe_name, given_options, known_options = _parsed_recipe(recipe) if recipe is not None else ("", {}, [])
+    if name not in known_options:
+        raise _unknown(name, recipe_name, known_options)
+    given_options[name] = value
+    return str(
+        parse_recipe(f"{recipe_name}({', '.join(f'{option}={text}' for option, text in given_options.items())})")
+    )
 
 
-def _taken_apart(recipe: str) -> tuple[str, dict[str, str], list[str]]:
-    """What a recipe is called, the options that were given, as text, and all that it has."""
+def _parsed_recipe(recipe: str) -> tuple[str, dict[str, str], list[str]]:
+    """Return the name of a recipe, its given options as texts, and the names of all its options."""
     parse_recipe(recipe)
     tree = ast.parse(recipe.strip(), mode="eval").body
     call = tree if isinstance(tree, ast.Call) else ast.Call(tree, [], [])
-    called = ast.unparse(call.func)
-    known = [one for one in inspect.signature(WORDS[called]).parameters if one != "called"]
-    given = dict(zip(known, map(ast.unparse, call.args), strict=False))
-    return called, given | {str(one.arg): ast.unparse(one.value) for one in call.keywords}, known
+    recipe_name = ast.unparse(call.func)
+    known_options = [name for name in inspect.signature(WORDS[recipe_name]).parameters if name != "called"]
+    given_options = dict(zip(known_options, map(ast.unparse, call.args), strict=False))
+    return (
+        recipe_name,
+        given_options | {str(name.arg): ast.unparse(name.value) for name in call.keywords},
+        known_options,
+    )
 
 
-def _unknown(name: str, called: str, known: Sequence[str]) -> LaunchError:
-    near = nearest(name, [*OPTIONS, *known])
-    whose = f"nor one of {called}" if called else "and there is no recipe that could have it"
-    has = f"; of {called}: {', '.join(known) or 'none'}" if called else ""
+def _unknown(name: str, recipe_name: str, known_options: Sequence[str]) -> LaunchError:
+    near = nearest(name, [*OPTIONS, *known_options])
+    whose = f"nor one of {recipe_name}" if recipe_name else "and there is no recipe that could have it"
+    has = f"; of {recipe_name}: {', '.join(known_options) or 'none'}" if recipe_name else ""
     return mistyped(
         f"{name} is no option of a simulation, {whose}",
         name,

@@ -1,4 +1,4 @@
-"""What a person sees while a sweep goes on: how many points are done, which run, how long it may still take."""
+"""Progress display of a sweep: points done, points running, and the estimated remaining time."""
 
 from __future__ import annotations
 
@@ -13,59 +13,59 @@ from stretto.report.run_record import Record
 
 
 class Progress:
-    """A line that moves on a terminal, and a line for each point that has ended."""
+    """A status line on terminals, and a line for each point that has ended."""
 
     def __init__(self, console: Console, count: int, jobs: int, say: Callable[[str], None], quiet: bool) -> None:
         self._console, self._count, self._jobs, self._say = console, count, jobs, say
-        self._moving: Status | None = console.status("") if console.is_terminal and not quiet else None
-        self._begun: dict[str, float] = {}
-        self._done, self._took = 0, list[float]()
+        self._status: Status | None = console.status("") if console.is_terminal and not quiet else None
+        self._start_times: dict[str, float] = {}
+        self._done, self._durations = 0, list[float]()
 
-    def kept(self, count: int) -> None:
-        """So many points were whole before."""
+    def completed_before(self, count: int) -> None:
+        """Report the number of points that an earlier run of the sweep has completed."""
         self._done = count
         if count:
             self._say(f"{count} of {formatting.plural(self._count, 'point')} were done before")
 
     def begin(self, name: str) -> None:
-        """A point begins."""
-        self._begun[name] = self._console.get_time()
-        self._show()
+        """Report that a point has started."""
+        self._start_times[name] = self._console.get_time()
+        self._update()
 
-    def end(self, name: str, found: Record) -> None:
-        """A point has ended."""
-        self._took.append(self._console.get_time() - self._begun.pop(name))
+    def end(self, name: str, result: Record) -> None:
+        """Report that a point has ended."""
+        self._durations.append(self._console.get_time() - self._start_times.pop(name))
         self._done += 1
-        texts = [outcome(found), f"{formatting.seconds(self._took[-1])} here", self.left()]
+        texts = [summary(result), f"{formatting.seconds(self._durations[-1])} here", self.left()]
         self._say(f"[{self._done} of {self._count}] {name}: {', '.join(filter(None, texts))}")
-        self._show()
+        self._update()
 
     def left(self) -> str:
-        """How long it may still take: as long for each point left as for those that have ended."""
+        """Return the estimated remaining time, from the mean time of the points that have ended."""
         left = self._count - self._done
-        if not self._took or not left:
+        if not self._durations or not left:
             return ""
-        seconds = left * sum(self._took) / len(self._took) / min(self._jobs, left)
+        seconds = left * sum(self._durations) / len(self._durations) / min(self._jobs, left)
         return f"about {formatting.duration(seconds)} left"
 
     def close(self) -> None:
-        """Take the moving line away."""
-        if self._moving is not None:
-            self._moving.stop()
+        """Remove the status line."""
+        if self._status is not None:
+            self._status.stop()
 
-    def _show(self) -> None:
-        if self._moving is None:
+    def _update(self) -> None:
+        if self._status is None:
             return
-        texts = [f"{self._done} of {self._count} points done", f"now {', '.join(self._begun)}", self.left()]
-        self._moving.update(Text("; ".join(filter(None, texts))))
-        self._moving.start()
+        texts = [f"{self._done} of {self._count} points done", f"now {', '.join(self._start_times)}", self.left()]
+        self._status.update(Text("; ".join(filter(None, texts))))
+        self._status.start()
 
 
-def outcome(found: Record) -> str:
-    """A point in a few words."""
-    if found["failed"]:
-        return f"failed: {found['failed']}"
-    metrics = [f"{name} {formatting.figure(value, 4)}" for name, value in found["metrics"].items()]
-    reached = found["seconds_to_target"]
+def summary(result: Record) -> str:
+    """Return a short description of a point's result."""
+    if result["failed"]:
+        return f"failed: {result['failed']}"
+    metrics = [f"{name} {formatting.figure(value, 4)}" for name, value in result["metrics"].items()]
+    reached = result["seconds_to_target"]
     target = f"target after {formatting.seconds(reached)}" if reached is not None else ""
-    return ", ".join(filter(None, [f"{formatting.seconds(found['seconds'])} of virtual time", target, *metrics]))
+    return ", ".join(filter(None, [f"{formatting.seconds(result['seconds'])} of virtual time", target, *metrics]))

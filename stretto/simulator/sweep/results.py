@@ -1,6 +1,6 @@
-"""What the points of a sweep found, and what follows from them together: speed-up, and where it stops to pay.
+"""Results of the points of a sweep, with speed-up and the number of workers beyond which more stop paying.
 
-Everything is as `sweep.json` keeps it: a point is a flat record, its place on the axes under `values`.
+The format is that of `sweep.json`: a point is a flat record; `values` holds its values by axis.
 """
 
 from __future__ import annotations
@@ -19,125 +19,125 @@ from stretto.report.target import Target
 from stretto.simulator.sweep.grid import RECIPE, WORKERS, Point
 
 NAME = "sweep.json"
-WHOLE = "whole"
-"""The file that says of a point's folder that its simulation came to its end."""
+COMPLETE_MARK = "whole"
+"""Name of the file that marks a point's folder as complete."""
 
 POINTS = "points"
 PAYS = 0.05
-"""By how much faster more workers must be to pay."""
+"""Least relative gain in speed for which more workers pay."""
 
 TARGET, PACE = "target", "samples_per_second"
-"""What speed-up may be measured by."""
+"""Measures of speed-up: time to the target, or samples per second."""
 
-Found = Mapping[str, Any]
+Result = Mapping[str, Any]
 
 
 def measured(point: Point, folder: Path, target: Target | None) -> Record:
-    """The record of a point from its run folder. All seconds are virtual. Raises LogError when it can't be read.
+    """Return the record of a point from its run directory, in virtual seconds. Raises LogError if it cannot be read.
 
-    `seconds_to_target` is None when the target was never reached, `mean_staleness` where nothing is stale;
-    `bytes_sent_per_worker` is a mean, `waiting_share` of the time of all workers together.
+    `seconds_to_target` is None if the target was not reached, `mean_staleness` for synchronous recipes;
+    `bytes_sent_per_worker` is a mean, `waiting_share` a fraction of the total time of all workers.
     """
-    found = record(folder)
+    run_record = record(folder)
     evaluations = run_log.read(folder).of("evaluation") if target else []
     reached = (target.reached(evaluations) if target else None) or {}
-    sent = found["bytes_sent"]
+    sent = run_record["bytes_sent"]
     return {
-        **_place(point),
-        "failed": found["failed"],
-        "workers": found["workers"],
-        "seconds": found["seconds"],
+        **_identity(point),
+        "failed": run_record["failed"],
+        "workers": run_record["workers"],
+        "seconds": run_record["seconds"],
         "seconds_to_target": reached.get("seconds"),
         "samples_to_target": reached.get("samples"),
-        "metrics": found["metrics"],
-        "samples": found["samples"],
-        "samples_per_second": found["samples_per_second"],
-        "steps": found["steps"],
-        "rounds": found["rounds"],
+        "metrics": run_record["metrics"],
+        "samples": run_record["samples"],
+        "samples_per_second": run_record["samples_per_second"],
+        "steps": run_record["steps"],
+        "rounds": run_record["rounds"],
         "bytes_sent_per_worker": sum(sent) / len(sent) if sent else None,
-        "mean_staleness": (found["staleness"] or {}).get("mean"),
-        "waiting_share": share(found, "waiting"),
+        "mean_staleness": (run_record["staleness"] or {}).get("mean"),
+        "waiting_share": share(run_record, "waiting"),
     }
 
 
 def failed(point: Point, error: str) -> Record:
-    """The record of a point that left nothing to measure."""
-    nothing = ("seconds", "seconds_to_target", "samples_to_target", PACE, "bytes_sent_per_worker")
-    more = ("mean_staleness", "waiting_share", "samples", "steps", "rounds")
-    asked = {"failed": error, "workers": int(point.options.get(WORKERS, 1)), "metrics": {}}
-    return {**_place(point), **asked, **dict.fromkeys((*nothing, *more))}
+    """Return the record of a failed point."""
+    missing = ("seconds", "seconds_to_target", "samples_to_target", PACE, "bytes_sent_per_worker")
+    also_missing = ("mean_staleness", "waiting_share", "samples", "steps", "rounds")
+    known = {"failed": error, "workers": int(point.options.get(WORKERS, 1)), "metrics": {}}
+    return {**_identity(point), **known, **dict.fromkeys((*missing, *also_missing))}
 
 
-def _place(point: Point) -> Record:
-    """Where it is kept, where it lies on the axes, and the recipe that was asked for; None: the script's own."""
+def _identity(point: Point) -> Record:
+    """Return the fields that identify a point: folder, values by axis, and recipe (None: the script's own)."""
     return {"folder": f"{POINTS}/{point.name}", "values": dict(point.values), "recipe": point.options.get(RECIPE)}
 
 
-# What follows
+# Comparison
 
 
-def lines(found: Iterable[Found], across: str = WORKERS) -> dict[str, list[Found]]:
-    """The points that differ in nothing but one axis, in its order, under the name of what they have in common."""
-    sorted_: dict[str, list[Found]] = {}
-    for one in found:
-        sorted_.setdefault(label(one, across), []).append(one)
-    return {name: sorted(line, key=lambda one: place(one, across)) for name, line in sorted_.items()}
+def lines(point_records: Iterable[Result], across: str = WORKERS) -> dict[str, list[Result]]:
+    """Return the points grouped into lines, which differ only in one axis, in its order, by the lines' labels."""
+    sorted_: dict[str, list[Result]] = {}
+    for point in point_records:
+        sorted_.setdefault(label(point, across), []).append(point)
+    return {name: sorted(line, key=lambda point: place(point, across)) for name, line in sorted_.items()}
 
 
-def label(one: Found, across: str = WORKERS) -> str:
-    """What a point's line along an axis is called: its other values, or when it has none its recipe."""
-    values = {name: value for name, value in one["values"].items() if name != across}
+def label(point: Result, across: str = WORKERS) -> str:
+    """Return the label of a point's line along an axis: its other values, or its recipe if there are none."""
+    values = {name: value for name, value in point["values"].items() if name != across}
     texts = [value if name == RECIPE else f"{name}={value}" for name, value in values.items()]
-    recipe = str(one["recipe"] or "the script's recipe")
+    recipe = str(point["recipe"] or "the script's recipe")
     return ", ".join(texts) or (recipe if across == WORKERS else recipe.partition("(")[0])
 
 
-def place(one: Found, across: str) -> float:
-    """Where a point lies on an axis of numbers."""
-    return float(one["workers"] if across == WORKERS else one["values"].get(across) or 0)
+def place(point: Result, across: str) -> float:
+    """Return the value of a point on a numeric axis."""
+    return float(point["workers"] if across == WORKERS else point["values"].get(across) or 0)
 
 
-def compared(found: Sequence[Found]) -> list[Record]:
+def compared(point_records: Sequence[Result]) -> list[Record]:
     """The points with `speed_up`, `speed_up_by` and `efficiency`.
 
     `speed_up = t_1 / t_N` and `efficiency = speed_up / N`, over the point with one worker and all else equal. The time
     t is that to the target, if one was given and that point reached it, else that of a sample. All points of a line
     are measured alike: one that did not reach the target when one worker did has no speed-up.
     """
-    one_worker = {name: line[0] for name, line in lines(found).items() if line[0]["workers"] == 1}
-    return [_compared(one, one_worker.get(label(one))) for one in found]
+    one_worker = {name: line[0] for name, line in lines(point_records).items() if line[0]["workers"] == 1}
+    return [_compared(point, one_worker.get(label(point))) for point in point_records]
 
 
-def _compared(one: Found, base: Found | None) -> Record:
+def _compared(point: Result, base: Result | None) -> Record:
     by = measure([base]) if base else None
-    mine, its = (time(each, by) if each and by else None for each in (one, base))
-    speed_up = its / mine if mine and its else None
-    efficiency = None if speed_up is None else speed_up / one["workers"]
-    return {**one, "speed_up": speed_up, "speed_up_by": by if speed_up else None, "efficiency": efficiency}
+    own_time, base_time = (time(each, by) if each and by else None for each in (point, base))
+    speed_up = base_time / own_time if own_time and base_time else None
+    efficiency = None if speed_up is None else speed_up / point["workers"]
+    return {**point, "speed_up": speed_up, "speed_up_by": by if speed_up else None, "efficiency": efficiency}
 
 
-def measure(line: Sequence[Found]) -> str:
-    """What points are measured by: the time to the target if any of them reached it, else the pace."""
-    return TARGET if any(one["seconds_to_target"] is not None for one in line) else PACE
+def measure(line: Sequence[Result]) -> str:
+    """Return the measure of a line: the time to the target if any point reached it, else samples per second."""
+    return TARGET if any(point["seconds_to_target"] is not None for point in line) else PACE
 
 
-def time(one: Found, by: str) -> float | None:
-    """Virtual seconds to the target, or those of a sample; None where there are none."""
+def time(point: Result, by: str) -> float | None:
+    """Return the virtual seconds to the target, or per sample; None if there are none."""
     if by == TARGET:
-        seconds: float | None = one["seconds_to_target"]
+        seconds: float | None = point["seconds_to_target"]
         return seconds
-    return 1 / one[PACE] if one[PACE] else None
+    return 1 / point[PACE] if point[PACE] else None
 
 
 def stops_paying(times: Mapping[int, float]) -> int | None:
-    """The number of workers beyond which more of them no longer pay, from the time that each number needs.
+    """Return the number of workers beyond which more no longer pay, from the time by number of workers.
 
-    It is the smallest number w for which no larger number is faster by at least 5% than the best of w and fewer:
+    It is the smallest number w such that no larger number is at least 5% faster than the best of w and fewer:
 
     `t_v > 0.95 min_{u <= w} t_u  for all v > w`
 
-    None when that is only the largest number of all: then it is not known where it stops. A number of workers that
-    does not get there at all needs an infinite time.
+    None if only the largest number satisfies this, so the limit is unknown. A number of workers whose run does not
+    reach the target has an infinite time.
 
     >>> stops_paying({1: 8.0, 2: 4.0, 4: 3.0, 8: 2.9, 16: 3.5})
     4
@@ -150,39 +150,39 @@ def stops_paying(times: Mapping[int, float]) -> int | None:
     return None
 
 
-def stops(found: Sequence[Found]) -> list[Record]:
-    """Where more workers stop to pay, line by line, those left out that have but one number of workers.
+def stops(point_records: Sequence[Result]) -> list[Record]:
+    """Return where more workers stop paying, for each line with more than one number of workers.
 
-    `workers` is that number, None where even the largest, `most`, still paid; `by` is what was measured.
+    `workers` is that number, None if even the largest, `most`, still paid; `by` is the measure.
     """
-    return [_stop(name, line) for name, line in lines(found).items() if len(_counts(line)) > 1]
+    return [_stop(name, line) for name, line in lines(point_records).items() if len(_counts(line)) > 1]
 
 
-def _counts(line: Sequence[Found]) -> set[int]:
-    return {int(one["workers"]) for one in line if not one["failed"]}
+def _counts(line: Sequence[Result]) -> set[int]:
+    return {int(point["workers"]) for point in line if not point["failed"]}
 
 
-def _stop(name: str, line: Sequence[Found]) -> Record:
+def _stop(name: str, line: Sequence[Result]) -> Record:
     by = measure(line)
-    times = {int(one["workers"]): time(one, by) or math.inf for one in line if not one["failed"]}
+    times = {int(point["workers"]): time(point, by) or math.inf for point in line if not point["failed"]}
     values = {axis: value for axis, value in line[0]["values"].items() if axis != WORKERS}
     return {"line": name, "values": values, "workers": stops_paying(times), "most": max(times), "by": by}
 
 
-# What is kept
+# Storage
 
 
-def save(folder: Path, head: Found, found: Sequence[Found]) -> list[Record]:
-    """Write sweep.json, and return the points as they stand there. Raises LogError when the disk does not take it."""
-    points, unfinished = compared(found), folder / f"{NAME}.unfinished"
-    write_json(unfinished, {**head, "points": points, "stops_paying": stops(found)})
+def save(folder: Path, head: Result, point_records: Sequence[Result]) -> list[Record]:
+    """Write sweep.json, and return its points. Raises LogError if it cannot be written."""
+    points, unfinished = compared(point_records), folder / f"{NAME}.unfinished"
+    write_json(unfinished, {**head, "points": points, "stops_paying": stops(point_records)})
     os.replace(unfinished, folder / NAME)
     return points
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """What a folder's sweep.json holds; raises LogError when it can't be read."""
-    found = run_log.read_json(folder / NAME)
-    if not isinstance(found.get("asked"), dict) or not isinstance(found.get("points"), list):
-        raise LogError(f"{folder / NAME} is none that a sweep has written")
-    return found
+    """Return the contents of a folder's sweep.json. Raises LogError if it cannot be read."""
+    contents = run_log.read_json(folder / NAME)
+    if not isinstance(contents.get("asked"), dict) or not isinstance(contents.get("points"), list):
+        raise LogError(f"{folder / NAME} was not written by a sweep")
+    return contents

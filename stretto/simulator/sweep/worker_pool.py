@@ -1,4 +1,4 @@
-"""Starts the simulations of a sweep as processes, so many at once, and ends all of them when it is told to stop."""
+"""Process pool of a sweep: runs a limited number of simulations concurrently, and ends all of them on a signal."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from stretto.errors import LaunchError
 from stretto.launcher.signals import handled
 
 COMMAND = (sys.executable, "-P", "-m", "stretto.cli", "simulate")
-"""What starts a simulation: this program itself, with nothing of the folder it is started in."""
+"""Command that starts a simulation: this program, without the working directory in sys.path."""
 
-LOOK_S = 0.1
-PATIENCE_S = 5.0
+POLL_S = 0.1
+EXIT_TIMEOUT_S = 5.0
 LAST_LINES = 20
-OURS = "stretto: "
+ERROR_PREFIX = "stretto: "
 
 
 @dataclass(frozen=True)
 class Task:
-    """One process to run: what it is called, its command, the folder that it makes."""
+    """One process to run: its name, its command, and the folder that it creates."""
 
     name: str
     command: tuple[str, ...]
@@ -35,12 +35,12 @@ class Task:
 
     @property
     def log(self) -> Path:
-        """What the process says, beside the folder, which it wants to find empty."""
+        """File of the process's output, beside the folder, which must be empty at the start."""
         return self.folder.with_name(f"{self.folder.name}.log")
 
 
-class Teller(Protocol):
-    """Who is told what begins, and how it ended: an error, or None."""
+class Observer(Protocol):
+    """Observer of the starts and ends of tasks; `error` is None for success."""
 
     def begin(self, task: Task) -> None: ...
     def end(self, task: Task, error: str | None) -> None: ...
@@ -52,31 +52,31 @@ class _Running:
     process: subprocess.Popen[bytes]
 
 
-def carry_out(tasks: Sequence[Task], jobs: int, teller: Teller) -> None:
-    """Run all tasks, at most so many at once, in their order. One that fails does not stop the others.
+def run_tasks(tasks: Sequence[Task], jobs: int, observer: Observer) -> None:
+    """Run all tasks in their order, at most `jobs` concurrently. A failed task does not stop the others.
 
-    Each process has one thread to compute with. After SIGINT, SIGTERM or SIGHUP all are ended, each by its id, and
-    KeyboardInterrupt is raised; they are ended too when the teller raises.
+    Each process computes with one thread. After SIGINT, SIGTERM or SIGHUP all processes are ended, each by its id, and
+    KeyboardInterrupt is raised; they are also ended if the observer raises.
     """
-    waiting, running, told = deque(tasks), list[_Running](), list[int]()
-    with handled(told.append):
+    waiting, running, signals = deque(tasks), list[_Running](), list[int]()
+    with handled(signals.append):
         try:
-            while (waiting or running) and not told:
+            while (waiting or running) and not signals:
                 while waiting and len(running) < jobs:
-                    teller.begin(waiting[0])
-                    running.append(_begin(waiting.popleft()))
-                _look(running)
-                for one in [one for one in running if one.process.returncode is not None]:
-                    running.remove(one)
-                    teller.end(one.task, _error(one))
+                    observer.begin(waiting[0])
+                    running.append(_start(waiting.popleft()))
+                _poll(running)
+                for entry in [entry for entry in running if entry.process.returncode is not None]:
+                    running.remove(entry)
+                    observer.end(entry.task, _error(entry))
         finally:
-            _end(running)
-    if told:
+            _terminate(running)
+    if signals:
         raise KeyboardInterrupt
 
 
-def _begin(task: Task) -> _Running:
-    """Start it in a process group of its own, so that Ctrl-C reaches it through us alone. What is half done goes."""
+def _start(task: Task) -> _Running:
+    """Start a task in its own process group, which Ctrl-C does not reach directly, after deleting its old folder."""
     shutil.rmtree(task.folder, ignore_errors=True)
     try:
         task.folder.parent.mkdir(exist_ok=True)
@@ -94,35 +94,35 @@ def _begin(task: Task) -> _Running:
     return _Running(task, process)
 
 
-def _look(running: Sequence[_Running]) -> None:
-    """Wait a moment for the one that began first, and see which have ended."""
+def _poll(running: Sequence[_Running]) -> None:
+    """Wait up to POLL_S for the first process, and update the exit codes of all."""
     with contextlib.suppress(subprocess.TimeoutExpired):
-        running[0].process.wait(LOOK_S)
-    for one in running:
-        one.process.poll()
+        running[0].process.wait(POLL_S)
+    for entry in running:
+        entry.process.poll()
 
 
-def _end(running: Sequence[_Running]) -> None:
-    """End what still runs: ask all first, and kill those that have not gone after a while."""
-    for one in running:
-        one.process.terminate()
+def _terminate(running: Sequence[_Running]) -> None:
+    """Terminate all running processes, and kill those that have not exited after EXIT_TIMEOUT_S."""
+    for entry in running:
+        entry.process.terminate()
     try:
-        for one in running:
-            one.process.wait(PATIENCE_S)
+        for entry in running:
+            entry.process.wait(EXIT_TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        for one in running:
-            one.process.kill()
-            one.process.wait()
+        for entry in running:
+            entry.process.kill()
+            entry.process.wait()
 
 
-def _error(one: _Running) -> str | None:
-    """Why a process failed, as it said itself: from its last error on, or its last lines."""
-    code = one.process.returncode
+def _error(entry: _Running) -> str | None:
+    """Return the error of a failed process: its output from its last error on, or its last lines; None for success."""
+    code = entry.process.returncode
     if code == 0:
         return None
-    said = one.task.log.read_text(errors="replace").rstrip()
-    found = said.rfind(f"\n{OURS}") + 1 if not said.startswith(OURS) else 0
-    lines = said[found:].removeprefix(OURS).splitlines()
-    last = lines[:LAST_LINES] if said[found:].startswith(OURS) else lines[-LAST_LINES:]
-    how = f"signal {-code}" if code < 0 else f"exit code {code}"
-    return "\n".join(last) or f"it ended with {how} and said nothing"
+    output = entry.task.log.read_text(errors="replace").rstrip()
+    error_start = output.rfind(f"\n{ERROR_PREFIX}") + 1 if not output.startswith(ERROR_PREFIX) else 0
+    lines = output[error_start:].removeprefix(ERROR_PREFIX).splitlines()
+    last = lines[:LAST_LINES] if output[error_start:].startswith(ERROR_PREFIX) else lines[-LAST_LINES:]
+    status = f"signal {-code}" if code < 0 else f"exit code {code}"
+    return "\n".join(last) or f"the process ended with {status} without output"
