@@ -213,7 +213,7 @@ class Simulator:
         if happening.verb == "back":
             return
         if happening.verb in PROCESS_FAULTS and not self._is_running(happening):
-            self._note(f"faults: {happening.who()} does not exist or has ended ({happening})")
+            self._note(f"faults: {happening.who()} is not there ({happening})")
             return
         self._publish({"event": "fault_injected", "worker": target, **happening.words()})
         if happening.verb == "kill":

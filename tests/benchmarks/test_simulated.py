@@ -45,8 +45,8 @@ def test_the_simulator_is_told_what_was_measured():
     one = topology.parse(LINK.network)
     assert one.link.up == pytest.approx(95.66e6) and one.link.latency == pytest.approx(12e-6)
     assert one.in_worker and one.burst == simulated.BURST_BYTES
-    found = cost_model.parse(LINK.step_time, lambda: cost_model.CostModel(0.004, ask_s=0.001))
-    own = {"step_s": 0.004, "pass_s": 0.0, "ask_s": 0.001, "take_s": 0.0}
+    found = cost_model.parse(LINK.step_time, lambda: cost_model.CostModel(0.004, codec_s=0.001))
+    own = {"step_s": 0.004, "epoch_s": 0.0, "codec_s": 0.001, "update_s": 0.0}
     assert vars(found) == pytest.approx({**own, **vars(COSTS)}, abs=1e-7)
 
 

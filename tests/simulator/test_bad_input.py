@@ -76,7 +76,7 @@ def errors() -> list[str]:
     return [one["text"] for one in read_events(Path("run/events.jsonl")) if one["event"] == "error"]
 
 
-def test_a_good_one_is_simulated(simulate: Simulate) -> None:
+def test_valid_simulation_succeeds(simulate: Simulate) -> None:
     code, said, wrong = simulate("--recipe", "allreduce", AFTER="print('all is well')")
     assert code == 0, wrong
     assert "all is well" in said
@@ -92,7 +92,7 @@ def test_a_good_one_is_simulated(simulate: Simulate) -> None:
             ["--network cannot be read here", "100Mbit/s 20mm", "          ^^^^"],
         ),
         (["--network", ""], FAILED, ["--network cannot be read here", "got: the end"]),
-        (["--speeds", "equl"], FAILED, ["these are no speeds: equl", "^^^^"]),
+        (["--speeds", "equl"], FAILED, ["--speeds cannot be parsed: equl", "^^^^"]),
         (["--speeds", "1,1,4"], FAILED, ["speeds are given for 3 workers, but there are 2"]),
         (["--faults", "kill worker 7 at 1s"], FAILED, ["there is no worker 7 of 2", "a worker from 0 to 1"]),
         (
@@ -102,7 +102,7 @@ def test_a_good_one_is_simulated(simulate: Simulate) -> None:
         ),
         (["--faults", "cut workers 0-1 for 1s at 1s"], FAILED, ["all 2 workers on one side of a cut"]),
         *(
-            (["--network", "1Gbit/s, servers in worker 0", "--faults", fault], FAILED, ["live and die together"])
+            (["--network", "1Gbit/s, servers in worker 0", "--faults", fault], FAILED, ["can only fail together"])
             for fault in ("kill worker 0 at 1s", "pause worker for 1s at 1s", "kill server 0 at 1s")
         ),
         (["--faults", "explode at 1s"], FAILED, ["these are no faults: explode", "^^^^^^^"]),
@@ -131,7 +131,7 @@ def test_a_good_one_is_simulated(simulate: Simulate) -> None:
     ],
     ids=lambda value: "_".join(value) if isinstance(value, list) else None,
 )
-def test_options_that_cannot_be_are_refused_before_anything_runs(
+def test_invalid_options_are_refused_before_anything_runs(
     simulate: Simulate, options: list[str], code: int, said: list[str]
 ) -> None:
     ended, here, wrong = simulate(*options, BEFORE="print('it runs')")
@@ -154,7 +154,7 @@ def test_options_that_cannot_be_are_refused_before_anything_runs(
     ],
     ids=str,
 )
-def test_a_script_that_fails_ends_all_with_one_error_that_names_the_worker(
+def test_failing_script_ends_the_run_with_one_error_that_names_the_worker(
     simulate: Simulate, slots: dict[str, str], said: list[str]
 ) -> None:
     code, _, wrong = simulate("--recipe", "local_sgd(every=2)", **slots)
@@ -174,29 +174,29 @@ def test_a_script_that_fails_ends_all_with_one_error_that_names_the_worker(
     ],
     ids=str,
 )
-def test_a_script_that_fails_while_it_is_measured_is_told_so_as_well(
+def test_script_that_fails_while_it_is_measured_gives_an_error(
     simulate: Simulate, slots: dict[str, str], said: list[str]
 ) -> None:
     code, _, wrong = simulate("--recipe", "local_sgd(every=2)", "--step-time", "auto", **slots)
     assert code == FAILED
-    said = [*said, "worker 0 failed while it was measured how long a step takes"]
+    said = [*said, "worker 0 failed while its step time was measured"]
     assert all(one in wrong for one in said), wrong
     assert "stretto/simulator" not in wrong
     assert not living()
     assert not Path("run").exists()
 
 
-def test_a_script_that_is_no_python_is_refused_before_anything_runs(simulate: Simulate) -> None:
+def test_script_with_a_syntax_error_is_refused_before_anything_runs(simulate: Simulate) -> None:
     code, _, wrong = simulate(BEFORE="1 +")
     assert code == FAILED
-    assert "train.py is no Python: invalid syntax (train.py, line 3)" in wrong
+    assert "train.py is not valid Python: invalid syntax (train.py, line 3)" in wrong
     assert not Path("run").exists()
 
 
 def test_worker_that_trains_an_epoch_more_than_the_others_is_named(simulate: Simulate) -> None:
     code, _, wrong = simulate("-n", "3", "--recipe", "allreduce", EPOCHS="2 if lead else 1")
     assert code == FAILED
-    assert "got: worker 0 in a message of every worker; workers 1 and 2 in a message of one worker" in wrong
+    assert "got: worker 0 in an all-gather of messages; workers 1 and 2 in a broadcast of a message" in wrong
     assert len(errors()) == 1
     assert not living()
 
@@ -209,15 +209,15 @@ for step in range(60):
 """
 
 
-def test_a_loop_that_counts_its_own_steps_is_told_so(simulate: Simulate) -> None:
+def test_loop_with_its_own_step_count_gives_an_error(simulate: Simulate) -> None:
     code, _, wrong = simulate("-n", "4", "--recipe", "allreduce", EPOCHS="0", AFTER=COUNTS)
     assert code == FAILED
-    assert "the workers do different things at once" in wrong
+    assert "the workers call different collective operations at the same position" in wrong
     assert "try: for batch in loader: ..." in wrong
     assert not living()
 
 
-def test_how_long_a_worker_may_wait_can_be_said(simulate: Simulate) -> None:
+def test_timeout_option_limits_waiting(simulate: Simulate) -> None:
     """Though it is for one that computes."""
     slow = "--recipe", "local_sgd(every=2)", "--step-time", "60s", "--speeds", "1,20"
     code, _, wrong = simulate(*slow)
@@ -226,11 +226,11 @@ def test_how_long_a_worker_may_wait_can_be_said(simulate: Simulate) -> None:
     assert simulate(*slow, "--timeout", "1e5", "--out", "again")[0] == 0
 
 
-def test_workers_that_part_within_a_pass_are_told_so(simulate: Simulate) -> None:
+def test_workers_that_diverge_within_an_epoch_give_an_error(simulate: Simulate) -> None:
     code, _, wrong = simulate("--recipe", "allreduce", IN_LOOP="if not lead: break")
     assert code == FAILED
-    assert "the workers do different things at once" in wrong
-    assert "got: worker 0 in the exchange of a step; worker 1 in " in wrong
+    assert "the workers call different collective operations at the same position" in wrong
+    assert "got: worker 0 in the collective of a step; worker 1 in " in wrong
     assert not living()
 
 
@@ -243,13 +243,13 @@ def test_too_few_survivors_end_the_run_with_one_error(simulate: Simulate) -> Non
     assert not living()
 
 
-def test_a_sweep_is_told_what_was_said_of_workers_that_die() -> None:
+def test_sweep_passes_on_the_options_of_failures() -> None:
     order = RunConfig(
         Path("train.py"), workers=4, failure_timeout_s=2.5, min_workers=2, max_workers=8, batch="global-batch"
     )
     said = ["--failure-timeout", "2.5s", "--min-workers", "2", "--on-resize", "global-batch", "--max-workers", "8"]
-    assert SweepConfig(order, ()).also == said
-    assert SweepConfig(RunConfig(Path("train.py")), ()).also == []
+    assert SweepConfig(order, ()).common_options == said
+    assert SweepConfig(RunConfig(Path("train.py")), ()).common_options == []
 
 
 def test_a_kill_of_the_server_of_an_only_worker_ends_the_run_with_its_time(simulate: Simulate) -> None:
@@ -270,7 +270,7 @@ def test_a_kill_of_the_server_of_an_only_worker_ends_the_run_with_its_time(simul
     ],
 )
 @pytest.mark.parametrize("workers", ["1", "2"])
-def test_a_fault_of_a_server_that_a_recipe_of_the_script_has_not(
+def test_fault_of_a_server_that_the_scripts_recipe_lacks_is_an_error(
     simulate: Simulate, recipe: str, fault: str, said: str, workers: str
 ) -> None:
     code, _, wrong = simulate("-n", workers, "--faults", fault, RECIPE=f", recipe={recipe!r}")
@@ -280,8 +280,8 @@ def test_a_fault_of_a_server_that_a_recipe_of_the_script_has_not(
     assert not living()
 
 
-def test_too_little_memory_is_foreseen(simulate: Simulate, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_estimate, "_free", lambda: 64 << 20)
+def test_insufficient_memory_is_predicted(simulate: Simulate, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_estimate, "_free_bytes", lambda: 64 << 20)
     big = "net.big = torch.nn.Parameter(torch.zeros(1 << 20)); net.add_module('last', torch.nn.Linear(2, 1))"
     code, _, wrong = simulate("-n", "500", "--recipe", "local_sgd", BEFORE=f"B = {big!r}", LOADER=")\nexec(B")
     assert code == FAILED
@@ -290,10 +290,10 @@ def test_too_little_memory_is_foreseen(simulate: Simulate, monkeypatch: pytest.M
     assert not living()
 
 
-def test_processes_of_a_loader_are_left_out_with_a_note(simulate: Simulate) -> None:
+def test_loader_processes_are_not_started_and_a_notice_is_shown(simulate: Simulate) -> None:
     code, _, wrong = simulate("--recipe", "allreduce", LOADER=", num_workers=2")
     assert code == 0, wrong
-    assert wrong.count("the loader's 2 processes are left out: batches are made in this one") == 1
+    assert wrong.count("the loader's 2 processes are not started: batches are loaded in this process") == 1
 
 
 LOGS = "import logging; logging.basicConfig(level='INFO', format='LOG %(message)s')"
@@ -318,7 +318,7 @@ if not log.handlers:
 
 
 @pytest.mark.parametrize("step_time", ["auto", "10ms"])
-def test_each_worker_has_the_handlers_that_it_gave_a_logger(simulate: Simulate, step_time: str) -> None:
+def test_logging_handlers_are_per_worker(simulate: Simulate, step_time: str) -> None:
     """As in processes of their own: three write a line each, whatever was measured before."""
     after = "log.warning('the end'); log.handlers[0].close()"
     code, _, wrong = simulate("--step-time", step_time, "-n", "3", BEFORE=NAMED, AFTER=after)
@@ -330,7 +330,7 @@ def test_each_worker_has_the_handlers_that_it_gave_a_logger(simulate: Simulate, 
 
 @pytest.mark.parametrize("epochs", ["0", "1", "3"])
 @pytest.mark.parametrize(("workers", "batch"), [("1", " * 6"), ("2", " * 3")])
-def test_a_step_is_measured_however_few_there_are(simulate: Simulate, workers: str, batch: str, epochs: str) -> None:
+def test_step_time_is_measured_with_few_steps(simulate: Simulate, workers: str, batch: str, epochs: str) -> None:
     """One in a pass, one at all, or none."""
     code, _, wrong = simulate("--step-time", "auto", "-n", workers, EPOCHS=epochs, LOADER=batch)
     assert code == 0, wrong
@@ -346,14 +346,14 @@ def test_a_signal_ends_a_simulation_with_one_line(simulate: Simulate, number: si
     code, _, wrong = simulate(IN_LOOP=f"import os; epoch and os.kill(os.getpid(), {int(number)})")
     assert code == 128 + number
     assert wrong.splitlines()[-2:] == [
-        "stretto: what there is until then: stretto report run",
+        "stretto: report of the run so far: stretto report run",
         f"stretto: stopped by {number.name}",
     ]
     assert errors() == [f"stopped by {number.name}"]
     assert signal.getsignal(number) is before
 
 
-def test_a_signal_that_was_ignored_before_stays_so(simulate: Simulate) -> None:
+def test_ignored_signal_stays_ignored(simulate: Simulate) -> None:
     """As under nohup."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
@@ -364,7 +364,7 @@ def test_a_signal_that_was_ignored_before_stays_so(simulate: Simulate) -> None:
     assert code == 0, wrong
 
 
-def test_a_thread_of_the_script_that_only_computes_does_no_harm(simulate: Simulate) -> None:
+def test_computing_thread_of_the_script_is_tolerated(simulate: Simulate) -> None:
     before = threading.active_count()
     spawn = "import threading; seen = []; one = threading.Thread(target=lambda: seen.append(a.sum())); one.start()"
     code, _, wrong = simulate("--recipe", "async_sgd", IN_LOOP=f"{spawn}; one.join(); assert len(seen) == 1")
@@ -382,7 +382,7 @@ def test_a_failed_simulation_leaves_the_process_as_it_was(simulate: Simulate) ->
     assert [*here(), torch.manual_seed, torch.autograd.backward] == before
 
 
-def test_what_is_measured_can_be_typed_back(simulate: Simulate) -> None:
+def test_measured_step_time_is_a_valid_option(simulate: Simulate) -> None:
     """A run whose step is measured, and the same with what was measured: the same log, whatever the seed."""
     code, _, wrong = simulate("--recipe", "async_sgd", "--seed", "3", "--step-time", "auto", "--speeds", "exponential")
     assert code == 0, wrong

@@ -49,7 +49,7 @@ def play(faults: Sequence[Fault], seed: int = 0, until: float = 60.0) -> Played:
 
 
 @given(faults)
-def test_what_is_printed_is_what_is_typed(faults: Sequence[Fault]) -> None:
+def test_text_round_trips(faults: Sequence[Fault]) -> None:
     assert parse("; ".join(map(str, faults))) == tuple(faults)
     check(faults, WORKERS, SHARDS)
 
@@ -73,12 +73,12 @@ def test_what_is_printed_is_what_is_typed(faults: Sequence[Fault]) -> None:
         ("slow link of server by 4.5 for 10s at 5s", Slow(Target("server"), At(5), 10, 4.5)),
     ],
 )
-def test_what_can_be_typed(text: str, meant: Fault) -> None:
+def test_valid_texts_are_parsed(text: str, meant: Fault) -> None:
     assert parse(text) == (meant,)
     assert parse(f"{text};{text}") == (meant, meant)
 
 
-def test_a_fault_of_several_is_one_for_each() -> None:
+def test_fault_of_several_targets_is_one_fault_each() -> None:
     each = [Kill(Target("worker", one), At(10)) for one in (0, 1, 2, 7)]
     assert parse("kill workers 0-2,7 at 10s") == tuple(each)
 
@@ -115,7 +115,7 @@ def test_a_fault_of_several_is_one_for_each() -> None:
         (";kill worker 3 at 10s", ";", "kill or pause or cut or slow"),
     ],
 )
-def test_anything_else_is_refused_with_a_mark_under_it(text: str, wrong: str, expected: str) -> None:
+def test_invalid_text_is_refused_with_its_place_marked(text: str, wrong: str, expected: str) -> None:
     with pytest.raises(LaunchError) as raised:
         parse(text)
     shown, marks, rest = str(raised.value).split("\n")[1:4]
@@ -128,7 +128,7 @@ def test_anything_else_is_refused_with_a_mark_under_it(text: str, wrong: str, ex
 
 
 @pytest.mark.parametrize("text", ["", "kill", "kill worker 3 at", "kill worker 3 at 10s;", "kill worker 3 at 10s,"])
-def test_what_is_missing_has_a_mark_too(text: str) -> None:
+def test_missing_part_is_marked(text: str) -> None:
     with pytest.raises(LaunchError, match="missing at the end") as raised:
         parse(text)
     assert str(raised.value).split("\n")[2] == " " * len(f"  got: {text}") + "^"
@@ -146,13 +146,13 @@ def test_what_is_missing_has_a_mark_too(text: str) -> None:
         ("cut workers 0-4 for 1s at 1s", 2, "all 5 workers"),
     ],
 )
-def test_faults_that_cannot_strike_are_refused(text: str, shards: int, says: str) -> None:
+def test_faults_without_a_target_are_refused(text: str, shards: int, says: str) -> None:
     with pytest.raises(LaunchError) as raised:
         check(parse(text), WORKERS, shards)
     assert says in str(raised.value)
 
 
-def test_the_coordinator_is_there_without_a_server() -> None:
+def test_coordinator_faults_need_no_server() -> None:
     check(parse("kill coordinator at 1s; kill worker 4 at 1s"), WORKERS, 0)
 
 
@@ -160,7 +160,7 @@ def told(text: str, seed: int = 0, until: float = 60.0) -> list[tuple[float, str
     return [(time, one.verb, one.numbers) for time, one in play(parse(text), seed, until)]
 
 
-def test_each_fault_has_its_beginning_and_its_end() -> None:
+def test_each_fault_has_a_begin_and_an_end() -> None:
     assert told("kill worker 3 at 10s, back after 5s; cut workers 0,2 for 10s at 8s") == [
         (8, "cut", (0, 2)),
         (10, "kill", (3,)),
@@ -174,24 +174,24 @@ def test_each_fault_has_its_beginning_and_its_end() -> None:
     ]
 
 
-def test_ends_come_before_beginnings_at_one_time() -> None:
+def test_ends_precede_begins_at_the_same_time() -> None:
     verbs = [verb for _, verb, _ in told("kill worker 3 at 15s; kill worker 3 at 10s, back after 5s")]
     assert verbs == ["kill", "back", "kill"]
 
 
-def test_who_is_gone_is_not_struck() -> None:
+def test_failed_process_gets_no_fault() -> None:
     assert told("kill worker 3 at 1s; kill worker 3 at 2s, back after 1s; pause worker 3 for 1s at 3s") == [
         (1, "kill", (3,))
     ]
 
 
-def test_who_is_paused_is_not_paused_again() -> None:
+def test_paused_process_is_not_paused_again() -> None:
     assert told("pause worker 2 for 5s at 1s; pause worker 2 for 5s at 3s") == [(1, "pause", (2,)), (6, "go_on", (2,))]
     twice = parse("pause worker for 1h every 1s")
     assert sorted(one.numbers[0] for _, one in islice(schedule(twice, WORKERS, 0, 0), WORKERS)) == list(range(WORKERS))
 
 
-def test_a_pause_ends_with_the_life_that_it_was_for() -> None:
+def test_pause_ends_when_its_process_is_killed() -> None:
     """The first pause would end at 11, within the second: but that one is of a new process."""
     text = "pause worker 2 for 10s at 1s; kill worker 2 at 2s, back after 1s; pause worker 2 for 10s at 4s"
     assert told(text) == [
@@ -203,7 +203,7 @@ def test_a_pause_ends_with_the_life_that_it_was_for() -> None:
     ]
 
 
-def test_a_pause_lasts_as_long_as_asked_or_to_the_end_of_the_process() -> None:
+def test_pause_lasts_its_duration_or_until_the_process_ends() -> None:
     text = "pause worker 0 for 10s every 3s; kill worker 0 every 8s, back after 100ms"
     began, whole = 0.0, 0
     for time, verb, _ in told(text, until=2000):
@@ -240,7 +240,7 @@ def lived(played: Iterable[tuple[float, Happening]]) -> None:
 
 @settings(max_examples=200)
 @given(close, st.integers(0, 2**70))
-def test_what_happens_is_in_order_and_makes_sense(faults: Sequence[Fault], seed: int) -> None:
+def test_schedule_is_ordered_and_consistent(faults: Sequence[Fault], seed: int) -> None:
     played = list(islice(schedule(faults, WORKERS, SHARDS, seed), 300))
     assert [time for time, _ in played] == sorted(time for time, _ in played)
     assert played == list(islice(schedule(faults, WORKERS, SHARDS, seed), 300))
@@ -248,7 +248,7 @@ def test_what_happens_is_in_order_and_makes_sense(faults: Sequence[Fault], seed:
 
 
 @given(any_faults(st.builds(At, crowded), crowded.filter(bool)), st.integers(0, 9))
-def test_all_that_begins_ends(faults: Sequence[Fault], seed: int) -> None:
+def test_each_begun_fault_ends(faults: Sequence[Fault], seed: int) -> None:
     """Where all faults come once, nothing is left over but those that were killed for good."""
     verbs = Counter(one.verb for _, one in schedule(faults, WORKERS, SHARDS, seed))
     assert verbs["cut"] == verbs["heal"] == sum(isinstance(one, Cut) for one in faults)
@@ -269,7 +269,7 @@ def test_more_faults_do_not_change_the_times_of_the_first(
     assert not Counter(alone) - Counter(both)
 
 
-def test_a_second_fault_that_kills_moves_only_those_who_are_gone() -> None:
+def test_second_killing_fault_changes_only_failed_targets() -> None:
     text = "slow link of worker by 2 for 1s every 2s"
     alone = [one for one in told(text, until=600) if one[1] == "slow"]
     both = [one for one in told(f"{text}; kill worker 3 at 0s", until=600) if one[1] == "slow"]
@@ -289,7 +289,7 @@ def test_times_between_failures_are_exponential_and_victims_uniform() -> None:
     assert counts == pytest.approx(np.full(WORKERS, len(kills) / WORKERS), rel=0.1)
 
 
-def test_the_seed_draws() -> None:
+def test_schedule_depends_on_the_seed() -> None:
     text = "kill worker every 20s, back after 5s"
     assert len({tuple(told(text, seed, until=600)) for seed in range(20)}) == 20
     once = {told("kill server at 1s", seed)[0][2] for seed in range(20)}
@@ -297,13 +297,13 @@ def test_the_seed_draws() -> None:
 
 
 @pytest.mark.parametrize("verb", ["kill worker", "pause worker for 1s", "slow link of worker by 2 for 1s"])
-def test_faults_end_when_nobody_is_left(verb: str) -> None:
+def test_faults_end_without_processes(verb: str) -> None:
     """Without this the plan would look for a victim for ever."""
     played = list(schedule(parse(f"kill worker every 20s; {verb} every 5s"), WORKERS, 0, seed=0))
     assert sum(one.verb == "kill" for _, one in played) == WORKERS
     lived(played)
 
 
-def test_faults_go_on_when_somebody_comes_back() -> None:
+def test_faults_continue_after_a_restart() -> None:
     plan = schedule(parse("kill worker every 1s, back after 30s"), 2, 0, seed=0)
     assert len(list(islice(plan, 1000))) == 1000

@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
-from simulator import pretend
+from simulator import fake_simulate
 
 from stretto.errors import LaunchError
 from stretto.launcher.config import RunConfig
@@ -22,7 +22,7 @@ from stretto.simulator.sweep import worker_pool
 from stretto.simulator.sweep.runner import SweepConfig, results, run
 
 TRAIN = RunConfig(Path("train.py"))
-COMMAND = (sys.executable, "-S", "-E", pretend.__file__)
+COMMAND = (sys.executable, "-S", "-E", fake_simulate.__file__)
 STOPPABLE = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs are born deaf to it
@@ -58,7 +58,7 @@ def starts() -> list[str]:
     return [line.split()[0] for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def test_a_sweep_measures_every_point_and_tells_what_follows() -> None:
+def test_sweep_measures_every_point_and_summarises() -> None:
     options = {"recipe": "local_sgd(every=1)", "network": "instant"}
     asked = ("workers=1,2,4,...,16", "every=1,16")
     folder, said = swept(*asked, options=options, target="test_accuracy>=0.9", json_to=Path("found.json"))
@@ -66,15 +66,15 @@ def test_a_sweep_measures_every_point_and_tells_what_follows() -> None:
     assert len(kept["points"]) == len(starts()) == 10
     for one in kept["points"]:
         workers, every = (int(one["values"][name]) for name in ("workers", "every"))
-        whole = pretend.seconds(workers, every)
-        shares = (part / 10 for part in range(1, 11) if pretend.accuracy(part / 10, workers, every) >= 0.9)
+        whole = fake_simulate.seconds(workers, every)
+        shares = (part / 10 for part in range(1, 11) if fake_simulate.accuracy(part / 10, workers, every) >= 0.9)
         reached = next(shares, None)
         assert one["failed"] is None
         assert one["recipe"] == f"local_sgd(every={every})"
         assert one["workers"] == workers
         assert one["seconds"] == pytest.approx(whole)
         assert one["seconds_to_target"] == (None if reached is None else pytest.approx(reached * whole))
-        assert one["samples_per_second"] == pytest.approx(pretend.SAMPLES // workers * workers / whole)
+        assert one["samples_per_second"] == pytest.approx(fake_simulate.SAMPLES // workers * workers / whole)
         assert one["mean_staleness"] == workers - 1
     by_line = {one["line"]: one["workers"] for one in kept["stops_paying"]}
     assert by_line == {"every=1": 8, "every=16": None}
@@ -109,10 +109,10 @@ def test_the_command_of_a_point_is_a_quiet_simulation_with_one_thread() -> None:
     assert Path("starts").read_text().split()[2] == "1"
 
 
-def test_a_failed_point_is_told_and_the_others_go_on() -> None:
+def test_failed_point_is_reported_and_others_continue() -> None:
     said: list[str] = []
     order = SweepConfig(TRAIN, ("--mode=well,fail,torn",), out=Path("swept"), json_to=Path("f.json"))
-    with pytest.raises(LaunchError, match="2 of 3 points failed; the same command with --out swept tries them again"):
+    with pytest.raises(LaunchError, match="2 of 3 points failed; the same command with --out swept runs them again"):
         run(order, said.append, COMMAND)
     well, fail, torn = json.loads(Path("f.json").read_text())
     assert well["failed"] is None
@@ -129,20 +129,20 @@ def test_a_failed_point_is_told_and_the_others_go_on() -> None:
 
 @pytest.mark.parametrize(
     ("body", "told"),
-    [("import sys; sys.exit(3)", "exit code 3 and said nothing"), ("raise KeyError('x')", "KeyError: 'x'")],
+    [("import sys; sys.exit(3)", "exit code 3 without output"), ("raise KeyError('x')", "KeyError: 'x'")],
 )
-def test_a_point_that_says_no_error_of_ours_is_told_by_what_it_said_last(body: str, told: str) -> None:
+def test_point_without_a_stretto_error_is_reported_by_its_last_output(body: str, told: str) -> None:
     with pytest.raises(LaunchError, match="1 of 1 point failed"):
         swept("workers=1", command=(sys.executable, "-c", body))
     assert told in results.read(Path("swept"))["points"][0]["failed"]
 
 
-def test_what_cannot_be_started_is_an_error_not_a_failed_point() -> None:
+def test_unstartable_command_is_an_error_not_a_failed_point() -> None:
     with pytest.raises(LaunchError, match="cannot be started"):
         swept("workers=1", command=("./there-is-no-such-program",))
 
 
-def test_points_that_are_whole_are_kept_and_half_ones_run_anew() -> None:
+def test_complete_points_are_kept_and_incomplete_ones_run_again() -> None:
     asked = ("workers=1,2,4", "every=1,2")
     _, before = swept(*asked, options={"recipe": "local_sgd"})
     kept = Path("swept/sweep.json").read_text(), Path("swept/report.html").read_bytes()
@@ -162,7 +162,7 @@ def test_points_that_are_whole_are_kept_and_half_ones_run_anew() -> None:
     assert before[-3:] == again[-3:] == third[-3:]
 
 
-def test_another_target_is_asked_of_the_points_that_are_there() -> None:
+def test_changed_target_is_applied_to_complete_points() -> None:
     swept("workers=1,2", target="test_accuracy>=0.9")
     first = results.read(Path("swept"))["points"][0]["seconds_to_target"]
     Path("starts").unlink()
@@ -181,11 +181,11 @@ def test_another_target_is_asked_of_the_points_that_are_there() -> None:
         ("script_hash", {}),
     ],
 )
-def test_a_folder_of_another_sweep_is_refused_by_what_differs(key: str, change: dict[str, object]) -> None:
+def test_folder_of_another_sweep_is_refused_with_the_difference(key: str, change: dict[str, object]) -> None:
     swept("workers=1,2")
     if key == "script_hash":
         Path("train.py").write_text("pass")
-    with pytest.raises(LaunchError, match=f"swept holds another sweep: its {key} is not the same") as refused:
+    with pytest.raises(LaunchError, match=f"swept holds another sweep: its {key} differs") as refused:
         swept("workers=1,2,4" if key == "sweep" else "workers=1,2", **change)
     assert "try: --out swept-2" in str(refused.value)
     Path("rubbish").mkdir()
@@ -194,14 +194,14 @@ def test_a_folder_of_another_sweep_is_refused_by_what_differs(key: str, change: 
         run(SweepConfig(TRAIN, ("workers=1",), out=Path("rubbish")), print, COMMAND)
 
 
-def test_a_target_that_nobody_measures_ends_the_sweep_at_once() -> None:
+def test_target_without_a_metric_ends_the_sweep_immediately() -> None:
     with pytest.raises(LaunchError, match="the target is about 'accuracy'"):
         swept("workers=1,2,4,...,64", "--mode=well,hang", target="accuracy>=0.9", jobs=2)
     assert len(starts()) <= 3
     assert not _alive()
 
 
-def test_no_more_processes_than_asked_run_at_once() -> None:
+def test_at_most_jobs_processes_run_concurrently() -> None:
     watch = (
         "import os, pathlib, time; n = len(list(pathlib.Path().glob('on-*'))); p = pathlib.Path(f'on-{os.getpid()}')\n"
     )
@@ -229,7 +229,7 @@ def _until(done: Iterator[bool]) -> None:
 
 
 def _stopped(
-    number: signal.Signals, *sweep: str, failure_timeout_s: float = worker_pool.PATIENCE_S
+    number: signal.Signals, *sweep: str, failure_timeout_s: float = worker_pool.EXIT_TIMEOUT_S
 ) -> tuple[int, str, float]:
     """Start a sweep, wait for two points that hang, send it a signal: its exit code, what it said, how long it took."""
     command = [sys.executable, "-c", STOPPABLE, ":".join(COMMAND), str(failure_timeout_s), *sweep]
@@ -245,12 +245,12 @@ def _stopped(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_ends_all_processes_and_what_is_whole_stays(number: signal.Signals) -> None:
+def test_signal_ends_all_processes_and_complete_points_remain(number: signal.Signals) -> None:
     code, said, took = _stopped(number, "--mode=well,torn,hang", "seed=1,2")
     assert code == 130
     assert took < 3
     assert not _alive()
-    assert "4 of 6 points are done; the same command with --out swept goes on" in said
+    assert "4 of 6 points are done; the same command with --out swept continues the sweep" in said
     kept = results.read(Path("swept"))["points"]
     assert [one["failed"] is None for one in kept] == [True, True, False, False]
     assert sorted(path.parent.name[:3] for path in Path().glob("swept/points/*/whole")) == ["001", "002"]
@@ -262,21 +262,23 @@ def _goes_on() -> None:
     """The same command runs what is not whole: hanging points, with a program in which they do not."""
     Path("starts").unlink()
     program = Path("healed.py")
-    program.write_text(Path(pretend.__file__).read_text().replace('("hang", "stubborn")', "()").replace('"torn"', '""'))
+    program.write_text(
+        Path(fake_simulate.__file__).read_text().replace('("hang", "stubborn")', "()").replace('"torn"', '""')
+    )
     folder, said = swept("--mode=well,torn,hang", "seed=1,2", command=(sys.executable, "-S", "-E", str(program)))
     assert "2 of 6 points were done before" in said
     assert sorted(name[:3] for name in starts()) == ["003", "004", "005", "006"]
     assert [one["failed"] for one in results.read(folder)["points"]] == [None] * 6
 
 
-def test_a_process_that_does_not_heed_is_killed() -> None:
+def test_process_that_ignores_termination_is_killed() -> None:
     code, _, took = _stopped(signal.SIGINT, "--mode=stubborn", "seed=1,2", failure_timeout_s=4.0)
     assert code == 130
     assert 4 < took < 7.9  # the time is for both together
     assert not _alive()
 
 
-def test_ctrl_c_reaches_points_through_the_sweep_alone() -> None:
+def test_ctrl_c_reaches_points_only_through_the_sweep() -> None:
     """On a terminal a signal goes to the whole group of the sweep; points are in groups of their own."""
     told = "import os, sys; sys.exit('stretto: %d %d' % (os.getpid(), os.getpgid(0)))"
     with pytest.raises(LaunchError, match="1 of 1 point failed"):
@@ -285,7 +287,7 @@ def test_ctrl_c_reaches_points_through_the_sweep_alone() -> None:
     assert process == group
 
 
-def test_a_sweep_is_read_and_run_without_torch() -> None:
+def test_sweep_runs_without_torch() -> None:
     script = (
         "import sys, stretto.simulator.sweep.runner; sys.exit('torch' in sys.modules or 'matplotlib' in sys.modules)"
     )

@@ -23,7 +23,7 @@ def values(text: str) -> list[str]:
     return list(parse(text).values)
 
 
-def order(tmp_path: Path, *sweep: str, **options: str) -> SweepConfig:
+def config(tmp_path: Path, *sweep: str, **options: str) -> SweepConfig:
     script = tmp_path / "train.py"
     script.touch()
     return SweepConfig(RunConfig(script, ("--lr", "1")), sweep, options)
@@ -33,23 +33,23 @@ def order(tmp_path: Path, *sweep: str, **options: str) -> SweepConfig:
 
 
 @given(st.integers(-50, 50), st.integers(-9, 9).filter(bool), st.integers(0, 40), st.integers(2, 3))
-def test_equal_steps_are_written_out(first: int, step: int, more: int, before: int) -> None:
+def test_dots_expand_equal_differences(first: int, step: int, more: int, before: int) -> None:
     whole = [str(first + step * i) for i in range(before + 1 + more)]
     assert values(f"every={','.join(whole[:before])},...,{whole[-1]}") == whole
 
 
 @given(st.integers(1, 7), st.integers(2, 5), st.integers(0, 8), st.booleans())
-def test_equal_ratios_are_written_out(first: int, ratio: int, more: int, falling: bool) -> None:
+def test_dots_expand_equal_ratios(first: int, ratio: int, more: int, falling: bool) -> None:
     whole = [str(first * ratio**i) for i in range(4 + more)]
     whole = whole[::-1] if falling else whole
     assert values(f"every={','.join(whole[:3])},...,{whole[-1]}") == whole
 
 
 @given(st.integers(1, 400), st.integers(1, 99), st.integers(1, 30))
-def test_a_last_value_beside_the_pattern_is_refused(first: int, step: int, count: int) -> None:
+def test_last_value_off_the_pattern_is_refused(first: int, step: int, count: int) -> None:
     past = first + step * (count + 1)
     for end in range(past + 1, past + step):
-        with pytest.raises(LaunchError, match=f"does not meet {end}"):
+        with pytest.raises(LaunchError, match=f"does not reach {end}"):
             parse(f"every={first},{first + step},...,{end}")
 
 
@@ -68,11 +68,11 @@ def test_a_last_value_beside_the_pattern_is_refused(first: int, step: int, count
         (" step-time = 5ms , 1ms ", "5ms 1ms"),
     ],
 )
-def test_what_is_typed_becomes_values(text: str, expected: str) -> None:
+def test_axis_texts_are_parsed(text: str, expected: str) -> None:
     assert values(text) == expected.split()
 
 
-def test_commas_within_brackets_and_quotes_divide_nothing() -> None:
+def test_commas_within_brackets_and_quotes_do_not_split() -> None:
     recipes = ["local_sgd(every=4, after=2)", "Recipe(how=chain(top_k(0.1), quantise(8)))"]
     assert values(f"recipe={','.join(recipes)}") == recipes
     hosts = "hosts of 8 on 10Gbit/s, 1Gbit/s between"
@@ -82,7 +82,7 @@ def test_commas_within_brackets_and_quotes_divide_nothing() -> None:
 
 
 @given(st.lists(st.text("abc123 ()'\"", min_size=1, max_size=8).map(str.strip), min_size=1, max_size=5, unique=True))
-def test_what_is_read_is_what_was_typed_or_refused(words: list[str]) -> None:
+def test_axis_values_round_trip_or_are_refused(words: list[str]) -> None:
     try:
         found = values(f"name={','.join(words)}")
     except LaunchError:
@@ -100,27 +100,27 @@ def test_what_is_read_is_what_was_typed_or_refused(words: list[str]) -> None:
         ("workers=", "empty value"),
         ("workers=1,,2", "empty value"),
         ("workers=1,2,", "empty value"),
-        ("recipe=local_sgd(every=4", "no partner"),
-        ("recipe=local_sgd)every=4(", "no partner"),
-        ("network='instant", "no partner"),
+        ("recipe=local_sgd(every=4", "unmatched quote or bracket"),
+        ("recipe=local_sgd)every=4(", "unmatched quote or bracket"),
+        ("network='instant", "unmatched quote or bracket"),
         ("workers=1,2,1", "workers has the value 1 twice"),
-        ("workers=1,...,8", "no values to go on from"),
-        ("workers=...,8", "no values to go on from"),
-        ("workers=1,2,...", "no values to go on from"),
+        ("workers=1,...,8", "needs two values before it"),
+        ("workers=...,8", "needs two values before it"),
+        ("workers=1,2,...", "needs two values before it"),
         ("workers=1,1,...,8", "no pattern"),
         ("workers=1,2,5,...,50", "no pattern"),
         ("workers=0,0,0,...,5", "no pattern"),
         ("workers=0,1,5,...,9", "no pattern"),
         ("every=1,-2,4,...,16", "no pattern"),
-        ("workers=1,2,4,...,1000", "does not meet 1000"),
-        ("workers=1,2,...,2", "does not meet 2"),
-        ("workers=2,4,...,1", "does not meet 1"),
-        ("step_time=1ms,2ms,...,5ms", "no plain numbers"),
+        ("workers=1,2,4,...,1000", "does not reach 1000"),
+        ("workers=1,2,...,2", "does not reach 2"),
+        ("workers=2,4,...,1", "does not reach 1"),
+        ("step_time=1ms,2ms,...,5ms", "is not between plain numbers"),
         ("workers=1,2,...,100000000", "too many values"),
         ("--lr=64,32,16,...,0", "too many values"),
     ],
 )
-def test_what_cannot_be_an_axis_is_refused_in_three_answers(text: str, problem: str) -> None:
+def test_invalid_axis_is_refused_with_got_expected_and_example(text: str, problem: str) -> None:
     with pytest.raises(LaunchError) as refused:
         parse(text)
     said = str(refused.value)
@@ -149,7 +149,7 @@ def test_an_option_of_a_recipe_is_replaced_or_added(recipe: str, name: str, valu
     assert with_option(found, name, value) == found
 
 
-def test_an_option_that_a_recipe_does_not_have_is_refused_with_those_it_has() -> None:
+def test_unknown_recipe_option_is_refused_with_the_known_ones() -> None:
     with pytest.raises(LaunchError, match="evry is no option") as refused:
         with_option("local_sgd", "evry", "4")
     assert "every, optimizer_state, after" in str(refused.value)
@@ -160,7 +160,7 @@ def test_an_option_that_a_recipe_does_not_have_is_refused_with_those_it_has() ->
 
 
 @pytest.mark.parametrize("value", ["4 after=2", "__import__('os')", "x", "4) + (1", "=3", "*[1]", "0"])
-def test_a_value_that_a_recipe_cannot_have_is_refused(value: str) -> None:
+def test_invalid_recipe_value_is_refused(value: str) -> None:
     with pytest.raises(RecipeError):
         with_option("local_sgd", "every", value)
 
@@ -168,8 +168,8 @@ def test_a_value_that_a_recipe_cannot_have_is_refused(value: str) -> None:
 # Points
 
 
-def test_the_grid_is_the_product_and_the_words_are_those_of_a_simulation(tmp_path: Path) -> None:
-    asked = order(tmp_path, "workers=2,3", "every=4,8", "--lr=0.1", recipe="local_sgd", workers="9", step_time="5ms")
+def test_grid_is_the_product_and_points_have_simulate_arguments(tmp_path: Path) -> None:
+    asked = config(tmp_path, "workers=2,3", "every=4,8", "--lr=0.1", recipe="local_sgd", workers="9", step_time="5ms")
     found = points(asked)
     assert [dict(one.values) for one in found] == [
         {"workers": w, "every": e, "--lr": "0.1"} for w in ("2", "3") for e in ("4", "8")
@@ -178,12 +178,12 @@ def test_the_grid_is_the_product_and_the_words_are_those_of_a_simulation(tmp_pat
     given = dict(zip(words[0:6:2], words[1:6:2], strict=True))
     assert given == {"--recipe": "local_sgd(every=8)", "--workers": "3", "--step-time": "5ms"}
     assert words[6:9] == ["--quiet", "--out", "there"]
-    assert words[9:] == [str(asked.order.script), "--lr", "1", "--lr", "0.1"]
+    assert words[9:] == [str(asked.config.script), "--lr", "1", "--lr", "0.1"]
     assert len({one.name for one in found}) == 4
 
 
 def test_a_swept_recipe_gets_the_swept_option(tmp_path: Path) -> None:
-    found = points(order(tmp_path, "every=4,8", "recipe=local_sgd,diloco(every=2)"))
+    found = points(config(tmp_path, "every=4,8", "recipe=local_sgd,diloco(every=2)"))
     assert [one.options["recipe"] for one in found] == [
         "local_sgd(every=4)",
         "diloco(every=4)",
@@ -193,10 +193,8 @@ def test_a_swept_recipe_gets_the_swept_option(tmp_path: Path) -> None:
 
 
 @given(st.lists(st.text(min_size=1, max_size=90).filter(lambda text: "," not in text), min_size=2, unique=True))
-def test_every_point_has_a_folder_of_its_own_that_any_disk_takes(
-    tmp_path_factory: pytest.TempPathFactory, texts: list[str]
-) -> None:
-    asked = order(tmp_path_factory.mktemp("any"), f"--text={','.join(texts)}")
+def test_every_point_has_a_portable_folder_name(tmp_path_factory: pytest.TempPathFactory, texts: list[str]) -> None:
+    asked = config(tmp_path_factory.mktemp("any"), f"--text={','.join(texts)}")
     try:
         found = points(asked)
     except LaunchError:
@@ -227,9 +225,9 @@ def test_every_point_has_a_folder_of_its_own_that_any_disk_takes(
         (("recipe=local_sgd,async_sgd", "every=2"), "every is no option of a simulation, nor one of async_sgd"),
     ],
 )
-def test_what_cannot_be_a_grid_is_refused(tmp_path: Path, sweep: tuple[str, ...], problem: str) -> None:
+def test_invalid_grid_is_refused(tmp_path: Path, sweep: tuple[str, ...], problem: str) -> None:
     with pytest.raises(StrettoError) as refused:
-        points(order(tmp_path, *sweep, recipe="local_sgd"))
+        points(config(tmp_path, *sweep, recipe="local_sgd"))
     assert problem in str(refused.value)
     assert "\n  try: " in str(refused.value)
 
@@ -241,20 +239,20 @@ EACH |= {"faults": "pause worker 0 for 1s at 1s"}
 def test_every_option_of_a_simulation_can_be_swept(tmp_path: Path) -> None:
     for name in OPTIONS:
         value = EACH.get(name, "1")
-        assert points(order(tmp_path, f"{name}={value}"))[0].options[name] == value
+        assert points(config(tmp_path, f"{name}={value}"))[0].options[name] == value
 
 
 def test_a_missing_script_and_no_jobs_are_refused(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match="there is no script"):
         points(SweepConfig(RunConfig(tmp_path / "none.py"), ("workers=1",)))
     with pytest.raises(LaunchError, match="jobs cannot be 0"):
-        SweepConfig(RunConfig(tmp_path), ("workers=1",), jobs=0).at_once()
+        SweepConfig(RunConfig(tmp_path), ("workers=1",), jobs=0).concurrency()
 
 
-def test_what_is_asked_changes_with_the_script_itself(tmp_path: Path) -> None:
-    asked = order(tmp_path, "workers=1,2")
+def test_configuration_changes_with_the_script(tmp_path: Path) -> None:
+    asked = config(tmp_path, "workers=1,2")
     before = asked.asked()
-    asked.order.script.write_text("pass")
+    asked.config.script.write_text("pass")
     assert before["script_hash"] != asked.asked()["script_hash"]
     assert before["sweep"] == {axis.name: list(axis.values) for axis in axes(asked)} == {"workers": ["1", "2"]}
 
@@ -262,21 +260,19 @@ def test_what_is_asked_changes_with_the_script_itself(tmp_path: Path) -> None:
 # What is measured
 
 
-def test_points_are_measured_once_for_all_that_are_alike_and_the_script_once_for_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_costs_are_measured_once_per_group_and_the_script_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[Simulation] = []
 
     def takes(one: Simulation, typed: str) -> CostModel:
         assert typed == "auto"
         measured.append(one)
-        return CostModel(step_s=float(len(measured)), ask_s=float(len(measured)))
+        return CostModel(step_s=float(len(measured)), codec_s=float(len(measured)))
 
-    monkeypatch.setattr(simulate, "_measured", takes)
+    monkeypatch.setattr(simulate, "_measure", takes)
     networks = "network=instant,1Gbit/s,10Gbit/s"
-    asked = order(tmp_path, "recipe=allreduce,local_sgd(every=4)", networks, "seed=1,2", workers="4")
-    found = simulate._measured_each(asked, "auto", lambda _text: None)
-    assert [(str(one.order.recipe).partition("(")[0], one.has_network) for one in measured] == [
+    asked = config(tmp_path, "recipe=allreduce,local_sgd(every=4)", networks, "seed=1,2", workers="4")
+    found = simulate._measure_points(asked, "auto", lambda _text: None)
+    assert [(str(one.config.recipe).partition("(")[0], one.has_network) for one in measured] == [
         ("allreduce", False),
         ("allreduce", True),
         ("local_sgd", False),
@@ -286,7 +282,7 @@ def test_points_are_measured_once_for_all_that_are_alike_and_the_script_once_for
     assert [(one.step_s, one.codec_s) for one in times] == [(1, ask) for ask in (1, 1, *[2] * 4, 3, 3, *[4] * 4)]
 
 
-def test_each_crowd_has_its_own_measurement_of_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_script_is_measured_once_per_contention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four workers crowd two processors, two and one do not; one has no wires."""
     crowds: list[int | None] = []
 
@@ -294,15 +290,15 @@ def test_each_crowd_has_its_own_measurement_of_the_script(tmp_path: Path, monkey
         crowds.append(one.contending_processes)
         return CostModel(step_s=float(len(crowds)))
 
-    monkeypatch.setattr(simulate, "_measured", takes)
-    asked = order(tmp_path, "workers=4,2,1", recipe="allreduce", network="1Gbit/s", processors="2")
-    found = simulate._measured_each(asked, "auto", lambda _text: None)
+    monkeypatch.setattr(simulate, "_measure", takes)
+    asked = config(tmp_path, "workers=4,2,1", recipe="allreduce", network="1Gbit/s", processors="2")
+    found = simulate._measure_points(asked, "auto", lambda _text: None)
     assert [one is None for one in crowds] == [False, True, True]
     times = [parse_tariff(one.options["step_time"]) for one in points(replace(asked, step_times=found))]
     assert [one.step_s for one in times] == [1, 2, 2]
 
 
-def test_a_swept_time_of_a_step_is_what_was_typed(tmp_path: Path) -> None:
-    asked = order(tmp_path, "step_time=auto,5ms", workers="2")
-    assert simulate._measured_each(asked, "auto", lambda _text: None) == {}
+def test_swept_step_time_is_not_measured(tmp_path: Path) -> None:
+    asked = config(tmp_path, "step_time=auto,5ms", workers="2")
+    assert simulate._measure_points(asked, "auto", lambda _text: None) == {}
     assert [one.options["step_time"] for one in points(asked)] == ["auto", "5ms"]

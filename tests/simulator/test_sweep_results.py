@@ -34,7 +34,7 @@ def found(workers: int, pace: float | None = None, reached: float | None = None,
 
 
 @given(TIMES)
-def test_the_point_where_it_stops_is_the_first_beyond_which_nothing_is_faster(times: dict[int, float]) -> None:
+def test_limit_is_the_first_number_beyond_which_none_is_faster(times: dict[int, float]) -> None:
     def enough(w: int) -> bool:
         best = min(times[u] for u in times if u <= w)
         return best < math.inf and not any(times[v] <= 0.95 * best for v in times if v > w)
@@ -64,7 +64,7 @@ def test_the_unit_of_time_does_not_matter(times: dict[int, float], unit: float) 
         ([5], None),
     ],
 )
-def test_where_it_stops(times: list[float], expected: int | None) -> None:
+def test_examples_of_the_limit(times: list[float], expected: int | None) -> None:
     assert results.stops_paying(dict(zip((1, 2, 4, 8), times, strict=False))) == expected
 
 
@@ -72,7 +72,7 @@ def test_where_it_stops(times: list[float], expected: int | None) -> None:
 
 
 @given(st.lists(st.floats(1.0, 1e6), min_size=2, max_size=6))
-def test_speed_up_is_the_pace_over_that_of_one_worker_and_efficiency_its_share(paces: list[float]) -> None:
+def test_speed_up_is_relative_to_one_worker_and_efficiency_per_worker(paces: list[float]) -> None:
     line = results.compared([found(w, pace) for w, pace in enumerate(paces, 1)])
     for w, (one, pace) in enumerate(zip(line, paces, strict=True), 1):
         assert one["speed_up"] == pytest.approx(pace / paces[0])
@@ -87,7 +87,7 @@ def test_speed_up_is_by_the_time_to_the_target_where_one_worker_reached_it() -> 
     assert four["speed_up"] is four["speed_up_by"] is four["efficiency"] is None
 
 
-def test_speed_up_is_by_pace_where_one_worker_never_reached_the_target() -> None:
+def test_speed_up_is_by_throughput_where_one_worker_missed_the_target() -> None:
     _, two = results.compared([found(1, 10), found(2, 15, 5.0)])
     assert (two["speed_up"], two["speed_up_by"]) == (1.5, "samples_per_second")
 
@@ -98,13 +98,13 @@ def test_each_line_is_measured_by_its_own_worker() -> None:
     assert list(results.lines(points)) == ["every=1", "every=9"]
 
 
-def test_without_a_whole_point_of_one_worker_there_is_no_speed_up() -> None:
+def test_no_speed_up_without_a_complete_point_of_one_worker() -> None:
     bad = results.failed(point(workers="1"), "boom")
     assert [one["speed_up"] for one in results.compared([bad, found(2, 15)])] == [None, None]
     assert [one["speed_up"] for one in results.compared([found(4, 15), found(2, 15)])] == [None, None]
 
 
-def test_stops_tell_line_by_line_what_was_measured() -> None:
+def test_limits_are_per_line() -> None:
     points = [found(w, 10 * min(w, 4), every="1") for w in (8, 4, 2, 1)]
     points += [found(w, 10, 8 / w, every="9") for w in (1, 2)]
     points += [found(1, 10, every="20"), results.failed(point(workers="2", every="20"), "boom")]
@@ -114,7 +114,7 @@ def test_stops_tell_line_by_line_what_was_measured() -> None:
     ]
 
 
-def test_a_line_is_called_by_what_is_varied_or_by_its_recipe() -> None:
+def test_line_is_named_by_its_values_or_its_recipe() -> None:
     assert results.label(found(2, recipe="async_sgd", seed="1")) == "async_sgd, seed=1"
     assert results.label(found(2)) == "local_sgd"
     assert results.label(found(2, every="3"), "every") == "workers=2"
@@ -143,7 +143,7 @@ def test_a_point_is_measured_from_its_run_folder(tmp_path: Path) -> None:
     assert results.measured(point(workers="2"), stale, None)["mean_staleness"] == 2.0
 
 
-def test_what_is_saved_is_read_and_what_is_no_sweep_is_refused(tmp_path: Path) -> None:
+def test_saved_sweep_is_read_back_and_other_files_are_refused(tmp_path: Path) -> None:
     points = results.save(tmp_path, {"asked": {"target": None}}, [found(1, 10), found(2, 15)])
     kept = results.read(tmp_path)
     assert kept["points"] == points
@@ -151,7 +151,7 @@ def test_what_is_saved_is_read_and_what_is_no_sweep_is_refused(tmp_path: Path) -
     assert kept["stops_paying"][0]["most"] == 2
     assert [path.name for path in tmp_path.iterdir()] == ["sweep.json"]
     (tmp_path / "sweep.json").write_text("{}")
-    with pytest.raises(LogError, match="none that a sweep has written"):
+    with pytest.raises(LogError, match="was not written by a sweep"):
         results.read(tmp_path)
 
 
@@ -166,7 +166,7 @@ def written(folder: Path, points: list[dict[str, Any]], target: str | None = Non
     return report.write(folder).read_text()
 
 
-def test_the_page_tells_the_fastest_marks_where_it_stops_and_names_what_failed(tmp_path: Path) -> None:
+def test_report_shows_the_fastest_point_the_limit_and_failures(tmp_path: Path) -> None:
     points = [found(w, 10 * min(w, 4), 8 / min(w, 4)) for w in (1, 2, 4, 8)]
     bad = results.failed(point(workers="16"), "ValueError: <boom>")
     text = written(tmp_path, [*points, bad], "accuracy>=0.9", workers=["1", "2", "4", "8", "16"])
@@ -180,7 +180,7 @@ def test_the_page_tells_the_fastest_marks_where_it_stops_and_names_what_failed(t
     assert report.write(tmp_path).read_text() == text
 
 
-def test_the_ring_is_where_it_stops_and_nowhere_else(tmp_path: Path) -> None:
+def test_plot_marks_only_the_limit(tmp_path: Path) -> None:
     def rings(points: list[dict[str, Any]]) -> int:
         panels = report._fast({"points": points, "stops_paying": results.stops(points), **head()}, "workers")
         return sum(len(panel.marks) for panel in panels)
@@ -189,7 +189,7 @@ def test_the_ring_is_where_it_stops_and_nowhere_else(tmp_path: Path) -> None:
     assert rings(results.compared([found(w, 10 * w) for w in (1, 2, 4, 8)])) == 0
 
 
-def test_the_page_without_workers_varied_is_drawn_against_the_first_axis_of_numbers(tmp_path: Path) -> None:
+def test_report_without_a_workers_axis_uses_the_first_numeric_axis(tmp_path: Path) -> None:
     points = [found(8, 10 * int(every), seed=seed, every=every) for seed in ("0", "1") for every in ("1", "2")]
     text = written(tmp_path, points, seed=["0", "1"], every=["1", "2"])
     assert "How long?" in text
@@ -200,10 +200,10 @@ def test_the_page_without_workers_varied_is_drawn_against_the_first_axis_of_numb
     assert report._across(head(network=["instant", "20ms"], recipe=["allreduce", "async_sgd"])) == ""
 
 
-def test_a_plot_has_at_most_eight_lines_and_says_so(tmp_path: Path) -> None:
+def test_plot_has_at_most_eight_lines(tmp_path: Path) -> None:
     points = [found(w, 10 * w, every=str(every)) for w in (1, 2) for every in range(1, 21)]
     text = written(tmp_path, points, workers=["1", "2"], every=[str(every) for every in range(1, 21)])
-    assert "8 of 20 lines are drawn; the table has all." in text
+    assert "8 of 20 lines are drawn; the table lists all." in text
     assert len(report._colours(results.read(tmp_path), "workers")) == 8
     assert len(set(report._colours(results.read(tmp_path), "workers").values())) == 8
     assert {"every=1", "every=20"} <= set(report._colours(results.read(tmp_path), "workers"))
@@ -219,7 +219,7 @@ def test_a_plot_has_at_most_eight_lines_and_says_so(tmp_path: Path) -> None:
         ({"step_time": "auto", "measured": "5ms"}, {}, False),
     ],
 )
-def test_points_that_measure_for_themselves_are_told(
+def test_report_notes_points_with_their_own_step_time(
     options: dict[str, str], sweep: dict[str, list[str]], told: bool
 ) -> None:
     """And not those that were measured for, before they began."""
@@ -229,7 +229,7 @@ def test_points_that_measure_for_themselves_are_told(
     assert (report.MEASURED in report.sentences(found)) == told
 
 
-def test_pages_of_nothing_are_pages(tmp_path: Path) -> None:
+def test_empty_sweep_has_a_report(tmp_path: Path) -> None:
     assert "No point has been measured." in written(tmp_path, [], workers=["1", "2"])
     assert "No point reached loss&lt;=0." in written(tmp_path, [found(1, 10)], "loss<=0", workers=["1", "2"])
     bad = [results.failed(point(workers=w), "boom") for w in "12"]

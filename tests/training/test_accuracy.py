@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from simulator.simulated import simulated
+from simulator.harness import simulated
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset

@@ -10,8 +10,8 @@ import torch
 from crew import together
 from hypothesis import given
 from hypothesis import strategies as st
-from simulator.dying import NET
-from simulator.simulated import simulated
+from simulator.failures import NET
+from simulator.harness import simulated
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from crew import alone, apart, flat, regression, small_net, together, training
-from simulator.dying import NET
-from simulator.simulated import simulated
+from simulator.failures import NET
+from simulator.harness import simulated
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 

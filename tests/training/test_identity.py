@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from crew import regression, small_net
-from simulator.simulated import simulated
+from simulator.harness import simulated
 from torch import nn
 from torch.utils.data import DataLoader
 

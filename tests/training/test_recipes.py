@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from crew import apart, flat, regression, small_net, together
-from simulator.simulated import simulated
+from simulator.harness import simulated
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 

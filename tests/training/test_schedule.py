@@ -13,7 +13,7 @@ import torch
 from crew import one_worker, regression, small_net, together
 from endure import Killed
 from endure import crew as enduring
-from simulator.simulated import simulated
+from simulator.harness import simulated
 from torch import nn
 from torch.optim import lr_scheduler as schedulers
 from torch.utils.data import DataLoader

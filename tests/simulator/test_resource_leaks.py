@@ -8,8 +8,8 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from simulator.dying import FREE, THROUGH, TOGETHER, lived
-from simulator.simulated import simulated
+from simulator.failures import FREE, THROUGH, TOGETHER, lived
+from simulator.harness import simulated
 
 from stretto.loader import epoch_batches
 from stretto.simulator.cluster import rpc_channel
@@ -32,7 +32,7 @@ torch.counted.append(len(os.listdir("/dev/fd")))
 
 
 @pytest.mark.parametrize("recipe", [*TOGETHER, *FREE, THROUGH])
-def test_nothing_is_left_of_lives_that_are_over(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_incarnations_are_freed(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     born: dict[tuple[int, int], weakref.ref[Trainer]] = {}
     real = Trainer.__init__
 
@@ -47,7 +47,7 @@ def test_nothing_is_left_of_lives_that_are_over(recipe: str, monkeypatch: pytest
     assert born[0, 0]() is born[1, 0]() is None
 
 
-def test_a_worker_costs_no_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_uses_no_file_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process has only so many, and a thousand workers share each tensor of the script."""
     counts: dict[int, int] = {}
     for workers in (2, 12):
@@ -59,23 +59,23 @@ def test_a_worker_costs_no_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
     assert counts[12] <= counts[2]
 
 
-def test_no_replies_stay_when_a_server_was_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_replies_remain_after_a_server_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of the shards behind it, and of what was under way, are nobody's."""
     left: Counter[str] = Counter()
-    close = rpc_channel.SimLink.close
+    close = rpc_channel.SimChannel.close
 
-    def counted(self: rpc_channel.SimLink) -> None:
+    def counted(self: rpc_channel.SimChannel) -> None:
         left["replies"] += len(self._replies)
         left["unread"] += len(self._unread)
         close(self)
 
-    monkeypatch.setattr(rpc_channel.SimLink, "close", counted)
+    monkeypatch.setattr(rpc_channel.SimChannel, "close", counted)
     fault = "; ".join(f"kill server {n % 2} at {40 + 45 * n}ms, back after 5ms" for n in range(6))
     lived("async_sgd(shards=4)", fault, 3, 6)
     assert left == {"replies": 0, "unread": 0}
 
 
-def test_what_no_exchange_has_carried_is_listed_of_the_dead_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uncommitted_work_is_listed_for_failed_workers_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thousand workers that each list what all of them have not yet exchanged would be a million lists."""
     taken: list[int] = []
     real = epoch_batches.UncommittedWork.take

@@ -25,7 +25,7 @@ from stretto.simulator.runner import create_run, simulate
 from stretto.training.worker_context import given_seat
 
 STEP_S = 0.01
-ACTING = "from simulator import simulated\nsimulated.act()\n"
+ACTING = "from simulator import harness\nharness.act()\n"
 """The script of a simulation whose workers do what a function says."""
 _work: list[Callable[[int], Any]] = []
 _found: dict[int, Any] = {}

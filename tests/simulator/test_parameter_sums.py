@@ -14,8 +14,8 @@ from drawn import TIMES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load
-from simulator.dying import NET, faults
-from simulator.simulated import Ended, simulated
+from simulator.failures import NET, faults
+from simulator.harness import Ended, simulated
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -91,14 +91,14 @@ def counting(asked: Asked) -> Callable[[int], None]:
 
 
 def ended(asked: Asked) -> Ended:
-    real, cut_every_s = Simulator.seat, asked.cut_every_s
+    real, cut_every_s = Simulator.context, asked.cut_every_s
 
-    def seat(cast: Simulator, worker: Any) -> Any:
+    def context(simulator: Simulator, worker: Any) -> Any:
         due = every(asked.checkpoint) if asked.checkpoint else None
-        return replace(real(cast, worker), checkpoint=due)
+        return replace(real(simulator, worker), checkpoint=due)
 
     with pytest.MonkeyPatch.context() as patch, TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        patch.setattr(Simulator, "seat", seat)
+        patch.setattr(Simulator, "context", context)
         patch.setattr(rpc_server, "CUT_EVERY_S", cut_every_s)
         return simulated(
             asked.workers,
@@ -156,13 +156,13 @@ ACCUMULATED = Asked("async_sgd", accumulated=2, fault="kill server 0 at 30ms, ba
 
 
 @pytest.mark.parametrize("asked", [ALONE, LOOKS, TELLS, CALLED, LETS_IN, ACCUMULATED])
-def test_what_servers_have_is_what_the_books_say(asked: Asked) -> None:
+def test_parameters_of_servers_match_the_records(asked: Asked) -> None:
     counts_once(asked)
 
 
 @pytest.mark.parametrize("evaluate_every", [1, 2, 3])
 @pytest.mark.parametrize("workers", [2, 3, 4])
-def test_nobody_holds_another_back_while_all_ask_whether_a_checkpoint_is_due(workers: int, evaluate_every: int) -> None:
+def test_checkpoint_queries_delay_no_worker(workers: int, evaluate_every: int) -> None:
     recipe, speed = "stale_synchronous(bound=1)", "lognormal(0.5)"
     counts_once(Asked(recipe, workers, epochs=2, evaluate_every=evaluate_every, checkpoint="3r", speed=speed))
 
@@ -177,7 +177,7 @@ def test_nobody_holds_another_back_while_all_ask_whether_a_checkpoint_is_due(wor
     st.integers(1, 2),
     st.sampled_from(["equal", "lognormal(0.5)"]),
 )
-def test_whoever_dies_what_servers_have_is_what_the_books_say(
+def test_parameters_of_servers_match_the_records_under_failures(
     drawn: tuple[str, tuple[int, str]],
     epochs: int,
     evaluate_every: int | None,

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stretto.simulator.network.max_min_fairness import VAST, FluidModel
+from stretto.simulator.network.max_min_fairness import INFINITE_CAPACITY, FluidModel
 
 RESOURCES = 6
 capacities = st.lists(st.sampled_from([0, 1, 2, 3, 7, 10, 1000, inf]), min_size=RESOURCES, max_size=RESOURCES)
@@ -83,7 +83,7 @@ def begun(capacity: Sequence[float], asked: list[Asked]) -> FluidModel:
 
 @given(capacities, flows)
 @settings(max_examples=200)
-def test_rates_are_those_of_progressive_filling(capacity: list[float], asked: list[Asked]) -> None:
+def test_rates_equal_progressive_filling(capacity: list[float], asked: list[Asked]) -> None:
     fluid = begun(capacity, asked)
     at_once = fluid.ended()
     assert at_once == [flow for flow, (_, path, _) in enumerate(asked) if all(capacity[one] == inf for one in path)]
@@ -93,7 +93,7 @@ def test_rates_are_those_of_progressive_filling(capacity: list[float], asked: li
 
 @given(capacities, flows)
 @settings(max_examples=200)
-def test_no_resource_is_above_capacity_and_each_flow_is_held_back_by_a_full_one(
+def test_no_resource_exceeds_its_capacity_and_each_flow_has_a_bottleneck(
     capacity: list[float], asked: list[Asked]
 ) -> None:
     rates = begun(capacity, asked).rates()
@@ -114,7 +114,7 @@ def test_no_resource_is_above_capacity_and_each_flow_is_held_back_by_a_full_one(
 
 @given(capacities, st.lists(st.tuples(st.integers(0, 20).map(lambda one: one / 4), flows.map(lambda all_: all_[0]))))
 @settings(max_examples=100)
-def test_ends_are_those_of_a_slow_reckoning(capacity: list[float], asked: list[tuple[float, Asked]]) -> None:
+def test_ends_equal_a_reference_computation(capacity: list[float], asked: list[tuple[float, Asked]]) -> None:
     fluid, ends = FluidModel(capacity), {}
     for flow, (begin, (amount, path, weight)) in sorted(enumerate(asked), key=lambda one: one[1][0]):
         ends |= drain(fluid, begin)
@@ -125,7 +125,7 @@ def test_ends_are_those_of_a_slow_reckoning(capacity: list[float], asked: list[t
 
 @given(capacities, flows)
 @settings(max_examples=50)
-def test_all_that_is_sent_is_delivered(capacity: list[float], asked: list[Asked]) -> None:
+def test_all_bytes_are_delivered(capacity: list[float], asked: list[Asked]) -> None:
     fluid = begun(capacity, asked)
     delivered = dict.fromkeys(range(len(asked)), 0.0)
     for flow in fluid.ended():
@@ -146,7 +146,7 @@ def test_all_that_is_sent_is_delivered(capacity: list[float], asked: list[Asked]
 
 
 @given(capacities, flows, st.randoms(use_true_random=False))
-def test_the_order_of_beginning_at_one_instant_changes_nothing(capacity, asked, dice) -> None:
+def test_order_of_starts_at_one_time_has_no_effect(capacity, asked, dice) -> None:
     asked = [(amount, path, weight / 7) for amount, path, weight in asked]
     order = list(enumerate(asked))
     dice.shuffle(order)
@@ -162,14 +162,14 @@ def test_k_equal_flows_take_k_times_as_long(k: int) -> None:
     assert ends == dict.fromkeys(range(k), pytest.approx(2.0 * k))
 
 
-def test_one_that_begins_halfway_slows_the_first_down() -> None:
+def test_flow_started_halfway_slows_the_first() -> None:
     fluid = begun([100.0], [(100, [0], 1)])
     drain(fluid, 0.5)
     fluid.start(1, 100, [0])
     assert drain(fluid) == {0: 1.5, 1: 2.0}
 
 
-def test_what_one_link_holds_back_another_flow_may_have() -> None:
+def test_capacity_left_by_a_bottlenecked_flow_is_used() -> None:
     """The textbook's case: three links in a row, one flow over all of them."""
     assert begun([10.0, 4.0, 9.0], [(1, [0, 1, 2], 1), (1, [0], 1), (1, [1], 1), (1, [2], 1)]).rates() == {
         0: 2.0,
@@ -179,7 +179,7 @@ def test_what_one_link_holds_back_another_flow_may_have() -> None:
     }
 
 
-def test_cores_are_shared_by_computations_that_use_one_each() -> None:
+def test_processors_are_shared_by_single_threaded_tasks() -> None:
     fluid = FluidModel([2.0, 1.0, 1.0, 1.0])
     for one in (1, 2, 3):
         fluid.start(one, float(one), [0, one])
@@ -189,7 +189,7 @@ def test_cores_are_shared_by_computations_that_use_one_each() -> None:
 
 @given(st.lists(st.floats(0.01, 100), min_size=1, max_size=1000), st.floats(1, 1000))
 @settings(max_examples=20)
-def test_a_star_of_unequal_links_is_filled_like_a_vessel(links: list[float], server: float) -> None:
+def test_star_of_unequal_links_is_water_filled(links: list[float], server: float) -> None:
     fluid = begun([*links, server], [(1, [worker, len(links)], 1) for worker in range(len(links))])
     rates = np.array(list(fluid.rates().values()))
     level = rates.max()
@@ -197,12 +197,12 @@ def test_a_star_of_unequal_links_is_filled_like_a_vessel(links: list[float], ser
     assert rates.sum() == pytest.approx(min(server, sum(links)))
 
 
-def test_a_ring_goes_as_fast_as_its_slowest_link() -> None:
+def test_ring_has_the_rate_of_its_slowest_link() -> None:
     fluid = begun([10.0] * 1999 + [5.0], [(100, list(range(2000)), 1), (30, [3], 1)])
     assert drain(fluid) == {0: 20.0, 1: 6.0}
 
 
-def test_what_should_end_together_does() -> None:
+def test_equal_flows_end_together() -> None:
     fluid = begun([0.7], [(n, [0], n) for n in range(1, 101)])
     fluid.advance(1 / 3)
     fluid.start(200, fluid.remaining(9) / 10 * 7, [0], 7)
@@ -210,7 +210,7 @@ def test_what_should_end_together_does() -> None:
     assert len(fluid.ended()) == 101
 
 
-def test_a_small_flow_late_in_the_day_ends() -> None:
+def test_small_flow_at_a_late_time_ends() -> None:
     fluid = FluidModel([1e12, 3e12])
     fluid.advance(1e9)
     for flow in range(50):
@@ -218,17 +218,17 @@ def test_a_small_flow_late_in_the_day_ends() -> None:
     assert len(drain(fluid)) == 50 and fluid.now == pytest.approx(1e9)
 
 
-def test_a_link_that_is_cut_carries_nothing_until_it_is_healed() -> None:
+def test_link_of_zero_capacity_carries_nothing() -> None:
     fluid = begun([10.0, 10.0], [(10, [0, 1], 1)])
     fluid.advance(0.5)
-    fluid.capacity(1, 0.0)
+    fluid.set_capacity(1, 0.0)
     assert fluid.next_end() == inf and fluid.rates() == {0: 0.0}
     fluid.advance(100.0)
-    fluid.capacity(1, 2.5)
+    fluid.set_capacity(1, 2.5)
     assert drain(fluid) == {0: 102.0}
 
 
-def test_what_nothing_holds_back_ends_at_once() -> None:
+def test_flow_without_limits_ends_immediately() -> None:
     fluid = FluidModel([inf, 5.0, inf])
     fluid.start(3, 1e9, [0])
     fluid.start(2, 1e9, [])
@@ -238,18 +238,18 @@ def test_what_nothing_holds_back_ends_at_once() -> None:
     assert fluid.ended() == [1, 2, 3] and fluid.ended() == []
     assert fluid.rates() == {0: 5.0} and fluid.next_end() == 1.0
     fluid.advance(0.25)
-    fluid.capacity(1, inf)
+    fluid.set_capacity(1, inf)
     assert drain(fluid) == {0: 0.25}
 
 
-def test_an_infinite_link_may_become_a_finite_one() -> None:
+def test_infinite_capacity_can_become_finite() -> None:
     fluid = FluidModel([inf, 5.0])
     fluid.start(0, 5.0, [0, 1])
-    fluid.capacity(0, 1.0)
+    fluid.set_capacity(0, 1.0)
     assert drain(fluid) == {0: 5.0}
 
 
-def test_who_is_stopped_leaves_its_share_to_others() -> None:
+def test_stopped_flow_frees_its_share() -> None:
     fluid = begun([10.0, inf], [(10, [0], 1), (10, [0], 1), (10, [1], 1)])
     fluid.start(3, 10.0, [0])
     assert (fluid.stop(3), fluid.stop(2)) == (10.0, 0.0)
@@ -262,9 +262,9 @@ def test_who_is_stopped_leaves_its_share_to_others() -> None:
     assert fluid.ended() == [0]
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_invalid_numbers_are_refused() -> None:
     fluid = begun([10.0], [(10, [0], 1)])
-    with pytest.raises(ValueError, match="flow 0 is under way already"):
+    with pytest.raises(ValueError, match="flow 0 is active already"):
         fluid.start(0, 1.0, [0])
     for amount, weight in ((-1.0, 1.0), (inf, 1.0), (1.0, 0.0), (1.0, inf)):
         with pytest.raises(ValueError, match="flow 1 cannot send"):
@@ -274,14 +274,14 @@ def test_what_cannot_be_is_refused() -> None:
     fluid.advance(0.5)
     with pytest.raises(ValueError, match="time cannot go from 0.5"):
         fluid.advance(0.4)
-    with pytest.raises(ValueError, match="there is no flow 7"):
+    with pytest.raises(ValueError, match="there is no active flow 7"):
         fluid.stop(7)
 
 
-def test_the_same_sum_whatever_is_vast() -> None:
+def test_result_is_independent_of_the_infinite_capacity() -> None:
     """Infinite capacities are reckoned with as if they were finite, and never give something that is no number."""
     fluid = begun([inf, inf, 3.0], [(1, [0, 2], 1), (1, [1, 2], 2), (1, [0, 1, 2], 3)])
     fluid.advance(0.125)
-    fluid.capacity(2, inf)
-    assert all(1e299 < rate <= VAST for rate in fluid.rates().values())
+    fluid.set_capacity(2, inf)
+    assert all(1e299 < rate <= INFINITE_CAPACITY for rate in fluid.rates().values())
     assert drain(fluid) == {0: 0.125, 1: 0.125, 2: 0.125}

@@ -47,7 +47,7 @@ class Scene:
         table, offices = SimGroup(self.engine, links), None
         if shards:
             offices = SimServers(self.engine, shards, "stop", True, inf)
-        self._wires = [offices.wire(one) if offices else table.wire(one, inf) for one in self.engine.workers]
+        self._wires = [offices.client(one) if offices else table.transport(one, inf) for one in self.engine.workers]
 
     def seconds(self, live: Callable[[Any], None]) -> float:
         """How long it takes until all have done it."""
@@ -72,29 +72,29 @@ times = st.floats(0, 1, allow_subnormal=False)
 
 
 @given(st.builds(CostModel, *[times] * 11))
-def test_what_is_printed_can_be_typed(one: CostModel) -> None:
+def test_text_can_be_parsed_back(one: CostModel) -> None:
     again = cost_model.parse(str(one))
     for field, value in vars(one).items():
         assert getattr(again, field) == pytest.approx(value, abs=1e-7)
 
 
-def test_what_is_typed_behind_auto_goes_before_what_was_measured() -> None:
-    measured = CostModel(0.005, ask_s=0.001, message_s=0.002)
+def test_values_after_auto_override_measured_ones() -> None:
+    measured = CostModel(0.005, codec_s=0.001, message_s=0.002)
     assert cost_model.parse("auto", lambda: measured) == measured
     found = cost_model.parse("auto, 3ms per message, 4ms per MB", lambda: measured)
-    assert found == CostModel(0.005, ask_s=0.001, message_s=0.003, megabyte_s=0.004)
+    assert found == CostModel(0.005, codec_s=0.001, message_s=0.003, megabyte_s=0.004)
 
 
 @pytest.mark.parametrize(
     "text", ["auto", "3ms per MB", "5ms, auto", "5ms, 1ms per mile", "5ms, 1ms per MB, 2ms per MB"]
 )
-def test_what_cannot_be_a_tariff_is_refused(text: str) -> None:
+def test_invalid_cost_model_is_refused(text: str) -> None:
     with pytest.raises(LaunchError, match="--step-time"):
         cost_model.parse(text)
 
 
 @pytest.mark.parametrize("workers", [2, 3, 4, 7])
-def test_messages_and_bytes_are_those_that_are_counted(workers: int) -> None:
+def test_costs_use_the_counted_messages_and_bytes(workers: int) -> None:
     """Every message has three headers, of which each end sees all: what is left are the numbers themselves."""
     payload = pytest.approx(4 * BYTES * (workers - 1) / workers, rel=0.01)
     for worker in range(workers):
@@ -105,7 +105,7 @@ def test_messages_and_bytes_are_those_that_are_counted(workers: int) -> None:
 
 
 @pytest.mark.parametrize("workers", [2, 4])
-def test_an_exchange_takes_its_messages_and_the_longer_of_links_and_processors(workers: int) -> None:
+def test_collective_takes_its_messages_and_the_maximum_of_links_and_processors(workers: int) -> None:
     moved = 4 * BYTES * (workers - 1) / workers
     messages = 8 * (workers - 1)
     on_links = moved / 2 / 1e6
@@ -117,14 +117,14 @@ def test_an_exchange_takes_its_messages_and_the_longer_of_links_and_processors(w
 
 
 @pytest.mark.parametrize("net", ["instant", "8Mbit/s 10ms"])
-def test_what_is_late_comes_on_top_of_what_is_worked_and_carried(net: str) -> None:
+def test_latency_is_added_to_work_and_transfer(net: str) -> None:
     late = 2 * 3 * topology.parse(net).link.latency
     moved = 3 * BYTES
     assert mean_s(4, net, megabyte_s=1.0) == pytest.approx(late + moved / 1e6)
     assert mean_s(4, net, megabyte_s=1.0, processors=2.0) == pytest.approx(late + 2 * moved / 1e6)
 
 
-def test_words_take_their_telling_besides_once_for_each_round_of_them() -> None:
+def test_byte_messages_cost_one_conversion_per_round() -> None:
     def told_s(act: Callable[[Any], object], **cost: float) -> float:
         return Scene(4, "instant", CostModel(0.0, **cost), None).seconds(act)
 
@@ -138,7 +138,7 @@ def test_words_take_their_telling_besides_once_for_each_round_of_them() -> None:
 
 
 @pytest.mark.parametrize("processors", [0.5, 1.0, 2.0, 8.0])
-def test_workers_share_the_processors_that_their_exchange_needs(processors: float) -> None:
+def test_collective_work_shares_the_processors(processors: float) -> None:
     took = mean_s(4, megabyte_s=1.0, processors=processors)
     assert took == pytest.approx(max(4 / processors, 1.0) * 3 * BYTES / 1e6)
 
@@ -148,14 +148,14 @@ def gather_s(processors: float | None = None, **cost: float) -> float:
     return Scene(2, "instant", CostModel(0.0, **cost), processors, 1).seconds(lambda wire: wire.all_gather_bytes(b"x"))
 
 
-def test_a_parcel_is_worked_on_at_both_ends_one_after_another_at_the_server() -> None:
+def test_rpc_message_is_processed_at_both_ends_and_serially_at_the_server() -> None:
     """Each worker's goes out at once; the server takes in two, then sends two; each worker takes in one."""
     assert gather_s() == pytest.approx(0)
     assert gather_s(rpc_message_s=0.1) == pytest.approx(0.1 + 2 * 0.1 + 2 * 0.1 + 0.1)
     assert gather_s(rpc_message_s=0.1, processors=1.0) == pytest.approx(0.8)
 
 
-def test_a_server_in_worker_0_has_the_processor_that_the_worker_has() -> None:
+def test_server_in_worker_0_shares_its_processor() -> None:
     """It takes in two parcels and sends two, while the worker computes for as long again."""
 
     def seconds(net: str) -> float:
@@ -181,7 +181,7 @@ def push_s(nbytes: int, net: str, **cost: float) -> float:
     return Scene(1, net, CostModel(0.0, **cost), None, 1).seconds(live)
 
 
-def test_of_a_large_parcel_chunks_are_made_carried_and_taken_in_at_once() -> None:
+def test_chunks_of_a_large_message_are_pipelined() -> None:
     """Two chunks each way: the first is made, then carried while the second is, then the last one is taken in."""
     megabytes = 2 * CHUNK_BYTES / 1e6
     close = {"rel": 1e-3}
@@ -194,7 +194,7 @@ def test_of_a_large_parcel_chunks_are_made_carried_and_taken_in_at_once() -> Non
     ("net", "processors", "way_s"),
     [("8Gbit/s, servers with workers", None, 2.0), ("8Gbit/s", None, 3.0), ("8Gbit/s", 0.5, 6.0)],
 )
-def test_what_goes_over_a_link_takes_what_links_take_besides(net: str, processors: float | None, way_s: float) -> None:
+def test_messages_over_links_cost_link_time(net: str, processors: float | None, way_s: float) -> None:
     """Who sends, the links for both ends, and who receives, one after another; half a processor is half as quick."""
     nbytes = CHUNK_BYTES // 2
 
@@ -206,7 +206,7 @@ def test_what_goes_over_a_link_takes_what_links_take_besides(net: str, processor
     assert took == pytest.approx(2 * way_s * nbytes / 1e6, rel=5e-3)
 
 
-def test_who_works_on_a_message_goes_before_those_who_compute() -> None:
+def test_message_processing_precedes_computing() -> None:
     engine = Engine(2, Links(topology.Network(), 2), CostModel(0.0), (), 1.0)
     ends = {}
 
@@ -223,7 +223,7 @@ def test_who_works_on_a_message_goes_before_those_who_compute() -> None:
 
 @settings(max_examples=40)
 @given(st.lists(st.integers(0, 3_000_000), min_size=2, max_size=12))
-def test_parcels_of_all_lengths_arrive_in_the_order_in_which_they_left(lengths: list[int]) -> None:
+def test_messages_of_all_lengths_arrive_in_order(lengths: list[int]) -> None:
     came = []
 
     def live(wire: ParameterServerClient) -> None:
@@ -262,24 +262,24 @@ def arrivals(net: str, sends: list[tuple[float, int, int, float]]) -> list[float
 
 
 @pytest.mark.parametrize(("nbytes", "seconds"), [(1_000_000, 0.9), (100_000, 0.0), (100_500, 0.0005), (50_000, 0.0)])
-def test_after_a_rest_a_burst_goes_at_once(nbytes: float, seconds: float) -> None:
+def test_idle_link_carries_a_burst_immediately(nbytes: float, seconds: float) -> None:
     assert arrivals("8Mbit/s, burst 100kB", [(0.0, 0, 1, nbytes)]) == pytest.approx([seconds])
 
 
-def test_a_burst_comes_back_while_the_link_rests_and_not_while_it_carries() -> None:
+def test_burst_refills_only_while_the_link_is_idle() -> None:
     """A burst and 0.1 s; rests 0.02 s, in which 20 kB come in; then rests for long."""
     sends = [(0.0, 0, 1, 200_000), (0.12, 0, 1, 100_000), (5.0, 0, 1, 200_000)]
     assert arrivals("8Mbit/s, burst 100kB", sends) == pytest.approx([0.1, 0.2, 5.1])
 
 
-def test_the_emptiest_link_of_a_way_tells_what_goes_at_once() -> None:
+def test_emptiest_link_of_a_path_limits_the_burst() -> None:
     """What goes from 0 to 1 empties the one's way out and the other's way in, but not the way out of 2."""
     sends = [(0.0, 0, 1, 100_000), (0.0, 2, 1, 100_000), (0.0, 0, 2, 100_000)]
     assert arrivals("8Mbit/s, burst 100kB", sends) == pytest.approx([0.0, 0.1, 0.1])
 
 
 @given(st.lists(st.tuples(st.floats(0, 3), st.integers(1, 400_000)), min_size=1, max_size=8), st.integers(0, 200))
-def test_no_link_carries_more_than_its_rate_and_one_burst(sends: list[tuple[float, int]], kilobytes: int) -> None:
+def test_no_link_exceeds_its_rate_and_one_burst(sends: list[tuple[float, int]], kilobytes: int) -> None:
     came = arrivals(f"8Mbit/s, burst {kilobytes}kB", [(at, 0, 1, nbytes) for at, nbytes in sorted(sends)])
     first = min(at for at, _ in sends)
     carried = RATE * (max(came) - first) + 1e3 * kilobytes
@@ -289,15 +289,15 @@ def test_no_link_carries_more_than_its_rate_and_one_burst(sends: list[tuple[floa
 # --- measured -----------------------------------------------------------------------------------------------------
 
 
-def test_the_wires_of_this_machine_are_measured() -> None:
-    found = vars(transport_costs.here(plain=True))
+def test_transports_of_this_machine_are_measured() -> None:
+    found = vars(transport_costs.measure_transports(plain=True))
     assert all(0 <= value < 1 for value in found.values())
     assert found["message_s"] > 0
     assert found["parcel_s"] > 0
 
 
 @pytest.mark.parametrize("truth", [(3e-4, 5e-5, 2e-3, 4e-4), (1e-4, 0.0, 0.0, 0.0)])
-def test_from_a_few_exchanges_all_costs_are_found(truth: tuple[float, float, float, float]) -> None:
+def test_costs_are_recovered_from_few_collectives(truth: tuple[float, float, float, float]) -> None:
     """A wire that takes just that: what is found is what it takes."""
 
     class Wire:
@@ -324,7 +324,7 @@ def test_from_a_few_exchanges_all_costs_are_found(truth: tuple[float, float, flo
     assert found == pytest.approx(truth, rel=0.03, abs=1e-8)
 
 
-def test_a_usual_exchange_takes_what_it_took_though_crossing_messages_take_more() -> None:
+def test_costs_of_crossing_messages_are_those_of_usual_collectives() -> None:
     """Of a single number no two messages cross, and they take less each; a line through both would begin below 0."""
 
     class Wire:
@@ -349,7 +349,7 @@ def test_a_usual_exchange_takes_what_it_took_though_crossing_messages_take_more(
 
 
 @pytest.mark.parametrize("workers", [1, 4])
-def test_of_a_server_it_is_found_what_links_take_besides(workers: int) -> None:
+def test_link_costs_of_a_server_are_recovered(workers: int) -> None:
     """Worker 0 is where the server is; the others read for longer, each as fast as it can."""
     truth = rpc_message_s, near_s, link_s = 1e-4, 2e-3, 5e-3
     all_here, spent = threading.Barrier(workers), [0.0]

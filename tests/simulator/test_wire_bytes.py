@@ -22,7 +22,7 @@ def _total(pairs) -> tuple[int, int]:
 
 
 @given(crews, octets, st.sampled_from([1, 2, 4, 8]))
-def test_a_ring_sends_as_much_as_it_receives_and_no_less_than_its_tensor_asks(workers, numbers, item) -> None:
+def test_ring_sends_as_much_as_it_receives_and_at_least_the_lower_bound(workers, numbers, item) -> None:
     nbytes = numbers * item
     sent, received = _total(wire_bytes.all_reduce_bytes(worker, workers, nbytes, item) for worker in range(workers))
     data = 2 * (workers - 1) * nbytes
@@ -36,7 +36,7 @@ def test_a_ring_sends_as_much_as_it_receives_and_no_less_than_its_tensor_asks(wo
 
 
 @given(crews, st.integers(1, 30))
-def test_a_ring_of_equal_chunks_costs_all_the_same(workers, numbers) -> None:
+def test_ring_of_equal_chunks_costs_all_workers_the_same(workers, numbers) -> None:
     """2(N-1)/N * B and the headers: two segments a chunk, N-1 chunks, summing up and handing round."""
     nbytes = 2 * workers * 4 * numbers
     moved = 2 * (workers - 1) * nbytes // workers + 3 * wire_bytes.HEADER_BYTES * 4 * (workers - 1)
@@ -69,7 +69,7 @@ def test_the_ring_message_by_message(workers, numbers, item, data) -> None:
 
 
 @given(st.lists(octets, min_size=1, max_size=20))
-def test_what_every_worker_hears_was_sent(sizes) -> None:
+def test_all_gather_receives_what_was_sent(sizes) -> None:
     sent, received = _total(wire_bytes.all_gather_bytes(worker, sizes) for worker in range(len(sizes)))
     assert sent == received
     others = len(sizes) - 1
@@ -78,7 +78,7 @@ def test_what_every_worker_hears_was_sent(sizes) -> None:
 
 
 @given(crews, octets, st.data())
-def test_a_tree_tells_each_worker_once(workers, length, data) -> None:
+def test_broadcast_tree_reaches_each_worker_once(workers, length, data) -> None:
     root = data.draw(st.integers(0, workers - 1))
     pairs = [wire_bytes.broadcast_bytes(worker, workers, root, length) for worker in range(workers)]
     sent, received = _total(pairs)
@@ -97,12 +97,12 @@ def test_a_tree_tells_each_worker_once(workers, length, data) -> None:
 
 
 @pytest.mark.parametrize(("longest", "moved"), [(0, 544), (248, 544), (249, 1081), (1000, 1832)])
-def test_a_short_message_goes_round_once_a_long_one_twice(longest: int, moved: int) -> None:
+def test_long_byte_message_is_gathered_twice(longest: int, moved: int) -> None:
     for workers in (1, 2, 5):
         assert wire_bytes.all_gather_message_bytes(workers, longest) == ((workers - 1) * moved, (workers - 1) * moved)
 
 
-def test_one_worker_alone_sends_nothing() -> None:
+def test_single_worker_sends_nothing() -> None:
     alone = [
         wire_bytes.all_reduce_bytes(0, 1, 1000),
         wire_bytes.all_gather_bytes(0, [1000]),
@@ -113,7 +113,7 @@ def test_one_worker_alone_sends_nothing() -> None:
     assert alone == [(0, 0)] * len(alone)
 
 
-def test_bytes_as_the_kernel_counted_them_once() -> None:
+def test_bytes_equal_recorded_kernel_counts() -> None:
     """Read off loopback, with 3 and 4 workers and one shard."""
     assert [wire_bytes.all_reduce_bytes(worker, 3, 4) for worker in range(3)] == [(148, 148), (196, 248), (248, 196)]
     assert [wire_bytes.all_reduce_bytes(worker, 3, 56, 8) for worker in range(3)] == [
@@ -157,7 +157,7 @@ def test_bytes_as_the_kernel_counted_them_once() -> None:
         (4 * CHUNK_BYTES, 4194374, 4194638),
     ],
 )
-def test_a_parcel_as_the_kernel_counted_it_once(length: int, plain: int, sealed: int) -> None:
+def test_rpc_message_bytes_equal_recorded_kernel_counts(length: int, plain: int, sealed: int) -> None:
     tensors = [("uint8", length)]
     assert wire_bytes.message_bytes(1, m.Gather(1, None), tensors, False) == plain
     assert wire_bytes.message_bytes(1, m.Gather(1, None), tensors, True) == sealed
@@ -174,7 +174,7 @@ bodies = st.sampled_from(
 
 
 @given(st.lists(st.tuples(st.sampled_from(["uint8", "float32", "int64"]), edges), max_size=4), bodies, st.booleans())
-def test_a_parcel_costs_its_frames(tensors, body, encrypted) -> None:
+def test_rpc_message_costs_its_frames(tensors, body, encrypted) -> None:
     parts = [torch.empty(length, dtype=getattr(torch, dtype)) for dtype, length in tensors]
     frames = [memoryview(frame).nbytes for message in encode(5, body, parts) for frame in message]
     on_wire = [one + 33 for one in frames] if encrypted else frames
@@ -183,7 +183,7 @@ def test_a_parcel_costs_its_frames(tensors, body, encrypted) -> None:
 
 
 @given(st.integers(0, 1 << 40))
-def test_a_larger_number_takes_as_much_as_messagepack_needs(number) -> None:
+def test_larger_request_number_takes_its_msgpack_size(number) -> None:
     more = len(msgspec.msgpack.encode(number)) - 1
     at_zero = wire_bytes.message_bytes(0, m.Result(), [], False)
     assert wire_bytes.message_bytes(number, m.Result(), [], False) == at_zero + more

@@ -9,7 +9,7 @@ import torch
 from crew import flat, regression, small_net
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
-from simulator.simulated import Ended, simulated
+from simulator.harness import Ended, simulated
 from torch import nn
 from torch.utils.data import DataLoader
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 from crew import flat
-from simulator.dying import ALL, FREE, NET, SAMPLES, seen, training
-from simulator.simulated import simulated
+from simulator.failures import ALL, FREE, NET, SAMPLES, seen, training
+from simulator.harness import simulated
 from torch import nn
 
 EVERY = [*FREE, "stale_synchronous(bound=0)"]
@@ -16,7 +16,7 @@ EVERY = [*FREE, "stale_synchronous(bound=0)"]
 @pytest.mark.parametrize("recipe", EVERY)
 @pytest.mark.parametrize("after", [0, 1, 2])
 @pytest.mark.parametrize("who", [0, 1])
-def test_what_one_leaves_the_others_do(recipe: str, after: int, who: int) -> None:
+def test_batches_that_one_worker_leaves_are_done_by_others(recipe: str, after: int, who: int) -> None:
     ended = simulated(3, training(leaves=lambda worker, steps: worker == who and steps == after), recipe, net=NET)
     assert seen(ended) == [ALL] * 2
     own = {one["worker"]: one["samples"] for one in ended.of("end")}
@@ -25,14 +25,14 @@ def test_what_one_leaves_the_others_do(recipe: str, after: int, who: int) -> Non
 
 @pytest.mark.parametrize("recipe", EVERY)
 @pytest.mark.parametrize("after", [0, 1, 2])
-def test_what_all_leave_nobody_does(recipe: str, after: int) -> None:
+def test_batches_that_all_workers_leave_are_not_done(recipe: str, after: int) -> None:
     """An epoch that all workers leave after one batch without a step is a peek, not an epoch."""
     ended = simulated(3, training(leaves=lambda _, steps: steps == after), recipe, net=NET)
     assert seen(ended) == [ALL | {"once": 12 * after, "never": SAMPLES - 12 * after}] * (2 if after else 0)
 
 
 @pytest.mark.parametrize("every", [1, 2])
-def test_who_has_left_comes_to_the_meetings_of_all(every: int) -> None:
+def test_worker_that_left_an_epoch_takes_part_in_collectives(every: int) -> None:
     def judged(net: nn.Module) -> dict[str, float]:
         return {"norm": float(flat(net).norm())}
 
@@ -43,7 +43,7 @@ def test_who_has_left_comes_to_the_meetings_of_all(every: int) -> None:
 
 
 @pytest.mark.parametrize("at", range(20, 240, 20))
-def test_who_has_left_stays_out_when_a_server_dies(at: int) -> None:
+def test_worker_that_left_an_epoch_stays_out_after_a_server_failure(at: int) -> None:
     work = training(leaves=lambda worker, steps: worker == 1 and steps == 1)
     ended = simulated(3, work, "async_sgd", net=NET, fault=f"kill server 0 at {at}ms, back after 10ms")
     assert seen(ended) == [ALL] * 2
@@ -52,7 +52,7 @@ def test_who_has_left_stays_out_when_a_server_dies(at: int) -> None:
 @pytest.mark.parametrize("until", [{"samples": SAMPLES}, {"samples": 2 * SAMPLES}, {"samples": 60}, {"time_s": 0.15}])
 @pytest.mark.parametrize("workers", [2, 3])
 @pytest.mark.parametrize("recipe", FREE)
-def test_where_one_has_had_enough_nobody_goes_on_to_the_next_pass(recipe: str, workers: int, until: Any) -> None:
+def test_no_worker_starts_the_next_epoch_after_one_has_stopped(recipe: str, workers: int, until: Any) -> None:
     ended = simulated(workers, training(epochs=9), recipe, net=NET, **until)
     assert len(ended.of("end")) == workers
     assert ended.found == [None] * workers

@@ -23,8 +23,8 @@ import numpy as np
 import pytest
 import torch
 from crew import flat, regression, together, training
-from simulator import simulated as ground
-from simulator.simulated import STEP_S, Ended, now, simulated
+from simulator import harness as ground
+from simulator.harness import STEP_S, Ended, now, simulated
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from training.test_recipes import RECIPES, TIMED, TOGETHER, train
@@ -79,7 +79,7 @@ def run(recipe: str, **more: Any) -> Ended:
 
 
 @pytest.mark.parametrize("recipe", FAMILIES)
-def test_a_seed_gives_one_run_to_the_bit_whatever_the_order_in_which_workers_are_made(recipe: str) -> None:
+def test_seed_determines_the_run_to_the_bit_for_any_order_of_creation(recipe: str) -> None:
     one, again, turned = run(recipe), run(recipe), run(recipe, order=[2, 0, 1])
     assert one.log == again.log
     assert one.final == again.final == turned.final
@@ -138,7 +138,7 @@ def test_two_processes_give_the_same_run_to_the_bit(tmp_path: Path) -> None:
 COMMAND = (sys.executable, "-m", "stretto.cli", "simulate")
 
 
-def test_a_record_does_not_depend_on_the_order_in_which_workers_are_made(tmp_path: Path) -> None:
+def test_record_does_not_depend_on_the_order_of_creation(tmp_path: Path) -> None:
     records = []
     for name, order in (("one", [0, 1, 2]), ("two", [1, 2, 0])):
         (tmp_path / name).mkdir()
@@ -152,7 +152,7 @@ def test_a_record_does_not_depend_on_the_order_in_which_workers_are_made(tmp_pat
 
 
 @pytest.mark.parametrize("recipe", sorted(set(TOGETHER) - set(TIMED)))
-def test_workers_that_exchange_together_compute_the_bits_that_threads_do(recipe: str) -> None:
+def test_synchronous_workers_equal_threads_to_the_bit(recipe: str) -> None:
     """The memory wire adds in the same order; the last hand of a pass has a batch for one of three workers."""
     ended = simulated(3, train(recipe, 50, epochs=2), recipe, net=NET, speed=SPEED)
     lived = together(3, train(recipe, 50, epochs=2), recipe)
@@ -161,7 +161,7 @@ def test_workers_that_exchange_together_compute_the_bits_that_threads_do(recipe:
 
 
 @pytest.mark.parametrize("recipe", sorted(set(RECIPES) - set(TOGETHER)))
-def test_each_sample_counts_once_and_nobody_starves_when_nobody_waits(recipe: str) -> None:
+def test_asynchronous_workers_count_each_sample_once_and_none_starves(recipe: str) -> None:
     ended = simulated(3, train(recipe, 50, epochs=2), recipe, net=NET, speed="1,1,100")
     assert [one["sample_counts"] for one in ended.of("epoch")] == [ALL_FIFTY] * 2
     assert all(one["samples"] >= 8 for one in ended.of("end"))
@@ -178,12 +178,12 @@ def test_a_choice_that_depends_on_measured_times_depends_on_virtual_ones() -> No
     assert torch.equal(one.found[0], again.found[0])
 
 
-def test_every_worker_gets_as_much_where_all_are_equally_fast() -> None:
+def test_equally_fast_workers_get_equal_shares() -> None:
     ended = simulated(4, training(regression(160), 4), "async_sgd", net=NET)
     assert {one["samples"] for one in ended.of("end")} == {80}
 
 
-def test_one_worker_computes_the_bits_of_the_plain_loop() -> None:
+def test_single_worker_equals_the_plain_loop_to_the_bit() -> None:
     """Also in a process that has run the plain loop before."""
     work = training(regression(50), 8, shuffle=True)
 
@@ -195,7 +195,7 @@ def test_one_worker_computes_the_bits_of_the_plain_loop() -> None:
         assert torch.equal(*Context().run(both, recipe))
 
 
-def test_gradients_that_set_off_within_the_backward_pass_are_exchanged_in_order() -> None:
+def test_gradients_submitted_within_the_backward_pass_are_reduced_in_order() -> None:
     """More than a bucket, and a worker without a batch, that is told of the exchange within it."""
 
     def work(worker: int) -> torch.Tensor:
@@ -244,7 +244,7 @@ def drawn(speed: str, workers: int, steps: int, seed: int = 0) -> list[list[floa
 
 @pytest.mark.parametrize("speed", ["equal", "1,2,5,1.5", "exponential", "lognormal(0.7)", "slow(0.25, 10)"])
 @pytest.mark.parametrize("every", [1, 4])
-def test_on_an_instant_network_time_is_the_computing_of_the_slowest(speed: str, every: int) -> None:
+def test_time_on_an_instant_network_is_that_of_the_slowest_worker(speed: str, every: int) -> None:
     """Between two exchanges it is the sum of the steps of whoever is slowest there."""
     ended = simulated(4, stepping(48), f"local_sgd(every={every})", speed=speed)
     took = drawn(speed, 4, 12)
@@ -259,7 +259,7 @@ def test_on_an_instant_network_time_is_the_computing_of_the_slowest(speed: str, 
 
 
 @pytest.mark.parametrize("recipe", ["async_sgd", "soft_sync(collect=4)", "stale_synchronous(bound=100)"])
-def test_where_nobody_waits_time_is_each_workers_own_computing(recipe: str) -> None:
+def test_asynchronous_time_is_each_workers_own_computing(recipe: str) -> None:
     """The j-th update comes when the j-th step of all ends, and what is left to do goes to whoever is free first."""
     ended = simulated(8, stepping(400), recipe, speed="exponential")
     took = [iter(one) for one in drawn("exponential", 8, 200)]
@@ -292,7 +292,7 @@ def test_the_formulas_for_exponential_steps() -> None:
 
 
 @pytest.mark.parametrize(("collect", "workers"), [(4, 8), (2, 5)])
-def test_simulated_exponential_steps_take_what_the_formulas_say(collect: int, workers: int) -> None:
+def test_simulated_exponential_steps_match_the_formulas(collect: int, workers: int) -> None:
     """Both within 3%, though the sample is small: the barrier per round, and K updates of those that nobody waits for.
 
     Draws count by their own means, so that what is compared is the simulator and not the luck of the draw.
@@ -353,19 +353,19 @@ def test_a_server_of_n_shards_takes_its_closed_form(recipe: str, shards: int) ->
 
 
 @pytest.mark.parametrize("recipe", ["async_sgd", "local_sgd(every=1)"])
-def test_encoding_applying_and_processors_take_their_time(recipe: str) -> None:
+def test_encoding_applying_and_processors_cost_time(recipe: str) -> None:
     """Encoding here, decoding there; a server applies one update after the other; two share one processor."""
     plain = per_step(recipe, 1)
     assert plain == pytest.approx(STEP_S if "local" in recipe else plain)
-    coded = per_step(recipe, 2, "instant", cost_model=CostModel(STEP_S, ask_s=0.002))
+    coded = per_step(recipe, 2, "instant", cost_model=CostModel(STEP_S, codec_s=0.002))
     assert coded - per_step(recipe, 2, "instant") == pytest.approx(0.004)
-    applied = per_step(recipe, 2, "instant", cost_model=CostModel(STEP_S, take_s=0.004))
+    applied = per_step(recipe, 2, "instant", cost_model=CostModel(STEP_S, update_s=0.004))
     server = recipe == "async_sgd"
     assert applied == pytest.approx(STEP_S + 2 * 0.004 if server else STEP_S, abs=0.0041 if server else 1e-9)
     assert per_step(recipe, 2, "instant", processors=1.0) == pytest.approx(2 * STEP_S)
 
 
-def test_a_run_ends_early_after_so_many_samples_or_so_much_time() -> None:
+def test_until_ends_a_run_after_samples_or_time() -> None:
     for recipe in ("allreduce", "async_sgd"):
         ended = simulated(2, stepping(80, passes=2), recipe, samples=60)
         assert 58 <= sum(one["samples"] for one in ended.of("end")) <= 62
@@ -379,7 +379,7 @@ def test_a_run_ends_early_after_so_many_samples_or_so_much_time() -> None:
 
 
 @pytest.mark.parametrize("recipe", [one for one in FAMILIES if parse(one).shards])
-def test_what_workers_count_is_what_goes_over_the_network(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counted_bytes_equal_those_on_the_network(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sent by all is received by all: what leaves one end comes to the other, but for words after the last one."""
     left, came = Counter[int](), Counter[int]()
     send = flows.SimNetwork.send
@@ -409,7 +409,7 @@ def test_what_workers_count_is_what_goes_over_the_network(recipe: str, monkeypat
 
 @pytest.mark.parametrize("recipe", [one for one in FAMILIES if not parse(one).shards])
 @pytest.mark.parametrize("workers", [2, 5])
-def test_workers_without_a_server_receive_together_what_they_send(recipe: str, workers: int) -> None:
+def test_bytes_received_equal_bytes_sent_without_a_server(recipe: str, workers: int) -> None:
     ends = simulated(workers, training(regression(50), 8), recipe, net=NET).of("end")
     assert sum(one["bytes_sent"] for one in ends) == sum(one["bytes_received"] for one in ends)
     assert min(one["bytes_sent"] for one in ends) > connect_bytes(workers)[0]
@@ -419,14 +419,14 @@ def test_workers_without_a_server_receive_together_what_they_send(recipe: str, w
 
 
 @pytest.mark.parametrize("recipe", ["allreduce", "local_sgd(every=3)", "stale_synchronous(bound=0)"])
-def test_a_pause_of_a_worker_that_all_wait_for_costs_exactly_the_pause(recipe: str) -> None:
+def test_pause_of_a_synchronous_worker_costs_exactly_the_pause(recipe: str) -> None:
     plain = simulated(3, train(recipe, 50), recipe, net=NET)
     paused = simulated(3, train(recipe, 50), recipe, net=NET, fault="pause worker 1 for 7s at 12ms")
     assert paused.seconds == pytest.approx(plain.seconds + 7, abs=0.02)
     assert all(torch.equal(here, there) for here, there in zip(plain.found, paused.found, strict=True))
 
 
-def test_a_pause_does_not_hold_those_that_do_not_wait() -> None:
+def test_pause_does_not_delay_asynchronous_workers() -> None:
     ended = simulated(3, stepping(90), "async_sgd", fault="pause worker 1 for 7s at 15ms")
     assert len(ended.found[1]) == 2, "it comes back to what it had leased before"
     assert len(ended.found[0]) == len(ended.found[2]) == 44
@@ -434,7 +434,7 @@ def test_a_pause_does_not_hold_those_that_do_not_wait() -> None:
     assert ended.found[1][1] == pytest.approx(7 + 2 * STEP_S)
 
 
-def test_the_exchange_of_a_worker_that_is_cut_off_waits_until_it_heals() -> None:
+def test_collective_of_a_partitioned_worker_waits_until_it_heals() -> None:
     recipe = "local_sgd(every=1)"
     whole = simulated(2, stepping(6, WIDTH, OUTPUTS), recipe, net=RING)
     begun = whole.found[0][0] + STEP_S
@@ -444,7 +444,7 @@ def test_the_exchange_of_a_worker_that_is_cut_off_waits_until_it_heals() -> None
     assert late == pytest.approx([0.0, 3.0, 3.0], abs=1e-5)
 
 
-def test_a_slow_link_makes_the_exchange_as_slow() -> None:
+def test_slow_link_slows_the_collective() -> None:
     plain = per_step("local_sgd(every=1)", 2) - STEP_S - 2 * LATENCY
     slow = per_step("local_sgd(every=1)", 2, fault="slow link of worker 1 by 3 for 1h at 0s") - STEP_S - 2 * LATENCY
     assert slow == pytest.approx(3 * plain)
@@ -466,7 +466,7 @@ LIVE = (
 
 
 @pytest.mark.parametrize("file", CORE, ids=lambda file: file.stem)
-def test_no_file_of_the_simulator_imports_a_socket_a_thread_or_a_clock(file: Path) -> None:
+def test_simulator_imports_no_sockets_threads_or_clocks(file: Path) -> None:
     for node in ast.walk(ast.parse(file.read_text())):
         names = [one.name for one in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom):
@@ -479,7 +479,7 @@ def test_no_file_of_the_simulator_imports_a_socket_a_thread_or_a_clock(file: Pat
 CLOCKS = ("time", "perf_counter", "monotonic", "sleep", "process_time", "time_ns", "perf_counter_ns", "monotonic_ns")
 
 
-def test_a_simulation_looks_at_no_clock_and_opens_no_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_simulation_reads_no_clock_and_opens_no_socket(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever asks, of all that runs while workers live: the script, torch, the program's own rooms."""
 
     here = threading.get_ident()
@@ -506,7 +506,7 @@ def test_a_simulation_looks_at_no_clock_and_opens_no_socket(monkeypatch: pytest.
         simulated(2, lambda worker: time.perf_counter())
 
 
-def test_times_of_the_log_never_run_back() -> None:
+def test_times_in_the_log_never_decrease() -> None:
     ended = simulated(3, shuffled, "soft_sync(collect=2)", net=NET, speed=SPEED, fault="pause worker 2 for 1s at 20ms")
     for worker in range(3):
         mine = [
@@ -517,13 +517,13 @@ def test_times_of_the_log_never_run_back() -> None:
         assert times[0] >= 0
 
 
-def test_links_that_are_not_there_hold_nobody_up() -> None:
+def test_absent_links_delay_no_worker() -> None:
     """An instant network has no resource, so nothing of it can take time."""
     assert not any(Links(topology.parse("instant"), 3, 2).path(here, there)[0] for here in (0, 1) for there in (2, -1))
 
 
 @pytest.mark.parametrize("recipe", ["allreduce", "allreduce(how=cast('fp16'))", "async_sgd"])
-def test_the_limit_of_a_wait_is_on_silence(recipe: str) -> None:
+def test_timeout_counts_only_time_without_traffic(recipe: str) -> None:
     script = """
         import torch, stretto
         from torch.utils.data import DataLoader, TensorDataset

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from simulator.dying import ALL, NET, THROUGH, seen, told
-from simulator.simulated import Ended, simulated
+from simulator.failures import ALL, NET, THROUGH, seen, told
+from simulator.harness import Ended, simulated
 
 from stretto.errors import LaunchError
 
@@ -43,7 +43,7 @@ def struck(ended: Ended) -> list[tuple[int, str]]:
 
 @pytest.mark.parametrize("is_ordered", [True, False])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_script_may_take_longer_than_the_patience_before_it_begins(recipe: str, is_ordered: bool) -> None:
+def test_script_may_start_later_than_the_failure_timeout(recipe: str, is_ordered: bool) -> None:
     ended = slept(15, recipe, "kill worker 1 at 1h", is_ordered)
     assert seen(ended) == [ALL, ALL]
     assert not told(ended, "failed")
@@ -51,7 +51,7 @@ def test_a_script_may_take_longer_than_the_patience_before_it_begins(recipe: str
 
 @pytest.mark.parametrize("is_ordered", [True, False])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_who_dies_is_missed_as_the_recipe_says_whoever_names_it(recipe: str, is_ordered: bool) -> None:
+def test_failure_is_handled_as_the_recipe_requires_wherever_it_is_named(recipe: str, is_ordered: bool) -> None:
     """Before the scripts name it, and after."""
     for at in ("100ms", "540ms"):
         for back in ("", ", back after 20ms"):
@@ -61,19 +61,19 @@ def test_who_dies_is_missed_as_the_recipe_says_whoever_names_it(recipe: str, is_
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_each_life_that_is_over_is_told_of(recipe: str) -> None:
+def test_each_failed_incarnation_is_reported(recipe: str) -> None:
     ended = slept(0.15, recipe, "kill worker 2 at 10ms, back after 1ms; kill worker 2 at 40ms, back after 1ms")
     assert told(ended, "failed") == [(2, 0), (2, 1)]
     assert seen(ended) == [ALL, ALL]
 
 
-def test_when_all_die_before_they_name_a_recipe_the_run_ends_with_one_error() -> None:
+def test_kill_of_all_workers_before_the_recipe_is_known_ends_with_one_error() -> None:
     with pytest.raises(LaunchError, match="too few workers are left"):
         slept(0.1, "async_sgd", "kill workers 0-2 at 50ms")
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_server_that_is_drawn_early_is_one_of_those_there_are(seed: int) -> None:
+def test_server_drawn_before_the_recipe_is_known_exists(seed: int) -> None:
     ended = slept(0.1, "async_sgd(shards=2)", "kill server at 10ms", seed=seed)
     ((server, text),) = struck(ended)
     assert server in (-1, -2)
@@ -84,7 +84,7 @@ def test_a_server_that_is_drawn_early_is_one_of_those_there_are(seed: int) -> No
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("who", ["server", "server 0"])
-def test_a_link_that_is_slow_before_there_is_a_server_is_slow_when_there_is(who: str, seed: int) -> None:
+def test_link_slowed_before_the_server_exists_stays_slow(who: str, seed: int) -> None:
     """And whole again when its time is over."""
     slow = f"slow link of {who} by 1000 for {{}} at 10ms; kill worker 1 at 1h"
     faults = "kill worker 1 at 1h", slow.format("200ms"), slow.format("30ms")
@@ -93,7 +93,7 @@ def test_a_link_that_is_slow_before_there_is_a_server_is_slow_when_there_is(who:
     assert late == plain
 
 
-def test_pauses_of_one_server_that_overlap_last_until_the_last_ends() -> None:
+def test_overlapping_pauses_of_a_server_last_until_the_last_ends() -> None:
     """One that is drawn where nobody knew that there is only one."""
     fault = "pause server for 300ms at 70ms; pause server for 30ms at 80ms"
     both, one = (slept(0.05, "async_sgd", text).seconds for text in (fault, "pause server 0 for 300ms at 70ms"))

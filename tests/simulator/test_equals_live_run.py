@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from simulator.simulated import simulated
+from simulator.harness import simulated
 
 from stretto.events import Event, read_events
 from stretto.parameter_server import messages as m
@@ -130,10 +130,10 @@ def in_turn(turns: dict[Kind, deque[int]]) -> type[rpc_server.SimServer]:
             super().__init__(*given)
             self._held: dict[Kind, list[Any]] = defaultdict(list)
 
-        def _take(self, link: rpc_server.SimLink, head: m.Header, tensors: Any) -> None:
+        def _process(self, link: rpc_server.SimChannel, head: m.Header, tensors: Any) -> None:
             body = head.body
             if not isinstance(body, m.Push | m.Lease):
-                super()._take(link, head, tensors)
+                super()._process(link, head, tensors)
                 return
             kind = ("update", 0) if isinstance(body, m.Push) else ("batch", body.number)
             left, held = turns[kind], self._held[kind]
@@ -142,7 +142,7 @@ def in_turn(turns: dict[Kind, deque[int]]) -> type[rpc_server.SimServer]:
                 held.remove(found[0])
                 if left:
                     left.popleft()
-                super()._take(*found[0])
+                super()._process(*found[0])
 
     return InTurn
 
@@ -156,7 +156,7 @@ def test_a_real_order_of_arrivals_replayed_gives_the_same_parameters(
     real = load_file(live["staleness_aware"] / "final.safetensors")
     turns = turns_of(log)
     monkeypatch.setattr(rpc_server, "SimServer", in_turn(turns))
-    found = simulated_run(tmp_path, "staleness_aware", speed=speed, cost_model=CostModel(0.01, take_s=0.001))
+    found = simulated_run(tmp_path, "staleness_aware", speed=speed, cost_model=CostModel(0.01, update_s=0.001))
     assert not any(turns.values())
     assert furthest(found, real) < 1e-5
     again = [one for one in read_events(tmp_path / "run/events.jsonl") if one["event"] == "update_applied"]

@@ -9,8 +9,8 @@ import pytest
 from drawn import TIMES
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from simulator.dying import FREE, SAMPLES, faults, lived
-from simulator.simulated import Ended
+from simulator.failures import FREE, SAMPLES, faults, lived
+from simulator.harness import Ended
 
 from stretto.report.run_record import record
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from crew import flat, regression, small_net
-from simulator.simulated import Ended, simulated
+from simulator.harness import Ended, simulated
 from torch import nn
 from torch.utils.data import DataLoader, Subset, random_split
 
@@ -72,7 +72,7 @@ def are_whole(run: Path) -> None:
 
 
 @pytest.mark.parametrize("recipe", ["allreduce", "local_sgd(every=3)", THROUGH, "async_sgd(shards=2)"])
-def test_each_section_has_its_own_books(recipe: str, tmp_path: Path) -> None:
+def test_each_section_has_its_own_records(recipe: str, tmp_path: Path) -> None:
     ended = simulate(recipe, tmp_path / "here", fault="")
     are_whole(tmp_path / "here" / "run")
     again = simulate(recipe, tmp_path / "there", fault="")
@@ -82,7 +82,7 @@ def test_each_section_has_its_own_books(recipe: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("recipe", ["allreduce", "local_sgd(every=3)", "diloco(every=4)", THROUGH, "async_sgd"])
-def test_whenever_a_worker_dies_every_sample_of_each_section_counts_once(recipe: str, tmp_path: Path) -> None:
+def test_every_sample_of_each_section_counts_once_whenever_a_worker_is_killed(recipe: str, tmp_path: Path) -> None:
     length = simulate(recipe, tmp_path / "whole", "kill worker 1 at 1h").seconds
     for number in range(1, 6):
         moment, victim = number * length / 6, number % 3
@@ -93,7 +93,7 @@ def test_whenever_a_worker_dies_every_sample_of_each_section_counts_once(recipe:
         assert parse(recipe).asynchronous or all(torch.equal(one, found[0]) for one in found)
 
 
-def test_a_worker_that_comes_in_a_later_section_has_the_models_of_those_before(tmp_path: Path) -> None:
+def test_worker_that_joins_a_later_section_has_the_earlier_models(tmp_path: Path) -> None:
     tmp_path = tmp_path / "here"
     length = simulate("allreduce", tmp_path.with_name("whole"), "kill worker 1 at 1h").seconds
     ended = simulate("allreduce", tmp_path, f"kill worker 1 at {0.75 * length:.6f}s, back after 15ms")

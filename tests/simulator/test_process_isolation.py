@@ -10,7 +10,7 @@ from textwrap import dedent
 
 import pytest
 import torch
-from simulator.simulated import simulated
+from simulator.harness import simulated
 
 from stretto.simulator.isolation.shared_memory import SharedArrays
 
@@ -34,7 +34,7 @@ def trains(epochs: int = 1) -> str:
     return TRAINS.replace("EPOCHS", str(epochs))
 
 
-def test_annotations_are_what_they_are_in_the_script() -> None:
+def test_script_keeps_its_own_future_annotations_setting() -> None:
     """Dataclasses whose fields' types become options are common."""
     text = """
     import dataclasses
@@ -46,7 +46,7 @@ def test_annotations_are_what_they_are_in_the_script() -> None:
     simulated(1, dedent(text) + trains())
 
 
-def test_an_open_file_is_read_on_and_not_again(tmp_path: Path) -> None:
+def test_reader_of_an_open_file_is_not_cached(tmp_path: Path) -> None:
     data = tmp_path / "data.txt"
     data.write_text("0\n1\n2\n3\n")
     text = f"""
@@ -60,7 +60,7 @@ def test_an_open_file_is_read_on_and_not_again(tmp_path: Path) -> None:
     simulated(2, dedent(text) + trains())
 
 
-def test_a_file_that_has_changed_is_read_anew(tmp_path: Path) -> None:
+def test_changed_file_is_read_again(tmp_path: Path) -> None:
     text = f"""
     import numpy
     file = {str(tmp_path)!r} + "/%d.txt" % torch.initial_seed()
@@ -71,7 +71,7 @@ def test_a_file_that_has_changed_is_read_anew(tmp_path: Path) -> None:
     simulated(2, trains() + dedent(text))
 
 
-def test_each_worker_has_its_folder_and_its_modes() -> None:
+def test_each_worker_has_its_own_working_directory_and_modes() -> None:
     """As processes have: what one has set the next one does not begin with."""
     text = """
     import os, torch
@@ -88,7 +88,7 @@ def test_each_worker_has_its_folder_and_its_modes() -> None:
     assert torch.get_default_dtype() is torch.float32
 
 
-def test_modules_beside_the_script_begin_anew_in_each_simulation(tmp_path: Path) -> None:
+def test_modules_beside_the_script_are_imported_again_in_each_simulation(tmp_path: Path) -> None:
     """But not those that are installed below it, which may not be loaded twice."""
     installed = tmp_path / ".venv" / "lib"
     for place, name in (tmp_path, "beside_it.py"), (tmp_path / "beside_too", "__init__.py"), (installed, "below_it.py"):
@@ -113,7 +113,7 @@ def test_modules_beside_the_script_begin_anew_in_each_simulation(tmp_path: Path)
         sys.modules.pop("below_it", None)
 
 
-def test_a_folder_that_is_gone_is_no_matter(tmp_path: Path) -> None:
+def test_deleted_working_directory_is_tolerated(tmp_path: Path) -> None:
     text = """
     import os, tempfile
     with tempfile.TemporaryDirectory() as folder:
@@ -122,7 +122,7 @@ def test_a_folder_that_is_gone_is_no_matter(tmp_path: Path) -> None:
     simulated(2, dedent(text) + trains(), folder=tmp_path)
 
 
-def test_what_a_worker_says_goes_into_a_stream_as_any_other() -> None:
+def test_output_of_a_worker_is_a_regular_text_stream() -> None:
     text = """
     import sys
     for stream in sys.stdout, sys.stderr:
@@ -137,7 +137,7 @@ def test_what_a_worker_says_goes_into_a_stream_as_any_other() -> None:
 
 
 @pytest.mark.parametrize("speed", ["1,10", "10,1"])
-def test_time_is_up_after_the_same_hand_whoever_is_slow(speed: str) -> None:
+def test_time_limit_ends_all_workers_after_the_same_step(speed: str) -> None:
     """The quick one has begun its 50th hand when it is time, and waits for the slow one."""
     ended = simulated(2, trains(), "local_sgd(every=50)", speed=speed, time_s=1.0)
     assert [one["step"] for one in ended.of("end")] == [50, 50]
@@ -146,19 +146,19 @@ def test_time_is_up_after_the_same_hand_whoever_is_slow(speed: str) -> None:
 @pytest.mark.parametrize(
     "fault", ["pause worker 1 for 5s at 12ms; kill worker 1 at 12ms, back after 1s", "pause worker 1 for 1s at 12ms"]
 )
-def test_what_is_stopped_and_killed_at_once_is_killed(fault: str) -> None:
+def test_worker_paused_and_killed_at_the_same_time_is_killed(fault: str) -> None:
     ended = simulated(2, trains(), "allreduce", fault=fault)
     assert ended.of("epoch")[-1]["sample_counts"]["once"] == 400
 
 
-def test_a_server_that_is_not_there_has_no_slow_link() -> None:
+def test_slow_link_of_a_missing_server_is_refused() -> None:
     """The script names the recipe, so that it is known only when it runs."""
     text = trains().replace("loader)\nfor", 'loader, recipe="async_sgd")\nfor')
     with pytest.raises(Exception, match="the link of server 1 was slowed at 0 s .* has no such server"):
         simulated(2, text, net="100Mbit/s", fault="slow link of server 1 by 10 for 1s at 0s")
 
 
-def test_who_share_a_link_slow_it_together() -> None:
+def test_slowdowns_of_a_shared_link_multiply() -> None:
     """That the server's slowness ends does not end the worker's."""
     faults = ["slow link of worker 0 by 10 for 1h at 0s", "slow link of server 0 by 2 for FORs at 0s"]
     given = [faults[:1], *([faults[0], faults[1].replace("FOR", wait)] for wait in ("0.01", "1000"))]
@@ -170,7 +170,7 @@ def test_who_share_a_link_slow_it_together() -> None:
     assert shortly == pytest.approx(one, rel=0.05)
 
 
-def test_who_writes_into_data_writes_into_its_own() -> None:
+def test_writes_to_shared_data_are_private() -> None:
     """A data set with a table, of the script's and of its own; two epochs, so that it is written before it is read."""
     writes = """
     class Noting(torch.utils.data.Dataset):
@@ -191,7 +191,7 @@ def test_who_writes_into_data_writes_into_its_own() -> None:
     assert ended.of("epoch")[-1]["sample_counts"]["once"] == 8000
 
 
-def test_data_that_is_alike_is_kept_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_data_is_stored_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A name and a data set of the same bytes, of a kind that numpy does not know."""
     made: list[SharedArrays] = []
     monkeypatch.setattr("stretto.simulator.runner.SharedArrays", lambda: made.append(SharedArrays()) or made[-1])
@@ -215,7 +215,7 @@ def test_data_is_shared_before_the_next_worker_loads_its_own(
     assert shared == [1, 2, 3]
 
 
-def test_a_profiler_sees_the_marks_of_optimizers() -> None:
+def test_profiler_sees_the_ranges_of_optimizers() -> None:
     """They are left out only where nobody looks; a script's own go on."""
     text = trains().replace("for epoch", "profile = torch.profiler.profile()\nprofile.start()\nfor epoch")
     text += """

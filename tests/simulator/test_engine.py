@@ -38,7 +38,7 @@ class Scene:
         plan = faults.schedule(faults.parse(fault) if fault else (), workers, 0, 0)
         self.engine = Engine(workers, links, CostModel(0.0), plan, **more)
         table = SimGroup(self.engine, links)
-        self._wires = [table.wire(one, limit_s) for one in self.engine.workers]
+        self._wires = [table.transport(one, limit_s) for one in self.engine.workers]
 
     def lived(self, live: Live, order: Any = None) -> Engine:
         """The world after it."""
@@ -72,7 +72,7 @@ def test_with_a_barrier_after_each_round_time_is_the_sum_of_the_slowest(rounds: 
 
 
 @given(st.lists(st.lists(TENTHS, max_size=6), min_size=1, max_size=4))
-def test_without_one_it_is_the_slowest_sum(works: list[list[float]]) -> None:
+def test_time_without_barriers_is_the_slowest_sum(works: list[list[float]]) -> None:
     ends = {}
 
     def live(worker: Worker, wire: SimTransport) -> None:
@@ -86,20 +86,20 @@ def test_without_one_it_is_the_slowest_sum(works: list[list[float]]) -> None:
     assert engine.queue.now == max(ends.values())
 
 
-def test_workers_that_share_processors_take_their_share_of_them() -> None:
+def test_workers_share_processors_equally() -> None:
     """Five seconds of work for each of four on two processors; a worker uses no more than one."""
     assert Scene(4, processors=2.0).lived(lambda one, _: one.compute(5.0)).queue.now == pytest.approx(10.0)
     assert Scene(4, processors=9.0).lived(lambda one, _: one.compute(5.0)).queue.now == pytest.approx(5.0)
 
 
 STEPS = st.lists(
-    st.tuples(st.sampled_from(("work", "sleep", "say", "hear", "catch up")), st.integers(0, 3), TENTHS), max_size=8
+    st.tuples(st.sampled_from(("compute", "sleep", "say", "hear", "catch up")), st.integers(0, 3), TENTHS), max_size=8
 )
 
 
 @settings(max_examples=60)
 @given(st.lists(STEPS, min_size=2, max_size=4), st.randoms(use_true_random=False), st.booleans())
-def test_no_time_runs_back_and_everything_arrives_once_in_order_and_not_too_early(
+def test_time_is_monotonic_and_messages_arrive_once_in_order_and_not_early(
     lives: list[list[tuple[str, int, float]]], chance: random.Random, is_paused: bool
 ) -> None:
     """Workers send to each other, and look for what has come, in whatever order they are made."""
@@ -126,7 +126,7 @@ def test_no_time_runs_back_and_everything_arrives_once_in_order_and_not_too_earl
         for verb, target, seconds in lives[worker.number]:
             if verb == "say" and target < len(lives) and target != worker.number:
                 say(worker, target)
-            elif verb in ("work", "sleep"):
+            elif verb in ("compute", "sleep"):
                 getattr(worker, verb)(seconds)
             elif verb == "catch up":
                 worker.catch_up()
@@ -144,7 +144,7 @@ def test_no_time_runs_back_and_everything_arrives_once_in_order_and_not_too_earl
         assert come[pair] == sorted(come[pair])
 
 
-def test_what_is_said_while_something_is_under_way_waits_for_it_in_line() -> None:
+def test_messages_of_one_pair_are_sent_in_order() -> None:
     scene = Scene(2, "8kbit/s 100ms")
     engine, come = scene.engine, []
 
@@ -161,7 +161,7 @@ def test_what_is_said_while_something_is_under_way_waits_for_it_in_line() -> Non
     assert come == pytest.approx([0, 1.1, 1, 2.1, 2, 3.1])
 
 
-def test_the_order_in_which_workers_are_made_changes_nothing() -> None:
+def test_order_of_creation_has_no_effect() -> None:
     def told(order: Any) -> tuple[list[tuple[float, int]], float]:
         met = []
 
@@ -184,7 +184,7 @@ def test_the_order_in_which_workers_are_made_changes_nothing() -> None:
     st.lists(st.tuples(TENTHS, TENTHS.map(lambda long: long + 0.1)), max_size=4),
     st.lists(TENTHS, min_size=1, max_size=4),
 )
-def test_a_pause_makes_work_last_longer_by_what_of_it_falls_into_the_work(
+def test_pause_extends_computing_by_their_overlap(
     start: float, pauses: list[tuple[float, float]], works: list[float]
 ) -> None:
     """One pause after another, and none at the very moment when some work ends."""
@@ -239,11 +239,11 @@ WHOLE = 2.0
         ("slow link of worker 1 by 2 for 60s at 0s; slow link of worker 1 by 5 for 60s at 0s", 1 + 10),
     ],
 )
-def test_a_fault_costs_exactly_what_it_should(fault: str, seconds: float) -> None:
+def test_fault_costs_exactly_its_time(fault: str, seconds: float) -> None:
     assert Scene(2, NET, fault).lived(meeting).queue.now == pytest.approx(seconds, abs=1e-6)
 
 
-def test_a_worker_that_is_stopped_holds_an_exchange_of_all_up() -> None:
+def test_paused_worker_stops_a_collective() -> None:
     heard = {}
 
     def live(worker: Worker, wire: SimTransport) -> None:
@@ -256,7 +256,7 @@ def test_a_worker_that_is_stopped_holds_an_exchange_of_all_up() -> None:
 
 
 @pytest.mark.parametrize("left", [100, 20_000])
-def test_what_was_cut_goes_on_with_what_is_left(left: int) -> None:
+def test_transfer_resumes_with_the_remaining_bytes_after_a_partition(left: int) -> None:
     """Whether it then fits into a packet or not."""
     moment = 1.0 - left / 1e6
     fault = f"cut worker 0 for 2s at {moment:.6f}s; slow link of worker 1 by 2 for 1s at 10s"
@@ -267,7 +267,7 @@ def test_what_was_cut_goes_on_with_what_is_left(left: int) -> None:
     assert told == pytest.approx([3.0])
 
 
-def test_a_packet_that_begins_on_a_slow_link_is_quick_when_that_is_over() -> None:
+def test_packet_started_on_a_slow_link_speeds_up_when_it_is_restored() -> None:
     scene = Scene(2, "8Mbit/s", "slow link of worker 0 by 100000 for 10ms at 0s")
     told: list[float] = []
 
@@ -299,7 +299,7 @@ def test_a_backward_pass_within_another_is_a_part_of_it() -> None:
 # --- ends ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_deadlock_says_who_waits_for_what() -> None:
+def test_deadlock_error_lists_what_workers_wait_for() -> None:
     def live(worker: Worker, wire: SimTransport) -> None:
         worker.compute(0.25)
         if worker.number != 1:
@@ -308,10 +308,10 @@ def test_a_deadlock_says_who_waits_for_what() -> None:
     with pytest.raises(LaunchError) as caught:
         Scene(3).lived(live)
     assert str(caught.value).splitlines() == [
-        "nothing can happen any more at 0.25 s of virtual time: everybody waits for another",
-        "  worker 0 waits for worker 1 in exchange 1",
-        "  worker 2 waits for worker 1 in exchange 1",
-        "  worker 1 has come to its end",
+        "deadlock at 0.25 s of virtual time: every worker waits, and no event will wake one",
+        "  worker 0 waits for worker 1 in collective 1",
+        "  worker 2 waits for worker 1 in collective 1",
+        "  worker 1 has ended",
     ]
 
 
@@ -326,7 +326,7 @@ def test_faults_without_end_do_not_hide_a_deadlock(monkeypatch: pytest.MonkeyPat
         Scene(2, "1Mbit/s", "slow link of worker 0 by 2 for 1s every 2s").lived(live)
 
 
-def test_workers_that_do_different_things_are_told_so() -> None:
+def test_mismatched_collectives_are_an_error() -> None:
     def live(worker: Worker, wire: SimTransport) -> None:
         wire.submit((AllReduceMean, AllGather)[worker.number](torch.ones(3))).wait()
 
@@ -343,7 +343,7 @@ def test_a_wait_has_a_limit() -> None:
         Scene(2, limit_s=5.0).lived(live)
 
 
-def test_a_wait_within_a_backward_pass_is_refused_by_name() -> None:
+def test_wait_within_a_backward_pass_is_an_error() -> None:
     """There torch's engine is at work, which knows one backward pass at a time."""
 
     class Waiting(torch.autograd.Function):
@@ -357,15 +357,15 @@ def test_a_wait_within_a_backward_pass_is_refused_by_name() -> None:
             return grad
 
     scene = Scene(1)
-    with pytest.raises(RuntimeError, match="worker 0 can't wait for a wonder within a backward pass"):
+    with pytest.raises(RuntimeError, match="worker 0 cannot wait for a wonder within a backward pass"):
         scene.lived(lambda worker, wire: Waiting.apply(torch.ones(1, requires_grad=True)).sum().backward())
 
 
-WHY = {"with an error": "of worker 1", "in a deadlock": "everybody waits", "killed": "worker 2 was killed at 0.5 s"}
+WHY = {"with an error": "of worker 1", "in a deadlock": "every worker waits", "killed": "worker 2 was killed at 0.5 s"}
 
 
 @pytest.mark.parametrize("ended", ["well", *WHY])
-def test_afterwards_nobody_is_left_and_the_process_is_as_before(ended: str) -> None:
+def test_process_state_is_restored_after_a_simulation(ended: str) -> None:
     def live(worker: Worker, wire: SimTransport) -> None:
         torch.rand(3), np.random.rand(3), random.random()
         torch.set_grad_enabled(False)
@@ -416,7 +416,7 @@ DRAWS: dict[str, Callable[[], object]] = {
 
 @settings(max_examples=60)
 @given(st.lists(st.lists(st.sampled_from(sorted(DRAWS)), max_size=6), min_size=2, max_size=4))
-def test_what_a_worker_draws_does_not_depend_on_the_others(draws: list[list[str]]) -> None:
+def test_random_numbers_of_a_worker_do_not_depend_on_others(draws: list[list[str]]) -> None:
     """Each draws what it would alone, though they take turns after every draw."""
     drawn: dict[int, list[object]] = {}
 
@@ -435,7 +435,7 @@ def test_what_a_worker_draws_does_not_depend_on_the_others(draws: list[list[str]
         assert drawn[worker] == [DRAWS[name]() for name in names]
 
 
-def test_modes_names_and_output_are_each_workers_own() -> None:
+def test_modes_names_and_output_are_per_worker() -> None:
     seen: dict[int, list[object]] = {}
 
     def modes() -> list[object]:
@@ -457,7 +457,7 @@ def test_modes_names_and_output_are_each_workers_own() -> None:
         assert seen[one] == [one != 0, one == 1, str(one), one, "StringIO", f"worker {one}\nagain\n"]
 
 
-def test_another_workers_turn_may_come_while_one_waits_behind_its_backward_pass() -> None:
+def test_other_workers_run_while_one_waits_after_its_backward_pass() -> None:
     """What a worker asks within its backward pass is laid down behind it, and in the same order."""
     order: list[tuple[int, str]] = []
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from crew import flat, regression, small_net
-from simulator.dying import FREE, NET, SAMPLES, is_whole
-from simulator.simulated import simulated
+from simulator.failures import FREE, NET, SAMPLES, is_whole
+from simulator.harness import simulated
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -30,7 +30,7 @@ def peeking(worker: int) -> Any:
 
 
 @pytest.mark.parametrize("recipe", ["allreduce", "local_sgd(every=3)", *FREE[:1]])
-def test_a_restarted_worker_repeats_its_peeks(recipe: str) -> None:
+def test_restarted_worker_repeats_its_peeks(recipe: str) -> None:
     length = simulated(3, peeking, recipe, net=NET).seconds
     for part in (1, 5, 8, 12):
         who = part % 2

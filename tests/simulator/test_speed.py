@@ -49,12 +49,12 @@ def factors(text: str, steps: int, workers: int = 1, seed: int = 7, apart_s: flo
 
 
 @given(typed)
-def test_what_is_printed_is_what_is_typed(speeds: Speeds) -> None:
+def test_text_round_trips(speeds: Speeds) -> None:
     assert parse(str(speeds)) == speeds
 
 
 @given(st.lists(st.sampled_from([" ", "", "\t"]), min_size=6, max_size=6))
-def test_spaces_are_welcome(gaps: list[str]) -> None:
+def test_spaces_are_ignored(gaps: list[str]) -> None:
     a, b, c, d, e, f = gaps
     assert parse(f"{a}lognormal{b}({c}.50{d},{e}each{f}={a}step{b}){c}") == Lognormal(0.5, each_step=True)
     assert parse(f"{a}1.{b},{c}2e0{d}") == Factors((1.0, 2.0))
@@ -65,13 +65,13 @@ def test_times_are_in_seconds(count: int, unit: tuple[str, float]) -> None:
     assert seconds(f"{count}{unit[0]}") == pytest.approx(count * unit[1], rel=1e-12)
 
 
-def test_times_are_exact_where_they_can_be() -> None:
+def test_constant_times_are_exact() -> None:
     assert [seconds(one) for one in ("100ms", "300MS", "1.5s", "2m", "1h")] == [0.1, 0.3, 1.5, 120, 3600]
     assert [seconds(one) for one in ("", "s", "10", "-1s", "1 s", "1d", "nans", "1e999s", "1e308h")] == [None] * 9
 
 
 @given(st.floats(0, allow_infinity=False))
-def test_numbers_are_spelled_exactly(number: float) -> None:
+def test_numbers_are_printed_exactly(number: float) -> None:
     assert float(spelled(number)) == number
 
 
@@ -107,7 +107,7 @@ def test_numbers_are_spelled_exactly(number: float) -> None:
         ("trace( )", "trace"),
     ],
 )
-def test_anything_else_is_refused_with_a_mark_under_it(text: str, wrong: str) -> None:
+def test_invalid_text_is_refused_with_its_place_marked(text: str, wrong: str) -> None:
     with pytest.raises(LaunchError) as raised:
         parse(text)
     shown, marks = str(raised.value).split("\n")[1:3]
@@ -117,25 +117,25 @@ def test_anything_else_is_refused_with_a_mark_under_it(text: str, wrong: str) ->
 
 
 @pytest.mark.parametrize(("text", "place"), [("", 0), ("1,,2", 2), ("1,2,", 4), ("slow(,2)", 5)])
-def test_what_is_missing_has_a_mark_too(text: str, place: int) -> None:
+def test_missing_part_is_marked(text: str, place: int) -> None:
     with pytest.raises(LaunchError, match="nothing") as raised:
         parse(text)
     assert str(raised.value).split("\n")[2] == " " * (len("  got: ") + place) + "^"
 
 
-def test_a_misspelt_name_is_answered_with_the_nearest() -> None:
+def test_misspelt_name_suggests_the_nearest() -> None:
     with pytest.raises(LaunchError, match=r'try: --speeds "drifting\(0.3, 60s\)"'):
         parse("drfiting(0.3, 60s)")
 
 
-def test_a_list_is_for_so_many_workers() -> None:
+def test_list_must_match_the_number_of_workers() -> None:
     assert factors("1,2,4", 2, workers=3).tolist() == [[1, 1], [2, 2], [4, 4]]
     with pytest.raises(LaunchError, match="given for 3 workers, but there are 4"):
         Pace(parse("1,2,4"), 4, 0)
 
 
 @pytest.mark.parametrize("text", ALL)
-def test_the_order_of_asking_changes_nothing(text: str) -> None:
+def test_order_of_calls_has_no_effect(text: str) -> None:
     """One worker after the other, all in turn, and backwards: the same times."""
     workers, steps = 4, 300
     one, turns, back = (Pace(parse(text), workers, 3) for _ in range(3))
@@ -146,7 +146,7 @@ def test_the_order_of_asking_changes_nothing(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", VARYING)
-def test_draws_are_the_seeds_the_workers_and_the_steps_own(text: str) -> None:
+def test_draws_depend_on_seed_worker_and_step(text: str) -> None:
     base = factors(text, 600, workers=3)
     assert np.array_equal(base, factors(text, 600, workers=3))
     assert np.array_equal(base[:2], factors(text, 600, workers=2)), "more workers change nobody's speed"
@@ -212,13 +212,13 @@ def test_drifting_is_a_stationary_walk() -> None:
         assert np.corrcoef(logs[:, 1], logs[:, 1 + lag])[0, 1] == pytest.approx(exp(-lag / 4), abs=0.05)
 
 
-def test_drifting_stands_still_while_time_does() -> None:
+def test_drifting_factor_is_constant_without_time() -> None:
     values = factors("drifting(0.3, 10s)", 5, apart_s=0.0)
     assert len(np.unique(values)) == 1
 
 
 @pytest.mark.parametrize("text", ALL)
-def test_only_the_constant_have_a_mean_factor(text: str) -> None:
+def test_only_constant_speeds_have_a_mean_factor(text: str) -> None:
     pace = Pace(parse(text), 4, 0)
     for worker in range(4):
         assert pace.mean_factor(worker) == (None if text in VARYING else pace.step_s(worker, 3, 1.0, 1.0))
@@ -238,7 +238,7 @@ def test_a_trace_is_replayed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["a(1).jsonl", "a, b.jsonl", "a b)"])
-def test_a_trace_is_printed_as_typed(tmp_path: Path, name: str) -> None:
+def test_trace_text_round_trips(tmp_path: Path, name: str) -> None:
     text = trace(tmp_path, [{"worker": 0, "step_s": 1}], name)
     speeds = parse(f" trace( {text[6:-1]} )")
     assert str(speeds) == text

@@ -12,8 +12,8 @@ import pytest
 from drawn import TIMES
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from simulator.dying import ALSO_THROUGH, FREE, NET, THROUGH, faults, is_whole, lived, told, training
-from simulator.simulated import simulated
+from simulator.failures import ALSO_THROUGH, FREE, NET, THROUGH, faults, is_whole, lived, told, training
+from simulator.harness import simulated
 
 from stretto.parameter_server.client import ParameterServerClient
 from stretto.report import incidents
@@ -34,7 +34,7 @@ def hidden(ended: Any) -> bytes:
 
 
 @pytest.mark.parametrize("recipe", [*FREE, THROUGH, *ALSO_THROUGH])
-def test_whenever_a_server_dies_every_sample_counts_once(recipe: str) -> None:
+def test_every_sample_counts_once_whenever_a_server_is_killed(recipe: str) -> None:
     """Moments of all phases, from before the first worker asks for a server until after the last has ended."""
     length = lived(recipe, "kill worker 1 at 1h").seconds
     for number in range(8):
@@ -65,14 +65,14 @@ WITHIN_A_BACKWARD = "kill server 0 at 0.0735s, back after 20ms"
 @example(("stale_synchronous(bound=1, shards=2)", (3, MEETS_ALONE)), True)
 @example(("stale_synchronous(bound=1)", (2, NOBODY_HAS_ASKED)), False)
 @example((THROUGH, (2, WITHIN_A_BACKWARD)), False)
-def test_whoever_dies_beside_it_every_sample_counts_once(drawn: tuple[str, tuple[int, str]], often: bool) -> None:
+def test_every_sample_counts_once_when_workers_fail_too(drawn: tuple[str, tuple[int, str]], often: bool) -> None:
     recipe, (workers, fault) = drawn
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rpc_server, "CUT_EVERY_S", 0.03 if often else 10)
         is_whole(lived(recipe, fault, workers, epochs=3), recipe, 3)
 
 
-def test_the_same_seed_gives_the_same_deaths_to_the_byte() -> None:
+def test_same_seed_gives_the_same_failures_to_the_byte() -> None:
     fault = "kill server every 60ms, back after 20ms; pause server 1 for 30ms at 50ms; kill worker 1 at 70ms"
     recipe = "async_sgd(shards=2)"
     logs = {lived(recipe, fault, 4, order=order).log for order in (None, None, [3, 1, 0, 2])}
@@ -81,7 +81,7 @@ def test_the_same_seed_gives_the_same_deaths_to_the_byte() -> None:
 
 
 @pytest.mark.parametrize("recipe", [*FREE, THROUGH])
-def test_who_died_before_the_script_named_its_recipe_is_not_waited_for(recipe: str) -> None:
+def test_worker_killed_before_the_recipe_is_known_is_not_waited_for(recipe: str) -> None:
     work = training(epochs=3, recipe=recipe)
     ended = simulated(2, work, None, net=NET, fault=NOBODY_HAS_ASKED)
     is_whole(ended, recipe, 3)
@@ -92,7 +92,7 @@ def test_who_died_before_the_script_named_its_recipe_is_not_waited_for(recipe: s
 
 
 @pytest.mark.parametrize("recipe", ["async_sgd", "async_sgd(shards=2)"])
-def test_all_go_back_to_the_cut_once(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_roll_back_to_the_snapshot_once(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that has asked for more than one thing when a server is lost is refused more than once."""
     backs: Counter[tuple[int, int]] = Counter()
     recover = ParameterServerClient.recover
@@ -109,7 +109,7 @@ def test_all_go_back_to_the_cut_once(recipe: str, monkeypatch: pytest.MonkeyPatc
         assert set(backs.values()) <= {1}
 
 
-def test_who_goes_back_while_servers_are_lost_again_does_not_go_back_within(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rollback_is_not_nested_when_servers_fail_again(monkeypatch: pytest.MonkeyPatch) -> None:
     depth, most, draw = Counter[int](), 0, random.Random(0)
     recover = ParameterServerClient.recover
 
@@ -128,7 +128,7 @@ def test_who_goes_back_while_servers_are_lost_again_does_not_go_back_within(monk
     assert most == 1
 
 
-def test_what_was_done_since_the_cut_is_done_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_work_since_the_snapshot_is_redone(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first pass ends at a cut, so what a death in the second costs is done since; cuts that are near cost less."""
 
     def steps(every_s: float) -> int:
@@ -140,7 +140,7 @@ def test_what_was_done_since_the_cut_is_done_again(monkeypatch: pytest.MonkeyPat
     assert steps(10) > steps(0.03) >= 2 * 400 / 4
 
 
-def test_the_log_and_the_report_tell_of_it(tmp_path: Path) -> None:
+def test_log_and_report_show_the_rollback(tmp_path: Path) -> None:
     ended = lived("async_sgd(shards=2)", "kill server 1 at 95ms, back after 30ms", folder=tmp_path)
     assert [
         (one["worker"], one["what"], one["incarnation"], one["t"])
@@ -154,20 +154,20 @@ def test_the_log_and_the_report_tell_of_it(tmp_path: Path) -> None:
     assert any("server 1" in line for line in incidents.in_lines(read(tmp_path / "run")))
 
 
-def test_one_that_is_killed_again_and_again_comes_back_each_time() -> None:
+def test_repeatedly_killed_server_restarts_each_time() -> None:
     ended = lived("async_sgd", "kill server 0 every 100ms, back after 5ms", epochs=6)
     assert len([one for one in told(ended, "joined") if one[0] == -1]) >= 2
     is_whole(ended, "async_sgd", 6)
 
 
-def test_without_a_word_of_its_return_a_server_is_started_again() -> None:
+def test_killed_server_restarts_without_back_after() -> None:
     ended = lived("async_sgd", "kill server 0 at 95ms")
     ours = [(one["what"], one["t"]) for one in ended.of("membership") if one["worker"] == -1]
     assert ours == [("failed", 0.095), ("joined", 0.295)]
     is_whole(ended, "async_sgd")
 
 
-def test_what_comes_to_a_server_that_is_stopped_waits() -> None:
+def test_messages_to_a_paused_server_wait() -> None:
     plain = simulated(2, training(), "async_sgd", net=NET)
     paused = simulated(2, training(), "async_sgd", net=NET, fault="pause server 0 for 1s at 60ms")
     assert paused.seconds == pytest.approx(plain.seconds + 1, abs=0.02)
@@ -176,26 +176,26 @@ def test_what_comes_to_a_server_that_is_stopped_waits() -> None:
     assert early.seconds == pytest.approx(plain.seconds + 1, abs=0.02)
 
 
-def test_one_that_is_killed_while_it_is_stopped_does_not_go_on() -> None:
+def test_server_killed_while_paused_does_not_resume() -> None:
     fault = "pause server 0 for 1h at 60ms; kill server 0 at 80ms, back after 20ms"
     ended = lived("async_sgd", fault)
     assert ended.seconds < 1
     is_whole(ended, "async_sgd")
 
 
-def test_one_that_begins_again_is_told_who_exchanges_from_now_on() -> None:
+def test_restarted_server_learns_the_members() -> None:
     """The generation that was formed while it was away, it was not told of: nobody else would tell it."""
     fault = "kill server 0 at 60ms, back after 80ms; kill worker 2 at 70ms"
     is_whole(lived(THROUGH, fault), THROUGH)
 
 
-def test_what_comes_too_late_changes_nothing() -> None:
+def test_late_messages_have_no_effect() -> None:
     plain = lived("async_sgd", "kill worker 1 at 1h")
     late = lived("async_sgd", "kill worker 1 at 1h; kill server 0 at 10s")
     assert hidden(late) == hidden(plain)
 
 
-def test_a_server_that_was_drawn_before_the_recipe_was_known_is_one_that_is_there() -> None:
+def test_server_drawn_before_the_recipe_is_known_is_remapped() -> None:
     """The script names the recipe; of two strikes at once on the only server one is enough."""
     work = training(recipe="async_sgd")
     for seed in range(4):

@@ -16,7 +16,7 @@ entries = st.lists(st.tuples(times, st.integers(-2, 2), st.integers(0, 2)), max_
 
 
 @given(entries)
-def test_order_is_time_then_priority_then_key_then_when_it_was_added(asked: list[tuple[float, int, int]]) -> None:
+def test_events_are_ordered_by_time_priority_key_and_insertion(asked: list[tuple[float, int, int]]) -> None:
     queue, seen = EventQueue(), []
     for number, (time, priority, key) in enumerate(asked):
         queue.schedule(time, partial(seen.append, number), priority, key)
@@ -28,7 +28,7 @@ def test_order_is_time_then_priority_then_key_then_when_it_was_added(asked: list
 
 
 @given(entries, st.sets(st.integers(0, 29)))
-def test_what_is_cancelled_does_not_happen(asked: list[tuple[float, int, int]], gone: set[int]) -> None:
+def test_cancelled_event_is_not_processed(asked: list[tuple[float, int, int]], gone: set[int]) -> None:
     queue, seen = EventQueue(), []
     events = [queue.schedule(time, partial(seen.append, number)) for number, (time, _, _) in enumerate(asked)]
     for number in gone & set(range(len(events))):
@@ -41,7 +41,7 @@ def test_what_is_cancelled_does_not_happen(asked: list[tuple[float, int, int]], 
     assert set(seen) == kept and len(queue) == 0
 
 
-def test_an_event_may_add_others_at_its_own_time() -> None:
+def test_event_may_schedule_others_at_its_own_time() -> None:
     queue, seen = EventQueue(), []
 
     def again(left: int) -> None:
@@ -56,7 +56,7 @@ def test_an_event_may_add_others_at_its_own_time() -> None:
     assert seen == [(1.0, 2), "other", (1.0, 1), (1.0, 0)]
 
 
-def test_what_has_happened_cannot_be_cancelled() -> None:
+def test_processed_event_cannot_be_cancelled() -> None:
     queue = EventQueue()
     event = queue.schedule(1.0, int)
     queue.schedule(2.0, int)
@@ -66,15 +66,15 @@ def test_what_has_happened_cannot_be_cancelled() -> None:
 
 
 @pytest.mark.parametrize("time", [0.5, -1.0, inf, nan])
-def test_no_event_in_the_past_or_never(time: float) -> None:
+def test_event_in_the_past_or_at_infinity_is_refused(time: float) -> None:
     queue = EventQueue()
     queue.schedule(1.0, int)
     queue.step()
-    with pytest.raises(ValueError, match="it is 1.0 already"):
+    with pytest.raises(ValueError, match="the time is 1.0 already"):
         queue.schedule(time, int)
 
 
-def test_cancelled_events_do_not_pile_up() -> None:
+def test_cancelled_events_are_removed() -> None:
     queue, seen = EventQueue(), []
     for number in range(10):
         queue.schedule(number, partial(seen.append, number))

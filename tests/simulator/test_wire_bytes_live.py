@@ -261,7 +261,7 @@ def test_server_exchanges_cost_what_the_kernel_counts(
             assert _counts([link._descriptor]) == (hello[0] + went, hello[1] + came)
 
 
-def test_a_worker_counts_all_but_its_good_bye(ends: Any) -> None:
+def test_worker_counts_all_but_its_leave_message(ends: Any) -> None:
     """The kernel's figures are read before it is said."""
     [wire] = ends(1, plain=True)
     wire.all_gather_bytes(b"")

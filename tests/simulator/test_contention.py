@@ -17,13 +17,13 @@ from stretto.simulator.compute import contention
 @pytest.mark.parametrize(
     ("workers", "processors", "expected"), [(4, 2.0, 3), (1000, 2.0, 3), (3, 2.0, 2), (2, 2.0, 1), (1, 8.0, 0)]
 )
-def test_it_is_as_crowded_as_it_will_be(workers, processors, expected, monkeypatch):
+def test_contention_matches_the_simulated_load(workers, processors, expected, monkeypatch):
     """On a machine of two processors; four busy processes there are as crowded as it gets."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
     assert contention.copies(workers, processors) == expected
 
 
-def test_copies_do_the_same_again_and_again_and_are_gone_afterwards(tmp_path: Path):
+def test_copies_repeat_and_are_gone_afterwards(tmp_path: Path):
     def act() -> None:
         with (tmp_path / str(os.getpid())).open("a") as file:
             file.write("x")
@@ -40,7 +40,7 @@ def test_copies_do_the_same_again_and_again_and_are_gone_afterwards(tmp_path: Pa
     assert not any(Path(f"/proc/{one}").exists() for one in copies)
 
 
-def test_a_copy_that_fails_ends_alone_and_says_nothing(capfd):
+def test_failing_copy_ends_alone_and_silently(capfd):
     ready, told = os.pipe()
 
     def act() -> None:
@@ -55,7 +55,7 @@ def test_a_copy_that_fails_ends_alone_and_says_nothing(capfd):
     assert said.out == said.err == ""
 
 
-def test_scalers_of_before_and_after_the_first_question_are_known_in_their_order():
+def test_scalers_made_before_and_after_the_first_query_are_listed_in_order():
     first = GradScaler("cpu")
     around = Runtime(own_process=True)
     before = around.scalers()

@@ -16,7 +16,7 @@ import torch
 from drawn import TIMES
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from simulator.dying import (
+from simulator.failures import (
     ALSO_THROUGH,
     FREE,
     LATENCY,
@@ -30,7 +30,7 @@ from simulator.dying import (
     told,
     training,
 )
-from simulator.simulated import STEP_S, now, simulated
+from simulator.harness import STEP_S, now, simulated
 from torch import nn
 
 import stretto
@@ -43,7 +43,7 @@ from stretto.report.run_log import read
 from stretto.report.run_record import record
 from stretto.simulator.cluster import runtime
 from stretto.simulator.cluster.collective import SimGroup
-from stretto.simulator.cluster.membership import NOTICED_S
+from stretto.simulator.cluster.membership import EXIT_NOTICE_S
 from stretto.simulator.cluster.rendezvous import FORMED_S
 from stretto.simulator.compute.cost_model import CostModel
 from stretto.simulator.config import Simulation
@@ -56,7 +56,7 @@ from stretto.simulator.network.topology import Links
 
 
 @pytest.mark.parametrize("recipe", [*TOGETHER, THROUGH, *FREE])
-def test_whenever_a_worker_dies_every_sample_counts_once(recipe: str) -> None:
+def test_every_sample_counts_once_whenever_a_worker_is_killed(recipe: str) -> None:
     """Moments of all phases: meeting, computing, backward, exchanging, ends of passes; worker 0 has most to do."""
     length = lived(recipe, "kill worker 1 at 1h").seconds
     for number in range(10):
@@ -72,13 +72,13 @@ GIVER_DIES = (2, "kill worker 1 at 0.047918s, back after 0.036509s; kill worker 
 @settings(max_examples=25 * TIMES)
 @given(st.sampled_from(TOGETHER), faults())
 @example("allreduce", GIVER_DIES)
-def test_whoever_dies_every_sample_counts_once(recipe: str, drawn: tuple[int, str]) -> None:
+def test_every_sample_counts_once_whichever_worker_is_killed(recipe: str, drawn: tuple[int, str]) -> None:
     workers, fault = drawn
     is_whole(lived(recipe, fault, workers), recipe)
 
 
 @pytest.mark.parametrize("recipe", ["allreduce", "local_sgd(every=3)", "async_sgd", THROUGH])
-def test_the_same_seed_gives_the_same_deaths_to_the_byte(recipe: str) -> None:
+def test_same_seed_gives_the_same_failures_to_the_byte(recipe: str) -> None:
     fault = "kill worker every 60ms, back after 20ms; pause worker 1 for 200ms at 80ms; kill coordinator at 90ms"
     asks = {"failure_timeout_s": 0.1}
     logs = {lived(recipe, fault, 4, order=order, asks=asks).log for order in (None, None, [3, 1, 0, 2])}
@@ -87,7 +87,7 @@ def test_the_same_seed_gives_the_same_deaths_to_the_byte(recipe: str) -> None:
 
 
 @pytest.mark.parametrize(("recipe", "often"), [("allreduce", "300ms"), ("async_sgd", "25ms")])
-def test_a_crowd_goes_on_under_deaths_that_come_again_and_again(recipe: str, often: str) -> None:
+def test_many_workers_continue_under_recurring_kills(recipe: str, often: str) -> None:
     ended = simulated(50, training(2, 401), recipe, net=NET, fault=f"kill worker every {often}, back after 20ms")
     assert len(told(ended, "failed")) >= 3
     assert max(life for _, life in told(ended, "joined")) >= 1
@@ -99,13 +99,13 @@ def test_a_crowd_goes_on_under_deaths_that_come_again_and_again(recipe: str, oft
 
 
 @pytest.mark.parametrize("recipe", ["allreduce", "async_sgd", THROUGH])
-def test_who_dies_at_the_very_beginning_is_not_waited_for(recipe: str) -> None:
+def test_worker_killed_at_the_start_is_not_waited_for(recipe: str) -> None:
     ended = lived(recipe, "kill worker 1 at 0s", workers=2)
     assert ended.found[1] is None
     is_whole(ended, recipe)
 
 
-def test_all_that_others_see_of_a_death() -> None:
+def test_events_of_a_killed_worker() -> None:
     """Noticed, told, formed anew, what was lost dealt again; and who is born in its place takes part."""
     at = 0.035
     ended = lived("allreduce", f"kill worker 2 at {at}s, back after 50ms", workers=4, epochs=3)
@@ -114,10 +114,10 @@ def test_all_that_others_see_of_a_death() -> None:
     assert told(ended, "failed") == [(2, 0)]
     assert told(ended, "joined")[-1] == (2, 1)
     gone = next(one for one in ended.of("membership") if one["what"] == "failed")
-    assert gone["t"] == pytest.approx(at + NOTICED_S)
+    assert gone["t"] == pytest.approx(at + EXIT_NOTICE_S)
     first, second = ended.of("generation_changed")
     assert first["members"] == [0, 1, 3]
-    assert first["t"] == pytest.approx(at + NOTICED_S + 3 * LATENCY + FORMED_S + 2 * LATENCY, abs=1e-5)
+    assert first["t"] == pytest.approx(at + EXIT_NOTICE_S + 3 * LATENCY + FORMED_S + 2 * LATENCY, abs=1e-5)
     assert second["joined"] == [2]
     assert [(one["failed_worker"], one["incarnation"], one["samples"]) for one in ended.of("samples_reassigned")] == [
         (2, 0, 4)
@@ -126,7 +126,7 @@ def test_all_that_others_see_of_a_death() -> None:
     is_whole(ended, "allreduce", 3)
 
 
-def test_the_report_tells_of_it(tmp_path: Path) -> None:
+def test_report_shows_the_failure(tmp_path: Path) -> None:
     lived("allreduce", "kill worker 2 at 55ms, back after 50ms", workers=4, folder=tmp_path)
     history = read(tmp_path / "run")
     assert history.ended
@@ -136,7 +136,7 @@ def test_the_report_tells_of_it(tmp_path: Path) -> None:
     assert "back after" in line
 
 
-def test_without_a_word_of_its_return_a_worker_stays_dead() -> None:
+def test_killed_worker_without_back_after_is_not_restarted() -> None:
     ended = lived("allreduce", "kill worker 0 at 40ms")
     assert ended.found[0] is None
     assert told(ended, "joined") == [(0, 0), (1, 0), (2, 0)]
@@ -144,12 +144,12 @@ def test_without_a_word_of_its_return_a_worker_stays_dead() -> None:
 
 
 @pytest.mark.parametrize("recipe", ["allreduce", "local_sgd(every=3)", "async_sgd"])
-def test_two_at_once(recipe: str) -> None:
+def test_two_workers_killed_at_the_same_time(recipe: str) -> None:
     is_whole(lived(recipe, "kill workers 0,2 at 47ms, back after 20ms", workers=4), recipe)
 
 
 @pytest.mark.parametrize("recipe", ["allreduce", "local_sgd(every=3)", "async_sgd"])
-def test_all_at_once_begin_anew(recipe: str) -> None:
+def test_all_workers_killed_at_the_same_time_restart(recipe: str) -> None:
     ended = lived(recipe, "kill workers 0-2 at 47ms, back after 20ms")
     assert {(0, 1), (1, 1), (2, 1)} <= set(told(ended, "joined"))
     assert all(one is not None for one in ended.found)
@@ -157,7 +157,7 @@ def test_all_at_once_begin_anew(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", ["allreduce", "local_sgd(every=3)"])
-def test_an_only_worker_that_is_cut_off_stops_before_another_begins_anew(recipe: str) -> None:
+def test_isolated_sole_member_stops_before_another_worker_restarts(recipe: str) -> None:
     """Otherwise both would come to an end, with models of their own."""
     fault = "kill worker 1 at 60ms, back after 94ms; cut workers 0 for 239ms at 140ms"
     ended = lived(recipe, fault, 2, 3, asks={"failure_timeout_s": 0.2})
@@ -166,18 +166,18 @@ def test_an_only_worker_that_is_cut_off_stops_before_another_begins_anew(recipe:
 
 
 @pytest.mark.parametrize("recipe", ["allreduce", "async_sgd"])
-def test_when_nobody_is_left_the_run_ends_with_one_error(recipe: str, tmp_path: Path) -> None:
+def test_run_without_workers_ends_with_one_error(recipe: str, tmp_path: Path) -> None:
     with pytest.raises(LaunchError) as raised:
         lived(recipe, "kill workers 0-2 at 47ms", folder=tmp_path)
-    assert "the run cannot go on at 0.057 s of virtual time: too few workers are left" in str(raised.value)
+    assert "the run cannot continue at 0.057 s of virtual time: too few workers are left" in str(raised.value)
     assert "got: 0 of 3" in str(raised.value)
     assert len(read(tmp_path / "run").of("error")) == 1
 
 
 @pytest.mark.parametrize("coordinator", ["kill coordinator at 40ms, back after 1s", "pause coordinator for 1s at 40ms"])
 @pytest.mark.parametrize("recipe", ["allreduce", "async_sgd", THROUGH])
-def test_when_nobody_is_left_the_coordinator_says_so_as_soon_as_it_can(recipe: str, coordinator: str) -> None:
-    with pytest.raises(LaunchError, match=r"cannot go on at 1.04 s of virtual time: too few workers are left"):
+def test_coordinator_reports_a_run_without_workers_as_soon_as_it_resumes(recipe: str, coordinator: str) -> None:
+    with pytest.raises(LaunchError, match=r"cannot continue at 1.04 s of virtual time: too few workers are left"):
         lived(recipe, f"{coordinator}; kill workers 0-2 at 47ms")
 
 
@@ -188,26 +188,26 @@ def test_when_nobody_is_left_the_coordinator_says_so_as_soon_as_it_can(recipe: s
         ("async_sgd", "kill server 0 every 5ms, back after 5ms"),
     ],
 )
-def test_deaths_that_let_nobody_come_further_end_the_run(
+def test_failures_without_progress_end_the_run(
     recipe: str, fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else it would be simulated for ever."""
-    monkeypatch.setattr(runtime, "MOST_DEATHS", 100)
-    with pytest.raises(LaunchError, match=r"comes no further than \d+ samples at .* s of virtual time") as raised:
+    monkeypatch.setattr(runtime, "MAX_FAILURES", 100)
+    with pytest.raises(LaunchError, match=r"makes no progress beyond \d+ samples at .* s of virtual time") as raised:
         lived(recipe, fault, 2, folder=tmp_path)
-    assert "got: 100 deaths since" in str(raised.value)
+    assert "got: 100 failures since" in str(raised.value)
     assert len(read(tmp_path / "run").of("error")) == 1
 
 
 @pytest.mark.parametrize("recipe", ["allreduce", "async_sgd"])
-def test_as_many_deaths_with_samples_between_them_are_survived(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime, "MOST_DEATHS", 3)
+def test_as_many_failures_with_progress_are_survived(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "MAX_FAILURES", 3)
     ended = lived(recipe, "kill worker 1 every 40ms, back after 5ms", 2, 8)
     is_whole(ended, recipe, 8)
     assert len(told(ended, "failed")) > 20
 
 
-def test_who_is_killed_when_it_has_left_takes_nothing_up_again(tmp_path: Path) -> None:
+def test_worker_killed_after_leaving_redoes_nothing(tmp_path: Path) -> None:
     """Its next life is of no generation, though its number is: the others have done with everything."""
     recipe = ALSO_THROUGH[0]
     fault = "kill worker 0 at 217.844ms, back after 19.975ms; pause server 0 for 87.162ms at 152.324ms"
@@ -221,7 +221,7 @@ def test_who_is_killed_when_it_has_left_takes_nothing_up_again(tmp_path: Path) -
     "fault",
     ["kill worker 1 at 47ms, back after 9ms", "kill worker 0 at 90ms, back after 9ms", "pause worker 2 for 1s at 30ms"],
 )
-def test_nobody_takes_up_a_stream_in_the_middle(recipe: str, fault: str) -> None:
+def test_restarted_worker_cannot_rejoin_an_iterable_epoch(recipe: str, fault: str) -> None:
     """Who comes back to one stays out, and the others go on."""
 
     def work(worker: int) -> Any:
@@ -245,7 +245,7 @@ def test_nobody_takes_up_a_stream_in_the_middle(recipe: str, fault: str) -> None
 
 
 @pytest.mark.parametrize("recipe", ["allreduce", "async_sgd"])
-def test_who_is_not_there_is_not_struck(recipe: str) -> None:
+def test_fault_of_an_absent_worker_has_no_effect(recipe: str) -> None:
     """It comes back no sooner than its end is noticed."""
     ended = lived(recipe, "kill worker 1 at 40ms, back after 2ms; kill worker 1 at 45ms")
     is_whole(ended, recipe)
@@ -254,7 +254,7 @@ def test_who_is_not_there_is_not_struck(recipe: str) -> None:
     assert [one["text"] for one in ended.of("warning")] == ["faults: worker 1 is not there (killed: worker 1)"]
 
 
-def test_who_comes_back_does_so_once_for_each_death() -> None:
+def test_worker_restarts_once_per_failure() -> None:
     """A worker stops by itself, and is killed while it is not there: that nobody comes back from."""
     fault = "cut worker 1 for 150ms at 55ms; kill worker 1 at 260ms, back after 40ms"
     ended = simulated(3, training(12), "allreduce", net=NET, fault=fault, asks={"failure_timeout_s": 0.1})
@@ -265,7 +265,7 @@ def test_who_comes_back_does_so_once_for_each_death() -> None:
 
 
 @pytest.mark.parametrize("recipe", ["allreduce", "async_sgd"])
-def test_fewer_than_are_asked_for_do_not_go_on(recipe: str) -> None:
+def test_run_ends_below_min_workers(recipe: str) -> None:
     with pytest.raises(LaunchError, match="expected: at least 3"):
         lived(recipe, "kill worker 1 at 47ms", asks={"min_workers": 3})
     is_whole(lived(recipe, "kill worker 1 at 47ms, back after 20ms", asks={"min_workers": 3}), recipe)
@@ -280,7 +280,7 @@ def test_the_batch_under_a_changed_membership() -> None:
 
 
 @pytest.mark.parametrize("recipe", ["allreduce", "async_sgd"])
-def test_who_comes_when_others_have_ended_is_not_born(recipe: str) -> None:
+def test_worker_is_not_restarted_after_others_have_finished(recipe: str) -> None:
     ended = lived(recipe, "kill worker 1 at 47ms, back after 1h")
     assert ended.seconds < 1
     assert ended.found[1] is None
@@ -288,7 +288,7 @@ def test_who_comes_when_others_have_ended_is_not_born(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", ["async_sgd", "stale_synchronous(bound=1)"])
-def test_a_run_that_some_come_too_late_to_has_come_to_its_end(recipe: str, tmp_path: Path) -> None:
+def test_run_that_restarted_workers_join_too_late_is_complete(recipe: str, tmp_path: Path) -> None:
     length, lefts = lived(recipe, "kill worker 1 at 1h").seconds, 0
     for back in range(0, 60, 2):
         ended = lived(recipe, f"kill worker 1 at {length - 0.08:.6f}s, back after {10 + back}ms", folder=tmp_path)
@@ -305,7 +305,7 @@ def test_a_run_that_some_come_too_late_to_has_come_to_its_end(recipe: str, tmp_p
 
 @pytest.mark.parametrize("recipe", ["allreduce", "local_sgd(every=3)", "async_sgd", THROUGH])
 @pytest.mark.parametrize("fault", ["pause worker 1 for 300ms at 55ms", "cut worker 1 for 300ms at 55ms"])
-def test_who_is_not_heard_of_is_taken_for_dead_and_comes_back_as_a_newcomer(recipe: str, fault: str) -> None:
+def test_silent_worker_is_declared_failed_and_rejoins(recipe: str, fault: str) -> None:
     ended = lived(recipe, fault, epochs=12, asks={"failure_timeout_s": 0.1})
     gone = next(one for one in ended.of("membership") if one["what"] == "failed")
     assert gone["worker"] == 1
@@ -319,7 +319,7 @@ def test_who_is_not_heard_of_is_taken_for_dead_and_comes_back_as_a_newcomer(reci
 
 
 @pytest.mark.parametrize("recipe", ["allreduce", "local_sgd(every=3)"])
-def test_who_is_patient_enough_loses_nobody(recipe: str) -> None:
+def test_long_failure_timeout_loses_no_worker(recipe: str) -> None:
     plain = lived(recipe, "kill worker 1 at 1h")
     paused = lived(recipe, "kill worker 1 at 1h; pause worker 1 for 300ms at 55ms", asks={"failure_timeout_s": 1.0})
     assert not told(paused, "failed")
@@ -327,7 +327,7 @@ def test_who_is_patient_enough_loses_nobody(recipe: str) -> None:
     assert torch.equal(paused.found[0], plain.found[0])
 
 
-def test_who_dies_while_it_is_stopped_is_awake_when_it_is_born_again() -> None:
+def test_worker_killed_while_paused_restarts_unpaused() -> None:
     ended = lived("allreduce", "pause worker 1 for 1h at 50ms; kill worker 1 at 80ms, back after 20ms", epochs=3)
     assert (1, 1) in told(ended, "joined")
     assert ended.seconds < 1
@@ -335,7 +335,7 @@ def test_who_dies_while_it_is_stopped_is_awake_when_it_is_born_again() -> None:
 
 
 @pytest.mark.parametrize("recipe", ["allreduce", "async_sgd"])
-def test_workers_do_not_miss_a_coordinator_that_dies(recipe: str) -> None:
+def test_workers_survive_a_killed_coordinator(recipe: str) -> None:
     plain = lived(recipe, "kill worker 1 at 1h")
     ended = lived(recipe, "kill worker 1 at 1h; kill coordinator at 40ms")
     assert [one["verb"] for one in ended.of("fault_injected")] == ["kill"]
@@ -347,7 +347,7 @@ def test_workers_do_not_miss_a_coordinator_that_dies(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", ["allreduce", "async_sgd"])
-def test_a_coordinator_that_stood_still_takes_nobody_for_dead(recipe: str) -> None:
+def test_paused_coordinator_declares_no_worker_failed(recipe: str) -> None:
     asks = {"failure_timeout_s": 0.1}
     plain = lived(recipe, "kill worker 1 at 1h", epochs=6, asks=asks)
     ended = lived(recipe, "kill worker 1 at 1h; pause coordinator for 250ms at 40ms", epochs=6, asks=asks)
@@ -356,14 +356,14 @@ def test_a_coordinator_that_stood_still_takes_nobody_for_dead(recipe: str) -> No
     assert [torch.equal(*both) for both in zip(ended.found, plain.found, strict=True)] == [True] * 3
 
 
-def test_that_nobody_could_be_heard_is_nobodys_fault() -> None:
+def test_silence_during_a_coordinator_pause_fails_no_worker() -> None:
     cut, asks = "cut worker 1 for 270ms at 30ms", {"failure_timeout_s": 0.1}
     assert told(lived("allreduce", cut, epochs=3, asks=asks), "failed")
     assert not told(lived("allreduce", cut + "; pause coordinator for 250ms at 40ms", epochs=3, asks=asks), "failed")
 
 
 @pytest.mark.parametrize("recipe", ["allreduce", "async_sgd"])
-def test_who_dies_while_the_coordinator_stands_still_is_missed_when_it_goes_on(recipe: str) -> None:
+def test_worker_killed_during_a_coordinator_pause_is_noticed_after_it(recipe: str) -> None:
     faults = "pause coordinator for 150ms at 40ms; kill worker 1 at 45ms, back after 10ms"
     ended = lived(recipe, faults, epochs=9)
     [gone] = [one for one in ended.of("membership") if one["what"] == "failed"]
@@ -392,14 +392,14 @@ def test_who_dies_while_the_coordinator_stands_still_is_missed_when_it_goes_on(r
         ("kill coordinator at 1s", True),
     ],
 )
-def test_runs_whose_members_cannot_change_are_as_they_were(fault: str, mortal: bool) -> None:
+def test_runs_with_fixed_membership_are_unchanged(fault: str, mortal: bool) -> None:
     order = RunConfig(script=Path("train.py"), workers=2)
     simulation = Simulation(order, CostModel(STEP_S), faults=plan.parse(fault) if fault else ())
     assert simulation.workers_can_fail == mortal
-    assert not replace(simulation, order=replace(order, workers=1)).workers_can_fail
+    assert not replace(simulation, config=replace(order, workers=1)).workers_can_fail
 
 
-def test_an_only_worker_takes_the_run_with_it() -> None:
+def test_killed_single_worker_ends_the_run() -> None:
     with pytest.raises(LaunchError, match="worker 0 was killed at 0.025 s of virtual time, as --faults asked"):
         lived("allreduce", "kill worker 0 at 25ms", workers=1)
 
@@ -428,7 +428,7 @@ class Scene:
             self.engine.queue.schedule(at + back, lambda: self.engine.restart(worker))
 
 
-def test_nothing_comes_of_what_the_dead_were_about_to_do() -> None:
+def test_killed_worker_schedules_nothing_more() -> None:
     done: list[tuple[str, float]] = []
 
     def live(worker: Worker) -> None:
@@ -450,12 +450,12 @@ def test_nothing_comes_of_what_the_dead_were_about_to_do() -> None:
     assert first.greenlet.dead
 
 
-def test_the_others_draw_on_as_if_nobody_had_died_and_who_is_born_draws_from_the_beginning() -> None:
+def test_failures_do_not_change_other_workers_random_numbers_and_restarts_begin_with_the_seed() -> None:
     def drawn(dies: bool) -> dict[tuple[int, int], list[float]]:
         found: dict[tuple[int, int], list[float]] = {}
 
         def live(worker: Worker) -> None:
-            mine = found.setdefault((worker.number, worker.life), [])
+            mine = found.setdefault((worker.number, worker.incarnation), [])
             try:
                 for _ in range(6):
                     with torch.no_grad():
@@ -478,13 +478,13 @@ def test_the_others_draw_on_as_if_nobody_had_died_and_who_is_born_draws_from_the
 
 
 @pytest.mark.parametrize("asks_at", [0.5, 2.0], ids=["under way", "not begun"])
-def test_no_exchange_with_the_dead_ends_and_who_waits_is_told_when_it_is_known(asks_at: float) -> None:
+def test_collective_with_a_failed_worker_is_aborted_once_the_failure_is_known(asks_at: float) -> None:
     links = Links(topology.parse("8kbit/s"), 2)
     scene = Scene(2, links)
     table = SimGroup(scene.engine, links, (0, 1))
-    wires = [table.wire(one, inf) for one in scene.engine.workers]
+    wires = [table.transport(one, inf) for one in scene.engine.workers]
     scene.kill(1, 1.0)
-    scene.engine.queue.schedule(1.0, table.end)
+    scene.engine.queue.schedule(1.0, table.stop)
     scene.engine.queue.schedule(5.0, table.abort)
     told = []
 
@@ -498,19 +498,19 @@ def test_no_exchange_with_the_dead_ends_and_who_waits_is_told_when_it_is_known(a
     assert told == [5.0]
 
 
-def test_the_dead_take_nothing_of_a_processor() -> None:
+def test_killed_worker_frees_its_processor() -> None:
     scene = Scene(2, processors=1.0)
     scene.kill(1, 2.0)
     assert scene.lived(lambda worker: worker.compute(4.0)).queue.now == pytest.approx(5.0)
 
 
-def test_a_life_that_never_had_its_turn_can_end() -> None:
+def test_worker_killed_before_its_first_step_ends() -> None:
     scene = Scene(2)
     scene.kill(1, 0.0)
     assert scene.lived(lambda worker: worker.compute(1.0)).queue.now == pytest.approx(1.0)
 
 
-def test_a_lone_worker_does_not_run_ahead_of_its_death() -> None:
+def test_single_worker_does_not_run_ahead_of_its_kill() -> None:
     times: dict[int, list[float]] = {}
 
     def work(worker: int) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from textwrap import dedent
 
 import pytest
-from simulator.simulated import STEP_S, simulated
+from simulator.harness import STEP_S, simulated
 
 from stretto.launcher.config import RunConfig
 from stretto.simulator.compute.cost_model import CostModel
@@ -53,7 +53,7 @@ def test_readings_of_a_clock_differ_in_a_simulation(clock: str) -> None:
     assert ran(clock) == ran(clock, order=[1, 0])
 
 
-def test_readings_take_nothing_of_a_step() -> None:
+def test_clock_readings_take_no_step_time() -> None:
     """Six steps of a worker end when six steps of it end."""
     lines = [one for one in ran("time").splitlines() if "samples/s" in one]
     assert max(float(one.rsplit(" ", 1)[1]) for one in lines) == pytest.approx(6 * STEP_S, abs=1e-4)
@@ -61,7 +61,7 @@ def test_readings_take_nothing_of_a_step() -> None:
 
 
 @pytest.mark.parametrize("clock", CLOCKS)
-def test_clock_goes_on_while_a_step_is_measured(clock: str, tmp_path: Path) -> None:
+def test_clock_advances_while_a_step_is_measured(clock: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(dedent(SCRIPT))
     order = RunConfig(script=script, workers=2, recipe="allreduce", args=(clock,))

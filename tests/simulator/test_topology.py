@@ -40,12 +40,12 @@ networks = (plain | hosted).flatmap(
 
 
 @given(networks)
-def test_what_is_printed_can_be_typed(network: Network) -> None:
+def test_text_can_be_parsed_back(network: Network) -> None:
     assert parse(str(network)) == network
 
 
 @given(networks, st.randoms(use_true_random=False))
-def test_neither_the_order_of_parts_nor_capitals_nor_spaces_matter(network: Network, dice) -> None:
+def test_order_of_parts_case_and_spaces_do_not_matter(network: Network, dice) -> None:
     parts = str(network).upper().split(", ")
     dice.shuffle(parts)
     assert parse(" ,  ".join(parts)) == network
@@ -98,7 +98,7 @@ SLOW = Link(100e6, 100e6, 0.02)
         ("ring", Network(), "instant"),
     ],
 )
-def test_what_is_typed_is_what_is_meant(text: str, network: Network, printed: str) -> None:
+def test_texts_are_parsed(text: str, network: Network, printed: str) -> None:
     assert parse(text) == network
     assert str(network) == printed
 
@@ -143,7 +143,7 @@ def test_what_is_typed_is_what_is_meant(text: str, network: Network, printed: st
         ("\tfast\nnet", "fast", "a speed above 0"),
     ],
 )
-def test_anything_else_is_refused_and_the_word_marked(text: str, marked: str, says: str) -> None:
+def test_invalid_text_is_refused_with_its_word_marked(text: str, marked: str, says: str) -> None:
     with pytest.raises(LaunchError) as raised:
         parse(text)
     problem, typed, mark, got, expected, to_type = str(raised.value).split("\n")
@@ -161,7 +161,7 @@ def test_anything_else_is_refused_and_the_word_marked(text: str, marked: str, sa
         alphabet="10.,% \tMbit/sup down instant hosts of on between server with workers loss ring tree²", max_size=40
     )
 )
-def test_any_text_is_read_or_refused(text: str) -> None:
+def test_any_text_is_parsed_or_refused(text: str) -> None:
     try:
         network = parse(text)
     except LaunchError:
@@ -176,7 +176,7 @@ def ends(one: Links, *pairs: tuple[int, int]) -> list[tuple[list[float], float]]
     ]
 
 
-def test_every_worker_has_a_link_up_and_one_down() -> None:
+def test_every_worker_has_an_uplink_and_a_downlink() -> None:
     one = Links(parse("8Mbit/s up 16Mbit/s down 20ms"), workers=3, shards=2)
     assert one.capacities == [1e6, 2e6] * 5
     for source in (0, 1, 2, -1, -2):
@@ -233,7 +233,7 @@ def test_servers_with_workers_share_their_links() -> None:
     ]
 
 
-def test_servers_in_worker_0_have_its_link() -> None:
+def test_servers_in_worker_0_use_its_link() -> None:
     one = Links(parse("8Mbit/s 20ms, servers in worker 0"), workers=3, shards=2)
     assert one.in_worker and len(one.capacities) == 6
     for shard in range(2):
@@ -242,10 +242,10 @@ def test_servers_in_worker_0_have_its_link() -> None:
 
 
 @pytest.mark.parametrize("at", ["servers with workers", "servers in worker 0"])
-def test_a_cut_goes_between_machines_and_not_through_one(at: str) -> None:
+def test_partition_separates_machines_only(at: str) -> None:
     queue, came = EventQueue(), {}
     net = SimNetwork(queue, Links(parse(f"8Mbit/s, {at}"), workers=3, shards=1))
-    net.cut({0})
+    net.partition({0})
     assert net.is_partitioned(1) and not net.is_partitioned(0)
     for source, target in ((0, -1), (1, -1), (-1, 2), (1, 2)):
         net.send(source, target, 1000, lambda pair=(source, target): came.update({pair: queue.now}))
@@ -254,7 +254,7 @@ def test_a_cut_goes_between_machines_and_not_through_one(at: str) -> None:
     assert came.keys() == {(0, -1), (1, 2)}
 
 
-def test_what_is_infinitely_fast_is_left_out() -> None:
+def test_links_of_infinite_speed_are_left_out() -> None:
     one = Links(parse("instant up 8Mbit/s down 1ms, server instant 2ms"), workers=2, shards=1)
     assert one.path(0, 1) == ((one.down(1),), 0.001)
     assert one.path(0, -1) == ((), 0.002)
@@ -275,7 +275,7 @@ def seconds(one: Links, exchange: Exchange) -> float:
 
 
 @given(st.integers(1, 70), st.floats(1, 1e9), st.sampled_from(["ring", "tree"]))
-def test_exchanges_take_what_the_closed_forms_say(workers: int, nbytes: float, how: str) -> None:
+def test_collectives_take_their_closed_forms(workers: int, nbytes: float, how: str) -> None:
     one = Links(parse(f"80Mbit/s 20ms, {how}"), workers)
     hop, late, depth = nbytes / 10e6, 0.02, ceil(log2(workers))
     ring = 2 * (workers - 1) / workers * hop + 2 * (workers - 1) * late
@@ -296,7 +296,7 @@ def test_a_ring_uses_each_link_and_a_tree_reaches_everyone(workers: int, data: s
     assert reached == {one.down(worker) for worker in range(workers) if worker != root}
 
 
-def test_in_a_binomial_tree_half_of_them_tell_others() -> None:
+def test_half_of_a_binomial_tree_forwards() -> None:
     one = Links(parse("80Mbit/s"), 8)
     assert {link for link in one.broadcast(0, 1.0)[1] if link % 2 == 0} == {one.up(worker) for worker in (0, 2, 4, 6)}
     assert {link // 2 for link in one.broadcast(3, 1.0)[1] if link % 2 == 0} == {3, 5, 7, 1}
@@ -309,15 +309,15 @@ def test_a_ring_crosses_each_host_once() -> None:
     assert len(path) == len(set(path)) == 2 * 12
     speeds = [one.capacities[link] for link in path]
     assert speeds.count(1e6) == 6 and speeds.count(10e6) == 18
-    assert one.all_reduce(12.0, among=[7, 4]) == (12.0, (one.up(4), one.down(7), one.up(7), one.down(4)), 2 * 0.001)
+    assert one.all_reduce(12.0, members=[7, 4]) == (12.0, (one.up(4), one.down(7), one.up(7), one.down(4)), 2 * 0.001)
 
 
-def test_those_who_are_left_go_on_without_the_others() -> None:
+def test_collectives_of_members_exclude_other_workers() -> None:
     one, four = Links(parse("80Mbit/s 20ms"), 4), range(3)
-    assert one.all_reduce(9.0, among=[3, 0, 1]) == (12.0, one.all_reduce(9.0, [0, 1, 3])[1], 4 * 0.02)
+    assert one.all_reduce(9.0, members=[3, 0, 1]) == (12.0, one.all_reduce(9.0, [0, 1, 3])[1], 4 * 0.02)
     assert one.down(2) not in one.gather(1.0, [0, 1, 3])[1]
     assert one.broadcast(3, 1.0, [1, 3])[1] == (one.up(3), one.down(1))
-    assert one.gather(5.0, among=[2]) == one.all_reduce(5.0, among=[2]) == (0.0, (), 0.0)
+    assert one.gather(5.0, members=[2]) == one.all_reduce(5.0, members=[2]) == (0.0, (), 0.0)
     assert Links(parse("80Mbit/s 20ms"), 3).gather(1.0) == one.gather(1.0, four)
 
 
