@@ -99,7 +99,7 @@ def ended(asked: Asked) -> Ended:
 
     with pytest.MonkeyPatch.context() as patch, TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         patch.setattr(Simulator, "context", context)
-        patch.setattr(rpc_server, "CUT_EVERY_S", cut_every_s)
+        patch.setattr(rpc_server, "SNAPSHOT_INTERVAL_S", cut_every_s)
         return simulated(
             asked.workers,
             counting(asked),

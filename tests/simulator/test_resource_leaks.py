@@ -66,7 +66,7 @@ def test_no_replies_remain_after_a_server_failure(monkeypatch: pytest.MonkeyPatc
 
     def counted(self: rpc_channel.SimChannel) -> None:
         left["replies"] += len(self._replies)
-        left["unread"] += len(self._unread)
+        left["unread"] += len(self._on_read)
         close(self)
 
     monkeypatch.setattr(rpc_channel.SimChannel, "close", counted)

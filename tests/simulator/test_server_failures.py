@@ -68,7 +68,7 @@ WITHIN_A_BACKWARD = "kill server 0 at 0.0735s, back after 20ms"
 def test_every_sample_counts_once_when_workers_fail_too(drawn: tuple[str, tuple[int, str]], often: bool) -> None:
     recipe, (workers, fault) = drawn
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rpc_server, "CUT_EVERY_S", 0.03 if often else 10)
+        patch.setattr(rpc_server, "SNAPSHOT_INTERVAL_S", 0.03 if often else 10)
         is_whole(lived(recipe, fault, workers, epochs=3), recipe, 3)
 
 
@@ -132,7 +132,7 @@ def test_work_since_the_snapshot_is_redone(monkeypatch: pytest.MonkeyPatch) -> N
     """The first pass ends at a cut, so what a death in the second costs is done since; cuts that are near cost less."""
 
     def steps(every_s: float) -> int:
-        monkeypatch.setattr(rpc_server, "CUT_EVERY_S", every_s)
+        monkeypatch.setattr(rpc_server, "SNAPSHOT_INTERVAL_S", every_s)
         ended = lived("async_sgd", "kill server 0 at 150ms, back after 20ms", samples=400)
         assert ended.of("epoch")[-1]["sample_counts"]["once"] == 400
         return sum(int(one["step"]) for one in ended.of("end"))
