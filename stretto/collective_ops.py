@@ -1,13 +1,13 @@
-"""What may be said in a conversation between workers.
+"""Collective operations, and coroutines of them.
 
-A codec is a generator. It yields what it wants answered and never learns who answers: the same codec runs over an
-all-reduce, through a server or in the simulator. The number and the kind of its turns may not depend on the data,
-since all workers must say the same words in the same order.
+A codec is a generator that yields operations and is sent their results. It does not know the transport: the same codec
+runs over an all-reduce, through a server or in the simulator. Number and kind of its operations must not depend on the
+data, since all workers must submit the same operations in the same order.
 
-    def low_rank(x, memory):
-        p = orthogonalise((yield Mean(x @ memory.q)))
-        memory.q = yield Mean(x.T @ p)
-        return p @ memory.q.T
+    def low_rank(x, state):
+        p = orthogonalise((yield AllReduceMean(x @ state.q)))
+        state.q = yield AllReduceMean(x.T @ p)
+        return p @ state.q.T
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class AllReduceMean:
-    """Ask for the weighted mean over all workers, which may be summed on the way.
+    """Weighted mean over all workers, as an all-reduce.
 
-    Each worker gives its *contribution*: its value times its share of the samples, so that the mean is the sum of
-    the contributions, `mean = sum_i (n_i / sum_j n_j) x_i`. The tensor is given away: the answer may come in it.
-    All workers give tensors of one shape and dtype. Cost: 2(N-1)/N times its bytes per worker on a ring.
+    Each worker passes its *contribution*: its value times its share of the samples, so that the mean is the sum of
+    the contributions, `mean = sum_i (n_i / sum_j n_j) x_i`. The tensor may be overwritten by the result. All workers
+    pass tensors of one shape and dtype. Cost: 2(N-1)/N times its bytes per worker on a ring.
     """
 
     tensor: Tensor
@@ -36,7 +36,7 @@ class AllReduceMean:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class AllGather:
-    """Ask for the message of every worker, whole, in the order of the workers.
+    """Messages of all workers, in the order of ranks.
 
     Messages are flat tensors of one dtype whose lengths may differ. Cost: (N-1) messages per worker.
     """
@@ -47,14 +47,14 @@ class AllGather:
 CollectiveOp = AllReduceMean | AllGather
 Answer: TypeAlias = "Tensor | Sequence[Tensor]"
 CollectiveCoroutine: TypeAlias = "Generator[CollectiveOp, Answer, Tensor]"
-"""Yields asks, is sent their answers (a tensor for Mean, a sequence for Every), returns the decoded result."""
+"""Yields operations, is sent their results (a tensor for AllReduceMean, a sequence for AllGather), returns a tensor."""
 
 
 class Messages(list["Tensor"]):
-    """Everyone's message, as one object that several workers are given: what all make of it alike is made `once`."""
+    """Messages of all workers as one object shared by several workers, with a cache of tensors computed from them."""
 
     def once(self, what: object, make: Callable[[], Tensor]) -> Tensor:
-        """What was made of the messages under this name; nobody may change it."""
+        """Return the tensor cached under a key, computed at the first call. It must not be modified."""
         if not hasattr(self, "_made"):
             self._made: dict[object, Tensor] = {}
         if what not in self._made:
@@ -63,32 +63,32 @@ class Messages(list["Tensor"]):
 
 
 class Encoding(Protocol):
-    """What may be asked of a codec by those who do not choose it."""
+    """Interface of codecs for code that does not choose them."""
 
     def init_state(self, like: Tensor, context: Any) -> Any:
-        """A fresh memory for tensors like this one."""
+        """Return a new state for tensors like this one."""
 
     def average(self, x: Tensor, state: Any) -> CollectiveCoroutine:
-        """The conversation that ends in the mean of everyone's `x`."""
+        """Return the coroutine that computes the mean of all workers' `x`."""
 
     def encode(self, x: Tensor, state: Any) -> Tensor:
-        """The message for x."""
+        """Return the message for x."""
 
     def decode(self, message: Tensor, like: Tensor) -> Tensor:
-        """What a message says."""
+        """Return the decoded message."""
 
     def exchange(self, message: Tensor, like: Tensor) -> CollectiveCoroutine:
-        """The conversation about messages that are there already."""
+        """Return the coroutine that computes the sum of encoded messages."""
 
 
 def answer(asks: Sequence[CollectiveOp]) -> Answer:
-    """What the asks of all workers, in their order, are answered: the reference for every wire.
+    """Return the result of the operations of all workers, in the order of ranks: the reference for transports.
 
-    Raises TransportError when they do not ask the same thing.
+    Raise TransportError if the workers submit different operations.
     """
     tensors = [ask.tensor for ask in asks]
     if len({type(ask) for ask in asks}) > 1 or len({one.dtype for one in tensors}) > 1:
-        raise TransportError(f"the workers ask different things: {', '.join(_shown(ask) for ask in asks)}")
+        raise TransportError(f"the workers submit different operations: {', '.join(_shown(ask) for ask in asks)}")
     if not isinstance(asks[0], AllReduceMean):
         return [one.clone() for one in tensors]
     if len({one.shape for one in tensors}) > 1:

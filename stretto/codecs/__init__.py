@@ -1,4 +1,4 @@
-"""In what encoding? One paper, one file."""
+"""Codecs: the encodings in which tensors are exchanged. One file for each paper. `stretto.how` is this package."""
 
 from stretto.codecs.adaptive import when_it_pays
 from stretto.codecs.base import Block, Codec, CodecContext, SingleRound

@@ -1,4 +1,4 @@
-"""A choice among codecs: an encoding where exchanges are measured to be quicker with it than without."""
+"""Choice between a codec and exact numbers by measured time."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ AGREEMENT_BYTES = 12
 
 @dataclass(frozen=True, repr=False)
 class when_it_pays(Placed):
-    """Encode where encoding, sending and decoding is measured to be quicker than sending exactly.
+    """Encode if encoding, sending and decoding is measured to be faster than sending exact numbers.
 
-    In the first `rounds` rounds the two take turns, exactly first. Each worker times whole exchanges, without the first
-    of each kind; with the last of these rounds the workers agree on the means of their times, take the quicker way for
-    `again` rounds, and then measure anew. Worker 0 says what was decided, with both times. Where there is no clock
-    everything is encoded; all workers have one or none has. With a residual, an exact round pays all that is owed.
+    In the first `rounds` rounds exact and encoded exchanges alternate, exact first. Each worker times whole exchanges,
+    except the first of each kind. After the last of these rounds the workers average their times, use the faster way
+    for `again` rounds, and then measure again. Worker 0 reports the decision with both times. Without a clock every
+    round is encoded; either all workers have a clock or none has. An exact round sends a residual whole.
 
-    Cost: at most that of the dearer way, and 12 bytes for each decision.
+    Cost: at most that of the slower way, and 12 bytes for each decision.
     """
 
     codec: Codec
@@ -41,9 +41,9 @@ class when_it_pays(Placed):
         if self.codec.keeps_residual:
             raise RecipeError(
                 explain(
-                    f"what {self.codec} still owes would lie about while rounds are exact",
+                    f"the residual of {self.codec} would not be sent while rounds are exact",
                     got=str(self),
-                    expected="a codec without a residual of its own; an exact round pays a residual around it",
+                    expected="a codec without a residual of its own; an exact round sends that of error_feedback",
                     to_type="error_feedback(when_it_pays(top_k(0.01)))",
                 )
             )
@@ -58,7 +58,7 @@ class when_it_pays(Placed):
 
     @property
     def conserves(self) -> bool:
-        """Whether the codec loses nothing on purpose."""
+        """True if the codec drops nothing on purpose."""
         return conserves(self.codec)
 
     def sources(self) -> tuple[str, ...]:
@@ -82,7 +82,7 @@ class when_it_pays(Placed):
         return result
 
     def _decide(self, trial: TrialState, agreed: Tensor) -> None:
-        """Take the way that all workers together found quicker: the same at all of them, since they see one sum."""
+        """Choose the faster way. The decision is equal at all workers, since all see one sum of times."""
         exactly, encoded, workers = agreed.tolist()
         trial.encodes = encoded < exactly
         trial.seconds = ([], [])
@@ -111,7 +111,7 @@ class TrialState(State):
         self.round = 0
         self.encodes = True
         self.seconds: tuple[list[float], list[float]] = ([], [])
-        """Of whole exchanges, exactly and encoded."""
+        """Seconds of whole exchanges, exact and encoded."""
 
     def reset(self, members: Members) -> None:
         """Measure both ways again: their times depend on the members."""
@@ -119,16 +119,16 @@ class TrialState(State):
         self.round, self.encodes, self.seconds = 0, True, ([], [])
 
     def read(self) -> float:
-        """The time now; 0 without a clock."""
+        """Return the time in seconds; 0 without a clock."""
         return self.clock() if self.clock else 0.0
 
     def times(self) -> Tensor:
-        """This worker's part of what is agreed: its mean seconds, exactly and encoded, and one for itself."""
+        """Return this worker's contribution to the decision: mean seconds exact and encoded, and the count 1."""
         return torch.tensor([*map(fmean, self.seconds), 1.0])
 
 
 def _exactly(x: Tensor, residual: Tensor | None) -> CollectiveCoroutine:
-    """Everything as it is, with all that is owed."""
+    """Send x and the residual exactly."""
     result = cast("Tensor", (yield AllReduceMean(x if residual is None else x.add_(residual))))
     if residual is not None:
         residual.zero_()

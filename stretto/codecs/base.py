@@ -1,4 +1,4 @@
-"""What a codec is: an encoding as a conversation."""
+"""Base classes of codecs: an encoding is a coroutine of collective operations, or a pair of `encode` and `decode`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One parameter's place in a flat range: numbers `start` to `stop`, in this shape."""
+    """Place of one parameter in a flat range: numbers `start` to `stop`, in this shape."""
 
     name: str
     start: int
@@ -28,18 +28,18 @@ class Block:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class CodecContext:
-    """Where a codec works. What is not known is left out; a codec that needs it says so."""
+    """Surroundings of a codec. Unknown ones keep their defaults; a codec that needs them raises RecipeError."""
 
     worker: int = 0
     workers: int = 1
     seed: int = 0
     blocks: Sequence[Block] = ()
-    """The parameters in the flat range; what lies between them is padding and stays zero."""
+    """Parameters in the flat range; numbers between them are padding and stay zero."""
     theta: Tensor | None = None
-    """The parameters of this range as they are now, if what is exchanged is about them."""
+    """Present values of the parameters of this range, if gradients or changes of them are exchanged."""
     clock: Callable[[], float] | None = None
     notice: Callable[[str], None] | None = None
-    """Tells the user something that he should know."""
+    """Shows a notice to the user."""
 
 
 SINGLE_WORKER = CodecContext()
@@ -48,8 +48,8 @@ SINGLE_WORKER = CodecContext()
 class Codec(Answer):
     """Base of the answers to *how*: in what encoding is a flat tensor exchanged?
 
-    A codec is frozen; what it remembers between rounds (residuals, bases, counters) lives in a memory of the caller's.
-    Contributions with NaN or infinity are refused with NotFiniteError, before any memory has changed.
+    A codec is frozen; its state between rounds (residuals, bases, counters) is created by `init_state` and kept by the
+    caller (see stretto.state). Contributions with NaN or infinity raise NotFiniteError before any state has changed.
     """
 
     axis = "how"
@@ -57,41 +57,41 @@ class Codec(Answer):
 
     @property
     def elementwise(self) -> bool:
-        """Whether each number is encoded by itself, and small whole numbers exactly: then counts may travel along."""
+        """True if each number is encoded alone, and small whole numbers exactly, so that counts can be appended."""
         return False
 
     @property
     def fixed_size(self) -> bool:
-        """Whether `bytes_of` is what is said, and not only the most that may be."""
+        """True if exactly `bytes_of` bytes are sent; False if that is a maximum."""
         return True
 
     @property
     def linear(self) -> bool:
-        """Whether the sum of encodings decodes to the sum: then they may be summed on the way."""
+        """True if the sum of encodings decodes to the sum, so that an all-reduce can add them."""
         return False
 
     @property
     def needs_theta(self) -> bool:
-        """Whether it looks at the parameters' own moves (`Scene.theta`)."""
+        """True if it reads the parameters (`CodecContext.theta`)."""
         return False
 
     @property
     def keeps_residual(self) -> bool:
-        """Whether it adds up by itself what it did not send."""
+        """True if its state holds a residual."""
         return False
 
     @property
     def pair(self) -> bool:
-        """Whether it is a pair of `encode` and `decode`, one message a worker."""
+        """True if it is a pair of `encode` and `decode`, with one message per worker."""
         return False
 
     @property
     def reply(self) -> Codec | None:
-        """The codec in which a server replies on arrival; None for exact numbers."""
+        """Codec of a server's replies on arrival; None for exact numbers."""
         return None
 
     def components(self) -> Iterator[Codec]:
-        """Itself and all codecs that it is made of."""
+        """Yield the codec and all codecs that it is composed of."""
         yield self
         for field in fields(self):  # type: ignore[arg-type]
             part = getattr(self, field.name)
@@ -99,45 +99,45 @@ class Codec(Answer):
                 yield from part.components()
 
     def init_state(self, like: Tensor, context: CodecContext = SINGLE_WORKER) -> Any:
-        """A fresh memory for tensors like this one; None for codecs that remember nothing."""
+        """Return a new state for tensors like this one; None for a codec without state."""
         return None
 
     def average(self, x: Tensor, state: Any, residual: Tensor | None = None) -> CollectiveCoroutine:
-        """The conversation that ends in the mean of everyone's `x`, as far as the encoding lets it through.
+        """Return the coroutine that computes the mean of all workers' `x`, as closely as the encoding permits.
 
-        `x` is this worker's contribution (see Mean) and is given away. With `owed`, x is added to it, the sum is what
-        is encoded, and what the conversation carries of it is taken away: `owed += x - carried`.
+        `x` is this worker's contribution (see AllReduceMean) and may be overwritten. With a `residual`, the sum of both
+        is encoded, and the residual becomes the part that was not carried: `residual += x - carried`.
         """
         raise NotImplementedError
 
     def bytes_of(self, x: Tensor) -> int:
-        """The bytes of all that a worker says about `x`, before the wire multiplies them; at most, unless `fixed`."""
+        """Return the bytes that one worker encodes `x` in; a maximum unless `fixed_size`."""
         raise NotImplementedError
 
     def residual(self, state: Any) -> Tensor | None:
-        """What is still owed, if the codec keeps that."""
+        """Return the residual in a state; None if the codec keeps none."""
         return None
 
     def add_residual(self, state: Any, residual: Tensor) -> None:
-        """Owe this as well, which another worker has left: e <- e + owed. A codec that keeps nothing lets it go."""
+        """Add the residual that another worker has left: e <- e + residual. A codec without residual drops it."""
         mine = self.residual(state)
         if mine is not None:
             mine.add_(residual)
 
     def values_sent(self, message: Tensor, like: Tensor) -> int:
-        """How many numbers of `like` a message speaks of."""
+        """Return how many numbers of `like` a message contains."""
         return like.numel()
 
     # --- pairs ------------------------------------------------------------------------------------------------
 
     def encode(self, x: Tensor, state: Any) -> Tensor:
-        """The message for x, a flat tensor that is given away. Only of a pair, as what follows."""
+        """Return the message for x, a flat tensor that may be overwritten. Pairs only, as the methods below."""
         raise NotImplementedError
 
     def encode_with_residual(self, x: Tensor, residual: Tensor, state: Any) -> Tensor:
-        """The message for `owed + x`; `owed` becomes what the message leaves out. `x` is given away.
+        """Return the message for `residual + x`, and set `residual` to the part it leaves out. `x` may be overwritten.
 
-        Where a message says exactly some of the numbers, nothing is lost: carried + owed is the input to the bit.
+        If a message carries some of the numbers exactly, nothing is lost: carried + residual is the input to the bit.
         """
         refuse_not_finite(x, self)
         residual.add_(x)
@@ -146,22 +146,22 @@ class Codec(Answer):
         return message
 
     def decode(self, message: Tensor, like: Tensor) -> Tensor:
-        """What a message says, as a tensor of the shape and dtype of `like`, which may be written over."""
+        """Return a message as a tensor of the shape and dtype of `like`, which may be overwritten."""
         raise NotImplementedError
 
     def add_to(self, total: Tensor, message: Tensor) -> None:
-        """Add what a message says to `total`; the sums of a pair are made with it."""
+        """Add a decoded message to `total`; the sums of a pair are computed with it."""
         total.add_(self.decode(message, total.new_empty(total.shape)))
 
     def exchange(self, message: Tensor, like: Tensor) -> CollectiveCoroutine:
-        """The conversation about messages that are there already: ends in the sum of what all say."""
+        """Return the coroutine that sends an encoded message and computes the sum of all workers' decoded messages."""
         raise NotImplementedError
 
 
 class SingleRound(Codec):
-    """A codec of one message a worker, written as a pair: the conversation follows, and a server needs only the pair.
+    """Codec with one message per worker, written as a pair, from which the coroutine follows; a server uses the pair.
 
-    The messages of a codec that is not `linear` are flat tensors of bytes; an empty one says nothing.
+    The messages of a codec that is not `linear` are flat tensors of bytes; an empty one stands for zeros.
     """
 
     @property
@@ -189,6 +189,6 @@ class SingleRound(Codec):
 
 
 def refuse_not_finite(x: Tensor, codec: object) -> None:
-    """Raise NotFiniteError if there is NaN or infinity in what a worker would send."""
+    """Raise NotFiniteError if a worker would send NaN or infinity."""
     if not math.isfinite(x.sum()) and not bool(x.isfinite().all()):
         raise NotFiniteError(f"NaN or infinity can't be sent in the encoding {codec}")

@@ -1,4 +1,4 @@
-"""Fewer bits in both directions: a server's replies are encoded too."""
+"""Bidirectional compression: a server's replies are encoded too."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from stretto.errors import RecipeError, explain
 
 @dataclass(frozen=True, repr=False)
 class both_ways(WrappingCodec):
-    """Encode what workers send as `up` says, and what a server on arrival replies as `down` says.
+    """Encode the messages of workers with `up`, and the replies of a server on arrival with `down`.
 
-    The server knows what each worker knows of its parameters, k_i, and replies with the difference:
-    `c_i = C(theta - k_i);  k_i += c_i` at both ends. What a reply leaves out is in the next difference, so nothing is
-    lost (`theta - k_i` is the server's residual). Memory at the server: one copy of its parameters for each worker.
+    The server keeps the parameters k_i that each worker has received, and replies with the encoded difference:
+    `c_i = C(theta - k_i);  k_i += c_i` at both ends. The next difference contains what a reply leaves out, so nothing
+    is lost (`theta - k_i` is the server's residual). Memory at the server: one copy of its parameters per worker.
     """
 
     up: Codec
@@ -39,15 +39,15 @@ class both_ways(WrappingCodec):
         if self.down.keeps_residual:
             raise RecipeError(
                 explain(
-                    f"a server's replies can't be encoded as {self.down}, which adds up what it leaves out",
+                    f"a server's replies can't be encoded as {self.down}, which keeps a residual",
                     got=f"down={self.down}",
-                    expected="a codec without a residual: the next difference holds what a reply leaves out",
+                    expected="a codec without a residual: the next difference contains what a reply leaves out",
                     to_type="both_ways(error_feedback(top_k(0.01)), top_k(0.01))",
                 )
             )
 
     def sources(self) -> tuple[str, ...]:
-        """The papers of both ways."""
+        """Return the papers of both codecs and of their combination."""
         return (*self.up.sources(), *self.down.sources(), *self.papers)
 
     @property

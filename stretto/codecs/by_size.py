@@ -1,4 +1,4 @@
-"""A choice among codecs: large parameters in one encoding, small ones in another."""
+"""Choice between two codecs by the size of parameters."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 class Placed(Codec):
-    """Base of the codecs that look at the parameters' places and shapes: what they say depends on these."""
+    """Base of codecs whose messages depend on the places and shapes of the parameters."""
 
     def bytes_of(self, x: Tensor, context: CodecContext = SINGLE_WORKER) -> int:
-        """The bytes that a worker says about a range with these parameters."""
+        """Return the bytes that one worker sends for a range with these parameters."""
         raise NotImplementedError
 
 
@@ -30,10 +30,10 @@ class Placed(Codec):
 class by_size(Placed):
     """Parameters of at least `least` numbers go through `large`, all others through `small`.
 
-    Biases and norms are few numbers of great weight: sent exactly they cost next to nothing. Each class is one flat
-    tensor with one conversation, the large ones first. More classes are nested:
-    `by_size(low_rank(2), by_size(quantise(8), least=256), least=65536)`. Where nothing is known of the parameters, the
-    whole range counts as one. Cost: that of both, and one copy of the numbers there and back.
+    Biases and norms are few numbers of great weight, and cost little when sent exactly. Each class is one flat tensor
+    with its own coroutine, large parameters first. More classes are nested:
+    `by_size(low_rank(2), by_size(quantise(8), least=256), least=65536)`. If no parameters are known, the whole range
+    counts as one. Cost: that of both codecs, and two copies of the numbers.
     """
 
     large: Codec
@@ -46,9 +46,9 @@ class by_size(Placed):
             if codec.needs_theta:
                 raise RecipeError(
                     explain(
-                        f"{codec} looks at how the parameters of the whole range move, not of a part of it",
+                        f"{codec} compares with the moves of all parameters of a range, not of a part",
                         got=str(self),
-                        expected="codecs that look only at what is exchanged",
+                        expected="codecs that read only the exchanged tensor",
                         to_type=f"{codec}, or by_size(top_k(0.01))",
                     )
                 )
@@ -63,7 +63,7 @@ class by_size(Placed):
 
     @property
     def conserves(self) -> bool:
-        """Whether neither of the two loses anything on purpose."""
+        """True if neither codec drops anything on purpose."""
         return conserves(self.large) and conserves(self.small)
 
     def sources(self) -> tuple[str, ...]:
@@ -106,7 +106,7 @@ class by_size(Placed):
         return sum(bytes_in(part.codec, part.gather(x), part.context) for part in parts)
 
     def _classes(self, like: Tensor, context: CodecContext) -> list[tuple[Codec, list[Block]]]:
-        """The codecs with the parameters that go through them, without those that have none."""
+        """Return each codec with its parameters; a codec without parameters is left out."""
         blocks = context.blocks or [Block("", 0, like.numel(), (like.numel(),))]
         large = [block for block in blocks if block.stop - block.start >= self.least]
         small = [block for block in blocks if block.stop - block.start < self.least]
@@ -125,28 +125,28 @@ class PartState(State):
         self.state = codec.init_state(self.gather(like), self.context)
 
     def gather(self, flat: Tensor) -> Tensor:
-        """Its numbers: of one run a view, otherwise a copy."""
+        """Return the numbers of this class: a view if they are one run, else a copy."""
         pieces = [flat[run.start : run.stop] for run in self.runs]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def scatter(self, numbers: Tensor, flat: Tensor) -> None:
-        """Put its numbers back."""
+        """Write the numbers of this class back."""
         for run, piece in zip(self.runs, torch.split(numbers, [len(run) for run in self.runs]), strict=True):
             flat[run.start : run.stop] = piece
 
 
 def conserves(codec: Codec) -> bool:
-    """Whether nothing is lost on purpose: whatever is not carried is owed."""
+    """Return True if a codec drops nothing on purpose: carried + residual is the input."""
     return bool(getattr(codec, "conserves", not codec.keeps_residual))
 
 
 def bytes_in(codec: Codec, x: Tensor, context: CodecContext) -> int:
-    """What a codec declares for a range with known parameters."""
+    """Return the bytes that a codec declares for a range with known parameters."""
     return codec.bytes_of(x, context) if isinstance(codec, Placed) else codec.bytes_of(x)
 
 
 def _merged(blocks: Sequence[Block]) -> list[range]:
-    """The runs of numbers that the blocks cover."""
+    """Return the runs of numbers that the blocks cover."""
     runs: list[range] = []
     for block in blocks:
         if runs and runs[-1].stop == block.start:
@@ -157,7 +157,7 @@ def _merged(blocks: Sequence[Block]) -> list[range]:
 
 
 def _moved_up(blocks: Sequence[Block]) -> list[Block]:
-    """The blocks as they lie when there is nothing between them."""
+    """Return the blocks moved next to each other."""
     moved, at = [], 0
     for block in blocks:
         length = block.stop - block.start

@@ -1,4 +1,4 @@
-"""Fewer bits by rounding every number to a 16-bit float."""
+"""Rounding to 16-bit floats."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MOST = {"bf16": (2 - 2**-7) * 2.0**127, "fp16": 65504.0}
-"""The largest number of either kind."""
+"""Largest finite number of each format."""
 
 
 @dataclass(frozen=True, repr=False)
 class cast(SingleRound):
     """Send every number as a 16-bit float: "bf16" keeps the range of float32, "fp16" has 3 bits more precision.
 
-    Half the bytes of float32. Linear to rounding: sums on the way are rounded to 16 bits at every hop. A number
-    beyond 65504 becomes infinite as fp16 and is then refused, not trained on.
+    Half the bytes of float32. Linear up to rounding: an all-reduce rounds partial sums to 16 bits. A number
+    beyond 65504 becomes infinite as fp16, and is then refused instead of trained on.
     """
 
     to: Literal["bf16", "fp16"]
@@ -32,7 +32,7 @@ class cast(SingleRound):
         return x.bfloat16() if self.to == "bf16" else x.half()
 
     def encode_with_residual(self, x: Tensor, residual: Tensor, state: Any) -> Tensor:
-        """What is beyond the range of fp16 is owed, not infinite."""
+        """Return the message; the excess over the range of fp16 stays in the residual instead of becoming infinite."""
         refuse_not_finite(x, self)
         residual.add_(x)
         most = MOST[self.to]

@@ -1,4 +1,4 @@
-"""Fewer bits by sending all or nothing."""
+"""Censoring: a vector is sent whole or not at all."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, repr=False)
 class censored(Sparsifier):
-    """Send the whole vector when it is large beside the parameters' last move, and nothing otherwise.
+    """Send the whole vector if it is large compared with the parameters' last move, and nothing otherwise.
 
     a is sent when ||a|| > (xi / M) ||theta^k - theta^(k-1)||, with M workers
 
     CGD when a is the difference between the gradient and the last one that was sent: `gradient_differences(beta=1)`.
-    At first nothing has moved, and whatever is not zero is sent. `stretto.how.difference_threshold` decides so for each
-    number by itself. Cost: all numbers and a byte, or 0. Memory: a copy of theta.
+    Before the first move every nonzero vector is sent. `stretto.how.difference_threshold` applies the same rule to each
+    number. Cost: all numbers and a byte, or 0. Memory: a copy of theta.
     """
 
     xi: Annotated[float, Range(least=0)]

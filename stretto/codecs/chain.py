@@ -1,4 +1,4 @@
-"""One codec after another: the numbers that one selects, in the encoding of the other."""
+"""Composition of a sparsifier with an encoding of the selected values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class ChainState(NamedTuple):
-    """What a worker remembers for either codec."""
+    """States of both codecs."""
 
     selector: Any
     encoding: Any
@@ -24,11 +24,11 @@ class ChainState(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class chain(Sparsifier):
-    """Send the numbers that `selector` selects, their values as `encoding` says them.
+    """Send the numbers that `selector` selects, with their values encoded by `encoding`.
 
-    Inside `error_feedback` what the second leaves out of a value is owed as well as what the first left out. Behind
-    `random_k` a linear encoding (`cast`) is summed on the way. GD-SEC with quantised values (QSGD-SEC) is
-    `chain(difference_threshold(xi), quantise(8))`. Cost: the first's places and the second's values.
+    Inside `error_feedback` the residual contains what either codec leaves out. After `random_k`, an all-reduce adds the
+    values of a linear encoding (`cast`). GD-SEC with quantised values (QSGD-SEC) is
+    `chain(difference_threshold(xi), quantise(8))`. Cost: the indices of the first and the values of the second.
     """
 
     selector: Codec
@@ -37,9 +37,9 @@ class chain(Sparsifier):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not isinstance(self.selector, Sparsifier) or isinstance(self.selector, chain):
-            raise self._refused(f"{self.selector} does not select any", "chain(top_k(0.01), ...)")
+            raise self._refused(f"{self.selector} selects none", "chain(top_k(0.01), ...)")
         if self.selector.keeps_residual or not self.selector.values_exact:
-            raise self._refused(f"{self.selector} has its own way with their values", str(self.selector))
+            raise self._refused(f"{self.selector} encodes their values itself", str(self.selector))
         if not self.encoding.pair or self._unfit(self.encoding):
             raise self._refused(f"{self.encoding} can't encode them", f"chain({self.selector}, quantise(8))")
 
@@ -51,7 +51,7 @@ class chain(Sparsifier):
             explain(
                 f"chain encodes the numbers that a codec selects, and {why}",
                 got=str(self),
-                expected="a codec that selects, then one that is a pair and remembers none of the numbers",
+                expected="a sparsifier, then a pair of encode and decode without a residual",
                 to_type=to_type,
             )
         )
@@ -83,7 +83,7 @@ class chain(Sparsifier):
 
     @property
     def conserves(self) -> bool:
-        """Whether nothing is lost on purpose."""
+        """True if nothing is dropped on purpose."""
         return bool(getattr(self.selector, "conserves", True))
 
     def sources(self) -> tuple[str, ...]:
@@ -104,22 +104,22 @@ class chain(Sparsifier):
     def decode_indices(self, message: Tensor, like: Tensor) -> tuple[Tensor, int]:
         return self._first.decode_indices(message, like)
 
-    def max_index_bytes(self, entries: int, n: int) -> int:
-        return self._first.max_index_bytes(entries, n)
+    def max_index_bytes(self, count: int, n: int) -> int:
+        return self._first.max_index_bytes(count, n)
 
     def encode_values(self, values: Tensor, indices: Tensor, state: ChainState) -> Tensor:
         return self.encoding.encode(values, state.encoding)
 
-    def decode_values(self, said: Tensor, indices: Tensor, like: Tensor) -> Tensor:
+    def decode_values(self, encoded: Tensor, indices: Tensor, like: Tensor) -> Tensor:
         if self.encoding.fixed_size:
-            self.check_length(said, self.encoding.bytes_of(like))
+            self.check_length(encoded, self.encoding.bytes_of(like))
         try:
-            return self.encoding.decode(aligned(said, self.value_dtype(like)), like)
+            return self.encoding.decode(aligned(encoded, self.value_dtype(like)), like)
         except (ValueError, RuntimeError) as error:
             raise TransportError(f"a message of another worker is not in the encoding {self}: {error}") from error
 
-    def value_bytes(self, entries: int, like: Tensor) -> int:
-        return self.encoding.bytes_of(torch.empty(entries, dtype=like.dtype, device="meta"))
+    def value_bytes(self, count: int, like: Tensor) -> int:
+        return self.encoding.bytes_of(torch.empty(count, dtype=like.dtype, device="meta"))
 
     def value_dtype(self, like: Tensor) -> torch.dtype:
         if not self.encoding.linear:

@@ -1,4 +1,4 @@
-"""Fewer bits by sending the largest numbers of every chunk, each in few bits."""
+"""Top-k of every chunk, with values of few bits (SparseLoCo)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class chunked(Sparsifier):
     bits = 2: the sign, and which of two magnitudes: the means of those of the chunk's k that lie above the middle of
     their least and largest, and of the others, as bfloat16. bits = 4, 8: sign * level * m / s, the nearest of
     s = 2^(bits-1) - 1 levels of the chunk's largest magnitude m (float32). bits = 32: the values as they are.
-    What rounding leaves out is owed inside `error_feedback`, as is what was not chosen.
+    Inside `error_feedback` the residual contains rounding errors and the numbers that were not chosen.
 
     Cost: about log2(chunk/k) + 1.5 + bits bits for each number sent, and 4 bytes a chunk: with the defaults 0.52% of
     float32's bytes.
@@ -40,7 +40,7 @@ class chunked(Sparsifier):
         return self.bits == 32
 
     def contraction(self, n: int) -> float | None:
-        """The delta of `||a - C(a)||^2 <= (1 - delta) ||a||^2`, where values are sent as they are."""
+        """Return the delta of `||a - C(a)||^2 <= (1 - delta) ||a||^2`; None if values are rounded."""
         return min(1.0, self.k / min(n, self.chunk)) if self.bits == 32 and n else None
 
     def select(self, x: Tensor, residual: Tensor | None, state: Any) -> tuple[Tensor, Tensor]:
@@ -57,25 +57,25 @@ class chunked(Sparsifier):
         codes |= (values < 0).to(torch.uint8) << self.bits - 1
         return torch.cat([scales.view(torch.uint8), packed(codes, self.bits)])
 
-    def decode_values(self, said: Tensor, indices: Tensor, like: Tensor) -> Tensor:
+    def decode_values(self, encoded: Tensor, indices: Tensor, like: Tensor) -> Tensor:
         if self.bits == 32:
-            return super().decode_values(said, indices, like)
+            return super().decode_values(encoded, indices, like)
         chunks = self._chunks(indices)
         count = int(chunks[-1]) + 1 if indices.numel() else 0
-        self.check_length(said, 4 * count + (like.numel() * self.bits + 7) // 8)
-        codes = unpacked(said[4 * count :], self.bits)[: like.numel()]
+        self.check_length(encoded, 4 * count + (like.numel() * self.bits + 7) // 8)
+        codes = unpacked(encoded[4 * count :], self.bits)[: like.numel()]
         sizes = (codes & (1 << self.bits - 1) - 1).long()
         if self.bits == 2:
-            sizes_said = aligned(said[: 4 * count], torch.bfloat16)[2 * chunks + sizes].to(like.dtype)
+            magnitudes = aligned(encoded[: 4 * count], torch.bfloat16)[2 * chunks + sizes].to(like.dtype)
         else:
-            steps = aligned(said[: 4 * count], torch.float32) / self._most_level
-            sizes_said = (sizes * steps[chunks]).to(like.dtype)
-        return torch.where(codes >> self.bits - 1 == 1, -sizes_said, sizes_said)
+            steps = aligned(encoded[: 4 * count], torch.float32) / self._most_level
+            magnitudes = (sizes * steps[chunks]).to(like.dtype)
+        return torch.where(codes >> self.bits - 1 == 1, -magnitudes, magnitudes)
 
-    def value_bytes(self, entries: int, like: Tensor) -> int:
+    def value_bytes(self, count: int, like: Tensor) -> int:
         if self.bits == 32:
-            return entries * like.element_size()
-        return 4 * -(-like.numel() // self.chunk) + (entries * self.bits + 7) // 8
+            return count * like.element_size()
+        return 4 * -(-like.numel() // self.chunk) + (count * self.bits + 7) // 8
 
     def value_dtype(self, like: Tensor) -> torch.dtype:
         return like.dtype if self.bits == 32 else torch.uint8
@@ -85,7 +85,7 @@ class chunked(Sparsifier):
         return (1 << self.bits - 1) - 1
 
     def _chunks(self, indices: Tensor) -> Tensor:
-        """For each entry the number of its chunk, counted among those that have entries."""
+        """Return the number of each entry's chunk, counted among chunks with entries."""
         return cast("Tensor", torch.unique_consecutive(indices // self.chunk, return_inverse=True)[1])
 
     def _magnitudes(self, sizes: Tensor, chunks: Tensor) -> tuple[Tensor, Tensor]:
@@ -106,14 +106,14 @@ class chunked(Sparsifier):
 
 
 def packed(codes: Tensor, bits: int) -> Tensor:
-    """Codes (uint8) of 2, 4 or 8 bits in bytes, the first in the lowest bits, filled up with zeros."""
+    """Pack codes (uint8) of 2, 4 or 8 bits into bytes, the first in the lowest bits, padded with zeros."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=codes.device)
     return (torch.nn.functional.pad(codes, (0, -codes.numel() % (8 // bits))).view(-1, 8 // bits) << shifts).sum(
         1, dtype=torch.uint8
     )
 
 
-def unpacked(said: Tensor, bits: int) -> Tensor:
-    """The codes in bytes."""
-    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=said.device)
-    return (said[:, None] >> shifts & (1 << bits) - 1).view(-1)
+def unpacked(encoded: Tensor, bits: int) -> Tensor:
+    """Unpack the codes in bytes."""
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=encoded.device)
+    return (encoded[:, None] >> shifts & (1 << bits) - 1).view(-1)

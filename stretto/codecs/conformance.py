@@ -1,25 +1,26 @@
-"""The conformance test of codecs: what every codec must do, for those who write one.
+"""Conformance test of codecs.
 
-Laws that hold for every codec (`check_codec` tries them on many lengths, dtypes, numbers of workers and kinds of data):
+Properties of every codec, which `check_codec` tests on many lengths, dtypes, numbers of workers and kinds of data:
 
-- all workers end with the same tensor, of the shape and dtype that was given; it is within `tolerance` of the mean
-- the number and the kind of the turns do not depend on the data, and no more bytes are said than `bytes_of` declares
-- NaN and infinity are refused with NotFiniteError and the memory is as before (but for `elementwise` codecs)
+- all workers obtain the same tensor, of the input's shape and dtype, within `tolerance` of the mean
+- number and kind of the collective operations do not depend on the data; at most `bytes_of` bytes are sent
+- NaN and infinity raise NotFiniteError and leave the state unchanged (except in `elementwise` codecs)
+- a state can be saved, restored in the same object and in another process, and reset to other members
 - zeros stay zeros; denormal and huge numbers, ties, and no numbers at all give finite results
-- with `owed`: carried + owed == owed before + x, and so over rounds and workers: nothing is lost, to rounding
-- of a pair: decode reads what encode wrote, add_to adds what decode reads, a message speaks of at most n numbers, and
-  bytes that are no message raise TransportError (or ValueError), or are read as some tensor of the right shape
+- with `residual`: carried + residual == residual before + x, also over rounds and workers: no loss beyond rounding
+- pairs: decode reads what encode wrote, add_to adds what decode returns, a message contains at most n numbers, and
+  other bytes raise TransportError or ValueError, or decode to a tensor of the right shape
 
-What a codec promises beyond these is tried where it has the attribute:
+Further properties, tested if the codec has the attribute:
 
-- `fixed`: exactly `bytes_of` bytes are said
-- `linear`: a typed message may be summed with others on the way
-- `splits: bool` (False): each number is carried exactly or owed wholly: carried + owed is the input to the bit
-- `conserves: bool` (True): nothing is lost on purpose; False for clipped residuals, decay, momentum
-- `keeps_residual`: it takes no `owed`; what `residual(memory)` shows is what it owes, and `take_on` adds to that
+- `fixed_size`: exactly `bytes_of` bytes are sent
+- `linear`: messages may be added before they are decoded
+- `exact_split: bool` (False): each number is carried exactly or left whole in the residual: their sum is the input
+- `conserves: bool` (True): nothing is dropped on purpose; False for clipped residuals, decay, momentum
+- `keeps_residual`: `residual(state)` returns its residual, and `add_residual` adds to that
 - `unbiased: bool` (False): the expectation of decode(encode(x)) is x
 - `contraction(n) -> float | None`: the delta of E ||a - C(a)||^2 <= (1 - delta) ||a||^2 for n numbers
-- `needs_theta`: it is shown parameters that move
+- `needs_theta`: the context has parameters that move
 """
 
 from __future__ import annotations
@@ -49,10 +50,10 @@ Kind = Callable[[int, torch.Generator], Tensor]
 def check_codec(
     codec: Codec, tolerance: float = 0.0, dtypes: Sequence[torch.dtype] = (torch.float32,), huge: float = 1e30
 ) -> None:
-    """Run every law on a codec; AssertionError where one is broken.
+    """Test all properties of a codec. Raise AssertionError for one that does not hold.
 
-    `tolerance` is how far the mean may be from the exact one, relative to the sum of the workers' largest numbers: the
-    error that the codec promises for a first round. Numbers up to `huge` are tried.
+    `tolerance` is the allowed error of the mean in a first round, relative to the sum of the workers' largest numbers.
+    Numbers up to `huge` are tested.
     """
     for dtype in dtypes:
         for length in LENGTHS:
@@ -74,7 +75,7 @@ def check_codec(
 
 
 def hold(conversations: Sequence[CollectiveCoroutine]) -> tuple[list[Tensor], list[list[CollectiveOp]]]:
-    """Hold the conversations of all workers in one process; their results, and what was asked in each turn."""
+    """Run the coroutines of all workers in one process; return their results and the operations of each turn."""
     asks = [next(one) for one in conversations]
     turns = [[_kept(ask) for ask in asks]]
     while True:
@@ -82,14 +83,14 @@ def hold(conversations: Sequence[CollectiveCoroutine]) -> tuple[list[Tensor], li
         said = [_send(one, answer) for one in conversations]
         results = [result for _, result in said if result is not None]
         if results:
-            assert len(results) == len(said), "some workers have ended the conversation and others have not"
+            assert len(results) == len(said), "some workers have ended their coroutine and others have not"
             return results, turns
         asks = [ask for ask, _ in said if ask is not None]
         turns.append([_kept(ask) for ask in asks])
 
 
 def _kept(ask: CollectiveOp) -> CollectiveOp:
-    """The ask with a tensor of its own, since the conversation may go on to write over it."""
+    """Return the operation with a copy of its tensor, which the coroutine may overwrite later."""
     return type(ask)(ask.tensor.clone())
 
 
@@ -103,7 +104,7 @@ def _send(conversation: CollectiveCoroutine, answer: Answer) -> tuple[Collective
 
 def _answered(asks: Sequence[CollectiveOp]) -> Answer:
     kinds = {(type(ask), ask.tensor.dtype) for ask in asks}
-    assert len(kinds) == 1, "the workers ask different things in one turn"
+    assert len(kinds) == 1, "the workers submit different things in one turn"
     tensors = [ask.tensor.clone() for ask in asks]
     if not isinstance(asks[0], AllReduceMean):
         return tensors
@@ -114,7 +115,7 @@ def _answered(asks: Sequence[CollectiveOp]) -> Answer:
 
 
 class _Crew:
-    """Workers with their memories, in one process. What they exchange are all `length` numbers, or those in blocks."""
+    """Workers with their states, in one process. They exchange all `length` numbers, or those in blocks."""
 
     def __init__(self, codec: Codec, dtype: torch.dtype, length: int, workers: int, in_blocks: bool = False) -> None:
         self.codec, self.dtype, self.length, self.workers = codec, dtype, length, workers
@@ -140,7 +141,7 @@ class _Crew:
     def round(
         self, given: Sequence[Tensor], with_residual: bool = False
     ) -> tuple[list[Tensor], list[list[CollectiveOp]]]:
-        """One conversation of all; the parameters move."""
+        """Run one exchange of all workers, then move the parameters."""
         if with_residual:
             told = zip(given, self.states, self.residual, strict=True)
             talks = [self.codec.average(x.clone(), state, residual) for x, state, residual in told]
@@ -163,7 +164,7 @@ class _Crew:
         self._source.set_state(source)
 
     def residuals(self) -> list[Tensor]:
-        """What the workers owe."""
+        """Return the workers' residuals."""
         if not self.codec.keeps_residual:
             return self.residual
         return [kept for one in self.states if (kept := self.codec.residual(one)) is not None]
@@ -173,7 +174,7 @@ class _Crew:
 
 
 def _blocks(length: int) -> list[Block]:
-    """A matrix and a vector with a hole between them, if there is room."""
+    """Return a matrix and a vector with padding between them, if there is room."""
     side, rest = int((length * 0.8) ** 0.5), length // 10
     if length < 64:
         return [Block("all", 0, length, (length,))]
@@ -218,8 +219,8 @@ def _check_bytes(codec: Codec, x: Tensor, turns: Sequence[Sequence[CollectiveOp]
     declared = codec.bytes_of(x)
     for worker in range(len(turns[0])):
         said = sum(turn[worker].tensor.nbytes for turn in turns)
-        assert said <= declared, f"{what}: {said} bytes were said, at most {declared} declared"
-        assert said == declared or not codec.fixed_size, f"{what}: {said} bytes were said, {declared} declared"
+        assert said <= declared, f"{what}: {said} bytes were sent, at most {declared} declared"
+        assert said == declared or not codec.fixed_size, f"{what}: {said} bytes were sent, {declared} declared"
 
 
 def _same_everywhere(results: Sequence[Tensor], like: Tensor, what: str) -> None:
@@ -236,7 +237,7 @@ def _near(result: Tensor, given: Sequence[Tensor], tolerance: float, what: str) 
 
 
 def _largest(given: Sequence[Tensor]) -> float:
-    """The sum of the workers' largest numbers."""
+    """Return the sum of the workers' largest numbers."""
     return sum(float(one.abs().max()) for one in given if one.numel())
 
 
@@ -258,23 +259,23 @@ def _check_kinds(codec: Codec, dtype: torch.dtype, tolerance: float, huge: float
                 _same_everywhere(results, given[0], what)
                 assert bool(results[0].isfinite().all()), f"{what}: the result is not finite"
                 if name == "zeros":
-                    assert not bool(results[0].any()), f"{what}: something comes of nothing"
+                    assert not bool(results[0].any()), f"{what}: zeros became nonzero"
                 if turn == 0 and name != "denormal numbers":
                     _near(results[0], given, tolerance, what)
 
 
 def _check_turns(codec: Codec) -> None:
-    """The kind and number of turns do not depend on the data."""
+    """Check that kind and number of the operations do not depend on the data."""
     said = []
     for kind in (_zeros, _normal, _scaled(1e4)):
         crew = _Crew(codec, torch.float32, 100, 1)
         rounds = [crew.round(crew.contributions(kind))[1] for _ in range(ROUNDS)]
         said.append([[(type(asks[0]), asks[0].tensor.dtype) for asks in turns] for turns in rounds])
-    assert said[0] == said[1] == said[2], f"{codec}: what is asked depends on the data"
+    assert said[0] == said[1] == said[2], f"{codec}: the operations depend on the data"
 
 
 def _check_refuses(codec: Codec, dtype: torch.dtype) -> None:
-    """NaN and infinity reach neither the others nor the memory."""
+    """Check that NaN and infinity reach neither other workers nor the state."""
     if codec.elementwise:
         return
     for wild in (float("nan"), float("inf"), -float("inf")):
@@ -290,8 +291,8 @@ def _check_refuses(codec: Codec, dtype: torch.dtype) -> None:
         before, residual = copy.deepcopy(crew.states[0]), crew.residual[0].clone()
         for act in acts:
             _refused(act, f"{crew}: {wild}")
-            assert _alike(before, crew.states[0]), f"{crew}: {wild} was refused and the memory has changed"
-            assert torch.equal(residual, crew.residual[0]), f"{crew}: {wild} was refused and what is owed has changed"
+            assert _alike(before, crew.states[0]), f"{crew}: {wild} was refused and the state has changed"
+            assert torch.equal(residual, crew.residual[0]), f"{crew}: {wild} was refused and the residual has changed"
 
 
 def _refused(act: Callable[[], object], what: str) -> None:
@@ -301,7 +302,7 @@ def _refused(act: Callable[[], object], what: str) -> None:
 
 
 def _alike(one: Any, other: Any) -> bool:
-    """Whether two memories hold the same."""
+    """Return True if two states are equal."""
     if isinstance(one, Tensor):
         return torch.equal(one, other)
     if isinstance(one, list | tuple):
@@ -322,7 +323,7 @@ def _held(thing: object) -> Iterator[tuple[str, Any]]:
 
 
 def _check_handed_over(codec: Codec, dtype: torch.dtype, length: int) -> None:
-    """What one worker owes another can take on: all of it, and nothing else."""
+    """Check that one worker's residual can be added to another's, whole and unchanged."""
     for in_blocks in (False, True):
         crew = _Crew(codec, dtype, length, 2, in_blocks)
         crew.round(crew.contributions(_normal))
@@ -332,9 +333,9 @@ def _check_handed_over(codec: Codec, dtype: torch.dtype, length: int) -> None:
         together, left = mine + theirs, theirs.clone()
         codec.add_residual(crew.states[0], left)
         found = codec.residual(crew.states[0])
-        assert found is not None, f"{crew}: nothing is owed any more"
-        assert torch.equal(found, together), f"{crew}: what another owed was not taken on whole"
-        assert torch.equal(left, theirs), f"{crew}: what was taken on was changed"
+        assert found is not None, f"{crew}: the residual has gone"
+        assert torch.equal(found, together), f"{crew}: the residual of another worker was not added whole"
+        assert torch.equal(left, theirs), f"{crew}: the added residual was changed"
 
 
 def _check_state(codec: Codec) -> None:
@@ -374,7 +375,7 @@ def _saved(crew: _Crew) -> list[Any]:
 
 
 def _check_residual(codec: Codec, dtype: torch.dtype, length: int, workers: int, tolerance: float) -> None:
-    """What was carried and what is owed sum to what was given."""
+    """Check that carried numbers and residuals sum to the inputs."""
     if not getattr(codec, "conserves", not codec.keeps_residual):
         return
     for in_blocks in (False, True):
@@ -392,11 +393,11 @@ def _check_residual(codec: Codec, dtype: torch.dtype, length: int, workers: int,
             size += _largest(given) + _largest(before) + _largest(results[:1])
             if workers == 1 and getattr(codec, "exact_split", False):
                 kept = torch.equal(results[0] + crew.residuals()[0], before[0] + given[0])
-                assert kept, f"{crew}: what is carried and what is owed are not what was given, to the bit"
+                assert kept, f"{crew}: carried numbers and residual do not sum to the input, to the bit"
         lost = given_all - carried_all - sum(one.double() for one in crew.residuals())
         allowed = size * (8 * torch.finfo(dtype).eps + (tolerance if codec.linear else 0.0))
         apart = float(lost.abs().amax()) if length else 0.0
-        assert apart <= allowed, f"{crew}: {apart:.2e} of a number is lost in {ROUNDS} rounds, neither carried nor owed"
+        assert apart <= allowed, f"{crew}: {apart:.2e} of a number is lost in {ROUNDS} rounds"
 
 
 # --- laws of pairs ----------------------------------------------------------------------------------------------------
@@ -413,7 +414,7 @@ def _check_pair(codec: Codec, dtype: torch.dtype, tolerance: float) -> None:
         _near(found, [x], tolerance, what)
         assert message.nbytes <= codec.bytes_of(x), f"{what}: {message.nbytes} bytes, {codec.bytes_of(x)} declared"
         assert 0 <= codec.values_sent(message, x) <= length, (
-            f"{what}: it speaks of {codec.values_sent(message, x)} numbers"
+            f"{what}: it contains {codec.values_sent(message, x)} numbers"
         )
         total = x.clone()
         codec.add_to(total, message.clone())
@@ -424,7 +425,7 @@ def _check_pair(codec: Codec, dtype: torch.dtype, tolerance: float) -> None:
 
 
 def _check_garbage(codec: Codec, dtype: torch.dtype) -> None:
-    """Bytes that are no message harm nobody. A linear codec's numbers may be any."""
+    """Check that other bytes than messages are refused or decode to a tensor. A linear codec's numbers may be any."""
     for length in (0, 1, 64, 1000):
         crew = _Crew(codec, dtype, length, 1)
         message = codec.encode(crew.drawn(_normal), crew.states[0])
@@ -458,7 +459,7 @@ def _up_to(most: int, source: torch.Generator) -> int:
 
 
 def _draws(codec: Codec, x: Tensor) -> Tensor:
-    """What is carried of x in many rounds: (rounds, n); in a few where it is always the same."""
+    """Return the decoded x of many rounds: (rounds, n); of a few if it is always the same."""
     crew = _Crew(codec, x.dtype, x.numel(), 1)
     carried = [crew.round([x])[0][0].clone() for _ in range(ROUNDS)]
     if any(not torch.equal(one, carried[0]) for one in carried):
@@ -470,7 +471,7 @@ def _check_unbiased(codec: Codec) -> None:
     x = torch.randn(64, generator=torch.Generator().manual_seed(5))
     carried = _draws(codec, x)
     apart, spread = (carried.mean(0) - x).abs(), carried.std(0)
-    spread = spread.clamp(min=float(spread.square().mean().sqrt()))  # what is seldom sent may not have been drawn yet
+    spread = spread.clamp(min=float(spread.square().mean().sqrt()))  # some may not have been drawn yet
     allowed = SIGMAS * spread / len(carried) ** 0.5 + 1e-5 * x.abs().max()
     assert bool((apart <= allowed).all()), f"{codec}: biased by {float((apart - allowed).max()):.2e} beyond chance"
 

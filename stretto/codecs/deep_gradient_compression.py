@@ -1,4 +1,4 @@
-"""Fewer bits by sending the largest sums of momentum, and keeping the others."""
+"""Deep gradient compression: top-k of a sum of local momentum."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ class MomentumState(State):
 
 @dataclass(frozen=True, repr=False)
 class deep_gradient_compression(Sparsifier):
-    """Deep gradient compression: momentum is made before anything is left out, and forgotten where it was sent.
+    """Deep gradient compression: momentum is applied before sparsification, and cleared where values were sent.
 
     u = m u + x;  v = v + u;  send the ceil(ratio * n) largest of v;  where sent: v = 0, u = 0
 
-    The optimizer that takes the answer is plain SGD: its momentum would count twice. `warm_up`: so many rounds each
-    send 25, 6.25, 1.56 and 0.4% of the numbers before `ratio` holds. `clip` limits the norm of the mean gradient, as
-    clip_grad_norm_ does, before it is known: contributions x_i (which sum to it) are first scaled to a norm of at most
-    clip / sqrt(N), since the squares of N independent ones add up. It keeps its own residual, v.
+    The optimizer must be plain SGD, since its momentum would count twice. `warm_up`: number of rounds for each of the
+    stages of 25, 6.25, 1.56 and 0.4% before `ratio` applies. `clip` limits the norm of the mean gradient, as
+    clip_grad_norm_ does, before the mean is known: contributions x_i (which sum to it) are scaled to a norm of at most
+    clip / sqrt(N), since the squared norms of N independent contributions add up. v is the residual.
 
     Cost: as `top_k(ratio)`; in warm-up as top_k of the stage.
     """
@@ -76,7 +76,7 @@ class deep_gradient_compression(Sparsifier):
         return share_of(self._ratio(0), n)
 
     def encode_with_residual(self, x: Tensor, residual: Tensor, state: Any) -> Tensor:
-        raise NotImplementedError(f"{self} keeps what it owes by itself")
+        raise NotImplementedError(f"{self} keeps its own residual")
 
     def _ratio(self, round_: int) -> float:
         stage = round_ // self.warm_up if self.warm_up else len(STAGES)

@@ -1,4 +1,4 @@
-"""Fewer bits by sending the numbers that are large beside the parameters' own moves."""
+"""Sparsification by the parameters' own moves (GD-SEC)."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ class ParameterMoves(State):
         self.workers = members.workers
 
     def moved(self, like: Tensor) -> Tensor:
-        """theta - theta^before (nothing in the first round), and theta is the next round's theta^before."""
+        """Return theta minus its value at the last call (0 in the first round)."""
         moved = self.theta - self.before
         self.before.copy_(self.theta)
         return moved.to(like.dtype)
 
 
 def parameter_moves(codec: Codec, context: CodecContext) -> ParameterMoves:
-    """A memory of the parameters' moves; RecipeError where it is not known what is exchanged about them."""
+    """Return the state of the parameters' moves. Raise RecipeError if the exchanged tensor has no parameters."""
     if context.theta is None:
         raise RecipeError(
             explain(
-                f"{codec} compares what is sent with the parameters' moves, and here there are no parameters",
+                f"{codec} compares the tensor with the parameters' moves, and here there are no parameters",
                 got=str(codec),
-                expected="an encoding of gradients or of their differences, between workers that go together",
+                expected="an encoding of gradients or their differences, in a synchronous recipe",
                 to_type="top_k(0.01)",
             )
         )
@@ -53,15 +53,15 @@ def parameter_moves(codec: Codec, context: CodecContext) -> ParameterMoves:
 
 @dataclass(frozen=True, repr=False)
 class difference_threshold(Sparsifier):
-    """Send the numbers that are large beside the last move of their parameter; GD-SEC's rule.
+    """Send the numbers that are large compared with the last move of their parameter; GD-SEC's rule.
 
     a_i is sent when |a_i| > (xi / M) |theta_i^k - theta_i^(k-1)|, with M workers
 
-    theta^k are the parameters now, theta^(k-1) those when the worker last encoded. At first nothing has moved, and all
-    that is not zero is sent. With `gradient_differences` and `error_feedback` it is GD-SEC; converges when
+    theta^k are the parameters now, theta^(k-1) those when the worker last encoded. Before the first move every
+    nonzero number is sent. With `gradient_differences` and `error_feedback` it is GD-SEC; converges when
     alpha * beta * xi <= 1 for gradients of the sum of the workers' losses with learning rate alpha.
 
-    Cost: the numbers that are sent, exactly, and their places; 0 where none is sent. Memory: a copy of theta.
+    Cost: the exact values that are sent and their indices; 0 if none is sent. Memory: a copy of theta.
     """
 
     xi: Annotated[float, Range(least=0)]

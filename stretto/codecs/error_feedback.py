@@ -1,4 +1,4 @@
-"""What was not sent is owed: error feedback around another codec."""
+"""Error feedback around another codec."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class ResidualState(State):
 
 @dataclass(frozen=True, repr=False)
 class error_feedback(WrappingCodec):
-    """Add what was left out before to what is sent next: a = decay * e + x;  send C(a);  e = a - C(a).
+    """Add the part that was not sent to the next input: a = decay * e + x;  send C(a);  e = a - C(a).
 
-    With decay = 1 nothing is lost: over any number of rounds what was carried and what is still owed sum to what was
-    given, exactly for codecs that select, to rounding for those that round. `decay` below 1 forgets some of an old
-    residual in each round (SparseLoCo: 0.95). Converges for every contraction C as fast as without it, in the limit.
+    With decay = 1 nothing is lost: over any number of rounds, carried numbers and residual sum to the inputs, exactly
+    for sparsifiers, up to rounding for quantizers. A `decay` below 1 shrinks the residual in each round (SparseLoCo:
+    0.95). For every contraction C, the asymptotic rate of convergence is that of exact exchanges.
 
-    Cost: the codec's. Memory: one tensor like what is sent. Codecs with their own residual are refused.
+    Cost: that of the codec. Memory: one tensor of the input's size. Codecs with their own residual are refused.
     """
 
     codec: Codec
@@ -45,9 +45,9 @@ class error_feedback(WrappingCodec):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.codec.keeps_residual:
-            raise _refused(self.codec, "which adds up by itself what it did not send", str(self.codec))
+            raise _refused(self.codec, "which keeps its own residual", str(self.codec))
         if isinstance(self.codec, Sparsifier) and self.codec.overshoots:
-            why = "which says more than there is, so that what is owed would grow"
+            why = "which sends more than its input, so that the residual would grow"
             raise _refused(self.codec, why, "error_feedback(random_k(0.01))")
 
     @property
@@ -60,7 +60,7 @@ class error_feedback(WrappingCodec):
 
     @property
     def conserves(self) -> bool:
-        """Whether nothing is lost on purpose."""
+        """True if nothing is dropped on purpose."""
         return self.decay == 1 and getattr(self.codec, "conserves", True)
 
     def sources(self) -> tuple[str, ...]:
@@ -94,7 +94,7 @@ def _refused(codec: Codec, why: str, to_type: str) -> RecipeError:
         explain(
             f"error_feedback can't be around {codec}, {why}",
             got=f"error_feedback({codec})",
-            expected="a codec that leaves something out and keeps no account of it",
+            expected="a lossy codec without a residual of its own",
             to_type=to_type,
         )
     )

@@ -1,4 +1,4 @@
-"""The plain encoding: every number as it is."""
+"""Identity codec."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, repr=False)
 class exact(SingleRound):
-    """Send every number as it is. Cost: the bytes of the tensor. Linear; no copy is made."""
+    """Send every number unchanged. Cost: the bytes of the tensor. Linear; no copy is made."""
 
     linear = True
     elementwise = True

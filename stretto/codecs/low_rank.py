@@ -1,4 +1,4 @@
-"""Fewer bits by agreeing on the few directions in which the matrices of a model are largest."""
+"""Low-rank approximation of gradient matrices (PowerSGD)."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 BLOCK = 1 << 16
-"""Numbers of a product made at a time, so that they stay in the cache."""
+"""Numbers of a product computed at a time, so that they stay in the cache."""
 NEGLIGIBLE = 1e-12
-"""A column of which less than this is left, when the columns before it are taken away, counts as spanned by them."""
+"""A column counts as spanned by the columns before it if a smaller share than this remains after subtracting them."""
 
 
 @dataclass(frozen=True, repr=False)
 class low_rank(Placed):
-    """PowerSGD: one step of power iteration, which all workers take together.
+    """PowerSGD: one step of power iteration over the mean of all workers.
 
-        M = x + owed ;  P = orthonormal(mean(M Q)) ;  Q' = mean(M^T P) ;  result = P Q'^T ;  owed = M - P (M^T P)^T
+        M = x + e ;  P = orthonormal(mean(M Q)) ;  Q' = mean(M^T P) ;  result = P Q'^T ;  e = M - P (M^T P)^T
 
-    M: (m, n) is a parameter of two or more dimensions as shape[0] x rest, Q: (n, rank) what was agreed in the round
-    before. What has no such shape, and matrices that would not become smaller, ride along exactly. Where nothing is
-    known of the parameters, the whole range is one matrix that is nearly square. Two turns, for all matrices at
-    once, of 4 * rank * (m + n) bytes a matrix (8 in float64), and two passes over the numbers. A matrix of that rank
-    at most is exact to rounding. All workers find the same bits, whatever their processors and threads.
+    M: (m, n) is a parameter of two or more dimensions as shape[0] x rest, e the residual, Q: (n, rank) the last
+    round's factor. Other parameters, and matrices that would not become smaller, are sent exactly with the first one.
+    If no parameters are known, the whole range is one nearly square matrix. Two all-reduces for all matrices together,
+    of 4 * rank * (m + n) bytes a matrix (8 in float64), and two passes over the numbers. A matrix of at most that rank
+    is exact up to rounding. All workers compute the same bits, whatever their processors and threads.
     """
 
     rank: Annotated[int, Range(least=1)] = 4
@@ -63,10 +63,10 @@ class low_rank(Placed):
 
 
 def _mean(tensors: Sequence[Tensor], codec: Codec) -> Generator[CollectiveOp, Answer, list[Tensor]]:
-    """The means of tensors in one turn. They are checked before and after: a sum can be too large for its type."""
-    said = torch.cat([one.flatten() for one in tensors])
-    refuse_not_finite(said, codec)
-    agreed = cast("Tensor", (yield AllReduceMean(said)))
+    """Compute the means of tensors in one all-reduce, and check them before and after: a sum can overflow."""
+    sent = torch.cat([one.flatten() for one in tensors])
+    refuse_not_finite(sent, codec)
+    agreed = cast("Tensor", (yield AllReduceMean(sent)))
     refuse_not_finite(agreed, codec)
     parts = torch.split(agreed, [one.numel() for one in tensors])
     return [part.view(one.shape) for part, one in zip(parts, tensors, strict=True)]
@@ -74,14 +74,14 @@ def _mean(tensors: Sequence[Tensor], codec: Codec) -> Generator[CollectiveOp, An
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """A matrix that begins at `start` of a flat range."""
+    """Matrix that begins at `start` of a flat range."""
 
     start: int
     rows: int
     columns: int
 
     def of(self, flat: Tensor) -> Tensor:
-        """Its numbers in a flat range, as a matrix."""
+        """Return its numbers in a flat range, as a matrix."""
         return flat[self.start : self.start + self.rows * self.columns].view(self.rows, self.columns)
 
 
@@ -99,12 +99,12 @@ class LowRankState(State):
         self.seed, self.round = context.seed, 0
 
     def views(self, flat: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """The matrices of a flat range, and what rides along, in the type in which they are computed with."""
+        """Return the matrices of a flat range and the other numbers, in the dtype of the computation."""
         flat = flat.to(_working(flat.dtype))
         return [one.of(flat) for one in self.matrices], [flat[run.start : run.stop] for run in self.rest]
 
     def bases(self) -> list[Tensor]:
-        """Q of every matrix, orthonormal; a direction that was lost, as all are at first, is drawn anew."""
+        """Return orthonormal Q of every matrix; zero rows, as all are at first, are replaced by random ones."""
         source = torch.Generator().manual_seed(((self.seed << 24) + self.round) % (1 << 63))
         return orthonormal([_filled(q, source) for q in self.q])
 
@@ -114,11 +114,11 @@ class LowRankState(State):
             self.q, self.round = [torch.zeros_like(one) for one in self.q], 0
 
     def keep(self, q: list[Tensor]) -> None:
-        """Remember what was agreed."""
+        """Keep the agreed Q for the next round."""
         self.q, self.round = [one.clone() for one in q], self.round + 1
 
     def owe(self, residual: Tensor, p: Sequence[Tensor], q: Sequence[Tensor]) -> None:
-        """Take from `owed`, which is all that this worker wanted to say, what it has said."""
+        """Subtract what this worker sent from `residual`, which holds its whole input."""
         for matrix, left, right in zip(self.matrices, p, q, strict=True):
             its = matrix.of(residual)
             its.addmm_(left.T, right, alpha=-1) if its.dtype == left.dtype else its.sub_(left.T @ right)
@@ -126,7 +126,7 @@ class LowRankState(State):
             residual[run.start : run.stop] = 0
 
     def write(self, x: Tensor, p: Sequence[Tensor], q: Sequence[Tensor], plain: Sequence[Tensor]) -> Tensor:
-        """The agreed range, written over x; what lies between the parameters is zero."""
+        """Write the agreed range over x; padding between the parameters becomes zero."""
         for matrix, left, right in zip(self.matrices, p, q, strict=True):
             _write_product(left, right, matrix.of(x))
         for run, numbers in zip(self.rest, plain, strict=True):
@@ -135,7 +135,7 @@ class LowRankState(State):
 
 
 def _cut(numbers: int, context: CodecContext, rank: int) -> tuple[list[Matrix], list[range]]:
-    """The matrices of a range that become smaller, and the runs of numbers that ride along."""
+    """Return the matrices of a range that become smaller, and the runs of all other numbers."""
     whole = Block("", 0, numbers, _near_square(numbers))
     matrices, rest = [], []
     for block in context.blocks or [whole]:
@@ -150,7 +150,7 @@ def _cut(numbers: int, context: CodecContext, rank: int) -> tuple[list[Matrix], 
 
 
 def _near_square(numbers: int) -> tuple[int, int]:
-    """Rows and columns of the matrix that takes in nearly all numbers of a range."""
+    """Return rows and columns of a nearly square matrix that holds nearly all numbers of a range."""
     side = math.isqrt(numbers)
     rows = min(range(side, max(side // 2, side - 64), -1), key=lambda rows: numbers % rows, default=0)
     return rows, numbers // max(rows, 1)
@@ -161,7 +161,7 @@ def _working(dtype: torch.dtype) -> torch.dtype:
 
 
 def _filled(q: Tensor, source: torch.Generator) -> Tensor:
-    """Q with whole numbers at random in the rows that are zero; whole, so that they are the same everywhere."""
+    """Return Q with random numbers in its zero rows: whole numbers, which are equal on every machine."""
     lost = (q == 0).all(dim=1, keepdim=True)
     if not lost.any():
         return q
@@ -170,10 +170,10 @@ def _filled(q: Tensor, source: torch.Generator) -> Tensor:
 
 
 def orthonormal(factors: Sequence[Tensor]) -> list[Tensor]:
-    """Orthonormal rows that span what the rows of each factor span; a row that those before it span becomes zero.
+    """Return orthonormal rows that span the rows of each factor; a row that earlier ones span becomes zero.
 
-    `factors`: (rank, m) with one rank. Gram-Schmidt in float64, twice, for all factors of about one size at once. It
-    is made only of sums and products of two numbers, in an order that depends on nothing but m and rank.
+    `factors`: (rank, m) with one rank. Gram-Schmidt in float64, twice, for all factors of similar size together. It
+    uses only sums and products of two numbers, in an order that depends only on m and rank.
     """
     found = list(factors)
     sizes = [1 << (one.shape[1] - 1).bit_length() for one in factors]
@@ -202,12 +202,12 @@ def _gram_schmidt(stack: Tensor) -> None:
 
 
 def _summed(x: Tensor) -> Tensor:
-    """The sum of each row of (..., n): the last of its running sums, which are made in the order of the numbers."""
+    """Return the sum of each row of (..., n) as its last running sum, which fixes the order of additions."""
     return x.cumsum(dim=-1)[..., -1:]
 
 
 def _write_product(p: Tensor, q: Tensor, out: Tensor) -> None:
-    """out = P^T Q, summed in the order of the rows: a library's product may differ by processor and threads."""
+    """Write P^T Q to `out`, adding rows in order: a library's product may differ by processor and threads."""
     step = max(1, BLOCK // q.shape[1]) if out.device.type == "cpu" else len(out)
     for first in range(0, len(out), step):
         part = p[:, first : first + step, None]

@@ -1,4 +1,4 @@
-"""Fewer bits by saying of every number how many levels it has of the largest one near it."""
+"""Quantisation to levels of each bucket's norm (QSGD)."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ NUMBERS_A_BYTE = {127: 1, 7: 2, 1: 5}
 
 @dataclass(frozen=True, repr=False)
 class quantise(SingleRound):
-    """QSGD: every number as a whole number of levels of its bucket's norm.
+    """QSGD: every number is rounded to a whole number of levels of its bucket's norm.
 
         carried_i = sign(a_i) * xi_i * norm(a) / s ,  xi_i = floor(s * |a_i| / norm(a) + u_i) ,  s = 2^(bits - 1) - 1
 
-    u_i is uniform in [0, 1), so that the mean is right (`stochastic`), or 1/2, which rounds to the nearest level. The
+    u_i is uniform in [0, 1), which is unbiased (`stochastic`), or 1/2, which rounds to the nearest level. The
     norm is the largest magnitude among `bucket` numbers, or the Euclidean norm of these. Cost: bits/8 bytes a number
     (1/5 with 2 bits, which hold -1, 0 or 1) and 4 a bucket; one pass over the numbers. A number is off by less than
     norm / s, by half of that when rounded to the nearest.
@@ -40,16 +40,16 @@ class quantise(SingleRound):
 
     @property
     def levels(self) -> int:
-        """s: the levels above zero."""
+        """Number of levels above zero, s."""
         return int((1 << (self.bits - 1)) - 1)
 
     @property
     def unbiased(self) -> bool:
-        """Whether the expectation of what is carried is what was given."""
+        """True if the expectation of the decoded message is the input."""
         return self.stochastic
 
     def contraction(self, n: int) -> float | None:
-        """The delta of ||a - C(a)||^2 <= (1 - delta) ||a||^2: the largest of a bucket is said, and others shrink."""
+        """Return the delta of ||a - C(a)||^2 <= (1 - delta) ||a||^2; None if it is no contraction."""
         return 1 / max(1, min(n, self.bucket)) if self.norm == "max" and not self.stochastic else None
 
     def init_state(self, like: Tensor, context: CodecContext = SINGLE_WORKER) -> Any:
@@ -84,7 +84,7 @@ class quantise(SingleRound):
         return 4 * scales + packed
 
     def lengths(self, numbers: int) -> tuple[int, int]:
-        """How many scales and how many bytes of levels a message about so many numbers has."""
+        """Return the number of scales and of bytes of levels in a message about this count of numbers."""
         return -(-numbers // self.bucket), -(-numbers // NUMBERS_A_BYTE[self.levels])
 
 
@@ -98,22 +98,22 @@ class RoundSeeds(State):
         self.round = 0
 
     def seed(self) -> int:
-        """The next round's seed, 32 bits, mixed of the run's seed, the worker and the number of the round."""
+        """Return the next round's seed: a 32-bit hash of the run's seed, the worker and the round."""
         self.round += 1
         mixed = hashlib.blake2b(f"{self._of} {self.round}".encode(), digest_size=4)
         return int.from_bytes(mixed.digest(), "little")
 
 
 def joined(scales: Tensor, packed: Tensor) -> Tensor:
-    """One message: float32 scales, then packed bytes."""
+    """Return one message: float32 scales, then packed bytes."""
     return torch.cat([scales.flatten().view(torch.uint8), packed])
 
 
 def parted(message: Tensor, scales: int, packed: int, codec: Codec) -> tuple[Tensor, Tensor]:
-    """The scales and the packed bytes of a message; TransportError if it has another length."""
+    """Return the scales and packed bytes of a message. Raise TransportError if its length is wrong."""
     if message.dtype != torch.uint8 or message.numel() != 4 * scales + packed:
         raise TransportError(
             f"a message of another worker is not in the encoding {codec}: {message.numel()} numbers of "
-            f"{str(message.dtype).removeprefix('torch.')}, and there should be {4 * scales + packed} bytes"
+            f"{str(message.dtype).removeprefix('torch.')}, expected {4 * scales + packed} bytes"
         )
     return message[: 4 * scales].clone().view(torch.float32), message[4 * scales :]

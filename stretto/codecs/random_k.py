@@ -1,4 +1,4 @@
-"""Fewer bits by sending numbers at random places, the same at all workers."""
+"""Random sparsification with the same indices at all workers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 HEAD = 8
-"""Bytes of the round's number in front of a message."""
+"""Bytes of the round's number at the start of a message."""
 
 
 class RoundCounter(State):
@@ -29,11 +29,11 @@ class RoundCounter(State):
 
 @dataclass(frozen=True, repr=False)
 class random_k(Sparsifier):
-    """Send k = ceil(ratio * n) numbers at places that all workers draw alike from `seed` and the round's number.
+    """Send k = ceil(ratio * n) numbers at indices that all workers draw from `seed` and the round's number.
 
-    No places are sent, and values are summed on the way as exact numbers are: under an all-reduce this is the mean of
-    the chosen entries. ||a - C(a)||^2 = (1 - k/n) ||a||^2 in expectation. `unbiased`: values are multiplied by n / k,
-    so that the expectation of what is said is a; not for `error_feedback`, where it diverges.
+    No indices are sent, and an all-reduce adds the values, which gives the exact mean of the chosen entries.
+    ||a - C(a)||^2 = (1 - k/n) ||a||^2 in expectation. `unbiased`: values are multiplied by n / k, so that the
+    expectation of the decoded message is a; not inside `error_feedback`, where it diverges.
 
     Cost: 4k bytes for float32 (and to a server 8 bytes for the round's number).
     """
@@ -79,11 +79,11 @@ class random_k(Sparsifier):
         self.check_length(message[:HEAD], HEAD)
         return self._drawn(int(message[:HEAD].clone().view(torch.int64)), like), HEAD
 
-    def max_index_bytes(self, entries: int, n: int) -> int:
-        return HEAD if entries else 0
+    def max_index_bytes(self, count: int, n: int) -> int:
+        return HEAD if count else 0
 
     def contraction(self, n: int) -> float | None:
-        """The delta of `E ||a - C(a)||^2 <= (1 - delta) ||a||^2`."""
+        """Return the delta of `E ||a - C(a)||^2 <= (1 - delta) ||a||^2`."""
         return None if self.unbiased else share_of(self.ratio, n) / max(n, 1)
 
     def _drawn(self, round_: int, like: Tensor) -> Tensor:
@@ -91,7 +91,7 @@ class random_k(Sparsifier):
 
 
 def drawn(n: int, k: int, seed: int) -> Tensor:
-    """k of n places at random, ascending, int32: every choice is as likely as any other."""
+    """Return k of n indices, ascending, int32, with every subset equally likely."""
     source = torch.Generator().manual_seed(seed)
     if 4 * k >= n:
         chosen = torch.randperm(n, generator=source)[:k]
@@ -108,7 +108,7 @@ def _distinct(places: Tensor) -> Tensor:
 
 
 def mixed(*numbers: int) -> int:
-    """A seed of 63 bits in which all the numbers have their part, near ones far apart (as splitmix64 does it)."""
+    """Return a 63-bit hash of the numbers (splitmix64)."""
     word, z = (1 << 64) - 1, 0
     for number in numbers:
         z = (z ^ number) + 0x9E3779B97F4A7C15 & word

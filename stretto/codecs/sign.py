@@ -1,4 +1,4 @@
-"""Fewer bits by sending the signs, and how large numbers of either sign are on average."""
+"""Signs with mean magnitudes (1-bit SGD, EF-sign)."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, repr=False)
 class sign(SingleRound):
-    """One bit a number, its sign, read as the mean of the numbers of that sign in its bucket, or as +-one mean.
+    """Send one bit per number, its sign; it decodes to the mean of its bucket's numbers of that sign, or to +-one mean.
 
         means="two": carried_i = mean(a_j : a_j >= 0) where a_i >= 0, else mean(a_j : a_j < 0)        (1-bit SGD)
         means="one": carried_i = mean |a| where a_i >= 0, else -mean |a|                              (EF-sign)
 
-    Biased: meant to be used with error feedback, for which it is a contraction. Cost: a bit a number and 8 bytes (4
+    Biased, so use it inside `error_feedback`; it is a contraction. Cost: a bit a number and 8 bytes (4
     with one mean) a bucket; one pass over the numbers.
     """
 
@@ -35,7 +35,7 @@ class sign(SingleRound):
         return self.papers[:1] if self.means == "two" else self.papers[1:]
 
     def contraction(self, n: int) -> float:
-        """The delta of ||a - C(a)||^2 <= (1 - delta) ||a||^2, which is ||a||_1^2 / (d ||a||^2) of d numbers."""
+        """Return the delta of ||a - C(a)||^2 <= (1 - delta) ||a||^2, which is ||a||_1^2 / (d ||a||^2) for d numbers."""
         return 1 / max(1, min(n, self.bucket))
 
     def encode(self, x: Tensor, state: Any) -> Tensor:
@@ -68,6 +68,6 @@ class sign(SingleRound):
         return 4 * scales + packed
 
     def _lengths(self, numbers: int) -> tuple[int, int]:
-        """How many means and how many bytes of signs a message about so many numbers has."""
+        """Return the number of means and of bytes of signs in a message about this count of numbers."""
         buckets = -(-numbers // self.bucket)
         return 2 * buckets if self.means == "two" else buckets, -(-numbers // 8)

@@ -1,4 +1,4 @@
-"""Codecs that speak of some of the numbers: which ones is what they differ in."""
+"""Base of codecs that send some of the numbers; they differ in the rule that selects them."""
 
 from __future__ import annotations
 
@@ -16,44 +16,45 @@ if TYPE_CHECKING:
 
 
 class Sparsifier(SingleRound):
-    """Base of the codecs that select: a message says where (`stretto.kernels.reference.index_coding`) and what.
+    """Base of sparsifiers: a message holds indices (`stretto.kernels.reference.index_coding`), then values.
 
-    A subclass selects; it may also say otherwise where (`tell`, `told`) and what (`say`, `hear`). Nothing to say is a
-    message of no bytes. Cost: 7 to 10 bits a place for 1% to 0.1% of the numbers, and the bytes of the values.
+    A subclass selects; it may also override how indices (`encode_indices`, `decode_indices`) and values
+    (`encode_values`, `decode_values`) are encoded. If nothing is selected, the message is empty. Cost: 7 to 10 bits an
+    index for 1% to 0.1% of the numbers, and the bytes of the values.
     """
 
     fixed_size = False
 
     @property
     def linear(self) -> bool:
-        """Whether all workers speak of the same numbers, so that their values may be summed on the way."""
+        """True if all workers select the same indices, so that an all-reduce can add their values."""
         return False
 
     @property
     def values_exact(self) -> bool:
-        """Whether the values that were selected are said as they are."""
+        """True if the selected values are sent unchanged."""
         return True
 
     @property
     def exact_split(self) -> bool:
-        """Whether every number is carried exactly or owed wholly: what is carried and what is owed are the input."""
+        """True if each number is carried exactly or left whole in the residual, so that both sum to the input."""
         return self.values_exact
 
     @property
     def overshoots(self) -> bool:
-        """Whether it says more than there is, to be right in the mean."""
+        """True if it sends more than the input, to be unbiased."""
         return False
 
     def select(self, x: Tensor, residual: Tensor | None, state: Any) -> tuple[Tensor, Tensor]:
-        """(indices (k,) int32 ascending, values (k,)) of `owed + x`; `owed` becomes what is left."""
+        """Return (indices (k,) int32 ascending, values (k,)) of `residual + x`; `residual` becomes the rest."""
         raise NotImplementedError
 
     def max_values(self, n: int) -> int:
-        """The most numbers of n that it selects."""
+        """Return the maximum of selected numbers out of n."""
         return n
 
     def encode_indices(self, indices: Tensor, like: Tensor, state: Any) -> Tensor:
-        """Bytes that say which places of `like` are meant."""
+        """Return the encoded indices into `like`."""
         return cast("Tensor", kernels.on(like).pack_indices(indices, like.numel()))
 
     def decode_indices(self, message: Tensor, like: Tensor) -> tuple[Tensor, int]:
@@ -65,24 +66,24 @@ class Sparsifier(SingleRound):
         return indices, used
 
     def encode_values(self, values: Tensor, indices: Tensor, state: Any) -> Tensor:
-        """The values at these places as a message."""
+        """Return the encoded values at these indices."""
         return values
 
-    def decode_values(self, said: Tensor, indices: Tensor, like: Tensor) -> Tensor:
-        """The values in the bytes behind the places, of the shape and dtype of `like`."""
-        self.check_length(said, like.nbytes)
-        return aligned(said, like.dtype)
+    def decode_values(self, encoded: Tensor, indices: Tensor, like: Tensor) -> Tensor:
+        """Return the values in the bytes after the indices, in the shape and dtype of `like`."""
+        self.check_length(encoded, like.nbytes)
+        return aligned(encoded, like.dtype)
 
-    def value_bytes(self, entries: int, like: Tensor) -> int:
-        """The most bytes that `say` says about so many of the numbers of `like`."""
-        return entries * like.element_size()
+    def value_bytes(self, count: int, like: Tensor) -> int:
+        """Return the maximum of bytes of `encode_values` for this count of numbers of `like`."""
+        return count * like.element_size()
 
-    def check_length(self, said: Tensor, nbytes: int) -> None:
-        """Raise TransportError unless so many bytes follow the places."""
-        if said.numel() != nbytes:
+    def check_length(self, encoded: Tensor, nbytes: int) -> None:
+        """Raise TransportError unless `nbytes` bytes follow the indices."""
+        if encoded.numel() != nbytes:
             raise TransportError(
                 f"a message of another worker is not in the encoding {self}: "
-                f"{said.numel()} bytes follow the places, and {nbytes} should"
+                f"{encoded.numel()} bytes follow the indices, expected {nbytes}"
             )
 
     def encode(self, x: Tensor, state: Any) -> Tensor:
@@ -93,11 +94,11 @@ class Sparsifier(SingleRound):
     def encode_with_residual(self, x: Tensor, residual: Tensor, state: Any) -> Tensor:
         refuse_not_finite(x, self)
         indices, values = self.select(x, residual, state)
-        said = self.encode_values(values.clone(), indices, state)
+        encoded = self.encode_values(values.clone(), indices, state)
         if not self.values_exact:
-            left = values - self.decode_values(said.view(torch.uint8), indices, torch.empty_like(values))
+            left = values - self.decode_values(encoded.view(torch.uint8), indices, torch.empty_like(values))
             kernels.on(residual).add_at(residual, indices, left)
-        return self._message(indices, said, x, state)
+        return self._message(indices, encoded, x, state)
 
     def decode(self, message: Tensor, like: Tensor) -> Tensor:
         self.add_to(like.zero_(), message)
@@ -118,42 +119,42 @@ class Sparsifier(SingleRound):
         return like
 
     def value_dtype(self, like: Tensor) -> torch.dtype:
-        """The dtype of what `say` says."""
+        """Return the dtype of encoded values."""
         return like.dtype
 
     def values_sent(self, message: Tensor, like: Tensor) -> int:
         return self.decode_indices(message, like)[0].numel()
 
     def bytes_of(self, x: Tensor) -> int:
-        entries = self.max_values(x.numel())
-        return self.max_index_bytes(entries, x.numel()) + self.value_bytes(entries, x)
+        count = self.max_values(x.numel())
+        return self.max_index_bytes(count, x.numel()) + self.value_bytes(count, x)
 
-    def max_index_bytes(self, entries: int, n: int) -> int:
-        """The most bytes that `tell` says about at most so many of n places."""
-        if entries == 0 or entries == n:
-            return (n + 14) // 8 if entries else 0
-        rice = min(entries * (low + 1) + (n - entries >> low) for low in range(31))
-        head = 1 + math.ceil(entries.bit_length() / 7)
+    def max_index_bytes(self, count: int, n: int) -> int:
+        """Return the maximum of bytes of `encode_indices` for at most this count of n indices."""
+        if count == 0 or count == n:
+            return (n + 14) // 8 if count else 0
+        rice = min(count * (low + 1) + (n - count >> low) for low in range(31))
+        head = 1 + math.ceil(count.bit_length() / 7)
         return min(head + (rice + 7) // 8, 1 + (n + 7) // 8)
 
-    def _message(self, indices: Tensor, said: Tensor, like: Tensor, state: Any) -> Tensor:
+    def _message(self, indices: Tensor, encoded: Tensor, like: Tensor, state: Any) -> Tensor:
         if indices.numel() == 0:
             return torch.empty(0, dtype=torch.uint8, device=like.device)
-        return torch.cat([self.encode_indices(indices, like, state), said.view(torch.uint8)])
+        return torch.cat([self.encode_indices(indices, like, state), encoded.view(torch.uint8)])
 
 
-def aligned(said: Tensor, dtype: torch.dtype) -> Tensor:
-    """Bytes as numbers of this dtype, wherever they begin."""
-    return said.clone().view(dtype)
+def aligned(encoded: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return bytes as numbers of a dtype, whatever their alignment."""
+    return encoded.clone().view(dtype)
 
 
 def share_of(ratio: float, n: int) -> int:
-    """How many of n numbers are this share: rounded up, so at least one of those that there are."""
+    """Return the count of a share of n numbers, rounded up: at least one unless n is 0."""
     return min(n, math.ceil(round(ratio * n, 6))) or min(n, 1)
 
 
 def without_zeros(indices: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """The same entries but for those that are zero: nobody misses them."""
+    """Return the entries without zero values, which need not be sent."""
     if bool(values.all()):
         return indices, values
     kept = values != 0

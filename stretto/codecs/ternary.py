@@ -1,4 +1,4 @@
-"""Fewer bits by sending of every number only whether it is drawn, and its sign."""
+"""Stochastic ternary quantisation (TernGrad)."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, repr=False)
 class ternary(SingleRound):
-    """TernGrad: in each bucket the largest magnitude, and of every number -1, 0 or 1, drawn so that the mean is right.
+    """TernGrad: the largest magnitude of each bucket, and -1, 0 or 1 for each number, drawn without bias.
 
         g_i = clamp(a_i, +-c sigma) ,  s = max |g| ,  carried_i = s * sign(g_i) * b_i ,  P(b_i = 1) = |g_i| / s
 
-    c is `clip` and sigma the root mean square of the bucket: few numbers are so large, and without them s, and with
-    it what the drawing adds in noise, is several times smaller. With `clip=None` nothing is cut off and the mean is
-    that of the numbers; otherwise what is cut off is lost, unless a residual keeps it. Cost: a byte for five numbers
-    and 4 a bucket; three passes over the numbers, one without clipping.
+    c is `clip` and sigma the root mean square of the bucket: few numbers exceed it, and without them s, and with it the
+    noise, is several times smaller. With `clip=None` nothing is clipped and the result is unbiased; otherwise the
+    clipped part is lost unless a residual keeps it. Cost: a byte for five numbers and 4 a bucket; three passes over the
+    numbers, one without clipping.
     """
 
     clip: Annotated[float, Range(least=1)] | None = 2.5
@@ -34,7 +34,7 @@ class ternary(SingleRound):
 
     @property
     def unbiased(self) -> bool:
-        """Whether the expectation of what is carried is what was given."""
+        """True if the expectation of the decoded message is the input."""
         return self.clip is None
 
     @property
@@ -74,7 +74,7 @@ class ternary(SingleRound):
         return scales, packed
 
     def _clipped(self, x: Tensor) -> Tensor:
-        """x, of which nothing is larger than `clip` times the root mean square of its bucket. In place."""
+        """Clip x in place to `clip` times the root mean square of each bucket."""
         if self.clip is None:
             return x
         whole = x.numel() - x.numel() % self.bucket
@@ -86,7 +86,7 @@ class ternary(SingleRound):
 
 
 def _norms(rows: Tensor) -> Tensor:
-    """The Euclidean norm of each row; in float64, which is slow, where the squares of float32 have not enough range."""
+    """Return the Euclidean norm of each row; in float64, which is slow, if squares exceed the range of float32."""
     norms: Tensor = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
     unsure = ((norms < 1e-15) | (norms > 1e18)).flatten()
     if bool(unsure.any()):

@@ -1,4 +1,4 @@
-"""Fewer bits by sending a fixed amount where enough is owed."""
+"""Fixed-magnitude sparsification by a threshold (Strom)."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ class ThresholdState(State):
 
 @dataclass(frozen=True, repr=False)
 class threshold(Sparsifier):
-    """Send +-tau where |a| >= tau: the places and a bit of sign each, for use inside `error_feedback`.
+    """Send +-tau where |a| >= tau: indices and a sign bit each, for use inside `error_feedback`.
 
     r += x;  where |r_i| >= tau: sent_i = sign(r_i) tau;  r -= sent  (Strom 2015)
 
     `adaptive` (Deeplearning4j): tau is multiplied by 2^(1/20) after a round in which more than `most` of the numbers
     were sent and divided by it after one with less than `least`, so it doubles or halves in 20 rounds; each worker has
-    its own, which its messages carry. `clip`: every 5th round what is owed is clipped to +-clip * tau after sending;
-    what lies beyond is lost on purpose. A set of places of which a bitmap is shorter is sent as one.
+    its own, which its messages carry. `clip`: every 5th round the residual is clipped to +-clip * tau after sending;
+    the excess is dropped on purpose. Indices are sent as a bitmap if that is shorter.
 
     Cost: about log2(n/k) + 2.5 bits for each of the k sent, and 4 bytes; at most 2 bits a number; 0 where none is sent.
     """
@@ -58,7 +58,7 @@ class threshold(Sparsifier):
         if self.least > self.most:
             raise RecipeError(
                 explain(
-                    "threshold can't hold the share of entries between these two",
+                    "threshold can't keep the share of sent entries between these two",
                     got=f"least={self.least:g}, most={self.most:g}",
                     expected="least at most as large as most",
                     to_type=f"threshold({self.tau:g}, adaptive=True, least={self.most:g}, most={self.least:g})",
@@ -67,7 +67,7 @@ class threshold(Sparsifier):
 
     @property
     def conserves(self) -> bool:
-        """Whether what is carried and what is owed are the input."""
+        """True if carried numbers and residual sum to the input."""
         return self.clip is None
 
     def init_state(self, like: Tensor, context: CodecContext = SINGLE_WORKER) -> ThresholdState:
@@ -90,23 +90,23 @@ class threshold(Sparsifier):
     def encode_values(self, values: Tensor, indices: Tensor, state: ThresholdState) -> Tensor:
         return torch.cat([values[:1].abs().float().view(torch.uint8), _bits().pack_bits((values < 0).to(torch.uint8))])
 
-    def decode_values(self, said: Tensor, indices: Tensor, like: Tensor) -> Tensor:
-        self.check_length(said, self.value_bytes(like.numel(), like))
-        tau = aligned(said[:4], torch.float32).to(like.dtype)
-        return torch.where(_bits().unpack_bits(said[4:])[: like.numel()].bool(), -tau, tau)
+    def decode_values(self, encoded: Tensor, indices: Tensor, like: Tensor) -> Tensor:
+        self.check_length(encoded, self.value_bytes(like.numel(), like))
+        tau = aligned(encoded[:4], torch.float32).to(like.dtype)
+        return torch.where(_bits().unpack_bits(encoded[4:])[: like.numel()].bool(), -tau, tau)
 
-    def value_bytes(self, entries: int, like: Tensor) -> int:
-        return 4 + (entries + 7) // 8 if entries else 0
+    def value_bytes(self, count: int, like: Tensor) -> int:
+        return 4 + (count + 7) // 8 if count else 0
 
     def value_dtype(self, like: Tensor) -> torch.dtype:
         return torch.uint8
 
-    def max_index_bytes(self, entries: int, n: int) -> int:
+    def max_index_bytes(self, count: int, n: int) -> int:
         return 1 + (n + 7) // 8 if n else 0
 
 
 def _bits() -> ModuleType:
-    """What packs signs, on any device; it is imported when it is needed."""
+    """Return the module that packs signs on any device, imported on first use."""
     from stretto.kernels.reference import index_coding
 
     return index_coding

@@ -1,4 +1,4 @@
-"""Fewer bits by sending the largest numbers only."""
+"""Top-k sparsification."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, repr=False)
 class top_k(Sparsifier):
-    """Send the k = ceil(ratio * n) numbers that are largest in magnitude, exactly, and where they are.
+    """Send the k = ceil(ratio * n) numbers of largest magnitude, exactly, with their indices.
 
-    Of all n numbers of a range, or with `chunk` of every `chunk` numbers, k = ceil(ratio * chunk) each. Of equal ones
-    the first are taken; zeros are not sent. A contraction: ||a - C(a)||^2 <= (1 - k/n) ||a||^2. Trains well inside
-    `error_feedback`, where nothing is lost: what is not sent is owed.
+    Selects from all n numbers of a range, or with `chunk` k = ceil(ratio * chunk) of every `chunk` numbers. Of equal
+    numbers the first are taken; zeros are not sent. A contraction: ||a - C(a)||^2 <= (1 - k/n) ||a||^2. Use it inside
+    `error_feedback`, which keeps the other numbers as a residual.
 
     Cost: k (4 bytes + about log2(n/k) + 1.5 bits) for float32: 1.25% of the bytes for ratio = 0.01.
     """
@@ -39,12 +39,12 @@ class top_k(Sparsifier):
         return share_of(self.ratio, n) if self.chunk is None else per_chunk(n, self.chunk, self.ratio)
 
     def contraction(self, n: int) -> float:
-        """The delta of `||a - C(a)||^2 <= (1 - delta) ||a||^2`: the least share that a chunk sends."""
+        """Return the delta of `||a - C(a)||^2 <= (1 - delta) ||a||^2`: the smallest share that a chunk sends."""
         chunk = self.chunk or n
         return min(1.0, share_of(self.ratio, chunk) / min(n, chunk)) if n else 1.0
 
 
 def per_chunk(n: int, chunk: int, ratio: float) -> int:
-    """How many entries are sent of n numbers when a share of every chunk is."""
+    """Return how many of n numbers are sent if a share of every chunk is."""
     k = share_of(ratio, chunk)
     return n // chunk * k + min(k, n % chunk)

@@ -1,4 +1,4 @@
-"""A codec around another: all that it does not change is the other's."""
+"""Base of codecs that wrap another one and delegate to it by default."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ if TYPE_CHECKING:
 
 
 class WrappingCodec(Codec):
-    """Base of the codecs that change another one; a subclass says which (`inner`)."""
+    """Base of codecs that change another one, which a subclass returns as `inner`."""
 
     @property
     def inner(self) -> Codec:
-        """The codec that is changed."""
+        """The wrapped codec."""
         raise NotImplementedError
 
     @property

@@ -1,4 +1,4 @@
-"""How words reach other workers. Only here, in launch and in parallel may torch.distributed be seen."""
+"""Transports between workers. Only this package, the launcher and parallel import torch.distributed."""
 
 from stretto.collective_ops import answer
 from stretto.transport.interface import Handle, Traffic, Transport

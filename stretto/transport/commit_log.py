@@ -1,4 +1,4 @@
-"""What belongs together in an exchange, and its answers: kept by reference, and as bytes for those who lack them."""
+"""Results of the last attempts, kept by reference, and packed for workers that have not received them."""
 
 from __future__ import annotations
 
@@ -15,36 +15,36 @@ from stretto.transport.tensor_bytes import Packed, packed, unpacked
 
 @dataclass(slots=True)
 class Attempt:
-    """The answers of one attempt; those that lie in tensors of others with the state in which they were given."""
+    """Results of one attempt; results in tensors of other owners are kept with their version counter."""
 
     number: int
     answers: list[Any] = field(default_factory=list)
     versions: list[int | None] = field(default_factory=list)
     copied: bool = False
-    """Whether the tensors among the answers are nobody else's."""
+    """True if the tensors are copies that only the log refers to."""
 
     def ask(self) -> int:
-        """An ask is under way; returns its place among the attempt's."""
+        """Note that an operation was submitted; return its index in the attempt."""
         self.answers.append(None)
         self.versions.append(None)
         return len(self.answers) - 1
 
     def note(self, place: int, answer: Any) -> None:
-        """Its answer is there."""
+        """Note the result of an operation."""
         self.answers[place] = answer
         self.versions[place] = answer._version if isinstance(answer, Tensor) else None
 
     @property
     def intact(self) -> bool:
-        """Whether nobody has changed the answers since."""
+        """True if no result has been modified since."""
         return all(
             version is None or one._version == version for one, version in zip(self.answers, self.versions, strict=True)
         )
 
     def keep_copies(self, over: Attempt | None) -> None:
-        """Keep the answers as they are now, whatever is done to them: where copies lie that are `over`, if they fit.
+        """Copy the results, into the copies of the attempt that is `over` if they fit.
 
-        Memory that is allocated anew at every step is faulted in anew, which can take as long as the copy.
+        Memory allocated at every step faults on every page, which can take as long as the copy.
         """
         spare = over.answers if over is not None and over.copied else []
         pairs = itertools.zip_longest(self.answers, spare[: len(self.answers)])
@@ -67,13 +67,13 @@ _Answer = tuple[str, list[Packed], list[bytes]]
 
 
 class _Told(msgspec.Struct):
-    """Attempts as they travel: of each its number and its answers."""
+    """Attempts in a message: number and results of each."""
 
     attempts: list[tuple[int, list[_Answer]]]
 
 
 def pack(attempts: Sequence[Attempt]) -> bytes:
-    """Attempts as bytes, for those who lack their answers."""
+    """Pack attempts for workers that have not received their results."""
     told = [(one.number, [_packed(found) for found in one.answers]) for one in attempts]
     return msgspec.msgpack.encode(_Told(told))
 
@@ -89,7 +89,7 @@ def _packed(answer: Any) -> _Answer:
 
 
 def unpack(told: bytes) -> list[Attempt]:
-    """The attempts again."""
+    """Return the packed attempts."""
     attempts = msgspec.msgpack.decode(told, type=_Told).attempts
     return [Attempt(number, [_unpacked(*one) for one in found], [None] * len(found)) for number, found in attempts]
 

@@ -1,4 +1,4 @@
-"""The conformance test of wires: what every wire must do, for those who write one."""
+"""Conformance test of transports."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ LENGTHS = (0, 1, 7, 1000, 300_001)
 
 
 def check_transport(make: Callable[[int], Sequence[Transport]], workers: Sequence[int] = (1, 2, 3)) -> None:
-    """Run every law on wires made by `make(n)`, each end in a thread of its own; AssertionError where one is broken.
+    """Test all properties on transports made by `make(n)`, each end in its own thread. Raise AssertionError on failure.
 
-    A wire whose ends live in processes can run `check_end` in each instead.
+    For a transport between processes, run `check_end` in each process instead.
     """
     for n in workers:
         ends = make(n)
@@ -28,7 +28,7 @@ def check_transport(make: Callable[[int], Sequence[Transport]], workers: Sequenc
 
 
 def check_end(wire: Transport) -> None:
-    """The laws as one worker sees them; all workers of the wire must run this at the same time."""
+    """Test all properties at one worker; all workers of the transport must run this at the same time."""
     for law in (
         _mean_is_the_sum,
         _means_overlap,
@@ -58,13 +58,13 @@ def _means_overlap(wire: Transport) -> None:
     tickets = [wire.submit(AllReduceMean(torch.full((1000,), float(one)))) for one in range(8)]
     for one, ticket in enumerate(tickets):
         found: Any = ticket.wait()
-        assert torch.equal(found, torch.full((1000,), float(one * wire.workers))), "asks under way were mixed up"
+        assert torch.equal(found, torch.full((1000,), float(one * wire.workers))), "operations were mixed up"
 
 
 def _every_in_order(wire: Transport) -> None:
     message = torch.arange(wire.worker * 3)
     found = wire.submit(AllGather(message)).wait()
-    assert len(found) == wire.workers, "not every worker's message came"
+    assert len(found) == wire.workers, "messages of some workers are missing"
     for worker, one in enumerate(found):
         assert torch.equal(one, torch.arange(worker * 3)), f"the message of worker {worker} is not what it sent"
 
@@ -72,21 +72,21 @@ def _every_in_order(wire: Transport) -> None:
 def _silence_is_counted(wire: Transport) -> None:
     speaks = wire.worker == 0
     found = wire.submit(AllGather(torch.ones(100_000 if speaks else 0))).wait()
-    assert [len(one) for one in found] == [100_000] + [0] * (wire.workers - 1), "a silent worker was not counted"
+    assert [len(one) for one in found] == [100_000] + [0] * (wire.workers - 1), "a worker's empty message is missing"
 
 
 def _gather(wire: Transport) -> None:
     for size in (0, 1, 100, 5000):
         found = wire.all_gather_bytes(bytes([wire.worker]) * size * (wire.worker + 1))
         wanted = [bytes([worker]) * size * (worker + 1) for worker in range(wire.workers)]
-        assert found == wanted, f"gather of {size} bytes"
+        assert found == wanted, f"all-gather of {size} bytes"
 
 
 def _tell(wire: Transport) -> None:
     for root in range(wire.workers):
         for size in (0, 3, 5000):
-            mine = b"x" * size + bytes([root]) if wire.worker == root else b"not looked at"
-            assert wire.broadcast_bytes(mine, root) == b"x" * size + bytes([root]), f"worker {root} was not heard"
+            mine = b"x" * size + bytes([root]) if wire.worker == root else b"ignored"
+            assert wire.broadcast_bytes(mine, root) == b"x" * size + bytes([root]), f"root {root}'s message differs"
 
 
 def _traffic_grows(wire: Transport) -> None:

@@ -1,8 +1,17 @@
-"""A wire whose workers may die: one generation of workers after the other, each on a wire of its own.
+"""Transport whose workers may fail: a sequence of generations, each with its own transport.
 
-What belongs together is *attempted*: asks, or one gather or tell. An attempt ends for all workers under one generation,
-or it is done again from the beginning by those who are left. A worker can be one attempt ahead of another when the
-group breaks; it keeps the answers of its last one, and gives them to those behind.
+Operations that belong together form an *attempt*: those of a round, or one all-gather or broadcast. An attempt commits
+at all workers under one generation, or the remaining workers repeat it from its beginning:
+
+    worker 0            worker 1            worker 2
+    attempt 7 ......... attempt 7 ......... attempt 7
+    commits 7           fails               transport broken, 7 not committed
+    ReadyReport(7)  -->  coordinator: GenerationView(2, members 0 and 2)  <--  ReadyReport(6)
+    broadcasts the results of attempt 7  --------------------------------->  repeats 7 with these results
+    attempt 8 ............................................................. attempt 8
+
+When a group breaks, a worker can be one attempt ahead of another. It keeps the results of its last attempt (see
+commit_log) and broadcasts them to the workers that lack them.
 """
 
 from __future__ import annotations
@@ -25,10 +34,10 @@ Found = TypeVar("Found")
 
 
 class AbortableTransport(Transport, Protocol):
-    """The wire of one generation."""
+    """Transport of one generation."""
 
     def abort(self) -> None:
-        """Break off whatever waits, from any thread; it raises BrokenTransportError. Idempotent."""
+        """Make all waits raise BrokenTransportError. Callable from any thread. Idempotent."""
         ...
 
 
@@ -36,92 +45,92 @@ class GenerationSource(Protocol):
     """A worker's connection to the coordinator."""
 
     on_abort: Callable[[int, str], None]
-    """Called, from a thread, with the generation that is over, and why."""
+    """Called from another thread with the generation that has ended, and the reason."""
     place: Callable[[], int]
-    """Returns how many exchanges among all this worker has begun; may be called from a thread."""
+    """Returns the number of collective exchanges that this worker has begun; may be called from any thread."""
 
     @property
     def held(self) -> bool:
-        """Whether all are asked to stand still at their next rest."""
+        """True if all workers are requested to pause before their next global step."""
         ...
 
     @property
     def aborted(self) -> int:
-        """The last generation that is known to be over."""
+        """Last generation that is known to have ended."""
         ...
 
     def stand(self, here: ReadyReport) -> GenerationView:
-        """Stand still until the next generation. Raises MemberOutError when there is none for this worker."""
+        """Wait for the next generation. Raise MemberOutError if this worker is no member of it."""
         ...
 
     def at_rest(self, here: ReadyReport) -> GenerationView | Continue:
-        """The same at a rest; others may have come further."""
+        """Wait for the next generation between two global steps, or for Continue if other workers are further ahead."""
         ...
 
     def broken(self, generation: int, why: str, forming: bool = False) -> None:
-        """An exchange of this generation has failed here, or its `forming`."""
+        """Report that an exchange of this generation has failed here, or its rendezvous (`forming`)."""
         ...
 
     def doing(self, text: str, hand: int, waits: Waits | None = None) -> None:
-        """What goes with the next beats: also the exchange that is waited in."""
+        """Set the status for the next heartbeats, and the exchange that this worker waits in."""
         ...
 
     def quit(self) -> None:
-        """Ask to leave at the next rest."""
+        """Request to leave at the next pause."""
         ...
 
     def leave(self) -> None:
-        """The run is over for this worker."""
+        """Report that this worker has finished the run."""
         ...
 
     def close(self) -> None:
-        """End the connection. Idempotent."""
+        """Close the connection. Idempotent."""
         ...
 
 
 class Rendezvous(Protocol):
-    """Makes the wire of a generation."""
+    """Connects the members of a generation."""
 
     @property
     def address(self) -> str:
-        """Where this worker can keep a store for the others."""
+        """Address of the store that this worker can host."""
         ...
 
     def form(self, form: GenerationView, rank: int) -> AbortableTransport:
-        """Meet the members of a generation. Raises BrokenTransportError when one of them does not come."""
+        """Connect the members of a generation. Raise BrokenTransportError if one of them does not connect."""
         ...
 
     def abort(self) -> None:
-        """Break off the forming that is going on, from any thread; without one nothing happens."""
+        """Abort the connecting in progress, if any. Callable from any thread."""
         ...
 
     def close(self) -> None:
-        """Let go of what lasts over generations. Idempotent."""
+        """Close what outlasts generations. Idempotent."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A new generation, as a worker learns of it. Numbers are those that workers keep for good."""
+    """Change of membership. Workers are given by their permanent numbers."""
 
     generation: int
     members: tuple[int, ...]
     gone: tuple[int, ...]
     came: tuple[int, ...]
     hand: int
-    """The furthest hand that any member has been dealt."""
+    """Largest global step that any member has been assigned."""
     rounds: int
-    """The most rounds that any member has ended."""
+    """Largest number of rounds that any member has committed."""
     save: bool = False
     lives: tuple[int, ...] = ()
-    """Those of the `gone` that have ended."""
+    """Incarnations of the workers in `gone`."""
     behind: bool = False
-    """Whether others have ended the attempt that this worker is in."""
+    """True if other workers have committed the attempt that this worker is in."""
 
 
 @dataclass(slots=True)
 class _Noted:
-    """An ask under way, whose answer is kept."""
+    """Operation in progress, whose result is logged."""
 
     attempt: Attempt
     place: int
@@ -135,7 +144,7 @@ class _Noted:
 
 @dataclass(slots=True)
 class _Given:
-    """An ask that another worker's answer is known of."""
+    """Operation whose result was received from another worker."""
 
     answer: Any
 
@@ -145,10 +154,10 @@ class _Given:
 
 
 class ElasticTransport:
-    """One worker's end. `worker` is its rank in the present generation, `number` is its own for good.
+    """One worker's end. `worker` is its rank in the present generation, `number` its permanent number.
 
-    `position` says how far it has come: hands dealt and rounds ended. `on_change` hears of every new generation but the
-    first, before anything is exchanged in it.
+    `position` returns the number of assigned global steps and of committed rounds. `on_change` is called with every
+    generation except the first, before anything is exchanged in it.
     """
 
     def __init__(self, number: int, standing: GenerationSource, former: Rendezvous) -> None:
@@ -156,47 +165,47 @@ class ElasticTransport:
         self._standing, self._former = standing, former
         self.position: Callable[[], tuple[int, int]] = lambda: (0, 0)
         self.place: Callable[[], LoopPosition] = LoopPosition
-        """Where the script is in its loop: all that take part in an exchange must be in the same epoch."""
+        """Returns the script's position in its loop: all workers in an exchange must be in the same epoch."""
         self._waits: Waits | None = None
         self.on_change: Callable[[Change], None] = lambda _change: None
         self._inner: AbortableTransport | None = None
         self._form = GenerationView(0, [])
         self._generation = 0
-        """The one whose state this worker has; 0 while it has none."""
+        """Generation whose state this worker has; 0 before it has any."""
         self._commits = self._begun = 0
         self._open = Attempt(1)
         self._kept: list[Attempt] = []
-        """Its last attempts, from the last one that took all workers on."""
+        """Last attempts that this worker has committed, since the last one that needed all workers."""
         self._copies = False
         self._given: deque[Attempt] = deque()
-        """Attempts that others have ended before this worker."""
+        """Attempts that other workers have committed before this one."""
         self._go_on = 0
         self._ended = Traffic(0, 0, counted=True)
         self.arrives = False
-        """Whether it comes to workers that have begun: it takes their state first."""
+        """True if this worker joins a run in progress, whose state it must receive first."""
         standing.on_abort, standing.place = self._abort, lambda: self.begun
         self._meet_again()
         self.arrives = _has_history(self._form)
         self.begins_again = any(one.life for one in self._form.members)
-        """Whether some of those who begin together have lived before."""
+        """True if a member of the first generation is a restarted worker."""
         if not self.arrives:
             self._generation = self._form.generation
 
-    # --- the seam -----------------------------------------------------------------------------------------------
+    # --- transport -----------------------------------------------------------------------------------------------
 
     @property
     def worker(self) -> int:
-        """The rank in this generation."""
+        """Rank in this generation."""
         return self.members.index(self.number)
 
     @property
     def workers(self) -> int:
-        """How many there are in this generation."""
+        """Number of members of this generation."""
         return len(self._form.members)
 
     @property
     def members(self) -> tuple[int, ...]:
-        """Their numbers."""
+        """Permanent numbers of the members."""
         return self._form.numbers
 
     @property
@@ -205,13 +214,13 @@ class ElasticTransport:
         return max(self._begun, self._commits)
 
     def submit(self, op: CollectiveOp) -> Handle:
-        """Begin an ask of the present attempt."""
+        """Start an operation of the present attempt."""
         if self._given:
             return self._repeated(op)
         return _Noted(self._open, self._open.ask(), self._wire().submit(op))
 
     def all_gather_bytes(self, message: Message) -> list[bytes]:
-        """The message of every worker."""
+        """Return the messages of all workers."""
         here = self.place()
         found = self.attempt(
             lambda: self._single(lambda: self._wire().all_gather_bytes(sealed(here, message))), kind="all_gather"
@@ -219,7 +228,7 @@ class ElasticTransport:
         return opened_all(self.members, found)
 
     def broadcast_bytes(self, message: Message, root: int = 0) -> bytes:
-        """The message of the root, made once; when that is gone the first of those who are left tells."""
+        """Return the root's message, evaluated once. If the root has failed, the first remaining member is the root."""
         here, whole = self.place(), sealed(self.place(), message)
         who, once = self.members[root], functools.cache(lambda: made(whole))
 
@@ -237,9 +246,9 @@ class ElasticTransport:
         alone: bool = False,
         kind: Kind = "tensors",
     ) -> Found:
-        """Do what belongs together; when it breaks, do it `again` from the beginning among those who are left.
+        """Run an attempt. If it breaks, run `again` (or `act`) from the beginning among the remaining members.
 
-        `alone` says that one worker can be done with it before others have begun.
+        `alone`: one worker can commit it before others have begun it.
         """
         todo, self._begun, self._waits = act, self._commits + 1, Waits(self._commits + 1, kind, self.place())
         self._standing.doing(EXCHANGING, self.position()[0], self._waits)
@@ -256,11 +265,11 @@ class ElasticTransport:
             return found
 
     def traffic(self) -> Traffic:
-        """The bytes of all generations."""
+        """Return the bytes of all generations."""
         return _sum(self._ended, self._inner.traffic()) if self._inner is not None else self._ended
 
     def close(self) -> None:
-        """Let go of the other workers, in good order."""
+        """Leave the group gracefully."""
         if self._inner is not None:
             self._ended = self.traffic()
             self._inner.close()
@@ -269,22 +278,22 @@ class ElasticTransport:
         self._former.close()
         self._standing.close()
 
-    # --- resting ------------------------------------------------------------------------------------------------
+    # --- pauses ------------------------------------------------------------------------------------------------
 
     def doing(self, text: str, hand: int) -> None:
-        """What this worker does, for those who ask."""
+        """Set this worker's status for heartbeats."""
         self._standing.doing(text, hand)
 
     def quit(self) -> None:
-        """Ask to leave in good order, at the next rest; a signal's handler may."""
+        """Request to leave gracefully at the next pause. May be called from a signal handler."""
         self._standing.quit()
 
     def is_to_rest(self) -> bool:
-        """Whether all are asked to stand still, and this worker has come as far as it must."""
+        """Return True if a pause is requested and this worker has reached the global step it must complete first."""
         return self._standing.held and self.position()[0] >= self._go_on
 
     def rest(self) -> Change | None:
-        """Stand still until all do. Returns what comes of it; None when this worker is to go on to a further hand."""
+        """Pause until all workers do. Return the change; None if this worker must first complete a later step."""
         hand, rounds = self.position()
         told = self._standing.at_rest(self._here(at_rest=True))
         if isinstance(told, Continue):
@@ -298,12 +307,12 @@ class ElasticTransport:
         return self._take(told) or self._meet_again()
 
     def mend(self) -> None:
-        """Take part in forming the next generation if this one is over: others may wait for that outside exchanges."""
+        """Join the next generation if this one has ended: other workers may wait for this outside of exchanges."""
         if self._inner is not None and self._standing.aborted >= self._form.generation:
             self._recover("the generation is over")
 
     def tell_state(self, message: Message) -> bytes:
-        """What the first worker with a history tells those that have come."""
+        """Broadcast the state of the run from the first member that has it to joining members."""
 
         found: bytes = self.attempt(
             lambda: self._single(lambda: self._wire().broadcast_bytes(message, self._form.first)),
@@ -313,18 +322,18 @@ class ElasticTransport:
         return found
 
     def arrived(self) -> None:
-        """The state of the others has been taken: this worker has a history now."""
+        """Note that this worker has received the state of the run."""
         self._generation = self._form.generation
 
     # --- generations --------------------------------------------------------------------------------------------
 
     def _wire(self) -> AbortableTransport:
         if self._inner is None:
-            raise BrokenTransportError("the wire is closed")
+            raise BrokenTransportError("the transport is closed")
         return self._inner
 
     def _abort(self, generation: int, why: str) -> None:
-        """From the companion's thread: this generation is over."""
+        """Abort the generation, called from the membership client's thread."""
         if generation == self._form.generation:
             (self._inner or self._former).abort()
 
@@ -334,7 +343,7 @@ class ElasticTransport:
         return ReadyReport(self._generation, self._commits, hand, at_rest, self._former.address, rounds, waits)
 
     def _recover(self, why: str) -> None:
-        """An attempt has broken: stand still, and go on in the next generation."""
+        """Report a broken attempt, and enter the next generation."""
         self._standing.broken(self._form.generation, why)
         self._meet_again()
 
@@ -345,12 +354,12 @@ class ElasticTransport:
             form = self._standing.stand(self._here())
             if self.number not in form.numbers:
                 self._standing.close()
-                raise SystemExit(0)  # the others have done with everything, or this worker was asked to leave
+                raise SystemExit(0)  # the run has ended, or this worker was requested to leave
             change = self._take(form)
         return change
 
     def _take(self, form: GenerationView) -> Change | None:
-        """Enter a generation; None when that has broken as well. Raises MemberOutError if no state is left to take."""
+        """Enter a generation; return None if it breaks too. Raise MemberOutError if no member has the run's state."""
         before = self._form
         self._let_go()
         if self.arrives and not self._generation and not _has_history(form):
@@ -372,9 +381,9 @@ class ElasticTransport:
         return change
 
     def _form_unless_over(self, form: GenerationView) -> AbortableTransport:
-        """The wire of a generation. What is heard of its end before it is there must not get lost."""
+        """Return the transport of a generation, aborted if the generation ended while its members connected."""
         if self._standing.aborted >= form.generation:
-            raise BrokenTransportError("the generation is over already")
+            raise BrokenTransportError("the generation has already ended")
         inner = self._former.form(form, self.worker)
         if self._standing.aborted >= form.generation:
             inner.abort()
@@ -398,10 +407,10 @@ class ElasticTransport:
             self._inner.close()
         self._inner = None
 
-    # --- who is ahead, and who is behind ------------------------------------------------------------------------
+    # --- workers one attempt apart ------------------------------------------------------------------------
 
     def _catch_up(self, form: GenerationView) -> None:
-        """Those ahead give the answers that others lack."""
+        """Broadcast the results of attempts that some members have not committed."""
         self._open = Attempt(self._commits + 1)
         known = [(rank, one.here.commits) for rank, one in enumerate(form.members) if one.here.has_history]
         most = max((commits for _, commits in known), default=0)
@@ -415,7 +424,7 @@ class ElasticTransport:
         if self._generation and self._commits < most:
             found = [one for one in unpack(told) if one.number > self._commits]
             if [one.number for one in found] != list(range(self._commits + 1, most + 1)):
-                raise MemberOutError("the answers that this worker lacks are not there any more")
+                raise MemberOutError("the results that this worker lacks are no longer available")
             self._given = deque(found)
 
     def _since(self, commits: int) -> list[Attempt]:
@@ -423,7 +432,7 @@ class ElasticTransport:
         return kept if all(one.intact for one in kept) else []
 
     def _repeated(self, ask: CollectiveOp) -> Handle:
-        """What others were answered in this attempt, noted as if it were answered now: somebody may still lack it."""
+        """Return another worker's result of this operation, and log it, since a third worker may still need it."""
         place = self._open.ask()
         answer = self._given[0].answers[place]
         answer = answer.to(ask.tensor.device) if isinstance(ask, AllReduceMean) else answer
@@ -431,13 +440,13 @@ class ElasticTransport:
         return _Given(answer)
 
     def _single(self, act: Callable[[], Any]) -> Any:
-        """An attempt of one gather or tell."""
+        """Run an attempt of one operation on bytes."""
         answer = self._given[0].answers[0] if self._given else act()
         self._open = Attempt(self._commits + 1, [answer], [None])
         return answer
 
     def _commit(self, alone: bool) -> None:
-        """The attempt has ended here. What others may still lack of it is kept."""
+        """Commit the attempt, and keep its results for members that have not received them."""
         if self._given:
             self._given.popleft()
         ended, self._commits = self._open, self._commits + 1
@@ -452,17 +461,17 @@ class ElasticTransport:
 
 
 def _has_history(form: GenerationView) -> bool:
-    """Whether any member has taken part in an earlier generation."""
+    """Return True if a member has taken part in an earlier generation."""
     return any(one.here.has_history for one in form.members)
 
 
 def has_others(wire: Transport) -> bool:
-    """Whether there is somebody to exchange with, or may be one day."""
+    """Return True if other workers are present or may join."""
     return wire.workers > 1 or isinstance(wire, ElasticTransport)
 
 
 def attempted(wire: Transport, act: Callable[[], Found], again: Callable[[], Found] | None = None) -> Found:
-    """Do asks that belong together; over a wire whose workers may die they are done again when one does."""
+    """Run operations that belong together; an elastic transport repeats them after a failure."""
     return wire.attempt(act, again) if isinstance(wire, ElasticTransport) else act()
 
 

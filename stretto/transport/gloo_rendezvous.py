@@ -22,13 +22,13 @@ from stretto.transport.malloc import trim_freed_memory
 from stretto.transport.process_group import ProcessGroupTransport, drop_parked, reason
 
 LOOK_S = 0.02
-"""How often a forming looks whether it was broken off."""
+"""Seconds between two checks for an abort."""
 
 
 class StoreKeeper:
-    """Keeps a store where the members of generations meet, from the first time that its address is asked for.
+    """Host of the store for the rendezvous of generations, created when its address is first read.
 
-    `host` is the address at which the others reach this process.
+    `host` is the address at which other processes reach this one.
     """
 
     def __init__(self, host: str) -> None:
@@ -38,7 +38,7 @@ class StoreKeeper:
 
     @property
     def address(self) -> str:
-        """Where it is, as host:port."""
+        """Address of the store, as host:port."""
         with self._lock:
             if self._store is None:
                 self._store = _listen(self._host)
@@ -46,7 +46,7 @@ class StoreKeeper:
 
 
 def own_address(toward: str) -> str:
-    """The address of this machine: of the interface that gloo is told to use, or else of the one that leads there."""
+    """Return this machine's address: of the interface set for gloo, or else of the route to `toward`."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME")
     for one in psutil.net_if_addrs().get(interface or "", []):
         if one.family == socket.AF_INET:
@@ -56,7 +56,7 @@ def own_address(toward: str) -> str:
 
 @functools.cache
 def store_keeper() -> StoreKeeper:
-    """The one of this process, at its address toward the coordinator."""
+    """Return the store keeper of this process, at its address toward the coordinator."""
     config = worker_config()
     coordinator = config.coordinator if config is not None else None
     return StoreKeeper(own_address((coordinator or "127.0.0.1:0").rpartition(":")[0]))
@@ -72,15 +72,15 @@ def form(
     timeout_s: float,
     device: torch.device | None = None,
 ) -> ProcessGroupTransport:
-    """Meet the other members at the store, under a prefix of this generation's own.
+    """Connect with the other members at a store, under the prefix of this generation.
 
-    The member that `keeps` the store finds it at its own `store_keeper`; the others are told its address.
-    Raises BrokenTransportError when somebody has not come after `limit_s`, or at once when `abort_forming` says so. The
-    groups of former generations are dropped, where gloo is done with them.
+    The member that `keeps` the store hosts it in its own `store_keeper`; other members pass its address. Raise
+    BrokenTransportError if a member has not connected after `limit_s`, or immediately on `abort_forming`. Groups of
+    former generations whose operations have ended are dropped.
     """
     address = store_keeper().address if keeps else store_address
     if address is None:
-        raise TransportError(f"worker {rank} of {size} was not told where the others meet")
+        raise TransportError(f"worker {rank} of {size} has no address of the store")
     forming = _Forming(address, prefix, rank, size, limit_s, timeout_s, device)
     wire = forming.result()
     drop_parked()
@@ -89,7 +89,7 @@ def form(
 
 
 def abort_forming(prefix: str) -> None:
-    """Break off the generation of this prefix in this process: its forming, now or later, or the wire it has given."""
+    """Abort the generation of this prefix in this process: its rendezvous, now or later, or its transport."""
     with _lock:
         _aborted.add(prefix)
         wire = _formed.get(prefix)
@@ -103,7 +103,7 @@ _formed: WeakValueDictionary[str, ProcessGroupTransport] = WeakValueDictionary()
 
 
 class _Forming:
-    """One forming, in a thread that is left behind when it is broken off: gloo can't be interrupted."""
+    """One rendezvous, in a thread that is abandoned on an abort, since gloo can't be interrupted."""
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ class _Forming:
         threading.Thread(target=self._run, daemon=True).start()
 
     def result(self) -> ProcessGroupTransport:
-        """Wait for it within the limit."""
+        """Wait for the transport within the limit."""
         end = time.monotonic() + self._limit_s
         while not self._over.wait(LOOK_S) and self._prefix not in _aborted and time.monotonic() < end:
             pass
@@ -141,12 +141,12 @@ class _Forming:
     def _why(self, broken: bool) -> BrokenTransportError:
         who = f"worker {self._rank} of {self._size}"
         if broken:
-            return BrokenTransportError(f"{who} was told that somebody is gone while it met the others")
+            return BrokenTransportError(f"{who} stopped connecting because a member failed")
         why = f": {self._error}" if self._error else ""
-        return BrokenTransportError(f"{who} could not meet the others within {self._limit_s:g} s{why}")
+        return BrokenTransportError(f"{who} could not connect with the others within {self._limit_s:g} s{why}")
 
     def _leave(self) -> None:
-        """Wake what waits at the store, and close what has been formed meanwhile."""
+        """Wake waits at the store, and close a transport that was connected in the meantime."""
         shut_connections_to(self._host, self._port)
         if self._wire is not None:
             self._wire.abort()

@@ -1,4 +1,4 @@
-"""The sockets of one process group: found for certain, counted to the end, and shut from any thread."""
+"""Sockets of one process group: identified with certainty, counted, and shut from any thread."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from stretto.transport.interface import Traffic
 from stretto.transport.tcp_info import tcp_bytes
 
 STILL_S = 0.003
-"""How long no byte has moved where messages have come in; and how long gloo has to hear that reading has ended."""
+"""Seconds without traffic after which messages count as received, and for gloo to notice the end of reading."""
 DRAIN_S = 0.05
-"""The longest that messages on their way are waited for."""
+"""Maximum of seconds to wait for messages in flight."""
 
 
 class GroupSockets:
-    """The connections of a gloo group, held under descriptors of our own.
+    """Connections of a gloo group, held under duplicated descriptors.
 
-    Each member has published in the store the address where it listens, and each connection has such an address at one
-    of its ends: no other socket of the process does, whoever opens some meanwhile. A descriptor of our own stays what
-    it is when gloo closes its one and the number is given to somebody else, and it keeps the kernel's counts.
+    Each member publishes its listening address in the store, and each connection of the group has one of these
+    addresses at one end; no other socket of the process does. A duplicated descriptor stays valid when gloo closes its
+    own and the number is reused, and it keeps the kernel's counters.
     """
 
     def __init__(self, store: Store, worker: int, workers: int, opened: frozenset[int]) -> None:
@@ -48,10 +48,10 @@ class GroupSockets:
         return len(self._held)
 
     def shut(self) -> None:
-        """Shut all connections; who waits at either end gets an error.
+        """Shut all connections, so that waits at both ends fail.
 
-        Gloo forgets an operation whose message is cut in the middle, and its thread sleeps until the time-out. So
-        messages on their way come in first; then reading ends, which gloo hears in good order, and then writing.
+        Gloo forgets an operation whose message is cut off, and its thread sleeps until the time-out. So messages in
+        flight are received first; then reading is shut, which gloo notices as a regular end, and then writing.
         """
         with self._lock:
             if self._shut:
@@ -63,14 +63,14 @@ class GroupSockets:
             self._shut = True
 
     def traffic(self) -> Traffic | None:
-        """The bytes that the kernel saw leave and come, repeats included; None where it does not tell."""
+        """Return the bytes sent and received as the kernel counts them, with retransmissions; None if it does not."""
         pairs = [pair for one in self._held if (pair := tcp_bytes(one.fileno())) is not None]
         if not pairs and not self._alone:
             return None
         return Traffic(sum(sent for sent, _ in pairs), sum(received for _, received in pairs), counted=True)
 
     def close(self) -> None:
-        """Let go of our descriptors."""
+        """Close the duplicated descriptors."""
         with self._lock:
             for one in self._held:
                 one.close()
@@ -92,9 +92,9 @@ class GroupSockets:
 
 
 def sockets_of_process() -> dict[int, str]:
-    """The descriptors of this process that are sockets, each with the name of its socket, which none has after it.
+    """Return the descriptors of this process that are sockets, each with its socket's unique name.
 
-    Nothing where the system does not list them.
+    Empty if the system does not list them.
     """
     try:
         entries = os.listdir("/proc/self/fd")
@@ -104,7 +104,7 @@ def sockets_of_process() -> dict[int, str]:
 
 
 def shut_connections_to(host: str, port: int) -> None:
-    """Shut the connections of this process whose other end is there."""
+    """Shut the connections of this process to an address."""
     for descriptor in sockets_of_process():
         one = _connection(descriptor)
         if one is not None:
@@ -115,13 +115,13 @@ def shut_connections_to(host: str, port: int) -> None:
 
 
 def _published(store: Store, workers: int) -> list[bytes]:
-    """What each member's gloo has told of itself in the store; nothing where it is not where it is looked for."""
+    """Return the address that each member's gloo has published in the store; empty if it is not found there."""
     keys = [f"0/{one}" for one in range(workers)]
     return [store.get(key) for key in keys] if store.check(keys) else []
 
 
 def _connection(descriptor: int) -> socket.socket | None:
-    """Another descriptor of the TCP connection that is behind this one, if one is."""
+    """Return a duplicate of a descriptor if it is a TCP connection."""
     try:
         one = socket.socket(fileno=os.dup(descriptor))
     except OSError:
@@ -137,7 +137,7 @@ def _connection(descriptor: int) -> socket.socket | None:
 
 
 def _is_in(address: tuple[str, int], family: int, published: list[bytes]) -> bool:
-    """Whether one of them holds this address as the system's `sockaddr` has it."""
+    """Return True if a published entry contains this address as a `sockaddr`."""
     port = struct.pack("=H", family) + struct.pack(">H", address[1])
     host = socket.inet_pton(family, address[0].partition("%")[0])
     gap = b"" if family == socket.AF_INET else bytes(4)

@@ -1,4 +1,4 @@
-"""A wire between threads of one process: for tests, and the reference of what a wire does."""
+"""Transport between threads of one process: for tests, and as the reference implementation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from stretto.transport.interface import Message, Traffic, made, nbytes
 
 
 class _Table:
-    """Where the workers meet: round r is whole when everyone has laid something down for it."""
+    """Contributions by operation. An operation is complete when every worker has contributed."""
 
     def __init__(self, workers: int, timeout_s: float) -> None:
         self.workers = workers
@@ -32,7 +32,7 @@ class _Table:
             self._changed.notify_all()
 
     def take(self, round_: int, combine: Callable[[list[Any]], Any]) -> Any:
-        """Wait until the round is whole; the last to take it clears it away."""
+        """Wait until the operation is complete, and return its result; the last worker to do so removes it."""
         with self._changed:
             whole = self._changed.wait_for(lambda: self._whole(round_) or self._broken(round_), self.timeout_s)
             if not whole or not self._whole(round_):
@@ -62,7 +62,7 @@ class _Table:
 
     def _missing(self, round_: int) -> str:
         missing = sorted(set(range(self.workers)) - set(self._laid.get(round_, {})))
-        why = "left" if set(missing) & self.gone else f"did not come within {self.timeout_s:g} s"
+        why = "left" if set(missing) & self.gone else f"did not contribute within {self.timeout_s:g} s"
         return f"worker {', '.join(map(str, missing))} {why} (exchange {round_})"
 
 
@@ -77,7 +77,7 @@ class _Handle:
 
 
 class InMemoryTransport:
-    """One worker's end of a wire in memory. Bytes are counted as a ring would send them."""
+    """One worker's end of an in-memory transport. Traffic is computed as that of a ring."""
 
     def __init__(self, worker: int, table: _Table) -> None:
         self.worker = worker
@@ -87,30 +87,30 @@ class InMemoryTransport:
         self._bytes_sent = 0
 
     def submit(self, op: CollectiveOp) -> _Handle:
-        """Lay the ask down for the others."""
+        """Contribute to a collective operation."""
         factor = 2 * (self.workers - 1) / self.workers if isinstance(op, AllReduceMean) else self.workers - 1
         return _Handle(self, self._lay(op, factor * nbytes(op.tensor)))
 
     def all_gather_bytes(self, message: Message) -> list[bytes]:
-        """The message of every worker."""
+        """Return the messages of all workers."""
         message = made(message)
         round_ = self._lay(message, (self.workers - 1) * len(message))
         gathered: list[bytes] = self.table.take(round_, list)
         return gathered
 
     def broadcast_bytes(self, message: Message, root: int = 0) -> bytes:
-        """The root's message, at every worker."""
+        """Return the root's message at every worker."""
         message = made(message) if self.worker == root else b""
         round_ = self._lay(message, (self.workers - 1) * len(message))
         told: bytes = self.table.take(round_, lambda messages: messages[root])
         return told
 
     def traffic(self) -> Traffic:
-        """Bytes so far; a ring receives as much as it sends."""
+        """Return the bytes so far; a ring receives as much as it sends."""
         return Traffic(self._bytes_sent, self._bytes_sent, counted=True)
 
     def close(self) -> None:
-        """Tell the others that nothing more comes."""
+        """Announce that this worker contributes no more."""
         self.table.leave_for_good(self.worker)
 
     def _lay(self, thing: object, sent: float) -> int:
@@ -121,6 +121,6 @@ class InMemoryTransport:
 
 
 def wires(workers: int, timeout_s: float = 60.0) -> list[InMemoryTransport]:
-    """The ends of one wire, for as many workers, each to be used by a thread of its own."""
+    """Return the ends of one transport for this number of workers, each to be used by its own thread."""
     table = _Table(workers, timeout_s)
     return [InMemoryTransport(worker, table) for worker in range(workers)]

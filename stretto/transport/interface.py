@@ -1,4 +1,4 @@
-"""The one seam to other workers: what a wire does, whoever stands behind it."""
+"""Transport interface: collective operations on tensors, and on bytes, among the present workers."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import Tensor
 from stretto.collective_ops import Answer, CollectiveOp
 
 Message: TypeAlias = bytes | Callable[[], bytes]
-"""What a worker says, or what makes it: of a tell it is called at the root alone."""
+"""Bytes, or a function that returns them; of a broadcast it is called at the root only."""
 
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Bytes that left and reached this worker. `counted` where they leave, or only worked out from the sizes."""
+    """Bytes that this worker has sent and received: `counted` on its sockets, or else computed from the sizes."""
 
     bytes_sent: int
     bytes_received: int
@@ -25,63 +25,63 @@ class Traffic:
 
 
 class Handle(Protocol):
-    """An ask that is under way."""
+    """Collective operation in progress."""
 
     def wait(self) -> Answer:
-        """Wait for the answer. Raises TransportError when a worker went away or did not come in time."""
+        """Wait for the result. Raise TransportError if a worker failed or did not contribute in time."""
         ...
 
 
 class Transport(Protocol):
-    """Carries asks and their answers. All workers make the same calls in the same order.
+    """Collective operations among workers, which all make the same calls in the same order.
 
-    Every wait has the limit that the wire was made with; what goes wrong is a TransportError.
+    Every wait has the time limit that the transport was created with; a failure raises TransportError.
     """
 
     @property
     def worker(self) -> int:
-        """This worker's place among those that are there."""
+        """Rank of this worker among the present workers."""
         ...
 
     @property
     def workers(self) -> int:
-        """How many are there."""
+        """Number of present workers."""
         ...
 
     def submit(self, op: CollectiveOp) -> Handle:
-        """Begin an ask without waiting for it; its tensor may not be touched until the answer is there."""
+        """Start a collective operation. Its tensor must not be used until the handle's `wait` has returned."""
         ...
 
     def all_gather_bytes(self, message: Message) -> list[bytes]:
-        """The message of every worker, in their order. Where it is asked for anew it is made anew."""
+        """Return the messages of all workers, in the order of ranks. A repeated operation calls a function again."""
         ...
 
     def broadcast_bytes(self, message: Message, root: int = 0) -> bytes:
-        """The message of the root, at every worker; what the others pass is not looked at, or made.
+        """Return the message of the root at every worker; the messages of other workers are ignored.
 
-        Where workers may die another one becomes the root when the root is gone; then it makes the message.
+        If workers may fail and the root has failed, another worker becomes the root and provides the message.
         """
         ...
 
     def traffic(self) -> Traffic:
-        """The bytes so far."""
+        """Return the bytes so far."""
         ...
 
     def close(self) -> None:
-        """Let go of the other workers. Idempotent."""
+        """Close the connections to other workers. Idempotent."""
         ...
 
 
 def made(message: Message) -> bytes:
-    """A root's message."""
+    """Return the bytes of a message."""
     return message if isinstance(message, bytes) else message()
 
 
 def nbytes(tensor: Tensor) -> int:
-    """The bytes of a tensor's numbers."""
+    """Return the bytes of a tensor's numbers."""
     return tensor.numel() * tensor.element_size()
 
 
 def as_bytes(message: bytes) -> Tensor:
-    """A flat tensor over a copy of the bytes."""
+    """Return a flat tensor with a copy of the bytes."""
     return torch.frombuffer(bytearray(message), dtype=torch.uint8) if message else torch.empty(0, dtype=torch.uint8)

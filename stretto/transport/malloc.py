@@ -1,4 +1,4 @@
-"""Memory that messages are received in: kept by the process, instead of given back and faulted in again each time."""
+"""Settings of glibc's allocator: freed receive buffers stay in the process, since page faults cost time."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import sys
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 KEPT_BYTES = 1 << 29
-"""How much freed memory a process keeps at the end of its heap."""
+"""Bytes of freed memory that a process keeps at the end of its heap."""
 LARGEST_ON_HEAP = 1 << 25
-"""The largest piece that is taken from the heap; glibc allows no more."""
+"""Size in bytes up to which memory is taken from the heap: the maximum of glibc."""
 
 
 @functools.cache
 def keep_freed_memory() -> bool:
-    """Tell glibc's allocator to keep what is freed; False where there is no glibc, which is left as it is.
+    """Set glibc's allocator to keep freed memory. Return False without glibc.
 
-    Chunks of a megabyte are mapped and unmapped otherwise, and every page of them is faulted in anew.
+    Otherwise chunks of a megabyte are mapped and unmapped, and each of their pages faults on every use.
     """
     if not sys.platform.startswith("linux"):
         return False
@@ -30,7 +30,7 @@ def keep_freed_memory() -> bool:
 
 
 def trim_freed_memory() -> None:
-    """Have glibc's allocator give back what is free in the middle of its heap, where there is glibc."""
+    """Return free memory in the middle of the heap to the system, with glibc."""
     if sys.platform.startswith("linux"):
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).malloc_trim(0)

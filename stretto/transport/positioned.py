@@ -1,4 +1,4 @@
-"""Messages of exchanges of all that say where their sender is in its loop, so that every receiver can compare."""
+"""Messages with their sender's position in its training loop, which every receiver compares with its own."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _HEAD = struct.Struct("<Bii")
 
 
 def sealed(place: LoopPosition, message: Message) -> Message:
-    """Return the message with its sender's place before it; one that is still to be made is made when it is called."""
+    """Return the message after its sender's position. A message that is a function stays a function."""
     head = _HEAD.pack(place.phase, place.epoch, place.step)
     if isinstance(message, bytes):
         return head + message
@@ -22,15 +22,15 @@ def sealed(place: LoopPosition, message: Message) -> Message:
 
 
 def opened(sender: int, found: bytes, worker: int, place: LoopPosition) -> bytes:
-    """Return the sender's message. Raise UnevenLoopsError at a worker that is elsewhere in its loop."""
+    """Return the sender's message. Raise UnevenLoopsError if this worker is at another position of its loop."""
     _refuse({sender: _place(found), worker: place})
     return found[_HEAD.size :]
 
 
 def opened_all(workers: Sequence[int], found: Sequence[bytes]) -> list[bytes]:
-    """Return the messages of all. Raise UnevenLoopsError if one of them is elsewhere in its loop.
+    """Return the messages of all workers. Raise UnevenLoopsError if their positions differ.
 
-    Messages of former members, as a worker is given that lacked them, have been compared before.
+    Messages of former members, which a late worker receives from the commit log, were compared before.
     """
     if len(workers) == len(found):
         _refuse({worker: _place(one) for worker, one in zip(workers, found, strict=True)})

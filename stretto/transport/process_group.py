@@ -1,7 +1,7 @@
-"""A wire over torch.distributed's process groups: gloo between CPUs, NCCL between GPUs.
+"""Transport over process groups of torch.distributed: gloo between CPUs, NCCL between GPUs.
 
-The groups are made directly, not as torch's default group: a script that uses torch.distributed itself is left alone,
-and a later generation of workers can form its own.
+The groups are not torch's default group, so a script can use torch.distributed itself, and each generation of workers
+connects its own groups.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from stretto.transport.interface import Handle, Message, Traffic, as_bytes, made
 from stretto.transport.tcp_info import tcp_bytes
 
 FRAME = 256
-"""Bytes of the first frame of a message: its length in 8 bytes, then as much of it as fits."""
+"""Bytes of the first frame of a message: its length in 8 bytes, then its beginning."""
 PIECE_BYTES = 16 << 20
-"""Longer messages go in pieces, each with a limit of its own: a slow link is not one over which nothing comes."""
+"""Bytes of a piece of longer messages. Each piece has its own time limit, so that a slow link is not a failure."""
 LOOK_S = 0.02
-"""How often a wait that may be broken off looks whether it was."""
+"""Seconds between two checks of a wait for an abort."""
 LOOK = timedelta(seconds=LOOK_S)
 QUIET_S = 0.02
-"""How long gloo's threads are given to end what they compute once no byte can come any more."""
+"""Seconds for gloo's threads to finish a computation once no more bytes can arrive."""
 SEAL_TAG = 0
-"""The tag of no message."""
+"""Tag that no message uses."""
 ENDED = 4
 """Number of ended operations that are kept, twice the number of gloo's threads.
 
@@ -50,10 +50,10 @@ moment inherits a lock of CPython 3.11 that nobody releases: the child (of a poo
 
 
 class ProcessGroupTransport:
-    """One worker's end of a process group. All waits share one limit: nothing comes for `timeout_s`.
+    """One worker's end of a process group. A wait fails after `timeout_s` without data.
 
-    One that `elastic` can be broken off by `abort`, and breaks itself off at the first failure, which the others hear
-    by that; whoever waits, and all asks from then on, get a BrokenTransportError.
+    An `elastic` one can be aborted by `abort`, and aborts itself at the first failure, which shuts the connections and
+    so notifies the other workers; all waits and later operations raise BrokenTransportError.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class ProcessGroupTransport:
         self._sockets = GroupSockets(PrefixStore("control", store), worker, workers, self._opened) if elastic else None
 
     def submit(self, op: CollectiveOp) -> Handle:
-        """Begin an all-reduce, or an all-gather of the sizes for messages that may differ in length."""
+        """Start an all-reduce, or for messages of different lengths an all-gather of their sizes."""
         self._worked_out += self._cost(op)
         try:
             if isinstance(op, AllReduceMean):
@@ -96,7 +96,7 @@ class ProcessGroupTransport:
             return _BrokenHandle(str(error))
 
     def all_gather_bytes(self, message: Message) -> list[bytes]:
-        """The message of every worker; one round when all are short."""
+        """Return the messages of all workers, in one round if all are short."""
         message = made(message)
         frames = self._all_frames(_frame(message))
         lengths = [_length(frame) for frame in frames]
@@ -107,7 +107,7 @@ class ProcessGroupTransport:
         return [bytes(one[:length].numpy()) for one, length in zip(whole, lengths, strict=True)]
 
     def broadcast_bytes(self, message: Message, root: int = 0) -> bytes:
-        """The root's message; one round when it is short."""
+        """Return the root's message, in one round if it is short."""
         message = made(message) if self.worker == root else b""
         frame = _frame(message)
         self._finish(self._begin("broadcast", frame, root), "a message")
@@ -120,7 +120,7 @@ class ProcessGroupTransport:
         return bytes(whole.numpy())
 
     def traffic(self) -> Traffic:
-        """The bytes of the group's own sockets, as the kernel counts them; worked out where it does not."""
+        """Return the bytes of the group's sockets as the kernel counts them, or computed if it does not."""
         if self._control is None:
             return self._last
         counted = None if self._nccl else self._sockets.traffic() if self._sockets else _counted(self._opened)
@@ -131,14 +131,14 @@ class ProcessGroupTransport:
         return self._last
 
     def abort(self) -> None:
-        """Break off what is under way and all that is asked later; from any thread, as often as one likes."""
+        """Abort all operations, now and later. Callable from any thread. Idempotent."""
         if self._sockets is None:
-            raise TransportError("only a wire that elastic can be broken off")
+            raise TransportError("only an elastic transport can be aborted")
         self._broken.set()
         self._sockets.shut()
 
     def close(self) -> None:
-        """Let go of the groups. Those with operations that gloo has not ended are kept, for `drop_parked`."""
+        """Close the groups. A group with operations that gloo has not ended is kept for `drop_parked`."""
         self.traffic()
         if self._sockets is not None and self._control is not None:
             self._park(self._broken.is_set())
@@ -173,9 +173,9 @@ class ProcessGroupTransport:
         return frames
 
     def _begin(self, verb: str, *what: Any, control: bool = False) -> Any:
-        """Start an operation of the group; bytes always go over the control group."""
+        """Start an operation of the group; messages of bytes use the control group."""
         if self._broken.is_set():
-            raise self._failed(RuntimeError("it was broken off"), verb)
+            raise self._failed(RuntimeError("it was aborted"), verb)
         try:
             work = getattr(self._group(control or verb == "broadcast"), verb)(*what)
         except RuntimeError as error:
@@ -185,9 +185,9 @@ class ProcessGroupTransport:
         return work
 
     def _group(self, control: bool) -> Any:
-        """Not to be kept in a frame that a traceback may hold: a closed wire's group would live as long."""
+        """Return a group. Do not keep it in a frame that a traceback may hold: the group would not be freed."""
         if self._control is None:
-            raise TransportError("the wire is closed")
+            raise TransportError("the transport is closed")
         return self._control if control else self._tensors
 
     def _finish(self, work: Any, what: str) -> None:
@@ -204,8 +204,8 @@ class ProcessGroupTransport:
     def _finish_all(self, works: Sequence[Any], what: str) -> None:
         """Wait for sends and receives.
 
-        They can't be asked whether they are over, so that those of a wire that elastic are waited for in a thread,
-        which is left behind when they are broken off. It holds nothing that is written to but what it alone has.
+        Their completion can't be polled, so an elastic transport waits in a thread, which is abandoned on an abort. The
+        thread writes only to objects that nothing else uses.
         """
         if self._sockets is None:
             for work in works:
@@ -215,16 +215,16 @@ class ProcessGroupTransport:
         threading.Thread(target=_wait_apart, args=(works, errors, over), daemon=True).start()
         while not over.wait(LOOK_S):
             if self._broken.is_set() and not over.is_set():
-                errors.append("it was broken off")
+                errors.append("it was aborted")
                 break
         if errors:
             raise self._failed(RuntimeError(errors[0]), what, time.monotonic() - began)
 
     def _watch(self, work: Any) -> None:
-        """Wait for an operation, or until the wire is broken off."""
+        """Wait for an operation, or for an abort."""
         while not work.is_completed():
             if self._broken.is_set():
-                raise RuntimeError("it was broken off")
+                raise RuntimeError("it was aborted")
             with contextlib.suppress(RuntimeError):
                 work.wait(LOOK)
                 break
@@ -233,20 +233,20 @@ class ProcessGroupTransport:
         self._under_way.discard(work)
 
     def _let_go(self) -> None:
-        """Wait until gloo can't write into the tensors of broken operations any more.
+        """Wait until gloo can no longer write into the tensors of broken operations.
 
-        Mostly they end with an error at once. One whose message was under way when its connection broke is forgotten
-        by gloo until its time-out: its thread sleeps, holding the tensor. It is left when nothing more can be read and
-        the thread had time to end what it might just have computed.
+        Most operations end with an error immediately. Gloo forgets one whose message was cut off until its time-out:
+        its thread sleeps and holds the tensor. It is abandoned once nothing more can be read and the thread had time to
+        finish a computation.
         """
         self._seal()
         while not all(work.is_completed() for work in self._under_way) and time.monotonic() < self._sealed_at + QUIET_S:
             time.sleep(0.0005)
 
     def _seal(self) -> None:
-        """Have gloo close what it left open: it reads no end of a connection whose message has nowhere to go.
+        """Make gloo close its open connections: it does not notice the end of one whose message has no receiver.
 
-        Its thread would run hot at such a one. A receive fails at the shut connection, or closes all in running out.
+        Its thread would spin on such a connection. A receive fails at the shut connection, or closes all by timing out.
         """
         if self._sealed_at < math.inf:
             return
@@ -257,7 +257,7 @@ class ProcessGroupTransport:
         self._sealed_at = time.monotonic()
 
     def _failed(self, error: Exception, what: str, waited_s: float = 0.0) -> TransportError:
-        text = f"worker {self.worker} waited {waited_s:.1f} s for {what}; another worker is gone or too late"
+        text = f"worker {self.worker} waited {waited_s:.1f} s for {what}; another worker failed or is too late"
         if self._sockets is None:
             return TransportError(f"{text}: {reason(error)}")
         self.abort()
@@ -267,7 +267,7 @@ class ProcessGroupTransport:
 
 @dataclass(slots=True)
 class _Parked:
-    """The groups of a wire that was closed, and what gloo may still be at."""
+    """Groups of a closed transport, and operations that gloo may still be running."""
 
     control: Any
     tensors: Any
@@ -281,9 +281,9 @@ _parked: list[_Parked] = []
 
 
 def drop_parked() -> int:
-    """Drop the groups of closed wires whose operations have ended; returns how many are kept.
+    """Drop the groups of closed transports whose operations have ended; return the number of others.
 
-    A group that is dropped waits for its operations, and who drops it with it: so not before.
+    Dropping a group blocks until its operations have ended.
     """
     _parked[:] = [one for one in _parked if not one.idle()]
     return len(_parked)
@@ -330,7 +330,7 @@ class _AllGatherHandle:
         return found
 
     def _sends(self, pieces: Sequence[Tensor]) -> list[Any]:
-        """This worker's piece to each of the others, as long as it is; nothing where it is empty."""
+        """Send this worker's piece to each other worker, unless it is empty."""
         mine = pieces[self.wire.worker]
         others = [one for one in range(self.wire.workers) if one != self.wire.worker] if mine.numel() else []
         return [self.wire._begin("send", [mine], one, self.tag) for one in others]
@@ -340,7 +340,7 @@ class _AllGatherHandle:
         return [self.wire._begin("recv", [pieces[one]], one, self.tag) for one in others]
 
     def _padded(self, sizes: Sequence[int]) -> Answer:
-        """All messages as long as the longest, which is what NCCL can gather."""
+        """Gather messages padded to the longest, as NCCL requires."""
         padded = _padded(self.ask.tensor, max(sizes))
         found = [torch.empty_like(padded) for _ in sizes]
         self.wire._finish(self.wire._begin("allgather", [found], [padded]), "every worker's message")
@@ -357,7 +357,7 @@ def _wait_apart(works: Sequence[Any], errors: list[str], over: threading.Event) 
 
 
 def _pieces(message: Tensor) -> Sequence[Tensor]:
-    """What goes over the wire at once."""
+    """Split a message into pieces that are sent one after another."""
     return torch.split(message, PIECE_BYTES // message.element_size())
 
 
@@ -366,12 +366,12 @@ def _form(kind: Any, store: Store, name: str, worker: int, workers: int, timeout
         return kind(PrefixStore(name, store), worker, workers, timedelta(seconds=timeout_s))
     except RuntimeError as error:
         raise TransportError(
-            f"worker {worker} of {workers} could not meet the others within {timeout_s:g} s: {reason(error)}"
+            f"worker {worker} of {workers} could not connect with the others within {timeout_s:g} s: {reason(error)}"
         ) from error
 
 
 def reason(error: Exception) -> str:
-    """What an engine says went wrong, in one line, without the places in its own source."""
+    """Return torch's error as one line, without places in its source."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return re.sub(r"^(\[[^\]]*\]\s*)+", "", lines[0]).partition(". This ")[0]
 

@@ -1,4 +1,4 @@
-"""Makes the wires of generations: groups that exchange over gloo or NCCL, or those who exchange through a server."""
+"""Rendezvous of generations: connects process groups (gloo, NCCL), or workers through a parameter server."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from stretto.transport.single_worker import DoneHandle, SingleWorkerTransport
 
 
 class LastWorkerTransport(SingleWorkerTransport):
-    """The wire of the only member that is left. It can be broken off, as any generation can."""
+    """Transport of the only remaining member. It can be aborted as any generation can."""
 
     def __init__(self) -> None:
         self._is_broken = False
 
     def abort(self) -> None:
-        """From now on everything breaks."""
+        """Make all further operations raise BrokenTransportError."""
         self._is_broken = True
 
     def submit(self, op: CollectiveOp) -> DoneHandle:
-        """Answer at once."""
+        """Return a completed operation."""
         self._check()
         return super().submit(op)
 
     def all_gather_bytes(self, message: Message) -> list[bytes]:
-        """The one message."""
+        """Return the worker's own message."""
         self._check()
         return super().all_gather_bytes(message)
 
     def broadcast_bytes(self, message: Message, root: int = 0) -> bytes:
-        """The message."""
+        """Return the message."""
         self._check()
         return super().broadcast_bytes(message, root)
 
@@ -45,7 +45,7 @@ class LastWorkerTransport(SingleWorkerTransport):
 
 
 class GroupRendezvous:
-    """Forms groups of processes: each within `failure_timeout_s`; every wait in a group ends after `timeout_s`."""
+    """Connects process groups, each within `failure_timeout_s`; every wait in a group ends after `timeout_s`."""
 
     def __init__(self, failure_timeout_s: float, timeout_s: float, device: torch.device | None) -> None:
         self._patience_s, self._timeout_s, self._device = failure_timeout_s, timeout_s, device
@@ -53,11 +53,11 @@ class GroupRendezvous:
 
     @property
     def address(self) -> str:
-        """Where this process can keep a store for the others."""
+        """Address of the store that this process can host."""
         return store_keeper().address
 
     def form(self, members: GenerationView, rank: int) -> AbortableTransport:
-        """Meet the members at the store of the first that has a history, or else of the first."""
+        """Connect with the members at the store of the first member with state, or else of the first member."""
         if len(members.members) == 1:
             return LastWorkerTransport()
         store, size = members.members[members.first].here.store, len(members.members)
@@ -67,49 +67,49 @@ class GroupRendezvous:
         )
 
     def abort(self) -> None:
-        """Break off the forming that is going on, or the group that it has given."""
+        """Abort the connecting in progress, or the group that it has returned."""
         if self._prefix is not None:
             abort_forming(self._prefix)
 
     def close(self) -> None:
-        """Nothing is kept between generations."""
+        """Do nothing: no connection outlasts a generation."""
 
 
 class _OfGeneration:
-    """A server's wire as one generation uses it: let go of, it stays connected."""
+    """Parameter-server client in one generation; closing it leaves the client connected."""
 
     def __init__(self, wire: ParameterServerClient) -> None:
         self._wire, self._before = wire, wire.traffic()
         self.worker, self.workers = wire.worker, wire.workers
 
     def submit(self, op: CollectiveOp) -> Handle:
-        """Begin an ask."""
+        """Start a collective operation."""
         return self._wire.submit(op)
 
     def all_gather_bytes(self, message: Message) -> list[bytes]:
-        """The message of every worker."""
+        """Return the messages of all workers."""
         return self._wire.all_gather_bytes(message)
 
     def broadcast_bytes(self, message: Message, root: int = 0) -> bytes:
-        """The message of the root."""
+        """Return the message of the root."""
         return self._wire.broadcast_bytes(message, root)
 
     def abort(self) -> None:
-        """Break off what is under way."""
+        """Abort the operations in progress."""
         self._wire.abort()
 
     def traffic(self) -> Traffic:
-        """The bytes of this generation."""
+        """Return the bytes of this generation."""
         now = self._wire.traffic()
         sent, received = now.bytes_sent - self._before.bytes_sent, now.bytes_received - self._before.bytes_received
         return Traffic(sent, received, now.counted)
 
     def close(self) -> None:
-        """The next generation uses the same connections."""
+        """Do nothing: the next generation uses the same connections."""
 
 
 class ServerRendezvous:
-    """Generations of workers that go together through one parameter server."""
+    """Generations of workers that exchange synchronously through one parameter server."""
 
     address = ""
 
@@ -117,13 +117,13 @@ class ServerRendezvous:
         self._wire = wire
 
     def form(self, members: GenerationView, rank: int) -> AbortableTransport:
-        """Tell the services who exchanges from now on."""
+        """Send the members of the new generation to all services."""
         self._wire.regroup(members.generation, members.numbers, members.numbers[rank])
         return _OfGeneration(self._wire)
 
     def abort(self) -> None:
-        """Nothing waits while a generation is formed."""
+        """Do nothing: connecting does not wait."""
 
     def close(self) -> None:
-        """Leave the server."""
+        """Disconnect from the server."""
         self._wire.close()

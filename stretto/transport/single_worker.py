@@ -1,4 +1,4 @@
-"""The wire of a worker that is alone: nobody to wait for, nothing to send."""
+"""Transport of a single worker, which sends nothing."""
 
 from __future__ import annotations
 
@@ -10,36 +10,36 @@ from stretto.transport.interface import Message, Traffic, made
 
 @dataclass(slots=True)
 class DoneHandle:
-    """An ask that is answered when it is made."""
+    """Completed operation."""
 
     ask: CollectiveOp
 
     def wait(self) -> Answer:
-        """The answer."""
+        """Return the result."""
         return self.ask.tensor if isinstance(self.ask, AllReduceMean) else answer([self.ask])
 
 
 class SingleWorkerTransport:
-    """One worker, no other. Means are what was given; no byte leaves."""
+    """Transport of the only worker: a mean is its own contribution, and no byte is sent."""
 
     worker = 0
     workers = 1
 
     def submit(self, op: CollectiveOp) -> DoneHandle:
-        """Answer at once."""
+        """Return a completed operation."""
         return DoneHandle(op)
 
     def all_gather_bytes(self, message: Message) -> list[bytes]:
-        """The one message."""
+        """Return the worker's own message."""
         return [made(message)]
 
     def broadcast_bytes(self, message: Message, root: int = 0) -> bytes:
-        """The message."""
+        """Return the message."""
         return made(message)
 
     def traffic(self) -> Traffic:
-        """Nothing."""
+        """Return zero bytes."""
         return Traffic(0, 0, counted=True)
 
     def close(self) -> None:
-        """Nothing to let go of."""
+        """Do nothing: there is no connection."""

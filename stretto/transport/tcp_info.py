@@ -1,4 +1,4 @@
-"""What the kernel knows of a TCP connection: the bytes that went over it."""
+"""Byte counters of a TCP connection, from the kernel (TCP_INFO)."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ BYTES_SENT_AT = 200
 
 
 def tcp_bytes(descriptor: int) -> tuple[int, int] | None:
-    """Bytes sent, repeats included, and received; None where the system does not tell or it is no such socket."""
+    """Return the bytes sent, retransmissions included, and received; None if the kernel has no counters for it."""
     return _told(descriptor, BYTES_SENT_AT)
 
 
 def tcp_arrived(descriptor: int) -> tuple[int, int] | None:
-    """Bytes that have arrived at the other end, and here; None likewise."""
+    """Return the bytes acknowledged by the other end, and received; None if the kernel has no counters for it."""
     return _told(descriptor, BYTES_ACKED_AT)
 
 

@@ -1,4 +1,4 @@
-"""Tensors as bytes in a message: their dtype, their shape and their numbers. For what travels seldom."""
+"""Tensors as bytes in a message: dtype, shape and numbers. For messages that are rare."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ Packed: TypeAlias = tuple[str, list[int], bytes]
 
 
 def packed(tensor: Tensor) -> Packed:
-    """A tensor of any shape, on any device."""
+    """Pack a tensor of any shape, on any device."""
     octets = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return str(tensor.dtype).removeprefix("torch."), list(tensor.shape), octets.numpy().tobytes()
 
 
 def unpacked(one: Packed) -> Tensor:
-    """The tensor again, on the CPU. Raises TransportError when it is none."""
+    """Return the packed tensor, on the CPU. Raise TransportError if its dtype is unknown."""
     name, shape, content = one
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise TransportError(f"a tensor of {name:.20} was told")
+        raise TransportError(f"received a tensor of unknown dtype {name:.20}")
     if not content:
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(bytearray(content), dtype=dtype).view(shape)

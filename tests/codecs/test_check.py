@@ -198,16 +198,16 @@ WRONG = {
     too_dear: "declared",
     lossy: "off by",
     shorter: "shape",
-    chatty: "different things|depends on the data",
+    chatty: "different things|depend on the data",
     forgetful: "lost",
     careless: "not refused",
-    hasty: "memory has changed",
-    talkative: "speaks of",
+    hasty: "state has changed",
+    talkative: "contains",
     selfish: "results differ",
     boastful: "is left",
     one_sided: "biased",
     rounding: "to the bit",
-    noisy: "nothing",
+    noisy: "nonzero",
 }
 
 

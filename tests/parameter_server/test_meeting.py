@@ -114,9 +114,9 @@ def test_who_was_told_that_another_left_is_not_told_again_when_that_one_dies() -
 def test_different_asks_are_refused_to_all_and_the_next_exchange_goes_on() -> None:
     meeting: KeyedBarrier[CollectiveOp, Answer] = KeyedBarrier(range(2), over(answer))
     asks = [
-        (AllReduceMean(torch.ones(2)), AllGather(torch.ones(2)), "ask different things"),
+        (AllReduceMean(torch.ones(2)), AllGather(torch.ones(2)), "submit different operations"),
         (AllReduceMean(torch.ones(2)), AllReduceMean(torch.ones(3)), "differ in shape"),
-        (AllReduceMean(torch.ones(2)), AllReduceMean(torch.ones(2).double()), "ask different things"),
+        (AllReduceMean(torch.ones(2)), AllReduceMean(torch.ones(2).double()), "submit different operations"),
     ]
     for op, (one, other, problem) in enumerate(asks):
         meeting.lay(0, op, one)
