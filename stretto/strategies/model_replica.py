@@ -26,6 +26,7 @@ from stretto.runtime.runtime import Runtime
 from stretto.strategies.asynchronous import AsyncServer
 from stretto.strategies.averaged_model import AveragedModel
 from stretto.strategies.carried_state import Piece, add_residuals, carry_over, residuals
+from stretto.strategies.collective_runner import finish
 from stretto.strategies.consistency_check import compare
 from stretto.strategies.flat_buffers import FlatParameters
 from stretto.strategies.gradient_allreduce import GradientAllReduce
@@ -34,10 +35,10 @@ from stretto.strategies.model_sync import Named, plain_name, trainable, watch_fo
 from stretto.strategies.one_bit_adam import FrozenVariance
 from stretto.strategies.optimizers import Optimizers, parameters_of, refuse_optimizers
 from stretto.strategies.parameter_set import ParameterSet
-from stretto.strategies.tensor_sync import MovingBuffers, OptimizerState
+from stretto.strategies.tensor_sync import FlatTensors, MovingBuffers, OptimizerState
 from stretto.strategies.traffic_counters import Tally
 from stretto.transport import Transport
-from stretto.transport.elastic import has_others
+from stretto.transport.elastic import attempted, has_others
 
 MEASURE_DRIFT_EVERY_S = 5.0
 
@@ -253,6 +254,23 @@ class Replica:
             with self._watch.on("exchanging"):
                 sets = [(one.arena.parts, one.weights.share) for one in self.sets if one.arena is not None]
                 self._look = AveragedModel(sets, self._buffers, self._wire, self._tally.account("evaluation_sync"))
+
+    def average_buffers(self, samples: int) -> None:
+        """Average the buffers that an epoch without an optimizer step has changed, weighted by the workers' samples.
+
+        Such an epoch estimates the statistics of batch-norm, as `torch.optim.swa_utils.update_bn` does.
+        """
+        if self._recipe is None or self._wire.workers == 1:
+            return
+        self._buffers.agree()
+        flat, account = FlatTensors(self._buffers.floating()), self._tally.account("evaluation_sync")
+
+        def means() -> list[Tensor]:
+            total = sum(struct.unpack("<q", one)[0] for one in self._wire.all_gather_bytes(struct.pack("<q", samples)))
+            return finish(flat.ask_mean(self._wire, samples / total, account))
+
+        with self._watch.on("exchanging"):
+            flat.take(attempted(self._wire, means))
 
     def _look_at_server(self, arrival: AsyncServer, called: bool) -> None:
         arrival.meet(called)

@@ -134,6 +134,8 @@ class Trainer:
         """The position of the schedules when this epoch began."""
         self._optimizer_steps = 0
         """Number of steps without those that are only counted because a gradient scaler may have skipped them."""
+        self._unstepped_here = 0
+        """The part of them that this worker was given."""
         self._unstepped = 0
         """The samples given in this pass that do not count, since no step was made."""
         self._untrained = 0
@@ -324,6 +326,7 @@ class Trainer:
         if self.hands is None or not self._begun.is_stepless(self._optimizer_steps, self.hands_done):
             return
         done = self.hands_done
+        self._unstepped_here += self.own_samples - self._begun.own_samples
         self._unstepped += self._uncount()
         self.hands_done = done
         self._begun = replace(self._begun, hands=done)
@@ -331,7 +334,7 @@ class Trainer:
 
     def _say_unstepped(self) -> None:
         """Say that samples of the pass that ends do not count, if there are any."""
-        samples, self._unstepped = self._unstepped, 0
+        samples, self._unstepped, self._unstepped_here = self._unstepped, 0, 0
         if samples:
             whose = f"worker {self.wire.worker} in epoch" if self.replica.arrival is not None else "epoch"
             self.journal.notice(
@@ -359,6 +362,8 @@ class Trainer:
             self.wire.broadcast_bytes(
                 b"left"
             )  # one that has not left waits in an all-gather: gloo ends who meets it in another
+        if self._unstepped and self.replica.arrival is None:
+            self.replica.average_buffers(self._unstepped_here)
         self.replica.look()
         if self.presence.reopens(self.hands) and not left:
             self._phase = LOOP

@@ -220,3 +220,30 @@ def test_an_epoch_of_evaluation_does_not_weigh_in_the_next_exchange() -> None:
         return run
 
     assert torch.equal(together(3, work(True), "allreduce")[0], together(3, work(False), "allreduce")[0])
+
+
+@pytest.mark.parametrize(
+    ("recipe", "samples"),
+    [("allreduce", 48), ("allreduce", 56), ("local_sgd(every=1)", 48), ("local_sgd(every=5)", 48)],
+)
+@pytest.mark.parametrize("workers", [2, 3])
+def test_update_bn_takes_the_statistics_of_all_samples_at_every_worker(recipe: str, samples: int, workers: int) -> None:
+    """Batches of one size: the mean of the batches' means does not depend on how they are dealt."""
+    data = regression(samples, DOUBLE)
+
+    def work(worker: int) -> Tensor:
+        norm = nn.BatchNorm1d(6, dtype=DOUBLE)
+        net = nn.Sequential(norm, nn.Linear(6, 1, dtype=DOUBLE))
+        optimizer = sgd(net.parameters())
+        loader = stretto.distribute(net, optimizer, DataLoader(data, batch_size=8))
+        for x, y in loader:
+            optimizer.zero_grad()
+            nn.functional.mse_loss(net(x), y).backward()
+            optimizer.step()
+        torch.optim.swa_utils.update_bn(loader, net)
+        return torch.cat([norm.running_mean, norm.running_var])
+
+    found = together(workers, work, recipe)
+    wanted = torch.stack([torch.cat([x.mean(0), x.var(0)]) for x in data.tensors[0].split(8)]).mean(0)
+    assert all(torch.equal(one, found[0]) for one in found)
+    assert torch.allclose(found[0], wanted, atol=1e-12)
