@@ -72,8 +72,8 @@ class OutsideOptimizers:
             raise ModelError(_not_held(lost))
 
 
-def refuse_step_outside(iterations: int, is_same_thread: bool) -> None:
-    """Raise ScriptError for an optimizer step before any iteration over the loader, or in another thread."""
+def refuse_step_outside(iterations: int, is_same_thread: bool, is_in_epoch: bool) -> None:
+    """Raise ScriptError for an optimizer step before the loader's first batch, after its last, or in another thread."""
     if not iterations:
         raise ScriptError(
             explain(
@@ -91,6 +91,18 @@ def refuse_step_outside(iterations: int, is_same_thread: bool) -> None:
                 expected="the loop and the steps in one thread",
                 to_type="wrap the script's own loader: stretto.distribute(model, optimizer, Prefetch(loader)), or use "
                 "DataLoader(..., num_workers=2)",
+            )
+        )
+    if not is_in_epoch:
+        raise ScriptError(
+            explain(
+                "an optimizer steps after the distributed loader has come to its end: the epoch of all workers is over",
+                got="a step after the loop, as for list(loader), itertools.cycle(loader), a wrapper that reads ahead, "
+                "or gradients that are left over",
+                expected="each step in the loop, before the next batch is taken",
+                to_type="for batch in loader: ..., with the step for what is left over at i + 1 == len(loader); "
+                "a wrapper around the script's own loader: stretto.distribute(model, optimizer, Prefetch(loader)); "
+                "stretto.finish() before training without the loader",
             )
         )
 

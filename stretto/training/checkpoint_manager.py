@@ -142,6 +142,7 @@ class CheckpointManager:
             "steps_of": trainer.steps_of,
             "turns": trainer.turns,
             "hands": trainer.hands_done,
+            "stepless_hands": trainer.stepless_hands,
             "rounds": trainer.rounds_done,
             "samples": trainer.samples_before + deal.assigned_samples if deal is not None else trainer.samples,
             "samples_before": trainer.samples_before,

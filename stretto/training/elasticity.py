@@ -91,7 +91,7 @@ class ElasticAgent:
         each_its_own = facts["own_optimizer"] and trainer.replica.keeps_own_optimizer
         state_transfer.take_optimizers(trainer.optimizers, own[1] if own and each_its_own else state.tensors)
         trainer.steps, trainer.turns, trainer.hands_done = facts["steps"], facts["turns"], facts["hands"]
-        trainer.steps_of = list(facts["steps_of"])
+        trainer.steps_of, trainer.stepless_hands = list(facts["steps_of"]), facts.get("stepless_hands", 0)
         trainer.rounds_done, trainer.samples = facts["rounds"], facts["samples"]
         trainer.samples_before, trainer.turns_before = facts["samples_before"], facts["turns_before"]
         trainer.peeks = list(facts["peeks"])

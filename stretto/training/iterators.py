@@ -77,6 +77,8 @@ class Begun:
     """The state of a worker's counters when its epoch began."""
 
     steps: int
+    counted: int
+    """Steps with those that are only counted because a gradient scaler may have skipped them."""
     hands: int
     own_samples: int
     whole: bool

@@ -33,7 +33,14 @@ from stretto.runtime.phase_timer import Stopwatch
 from stretto.runtime.runtime import StopTraining
 from stretto.strategies.asynchronous import AsyncServer
 from stretto.strategies.model_replica import Replica
-from stretto.strategies.model_sync import agree_on_start, part_random_states, plain_name, refuse_all_frozen, same_start
+from stretto.strategies.model_sync import (
+    Several,
+    agree_on_start,
+    part_random_states,
+    plain_name,
+    refuse_all_frozen,
+    same_start,
+)
 from stretto.strategies.optimizers import Optimizers, parameters_of
 from stretto.strategies.outside_optimizers import OutsideOptimizers, refuse_step_outside, unwatch, watch
 from stretto.strategies.traffic_counters import Tally
@@ -112,6 +119,8 @@ class Trainer:
         """Batches in a row whose gradients were exchanged without a step; None when that was said."""
         self._phase = COMING
         self.steps = self.hands_done = self.rounds_done = self.passes = 0
+        self.stepless_hands = 0
+        """Global steps of epochs in which no step was made or counted."""
         self.samples = self.own_samples = self.samples_before = 0
         self.turns = self.turns_before = section.turns
         """How often a hand was asked for: the ends of passes, which have none, count."""
@@ -125,7 +134,7 @@ class Trainer:
         """The thread that took the last batch."""
         self.peeks: list[int] = []
         """Numbers of the iterations that were peeks: at most one batch and no optimizer step."""
-        self._begun = Begun(0, 0, 0, whole=False)
+        self._begun = Begun(0, 0, 0, 0, whole=False)
         self._is_taken_back = False
         """True if the next epoch has the number of the last one, which was only peeked."""
         self._has_peeked = self._all_peeked = False
@@ -252,9 +261,8 @@ class Trainer:
             self.hands.cut_made = self.presence.keeper.cut_made
             self.samples_before = (self.passes - 1) * self.hands.samples - self._untrained
         self.presence.pass_begun()
-        self._begun = Begun(
-            self._optimizer_steps, self.hands_done, self.own_samples, found is None or not found[1].global_step
-        )
+        whole = found is None or not found[1].global_step
+        self._begun = Begun(self._optimizer_steps, self.steps, self.hands_done, self.own_samples, whole)
 
     def next_batch(self) -> Any:
         """End the hand before, and give this worker's next batch; None when the pass is over."""
@@ -329,7 +337,8 @@ class Trainer:
         self._unstepped_here += self.own_samples - self._begun.own_samples
         self._unstepped += self._uncount()
         self.hands_done = done
-        self._begun = replace(self._begun, hands=done)
+        self.stepless_hands += done - self._begun.hands - (self.steps - self._begun.counted)
+        self._begun = replace(self._begun, hands=done, counted=self.steps)
         self.hands.uncount()
 
     def _say_unstepped(self) -> None:
@@ -339,7 +348,7 @@ class Trainer:
             whose = f"worker {self.wire.worker} in epoch" if self.replica.arrival is not None else "epoch"
             self.journal.notice(
                 f"{whose} {self.referee.epoch + 1} made no optimizer step: its {samples} samples are not counted as "
-                "trained; an evaluation needs a loader of its own"
+                "trained; an evaluation, or update_bn, needs a loader of its own: this one gives each worker a part"
             )
 
     def end_pass(self, left: bool = True) -> bool:
@@ -620,7 +629,7 @@ class Trainer:
     def _before_step(self, index: int, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Hook of an optimizer: it is about to step."""
         if self.wire.workers > 1:
-            refuse_step_outside(self.iterations, self._thread == threading.get_ident())
+            refuse_step_outside(self.iterations, self._thread == threading.get_ident(), self.hands is not None)
         if not self._is_held:
             self._outside.check_held()
             self._is_held = True
@@ -713,14 +722,21 @@ class Trainer:
 
     def _make_up_for_a_skipped_step(self, hand: GlobalStep) -> None:
         """Count a step that a gradient scaler left out at this worker alone, lest the others wait for its exchange."""
-        if not self.replica.in_rounds or self._accumulated:
+        if not self.replica.in_rounds or self._accumulated or self._is_evaluating():
             return
+        trained_hands = self.hands_done - self.stepless_hands
         for index in [one for one in range(len(self.optimizers)) if one not in self._stepped_here]:
-            steps_each_hand = self.steps_of[index] > 0 and self.steps_of[index] == self.hands_done - 1
+            steps_each_hand = self.steps_of[index] > 0 and self.steps_of[index] == trained_hands - 1
             is_wild = self._has_wild_gradient(self.optimizers.each[index])
             if (steps_each_hand and len(self.optimizers) == 1) or is_wild:
                 self._announce(hand, idle_worker.step_of(index) if is_wild else idle_worker.COUNT)
                 self._count_step(index, is_done=is_wild)
+
+    def _is_evaluating(self) -> bool:
+        """True in an epoch without a step so far whose loop computes no gradients, or has the model in eval mode."""
+        models = self.model.given if isinstance(self.model, Several) else [self.model]
+        is_training = torch.is_grad_enabled() and any(one.training for one in models)
+        return self._optimizer_steps == self._begun.steps and not is_training
 
     def _has_wild_gradient(self, optimizer: Optimizer) -> bool:
         found = (one.grad for one in parameters_of(optimizer) if one.grad is not None)

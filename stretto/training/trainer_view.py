@@ -37,6 +37,7 @@ class TrainerView(Protocol):
     steps_of: list[int]
     turns: int
     hands_done: int
+    stepless_hands: int
     rounds_done: int
     samples: int
     passes: int

@@ -191,6 +191,32 @@ def test_an_epoch_without_an_optimizer_step_counts_no_samples(recipe: str, tmp_p
     assert "not counted as trained" in said[0]
 
 
+@pytest.mark.parametrize("how", ["no_grad around", "eval mode"])
+def test_an_epoch_of_evaluation_makes_no_rounds_and_no_steps(how: str, tmp_path: Path) -> None:
+    """A gradient scaler may skip a step at one worker, which counts; a loop without gradients skips nothing."""
+
+    def work(worker: int) -> None:
+        net = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(net.parameters(), lr=1e-6)
+        loader = stretto.distribute(net, optimizer, DataLoader(numbers(48), batch_size=4))
+        for epoch in range(4):
+            evaluates = epoch % 2 == 1
+            net.train(not (evaluates and how == "eval mode"))
+            with torch.set_grad_enabled(not (evaluates and how == "no_grad around")):
+                for batch in loader:
+                    if not evaluates:
+                        optimizer.zero_grad()
+                        net(batch[0]).mean().backward()
+                        if not (worker == 1 and epoch == 2 and batch[0][0] < 20):  # as a scaler does
+                            optimizer.step()
+                        optimizer.zero_grad()
+
+    together(2, work, "local_sgd(every=3)", run=tmp_path)
+    assert [one["step"] for one in epochs_of(tmp_path)] == [6, 6, 12, 12]
+    ends = [one for one in read_events(tmp_path / "events.jsonl") if one["event"] == "end"]
+    assert [(one["step"], one["rounds"]) for one in ends] == [(12, 4)] * 2
+
+
 def test_an_epoch_of_evaluation_does_not_weigh_in_the_next_exchange() -> None:
     data = regression(44, DOUBLE)
 

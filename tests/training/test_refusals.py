@@ -347,6 +347,41 @@ def test_batches_taken_in_another_thread_than_the_steps_are_refused(recipe: str)
     assert has_three_answers(refused(errors.ScriptError, "in another thread", work, recipe=recipe))
 
 
+@pytest.mark.parametrize("recipe", ["allreduce", "local_sgd(every=2)", "async_sgd", "diloco(every=4)"])
+@pytest.mark.parametrize("how", ["a list", "reads ahead", "left over"])
+def test_steps_after_the_loader_came_to_its_end_are_refused(how: str, recipe: str) -> None:
+    def work(worker: int) -> None:
+        net = small_net()
+        optimizer = sgd(net.parameters())
+        loader = begin(net, optimizer)
+        ahead: Any = list(loader) if how == "a list" else loader
+        before = None
+        for x, y in ahead:
+            if how == "left over" or before is not None or how == "a list":
+                nn.functional.mse_loss(net(x), y).backward()
+            if how != "left over" and (before is not None or how == "a list"):
+                optimizer.step()
+            before = x
+        optimizer.step()
+
+    assert has_three_answers(
+        refused(errors.ScriptError, "after the distributed loader has come to its end", work, recipe=recipe)
+    )
+
+
+def test_steps_between_two_sections_are_the_scripts_own() -> None:
+    def work(worker: int) -> None:
+        net = small_net()
+        optimizer = sgd(net.parameters())
+        for x, y in begin(net, optimizer):
+            nn.functional.mse_loss(net(x), y).backward()
+            optimizer.step()
+        stretto.finish()
+        optimizer.step()
+
+    together(2, work, "local_sgd(every=2)")
+
+
 def test_lazy_module_without_shapes_is_refused() -> None:
     def work(worker: int) -> None:
         net = nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 1))
