@@ -1,4 +1,4 @@
-"""Saves the trained model at the end of a run: where it belongs, or else where there is room, and says where it is."""
+"""Saving of the trained model at the end of a run, with a fallback to other directories on a full disk."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from stretto.run_dir import CHECKPOINTS
 
 NAME = "final"
 FULL = (errno.ENOSPC, errno.EDQUOT)
-"""Numbers of the errors that room on the disk may cure."""
+"""Error numbers of a full disk."""
 Notice = Callable[[str], object]
 
 
 def save_final(run: Path, tensors: Mapping[str, Tensor], notice: Notice) -> bool:
-    """Save the tensors in the run folder and return True; elsewhere, and return False, if that takes nothing.
+    """Save the tensors in the run directory and return True; if that fails, save them elsewhere and return False.
 
-    Older checkpoints of the run make room for them, but never the newest whole one. Raises LogError when the tensors
-    could be written nowhere.
+    On a full disk older checkpoints of the run are removed, never the newest complete one. Raises LogError if the
+    tensors could not be written anywhere.
     """
     target = run / f"{NAME}.safetensors"
     if not run.exists():
@@ -33,19 +33,19 @@ def save_final(run: Path, tensors: Mapping[str, Tensor], notice: Notice) -> bool
             f"the run folder {run} was removed during the run, and its log and its checkpoints with it; "
             f"the trained model goes to a new {target}"
         )
-    problem = _written(target, tensors)
+    problem = _try_write(target, tensors)
     removed = []
     older = Checkpoints(run / CHECKPOINTS).older()
     while problem is not None and problem.errno in FULL and (path := next(older, None)) is not None:
         removed.append(path.name)
-        problem = _written(target, tensors)
+        problem = _try_write(target, tensors)
     if removed:
         notice(f"the disk is full: checkpoints were removed to make room for the trained model: {', '.join(removed)}")
     if problem is None:
         return True
     for folder in (Path.cwd(), Path(tempfile.gettempdir())):
-        place = _free(folder / f"{run.name}-{NAME}.safetensors")
-        if _written(place, tensors) is None:
+        place = _unused(folder / f"{run.name}-{NAME}.safetensors")
+        if _try_write(place, tensors) is None:
             notice(f"{target} cannot be written: {problem.strerror}; the trained model is in {place}")
             return False
     raise LogError(
@@ -54,8 +54,8 @@ def save_final(run: Path, tensors: Mapping[str, Tensor], notice: Notice) -> bool
     ) from problem
 
 
-def _written(target: Path, tensors: Mapping[str, Tensor]) -> OSError | None:
-    """Write a file as a whole or not at all; return what prevented it."""
+def _try_write(target: Path, tensors: Mapping[str, Tensor]) -> OSError | None:
+    """Write a file atomically; return the error that prevented it."""
     part = target.with_name(f"{target.name}.part")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -69,7 +69,7 @@ def _written(target: Path, tensors: Mapping[str, Tensor]) -> OSError | None:
     return None
 
 
-def _free(path: Path) -> Path:
+def _unused(path: Path) -> Path:
     """Return the path, or the first of path-2, path-3, ... that does not exist."""
     return next(one for one in _names(path) if not os.path.lexists(one))
 

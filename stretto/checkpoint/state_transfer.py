@@ -1,4 +1,4 @@
-"""The state of a run as others take it over: who joins it, and whoever goes on from a checkpoint."""
+"""State of a run as tensors and facts, for joining workers and for checkpoints."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from stretto.strategies.optimizers import Optimizers
 from stretto.transport.tensor_bytes import Packed, packed, unpacked
 
 Own = tuple[dict[str, Any], dict[str, Tensor]]
-"""What a worker has for itself: facts and tensors."""
+"""State of one worker: facts and tensors."""
 
 
-class _Told(msgspec.Struct):
-    """A state as it travels."""
+class _Encoded(msgspec.Struct):
+    """Encoded form of a state."""
 
     facts: dict[str, Any]
     tensors: dict[str, Packed]
@@ -32,26 +32,26 @@ class _Told(msgspec.Struct):
 
 
 def pack(state: State) -> bytes:
-    """A state as bytes."""
+    """Encode a state as bytes."""
     own = {worker: (facts, _packed(tensors)) for worker, (facts, tensors) in state.own.items()}
-    return msgspec.msgpack.encode(_Told(state.facts, _packed(state.tensors), own))
+    return msgspec.msgpack.encode(_Encoded(state.facts, _packed(state.tensors), own))
 
 
-def unpack(told: bytes) -> State:
-    """The state again."""
-    found = msgspec.msgpack.decode(told, type=_Told)
+def unpack(data: bytes) -> State:
+    """Decode a state."""
+    found = msgspec.msgpack.decode(data, type=_Encoded)
     own = {worker: (facts, _unpacked(tensors)) for worker, (facts, tensors) in found.own.items()}
     return State(found.facts, _unpacked(found.tensors), own)
 
 
 def pack_own(own: Own) -> bytes:
-    """What a worker has for itself, as bytes."""
+    """Encode the state of one worker as bytes."""
     return msgspec.msgpack.encode((own[0], _packed(own[1])))
 
 
-def unpack_own(told: bytes) -> Own:
-    """The same again."""
-    facts, tensors = msgspec.msgpack.decode(told, type=tuple[dict[str, Any], dict[str, Packed]])
+def unpack_own(data: bytes) -> Own:
+    """Decode the state of one worker."""
+    facts, tensors = msgspec.msgpack.decode(data, type=tuple[dict[str, Any], dict[str, Packed]])
     return facts, _unpacked(tensors)
 
 
@@ -67,7 +67,7 @@ def _unpacked(tensors: Mapping[str, Packed]) -> dict[str, Tensor]:
 
 
 def as_text(facts: Any) -> Any:
-    """Facts in which bytes are text, as a manifest holds them."""
+    """Return facts with bytes replaced by text, as a manifest holds them."""
     if isinstance(facts, bytes):
         return {"base64": base64.b64encode(facts).decode()}
     if isinstance(facts, Mapping):
@@ -76,7 +76,7 @@ def as_text(facts: Any) -> Any:
 
 
 def from_text(facts: Any) -> Any:
-    """The facts again."""
+    """Return the facts with their bytes restored."""
     if isinstance(facts, Mapping):
         if set(facts) == {"base64"}:
             return base64.b64decode(facts["base64"])
@@ -88,27 +88,27 @@ def from_text(facts: Any) -> Any:
 
 
 def state_dict_of(model: nn.Module) -> dict[str, Tensor]:
-    """The tensors of the model's `state_dict`, by the names that the script's model has for them."""
+    """Return the tensors of the model's `state_dict`, by the names in the script's model."""
     return {plain_name(name): one for name, one in model.state_dict().items() if isinstance(one, Tensor)}
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The entries of the model's `state_dict` by name, and buffers that are in none."""
+    """Return the entries of the model's `state_dict` by name, and the buffers that are not in it."""
     named = state_dict_of(model)
     others = {name: one for name, one in state_of(model).items() if name not in named}
     return {f"model/{name}": one for name, one in named.items()} | {f"more/{name}": one for name, one in others.items()}
 
 
 @torch.no_grad()
-def take_model(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Put them in place. Raises ModelError when the model is another one."""
+def load_model(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Load these tensors into the model. Raises ModelError if they belong to another model."""
     for name, one in model_tensors(model).items():
         found = tensors.get(name)
         if found is None or found.shape != one.shape:
             got = "nothing" if found is None else str(tuple(found.shape))
             raise ModelError(
                 explain(
-                    f"the state that is taken over is not this model's: {name.partition('/')[2]}",
+                    f"the loaded state does not fit this model: {name.partition('/')[2]}",
                     got=got,
                     expected=str(tuple(one.shape)),
                     to_type="the same script as before, with the same arguments",
@@ -118,30 +118,30 @@ def take_model(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 
 def optimizer_tensors(optimizers: Optimizers) -> dict[str, Tensor]:
-    """The optimizers' state by parameter and name; counters that are plain numbers as tensors too.
+    """Return the optimizers' state by parameter and name, counters as tensors.
 
-    Nothing of a parameter with a state that is `unkept`: half of it would be wrong.
+    Parameters with an entry in `unsaved` are left out: a part of their state would be wrong.
     """
     return {
         f"optimizer/{index}/{name}": value if isinstance(value, Tensor) else torch.tensor(value)
         for index, (_, state) in enumerate(optimizers.states())
-        if not _unkept(state)
+        if not _unsaved(state)
         for name, value in sorted(state.items())
         if value is not None
     }
 
 
-def unkept(optimizers: Optimizers) -> list[str]:
-    """The names of what optimizers keep that is neither a tensor nor a number, such as the lists of L-BFGS."""
-    return sorted({name for _, state in optimizers.states() for name in _unkept(state)})
+def unsaved(optimizers: Optimizers) -> list[str]:
+    """Return the names of optimizer state that is neither a tensor nor a number, such as the lists of L-BFGS."""
+    return sorted({name for _, state in optimizers.states() for name in _unsaved(state)})
 
 
-def _unkept(state: Mapping[str, Any]) -> list[str]:
+def _unsaved(state: Mapping[str, Any]) -> list[str]:
     return [name for name, value in state.items() if value is not None and not isinstance(value, Tensor | int | float)]
 
 
-def take_optimizers(optimizers: Optimizers, tensors: Mapping[str, Tensor]) -> None:
-    """Put them in place of what there is. Raises ModelError when they are of parameters that no optimizer holds."""
+def load_optimizers(optimizers: Optimizers, tensors: Mapping[str, Tensor]) -> None:
+    """Replace the optimizers' state. Raises ModelError for state of parameters that no optimizer holds."""
     parameters = optimizers.parameters
     states: list[tuple[nn.Parameter, dict[str, Any]]] = [(one, {}) for one in parameters]
     for path, value in tensors.items():
@@ -152,24 +152,26 @@ def take_optimizers(optimizers: Optimizers, tensors: Mapping[str, Tensor]) -> No
         if int(index) >= len(parameters):
             raise ModelError(
                 explain(
-                    "the state that is taken over is of other optimizers",
+                    "the loaded state belongs to other optimizers",
                     got=f"the state of parameter {index}",
                     expected=f"the state of {len(parameters)} parameters",
-                    to_type="all parameter groups in the optimizer before stretto.distribute; freeze those that wait",
+                    to_type="all parameter groups in the optimizer before stretto.distribute; freeze the later ones",
                 )
             )
         parameter, state = states[int(index)]
         state[name] = value.to(parameter.device if value.dim() else "cpu").clone()
     optimizers.replace_states(states)
     for one in optimizers:
-        vars(one)["_opt_called"] = True  # it has stepped, though not here: schedulers of passes that are over ask
+        vars(one)["_opt_called"] = (
+            True  # schedulers check it; it stepped in an earlier process
+        )
 
 
 # --- random states --------------------------------------------------------------------------------------------------
 
 
 def random_states(loader: Any) -> Own:
-    """Those of this process, and of the generators that a loader draws from."""
+    """Return the random states of this process and of the generators of a loader."""
     version, numbers, gauss = random.getstate()
     kind, keys, *rest = np.random.get_state()
     facts = {"python": [version, list(numbers), gauss], "numpy": [kind, *rest]}
@@ -179,8 +181,8 @@ def random_states(loader: Any) -> Own:
     return facts, tensors
 
 
-def take_random_states(own: Own, loader: Any) -> None:
-    """Go on drawing where they were."""
+def restore_random_states(own: Own, loader: Any) -> None:
+    """Restore random states."""
     facts, tensors = own
     if "python" not in facts:
         return
@@ -195,7 +197,7 @@ def take_random_states(own: Own, loader: Any) -> None:
 
 
 def _generators(loader: Any) -> Iterator[torch.Generator]:
-    """The generators of a loader and its samplers, each once."""
+    """Yield the generators of a loader and its samplers, each once."""
     if not isinstance(loader, DataLoader):
         return
     holders = (loader, loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None))

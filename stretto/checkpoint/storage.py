@@ -1,10 +1,10 @@
-"""Checkpoints: the state of a run as a folder of files that is there as a whole or not at all.
+"""Checkpoint storage: the state of a run as a directory that exists completely or not at all.
 
-A checkpoint is a folder `round-00000120` with `state.safetensors` (the tensors that all workers share),
-`worker-0.safetensors` and so on (what each has for itself) and `manifest.json`: the facts, and size and checksum of
-every file. The manifest carries its own checksum. It is filled under another name, brought to the disk and then
-renamed; whoever reads it checks all checksums first and goes back to the previous one when something is damaged.
-One process writes to a folder of checkpoints; others may read.
+A checkpoint is a directory `round-00000120` with `state.safetensors` (the tensors that all workers share),
+`worker-0.safetensors` and so on (the tensors of one worker) and `manifest.json`: the facts, and size and checksum of
+every file. The manifest carries its own checksum. The directory is filled under a temporary name, synced to the disk
+and then renamed. A reader verifies all checksums first and falls back to the previous checkpoint if a file is damaged.
+One process writes to a directory of checkpoints; others may read.
 """
 
 from __future__ import annotations
@@ -15,9 +15,6 @@ import json
 import os
 import re
 import shutil
-import sys
-import threading
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,15 +33,14 @@ Notice = Callable[[str], object]
 FORMAT = 2
 MANIFEST, COMMON = "manifest.json", "state.safetensors"
 NAME = re.compile(r"round-([0-9]{8,})(?:-([0-9]+))?", re.ASCII)
-"""Of which round, and which of several of the same round."""
+"""Name of a checkpoint: its round, and its number among several of the same round."""
 TEMPORARY = ".unfinished-"
-"""How the names of folders begin that are not checkpoints yet, or no more."""
+"""Prefix of directories that are not yet, or no longer, checkpoints."""
 OPENING, CLOSING = b'{"blake2b": "%s", "checkpoint": ', b"}\n"
-"""What stands in a manifest around its body."""
+"""Text around the body of a manifest."""
 CHECKSUM = 32
-"""Letters of a checksum."""
+"""Length of a checksum in hexadecimal digits."""
 CHUNK_BYTES = 1 << 20
-NICENESS = 10
 KINDS = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -60,21 +56,21 @@ KINDS = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""What safetensors calls the dtypes."""
+"""Names of the dtypes in safetensors files."""
 
 
 @dataclass(eq=False)
 class State:
-    """What a checkpoint holds. Facts are what JSON can hold: dicts with text as keys, lists, text, numbers, None."""
+    """State that a checkpoint holds. Facts are JSON values: dicts with text as keys, lists, text, numbers, None."""
 
     facts: dict[str, Any]
     tensors: dict[str, Tensor]
     own: dict[int, tuple[dict[str, Any], dict[str, Tensor]]] = field(default_factory=dict)
-    """What each worker has for itself: its facts and its tensors."""
+    """Facts and tensors of each worker."""
 
 
 class Seal(msgspec.Struct, frozen=True):
-    """By which a file is known again: its size and its checksum."""
+    """Size and checksum of a file."""
 
     bytes: int
     blake2b: str
@@ -89,24 +85,24 @@ class _Manifest(msgspec.Struct):
 
 
 class _DamagedError(Exception):
-    """A checkpoint that is not whole; the text names the file."""
+    """Damaged checkpoint; the text names the file."""
 
 
 def _ignore(text: str) -> None:
-    """Tell nobody."""
+    """Do nothing."""
 
 
 class Checkpoints:
-    """The checkpoints in a folder, of which the newest `keep` whole ones are kept."""
+    """Checkpoints in a directory, of which the newest `keep` complete ones are kept."""
 
     def __init__(self, folder: Path, keep: int = 3) -> None:
         self.folder, self.keep = folder, keep
-        self._whole: set[Path] = set()
+        self._complete: set[Path] = set()
 
     def write(self, state: State, number: int) -> Path:
-        """Write the state of a round, and return its folder once it is safe on the disk. Raises OSError.
+        """Write the state of a round and return its directory once it is synced to the disk. Raises OSError.
 
-        Raises TypeError for facts or tensors that could not be read back as they are.
+        Raises TypeError for facts or tensors that could not be read back unchanged.
         """
         self.folder.mkdir(exist_ok=True)
         for leftover in self.folder.glob(f"{TEMPORARY}*"):
@@ -115,90 +111,90 @@ class Checkpoints:
         try:
             temporary.mkdir()
             _fill(temporary, state, number)
-            written = self._free(number)
+            written = self._unused(number)
             temporary.rename(written)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
         _sync(self.folder)
         _sync(self.folder.parent)
-        self._whole.add(written)
+        self._complete.add(written)
         return written
 
     def newest(self, notice: Notice = _ignore) -> tuple[int, State] | None:
-        """The newest whole checkpoint: its round and its state. Damaged ones are passed over, and told."""
-        passed: set[Path] = set()
-        while left := [path for path in self._found() if path not in passed]:
-            passed.add(left[0])
+        """Return round and state of the newest complete checkpoint. Damaged ones are skipped with a notice."""
+        skipped: set[Path] = set()
+        while remaining := [path for path in self._paths() if path not in skipped]:
+            skipped.add(remaining[0])
             try:
-                return _read(left[0])
+                return _read(remaining[0])
             except _DamagedError as damage:
-                if left[0].exists():  # and was not removed meanwhile by the run that writes here
-                    notice(f"{damage}; the checkpoint {left[0].name} is passed over")
+                if remaining[0].exists():  # not removed by the run that writes here
+                    notice(f"{damage}; the checkpoint {remaining[0].name} is skipped")
         return None
 
     def highest(self) -> int:
-        """The round of the newest, whole or not; 0 when there is none."""
+        """Return the round of the newest checkpoint, complete or not; 0 without any."""
         try:
-            return max((_place(path)[0] for path in self._found()), default=0)
-        except LogError:  # whoever writes there will say so
+            return max((_order(path)[0] for path in self._paths()), default=0)
+        except LogError:  # the writer reports it
             return 0
 
     def last(self) -> int | None:
-        """The round of the newest whole checkpoint. What this object wrote is taken to be whole."""
-        return next((_place(path)[0] for path in self._found() if self._is_whole(path)), None)
+        """Return the round of the newest complete checkpoint. Those that this object wrote are taken as complete."""
+        return next((_order(path)[0] for path in self._paths() if self._is_complete(path)), None)
 
     def prune(self) -> None:
-        """Remove all that are older than the newest `keep` whole ones. Newer ones that are damaged stay."""
+        """Remove all that are older than the newest `keep` complete ones. Newer damaged ones stay."""
         kept = 0
-        for path in self._found():
+        for path in self._paths():
             if kept < self.keep:
-                kept += self._is_whole(path)
+                kept += self._is_complete(path)
                 continue
-            self._whole.discard(path)
+            self._complete.discard(path)
             with contextlib.suppress(OSError):
-                away = path.rename(self._temporary())  # at once, so that nobody ever finds half of it
+                away = path.rename(self._temporary())  # renamed first, so that no reader finds a part of it
                 shutil.rmtree(away, ignore_errors=True)
 
     def older(self) -> Iterator[Path]:
-        """Remove those older than the newest whole one, the oldest first, and yield the former path of each."""
-        found = self._found()
-        newest = next((index for index, path in enumerate(found) if self._is_whole(path)), len(found))
-        for path in reversed(found[newest + 1 :]):
-            self._whole.discard(path)
+        """Remove those older than the newest complete one, the oldest first, and yield the former path of each."""
+        paths = self._paths()
+        newest = next((index for index, path in enumerate(paths) if self._is_complete(path)), len(paths))
+        for path in reversed(paths[newest + 1 :]):
+            self._complete.discard(path)
             with contextlib.suppress(OSError):
                 shutil.rmtree(path.rename(self._temporary()))
                 yield path
 
-    def _found(self) -> list[Path]:
-        """All that look like checkpoints, the newest first."""
+    def _paths(self) -> list[Path]:
+        """Return the paths with the name of a checkpoint, the newest first."""
         try:
-            found = [path for path in self.folder.iterdir() if NAME.fullmatch(path.name)]
+            paths = [path for path in self.folder.iterdir() if NAME.fullmatch(path.name)]
         except FileNotFoundError:
             return []
         except OSError as error:
             raise LogError(f"the checkpoints in {self.folder} cannot be read: {error.strerror}") from error
-        return sorted(found, key=_place, reverse=True)
+        return sorted(paths, key=_order, reverse=True)
 
-    def _is_whole(self, path: Path) -> bool:
-        if path not in self._whole:
+    def _is_complete(self, path: Path) -> bool:
+        if path not in self._complete:
             try:
                 _checked(path)
             except _DamagedError:
                 return False
-            self._whole.add(path)
+            self._complete.add(path)
         return True
 
     def _temporary(self) -> Path:
         return self.folder / f"{TEMPORARY}{os.urandom(8).hex()}"
 
-    def _free(self, number: int) -> Path:
-        """The name for a checkpoint of this round: nothing is written over, the same round comes again as -2, -3."""
-        again = max((_place(path)[1] for path in self._found() if _place(path)[0] == number), default=0) + 1
+    def _unused(self, number: int) -> Path:
+        """Return an unused path for a checkpoint of this round: a second one of the same round ends in -2."""
+        again = max((_order(path)[1] for path in self._paths() if _order(path)[0] == number), default=0) + 1
         return self.folder / (f"round-{number:08d}" + (f"-{again}" if again > 1 else ""))
 
 
-def _place(path: Path) -> tuple[int, int]:
+def _order(path: Path) -> tuple[int, int]:
     match = NAME.fullmatch(path.name)
     assert match is not None
     return int(match[1]), int(match[2] or 1)
@@ -208,10 +204,10 @@ def _place(path: Path) -> tuple[int, int]:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Seal:
-    """Write tensors as a safetensors file that is safe on the disk, each as if it shared its memory with none.
+    """Write tensors as a safetensors file and sync it; tensors that share memory are written separately.
 
-    One pass that checks, hashes and writes, and no copy of tensors that are on the CPU and contiguous. Raises OSError
-    (the package's own writer hides its number), and TypeError for a tensor that the format cannot hold.
+    One pass hashes and writes, without a copy of contiguous tensors on the CPU. Raises OSError with its errno, which
+    the writer of the safetensors package hides, and TypeError for a tensor that the format cannot hold.
     """
     ordered = sorted(tensors.items(), key=lambda one: (-one[1].element_size(), one[0]))
     digest, size = _digest(), 0
@@ -225,12 +221,12 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Seal:
 
 
 def _chunks(tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
-    """The bytes of a safetensors file: the length of the head, the head, the numbers of one tensor after another."""
+    """Yield the bytes of a safetensors file: length of the header, header, tensors one after another."""
     head: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for name, tensor in tensors.items():
         if tensor.dtype not in KINDS or tensor.layout != torch.strided or name in head:
-            raise TypeError(f"the tensor {name!r} ({tensor.dtype}, {tensor.layout}) fits no safetensors file")
+            raise TypeError(f"the tensor {name!r} ({tensor.dtype}, {tensor.layout}) has no safetensors type")
         stop = at + tensor.numel() * tensor.element_size()
         head[name] = {"dtype": KINDS[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, stop]}
         at = stop
@@ -238,7 +234,7 @@ def _chunks(tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
     text += b" " * (-len(text) % 8)
     yield memoryview(len(text).to_bytes(8, "little") + text)
     for tensor in tensors.values():
-        whole = octets(tensor.reshape(()) if tensor.numel() == 1 else tensor).data  # one number may have any stride
+        whole = octets(tensor.reshape(()) if tensor.numel() == 1 else tensor).data  # one number: any stride
         for start in range(0, len(whole), CHUNK_BYTES):
             yield whole[start : start + CHUNK_BYTES]
 
@@ -249,13 +245,13 @@ def _write_all(file: BinaryIO, chunk: memoryview) -> None:
 
 
 def _fill(folder: Path, state: State, number: int) -> None:
-    """Write all files of a checkpoint, the manifest last, and bring the folder to the disk."""
+    """Write all files of a checkpoint, the manifest last, and sync the directory."""
     own = {worker: facts for worker, (facts, _) in state.own.items()}
     for facts in (state.facts, *own.values()):
         _check_plain(facts, "facts")
     files = {COMMON: write_tensors(folder / COMMON, state.tensors)}
     for worker, (_, tensors) in state.own.items():
-        files[_own(worker)] = write_tensors(folder / _own(worker), tensors)
+        files[_worker_file(worker)] = write_tensors(folder / _worker_file(worker), tensors)
     manifest = _Manifest(FORMAT, number, state.facts, own, files)
     body = json.dumps(msgspec.to_builtins(manifest, str_keys=True)).encode()
     with (folder / MANIFEST).open("xb", buffering=0) as file:
@@ -264,12 +260,12 @@ def _fill(folder: Path, state: State, number: int) -> None:
     _sync(folder)
 
 
-def _own(worker: int) -> str:
+def _worker_file(worker: int) -> str:
     return f"worker-{worker}.safetensors"
 
 
 def _check_plain(fact: object, where: str) -> None:
-    """Raise TypeError for what JSON would not give back as it was."""
+    """Raise TypeError for values that JSON would not return unchanged."""
     if isinstance(fact, dict) and all(isinstance(key, str) for key in fact):
         for key, value in fact.items():
             _check_plain(value, f"{where}/{key}")
@@ -278,12 +274,12 @@ def _check_plain(fact: object, where: str) -> None:
             _check_plain(value, where)
     elif not (fact is None or isinstance(fact, str | int | float)):
         raise TypeError(
-            f"{where} of a checkpoint cannot be {fact!r}: a {type(fact).__name__} does not come back as such"
+            f"{where} of a checkpoint cannot be {fact!r}: a {type(fact).__name__} cannot be read back as such"
         )
 
 
 def _sync(folder: Path) -> None:
-    """Bring the names in a folder to the disk."""
+    """Sync the entries of a directory to the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -296,7 +292,7 @@ def _digest() -> hashlib.blake2b:
 
 
 def _sealed(body: bytes) -> bytes:
-    """The text of a manifest with the checksum of its body."""
+    """Return the text of a manifest with the checksum of its body."""
     checksum = _digest()
     checksum.update(body)
     return OPENING % checksum.hexdigest().encode() + body + CLOSING
@@ -306,19 +302,19 @@ def _sealed(body: bytes) -> bytes:
 
 
 def _read(path: Path) -> tuple[int, State]:
-    """A checkpoint's round and state. Raises _DamagedError unless it is whole."""
+    """Return round and state of a checkpoint. Raises _DamagedError if it is damaged."""
     manifest = _checked(path)
     try:
-        own = {worker: (facts, load_file(path / _own(worker))) for worker, facts in manifest.own.items()}
+        own = {worker: (facts, load_file(path / _worker_file(worker))) for worker, facts in manifest.own.items()}
         return manifest.number, State(manifest.facts, load_file(path / COMMON), own)
-    except (OSError, RuntimeError, SafetensorError) as error:  # torch says so when a file is not there any more
+    except (OSError, RuntimeError, SafetensorError) as error:  # torch raises RuntimeError for a removed file
         raise _DamagedError(f"the tensors in {path} cannot be read: {error}") from error
 
 
 def _checked(path: Path) -> _Manifest:
-    """The manifest of a checkpoint of which every byte was checked."""
+    """Return the manifest of a checkpoint after every byte was verified."""
     manifest = _manifest(path / MANIFEST)
-    for name in (COMMON, *map(_own, manifest.own)):
+    for name in (COMMON, *map(_worker_file, manifest.own)):
         _check(path / name, manifest.files[name])
     return manifest
 
@@ -331,12 +327,12 @@ def _manifest(path: Path) -> _Manifest:
     body = text[len(OPENING % (b"0" * CHECKSUM)) : -len(CLOSING)]
     sealed = _sealed(body)
     if text != sealed:
-        checksum, told = (one[OPENING.index(b"%s") :][:CHECKSUM].decode(errors="replace") for one in (sealed, text))
-        raise _DamagedError(_differs(path, checksum, told))
-    found = json.loads(body)
-    if found["format"] != FORMAT:
-        raise _DamagedError(f"{path} is of format {found['format']}, and this version reads format {FORMAT}")
-    return msgspec.convert(found, _Manifest, strict=False)
+        checksum, expected = (one[OPENING.index(b"%s") :][:CHECKSUM].decode(errors="replace") for one in (sealed, text))
+        raise _DamagedError(_differs(path, checksum, expected))
+    paths = json.loads(body)
+    if paths["format"] != FORMAT:
+        raise _DamagedError(f"{path} is of format {paths['format']}, and this version reads format {FORMAT}")
+    return msgspec.convert(paths, _Manifest, strict=False)
 
 
 def _check(path: Path, seal: Seal) -> None:
@@ -351,133 +347,5 @@ def _check(path: Path, seal: Seal) -> None:
         raise _DamagedError(_differs(path, checksum, seal.blake2b) + sizes)
 
 
-def _differs(path: Path, found: str, told: str) -> str:
-    return f"{path} is damaged: its checksum is {found}, and it should be {told or 'there'}"
-
-
-# --- in the background -----------------------------------------------------------------------------------------------
-
-
-class Snapshots:
-    """Copies of tensors in memory that is used again, so that a snapshot is one copy and no allocation.
-
-    Two copies of each tensor are kept. A copy that was handed out stays as it is for as long as somebody holds that
-    very tensor (a view of it is not enough); with both in use a snapshot takes new memory, which is not kept.
-    """
-
-    def __init__(self) -> None:
-        self._kept: dict[str, list[tuple[Tensor, weakref.ref[Tensor]]]] = {}
-
-    @torch.no_grad()
-    def copied(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors as they are now, on the CPU."""
-        return {name: self._place(name, one).copy_(one) for name, one in tensors.items()}
-
-    def _place(self, name: str, tensor: Tensor) -> Tensor:
-        """Memory for a tensor that nobody is looking at."""
-        kept = [one for one in self._kept.get(name, ()) if _alike(one[0], tensor)]
-        free = next((one for one in kept if one[1]() is None), None)
-        memory = free[0] if free is not None else torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-        handed = memory.detach()
-        kept = [one for one in kept if one is not free]
-        self._kept[name] = [*kept, (memory, weakref.ref(handed))] if len(kept) < 2 else kept
-        return handed
-
-
-def _alike(memory: Tensor, tensor: Tensor) -> bool:
-    return memory.shape == tensor.shape and memory.dtype == tensor.dtype
-
-
-class BackgroundWriter:
-    """Writes checkpoints in a thread: one is under way, one waits, and a newer one replaces the one that waits.
-
-    A disk that does not take a checkpoint never stops training: that is told once, and once more when it works again.
-    `notice` is called in the writer's thread; when it raises, the same is told again at the next failure.
-    """
-
-    def __init__(self, checkpoints: Checkpoints, notice: Notice) -> None:
-        self._checkpoints, self._notice = checkpoints, notice
-        self._turn = threading.Condition()
-        self._waiting: tuple[State, int] | None = None
-        self._busy = self._closed = self._failing = False
-        self._thread = threading.Thread(target=self._work, name="checkpoints", daemon=True)
-        self._thread.start()
-
-    def submit(self, state: State, number: int) -> None:
-        """Have the state of a round written. It is not copied: nobody may change it any more."""
-        with self._turn:
-            if self._closed:
-                raise RuntimeError("the writer of checkpoints is closed")
-            self._waiting = state, number
-            self._turn.notify_all()
-
-    def settle(self, limit_s: float) -> bool:
-        """Wait for what was submitted. Returns whether all of it was gone through in time."""
-        with self._turn:
-            return self._turn.wait_for(lambda: self._waiting is None and not self._busy, limit_s)
-
-    def close(self, limit_s: float) -> bool:
-        """Take no more, and settle."""
-        with self._turn:
-            self._closed = True
-            self._turn.notify_all()
-        return self.settle(limit_s)
-
-    def _work(self) -> None:
-        _step_back()
-        while self._wanted():
-            self._write()
-            with self._turn:
-                self._busy = False
-                self._turn.notify_all()
-
-    def _wanted(self) -> bool:
-        """Wait for a state; False when none will come any more."""
-        with self._turn:
-            self._turn.wait_for(lambda: self._waiting is not None or self._closed)
-            self._busy = self._waiting is not None
-            return self._busy
-
-    def _write(self) -> None:
-        """Write what waits. Nothing of it is held afterwards."""
-        with self._turn:
-            assert self._waiting is not None
-            (state, number), self._waiting = self._waiting, None
-        try:
-            self._checkpoints.write(state, number)
-            self._checkpoints.prune()
-        except Exception as error:
-            self._failed(error)
-        else:
-            self._worked(number)
-
-    def _failed(self, error: Exception) -> None:
-        if self._failing:
-            return
-        why = (error.strerror if isinstance(error, OSError) else None) or error
-        self._failing = self._told(f"the checkpoint could not be written: {why}; training goes on; {self._last()}")
-
-    def _worked(self, number: int) -> None:
-        if self._failing:
-            self._failing = not self._told(f"checkpoints are written again: that of round {number} is whole")
-
-    def _last(self) -> str:
-        try:
-            last = self._checkpoints.last()
-        except LogError as error:
-            return str(error)
-        return f"the last whole one is round {last}" if last is not None else "there is no whole one yet"
-
-    def _told(self, text: str) -> bool:
-        """Whether the notice was taken; a log on the same full disk may not take it."""
-        with contextlib.suppress(Exception):
-            self._notice(text)
-            return True
-        return False
-
-
-def _step_back() -> None:
-    """Let training go first: on Linux each thread has its own niceness."""
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+def _differs(path: Path, paths: str, expected: str) -> str:
+    return f"{path} is damaged: its checksum is {paths}, expected {expected or 'one'}"

@@ -1,1 +1,1 @@
-"""The clock, the event log and the time per phase of one worker: what the simulator replaces."""
+"""Clock, event log and phase timer of one worker: the parts that the simulator replaces."""

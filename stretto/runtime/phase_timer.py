@@ -1,4 +1,4 @@
-"""Where a worker's time goes: every moment belongs to exactly one phase."""
+"""Phase timer: every moment of a worker belongs to exactly one phase."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from stretto.events import PHASES
 
 
 class Stopwatch:
-    """Books the time since the last switch to the phase that was on. The phases therefore sum to the whole."""
+    """Timer that adds the time since the last switch to the current phase, so that the phases sum to the total."""
 
     def __init__(self, clock: Callable[[], float], since: float | None = None) -> None:
         self._clock = clock
@@ -19,7 +19,7 @@ class Stopwatch:
         self.spent = dict.fromkeys(PHASES, 0.0)
 
     def switch(self, phase: str) -> str:
-        """Go over to a phase; returns the one that was on."""
+        """Switch to a phase and return the previous one."""
         now = self._clock()
         self.spent[self.phase] += now - self._since
         self._since = now
@@ -28,7 +28,7 @@ class Stopwatch:
 
     @contextmanager
     def on(self, phase: str) -> Iterator[None]:
-        """Be in a phase for a while."""
+        """Switch to a phase for the duration of the block."""
         before = self.switch(phase)
         try:
             yield
@@ -36,48 +36,48 @@ class Stopwatch:
             self.switch(before)
 
     def move(self, source: str, target: str, seconds: float) -> None:
-        """Book time that turned out to belong elsewhere."""
+        """Move time from one phase to another."""
         seconds = min(max(seconds, 0.0), self.spent[source])
         self.spent[source] -= seconds
         self.spent[target] += seconds
 
     def split(self) -> dict[str, float]:
-        """Seconds of each phase until now."""
+        """Return the seconds of each phase so far."""
         self.switch(self.phase)
         return {phase: round(seconds, 6) for phase, seconds in self.spent.items()}
 
 
 class Pace(Protocol):
-    """Makes the computing of a worker last as long as it should."""
+    """Controls how long the computation of a worker lasts."""
 
     def begin_pass(self) -> None:
-        """A pass over the loader begins."""
+        """Note the start of an epoch."""
         ...
 
     def begin(self) -> None:
-        """A hand begins that has a batch for this worker."""
+        """Note the start of a global step in which this worker has a batch."""
         ...
 
     def go_on(self, progress: float = 1.0) -> None:
-        """So much of the hand's computing is done."""
+        """Note that this share of the computation of the step is done."""
         ...
 
 
 class Stretch:
-    """Makes a worker slow on purpose: after some computing it sleeps, so that both together last `factor` as long."""
+    """Slows a worker down: after some computation it sleeps, so that both together last `factor` times as long."""
 
     def __init__(self, factor: float, watch: Stopwatch, sleep: Callable[[float], None]) -> None:
         self._factor, self._watch, self._sleep = factor, watch, sleep
         self._until = 0.0
 
     def begin_pass(self) -> None:
-        """Time passes by itself."""
+        """Do nothing: real time passes."""
 
     def begin(self) -> None:
-        """Time passes by itself."""
+        """Do nothing: real time passes."""
 
     def go_on(self, progress: float = 1.0) -> None:
-        """Sleep for what was computed since the last time."""
+        """Sleep in proportion to the computation since the last call."""
         if self._factor == 1.0:
             return
         with self._watch.on("computing"):

@@ -1,4 +1,4 @@
-"""What a worker stands in: its clock, its log, the process around it. The simulator puts others in their place."""
+"""Runtime of a worker: its clock, its log and its process. The simulator has an implementation of its own."""
 
 from __future__ import annotations
 
@@ -22,86 +22,86 @@ from stretto.runtime.phase_timer import Pace, Stopwatch, Stretch
 
 
 class StopTraining(BaseException):
-    """Whoever runs the script has seen enough of it: the run ends here, in good order. No Exception: nothing failed."""
+    """Raised to end the script gracefully at a limit of the simulation. Not an Exception: nothing failed."""
 
 
 class _Scalers:
-    """All gradient scalers of this process, in the order in which they were made.
+    """All gradient scalers of this process, in the order of their creation.
 
-    The garbage collector, which is slow, is asked once; those made later tell of themselves.
+    Existing ones are found through the garbage collector, which is slow, once; later ones are recorded when created.
     """
 
     def __init__(self) -> None:
         self._known: list[weakref.ref[GradScaler]] | None = None
 
     def all(self) -> list[GradScaler]:
-        """Those that there are now."""
+        """Return the scalers that exist now."""
         if self._known is None:
             self._known = [weakref.ref(one) for one in gc.get_referrers(GradScaler) if type(one) is GradScaler]
-            self._listen(self._known)
+            self._record_new(self._known)
         return [scaler for one in self._known if (scaler := one()) is not None]
 
-    def _listen(self, known: list[weakref.ref[GradScaler]]) -> None:
+    def _record_new(self, known: list[weakref.ref[GradScaler]]) -> None:
         make = GradScaler.__init__
 
         @functools.wraps(make)
-        def told(scaler: GradScaler, *given: Any, **named: Any) -> None:
+        def recording_init(scaler: GradScaler, *given: Any, **named: Any) -> None:
             make(scaler, *given, **named)
             known.append(weakref.ref(scaler))
 
-        GradScaler.__init__ = told  # type: ignore[method-assign, assignment]
+        GradScaler.__init__ = recording_init  # type: ignore[method-assign, assignment]
 
 
 _scalers = _Scalers()
 
 
 class Runtime:
-    """Those of a worker that is a process of its own, or a thread."""
+    """Runtime of a worker that is a process of its own, or a thread."""
 
     def __init__(self, own_process: bool = False) -> None:
         self.own_process = own_process
 
     flush_every_s = 0.5
-    """Between two progress events."""
+    """Interval between progress events."""
     records = True
-    """Whether the script's own numbers go into the log."""
+    """True if metrics of the script are written to the log."""
 
     def clock(self) -> float:
-        """Seconds since some moment."""
+        """Return the seconds since an arbitrary moment."""
         return time.perf_counter()
 
     def pace(self, watch: Stopwatch, slow: float) -> Pace:
-        """What makes computing last as long as it should."""
+        """Return the control of the duration of the computation."""
         return Stretch(slow, watch, time.sleep)
 
     def after_backward(self, then: Callable[[], None]) -> None:
-        """Have something done as the last act of the backward pass that is going on."""
+        """Call `then` at the end of the current backward pass."""
         engine: Any = Variable._execution_engine
         engine.queue_callback(then)
 
     def log(self, folder: Path, worker: int) -> EventLog:
-        """Where this worker's events go."""
+        """Return the event log of this worker."""
         return EventLog(LogFile(folder / "events.jsonl"), worker)
 
     def facts(self) -> dict[str, Any]:
-        """What a start event says of the process."""
+        """Return facts about the process for the start event."""
         return {"pid": os.getpid(), "host": socket.gethostname()}
 
     def begins(self, model: nn.Module, loader: Any) -> None:
-        """The script has called `distribute` with these."""
+        """Note that the script has called `distribute` with these arguments."""
 
     def loads(self, loader: DataLoader[Any]) -> int:
-        """In how many processes the batches of this loader are made; 0 for this one."""
+        """Return the number of processes that load the batches of this loader; 0 for this process."""
         return loader.num_workers
 
     def scalers(self) -> list[GradScaler]:
-        """The gradient scalers of this worker's script, which know nothing of its optimizer."""
+        """Return the gradient scalers of this worker's script, which have no reference to its optimizer."""
         return _scalers.all() if self.own_process else []
 
     def sees_enough(self, hands: int, samples: int, t: float) -> bool:
-        """Whether the run ends before the next hand, after so many hands, samples and seconds."""
+        """Return True if the run ends before the next global step, after this many steps, samples and seconds."""
         return False
 
     def has_seen_enough(self) -> bool:
-        """Whether a worker that waits for nobody has ended in this pass, whose end all have come to."""
+        """Return True if an asynchronous worker has reached the limit within the epoch that just ended for all."""
         return False

@@ -12,7 +12,8 @@ from queue import SimpleQueue
 from typing import Any
 
 from stretto.checkpoint import state_transfer
-from stretto.checkpoint.storage import BackgroundWriter, Checkpoints, Snapshots, State
+from stretto.checkpoint.background_writer import BackgroundWriter, Snapshots
+from stretto.checkpoint.storage import Checkpoints, State
 from stretto.loader.epoch_batches import AssignedEpoch, members_of
 from stretto.loader.epoch_order import pack
 from stretto.loader.leased_batches import LeasedEpoch
@@ -96,7 +97,7 @@ class CheckpointManager:
         kept = State(state_transfer.as_text(state.facts), self._snapshots.copied(state.tensors), state.own)
         if self._writer is None:
             self._writer = BackgroundWriter(self._checkpoints, self._notices.put)
-            if left_out := state_transfer.unkept(trainer.optimizers):
+            if left_out := state_transfer.unsaved(trainer.optimizers):
                 names = ", ".join(left_out)
                 trainer.journal.notice(f"checkpoints can't hold {names} of the optimizer, which starts again after one")
         self._number, before = trainer.rounds_done, self._number

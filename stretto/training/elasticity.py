@@ -86,10 +86,10 @@ class ElasticAgent:
             return
         trainer, facts = self._trainer, state.facts
         self._taken = state
-        state_transfer.take_model(trainer.model, state.tensors)
+        state_transfer.load_model(trainer.model, state.tensors)
         own = state.own.get(number_of(trainer.wire)) if self._is_same_crew(state) else None
         each_its_own = facts["own_optimizer"] and trainer.replica.keeps_own_optimizer
-        state_transfer.take_optimizers(trainer.optimizers, own[1] if own and each_its_own else state.tensors)
+        state_transfer.load_optimizers(trainer.optimizers, own[1] if own and each_its_own else state.tensors)
         trainer.steps, trainer.turns, trainer.hands_done = facts["steps"], facts["turns"], facts["hands"]
         trainer.steps_of, trainer.stepless_hands = list(facts["steps_of"]), facts.get("stepless_hands", 0)
         trainer.rounds_done, trainer.samples = facts["rounds"], facts["samples"]
@@ -169,11 +169,11 @@ class ElasticAgent:
     def _go_on_from(self, state: State) -> None:
         """Model, settings and random states as when the state was taken, whatever the script did on its way here."""
         self._taken = None
-        state_transfer.take_model(self._trainer.model, state.tensors)
+        state_transfer.load_model(self._trainer.model, state.tensors)
         self._trainer.settings.take(state.facts["settings"])
         own = state.own.get(number_of(self._trainer.wire)) if self._is_same_crew(state) else None
         if own is not None:
-            state_transfer.take_random_states(own, self._trainer.loader)
+            state_transfer.restore_random_states(own, self._trainer.loader)
 
     # --- leaving ------------------------------------------------------------------------------------------------
 

@@ -319,7 +319,7 @@ class Sections:
 
     def _take_random_states(self, told: bytes) -> None:
         if told:
-            state_transfer.take_random_states(state_transfer.unpack_own(told), None)
+            state_transfer.restore_random_states(state_transfer.unpack_own(told), None)
 
 
 def _keep(told: bytes, folder: Path | None) -> bytes:

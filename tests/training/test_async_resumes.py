@@ -15,7 +15,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import stretto
-from stretto.checkpoint.storage import BackgroundWriter, Checkpoints, State
+from stretto.checkpoint.background_writer import BackgroundWriter
+from stretto.checkpoint.storage import Checkpoints, State
 from stretto.events import read_events
 from stretto.interval import every
 

@@ -25,7 +25,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from torch import Tensor
 
 from stretto.checkpoint import state_transfer, storage
-from stretto.checkpoint.storage import BackgroundWriter, Checkpoints, Snapshots, State, write_tensors
+from stretto.checkpoint.background_writer import BackgroundWriter, Snapshots
+from stretto.checkpoint.storage import Checkpoints, State, write_tensors
 from stretto.errors import LaunchError
 from stretto.interval import Interval, every
 from stretto.strategies.optimizers import Optimizers
@@ -277,14 +278,14 @@ def test_nothing_whole_is_nothing(two: Path) -> None:
     assert Checkpoints(two / "nowhere").newest(pytest.fail) is None
 
 
-def test_a_format_of_the_future_is_told_and_kept(two: Path) -> None:
+def test_checkpoint_of_a_later_format_is_skipped_and_kept(two: Path) -> None:
     manifest = two / "manifest.json"
-    body = json.dumps(json.loads(manifest.read_bytes())["checkpoint"] | {"format": 2}).encode()
+    body = json.dumps(json.loads(manifest.read_bytes())["checkpoint"] | {"format": storage.FORMAT + 1}).encode()
     manifest.write_bytes(storage._sealed(body))
     notices: list[str] = []
     checkpoints = Checkpoints(two.parent, keep=1)
     assert told(checkpoints.newest(notices.append)) == 1
-    assert "format 2" in notices[0]
+    assert f"format {storage.FORMAT + 1}" in notices[0]
     checkpoints.prune()
     assert two.exists()
 
@@ -315,12 +316,12 @@ def test_the_newest_whole_ones_are_kept(made: list[tuple[int, bool]], keep: int,
                 (path / "state.safetensors").write_bytes(b"")
         if known:
             checkpoints.last()
-        ordered = sorted(whole, key=storage._place)
+        ordered = sorted(whole, key=storage._order)
         good = [path for path in ordered if whole[path]]
         kept = ordered[ordered.index(good[-keep]) :] if len(good) >= keep else ordered
         checkpoints.prune()
-        assert sorted(Path(folder).iterdir(), key=storage._place) == kept
-        last = storage._place(good[-1])[0] if good else None
+        assert sorted(Path(folder).iterdir(), key=storage._order) == kept
+        last = storage._order(good[-1])[0] if good else None
         assert told(checkpoints.newest()) == checkpoints.last() == last
 
 
@@ -483,10 +484,10 @@ def test_failures_are_told_once_and_once_more_when_it_works_again(plan: list[str
             whole = [one for one in range(number) if plan[one] is None]
             if failure and not before:
                 why = "No space left on device" if failure == "no room" else "no such thing"
-                last = f"the last whole one is round {whole[-1]}" if whole else "there is no whole one yet"
-                expected.append(f"the checkpoint could not be written: {why}; training goes on; {last}")
+                last = f"the last complete one is round {whole[-1]}" if whole else "there is no complete one yet"
+                expected.append(f"the checkpoint could not be written: {why}; training continues; {last}")
             if before and not failure:
-                expected.append(f"checkpoints are written again: that of round {number} is whole")
+                expected.append(f"checkpoints are written again: that of round {number} is complete")
             assert writer.settle(10)
             gated.error = FAILURES[failure] if failure else None
             writer.submit(with_it, number)
@@ -595,7 +596,8 @@ FULL = """
 import json, subprocess, sys
 from pathlib import Path
 import torch
-from stretto.checkpoint.storage import BackgroundWriter, Checkpoints, State
+from stretto.checkpoint.background_writer import BackgroundWriter
+from stretto.checkpoint.storage import Checkpoints, State
 
 disk = Path(sys.argv[1])
 checkpoints, notices, found = Checkpoints(disk / "checkpoints", keep=1), [], []
@@ -645,11 +647,12 @@ def test_a_full_disk_is_told_and_training_goes_on(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     found, notices, left = json.loads(done.stdout)
     assert found == [1, 1, 1, 4, 4, 4, 7]
+    failed = "the checkpoint could not be written"
     assert notices == [
-        "the checkpoint could not be written: No space left on device; training goes on; the last whole one is round 1",
-        "checkpoints are written again: that of round 4 is whole",
-        "the checkpoint could not be written: Read-only file system; training goes on; the last whole one is round 4",
-        "checkpoints are written again: that of round 7 is whole",
+        f"{failed}: No space left on device; training continues; the last complete one is round 1",
+        "checkpoints are written again: that of round 4 is complete",
+        f"{failed}: Read-only file system; training continues; the last complete one is round 4",
+        "checkpoints are written again: that of round 7 is complete",
     ]
     assert left == ["round-00000007"]
 
@@ -715,10 +718,10 @@ def test_an_optimizer_that_keeps_lists_begins_anew_and_says_which() -> None:
     optimizer = torch.optim.LBFGS(net.parameters(), max_iter=3)
     for _ in range(2):
         step(net, optimizer)
-    assert {"old_dirs", "old_stps", "ro"} <= set(state_transfer.unkept(Optimizers([optimizer])))
+    assert {"old_dirs", "old_stps", "ro"} <= set(state_transfer.unsaved(Optimizers([optimizer])))
     again = torch.optim.LBFGS(net.parameters(), max_iter=3)
-    state_transfer.take_optimizers(Optimizers([again]), state_transfer.optimizer_tensors(Optimizers([optimizer])))
+    state_transfer.load_optimizers(Optimizers([again]), state_transfer.optimizer_tensors(Optimizers([optimizer])))
     step(net, again)
     adam = torch.optim.Adam(net.parameters())
     step(net, adam)
-    assert state_transfer.unkept(Optimizers([adam])) == []
+    assert state_transfer.unsaved(Optimizers([adam])) == []
