@@ -25,9 +25,10 @@ from torch import Tensor
 
 from benchmarks.peers import WARM_UP_S, Outcome, Rate, show, total, update_of
 from benchmarks.peers.processes import LIMIT_S, Child, say, told_to_end
-from stretto.parameter_server.client_types import Update, shared_out
-from stretto.parameter_server.rpc_channel import dial
-from stretto.parameter_server.rpc_server import ShardConfig, listening, serve
+from stretto.parameter_server.client_types import Update, split_among_shards
+from stretto.parameter_server.rpc_channel import connect_client
+from stretto.parameter_server.rpc_server import listening, serve
+from stretto.process_config import ShardConfig
 from stretto.security import WorkerKeys, new_keys
 
 RECIPE = "async_sgd"
@@ -174,7 +175,7 @@ class Pusher:
         self, worker: int, workers: int, addresses: Sequence[str], keys: Sequence[str] | None, parameters: int
     ) -> None:
         known = WorkerKeys(*(one.encode() for one in keys)) if keys else None
-        self._wire = dial(worker, workers, addresses, known, LIMIT_S)
+        self._wire = connect_client(worker, workers, addresses, known, LIMIT_S)
         self._update = torch.from_numpy(update_of(worker, parameters))
         self._parameters = torch.zeros(parameters)
         self._versions = [0] * self._wire.shards
@@ -218,7 +219,7 @@ class Pusher:
 
     def _exchange(self) -> None:
         self._pushed += 1
-        messages = shared_out([self._update], self._wire.shards)
+        messages = split_among_shards([self._update], self._wire.shards)
         update = Update(self._pushed, self._versions, 1, 0.0, messages)
         self._versions = self._wire.push(ARENA, update, [self._update.numel()]).wait(self._take).versions
 

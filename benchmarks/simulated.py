@@ -31,7 +31,7 @@ from benchmarks.measure import save
 from benchmarks.pace import ROOT
 from benchmarks.unequal import scripts
 from stretto.events import read_events
-from stretto.parameter_server.embedded import meet_at_lead
+from stretto.parameter_server.embedded import serve_at_rank0
 from stretto.simulator.compute import transport_costs
 from stretto.simulator.compute.cost_model import AUTO, NAMES
 from stretto.simulator.compute.transport_costs import TransportCosts
@@ -298,7 +298,7 @@ def probe(folder: Path, processors: float) -> None:
         return time.perf_counter() * min(processors / HOSTS, 1.0)
 
     collective = _means(wire, transport_costs.of_collective(wire, lambda: busy_s() / HOSTS, passing, MORE))
-    served = meet_at_lead(wire, 1, "stop", LIMIT_S, seat.lead_host)
+    served = serve_at_rank0(wire, 1, "stop", LIMIT_S, seat.lead_host)
     parcels = _means(served, transport_costs.of_server(served, lambda: HOSTS * passing(), busy_s, MORE))
     if served.worker == 0:
         (folder / "wires.json").write_text(json.dumps(asdict(TransportCosts(*collective, *parcels))))

@@ -18,7 +18,7 @@ from stretto.parameter_server import messages as m
 from stretto.parameter_server.client import ParameterServerClient
 from stretto.parameter_server.client_types import RollbackRequiredError, Sink
 from stretto.parameter_server.dispatcher_handler import DispatcherHandler
-from stretto.parameter_server.framing import Chunks, FramingError, kind
+from stretto.parameter_server.framing import Chunks, FramingError, dtype_name
 from stretto.parameter_server.handler import OutgoingMessage, RequestHandler
 from stretto.parameter_server.incarnations import Incarnations
 from stretto.parameter_server.shard_handler import ShardHandler
@@ -43,9 +43,9 @@ class Service:
     def hear(self, worker: int, life: int, head: m.Header, tensors: list[Chunks]) -> None:
         if self._lives.is_over(worker, life):
             return
-        if (gone := self._lives.untold(worker, life)) is not None:
+        if (gone := self._lives.implied_end(worker, life)) is not None:
             self._bury(gone)
-        self._lives.hear(worker, life)
+        self._lives.note(worker, life)
         if isinstance(head.body, m.Leave):
             self._post(self.desk.leave(worker))
             return
@@ -53,26 +53,26 @@ class Service:
             self.desk.expects(worker, head)
             self._post(self.desk.take(worker, head, tensors))
         except (FramingError, TransportError) as error:
-            self._post([OutgoingMessage(worker, head.number, m.Refused(str(error)))])
+            self._post([OutgoingMessage(worker, head.request_id, m.Refused(str(error)))])
 
-    def gone(self, gone: m.Gone) -> m.Left:
-        left = self.desk.work_of(gone.worker) if self._lives.is_last(gone.worker, gone.life) else m.Left(0, [])
-        if not self._lives.is_over(gone.worker, gone.life):
+    def remove(self, gone: m.IncarnationEnded) -> m.CountedWork:
+        left = self.desk.work_of(gone.worker) if self._lives.is_last(gone.worker, gone.incarnation) else m.CountedWork(0, [])
+        if not self._lives.is_over(gone.worker, gone.incarnation):
             self._bury(gone)
         return left
 
-    def _bury(self, gone: m.Gone) -> None:
-        if self._lives.end(gone.worker, gone.life):
-            self._post(self.desk.gone(gone.worker, gone.number, gone.batches, gone.torn))
+    def _bury(self, gone: m.IncarnationEnded) -> None:
+        if self._lives.end(gone.worker, gone.incarnation):
+            self._post(self.desk.remove(gone.worker, gone.epoch_number, gone.batches, gone.is_partial))
 
     def _post(self, posts: Sequence[OutgoingMessage]) -> None:
         for post in posts:
             pieces = [one.clone() for one in post.tensors]
             if post.sent is not None:
                 post.sent()
-            link = self.links.get((post.worker, self._lives.present(post.worker)))
+            link = self.links.get((post.worker, self._lives.current(post.worker)))
             if link is not None and link.is_up:
-                link.coming.append((post.number, post.body, pieces))
+                link.coming.append((post.request_id, post.body, pieces))
 
 
 class FaultyLink:
@@ -91,13 +91,13 @@ class FaultyLink:
 
     def send(self, body: m.Request, tensors: Sequence[Tensor] = ()) -> int:
         self._numbers += 1
-        if not isinstance(body, m.SILENT):
+        if not isinstance(body, m.WITHOUT_REPLY):
             self.asked[self._numbers] = body, tensors
         self._send(self._numbers, body, tensors)
         return self._numbers
 
     def _send(self, number: int, body: m.Request, tensors: Sequence[Tensor]) -> None:
-        head = m.Header(number, body, [(kind(one), one.numel()) for one in tensors])
+        head = m.Header(number, body, [(dtype_name(one), one.numel()) for one in tensors])
         self.going.append((head, [[one.detach().clone()] if one.numel() else [] for one in tensors]))
 
     def wait(self, number: int, sink: Sink | None = None) -> tuple[m.Body, list[Chunks]]:
@@ -113,23 +113,23 @@ class FaultyLink:
                 sink(index, 0, one)
         return body, [[one] for one in tensors]
 
-    def is_there(self, number: int) -> bool:
+    def poll(self, number: int) -> bool:
         return number in self.replies
 
-    def awaits(self, number: int) -> bool:
+    def is_pending(self, number: int) -> bool:
         return number in self.asked
 
-    def drop(self, number: int) -> None:
+    def discard(self, number: int) -> None:
         self.asked.pop(number, None)
         self.replies.pop(number, None)
 
-    def mutter(self, body: m.Request, tensors: Sequence[Tensor] = ()) -> None:
+    def send_oneway(self, body: m.Request, tensors: Sequence[Tensor] = ()) -> None:
         self._send(0, body, tensors)
 
     def abort(self) -> None:
         pass
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         self.asked.clear()
 
     def traffic(self) -> tuple[int, int]:
@@ -173,7 +173,7 @@ class Worker:
     def _work(self) -> None:
         self.wire = ParameterServerClient(self.number, self.crew.workers, self.links[0], self.links[1:], elastic=True)
         for one in self.links:
-            one.again = lambda one=one: self.wire.say_again(one)  # type: ignore[misc]
+            one.again = lambda one=one: self.wire.replay(one)  # type: ignore[misc]
         if self._comes_in_time():
             self._run(self)
 
@@ -303,8 +303,8 @@ class Crew:
             link.snap()
 
     def _herald(self, number: int, life: int) -> None:
-        found = [service.gone(m.Gone(number, life)) for service in self.services[1:]]
-        self.services[0].gone(m.told_of(number, life, found, len(found)))
+        found = [service.remove(m.IncarnationEnded(number, life)) for service in self.services[1:]]
+        self.services[0].remove(m.incarnation_ended(number, life, found, len(found)))
 
     def start(self) -> None:
         for one in self.crew:

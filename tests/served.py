@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from stretto.parameter_server.client import ParameterServerClient
-from stretto.parameter_server.client_types import News, PushHandle, Update, shared_out
-from stretto.parameter_server.embedded import Hosted, host
+from stretto.parameter_server.client_types import PushHandle, PushResult, Update, split_among_shards
+from stretto.parameter_server.embedded import EmbeddedServer, start_server
 from stretto.parameter_server.rpc_server import listening
 from stretto.process_config import ShardConfig
 
@@ -26,20 +26,20 @@ class Serving:
     """Servers and the workers' ends; `end` closes them all."""
 
     def __init__(self) -> None:
-        self._hosted: list[Hosted] = []
+        self._hosted: list[EmbeddedServer] = []
         self._ends: list[ParameterServerClient] = []
 
-    def host(self, workers: int, **options: Any) -> Hosted:
+    def host(self, workers: int, **options: Any) -> EmbeddedServer:
         """A new server."""
-        self._hosted.append(host(workers, **options))
+        self._hosted.append(start_server(workers, **options))
         return self._hosted[-1]
 
-    def end_of(self, hosted: Hosted, worker: int, timeout_s: float = 20.0) -> ParameterServerClient:
+    def end_of(self, hosted: EmbeddedServer, worker: int, timeout_s: float = 20.0) -> ParameterServerClient:
         """One worker's end of it."""
-        self._ends.append(hosted.wire(worker, timeout_s))
+        self._ends.append(hosted.client(worker, timeout_s))
         return self._ends[-1]
 
-    def ends(self, hosted: Hosted, timeout_s: float = 20.0) -> list[ParameterServerClient]:
+    def ends(self, hosted: EmbeddedServer, timeout_s: float = 20.0) -> list[ParameterServerClient]:
         """All workers' ends of it."""
         return [self.end_of(hosted, worker, timeout_s) for worker in range(hosted.workers)]
 
@@ -48,10 +48,10 @@ class Serving:
         for one in self._ends:
             one.close()
         for hosted in self._hosted:
-            hosted.house._stop.set()
+            hosted.server._stop.set()
         for hosted in self._hosted:
             hosted.close()
-        failures = [one.failure for hosted in self._hosted for one in hosted.house.services if one.failure]
+        failures = [one.failure for hosted in self._hosted for one in hosted.server.services if one.failure]
         if failures:
             raise failures[0]
 
@@ -98,11 +98,11 @@ def push(
     wire: ParameterServerClient, seq: int, parts: Sequence[Tensor], version: int = 0, arena: int = 1
 ) -> PushHandle:
     """Send an update of 8 samples."""
-    update = Update(seq, [version] * wire.shards, 8, 0.1, shared_out(parts, wire.shards))
+    update = Update(seq, [version] * wire.shards, 8, 0.1, split_among_shards(parts, wire.shards))
     return wire.push(arena, update, [one.numel() for one in parts])
 
 
-def hear(ticket: PushHandle, like: Sequence[Tensor]) -> tuple[News, list[Tensor]]:
+def hear(ticket: PushHandle, like: Sequence[Tensor]) -> tuple[PushResult, list[Tensor]]:
     """What a ticket brings, each part whole; every number must come, and once."""
     parts = [torch.full_like(one, torch.nan) for one in like]
 

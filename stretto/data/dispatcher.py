@@ -20,14 +20,14 @@ from stretto.membership.epoch_numbers import section_of
 class DispatchReply:
     """Reply to a worker that asks for a batch: a lease, a call to a barrier, or neither if no batch is left.
 
-    `samples` is the number of samples leased in the epoch so far. `snapshot` is True if the barrier is only for a
+    `samples` is the number of samples leased in the epoch so far. `snapshot_only` is True if the barrier is only for a
     snapshot.
     """
 
     lease: Lease | None
     samples: int
     barrier: bool = False
-    snapshot: bool = False
+    snapshot_only: bool = False
 
 
 class BatchDispatcher:
@@ -99,7 +99,7 @@ class BatchDispatcher:
         notified = self._notified.get(worker, 0)
         if notified < len(self.barriers_called):
             self._notified[worker] = notified + 1
-            return DispatchReply(None, self._samples, barrier=True, snapshot=self.barriers_called[notified])
+            return DispatchReply(None, self._samples, barrier=True, snapshot_only=self.barriers_called[notified])
         lease = self._ledger.lease(worker) if worker not in self._left_early else None
         if lease is not None:
             self._leases[lease.batch] = lease

@@ -105,12 +105,12 @@ class _DeathMessenger(threading.Thread):
             try:
                 event = self._events.get(timeout=REPEAT_S)
             except Empty:
-                notifier.again()
+                notifier.notify_again()
                 continue
             if event["what"] == "failed":
-                notifier.gone(event["worker"], event["incarnation"])
+                notifier.notify_ended(event["worker"], event["incarnation"])
             elif event["what"] == "joined":
-                notifier.back(event["worker"])
+                notifier.note_restarted(event["worker"])
 
 
 class _Publisher:

@@ -55,10 +55,10 @@ class LeasedBatchSampler(BatchSampler):
             self._order, settled = self._begun or (self._found(), [])
             self._bounds = self._order.bounds
             if self._keeps and self.wire.order[0] != self._number:
-                self.wire.keep_order(self._number, pack(self._order))
+                self.wire.store_order(self._number, pack(self._order))
             if self._begun is not None:
                 self.wire.all_gather_bytes(b"begun")  # the cut that comes of it has a number of its own
-            self.wire.begin(self._number, self._order.sizes, self._meet, self._dealt, settled)
+            self.wire.begin_epoch(self._number, self._order.sizes, self._meet, self._dealt, settled)
         return self._order
 
     @property
@@ -71,9 +71,9 @@ class LeasedBatchSampler(BatchSampler):
         wire, number = self.wire, self._number
         if wire.order[0] == number:
             return unpack(wire.order[1])
-        wire.keeps = number if self._keeps else None
+        wire.order_epoch = number if self._keeps else None
         order = self._draw()
-        wire.keeps = None
+        wire.order_epoch = None
         return order
 
     def at_rest(self) -> BatchAssignment:
@@ -81,14 +81,14 @@ class LeasedBatchSampler(BatchSampler):
 
         Raises RollbackRequiredError when a server was lost.
         """
-        bounds, counted = self.order().bounds, self.wire.count(self._number)[0]
+        bounds, counted = self.order().bounds, self.wire.sample_counts_once(self._number)[0]
         settled = (batch for batch, start in enumerate(bounds[:-1]) if start < len(counted) and counted[start])
         return BatchAssignment.from_settled(bounds, settled, self.wire.expected)
 
     def ask_ahead(self) -> None:
         """Ask for the next batch; the answer is waited for when it is needed."""
         if self._asked is None:
-            self._asked = self.wire.ask_lease(self._number)
+            self._asked = self.wire.request_lease(self._number)
 
     @property
     def has_asked(self) -> bool:
@@ -97,21 +97,21 @@ class LeasedBatchSampler(BatchSampler):
 
     def settle(self, leases: Sequence[Lease]) -> None:
         """The work on these is in the server's parameters."""
-        if batches := [lease.batch for lease in leases if lease.recovery_epoch == self.wire.age]:
+        if batches := [lease.batch for lease in leases if lease.recovery_epoch == self.wire.recovery_epoch]:
             self.wire.settle(self._number, batches)
 
     def is_over(self, left: bool = False) -> bool:
         """Wait until nobody holds a batch of the pass any more; False when there are batches again."""
         self._asked = None
         try:
-            return self.wire.is_over(self._number, left)
+            return self.wire.wait_epoch_end(self._number, left)
         except RollbackRequiredError:
-            self.wire.recover()
+            self.wire.roll_back()
             return False
 
     def counted(self) -> tuple[NDArray[np.uint8], dict[int, int]]:
         """Return the counts of the coordinator: of each sample, and of the samples that each worker has trained."""
-        counted, trained = self.wire.counted(self._number)
+        counted, trained = self.wire.sample_counts(self._number)
         return counted.numpy(), trained
 
     def __iter__(self) -> Iterator[Batch]:
@@ -130,15 +130,15 @@ class LeasedBatchSampler(BatchSampler):
     def _lease(self) -> Lease | None:
         while True:
             told, age = self._told()
-            if told.cut:
+            if told.snapshot_only:
                 self.cuts += 1
-            elif told.meet:
+            elif told.barrier:
                 self.meetings += 1
             elif told.batch is None:
                 return None
             else:
                 start, stop = self._bounds[told.batch : told.batch + 2]
-                self.leased.append((Lease(told.batch, self.wire.number, start, stop, age), told.handed))
+                self.leased.append((Lease(told.batch, self.wire.number, start, stop, age), told.samples_leased))
                 return self.leased[-1][0]
 
     def _told(self) -> tuple[Leased, int]:
@@ -148,10 +148,10 @@ class LeasedBatchSampler(BatchSampler):
             assert self._asked is not None
             asked, self._asked = self._asked, None
             try:
-                return self.wire.lease(asked), self.wire.age
+                return self.wire.lease(asked), self.wire.recovery_epoch
             except RollbackRequiredError:
-                if asked[1] == self.wire.age:
-                    self.wire.recover()
+                if asked[1] == self.wire.recovery_epoch:
+                    self.wire.roll_back()
 
 
 class LeasedEpoch:
@@ -220,7 +220,7 @@ class LeasedEpoch:
                 self._batches = iter(self._loader)
                 continue
             lease, handed = self._share.leased.popleft()
-            if lease.recovery_epoch == self._share.wire.age:
+            if lease.recovery_epoch == self._share.wire.recovery_epoch:
                 return GlobalStep(batch, lease, lease.samples, handed)
 
     def leave(self) -> None:
@@ -228,7 +228,7 @@ class LeasedEpoch:
         if self._share.has_asked:  # the answer may be a call, which the others come to
             self._share.hear_calls()
             self._come_to_meetings()
-        while not (self._share.is_over(left=True) and self._share.wire.on_cut(False)):
+        while not (self._share.is_over(left=True) and self._share.wire.on_snapshot_barrier(False)):
             self._share.hear_calls()
             self._come_to_meetings()
 
@@ -236,7 +236,7 @@ class LeasedEpoch:
         """Come to those that this worker was told of."""
         while self._share.cuts:
             self._share.cuts -= 1
-            self._share.wire.on_cut(True)
+            self._share.wire.on_snapshot_barrier(True)
             self.cut_made()
         if self.meet is not None:
             self.meet(self.meetings())
@@ -246,4 +246,4 @@ class LeasedEpoch:
         if self.finish is None:
             return True
         self.finish()
-        return self._share.is_over() and self._share.wire.on_cut(False)
+        return self._share.is_over() and self._share.wire.on_snapshot_barrier(False)

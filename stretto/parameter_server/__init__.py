@@ -1,6 +1,7 @@
-"""The parameter server: plain state machines, and apart from them the service that carries their messages.
+"""The parameter server: plain state machines, and apart from them the RPC server that carries their messages.
 
-`shard` applies what arrives (`versions` are its numbers, `member` what it knows of a worker), `meeting` answers what
-all ask together, `desk` says which machine is told what; none of them knows a socket, a clock or a thread. `messages`
-is what is said, `parcels` how it is cut into frames, `service` the ZeroMQ side.
+`shard` applies updates (`versioned_buffers` holds its parameters, `worker_record` its records of the workers);
+`barrier` computes collective operations; the handlers (`handler`, `shard_handler`, `dispatcher_handler`) map messages
+to these state machines. None of them uses a socket or a thread, and the clock is an argument. `messages` is the
+protocol, `framing` its division into frames, `rpc_server` and `rpc_channel` the ZeroMQ ends, `client` a worker's side.
 """

@@ -1,11 +1,11 @@
-"""What all ask together: laid down one by one, answered when it is whole. A plain state machine.
+"""Collective operations among a changing set of members: results once all members have contributed. A state machine.
 
-Answers do not depend on the order in which things came. What comes twice counts once; what a worker that has left can
-no longer bring is refused to those who wait for it.
+Results do not depend on the order of arrival, and a contribution that arrives twice counts once. If a worker has left
+and can contribute no more, the workers that wait for it get a refusal.
 
-Members come and go. One that is gone without a word is waited for no more: what waits is answered to those who are
-there, with what they brought. A newcomer is a member of every exchange that is laid after it came. Where a group of
-members is fixed (`group`), an exchange is of all of them or of nobody.
+When a failed member is removed, pending operations complete with the contributions of the others. A joining member
+takes part in every operation that is still pending or begins later. In a fixed generation (`group`) an operation
+completes with all members or not at all.
 """
 
 from __future__ import annotations
@@ -16,110 +16,112 @@ from typing import Generic, TypeVar
 
 from stretto.errors import TransportError, UnevenLoopsError
 
-Thing = TypeVar("Thing")
-Found = TypeVar("Found")
+ContributionT = TypeVar("ContributionT")
+ResultT = TypeVar("ResultT")
 
 GENERATION = 1 << 32
-"""The numbers of a generation's exchanges begin at so many times its number."""
+"""Operations of a generation are numbered from this multiple of the generation's number."""
 
 
 @dataclass(frozen=True, slots=True)
-class Told(Generic[Found]):
-    """The answer for one worker in one exchange; `problem` says why there is none."""
+class MemberResult(Generic[ResultT]):
+    """Result of one operation for one worker, or the `problem` if there is none."""
 
     worker: int
     op: int
-    found: Found | None
+    result: ResultT | None
     problem: str = ""
     uneven: bool = False
-    """Whether the workers' loops are of unequal length."""
+    """True if the workers' loops are of unequal length."""
 
 
 @dataclass(slots=True)
-class _Round(Generic[Thing]):
-    laid: dict[int, Thing] = field(default_factory=dict)
-    told: set[int] = field(default_factory=set)
+class _Round(Generic[ContributionT]):
+    contributions: dict[int, ContributionT] = field(default_factory=dict)
+    notified: set[int] = field(default_factory=set)
 
 
-class KeyedBarrier(Generic[Thing, Found]):
-    """Exchanges of all members, numbered. `combine` makes the answer of what each member has laid down."""
+class KeyedBarrier(Generic[ContributionT, ResultT]):
+    """Numbered collective operations of all members. `combine` computes the result from the members' contributions."""
 
-    def __init__(self, members: Iterable[int], combine: Callable[[Mapping[int, Thing]], Found]) -> None:
+    def __init__(self, members: Iterable[int], combine: Callable[[Mapping[int, ContributionT]], ResultT]) -> None:
         self.members = set(members)
         self._combine = combine
-        self._rounds: dict[int, _Round[Thing]] = {}
+        self._rounds: dict[int, _Round[ContributionT]] = {}
         self._ended: set[int] = set()
         self.left: set[int] = set()
         self._first = 0
-        """Exchanges before this one are of a generation that is over."""
+        """Operations with a smaller number belong to an earlier generation."""
 
-    def lay(self, worker: int, op: int, thing: Thing) -> list[Told[Found]]:
-        """A worker lays something down for exchange `op`; returns what can be told now."""
+    def contribute(self, worker: int, op: int, contribution: ContributionT) -> list[MemberResult[ResultT]]:
+        """Store a worker's contribution to operation `op`; return the results that are complete now."""
         if worker not in self.members or op in self._ended or op < self._first or worker in self.left:
             return []
-        self._rounds.setdefault(op, _Round()).laid.setdefault(worker, thing)
-        return self._told(op)
+        self._rounds.setdefault(op, _Round()).contributions.setdefault(worker, contribution)
+        return self._completed(op)
 
-    def know(self, op: int) -> list[int] | None:
-        """Somebody has heard what an exchange came to: it is over. Who waits for it; None if it was over before."""
+    def note_result(self, op: int) -> list[int] | None:
+        """Note that the result of an operation is known elsewhere; return the waiting workers, None if it was over."""
         if op in self._ended or op < self._first:
             return None
         round_ = self._rounds.setdefault(op, _Round())
         self._end(op)
-        return sorted(round_.laid.keys() - round_.told)
+        return sorted(round_.contributions.keys() - round_.notified)
 
-    def leave(self, worker: int) -> list[Told[Found]]:
-        """A worker has left on purpose: what waits for it is refused."""
+    def leave(self, worker: int) -> list[MemberResult[ResultT]]:
+        """Note that a worker has left: operations that wait for it are refused."""
         if worker not in self.members:
             return []
         self.left.add(worker)
-        waiting = [op for op, round_ in self._rounds.items() if worker not in round_.laid]
-        return [told for op in waiting for told in self._refused(op)]
+        waiting = [op for op, round_ in self._rounds.items() if worker not in round_.contributions]
+        return [notified for op in waiting for notified in self._refusals(op)]
 
-    def drop(self, worker: int) -> list[Told[Found]]:
-        """A worker is gone: what it laid is taken away, and those who are left wait for it no more."""
+    def remove(self, worker: int) -> list[MemberResult[ResultT]]:
+        """Remove a failed worker with its contributions; the others do not wait for it any more."""
         if worker not in self.members or self._first:
             return []
         self.members.discard(worker)
         self.left.discard(worker)
         for round_ in self._rounds.values():
-            round_.laid.pop(worker, None)
-        self._rounds = {op: round_ for op, round_ in self._rounds.items() if round_.laid}
-        return [told for op in sorted(self._rounds) for told in self._told(op)]
+            round_.contributions.pop(worker, None)
+        self._rounds = {op: round_ for op, round_ in self._rounds.items() if round_.contributions}
+        return [notified for op in sorted(self._rounds) for notified in self._completed(op)]
 
     def join(self, worker: int) -> None:
-        """A newcomer is a member from now on."""
+        """Add a member."""
         self.members.add(worker)
         self.left.discard(worker)
 
     def group(self, generation: int, members: Iterable[int]) -> bool:
-        """The next generation: what waited of older ones is dropped. Whether it was news."""
+        """Begin a generation and drop pending operations of older ones; return False if it is not new."""
         if generation * GENERATION <= self._first:
             return False
         self._first, self.members = generation * GENERATION, set(members)
         self._rounds, self._ended, self.left = {}, set(), set()
         return True
 
-    def _told(self, op: int) -> list[Told[Found]]:
+    def _completed(self, op: int) -> list[MemberResult[ResultT]]:
         round_ = self._rounds[op]
-        if self.members - round_.laid.keys():
-            return self._refused(op) if self.left - round_.laid.keys() else []
+        if self.members - round_.contributions.keys():
+            return self._refusals(op) if self.left - round_.contributions.keys() else []
         self._end(op)
-        laid = {worker: round_.laid[worker] for worker in sorted(round_.laid)}
+        contributions = {worker: round_.contributions[worker] for worker in sorted(round_.contributions)}
         try:
-            found = self._combine(laid)
+            result = self._combine(contributions)
         except (ValueError, TransportError, UnevenLoopsError) as error:
             uneven = isinstance(error, UnevenLoopsError)
-            return [Told(one, op, None, str(error), uneven) for one in laid if one not in round_.told]
-        return [Told(one, op, found) for one in laid if one not in round_.told]
+            return [
+                MemberResult(one, op, None, str(error), uneven) for one in contributions if one not in round_.notified
+            ]
+        return [MemberResult(one, op, result) for one in contributions if one not in round_.notified]
 
-    def _refused(self, op: int) -> list[Told[Found]]:
-        """Tell those that wait, once, that it won't become whole."""
+    def _refusals(self, op: int) -> list[MemberResult[ResultT]]:
+        """Refuse a pending operation, once, to the workers that wait for it."""
         round_ = self._rounds[op]
-        missing = ", ".join(map(str, sorted(self.left - round_.laid.keys())))
-        waiting = sorted(round_.laid.keys() - round_.told)
-        round_.told.update(waiting)
-        return [Told(one, op, None, f"worker {missing} left (exchange {op})") for one in waiting]
+        missing = ", ".join(map(str, sorted(self.left - round_.contributions.keys())))
+        waiting = sorted(round_.contributions.keys() - round_.notified)
+        round_.notified.update(waiting)
+        return [MemberResult(one, op, None, f"worker {missing} left (exchange {op})") for one in waiting]
 
     def _end(self, op: int) -> None:
         del self._rounds[op]

@@ -1,6 +1,6 @@
-"""A wire through a parameter server: what all say together, and what a worker says to the server alone.
+"""A worker's client of a parameter server: collective operations through it, and a worker's own requests to it.
 
-It speaks over links, and does not know what those are made of: sockets, or a simulated network.
+Requests go over channels, which may be sockets or a simulated network. `parameter_server.messages` has the protocol.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from stretto.collective_ops import AllGather, AllReduceMean
-from stretto.collective_ops import CollectiveOp as Asked
+from stretto.collective_ops import CollectiveOp as PendingRequests
 from stretto.errors import BrokenTransportError, TransportError
 from stretto.membership.loop_positions import LoopPosition
 from stretto.parameter_server import messages as m
@@ -25,458 +25,501 @@ from stretto.parameter_server.client_types import (
     AllReduceHandle,
     BrokenHandle,
     Channel,
+    Contributions,
     PushHandle,
     RollbackRequiredError,
-    RuleMemory,
-    Spoken,
+    RuleState,
     Update,
     ranges,
-    shared_out,
+    split_among_shards,
 )
-from stretto.parameter_server.framing import Chunks, whole
-from stretto.parameter_server.shard import named
+from stretto.parameter_server.framing import Chunks, concatenated
+from stretto.parameter_server.shard import by_name
 from stretto.transport.interface import Message, Traffic, as_bytes, made
 
-SETTLED_AT_ONCE = 50_000
-"""So many batches fit into the head of a parcel."""
+SETTLED_PER_MESSAGE = 50_000
+"""Number of batches whose numbers fit into the header of one message."""
 
 
 class ParameterServerClient:
-    """One worker's end of a parameter server, over links to the coordinator and to every shard.
+    """One worker's client of a parameter server, with channels to the dispatcher and to every shard.
 
-    `worker` and `workers` are this worker's place among those that are there, and how many those are. They change with
-    the answer of an exchange of all, the same for all. `number` is this worker's own for good.
+    `worker` and `workers` are this worker's rank among the current members and their number. They change with the
+    result of a collective operation, equally at all workers. `number` is this worker's permanent number.
     """
 
     def __init__(
-        self, worker: int, workers: int, coordinator: Channel, shards: Sequence[Channel], elastic: bool = False
+        self, worker: int, workers: int, dispatcher: Channel, shards: Sequence[Channel], elastic: bool = False
     ) -> None:
         self.number, self.members, self.expected = worker, list(range(workers)), workers
-        self._coordinator, self.links = coordinator, shards
+        self._dispatcher, self.channels = dispatcher, shards
         self.elastic = elastic
-        """Whether servers that are lost come back, so that there must be cuts to go back to."""
-        self.age = 0
-        """How often the servers went back to a cut."""
-        self.cut_at = -1
-        """The cut that they went back to last."""
-        self.joined: m.Joined | None = None
-        """Where the run stood, for a worker that came when it was under way."""
+        """True if lost services are restarted, so that snapshots have to be taken."""
+        self.recovery_epoch = 0
+        """Number of rollbacks so far."""
+        self.rolled_back_to = -1
+        """Snapshot of the last rollback; -1 before the first."""
+        self.join_position: m.Joined | None = None
+        """Position of the run when this worker joined it; None for a worker that started with it."""
         self.order: tuple[int, bytes] = 0, b""
-        """The order of a pass as it was told, and of which pass."""
-        self.keeps: int | None = None
-        """What is told next is the order of this pass, and is kept for newcomers."""
-        self.calls: list[bool] = []
-        """The meetings that this worker was told of: whether each is for a cut alone."""
-        self.met = 0
-        """How many of them it has been to."""
+        """Number of an epoch, and its order as it was broadcast."""
+        self.order_epoch: int | None = None
+        """Number of the epoch whose order the next broadcast carries, for the dispatcher to store; None for other
+        broadcasts."""
+        self.barriers_called: list[bool] = []
+        """Barriers that this worker was called to: True for one that is only for a snapshot."""
+        self.barriers_passed = 0
+        """Number of these barriers that the worker has passed."""
         self.doing: Callable[[str, int], None] = lambda _text, _hand: None
-        """Told what this worker does, for those who ask, and with which hand."""
-        self.exchanges_begun: Callable[[], int] = lambda: -1
-        """Returns how many exchanges among all this worker has begun, for its heartbeats."""
+        """Receives a description of this worker's activity and its global step, for the heartbeats."""
+        self.operations_begun: Callable[[], int] = lambda: -1
+        """Returns how many collective operations this worker has begun, for its heartbeats."""
         self.place: Callable[[], LoopPosition | None] = lambda: None
-        """Where the script is in its loop, for the coordinator to compare in exchanges of all."""
-        self.on_cut: Callable[[bool], bool] = lambda _called: True
-        """Comes to a meeting for a cut, with nothing of this worker under way; whether the pass was over then."""
-        self.on_recovered: Callable[[], None] = lambda: None
-        """Takes the servers' parameters after a rollback. Raises RollbackRequiredError if a server was lost since."""
+        """Returns the script's position in its loop, which the dispatcher compares in collective operations."""
+        self.on_snapshot_barrier: Callable[[bool], bool] = lambda _called: True
+        """Brings this worker to a snapshot barrier, with no request pending; returns True if the epoch was over."""
+        self.on_rolled_back: Callable[[], None] = lambda: None
+        """Takes over the servers' parameters after a rollback. Raises RollbackRequiredError if a service was lost
+        since."""
         self._op = self._pushed = 0
-        self._is_apart = False
-        self._begun: tuple[m.Begin, Tensor] | None = None
+        self._has_left_barrier = False
+        self._epoch: tuple[m.BeginEpoch, Tensor] | None = None
         self._settled: list[int] = []
         self._group: m.Group | None = None
-        """Who exchanges from the last generation on."""
-        self._spoken = Spoken(elastic)
-        self._heard: tuple[m.Heard, list[Chunks]] | None = None
-        """The last answer of the coordinator to all, which another may lack: of those before it nobody can."""
+        """Message that begins the current generation."""
+        self._contributions = Contributions(elastic)
+        self._last_result: tuple[m.ReplayResult, list[Chunks]] | None = None
+        """Last result of the dispatcher for all workers, which others may lack: no earlier one can be missing."""
         self._aborted = False
         self._on_close: list[Callable[[], None]] = []
 
     @property
     def worker(self) -> int:
-        """This worker's place among those that are there."""
+        """Rank of this worker among the current members."""
         return bisect.bisect_left(self.members, self.number)
 
     @property
     def workers(self) -> int:
-        """How many are there."""
+        """Number of current members."""
         return len(self.members)
 
-    def when_closed(self, then: Callable[[], None]) -> None:
-        """What is to be done once this end is closed."""
+    def on_close(self, then: Callable[[], None]) -> None:
+        """Call `then` once this client is closed."""
         self._on_close.append(then)
 
     @property
     def begun(self) -> int:
-        """Number of exchanges among all that this worker has begun; the same at all workers between two of them."""
+        """Number of collective operations that this worker has begun; equal at all workers between two of them."""
         return self._op
 
     @property
     def shards(self) -> int:
-        """How many shards the server has."""
-        return len(self.links)
+        """Number of shards."""
+        return len(self.channels)
 
-    # --- all together -------------------------------------------------------------------------------------------
+    # --- collective operations ---------------------------------------------------------------------------------
 
-    def submit(self, op: Asked) -> AllReduceHandle | AllGatherHandle | BrokenHandle:
-        """Begin an ask: of a mean every shard adds up its range, of messages one shard gives all to all."""
+    def submit(self, op: PendingRequests) -> AllReduceHandle | AllGatherHandle | BrokenHandle:
+        """Start a collective operation: each shard sums its range for a mean; one shard distributes all messages."""
         if self._aborted:
             return BrokenHandle()
         self._op += 1
-        self._is_apart = False
+        self._has_left_barrier = False
         flat = op.tensor.detach()
         sent = flat.cpu().contiguous()
         if isinstance(op, AllReduceMean):
-            numbers = [
-                self._spoken.say(link, self._op, "mean", sent[start:stop])
-                for link, (start, stop) in zip(self.links, ranges(sent.numel(), self.shards), strict=True)
+            request_ids = [
+                self._contributions.send(channel, self._op, "mean", sent[start:stop])
+                for channel, (start, stop) in zip(self.channels, ranges(sent.numel(), self.shards), strict=True)
             ]
-            return AllReduceHandle(self._spoken, self.links, flat, numbers, self.workers)
+            return AllReduceHandle(self._contributions, self.channels, flat, request_ids, self.workers)
         assert isinstance(op, AllGather)
-        link = self.links[self._op % self.shards]
-        return AllGatherHandle(self._spoken, link, flat, self._spoken.say(link, self._op, "every", sent))
+        channel = self.channels[self._op % self.shards]
+        return AllGatherHandle(
+            self._contributions, channel, flat, self._contributions.send(channel, self._op, "every", sent)
+        )
 
     def all_gather_bytes(self, message: Message) -> list[bytes]:
-        """The message of every worker, in their order."""
-        return self._gathered(m.Gather(self._op + 1, None, self.place()), made(message))
+        """Return the messages of all workers, in the order of their ranks."""
+        return self._collect(m.Gather(self._op + 1, None, self.place()), made(message))
 
     def broadcast_bytes(self, message: Message, root: int = 0) -> bytes:
-        """The root's message, at every worker. When the root is gone the first of those that are left tells."""
+        """Return the root's message at every worker; if the root failed, that of the first remaining worker."""
         while True:
-            if self.keeps is not None and self.order[0] == self.keeps:
-                return self.order[1]  # it was told before this worker came
-            one = self.members[root]
-            op, keeps = self._op + 1, self.keeps
-            at = self.place()
-            body = m.Gather(op, one, at) if keeps is None else m.Keep(op, one, keeps, at)
-            found = self._gathered(body, made(message) if one == self.number else b"")
-            if found:
-                self.order = (keeps, found[0]) if keeps is not None else self.order
-                return found[0]
+            if self.order_epoch is not None and self.order[0] == self.order_epoch:
+                return self.order[1]  # it was broadcast before this worker joined
+            root_number = self.members[root]
+            op, order_epoch = self._op + 1, self.order_epoch
+            position = self.place()
+            body = (
+                m.Gather(op, root_number, position)
+                if order_epoch is None
+                else m.BroadcastOrder(op, root_number, order_epoch, position)
+            )
+            results = self._collect(body, made(message) if root_number == self.number else b"")
+            if results:
+                self.order = (order_epoch, results[0]) if order_epoch is not None else self.order
+                return results[0]
             root = 0
 
-    def _gathered(self, body: m.Gather | m.Keep, message: bytes) -> list[bytes]:
+    def _collect(self, body: m.Gather | m.BroadcastOrder, message: bytes) -> list[bytes]:
         if self._aborted:
-            raise BrokenTransportError("the exchange was broken off")
+            raise BrokenTransportError("the collective operation was aborted")
         self._op += 1
-        self._is_apart = False
-        return self._told(self._answer(body, [as_bytes(message)]))
+        self._has_left_barrier = False
+        return self._bytes_of(self._collective(body, [as_bytes(message)]))
 
-    def _answer(self, body: m.Gather | m.Keep | m.Barrier, given: list[Tensor]) -> list[Chunks]:
-        """The answer to an exchange of all at the coordinator."""
-        return self._hear(body, self._coordinator.send(body, given))
+    def _collective(self, body: m.Gather | m.BroadcastOrder | m.Barrier, given: list[Tensor]) -> list[Chunks]:
+        """Send a request for a collective operation to the dispatcher; return the result."""
+        return self._await_result(body, self._dispatcher.send(body, given))
 
-    def _hear(self, body: m.Gather | m.Keep | m.Barrier, number: int) -> list[Chunks]:
-        """The same, when it has come."""
-        reply, found = self._coordinator.wait(number)
-        if isinstance(reply, m.Among):
+    def _await_result(self, body: m.Gather | m.BroadcastOrder | m.Barrier, number: int) -> list[Chunks]:
+        """Return the result of a collective operation once it has arrived."""
+        reply, results = self._dispatcher.wait(number)
+        if isinstance(reply, m.MembersResult):
             self.members = reply.members
         if self.elastic:
-            about = (body.call, body.cut) if isinstance(body, m.Barrier) else ()
-            self._heard = m.Heard(body.op, self.members, *about), found
-        return found
+            extra = (body.index, body.snapshot_only) if isinstance(body, m.Barrier) else ()
+            self._last_result = m.ReplayResult(body.op, self.members, *extra), results
+        return results
 
-    # --- generations --------------------------------------------------------------------------------------------
+    # --- generations -------------------------------------------------------------------------------------------
 
     def abort(self) -> None:
-        """Break off what is under way. From any thread, at any time; who waits gets BrokenTransportError."""
+        """Abort pending operations, from any thread at any time; waiting calls raise BrokenTransportError."""
         self._aborted = True
-        for link in (self._coordinator, *self.links):
-            link.abort()
+        for channel in (self._dispatcher, *self.channels):
+            channel.abort()
 
     def regroup(self, generation: int, members: Sequence[int], me: int) -> None:
-        """Exchange with these from now on; what was under way before is forgotten."""
+        """Begin a generation of these members; pending operations of earlier generations are dropped."""
         self.members, self.number = sorted(members), me
         self._op = generation * GENERATION
-        self._spoken.forget()
-        self._heard = None
+        self._contributions.clear()
+        self._last_result = None
         self._group = m.Group(generation, self.members)
-        for link in (self._coordinator, *self.links):
-            link.forget()
-            link.send(self._group)
+        for channel in (self._dispatcher, *self.channels):
+            channel.reset()
+            channel.send(self._group)
         self._aborted = False
 
     def traffic(self) -> Traffic:
-        """The bytes of this worker's connections, as its links count them."""
-        pairs = [link.traffic() for link in (self._coordinator, *self.links)]
+        """Return the bytes of this worker's connections, as the channels count them."""
+        pairs = [channel.traffic() for channel in (self._dispatcher, *self.channels)]
         return Traffic(sum(sent for sent, _ in pairs), sum(received for _, received in pairs), counted=True)
 
     def quit(self) -> None:
-        """Leave in good order: the others go on without this worker."""
-        links = (*self.links, self._coordinator)
-        for link, number in [(link, link.send(m.Quit())) for link in links]:
+        """Leave gracefully: the others continue without this worker."""
+        channels = (*self.channels, self._dispatcher)
+        for channel, request_id in [(channel, channel.send(m.Quit())) for channel in channels]:
             with contextlib.suppress(TransportError):
-                link.wait(number)
+                channel.wait(request_id)
         self.close()
 
     def close(self) -> None:
-        """Leave: nobody waits for this worker any more."""
-        for link in (self._coordinator, *self.links):
-            link.close()
+        """Close the channels: no worker waits for this one any more."""
+        for channel in (self._dispatcher, *self.channels):
+            channel.close()
         while self._on_close:
             self._on_close.pop(0)()
 
-    # --- one by one ---------------------------------------------------------------------------------------------
+    # --- requests of one worker --------------------------------------------------------------------------------
 
-    def open(self, arena: int, recipe: str, parts: Sequence[Tensor], kept: RuleMemory | None = None) -> None:
-        """Give the shards their ranges of the parameters, and the rule; with what such a rule has `kept`, if it did."""
-        kept = kept or RuleMemory()
-        given = [*parts, *itertools.chain.from_iterable(kept.tensors.values())]
-        shares = [[one.detach().cpu() for one in found] for found in shared_out(given, self.shards)]
-        cut, is_open = self._op + 1, False
+    def open(self, parameter_set: int, recipe: str, parts: Sequence[Tensor], stored: RuleState | None = None) -> None:
+        """Send the shards their ranges of the parameters and the update rule, with the rule's earlier state if there is
+        one."""
+        stored = stored or RuleState()
+        given = [*parts, *itertools.chain.from_iterable(stored.tensors.values())]
+        shares = [[tensor.detach().cpu() for tensor in share] for share in split_among_shards(given, self.shards)]
+        snapshot, is_open = self._op + 1, False
         while not is_open:
-            body = m.Open(arena, recipe, self.expected, cut, self.age, list(kept.tensors), kept.arrivals)
+            body = m.Open(
+                parameter_set,
+                recipe,
+                self.expected,
+                snapshot,
+                self.recovery_epoch,
+                list(stored.tensors),
+                stored.arrivals,
+            )
             try:
-                for link, share in zip(self.links, shares, strict=True):
-                    link.wait(link.send(body, share))
-                is_open = not self.elastic or bool(self._cut_coordinator(cut))
+                for channel, share in zip(self.channels, shares, strict=True):
+                    channel.wait(channel.send(body, share))
+                is_open = not self.elastic or bool(self._snapshot_dispatcher(snapshot))
             except RollbackRequiredError:
-                self.recover()
+                self.roll_back()
 
-    def push(self, arena: int, update: Update, lengths: Sequence[int]) -> PushHandle:
-        """Send an update to all shards; the ticket brings the newest version once this worker may go on.
+    def push(self, parameter_set: int, update: Update, lengths: Sequence[int]) -> PushHandle:
+        """Send an update to all shards; the handle returns the newest version once this worker may continue.
 
-        `lengths` are those of the parts of the parameters.
+        `lengths` are the lengths of the parts of the parameters.
         """
-        numbers = []
+        request_ids = []
         self._pushed = update.seq
-        for shard, link in enumerate(self.links):
-            about = self._begun[0].number if self._begun else 0, list(update.batches)
-            body = m.Push(arena, update.seq, update.versions[shard], update.samples, update.lr, self.age, *about)
-            numbers.append(link.send(body, [one.detach().cpu() for one in update.messages[shard]]))
-        return PushHandle(self.links, numbers, lengths, update.messages)
+        for shard, channel in enumerate(self.channels):
+            extra = self._epoch[0].epoch_number if self._epoch else 0, list(update.batches)
+            body = m.Push(
+                parameter_set,
+                update.seq,
+                update.versions[shard],
+                update.samples,
+                update.lr,
+                self.recovery_epoch,
+                *extra,
+            )
+            request_ids.append(channel.send(body, [tensor.detach().cpu() for tensor in update.messages[shard]]))
+        return PushHandle(self.channels, request_ids, lengths, update.messages)
 
-    def meet(self, seq: int, called: bool = False) -> bool:
-        """Come together with all, after update `seq`; no shard lets others wait for this worker till all have come.
+    def wait_at_barrier(self, seq: int, called: bool = False) -> bool:
+        """Wait at a barrier for all workers after update `seq`, without holding others back at any shard; take a
+        snapshot.
 
-        What there is then is kept. Whether the pass was over: it may not be any more, if servers went back to a cut.
-        If it was `called` it is the first of those that this worker was told of and has not been to.
+        Return True if the epoch was over then; after a rollback there may be batches again. If `called`, it is the
+        first of the barriers that this worker was called to and has not passed.
         """
-        about = (self.met + 1, self.calls[self.met]) if called else (0, False)
-        self._rest(seq, self._op + 1)
-        self._op, self._is_apart = self._op + 1, False  # until here this worker stands where it stood
-        self._answer(m.Barrier(self._op, *about), [])
-        self.met += called
-        return self.cut()
+        extra = (self.barriers_passed + 1, self.barriers_called[self.barriers_passed]) if called else (0, False)
+        self._enter_barrier(seq, self._op + 1)
+        self._op, self._has_left_barrier = self._op + 1, False  # until here the worker's position is before the barrier
+        self._collective(m.Barrier(self._op, *extra), [])
+        self.barriers_passed += called
+        return self.take_snapshot()
 
-    def cut(self) -> bool:
-        """Keep what there is after an exchange of all, at every service; whether the pass was over then.
+    def take_snapshot(self) -> bool:
+        """Take a snapshot after a collective operation at every service; return True if the epoch was over then.
 
-        The coordinator comes last: what it has kept all have, and who was told so needs not go back beyond it.
+        The dispatcher stores its part last: so all have a snapshot that the dispatcher has, and workers that received
+        its reply never roll back beyond it.
         """
         while self.elastic:
             try:
-                here = self._ask_all([m.Snapshot(self._op, self.age)] * self.shards)
-                is_kept = all(isinstance(one, m.Has) and one.cuts for one, _ in here)
-                found = self._cut_coordinator(self._op, is_kept)
-                return isinstance(found, m.Closed) and found.over
+                replies = self._request_all([m.Snapshot(self._op, self.recovery_epoch)] * self.shards)
+                is_stored = all(isinstance(reply, m.SnapshotList) and reply.snapshots for reply, _ in replies)
+                status = self._snapshot_dispatcher(self._op, is_stored)
+                return isinstance(status, m.EpochStatus) and status.is_over
             except RollbackRequiredError:
-                self.recover()
-                self._rest(self._pushed, self._op)
+                self.roll_back()
+                self._enter_barrier(self._pushed, self._op)
         return True
 
-    def _cut_coordinator(self, cut: int, is_kept: bool = True) -> m.Body:
-        return self._coordinator.wait(self._coordinator.send(m.Snapshot(cut, self.age, is_kept)))[0]
+    def _snapshot_dispatcher(self, op: int, is_stored: bool = True) -> m.Body:
+        return self._dispatcher.wait(self._dispatcher.send(m.Snapshot(op, self.recovery_epoch, is_stored)))[0]
 
-    def _rest(self, seq: int, meeting: int | None) -> None:
-        """Let no shard hold others back for this worker."""
-        self._ask_all([m.EnterBarrier(seq, meeting, self.age)] * self.shards)
+    def _enter_barrier(self, seq: int, barrier: int | None) -> None:
+        """Ask all shards not to hold others back for this worker."""
+        self._request_all([m.EnterBarrier(seq, barrier, self.recovery_epoch)] * self.shards)
 
-    def apart(self) -> None:
-        """This worker has done with the meeting of all, and goes on by itself."""
-        if not self._is_apart:
-            self._is_apart = True
-            self._coordinator.send(m.LeaveBarrier(self._op, self.met))
+    def leave_barrier(self) -> None:
+        """Leave the barrier of all and continue asynchronously."""
+        if not self._has_left_barrier:
+            self._has_left_barrier = True
+            self._dispatcher.send(m.LeaveBarrier(self._op, self.barriers_passed))
 
     def read(self, lengths: Sequence[int], flush: bool = False) -> PushHandle:
-        """Ask for the newest version; `flush` applies what was being collected."""
-        return PushHandle(self.links, [link.send(m.Read(flush, self.age)) for link in self.links], lengths)
+        """Request the newest version; `flush` applies the updates that are being collected."""
+        return PushHandle(
+            self.channels, [channel.send(m.Read(flush, self.recovery_epoch)) for channel in self.channels], lengths
+        )
 
-    def recall(self, parts: int) -> RuleMemory:
-        """What the rule keeps besides so many parts of parameters, when all have met and nothing is under way.
+    def read_rule_state(self, parts: int) -> RuleState:
+        """Return the update rule's state for `parts` parts of the parameters, at a barrier with no request pending.
 
-        Raises RollbackRequiredError when a server was lost.
+        Raises RollbackRequiredError if a service was lost.
         """
-        found = self._ask_all([m.Recall(self.age)] * self.shards)
-        body = found[0][0]
-        assert isinstance(body, m.Remembers)
-        by_part = zip(*(pieces for _, pieces in found), strict=True)
+        results = self._request_all([m.ReadRuleState(self.recovery_epoch)] * self.shards)
+        body = results[0][0]
+        assert isinstance(body, m.RuleStateReply)
+        by_part = zip(*(chunks for _, chunks in results), strict=True)
         flat = [torch.cat(list(itertools.chain.from_iterable(shares))) for shares in by_part]
-        return RuleMemory(named(body.names, flat, parts), body.arrivals)
+        return RuleState(by_name(body.names, flat, parts), body.arrivals)
 
-    def begin(
-        self, number: int, sizes: Sequence[int], meet: int | None, dealt: bool, settled: Sequence[int] = ()
+    def begin_epoch(
+        self, number: int, sizes: Sequence[int], barrier_every: int | None, in_turn: bool, settled: Sequence[int] = ()
     ) -> None:
-        """Pass `number` begins, with batches of these sizes; workers meet after every `meet` of them.
+        """Start epoch `number` with batches of these sizes, with a barrier after every `barrier_every` of them.
 
-        They go to whoever is free, or are `dealt` in turn, but for those that are `settled`.
+        Batches go to the first worker that asks, or to the workers `in_turn`, except those that are `settled`.
         """
-        begin = m.Begin(number, meet, dealt, list(settled))
-        self._begun = begin, torch.tensor(sizes, dtype=torch.int64)
+        body = m.BeginEpoch(number, barrier_every, in_turn, list(settled))
+        self._epoch = body, torch.tensor(sizes, dtype=torch.int64)
         self._settled = []
-        self._begin()
-        if self.joined is None or self.joined.number != number:
-            self.cut()
-        self.apart()
+        self._send_epoch()
+        if self.join_position is None or self.join_position.epoch_number != number:
+            self.take_snapshot()
+        self.leave_barrier()
 
-    def keep_order(self, number: int, order: bytes) -> None:
-        """Keep an order that was not told to anybody, for newcomers."""
+    def store_order(self, number: int, order: bytes) -> None:
+        """Send an order that was not broadcast to the dispatcher, for joining workers."""
         self.order = number, order
-        self._coordinator.send(m.ReplayResult(number), [as_bytes(order)])
+        self._dispatcher.send(m.ReplayOrder(number), [as_bytes(order)])
 
-    def _begin(self) -> None:
-        assert self._begun is not None
-        body, sizes = self._begun
+    def _send_epoch(self) -> None:
+        assert self._epoch is not None
+        body, sizes = self._epoch
         if self.elastic:
-            self._coordinator.send(m.ReplayResult(self.order[0]), [as_bytes(self.order[1])])
-        self._coordinator.wait(self._coordinator.send(body, [sizes]))
+            self._dispatcher.send(m.ReplayOrder(self.order[0]), [as_bytes(self.order[1])])
+        self._dispatcher.wait(self._dispatcher.send(body, [sizes]))
 
-    def ask_lease(self, number: int) -> tuple[int, int]:
-        """Ask for a batch; `lease` waits for the answer. Which parcel asks, and at which age of the servers."""
-        return self._coordinator.send(m.Lease(number, self.age)), self.age
+    def request_lease(self, number: int) -> tuple[int, int]:
+        """Ask for a batch, which `lease` waits for; return the request id and the recovery epoch."""
+        return self._dispatcher.send(m.Lease(number, self.recovery_epoch)), self.recovery_epoch
 
     def lease(self, asked: tuple[int, int]) -> m.Leased:
-        """The batch that was asked for. Raises RollbackRequiredError when the answer is of an age that is over.
+        """Return the requested batch. Raises RollbackRequiredError if the reply is of an older recovery epoch.
 
-        What it says is void then, be it a batch or a call to a meeting: the others were not told that it was heard.
+        Such a reply is void, be it a batch or a call to a barrier: the other workers do not know that it has arrived.
         """
-        parcel, age = asked
-        body, _ = self._coordinator.wait(parcel)
-        if age != self.age:
-            raise RollbackRequiredError("the servers went back to a cut after this was asked")
+        request_id, recovery_epoch = asked
+        body, _ = self._dispatcher.wait(request_id)
+        if recovery_epoch != self.recovery_epoch:
+            raise RollbackRequiredError("the servers were rolled back after this request")
         if not isinstance(body, m.Leased):
-            raise TransportError(f"the coordinator answered {type(body).__name__} to an ask for a batch")
-        if body.meet:
-            self.calls.append(body.cut)
+            raise TransportError(f"the coordinator answered {type(body).__name__} to a request for a batch")
+        if body.barrier:
+            self.barriers_called.append(body.snapshot_only)
         return body
 
     def settle(self, number: int, batches: Sequence[int]) -> None:
-        """The work on these batches is in the server's parameters."""
+        """Report that the work on these batches is in the server's parameters."""
         self._settled += batches
-        self._coordinator.send(m.Settle(number, list(batches), self.age))
+        self._dispatcher.send(m.Settle(number, list(batches), self.recovery_epoch))
 
-    def is_over(self, number: int, left: bool = False) -> bool:
-        """Wait until nobody holds a batch of the pass any more, and hold nobody back meanwhile.
+    def wait_epoch_end(self, number: int, left_early: bool = False) -> bool:
+        """Wait, without holding others back, until no worker holds a batch of the epoch; return True then.
 
-        False when there are batches again, or a meeting is called. Who has `left` the pass gets no more of it.
+        Return False if there are batches again or a barrier is called. A worker that has `left_early` gets no further
+        batch.
         """
-        self.apart()
-        self._rest(self._pushed, None)
-        body, _ = self._coordinator.wait(self._coordinator.send(m.Close(number, self.age, left)))
-        return not isinstance(body, m.Closed) or body.over
+        self.leave_barrier()
+        self._enter_barrier(self._pushed, None)
+        body, _ = self._dispatcher.wait(self._dispatcher.send(m.AwaitEpochEnd(number, self.recovery_epoch, left_early)))
+        return not isinstance(body, m.EpochStatus) or body.is_over
 
-    def counted(self, number: int) -> tuple[Tensor, dict[int, int]]:
-        """Return the counts of each sample of an epoch, and of the samples that each worker has trained.
+    def sample_counts(self, number: int) -> tuple[Tensor, dict[int, int]]:
+        """Return the counts of each sample of an epoch, and the number of samples that each worker has trained.
 
         Both are empty for an epoch that is over.
         """
         while True:
             try:
-                return self.count(number)
+                return self.sample_counts_once(number)
             except RollbackRequiredError:
-                self.recover()
+                self.roll_back()
 
-    def count(self, number: int) -> tuple[Tensor, dict[int, int]]:
-        """The same, once. Raises RollbackRequiredError when a server was lost."""
-        _, (pieces, pairs) = self._coordinator.wait(self._coordinator.send(m.Count(number, self.age)))
-        workers, samples = whole(pairs, "int64").reshape(-1, 2).T.tolist()
-        return whole(pieces, "uint8"), dict(zip(workers, samples, strict=True))
+    def sample_counts_once(self, number: int) -> tuple[Tensor, dict[int, int]]:
+        """Return the same counts. Raises RollbackRequiredError if a service was lost."""
+        _, (chunks, pairs) = self._dispatcher.wait(self._dispatcher.send(m.CountSamples(number, self.recovery_epoch)))
+        workers, samples = concatenated(pairs, "int64").reshape(-1, 2).T.tolist()
+        return concatenated(chunks, "uint8"), dict(zip(workers, samples, strict=True))
 
-    # --- coming late, and going back ----------------------------------------------------------------------------
+    # --- joining, and rollback ---------------------------------------------------------------------------------
 
     def join(self) -> None:
-        """Come to a run that is under way: wait until no member is in a meeting, and learn where it stands."""
+        """Join a running training: wait until no member is at a barrier, and take over the run's position."""
         try:
-            body, tensors = self._coordinator.wait(self._coordinator.send(m.Join()))
+            body, tensors = self._dispatcher.wait(self._dispatcher.send(m.Join()))
         except RollbackRequiredError:
-            self.recover()
+            self.roll_back()
             self.join()
             return
         if not isinstance(body, m.Joined):
-            raise TransportError(f"the coordinator answered {type(body).__name__} to a newcomer")
-        self.members, self.age, self._op = list(body.members), body.age, body.op
-        self.met, self.calls = body.met, list(body.calls)
-        here = self._joined_shards()
-        while any(one.age < 0 for one in here):  # one was started again, and has no parameters yet
-            self.recover()
-            here = self._joined_shards()
-        if not body.number:
+            raise TransportError(f"the coordinator answered {type(body).__name__} to a joining worker")
+        self.members, self.recovery_epoch, self._op = list(body.members), body.recovery_epoch, body.op
+        self.barriers_passed, self.barriers_called = body.barriers_passed, list(body.barriers_called)
+        positions = self._join_shards()
+        while any(reply.recovery_epoch < 0 for reply in positions):  # a shard was restarted and has no parameters yet
+            self.roll_back()
+            positions = self._join_shards()
+        if not body.epoch_number:
             return
-        self.order = body.number, self._told(tensors)[0]
-        self._is_apart = True
-        clock = min(one.clock for one in here)
-        self._ask_all([m.ResumeClock(clock)] * self.shards)
-        self.joined = msgspec.structs.replace(body, arena=here[0].arena, clock=clock)
+        self.order = body.epoch_number, self._bytes_of(tensors)[0]
+        self._has_left_barrier = True
+        clock = min(reply.clock for reply in positions)
+        self._request_all([m.ResumeClock(clock)] * self.shards)
+        self.join_position = msgspec.structs.replace(body, parameter_set=positions[0].parameter_set, clock=clock)
 
-    def _joined_shards(self) -> list[m.Joined]:
-        return [self._joined(one) for one, _ in self._ask_all([m.Join()] * self.shards)]
+    def _join_shards(self) -> list[m.Joined]:
+        return [self._checked_joined(reply) for reply, _ in self._request_all([m.Join()] * self.shards)]
 
     @staticmethod
-    def _joined(body: m.Body) -> m.Joined:
+    def _checked_joined(body: m.Body) -> m.Joined:
         if not isinstance(body, m.Joined):
-            raise TransportError(f"a server answered {type(body).__name__} to a newcomer")
+            raise TransportError(f"a server answered {type(body).__name__} to a joining worker")
         return body
 
-    def recover(self) -> None:
-        """Go back to the cut from which the servers begin anew, with all workers. What was settled since is undone.
+    def roll_back(self) -> None:
+        """Roll back to the snapshot at which the servers restart, together with all workers; later settlements are
+        void.
 
-        Once more, if servers are lost meanwhile.
+        Repeat if further services are lost during the rollback.
         """
-        while not self._recovered():
+        while not self._try_roll_back():
             pass
 
-    def _recovered(self) -> bool:
-        if not self._go_back():
+    def _try_roll_back(self) -> bool:
+        if not self._agree_on_snapshot():
             return False
         self._settled, self._pushed = [], 0
-        if self._begun is not None:
-            self._begin()
+        if self._epoch is not None:
+            self._send_epoch()
         try:
-            if self.cut_at >= 0:
-                self.on_recovered()
+            if self.rolled_back_to >= 0:
+                self.on_rolled_back()
         except RollbackRequiredError:
             return False
         return True
 
-    def _go_back(self) -> bool:
-        """Agree with the others, through the coordinator, on a cut that all shards have; False to look again."""
-        kept, _ = self._coordinator.wait(self._coordinator.send(m.ListSnapshots()))
-        assert isinstance(kept, m.Has)
-        has = [body for body, _ in self._ask_all([m.ListSnapshots()] * self.shards) if isinstance(body, m.Has)]
-        least = max(one.age for one in has)
-        cuts = sorted(set.intersection(*(set(one.cuts) for one in has)))
-        newest = max(kept.cuts, default=-1)
-        back = m.Rollback(self.age, least, cuts, [one.birth for one in has], self.calls, self.met, newest)
+    def _agree_on_snapshot(self) -> bool:
+        """Agree with the others, through the dispatcher, on a snapshot that all shards have; return False to retry."""
+        stored, _ = self._dispatcher.wait(self._dispatcher.send(m.ListSnapshots()))
+        assert isinstance(stored, m.SnapshotList)
+        shards = [
+            body for body, _ in self._request_all([m.ListSnapshots()] * self.shards) if isinstance(body, m.SnapshotList)
+        ]
+        highest_epoch = max(reply.recovery_epoch for reply in shards)
+        snapshots = sorted(set.intersection(*(set(reply.snapshots) for reply in shards)))
+        newest = max(stored.snapshots, default=-1)
+        request = m.Rollback(
+            self.recovery_epoch,
+            highest_epoch,
+            snapshots,
+            [reply.boot_id for reply in shards],
+            self.barriers_called,
+            self.barriers_passed,
+            newest,
+        )
         try:
-            begun, _ = self._coordinator.wait(self._coordinator.send(back))
-            assert isinstance(begun, m.RolledBack)
-            self.age, self.cut_at = begun.age, begun.cut
-            self._ask_all([m.RequestRollback(begun.age, begun.cut, birth) for birth in begun.births])
+            reply, _ = self._dispatcher.wait(self._dispatcher.send(request))
+            assert isinstance(reply, m.RolledBack)
+            self.recovery_epoch, self.rolled_back_to = reply.recovery_epoch, reply.snapshot
+            self._request_all(
+                [m.RequestRollback(reply.recovery_epoch, reply.snapshot, boot_id) for boot_id in reply.boot_ids]
+            )
         except RollbackRequiredError:
             return False
         return True
 
-    def _ask_all(self, bodies: Sequence[m.Request]) -> list[tuple[m.Body, list[Chunks]]]:
-        """The replies of all shards, each to what it is asked."""
-        numbers = [link.send(body) for link, body in zip(self.links, bodies, strict=True)]
-        return [link.wait(number) for link, number in zip(self.links, numbers, strict=True)]
+    def _request_all(self, bodies: Sequence[m.Request]) -> list[tuple[m.Body, list[Chunks]]]:
+        """Send each shard its request; return the replies."""
+        request_ids = [channel.send(body) for channel, body in zip(self.channels, bodies, strict=True)]
+        return [channel.wait(request_id) for channel, request_id in zip(self.channels, request_ids, strict=True)]
 
-    def say_again(self, link: Channel) -> None:
-        """Tell a service that was started again what it may need: who is there, the order, what was settled or said."""
+    def replay(self, channel: Channel) -> None:
+        """Send a restarted service the state that it may have lost: members, order, settled batches, contributions."""
         if self._group is not None:
-            link.mutter(self._group)
-        if link is self._coordinator and self.order[0]:
-            link.mutter(m.ReplayResult(self.order[0]), [as_bytes(self.order[1])])
-        if link is self._coordinator and self._begun is not None:
-            for at in range(0, len(self._settled), SETTLED_AT_ONCE):
-                batches = self._settled[at : at + SETTLED_AT_ONCE]
-                link.mutter(m.Settle(self._begun[0].number, batches, self.age))
-        self._spoken.again(link)
-        if link is self._coordinator and self._heard is not None:
-            heard, found = self._heard
-            link.mutter(heard, [whole(one, "uint8") for one in found])
-        if link is self._coordinator and self._is_apart:
-            link.mutter(m.LeaveBarrier(self._op, self.met))
+            channel.send_oneway(self._group)
+        if channel is self._dispatcher and self.order[0]:
+            channel.send_oneway(m.ReplayOrder(self.order[0]), [as_bytes(self.order[1])])
+        if channel is self._dispatcher and self._epoch is not None:
+            for start in range(0, len(self._settled), SETTLED_PER_MESSAGE):
+                batches = self._settled[start : start + SETTLED_PER_MESSAGE]
+                channel.send_oneway(m.Settle(self._epoch[0].epoch_number, batches, self.recovery_epoch))
+        self._contributions.replay(channel)
+        if channel is self._dispatcher and self._last_result is not None:
+            result, tensors = self._last_result
+            channel.send_oneway(result, [concatenated(chunks, "uint8") for chunks in tensors])
+        if channel is self._dispatcher and self._has_left_barrier:
+            channel.send_oneway(m.LeaveBarrier(self._op, self.barriers_passed))
 
-    def _told(self, tensors: Sequence[Chunks]) -> list[bytes]:
-        """The bytes in the tensors of a reply."""
-        return [bytes(whole(pieces, "uint8").numpy()) for pieces in tensors]
+    def _bytes_of(self, tensors: Sequence[Chunks]) -> list[bytes]:
+        """Return the bytes in the tensors of a reply."""
+        return [bytes(concatenated(chunks, "uint8").numpy()) for chunks in tensors]

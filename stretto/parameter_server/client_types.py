@@ -1,4 +1,4 @@
-"""What a worker and the shards of a server say to each other over links: whose range is what, what is under way."""
+"""Types of the parameter-server client: channels, handles of pending operations, and each shard's ranges."""
 
 from __future__ import annotations
 
@@ -12,158 +12,161 @@ from torch import Tensor
 from stretto.collective_ops import Answer
 from stretto.errors import BrokenTransportError, TransportError, UnevenLoopsError
 from stretto.parameter_server import messages as m
-from stretto.parameter_server.framing import Chunks, kind, placed, whole
+from stretto.parameter_server.framing import Chunks, concatenated, dtype_name, with_offsets
 
-ALIGNED = 64
-"""Shards begin at multiples of so many numbers."""
+ALIGNMENT = 64
+"""Shards begin at multiples of this number of elements."""
 
 
 Sink = Callable[[int, int, Tensor], None]
-"""Takes a piece: of which tensor, where it begins, and its numbers."""
+"""Receiver of chunks: (index of the tensor, position of the first element, elements)."""
 
 
 class RollbackRequiredError(TransportError):
-    """A server was lost, and begins anew from a cut: `ServerWire.recover`, and go on from there."""
+    """A service was lost and restarts from a snapshot: call `ParameterServerClient.roll_back`, and continue there."""
 
 
-def refuse_refusals(called: str, body: m.Body) -> None:
-    """Raise TransportError for a reply that refuses what was asked, AnewError when a server has to be gone back from.
+def raise_refusals(peer: str, body: m.Body) -> None:
+    """Raise TransportError for a refusal, RollbackRequiredError if a service has lost its state.
 
-    Raise UnevenLoopsError where the script is at fault.
+    Raise UnevenLoopsError if the script is at fault.
     """
     if isinstance(body, m.Refused) and body.uneven:
         raise UnevenLoopsError(body.text)
     if isinstance(body, m.Refused):
-        raise TransportError(f"{called} refused: {body.text}")
+        raise TransportError(f"{peer} refused: {body.text}")
     if isinstance(body, m.StaleRequest):
-        raise RollbackRequiredError(f"{called} was lost, and begins anew")
+        raise RollbackRequiredError(f"{peer} was lost, and begins anew")
 
 
 class Channel(Protocol):
-    """A worker's connection to the coordinator, or to a shard: parcels out, their replies in."""
+    """A worker's connection to one service: requests and their replies."""
 
     def send(self, body: m.Request, tensors: Sequence[Tensor] = ()) -> int:
-        """Send a parcel; returns its number, to wait for the reply with. Tensors may not change until that is there."""
+        """Send a request; return its id, for `wait`. The tensors may not change until the reply has arrived."""
         ...
 
-    def wait(self, number: int, sink: Sink | None = None) -> tuple[m.Body, list[Chunks]]:
-        """The reply to a parcel. Raises TransportError when it is a refusal, does not come in time, or never will.
+    def wait(self, request_id: int, sink: Sink | None = None) -> tuple[m.Body, list[Chunks]]:
+        """Return the reply to a request. Raises TransportError if it is a refusal, is late, or will never arrive.
 
-        With a `sink` its tensors go there piece by piece as they come, and are not returned.
+        With a `sink` the tensors are passed to it chunk by chunk as they arrive, and are not returned.
         """
         ...
 
-    def is_there(self, number: int) -> bool:
-        """Whether the reply has come; never waits."""
+    def poll(self, request_id: int) -> bool:
+        """Return True if the reply has arrived, without waiting."""
         ...
 
-    def awaits(self, number: int) -> bool:
-        """Whether a parcel has had no reply yet."""
+    def is_pending(self, request_id: int) -> bool:
+        """Return True if a request has no reply yet."""
         ...
 
-    def drop(self, number: int) -> None:
-        """Nobody waits for the reply to this parcel any more, if there still is one."""
+    def discard(self, request_id: int) -> None:
+        """Stop waiting for the reply to a request, if it has none yet."""
         ...
 
-    def mutter(self, body: m.Request, tensors: Sequence[Tensor] = ()) -> None:
-        """Send a parcel whose reply nobody waits for."""
+    def send_oneway(self, body: m.Request, tensors: Sequence[Tensor] = ()) -> None:
+        """Send a message whose reply is not waited for."""
         ...
 
     def abort(self) -> None:
-        """Break off what is waited for; from any thread."""
+        """Abort waiting calls, from any thread."""
         ...
 
-    def forget(self) -> None:
-        """Nothing that was asked is waited for any more, and what comes now is."""
+    def reset(self) -> None:
+        """Drop all requests and replies, and clear an abort."""
         ...
 
     def traffic(self) -> tuple[int, int]:
-        """Bytes sent and received."""
+        """Return the bytes sent and received."""
         ...
 
     def close(self) -> None:
-        """Say good-bye, and let go. Idempotent."""
+        """Send `Leave` and close. Idempotent."""
         ...
 
 
 def ranges(length: int, shards: int) -> list[tuple[int, int]]:
-    """Where each shard's part of a flat tensor begins and ends."""
-    step = -(-length // shards // ALIGNED) * ALIGNED
+    """Return the start and end of each shard's part of a flat tensor."""
+    step = -(-length // shards // ALIGNMENT) * ALIGNMENT
     bounds = [min(shard * step, length) for shard in range(shards)] + [length]
     return list(itertools.pairwise(bounds))
 
 
-def shared_out(parts: Sequence[Tensor], shards: int) -> list[list[Tensor]]:
-    """For each shard its range of every part."""
+def split_among_shards(parts: Sequence[Tensor], shards: int) -> list[list[Tensor]]:
+    """Return for each shard its range of every part."""
     bounds = [ranges(one.numel(), shards) for one in parts]
     return [[one[slice(*each[shard])] for one, each in zip(parts, bounds, strict=True)] for shard in range(shards)]
 
 
 @dataclass(frozen=True, slots=True)
-class _Spoken:
-    link: Channel
-    number: int
+class _Contribution:
+    channel: Channel
+    request_id: int
     body: m.Contribute
     tensors: list[Tensor]
 
 
-class Spoken:
-    """What one worker said to shards in exchanges of all. Another may lack the answer of a shard that is lost then."""
+class Contributions:
+    """One worker's contributions to collective operations, to be repeated to a shard that was lost with its results."""
 
-    def __init__(self, keeps: bool) -> None:
-        self._keeps = keeps
-        self._all: list[_Spoken] = []
+    def __init__(self, is_stored: bool) -> None:
+        self._stores = is_stored
+        self._sent: list[_Contribution] = []
 
-    def say(self, link: Channel, op: int, kind: Literal["mean", "every"], tensor: Tensor) -> int:
-        """Say something to a shard; returns the number of the parcel."""
-        unheard = (one.body.op for one in self._all if one.link is link and link.awaits(one.number))
+    def send(self, channel: Channel, op: int, kind: Literal["mean", "every"], tensor: Tensor) -> int:
+        """Send a contribution to a shard; return the request id."""
+        unheard = (one.body.op for one in self._sent if one.channel is channel and channel.is_pending(one.request_id))
         body = m.Contribute(op, kind, min(unheard, default=op) - 1)
-        number = link.send(body, [tensor])
-        if self._keeps:
-            self._all.append(_Spoken(link, number, body, [tensor.clone()]))
-        return number
+        request_id = channel.send(body, [tensor])
+        if self._stores:
+            self._sent.append(_Contribution(channel, request_id, body, [tensor.clone()]))
+        return request_id
 
-    def hear(self, link: Channel, number: int) -> tuple[m.Body, list[Chunks]]:
-        """What came of it. What nobody lacks an answer to is forgotten."""
-        body, found = link.wait(number)
-        if isinstance(body, m.Result | m.Among):
-            self._all = [one for one in self._all if one.link is not link or one.body.op > body.heard]
-        return body, found
+    def wait(self, channel: Channel, request_id: int) -> tuple[m.Body, list[Chunks]]:
+        """Wait for the result, and drop contributions whose results all workers have."""
+        body, results = channel.wait(request_id)
+        if isinstance(body, m.Result | m.MembersResult):
+            self._sent = [one for one in self._sent if one.channel is not channel or one.body.op > body.received_up_to]
+        return body, results
 
-    def again(self, link: Channel) -> None:
-        """Say it once more to a shard that was lost; what it has not answered yet its link asks again."""
-        for one in self._all:
-            if one.link is link and not link.awaits(one.number):
-                link.mutter(one.body, one.tensors)
+    def replay(self, channel: Channel) -> None:
+        """Send the contributions to a restarted shard; the channel sends those without a reply itself."""
+        for one in self._sent:
+            if one.channel is channel and not channel.is_pending(one.request_id):
+                channel.send_oneway(one.body, one.tensors)
 
-    def forget(self) -> None:
-        """It is of a generation that is over."""
-        self._all.clear()
+    def clear(self) -> None:
+        """Drop the contributions of a generation that is over."""
+        self._sent.clear()
 
 
 @dataclass(slots=True)
 class AllReduceHandle:
-    spoken: Spoken
-    links: Sequence[Channel]
+    contributions: Contributions
+    channels: Sequence[Channel]
     tensor: Tensor
-    numbers: list[int]
+    request_ids: list[int]
     expected: int
-    """How many were to give; each gave its share of the mean of so many."""
+    """Number of workers that were to contribute; each has scaled its tensor for the mean of that many."""
 
     def wait(self) -> Answer:
         flat = self.tensor
-        found = [self.spoken.hear(link, number) for link, number in zip(self.links, self.numbers, strict=True)]
-        bounds = ranges(flat.numel(), len(found))
-        for (start, stop), (body, (pieces, *_)) in zip(bounds, found, strict=True):
-            _write(flat[start:stop], pieces)
-            if isinstance(body, m.Among) and len(body.members) < self.expected:
+        results = [
+            self.contributions.wait(channel, request_id)
+            for channel, request_id in zip(self.channels, self.request_ids, strict=True)
+        ]
+        bounds = ranges(flat.numel(), len(results))
+        for (start, stop), (body, (chunks, *_)) in zip(bounds, results, strict=True):
+            _write(flat[start:stop], chunks)
+            if isinstance(body, m.MembersResult) and len(body.members) < self.expected:
                 flat[start:stop] *= self.expected / len(body.members)
         return flat
 
 
 @dataclass(slots=True)
 class BrokenHandle:
-    """An ask on a wire that was broken off."""
+    """An operation on an aborted transport."""
 
     def wait(self) -> Answer:
         raise BrokenTransportError("the exchange was broken off")
@@ -171,19 +174,19 @@ class BrokenHandle:
 
 @dataclass(slots=True)
 class AllGatherHandle:
-    spoken: Spoken
-    link: Channel
+    contributions: Contributions
+    channel: Channel
     like: Tensor
-    number: int
+    request_id: int
 
     def wait(self) -> Answer:
-        found = self.spoken.hear(self.link, self.number)[1]
-        return [whole(pieces, kind(self.like)).to(self.like.device) for pieces in found]
+        results = self.contributions.wait(self.channel, self.request_id)[1]
+        return [concatenated(chunks, dtype_name(self.like)).to(self.like.device) for chunks in results]
 
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """What a worker pushes, and what stands behind it: for each shard an encoded message for each part of its range."""
+    """An update to push: for each shard an encoded message for each part of its range."""
 
     seq: int
     versions: Sequence[int]
@@ -191,86 +194,90 @@ class Update:
     lr: float
     messages: Sequence[Sequence[Tensor]]
     batches: Sequence[int] = ()
-    """The work in it: batches of the pass."""
+    """Batches of the epoch in the update."""
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all messages."""
+        """Bytes of all messages."""
         return sum(one.nbytes for messages in self.messages for one in messages)
 
 
 @dataclass(frozen=True, slots=True)
-class News:
-    """What the shards reply: their versions, and what became of this worker's updates."""
+class PushResult:
+    """The shards' replies: their versions, and this worker's applied updates."""
 
     versions: list[int]
     applied: list[tuple[int, int, int, int]]
     """Updates of this worker that were applied at the first shard: (seq, version, staleness, samples)."""
     refused: set[int]
-    held_s: float
+    blocked_s: float
 
 
 @dataclass(slots=True)
 class PushHandle:
-    """A push or a read that is under way."""
+    """A pending push or read."""
 
-    links: Sequence[Channel]
-    numbers: list[int]
+    channels: Sequence[Channel]
+    request_ids: list[int]
     lengths: Sequence[int] = ()
     kept: Sequence[Sequence[Tensor]] = field(default_factory=list)
-    """What is being sent, kept until it is."""
+    """Tensors being sent, referenced until they are."""
 
-    def is_there(self) -> bool:
-        """Whether all shards have replied; never waits."""
-        return all(link.is_there(number) for link, number in zip(self.links, self.numbers, strict=True))
+    def poll(self) -> bool:
+        """Return True if all shards have replied, without waiting."""
+        return all(
+            channel.poll(request_id) for channel, request_id in zip(self.channels, self.request_ids, strict=True)
+        )
 
-    def wait(self, take: Sink) -> News:
-        """Wait for all shards; `take` gets the newest numbers, as they come: of which part, where they begin.
+    def wait(self, take: Sink) -> PushResult:
+        """Wait for all shards; `take` gets the newest parameters as they arrive: (part, first element, elements).
 
-        Raises TransportError when a shard refuses, is gone, or is too late.
+        Raises TransportError if a shard refuses, is lost or is late.
         """
-        replies = self._replies(lambda shard: self._into(shard, take))
-        return _news([body for body, _ in replies])
+        replies = self._replies(lambda shard: self._sink_of(shard, take))
+        return _push_result([body for body, _ in replies])
 
-    def messages(self) -> tuple[News, list[list[Tensor]]]:
-        """The same where replies are encoded: each shard's message for each part of its range."""
+    def messages(self) -> tuple[PushResult, list[list[Tensor]]]:
+        """Wait for all shards, where replies are encoded; return each shard's message for each part of its range."""
         replies = self._replies(lambda _: None)
-        return _news([body for body, _ in replies]), [[whole(one, "uint8") for one in found] for _, found in replies]
+        return _push_result([body for body, _ in replies]), [
+            [concatenated(one, "uint8") for one in results] for _, results in replies
+        ]
 
-    def drop(self) -> None:
-        """Nobody waits for it any more."""
-        for link, number in zip(self.links, self.numbers, strict=True):
-            link.drop(number)
+    def discard(self) -> None:
+        """Stop waiting for the replies."""
+        for channel, request_id in zip(self.channels, self.request_ids, strict=True):
+            channel.discard(request_id)
 
     def _replies(self, into: Callable[[int], Sink | None]) -> list[tuple[m.Body, list[Chunks]]]:
-        pairs = enumerate(zip(self.links, self.numbers, strict=True))
+        pairs = enumerate(zip(self.channels, self.request_ids, strict=True))
         try:
-            return [link.wait(number, into(shard)) for shard, (link, number) in pairs]
+            return [channel.wait(request_id, into(shard)) for shard, (channel, request_id) in pairs]
         except RollbackRequiredError:
-            self.drop()  # what other shards reply is void as well
+            self.discard()  # the other shards' replies are void as well
             raise
 
-    def _into(self, shard: int, take: Sink) -> Sink:
-        starts = [ranges(length, len(self.links))[shard][0] for length in self.lengths]
-        return lambda part, at, piece: take(part, starts[part] + at, piece)
+    def _sink_of(self, shard: int, take: Sink) -> Sink:
+        starts = [ranges(length, len(self.channels))[shard][0] for length in self.lengths]
+        return lambda part, at, chunk: take(part, starts[part] + at, chunk)
 
 
 @dataclass(frozen=True, slots=True)
-class RuleMemory:
-    """What the servers' rule keeps besides the parameters: under each name a flat tensor for each part of them."""
+class RuleState:
+    """State of the servers' update rule besides the parameters: by name, a flat tensor for each part of them."""
 
     tensors: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
     arrivals: list[int] = field(default_factory=list)
-    """What has arrived of each part's momentum since it was last refreshed."""
+    """Amount of each part's momentum that has arrived since its last refresh."""
 
 
-def _news(replies: Sequence[m.Body]) -> News:
-    goes = [body for body in replies if isinstance(body, m.PushReply)]
-    refused = {seq for one in goes for seq in one.refused}
-    held_s = max(one.held_s for one in goes)
-    return News([one.version for one in goes], goes[0].applied, refused, held_s)
+def _push_result(replies: Sequence[m.Body]) -> PushResult:
+    pushes = [body for body in replies if isinstance(body, m.PushReply)]
+    refused = {seq for one in pushes for seq in one.refused}
+    blocked_s = max(one.blocked_s for one in pushes)
+    return PushResult([one.version for one in pushes], pushes[0].applied, refused, blocked_s)
 
 
-def _write(flat: Tensor, pieces: Chunks) -> None:
-    for at, piece in placed(pieces):
-        flat[at : at + piece.numel()].copy_(piece)
+def _write(flat: Tensor, chunks: Chunks) -> None:
+    for at, chunk in with_offsets(chunks):
+        flat[at : at + chunk.numel()].copy_(chunk)

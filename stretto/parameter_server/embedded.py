@@ -1,4 +1,4 @@
-"""A parameter server in this very process, each shard in a thread: for those whom no launcher has given one."""
+"""A parameter server in threads of this process, for workers that were not started by a launcher."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 
 from stretto.parameter_server.client import ParameterServerClient
 from stretto.parameter_server.dispatcher_handler import DispatcherHandler
-from stretto.parameter_server.rpc_channel import dial
+from stretto.parameter_server.rpc_channel import connect_client
 from stretto.parameter_server.rpc_server import ServerThreads, listening
 from stretto.parameter_server.shard_handler import ShardHandler
 from stretto.security import WorkerKeys, new_keys
@@ -17,57 +17,61 @@ from stretto.transport.interface import Transport
 
 
 @dataclass(frozen=True)
-class Hosted:
-    """Where the services listen (the coordinator first), and the keys to speak to them."""
+class EmbeddedServer:
+    """Addresses of the services, the dispatcher's first, and the keys to connect to them."""
 
-    house: ServerThreads
+    server: ServerThreads
     addresses: list[str]
     keys: WorkerKeys | None
     workers: int
 
-    def wire(self, worker: int, timeout_s: float, life: int = 0) -> ParameterServerClient:
-        """One worker's end; a later life joins a run that is under way."""
-        return dial(worker, self.workers, self.addresses, self.keys, timeout_s, life)
+    def client(self, worker: int, timeout_s: float, incarnation: int = 0) -> ParameterServerClient:
+        """Return one worker's client; an incarnation above 0 joins the running training."""
+        return connect_client(worker, self.workers, self.addresses, self.keys, timeout_s, incarnation)
 
     def close(self) -> None:
         """End the services. Idempotent."""
-        self.house.close()
+        self.server.close()
 
-    def see_out(self, limit_s: float = 10.0) -> None:
-        """End the services once all workers have left, or after a while."""
-        self.house.await_leave(limit_s)
+    def close_when_left(self, limit_s: float = 10.0) -> None:
+        """End the services once all workers have left, or after `limit_s` seconds."""
+        self.server.await_leave(limit_s)
         self.close()
 
 
-def host(workers: int, shards: int = 1, *, on_nan: str = "stop", plain: bool = False, at: str = "127.0.0.1") -> Hosted:
-    """Start a coordinator and so many shards in threads of this process."""
+def start_server(
+    workers: int, shards: int = 1, *, on_nan: str = "stop", plain: bool = False, address: str = "127.0.0.1"
+) -> EmbeddedServer:
+    """Start a dispatcher and `shards` shards in threads of this process."""
     servers, keys = (None, None) if plain else new_keys()
-    house = ServerThreads(workers, servers)
-    addresses = [house.open(listening(at), DispatcherHandler(workers, time.monotonic))]
+    server = ServerThreads(workers, servers)
+    addresses = [server.open(listening(address), DispatcherHandler(workers, time.monotonic))]
     for _ in range(shards):
-        addresses.append(house.open(listening(at), ShardHandler(workers, time.monotonic, on_nan)))
-    return Hosted(house, addresses, keys, workers)
+        addresses.append(server.open(listening(address), ShardHandler(workers, time.monotonic, on_nan)))
+    return EmbeddedServer(server, addresses, keys, workers)
 
 
-def meet_at_lead(
-    meeting: Transport, shards: int, on_nan: str, timeout_s: float, at: str = "127.0.0.1"
+def serve_at_rank0(
+    rendezvous: Transport, shards: int, on_nan: str, timeout_s: float, address: str = "127.0.0.1"
 ) -> ParameterServerClient:
-    """Worker 0 keeps a server in its process and tells the others over the wire on which they met, which is let go.
+    """Start a server in worker 0's process and broadcast its addresses over `rendezvous`, which is then closed.
 
-    It listens `at` the address where the workers met, and nowhere else. The keys travel as open as that wire is.
+    The server listens only at the address where the workers met. The keys are as exposed as that transport.
     """
-    hosted = host(meeting.workers, shards, on_nan=on_nan, at=at) if meeting.worker == 0 else None
-    told = meeting.broadcast_bytes(_pack(hosted) if hosted is not None else b"")
-    addresses, keys = msgspec.msgpack.decode(told, type=tuple[list[str], tuple[bytes, bytes, bytes]])
-    wire = dial(meeting.worker, meeting.workers, addresses, WorkerKeys(*keys), timeout_s)
-    wire.all_gather_bytes(b"here")
-    meeting.close()
-    if hosted is not None:
-        wire.when_closed(hosted.see_out)
-    return wire
+    embedded = (
+        start_server(rendezvous.workers, shards, on_nan=on_nan, address=address) if rendezvous.worker == 0 else None
+    )
+    broadcast = rendezvous.broadcast_bytes(_pack(embedded) if embedded is not None else b"")
+    addresses, keys = msgspec.msgpack.decode(broadcast, type=tuple[list[str], tuple[bytes, bytes, bytes]])
+    client = connect_client(rendezvous.worker, rendezvous.workers, addresses, WorkerKeys(*keys), timeout_s)
+    client.all_gather_bytes(b"here")
+    rendezvous.close()
+    if embedded is not None:
+        client.on_close(embedded.close_when_left)
+    return client
 
 
-def _pack(hosted: Hosted) -> bytes:
-    assert hosted.keys is not None
-    keys = (hosted.keys.servers, hosted.keys.public, hosted.keys.secret)
-    return msgspec.msgpack.encode((hosted.addresses, keys))
+def _pack(embedded: EmbeddedServer) -> bytes:
+    assert embedded.keys is not None
+    keys = (embedded.keys.servers, embedded.keys.public, embedded.keys.secret)
+    return msgspec.msgpack.encode((embedded.addresses, keys))

@@ -1,7 +1,7 @@
-"""What each kind of service does with what it is told: the machines behind the sockets, still without a socket.
+"""Interface of request handlers, and the collective operations that all handlers share. No sockets, clocks or threads.
 
-A desk takes a parcel from a worker and returns the parcels to send. Its clock is given, since replies that the bound
-holds back say for how long. What all desks have in common is here.
+A handler takes a worker's message and returns the messages to send. Its clock is an argument, since replies that the
+staleness bound delays carry the delay.
 """
 
 from __future__ import annotations
@@ -14,215 +14,223 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from stretto.parameter_server import messages as m
-from stretto.parameter_server.barrier import KeyedBarrier, Told
+from stretto.parameter_server.barrier import KeyedBarrier, MemberResult
 from stretto.parameter_server.framing import Chunks
 
-REMEMBERED, SMALL_BYTES = 64, 1 << 16
-"""So many answers are remembered, if they are no larger, where nobody says which ones it has."""
-NEWS = -1
-"""Stands for an exchange's number where a worker waits for news of its update."""
+RESULTS_KEPT, SMALL_BYTES = 64, 1 << 16
+"""Number and size in bytes of the results that are stored for retransmission where workers do not confirm results."""
+UPDATE_REPLY = -1
+"""Stands for an operation's number in requests that wait for the reply to an update."""
 
 
 @dataclass(frozen=True, slots=True)
 class OutgoingMessage:
-    """A parcel to send: to which worker, in reply to which of its parcels. `sent` is called when it has been read."""
+    """A message to a worker, in reply to one of its requests. `sent` is called when ZeroMQ has read the tensors."""
 
     worker: int
-    number: int
+    request_id: int
     body: m.Body
     tensors: Sequence[Tensor] = ()
     sent: Callable[[], None] | None = None
 
 
 class RequestHandler(Protocol):
-    """Takes what a worker says; returns what is to be sent."""
+    """Processes a worker's messages."""
 
-    def expects(self, worker: int, head: m.Header) -> None:
-        """Look at a head before its tensors are taken in. Raises ParcelError when they would not fit."""
+    def expects(self, worker: int, header: m.Header) -> None:
+        """Check a header before its tensors are received. Raises FramingError if they would not fit."""
         ...
 
-    def streams(self, worker: int, head: m.Header) -> bool:
-        """Whether a parcel that is still coming is to be given to `write` piece by piece."""
+    def streams(self, worker: int, header: m.Header) -> bool:
+        """Return True if the message is to be passed to `write` chunk by chunk while it arrives."""
         ...
 
-    def write(self, worker: int, index: int, at: int, piece: Tensor) -> None:
-        """A piece of tensor `index` has come, which begins there."""
+    def write(self, worker: int, index: int, at: int, chunk: Tensor) -> None:
+        """Process a chunk of tensor `index` that begins at element `at`."""
         ...
 
-    def take(self, worker: int, head: m.Header, tensors: list[Chunks]) -> list[OutgoingMessage]:
-        """A whole parcel, less what was written before. Raises ParcelError when it makes no sense."""
+    def take(self, worker: int, header: m.Header, tensors: list[Chunks]) -> list[OutgoingMessage]:
+        """Process a complete message, without the chunks passed to `write`. Raises FramingError if it is malformed."""
         ...
 
     def leave(self, worker: int) -> list[OutgoingMessage]:
-        """A worker has left on purpose: those who wait for it are told that it won't come."""
+        """Process the graceful end of a worker: operations that wait for it are refused."""
         ...
 
-    def gone(
-        self, worker: int, number: int = 0, batches: Sequence[int] = (), torn: bool = False
+    def remove(
+        self, worker: int, epoch_number: int = 0, batches: Sequence[int] = (), is_partial: bool = False
     ) -> list[OutgoingMessage]:
-        """A worker is gone: the others go on without it. `batches` of pass `number` are its work that counts.
+        """Remove a worker whose incarnation ended; the others continue without it. `batches` are its work that counts.
 
-        Its last update is `torn` if only some shards have it.
+        `is_partial` is True if only some shards have its last update.
         """
         ...
 
-    def work_of(self, worker: int) -> m.Left:
-        """What this desk has of a worker's work."""
+    def work_of(self, worker: int) -> m.CountedWork:
+        """Return the batches of the worker's updates at this service."""
         ...
 
 
-class Asked:
-    """Which parcels are waiting for an answer, and since when."""
+class PendingRequests:
+    """Requests that wait for a reply, and since when."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._waiting: dict[tuple[int, int], tuple[int, float]] = {}
 
-    def note(self, worker: int, op: int, number: int) -> None:
-        self._waiting[worker, op] = number, self._clock()
+    def note(self, worker: int, op: int, request_id: int) -> None:
+        self._waiting[worker, op] = request_id, self._clock()
 
-    def waits(self, worker: int, op: int) -> bool:
+    def is_pending(self, worker: int, op: int) -> bool:
         return (worker, op) in self._waiting
 
-    def answer(self, worker: int, op: int) -> tuple[int, float]:
-        """The parcel's number, and how many seconds it has waited."""
-        number, since = self._waiting.pop((worker, op))
-        return number, self._clock() - since
+    def pop(self, worker: int, op: int) -> tuple[int, float]:
+        """Remove a request; return its id and the seconds that it has waited."""
+        request_id, since = self._waiting.pop((worker, op))
+        return request_id, self._clock() - since
 
     def forget(self, worker: int) -> None:
-        """Nobody is there to be answered."""
-        self._waiting = {asked: since for asked, since in self._waiting.items() if asked[0] != worker}
+        """Drop all requests of a worker."""
+        self._waiting = {pending: since for pending, since in self._waiting.items() if pending[0] != worker}
 
 
 class CollectiveHandler:
-    """Exchanges of all members, of whatever kind."""
+    """Collective operations of all members, of any kind, with the results that may have to be sent again."""
 
     def __init__(
         self,
         workers: int,
         combine: Callable[[Mapping[int, Any]], Any],
-        asked: Asked,
+        pending: PendingRequests,
     ) -> None:
-        self._meeting: KeyedBarrier[Any, Any] = KeyedBarrier(range(workers), combine)
-        self._asked = asked
-        self._says_who = False
-        """Whether answers say who gave: once members have changed all do, for nobody may have heard the last."""
-        self._heard: dict[int, int] = {}
-        """Up to which exchange each member has its answers, where members say so."""
-        self._answers: dict[int, tuple[m.Body, list[Tensor]]] = {}
-        """Answers that may be asked for again, because they were lost: those that somebody may lack.
+        self._barrier: KeyedBarrier[Any, Any] = KeyedBarrier(range(workers), combine)
+        self._pending = pending
+        self._names_contributors = False
+        """True if results name the contributing members: after a change of members, as the last may be lost."""
+        self._received: dict[int, int] = {}
+        """By member: the last operation whose results have all arrived, where members report it."""
+        self._results: dict[int, tuple[m.Body, list[Tensor]]] = {}
+        """Results that may have to be sent again because a member may lack them.
 
-        Where nobody says what it has they are the last ones, if they are small.
+        Where members do not report what has arrived: the last ones, if they are small.
         """
         self._refused: dict[tuple[int, int], m.Refused] = {}
-        """The last refusals: to whom, and in which exchange."""
+        """The last refusals by worker and operation."""
         self.last: tuple[int, m.Body, list[Tensor]] = 0, m.Result(), []
-        """The very last, however large, and the number of its exchange.
+        """The last result, of any size, with the number of its operation.
 
-        Where exchanges are asked one at a time it is the only one that anybody can lack.
+        Where operations are requested one at a time it is the only result that a member can lack.
         """
 
     @property
     def members(self) -> set[int]:
-        return self._meeting.members
+        return self._barrier.members
 
     @property
     def left(self) -> set[int]:
-        return self._meeting.left
+        return self._barrier.left
 
-    def lay(self, worker: int, op: int, number: int, thing: object, heard: int | None = None) -> list[OutgoingMessage]:
-        if heard is not None:
-            self._heard[worker] = max(self._heard.get(worker, 0), heard)
-        kept = self._answers.get(op) or (self.last[1:] if op == self.last[0] else None)
-        if kept is not None:
-            return [OutgoingMessage(worker, number, *kept)] if worker in self._meeting.members else []
+    def contribute(
+        self, worker: int, op: int, request_id: int, contribution: object, received_up_to: int | None = None
+    ) -> list[OutgoingMessage]:
+        if received_up_to is not None:
+            self._received[worker] = max(self._received.get(worker, 0), received_up_to)
+        stored = self._results.get(op) or (self.last[1:] if op == self.last[0] else None)
+        if stored is not None:
+            return [OutgoingMessage(worker, request_id, *stored)] if worker in self._barrier.members else []
         if (worker, op) in self._refused:
-            return [OutgoingMessage(worker, number, self._refused[worker, op])]
-        self._asked.note(worker, op, number)
-        return self._posts(self._meeting.lay(worker, op, thing))
+            return [OutgoingMessage(worker, request_id, self._refused[worker, op])]
+        self._pending.note(worker, op, request_id)
+        return self._messages(self._barrier.contribute(worker, op, contribution))
 
-    def know(self, worker: int, op: int, gave: Sequence[int], found: list[Tensor]) -> list[OutgoingMessage]:
-        """A worker has heard from another process what an exchange came to: whoever asks is told the same."""
-        if worker not in self.members or (waiting := self._meeting.know(op)) is None:
+    def note_result(
+        self, worker: int, op: int, contributors: Sequence[int], result: list[Tensor]
+    ) -> list[OutgoingMessage]:
+        """Store a result that another process of the service had; reply to all that wait for it."""
+        if worker not in self.members or (waiting := self._barrier.note_result(op)) is None:
             return []
-        self._says_who, body = True, m.Among(list(gave))
-        self._remember(op, body, found)
-        return [OutgoingMessage(one, self._asked.answer(one, op)[0], body, found) for one in waiting]
+        self._names_contributors, body = True, m.MembersResult(list(contributors))
+        self._store(op, body, result)
+        return [OutgoingMessage(one, self._pending.pop(one, op)[0], body, result) for one in waiting]
 
     def leave(self, worker: int) -> list[OutgoingMessage]:
-        return self._posts(self._meeting.leave(worker))
+        return self._messages(self._barrier.leave(worker))
 
-    def gone(self, worker: int) -> list[OutgoingMessage]:
-        self._asked.forget(worker)
-        self._heard.pop(worker, None)
-        self._says_who = True
-        return self._posts(self._meeting.drop(worker))
+    def remove(self, worker: int) -> list[OutgoingMessage]:
+        self._pending.forget(worker)
+        self._received.pop(worker, None)
+        self._names_contributors = True
+        return self._messages(self._barrier.remove(worker))
 
     def join(self, worker: int) -> None:
-        self._meeting.join(worker)
+        self._barrier.join(worker)
 
-    def tell_anew(self) -> None:
-        """Answers say who gave from now on."""
-        self._says_who = True
+    def name_contributors(self) -> None:
+        """Name the contributing members in all further results."""
+        self._names_contributors = True
 
-    def take_up(self, op: int, body: m.Body, found: list[Tensor]) -> None:
-        """This was the last answer of another process."""
-        self._remember(op, body, found)
+    def restore_last(self, op: int, body: m.Body, result: list[Tensor]) -> None:
+        """Restore the last result of another process of the service."""
+        self._store(op, body, result)
 
     def group(self, generation: int, members: Sequence[int]) -> None:
-        if self._meeting.group(generation, members):
-            self._says_who = False
-            self._heard.clear()
-            self._answers.clear()
+        if self._barrier.group(generation, members):
+            self._names_contributors = False
+            self._received.clear()
+            self._results.clear()
             self._refused.clear()
             self.last = 0, m.Result(), []
 
-    def _posts(self, told: Sequence[Told[Any]]) -> list[OutgoingMessage]:
-        """The answers of one exchange or several; all of one exchange come together."""
-        if not told:
+    def _messages(self, results: Sequence[MemberResult[Any]]) -> list[OutgoingMessage]:
+        """Return the replies of one or several operations; the entries of one operation are consecutive."""
+        if not results:
             return []
-        posts, heard = [], self._heard_by_all()
-        for _, answers in itertools.groupby(told, key=lambda one: one.op):
-            together = list(answers)
-            gave = sorted(one.worker for one in together)
-            found = together[0].found
-            body: m.Body = m.Result(heard)
-            if found is not None and self._says_who:
-                body = m.Among(gave, heard)
-            if found is not None:
-                self._remember(together[0].op, body, found)
-            posts += [self._post(one, body) for one in together]
-        self._forget_old(heard)
-        return posts
+        messages, received_up_to = [], self._received_by_all()
+        for _, entries in itertools.groupby(results, key=lambda one: one.op):
+            same_op = list(entries)
+            contributors = sorted(one.worker for one in same_op)
+            result = same_op[0].result
+            body: m.Body = m.Result(received_up_to)
+            if result is not None and self._names_contributors:
+                body = m.MembersResult(contributors, received_up_to)
+            if result is not None:
+                self._store(same_op[0].op, body, result)
+            messages += [self._message(one, body) for one in same_op]
+        self._forget_old(received_up_to)
+        return messages
 
-    def _remember(self, op: int, body: m.Body, found: list[Tensor]) -> None:
-        if self._heard or _is_small(found):
-            self._answers[op] = body, found
+    def _store(self, op: int, body: m.Body, result: list[Tensor]) -> None:
+        if self._received or _is_small(result):
+            self._results[op] = body, result
         if op >= self.last[0]:
-            self.last = op, body, found
+            self.last = op, body, result
 
-    def _heard_by_all(self) -> int:
-        there = self.members - self.left
-        return min((self._heard.get(one, 0) for one in there), default=0) if self._heard else 0
+    def _received_by_all(self) -> int:
+        remaining = self.members - self.left
+        return min((self._received.get(one, 0) for one in remaining), default=0) if self._received else 0
 
-    def _forget_old(self, heard: int) -> None:
-        for op in [op for op in self._answers if op <= heard] if self._heard else sorted(self._answers)[:-REMEMBERED]:
-            del self._answers[op]
-        for told in list(self._refused)[:-REMEMBERED]:
-            del self._refused[told]
+    def _forget_old(self, received_up_to: int) -> None:
+        for op in (
+            [op for op in self._results if op <= received_up_to]
+            if self._received
+            else sorted(self._results)[:-RESULTS_KEPT]
+        ):
+            del self._results[op]
+        for refusal in list(self._refused)[:-RESULTS_KEPT]:
+            del self._refused[refusal]
 
-    def _post(self, told: Told[Any], body: m.Body) -> OutgoingMessage:
-        number, _ = self._asked.answer(told.worker, told.op)
-        if told.found is None:
-            refused = self._refused[told.worker, told.op] = m.Refused(told.problem, told.uneven)
-            return OutgoingMessage(told.worker, number, refused)
-        return OutgoingMessage(told.worker, number, body, told.found)
+    def _message(self, result: MemberResult[Any], body: m.Body) -> OutgoingMessage:
+        request_id, _ = self._pending.pop(result.worker, result.op)
+        if result.result is None:
+            refused = self._refused[result.worker, result.op] = m.Refused(result.problem, result.uneven)
+            return OutgoingMessage(result.worker, request_id, refused)
+        return OutgoingMessage(result.worker, request_id, body, result.result)
 
 
-def _is_small(found: Sequence[Tensor]) -> bool:
-    return sum(one.nbytes for one in found) <= SMALL_BYTES
+def _is_small(result: Sequence[Tensor]) -> bool:
+    return sum(one.nbytes for one in result) <= SMALL_BYTES
 
 
-def shown(tensors: Sequence[tuple[str, int]]) -> str:
-    """What tensors are, in words."""
+def listed(tensors: Sequence[tuple[str, int]]) -> str:
+    """Return a text that lists tensors."""
     return ", ".join(f"{length} {dtype}" for dtype, length in tensors) or "nothing"

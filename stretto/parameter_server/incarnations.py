@@ -1,4 +1,4 @@
-"""Whose parcels a service takes: of each worker only its present life. A plain state machine."""
+"""Incarnations of workers, as one service knows them: it accepts messages of the current one. A state machine."""
 
 from __future__ import annotations
 
@@ -6,40 +6,40 @@ from stretto.parameter_server import messages as m
 
 
 class Incarnations:
-    """The lives of workers, as one process knows them: at first each is in, in its first life, and unheard."""
+    """Number of each worker's current incarnation, and whether it is a member: at first all are, with incarnation 0."""
 
     def __init__(self, workers: int) -> None:
-        self._present = [0] * workers
-        self._is_in = [True] * workers
-        self._is_heard = [False] * workers
-        """Whether this process has heard of the worker: one that was started again does not know its life."""
+        self._current = [0] * workers
+        self._is_member = [True] * workers
+        self._has_message = [False] * workers
+        """True if this process has a message of the worker: a restarted process does not know the incarnation."""
 
-    def present(self, worker: int) -> int:
-        """The life that is heard now, or would be."""
-        return self._present[worker]
+    def current(self, worker: int) -> int:
+        """Return the incarnation whose messages are accepted."""
+        return self._current[worker]
 
-    def is_over(self, worker: int, life: int) -> bool:
-        """Whether a life is not heard any more."""
-        return life < self._present[worker]
+    def is_over(self, worker: int, incarnation: int) -> bool:
+        """Return True if messages of the incarnation are not accepted any more."""
+        return incarnation < self._current[worker]
 
-    def is_last(self, worker: int, life: int) -> bool:
-        """Whether no life has come after this one, whose work may still be asked for."""
-        return life + 1 >= self._present[worker]
+    def is_last(self, worker: int, incarnation: int) -> bool:
+        """Return True if no later incarnation has ended, so that the work of this one may still be asked for."""
+        return incarnation + 1 >= self._current[worker]
 
-    def untold(self, worker: int, life: int) -> m.Gone | None:
-        """The death of the life before that nobody has told of, if that a life is heard says so.
+    def implied_end(self, worker: int, incarnation: int) -> m.IncarnationEnded | None:
+        """Return the end of the previous incarnation if it follows from a newer one's first message, else None.
 
-        Its last update may have come to some shards alone.
+        Its last update may have arrived at some shards only.
         """
-        is_news = self._is_heard[worker] and life > self._present[worker]
-        return m.Gone(worker, life - 1, torn=True) if is_news else None
+        is_new = self._has_message[worker] and incarnation > self._current[worker]
+        return m.IncarnationEnded(worker, incarnation - 1, is_partial=True) if is_new else None
 
-    def hear(self, worker: int, life: int) -> None:
-        """A life is heard, and in."""
-        self._present[worker], self._is_in[worker], self._is_heard[worker] = life, True, True
+    def note(self, worker: int, incarnation: int) -> None:
+        """Note a message of an incarnation: it is a member."""
+        self._current[worker], self._is_member[worker], self._has_message[worker] = incarnation, True, True
 
-    def end(self, worker: int, life: int) -> bool:
-        """A life is over, with all before it; whether the worker was in."""
-        was_in, self._is_in[worker] = self._is_in[worker], False
-        self._present[worker] = life + 1
-        return was_in
+    def end(self, worker: int, incarnation: int) -> bool:
+        """Note that an incarnation and all before it have ended; return True if the worker was a member."""
+        was_member, self._is_member[worker] = self._is_member[worker], False
+        self._current[worker] = incarnation + 1
+        return was_member

@@ -1,7 +1,27 @@
-"""What workers and servers say to each other: small structs, in front of raw tensors. Nothing else is ever decoded.
+"""Messages between workers and the services of a parameter server: small structs in front of raw tensors.
 
-A parcel is a head and tensors. The head is one of these in MessagePack with the kinds and lengths of the tensors, so
-that a receiver knows what is to come before it comes.
+Only these structs are decoded. A message is a header and tensors: the header is one of these structs in MessagePack
+with the dtypes and lengths of the tensors, so that a receiver knows the size of a message before its tensors arrive.
+
+Services: the dispatcher (the "coordinator" in error texts) and the shards. A worker sends requests; each has an id that
+its reply carries, and an unanswered request is sent again, with the same id, to a service that was restarted.
+
+    worker                            shard                  dispatcher
+      | -- Push(seq, version) -------> |                         |   an update
+      | <- PushReply(version) -------- |                         |   the newest parameters, once the staleness bound
+      |                                |                         |   permits the worker to continue
+      | -- Lease(epoch_number) --------------------------------> |
+      | <- Leased(batch) --------------------------------------- |   a batch, or `barrier`: come to the next barrier
+      | -- EnterBarrier(barrier) ----> |                         |   no worker is held back for this one from now on
+      | -- Barrier(op) ----------------------------------------> |   replied to when all members have come
+      | -- Snapshot(op) -------------> |                         |   all have come, so the state is consistent
+      | -- Snapshot(op, stored) -------------------------------> |   last: a snapshot of the dispatcher is complete
+      | -- LeaveBarrier(op) -----------------------------------> |   joining workers are admitted between barriers
+
+Rollback: a service that lost its state replies `StaleRequest`. A worker that receives it asks all services for their
+snapshots (`ListSnapshots`), sends `Rollback` with the snapshots that all shards have to the dispatcher, and
+`RequestRollback` with the dispatcher's choice to the shards. Each rollback begins a new *recovery epoch*; requests of
+an older one are stale.
 """
 
 from __future__ import annotations
@@ -19,354 +39,362 @@ class _Message(msgspec.Struct, array_like=True, tag=True):
 
 
 class Open(_Message):
-    """The first worker gives a shard its ranges of the parameters, and the rule; whatever it had before is gone.
+    """The first worker's ranges of the parameters for a shard, with the update rule; they replace all earlier state.
 
-    They are the first thing to come back to, as this `cut`. Behind them comes what a rule kept besides, as `Remembers`
-    says it, if the run goes on from a checkpoint.
+    They are the first snapshot, with this number. After the parameters come the tensors of the rule's state, as
+    `RuleStateReply` has them, if the run resumes from a checkpoint.
     """
 
-    arena: int
+    parameter_set: int
     recipe: str
     workers: int
-    cut: int = 0
-    age: int = 0
+    snapshot: int = 0
+    recovery_epoch: int = 0
     names: list[str] = []
     arrivals: list[int] = []
 
 
 class Push(_Message):
-    """A worker's update, encoded as the recipe says; it asks for the newest version in return.
+    """A worker's update, encoded by the recipe's codec; the reply brings the newest version.
 
-    `batches` of pass `number` are the work in it. `age` counts how often the servers went back to a cut.
+    `batches` of epoch `epoch_number` are the work in the update. `recovery_epoch` is the number of rollbacks so far.
     """
 
-    arena: int
+    parameter_set: int
     seq: int
     version: int
     samples: int
     lr: float
-    age: int = 0
-    number: int = 0
+    recovery_epoch: int = 0
+    epoch_number: int = 0
     batches: list[int] = []
 
 
 class Snapshot(_Message):
-    """All have met in exchange `op`, and nothing is under way: keep what there is, to come back to it.
+    """Request to store the state: all workers have met in collective operation `op`, and no request is pending.
 
-    A shard says whether it `Has` it then. The coordinator keeps its part if all shards have `kept` theirs.
+    A shard replies with the snapshot's number in `SnapshotList` if it stored it. The dispatcher stores its part if all
+    shards have `stored` theirs.
     """
 
     op: int
-    age: int
-    kept: bool = True
+    recovery_epoch: int
+    stored: bool = True
 
 
 class ListSnapshots(_Message):
-    """Which cuts are there?"""
+    """Request for the numbers of the stored snapshots."""
 
 
 class Rollback(_Message):
-    """A server was lost in this `age`: to which of these cuts, that all shards have, do we go back?
+    """Report that a service was lost in this recovery epoch, with the snapshots that all shards have.
 
-    `births` are the shards' processes as this worker found them, `least` the greatest age that one of them is of.
+    `boot_ids` are the shards' processes that this worker found, `highest_epoch` the highest recovery epoch of a shard.
     """
 
-    age: int
-    least: int
-    cuts: list[int]
-    births: list[int]
-    calls: list[bool]
-    """The meetings that this worker was told of so far: whether each was for a cut."""
-    met: int
-    """How many of them it has been to."""
-    newest: int
-    """The newest cut that the coordinator had before the shards were asked for theirs."""
+    recovery_epoch: int
+    highest_epoch: int
+    snapshots: list[int]
+    boot_ids: list[int]
+    barriers_called: list[bool]
+    """Barriers that this worker was called to so far: True for one that is only for a snapshot."""
+    barriers_passed: int
+    """Number of these barriers that the worker has passed."""
+    newest_snapshot: int
+    """Newest snapshot of the dispatcher, read before the shards were asked for theirs."""
 
 
 class RequestRollback(_Message):
-    """A new age begins at this cut, if this shard's process still is the one of this `birth`."""
+    """Order to begin a new recovery epoch at this snapshot, if the shard's process still has this `boot_id`."""
 
-    age: int
-    cut: int
-    birth: int
+    recovery_epoch: int
+    snapshot: int
+    boot_id: int
 
 
 class Join(_Message):
-    """A process that was started while the run is under way: where does it stand?"""
+    """Request of a process that was started during the run: admit it, and reply where the run is."""
 
 
 class ResumeClock(_Message):
-    """A newcomer counts its rounds from this one."""
+    """Position of a joining worker: it counts its rounds from `clock`."""
 
     clock: int
 
 
 class EnterBarrier(_Message):
-    """A worker comes to the `meeting` of all, after its update `seq`: nobody waits for it until the meeting is over.
+    """Notice that a worker comes to the `barrier` of all after its update `seq`: it holds no worker back until the end.
 
-    Without a meeting it has nothing to do, and nobody waits for it until its next update.
+    Without a barrier the worker has no batch, and holds no worker back until its next update.
     """
 
     seq: int
-    meeting: int | None = None
-    age: int = 0
+    barrier: int | None = None
+    recovery_epoch: int = 0
 
 
 class Read(_Message):
-    """The newest version, after what waited to be collected has been applied if `flush`."""
+    """Request for the newest version, after applying the updates that are being collected if `flush`."""
 
     flush: bool
-    age: int = 0
+    recovery_epoch: int = 0
 
 
-class Recall(_Message):
-    """All have met, and nothing is under way: what does the rule keep besides the parameters?"""
+class ReadRuleState(_Message):
+    """Request for the update rule's state besides the parameters, at a barrier with no request pending."""
 
-    age: int
+    recovery_epoch: int
 
 
 class Contribute(_Message):
-    """What all workers ask together in exchange `op`: the sum of everyone's tensor, or every tensor."""
+    """A worker's tensor for the all-reduce ("mean") or all-gather ("every") with number `op`."""
 
     op: int
     kind: Literal["mean", "every"]
-    heard: int = 0
-    """All that this worker asked here in exchanges up to this one has been answered."""
+    received_up_to: int = 0
+    """All results of operations up to this one have arrived at the worker."""
 
 
 class Gather(_Message):
-    """Everyone's bytes in exchange `op`, or those of the `root` alone. `at` is where the worker is in its loop."""
+    """A worker's bytes in collective operation `op`: an all-gather, or a broadcast from `root`.
 
-    op: int
-    root: int | None
-    at: LoopPosition | None = None
-
-
-class Keep(_Message):
-    """The order of pass `number`, as the `root` tells it in exchange `op`; it is kept for newcomers."""
-
-    op: int
-    root: int
-    number: int
-    at: LoopPosition | None = None
-
-
-class Barrier(_Message):
-    """All come together in exchange `op`, with nothing under way.
-
-    It is the `call`-th meeting that they were called to, perhaps for a `cut` alone, or that at the end of a pass if 0.
+    `position` is the worker's position in its training loop.
     """
 
     op: int
-    call: int
-    cut: bool = False
+    root: int | None
+    position: LoopPosition | None = None
 
 
-class Heard(_Message):
-    """What exchange `op` of these `members` has come to, once more, for a coordinator that may have lost it.
+class BroadcastOrder(_Message):
+    """Broadcast of an epoch's order from `root` in operation `op`; the dispatcher stores it for joining workers."""
 
-    Some may lack the answer, and what the dead gave to it nobody else can say. It may have been the `call`-th meeting.
+    op: int
+    root: int
+    epoch_number: int
+    position: LoopPosition | None = None
+
+
+class Barrier(_Message):
+    """Arrival at the barrier with operation number `op`, with no request pending.
+
+    `index` counts the called barriers from 1 and is 0 for the barrier at the end of an epoch.
+    """
+
+    op: int
+    index: int
+    snapshot_only: bool = False
+
+
+class ReplayResult(_Message):
+    """Result of collective operation `op` of these `members`, for a dispatcher that may have lost it.
+
+    Other members may lack the result, and contributions of failed workers cannot be repeated. `index` as in `Barrier`.
     """
 
     op: int
     members: list[int]
-    call: int = 0
-    cut: bool = False
+    index: int = 0
+    snapshot_only: bool = False
 
 
 class LeaveBarrier(_Message):
-    """A worker has done with the meeting after exchange `op`, and goes on by itself; it was called to so many."""
+    """Notice that a worker has left the barrier after operation `op` and continues asynchronously."""
 
     op: int
-    met: int = 0
+    barriers_passed: int = 0
 
 
-class ReplayResult(_Message):
-    """The order of pass `number`, once more, for a coordinator that may have lost it."""
+class ReplayOrder(_Message):
+    """Order of an epoch, for a dispatcher that may have lost it."""
 
-    number: int
+    epoch_number: int
 
 
 class Group(_Message):
-    """The worker exchanges with these from now on; what waits in older generations is dropped."""
+    """Members of a new generation; pending operations of older generations are dropped."""
 
     generation: int
     members: list[int]
 
 
-class Begin(_Message):
-    """Pass `number` begins. Its tensor is the samples of each batch; all meet after every `meet` batches.
+class BeginEpoch(_Message):
+    """Start of an epoch, with a barrier after every `barrier_every` batches. Its tensor holds the samples of each
+    batch.
 
-    Batches go to whoever is free, or are `dealt` in turn. Those that are `settled` were done before.
+    Batches go to the first worker that asks, or to the workers `in_turn`. `settled` batches were trained before.
     """
 
-    number: int
-    meet: int | None
-    dealt: bool
+    epoch_number: int
+    barrier_every: int | None
+    in_turn: bool
     settled: list[int] = []
 
 
 class Lease(_Message):
-    """A worker is free: it asks for a batch of the pass."""
+    """Request of a free worker for a batch of the epoch."""
 
-    number: int
-    age: int = 0
+    epoch_number: int
+    recovery_epoch: int = 0
 
 
-class Close(_Message):
-    """A worker has nothing left of the pass, and has settled all: it waits until that is so everywhere.
+class AwaitEpochEnd(_Message):
+    """Notice that a worker has no batch and has settled all; replied to when no worker holds a batch any more.
 
-    One whose script has `left` the pass early gets no more of it, though there may be batches.
+    A worker whose script has `left_early` gets no batch even if one is returned.
     """
 
-    number: int
-    age: int
-    left: bool = False
+    epoch_number: int
+    recovery_epoch: int
+    left_early: bool = False
 
 
-class Count(_Message):
-    """How often did each sample of the pass count?"""
+class CountSamples(_Message):
+    """Request for how often each sample of the epoch was counted."""
 
-    number: int
-    age: int
+    epoch_number: int
+    recovery_epoch: int
 
 
 class Settle(_Message):
-    """The work on these batches is in the server's parameters."""
+    """Notice that the work on these batches is in the server's parameters."""
 
-    number: int
+    epoch_number: int
     batches: list[int]
-    age: int = 0
+    recovery_epoch: int = 0
 
 
 class Leave(_Message):
-    """A worker has done with everything."""
+    """Notice that a worker has finished."""
 
 
 class Finish(_Message):
-    """The same, before it leaves: answered once a coordinator that is started again would know of it."""
+    """Notice that a worker is about to finish; replied to once a restarted dispatcher would know it."""
 
 
 class Quit(_Message):
-    """A worker leaves in good order: the others go on without it."""
+    """Notice that a worker leaves gracefully: the others continue without it."""
 
 
-class Gone(_Message):
-    """A life of a worker is over. `batches` of pass `number` are the work of it that is in the parameters.
+class IncarnationEnded(_Message):
+    """Notice that an incarnation of a worker has ended. `batches` are its work of the epoch that is in the parameters.
 
-    Its last update is `torn` if only some shards have it, or if nobody knows.
+    `is_partial`: only some shards have its last update, or this is unknown.
     """
 
     worker: int
-    life: int
-    number: int = 0
+    incarnation: int
+    epoch_number: int = 0
     batches: list[int] = []
-    torn: bool = False
+    is_partial: bool = False
 
 
 class PushReply(_Message):
-    """A version of a shard, and what became of the worker's updates: (seq, version, staleness, samples) of each."""
+    """A version of a shard, and the worker's applied updates as (seq, version, staleness, samples).
+
+    `blocked_s` is the time in seconds for which the staleness bound delayed the reply.
+    """
 
     version: int
     applied: list[tuple[int, int, int, int]] = []
     refused: list[int] = []
-    held_s: float = 0.0
+    blocked_s: float = 0.0
 
 
 class Result(_Message):
-    """The tensors that were asked for."""
+    """The requested tensors."""
 
-    heard: int = 0
-    """Nobody lacks an answer of an exchange up to this one."""
+    received_up_to: int = 0
+    """Every worker has the results of operations up to this one."""
 
 
-class Among(_Message):
-    """The same where members were lost since the last answer: who gave. Without tensors the root was lost."""
+class MembersResult(_Message):
+    """A result that names the contributing members, sent once members were lost. Without tensors the root was lost."""
 
     members: list[int]
-    heard: int = 0
+    received_up_to: int = 0
 
 
 class Leased(_Message):
-    """A batch of the pass; None when none is left, or when all are to `meet`. `handed` counts samples handed out.
+    """A batch of the epoch, or None: none is left, or all are called to a `barrier`, perhaps for a snapshot only.
 
-    A meeting may be for a `cut` alone.
+    `samples_leased` is the number of samples leased in the epoch so far.
     """
 
     batch: int | None
-    handed: int
-    meet: bool = False
-    cut: bool = False
+    samples_leased: int
+    barrier: bool = False
+    snapshot_only: bool = False
 
 
-class Closed(_Message):
-    """Whether the pass is over, or there are batches again."""
+class EpochStatus(_Message):
+    """True if the epoch is over; False if there are batches again."""
 
-    over: bool
+    is_over: bool
 
 
 class Joined(_Message):
-    """Where a newcomer stands. From the coordinator: the pass, the next exchange, how many meetings have been.
+    """The run's position for a joining worker. From the dispatcher: the epoch, the next operation, the barriers passed.
 
-    From a shard: the arena, and the rounds of the slowest.
+    From a shard: the parameter set, and the rounds of the slowest worker.
     """
 
-    age: int
-    number: int = 0
+    recovery_epoch: int
+    epoch_number: int = 0
     op: int = 0
-    met: int = 0
+    barriers_passed: int = 0
     members: list[int] = []
-    calls: list[bool] = []
-    arena: int = 0
+    barriers_called: list[bool] = []
+    parameter_set: int = 0
     clock: int = 0
 
 
-class Has(_Message):
-    """The cuts that a service has, which process of it this is, and its age."""
+class SnapshotList(_Message):
+    """Snapshots that a service has, with the id of its process and its recovery epoch."""
 
-    cuts: list[int]
-    birth: int
-    age: int
+    snapshots: list[int]
+    boot_id: int
+    recovery_epoch: int
 
 
-class Remembers(_Message):
-    """What the rule keeps, a tensor for each range under each name; and how much of its momentum has arrived."""
+class RuleStateReply(_Message):
+    """State of the update rule: by name a tensor for each range, and the amount of momentum that has arrived."""
 
     names: list[str]
     arrivals: list[int]
 
 
 class StaleRequest(_Message):
-    """What was said is of another age than the one that is here, or that of a process which knows of none yet."""
+    """Refusal of a request from another recovery epoch, or by a restarted process that knows of no epoch yet."""
 
-    age: int
+    recovery_epoch: int
 
 
 class RolledBack(_Message):
-    """The age that is now began at this cut, with these processes of the shards."""
+    """Snapshot at which the current recovery epoch began, with the shards' processes then."""
 
-    age: int
-    cut: int
-    births: list[int]
+    recovery_epoch: int
+    snapshot: int
+    boot_ids: list[int]
 
 
-class Left(_Message):
-    """What a dead worker's updates here were about."""
+class CountedWork(_Message):
+    """Batches of an ended incarnation's updates at this service."""
 
-    number: int
+    epoch_number: int
     batches: list[int]
 
 
-def told_of(worker: int, life: int, found: Sequence[Left], shards: int) -> Gone:
-    """What the coordinator is told of a dead worker, after what those of so many shards have said that did."""
-    number = max((one.number for one in found), default=0)
-    sets = {frozenset(one.batches) if one.number == number else frozenset() for one in found}
-    common = sorted(frozenset.intersection(*sets)) if len(found) == shards and sets else []
-    return Gone(worker, life, number, common, torn=len(found) < shards or len(sets) > 1)
+def incarnation_ended(worker: int, incarnation: int, work: Sequence[CountedWork], shards: int) -> IncarnationEnded:
+    """Return the notice for the dispatcher, from the shards' replies about the incarnation's work."""
+    epoch_number = max((one.epoch_number for one in work), default=0)
+    sets = {frozenset(one.batches) if one.epoch_number == epoch_number else frozenset() for one in work}
+    common = sorted(frozenset.intersection(*sets)) if len(work) == shards and sets else []
+    return IncarnationEnded(worker, incarnation, epoch_number, common, is_partial=len(work) < shards or len(sets) > 1)
 
 
 class Refused(_Message):
-    """What was wrong with what was said. `uneven`: the workers' loops are of unequal length."""
+    """Refusal of a malformed or unexpected request. `uneven`: the workers' loops are of unequal length."""
 
     text: str
     uneven: bool = False
@@ -377,24 +405,24 @@ Request: TypeAlias = (
     | Push
     | EnterBarrier
     | Read
-    | Recall
+    | ReadRuleState
     | Contribute
     | Gather
-    | Keep
-    | ReplayResult
+    | BroadcastOrder
+    | ReplayOrder
     | Barrier
-    | Heard
+    | ReplayResult
     | LeaveBarrier
     | Group
-    | Begin
+    | BeginEpoch
     | Lease
     | Settle
-    | Close
-    | Count
+    | AwaitEpochEnd
+    | CountSamples
     | Leave
     | Finish
     | Quit
-    | Gone
+    | IncarnationEnded
     | Join
     | ResumeClock
     | Snapshot
@@ -403,19 +431,30 @@ Request: TypeAlias = (
     | RequestRollback
 )
 Reply: TypeAlias = (
-    PushReply | Result | Among | Leased | Closed | Joined | Has | Remembers | StaleRequest | RolledBack | Left | Refused
+    PushReply
+    | Result
+    | MembersResult
+    | Leased
+    | EpochStatus
+    | Joined
+    | SnapshotList
+    | RuleStateReply
+    | StaleRequest
+    | RolledBack
+    | CountedWork
+    | Refused
 )
-OVER = "the run is over"
-"""What is said to a worker that comes when the others have done with everything."""
-SILENT = (Settle, Leave, Heard, LeaveBarrier, ReplayResult, Group)
-"""What is not replied to."""
+RUN_OVER = "the run is over"
+"""Text of the refusal of a worker that joins after the others have finished."""
+WITHOUT_REPLY = (Settle, Leave, ReplayResult, LeaveBarrier, ReplayOrder, Group)
+"""Messages without a reply."""
 Body: TypeAlias = Request | Reply
 
 
 class Header(msgspec.Struct, array_like=True):
-    """The first frame of a parcel. `number` is the sender's; a reply carries that of what it replies to."""
+    """First frame of a message. `request_id` is chosen by the sender of the request; the reply carries the same."""
 
-    number: int
+    request_id: int
     body: Body
     tensors: list[tuple[str, int]] = []
-    """The dtype and the length of each tensor that follows."""
+    """Dtype and number of elements of each tensor that follows."""

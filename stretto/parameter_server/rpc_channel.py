@@ -1,4 +1,8 @@
-"""One worker's connection to one socket of a server: parcels out, their replies in, no wait without limit."""
+"""One worker's ZeroMQ connection to one service: requests and their replies, with a limit on every wait.
+
+A service that is restarted is awaited up to the failure timeout. Requests without a reply are then sent again, in
+order, with the same ids; before them `on_reconnect` sends the state that the service may have lost.
+"""
 
 from __future__ import annotations
 
@@ -17,30 +21,31 @@ from zmq.utils.monitor import parse_monitor_message
 from stretto.errors import BrokenTransportError, TransportError
 from stretto.parameter_server import messages as m
 from stretto.parameter_server.client import ParameterServerClient
-from stretto.parameter_server.client_types import Sink, refuse_refusals
-from stretto.parameter_server.framing import LARGEST_FRAME, Assembly, Chunks, decode_head, encode, placed
+from stretto.parameter_server.client_types import Sink, raise_refusals
+from stretto.parameter_server.framing import LARGEST_FRAME, Assembly, Chunks, decode_header, encode, with_offsets
 from stretto.parameter_server.rpc_server import DEATH_NOTIFIER, name_of
 from stretto.security import SMALL_BYTES, WorkerKeys
 from stretto.transport.malloc import keep_freed_memory
 from stretto.transport.tcp_info import tcp_arrived, tcp_bytes
 
-LISTEN_MS = 25
-"""How long a message is waited for before it is asked what has become of the connection, and of the exchange."""
-AGAIN_S = 0.5
-"""How long the news of a death wait for an answer before they are told again."""
-WENT_AWAY = "went away"
+RECEIVE_TIMEOUT_MS = 25
+"""Time in ms that a receive waits before the connection's state and an abort are checked."""
+RESEND_S = 0.5
+"""Time in seconds after which the notice of a failure is sent again if a service has not replied."""
+DISCONNECTED = "went away"
 WATCHED = zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_SUCCEEDED
 NEVER_MS = 10**8
-"""ZeroMQ does not connect again by itself: what is said over a new connection comes after what the last one lost.
+"""Reconnect interval that disables ZeroMQ's automatic reconnection, so that messages over a new connection come after
+those lost with the old one.
 
-Its own word for never, -1, can hold up the end of a context for ever.
+ZeroMQ's own value for it, -1, can block the termination of a context forever.
 """
 
 
 class RpcChannel:
-    """A connection of one worker over ZeroMQ. `called` is who is at the other end, for what a person reads.
+    """One worker's connection over ZeroMQ. `peer` names the service in error texts.
 
-    With a failure timeout a service that went away is waited for so long: what had no reply is asked again, in order.
+    With a failure timeout a lost service is awaited for that long; requests without a reply are sent again, in order.
     """
 
     def __init__(
@@ -49,36 +54,36 @@ class RpcChannel:
         address: str,
         worker: int,
         keys: WorkerKeys | None,
-        called: str,
+        peer: str,
         timeout_s: float,
-        life: int = 0,
+        incarnation: int = 0,
         failure_timeout_s: float | None = None,
     ) -> None:
-        self.called, self.address = called, address
-        self._timeout_s, self._patience_s = timeout_s, failure_timeout_s
-        self._name, self._keys, self._context = name_of(worker, life), keys, context
-        self._asked: dict[int, tuple[m.Request, Sequence[Tensor]]] = {}
-        """What waits for a reply, in order."""
+        self.peer, self.address = peer, address
+        self._timeout_s, self._failure_timeout_s = timeout_s, failure_timeout_s
+        self._name, self._keys, self._context = name_of(worker, incarnation), keys, context
+        self._unanswered: dict[int, tuple[m.Request, Sequence[Tensor]]] = {}
+        """Requests without a reply, in order."""
         self._lost_at: float | None = None
         self._aborted = threading.Event()
-        self.again: Callable[[], None] = lambda: None
-        """Called when a service has come back, before what had no reply is asked again."""
+        self.on_reconnect: Callable[[], None] = lambda: None
+        """Called when a service is back, before requests without a reply are sent again."""
         self._assembly = Assembly()
-        self._numbers = 0
+        self._last_id = 0
         self._replies: dict[int, tuple[m.Body, list[Chunks]]] = {}
         self._sink: tuple[int, Sink] | None = None
-        """Where the pieces of the reply that is waited for go."""
+        """Receiver of the chunks of the reply that is waited for, with its request id."""
         self._ended_traffic = self._earlier_traffic = (0, 0)
         self._descriptor: int | None = None
-        self._moved: tuple[float, tuple[int, int] | None] = (0.0, None)
-        """When something was last seen to arrive, here or there, and how much had until then."""
+        self._progress: tuple[float, tuple[int, int] | None] = (0.0, None)
+        """Time at which bytes last arrived at either end, and the numbers of bytes then."""
         self._problem = ""
         self._connect()
 
     def _connect(self) -> None:
         self._socket = _dealer(self._context, self._name, self._keys)
         watched = WATCHED
-        if self._patience_s is not None:
+        if self._failure_timeout_s is not None:
             self._socket.setsockopt(zmq.RECONNECT_IVL, NEVER_MS)
             self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 0)
             watched |= zmq.EVENT_CLOSED
@@ -86,138 +91,138 @@ class RpcChannel:
         self._socket.connect(self.address)
 
     def send(self, body: m.Request, tensors: Sequence[Tensor] = ()) -> int:
-        """Send a parcel; returns its number."""
-        self._numbers += 1
-        if not isinstance(body, m.SILENT):
-            self._asked[self._numbers] = body, tensors if self._patience_s is not None else ()
-        self._send(self._numbers, body, tensors)
-        return self._numbers
+        """Send a request; return its id."""
+        self._last_id += 1
+        if not isinstance(body, m.WITHOUT_REPLY):
+            self._unanswered[self._last_id] = body, tensors if self._failure_timeout_s is not None else ()
+        self._send(self._last_id, body, tensors)
+        return self._last_id
 
-    def _send(self, number: int, body: m.Request, tensors: Sequence[Tensor]) -> None:
+    def _send(self, request_id: int, body: m.Request, tensors: Sequence[Tensor]) -> None:
         small = sum(one.nbytes for one in tensors) < SMALL_BYTES
         try:
-            for message in encode(number, body, tensors):
+            for message in encode(request_id, body, tensors):
                 self._socket.send_multipart(message, zmq.NOBLOCK, copy=small)
-        except zmq.Again:  # nobody is there; what matters is said again
-            self._problem = self._problem or WENT_AWAY
+        except zmq.Again:  # not connected; requests that matter are sent again
+            self._problem = self._problem or DISCONNECTED
 
-    def wait(self, number: int, sink: Sink | None = None) -> tuple[m.Body, list[Chunks]]:
-        """The reply to a parcel."""
-        self._moved = (time.monotonic(), None)
-        self._sink = (number, sink) if sink is not None else None
-        while number not in self._replies:
+    def wait(self, request_id: int, sink: Sink | None = None) -> tuple[m.Body, list[Chunks]]:
+        """Return the reply to a request."""
+        self._progress = (time.monotonic(), None)
+        self._sink = (request_id, sink) if sink is not None else None
+        while request_id not in self._replies:
             self._receive()
         self._sink = None
-        body, tensors = self._replies.pop(number)
-        refuse_refusals(self.called, body)
+        body, tensors = self._replies.pop(request_id)
+        raise_refusals(self.peer, body)
         if sink is not None:
-            _pour(tensors, sink)
+            _pass_on(tensors, sink)
         return body, tensors
 
-    def is_there(self, number: int) -> bool:
-        """Whether the reply has come; never waits."""
-        while number not in self._replies and self._take(zmq.NOBLOCK):
+    def poll(self, request_id: int) -> bool:
+        """Return True if the reply has arrived, without waiting."""
+        while request_id not in self._replies and self._take(zmq.NOBLOCK):
             pass
-        if number not in self._replies and self._patience_s is not None:
-            self._heed()
-            self._find_again()
-        return number in self._replies
+        if request_id not in self._replies and self._failure_timeout_s is not None:
+            self._process_events()
+            self._reconnect()
+        return request_id in self._replies
 
-    def awaits(self, number: int) -> bool:
-        """Whether a parcel has had no reply yet."""
-        return number in self._asked
+    def is_pending(self, request_id: int) -> bool:
+        """Return True if a request has no reply yet."""
+        return request_id in self._unanswered
 
-    def drop(self, number: int) -> None:
-        """Nobody waits for the reply to this parcel any more."""
-        self._asked.pop(number, None)
-        self._replies.pop(number, None)
+    def discard(self, request_id: int) -> None:
+        """Stop waiting for the reply to a request."""
+        self._unanswered.pop(request_id, None)
+        self._replies.pop(request_id, None)
 
-    def mutter(self, body: m.Request, tensors: Sequence[Tensor] = ()) -> None:
-        """Send a parcel whose reply nobody waits for."""
+    def send_oneway(self, body: m.Request, tensors: Sequence[Tensor] = ()) -> None:
+        """Send a message whose reply is not waited for."""
         self._send(0, body, tensors)
 
     def abort(self) -> None:
-        """Break off what is waited for; from any thread."""
+        """Abort waiting calls, from any thread."""
         self._aborted.set()
 
-    def forget(self) -> None:
-        """Nothing that was asked is waited for any more, and what comes now is."""
+    def reset(self) -> None:
+        """Drop all requests and replies, and clear the abort."""
         self._aborted.clear()
-        self._asked.clear()
+        self._unanswered.clear()
         self._replies.clear()
         self._sink = None
 
     def traffic(self) -> tuple[int, int]:
-        """Bytes sent and received, as the kernel counts them."""
+        """Return the bytes sent and received, as the kernel counts them."""
         if not self._socket.closed:
-            self._heed()
+            self._process_events()
         now = tcp_bytes(self._descriptor) if self._descriptor is not None else None
         if now is not None:
             self._ended_traffic = now
         return self._sum(self._earlier_traffic, self._ended_traffic)
 
     def close(self) -> None:
-        """Say good-bye, and let go. Idempotent.
+        """Send `Leave` and close. Idempotent.
 
-        A service that may be started again has to know of it: who is not there any more can't say it again.
+        A service that may be restarted is sent `Finish` first: a worker that has exited cannot repeat its end.
         """
         if self._socket.closed:
             return
         self.traffic()
-        if self._patience_s is not None and not self._aborted.is_set():
+        if self._failure_timeout_s is not None and not self._aborted.is_set():
             with contextlib.suppress(TransportError):
                 self.wait(self.send(m.Finish()))
         if not self._problem:
             self._send(0, m.Leave(), ())
-        self._hang_up(1000)
+        self._disconnect(1000)
 
-    def _hang_up(self, linger: int) -> None:
+    def _disconnect(self, linger: int) -> None:
         self._descriptor = None
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
         self._socket.close(linger=linger)
 
     def _receive(self) -> None:
-        """Take what comes next; before a problem is told, what came before it is taken."""
+        """Receive the next message; messages that arrived before a problem are processed before it is raised."""
         if self._aborted.is_set():
-            raise BrokenTransportError(f"the exchange at {self.called} was broken off")
+            raise BrokenTransportError(f"the exchange at {self.peer} was broken off")
         if self._take():
             return
-        self._heed()
-        self._find_again()
+        self._process_events()
+        self._reconnect()
         if self._problem:
-            raise TransportError(f"{self.called} at {self.address} {self._problem}")
+            raise TransportError(f"{self.peer} at {self.address} {self._problem}")
         now, arrived = time.monotonic(), tcp_arrived(self._descriptor) if self._descriptor is not None else None
-        if arrived != self._moved[1]:
-            self._moved = now, arrived
-        if now - self._moved[0] > self._timeout_s:
-            raise TransportError(f"{self.called} at {self.address} did not answer within {self._timeout_s:g} s")
+        if arrived != self._progress[1]:
+            self._progress = now, arrived
+        if now - self._progress[0] > self._timeout_s:
+            raise TransportError(f"{self.peer} at {self.address} did not answer within {self._timeout_s:g} s")
 
-    def _find_again(self) -> None:
-        """Take up the connection to a service that went away and is to come back."""
-        if self._patience_s is None:
+    def _reconnect(self) -> None:
+        """Reconnect to a service that was lost and is being restarted."""
+        if self._failure_timeout_s is None:
             return
         now = time.monotonic()
-        if self._lost_at is not None and now - self._lost_at > self._patience_s:
-            self._problem = f"{WENT_AWAY}, and did not come back within {self._patience_s:g} s"
-        if self._problem != WENT_AWAY:
+        if self._lost_at is not None and now - self._lost_at > self._failure_timeout_s:
+            self._problem = f"{DISCONNECTED}, and did not come back within {self._failure_timeout_s:g} s"
+        if self._problem != DISCONNECTED:
             return
         self._lost_at = self._lost_at or now
         self._earlier_traffic = self._sum(self._earlier_traffic, self._ended_traffic)
         self._ended_traffic, self._problem = (0, 0), ""
-        self._hang_up(0)
+        self._disconnect(0)
         self._assembly = Assembly()
         self._connect()
-        self.again()
-        for number, (body, tensors) in self._asked.items():
-            self._send(number, body, tensors)
+        self.on_reconnect()
+        for request_id, (body, tensors) in self._unanswered.items():
+            self._send(request_id, body, tensors)
 
     @staticmethod
     def _sum(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
         return one[0] + other[0], one[1] + other[1]
 
     def _take(self, flags: int = 0) -> bool:
-        """Take in a message; False when none came for a while, or at once with NOBLOCK."""
+        """Receive a message; return False if none came within the receive timeout, or immediately with NOBLOCK."""
         try:
             first, *chunks = self._socket.recv_multipart(flags, copy=False)
         except zmq.Again:
@@ -226,119 +231,123 @@ class RpcChannel:
         if len(first):
             self._assembly.begin(first)
         is_whole = self._assembly.add(chunks)
-        if self._sink is not None and self._sink[0] == self._assembly.number:
-            for index, at, piece in self._assembly.drain():
-                self._sink[1](index, at, piece)
+        if self._sink is not None and self._sink[0] == self._assembly.request_id:
+            for index, at, chunk in self._assembly.drain():
+                self._sink[1](index, at, chunk)
         if is_whole:
-            head, tensors = self._assembly.take()
-            if self._asked.pop(head.number, None) is not None:
-                self._replies[head.number] = head.body, tensors
+            header, tensors = self._assembly.take()
+            if self._unanswered.pop(header.request_id, None) is not None:
+                self._replies[header.request_id] = header.body, tensors
         return True
 
-    def _heed(self) -> None:
-        """Learn what has become of the connection."""
+    def _process_events(self) -> None:
+        """Process the events of the connection's monitor."""
         while self._monitor.poll(0):
             event = parse_monitor_message(self._monitor.recv_multipart())
             if event["event"] == zmq.EVENT_CONNECTED:
                 self._descriptor = int(event["value"])
             elif event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self._lost_at = None  # somebody serves, if there is nothing to say yet
+                self._lost_at = None  # the service runs, even if it has no message to send
             elif event["event"] == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                 self._problem = "refused this worker's key"
             else:
                 self._descriptor = None
-                self._problem = self._problem or WENT_AWAY
+                self._problem = self._problem or DISCONNECTED
 
 
-def dial(
+def connect_client(
     worker: int,
     workers: int,
     addresses: Sequence[str],
     keys: WorkerKeys | None,
     timeout_s: float,
-    life: int = 0,
+    incarnation: int = 0,
     failure_timeout_s: float | None = None,
 ) -> ParameterServerClient:
-    """One worker's end of a parameter server. `addresses` are the coordinator's and the shards'.
+    """Return one worker's client of a parameter server. `addresses` are the dispatcher's and the shards'.
 
-    A `life` above 0 is that of a process which was started again: it joins a run that is under way. With a failure
-    timeout a service that went away is waited for, and the run goes on from the last cut.
+    An `incarnation` above 0 is a restarted process, which joins the running training. With a failure timeout lost
+    services are awaited, and the run continues from the last snapshot.
     """
     keep_freed_memory()
     context = zmq.Context()
     context.set(zmq.IO_THREADS, 1)
-    links = [
-        RpcChannel(context, address, worker, keys, name, timeout_s, life, failure_timeout_s)
-        for address, name in zip(addresses, _called(addresses), strict=True)
+    channels = [
+        RpcChannel(context, address, worker, keys, name, timeout_s, incarnation, failure_timeout_s)
+        for address, name in zip(addresses, _peer_names(addresses), strict=True)
     ]
-    wire = ParameterServerClient(worker, workers, links[0], links[1:], elastic=failure_timeout_s is not None)
-    for link in links:
-        link.again = functools.partial(wire.say_again, link)
-    wire.when_closed(context.term)
-    if life:
-        wire.join()
-    return wire
+    client = ParameterServerClient(worker, workers, channels[0], channels[1:], elastic=failure_timeout_s is not None)
+    for channel in channels:
+        channel.on_reconnect = functools.partial(client.replay, channel)
+    client.on_close(context.term)
+    if incarnation:
+        client.join()
+    return client
 
 
-def _called(addresses: Sequence[str]) -> list[str]:
+def _peer_names(addresses: Sequence[str]) -> list[str]:
     return ["the coordinator", *(f"server {shard}" for shard in range(len(addresses) - 1))]
 
 
 class DeathNotifier:
-    """Tells the services of a parameter server that a worker is dead. For one thread; every wait has a limit."""
+    """Reports ended incarnations to all services. Used by sock thread; every wait has a limit."""
 
     def __init__(self, addresses: Sequence[str], keys: WorkerKeys | None) -> None:
         self._context = zmq.Context()
         self._sockets = [_dealer(self._context, DEATH_NOTIFIER, keys) for _ in addresses]
-        for one, address in zip(self._sockets, addresses, strict=True):
-            one.connect(address)
-        self._number = 0
-        self._dead: dict[int, int] = {}
+        for sock, address in zip(self._sockets, addresses, strict=True):
+            sock.connect(address)
+        self._last_notice = 0
+        self._ended: dict[int, int] = {}
 
-    def gone(self, worker: int, life: int, limit_s: float = 5.0) -> bool:
-        """Tell all services; whether all have heard. First the shards, for they know what the worker's work came to."""
-        self._dead[worker] = max(life, self._dead.get(worker, 0))
+    def notify_ended(self, worker: int, incarnation: int, limit_s: float = 5.0) -> bool:
+        """Notify all services, first the shards, which know the worker's applied work; return True if all replied."""
+        self._ended[worker] = max(incarnation, self._ended.get(worker, 0))
         limit = time.monotonic() + limit_s
-        found = self._tell(self._sockets[1:], m.Gone(worker, life), limit)
-        told = self._tell(self._sockets[:1], m.told_of(worker, life, found, len(self._sockets) - 1), limit)
-        return len(found) + len(told) == len(self._sockets)
+        replies = self._notify(self._sockets[1:], m.IncarnationEnded(worker, incarnation), limit)
+        confirmed = self._notify(
+            self._sockets[:1], m.incarnation_ended(worker, incarnation, replies, len(self._sockets) - 1), limit
+        )
+        return len(replies) + len(confirmed) == len(self._sockets)
 
-    def back(self, worker: int) -> None:
-        """The worker is started again: it is not dead any more."""
-        self._dead.pop(worker, None)
+    def note_restarted(self, worker: int) -> None:
+        """Note that the worker is restarted."""
+        self._ended.pop(worker, None)
 
-    def again(self, limit_s: float = 5.0) -> bool:
-        """Tell once more of all who are dead, for a service that was started again and has forgotten."""
-        heard = [self.gone(worker, life, limit_s) for worker, life in sorted(self._dead.items())]
-        return all(heard)
+    def notify_again(self, limit_s: float = 5.0) -> bool:
+        """Notify a restarted service of all failed workers again."""
+        confirmations = [
+            self.notify_ended(worker, incarnation, limit_s) for worker, incarnation in sorted(self._ended.items())
+        ]
+        return all(confirmations)
 
     def close(self) -> None:
-        """Let go."""
+        """Close the sockets."""
         self._context.destroy(linger=0)
 
-    def _tell(self, sockets: Sequence[Any], gone: m.Gone, limit: float) -> list[m.Left]:
-        self._number += 1
-        for one in sockets:
-            one.send_multipart(next(encode(self._number, gone)))
-        return [left for one in sockets if (left := self._heard(one, gone, limit)) is not None]
+    def _notify(self, sockets: Sequence[Any], notice: m.IncarnationEnded, limit: float) -> list[m.CountedWork]:
+        self._last_notice += 1
+        for sock in sockets:
+            sock.send_multipart(next(encode(self._last_notice, notice)))
+        return [work for sock in sockets if (work := self._await_reply(sock, notice, limit)) is not None]
 
-    def _heard(self, one: Any, gone: m.Gone, limit: float) -> m.Left | None:
-        """The answer. What is not answered soon is said again: who has heard it may be dead, and another serve."""
+    def _await_reply(self, sock: Any, notice: m.IncarnationEnded, limit: float) -> m.CountedWork | None:
+        """Return the reply. Send the notice again if none comes soon: the service may have been restarted."""
         while (left_s := limit - time.monotonic()) > 0:
-            if not one.poll(min(left_s, AGAIN_S) * 1000):
-                one.send_multipart(next(encode(self._number, gone)))
+            if not sock.poll(min(left_s, RESEND_S) * 1000):
+                sock.send_multipart(next(encode(self._last_notice, notice)))
                 continue
-            head = decode_head(one.recv_multipart()[0])
-            if head.number == self._number and isinstance(head.body, m.Left):
-                return head.body
+            header = decode_header(sock.recv_multipart()[0])
+            if header.request_id == self._last_notice and isinstance(header.body, m.CountedWork):
+                return header.body
         return None
 
 
-def _pour(tensors: list[Chunks], sink: Sink) -> None:
-    """Give a reply that has come before it was waited for to a sink."""
-    for index, pieces in enumerate(tensors):
-        for at, piece in placed(pieces):
-            sink(index, at, piece)
+def _pass_on(tensors: list[Chunks], sink: Sink) -> None:
+    """Pass a reply that arrived before it was waited for to a sink."""
+    for index, chunks in enumerate(tensors):
+        for at, chunk in with_offsets(chunks):
+            sink(index, at, chunk)
 
 
 def _dealer(context: zmq.Context[Any], name: bytes, keys: WorkerKeys | None) -> Any:
@@ -348,7 +357,7 @@ def _dealer(context: zmq.Context[Any], name: bytes, keys: WorkerKeys | None) -> 
         zmq.SNDHWM: 0,
         zmq.RCVHWM: 0,
         zmq.MAXMSGSIZE: LARGEST_FRAME,
-        zmq.RCVTIMEO: LISTEN_MS,
+        zmq.RCVTIMEO: RECEIVE_TIMEOUT_MS,
         zmq.RECONNECT_IVL: 20,
         zmq.RECONNECT_IVL_MAX: 1000,
     }.items():

@@ -1,7 +1,8 @@
-"""The ZeroMQ side of a server: one socket, one thread, one desk. What comes is checked before it is taken in.
+"""The ZeroMQ side of a parameter server: one socket, one thread and one request handler for each service.
 
-A shard's process has the coordinator's socket too if it is the first. Every socket speaks CURVE with keys made for the
-run, unless it was asked not to; whoever has another key is refused in the handshake.
+Headers are checked before their tensors are received. The first shard's process also serves the dispatcher. Every
+socket uses CURVE with keys generated for the run, unless encryption is switched off; clients with another key are
+refused in the handshake.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import zmq.auth.thread
 from stretto.errors import LaunchError, explain
 from stretto.parameter_server import messages as m
 from stretto.parameter_server.dispatcher_handler import DispatcherHandler
-from stretto.parameter_server.framing import LARGEST_FRAME, Assembly, FramingError, decode_head, encode
+from stretto.parameter_server.framing import LARGEST_FRAME, Assembly, FramingError, decode_header, encode
 from stretto.parameter_server.handler import OutgoingMessage, RequestHandler
 from stretto.parameter_server.incarnations import Incarnations
 from stretto.parameter_server.shard_handler import ShardHandler
@@ -33,7 +34,7 @@ from stretto.transport.malloc import keep_freed_memory
 
 IDLE_MS = 200
 DEATH_NOTIFIER = b"herald"
-"""The name of whoever tells the services that a worker is dead."""
+"""Socket identity of the process that reports failed workers to the services."""
 _NAME = re.compile(rb"worker (\d{1,6})(?:\.(\d{1,6}))?")
 
 
@@ -43,17 +44,17 @@ def serve(config: ShardConfig) -> None:
     names = (f"shard{config.shard}", "coordinator", "ends")
     snapshots = Path(config.snapshots) if config.snapshots else None
     own, shared, ends = (DiskStore(snapshots, name) if snapshots else None for name in names)
-    house = ServerThreads(config.workers, server_keys(config.keys))
+    server = ServerThreads(config.workers, server_keys(config.keys))
     if config.dispatcher_fd is not None:
-        desk = DispatcherHandler(config.workers, time.monotonic, shared, config.snapshot_interval_s, ends)
-        house.open(socket.socket(fileno=config.dispatcher_fd), desk)
+        handler = DispatcherHandler(config.workers, time.monotonic, shared, config.snapshot_interval_s, ends)
+        server.open(socket.socket(fileno=config.dispatcher_fd), handler)
     shard = ShardHandler(config.workers, time.monotonic, config.on_nan, own, time.monotonic_ns())
-    house.open(socket.socket(fileno=config.listen_fd), shard)
-    house.wait()
+    server.open(socket.socket(fileno=config.listen_fd), shard)
+    server.wait()
 
 
 class ServerThreads:
-    """The services of one process, each with a thread; `close` ends them."""
+    """Services of one process, each in a thread; `close` ends them."""
 
     def __init__(self, workers: int, keys: ServerKeys | None) -> None:
         keep_freed_memory()
@@ -64,9 +65,9 @@ class ServerThreads:
         self.services: list[RpcServer] = []
         self._doorman = doorman(self._context, keys) if keys else None
 
-    def open(self, listener: socket.socket, desk: RequestHandler) -> str:
-        """Serve a desk at a listening socket; returns its address."""
-        service = RpcServer(self._context, listener, desk, self._workers, self._keys)
+    def open(self, listener: socket.socket, handler: RequestHandler) -> str:
+        """Serve a handler at a listening socket; return its address."""
+        service = RpcServer(self._context, listener, handler, self._workers, self._keys)
         thread = threading.Thread(target=service.run, args=(self._stop,), name=service.address, daemon=True)
         self.services.append(service)
         self._threads.append(thread)
@@ -74,7 +75,7 @@ class ServerThreads:
         return service.address
 
     def wait(self) -> None:
-        """Until all services have ended."""
+        """Wait until all services have ended. Raises the first failure."""
         for thread in self._threads:
             thread.join()
         for service in self.services:
@@ -82,7 +83,7 @@ class ServerThreads:
                 raise service.failure
 
     def await_leave(self, limit_s: float) -> None:
-        """Until all workers have left all services, but no longer than that."""
+        """Wait until all workers have left all services, at most `limit_s` seconds."""
         limit = time.monotonic() + limit_s
         for service in self.services:
             service.empty.wait(max(limit - time.monotonic(), 0.0))
@@ -99,39 +100,39 @@ class ServerThreads:
 
 
 class RpcServer:
-    """Carries parcels between one socket and one desk."""
+    """Passes messages between one socket and one request handler."""
 
     def __init__(
         self,
         context: zmq.Context[Any],
         listener: socket.socket,
-        desk: RequestHandler,
+        handler: RequestHandler,
         workers: int,
         keys: ServerKeys | None,
     ) -> None:
         host, port = listener.getsockname()[:2]
         self.address = f"tcp://{host}:{port}"
-        self._desk, self._workers = desk, workers
+        self._handler, self._workers = handler, workers
         self._socket = router(context, keys, LARGEST_FRAME)
-        self._lives = Incarnations(workers)
-        """What a life that is over still says is refused."""
+        self._incarnations = Incarnations(workers)
+        """Messages of ended incarnations are refused."""
         self._assemblies = [Assembly() for _ in range(workers)]
-        self._numbers = [0] * workers
-        """That of each worker's parcel under way, or the last."""
+        self._request_ids = [0] * workers
+        """Id of each worker's last request."""
         self._streams = [False] * workers
-        """Whether a worker's parcel is taken piece by piece as it comes."""
+        """True if a worker's message is processed chunk by chunk as it arrives."""
         self._sending: deque[tuple[Any, Callable[[], None]]] = deque()
         self.refused = 0
-        """Messages that were not taken, for whatever reason."""
+        """Number of refused messages."""
         self.failure: BaseException | None = None
         self.empty = threading.Event()
         """Set once all workers have left."""
-        self._left: set[int] = set()
+        self._left_workers: set[int] = set()
         self._socket.setsockopt(zmq.USE_FD, listener.detach())
         self._socket.bind(self.address)
 
     def run(self, stop: threading.Event) -> None:
-        """Serve until told to stop."""
+        """Serve until `stop` is set."""
         try:
             while not stop.is_set():
                 self._socket.rcvtimeo = 1 if self._sending else IDLE_MS
@@ -144,7 +145,7 @@ class RpcServer:
             self._socket.close(linger=0)
 
     def _take_all(self) -> None:
-        """Wait for something to come, and take in all that has."""
+        """Wait for a message, and process all that have arrived."""
         flags = 0
         for _ in range(1000):
             try:
@@ -156,108 +157,108 @@ class RpcServer:
 
     def _take(self, name: bytes, frames: Sequence[Any]) -> None:
         if name == DEATH_NOTIFIER and frames:
-            self._hear_of_death(frames)
+            self._process_notice(frames)
             return
-        worker, life = worker_of(name, self._workers)
+        worker, incarnation = worker_of(name, self._workers)
         if worker is None or not frames:
             self._refuse(None, f"a message of {name!r:.40}, which is no worker's name")
             return
-        if self._lives.is_over(worker, life):
-            self._refuse(None, f"a message of worker {worker}, which is not its process {life} any more")
+        if self._incarnations.is_over(worker, incarnation):
+            self._refuse(None, f"a message of worker {worker}, which is not its process {incarnation} any more")
             return
         try:
-            if (gone := self._lives.untold(worker, life)) is not None:
-                self._bury(gone)
-            self._lives.hear(worker, life)
-            for post in self._read(worker, frames):
-                self._send(post)
+            if (ended := self._incarnations.implied_end(worker, incarnation)) is not None:
+                self._end_incarnation(ended)
+            self._incarnations.note(worker, incarnation)
+            for outgoing in self._read(worker, frames):
+                self._send(outgoing)
         except Exception as error:
             why = str(error) if isinstance(error, FramingError) else f"{type(error).__name__}: {error}"
-            self._refuse(OutgoingMessage(worker, self._numbers[worker], m.Refused(why)), f"worker {worker}: {why}")
+            self._refuse(OutgoingMessage(worker, self._request_ids[worker], m.Refused(why)), f"worker {worker}: {why}")
 
     def _read(self, worker: int, frames: Sequence[Any]) -> list[OutgoingMessage]:
         assembly = self._assemblies[worker]
         if len(frames[0]):
-            self._streams[worker], self._numbers[worker] = False, 0
-            head = assembly.begin(frames[0])
-            self._numbers[worker] = head.number
-            self._desk.expects(worker, head)
+            self._streams[worker], self._request_ids[worker] = False, 0
+            header = assembly.begin(frames[0])
+            self._request_ids[worker] = header.request_id
+            self._handler.expects(worker, header)
         is_whole = assembly.add(frames[1:])
         if len(frames[0]) and not is_whole:
-            self._streams[worker] = self._desk.streams(worker, assembly.head)
+            self._streams[worker] = self._handler.streams(worker, assembly.header)
         if self._streams[worker]:
-            for index, at, piece in assembly.drain():
-                self._desk.write(worker, index, at, piece)
+            for index, at, chunk in assembly.drain():
+                self._handler.write(worker, index, at, chunk)
         if not is_whole:
             return []
-        head, tensors = assembly.take()
-        if isinstance(head.body, m.Leave):
+        header, tensors = assembly.take()
+        if isinstance(header.body, m.Leave):
             return self._leave(worker)
-        if isinstance(head.body, m.Quit):
+        if isinstance(header.body, m.Quit):
             self._note_left(worker)
-        return self._desk.take(worker, head, tensors)
+        return self._handler.take(worker, header, tensors)
 
-    def _hear_of_death(self, frames: Sequence[Any]) -> None:
-        """Somebody who knows says that a life of a worker is over; what this desk has of its work is answered."""
+    def _process_notice(self, frames: Sequence[Any]) -> None:
+        """Process the notice that an incarnation has ended; reply with its work at this service."""
         try:
-            head = decode_head(frames[0])
+            header = decode_header(frames[0])
         except FramingError as error:
-            self._refuse(None, f"news that are none: {error}")
+            self._refuse(None, f"a malformed notice: {error}")
             return
-        gone = head.body
-        if not isinstance(gone, m.Gone) or not 0 <= gone.worker < self._workers:
-            self._refuse(None, f"news of {type(gone).__name__}")
+        ended = header.body
+        if not isinstance(ended, m.IncarnationEnded) or not 0 <= ended.worker < self._workers:
+            self._refuse(None, f"a notice of type {type(ended).__name__}")
             return
         try:
-            is_last = self._lives.is_last(gone.worker, gone.life)
-            left = self._desk.work_of(gone.worker) if is_last else m.Left(0, [])
-            if not self._lives.is_over(gone.worker, gone.life):
-                self._bury(gone)
-                self._note_left(gone.worker)
-            self._socket.send_multipart([DEATH_NOTIFIER, *next(encode(head.number, left))])
+            is_last = self._incarnations.is_last(ended.worker, ended.incarnation)
+            work = self._handler.work_of(ended.worker) if is_last else m.CountedWork(0, [])
+            if not self._incarnations.is_over(ended.worker, ended.incarnation):
+                self._end_incarnation(ended)
+                self._note_left(ended.worker)
+            self._socket.send_multipart([DEATH_NOTIFIER, *next(encode(header.request_id, work))])
         except Exception as error:
-            self._refuse(None, f"news of the death of worker {gone.worker}: {type(error).__name__}: {error}")
+            self._refuse(None, f"the notice that worker {ended.worker} failed: {type(error).__name__}: {error}")
 
-    def _bury(self, gone: m.Gone) -> None:
-        """A worker's life is over, if it was in."""
-        worker = gone.worker
-        self._assemblies[worker].forget()
-        self._left.discard(worker)
-        if self._lives.end(worker, gone.life):
-            for post in self._desk.gone(worker, gone.number, gone.batches, gone.torn):
-                self._send(post)
+    def _end_incarnation(self, ended: m.IncarnationEnded) -> None:
+        """End a worker's incarnation, if it was a member."""
+        worker = ended.worker
+        self._assemblies[worker].reset()
+        self._left_workers.discard(worker)
+        if self._incarnations.end(worker, ended.incarnation):
+            for outgoing in self._handler.remove(worker, ended.epoch_number, ended.batches, ended.is_partial):
+                self._send(outgoing)
 
     def _leave(self, worker: int) -> list[OutgoingMessage]:
         self._note_left(worker)
-        return self._desk.leave(worker)
+        return self._handler.leave(worker)
 
     def _note_left(self, worker: int) -> None:
-        self._left.add(worker)
-        if len(self._left) == self._workers:
+        self._left_workers.add(worker)
+        if len(self._left_workers) == self._workers:
             self.empty.set()
 
-    def _refuse(self, post: OutgoingMessage | None, why: str) -> None:
+    def _refuse(self, outgoing: OutgoingMessage | None, why: str) -> None:
         self.refused += 1
         log(f"refused {why}")
-        if post is not None:
-            self._assemblies[post.worker].forget()
-            self._send(post)
+        if outgoing is not None:
+            self._assemblies[outgoing.worker].reset()
+            self._send(outgoing)
 
-    def _send(self, post: OutgoingMessage) -> None:
-        name, tracker = name_of(post.worker, self._lives.present(post.worker)), None
-        small = sum(one.nbytes for one in post.tensors) < SMALL_BYTES
+    def _send(self, outgoing: OutgoingMessage) -> None:
+        name, tracker = name_of(outgoing.worker, self._incarnations.current(outgoing.worker)), None
+        small = sum(one.nbytes for one in outgoing.tensors) < SMALL_BYTES
         try:
-            for message in encode(post.number, post.body, post.tensors):
+            for message in encode(outgoing.request_id, outgoing.body, outgoing.tensors):
                 tracker = self._socket.send_multipart([name, *message], copy=small, track=not small)
         except zmq.ZMQError:
-            tracker = None  # the worker is gone
-        if post.sent is not None and tracker is not None:
-            self._sending.append((tracker, post.sent))
-        elif post.sent is not None:
-            post.sent()
+            tracker = None  # the worker has failed
+        if outgoing.sent is not None and tracker is not None:
+            self._sending.append((tracker, outgoing.sent))
+        elif outgoing.sent is not None:
+            outgoing.sent()
 
     def _note_sent(self) -> None:
-        """Let go of what has left. Messages to one worker leave in order; the last to be sent is looked at."""
+        """Release sent tensors. Messages to one worker are sent in order, so that its last one suffices."""
         for _ in range(len(self._sending)):
             tracker, sent = self._sending.popleft()
             if tracker.done:
@@ -266,25 +267,25 @@ class RpcServer:
                 self._sending.append((tracker, sent))
 
 
-def name_of(worker: int, life: int = 0) -> bytes:
-    """A worker's name at the sockets of a server; each life has its own.
+def name_of(worker: int, incarnation: int = 0) -> bytes:
+    """Return a worker's socket identity at the services; each incarnation has its own.
 
     >>> name_of(3), name_of(3, 1)
     (b'worker 3', b'worker 3.1')
     """
-    return b"worker %d.%d" % (worker, life) if life else b"worker %d" % worker
+    return b"worker %d.%d" % (worker, incarnation) if incarnation else b"worker %d" % worker
 
 
 def worker_of(name: bytes, workers: int) -> tuple[int | None, int]:
-    """The worker of a name, if it is one of so many, and its life."""
-    found = _NAME.fullmatch(name)
-    if found is None or int(found[1]) >= workers:
+    """Return the worker and the incarnation of a socket identity; the worker is None if it is not one of `workers`."""
+    match = _NAME.fullmatch(name)
+    if match is None or int(match[1]) >= workers:
         return None, 0
-    return int(found[1]), int(found[2] or 0)
+    return int(match[1]), int(match[2] or 0)
 
 
 def listening(host: str = "127.0.0.1") -> socket.socket:
-    """A listening socket at a free port. Raises LaunchError when the address is not one of this machine's."""
+    """Return a listening socket at a free port. Raises LaunchError if the address is not one of this machine's."""
     try:
         return socket.create_server((host, 0), backlog=BACKLOG)
     except OSError as error:

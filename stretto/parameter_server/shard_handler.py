@@ -1,4 +1,4 @@
-"""The desk of a shard: the parameters, and the exchanges of all workers that go through it."""
+"""Request handler of a shard: its parameters, and the collective operations of all workers that go through it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from stretto.codecs import Codec, CodecContext
 from stretto.collective_ops import AllGather, AllReduceMean, CollectiveOp, answer
 from stretto.errors import RecipeError, TransportError
 from stretto.parameter_server import messages as m
-from stretto.parameter_server.framing import DTYPES, Chunks, FramingError, kind, whole
-from stretto.parameter_server.handler import NEWS, Asked, CollectiveHandler, OutgoingMessage, shown
-from stretto.parameter_server.shard import Reply, Shard, Update, named
+from stretto.parameter_server.framing import DTYPES, Chunks, FramingError, concatenated, dtype_name
+from stretto.parameter_server.handler import UPDATE_REPLY, CollectiveHandler, OutgoingMessage, PendingRequests, listed
+from stretto.parameter_server.shard import Reply, Shard, Update, by_name
 from stretto.parameter_server.snapshots import SnapshotStore
 from stretto.parameter_server.versioned_buffers import Version
 from stretto.recipe.parser import parse
@@ -26,425 +26,449 @@ from stretto.recipe.then import OnParameters
 from stretto.recipe.when import on_arrival
 
 
-class Known:
-    """What one worker knows of a shard's parameters, which replies in this encoding have told it."""
+class WorkerCopy:
+    """One worker's copy of a shard's parameters, as the encoded replies so far have reproduced it."""
 
     def __init__(self, codec: Codec, theta: Sequence[Tensor], context: CodecContext) -> None:
         self._codec = codec
         self._theta = [one.clone() for one in theta]
         self._states = [codec.init_state(one, context) for one in theta]
 
-    def tell(self, newest: Sequence[Tensor]) -> list[Tensor]:
-        """The messages that bring the worker nearer to the newest parameters; what they leave out is told later."""
+    def encode(self, newest: Sequence[Tensor]) -> list[Tensor]:
+        """Return the messages that move the worker's copy towards the newest parameters; later ones carry what they
+        omit."""
         return [
-            self._tell(known, now, state) for known, now, state in zip(self._theta, newest, self._states, strict=True)
+            self._encode(own, now, state) for own, now, state in zip(self._theta, newest, self._states, strict=True)
         ]
 
-    def told(self, newest: Sequence[Tensor]) -> None:
-        """The worker was given them as they are."""
-        for known, now in zip(self._theta, newest, strict=True):
-            known.copy_(now)
+    def last(self, newest: Sequence[Tensor]) -> None:
+        """Note that the worker received the parameters unencoded."""
+        for own, now in zip(self._theta, newest, strict=True):
+            own.copy_(now)
 
-    def _tell(self, known: Tensor, now: Tensor, state: Any) -> Tensor:
-        message = self._codec.encode(now - known, state)
+    def _encode(self, own: Tensor, now: Tensor, state: Any) -> Tensor:
+        message = self._codec.encode(now - own, state)
         if message.numel():
-            self._codec.add_to(known, message)
+            self._codec.add_to(own, message)
         return message
 
 
 @dataclass(frozen=True, slots=True)
-class _Told:
-    """The last reply to a worker's update, which may be lost, and says what no other does.
+class _LastReply:
+    """Last reply to a worker's update, which may have to be sent again, since no other message carries its content.
 
-    If it is not encoded the newest version will do as well, unless just this one had to be kept.
+    If it is not encoded, the newest version serves as well, unless exactly this version had to be kept.
     """
 
-    number: int
+    request_id: int
     body: m.Body
     messages: Sequence[Tensor] | None = None
     version: Version | None = None
 
 
-class _Work:
-    """What a worker's updates of the pass were about."""
+class _UpdateBatches:
+    """Batches in a worker's updates of the current epoch."""
 
     def __init__(self, worker: int) -> None:
         self._worker = worker
-        self._number = 0
+        self._epoch_number = 0
         self._batches: dict[int, list[int]] = {}
-        self._left: m.Left | None = None
+        self._counted: m.CountedWork | None = None
 
     def note(self, body: m.Push) -> None:
-        """An update has come, which may have to wait."""
-        if body.number != self._number:
-            self._number, self._batches = body.number, {}
-        if body.batches:  # a stream has none, and no end
+        """Note an update that has arrived, though it may not be applied yet."""
+        if body.epoch_number != self._epoch_number:
+            self._epoch_number, self._batches = body.epoch_number, {}
+        if body.batches:  # a stream has no batch numbers, and no end
             self._batches[body.seq] = body.batches
 
-    def left(self, shard: Shard | None) -> m.Left:
-        """The batches whose work is in the parameters, or will be though the worker is gone."""
-        if self._left is not None:
-            return self._left
+    def counted(self, shard: Shard | None) -> m.CountedWork:
+        """Return the batches whose work is in the parameters, or will be even though the incarnation has ended."""
+        if self._counted is not None:
+            return self._counted
         member = shard.members.get(self._worker) if shard is not None else None
-        taken = [one for seq, found in self._batches.items() if member and member.knows(seq) for one in found]
-        return m.Left(self._number, taken)
+        taken = [one for seq, found in self._batches.items() if member and member.has_received(seq) for one in found]
+        return m.CountedWork(self._epoch_number, taken)
 
     def end(self, shard: Shard | None) -> None:
-        """The worker is gone, and soon forgotten: remember what it left."""
-        self._left = self.left(shard)
+        """Store the result of `counted` when the incarnation ends: the shard's record of the worker is removed then."""
+        self._counted = self.counted(shard)
 
 
 class ShardHandler:
-    """A shard of the parameters, and the exchanges of all workers that go through it."""
+    """A shard of the parameters, and the collective operations of all workers that go through it."""
 
     def __init__(
         self,
         workers: int,
         clock: Callable[[], float],
         on_nan: str,
-        shelf: SnapshotStore | None = None,
-        birth: int = 0,
+        store: SnapshotStore | None = None,
+        boot_id: int = 0,
     ) -> None:
         self._workers, self._on_nan = workers, on_nan
-        self._shelf, self._birth = shelf, birth
-        self._age = -1 if shelf is not None and shelf.cuts() else 0
-        """How often the servers went back to a cut; -1 for a process that has not been told yet."""
+        self._store, self._boot_id = store, boot_id
+        self._recovery_epoch = -1 if store is not None and store.snapshots() else 0
+        """Number of rollbacks so far; -1 for a restarted process that does not know it yet."""
         self._members = set(range(workers))
-        self._works = {worker: _Work(worker) for worker in range(workers)}
-        self._asked = Asked(clock)
-        self._together = CollectiveHandler(workers, _answers, self._asked)
-        if self._age < 0:
-            self._together.tell_anew()
+        self._batches_by_worker = {worker: _UpdateBatches(worker) for worker in range(workers)}
+        self._pending = PendingRequests(clock)
+        self._collectives = CollectiveHandler(workers, _combine, self._pending)
+        if self._recovery_epoch < 0:
+            self._collectives.name_contributors()
         self._shard: Shard | None = None
         self._recipe = Recipe()
-        self._arena = 0
-        self._wanted: list[tuple[str, int]] = []
-        """The kind and length of each tensor of an update; the most that the length may be, if it varies."""
-        self._cut_at = -1
-        """The newest cut that this process has made."""
-        self._is_kept = True
-        """Whether there was room for it."""
-        self._known: dict[int, Known] = {}
-        """What each worker knows of the parameters, if replies are encoded."""
-        self._told: dict[int, _Told] = {}
+        self._parameter_set = 0
+        self._update_layout: list[tuple[str, int]] = []
+        """Dtype and length of each tensor of an update; the greatest length if it varies."""
+        self._last_snapshot = -1
+        """Newest snapshot that this process has taken."""
+        self._is_stored = True
+        """True if there was space for it."""
+        self._copies: dict[int, WorkerCopy] = {}
+        """By worker: its copy of the parameters, if replies are encoded."""
+        self._last_replies: dict[int, _LastReply] = {}
 
-    def expects(self, worker: int, head: m.Header) -> None:
-        """An update must have the numbers of this shard's ranges, in the recipe's encoding."""
-        if not isinstance(head.body, m.Push) or head.body.age != self._age:
+    def expects(self, worker: int, header: m.Header) -> None:
+        """Check that an update has the lengths of this shard's ranges in the recipe's encoding."""
+        if not isinstance(header.body, m.Push) or header.body.recovery_epoch != self._recovery_epoch:
             return
-        shard = self._opened(head.body.arena)
-        if not math.isfinite(head.body.lr):
-            raise FramingError(f"an update with a learning rate of {head.body.lr}")
+        shard = self._opened_shard(header.body.parameter_set)
+        if not math.isfinite(header.body.lr):
+            raise FramingError(f"an update with a learning rate of {header.body.lr}")
         if worker not in shard.members:
             raise FramingError(f"worker {worker} has left")
-        if not self._fits(head.tensors):
-            raise FramingError(f"an update of {shown(head.tensors)} for a shard of {shown(self._wanted)}")
+        if not self._fits(header.tensors):
+            raise FramingError(f"an update of {listed(header.tensors)} for a shard of {listed(self._update_layout)}")
 
     def _fits(self, tensors: Sequence[tuple[str, int]]) -> bool:
         if self._recipe.how.fixed_size:
-            return list(tensors) == self._wanted
-        return len(tensors) == len(self._wanted) and all(
-            kind == wanted and length <= most
-            for (kind, length), (wanted, most) in zip(tensors, self._wanted, strict=True)
+            return list(tensors) == self._update_layout
+        return len(tensors) == len(self._update_layout) and all(
+            dtype_name == expected and length <= most
+            for (dtype_name, length), (expected, most) in zip(tensors, self._update_layout, strict=True)
         )
 
-    def streams(self, worker: int, head: m.Header) -> bool:
-        """Updates that are added one by one are worked on as they come in."""
-        body = head.body
+    def streams(self, worker: int, header: m.Header) -> bool:
+        """Return True for updates that are applied chunk by chunk as they arrive."""
+        body = header.body
         if not isinstance(body, m.Push) or not self._recipe.how.elementwise or self._shard is None:
             return False
-        if body.age != self._age:
+        if body.recovery_epoch != self._recovery_epoch:
             return False
         return self._shard.draft(worker, body.seq, body.version)
 
-    def write(self, worker: int, index: int, at: int, piece: Tensor) -> None:
-        """A piece of an update."""
+    def write(self, worker: int, index: int, at: int, chunk: Tensor) -> None:
+        """Apply a chunk of an update."""
         assert self._shard is not None
-        self._shard.write(worker, index, at, self._decoded_piece(piece, self._shard.current.ranges[index]))
+        self._shard.write(worker, index, at, self._decoded_piece(chunk, self._shard.current.ranges[index]))
 
-    def take(self, worker: int, head: m.Header, tensors: list[Chunks]) -> list[OutgoingMessage]:
-        """A whole parcel."""
-        body, number = head.body, head.number
-        if self._is_of_another_age(body):
-            return [OutgoingMessage(worker, number, m.StaleRequest(self._age))]
+    def take(self, worker: int, header: m.Header, tensors: list[Chunks]) -> list[OutgoingMessage]:
+        """Process a complete message."""
+        body, request_id = header.body, header.request_id
+        if self._is_stale(body):
+            return [OutgoingMessage(worker, request_id, m.StaleRequest(self._recovery_epoch))]
         if isinstance(body, m.Push):
-            return self._push(worker, number, body, tensors)
+            return self._push(worker, request_id, body, tensors)
         if isinstance(body, m.Contribute):
-            return self._ask(worker, head, body, tensors)
+            return self._contribute(worker, header, body, tensors)
         if isinstance(body, m.Read):
-            return self._read(worker, number, body.flush)
-        if isinstance(body, m.Recall):
-            return self._recall(worker, number)
+            return self._read(worker, request_id, body.flush)
+        if isinstance(body, m.ReadRuleState):
+            return self._read_rule_state(worker, request_id)
         if isinstance(body, m.Open):
-            return self._open(worker, head, body, tensors)
+            return self._open(worker, header, body, tensors)
         if isinstance(body, m.EnterBarrier):
-            is_now = self._shard is not None and body.age == self._age  # of another age: it is outside until it hears
-            replies = self._shard.rest(worker, body.seq, body.meeting) if self._shard and is_now else []
-            return [OutgoingMessage(worker, number, m.Result()), *self._goes(replies)]
+            is_current = (
+                self._shard is not None and body.recovery_epoch == self._recovery_epoch
+            )  # else it holds nobody back
+            replies = self._shard.enter_barrier(worker, body.seq, body.barrier) if self._shard and is_current else []
+            return [OutgoingMessage(worker, request_id, m.Result()), *self._delayed_replies(replies)]
         if isinstance(body, m.Group):
-            self._together.group(body.generation, body.members)
+            self._collectives.group(body.generation, body.members)
             return []
-        return self._of_members(worker, number, body)
+        return self._of_members(worker, request_id, body)
 
-    def _is_of_another_age(self, body: m.Body) -> bool:
-        """Whether it was said before all went back to a cut. A process that was told no age takes parameters of any."""
+    def _is_stale(self, body: m.Body) -> bool:
+        """Return True if a request is of another recovery epoch; a restarted process accepts parameters of any."""
         if isinstance(body, m.Open):
-            return body.age < self._age
-        return isinstance(body, m.Push | m.Read | m.Recall | m.Snapshot) and body.age != self._age
+            return body.recovery_epoch < self._recovery_epoch
+        return (
+            isinstance(body, m.Push | m.Read | m.ReadRuleState | m.Snapshot)
+            and body.recovery_epoch != self._recovery_epoch
+        )
 
-    def _of_members(self, worker: int, number: int, body: m.Body) -> list[OutgoingMessage]:
-        """What is said of who is there, and of going back."""
+    def _of_members(self, worker: int, request_id: int, body: m.Body) -> list[OutgoingMessage]:
+        """Process messages about members and rollbacks."""
         if isinstance(body, m.Finish | m.Quit):
-            go_without = self.gone if isinstance(body, m.Quit) else self.leave
-            return [OutgoingMessage(worker, number, m.Result()), *go_without(worker)]
+            remove_worker = self.remove if isinstance(body, m.Quit) else self.leave
+            return [OutgoingMessage(worker, request_id, m.Result()), *remove_worker(worker)]
         if isinstance(body, m.Join):
-            return self._join(worker, number)
+            return self._join(worker, request_id)
         if isinstance(body, m.ResumeClock):
             if self._shard is not None:
                 self._shard.enter(worker, body.clock)
-            return [OutgoingMessage(worker, number, m.Result())]
+            return [OutgoingMessage(worker, request_id, m.Result())]
         if isinstance(body, m.Snapshot):
-            self._cut(body.op)
-            return [OutgoingMessage(worker, number, m.Has([body.op] * self._is_kept, self._birth, self._age))]
+            self._take_snapshot(body.op)
+            return [
+                OutgoingMessage(
+                    worker, request_id, m.SnapshotList([body.op] * self._is_stored, self._boot_id, self._recovery_epoch)
+                )
+            ]
         if isinstance(body, m.ListSnapshots):
             return [
                 OutgoingMessage(
-                    worker, number, m.Has(self._shelf.cuts() if self._shelf else [], self._birth, self._age)
+                    worker,
+                    request_id,
+                    m.SnapshotList(self._store.snapshots() if self._store else [], self._boot_id, self._recovery_epoch),
                 )
             ]
         if isinstance(body, m.RequestRollback):
-            age = self._age
-            reply = self._go_back(body)
-            return [OutgoingMessage(worker, number, reply), *(self._anew() if self._age != age else [])]
+            recovery_epoch = self._recovery_epoch
+            reply = self._roll_back(body)
+            return [
+                OutgoingMessage(worker, request_id, reply),
+                *(self._reject_held_back() if self._recovery_epoch != recovery_epoch else []),
+            ]
         raise FramingError(f"a shard was told {type(body).__name__}")
 
     def leave(self, worker: int) -> list[OutgoingMessage]:
-        """A worker has left: nobody waits for its updates any more."""
+        """Note that a worker has left: no worker waits for its updates any more."""
         replies = self._shard.leave(worker) if self._shard else []
-        return [*self._goes(replies), *self._together.leave(worker)]
+        return [*self._delayed_replies(replies), *self._collectives.leave(worker)]
 
-    def gone(
-        self, worker: int, number: int = 0, batches: Sequence[int] = (), torn: bool = False
+    def remove(
+        self, worker: int, epoch_number: int = 0, batches: Sequence[int] = (), is_partial: bool = False
     ) -> list[OutgoingMessage]:
-        """A worker is gone: nobody waits for it any more."""
-        self._works[worker].end(self._shard)
-        self._forget_told(worker)
+        """Remove a worker whose incarnation ended."""
+        self._batches_by_worker[worker].end(self._shard)
+        self._drop_last_reply(worker)
         self._members.discard(worker)
         replies = self._shard.leave(worker) if self._shard else []
-        return [*self._together.gone(worker), *self._goes(replies)]
+        return [*self._collectives.remove(worker), *self._delayed_replies(replies)]
 
-    def work_of(self, worker: int) -> m.Left:
-        """What the worker's updates of this pass were about, as far as they are in the parameters."""
-        return self._works[worker].left(self._shard)
+    def work_of(self, worker: int) -> m.CountedWork:
+        """Return the batches of the worker's updates of this epoch that are in the parameters."""
+        return self._batches_by_worker[worker].counted(self._shard)
 
-    # --- who is there -------------------------------------------------------------------------------------------
+    # --- members ------------------------------------------------------------------------------------------------
 
-    def _join(self, worker: int, number: int) -> list[OutgoingMessage]:
-        """A newcomer: what was known of its last life is forgotten."""
-        self._asked.forget(worker)
+    def _join(self, worker: int, request_id: int) -> list[OutgoingMessage]:
+        """Add a joining worker; the records of its previous incarnation are dropped."""
+        self._pending.forget(worker)
         self._members.add(worker)
-        self._works[worker] = _Work(worker)
-        self._together.join(worker)
+        self._batches_by_worker[worker] = _UpdateBatches(worker)
+        self._collectives.join(worker)
         if self._shard is None:
-            return [OutgoingMessage(worker, number, m.Joined(self._age))]
+            return [OutgoingMessage(worker, request_id, m.Joined(self._recovery_epoch))]
         replies = self._shard.join(worker)
-        self._know(worker, self._shard.current.ranges)
-        body = m.Joined(self._age, arena=self._arena, clock=self._shard.slowest())
-        return [OutgoingMessage(worker, number, body), *self._goes(replies)]
+        self._reset_copy(worker, self._shard.current.ranges)
+        body = m.Joined(self._recovery_epoch, parameter_set=self._parameter_set, clock=self._shard.slowest_rounds())
+        return [OutgoingMessage(worker, request_id, body), *self._delayed_replies(replies)]
 
-    def _know(self, worker: int, theta: Sequence[Tensor]) -> None:
+    def _reset_copy(self, worker: int, theta: Sequence[Tensor]) -> None:
         reply = self._recipe.how.reply
-        self._forget_told(worker)
+        self._drop_last_reply(worker)
         if reply is not None:
-            self._known[worker] = Known(reply, theta, CodecContext(worker, self._workers))
+            self._copies[worker] = WorkerCopy(reply, theta, CodecContext(worker, self._workers))
 
-    # --- going back ---------------------------------------------------------------------------------------------
+    # --- rollback -----------------------------------------------------------------------------------------------
 
-    def _cut(self, cut: int) -> None:
-        """Keep what there is, once."""
-        if self._shelf is None or self._shard is None or cut <= self._cut_at:
+    def _take_snapshot(self, cut: int) -> None:
+        """Take a snapshot, once."""
+        if self._store is None or self._shard is None or cut <= self._last_snapshot:
             return
         facts, tensors = self._shard.state()
-        about = {"arena": self._arena, "recipe": self._recipe.spelled(), **facts}
-        self._cut_at, self._is_kept = cut, self._shelf.put(cut, about, tensors)
+        summary = {"arena": self._parameter_set, "recipe": self._recipe.spelled(), **facts}
+        self._last_snapshot, self._is_stored = cut, self._store.put(cut, summary, tensors)
 
-    def _go_back(self, body: m.RequestRollback) -> m.Body:
-        """A new age begins, once. A process that was started meanwhile is not the one that was counted on."""
-        if body.birth != self._birth or body.age < self._age:
-            return m.StaleRequest(self._age)
-        if body.age == self._age:
+    def _roll_back(self, body: m.RequestRollback) -> m.Body:
+        """Begin a new recovery epoch, once, unless the request names an earlier process of this shard."""
+        if body.boot_id != self._boot_id or body.recovery_epoch < self._recovery_epoch:
+            return m.StaleRequest(self._recovery_epoch)
+        if body.recovery_epoch == self._recovery_epoch:
             return m.Result()
-        if self._shelf is not None and body.cut < 0:  # nobody has gone on from what was given
-            self._shelf.forget(body.cut)
-            self._age = body.age
+        if self._store is not None and body.snapshot < 0:  # no worker has continued from the initial parameters
+            self._store.discard_after(body.snapshot)
+            self._recovery_epoch = body.recovery_epoch
             return m.Result()
-        kept = self._shelf.get(body.cut) if self._shelf is not None else None
-        if self._shelf is None or kept is None:
-            return m.StaleRequest(self._age)
-        facts, tensors = kept
-        self._shelf.forget(body.cut)
-        self._age, self._cut_at = body.age, body.cut
+        stored = self._store.get(body.snapshot) if self._store is not None else None
+        if self._store is None or stored is None:
+            return m.StaleRequest(self._recovery_epoch)
+        facts, tensors = stored
+        self._store.discard_after(body.snapshot)
+        self._recovery_epoch, self._last_snapshot = body.recovery_epoch, body.snapshot
         theta = [one.clone() for one in tensors[: facts["ranges"]]]
-        self._begin_anew(parse(facts["recipe"]), facts["arena"], theta)
+        self._restart(parse(facts["recipe"]), facts["arena"], theta)
         assert self._shard is not None
         self._shard.restore(facts, tensors)
-        self._shard.all_outside()
+        self._shard.exempt_all()
         return m.Result()
 
-    def _anew(self) -> list[OutgoingMessage]:
-        """Tell those whose update was held back that it is of an age that is over."""
-        held = [worker for worker in range(self._workers) if self._asked.waits(worker, NEWS)]
+    def _reject_held_back(self) -> list[OutgoingMessage]:
+        """Reply to workers whose update was held back that their recovery epoch is over."""
+        blocked = [worker for worker in range(self._workers) if self._pending.is_pending(worker, UPDATE_REPLY)]
         return [
-            OutgoingMessage(worker, self._asked.answer(worker, NEWS)[0], m.StaleRequest(self._age)) for worker in held
+            OutgoingMessage(worker, self._pending.pop(worker, UPDATE_REPLY)[0], m.StaleRequest(self._recovery_epoch))
+            for worker in blocked
         ]
 
-    def _begin_anew(self, recipe: Recipe, arena: int, theta: list[Tensor]) -> None:
+    def _restart(self, recipe: Recipe, parameter_set: int, theta: list[Tensor]) -> None:
         assert isinstance(recipe.when, on_arrival)
         assert isinstance(recipe.then, OnParameters)
         self._shard = Shard(theta, recipe.when, recipe.then, self._workers)
         for worker in set(range(self._workers)) - self._members:
             self._shard.leave(worker)
-        self._recipe, self._arena = recipe, arena
-        self._wanted = [_wanted(recipe.how, one) for one in theta]
-        self._known, self._works = {}, {worker: _Work(worker) for worker in range(self._workers)}
+        self._recipe, self._parameter_set = recipe, parameter_set
+        self._update_layout = [_update_layout(recipe.how, one) for one in theta]
+        self._copies, self._batches_by_worker = {}, {worker: _UpdateBatches(worker) for worker in range(self._workers)}
         for worker in sorted(self._members):
-            self._know(worker, theta)
+            self._reset_copy(worker, theta)
 
-    def _opened(self, arena: int) -> Shard:
-        if self._shard is None or arena != self._arena:
-            raise FramingError(f"no parameters {arena} were given to this shard (it has {self._arena})")
+    def _opened_shard(self, parameter_set: int) -> Shard:
+        if self._shard is None or parameter_set != self._parameter_set:
+            raise FramingError(f"no parameters {parameter_set} were given to this shard (it has {self._parameter_set})")
         return self._shard
 
-    def _open(self, worker: int, head: m.Header, body: m.Open, tensors: list[Chunks]) -> list[OutgoingMessage]:
-        if self._shard is not None and (body.arena, self._shard.is_untouched) < (self._arena, True):
-            raise FramingError(f"parameters {body.arena} where work on parameters {self._arena} has come")
+    def _open(self, worker: int, header: m.Header, body: m.Open, tensors: list[Chunks]) -> list[OutgoingMessage]:
+        if self._shard is not None and (body.parameter_set, self._shard.is_untouched) < (self._parameter_set, True):
+            raise FramingError(
+                f"parameters {body.parameter_set} where work on parameters {self._parameter_set} has come"
+            )
         try:
             recipe = parse(body.recipe)
         except RecipeError as error:
             raise FramingError(str(error)) from None
         if not isinstance(recipe.when, on_arrival) or not isinstance(recipe.then, OnParameters):
             raise FramingError(f"{recipe} applies nothing on arrival")
-        integers = [dtype for dtype, _ in head.tensors if not DTYPES[dtype].is_floating_point]
+        integers = [dtype for dtype, _ in header.tensors if not DTYPES[dtype].is_floating_point]
         if integers:
             raise FramingError(f"parameters of {', '.join(integers)}, which can't be added to")
-        found = [whole(pieces, dtype).clone() for pieces, (dtype, _) in zip(tensors, head.tensors, strict=True)]
+        found = [
+            concatenated(chunks, dtype).clone() for chunks, (dtype, _) in zip(tensors, header.tensors, strict=True)
+        ]
         parts = len(found) // (1 + len(body.names))
-        self._begin_anew(recipe, body.arena, found[:parts])
+        self._restart(recipe, body.parameter_set, found[:parts])
         assert self._shard is not None
-        self._shard.take_up(named(body.names, found[parts:], parts), body.arrivals)
-        self._age = body.age
-        self._cut(body.cut)
-        return [OutgoingMessage(worker, head.number, m.Result())]
+        self._shard.restore_rule(by_name(body.names, found[parts:], parts), body.arrivals)
+        self._recovery_epoch = body.recovery_epoch
+        self._take_snapshot(body.snapshot)
+        return [OutgoingMessage(worker, header.request_id, m.Result())]
 
-    def _push(self, worker: int, number: int, body: m.Push, tensors: list[Chunks]) -> list[OutgoingMessage]:
-        shard = self._opened(body.arena)
-        if (told := self._told.get(worker)) is not None and told.number == number:
-            return [self._told_again(worker, told)]
+    def _push(self, worker: int, request_id: int, body: m.Push, tensors: list[Chunks]) -> list[OutgoingMessage]:
+        shard = self._opened_shard(body.parameter_set)
+        if (last := self._last_replies.get(worker)) is not None and last.request_id == request_id:
+            return [self._repeat_reply(worker, last)]
         numbers = [self._decoded(one, like) for one, like in zip(tensors, shard.current.ranges, strict=True)]
-        if self._asked.waits(worker, NEWS) and shard.has(worker, body.seq):
-            self._asked.note(worker, NEWS, number)
+        if self._pending.is_pending(worker, UPDATE_REPLY) and shard.has_update(worker, body.seq):
+            self._pending.note(worker, UPDATE_REPLY, request_id)
             return []
-        if self._asked.waits(worker, NEWS):
+        if self._pending.is_pending(worker, UPDATE_REPLY):
             raise FramingError(f"an update of worker {worker} while its last is held back")
-        freed = shard.push(Update(worker, body.seq, body.version, body.samples, numbers, body.lr))
-        self._works[worker].note(body)
-        replies = [*freed, *shard.pull(worker)]
-        at_once = next((one for one in replies if one.worker == worker), None)
-        if at_once is None:
-            self._asked.note(worker, NEWS, number)
-            return self._goes(replies)
-        replies.remove(at_once)
-        return [self._go(at_once, number, 0.0), *self._goes(replies)]
+        released = shard.push(Update(worker, body.seq, body.version, body.samples, numbers, body.lr))
+        self._batches_by_worker[worker].note(body)
+        replies = [*released, *shard.pull(worker)]
+        immediate = next((one for one in replies if one.worker == worker), None)
+        if immediate is None:
+            self._pending.note(worker, UPDATE_REPLY, request_id)
+            return self._delayed_replies(replies)
+        replies.remove(immediate)
+        return [self._push_reply(immediate, request_id, 0.0), *self._delayed_replies(replies)]
 
-    def _decoded(self, pieces: Chunks, like: Tensor) -> Chunks:
-        """What the pieces say; a codec may write into what it is given to be like."""
+    def _decoded(self, chunks: Chunks, like: Tensor) -> Chunks:
+        """Decode an update's chunks; a codec may write into its second argument."""
         how = self._recipe.how
         if how.elementwise:
-            return [self._decoded_piece(one, like) for one in pieces]
-        if not pieces:
+            return [self._decoded_piece(one, like) for one in chunks]
+        if not chunks:
             return [torch.zeros_like(like)]
         try:
-            return [how.decode(torch.cat(pieces), torch.empty_like(like))]
+            return [how.decode(torch.cat(chunks), torch.empty_like(like))]
         except (TransportError, ValueError) as error:
             raise FramingError(f"an update that does not say {like.numel()} numbers as {how}: {error}") from None
 
-    def _decoded_piece(self, piece: Tensor, like: Tensor) -> Tensor:
-        return self._recipe.how.decode(piece, piece if piece.dtype == like.dtype else like.new_empty(piece.numel()))
+    def _decoded_piece(self, chunk: Tensor, like: Tensor) -> Tensor:
+        return self._recipe.how.decode(chunk, chunk if chunk.dtype == like.dtype else like.new_empty(chunk.numel()))
 
-    def _goes(self, replies: Sequence[Reply]) -> list[OutgoingMessage]:
-        """The replies to those that had to wait."""
-        return [self._go(one, *self._asked.answer(one.worker, NEWS)) for one in replies]
+    def _delayed_replies(self, replies: Sequence[Reply]) -> list[OutgoingMessage]:
+        """Return the replies to the workers that had to wait."""
+        return [self._push_reply(one, *self._pending.pop(one.worker, UPDATE_REPLY)) for one in replies]
 
-    def _go(self, reply: Reply, number: int, held_s: float) -> OutgoingMessage:
-        self._forget_told(reply.worker)
+    def _push_reply(self, reply: Reply, request_id: int, blocked_s: float) -> OutgoingMessage:
+        self._drop_last_reply(reply.worker)
         if reply.refused and self._on_nan == "stop":
-            reply.version.done()
+            reply.version.release()
             refused = m.Refused("the update holds NaN or infinity")
-            self._told[reply.worker] = _Told(number, refused, ())
-            return OutgoingMessage(reply.worker, number, refused)
+            self._last_replies[reply.worker] = _LastReply(request_id, refused, ())
+            return OutgoingMessage(reply.worker, request_id, refused)
         applied = [(one.seq, one.version, one.staleness, one.samples) for one in reply.applied]
-        body = m.PushReply(reply.version.number, applied, list(reply.refused), held_s)
-        if reply.worker in self._known:
-            messages = self._known[reply.worker].tell(reply.version.ranges)
-            reply.version.done()
-            self._told[reply.worker] = _Told(number, body, messages)
-            return OutgoingMessage(reply.worker, number, body, messages)
+        body = m.PushReply(reply.version.number, applied, list(reply.refused), blocked_s)
+        if reply.worker in self._copies:
+            messages = self._copies[reply.worker].encode(reply.version.ranges)
+            reply.version.release()
+            self._last_replies[reply.worker] = _LastReply(request_id, body, messages)
+            return OutgoingMessage(reply.worker, request_id, body, messages)
         assert self._shard is not None
-        kept = reply.version.kept() if self._shard.moves_both else None
-        self._told[reply.worker] = _Told(number, body, version=kept)
-        return OutgoingMessage(reply.worker, number, body, reply.version.ranges, reply.version.done)
+        stored = reply.version.acquire() if self._shard.moves_both else None
+        self._last_replies[reply.worker] = _LastReply(request_id, body, version=stored)
+        return OutgoingMessage(reply.worker, request_id, body, reply.version.ranges, reply.version.release)
 
-    def _told_again(self, worker: int, told: _Told) -> OutgoingMessage:
-        """The same reply once more."""
-        if told.messages is not None:
-            return OutgoingMessage(worker, told.number, told.body, told.messages)
+    def _repeat_reply(self, worker: int, last: _LastReply) -> OutgoingMessage:
+        """Return the same reply once more."""
+        if last.messages is not None:
+            return OutgoingMessage(worker, last.request_id, last.body, last.messages)
         assert self._shard is not None
-        assert isinstance(told.body, m.PushReply)
-        version = told.version.kept() if told.version is not None else self._shard.read(worker)
-        body = msgspec.structs.replace(told.body, version=version.number)
-        return OutgoingMessage(worker, told.number, body, version.ranges, version.done)
+        assert isinstance(last.body, m.PushReply)
+        version = last.version.acquire() if last.version is not None else self._shard.read(worker)
+        body = msgspec.structs.replace(last.body, version=version.number)
+        return OutgoingMessage(worker, last.request_id, body, version.ranges, version.release)
 
-    def _forget_told(self, worker: int) -> None:
-        told = self._told.pop(worker, None)
-        if told is not None and told.version is not None:
-            told.version.done()
+    def _drop_last_reply(self, worker: int) -> None:
+        last = self._last_replies.pop(worker, None)
+        if last is not None and last.version is not None:
+            last.version.release()
 
-    def _read(self, worker: int, number: int, flush: bool) -> list[OutgoingMessage]:
+    def _read(self, worker: int, request_id: int, flush: bool) -> list[OutgoingMessage]:
         if self._shard is None:
             raise FramingError("this shard has no parameters")
         if flush:
             self._shard.flush()
         version = self._shard.read(worker)
-        if worker in self._known:
-            self._known[worker].told(version.ranges)
-        applied = self._shard.told(worker)
+        if worker in self._copies:
+            self._copies[worker].last(version.ranges)
+        applied = self._shard.take_applied(worker)
         body = m.PushReply(version.number, [(one.seq, one.version, one.staleness, one.samples) for one in applied])
-        return [OutgoingMessage(worker, number, body, version.ranges, version.done)]
+        return [OutgoingMessage(worker, request_id, body, version.ranges, version.release)]
 
-    def _recall(self, worker: int, number: int) -> list[OutgoingMessage]:
+    def _read_rule_state(self, worker: int, request_id: int) -> list[OutgoingMessage]:
         if self._shard is None:
             raise FramingError("this shard has no parameters")
         self._shard.flush()
-        kept = self._shard.memory()
-        body = m.Remembers(list(kept), self._shard.arrivals)
-        return [OutgoingMessage(worker, number, body, [one.clone() for tensors in kept.values() for one in tensors])]
+        stored = self._shard.rule_state()
+        body = m.RuleStateReply(list(stored), self._shard.arrivals)
+        return [
+            OutgoingMessage(worker, request_id, body, [one.clone() for tensors in stored.values() for one in tensors])
+        ]
 
-    def _ask(self, worker: int, head: m.Header, body: m.Contribute, tensors: list[Chunks]) -> list[OutgoingMessage]:
+    def _contribute(
+        self, worker: int, header: m.Header, body: m.Contribute, tensors: list[Chunks]
+    ) -> list[OutgoingMessage]:
         if len(tensors) != 1:
             raise FramingError(f"{len(tensors)} tensors in an ask for one")
-        flat = whole(tensors[0], head.tensors[0][0])
+        flat = concatenated(tensors[0], header.tensors[0][0])
         ask = AllReduceMean(flat) if body.kind == "mean" else AllGather(flat)
-        return self._together.lay(worker, body.op, head.number, ask, body.heard)
+        return self._collectives.contribute(worker, body.op, header.request_id, ask, body.received_up_to)
 
 
-def _wanted(how: Codec, theta: Tensor) -> tuple[str, int]:
-    """The kind and the length, at most, of the message about a range."""
+def _update_layout(how: Codec, theta: Tensor) -> tuple[str, int]:
+    """Return the dtype and the greatest length of a range's message."""
     message = (
         how.encode(theta[:0].clone(), None) if how.linear and how.elementwise else theta.new_empty(0, dtype=torch.uint8)
     )
-    return kind(message), how.bytes_of(theta) // message.element_size()
+    return dtype_name(message), how.bytes_of(theta) // message.element_size()
 
 
-def _answers(asks: Mapping[int, CollectiveOp]) -> list[Tensor]:
-    found = answer(list(asks.values()))
+def _combine(operations: Mapping[int, CollectiveOp]) -> list[Tensor]:
+    found = answer(list(operations.values()))
     return [found] if isinstance(found, Tensor) else list(found)

@@ -1,4 +1,4 @@
-"""What a desk keeps to come back to: one file a cut, whole or not there at all."""
+"""Stores of a service's snapshots: one file for each snapshot, complete or absent."""
 
 from __future__ import annotations
 
@@ -14,146 +14,146 @@ import msgspec
 import torch
 from torch import Tensor
 
-from stretto.parameter_server.framing import DTYPES, kind
+from stretto.parameter_server.framing import DTYPES, dtype_name
 
-KEPT = 3
-"""The newest cuts that are kept."""
-Kept = tuple[dict[str, Any], list[Tensor]]
-"""Facts, and flat tensors."""
+NEWEST_KEPT = 3
+"""Number of the newest snapshots that are stored."""
+StoredSnapshot = tuple[dict[str, Any], list[Tensor]]
+"""Facts and flat tensors of a snapshot."""
 
 
 class SnapshotStore(Protocol):
-    """Where a desk's cuts are."""
+    """Store of a service's snapshots."""
 
-    def put(self, cut: int, facts: dict[str, Any], tensors: Sequence[Tensor]) -> bool:
-        """Keep it, and forget the oldest. Whether it was kept."""
+    def put(self, number: int, facts: dict[str, Any], tensors: Sequence[Tensor]) -> bool:
+        """Store a snapshot and remove the oldest; return True if it was stored."""
         ...
 
-    def get(self, cut: int) -> Kept | None:
-        """What was kept, if it is there and whole."""
+    def get(self, number: int) -> StoredSnapshot | None:
+        """Return a snapshot if it is there and intact."""
         ...
 
-    def cuts(self) -> list[int]:
-        """The cuts that are there and whole, in order."""
+    def snapshots(self) -> list[int]:
+        """Return the numbers of the intact snapshots, in order."""
         ...
 
-    def forget(self, after: int) -> None:
-        """All went back to this cut: those after it are of what did not happen."""
+    def discard_after(self, number: int) -> None:
+        """Remove the snapshots after `after`: a rollback has made them void."""
         ...
 
 
 class InMemoryStore:
-    """Cuts that live as long as the process."""
+    """Store in the memory of the process."""
 
     def __init__(self) -> None:
-        self._kept: dict[int, Kept] = {}
+        self._stored: dict[int, StoredSnapshot] = {}
 
-    def put(self, cut: int, facts: dict[str, Any], tensors: Sequence[Tensor]) -> bool:
-        """Keep a copy."""
-        self._kept[cut] = dict(facts), [one.clone() for one in tensors]
-        for old in sorted(self._kept)[:-KEPT]:
-            del self._kept[old]
+    def put(self, number: int, facts: dict[str, Any], tensors: Sequence[Tensor]) -> bool:
+        """Store a copy."""
+        self._stored[number] = dict(facts), [tensor.clone() for tensor in tensors]
+        for old in sorted(self._stored)[:-NEWEST_KEPT]:
+            del self._stored[old]
         return True
 
-    def get(self, cut: int) -> Kept | None:
-        """What was kept."""
-        return self._kept.get(cut)
+    def get(self, number: int) -> StoredSnapshot | None:
+        """Return a snapshot."""
+        return self._stored.get(number)
 
-    def cuts(self) -> list[int]:
-        """All of them."""
-        return sorted(self._kept)
+    def snapshots(self) -> list[int]:
+        """Return the numbers of all snapshots."""
+        return sorted(self._stored)
 
-    def forget(self, after: int) -> None:
-        """Those after this one."""
-        self._kept = {cut: kept for cut, kept in self._kept.items() if cut <= after}
+    def discard_after(self, number: int) -> None:
+        """Remove the snapshots after this one."""
+        self._stored = {number: stored for number, stored in self._stored.items() if number <= number}
 
 
 class DiskStore:
-    """Cuts as files of a folder, which outlive the process.
+    """Store in files of a folder, which outlive the process.
 
-    A file is written beside and renamed. It is not brought to the disk first: what it is for is the death of a process,
-    not of the machine, and after that its checksum tells whether it is whole. A full disk costs the cut: whoever is
-    lost then goes back to an earlier one.
+    A file is written under another name and renamed. It is not synced: it protects against the failure of a process,
+    not of the machine, after which its checksum shows if it is intact. If the disk is full the snapshot is skipped, and
+    a rollback uses an earlier one.
     """
 
     def __init__(self, folder: Path, name: str) -> None:
         self._folder, self._name = folder, name
         folder.mkdir(parents=True, exist_ok=True)
-        self._fails = False
+        self._has_failed = False
 
-    def put(self, cut: int, facts: dict[str, Any], tensors: Sequence[Tensor]) -> bool:
-        """Write it, and remove the oldest. A full disk is said once."""
+    def put(self, number: int, facts: dict[str, Any], tensors: Sequence[Tensor]) -> bool:
+        """Write a snapshot and remove the oldest. Print a warning when the disk becomes full."""
         try:
-            self._write(cut, facts, tensors)
+            self._write(number, facts, tensors)
         except OSError as error:
-            self._path(cut).with_suffix(".part").unlink(missing_ok=True)
-            if not self._fails:
+            self._path(number).with_suffix(".part").unlink(missing_ok=True)
+            if not self._has_failed:
                 why = error.strerror or error
                 print(f"stretto: {self._name}: a cut could not be kept: {why}; training goes on", file=sys.stderr)
-            self._fails = True
+            self._has_failed = True
             return False
-        self._fails = False
-        for old in self._numbers()[:-KEPT]:
+        self._has_failed = False
+        for old in self._numbers()[:-NEWEST_KEPT]:
             self._path(old).unlink(missing_ok=True)
         return True
 
-    def _write(self, cut: int, facts: dict[str, Any], tensors: Sequence[Tensor]) -> None:
-        layout = [(kind(one), one.numel()) for one in tensors]
-        head = msgspec.msgpack.encode((facts, layout))
-        temporary = self._path(cut).with_suffix(".part")
+    def _write(self, number: int, facts: dict[str, Any], tensors: Sequence[Tensor]) -> None:
+        layout = [(dtype_name(tensor), tensor.numel()) for tensor in tensors]
+        header = msgspec.msgpack.encode((facts, layout))
+        temporary = self._path(number).with_suffix(".part")
         with temporary.open("wb") as file:
-            file.write(struct.pack("<Q", len(head)))
-            file.write(head)
-            check = zlib.crc32(head)
-            for one in tensors:
-                octets = _octets(one)
-                check = zlib.crc32(octets, check)
-                file.write(octets)
+            file.write(struct.pack("<Q", len(header)))
+            file.write(header)
+            check = zlib.crc32(header)
+            for tensor in tensors:
+                data = _bytes_of(tensor)
+                check = zlib.crc32(data, check)
+                file.write(data)
             file.write(struct.pack("<I", check))
-        os.replace(temporary, self._path(cut))
+        os.replace(temporary, self._path(number))
 
-    def get(self, cut: int) -> Kept | None:
-        """What was written, if it is whole."""
+    def get(self, number: int) -> StoredSnapshot | None:
+        """Return a snapshot if it is intact."""
         try:
-            return _read(bytearray(self._path(cut).read_bytes()))
+            return _read(bytearray(self._path(number).read_bytes()))
         except (OSError, ValueError, KeyError, struct.error, msgspec.DecodeError, msgspec.ValidationError):
             return None
 
-    def cuts(self) -> list[int]:
-        """Those that are whole."""
-        return [cut for cut in self._numbers() if self.get(cut) is not None]
+    def snapshots(self) -> list[int]:
+        """Return the numbers of the intact snapshots."""
+        return [number for number in self._numbers() if self.get(number) is not None]
 
-    def forget(self, after: int) -> None:
-        """Remove those after this one."""
-        for cut in self._numbers():
-            if cut > after:
-                self._path(cut).unlink(missing_ok=True)
+    def discard_after(self, number: int) -> None:
+        """Remove the files after this one."""
+        for number in self._numbers():
+            if number > number:
+                self._path(number).unlink(missing_ok=True)
 
     def _numbers(self) -> list[int]:
         found = (path.stem.removeprefix(f"{self._name}-") for path in self._folder.glob(f"{self._name}-*.cut"))
-        return sorted(int(one) for one in found if one.isdigit())
+        return sorted(int(tensor) for tensor in found if tensor.isdigit())
 
-    def _path(self, cut: int) -> Path:
-        return self._folder / f"{self._name}-{cut}.cut"
-
-
-def _octets(one: Tensor) -> memoryview:
-    return memoryview(one.detach().contiguous().view(torch.uint8).numpy())  # type: ignore[arg-type]
+    def _path(self, number: int) -> Path:
+        return self._folder / f"{self._name}-{number}.cut"
 
 
-def _read(octets: bytearray) -> Kept:
-    (length,) = struct.unpack_from("<Q", octets)
-    (check,) = struct.unpack_from("<I", octets, len(octets) - 4)
-    if zlib.crc32(memoryview(octets)[8:-4]) != check:
+def _bytes_of(tensor: Tensor) -> memoryview:
+    return memoryview(tensor.detach().contiguous().view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def _read(data: bytearray) -> StoredSnapshot:
+    (length,) = struct.unpack_from("<Q", data)
+    (check,) = struct.unpack_from("<I", data, len(data) - 4)
+    if zlib.crc32(memoryview(data)[8:-4]) != check:
         raise ValueError("the checksum is another")
-    facts, layout = msgspec.msgpack.decode(octets[8 : 8 + length], type=tuple[dict[str, Any], list[tuple[str, int]]])
+    facts, layout = msgspec.msgpack.decode(data[8 : 8 + length], type=tuple[dict[str, Any], list[tuple[str, int]]])
     at, tensors = 8 + length, []
     for name, count in layout:
         dtype = DTYPES[name]
         stop = at + count * dtype.itemsize
-        raw = torch.frombuffer(octets[at:stop], dtype=torch.uint8) if count else torch.empty(0, dtype=torch.uint8)
+        raw = torch.frombuffer(data[at:stop], dtype=torch.uint8) if count else torch.empty(0, dtype=torch.uint8)
         tensors.append(raw.view(dtype))
         at = stop
-    if at != len(octets) - 4:
+    if at != len(data) - 4:
         raise ValueError("more or less than what was written")
     return facts, tensors

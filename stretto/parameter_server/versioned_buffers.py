@@ -1,4 +1,4 @@
-"""The numbers of a shard, version after version. What is there once never changes."""
+"""Parameters of a shard in several versions. A published version never changes."""
 
 from __future__ import annotations
 
@@ -9,48 +9,48 @@ from torch import Tensor
 
 
 class Version:
-    """The numbers of a shard as they were after `number` applications. `held` counts those who still read them."""
+    """Parameters of a shard after `number` updates. `readers` counts the readers that have not called `done`."""
 
-    __slots__ = ("held", "number", "ranges")
+    __slots__ = ("number", "ranges", "readers")
 
     def __init__(self, number: int, ranges: Sequence[Tensor]) -> None:
-        self.number, self.ranges, self.held = number, list(ranges), 0
+        self.number, self.ranges, self.readers = number, list(ranges), 0
 
-    def kept(self) -> Version:
-        """The same, for one reader more."""
-        self.held += 1
+    def acquire(self) -> Version:
+        """Add a reader and return this version."""
+        self.readers += 1
         return self
 
-    def done(self) -> None:
-        """One reader has read it."""
-        self.held -= 1
+    def release(self) -> None:
+        """Note that one reader has finished."""
+        self.readers -= 1
 
 
 class Versions:
-    """The newest version, and old ones whose memory is written again when nobody reads them any more."""
+    """The newest version, and old ones whose memory is reused once they have no reader."""
 
     def __init__(self, theta: Sequence[Tensor]) -> None:
         self.newest = Version(0, theta)
         self._retired: list[Version] = []
 
     def read(self) -> Version:
-        """The newest version, for a reader that calls its `done`."""
-        return self.newest.kept()
+        """Return the newest version for a reader that calls its `done`."""
+        return self.newest.acquire()
 
     def spare(self) -> Version:
-        """Numbers to write the next version into: those of an old one that nobody reads, if there is one."""
-        free = next((one for one in self._retired if not one.held), None)
-        if free is None:
-            return Version(-1, [torch.empty_like(one) for one in self.newest.ranges])
-        self._retired.remove(free)
-        return free
+        """Return buffers for the next version: those of an old one without readers, if there is one."""
+        spare = next((version for version in self._retired if not version.readers), None)
+        if spare is None:
+            return Version(-1, [torch.empty_like(version) for version in self.newest.ranges])
+        self._retired.remove(spare)
+        return spare
 
     def give_back(self, spare: Version) -> None:
-        """What was written into it is not wanted."""
+        """Return unused buffers."""
         self._retired.append(spare)
 
     def publish(self, following: Version) -> None:
-        """Make it the newest version."""
+        """Make a version the newest one."""
         following.number = self.newest.number + 1
         self._retired.append(self.newest)
         self.newest = following

@@ -1,4 +1,4 @@
-"""What a shard knows of one worker."""
+"""A shard's record of one worker."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 
 from stretto.parameter_server.versioned_buffers import Version
 
-REMEMBERED = 256
-"""How many of a worker's own versions are remembered to tell its staleness."""
+OWN_VERSIONS_KEPT = 256
+"""Number of a worker's own versions that are stored to compute its staleness."""
 
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """One update has become part of version `version`; it was `staleness` versions old."""
+    """An applied update: it became part of version `version`, and was `staleness` versions old."""
 
     seq: int
     version: int
@@ -23,7 +23,7 @@ class Applied:
 
 @dataclass(slots=True)
 class Draft:
-    """The next version as it would be with one update, written while that is still coming in."""
+    """The next version with one update applied, written while the update arrives."""
 
     seq: int
     base: Version
@@ -34,42 +34,42 @@ class Draft:
 
 @dataclass(slots=True)
 class WorkerRecord:
-    """What a shard knows of one worker."""
+    """A shard's record of one worker."""
 
     draft: Draft | None = None
-    done: int = 0
-    """All its updates up to this number have come: the rounds that it has ended."""
-    beyond: set[int] = field(default_factory=set)
-    own: deque[int] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
-    """Versions made of its updates alone: it had those before they were made."""
+    completed: int = 0
+    """Sequence number up to which all updates have arrived: the rounds that the worker has completed."""
+    received_ahead: set[int] = field(default_factory=set)
+    own_versions: deque[int] = field(default_factory=lambda: deque(maxlen=OWN_VERSIONS_KEPT))
+    """Versions that consist of its updates alone: the worker had their content before."""
     applied: list[Applied] = field(default_factory=list)
     refused: list[int] = field(default_factory=list)
     read: dict[int, Version] = field(default_factory=dict)
-    """The versions that it computes on, if the weight of updates asks for them."""
-    before: Version | None = None
-    """The version before its last update, if the rule moves worker and server by the same difference."""
-    waits: bool = False
-    rests: bool = False
-    """It has come to a meeting of all, and holds nobody back until that is over."""
-    meeting: int = -1
-    """The last meeting that it has come to."""
-    outside: bool = False
-    """It holds nobody back, and nobody holds it back, until it sends its next update."""
-    since: int = 0
-    """Its rounds at the last meeting; the bound counts from there."""
+    """Versions that the worker computes on, if the weight of updates needs them."""
+    previous: Version | None = None
+    """Version before its last update, if the rule moves worker and server by the same difference."""
+    is_waiting: bool = False
+    at_barrier: bool = False
+    """True if the worker is at a barrier, and holds no worker back until its end."""
+    barrier: int = -1
+    """Last barrier that the worker has come to."""
+    exempt: bool = False
+    """True if the worker holds no worker back, and is not held back, until its next update."""
+    rounds_at_barrier: int = 0
+    """Its rounds at the last barrier, from which the bound counts."""
 
     @property
     def clock(self) -> int:
-        """The rounds that it has ended since the last meeting."""
-        return self.done - self.since
+        """Rounds completed since the last barrier."""
+        return self.completed - self.rounds_at_barrier
 
-    def knows(self, seq: int) -> bool:
-        """Whether this update has come before."""
-        return seq <= self.done or seq in self.beyond
+    def has_received(self, seq: int) -> bool:
+        """Return True if this update has arrived before."""
+        return seq <= self.completed or seq in self.received_ahead
 
     def note(self, seq: int) -> None:
-        """This update has come."""
-        self.beyond.add(seq)
-        while self.done + 1 in self.beyond:
-            self.done += 1
-            self.beyond.remove(self.done)
+        """Note that this update has arrived."""
+        self.received_ahead.add(seq)
+        while self.completed + 1 in self.received_ahead:
+            self.completed += 1
+            self.received_ahead.remove(self.completed)

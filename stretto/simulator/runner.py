@@ -26,7 +26,7 @@ from stretto.launcher.worker_main import failure
 from stretto.membership.coordinator import COORDINATOR
 from stretto.membership.messages import ReadyReport
 from stretto.parameter_server.client import ParameterServerClient
-from stretto.parameter_server.messages import OVER
+from stretto.parameter_server.messages import RUN_OVER
 from stretto.recipe.recipe import Recipe
 from stretto.run_dir import make_folder, write_run
 from stretto.simulator.cluster.barriers import SimBarrier, SimBarriers
@@ -426,7 +426,7 @@ class Simulator:
         try:
             client.join()
         except TransportError as error:
-            if OVER not in str(error):
+            if RUN_OVER not in str(error):
                 raise
             self._required_coordinator.joined_finished_run(worker)
             raise SystemExit(0) from None

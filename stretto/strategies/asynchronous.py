@@ -19,7 +19,14 @@ from stretto.codecs import Codec
 from stretto.data.leases import Lease
 from stretto.errors import ModelError, NotFiniteError, TransportError, explain
 from stretto.parameter_server.client import ParameterServerClient
-from stretto.parameter_server.client_types import News, PushHandle, RollbackRequiredError, RuleMemory, Update, ranges
+from stretto.parameter_server.client_types import (
+    PushHandle,
+    PushResult,
+    RollbackRequiredError,
+    RuleState,
+    Update,
+    ranges,
+)
 from stretto.parameter_server.shard import is_finite
 from stretto.recipe.recipe import Recipe
 from stretto.recipe.then import add, delay_compensated, pull
@@ -79,7 +86,7 @@ class AsyncServer:
         on_settled: Callable[[list[Lease]], None],
         on_end: Callable[[float], None],
         skips: bool,
-        kept: RuleMemory | None = None,
+        kept: RuleState | None = None,
     ) -> None:
         assert isinstance(recipe.when, on_arrival)
         self._recipe, self._when, self._how = recipe, recipe.when, recipe.how
@@ -103,22 +110,25 @@ class AsyncServer:
         """What became of this worker's updates; whoever reads it clears it."""
         self.held_s = 0.0
         self._sent: _Sent | None = None
-        self._seq, self._age = 0, wire.age
+        self._seq, self._age = 0, wire.recovery_epoch
         self._fresh = True
         """Whether nothing was computed since the last exchange."""
         _refuse_optimizer(recipe, optimizers)
-        wire.on_cut, wire.on_recovered = self.meet, _stay  # what is given to the server is not read from it meanwhile
+        wire.on_snapshot_barrier, wire.on_rolled_back = (
+            self.meet,
+            _stay,
+        )  # what is given to the server is not read from it meanwhile
         self._open(kept)
-        self._age = wire.age
-        wire.on_recovered = self._follow
+        self._age = wire.recovery_epoch
+        wire.on_rolled_back = self._follow
 
-    def _open(self, kept: RuleMemory | None) -> None:
+    def _open(self, kept: RuleState | None) -> None:
         """The first worker gives the parameters to the server; nobody pushes before they are there.
 
         With what the rule has `kept` in another run. A worker that came later reads them.
         """
-        joined = self._wire.joined
-        if joined is not None and joined.arena == self._arena_number:
+        joined = self._wire.join_position
+        if joined is not None and joined.parameter_set == self._arena_number:
             self.read()
             self.start_from_read()
             return
@@ -141,7 +151,7 @@ class AsyncServer:
         """Push what was learned since the last exchange, the work on these leases; False when it was left out."""
         before = self._watch.switch("encoding")
         began = self._watch.spent["exchanging"]
-        self._wire.apart()
+        self._wire.leave_barrier()
         is_sent = not self._hear() or self._push_valid(samples, leases)
         if not self._when.ahead:
             self._hear()
@@ -152,7 +162,7 @@ class AsyncServer:
     @torch.no_grad()
     def glance(self) -> None:
         """Take up the news if they are there; never waits."""
-        if self._sent is not None and self._sent.ticket.is_there():
+        if self._sent is not None and self._sent.ticket.poll():
             before = self._watch.switch("encoding")
             self._hear()
             self._watch.switch(before)
@@ -178,7 +188,7 @@ class AsyncServer:
         with self._watch.on("encoding"):
             self._hear()
         with self._watch.on("waiting"):
-            return self._wire.meet(self._seq, called)
+            return self._wire.wait_at_barrier(self._seq, called)
 
     @torch.no_grad()
     def _follow(self) -> None:
@@ -187,8 +197,8 @@ class AsyncServer:
         That is in the gradients, too, where they are accumulated.
         """
         if self._sent is not None:
-            self._sent.ticket.drop()
-        self._sent, self._seq, self._age, self._fresh = None, 0, self._wire.age, True
+            self._sent.ticket.discard()
+        self._sent, self._seq, self._age, self._fresh = None, 0, self._wire.recovery_epoch, True
         for one in self._optimizers:
             one.zero_grad(set_to_none=False)  # a scaler looks for them
         self._read()
@@ -204,7 +214,7 @@ class AsyncServer:
             try:
                 return self._read()
             except RollbackRequiredError:
-                self._wire.recover()
+                self._wire.roll_back()
 
     @torch.no_grad()
     def read_alone(self) -> list[Tensor]:
@@ -218,7 +228,7 @@ class AsyncServer:
             try:
                 self._read(flush=False)
             except RollbackRequiredError:
-                self._wire.recover()
+                self._wire.roll_back()
             else:
                 return own
 
@@ -250,16 +260,16 @@ class AsyncServer:
 
     def release(self) -> None:
         """Let go of the wire, which stays: the section has ended, and servers that go back give nothing to this one."""
-        self._wire.on_cut, self._wire.on_recovered = (lambda _called: True), _stay
+        self._wire.on_snapshot_barrier, self._wire.on_rolled_back = (lambda _called: True), _stay
 
     @property
     def shards(self) -> int:
         """How many servers the parameters are shared out to."""
         return self._wire.shards
 
-    def rule_memory(self) -> RuleMemory:
+    def rule_memory(self) -> RuleState:
         """What the servers' rule keeps besides the parameters, when all have met. Raises RollbackRequiredError."""
-        return self._wire.recall(len(self.ranges))
+        return self._wire.read_rule_state(len(self.ranges))
 
     @property
     def keeps_own(self) -> bool:
@@ -363,21 +373,21 @@ class AsyncServer:
             try:
                 self._take_news(sent)
             except RollbackRequiredError:
-                self._wire.recover()
+                self._wire.roll_back()
         return self._age == age
 
     def _take_news(self, sent: _Sent) -> None:
         with self._watch.on("exchanging"):
             news = self._news(sent)
-        self._watch.move("exchanging", "waiting", news.held_s)
-        self.held_s += news.held_s
+        self._watch.move("exchanging", "waiting", news.blocked_s)
+        self.held_s += news.blocked_s
         self._note(news)
         self._on_settled(sent.leases)
         self.versions = news.versions
         if self._fresh:
             self._computed_on = news.versions
 
-    def _news(self, sent: _Sent) -> News:
+    def _news(self, sent: _Sent) -> PushResult:
         try:
             if self._how.reply is not None:
                 return self._decoded_news(self._how.reply, sent.ticket)
@@ -390,7 +400,7 @@ class AsyncServer:
             self._account.received += self._nbytes
         return news
 
-    def _whole_news(self, ticket: PushHandle) -> News:
+    def _whole_news(self, ticket: PushHandle) -> PushResult:
         """Take up a reply once it is whole: of one that is cut off, and comes again, nothing may be taken up twice."""
 
         def put(part: int, at: int, piece: Tensor) -> None:
@@ -401,7 +411,7 @@ class AsyncServer:
             self._take_up(part, 0, version)
         return news
 
-    def _decoded_news(self, reply: Codec, ticket: PushHandle) -> News:
+    def _decoded_news(self, reply: Codec, ticket: PushHandle) -> PushResult:
         """Take up what the server's encoded replies say of the difference to what is known of its parameters."""
         news, messages = ticket.messages()
         for shard, found in enumerate(messages):
@@ -416,7 +426,7 @@ class AsyncServer:
                     self._account.received += message.nbytes
         return news
 
-    def _note(self, news: News) -> None:
+    def _note(self, news: PushResult) -> None:
         self.outcomes += news.applied
 
     def _put(self, part: int, at: int, version: Tensor) -> None:

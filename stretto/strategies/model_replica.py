@@ -16,7 +16,7 @@ from stretto.data.leases import Lease
 from stretto.errors import ModelError, ReplicasDifferError, explain
 from stretto.loader.global_step import Parts
 from stretto.parameter_server.client import ParameterServerClient
-from stretto.parameter_server.client_types import RuleMemory
+from stretto.parameter_server.client_types import RuleState
 from stretto.recipe.recipe import Recipe
 from stretto.recipe.what import gradients, momenta
 from stretto.recipe.when import on_arrival, together
@@ -85,8 +85,8 @@ class Replica:
         """The exchange of a recipe of gradients."""
         self.arrival: AsyncServer | None = None
         """The exchange of a worker that does not wait for others."""
-        joined = wire.joined if isinstance(wire, ParameterServerClient) else None
-        self.arenas = max(joined.arena - 1, 0) if joined is not None else arenas
+        joined = wire.join_position if isinstance(wire, ParameterServerClient) else None
+        self.arenas = max(joined.parameter_set - 1, 0) if joined is not None else arenas
         """The number of arenas made so far, in all sections: a server knows parameters by this number."""
         self._frozen: FrozenVariance | None = None
         self._hooks: list[RemovableHandle] = []
@@ -461,7 +461,7 @@ class Replica:
                 raise ModelError(_cant_follow(lacking))
             self._rebuild(one, [(name, each) for name, each in named.items() if name in set(names)])
 
-    def _kept_rule(self, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> RuleMemory:
+    def _kept_rule(self, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> RuleState:
         """What a server's rule kept, if it is of parameters that lie as they do here."""
         assert self.sets[0].arena is not None
         names = sorted({path.split("/")[1] for path in tensors if path.startswith("server/")})
@@ -472,7 +472,7 @@ class Replica:
             for name, parts in found.items()
             if [one.numel() if one is not None else 0 for one in parts] == lengths
         }
-        return RuleMemory(fits, facts.get("arrivals", []) if fits else [])
+        return RuleState(fits, facts.get("arrivals", []) if fits else [])
 
     def _take_own(self, kept: Mapping[str, Any]) -> None:
         """Buffers as this worker had them, and parameters that are only pulled towards a server's."""
@@ -569,7 +569,7 @@ class Replica:
         compare(self._wire, wholes | others, named, when)
         return True
 
-    def _make_exchange(self, one: ParameterSet, kept: RuleMemory | None = None) -> None:
+    def _make_exchange(self, one: ParameterSet, kept: RuleState | None = None) -> None:
         """Make the exchange of a set for its arena as it is; a server's rule has what one has `kept` before."""
         assert self._recipe is not None
         assert one.arena is not None
@@ -624,7 +624,7 @@ class Replica:
             self.arrival.release()
 
     def _make_arrival(
-        self, arena: FlatParameters, recipe: Recipe, before: AsyncServer | None, kept: RuleMemory | None
+        self, arena: FlatParameters, recipe: Recipe, before: AsyncServer | None, kept: RuleState | None
     ) -> AsyncServer:
         if not isinstance(self._wire, ParameterServerClient):
             raise TypeError(f"{recipe} needs a wire to a server")

@@ -54,7 +54,7 @@ class ElasticAgent:
         if isinstance(trainer.wire, ElasticTransport | ParameterServerClient):
             trainer.wire.place = trainer.place
         if isinstance(trainer.wire, ParameterServerClient):
-            trainer.wire.exchanges_begun = self.place
+            trainer.wire.operations_begun = self.place
         if seat.barrier is not None:
             seat.barrier.begin(self.place)
 
@@ -73,8 +73,8 @@ class ElasticAgent:
 
     def _join(self, wire: ParameterServerClient) -> None:
         """Take part in a run over a server from where it stands; its parameters have been read."""
-        assert wire.joined is not None
-        self._passes_over = epoch_of(wire.joined.number) - 1
+        assert wire.join_position is not None
+        self._passes_over = epoch_of(wire.join_position.epoch_number) - 1
         self._trainer.peeks = list(unpack(wire.order[1]).peeks)
         self._trainer.referee.restore([self._passes_over - len(self._trainer.peeks), None])
         if self._seat.run is not None and (zero := zero_of(self._seat.run)) is not None:
@@ -373,4 +373,4 @@ def comes_late(wire: Transport) -> bool:
     """Whether a worker comes to others that have begun: it asks nobody what was settled at the beginning."""
     if isinstance(wire, ElasticTransport):
         return wire.arrives
-    return isinstance(wire, ParameterServerClient) and wire.joined is not None and wire.joined.arena > 0
+    return isinstance(wire, ParameterServerClient) and wire.join_position is not None and wire.join_position.parameter_set > 0

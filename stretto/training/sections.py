@@ -200,8 +200,8 @@ class Sections:
             wire.arrived()
             return continued(state)
         if isinstance(wire, ParameterServerClient) and comes_late(wire):
-            assert wire.joined is not None
-            return Section(section_of(wire.joined.number))
+            assert wire.join_position is not None
+            return Section(section_of(wire.join_position.epoch_number))
         begins_again = isinstance(wire, ElasticTransport) and wire.begins_again
         if self._seat.resume is None and not begins_again:
             return Section()
@@ -235,7 +235,7 @@ class Sections:
         if isinstance(wire, ElasticTransport):
             wire.arrives = wire.begins_again = False
         elif isinstance(wire, ParameterServerClient):
-            wire.joined = None
+            wire.join_position = None
         return self._next
 
     def _seated(self, section: Section, wire: Transport, loader: Any) -> WorkerContext:

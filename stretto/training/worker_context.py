@@ -18,9 +18,9 @@ from stretto.loader.epoch_batches import Rule
 from stretto.membership.barrier_client import Barrier, barrier_of
 from stretto.membership.client import MembershipClient
 from stretto.membership.messages import ReadyReport
-from stretto.parameter_server.embedded import meet_at_lead
-from stretto.parameter_server.messages import OVER
-from stretto.parameter_server.rpc_channel import dial
+from stretto.parameter_server.embedded import serve_at_rank0
+from stretto.parameter_server.messages import RUN_OVER
+from stretto.parameter_server.rpc_channel import connect_client
 from stretto.process_config import WorkerConfig, worker_config
 from stretto.recipe.recipe import Recipe
 from stretto.runtime.runtime import Runtime
@@ -85,7 +85,7 @@ class WorkerContext:
         if self.server is not None:
             return self.server(recipe)
         meeting = self.wire(torch.device("cpu"))
-        return meet_at_lead(meeting, recipe.shards, self.on_nan, self.timeout_s, self.lead_host)
+        return serve_at_rank0(meeting, recipe.shards, self.on_nan, self.timeout_s, self.lead_host)
 
     def with_folder(self, run: Path | None) -> WorkerContext:
         """Return the same seat with another run folder, which is there."""
@@ -180,7 +180,7 @@ def _server(config: WorkerConfig) -> Callable[[Recipe], Transport] | None:
     addresses = [f"tcp://{one}" for one in config.servers]
     keys, is_elastic = worker_keys(config.keys), config.coordinator is not None
     away_s = config.failure_timeout_s + RETURN_S if is_elastic else None
-    open_client = functools.partial(dial, config.rank, config.world_size, addresses, keys, config.timeout_s)
+    open_client = functools.partial(connect_client, config.rank, config.world_size, addresses, keys, config.timeout_s)
 
     def connect(recipe: Recipe) -> Transport:
         if not is_elastic:
@@ -194,16 +194,16 @@ def _server(config: WorkerConfig) -> Callable[[Recipe], Transport] | None:
         try:
             client = open_client(config.incarnation, away_s)
         except TransportError as error:
-            if config.incarnation and OVER in str(error):
+            if config.incarnation and RUN_OVER in str(error):
                 membership.leave()
                 membership.close()
                 raise SystemExit(0) from None
             raise
         membership.on_abort = lambda _generation, _why: client.abort()
         client.doing = membership.doing
-        membership.place = lambda: client.exchanges_begun()
-        client.when_closed(membership.leave)
-        client.when_closed(membership.close)
+        membership.place = lambda: client.operations_begun()
+        client.on_close(membership.leave)
+        client.on_close(membership.close)
         return client
 
     return connect

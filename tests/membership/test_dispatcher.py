@@ -17,7 +17,7 @@ SIZES = st.lists(st.integers(1, 9), min_size=1, max_size=25)
 class Passes(RuleBasedStateMachine):
     """Workers lease, settle (twice), ask late and die, over several passes."""
 
-    @initialize(workers=st.integers(1, 4), sizes=SIZES, barrier=st.none() | st.integers(1, 6))
+    @initialize(workers=st.integers(1, 4), sizes=SIZES, meet=st.none() | st.integers(1, 6))
     def begin(self, workers: int, sizes: list[int], meet: int | None) -> None:
         self.dispatcher, self.live, self.meet = BatchDispatcher(workers), set(range(workers)), meet
         self.number = self.handed = 0

@@ -59,7 +59,7 @@ def test_a_refusal_of_an_exchange_of_all_is_told_again() -> None:
     (left,) = desk.leave(1)
     for op, body in ((1, first[0]), (2, left.body)):
         (again,) = told(desk, 0, op, m.Contribute(op, "mean"), [torch.zeros(3)])
-        assert isinstance(body, m.Refused) and (again.worker, again.number, again.body) == (0, op, body)
+        assert isinstance(body, m.Refused) and (again.worker, again.request_id, again.body) == (0, op, body)
 
 
 def test_who_has_come_to_an_end_holds_nobody_back_though_its_good_bye_was_lost() -> None:
@@ -70,7 +70,7 @@ def test_who_has_come_to_an_end_holds_nobody_back_though_its_good_bye_was_lost()
     assert posts == []
     ended, news = told(desk, 1, 1, m.Finish())
     assert isinstance(ended.body, m.Result)
-    assert (news.worker, news.number) == (0, 3) and isinstance(news.body, m.PushReply)
+    assert (news.worker, news.request_id) == (0, 3) and isinstance(news.body, m.PushReply)
     assert desk.leave(1) == []
 
 
@@ -97,10 +97,10 @@ def test_who_is_dead_lacks_nothing() -> None:
     desk = ShardHandler(3, lambda: 0.0, "stop")
     for worker in range(3):
         posts = told(desk, worker, 1, m.Contribute(1, "mean"), [torch.ones(NUMBERS)])
-    desk.gone(2)
+    desk.remove(2)
     told(desk, 0, 2, m.Contribute(2, "mean", 1), [torch.ones(NUMBERS)])
     posts = told(desk, 1, 2, m.Contribute(2, "mean", 1), [torch.ones(NUMBERS)])
-    assert {one.worker: one.body for one in posts} == dict.fromkeys((0, 1), m.Among([0, 1], 1))
+    assert {one.worker: one.body for one in posts} == dict.fromkeys((0, 1), m.MembersResult([0, 1], 1))
 
 
 @pytest.mark.parametrize("length", [10, SMALL_BYTES])
@@ -110,7 +110,7 @@ def test_the_last_answer_to_all_is_told_again_however_large_it_is(length: int) -
     told(desk, 0, 1, m.Contribute(1, "mean"), [torch.zeros(length)])
     first = {one.worker: one for one in told(desk, 1, 1, m.Contribute(1, "mean"), [torch.ones(length)])}
     (again,) = told(desk, 0, 1, m.Contribute(1, "mean"), [torch.zeros(length)])
-    assert (again.worker, again.number, again.body) == (0, 1, first[0].body)
+    assert (again.worker, again.request_id, again.body) == (0, 1, first[0].body)
     assert torch.equal(again.tensors[0], first[0].tensors[0])
 
 
@@ -120,6 +120,6 @@ def test_of_updates_of_a_stream_nothing_is_noted() -> None:
     told(desk, 0, 1, m.Open(1, "downpour(every=1)", 1), [torch.zeros(4)])
     for seq in range(1, 4):
         told(desk, 0, seq + 1, m.Push(1, seq, seq - 1, 8, 0.1), [torch.ones(4)])
-    assert desk._works[0]._batches == {}
+    assert desk._batches_by_worker[0]._batches == {}
     told(desk, 0, 5, m.Push(1, 4, 3, 8, 0.1, 0, 1, [0]), [torch.ones(4)])
-    assert desk._works[0]._batches == {4: [0]}
+    assert desk._batches_by_worker[0]._batches == {4: [0]}

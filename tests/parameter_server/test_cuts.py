@@ -23,7 +23,7 @@ def test_a_full_disk_costs_the_cut_and_nothing_else(tmp_path: Path, capsys: pyte
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert capsys.readouterr().err.count("shard0: a cut could not be kept: File too large; training goes on") == 1
-    assert folder.cuts() == [1]
+    assert folder.snapshots() == [1]
     assert [path.name for path in tmp_path.iterdir()] == ["shard0-1.cut"]
     folder.put(4, {"version": 4}, theta)
-    assert folder.cuts() == [1, 4]
+    assert folder.snapshots() == [1, 4]

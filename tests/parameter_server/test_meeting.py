@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stretto.collective_ops import AllGather, AllReduceMean, Answer, CollectiveOp, answer
-from stretto.parameter_server.barrier import KeyedBarrier, Told
+from stretto.parameter_server.barrier import KeyedBarrier, MemberResult
 
 
 def over(combine: Callable[[Sequence[Any]], Any]) -> Callable[[Mapping[int, Any]], Any]:
@@ -42,9 +42,9 @@ def test_the_weighted_mean_is_the_same_bit_for_bit_in_any_order(
         meeting: KeyedBarrier[CollectiveOp, Answer] = KeyedBarrier(range(workers), over(answer))
         said = list(range(workers)) + [shuffle.randrange(workers) for _ in range(3)]
         shuffle.shuffle(said)
-        told = [one for worker in said for one in meeting.lay(worker, 1, AllReduceMean(given_[worker].clone()))]
+        told = [one for worker in said for one in meeting.contribute(worker, 1, AllReduceMean(given_[worker].clone()))]
         assert [one.worker for one in told] == list(range(workers))
-        found += [one.found for one in told if isinstance(one.found, torch.Tensor)]
+        found += [one.result for one in told if isinstance(one.result, torch.Tensor)]
     assert len(found) == 3 * workers
     assert all(torch.equal(one, found[0]) for one in found)
     torch.testing.assert_close(found[0].double(), mean, rtol=1e-5, atol=1e-4)
@@ -55,11 +55,11 @@ def test_the_weighted_mean_is_the_same_bit_for_bit_in_any_order(
 def test_every_message_comes_in_the_order_of_the_workers(workers: int, order: Sequence[int]) -> None:
     meeting: KeyedBarrier[CollectiveOp, Answer] = KeyedBarrier(range(workers), over(answer))
     here = [worker for worker in order if worker < workers]
-    told = [one for worker in here for one in meeting.lay(worker, 3, AllGather(torch.arange(worker + 1)))]
+    told = [one for worker in here for one in meeting.contribute(worker, 3, AllGather(torch.arange(worker + 1)))]
     assert len(told) == workers
     for one in told:
-        assert isinstance(one.found, list)
-        assert [message.tolist() for message in one.found] == [list(range(worker + 1)) for worker in range(workers)]
+        assert isinstance(one.result, list)
+        assert [message.tolist() for message in one.result] == [list(range(worker + 1)) for worker in range(workers)]
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 4)), max_size=60), st.integers(0, 60), st.integers(0, 3))
@@ -69,14 +69,14 @@ def test_exchanges_in_any_order_are_each_answered_once_to_each(
 ) -> None:
     """Several at once, things laid twice, and a death: whoever has laid something down is told once, or waits."""
     meeting: KeyedBarrier[int, int] = KeyedBarrier(range(4), over(sum))
-    told: list[Told[int]] = []
+    told: list[MemberResult[int]] = []
     first: dict[tuple[int, int], int] = {}
     for at, (worker, op) in enumerate(laid):
         if at == dies:
             told += meeting.leave(victim)
         if at < dies or worker != victim:
             first.setdefault((worker, op), at)
-        told += meeting.lay(worker, op, at)
+        told += meeting.contribute(worker, op, at)
     if dies >= len(laid):
         told += meeting.leave(victim)
     assert len({(one.worker, one.op) for one in told}) == len(told)
@@ -85,13 +85,13 @@ def test_exchanges_in_any_order_are_each_answered_once_to_each(
         answers = {one.worker: one for one in told if one.op == op}
         if len(here) == 4:
             total = sum(first[worker, op] for worker in range(4))
-            assert {worker: one.found for worker, one in answers.items()} == dict.fromkeys(range(4), total)
+            assert {worker: one.result for worker, one in answers.items()} == dict.fromkeys(range(4), total)
         elif victim in here:
             assert answers == {}
         else:
             assert set(answers) == here
             for one in answers.values():
-                assert one.found is None
+                assert one.result is None
                 assert one.problem == f"worker {victim} left (exchange {op})"
 
 
@@ -99,16 +99,16 @@ def test_all_who_left_are_named() -> None:
     meeting: KeyedBarrier[int, int] = KeyedBarrier(range(4), over(sum))
     meeting.leave(3)
     meeting.leave(1)
-    (told,) = meeting.lay(0, 1, 5)
-    assert told == Told(0, 1, None, "worker 1, 3 left (exchange 1)")
+    (told,) = meeting.contribute(0, 1, 5)
+    assert told == MemberResult(0, 1, None, "worker 1, 3 left (exchange 1)")
 
 
 def test_who_was_told_that_another_left_is_not_told_again_when_that_one_dies() -> None:
     meeting: KeyedBarrier[int, int] = KeyedBarrier(range(3), lambda laid: sum(laid.values()))
-    assert meeting.lay(0, 1, 10) == []
-    assert [(one.worker, one.found) for one in meeting.leave(1)] == [(0, None)]
-    assert [(one.worker, one.found) for one in meeting.lay(2, 1, 20)] == [(2, None)]
-    assert meeting.drop(1) == []
+    assert meeting.contribute(0, 1, 10) == []
+    assert [(one.worker, one.result) for one in meeting.leave(1)] == [(0, None)]
+    assert [(one.worker, one.result) for one in meeting.contribute(2, 1, 20)] == [(2, None)]
+    assert meeting.remove(1) == []
 
 
 def test_different_asks_are_refused_to_all_and_the_next_exchange_goes_on() -> None:
@@ -119,12 +119,12 @@ def test_different_asks_are_refused_to_all_and_the_next_exchange_goes_on() -> No
         (AllReduceMean(torch.ones(2)), AllReduceMean(torch.ones(2).double()), "submit different operations"),
     ]
     for op, (one, other, problem) in enumerate(asks):
-        meeting.lay(0, op, one)
-        told = meeting.lay(1, op, other)
+        meeting.contribute(0, op, one)
+        told = meeting.contribute(1, op, other)
         assert [each.worker for each in told] == [0, 1]
-        assert all(each.found is None and problem in each.problem for each in told)
-    meeting.lay(0, 9, AllReduceMean(torch.ones(2)))
-    assert torch.equal(meeting.lay(1, 9, AllReduceMean(torch.ones(2)))[0].found, 2 * torch.ones(2))  # type: ignore[arg-type]
+        assert all(each.result is None and problem in each.problem for each in told)
+    meeting.contribute(0, 9, AllReduceMean(torch.ones(2)))
+    assert torch.equal(meeting.contribute(1, 9, AllReduceMean(torch.ones(2)))[0].result, 2 * torch.ones(2))  # type: ignore[arg-type]
 
 
 def test_a_mistake_in_the_program_is_not_swallowed() -> None:
@@ -133,30 +133,30 @@ def test_a_mistake_in_the_program_is_not_swallowed() -> None:
 
     meeting: KeyedBarrier[int, int] = KeyedBarrier(range(1), over(broken))
     with pytest.raises(KeyError, match="a mistake"):
-        meeting.lay(0, 1, 1)
+        meeting.contribute(0, 1, 1)
 
 
 def test_what_is_laid_twice_counts_as_it_was_laid_first() -> None:
     meeting: KeyedBarrier[int, int] = KeyedBarrier(range(2), over(sum))
-    assert [meeting.lay(0, 1, thing) for thing in (5, 7)] == [[], []]
-    assert [one.found for one in meeting.lay(1, 1, 6)] == [11, 11]
+    assert [meeting.contribute(0, 1, thing) for thing in (5, 7)] == [[], []]
+    assert [one.result for one in meeting.contribute(1, 1, 6)] == [11, 11]
 
 
 def test_who_is_no_worker_has_no_say() -> None:
     meeting: KeyedBarrier[int, int] = KeyedBarrier(range(2), over(sum))
-    meeting.lay(0, 1, 5)
+    meeting.contribute(0, 1, 5)
     for nobody, op in itertools.product((-1, 2, 99), (1, 2)):
-        assert meeting.lay(nobody, op, 100) == []
-    assert [one.found for one in meeting.lay(1, 1, 6)] == [11, 11]
+        assert meeting.contribute(nobody, op, 100) == []
+    assert [one.result for one in meeting.contribute(1, 1, 6)] == [11, 11]
 
 
 def test_what_is_over_is_not_kept() -> None:
     """Late duplicates of recent exchanges are known; a million exchanges take no more room than a thousand."""
     meeting: KeyedBarrier[int, int] = KeyedBarrier(range(1), over(sum))
     for op in range(5000):
-        assert meeting.lay(0, op, op)[0].found == op
-        assert meeting.lay(0, op, op) == []
-    assert meeting.lay(0, 4200, 0) == []
+        assert meeting.contribute(0, op, op)[0].result == op
+        assert meeting.contribute(0, op, op) == []
+    assert meeting.contribute(0, 4200, 0) == []
     kept = [value for value in vars(meeting).values() if isinstance(value, set | dict)]
     assert sum(map(len, kept)) < 1100
 
@@ -164,12 +164,12 @@ def test_what_is_over_is_not_kept() -> None:
 def test_what_one_has_heard_is_over() -> None:
     """Once; those that wait for it are named, but for whoever was told that it won't become whole."""
     meeting: KeyedBarrier[int, int] = KeyedBarrier(range(4), lambda laid: sum(laid.values()))
-    assert [meeting.lay(worker, 1, 10) for worker in (0, 2)] == [[], []]
-    assert meeting.know(1) == [0, 2]
-    assert meeting.know(1) is None
-    assert meeting.lay(3, 1, 20) == []
-    meeting.lay(0, 2, 10)
+    assert [meeting.contribute(worker, 1, 10) for worker in (0, 2)] == [[], []]
+    assert meeting.note_result(1) == [0, 2]
+    assert meeting.note_result(1) is None
+    assert meeting.contribute(3, 1, 20) == []
+    meeting.contribute(0, 2, 10)
     meeting.leave(3)
-    meeting.lay(1, 2, 10)
-    assert meeting.know(2) == []
-    assert meeting.know(3) == []
+    meeting.contribute(1, 2, 10)
+    assert meeting.note_result(2) == []
+    assert meeting.note_result(3) == []

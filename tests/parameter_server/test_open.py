@@ -18,15 +18,15 @@ NUMBERS = 4
 def opened(
     desk: ShardHandler, worker: int, arena: int = 1, recipe: str = "async_sgd", value: float = 0.0
 ) -> list[OutgoingMessage]:
-    return told(desk, worker, 1, m.Open(arena, recipe, 2, age=max(desk._age, 0)), [torch.full((NUMBERS,), value)])
+    return told(desk, worker, 1, m.Open(arena, recipe, 2, recovery_epoch=max(desk._recovery_epoch, 0)), [torch.full((NUMBERS,), value)])
 
 
 def pushed(desk: ShardHandler, worker: int, arena: int = 1) -> list[OutgoingMessage]:
-    return told(desk, worker, 2, m.Push(arena, 1, 0, 8, 0.1, age=desk._age), [torch.ones(NUMBERS)])
+    return told(desk, worker, 2, m.Push(arena, 1, 0, 8, 0.1, recovery_epoch=desk._recovery_epoch), [torch.ones(NUMBERS)])
 
 
 def read(desk: ShardHandler, worker: int) -> list[float]:
-    (post,) = told(desk, worker, 3, m.Read(False, desk._age))
+    (post,) = told(desk, worker, 3, m.Read(False, desk._recovery_epoch))
     return [float(one) for one in post.tensors[0]]
 
 
@@ -40,7 +40,7 @@ def test_who_is_first_after_a_death_gives_them_though_the_shard_has_not_heard_of
 def test_who_is_first_gives_them_to_a_shard_that_was_started_again() -> None:
     kept = InMemoryStore()
     opened(ShardHandler(2, lambda: 0.0, "stop", kept), 0)
-    desk = ShardHandler(2, lambda: 0.0, "stop", kept, birth=1)
+    desk = ShardHandler(2, lambda: 0.0, "stop", kept, boot_id=1)
     assert told(desk, 1, 1, m.RequestRollback(1, 0, 1))[0].body == m.Result()
     assert opened(desk, 1, value=2.0)[0].body == m.Result()
     assert read(desk, 0) == [2.0] * NUMBERS
@@ -83,6 +83,6 @@ def test_parameters_of_an_age_that_is_over_are_not_taken() -> None:
     desk = ShardHandler(2, lambda: 0.0, "stop", kept)
     opened(desk, 0)
     told(desk, 0, 2, m.RequestRollback(1, 0, 0))
-    (post,) = told(desk, 0, 3, m.Open(2, "async_sgd", 2, age=0), [torch.ones(NUMBERS)])
+    (post,) = told(desk, 0, 3, m.Open(2, "async_sgd", 2, recovery_epoch=0), [torch.ones(NUMBERS)])
     assert isinstance(post.body, m.StaleRequest)
     assert read(desk, 0) == [0.0] * NUMBERS

@@ -20,14 +20,14 @@ from stretto.parameter_server import messages as m
 from stretto.parameter_server.framing import (
     CHUNK_BYTES,
     DTYPES,
-    HEAD_BYTES,
+    HEADER_BYTES,
     LARGEST_FRAME,
     Assembly,
     FramingError,
-    decode_head,
+    decode_header,
     encode,
-    kind,
-    whole,
+    dtype_name,
+    concatenated,
 )
 
 BODIES: tuple[type, ...] = get_args(m.Request) + get_args(m.Reply)
@@ -96,12 +96,12 @@ def test_every_message_decodes_to_itself(body: type) -> None:
         assembly = Assembly()
         assert receive(assembly, frames(number, said, tensors))
         head, heard = assembly.take()
-        assert head.number == number
+        assert head.request_id == number
         assert type(head.body) is body
         assert head.body == said
-        assert head.tensors == [(kind(one), one.numel()) for one in tensors]
+        assert head.tensors == [(dtype_name(one), one.numel()) for one in tensors]
         for pieces, (dtype, _), sent in zip(heard, head.tensors, tensors, strict=True):
-            assert same(whole(pieces, dtype), sent)
+            assert same(concatenated(pieces, dtype), sent)
 
     check()
 
@@ -134,7 +134,7 @@ def test_large_tensors_travel_in_chunks_that_fit_a_frame(lengths: list[int]) -> 
     for at, message in enumerate(parcel):
         assert receive(assembly, [message]) == (at == len(parcel) - 1)
     _, heard = assembly.take()
-    assert [whole(pieces, "float32").tolist() for pieces in heard] == [one.tolist() for one in tensors]
+    assert [concatenated(pieces, "float32").tolist() for pieces in heard] == [one.tolist() for one in tensors]
 
 
 def test_sending_copies_nothing() -> None:
@@ -161,7 +161,7 @@ def test_what_is_drained_is_all_of_it_once(lengths: list[int], drains: list[int]
                 found[index][start : start + piece.numel()] = piece
     _, rest = assembly.take()
     for one, pieces, sent in zip(found, rest, tensors, strict=True):
-        left = whole(pieces, "int16")
+        left = concatenated(pieces, "int16")
         assert left.numel() == one.eq(-1).sum()
         one[len(one) - left.numel() :] = left
         assert torch.equal(one, sent)
@@ -171,10 +171,10 @@ def test_a_parcel_that_was_not_whole_is_forgotten_when_the_next_begins() -> None
     assembly = Assembly()
     long = frames(1, m.Result(), [torch.ones(CHUNK_BYTES // 4 + 10)])
     assert not receive(assembly, long[:1])
-    assert assembly.number == 1
+    assert assembly.request_id == 1
     assert receive(assembly, frames(2, m.Result(), [torch.zeros(3)]))
     head, heard = assembly.take()
-    assert (head.number, whole(heard[0], "float32").tolist()) == (2, [0, 0, 0])
+    assert (head.request_id, concatenated(heard[0], "float32").tolist()) == (2, [0, 0, 0])
     with pytest.raises(FramingError, match="a chunk of no parcel"):
         receive(assembly, long[1:])
 
@@ -187,7 +187,7 @@ def test_numbers_that_lie_across_words_are_read_all_the_same() -> None:
         assembly = Assembly()
         assembly.begin(head)
         assert assembly.add([memoryview(room)[shift:]])
-        assert torch.equal(whole(assembly.take()[1][0], "float64"), tensor)
+        assert torch.equal(concatenated(assembly.take()[1][0], "float64"), tensor)
 
 
 # --- what is no parcel ----------------------------------------------------------------------------------------------
@@ -205,7 +205,7 @@ def accepted(messages: Sequence[Sequence[bytes]]) -> tuple[int, int]:
                 octets += sum(piece.untyped_storage().nbytes() for pieces in tensors for piece in pieces)
         except FramingError:
             refused += 1
-            assembly.forget()
+            assembly.reset()
     return octets, refused
 
 
@@ -248,8 +248,8 @@ def test_mangled_parcels_are_refused_and_nothing_else(said: m.Body, tensors: lis
 def test_a_worker_may_have_done_many_batches_of_a_pass() -> None:
     """A coordinator that was started again is told of all, and so is one of what a dead worker has left."""
     batches = list(range(0, 600_000, 6))
-    for said in (m.Settle(1, batches), m.Gone(0, 0, 1, batches), m.Left(1, batches)):
-        assert decode_head(frames(1, said)[0][0]).body == said
+    for said in (m.Settle(1, batches), m.IncarnationEnded(0, 0, 1, batches), m.CountedWork(1, batches)):
+        assert decode_header(frames(1, said)[0][0]).body == said
 
 
 @given(st.sampled_from(BODIES).flatmap(messages_of), st.integers(0, 10_000))
@@ -257,7 +257,7 @@ def test_a_worker_may_have_done_many_batches_of_a_pass() -> None:
 def test_a_head_that_is_cut_short_is_refused(said: m.Body, cut: int) -> None:
     ((head,),) = frames(1, said)
     with pytest.raises(FramingError, match="no head"):
-        decode_head(head[: cut % len(head)])
+        decode_header(head[: cut % len(head)])
 
 
 @pytest.mark.parametrize(
@@ -274,13 +274,13 @@ def test_a_head_that_is_cut_short_is_refused(said: m.Body, cut: int) -> None:
         (["1", ["EnterBarrier", 0], []], "no head"),
         ([1], "no head"),
         ({"number": 1}, "no head"),
-        ([1, ["Refused", "x" * HEAD_BYTES], []], "a head of [0-9]+ bytes"),
+        ([1, ["Refused", "x" * HEADER_BYTES], []], "a head of [0-9]+ bytes"),
     ],
 )
 def test_heads_that_make_no_sense_are_refused(said: Any, why: str) -> None:
     text = msgspec.json.encode(said) if any(2**70 in one for one in _pairs(said)) else msgspec.msgpack.encode(said)
     with pytest.raises(FramingError, match=why):
-        decode_head(text)
+        decode_header(text)
 
 
 def _pairs(said: Any) -> list[Any]:

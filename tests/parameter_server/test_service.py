@@ -27,9 +27,9 @@ from stretto.errors import TransportError
 from stretto.parameter_server import messages as m
 from stretto.parameter_server.client import ParameterServerClient
 from stretto.parameter_server.client_types import ranges
-from stretto.parameter_server.embedded import Hosted
-from stretto.parameter_server.framing import CHUNK_BYTES, HEAD_BYTES, LARGEST_FRAME, decode_head, encode
-from stretto.parameter_server.rpc_channel import RpcChannel, dial
+from stretto.parameter_server.embedded import EmbeddedServer
+from stretto.parameter_server.framing import CHUNK_BYTES, HEADER_BYTES, LARGEST_FRAME, decode_header, encode
+from stretto.parameter_server.rpc_channel import RpcChannel, connect_client
 from stretto.parameter_server.rpc_server import name_of
 from stretto.process_config import ShardConfig
 from stretto.security import WorkerKeys, new_keys
@@ -72,7 +72,7 @@ def works(wire: ParameterServerClient) -> None:
     assert torch.equal(after[0], before[0] + 1)
 
 
-def open_wire(serving: Serving, hosted: Hosted) -> ParameterServerClient:
+def open_wire(serving: Serving, hosted: EmbeddedServer) -> ParameterServerClient:
     """Worker 0, which has given 100 numbers."""
     wire = serving.end_of(hosted, 0)
     wire.open(1, ADDING, [torch.zeros(100)])
@@ -126,7 +126,7 @@ def test_without_a_key_nothing_is_said(serving: Serving) -> None:
 
 def test_a_wrong_name_is_not_heard(serving: Serving) -> None:
     hosted = serving.host(2)
-    wire, service = open_wire(serving, hosted), hosted.house.services[1]
+    wire, service = open_wire(serving, hosted), hosted.server.services[1]
     names = [b"worker 2", b"worker -1", b"worker 1 ", b"worker x", b"w", b"worker 1234567890"]
     for before, name in enumerate(names):
         with dealer(service.address, name, hosted.keys) as stranger:
@@ -139,7 +139,7 @@ def test_a_wrong_name_is_not_heard(serving: Serving) -> None:
 # Bytes that are no messages
 
 
-def raw(hosted: Hosted) -> socket.socket:
+def raw(hosted: EmbeddedServer) -> socket.socket:
     host, port = hosted.addresses[1].removeprefix("tcp://").split(":")
     return socket.create_connection((host, int(port)), timeout=10)
 
@@ -220,8 +220,8 @@ BODY = st.one_of(
     st.builds(m.Read, st.booleans()),
     st.builds(m.Contribute, NUMBER, st.sampled_from(["mean", "every"])),
     st.builds(m.Gather, st.integers(0, 3), st.none() | NUMBER),
-    st.builds(m.Begin, NUMBER, st.none() | NUMBER, st.booleans()),
-    st.builds(m.Begin, st.integers(1, 99), st.none() | st.integers(-1, 3), st.booleans()),
+    st.builds(m.BeginEpoch, NUMBER, st.none() | NUMBER, st.booleans()),
+    st.builds(m.BeginEpoch, st.integers(1, 99), st.none() | st.integers(-1, 3), st.booleans()),
     st.builds(m.Lease, st.one_of(st.integers(1, 99), NUMBER)),
     st.builds(m.Settle, NUMBER, st.lists(NUMBER, max_size=4)),
     st.builds(m.Leave),
@@ -255,14 +255,14 @@ FRAMES = st.one_of(
     st.builds(lambda one: [msgspec.msgpack.encode(one)], st.recursive(NUMBER | st.text(max_size=5), st.lists)),
     st.builds(lambda one: [msgspec.msgpack.encode([1, [one, 1, 2], []])], st.text(max_size=9)),
     st.just([b"\x91" * 3000]),
-    st.just([bytes(HEAD_BYTES + 1)]),
+    st.just([bytes(HEADER_BYTES + 1)]),
 )
 SENDINGS = st.lists(parcels() | FRAMES.map(lambda one: [one]), min_size=1, max_size=4)
 SETTINGS = settings(max_examples=100, suppress_health_check=list(HealthCheck), derandomize=True, database=None)
 
 
 @pytest.fixture(scope="module")
-def besieged() -> Iterator[tuple[Hosted, ParameterServerClient]]:
+def besieged() -> Iterator[tuple[EmbeddedServer, ParameterServerClient]]:
     """One service for all examples: each comes as a worker of its own; worker 0 is healthy."""
     serving = Serving()
     hosted = serving.host(500)
@@ -283,9 +283,11 @@ def bombard(one: Any, sendings: list[list[list[bytes]]]) -> None:
 
 
 @pytest.mark.parametrize("which", [0, 1], ids=["coordinator", "shard"])
-def test_whatever_is_sent_the_service_goes_on(besieged: tuple[Hosted, ParameterServerClient], which: int) -> None:
+def test_whatever_is_sent_the_service_goes_on(
+    besieged: tuple[EmbeddedServer, ParameterServerClient], which: int
+) -> None:
     hosted, healthy = besieged
-    service, workers = hosted.house.services[which], iter(range(1 + 200 * which, 200 + 200 * which))
+    service, workers = hosted.server.services[which], iter(range(1 + 200 * which, 200 + 200 * which))
 
     @SETTINGS
     @given(SENDINGS)
@@ -304,7 +306,7 @@ def test_whatever_is_sent_the_service_goes_on(besieged: tuple[Hosted, ParameterS
 def test_whatever_worker_0_gives_the_shard_goes_on(serving: Serving) -> None:
     """Worker 0 alone gives parameters; each example with a service that has seen those before."""
     hosted = serving.host(2)
-    service = hosted.house.services[1]
+    service = hosted.server.services[1]
 
     @SETTINGS
     @given(SENDINGS)
@@ -314,7 +316,7 @@ def test_whatever_worker_0_gives_the_shard_goes_on(serving: Serving) -> None:
 
     with dealer(service.address, name_of(0), hosted.keys) as one:
         shoot()
-    link = serving.end_of(hosted, 1).links[0]
+    link = serving.end_of(hosted, 1).channels[0]
     try:
         assert isinstance(link.wait(link.send(m.Read(False)))[0], m.PushReply)
     except TransportError as error:
@@ -329,11 +331,11 @@ def message(body: m.Body, *tensors: torch.Tensor, number: int = 7) -> list[list[
 
 HUGE = torch.full((4,), 2**63 - 1)
 MEANINGLESS: dict[str, tuple[int, list[list[list[bytes]]]]] = {
-    "meet after none": (0, [message(m.Begin(1, 0, False), HUGE), message(m.Lease(1))]),
-    "meet after less": (0, [message(m.Begin(1, -1, False), HUGE), message(m.Lease(1))]),
-    "samples beyond counting": (0, [message(m.Begin(1, None, False), HUGE), *[message(m.Lease(1))] * 4]),
-    "less than no samples": (0, [message(m.Begin(1, None, False), -HUGE), *[message(m.Lease(1))] * 4]),
-    "batches that are none": (0, [message(m.Begin(1, None, False), HUGE), message(m.Settle(1, [-1, 2**63]))]),
+    "meet after none": (0, [message(m.BeginEpoch(1, 0, False), HUGE), message(m.Lease(1))]),
+    "meet after less": (0, [message(m.BeginEpoch(1, -1, False), HUGE), message(m.Lease(1))]),
+    "samples beyond counting": (0, [message(m.BeginEpoch(1, None, False), HUGE), *[message(m.Lease(1))] * 4]),
+    "less than no samples": (0, [message(m.BeginEpoch(1, None, False), -HUGE), *[message(m.Lease(1))] * 4]),
+    "batches that are none": (0, [message(m.BeginEpoch(1, None, False), HUGE), message(m.Settle(1, [-1, 2**63]))]),
     "a root that is none": (0, [message(m.Gather(1, 99), torch.zeros(3, dtype=torch.uint8))]),
     "a root below": (0, [message(m.Gather(1, -9), torch.zeros(3, dtype=torch.uint8))]),
     "a sum of truths": (1, [message(m.Contribute(1, "mean"), torch.ones(3, dtype=torch.bool))]),
@@ -367,7 +369,7 @@ def test_what_makes_no_sense_is_refused_and_no_more(serving: Serving) -> None:
     """Well formed, and from a worker of this run."""
     for kind, (which, sendings) in MEANINGLESS.items():
         hosted = serving.host(1)
-        service = hosted.house.services[which]
+        service = hosted.server.services[which]
         with dealer(service.address, name_of(0), hosted.keys) as one:
             bombard(one, sendings)
         assert service.failure is None, kind
@@ -382,7 +384,7 @@ def test_new_parameters_amid_another_workers_update(serving: Serving) -> None:
         one.send_multipart(first)
         half = next(iter(rest))
         one.send_multipart(half)
-        until(lambda: hosted.house.services[1]._assemblies[1].number == 7)
+        until(lambda: hosted.server.services[1]._assemblies[1].request_id == 7)
         wire.open(2, ADDING, [theta])
         bombard(one, [[frames] for frames in rest[1:]])
     news, (found,) = hear(wire.read([600_000]), [theta])
@@ -467,7 +469,7 @@ sys.stdin.read()
 
 def test_a_worker_killed_amid_a_push_leaves_nothing_half_applied(serving: Serving) -> None:
     hosted = serving.host(2)
-    service, wire = hosted.house.services[1], serving.end_of(hosted, 0)
+    service, wire = hosted.server.services[1], serving.end_of(hosted, 0)
     theta = [torch.zeros(2_000_000)]
     wire.open(1, ADDING, theta)
     assert hosted.keys is not None
@@ -476,7 +478,7 @@ def test_a_worker_killed_amid_a_push_leaves_nothing_half_applied(serving: Servin
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == b"sent\n"
-        until(lambda: service._assemblies[1].number == 1)
+        until(lambda: service._assemblies[1].request_id == 1)
         news, (between,) = hear(push(wire, 1, [torch.ones(2_000_000)]), theta)
         os.kill(child.pid, signal.SIGKILL)
         assert child.wait(timeout=5) == -signal.SIGKILL
@@ -503,15 +505,15 @@ def test_whoever_waits_for_a_server_that_is_gone_is_told_its_name(serving: Servi
     with subprocess.Popen(command, env=environment, pass_fds=list(fds.values())) as process:
         coordinator.close()
         listener.close()
-        wire = dial(0, 2, addresses, None, 20.0)
+        wire = connect_client(0, 2, addresses, None, 20.0)
         try:
             wire.open(1, ADDING, [torch.zeros(100)])
             works(wire)
-            waiting = wire._coordinator.send(m.Gather(1, None), [torch.zeros(3, dtype=torch.uint8)])
+            waiting = wire._dispatcher.send(m.Gather(1, None), [torch.zeros(3, dtype=torch.uint8)])
             os.kill(process.pid, signal.SIGKILL)
             began = time.monotonic()
             with pytest.raises(TransportError, match=r"the coordinator at tcp://127\.0\.0\.1:\d+ went away"):
-                wire._coordinator.wait(waiting)
+                wire._dispatcher.wait(waiting)
             with pytest.raises(TransportError, match=r"server 0 at tcp://127\.0\.0\.1:\d+ went away"):
                 push(wire, 2, [torch.ones(100)]).wait(lambda *_: None)
         finally:
@@ -569,7 +571,7 @@ def _version(ticket: Any, length: int) -> tuple[list[int], torch.Tensor]:
 def test_a_slow_reader_has_one_version_however_much_is_applied_meanwhile(serving: Serving) -> None:
     """Its connection is full: most of what it reads still lies at the server while others push on."""
     hosted, length = serving.host(2, plain=True), 6_000_000
-    service, wire = hosted.house.services[1], serving.end_of(hosted, 0)
+    service, wire = hosted.server.services[1], serving.end_of(hosted, 0)
     theta, ones = [torch.zeros(length)], torch.ones(length)
     wire.open(1, ADDING, theta)
     with zmq.Context() as context, context.socket(zmq.DEALER) as slow:
@@ -581,7 +583,7 @@ def test_a_slow_reader_has_one_version_however_much_is_applied_meanwhile(serving
         for seq in range(1, 6):
             assert torch.equal(hear(push(wire, seq, [ones], seq - 1), theta)[1][0], torch.full((length,), float(seq)))
         head, *chunks = slow.recv_multipart()
-        assert decode_head(head).body == m.PushReply(0)
+        assert decode_header(head).body == m.PushReply(0)
         while sum(map(len, chunks)) < 4 * length:
             assert slow.poll(5000)
             chunks += slow.recv_multipart()[1:]
@@ -592,7 +594,7 @@ def test_a_slow_reader_has_one_version_however_much_is_applied_meanwhile(serving
 def test_numbers_of_versions_that_were_read_are_used_again(serving: Serving, length: int) -> None:
     """Small replies and large ones, and replies to a worker that is gone."""
     hosted = serving.host(2, plain=True)
-    service, wire = hosted.house.services[1], serving.end_of(hosted, 0)
+    service, wire = hosted.server.services[1], serving.end_of(hosted, 0)
     theta = [torch.zeros(length)]
     wire.open(1, ADDING, theta)
     for turn in range(3):
@@ -601,7 +603,7 @@ def test_numbers_of_versions_that_were_read_are_used_again(serving: Serving, len
                 gone.send_multipart(next(encode(1, m.Read(False))))
         for seq in range(20 * turn + 1, 20 * turn + 21):
             hear(push(wire, seq, [torch.ones(length)], seq - 1), theta)
-    retired = service._desk._shard._versions._retired  # type: ignore[attr-defined]
+    retired = service._handler._shard._versions._retired  # type: ignore[attr-defined]
     limit = time.monotonic() + 20.0
     while any(one.held for one in retired):
         assert time.monotonic() < limit, "replies that were sent, or can't be, hold their numbers"

@@ -67,7 +67,7 @@ def say(shard: Shard, one: Update) -> Reply | None:
     """Push and ask to go on, as a worker does; its reply, with the version done with, or None when it has to wait."""
     replies = [*shard.push(one), *shard.pull(one.worker)]
     for reply in replies:
-        reply.version.done()
+        reply.version.release()
     return next((reply for reply in replies if reply.worker == one.worker), None)
 
 
@@ -135,7 +135,7 @@ class Place:
     def taken(self) -> set[Mark]:
         """What was applied or collected, as a twin of the shard shows when it is flushed."""
         if self.known is None:
-            twin = copy.deepcopy(self.shard, {id(one.version): one.version for one in self.held})
+            twin = copy.deepcopy(self.shard, {id(one.version): one.version for one in self.readers})
             twin.flush()
             self.known = self.marks(whole(twin.current))
         return self.known
@@ -266,16 +266,16 @@ class Crowd(RuleBasedStateMachine):
 
     @rule(at=st.integers(0, 2), which=st.integers(0, 40))
     def have_read(self, at: int, which: int) -> None:
-        held = self.places[at % len(self.places)].held
+        held = self.places[at % len(self.places)].readers
         if held:
-            held.pop(which % len(held)).version.done()
+            held.pop(which % len(held)).version.release()
 
     # --- what holds always ---
 
     @invariant()
     def what_is_held_never_changes(self) -> None:
         for place in getattr(self, "places", []):
-            for one in place.held:
+            for one in place.readers:
                 assert one.version.number == one.number
                 assert torch.equal(whole(one.version), one.looked)
 
@@ -308,8 +308,8 @@ class Crowd(RuleBasedStateMachine):
             sent = {(worker, seq + 1) for worker in self.live for seq in range(self.sent[worker])}
             assert {mark for mark in place.applied() if mark[0] in self.live} == sent
             for worker in self.live:
-                self._note(place, worker, place.shard.told(worker))
-            assert {mark for mark in place.told if mark[0] in self.live} == sent
+                self._note(place, worker, place.shard.take_applied(worker))
+            assert {mark for mark in place.take_applied if mark[0] in self.live} == sent
         self.what_is_held_never_changes()
 
     def _get_on(self, rounds: int) -> None:
@@ -380,7 +380,7 @@ class Crowd(RuleBasedStateMachine):
             place.since[worker] = max(place.since[worker], seq)
             place.met[worker] = max(place.met[worker], meeting)
         place.meet()
-        self._call(place, lambda: place.shard.rest(worker, seq, meeting))
+        self._call(place, lambda: place.shard.enter_barrier(worker, seq, meeting))
 
     def _leave(self, place: Place, worker: int) -> None:
         place.live.discard(worker)
@@ -417,23 +417,23 @@ class Crowd(RuleBasedStateMachine):
     def _hold(self, place: Place, version: Version) -> None:
         looked = place.looked.setdefault(version.number, whole(version).clone())
         assert torch.equal(whole(version), looked)
-        place.held.append(Held(version, version.number, looked))
+        place.readers.append(Held(version, version.number, looked))
 
     def _note(self, place: Place, worker: int, applied: Sequence[Applied]) -> None:
         for one in applied:
             mark = (worker, one.seq)
-            assert mark not in place.told
+            assert mark not in place.take_applied
             if one.version in place.looked:
                 assert mark in place.marks(place.looked[one.version])
             if one.version - 1 in place.looked:
                 assert mark not in place.marks(place.looked[one.version - 1])
             assert one.staleness == self._staleness(place, worker, one) or place.when.collect > 1
-            place.told[mark] = one
+            place.take_applied[mark] = one
 
     def _staleness(self, place: Place, worker: int, one: Applied) -> int:
         """Versions of others between the one that was computed on and the one it became part of."""
         declared = place.declared[worker, one.seq]
-        own = [other.version for mark, other in place.told.items() if mark[0] == worker]
+        own = [other.version for mark, other in place.take_applied.items() if mark[0] == worker]
         return one.version - 1 - declared - sum(declared < version < one.version for version in own)
 
 
@@ -557,7 +557,7 @@ def test_an_update_streamed_in_equals_one_that_comes_whole(weight: Weight) -> No
             say(streamed, update(worker, seq, max(3 * seq - 6, 0), numbers_now))
             say(plain, update(worker, seq, max(3 * seq - 6, 0), parts[worker]))
             torch.testing.assert_close(whole(streamed.current), whole(plain.current), rtol=1e-12, atol=1e-12)
-    assert streamed.told(0) == plain.told(0)
+    assert streamed.take_applied(0) == plain.take_applied(0)
 
 
 def test_a_stream_that_breaks_off_leaves_nothing_behind() -> None:
@@ -584,13 +584,13 @@ def test_a_stream_is_not_disturbed_by_another_update_that_is_refused() -> None:
 
 def test_a_stream_that_a_meeting_has_made_too_early_is_not_lost() -> None:
     shard = shard_of(numbers(0), add(), workers=2, when=on_arrival(bound=0))
-    shard.rest(0, 0, 1)
+    shard.enter_barrier(0, 0, 1)
     shard.push(update(1, 1, 0, numbers(1)))
     second = numbers(2)
     if shard.draft(0, 2, 0):
         shard.write(0, 0, 0, second)
         second = numbers()
-    shard.rest(1, 1, 1)
+    shard.enter_barrier(1, 1, 1)
     shard.push(update(0, 2, 0, second))
     assert shard.draft(0, 1, 0)
     shard.write(0, 0, 0, numbers(4))
@@ -613,10 +613,10 @@ def test_whoever_rests_holds_nobody_back_and_after_the_meeting_the_bound_counts_
     shard = shard_of(numbers(0), add(), workers=2, when=on_arrival(bound=1))
     assert say(shard, update(0, 1, 0, numbers(1))) is not None
     assert say(shard, update(0, 2, 0, numbers(1))) is None
-    assert [one.worker for one in shard.rest(1, 0, 1)] == [0]
+    assert [one.worker for one in shard.enter_barrier(1, 0, 1)] == [0]
     for seq in range(3, 9):
         assert say(shard, update(0, seq, 0, numbers(1))) is not None
-    shard.rest(0, 8, 1)
+    shard.enter_barrier(0, 8, 1)
     assert say(shard, update(1, 1, 0, numbers(1))) is not None
     assert say(shard, update(1, 2, 0, numbers(1))) is None
     assert [one.worker for one in [*shard.push(update(0, 9, 0, numbers(1))), *shard.pull(0)]] == [1, 0]
@@ -627,12 +627,12 @@ def test_shards_agree_from_where_rounds_count_whenever_they_hear_what() -> None:
     shards = [shard_of(numbers(0), add(), workers=3, when=on_arrival(bound=0)) for _ in range(2)]
     first, second = shards
     first.push(update(0, 1, 0, numbers(1)))
-    first.rest(0, 1, 1)
-    first.rest(1, 0, 1)
+    first.enter_barrier(0, 1, 1)
+    first.enter_barrier(1, 0, 1)
     first.leave(2)
     second.leave(2)
-    second.rest(0, 1, 1)
-    second.rest(1, 0, 1)
+    second.enter_barrier(0, 1, 1)
+    second.enter_barrier(1, 0, 1)
     second.push(update(0, 1, 0, numbers(1)))
     assert [{worker: one.clock for worker, one in shard.members.items()} for shard in shards] == [{0: 0, 1: 0}] * 2
     for shard in shards:
@@ -643,12 +643,12 @@ def test_shards_agree_from_where_rounds_count_whenever_they_hear_what() -> None:
 def test_whoever_has_come_to_a_later_meeting_rests_though_another_comes_to_the_earlier_one_only_now() -> None:
     """After the servers went back one worker may already be at the next meeting when another is heard of at all."""
     shard = shard_of(numbers(0), add(), workers=2, when=on_arrival(bound=0))
-    shard.all_outside()
-    shard.rest(0, 0, 1)
-    shard.rest(0, 0, 2)
-    shard.rest(1, 0, 1)
+    shard.exempt_all()
+    shard.enter_barrier(0, 0, 1)
+    shard.enter_barrier(0, 0, 2)
+    shard.enter_barrier(1, 0, 1)
     assert say(shard, update(1, 1, 0, numbers(1))) is not None, "worker 0 waits for it, and holds nobody back"
-    shard.rest(1, 1, 2)
+    shard.enter_barrier(1, 1, 2)
     assert say(shard, update(1, 2, 0, numbers(1))) is None
     assert say(shard, update(0, 1, 0, numbers(1))) is not None
 
@@ -656,8 +656,8 @@ def test_whoever_has_come_to_a_later_meeting_rests_though_another_comes_to_the_e
 def test_a_meeting_is_over_when_the_last_who_had_not_come_dies() -> None:
     shard = shard_of(numbers(0), add(), workers=3, when=on_arrival(bound=0))
     shard.push(update(0, 1, 0, numbers(1)))
-    shard.rest(0, 1, 1)
-    shard.rest(1, 0, 1)
+    shard.enter_barrier(0, 1, 1)
+    shard.enter_barrier(1, 0, 1)
     shard.leave(2)
     assert say(shard, update(0, 2, 0, numbers(1))) is None
     assert say(shard, update(1, 1, 0, numbers(1))) is not None
@@ -686,7 +686,7 @@ def test_weights(weight: Weight, factor: Callable[[int, int], float], collect: i
         assert reply is not None
         shard.flush()
         assert whole(shard.current).item() == pytest.approx(12 * factor(stale, 4) / collect, rel=1e-12)
-        assert (*reply.applied, *shard.told(0)) == (Applied(1, stale + 1, stale, 1),)
+        assert (*reply.applied, *shard.take_applied(0)) == (Applied(1, stale + 1, stale, 1),)
 
 
 def test_own_versions_are_no_staleness() -> None:
@@ -698,7 +698,7 @@ def test_own_versions_are_no_staleness() -> None:
     reply = say(shard, update(0, 5, 3, numbers(1)))
     assert reply is not None
     assert [one.staleness for one in reply.applied] == [1]
-    told = shard.told(1)
+    told = shard.take_applied(1)
     assert [one.staleness for one in told] == []
 
 
@@ -768,7 +768,7 @@ def test_delay_compensation(adaptive: bool, collect: int) -> None:
         np.testing.assert_allclose(whole(shard.current).numpy(), w, rtol=1e-9)
         if turn % 7 == 5:
             for one in range(workers):
-                shard.read(one).done()
+                shard.read(one).release()
                 w_bak[one], versions[one] = w, shard.version
         w_bak[worker], versions[worker] = w, reply.version.number
 
@@ -837,7 +837,7 @@ def test_a_bound_of_0_is_the_barrier() -> None:
         assert sorted(one.worker for one in replies) == list(range(workers))
         assert {whole(one.version).item() for one in replies} == {theta}
         for one in replies:
-            one.version.done()
+            one.version.release()
 
 
 def test_collecting_from_workers_of_equal_speed_is_synchronous_averaging() -> None:
@@ -857,7 +857,7 @@ def test_collecting_from_workers_of_equal_speed_is_synchronous_averaging() -> No
             theirs[worker] = whole(reply.version).numpy().copy()
             np.testing.assert_allclose(theirs[worker], theta, rtol=1e-12, atol=1e-12)
             assert [one.staleness for one in reply.applied] == [0]
-            reply.version.done()
+            reply.version.release()
 
 
 # --- memory ---------------------------------------------------------------------------------------------------------

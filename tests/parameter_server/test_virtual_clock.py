@@ -64,7 +64,7 @@ def run(when: on_arrival, workers: int, pushes: int, service: Callable[[random.R
         seqs[worker] += 1
         shard.push(Update(worker, seqs[worker], computed_on[worker], 1, nothing))
         (reply,) = shard.pull(worker)
-        reply.version.done()
+        reply.version.release()
         if turn >= warm:
             staleness += [one.staleness for one in reply.applied]
         else:
@@ -124,7 +124,7 @@ def test_the_bound_holds_on_to_fast_workers_and_lets_them_go(bound: int) -> None
         ahead = max(ahead, max(rounds) - min(rounds))
         pushed = shard.push(Update(worker, rounds[worker], shard.version, 1, [[torch.zeros(1)]]))
         for reply in [*pushed, *shard.pull(worker)]:
-            reply.version.done()
+            reply.version.release()
             heapq.heappush(events, (now + slow[reply.worker] * jitter(rng), reply.worker))
     assert now >= 1000
     assert shard.version == sum(rounds)

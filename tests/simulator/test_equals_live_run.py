@@ -135,7 +135,7 @@ def in_turn(turns: dict[Kind, deque[int]]) -> type[rpc_server.SimServer]:
             if not isinstance(body, m.Push | m.Lease):
                 super()._process(link, head, tensors)
                 return
-            kind = ("update", 0) if isinstance(body, m.Push) else ("batch", body.number)
+            kind = ("update", 0) if isinstance(body, m.Push) else ("batch", body.epoch_number)
             left, held = turns[kind], self._held[kind]
             held.append((link, head, tensors))
             while found := [one for one in held if not left or one[0].worker.number == left[0]]:

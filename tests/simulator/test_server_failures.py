@@ -95,13 +95,13 @@ def test_worker_killed_before_the_recipe_is_known_is_not_waited_for(recipe: str)
 def test_all_roll_back_to_the_snapshot_once(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that has asked for more than one thing when a server is lost is refused more than once."""
     backs: Counter[tuple[int, int]] = Counter()
-    recover = ParameterServerClient.recover
+    recover = ParameterServerClient.roll_back
 
     def counted(wire: ParameterServerClient) -> None:
-        backs[wire.number, wire.age] += 1
+        backs[wire.number, wire.recovery_epoch] += 1
         recover(wire)
 
-    monkeypatch.setattr(ParameterServerClient, "recover", counted)
+    monkeypatch.setattr(ParameterServerClient, "roll_back", counted)
     for at in range(60, 220, 8):
         backs.clear()
         is_whole(lived(recipe, f"kill server 0 at {at}ms, back after 20ms", 4, 3), recipe, 3)
@@ -111,7 +111,7 @@ def test_all_roll_back_to_the_snapshot_once(recipe: str, monkeypatch: pytest.Mon
 
 def test_rollback_is_not_nested_when_servers_fail_again(monkeypatch: pytest.MonkeyPatch) -> None:
     depth, most, draw = Counter[int](), 0, random.Random(0)
-    recover = ParameterServerClient.recover
+    recover = ParameterServerClient.roll_back
 
     def counted(wire: ParameterServerClient) -> None:
         nonlocal most
@@ -120,7 +120,7 @@ def test_rollback_is_not_nested_when_servers_fail_again(monkeypatch: pytest.Monk
         recover(wire)
         depth[wire.number] -= 1
 
-    monkeypatch.setattr(ParameterServerClient, "recover", counted)
+    monkeypatch.setattr(ParameterServerClient, "roll_back", counted)
     moments = accumulate((draw.uniform(60, 400) for _ in range(60)), initial=60.0)
     fault = "; ".join(f"kill server 0 at {at:.3f}ms, back after 10ms" for at in moments)
     ended = simulated(2, training(1), "async_sgd", net="1Gbit/s 30ms", fault=fault)

@@ -176,7 +176,7 @@ def push_s(nbytes: int, net: str, **cost: float) -> float:
     """Virtual seconds of a parcel of so many bytes, and the answer to it, from a worker to a server."""
 
     def live(wire: ParameterServerClient) -> None:
-        wire.links[0].wait(wire.links[0].send(Contribute(1, "mean"), [torch.ones(nbytes // 4)]))
+        wire.channels[0].wait(wire.links[0].send(Contribute(1, "mean"), [torch.ones(nbytes // 4)]))
 
     return Scene(1, net, CostModel(0.0, **cost), None, 1).seconds(live)
 
@@ -199,7 +199,7 @@ def test_messages_over_links_cost_link_time(net: str, processors: float | None, 
     nbytes = CHUNK_BYTES // 2
 
     def live(wire: ParameterServerClient) -> None:
-        wire.links[0].wait(wire.links[0].send(Contribute(1, "mean"), [torch.ones(nbytes // 4)]))
+        wire.channels[0].wait(wire.links[0].send(Contribute(1, "mean"), [torch.ones(nbytes // 4)]))
 
     cost = CostModel(0.0, rpc_megabyte_s=1.0, link_megabyte_s=0.5)
     took = Scene(1, net, cost, processors, 1).seconds(live)
@@ -227,7 +227,7 @@ def test_messages_of_all_lengths_arrive_in_order(lengths: list[int]) -> None:
     came = []
 
     def live(wire: ParameterServerClient) -> None:
-        (link,) = wire.links
+        (link,) = wire.channels
         asks = [link.send(Contribute(op, "mean"), [torch.ones(length // 4)]) for op, length in enumerate(lengths, 1)]
         for place, number in enumerate(asks):
             link.wait(number)

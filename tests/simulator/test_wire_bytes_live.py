@@ -28,7 +28,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 from stretto.collective_ops import AllGather, AllReduceMean
 from stretto.parameter_server.client import ParameterServerClient
-from stretto.parameter_server.framing import kind
+from stretto.parameter_server.framing import dtype_name
 from stretto.parameter_server.messages import Gather, Result
 from stretto.parameter_server.rpc_server import RpcServer
 from stretto.simulator.network import wire_bytes
@@ -198,12 +198,12 @@ class Overheard:
         return sending
 
     def _cost(self, number: int, body: Any, tensors: Any) -> int:
-        kinds = [(kind(one), one.numel()) for one in tensors]
+        kinds = [(dtype_name(one), one.numel()) for one in tensors]
         return wire_bytes.message_bytes(number, body, kinds, self._encrypted)
 
 
 def _links(wire: ParameterServerClient) -> list[Any]:
-    return [wire._coordinator, *wire.links]
+    return [wire._dispatcher, *wire.channels]
 
 
 @pytest.fixture

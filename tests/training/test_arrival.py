@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from stretto import codecs
-from stretto.parameter_server.client_types import News, Update
+from stretto.parameter_server.client_types import PushResult, Update
 from stretto.recipe.parser import parse
 from stretto.runtime.phase_timer import Stopwatch
 from stretto.strategies.asynchronous import AsyncServer
@@ -27,10 +27,10 @@ class Ticket:
     def is_there(self) -> bool:
         return self.version is not None
 
-    def wait(self, take: Any) -> News:
+    def wait(self, take: Any) -> PushResult:
         assert self.version is not None, "the worker waits for what will not come"
         take(0, 0, torch.full((self.server.length,), float(self.version)))
-        return News([self.version], [], set(), 0.0)
+        return PushResult([self.version], [], set(), 0.0)
 
 
 @dataclass

@@ -16,7 +16,7 @@ from stretto.collective_ops import AllReduceMean
 from stretto.errors import TransportError
 from stretto.parameter_server.client import ParameterServerClient
 from stretto.parameter_server.client_types import RollbackRequiredError
-from stretto.parameter_server.rpc_channel import WENT_AWAY, dial
+from stretto.parameter_server.rpc_channel import DISCONNECTED, connect_client
 
 LIMIT_S = 30.0
 
@@ -30,7 +30,7 @@ def server(tmp_path: Path) -> Iterator[Processes]:
 
 
 def wire_to(server: Processes, failure_timeout_s: float | None) -> ParameterServerClient:
-    return dial(0, 1, server.addresses, None, LIMIT_S, failure_timeout_s=failure_timeout_s)
+    return connect_client(0, 1, server.addresses, None, LIMIT_S, failure_timeout_s=failure_timeout_s)
 
 
 def test_what_came_after_the_cut_is_undone_and_the_rest_is_there(server: Processes) -> None:
@@ -38,26 +38,26 @@ def test_what_came_after_the_cut_is_undone_and_the_rest_is_there(server: Process
     theta = [torch.zeros(70_000)]
     wire.open(1, ADDING, theta)
     wire.all_gather_bytes(b"open")
-    wire.begin(1, [4, 4, 4], None, False)
+    wire.begin_epoch(1, [4, 4, 4], None, False)
     for batch in range(2):
-        leased = wire.lease(wire.ask_lease(1))
+        leased = wire.lease(wire.request_lease(1))
         assert leased.batch == batch
         hear(push(wire, batch + 1, [torch.ones(70_000)]), theta)
         wire.settle(1, [batch])
         if batch == 0:
-            assert not wire.meet(1), "there are batches left"
+            assert not wire.wait_at_barrier(1), "there are batches left"
     server.kill()
     server.start()
     with pytest.raises(RollbackRequiredError):
         hear(push(wire, 3, [torch.ones(70_000)]), theta)
-    wire.recover()
+    wire.roll_back()
     news, (found,) = hear(wire.read([70_000]), theta)
     assert (news.versions, float(found.mean())) == ([1], 1.0)
-    assert [wire.lease(wire.ask_lease(1)).batch for _ in range(3)] == [1, 2, None]
+    assert [wire.lease(wire.request_lease(1)).batch for _ in range(3)] == [1, 2, None]
     hear(push(wire, 1, [torch.ones(70_000)], 1), theta)
     wire.settle(1, [1, 2])
-    assert wire.is_over(1)
-    assert wire.counted(1)[0].tolist() == [1] * 12
+    assert wire.wait_epoch_end(1)
+    assert wire.sample_counts(1)[0].tolist() == [1] * 12
     wire.close()
 
 
@@ -66,15 +66,18 @@ LARGE = 100_000
 
 def break_connection(wire: ParameterServerClient) -> None:
     """What has come over the connection to the shard, and was not read, is lost with it."""
-    link: Any = wire.links[0]
-    link._problem = WENT_AWAY
+    link: Any = wire.channels[0]
+    link._problem = DISCONNECTED
     link._find_again()
 
 
 def test_all_answers_that_a_broken_connection_has_lost_are_told_again(serving: Serving) -> None:
     """Several large ones were under way, and the other worker has them already."""
     hosted = serving.host(2)
-    wires = [dial(worker, 2, hosted.addresses, hosted.keys, LIMIT_S, failure_timeout_s=LIMIT_S) for worker in range(2)]
+    wires = [
+        connect_client(worker, 2, hosted.addresses, hosted.keys, LIMIT_S, failure_timeout_s=LIMIT_S)
+        for worker in range(2)
+    ]
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda one: one.all_gather_bytes(b"here"), wires))
     given = [torch.full((LARGE,), number / 2) for number in range(1, 6)]
@@ -88,11 +91,14 @@ def test_all_answers_that_a_broken_connection_has_lost_are_told_again(serving: S
 
 def test_a_worker_keeps_no_more_of_what_it_said_than_another_may_lack(serving: Serving) -> None:
     hosted = serving.host(2, shards=2)
-    wires = [dial(worker, 2, hosted.addresses, hosted.keys, LIMIT_S, failure_timeout_s=LIMIT_S) for worker in range(2)]
+    wires = [
+        connect_client(worker, 2, hosted.addresses, hosted.keys, LIMIT_S, failure_timeout_s=LIMIT_S)
+        for worker in range(2)
+    ]
     for _ in range(20):
         tickets = [[wire.submit(AllReduceMean(torch.full((LARGE,), 0.5))) for _ in range(3)] for wire in wires]
         assert all(float(one.wait().mean()) == 1.0 for one in itertools.chain.from_iterable(tickets))
-        assert all(len(wire._spoken._all) <= 2 * 6 for wire in wires), "those of this step and of the one before"
+        assert all(len(wire._contributions._all) <= 2 * 6 for wire in wires), "those of this step and of the one before"
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda one: one.close(), wires))
 

@@ -74,8 +74,8 @@ def test_the_same_parcel_twice_is_applied_once(serving: Serving) -> None:
     (wire,) = serving.ends(serving.host(1))
     theta = torch.zeros(300_000)
     wire.open(1, ADDING, [theta])
-    for number in [wire.links[0].send(m.Push(1, 1, 0, 8, 0.1), [torch.ones(300_000)]) for _ in range(2)]:
-        body, (pieces,) = wire.links[0].wait(number)
+    for number in [wire.channels[0].send(m.Push(1, 1, 0, 8, 0.1), [torch.ones(300_000)]) for _ in range(2)]:
+        body, (pieces,) = wire.channels[0].wait(number)
         assert isinstance(body, m.PushReply)
         assert body.version == 1
         assert torch.equal(torch.cat(pieces), torch.ones(300_000))
@@ -90,10 +90,10 @@ def test_closing_twice_leaves_once_and_the_server_waits_for_all_to_leave(serving
     one.close()
     one.close()
     began = time.monotonic()
-    hosted.house.await_leave(0.3)
+    hosted.server.await_leave(0.3)
     assert time.monotonic() - began >= 0.3
     other.close()
-    hosted.see_out(limit_s=10.0)
+    hosted.close_when_left(limit_s=10.0)
     assert time.monotonic() - began < 5.0
 
 
@@ -136,7 +136,7 @@ def test_who_waits_is_answered_without_the_dead(serving: Serving) -> None:
     other = wires[0].submit(AllReduceMean(torch.full((200,), 1 / 3)))
     with ThreadPoolExecutor(2) as crew:
         told = [crew.submit(wires[one].broadcast_bytes, lambda one=one: f"of {one}".encode(), 1) for one in (0, 2)]
-        assert herald.gone(1, 0)
+        assert herald.notify_ended(1, 0)
         assert [one.result(10.0) for one in told] == [b"of 0", b"of 0"], "the first of those who are left tells"
     for one in (ask, other):
         torch.testing.assert_close(one.wait(), torch.ones(200))
@@ -148,7 +148,7 @@ def test_a_life_that_is_over_is_not_heard_any_more(serving: Serving) -> None:
     hosted = serving.host(2)
     one, other = serving.ends(hosted, timeout_s=1.0)
     herald = DeathNotifier(hosted.addresses, hosted.keys)
-    assert herald.gone(1, 0)
+    assert herald.notify_ended(1, 0)
     with pytest.raises(TransportError, match="did not answer"):
         other.submit(AllReduceMean(torch.ones(4))).wait()
     assert torch.equal(one.submit(AllReduceMean(torch.ones(4))).wait(), torch.ones(4) * 2), "scaled from two to one"
@@ -180,10 +180,10 @@ def test_abort_wakes_who_waits_and_the_next_generation_goes_on(serving: Serving)
 def test_what_was_asked_before_the_servers_went_back_is_void(serving: Serving) -> None:
     """A batch that nobody has leased, or a call to a meeting that the coordinator does not know to be heard."""
     (wire,) = serving.ends(serving.host(1))
-    wire.begin(1, [1, 1, 1], 1, dealt=False)
-    assert wire.lease(wire.ask_lease(1)).batch == 0
-    asked = wire.ask_lease(1)
-    wire.age += 1
+    wire.begin_epoch(1, [1, 1, 1], 1, in_turn=False)
+    assert wire.lease(wire.request_lease(1)).batch == 0
+    asked = wire.request_lease(1)
+    wire.recovery_epoch += 1
     with pytest.raises(RollbackRequiredError):
         wire.lease(asked)
-    assert wire.calls == []
+    assert wire.barriers_called == []

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from stretto.errors import BrokenTransportError, TransportError
 from stretto.parameter_server import messages as m
-from stretto.parameter_server.client_types import Sink, refuse_refusals
-from stretto.parameter_server.framing import CHUNK_BYTES, Chunks, kind
+from stretto.parameter_server.client_types import Sink, raise_refusals
+from stretto.parameter_server.framing import CHUNK_BYTES, Chunks, dtype_name
 from stretto.parameter_server.handler import OutgoingMessage
 from stretto.simulator.engine import Engine, Worker
 from stretto.simulator.network.wire_bytes import handshake_bytes, message_bytes
@@ -26,16 +26,16 @@ class ReplyTensors:
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.tensors = tensors
-        self.kinds = [(kind(tensor), tensor.numel()) for tensor in tensors]
+        self.kinds = [(dtype_name(tensor), tensor.numel()) for tensor in tensors]
         self.pieces: list[Chunks] = [[tensor] for tensor in tensors]
         self._messages: list[bytes] | None = None
         self._nbytes: dict[int, int] = {}
 
     def nbytes(self, reply: OutgoingMessage, encrypted: bool) -> int:
         """Return the bytes of the message, which depend on its number only by the number's length."""
-        length = reply.number.bit_length()
+        length = reply.request_id.bit_length()
         if length not in self._nbytes:
-            self._nbytes[length] = message_bytes(reply.number, reply.body, self.kinds, encrypted)
+            self._nbytes[length] = message_bytes(reply.request_id, reply.body, self.kinds, encrypted)
         return self._nbytes[length]
 
     def messages(self) -> list[bytes]:
@@ -97,25 +97,25 @@ class SimChannel:
         """Send a request at this worker's virtual time, with a copy of its tensors, and return its number."""
         self._last_number += 1
         request = self._make_request(self._last_number, body, tensors)
-        if self._servers_can_fail and not isinstance(body, m.SILENT):
+        if self._servers_can_fail and not isinstance(body, m.WITHOUT_REPLY):
             self._unanswered[self._last_number] = request
         if isinstance(body, m.Push | m.Contribute):
             self._spend_codec_time()
         self._send_request(request)
         return self._last_number
 
-    def drop(self, number: int) -> None:
+    def discard(self, number: int) -> None:
         """Drop the reply to this request."""
         self._unanswered.pop(number, None)
         self._replies.pop(number, None)
         self._mark_read(number)
 
-    def mutter(self, body: m.Request, tensors: Sequence[Tensor] = ()) -> None:
+    def send_oneway(self, body: m.Request, tensors: Sequence[Tensor] = ()) -> None:
         """Send a message that has no reply."""
         self._send_request(self._make_request(0, body, tensors))
 
     def _make_request(self, number: int, body: m.Request, tensors: Sequence[Tensor]) -> _Request:
-        kinds = [(kind(tensor), tensor.numel()) for tensor in tensors]
+        kinds = [(dtype_name(tensor), tensor.numel()) for tensor in tensors]
         pieces: list[Chunks] = [[tensor.detach().clone()] if tensor.numel() else [] for tensor in tensors]
         return _Request(m.Header(number, body, kinds), pieces, message_bytes(number, body, kinds, self._encrypted))
 
@@ -133,34 +133,34 @@ class SimChannel:
         if number not in self._replies:
             raise BrokenTransportError(f"the request to {self._server.name} was aborted")
         reply, self.last = self._replies.pop(number)
-        refuse_refusals(self._server.name, reply.body)
-        if isinstance(reply.body, m.PushReply | m.Result | m.Among) and reply.tensors:
+        raise_refusals(self._server.name, reply.body)
+        if isinstance(reply.body, m.PushReply | m.Result | m.MembersResult) and reply.tensors:
             self._spend_codec_time()
         for index, tensor in enumerate(reply.tensors if sink is not None else ()):
             sink(index, 0, tensor)  # type: ignore[misc]
         self._mark_read(number)
         return reply.body, [] if sink is not None else self.last.pieces
 
-    def is_there(self, number: int) -> bool:
+    def poll(self, number: int) -> bool:
         """True if the reply has arrived by this worker's virtual time."""
         self.worker.catch_up()
         return number in self._replies
 
     def reply(self, server: SimServer, reply: OutgoingMessage) -> None:
         """Send a reply of the server to this worker."""
-        if self.worker.has_failed or reply.number <= self._dropped_up_to:
+        if self.worker.has_failed or reply.request_id <= self._dropped_up_to:
             if reply.sent is not None:
                 reply.sent()
             return
         if reply.sent is not None:
-            self._on_read[reply.number] = reply.sent
+            self._on_read[reply.request_id] = reply.sent
         reply_tensors = server.reply_tensors(reply.tensors)
         is_same_for_all = isinstance(reply.body, m.Result)
         encrypted = self._encrypted
         if is_same_for_all:
             nbytes = reply_tensors.nbytes(reply, encrypted)
         else:
-            nbytes = message_bytes(reply.number, reply.body, reply_tensors.kinds, encrypted)
+            nbytes = message_bytes(reply.request_id, reply.body, reply_tensors.kinds, encrypted)
         self._received += nbytes
         receive = server.unless_restarted(lambda: self._receive(reply, reply_tensors))
         self._transfer(server.endpoint, self.worker.number, nbytes, receive)
@@ -169,7 +169,7 @@ class SimChannel:
         """Return the bytes so far, as a live connection would count them."""
         return self._sent, self._received
 
-    def awaits(self, number: int) -> bool:
+    def is_pending(self, number: int) -> bool:
         """True if a request has no reply yet."""
         return number in self._unanswered
 
@@ -187,7 +187,7 @@ class SimChannel:
         self._is_aborted = True
         self.worker.wake()
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Drop all requests so far and their replies, and end an abort."""
         self._is_aborted, self._dropped_up_to = False, self._last_number
         self._replies.clear()
@@ -252,12 +252,12 @@ class SimChannel:
         engine.process_message(source, resource(source), rest_s, finish_part)
 
     def _receive(self, reply: OutgoingMessage, reply_tensors: ReplyTensors) -> None:
-        request = self._unanswered.pop(reply.number, None)
-        if reply.number > self._dropped_up_to and (request is not None or not self._servers_can_fail):
-            self._replies[reply.number] = reply, reply_tensors
+        request = self._unanswered.pop(reply.request_id, None)
+        if reply.request_id > self._dropped_up_to and (request is not None or not self._servers_can_fail):
+            self._replies[reply.request_id] = reply, reply_tensors
             self.worker.wake()
-        elif reply.number not in self._replies:
-            self._mark_read(reply.number)
+        elif reply.request_id not in self._replies:
+            self._mark_read(reply.request_id)
 
     def _mark_read(self, number: int) -> None:
         if (on_read := self._on_read.pop(number, None)) is not None:

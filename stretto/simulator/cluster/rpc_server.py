@@ -82,11 +82,11 @@ class SimServer:
 
     # --- messages -------------------------------------------------------------------------------------------------
 
-    def work_of(self, worker: int, incarnation: int) -> m.Left:
+    def work_of(self, worker: int, incarnation: int) -> m.CountedWork:
         """Return the handler's record of the work of a worker incarnation that has ended."""
-        return self._handler.work_of(worker) if self._incarnations.is_last(worker, incarnation) else m.Left(0, [])
+        return self._handler.work_of(worker) if self._incarnations.is_last(worker, incarnation) else m.CountedWork(0, [])
 
-    def worker_ended(self, channel: SimChannel, gone: m.Gone) -> None:
+    def worker_ended(self, channel: SimChannel, gone: m.IncarnationEnded) -> None:
         """Process the end of a worker incarnation, and of all earlier ones."""
         if self.is_down or self._incarnations.is_over(gone.worker, gone.life):
             return
@@ -200,7 +200,7 @@ class SimServers:
         channels = [channels[worker.number] for channels in self._channels]
         client = _SimServerClient(worker.number, len(self._channels[0]), channels[0], channels[1:], self._can_fail)
         for channel in channels:
-            channel.before_resend = functools.partial(client.say_again, channel)
+            channel.before_resend = functools.partial(client.replay, channel)
         return client
 
     def drop_replies(self, worker: int) -> None:
@@ -215,8 +215,8 @@ class SimServers:
         coordinator, *shards = zip(self._servers, worker_channels, strict=True)
         work = [server.work_of(worker, incarnation) for server, _ in shards if not server.is_down]
         for server, channel in shards:
-            server.worker_ended(channel, m.Gone(worker, incarnation))
-        coordinator[0].worker_ended(coordinator[1], m.told_of(worker, incarnation, work, len(shards)))
+            server.worker_ended(channel, m.IncarnationEnded(worker, incarnation))
+        coordinator[0].worker_ended(coordinator[1], m.incarnation_ended(worker, incarnation, work, len(shards)))
 
     @property
     def shards(self) -> int:
@@ -269,8 +269,8 @@ class _SimServerClient(ParameterServerClient):
 
     @property
     def _channel(self) -> SimChannel:
-        assert isinstance(self._coordinator, SimChannel)
-        return self._coordinator
+        assert isinstance(self._dispatcher, SimChannel)
+        return self._dispatcher
 
     def broadcast_bytes(self, message: Message, root: int = 0) -> bytes:
         """Return the root's message. Within a backward pass, which cannot wait, `message` is equal at all workers."""
@@ -281,17 +281,17 @@ class _SimServerClient(ParameterServerClient):
             super().broadcast_bytes(payload, root)
         return payload
 
-    def _hear(self, body: m.Gather | m.Keep | m.Barrier, number: int) -> list[Chunks]:
+    def _await_result(self, body: m.Gather | m.BroadcastOrder | m.Barrier, number: int) -> list[Chunks]:
         """Wait for messages; within a backward pass return empty ones and wait after the pass."""
         if not self._channel.worker.in_backward:
-            return super()._hear(body, number)
+            return super()._await_result(body, number)
         self._channel.worker.after_backward(lambda: self._hear_after_backward(body, number))
         return [[torch.empty(0, dtype=torch.uint8)]]
 
-    def _hear_after_backward(self, body: m.Gather | m.Keep | m.Barrier, number: int) -> None:
+    def _hear_after_backward(self, body: m.Gather | m.BroadcastOrder | m.Barrier, number: int) -> None:
         with suppress(BrokenTransportError):  # the next request, which can wait, raises it
-            self._hear(body, number)
+            self._await_result(body, number)
 
-    def _told(self, tensors: Sequence[Chunks]) -> list[bytes]:
+    def _bytes_of(self, tensors: Sequence[Chunks]) -> list[bytes]:
         last = self._channel.last
-        return last.messages() if last.pieces is tensors else super()._told(tensors)
+        return last.messages() if last.pieces is tensors else super()._bytes_of(tensors)

@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import HashStore
 
 from stretto.collective_ops import AllReduceMean
 from stretto.parameter_server.client import ParameterServerClient
-from stretto.parameter_server.embedded import host
+from stretto.parameter_server.embedded import start_server
 from stretto.transport import Transport
 from stretto.transport.process_group import ProcessGroupTransport
 
@@ -59,13 +59,13 @@ def measure_transports(plain: bool) -> TransportCosts:
         collective = next(executor.map(lambda transport: of_collective(transport, _share_of_process_time), transports))
         for transport in transports:
             transport.close()
-    hosted = host(1, plain=plain)
-    client = hosted.wire(0, LIMIT_S)
+    hosted = start_server(1, plain=plain)
+    client = hosted.client(0, LIMIT_S)
     try:
         return TransportCosts(*collective, *of_server(client, time.process_time))
     finally:
         client.close()
-        hosted.see_out()
+        hosted.close_when_left()
 
 
 def _share_of_process_time() -> float:
