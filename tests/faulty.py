@@ -56,7 +56,11 @@ class Service:
             self._post([OutgoingMessage(worker, head.request_id, m.Refused(str(error)))])
 
     def remove(self, gone: m.IncarnationEnded) -> m.CountedWork:
-        left = self.desk.work_of(gone.worker) if self._lives.is_last(gone.worker, gone.incarnation) else m.CountedWork(0, [])
+        left = (
+            self.desk.work_of(gone.worker)
+            if self._lives.is_last(gone.worker, gone.incarnation)
+            else m.CountedWork(0, [])
+        )
         if not self._lives.is_over(gone.worker, gone.incarnation):
             self._bury(gone)
         return left

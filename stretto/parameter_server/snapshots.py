@@ -37,8 +37,8 @@ class SnapshotStore(Protocol):
         """Return the numbers of the intact snapshots, in order."""
         ...
 
-    def discard_after(self, number: int) -> None:
-        """Remove the snapshots after `after`: a rollback has made them void."""
+    def discard_after(self, last: int) -> None:
+        """Remove the snapshots after `last`: a rollback has made them void."""
         ...
 
 
@@ -63,9 +63,9 @@ class InMemoryStore:
         """Return the numbers of all snapshots."""
         return sorted(self._stored)
 
-    def discard_after(self, number: int) -> None:
+    def discard_after(self, last: int) -> None:
         """Remove the snapshots after this one."""
-        self._stored = {number: stored for number, stored in self._stored.items() if number <= number}
+        self._stored = {number: stored for number, stored in self._stored.items() if number <= last}
 
 
 class DiskStore:
@@ -123,10 +123,10 @@ class DiskStore:
         """Return the numbers of the intact snapshots."""
         return [number for number in self._numbers() if self.get(number) is not None]
 
-    def discard_after(self, number: int) -> None:
+    def discard_after(self, last: int) -> None:
         """Remove the files after this one."""
         for number in self._numbers():
-            if number > number:
+            if number > last:
                 self._path(number).unlink(missing_ok=True)
 
     def _numbers(self) -> list[int]:

@@ -373,4 +373,8 @@ def comes_late(wire: Transport) -> bool:
     """Whether a worker comes to others that have begun: it asks nobody what was settled at the beginning."""
     if isinstance(wire, ElasticTransport):
         return wire.arrives
-    return isinstance(wire, ParameterServerClient) and wire.join_position is not None and wire.join_position.parameter_set > 0
+    return (
+        isinstance(wire, ParameterServerClient)
+        and wire.join_position is not None
+        and wire.join_position.parameter_set > 0
+    )

@@ -18,11 +18,19 @@ NUMBERS = 4
 def opened(
     desk: ShardHandler, worker: int, arena: int = 1, recipe: str = "async_sgd", value: float = 0.0
 ) -> list[OutgoingMessage]:
-    return told(desk, worker, 1, m.Open(arena, recipe, 2, recovery_epoch=max(desk._recovery_epoch, 0)), [torch.full((NUMBERS,), value)])
+    return told(
+        desk,
+        worker,
+        1,
+        m.Open(arena, recipe, 2, recovery_epoch=max(desk._recovery_epoch, 0)),
+        [torch.full((NUMBERS,), value)],
+    )
 
 
 def pushed(desk: ShardHandler, worker: int, arena: int = 1) -> list[OutgoingMessage]:
-    return told(desk, worker, 2, m.Push(arena, 1, 0, 8, 0.1, recovery_epoch=desk._recovery_epoch), [torch.ones(NUMBERS)])
+    return told(
+        desk, worker, 2, m.Push(arena, 1, 0, 8, 0.1, recovery_epoch=desk._recovery_epoch), [torch.ones(NUMBERS)]
+    )
 
 
 def read(desk: ShardHandler, worker: int) -> list[float]:

@@ -24,10 +24,10 @@ from stretto.parameter_server.framing import (
     LARGEST_FRAME,
     Assembly,
     FramingError,
-    decode_header,
-    encode,
-    dtype_name,
     concatenated,
+    decode_header,
+    dtype_name,
+    encode,
 )
 
 BODIES: tuple[type, ...] = get_args(m.Request) + get_args(m.Reply)

@@ -605,7 +605,7 @@ def test_numbers_of_versions_that_were_read_are_used_again(serving: Serving, len
             hear(push(wire, seq, [torch.ones(length)], seq - 1), theta)
     retired = service._handler._shard._versions._retired  # type: ignore[attr-defined]
     limit = time.monotonic() + 20.0
-    while any(one.held for one in retired):
+    while any(one.readers for one in retired):
         assert time.monotonic() < limit, "replies that were sent, or can't be, hold their numbers"
         time.sleep(0.001)
     before = len(retired)

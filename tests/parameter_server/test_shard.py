@@ -135,7 +135,7 @@ class Place:
     def taken(self) -> set[Mark]:
         """What was applied or collected, as a twin of the shard shows when it is flushed."""
         if self.known is None:
-            twin = copy.deepcopy(self.shard, {id(one.version): one.version for one in self.readers})
+            twin = copy.deepcopy(self.shard, {id(one.version): one.version for one in self.held})
             twin.flush()
             self.known = self.marks(whole(twin.current))
         return self.known
@@ -266,7 +266,7 @@ class Crowd(RuleBasedStateMachine):
 
     @rule(at=st.integers(0, 2), which=st.integers(0, 40))
     def have_read(self, at: int, which: int) -> None:
-        held = self.places[at % len(self.places)].readers
+        held = self.places[at % len(self.places)].held
         if held:
             held.pop(which % len(held)).version.release()
 
@@ -275,7 +275,7 @@ class Crowd(RuleBasedStateMachine):
     @invariant()
     def what_is_held_never_changes(self) -> None:
         for place in getattr(self, "places", []):
-            for one in place.readers:
+            for one in place.held:
                 assert one.version.number == one.number
                 assert torch.equal(whole(one.version), one.looked)
 
@@ -417,7 +417,7 @@ class Crowd(RuleBasedStateMachine):
     def _hold(self, place: Place, version: Version) -> None:
         looked = place.looked.setdefault(version.number, whole(version).clone())
         assert torch.equal(whole(version), looked)
-        place.readers.append(Held(version, version.number, looked))
+        place.held.append(Held(version, version.number, looked))
 
     def _note(self, place: Place, worker: int, applied: Sequence[Applied]) -> None:
         for one in applied:

@@ -61,8 +61,8 @@ def test_a_newcomer_comes_to_the_meeting_that_a_dead_one_had_come_to() -> None:
     run.desk.remove(0)
     joined = run.joins(0)
     assert (joined.op, joined.barriers_passed, joined.barriers_called) == (1, 0, [])
-    assert run.leases(0).barrier and run.leases(1).meet
-    run.meet(2, 1)
+    assert run.leases(0).barrier and run.leases(1).barrier
+    run.barrier(2, 1)
 
 
 def test_a_newcomer_comes_to_the_end_of_the_pass_that_a_dead_one_had_come_to() -> None:
@@ -70,21 +70,21 @@ def test_a_newcomer_comes_to_the_end_of_the_pass_that_a_dead_one_had_come_to() -
     run.says(0, m.Barrier(2, 0))
     run.desk.remove(0)
     assert run.joins(0).op == 1
-    run.meet(2, 0)
+    run.barrier(2, 0)
 
 
 def test_a_newcomer_does_not_come_to_what_the_members_have_been_to() -> None:
     run = Run(meet=1)
     assert run.leases(0).batch == 0
-    assert run.leases(0).barrier and run.leases(1).meet
-    run.meet(2, 1)
+    assert run.leases(0).barrier and run.leases(1).barrier
+    run.barrier(2, 1)
     run.desk.remove(0)
     assert run.says(0, m.Join()) == []  # worker 1 has not said yet that it is through
     (post,) = [one for one in told(run.desk, 1, 1, m.LeaveBarrier(2, 1)) if one.worker == 0]
     assert isinstance(post.body, m.Joined)
     assert (post.body.op, post.body.barriers_passed, post.body.barriers_called) == (2, 1, [False])
     assert run.leases(0).batch is not None
-    run.meet(3, 0)
+    run.barrier(3, 0)
 
 
 def test_who_comes_when_all_are_dead_is_far_beyond_what_they_came_to() -> None:
@@ -132,7 +132,7 @@ def test_a_call_that_was_answered_but_not_read_before_all_went_back_is_made_agai
     told(desk, 0, 1, m.BroadcastOrder(1, 0, 1), ORDER)
     told(desk, 0, 2, m.BeginEpoch(1, 1, False), BATCHES)
     told(desk, 0, 3, m.Snapshot(1, 0))
-    _, index = [told(desk, 0, number, m.Lease(1))[0].body for number in (4, 5)]
+    _, call = [told(desk, 0, number, m.Lease(1))[0].body for number in (4, 5)]
     assert isinstance(call, m.Leased) and call.barrier
     (begun,) = told(desk, 0, 6, m.Rollback(0, 0, [1], [0], [], 0, 1))
     assert isinstance(begun.body, m.RolledBack)
@@ -147,7 +147,10 @@ def test_who_asked_the_shards_before_the_newest_cut_was_made_asks_them_again() -
     for cut in (1, 2):
         told(before, 0, cut, m.Snapshot(cut, 0))
     for desk in (before, DispatcherHandler(2, lambda: 0.0, shelf)):
-        late, now = m.Rollback(0, 0, [1], [0], [], 0, newest_snapshot=1), m.Rollback(0, 0, [1, 2], [0], [], 0, newest_snapshot=2)
+        late, now = (
+            m.Rollback(0, 0, [1], [0], [], 0, newest_snapshot=1),
+            m.Rollback(0, 0, [1, 2], [0], [], 0, newest_snapshot=2),
+        )
         assert isinstance(told(desk, 1, 3, late)[0].body, m.StaleRequest)
         assert shelf.snapshots() == [1, 2]
         (begun,) = told(desk, 1, 4, now)
@@ -239,7 +242,7 @@ def test_who_comes_when_all_and_the_coordinator_are_dead_is_beyond_the_cut_to_wh
 
 def test_a_meeting_that_one_has_been_to_was_called() -> None:
     desk = DispatcherHandler(2, lambda: 0.0)
-    told(desk, 0, 0, m.ReplayResult(3, [0, 1], index=2, snapshot=True))
+    told(desk, 0, 0, m.ReplayResult(3, [0, 1], index=2, snapshot_only=True))
     assert desk.dispatcher.barriers_called == [True, True]
     assert told(desk, 1, 1, m.Barrier(3, 2, True))[0].body == m.MembersResult([0, 1])
 
