@@ -62,7 +62,7 @@ def test_a_newcomer_comes_to_the_meeting_that_a_dead_one_had_come_to() -> None:
     joined = run.joins(0)
     assert (joined.op, joined.barriers_passed, joined.barriers_called) == (1, 0, [])
     assert run.leases(0).barrier and run.leases(1).barrier
-    run.barrier(2, 1)
+    run.meet(2, 1)
 
 
 def test_a_newcomer_comes_to_the_end_of_the_pass_that_a_dead_one_had_come_to() -> None:
@@ -70,21 +70,21 @@ def test_a_newcomer_comes_to_the_end_of_the_pass_that_a_dead_one_had_come_to() -
     run.says(0, m.Barrier(2, 0))
     run.desk.remove(0)
     assert run.joins(0).op == 1
-    run.barrier(2, 0)
+    run.meet(2, 0)
 
 
 def test_a_newcomer_does_not_come_to_what_the_members_have_been_to() -> None:
     run = Run(meet=1)
     assert run.leases(0).batch == 0
     assert run.leases(0).barrier and run.leases(1).barrier
-    run.barrier(2, 1)
+    run.meet(2, 1)
     run.desk.remove(0)
     assert run.says(0, m.Join()) == []  # worker 1 has not said yet that it is through
     (post,) = [one for one in told(run.desk, 1, 1, m.LeaveBarrier(2, 1)) if one.worker == 0]
     assert isinstance(post.body, m.Joined)
     assert (post.body.op, post.body.barriers_passed, post.body.barriers_called) == (2, 1, [False])
     assert run.leases(0).batch is not None
-    run.barrier(3, 0)
+    run.meet(3, 0)
 
 
 def test_who_comes_when_all_are_dead_is_far_beyond_what_they_came_to() -> None:
