@@ -416,7 +416,7 @@ class Simulator:
         client = self._server(recipe).client(worker, worker.incarnation)
         membership.on_abort = lambda _generation, _why: client.abort()
         client.doing = membership.doing
-        client.when_closed(membership.leave)
+        client.on_close(membership.leave)
         if worker.incarnation:
             self._join(worker, client)
         return client

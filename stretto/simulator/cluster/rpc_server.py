@@ -84,14 +84,16 @@ class SimServer:
 
     def work_of(self, worker: int, incarnation: int) -> m.CountedWork:
         """Return the handler's record of the work of a worker incarnation that has ended."""
-        return self._handler.work_of(worker) if self._incarnations.is_last(worker, incarnation) else m.CountedWork(0, [])
+        return (
+            self._handler.work_of(worker) if self._incarnations.is_last(worker, incarnation) else m.CountedWork(0, [])
+        )
 
     def worker_ended(self, channel: SimChannel, gone: m.IncarnationEnded) -> None:
         """Process the end of a worker incarnation, and of all earlier ones."""
-        if self.is_down or self._incarnations.is_over(gone.worker, gone.life):
+        if self.is_down or self._incarnations.is_over(gone.worker, gone.incarnation):
             return
-        if self._incarnations.end(gone.worker, gone.life):
-            self._send(channel, self._handler.gone(gone.worker, gone.number, gone.batches, gone.torn))
+        if self._incarnations.end(gone.worker, gone.incarnation):
+            self._send(channel, self._handler.remove(gone.worker, gone.epoch_number, gone.batches, gone.is_partial))
 
     def reply_tensors(self, tensors: Sequence[Tensor]) -> ReplyTensors:
         """Return the wrapped tensors of a reply; those of the last reply are cached."""
@@ -116,9 +118,9 @@ class SimServer:
         worker, incarnation = channel.worker.number, channel.incarnation
         if self._incarnations.is_over(worker, incarnation):
             return
-        if (gone := self._incarnations.untold(worker, incarnation)) is not None:
+        if (gone := self._incarnations.implied_end(worker, incarnation)) is not None:
             self.worker_ended(channel, gone)
-        self._incarnations.hear(worker, incarnation)
+        self._incarnations.note(worker, incarnation)
         wall_clock = self._engine.wall_clock
         began = wall_clock() if wall_clock is not None else 0.0
         replies = self._replies_to(worker, header, tensors)
@@ -138,7 +140,7 @@ class SimServer:
             return self._handler.take(worker, header, tensors)
         except Exception as error:
             why = str(error) if isinstance(error, FramingError) else f"{type(error).__name__}: {error}"
-            return [OutgoingMessage(worker, header.number, m.Refused(why))]
+            return [OutgoingMessage(worker, header.request_id, m.Refused(why))]
 
 
 class SimServers:
@@ -206,7 +208,7 @@ class SimServers:
     def drop_replies(self, worker: int) -> None:
         """Drop the replies to a worker that was killed."""
         for channels in self._channels:
-            channels[worker].forget()
+            channels[worker].reset()
 
     def worker_failed(self, worker: int, incarnation: int) -> None:
         """Notify the servers of the end of a worker incarnation: the shards first, which know what it contributed."""
