@@ -1,41 +1,41 @@
-"""The tree of errors, drawn by what a caller can do about it.
+"""Hierarchy of errors, by what a caller can do about them.
 
-StrettoError                   everything that Stretto raises on purpose
-├── RecipeError                a recipe that cannot be: got, expected, what to type
-├── ScriptError                the script and the library do not fit: the script must change
-│   ├── ModelError             the model or the optimizer cannot be distributed as it is
+StrettoError                   base of all errors that Stretto raises on purpose
+├── RecipeError                invalid recipe: got, expected, what to type
+├── ScriptError                the script must change to work with Stretto
+│   ├── ModelError             the model or the optimizer cannot be distributed
 │   ├── LoaderError            the loader cannot be shared out among workers
 │   ├── EvaluateError          `evaluate` raised, or did not return numbers
 │   └── UnevenLoopsError       a worker has left the loop earlier than the others: the workers and steps are named
 ├── NotFiniteError             a NaN or an infinity reached the loss or the parameters
 ├── ReplicasDifferError        replicas that must be equal are not: the tensor and the worker are named
-├── TransportError                  another worker went away or did not come in time: look for its error first
-│   ├── BrokenTransportError        an exchange was broken off; those who are left can do it again
-│   └── MemberOutError         this worker is no member any more: it may come back as a newcomer
-├── LaunchError                the run could not be started as it was asked for
+├── TransportError             another worker failed or was too late: look for its error first
+│   ├── BrokenTransportError   an exchange was aborted; the remaining workers can repeat it
+│   └── MemberOutError         this worker is no longer a member; it may join again
+├── LaunchError                the run could not be started with these options
 └── LogError                   the run folder cannot be written or read
 """
 
 
 class StrettoError(Exception):
-    """Everything that Stretto raises on purpose; its text is meant for the user."""
+    """Base of all errors that Stretto raises on purpose, with a text for the user."""
 
 
 def explain(problem: str, *, got: object, expected: str, to_type: str) -> str:
-    """Lay out an error as three answers: what was got, what was expected, what to type."""
+    """Format an error: the problem, the value that was got, the expected value, and what to type."""
     return f"{problem}\n  got: {got}\n  expected: {expected}\n  try: {to_type}"
 
 
 class RecipeError(StrettoError):
-    """A recipe that cannot be: its text has got, expected and try."""
+    """Invalid recipe; the text has got, expected and try."""
 
 
 class ScriptError(StrettoError):
-    """The script and the library do not fit together."""
+    """The script does not work with Stretto."""
 
 
 class ModelError(ScriptError):
-    """The model or the optimizer cannot be distributed as it is."""
+    """The model or the optimizer cannot be distributed."""
 
 
 class LoaderError(ScriptError):
@@ -59,27 +59,27 @@ class ReplicasDifferError(StrettoError):
 
 
 class TransportError(StrettoError):
-    """Another worker went away or did not come in time."""
+    """Another worker failed or was too late."""
 
 
 class BrokenTransportError(TransportError):
-    """An exchange was broken off, for somebody is gone; those who are left can do it again."""
+    """An exchange was aborted because a worker failed; the remaining workers can repeat it."""
 
 
 class MemberOutError(TransportError):
-    """This worker is no member any more: what it has is not the run's, and it may come back as a newcomer."""
+    """This worker is no longer a member. Its state is not part of the run; it may join again."""
 
 
 class StaysOutError(MemberOutError):
-    """This worker can take nothing of the run up: it does not come back."""
+    """This worker can't continue any work of the run, and is not restarted."""
 
 
 class LaunchError(StrettoError):
-    """The run could not be started as it was asked for."""
+    """The run could not be started with these options."""
 
 
 def mistyped(problem: str, got: object, expected: str, to_type: str) -> LaunchError:
-    """The error of what was asked for and cannot be, with its three answers."""
+    """Return the LaunchError of an invalid option, formatted by `explain`."""
     return LaunchError(explain(problem, got=got, expected=expected, to_type=to_type))
 
 

@@ -1,7 +1,7 @@
-"""Which worker this is, and what only one of them does: rank, barrier, main_first, print, save.
+"""Identity of a worker, and actions of one worker only: rank, barrier, main_first, print, save.
 
-All of it works before `distribute` and after it, live and simulated. Alone (`python train.py`) the answers are 0, 1 and
-True, and nothing waits.
+They work before and after `distribute`, live and simulated. In a single process (`python train.py`) they return 0, 1
+and True, and never wait.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from stretto.training.worker_context import WorkerContext, find_seat
 def rank() -> int:
     """Return the number of this worker, from 0; it stays the same for the life of the worker, and for its restarts.
 
-    When workers failed or joined, the numbers of those that run need not be 0 to `world_size()` - 1.
+    After workers have failed or joined, the numbers of the running workers need not be 0 to `world_size()` - 1.
 
     >>> rank()
     0
@@ -44,7 +44,7 @@ def rank() -> int:
 
 
 def world_size() -> int:
-    """Return how many workers there are: those that were started, and after `distribute` those that train now.
+    """Return the number of workers: of the started ones, and after `distribute` of those that train now.
 
     >>> world_size()
     1
@@ -57,10 +57,10 @@ def world_size() -> int:
 
 
 def is_main() -> bool:
-    """Return True at the worker that does what one worker has to do.
+    """Return True at the main worker, which acts for all.
 
-    That is worker 0; after `distribute` it is the first of the workers that train now, so there is another one when
-    worker 0 has failed, and worker 0 again when it is back. Before `distribute` a restarted worker 0 counts as main.
+    That is worker 0; after `distribute` it is the first of the workers that train now, so another worker is main after
+    worker 0 has failed, until worker 0 trains again. Before `distribute` a restarted worker 0 counts as main.
 
     >>> is_main()
     True
@@ -69,10 +69,10 @@ def is_main() -> bool:
 
 
 def barrier() -> None:
-    """Wait until all workers have come here.
+    """Wait until all workers have reached this call.
 
-    A worker that failed is not waited for, nor one that is restarted until it trains again; a restarted worker passes
-    the barriers that the others have left. Raises TransportError after `--timeout`, with the number of the missing
+    Workers that failed are not waited for, nor restarted workers until they train again; a restarted worker passes the
+    barriers that other workers have left. Raises TransportError after `--timeout`, with the number of the missing
     worker, and ScriptError inside the loop over the loader where workers take unequal numbers of batches.
 
     >>> barrier()
@@ -117,8 +117,8 @@ def save(obj: object, path: str | os.PathLike[str]) -> None:
     every worker, or inside `if stretto.is_main()`: both are right. At every worker, the others return when the main
     worker has saved, so that the next line may load the file. They do not wait for a call that main does not make:
     a main worker that has begun a further exchange, or has failed, is past this call. This is why `save` cannot be
-    built on `barrier`: inside `if stretto.is_main()` nobody else would ever come to it. Where workers do not wait for
-    each other, call it between epochs if others read the file: inside the loop nobody waits.
+    built on `barrier`: inside `if stretto.is_main()` no other worker would reach it. Under an asynchronous recipe,
+    call it between epochs if other workers read the file: inside the loop no worker waits.
 
     Raises OSError when the file cannot be written; the one before it is still there.
 
@@ -158,7 +158,7 @@ def _write(obj: object, path: Path) -> None:
 
 
 def _mode(path: Path) -> int:
-    """The permissions that a file of this path has, or gets."""
+    """Return the permissions of an existing file, or those of a new one."""
     if path.exists():
         return path.stat().st_mode & 0o777
     mask = os.umask(0)
@@ -171,7 +171,7 @@ def _mode(path: Path) -> int:
 
 @dataclass
 class _Counted:
-    """The barriers of this worker's script so far."""
+    """Barriers of this worker's script so far."""
 
     trainer: Trainer | None = None
     section: int = 0
@@ -188,7 +188,7 @@ def _main() -> int:
 
 
 def _position(label: str) -> Position:
-    """The position of this call of a barrier, which is the same at all workers that run the same script."""
+    """Return the position of this barrier call, which is equal at all workers that run the same script."""
     counted = _counted.get()
     if counted is None:
         _counted.set(counted := _Counted())
@@ -204,7 +204,7 @@ def _position(label: str) -> Position:
 
 
 def _barrier() -> tuple[WorkerContext, Barrier] | None:
-    """Where this worker waits for others; None if there are none."""
+    """Return the barrier of this worker; None if there are no other workers."""
     trainer, seat = connected(), find_seat()
     if seat is None or seat.barrier is None or seat.single_process:
         return None
@@ -212,7 +212,7 @@ def _barrier() -> tuple[WorkerContext, Barrier] | None:
 
 
 def _is_over() -> bool:
-    """True after the end of the last run: the others have left, too."""
+    """Return True after the end of the last run, when the other workers have left too."""
     counted = _counted.get()
     return counted is not None and counted.trainer is not None
 
@@ -238,5 +238,5 @@ def _wait(of: int, called: str, label: str | None = None) -> None:
 
 
 def _is_unequal(trainer: Trainer) -> bool:
-    """True within an epoch in which each worker takes batches as it is free."""
+    """Return True within an epoch in which workers lease batches one by one."""
     return trainer.replica.arrival is not None and trainer.hands is not None

@@ -1,4 +1,4 @@
-"""How often something is done: `5m` of time, or `20 rounds`."""
+"""Intervals between repeated actions: `5m` of time, or `20 rounds`."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ ROUNDS = re.compile(r"([1-9][0-9]{0,8})\s*(?:r|rounds?)", re.ASCII | re.IGNORECA
 
 @dataclass
 class Interval:
-    """A time or a number of rounds that comes again and again; printed as it can be typed."""
+    """Interval in seconds or rounds, printed as it can be typed."""
 
     seconds: float | None = None
     rounds: int | None = None
     _last: tuple[float, int] | None = field(default=None, init=False, repr=False, compare=False)
 
     def due(self, now: float, rounds: int) -> bool:
-        """Whether so much has passed since it last was due. The first call only starts the count."""
+        """Return True if the interval has passed since it was last due. The first call starts the first interval."""
         last = self._last = self._last or (now, rounds)
         due = now - last[0] >= self.seconds if self.seconds is not None else rounds - last[1] >= (self.rounds or 1)
         if due:
@@ -32,7 +32,7 @@ class Interval:
 
 
 def every(text: str) -> Interval:
-    """Read a time or a number of rounds. Raises LaunchError for what is neither.
+    """Read a time or a number of rounds. Raise LaunchError for any other text.
 
     >>> str(every("5m")), str(every("500ms")), str(every("20 rounds")), str(every("20r"))
     ('300s', '0.5s', '20r', '20r')

@@ -1,4 +1,4 @@
-"""torch, imported when something of it is first used: what is typed is also read by programs that do not train."""
+"""torch, imported on first use of an attribute: programs that only parse recipes start without it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 else:
 
     class _Later:
-        """Stands for a module until an attribute of it is asked for."""
+        """Proxy that imports a module when an attribute is read."""
 
         def __init__(self, name: str) -> None:
             self._name = name

@@ -1,4 +1,4 @@
-"""Lines of the library's own on the standard error of a script's process."""
+"""Notices of Stretto on the standard error of a script's process."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 
 
 def say(text: str) -> None:
-    """Print a line that begins with the library's name. Progress bars of tqdm are cleared for it and drawn again."""
+    """Print a line that begins with the library's name. Progress bars of tqdm are cleared first and redrawn."""
     bars = getattr(sys.modules.get("tqdm"), "tqdm", None)
     if bars is not None:
         bars.write(f"stretto: {text}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""The doors of services: sockets that let in who has the run's key, and the keys. Nothing here imports torch."""
+"""Keys of a run, and server sockets that admit only clients with its key (CURVE). Does not import torch."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import zmq.auth.thread
 
 BACKLOG = 1024
 SMALL_BYTES = 1 << 15
-"""Frames that are cheaper to copy than to keep account of."""
+"""Size in bytes below which ZeroMQ copies a frame, which is cheaper than tracking it."""
 
 
 @dataclass(frozen=True)
 class ServerKeys:
-    """What a server must know: its own pair, and the public key of the run's workers."""
+    """Keys of a server: its own pair, and the public key of the run's workers."""
 
     secret: bytes
     public: bytes
@@ -27,7 +27,7 @@ class ServerKeys:
 
 @dataclass(frozen=True)
 class WorkerKeys:
-    """What a worker must know: the servers' public key, and the pair of the run's workers."""
+    """Keys of a worker: the servers' public key, and the pair that all workers of the run share."""
 
     servers: bytes
     public: bytes
@@ -45,7 +45,7 @@ def server_keys(texts: Sequence[str] | None) -> ServerKeys | None:
 
 
 def new_keys() -> tuple[ServerKeys, WorkerKeys]:
-    """Keys for one run."""
+    """Return new keys for one run."""
     server_public, server_secret = zmq.curve_keypair()
     worker_public, worker_secret = zmq.curve_keypair()
     return (
@@ -55,7 +55,7 @@ def new_keys() -> tuple[ServerKeys, WorkerKeys]:
 
 
 def address_toward(host: str) -> str:
-    """This machine's address on the way to another. Raises OSError where there is no way."""
+    """Return this machine's address on the route to another. Raise OSError if there is no route."""
     family = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0][0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))
@@ -63,15 +63,15 @@ def address_toward(host: str) -> str:
 
 
 def doorman(context: zmq.Context[Any], keys: ServerKeys) -> Any:
-    """Lets in who has the workers' key."""
+    """Start and return the authenticator that admits clients with the workers' key."""
     made = zmq.auth.thread.ThreadAuthenticator(context)
     made.start()
-    made.configure_curve_callback("*", credentials_provider=_Guests(keys.workers))
+    made.configure_curve_callback("*", credentials_provider=_KeyCheck(keys.workers))
     return made
 
 
-class _Guests:
-    """Says to the authenticator who may come in; says to the log who may not."""
+class _KeyCheck:
+    """Credentials provider that accepts one key, and logs and counts others."""
 
     def __init__(self, public: bytes) -> None:
         self._public = public
@@ -86,7 +86,7 @@ class _Guests:
 
 
 def router(context: zmq.Context[Any], keys: ServerKeys | None, largest: int) -> Any:
-    """A socket for many; frames above `largest` bytes are not taken in."""
+    """Return a ROUTER socket that refuses frames above `largest` bytes."""
     made = context.socket(zmq.ROUTER)
     for option, value in {
         zmq.SNDHWM: 0,
@@ -105,5 +105,5 @@ def router(context: zmq.Context[Any], keys: ServerKeys | None, largest: int) -> 
 
 
 def log(text: str) -> None:
-    """What the log of a server's process says."""
+    """Print a line to the log of a server process."""
     print(f"stretto: server: {text}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""What every answer to one of the five questions is: a small frozen value, checked when built, printed as typed."""
+"""Base of the answers to the five questions: small frozen values, validated when built, printed as they are typed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from stretto.errors import RecipeError, explain
 
 @dataclass(frozen=True)
 class Range:
-    """The numbers that a field allows: `least <= x`, `above < x`, `most >= x`, `below > x`."""
+    """Numbers that a field allows: `least <= x`, `above < x`, `most >= x`, `below > x`."""
 
     least: float | None = None
     above: float | None = None
@@ -21,7 +21,7 @@ class Range:
     below: float | None = None
 
     def holds(self, x: float) -> bool:
-        """Whether x lies in the range; a NaN or an infinity lies in none."""
+        """Return True if x is in the range; NaN and infinity are in none."""
         return (
             (self.least is None or x >= self.least)
             and (self.above is None or x > self.above)
@@ -43,11 +43,11 @@ class Answer:
     """
 
     papers: ClassVar[tuple[str, ...]] = ()
-    """Where the answer was published, as `Author year (arXiv number)`."""
+    """Publications of the answer, as `Author year (arXiv number)`."""
     axis: ClassVar[str] = ""
 
     def sources(self) -> tuple[str, ...]:
-        """The papers that this very answer goes back to."""
+        """Return the papers of this answer with its options."""
         return self.papers
 
     def __post_init__(self) -> None:
@@ -62,31 +62,31 @@ class Answer:
 
 
 def kinds(answer: type[Answer]) -> dict[str, Any]:
-    """The field types of an answer, with their ranges."""
+    """Return the field types of an answer, with their ranges."""
     hints = get_type_hints(answer, include_extras=True)
     return {field.name: hints[field.name] for field in fields(answer)}  # type: ignore[arg-type]
 
 
 def typed_name(answer: type[Answer]) -> str:
-    """Return the name of an answer as it is typed in a recipe: with its import path if it is not one of Stretto's."""
+    """Return the name of an answer in a recipe's text: with its import path if it is from another package."""
     if answer.__module__.partition(".")[0] == "stretto" or "<locals>" in answer.__qualname__:
         return answer.__name__
     return f"{answer.__module__}.{answer.__qualname__}"
 
 
 def literal(value: object) -> str:
-    """A field's value as it is typed in a recipe."""
+    """Return a field's value as a recipe's text."""
     return '"' + value + '"' if isinstance(value, str) else str(value)
 
 
 def nearest(name: str, names: Iterable[str]) -> str | None:
-    """The name most like `name`, or None when none is near."""
+    """Return the name most like `name`, or None if none is similar."""
     near = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)
     return near[0] if near else None
 
 
 class FieldError(RecipeError):
-    """A field whose value does not fit; `needed` says which would, `sample` is one of them."""
+    """Invalid value of a field; `needed` describes valid ones, `sample` is one."""
 
     def __init__(self, field: str, of: str, value: object, kind: Any, to_type: str) -> None:
         self.field, self.value, self.kind = field, value, kind
@@ -106,7 +106,7 @@ class FieldError(RecipeError):
 
 
 def _needed(value: object, kind: Any) -> str:
-    """Return which values would do: only the range, where the type is right."""
+    """Return a description of valid values: only the range if the type is right."""
     base, *ranges = get_args(kind) if get_origin(kind) is Annotated else (kind,)
     if ranges and _fit(value, base)[0]:
         return " and ".join(map(str, ranges))
@@ -129,7 +129,7 @@ def _checked(answer: Answer, name: str, kind: Any) -> object:
 
 
 def _fit(value: Any, kind: Any) -> tuple[bool, Any]:
-    """Whether the value is of the kind, and the value as that kind (an int where a float is wanted becomes one)."""
+    """Return whether the value is of the kind, and the value converted to it (an int to a float)."""
     origin = get_origin(kind)
     if origin is Annotated:
         base, *ranges = get_args(kind)
@@ -146,7 +146,7 @@ def _fit(value: Any, kind: Any) -> tuple[bool, Any]:
 
 
 def describe(kind: Any) -> str:
-    """A field type in words."""
+    """Return a field type in words."""
     origin = get_origin(kind)
     if origin is Annotated:
         base, *ranges = get_args(kind)
@@ -166,7 +166,7 @@ def describe(kind: Any) -> str:
 
 
 def _example(answer: Answer, name: str) -> str:
-    """The answer with a value for `name` that would do."""
+    """Return the text of the answer with a valid value for `name`."""
     made = type(answer)
     sample = _sample(kinds(made)[name])
     shown = []

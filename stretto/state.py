@@ -46,7 +46,7 @@ class State:
         return {name: save(value, f"{type(self).__name__}.{name}") for name, value in self._attributes().items()}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Set the attributes to the saved values; remove those that were added since."""
+        """Set the attributes to the saved values; remove attributes that were added since."""
         for name in self._attributes().keys() - saved.keys():
             delattr(self, name)
         for name, value in saved.items():
@@ -241,7 +241,7 @@ def _item(state: Any, key: Any) -> Any:
 
 
 def _refilled(state: Any, kind: type[list[Any] | dict[Any, Any]], content: Any) -> Any:
-    """Return a list or dict with this content: the one that is there, if there is one."""
+    """Return a list or dict with this content: the existing one, refilled, if there is one."""
     if not isinstance(state, kind):
         return content
     state.clear()

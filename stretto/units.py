@@ -1,4 +1,4 @@
-"""Numbers and times as a person types them, and the mark under a place that can't be read."""
+"""Parsing and printing of numbers and times, and marks under an unreadable part of a text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ DURATION = re.compile(rf"({NUMBER})(ms|s|m|h)", re.ASCII | re.IGNORECASE)
 
 
 def marked(text: str, start: int, stop: int) -> str:
-    """A text for the second line of an error, with marks under the place that is wrong.
+    """Return a text for the second line of an error, with marks under the wrong part.
 
     >>> print("  got: " + marked("equl", 0, 4))
       got: equl
@@ -22,7 +22,7 @@ def marked(text: str, start: int, stop: int) -> str:
 
 
 def spelled(number: float) -> str:
-    """The shortest text that reads back as this number.
+    """Return the shortest text that parses to this number.
 
     >>> spelled(2.0), spelled(0.1)
     ('2', '0.1')
@@ -31,13 +31,13 @@ def spelled(number: float) -> str:
 
 
 def numeric(text: str) -> float | None:
-    """The finite number, 0 or more, that a text spells, or None."""
+    """Parse a finite number of at least 0; return None for any other text."""
     value = float(text) if ALONE.fullmatch(text) else inf
     return value if value < inf else None
 
 
 def seconds(text: str) -> float | None:
-    """The seconds that a text spells, or None.
+    """Parse a time into seconds; return None for any other text.
 
     >>> seconds("500ms"), seconds("10s"), seconds("2m"), seconds("1h"), seconds("10")
     (0.5, 10.0, 120.0, 3600.0, None)

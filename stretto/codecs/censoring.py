@@ -21,7 +21,7 @@ class censored(Sparsifier):
 
     a is sent when ||a|| > (xi / M) ||theta^k - theta^(k-1)||, with M workers
 
-    CGD when a is the difference between the gradient and the last one that was sent: `gradient_differences(beta=1)`.
+    CGD when a is the difference between the gradient and the last sent one: `gradient_differences(beta=1)`.
     Before the first move every nonzero vector is sent. `stretto.how.difference_threshold` applies the same rule to each
     number. Cost: all numbers and a byte, or 0. Memory: a copy of theta.
     """

@@ -22,7 +22,7 @@ class chunked(Sparsifier):
 
     bits = 2: the sign, and which of two magnitudes: the means of those of the chunk's k that lie above the middle of
     their least and largest, and of the others, as bfloat16. bits = 4, 8: sign * level * m / s, the nearest of
-    s = 2^(bits-1) - 1 levels of the chunk's largest magnitude m (float32). bits = 32: the values as they are.
+    s = 2^(bits-1) - 1 levels of the chunk's largest magnitude m (float32). bits = 32: exact values.
     Inside `error_feedback` the residual contains rounding errors and the numbers that were not chosen.
 
     Cost: about log2(chunk/k) + 1.5 + bits bits for each number sent, and 4 bytes a chunk: with the defaults 0.52% of

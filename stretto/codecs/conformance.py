@@ -50,7 +50,7 @@ Kind = Callable[[int, torch.Generator], Tensor]
 def check_codec(
     codec: Codec, tolerance: float = 0.0, dtypes: Sequence[torch.dtype] = (torch.float32,), huge: float = 1e30
 ) -> None:
-    """Test all properties of a codec. Raise AssertionError for one that does not hold.
+    """Test all properties of a codec. Raise AssertionError if one does not hold.
 
     `tolerance` is the allowed error of the mean in a first round, relative to the sum of the workers' largest numbers.
     Numbers up to `huge` are tested.
@@ -111,7 +111,7 @@ def _answered(asks: Sequence[CollectiveOp]) -> Answer:
     return torch.stack(tensors).sum(0).to(tensors[0].dtype)
 
 
-# --- what is tried ----------------------------------------------------------------------------------------------------
+# --- test inputs ----------------------------------------------------------------------------------------------------
 
 
 class _Crew:

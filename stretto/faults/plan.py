@@ -1,9 +1,9 @@
-"""What goes wrong on purpose and when: what a person types for it, and the happenings that follow, in order of time.
+"""Fault injection: the text that a user types, the faults, and the schedule of events that they cause.
 
-It is the same text for live processes and for simulated ones, and the same seed makes the same plan of it.
+Live and simulated processes use the same text, and the same seed gives the same schedule.
 
-A fault is data. It either comes once, at a time, or again and again with exponential times between (a mean time between
-failures). What is left open is drawn by the seed, each fault from a stream of its own.
+A fault occurs once, at a time, or repeatedly with exponential times between (a mean time between failures). Times and
+victims that the text leaves open are drawn from the seed, with a separate random stream for each fault.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ SAID: dict[Verb, str] = {
     "restore": "whole link of",
 }
 STREAM = 2
-"""Keeps these draws apart from others of the same seed."""
+"""Separates these random numbers from others of the same seed."""
 SHORTEST_S = 1e-6
-"""The shortest time between or within faults: with less, virtual time might not move."""
+"""Minimum of seconds between or within faults: with less, virtual time might not advance."""
 TIME = "a time such as 500ms, 10s, 2m, 1h, at least 0.001ms"
 WORD = re.compile(r"[^\s,;]+|[,;]")
 NUMBERS = re.compile(r"([0-9]{1,6})(?:-([0-9]{1,6}))?", re.ASCII)
@@ -49,41 +49,41 @@ EXAMPLES = {
 
 @dataclass(frozen=True, slots=True)
 class At:
-    """Once, so many seconds after the start."""
+    """Once, `seconds` after the start."""
 
     seconds: float
 
     def __str__(self) -> str:
-        """As it is typed."""
+        """Return the text that parses to this value."""
         return f"at {spelled(self.seconds)}s"
 
 
 @dataclass(frozen=True, slots=True)
 class Every:
-    """Again and again; the times between are exponential with this mean."""
+    """Repeatedly, with exponential times between of this mean, in seconds."""
 
     mean_s: float
 
     def __str__(self) -> str:
-        """As it is typed."""
+        """Return the text that parses to this value."""
         return f"every {spelled(self.mean_s)}s"
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Whom it strikes: a numbered worker or server shard; without a number one that is drawn, or the coordinator."""
+    """Victim of a fault: a numbered worker or server shard, a random one without a number, or the coordinator."""
 
     kind: Kind
     number: int | None = None
 
     def __str__(self) -> str:
-        """As it is typed."""
+        """Return the text that parses to this value."""
         return self.kind if self.number is None else f"{self.kind} {self.number}"
 
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """A process ends at once; it is started again after a while, or never."""
+    """A process is killed, and restarted after a while or never."""
 
     begins: ClassVar[Verb] = "kill"
     ends: ClassVar[Verb] = "back"
@@ -92,14 +92,14 @@ class Kill:
     back_after_s: float | None = None
 
     def __str__(self) -> str:
-        """As it is typed."""
+        """Return the text that parses to this value."""
         back = "" if self.back_after_s is None else f", back after {spelled(self.back_after_s)}s"
         return f"kill {self.who} {self.when}{back}"
 
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """A process stands still for a while, as between SIGSTOP and SIGCONT."""
+    """A process is stopped for a while, as between SIGSTOP and SIGCONT."""
 
     begins: ClassVar[Verb] = "pause"
     ends: ClassVar[Verb] = "go_on"
@@ -108,13 +108,13 @@ class Pause:
     for_s: float
 
     def __str__(self) -> str:
-        """As it is typed."""
+        """Return the text that parses to this value."""
         return f"pause {self.who} for {spelled(self.for_s)}s {self.when}"
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The network between these workers and all others, the server too, carries nothing for a while."""
+    """The network between these workers and all other processes, servers included, is cut for a while."""
 
     begins: ClassVar[Verb] = "cut"
     ends: ClassVar[Verb] = "heal"
@@ -123,7 +123,7 @@ class Cut:
     for_s: float
 
     def __str__(self) -> str:
-        """As it is typed."""
+        """Return the text that parses to this value."""
         return f"cut workers {_ranges(self.workers)} for {spelled(self.for_s)}s {self.when}"
 
 
@@ -139,7 +139,7 @@ class Slow:
     factor: float
 
     def __str__(self) -> str:
-        """As it is typed."""
+        """Return the text that parses to this value."""
         return f"slow link of {self.who} by {spelled(self.factor)} for {spelled(self.for_s)}s {self.when}"
 
 
@@ -148,9 +148,9 @@ Fault = Kill | Pause | Cut | Slow
 
 @dataclass(frozen=True, slots=True)
 class Happening:
-    """What happens, and to whom: workers or server shards by their numbers; the coordinator is number 0 of its kind.
+    """Event of a fault and its victims: numbers of workers or server shards; the coordinator is number 0 of its kind.
 
-    `factor` is by how much a link is slowed, or no longer is; else 1. `back_after_s` is that of a kill for a while.
+    `factor` is that of a slowed or restored link, else 1. `back_after_s`: seconds until a killed process restarts.
     """
 
     verb: Verb
@@ -160,21 +160,21 @@ class Happening:
     back_after_s: float | None = None
 
     def __str__(self) -> str:
-        """What a person reads of it."""
+        """Return a line for the user."""
         by = f" by {spelled(self.factor)}" if self.verb == "slow" else ""
         return f"{SAID[self.verb]} {self.who()}{by}"
 
     def who(self) -> str:
-        """Whom it strikes."""
+        """Return the victims as text."""
         return self.kind if self.kind == "coordinator" else f"{self.kind} {_ranges(self.numbers)}"
 
     def words(self) -> dict[str, Any]:
-        """What an event says of it."""
+        """Return the fields of its event in the log."""
         return {"verb": self.verb, "kind": self.kind, "numbers": list(self.numbers), "text": str(self)}
 
 
 def parse(text: str) -> tuple[Fault, ...]:
-    """The faults that a text spells, `;` between them. Raises LaunchError with the place marked.
+    """Parse faults separated by `;`. Raise LaunchError with the wrong word marked.
 
     A fault of several workers, such as `kill workers 0-3 at 10s`, is one fault for each; a cut is one for all.
 
@@ -192,7 +192,7 @@ def parse(text: str) -> tuple[Fault, ...]:
 
 
 class _Words:
-    """A text read word by word; what does not fit is refused with its place marked."""
+    """Tokens of a text; an unexpected one raises an error that marks it."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -200,21 +200,21 @@ class _Words:
         self.example = "; ".join((EXAMPLES["kill"], EXAMPLES["pause"]))
 
     def over(self) -> bool:
-        """Is nothing left?"""
+        """Return True at the end of the text."""
         return not self._left
 
     def next(self) -> str:
-        """The next word, which stays."""
+        """Return the next word without consuming it."""
         return self._left[-1][0].lower() if self._left else ""
 
     def must(self, *expected: str) -> str:
-        """Take the next word, which must be one of these."""
+        """Consume the next word, which must be one of these."""
         if self.next() not in expected:
             raise self.refused(" or ".join(expected))
         return self._left.pop()[0].lower()
 
     def quantity(self, read: Callable[[str], float | None], least: float, expected: str) -> float:
-        """Take the next word, which must spell a number or a time, at least so much."""
+        """Consume a number or a time of at least `least`."""
         value = read(self.next())
         if value is None or value < least:
             raise self.refused(expected)
@@ -222,7 +222,7 @@ class _Words:
         return value
 
     def numbers(self) -> Iterator[int]:
-        """Take numbers such as `3`, `0-3` or `0,2,5-7`."""
+        """Consume numbers such as `3`, `0-3` or `0,2,5-7`."""
         yield from self._range()
         while self.next() == ",":
             self._left.pop()
@@ -237,9 +237,9 @@ class _Words:
         return found
 
     def refused(self, expected: str) -> LaunchError:
-        """The error about the next word."""
+        """Return the error about the next word."""
         start, stop = self._left[-1].span() if self._left else (len(self._text), len(self._text))
-        problem = f"these are no faults: {self._text[start:stop] or 'something is missing at the end'}"
+        problem = f"not a fault: {self._text[start:stop] or 'something is missing at the end'}"
         got = marked(self._text, start, stop)
         return LaunchError(explain(problem, got=got, expected=expected, to_type=f'"{self.example}"'))
 
@@ -310,9 +310,9 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 
 def check(faults: Sequence[Fault], workers: int, shards: int) -> None:
-    """Raise LaunchError for a fault that cannot strike so many workers and shards of a parameter server."""
+    """Raise LaunchError for a fault whose victim does not exist among these workers and shards."""
     for fault in faults:
-        kind, numbers = aim(fault)
+        kind, numbers = victims_of(fault)
         there = {"worker": workers, "server": shards, "coordinator": 1}[kind]
         wrong = next((number for number in numbers if number >= there), None)
         if there == 0:
@@ -327,8 +327,8 @@ def _cannot(fault: Fault, problem: str, expected: str) -> LaunchError:
     return LaunchError(explain(problem, got=fault, expected=expected, to_type=f'"{EXAMPLES[fault.begins]}"'))
 
 
-def aim(fault: Fault) -> tuple[Kind, tuple[int, ...]]:
-    """Of which kind those are whom a fault strikes, and their numbers; none where it is drawn who they are."""
+def victims_of(fault: Fault) -> tuple[Kind, tuple[int, ...]]:
+    """Return the kind and the numbers of a fault's victims; no numbers if they are drawn."""
     if isinstance(fault, Cut):
         return "worker", fault.workers
     if fault.who.kind == "coordinator":
@@ -337,28 +337,27 @@ def aim(fault: Fault) -> tuple[Kind, tuple[int, ...]]:
 
 
 def check_live(faults: Sequence[Fault], restarts: int) -> None:
-    """Raise LaunchError for a fault that can't be done to live processes which are started again so many times."""
+    """Raise LaunchError for a fault that live processes with this number of restarts can't be subjected to."""
     for fault in faults:
         if isinstance(fault, Cut | Slow):
             problem, expected = "links are cut and slowed in simulations only", "a kill or a pause of a process"
             raise LaunchError(explain(problem, got=fault, expected=expected, to_type=f'"{EXAMPLES["pause"]}"'))
         if isinstance(fault, Kill) and fault.back_after_s is not None and not restarts:
-            problem, expected = "nobody is back with --restarts 0", "a kill for good, or restarts"
+            problem, expected = "no process is restarted with --restarts 0", "a kill for good, or restarts"
             raise LaunchError(explain(problem, got=fault, expected=expected, to_type="--restarts 3"))
 
 
 def schedule(
     faults: Sequence[Fault], workers: int, shards: int, seed: int, supervised: bool = False
 ) -> Iterator[tuple[float, Happening]]:
-    """What happens and at which time, in order of time; endless where a fault comes again and again.
+    """Yield (seconds, event) in order of time; endless if a fault is repeated.
 
-    The draws of a fault depend on the seed and its place in the list, not on the other faults. Who is gone is neither
-    drawn nor killed or paused, and who is paused is not paused again. Each kill that is for a while has its `back`,
-    each cut its `heal`, each slow its `restore`, and each pause its `go_on`, unless the process is killed before. Cuts
-    and slow links may overlap: a link is whole again when all of them have ended.
-    A fault ends for good when everybody whom it could strike is gone for good. Where processes are `supervised`, nobody
-    is: who is killed and has no `back` of its own is soon started again by somebody else. So are servers and the
-    coordinator everywhere.
+    The random numbers of a fault depend on the seed and its index in the list, not on other faults. A killed process is
+    neither drawn nor killed or paused, and a paused one is not paused again. Each temporary kill has its `back`, each
+    cut its `heal`, each slow link its `restore`, and each pause its `go_on`, unless the process is killed before. Cuts
+    and slow links may overlap: a link is restored when all of them have ended.
+    A repeated fault ends when all its possible victims are killed permanently. `supervised` processes never are: a
+    supervisor restarts a killed process without its own `back`. Servers and the coordinator are always supervised.
 
     >>> plan = schedule(parse("kill worker 1 at 10s, back after 5s"), workers=4, shards=0, seed=0)
     >>> [(time, happening.verb, happening.numbers) for time, happening in plan]
@@ -384,12 +383,12 @@ def schedule(
         if happening is not None and lasts_s is not None:
             ends = replace(happening, verb=fault.ends, back_after_s=None)
             heapq.heappush(queue, turn._replace(time=turn.time + lasts_s, begins=False, ends=ends))
-        if isinstance(fault.when, Every) and not crew.lost(*aim(fault)):
+        if isinstance(fault.when, Every) and not crew.lost(*victims_of(fault)):
             heapq.heappush(queue, turn._replace(time=_after(turn.time, fault.when, rng), again=turn.again + 1))
 
 
 class _Turn(NamedTuple):
-    """A fault's turn, in the order in which turns come: at one time, ends before beginnings."""
+    """Begin or end of a fault, in order of time; at equal times, ends come before begins."""
 
     time: float
     begins: bool
@@ -407,7 +406,7 @@ def _lasts_s(fault: Fault) -> float | None:
 
 
 class _Crew:
-    """Which processes are gone, for a while or for good, and which are paused, by which turn."""
+    """Killed processes, for a while or permanently, and paused ones with the turn that paused them."""
 
     def __init__(self, sizes: dict[Kind, int]) -> None:
         self._sizes = sizes
@@ -415,8 +414,8 @@ class _Crew:
         self._paused: dict[tuple[Kind, int], tuple[int, int]] = {}
 
     def struck(self, fault: Fault, rng: np.random.Generator) -> Happening | None:
-        """What a fault does now, to a drawn victim where it names none; None where nobody is there for it."""
-        kind, named = aim(fault)
+        """Return the event of a fault now, with a random victim if it names none; None if no victim is left."""
+        kind, named = victims_of(fault)
         numbers = named or tuple(rng.permutation(self._sizes[kind]).tolist())
         if not named or isinstance(fault, Kill | Pause):
             out = self._gone.keys() | self._paused.keys() if isinstance(fault, Pause) else self._gone.keys()
@@ -426,7 +425,7 @@ class _Crew:
         return Happening(fault.begins, kind, numbers, factor, back_after_s) if numbers else None
 
     def begin(self, happening: Happening, turn: _Turn, gone: bool, for_good: bool) -> None:
-        """Note that it has begun; of a kill whether the process is gone by it, and for good."""
+        """Note the begin of a fault, and whether a kill removes the process, permanently or not."""
         process = happening.kind, happening.numbers[0]
         if happening.verb == "kill":
             self._paused.pop(process, None)
@@ -436,7 +435,7 @@ class _Crew:
             self._paused[process] = turn.fault, turn.again
 
     def end(self, happening: Happening, turn: _Turn) -> bool:
-        """Note that it has ended. False where the pause has ended before, with the process."""
+        """Note the end of a fault. Return False if a pause has ended earlier, with the process."""
         process = happening.kind, happening.numbers[0]
         if happening.verb == "back":
             del self._gone[process]
@@ -447,5 +446,5 @@ class _Crew:
         return True
 
     def lost(self, kind: Kind, numbers: tuple[int, ...]) -> bool:
-        """Are all whom a fault aims at gone for good?"""
+        """Return True if all possible victims of a fault are killed permanently."""
         return all(self._gone.get((kind, one), False) for one in numbers or range(self._sizes[kind]))

@@ -1,4 +1,4 @@
-"""Workers that are slow on purpose, for experiments: `1:2.0,3:5.0`."""
+"""Straggler injection: factors by which workers compute slower, `1:2.0,3:5.0`."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from stretto.errors import LaunchError, explain
 
 EXAMPLE = '--stragglers "1:2.0,3:5.0"'
 ONE = re.compile(r"\s*([0-9]{1,9})\s*:\s*([0-9]{1,9}(?:\.[0-9]*)?)\s*", re.ASCII)
-"""A worker and its factor: nothing that is no number, no exponent, no sign."""
+"""A worker and its factor, both plain numbers without exponent or sign."""
 
 
 def factors(text: str | None, workers: int) -> dict[int, float]:
-    """By how much the computing of which worker is stretched.
+    """Return the factor by which each straggler's computing time is multiplied.
 
     >>> factors("1:2.0, 3:5", workers=4)
     {1: 2.0, 3: 5.0}
 
-    Raises LaunchError for a worker that is not there or named twice, and for a factor below 1.
+    Raise LaunchError for an unknown or repeated worker, and for a factor below 1.
     """
     found: dict[int, float] = {}
     for worker, factor in _pairs(text) if text is not None else ():

@@ -1,1 +1,1 @@
-"""A recipe: five words that say what is exchanged, when, with whom, in what encoding, and what is done with it."""
+"""Recipes: answers to five questions, what is exchanged, when, with whom, in which encoding, and how it is applied."""

@@ -331,7 +331,7 @@ NAMED: dict[str, Callable[..., Recipe]] = {make.__name__: make for make in (*SYN
 
 @dataclass(frozen=True)
 class Entry:
-    """What is known of a named recipe, read off the code."""
+    """Properties of a named recipe, read from its function."""
 
     name: str
     sentence: str
@@ -341,7 +341,7 @@ class Entry:
 
 
 def catalogue() -> list[Entry]:
-    """All named recipes with their five answers at the defaults, for lists and tables."""
+    """Return all named recipes with their five default answers, for lists and tables."""
     return [_entry(make) for make in NAMED.values()]
 
 
@@ -354,7 +354,7 @@ def _entry(make: Callable[..., Recipe]) -> Entry:
 
 
 def markdown_table(entries: Sequence[Entry]) -> str:
-    """The recipes as a table in Markdown, as the README shows them."""
+    """Return the recipes as a Markdown table."""
     head = ["recipe", "what it does", "what", "when", "whom", "how", "then", "papers"]
     rows = [
         [f"`{one.signature}`", one.sentence, *(f"`{word}`" for word in one.words.values()), "; ".join(one.papers)]

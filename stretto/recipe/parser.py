@@ -43,12 +43,12 @@ def _answers() -> dict[str, Callable[..., Any]]:
 
 ANSWERS = _answers()
 WORDS: dict[str, Callable[..., Any]] = {**ANSWERS, "Recipe": Recipe, **named.NAMED}
-"""All names that may stand in a recipe. A name that is both a recipe and an answer is the recipe where it stands first,
-the answer within brackets."""
+"""All names of a recipe's text. A name of both a recipe and an answer is the recipe at the start of the text, and the
+answer within brackets."""
 
 
 def parse(text: str) -> Recipe:
-    """The recipe that a text spells, short or long. Raises RecipeError on anything else; runs nothing.
+    """Parse a recipe in short or long form. Raise RecipeError for any other text.
 
     >>> parse("local_sgd(every=4)").spelled()
     'Recipe(what=parameters(), when=together(every=4), then=replace())'
@@ -206,7 +206,7 @@ def _options(allowed: list[str]) -> str:
 
 
 def with_shards(text: str, shards: int) -> str:
-    """The text of a recipe over a parameter server of so many shards, as short as it can be.
+    """Return the shortest text of a recipe over a parameter server with this number of shards.
 
     >>> with_shards("async_sgd(weight=0.5)", 2)
     'async_sgd(weight=0.5, shards=2)'

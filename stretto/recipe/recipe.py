@@ -17,13 +17,13 @@ from stretto.spec import Answer
 
 @dataclass(frozen=True, repr=False)
 class Recipe(Answer):
-    """How workers learn together: what they exchange, when, with whom, in what encoding, and what is done then.
+    """Algorithm of distributed training: what is exchanged, when, with whom, in which encoding, and how it is applied.
 
     >>> print(Recipe(what=updates(), when=together(every=16), then=add()))
     Recipe(what=updates(), when=together(every=16), then=add())
 
-    Printed it can be typed back: `stretto run --recipe "local_sgd(every=16)" train.py`. Two recipes are equal when
-    their five answers are, whatever they were called. Raises RecipeError when the answers do not fit together.
+    Its text can be typed back: `stretto run --recipe "local_sgd(every=16)" train.py`. Two recipes are equal if
+    their five answers are, whatever their names. Raises RecipeError if the answers do not fit together.
     """
 
     what: What = gradients()
@@ -32,7 +32,7 @@ class Recipe(Answer):
     how: Codec = exact()
     then: Then = step()
     called: str = field(default="", compare=False, kw_only=True)
-    """The short text, when it was made by one of `stretto.recipes`."""
+    """Short text of a recipe made by a function of `stretto.recipes`."""
 
     axis = "recipe"
 
@@ -45,17 +45,17 @@ class Recipe(Answer):
         return self.called or self.spelled()
 
     def spelled(self) -> str:
-        """The long form, whatever the recipe is called."""
+        """Return the long form of the recipe."""
         answers = [f"{one.name}={getattr(self, one.name)}" for one in _axes() if _differs(self, one.name)]
         return f"Recipe({', '.join(answers)})"
 
     def words(self) -> dict[str, str]:
-        """The five answers as text."""
+        """Return the five answers as text."""
         return {one.name: str(getattr(self, one.name)) for one in _axes()}
 
     @property
     def asynchronous(self) -> bool:
-        """Whether nobody waits: exchanges are applied by a server as they arrive."""
+        """True if a server applies exchanges on arrival, so that workers do not wait for each other."""
         return isinstance(self.when, on_arrival)
 
     def step_of_all(self, workers: int) -> float:
@@ -72,11 +72,11 @@ class Recipe(Answer):
 
     @property
     def shards(self) -> int:
-        """How many shards its parameter server has; 0 when it has none."""
+        """Number of shards of its parameter server; 0 without one."""
         return self.whom.shards if isinstance(self.whom, server) else 0
 
     def sources(self) -> tuple[str, ...]:
-        """The papers of its parts, each once."""
+        """Return the papers of all answers, each once."""
         papers = (paper for one in _axes() for paper in getattr(self, one.name).sources())
         return tuple(dict.fromkeys(papers))
 
@@ -99,7 +99,7 @@ THENS: dict[type[When], dict[type[What], tuple[type[Then], ...]]] = {
     },
     on_arrival: {gradients: (add,), parameters: (pull, replace), updates: (add, outer)},
 }
-"""What can be done with the answer to each kind of question: a gradient is not a set of parameters."""
+"""Answers to *then* that fit each pair of *when* and *what*."""
 
 
 def _check_whom(recipe: Recipe) -> None:
@@ -107,7 +107,7 @@ def _check_whom(recipe: Recipe) -> None:
         return
     raise RecipeError(
         explain(
-            f"when={recipe.when} needs somebody for things to arrive at",
+            f"when={recipe.when} needs a server for updates to arrive at",
             got=f"when={recipe.when}, whom={recipe.whom}",
             expected="whom=server(shards=n)",
             to_type=f"Recipe(what={recipe.what}, when={recipe.when}, whom=server(), then={_fitting_then(recipe)})",
@@ -116,13 +116,13 @@ def _check_whom(recipe: Recipe) -> None:
 
 
 def _check_differences(recipe: Recipe) -> None:
-    """A state that both sides keep needs everybody in every round, and messages that can be told apart."""
+    """Refuse asynchronous recipes and unfit codecs: a shared state needs all workers and separate messages."""
     if not isinstance(recipe.what, gradient_differences | momenta):
         return
     if recipe.asynchronous:
         raise RecipeError(
             explain(
-                f"what={recipe.what} adds up states that all workers keep, so all must hear every message",
+                f"what={recipe.what} adds up states that all workers keep, so all must receive every message",
                 got=f"what={recipe.what}, when={recipe.when}",
                 expected="when=together()",
                 to_type=f"Recipe(what={recipe.what}, how={recipe.how})",
@@ -137,7 +137,7 @@ def _check_differences(recipe: Recipe) -> None:
                 f"what={recipe.what} can't be sent as {recipe.how}",
                 got=f"what={recipe.what}, how={recipe.how}",
                 expected="a codec that is a pair of encode and decode"
-                + (", of messages that are not summed on the way: a worker may be silent" if silent else ""),
+                + (", whose messages are not summed by an all-reduce: some workers send nothing" if silent else ""),
                 to_type=f"Recipe(what={recipe.what}, how=error_feedback(top_k(0.01)))",
             )
         )
@@ -165,7 +165,7 @@ def _check_then(recipe: Recipe) -> None:
 
 
 def _is_frozen_alone(recipe: Recipe) -> bool:
-    """Whether a variance would be frozen though it is no momentum that is exchanged."""
+    """Return True if the variance would be frozen without an exchange of momenta."""
     return isinstance(recipe.then, frozen_variance) and not isinstance(recipe.what, momenta)
 
 
@@ -174,12 +174,12 @@ def _reason(recipe: Recipe) -> str:
     if isinstance(then, frozen_variance) or isinstance(recipe.what, momenta):
         return "frozen_variance() steps with a momentum, and only it does"
     if isinstance(then, pull):
-        return "pull() is between a server's parameters and a worker's, as they arrive"
+        return "pull() applies to a server's and a worker's parameters, on arrival"
     if isinstance(then, replace):
         return "replace() takes the answer as the parameters"
     if isinstance(then, OnParameters):
         return f"{type(then).__name__}() adds a change to the parameters last agreed"
-    return "step() gives the answer to the optimizer as a gradient"
+    return "step() passes the answer to the optimizer as a gradient"
 
 
 def _check_weight(recipe: Recipe) -> None:
@@ -211,7 +211,7 @@ def _check_when(recipe: Recipe) -> None:
     if recipe.asynchronous and isinstance(recipe.what, parameters) and recipe.what.optimizer_state != "keep":
         raise RecipeError(
             explain(
-                "a server on arrival knows no optimizer's state",
+                "a server on arrival has no optimizer's state",
                 got=f"what={recipe.what}, when={recipe.when}",
                 expected='optimizer_state="keep"',
                 to_type=f"Recipe(what=parameters(), when={recipe.when}, whom={recipe.whom}, then={recipe.then})",
@@ -236,7 +236,7 @@ def _check_how(recipe: Recipe) -> None:
     if recipe.asynchronous and (not recipe.how.pair or recipe.how.needs_theta):
         raise RecipeError(
             explain(
-                f"{recipe.how} needs all workers in one conversation, and on arrival there is none",
+                f"{recipe.how} needs collective operations of all workers, and on arrival there are none",
                 got=f"when={recipe.when}, how={recipe.how}",
                 expected="a codec that is a pair of encode and decode",
                 to_type=f"Recipe(what={recipe.what}, when={recipe.when}, whom={recipe.whom}, then={recipe.then})",
@@ -246,7 +246,7 @@ def _check_how(recipe: Recipe) -> None:
     if recipe.asynchronous and whole:
         raise RecipeError(
             explain(
-                "parameters travel whole to a server on arrival: a part of them says nothing of the rest",
+                "parameters are sent whole to a server on arrival: a part of them does not determine the rest",
                 got=f"what={recipe.what}, when={recipe.when}, how={recipe.how}",
                 expected="how=exact() or how=cast(), or what=updates()",
                 to_type=f"Recipe(what=updates(), when={recipe.when}, whom={recipe.whom}, how={recipe.how}, then=add())",
@@ -257,7 +257,7 @@ def _check_how(recipe: Recipe) -> None:
             explain(
                 f"{recipe.how} encodes a server's replies, and under {recipe.when} no server replies",
                 got=f"when={recipe.when}, how={recipe.how}",
-                expected="when=on_arrival() and whom=server(), or the codec of one way",
+                expected="when=on_arrival() and whom=server(), or the codec of one direction",
                 to_type=f"Recipe(what=updates(), when=on_arrival(), whom=server(), how={recipe.how}, then=add())",
             )
         )

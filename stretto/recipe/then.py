@@ -1,8 +1,8 @@
-"""What is done with the answer?
+"""Answers to *then*: how is the mean of an exchange applied?
 
-`theta` are the parameters, flat; `answer` is what the workers agreed on, of the same length: for all that changes the
-parameters at an exchange, the mean change since they last agreed. Under `on_arrival` a server does it: `apply` becomes
-`arrive`, which makes the next version of the server's parameters out of the present one.
+`theta` are the parameters, flat; `answer` is the mean over workers, of the same length: the mean change since the
+parameters last agreed, for answers that change the parameters at an exchange. Under `on_arrival` a server calls
+`arrive` instead of `apply`, which computes the next version of the server's parameters from the present one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class OuterState(State):
 
 
 PIECE = 1 << 16
-"""Numbers that are worked on at a time, so that the second operation finds them in the processor's cache."""
+"""Numbers processed at a time, so that the second operation finds them in the processor's cache."""
 
 
 def _add(theta: Tensor, answer: Tensor, agreed: Tensor, weight: float) -> None:
@@ -46,25 +46,25 @@ class Then(Answer):
 
 
 class OnParameters(Then):
-    """An answer that changes the parameters at the exchange."""
+    """Base of answers that change the parameters at the exchange."""
 
     def apply(self, theta: Tensor, answer: Tensor, state: OuterState) -> None:
-        """Set `theta` and the memory to the new agreed parameters; `answer` is the mean change of all workers."""
+        """Set `theta` and the state to the new agreed parameters; `answer` is the mean change of all workers."""
         raise NotImplementedError
 
     def arrive(self, now: Tensor, mean: Tensor, arrived: Arrived, velocity: Velocity | None, out: Tensor) -> None:
-        """Write a server's next version into `out`; `mean` is that of what arrived, weighted by samples and staleness.
+        """Write a server's next version into `out`; `mean` is that of the updates, weighted by samples and staleness.
 
-        All are ranges of the same length. `out` may be `mean`, `now` is left as it is.
+        All are ranges of the same length. `out` may be `mean`; `now` is not modified.
         """
         raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """What a server applies at once: `count` exchanges where `collect` were waited for, of `workers` workers.
+    """Updates that a server applies together: `count` of `collect`, of `workers` workers.
 
-    Fewer than `collect` are applied where no more come, and weigh accordingly less.
+    Fewer than `collect` are applied, with a smaller weight, if no more can arrive.
     """
 
     count: int
@@ -73,12 +73,12 @@ class Arrived:
 
     @property
     def part(self) -> float:
-        """How much of a whole application this is."""
+        """Share of `collect` that has arrived."""
         return self.count / self.collect
 
 
 class Velocity:
-    """A server's outer momentum of one flat range, and the changes since it was last refreshed."""
+    """Outer momentum of a server for one flat range, and the sum of changes since its last update."""
 
     def __init__(self, like: Tensor) -> None:
         self.v = like.new_zeros(like.shape)
@@ -88,12 +88,12 @@ class Velocity:
 
 @dataclass(frozen=True, repr=False)
 class step(Then):
-    """Let the optimizer use the answer as the gradient: whatever it does with a gradient it does with the mean."""
+    """Use the answer as the gradient of the optimizer's step."""
 
 
 @dataclass(frozen=True, repr=False)
 class frozen_variance(step):
-    """Step as Adam does until the answer is a momentum; from then on with that, over a variance that stays as it is.
+    """Step as Adam does until the answer is a momentum; from then on with that momentum and a constant variance.
 
     theta -= lr * m / (sqrt(v / (1 - beta2^T)) + eps), with v and T those of the end of the warm-up; AdamW's decoupled
     weight decay is kept.
@@ -104,7 +104,7 @@ class frozen_variance(step):
 
 @dataclass(frozen=True, repr=False)
 class replace(OnParameters):
-    """Take the mean of the parameters: `theta = theta_old + answer`, where the answer is the mean change."""
+    """Replace the parameters by their mean: `theta = theta_old + answer`, where the answer is the mean change."""
 
     papers = ("Su, Chen 2015 (1507.01239)",)
 
@@ -116,13 +116,13 @@ class replace(OnParameters):
 
 
 class Weight(Answer):
-    """Base of the weights of `add`. A staleness is the number of versions made since the one that was computed on."""
+    """Base of the weights of `add`. Staleness is the number of versions since the one an update was computed on."""
 
     axis = "weight"
     example: ClassVar[str] = "constant(1.0)"
 
     def of(self, staleness: int, workers: int) -> float:
-        """The weight of an update of that staleness, of one of so many workers."""
+        """Return the weight of an update of this staleness, with this number of workers."""
         raise NotImplementedError
 
 
@@ -138,7 +138,7 @@ class constant(Weight):
 
 @dataclass(frozen=True, repr=False)
 class equal_share(Weight):
-    """`1 / N` with N workers, so that one update of each adds up to their mean, as behind a barrier."""
+    """`1 / N` with N workers, so that one update of each worker adds up to their mean, as after a barrier."""
 
     def of(self, staleness: int, workers: int) -> float:
         return 1.0 / workers
@@ -170,9 +170,9 @@ class exponential(Weight):
 
 @dataclass(frozen=True, repr=False)
 class delay_compensated(Weight):
-    """Weigh each number by how the parameters have moved since, as a Taylor term of the gradient says.
+    """Correct each number for the parameters' move since, with a first-order Taylor term of the gradient.
 
-    theta -= lr * (g + lambda * g * g * (theta - theta_old)), with theta_old what the update was computed on
+    theta -= lr * (g + lambda * g * g * (theta - theta_old)), with theta_old the parameters of the update
     ms = m * ms + (1 - m) * g * g;  lambda = lam / sqrt(ms + 1e-7)      adaptive
     lambda = lam                                                        otherwise
 
@@ -190,7 +190,7 @@ class delay_compensated(Weight):
         return 1.0
 
     def compensate(self, update: Tensor, lr: float, now: Tensor, old: Tensor, ms: Tensor | None) -> Tensor:
-        """The update as it would be had it been computed on `now`, to first order. `ms` is brought up to date."""
+        """Return the update corrected to first order for the parameters `now`, and update `ms`."""
         g = update / -lr
         strength: Tensor | float = self.lam
         if ms is not None:
@@ -203,13 +203,13 @@ class delay_compensated(Weight):
 class add(OnParameters):
     """Add the answer to the parameters last agreed: `theta = theta_old + c * answer`.
 
-    At a server each update is weighted by itself: `theta += (1/s) sum_l w(t_l) D_l` over the s that are collected.
+    At a server each update has its own weight: `theta += (1/s) sum_l w(t_l) D_l` over the s that are collected.
     """
 
     weight: Weight = constant(1.0)
 
     def sources(self) -> tuple[str, ...]:
-        """The papers of the weight."""
+        """Return the papers of the weight."""
         return self.weight.sources()
 
     def apply(self, theta: Tensor, answer: Tensor, state: OuterState) -> None:
@@ -243,8 +243,8 @@ class outer(OnParameters):
                            theta = theta_old - lr * v                    without
     Memory: the parameters last agreed and v.
 
-    At a server, where updates are stale, v is refreshed only with every n-th application, n = N / collect, by the mean
-    d of those n (delayed Nesterov, Liu et al. 2024, 2401.09135; n = 1 is the rule above):
+    At a server, where updates are stale, v is updated only with every n-th application, n = N / collect, by the mean
+    d of these n (delayed Nesterov, Liu et al. 2024, 2401.09135; n = 1 is the rule above):
 
     theta -= lr * d / n,  and with every n-th:  v = momentum * v + mean(d);  theta -= lr * momentum * v
     """

@@ -1,4 +1,4 @@
-"""What do workers exchange?"""
+"""Answers to *what*: which tensors do workers exchange?"""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 PIECE = 1 << 16
-"""Numbers that are worked on at a time, so that the second operation finds them in the processor's cache."""
+"""Numbers processed at a time, so that the second operation finds them in the processor's cache."""
 
 
 class What(Answer):
@@ -27,22 +27,22 @@ class What(Answer):
     example: ClassVar[str] = "gradients()"
 
     def init_state(self, how: Encoding, like: Tensor, context: Any) -> Any:
-        """What a worker remembers of exchanges of tensors like this one, in this encoding."""
+        """Return a new state for exchanges of tensors like this one in this encoding."""
         return how.init_state(like, context)
 
     def average(self, how: Encoding, x: Tensor, state: Any) -> CollectiveCoroutine:
-        """The conversation that ends in the mean of everyone's `x`, this worker's contribution, which is given away."""
+        """Return the coroutine that computes the mean of all workers' contributions `x`, which may be overwritten."""
         return how.average(x, state)
 
     def codec_state(self, state: Any) -> Any:
-        """The codec's part of what is remembered."""
+        """Return the codec's part of a state."""
         return state
 
 
 class OfParameters(What):
-    """Something about the parameters, exchanged after local steps.
+    """Base of answers about the parameters, exchanged after local steps.
 
-    It travels as the change since the parameters last agreed, `theta_i - theta_old`: the sum of n changes loses far
+    They are sent as the change since the parameters last agreed, `theta_i - theta_old`: the sum of n changes loses far
     fewer bits to rounding than the sum of n shares of the parameters, and what no worker changed stays bit for bit.
     """
 
@@ -55,7 +55,7 @@ class OfParameters(What):
 
 @dataclass(frozen=True, repr=False)
 class gradients(What):
-    """The gradient of each backward pass, agreed before `backward()` returns.
+    """The gradient of each backward pass, averaged before `backward()` returns.
 
     `g = sum_i (n_i / n) g_i`, with n_i the samples of worker i. Cost: the bytes of the model a backward pass.
     """
@@ -79,15 +79,15 @@ class DifferencesState(State):
 
 @dataclass(frozen=True, repr=False)
 class gradient_differences(gradients):
-    """The difference between a worker's gradient and what all know of it already, a state that both sides keep.
+    """The difference between a worker's gradient and a state of it that all workers keep.
 
     D_m = g_m - h_m;  h_m += beta * sent_m;  the answer is h + sum_m sent_m;  then h += beta * sum_m sent_m
 
-    g_m is the contribution of worker m (its gradient times its share of the samples), sent_m what its message says, h
+    g_m is the contribution of worker m (its gradient times its share of the samples), sent_m its decoded message, h
     the sum of all h_m. All states begin at 0. With exact messages the answer is that of `gradients()` for every beta;
-    with `error_feedback` around the codec what was not sent is added to the next difference (GD-SEC's e_m). beta = 1
-    without it is EF21. With `groups` above 1 only every so-manieth worker speaks in a round, in turn; the others send
-    nothing, and their states stay. Memory: two tensors the size of the gradient.
+    with `error_feedback` around the codec the residual is added to the next difference (GD-SEC's e_m). beta = 1 without
+    it is EF21. With `groups` above 1 every `groups`-th worker sends in a round, in turn; other workers send nothing and
+    keep their states. Memory: two tensors the size of the gradient.
     """
 
     beta: Annotated[float, Range(least=0, most=1)] = 1.0
@@ -108,7 +108,7 @@ class gradient_differences(gradients):
         return state.codec
 
     def _message(self, how: Encoding, difference: Tensor, state: DifferencesState) -> Tensor:
-        """What this worker says, which becomes part of its state."""
+        """Return this worker's message, and add it to its state."""
         silent, state.turn = state.turn % self.groups > 0, state.turn + 1
         if silent:
             return _nothing(difference)
@@ -137,11 +137,11 @@ class MomentaState(State):
 
 @dataclass(frozen=True, repr=False)
 class momenta(gradients):
-    """The momentum of Adam with this worker's gradient in it, after a warm-up in which gradients are exchanged exactly.
+    """The momentum of Adam updated with this worker's gradient, after a warm-up with exact gradients.
 
     m_i = beta m + (1 - beta) g_i;  m = sum_i (n_i / n) m_i
 
-    g_i is the gradient of worker i, m what was agreed last. `warm_up` rounds exchange g_i as it is, and m follows;
+    g_i is the gradient of worker i, m the last mean. `warm_up` rounds exchange g_i exactly and update m;
     `beta` is the optimizer's own beta1. Memory: a tensor the size of the gradient.
     """
 
@@ -169,13 +169,13 @@ class momenta(gradients):
 
 
 def _nothing(like: Tensor) -> Tensor:
-    """The message of a worker that has nothing to say."""
+    """Return the empty message of a worker that sends nothing in a round."""
     return like.new_empty(0, dtype=torch.uint8)
 
 
 @dataclass(frozen=True, repr=False)
 class updates(OfParameters):
-    """The change of the parameters over the local steps, so learning rate and momentum are inside.
+    """The change of the parameters over the local steps, which includes learning rate and momentum.
 
     `D_i = theta_i - theta_old`, with theta_old the parameters last agreed. The optimizer's state stays local.
     """
@@ -185,7 +185,7 @@ class updates(OfParameters):
 class parameters(OfParameters):
     """The parameters themselves: `theta = sum_i (n_i / n) theta_i`, sent as their change (see OfParameters).
 
-    optimizer_state says what becomes of the optimizer's state at an exchange: "keep" it as each worker has it,
+    optimizer_state: treatment of the optimizer's state at an exchange: "keep" that of each worker,
     "average" it with the parameters (twice the bytes with momentum, three times with Adam), or "reset" it to zero.
     """
 

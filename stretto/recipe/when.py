@@ -1,4 +1,4 @@
-"""When do workers exchange, and who waits?"""
+"""Answers to *when*: when do workers exchange, and which of them wait?"""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class together(When):
     papers = ("Lin et al. 2018 (1808.07217)",)
 
     def sources(self) -> tuple[str, ...]:
-        """The paper of `after`, where that is used."""
+        """Return the paper of `after` if it is used."""
         return self.papers if self.after else ()
 
     def due(self, step: int) -> bool:
-        """Whether an exchange follows local step `step`, counted from 1.
+        """Return True if an exchange follows local step `step`, counted from 1.
 
         >>> [step for step in range(1, 11) if together(every=3, after=2).due(step)]
         [1, 2, 5, 8]
@@ -42,14 +42,14 @@ class together(When):
 
 @dataclass(frozen=True, repr=False)
 class on_arrival(When):
-    """Nobody waits for anybody: a server applies what comes, each worker exchanges after every k local steps.
+    """Asynchronous exchange: each worker exchanges after every k local steps, and a server applies updates on arrival.
 
-    The server applies once `collect` exchanges are there, whosever they are (1: each as it comes; more: soft
-    synchronisation). A worker that would be more than `bound` rounds ahead of the slowest is made to wait (stale
-    synchronous parallel; 0 is the barrier, None lets all run free); rounds count from the last meeting of all, which is
-    an evaluation or the end of a pass. With `overlap` sending and receiving go on while the worker computes its next
-    round: nothing is waited for on a slow network, and updates are about twice as stale. It takes up one round of the
-    bound; a bound of 0 leaves nothing to overlap.
+    The server applies updates once `collect` have arrived, from any workers (1: each on arrival; more: soft
+    synchronisation). A worker that would be more than `bound` rounds ahead of the slowest waits (stale synchronous
+    parallel; 0 is a barrier, None is unbounded); rounds count from the last barrier, which is an evaluation or the end
+    of an epoch. With `overlap` a worker computes its next round while it sends and receives, so it never waits on a
+    slow network, and updates are about twice as stale. It uses one round of the bound; with a bound of 0 it has no
+    effect.
     """
 
     every: Annotated[int, Range(least=1)] = 1
@@ -58,7 +58,7 @@ class on_arrival(When):
     overlap: bool = False
 
     def sources(self) -> tuple[str, ...]:
-        """The papers of `every`, `collect` and `bound`, where those are used."""
+        """Return the papers of `every`, `collect` and `bound` if they are used."""
         used = {
             "Dean et al. 2012 (DistBelief)": True,
             "Zhang, Gupta, Lian, Liu 2015 (1511.05950)": self.collect > 1,
@@ -67,10 +67,10 @@ class on_arrival(When):
         return tuple(paper for paper, is_used in used.items() if is_used)
 
     def due(self, step: int) -> bool:
-        """Whether an exchange follows local step `step`, counted from 1."""
+        """Return True if an exchange follows local step `step`, counted from 1."""
         return step % self.every == 0
 
     @property
     def ahead(self) -> int:
-        """Rounds that a worker begins before it hears of its last exchange: 1 with overlap, 0 without."""
+        """Rounds that a worker begins before it receives the reply to its last exchange: 1 with overlap, 0 without."""
         return int(self.overlap and self.bound != 0)

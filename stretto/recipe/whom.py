@@ -1,4 +1,4 @@
-"""With whom does a worker exchange?"""
+"""Answers to *whom*: with which processes does a worker exchange?"""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Whom(Answer):
 
 @dataclass(frozen=True, repr=False)
 class everyone(Whom):
-    """With all workers at once, without a centre: an all-reduce.
+    """All workers, without a server: an all-reduce.
 
     Cost: 2(N-1)/N times the bytes exchanged, per worker, on a ring.
     """
@@ -25,7 +25,7 @@ class everyone(Whom):
 
 @dataclass(frozen=True, repr=False)
 class server(Whom):
-    """With a parameter server, of so many shards: each holds a range of the parameters.
+    """A parameter server of `shards` processes, each of which holds a range of the parameters.
 
     Cost: twice the bytes exchanged per worker, and N times them, divided by the shards, per shard.
     """

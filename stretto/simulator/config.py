@@ -119,7 +119,7 @@ def _refuse_ineffective(fault: Fault, network: Network) -> None:
 
 def _refuse_partial(fault: Fault, network: Network) -> None:
     """Raise LaunchError for a fault of worker 0 or a server if both run in one process."""
-    kind, numbers = plan.aim(fault)
+    kind, numbers = plan.victims_of(fault)
     is_other_worker = kind == "worker" and numbers and 0 not in numbers
     if network.in_worker and isinstance(fault, plan.Kill | plan.Pause) and not is_other_worker:
         problem = "worker 0 and the servers in its process can only fail together, which is not simulated"

@@ -248,7 +248,7 @@ class Simulator:
         if happening.kind == "server" and self._servers is None and self._may_have_servers:
             self._postponed.append((time, happening))
             return None
-        named = (number for fault in self._simulation.faults for number in faults.aim(fault)[1])
+        named = (number for fault in self._simulation.faults for number in faults.victims_of(fault)[1])
         if happening.kind != "server" or self._servers is None or happening.numbers[0] in named:
             return happening
         return replace(happening, numbers=(happening.numbers[0] % self._servers.shards,))

@@ -175,7 +175,7 @@ class ElasticTransport:
         self._commits = self._begun = 0
         self._open = Attempt(1)
         self._kept: list[Attempt] = []
-        """Last attempts that this worker has committed, since the last one that needed all workers."""
+        """Last attempts that this worker has committed, since the last attempt that needed all workers."""
         self._copies = False
         self._given: deque[Attempt] = deque()
         """Attempts that other workers have committed before this one."""

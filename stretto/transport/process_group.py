@@ -45,7 +45,7 @@ ENDED = 4
 """Number of ended operations that are kept, twice the number of gloo's threads.
 
 A thread of gloo that drops an operation last takes the interpreter for each tensor of it. A process forked in that
-moment inherits a lock of CPython 3.11 that nobody releases: the child (of a pool, of a DataLoader with workers) hangs.
+moment inherits a lock of CPython 3.11 that is never released, and the child (a DataLoader's worker, say) hangs.
 """
 
 

@@ -76,7 +76,7 @@ class chatty(whole):
 
 
 class forgetful(whole):
-    """Wrong: what is owed is forgotten."""
+    """Wrong: the residual is lost."""
 
     def encode_with_residual(self, x, residual, state):
         message = self.encode(x, state)
@@ -145,7 +145,7 @@ class one_sided(whole):
 
 
 class rounding(whole):
-    """Wrong: promises that every number is carried exactly or owed wholly."""
+    """Wrong: promises that every number is carried exactly or left whole in the residual."""
 
     exact_split = True
 

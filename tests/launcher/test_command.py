@@ -147,7 +147,7 @@ def test_the_record_goes_where_it_is_asked_to(place: Place) -> None:
         (
             ["run", "--faults", "kil worker at 1s", "train.py"],
             1,
-            ("these are no faults: kil", "got: kil worker", "^^^"),
+            ("not a fault: kil", "got: kil worker", "^^^"),
         ),
         (["run"], 2, ("SCRIPT",)),
         (["run", "trian.py"], 1, ("there is no script trian.py", "try: stretto run train.py")),

@@ -98,10 +98,10 @@ def test_who_stays_away_is_not_struck_meanwhile() -> None:
         ("kill worker 4 at 1s", {}, ("there is no worker 4 of 4",)),
         ("kill server at 1s", {}, ("there is no parameter server",)),
         ("kill server 1 at 1s", {"recipe": "async_sgd"}, ("there is no server 1 of 1",)),
-        ("kill worker 1 at 3s, back after 2s", {"restarts": 0}, ("nobody is back with --restarts 0",)),
+        ("kill worker 1 at 3s, back after 2s", {"restarts": 0}, ("no process is restarted with --restarts 0",)),
         ("kill coordinator at 1s", {"workers": 1}, ("there is no coordinator to strike",)),
         ("pause coordinator for 1s at 1s", {"workers": 1}, ("there is no coordinator to strike",)),
-        ("kill everybody at 1s", {}, ("these are no faults: everybody", "^^^^^^^^^")),
+        ("kill everybody at 1s", {}, ("not a fault: everybody", "^^^^^^^^^")),
         ("", {}, ("something is missing at the end",)),
     ],
 )

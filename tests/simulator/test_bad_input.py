@@ -105,7 +105,7 @@ def test_valid_simulation_succeeds(simulate: Simulate) -> None:
             (["--network", "1Gbit/s, servers in worker 0", "--faults", fault], FAILED, ["can only fail together"])
             for fault in ("kill worker 0 at 1s", "pause worker for 1s at 1s", "kill server 0 at 1s")
         ),
-        (["--faults", "explode at 1s"], FAILED, ["these are no faults: explode", "^^^^^^^"]),
+        (["--faults", "explode at 1s"], FAILED, ["not a fault: explode", "^^^^^^^"]),
         (["--until", "tomorrow"], FAILED, ["--until cannot be 'tomorrow'", '--until "time=1h"']),
         (["--until", "samples=-3"], FAILED, ["--until cannot be 'samples=-3'"]),
         (["--until", "time=nan"], FAILED, ["--until cannot be 'time=nan'"]),

@@ -330,7 +330,7 @@ def test_mismatched_collectives_are_an_error() -> None:
     def live(worker: Worker, wire: SimTransport) -> None:
         wire.submit((AllReduceMean, AllGather)[worker.number](torch.ones(3))).wait()
 
-    with pytest.raises(TransportError, match="different things"):
+    with pytest.raises(TransportError, match="different operations"):
         Scene(2).lived(live)
 
 
