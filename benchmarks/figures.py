@@ -30,6 +30,8 @@ def write(page: Path = PAGE, results: Path = RESULTS) -> None:
 
 
 def _page(results: Path) -> Iterator[str]:
+    yield "## Overhead: steps per second beside the same without Stretto"
+    yield ""
     yield "| question | case | ratio | wanted | the two sides | command |"
     yield "| --- | --- | --- | --- | --- | --- |"
     for name in CONTESTS:
@@ -69,7 +71,9 @@ def _speed(side: Record) -> str:
 def _lab(record: Record) -> Iterator[str]:
     link = f"{record['hosts']} hosts at {record['link_mbit']:g} Mbit/s"
     yield ""
-    yield f"Seconds to {record['target']:.1%} of MNIST's test images, {link}: `python -m benchmarks lab`"
+    yield f"## Seconds to {record['target']:.1%} of MNIST's test images, {link}"
+    yield ""
+    yield "`python -m benchmarks lab`"
     yield ""
     yield "| way | seconds | ms a step | MB sent a host | speed against | by the step | to the target |"
     yield "| --- | --- | --- | --- | --- | --- | --- |"
@@ -84,8 +88,8 @@ def _lab(record: Record) -> Iterator[str]:
     if counts:
         yield ""
         yield (
-            f"The links carried {min(counts):.3f} to {max(counts):.3f} times the bytes that Stretto says it sent: "
-            "the heads of Ethernet, IP and TCP, and acknowledgements, are the rest."
+            f"The links carried {min(counts):.3f} to {max(counts):.3f} times the bytes that Stretto reports: "
+            "headers of Ethernet, IP and TCP, and acknowledgements, are the rest."
         )
 
 
@@ -94,6 +98,8 @@ def _two(number: float | None) -> str:
 
 
 def _machines(results: Path) -> Iterator[str]:
+    yield ""
+    yield "## Machines"
     for name in (*CONTESTS, "lab", *TABLES):
         record = _kept(results, name)
         if record is not None:

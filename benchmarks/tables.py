@@ -28,7 +28,8 @@ def server(record: Record) -> Iterator[str]:
         yield f"| {name} | {one['gb_per_s']['median']:.2f} | {shares} | {asked} |"
     times = ", ".join(f"{name} {one['median']:.3f} ms" for name, one in record["round_trip_ms"].items())
     yield ""
-    yield f"Ours count both directions. 4 KB there and back: {times}; wanted at most {record['wanted_ms']:g} ms."
+    wanted = f"wanted at most {record['wanted_ms']:g} ms"
+    yield f"Rows of Stretto count both directions. Round trip of 4 KB: {times}; {wanted}."
 
 
 def updates(record: Record) -> Iterator[str]:
@@ -46,7 +47,7 @@ def updates(record: Record) -> Iterator[str]:
 
 def peers(record: Record) -> Iterator[str]:
     """Ours against servers written with something else."""
-    yield from _head("Our parameter server against others, workers that only push", "peers")
+    yield from _head("The parameter server against others, workers that only push", "peers")
     yield f"| model | workers | side | updates/s | GB/s both ways | updates/s of {record['sides'][0]} / of it |"
     yield "| --- | --- | --- | --- | --- | --- |"
     for case in record["cases"]:
@@ -55,7 +56,7 @@ def peers(record: Record) -> Iterator[str]:
             speeds = f"{one['updates_per_s']['median']:.4g} | {one['gb_per_s']:.2f}"
             yield f"| {load} | {speeds} | {'' if name == record['sides'][0] else ratio(one['ratio'])} |"
     yield ""
-    yield "Torch's rpc and Ray use shared memory on one machine; TCP, as ours, only where it says so."
+    yield "torch rpc and Ray use shared memory on one machine; rows with TCP use TCP, as Stretto does."
 
 
 def overlap(record: Record) -> Iterator[str]:
@@ -92,8 +93,8 @@ def unequal(record: Record) -> Iterator[str]:
 def _stretches(record: Record) -> Iterator[str]:
     told = "; ".join(f"{name}: `--stragglers {case['slow']}`" for name, case in record["cases"].items())
     cores = record["machine"]["cores"]
-    yield f"{told}. As they are, {record['workers']} workers compute on {cores} cores, which bounds what can be gained;"
-    yield "as on 4 machines, all sleep most of the time. A bound makes the fast wait for the slow: that is its use."
+    yield f"{told}. Without further stretching {record['workers']} workers compute on {cores} cores, which limits"
+    yield "the gain; stretched as on 4 machines, all sleep most of the time. A staleness bound makes fast workers wait."
 
 
 def kernels(record: Record) -> Iterator[str]:
@@ -122,7 +123,7 @@ def fewer(record: Record) -> Iterator[str]:
         one = record["best"]
         yield ""
         yield (
-            f"The best of ours, {one['ours']}, is {one['speed']:.2f} times as fast as the best of DDP's hooks, "
+            f"The fastest recipe, {one['ours']}, is {one['speed']:.2f} times as fast as the fastest hook of DDP, "
             f"{one['theirs']}; wanted at least {record['wanted']:g}. {_alone(record)}"
         )
 
@@ -138,8 +139,8 @@ def _alone(record: Record) -> str:
 def shakespeare(record: Record) -> Iterator[str]:
     """Time, steps and bytes to the loss of allreduce."""
     link = f"{record['hosts']} hosts at {record['link_mbit']:g} Mbit/s"
-    target = f"a held-out loss of {record['target']:.3f}, that of one pass of allreduce"
-    yield from _head(f"Shakespeare, {link}: what it takes to {target}", "shakespeare")
+    target = f"a held-out loss of {record['target']:.3f}, that of one epoch of allreduce"
+    yield from _head(f"Shakespeare, {link}: seconds and bytes to {target}", "shakespeare")
     yield from _raced(record)
 
 
@@ -157,7 +158,8 @@ def _raced(record: Record) -> Iterator[str]:
 def convex(record: Record) -> Iterator[str]:
     """Rounds and uplink bits of the methods on convex problems, beside those of a program written apart."""
     yield from _head("GD-SEC and others on logistic regression: rounds and uplink bits to the target", "convex")
-    yield "| data, workers, F - F* | method | rounds | uplink bits | saved | written apart: rounds | saved | wanted |"
+    independent = "independent program: rounds | saved"
+    yield f"| data, workers, F - F* | method | rounds | uplink bits | saved | {independent} | wanted |"
     yield "| --- | --- | --- | --- | --- | --- | --- | --- |"
     for name, case in record["cases"].items():
         for one in case["methods"]:
@@ -168,7 +170,7 @@ def convex(record: Record) -> Iterator[str]:
             asked = f"at least {case['wanted']:.1%}" if one["method"] == case["wanted_of"] else ""
             yield f"| {load} | {rounds} | {one['uplink_bits']} | {saved} | {told} | {asked} |"
     yield ""
-    yield f"Given up after {record['late']} times the rounds of gd. xi in units of L, l2 = {record['l2']:g}."
+    yield f"A method ends after {record['late']} times the rounds of gd. xi in units of L, l2 = {record['l2']:g}."
 
 
 def simulated(record: Record) -> Iterator[str]:
@@ -196,7 +198,7 @@ def simulated(record: Record) -> Iterator[str]:
     yield (
         f"Time within {record['wanted']:.0%} in {good('time_ratio', record['wanted'])} of {len(record['cases'])} "
         f"cases; bytes within {wanted:.0%} of those sent in {good('bytes_ratio', wanted)}, "
-        f"of those received in {good('received_ratio', wanted)}: what TCP sends twice comes once."
+        f"of those received in {good('received_ratio', wanted)}: retransmissions are received once."
     )
 
 
@@ -213,7 +215,7 @@ def simulator(record: Record) -> Iterator[str]:
     yield ""
     yield (
         f"{memory['workers']} workers: {memory['mib']:.0f} MiB at the peak, wanted at most {record['wanted_mib']:.0f}; "
-        f"{memory['kib_a_worker']:.0f} KiB a worker. Where one dies and comes back: {memory['mortal_mib']:.0f} MiB."
+        f"{memory['kib_a_worker']:.0f} KiB a worker. Where one fails and rejoins: {memory['mortal_mib']:.0f} MiB."
     )
     theirs = f", in Flower's simulation engine {rounds['flower']:.3f} s" if "flower" in rounds else ""
     about = f"A round of {record['workers']} clients with {record['every']} steps each"
@@ -222,7 +224,8 @@ def simulator(record: Record) -> Iterator[str]:
 
 def recovery(record: Record) -> Iterator[str]:
     """How long a death stops those who are left, beside a restart of everyone."""
-    yield from _head(record["question"][0].upper() + record["question"][1:], "recovery")
+    about = f"Seconds from the failure of one of {record['workers']} workers to the next round that the others commit"
+    yield from _head(about, "recovery")
     yield "| model | worker | side | median s | quartiles | worst | deaths | ms a step | wanted |"
     yield "| --- | --- | --- | --- | --- | --- | --- | --- | --- |"
     for model, case in record["cases"].items():
@@ -238,7 +241,7 @@ def recovery(record: Record) -> Iterator[str]:
     )
     yield ""
     yield (
-        "torchrun starts all processes again, from the beginning: its script keeps no checkpoint and reads none. "
+        "torchrun restarts all processes from the beginning: its script writes and reads no checkpoint. "
         f"{record['workers']} workers share {record['machine']['cores']} cores."
     )
 
@@ -251,7 +254,8 @@ def _costs(one: Record) -> str:
 
 def upkeep(record: Record) -> Iterator[str]:
     """What being ready for a death costs, and what checkpoints cost."""
-    yield from _head(record["question"][0].upper() + record["question"][1:], "upkeep")
+    about = f"Steps per second with recovery from failures against without, {record['workers']} workers"
+    yield from _head(about, "upkeep")
     yield "| model | recipe | in the same processes | ready, ready | by processor | ready, ready | wanted |"
     yield "| --- | --- | --- | --- | --- | --- | --- |"
     for one in record["aside"]:
@@ -260,7 +264,7 @@ def upkeep(record: Record) -> Iterator[str]:
         clipped = ", gradients clipped" * one["clips"]
         yield f"| {one['case']} | {one['recipe']}{clipped} | {ratios} | at least {record['wanted']:g} |"
     yield ""
-    yield "Between two runs, which differ by up to a tenth even when they are of one kind:"
+    yield "Between two runs, which differ by up to a tenth even if both are of one kind:"
     yield ""
     yield "| model | recipe | ratio | wanted | by processor | ready, steps/s | not ready, steps/s |"
     yield "| --- | --- | --- | --- | --- | --- | --- |"
@@ -287,7 +291,7 @@ def upkeep(record: Record) -> Iterator[str]:
 
 def soak(record: Record) -> Iterator[str]:
     """How every recipe came through a long time of deaths."""
-    about = f"{record['minutes']:g} minutes of deaths and pauses, one every {record['every_s']:g} s in the mean"
+    about = f"{record['minutes']:g} minutes of kills and pauses, one every {record['every_s']:g} s in the mean"
     yield from _head(about, "soak")
     yield "| run | recipe | completed | rounds | struck | deaths | samples once | twice | never | done again |"
     yield "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |"
@@ -309,18 +313,18 @@ def soak(record: Record) -> Iterator[str]:
     lost = sum(one["seen"]["never"] + one["seen"]["twice"] for one in record["runs"])
     yield ""
     yield (
-        f"{good} of {len(record['runs'])} runs completed, {lost} samples lost or counted twice. Done again are samples "
-        "of an earlier pass whose work was lost with a worker."
+        f"{good} of {len(record['runs'])} runs completed, {lost} samples lost or counted twice. Samples done again are "
+        "those of an earlier epoch whose work was lost with a worker."
     )
 
 
 def survival(record: Record) -> Iterator[str]:
     """Of each recipe and victim how many phases and signals were survived."""
-    yield ""
-    yield f"{record['question']} {record['workers']} workers. `python -m benchmarks survival`"
-    yield ""
+    asked = "does the run complete with the same result?"
+    about = f"Kills, pauses and SIGTERM in each phase: {asked} {record['workers']} workers"
+    yield from _head(about, "survival")
     seeds = len(next(iter(record["undisturbed"].values())))
-    yield "Survived is a run that ends with exit code 0, in which each sample of each pass counted once, whose"
+    yield "Survived is a run that ends with exit code 0, in which each sample of each epoch counted once, whose"
     yield f"replicas are equal where the recipe says so, and whose accuracy is at most {100 * record['worse']:g} point"
     yield f"lower than that of the undisturbed runs with {seeds} seeds."
     yield ""
@@ -354,7 +358,9 @@ TABLES: Mapping[str, Callable[[Record], Iterator[str]]] = {
 
 def _head(about: str, command: str) -> Iterator[str]:
     yield ""
-    yield f"{about}: `python -m benchmarks {command}`"
+    yield f"## {about}"
+    yield ""
+    yield f"`python -m benchmarks {command}`"
     yield ""
 
 

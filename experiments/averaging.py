@@ -90,7 +90,7 @@ EXPERIMENT = Experiment(
     claim="Averaging once in 10 to 20 minibatches a worker still performs acceptably well; 1 is all overhead, and too "
     "large a period drifts (parameter averaging; Su and Chen 2015).",
     setting="8 workers and the same samples for all; seeds 0, 1, 2. Drift is `|x_i - x| / |x|` of the worker farthest "
-    "from the mean, at the ends of passes of 199 steps, where most periods are about to end.",
+    "from the mean, at the ends of epochs of 199 steps, where most periods are nearly complete.",
     grid=grid,
     table=table,
     paint=paint,

@@ -84,8 +84,9 @@ EXPERIMENT = Experiment(
     claim="A bound between the barrier (0) and asynchrony (inf) is faster to the target than both: it forgives "
     "stragglers and limits staleness (Ho et al. 2013).",
     setting="16 workers, digits, minibatches of 8, each update added by one 16th under every bound; seeds 0, 1, 2. "
-    "`slow(0.1, 5)` makes 2 workers 5 times slower for good; `exponential` draws each step anew. All meet at the end "
-    "of a pass of 22 rounds, where rounds count from 0 again. Times are those of evaluations, one a pass.",
+    "`slow(0.1, 5)` makes 2 workers 5 times slower for good; `exponential` draws each step independently. All workers "
+    "wait at the end of an epoch of 22 rounds, where rounds count from 0 again. Times are those of evaluations, one an "
+    "epoch.",
     grid=grid,
     table=table,
     paint=paint,

@@ -112,7 +112,7 @@ def verdict(found: Found) -> str:
     first = "The claim holds" if all(held) else "The claim does not hold for every n"
     return (
         f"{first}: one learner reaches {alone:.1%}, "
-        f"{'; '.join(said)}. What is said of the tail {tail}: P(t > 2n) is up to {share:.2%}, and depends on how much "
+        f"{'; '.join(said)}. The claim about the tail {tail}: P(t > 2n) is up to {share:.2%}, and depends on how much "
         "the times of steps vary."
     )
 

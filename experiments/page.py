@@ -50,7 +50,7 @@ def _commands(found: Found) -> Iterator[str]:
     """The command lines of the lowest seed, and which seeds there are."""
     seeds = sorted({one["seed"] for one in found["points"]})
     first = [one["command"] for one in found["points"] if one["seed"] == seeds[0]]
-    yield f"<details><summary>Command lines, with --seed {', '.join(map(str, seeds))}</summary>\n"
+    yield f'<details markdown="1"><summary>Command lines, with --seed {", ".join(map(str, seeds))}</summary>\n'
     yield "```sh"
     yield from first
     yield "```\n"

@@ -87,7 +87,7 @@ EXPERIMENT = Experiment(
     name="staleness",
     title="Mean staleness of naive asynchrony",
     claim="Under naive asynchrony the mean staleness is about N (parameter server).",
-    setting="`async_sgd`, one pass of 64 N updates; seeds 0, 1, 2. An update counts in the staleness of each of the "
+    setting="`async_sgd`, one epoch of 64 N updates; seeds 0, 1, 2. An update counts in the staleness of each of the "
     "N - 1 others that are under way, so the mean must be N - 1, less half of it over the 64 rounds, which the "
     "first updates miss. In brackets the largest.",
     grid=grid,

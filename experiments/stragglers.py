@@ -159,10 +159,10 @@ EXPERIMENT = Experiment(
     claim="The worse the stragglers, the more asynchrony wins; with exponential times a step of K-sync takes "
     "(H_N - H_{N-K}) / mu and one of K-batch-async K / (N mu) (Dutta et al. 2018).",
     setting="16 workers, digits, minibatches of 8, each update added by one 16th as the barrier's mean does; seeds 0, "
-    "1, 2; a mean factor of 1, drawn once for each worker or for each step. Times are those of evaluations, one a pass "
-    "of 22 rounds, at whose end all meet: there the slowest worker's last step is waited for by all. K-batch-async is "
-    "`soft_sync`, N-sync is `allreduce`; no recipe drops late gradients, so for other K of K-sync there are draws of "
-    "the same times alone; these runs are one pass of 100 rounds, its end with the wait for the last included.",
+    "1, 2; a mean factor of 1, drawn once for each worker or for each step. Times are those of evaluations, one an "
+    "epoch of 22 rounds, at whose end all workers wait for the slowest one's last step. K-batch-async is `soft_sync`, "
+    "N-sync is `allreduce`; no recipe drops late gradients, so the other K of K-sync are computed from draws of the "
+    "same times, without a simulation; these runs are one epoch of 100 rounds, with the wait at its end.",
     grid=grid,
     table=table,
     paint=paint,

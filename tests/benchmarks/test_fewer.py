@@ -174,12 +174,12 @@ def test_the_page_shows_fewer(tmp_path, monkeypatch):
     page = kept(tmp_path, monkeypatch, "fewer")
     assert "| alone |  | SGD 0.05, momentum 0.9 | not reached | 10 | 5.0 | 2.0 |" in page
     assert "| power_sgd | `power_sgd(rank=2)` | SGD 0.05, momentum 0.9 | 8.0 | 10 | 5.0 | 2.0 |" in page
-    assert "is 1.00 times as fast as the best of DDP's hooks" in page
+    assert "is 1.00 times as fast as the fastest hook of DDP" in page
 
 
 def test_the_page_shows_shakespeare(tmp_path, monkeypatch):
     page = kept(tmp_path, monkeypatch, "shakespeare", target=None)
-    assert "a held-out loss of 2.500, that of one pass of allreduce: `python -m benchmarks shakespeare`" in page
+    assert "a held-out loss of 2.500, that of one epoch of allreduce\n\n`python -m benchmarks shakespeare`" in page
     assert "| allreduce | `allreduce` | AdamW 0.003 | not reached | 10 | 5.0 | 2.0 |" in page
 
 

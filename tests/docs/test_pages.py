@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import runpy
+import shutil
+import sys
+from pathlib import Path
 
+import pytest
 from documents import ROOT
 
 from stretto import codecs
@@ -24,3 +28,27 @@ def test_the_page_has_every_recipe_and_every_codec() -> None:
     page = (ROOT / "docs" / "recipes.md").read_text()
     lower = [name for name in codecs.__all__ if name.islower()]
     assert not [name for name in (*NAMED, *lower) if f"`{name}(" not in page and f"`{name}`" not in page]
+
+
+def test_the_page_of_figures_equals_its_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT)])
+    from benchmarks import figures
+
+    made = tmp_path / "figures.md"
+    shutil.copy(ROOT / "docs" / "figures.md", made)
+    figures.write(made)
+    assert made.read_text() == (ROOT / "docs" / "figures.md").read_text(), (
+        "python -m benchmarks figures writes it again"
+    )
+
+
+def test_the_page_of_experiments_equals_its_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT)])
+    from experiments import page
+
+    made = tmp_path / "experiments.md"
+    shutil.copy(ROOT / "docs" / "experiments.md", made)
+    page.write(made)
+    assert made.read_text() == (ROOT / "docs" / "experiments.md").read_text(), (
+        "python -m experiments page writes it again"
+    )
