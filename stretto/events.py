@@ -1,51 +1,53 @@
-"""One event, one line of `events.jsonl`: written by whoever trains, read by the report.
+"""Events of a run: one JSON object on each line of `events.jsonl`, written by its processes, read by the report.
 
-Every event has `event` (its kind), `t` (seconds since the start of training, a zero that all workers share) and
-`worker`. The kinds and what else they carry:
+Every event has `event` (its kind), `t` (seconds since the start of training, with one zero for all workers) and
+`worker`. The kinds and their other fields:
 
-| kind | carries |
+| kind | fields |
 | --- | --- |
 | start | workers, servers, pid, host, device, threads, recipe |
-| notice | text: something that the user should know |
-| log | step, samples, values: what the script gave to `stretto.log` |
-| progress | step, samples, rounds, split, bytes_sent, bytes_received, bytes_counted, held_s: this worker, until now; |
-| | exchanged, entries, norms |
-| applied | updates: [round, version, staleness, samples] of each update of this worker that the model took up |
-| evaluation | epoch, step, samples, training_s, metrics: the agreed model (written by worker 0); versions |
-| epoch | epoch, step, samples, training_s, seen, drift, workers: one summary a worker (written by worker 0); |
-| | trained |
+| warning | text: a message for the user |
+| log | step, samples, values: the arguments of `stretto.log` |
+| progress | step, samples, rounds, time_breakdown, bytes_sent, bytes_received, bytes_counted, blocked_s, traffic, |
+| | values_sent, residual_norms: totals of this worker process so far |
+| update_applied | updates: [round, version, staleness, samples] of each update of this worker that was applied |
+| evaluation | epoch, step, samples, training_s, metrics: of the averaged model (written by worker 0); versions |
+| epoch | epoch, step, samples, training_s, sample_counts, drift, workers: one summary per worker (written by |
+| | worker 0); trained |
 | check | step, round, equal: a comparison of replicas by hash (written by worker 0) |
-| error | kind, text, traceback, consequence (true when another worker's failure caused it) |
-| end | what progress carries, and training_s |
-| member | what (joined, gone, left, slow or formed), life, generation, why, at; of formed: members |
-| fault_injected | verb, kind, numbers, text, at: what was done to a process on purpose |
-| reissued | of, life, samples: what others do again for a worker that is gone |
-| regrouped | generation, gone, came, members: others exchange from now on |
-| written | host, paths: the files that this worker has opened for writing, outside the run folder |
-| checkpoint | step, round, samples: the state is being written |
-| section | section, folder, at: a further `distribute` of the script has begun, with a log of its own in this folder |
+| error | kind, text, traceback, consequence (true when the failure of another worker caused it) |
+| end | the fields of progress, and training_s |
+| membership | what (joined, failed, left, slow or formed), incarnation, generation, why, at; for formed: members |
+| fault_injected | verb, kind, numbers, text, at: a fault that was injected into a process |
+| samples_reassigned | failed_worker, incarnation, samples: work of a failed worker that other workers repeat |
+| generation_changed | generation, departed, joined, members: workers of the generation that starts |
+| written | host, paths: files outside the run directory that this worker has opened for writing |
+| checkpoint | step, round, samples: a checkpoint is being written |
+| section | section, folder, at: a further `distribute` of the script has started, with its own log in this folder |
 
-`samples` of log, evaluation and epoch counts all workers, of progress and end this worker alone. `split` maps each of
-PHASES to seconds; they sum to `t`. `seen` maps once, twice, never and dropped to numbers of samples.
+`samples` of log, evaluation and epoch counts all workers; of progress and end it counts this worker only.
+`time_breakdown` maps each of PHASES to seconds, which sum to `t`. `sample_counts` maps once, twice, never and dropped
+to numbers of samples.
 
-`trained` of epoch maps each worker to the samples of the epoch that count and that it has trained, in all its
-incarnations; only the coordinator of workers that do not wait for each other knows it.
+`trained` of epoch maps each worker to the number of its samples of the epoch that count, over all its incarnations.
+Only the dispatcher of asynchronous workers knows this number.
 
-`exchanged` maps each purpose (gradients, updates, parameters, gradient_differences, momenta, state, counts, looks) to
-bytes until now [raw_sent, sent, raw_received, received]: as exact numbers, and as encoded, before a wire multiplies
-them or adds its heads (bytes_sent and bytes_received are those of the wire). `entries` are the numbers that this
-worker's messages spoke of, and of how many; `norms` those of what was last given to the codec and of what it owed then.
-A worker that is alone has none of the three, and `norms` is only there where a codec keeps a residual.
+`traffic` maps each purpose (gradients, updates, parameters, gradient_differences, momenta, state, counts,
+evaluation_sync) to bytes so far [raw_sent, sent, raw_received, received]: as unencoded values and as encoded, before
+the transport multiplies them or adds headers (bytes_sent and bytes_received are measured at the transport).
+`values_sent` holds the number of values in this worker's messages and the number of values they were selected from.
+`residual_norms` holds the norm of the last input of the codec and that of its residual afterwards. In a single process
+all three are absent, and `residual_norms` is present only for codecs with a residual.
 
-Only asynchronous runs have `applied` (about twice a second), `held_s` (seconds that the bound made this worker wait,
-part of `waiting`) and `versions` (of each shard of the server); in them `step` is that of the worker that writes.
-`round` is the worker's own count of exchanges, from 1; `version` the one that the update became part of; `staleness`
-how many versions came between the one it was computed on and that. `servers` is the number of shards; shard s writes
-its errors as worker -1 - s, the coordinator its own as worker -1000.
+Only asynchronous runs have `update_applied` (about twice a second), `blocked_s` (seconds for which the staleness bound
+blocked this worker, part of `waiting`) and `versions` (of each shard of the parameter server). `step` is then the step
+of the worker that writes the event. `round` is the worker's own count of pushes, from 1; `version` is the version that
+includes the update; `staleness` is the number of versions between the parameters it was computed on and that version.
+`servers` is the number of shards; shard s writes its errors as worker -1 - s, the coordinator as worker -1000.
 
-`worker` of member and fault_injected is the process that they are about, -1000 where a generation is formed. They are
-written by processes that do not train, with a zero of their own: `at` is the machine's clock, and where `start` carries
-it too the zeros can be compared.
+`worker` of membership and fault_injected is the process concerned, or -1000 where a generation is formed. Processes
+that do not train write these events, with a zero of time of their own: `at` is the machine's clock. A `start` event
+that has `at` too makes the zeros comparable.
 """
 
 from __future__ import annotations
@@ -62,18 +64,18 @@ from stretto.errors import LogError
 from stretto.notices import say
 
 PHASES = ("computing", "encoding", "exchanging", "waiting", "loading", "evaluating", "other")
-"""What a worker's time is spent on. `waiting` is for a later worker, `exchanging` for the bytes."""
+"""Phases of a worker's time. `waiting` is for a slower worker, `exchanging` is the transfer itself."""
 
 Event = dict[str, Any]
 FLUSH_BYTES = 1 << 15
-KEPT_BYTES = 1 << 24
-"""So much is kept for a disk that may have room again."""
+MAX_BUFFERED_BYTES = 1 << 24
+"""Bytes of events that are kept in memory while the disk is full."""
 
 
 class LogFile:
-    """A file to which whole lines are appended, so that several can share it. A full disk raises LogError.
+    """A file to which several processes append whole lines. A full disk raises LogError.
 
-    What is torn there is ended by what comes next: only one line of one writer is lost.
+    The next write ends a line that was cut off, so a cut-off write loses one line of one process.
     """
 
     def __init__(self, path: Path) -> None:
@@ -85,79 +87,79 @@ class LogFile:
 
     def append(self, lines: bytes) -> None:
         """Append lines, with one write if there is room."""
-        self.take(bytearray(lines))
+        self.drain(bytearray(lines))
 
-    def take(self, lines: bytearray) -> None:
-        """The same, and take off what was appended: with LogError, what is left has not been."""
+    def drain(self, lines: bytearray) -> None:
+        """Append lines and remove them from the buffer. After LogError the buffer holds the lines not yet written."""
         try:
             while lines:
-                before = b"\n" * self._ends_torn()
-                taken = max(os.write(self._file, before + lines) - len(before), 0)
-                is_whole = lines[taken : taken + 1] == b"\n"  # but for its end, which comes next time
-                del lines[: taken + 1 if is_whole else lines.rfind(b"\n", 0, taken) + 1]
+                prefix = b"\n" * self._ends_within_line()
+                written = max(os.write(self._file, prefix + lines) - len(prefix), 0)
+                is_whole = lines[written : written + 1] == b"\n"  # only its end is missing: the next prefix adds it
+                del lines[: written + 1 if is_whole else lines.rfind(b"\n", 0, written) + 1]
         except OSError as error:
             raise LogError(f"the event log {self.path} cannot be written: {error.strerror}") from error
 
-    def _ends_torn(self) -> bool:
-        """Whether whoever wrote last was cut off within a line."""
+    def _ends_within_line(self) -> bool:
+        """Return True if the last write was cut off within a line."""
         size = os.fstat(self._file).st_size
         return size > 0 and os.pread(self._file, 1, size - 1) != b"\n"
 
     def close(self) -> None:
-        """Let go of it."""
+        """Close the file."""
         os.close(self._file)
 
 
 class EventLog:
-    """One worker's events: collected, and appended to a file each `FLUSH_BYTES` or at `flush`.
+    """Events of one worker, buffered and appended to a file every `FLUSH_BYTES` and at `flush`.
 
-    What a full disk does not take is kept, and brought there when it has room again.
+    While the disk is full, up to `max_buffered` bytes stay in the buffer and are written when there is room.
     """
 
-    def __init__(self, file: LogFile, worker: int, keeps: int = KEPT_BYTES) -> None:
-        self._file, self._keeps = file, keeps
+    def __init__(self, file: LogFile, worker: int, max_buffered: int = MAX_BUFFERED_BYTES) -> None:
+        self._file, self._max_buffered = file, max_buffered
         self.worker = worker
         self._lines = bytearray()
-        self._is_held_up = False
+        self._is_blocked = False
 
-    def write(self, kind: str, t: float, /, **carries: object) -> None:
+    def write(self, kind: str, t: float, /, **fields: object) -> None:
         """Add one event; it reaches the disk at the next flush."""
-        event = {"event": kind, "t": round(t, 6), "worker": self.worker, **carries}
+        event = {"event": kind, "t": round(t, 6), "worker": self.worker, **fields}
         self._lines += msgspec.json.encode(event) + b"\n"
-        if len(self._lines) >= FLUSH_BYTES and not self._is_held_up:
+        if len(self._lines) >= FLUSH_BYTES and not self._is_blocked:
             self.flush()
 
     def flush(self) -> None:
-        """Append what has been collected. Raises LogError when the disk takes nothing and too much is kept already."""
+        """Append the buffered events. Raises LogError when the disk is full and the buffer too."""
         try:
-            self._file.take(self._lines)
+            self._file.drain(self._lines)
         except LogError as error:
-            if len(self._lines) >= self._keeps:
+            if len(self._lines) >= self._max_buffered:
                 raise
-            if not self._is_held_up:
-                self._say(f"{error}; training goes on, and what belongs there is kept until there is room")
-            self._is_held_up = True
+            if not self._is_blocked:
+                self._say(f"{error}; training continues, and events stay in memory until there is room")
+            self._is_blocked = True
         else:
-            if self._is_held_up:
-                self._say("the event log is written again")
-            self._is_held_up = False
+            if self._is_blocked:
+                self._say("the event log can be written again")
+            self._is_blocked = False
 
     def close(self) -> None:
-        """Append what is left, and close. Raises LogError when the disk does not take it."""
+        """Append the buffered events and close the file. Raises LogError when they cannot be written."""
         try:
-            self._file.take(self._lines)
+            self._file.drain(self._lines)
         finally:
             self._file.close()
 
     def _say(self, text: str) -> None:
-        with contextlib.suppress(OSError):  # the terminal's output may go to the same disk
+        with contextlib.suppress(OSError):  # the terminal's output may be redirected to the full disk
             say(f"worker {self.worker}: {text}")
 
 
 def read_events(path: Path) -> Iterator[Event]:
-    """The events of a log in the order written. A torn last line, as a crash leaves it, is passed over.
+    """Yield the events of a log in the order written. A cut-off last line, as after a crash, is skipped.
 
-    For a line that is torn elsewhere, as a full disk leaves it, there is a notice. Raises LogError when none is whole.
+    Any other cut-off line, as after a full disk, becomes a warning event. Raises LogError when no line is whole.
     """
     try:
         lines = path.read_bytes().split(b"\n")

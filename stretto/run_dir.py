@@ -1,4 +1,4 @@
-"""The folder of a run, and `run.json` in it: what was asked, of which versions, on which machine."""
+"""Run directory, and `run.json` in it: options of the run, versions of packages, and the machine."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from stretto.errors import LaunchError, LogError, explain
 
 RUNS = Path("runs")
 CHECKPOINTS = "checkpoints"
-"""The folder of a run's checkpoints, in its own."""
+"""Name of the checkpoint folder in a run directory."""
 SECTION = "section-"
-"""The first letters of the names of sections' folders."""
+"""Prefix of the names of section folders."""
 GIB = 1 << 30
 
 
 def version(package: str = "stretto") -> str:
-    """The version of this package, or of an installed one, found without importing it."""
+    """Return the version of this package, or of an installed one without importing it."""
     if package == "stretto":
         return str(vars(sys.modules[package])["__version__"])
     try:
@@ -34,24 +34,24 @@ def version(package: str = "stretto") -> str:
 
 
 def make_folder(name: str, out: Path | None, now: datetime) -> Path:
-    """Make and return `out`, or else a new `runs/DATE-NAME`. Raises LaunchError when `out` is not empty."""
+    """Create and return `out`, or else a new `runs/DATE-NAME`. Raises LaunchError when `out` is not empty."""
     try:
         return _chosen(out) if out is not None else _dated(RUNS, f"{now:%Y%m%d-%H%M%S}-{name}")
     except OSError as error:
-        raise LogError(f"the run folder {error.filename} cannot be made: {error.strerror}") from error
+        raise LogError(f"the run folder {error.filename} cannot be created: {error.strerror}") from error
 
 
 def _chosen(out: Path) -> Path:
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         problem = f"the run folder {out} exists" + (" and is not empty" if out.is_dir() else " and is a file")
-        expected = "a folder that is new or empty: a run never writes over another"
+        expected = "a folder that is new or empty: a run never overwrites another"
         raise LaunchError(explain(problem, got=f"--out {out}", expected=expected, to_type=f"--out {_next(out)}"))
     out.mkdir(parents=True, exist_ok=True)
     return out
 
 
 def _next(out: Path) -> Path:
-    """The first of `out-2`, `out-3`, ... that does not exist."""
+    """Return the first of `out-2`, `out-3`, ... that does not exist."""
     number = 2
     while (free := out.parent / f"{out.name or 'run'}-{number}").exists():
         number += 1
@@ -71,7 +71,7 @@ def _dated(base: Path, name: str) -> Path:
 
 
 def section_folder(run: Path, number: int) -> Path:
-    """Return the folder of a section: the run's own for the first, one in it for each that follows.
+    """Return the folder of a section: the run directory for the first section, a folder in it for each further one.
 
     >>> str(section_folder(Path("run"), 1)), str(section_folder(Path("run"), 2))
     ('run', 'run/section-2')
@@ -80,41 +80,41 @@ def section_folder(run: Path, number: int) -> Path:
 
 
 def section_folders(run: Path) -> list[Path]:
-    """Return the folders of all sections behind the first that a run has, in order."""
-    found = [(one.name.removeprefix(SECTION), one) for one in run.glob(f"{SECTION}*") if one.is_dir()]
-    return [one for _, one in sorted((int(number), one) for number, one in found if number.isdecimal())]
+    """Return the folders of all sections of a run after the first, in order."""
+    numbered = [(path.name.removeprefix(SECTION), path) for path in run.glob(f"{SECTION}*") if path.is_dir()]
+    return [path for _, path in sorted((int(number), path) for number, path in numbered if number.isdecimal())]
 
 
-def write_section(run: Path, folder: Path, about: Mapping[str, Any]) -> None:
-    """Make the folder of a section, whose `run.json` is that of the run and says what the section is `about`."""
+def write_section(run: Path, folder: Path, fields: Mapping[str, Any]) -> None:
+    """Create the folder of a section and its `run.json`: that of the run, updated by `fields`."""
     try:
         folder.mkdir(exist_ok=True)
-        text = msgspec.json.format(msgspec.json.encode({**read_run(run), **about}), indent=2)
+        text = msgspec.json.format(msgspec.json.encode({**read_run(run), **fields}), indent=2)
         (folder / "run.json").write_bytes(text + b"\n")
     except OSError as error:
-        raise LogError(f"the folder {folder} cannot be made: {error.strerror}") from error
+        raise LogError(f"the folder {folder} cannot be created: {error.strerror}") from error
 
 
 def read_run(folder: Path) -> dict[str, Any]:
-    """Return what `run.json` holds; nothing if there is none."""
+    """Return the content of `run.json`, or an empty dict if the file does not exist."""
     path = folder / "run.json"
     return msgspec.json.decode(path.read_bytes(), type=dict[str, Any]) if path.is_file() else {}
 
 
-def write_run(folder: Path, asked: Mapping[str, Any], now: datetime) -> None:
-    """Write `run.json`. Raises LogError when the disk does not take it."""
-    text = msgspec.json.format(msgspec.json.encode(describe(asked, now)), indent=2)
+def write_run(folder: Path, options: Mapping[str, Any], now: datetime) -> None:
+    """Write `run.json`. Raises LogError when it cannot be written."""
+    text = msgspec.json.format(msgspec.json.encode(describe(options, now)), indent=2)
     try:
         (folder / "run.json").write_bytes(text + b"\n")
     except OSError as error:
         raise LogError(f"{folder / 'run.json'} cannot be written: {error.strerror}") from error
 
 
-def describe(asked: Mapping[str, Any], now: datetime) -> dict[str, Any]:
-    """What `run.json` holds: what was asked, and with what it runs."""
+def describe(options: Mapping[str, Any], now: datetime) -> dict[str, Any]:
+    """Return the content of `run.json`: the options, versions of packages, the machine and the command line."""
     return {
         "stretto": version(),
-        **asked,
+        **options,
         "started": now.astimezone().isoformat(timespec="seconds"),
         "versions": {
             "python": platform.python_version(),
@@ -127,19 +127,19 @@ def describe(asked: Mapping[str, Any], now: datetime) -> dict[str, Any]:
 
 
 def _program(path: Path) -> str:
-    """What is typed to start this program."""
+    """Return the name under which this program is started."""
     return "stretto" if path == Path(__file__).parent / "cli" / "__main__.py" else path.name
 
 
 def cores() -> int:
-    """Cores that this process may use."""
+    """Return the number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def machine() -> dict[str, Any]:
-    """The machine in four words."""
+    """Return the operating system, the processor, the number of cores and the memory in GiB."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
         "system": f"{platform.system()} {platform.release()}",

@@ -121,9 +121,9 @@ def compare(
     split_batch: SplitBatch = "keep",
     lr_scale: RateScale = "none",
 ) -> None:
-    """Run SCRIPT in a single process and under each recipe: same state? how fast? at what cost? worth it?
+    """Run SCRIPT in a single process and under each recipe, and compare model, metrics, speed and traffic.
 
-    Options stand before SCRIPT; everything after SCRIPT goes to it untouched.
+    Options stand before SCRIPT; everything after SCRIPT is passed to it unchanged.
     """
     check_target(json_to, "compare.json")
     question = ask(
@@ -142,26 +142,26 @@ def compare(
         lr_scale=lr_scale,
     )
     folder = make_folder(f"compare-{title(script, module)}", out, datetime.now())
-    comparison = _made(question, folder, quiet)
+    comparison = _run(question, folder, quiet)
     _conclude(comparison, json_to)
     if comparison.failed():
         raise typer.Exit(FAILED)
 
 
-def _made(question: Question, folder: Path, quiet: bool) -> Comparison:
+def _run(question: Question, folder: Path, quiet: bool) -> Comparison:
     progress = Progress(trials(question), Console(stderr=True), quiet)
     comparison = Comparison(question, folder, progress)
     try:
-        comparison.make()
+        comparison.run()
     except (Stopped, KeyboardInterrupt):
         done = f"{len(comparison.records)} of {len(comparison.trials)} runs are done"
-        progress.say(f"{done}; the page of those: stretto report {folder}")
+        progress.say(f"{done}; write their page with: stretto report {folder}")
         raise
     return comparison
 
 
 def _conclude(comparison: Comparison, json_to: Path | None) -> None:
-    """The page, the tables, the sentence and the JSON."""
+    """Write the page and the JSON, and print the tables and the verdict."""
     from stretto.report import html_report
 
     records, target = list(comparison.records.values()), comparison.question.target
@@ -174,4 +174,4 @@ def _conclude(comparison: Comparison, json_to: Path | None) -> None:
         console.print(Text(f"failed: {failed['folder']}: {first}"), soft_wrap=True)
     console.print(Text(f"page: {written}"), soft_wrap=True)
     if json_to is not None:
-        write_json(json_to, [{**one, "folder": str(comparison.folder / one["folder"])} for one in records])
+        write_json(json_to, [{**record, "folder": str(comparison.folder / record["folder"])} for record in records])

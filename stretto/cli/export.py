@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 FINAL = "final.safetensors"
 MODEL = "model/"
-"""How the names of the model's tensors begin in a checkpoint."""
+"""Prefix of the names of the model's tensors in a checkpoint."""
 TARGET = "model.safetensors"
 
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written, and from what: the `round` of a checkpoint, or None for the state that a run ended with."""
+    """Result of an export; `round` is that of the checkpoint, or None for the final state of the run."""
 
     run: str
     file: str
@@ -35,7 +35,7 @@ class Exported:
     bytes: int
 
     def __str__(self) -> str:
-        source = "the state that the run ended with" if self.round is None else f"the checkpoint of round {self.round}"
+        source = "the final state of the run" if self.round is None else f"the checkpoint of round {self.round}"
         return f"{self.file}: {self.tensors} tensors, {self.numbers} numbers, from {source}"
 
 
@@ -43,27 +43,27 @@ def command(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run.")],
     out: Annotated[Path, typer.Argument(metavar="FILE", help="The safetensors file to write.")],
     *,
-    force: Annotated[bool, typer.Option("--force", help="Write over FILE.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite FILE.")] = False,
     json_to: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write what was exported; - for here.")
+        Path | None, typer.Option("--json", metavar="FILE", help="File for a description of the export; - for the standard output.")
     ] = None,
 ) -> None:
     """Write the model of RUN as a plain state_dict that any PyTorch program can load.
 
-    It is the state that the run ended with, or else that of the newest whole checkpoint.
+    The model is that of the final state of the run, or else of the newest complete checkpoint.
     """
     check_target(json_to, "export.json")
-    here = str(json_to) == STANDARD_OUTPUT
+    to_standard_output = str(json_to) == STANDARD_OUTPUT
     exported = export(run, out, force=force, notice=lambda text: typer.echo(f"stretto: {text}", err=True))
-    typer.echo(str(exported), err=here)
+    typer.echo(str(exported), err=to_standard_output)
     if json_to is not None:
         write_json(json_to, asdict(exported))
 
 
 def export(run: Path, out: Path, force: bool = False, notice: Callable[[str], object] = print) -> Exported:
-    """Write the model of a run to a file. Damaged files are passed over, and told.
+    """Write the model of a run to a file. Damaged files are skipped with a notice.
 
-    Raises LaunchError for a run or a target that will not do, and LogError when nothing in the run is whole.
+    Raises LaunchError for an unusable run or target, and LogError when all states of the run are damaged.
     """
     _check(run, out, force)
     round_, tensors = _model(run, notice)
@@ -71,7 +71,7 @@ def export(run: Path, out: Path, force: bool = False, notice: Callable[[str], ob
         _write(out, tensors)
     except OSError as error:
         raise LogError(f"{out} cannot be written: {error.strerror}") from error
-    numbers = sum(one.numel() for one in tensors.values())
+    numbers = sum(tensor.numel() for tensor in tensors.values())
     return Exported(str(run), str(out), round_, len(tensors), numbers, out.stat().st_size)
 
 
@@ -82,17 +82,17 @@ def _check(run: Path, out: Path, force: bool) -> None:
     if not out.parent.is_dir():
         problem, expected = f"there is no folder {out.parent}", "a file in a folder that exists"
         raise LaunchError(explain(problem, got=out, expected=expected, to_type=f"stretto export {run} {TARGET}"))
-    if out.exists() and not out.is_file():  # a device would be replaced by a file
-        problem, expected = f"{out} is no file", "the name of a file"
+    if out.exists() and not out.is_file():  # a device file would be replaced
+        problem, expected = f"{out} is not a file", "the name of a file"
         to_type = f"stretto export {run} {out / TARGET if out.is_dir() else TARGET}"
         raise LaunchError(explain(problem, got=out, expected=expected, to_type=to_type))
     if out.exists() and not force:
-        problem, expected = f"{out} exists", "a new file, or --force to write over it"
+        problem, expected = f"{out} exists", "a new file, or --force to overwrite it"
         raise LaunchError(explain(problem, got=out, expected=expected, to_type=f"stretto export {run} {out} --force"))
 
 
 def _model(run: Path, notice: Callable[[str], object]) -> tuple[int | None, dict[str, Tensor]]:
-    """The model that the run ended with, else that of its newest whole checkpoint, and its round."""
+    """Return the final model of the run, or else the round and model of its newest complete checkpoint."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -100,7 +100,7 @@ def _model(run: Path, notice: Callable[[str], object]) -> tuple[int | None, dict
 
     damaged: list[str] = []
 
-    def passed(text: str) -> None:
+    def skip(text: str) -> None:
         damaged.append(text)
         notice(text)
 
@@ -108,25 +108,25 @@ def _model(run: Path, notice: Callable[[str], object]) -> tuple[int | None, dict
         try:
             return None, load_file(run / FINAL)
         except (OSError, RuntimeError, SafetensorError) as error:
-            passed(f"{run / FINAL} is damaged: {error}")
-    newest = Checkpoints(run / CHECKPOINTS).newest(passed)
+            skip(f"{run / FINAL} is damaged: {error}")
+    newest = Checkpoints(run / CHECKPOINTS).newest(skip)
     if newest is None:
         raise _nothing(run, damaged)
     number, state = newest
-    return number, {name.removeprefix(MODEL): one for name, one in state.tensors.items() if name.startswith(MODEL)}
+    return number, {name.removeprefix(MODEL): tensor for name, tensor in state.tensors.items() if name.startswith(MODEL)}
 
 
 def _nothing(run: Path, damaged: list[str]) -> LaunchError | LogError:
     if damaged:
-        return LogError(f"nothing in {run} is whole: {'; '.join(damaged)}")
-    problem, expected = f"{run} has no model", f"a run that has ended ({FINAL}), or one with a checkpoint"
+        return LogError(f"all states in {run} are damaged: {'; '.join(damaged)}")
+    problem, expected = f"{run} has no model", f"a finished run ({FINAL}), or one with a checkpoint"
     return LaunchError(
         explain(problem, got=run, expected=expected, to_type="stretto run --checkpoint-every 5m SCRIPT, then export")
     )
 
 
 def _write(out: Path, tensors: dict[str, Tensor]) -> None:
-    """Under another name first, so that the file is there as a whole or not at all."""
+    """Write under a temporary name first, so that `out` is complete or absent."""
     from stretto.checkpoint.storage import write_tensors
 
     temporary = out.with_name(f".{out.name}.{os.urandom(4).hex()}")

@@ -1,4 +1,4 @@
-"""The command `stretto`: the only room that knows all the others, so each is imported where it is used."""
+"""Command line `stretto`. It depends on all packages, so commands import what they need where they need it."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ USAGE, FAILED = 2, 1
 
 
 def main() -> None:
-    """Run the command line and exit: 1 for an error, 2 for a line that cannot be read, 128 + a signal."""
+    """Run the command line and exit: 1 for an error, 2 for a usage error, 128 + the number of a signal."""
     if sys.argv[1:2] == ["simulate"]:
         reexecute()
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored by some parents, which would hide how workers end
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # some parents ignore it, which would hide the exit codes of workers
     try:
         sys.exit(command(sys.argv[1:]))
     except BrokenPipeError:
@@ -67,22 +67,22 @@ def main() -> None:
 
 
 def command(arguments: Sequence[str]) -> int:
-    """Run a command line and return its exit code; errors are said on the standard error."""
+    """Run a command line and return its exit code; errors are printed to the standard error."""
     given = list(arguments) or ["--help"]
     try:
         return int(typer.main.get_command(app).main(given, prog_name="stretto", standalone_mode=False) or 0)
     except StrettoError as error:
-        return _complain(str(error), FAILED)
+        return _print_error(str(error), FAILED)
     except TyperException as error:
-        return _complain(_in_full(error, given), USAGE)
+        return _print_error(_full_message(error, given), USAGE)
     except Stopped as stop:
-        return _complain(str(stop), stop.exit_code)
+        return _print_error(str(stop), stop.exit_code)
     except KeyboardInterrupt:
-        return _complain("stopped", 128 + signal.SIGINT)
+        return _print_error("stopped", 128 + signal.SIGINT)
 
 
-def _in_full(error: TyperException, given: Sequence[str]) -> str:
-    """Return the text of an error; an unknown command or option is answered with the three nearest names."""
+def _full_message(error: TyperException, given: Sequence[str]) -> str:
+    """Return the text of an error, with the three nearest names for an unknown command or option."""
     context, option = getattr(error, "ctx", None), getattr(error, "option_name", None)
     commands = getattr(typer.main.get_command(app), "commands", {})
     if option is None and given[0] not in commands and not given[0].startswith("-"):
@@ -98,30 +98,30 @@ def _in_full(error: TyperException, given: Sequence[str]) -> str:
     return explain(f"there is no option {option}", got=option, expected=expected, to_type=near[0])
 
 
-def _complain(text: str, code: int) -> int:
+def _print_error(text: str, code: int) -> int:
     print(f"stretto: {text}", file=sys.stderr, flush=True)
     return code
 
 
 def whole_number(text: str | int) -> int:
-    """A number as typed, or what is wrong with it."""
+    """Parse a whole number. Raises BadParameter for other text."""
     try:
         return int(text)
     except ValueError:
         expected = "a whole number"
-        raise typer.BadParameter(explain(f"{text} is no number", got=text, expected=expected, to_type="4")) from None
+        raise typer.BadParameter(explain(f"{text} is not a number", got=text, expected=expected, to_type="4")) from None
 
 
 def duration(text: str | float) -> float:
-    """The seconds of a time as typed, or what is wrong with it."""
+    """Return the seconds of a time such as `10s`. Raises BadParameter for other text."""
     found = text if isinstance(text, float) else seconds(text)
     if found is None:
         expected = "a time such as 500ms, 10s, 2m"
-        raise typer.BadParameter(explain(f"{text} is no time", got=text, expected=expected, to_type="10s"))
+        raise typer.BadParameter(explain(f"{text} is not a time", got=text, expected=expected, to_type="10s"))
     return found
 
 
-def _say_version(wanted: bool) -> None:
+def _print_version(wanted: bool) -> None:
     if wanted:
         print(f"stretto {version()}")
         raise typer.Exit
@@ -130,7 +130,7 @@ def _say_version(wanted: bool) -> None:
 @app.callback()
 def options(
     _version: Annotated[
-        bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Print the version.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
     """Options of the whole program."""
@@ -345,9 +345,9 @@ def run(
 ) -> None:
     """Run SCRIPT on workers of this machine.
 
-    Options stand before SCRIPT; everything after SCRIPT goes to it untouched.
+    Options stand before SCRIPT; everything after SCRIPT is passed to it unchanged.
     """
-    order = RunConfig(
+    config = RunConfig(
         script=script,
         args=tuple(args or ()),
         module=module,
@@ -379,8 +379,8 @@ def run(
         retyped=context.meta[RETYPED],
     )
     check_target(json_to, "run.json")
-    here = str(json_to) == STANDARD_OUTPUT
-    folder = run_order(order, ProgressDisplay(quiet=quiet, out=2 if here else 1))
+    to_standard_output = str(json_to) == STANDARD_OUTPUT
+    folder = run_order(config, ProgressDisplay(quiet=quiet, out=2 if to_standard_output else 1))
     conclude(folder, json_to, silent=quiet)
 
 
@@ -437,7 +437,7 @@ app.command(
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs, comparisons or sweeps.")],
 ) -> None:
-    """Write the page of a run, a comparison or a sweep again, from its log alone."""
+    """Write the page of a run, a comparison or a sweep again, from its log only."""
     from stretto.report import html_report
     from stretto.simulator.sweep import report as sweep_page
     from stretto.simulator.sweep.results import NAME as SWEEP
@@ -452,7 +452,7 @@ def recipes(
     as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="As a table in Markdown.")] = False,
 ) -> None:
-    """List the recipes: their five words, and the papers they are from."""
+    """List the recipes with their five words and their papers."""
     from stretto.recipe.named import catalogue, markdown_table
 
     entries = catalogue()

@@ -27,7 +27,7 @@ CHECKPOINTS, OUTPUT, CLUSTER, GRID = "Checkpoints", "Output", "Simulated cluster
 
 
 def recipe_names(incomplete: str) -> list[str]:
-    """Return the recipes whose names begin so, for a shell that completes."""
+    """Return the recipe names with a prefix, for shell completion."""
     from stretto.recipe.parser import RECIPES
 
     return [name for name in RECIPES if name.startswith(incomplete)]
@@ -68,7 +68,7 @@ RateScale = Annotated[
     ),
 ]
 RETYPED = "stretto.retyped"
-"""Key of the words that start the same again, but for the folders, in the context of a command."""
+"""Key in a command's context: the words of the command line that repeat it, without the options for folders."""
 Recipe = Annotated[
     str | None,
     typer.Option(
@@ -81,12 +81,12 @@ Recipe = Annotated[
 ]
 HELP = "--help"
 SHOWN = 3
-"""Number of names that are offered in place of an unknown one."""
+"""Number of names suggested for an unknown one."""
 
 
 @dataclass
 class Split:
-    """A command line in two: our options, and the script with its arguments.
+    """Command line in two parts: our options, and the script with its arguments.
 
     `ended` is True if a `--` ended the options.
     """
@@ -135,8 +135,8 @@ def _name(argument: str, options: Iterable[str]) -> str | None:
 
 def _unknown(got: str, options: Iterable[str]) -> TyperException:
     near = ", ".join(nearest(got, [name for name in options if name.startswith("--")]))
-    expected = f"options of ours before the script (the nearest are {near}), the script's own after it"
-    to_type = f"SCRIPT {got} ... if it is the script's; --help before SCRIPT lists ours"
+    expected = f"options of stretto before the script (the nearest are {near}), the script's own after it"
+    to_type = f"SCRIPT {got} ... if it is the script's; --help before SCRIPT lists those of stretto"
     return TyperException(explain(f"there is no option {got}", got=got, expected=expected, to_type=to_type))
 
 
@@ -146,9 +146,9 @@ def nearest(got: str, names: Iterable[str]) -> list[str]:
 
 
 def hint(command: str, parts: Split, options: Mapping[str, bool]) -> str | None:
-    """Return a notice for options that stand after the script, where all of them do: they may have been meant for us.
+    """Return a notice if all options stand after the script and some are ours: they may be misplaced.
 
-    `command` holds the words before the options, as `stretto run`.
+    `command` holds the words before the options, such as `stretto run`.
     """
     if parts.ours or parts.ended or not parts.script:
         return None
@@ -168,7 +168,7 @@ def hint(command: str, parts: Split, options: Mapping[str, bool]) -> str | None:
 
 
 def without(words: Sequence[str], names: Sequence[str]) -> list[str]:
-    """Return options as they were typed, less those of some names, which have values.
+    """Return options as typed, without those in `names`, which have values.
 
     >>> without(["-n", "2", "--out", "here", "--resume=old"], ["--out", "--resume"])
     ['-n', '2']
@@ -184,10 +184,10 @@ def without(words: Sequence[str], names: Sequence[str]) -> list[str]:
 
 
 class ScriptCommand(TyperCommand):
-    """A command that takes options, a script, and the script's arguments."""
+    """Command with options, a script, and the script's arguments."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Divide the command line before it is read."""
+        """Split the command line at the script before parsing it."""
         options = {
             name: not getattr(param, "is_flag", False) and not getattr(param, "count", False)
             for param in self.get_params(ctx)
@@ -200,6 +200,6 @@ class ScriptCommand(TyperCommand):
         ended = ["--"] * parts.ended
         ctx.meta[RETYPED] = (*without(parts.ours, ("--out", "--resume")), *ended, *parts.script)
         read: list[str] = super().parse_args(ctx, [*parts.ours, *["--"] * bool(parts.script), *parts.script])
-        if (said := hint(ctx.command_path, parts, options)) is not None:
-            print(f"stretto: {said}", file=sys.stderr, flush=True)
+        if (notice := hint(ctx.command_path, parts, options)) is not None:
+            print(f"stretto: {notice}", file=sys.stderr, flush=True)
         return read

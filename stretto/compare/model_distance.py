@@ -1,4 +1,4 @@
-"""How alike two trained models are: in their parameters, and in what they predict."""
+"""Distance of two trained models: in their parameters, and in their predictions."""
 
 from __future__ import annotations
 
@@ -16,39 +16,39 @@ from stretto.report.run_record import Record
 
 STATES, FINAL = "states", "final"
 STATISTICS = "running_"
-"""Buffers whose own name begins so are statistics of the data, not what was learned."""
+"""Prefix of the names of buffers that hold statistics of the data, not learned values."""
 
 
 def parameter_distance(state: Path, reference: Path) -> float | None:
-    """The relative distance of two saved states, or None where it is no finite number.
+    """Return the relative distance of two saved states, or None if it is not finite.
 
     `||theta - theta_0|| / ||theta_0||` over all floating-point parameters, in double precision. Integer
-    buffers and running statistics are left out. Raises LogError when the states are not of one model.
+    buffers and running statistics are excluded. Raises LogError when the states have different parameters.
     """
-    with _opened(state) as mine, _opened(reference) as its:
-        names = _compared(mine)
-        if names != _compared(its):
+    with _open(state) as tensors, _open(reference) as expected:
+        names = _compared_names(tensors)
+        if names != _compared_names(expected):
             raise LogError(f"{state} and {reference} do not hold the same parameters")
-        pairs = ((mine.get_tensor(name), its.get_tensor(name)) for name in names)
+        pairs = ((tensors.get_tensor(name), expected.get_tensor(name)) for name in names)
         squares = [_squares(a, b) for a, b in pairs if b.is_floating_point()]
-    apart, size = math.fsum(one for one, _ in squares), math.fsum(one for _, one in squares)
-    distance = 0.0 if apart == 0 else math.sqrt(apart) / math.sqrt(size) if size else math.inf
+    difference, norm = math.fsum(d for d, _ in squares), math.fsum(n for _, n in squares)
+    distance = 0.0 if difference == 0 else math.sqrt(difference) / math.sqrt(norm) if norm else math.inf
     return distance if math.isfinite(distance) else None
 
 
-def _opened(path: Path) -> Any:
+def _open(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
     except (OSError, SafetensorError) as error:
         raise LogError(f"{path} cannot be read: {error}") from error
 
 
-def _compared(state: Any) -> list[str]:
+def _compared_names(state: Any) -> list[str]:
     return sorted(name for name in state.keys() if not name.rpartition(".")[2].startswith(STATISTICS))  # noqa: SIM118
 
 
 def _squares(a: Tensor, b: Tensor) -> tuple[float, float]:
-    """The squared norms of the difference and of the reference."""
+    """Return the squared norms of the difference and of the reference."""
     if a.shape != b.shape:
         raise LogError(f"two states differ in a shape: {list(a.shape)} and {list(b.shape)}")
     a, b = a.to(torch.float64), b.to(torch.float64)
@@ -56,20 +56,20 @@ def _squares(a: Tensor, b: Tensor) -> tuple[float, float]:
 
 
 def prediction_disagreement(predictions: Path, reference: Path) -> float | None:
-    """The share of predictions that differ; None when a side has none or they are not of the same data."""
+    """Return the share of predictions that differ; None if a file is missing or the numbers of predictions differ."""
     if not (predictions.exists() and reference.exists()):
         return None
     try:
-        mine, its = (np.load(path, allow_pickle=False).ravel() for path in (predictions, reference))
+        values, expected = (np.load(path, allow_pickle=False).ravel() for path in (predictions, reference))
     except (OSError, ValueError) as error:
         raise LogError(f"{predictions} or {reference} cannot be read: {error}") from error
-    if mine.size != its.size or not its.size:
+    if values.size != expected.size or not expected.size:
         return None
-    return float(np.mean(mine != its))
+    return float(np.mean(values != expected))
 
 
 def compared(run: Path, reference: Path) -> Record:
-    """What a record gets to know of its run's likeness to another: at the end, and over time."""
+    """Return the fields of a record on the distance of its model to a reference: at the end, and during training."""
     return {
         "compared_with": reference.name,
         **_at(run / FINAL, reference / FINAL),
@@ -81,10 +81,10 @@ def compared(run: Path, reference: Path) -> Record:
 
 
 def _at(run: Path, reference: Path) -> Record:
-    mine, its = _file(run, "safetensors"), _file(reference, "safetensors")
-    both = mine.exists() and its.exists()
+    state, expected = _file(run, "safetensors"), _file(reference, "safetensors")
+    both = state.exists() and expected.exists()
     return {
-        "parameter_distance": parameter_distance(mine, its) if both else None,
+        "parameter_distance": parameter_distance(state, expected) if both else None,
         "prediction_disagreement": prediction_disagreement(
             _file(run, "predictions.npy"), _file(reference, "predictions.npy")
         ),
@@ -96,5 +96,5 @@ def _file(state: Path, kind: str) -> Path:
 
 
 def _states(run: Path) -> set[str]:
-    """The names of the states kept while a run trained: the samples seen until then."""
+    """Return the names of the states saved during a run: the number of samples trained on until then."""
     return {path.stem for path in (run / STATES).glob("*.safetensors") if path.stem.isdecimal()}

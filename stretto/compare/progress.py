@@ -1,4 +1,4 @@
-"""What a person sees while a comparison goes on: where it is, and how long it may still take."""
+"""Progress of a comparison on the terminal: the current run, results, and an estimate of the time left."""
 
 from __future__ import annotations
 
@@ -16,38 +16,38 @@ from stretto.report.run_record import Record
 Cost = tuple[Trial, float]
 
 
-class Silent(ProgressDisplay):
-    """Watches a run with the live line alone: a comparison says a line of its own when a run has ended."""
+class LiveLineOnly(ProgressDisplay):
+    """Display of a run with only its live line: the comparison prints a line when the run has ended."""
 
     def note(self, text: str) -> None:
-        """Keep a run's own notes to its log."""
+        """Do not print notes of the run: its log has them."""
 
 
 class Progress:
-    """Says where a comparison is. The time is the terminal's; only the estimate is made from it."""
+    """Prints the progress of a comparison. Times are measured by the terminal's clock, for the estimate only."""
 
     def __init__(self, trials: Sequence[Trial], console: Console, quiet: bool) -> None:
         self._trials, self._console, self._quiet = list(trials), console, quiet
         self._costs: list[Cost] = []
-        self._begun = 0.0
+        self._started = 0.0
 
     def begin(self, trial: Trial) -> ProgressDisplay:
-        """A run begins: what shall watch it."""
-        self._begun = self._console.get_time()
-        title = ", ".join(filter(None, [f"run {self._place(trial)}", f"seed {trial.seed}", self._left()]))
+        """Print that a run starts, and return the display for it."""
+        self._started = self._console.get_time()
+        title = ", ".join(filter(None, [f"run {self._place(trial)}", f"seed {trial.seed}", self._time_left()]))
         if not self._console.is_terminal:
             self.say(f"{self._name(trial)} ...")
-        return Silent(quiet=self._quiet or not self._console.is_terminal, title=title)
+        return LiveLineOnly(quiet=self._quiet or not self._console.is_terminal, title=title)
 
     def end(self, trial: Trial, record: Record) -> None:
-        """A run has ended."""
-        took = self._console.get_time() - self._begun
+        """Print the result of a run."""
+        took = self._console.get_time() - self._started
         self._costs.append((trial, took))
         outcome = "failed" if record["failed"] else self._outcome(record, took)
-        self.say("; ".join(filter(None, [f"{self._name(trial)}: {outcome}", self._left()])))
+        self.say("; ".join(filter(None, [f"{self._name(trial)}: {outcome}", self._time_left()])))
 
     def say(self, text: str) -> None:
-        """Print a line, unless only the result is wanted."""
+        """Print a line, unless quiet."""
         if not self._quiet:
             self._console.print(Text(text), soft_wrap=True)
 
@@ -64,23 +64,26 @@ class Progress:
         seed = f", seed {trial.seed}" if self._trials[-1].seed else ""
         return f"[{self._place(trial)}] {trial.kind}{joined}, {formatting.plural(trial.workers, 'worker')}{seed}"
 
-    def _left(self) -> str:
+    def _time_left(self) -> str:
         seconds = estimate(self._trials[len(self._costs) :], self._costs)
         return f"about {formatting.duration(seconds)} left" if seconds else ""
 
 
 def estimate(left: Sequence[Trial], costs: Sequence[Cost]) -> float | None:
-    """Seconds that the trials left will take: as long as their like took, else as long as the others."""
+    """Return the estimated seconds of the remaining trials, or None without costs.
+
+    A trial takes the mean time of trials with the same recipe and workers, or of all trials if there are none.
+    """
     if not costs:
         return None
-    everyone = statistics.fmean(seconds for _, seconds in costs)
+    overall = statistics.fmean(seconds for _, seconds in costs)
 
-    def one(trial: Trial) -> float:
-        alike = [seconds for other, seconds in costs if _alike(trial, other)]
-        return statistics.fmean(alike) if alike else everyone
+    def expected(trial: Trial) -> float:
+        similar = [seconds for other, seconds in costs if _is_similar(trial, other)]
+        return statistics.fmean(similar) if similar else overall
 
-    return sum(map(one, left))
+    return sum(map(expected, left))
 
 
-def _alike(a: Trial, b: Trial) -> bool:
+def _is_similar(a: Trial, b: Trial) -> bool:
     return (a.recipe, a.workers, a.global_batch_of) == (b.recipe, b.workers, b.global_batch_of)

@@ -1,4 +1,4 @@
-"""Makes the runs of a comparison, one after another, and keeps what is known on the disk after each."""
+"""Runs the trials of a comparison one after another, and saves the records to compare.json after each."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from stretto.report.run_record import Record, record, unstarted
 NAME = "compare.json"
 
 
-class Teller(Protocol):
-    """Who is told where the comparison is."""
+class ProgressReporter(Protocol):
+    """Interface to which a comparison reports its progress."""
 
     def begin(self, trial: Trial) -> ProgressDisplay: ...
     def end(self, trial: Trial, record: Record) -> None: ...
@@ -30,23 +30,26 @@ class Teller(Protocol):
 
 
 class Comparison:
-    """The runs of a question in a folder. `records` grows with every run, and so does compare.json."""
+    """Trials of a question in a folder. Each run adds its record to `records` and to compare.json."""
 
     def __init__(
         self,
         question: Question,
         folder: Path,
-        teller: Teller,
+        reporter: ProgressReporter,
         run: Callable[[RunConfig, ProgressDisplay], Path] = run_order,
     ) -> None:
         self.question, self.folder = question, folder
         self.trials = trials(question)
         self.records: dict[str, Record] = {}
-        self._teller, self._run = teller, run
+        self._reporter, self._run_trial = reporter, run
         self._save()
 
-    def make(self) -> None:
-        """Make all runs. One that fails is marked and the others go on; a target unheard of ends it all."""
+    def run(self) -> None:
+        """Run all trials. A failed run is marked and the next one starts.
+
+        Raises LaunchError after the first finished run if it has no metric of the target's name.
+        """
         try:
             for trial in self.trials:
                 self._try(trial)
@@ -54,37 +57,37 @@ class Comparison:
                 self._check_target()
         finally:
             for trial in self.trials:
-                self._forget_states(trial)
+                self._delete_states(trial)
 
     def failed(self) -> list[Record]:
-        """The runs that failed."""
-        return [one for one in self.records.values() if one["failed"]]
+        """Return the records of the runs that failed."""
+        return [record for record in self.records.values() if record["failed"]]
 
     def _try(self, trial: Trial) -> None:
-        watch = self._teller.begin(trial)
+        display = self._reporter.begin(trial)
         failed = None
         try:
-            self._run(trial.order(self.question, self.folder), watch)
+            self._run_trial(trial.config(self.question, self.folder), display)
         except StrettoError as error:
             failed = str(error)
         self.records[trial.name] = self._record(trial, failed)
-        self._measure_likeness(trial)
-        self._teller.end(trial, self.records[trial.name])
+        self._measure_distances(trial)
+        self._reporter.end(trial, self.records[trial.name])
         if failed:
-            self._teller.say(failed)
+            self._reporter.say(failed)
 
     def _record(self, trial: Trial, failed: str | None) -> Record:
         try:
-            found = record(self.folder / trial.name)
+            result = record(self.folder / trial.name)
         except LogError as error:
-            found = self._unread(trial, str(error))
-        found |= {"folder": trial.name, "failed": failed or found["failed"], "recipe": trial.kind}
-        if self.question.target and not found["failed"]:
+            result = self._without_log(trial, str(error))
+        result |= {"folder": trial.name, "failed": failed or result["failed"], "recipe": trial.kind}
+        if self.question.target and not result["failed"]:
             evaluations = run_log.read(self.folder / trial.name).of("evaluation")
-            found["reached"] = self.question.target.reached(evaluations)
-        return found
+            result["reached"] = self.question.target.reached(evaluations)
+        return result
 
-    def _unread(self, trial: Trial, failed: str) -> Record:
+    def _without_log(self, trial: Trial, failed: str) -> Record:
         return unstarted(
             recipe=trial.kind,
             workers=trial.workers,
@@ -95,54 +98,54 @@ class Comparison:
             failed=failed,
         )
 
-    # How alike the models are
+    # Distances of models
 
-    def _measure_likeness(self, newest: Trial) -> None:
-        """Compare what can be compared now that one more run is there; drop the states that have served."""
+    def _measure_distances(self, newest: Trial) -> None:
+        """Compare the newest run with its reference, and with runs it is the reference of; delete unneeded states."""
         for trial in self.trials:
             pair = {trial.name, trial.reference}
-            if newest.name in pair and all(self._whole(name) for name in pair):
-                self.records[trial.name] |= self._likeness(trial)
-        self._forget_served(newest.seed)
+            if newest.name in pair and all(self._is_finished(name) for name in pair):
+                self.records[trial.name] |= self._distance(trial)
+        self._delete_unneeded(newest.seed)
 
-    def _whole(self, name: str | None) -> bool:
+    def _is_finished(self, name: str | None) -> bool:
         return name in self.records and not self.records[name]["failed"]
 
-    def _likeness(self, trial: Trial) -> Record:
+    def _distance(self, trial: Trial) -> Record:
         from stretto.compare.model_distance import compared  # torch, which takes seconds to import
 
         assert trial.reference is not None
         try:
             return compared(self.folder / trial.name, self.folder / trial.reference)
         except LogError as error:
-            self._teller.say(f"{trial.name} cannot be compared with {trial.reference}: {error}")
+            self._reporter.say(f"{trial.name} cannot be compared with {trial.reference}: {error}")
             return {"compared_with": trial.reference}
 
-    def _forget_served(self, seed: int) -> None:
-        """States are large: those go that no run to come is compared with."""
+    def _delete_unneeded(self, seed: int) -> None:
+        """Delete the saved states, which are large, of runs that no later run is compared with."""
         needed = {name for t in self.trials if t.name not in self.records for name in (t.name, t.reference)}
         waiting = {t.name for t in self.trials if t.name in self.records and t.reference not in (None, *self.records)}
         for trial in self.trials:
             if trial.seed == seed and trial.name not in needed | waiting:
-                self._forget_states(trial)
+                self._delete_states(trial)
 
-    def _forget_states(self, trial: Trial) -> None:
+    def _delete_states(self, trial: Trial) -> None:
         shutil.rmtree(self.folder / trial.name / "states", ignore_errors=True)
 
-    # What is kept
+    # compare.json
 
     def _check_target(self) -> None:
-        """After the first whole run: does it know the metric of the target?"""
-        whole = [one for one in self.records.values() if not one["failed"]]
-        if self.question.target and len(whole) == 1:
-            self.question.target.check(whole[0]["metrics"])
+        """Raise LaunchError if the first finished run has no metric of the target's name."""
+        finished = [record for record in self.records.values() if not record["failed"]]
+        if self.question.target and len(finished) == 1:
+            self.question.target.check(finished[0]["metrics"])
 
     def _save(self) -> None:
-        kept = {"question": self.question.describe(), "runs": list(self.records.values())}
+        content = {"question": self.question.describe(), "runs": list(self.records.values())}
         path = self.folder / NAME
         unfinished = path.with_suffix(".unfinished")
         try:
-            unfinished.write_bytes(msgspec.json.format(msgspec.json.encode(kept), indent=2) + b"\n")
+            unfinished.write_bytes(msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n")
             os.replace(unfinished, path)
         except OSError as error:
             raise LogError(f"{path} cannot be written: {error.strerror}") from error

@@ -1,4 +1,4 @@
-"""What a comparison asks, and the runs that answer it."""
+"""Question of a comparison, and the trials (runs) that answer it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LONGEST_NAME = 80
 
 @dataclass(frozen=True)
 class Question:
-    """A script with its arguments, the recipes and numbers of workers to try it with, and how often."""
+    """Script with its arguments, the recipes and numbers of workers to run it with, and the number of seeds."""
 
     script: Path
     args: tuple[str, ...]
@@ -35,7 +35,7 @@ class Question:
     lr_scale: LrScale = "none"
 
     def command(self) -> list[str]:
-        """The command that asks this question again."""
+        """Return the command line that repeats the comparison."""
         counts = ",".join(map(str, self.workers))
         words = ["stretto", "compare", "-n", counts]
         words += [word for recipe in self.recipes for word in ("--recipe", recipe)]
@@ -48,7 +48,7 @@ class Question:
         return [*words, *typed(self.script, self.module, self.args)]
 
     def describe(self) -> dict[str, Any]:
-        """What compare.json keeps of it."""
+        """Return the question as saved in compare.json."""
         return {
             "script": str(self.script),
             "module": self.module,
@@ -68,7 +68,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Trial:
-    """One run: `name` is its folder, `reference` the trial whose state it ought to reach."""
+    """One run: `name` is its folder, `reference` the name of the trial that its model is compared with."""
 
     name: str
     recipe: str | None
@@ -79,11 +79,11 @@ class Trial:
 
     @property
     def kind(self) -> str:
-        """What its record calls the recipe."""
+        """Recipe, or the name of the baseline, in the record of the run."""
         return self.recipe or (GLOBAL_BATCH if self.global_batch_of > 1 else SINGLE_PROCESS)
 
-    def order(self, question: Question, folder: Path) -> RunConfig:
-        """What the launcher is told. A run alone is what the others are measured by, so nothing slows it down."""
+    def config(self, question: Question, folder: Path) -> RunConfig:
+        """Return the run configuration. A baseline runs without stragglers."""
         return RunConfig(
             script=question.script,
             module=question.module,
@@ -120,14 +120,14 @@ def ask(
     global_batch: GlobalBatch = "keep",
     lr_scale: LrScale = "none",
 ) -> Question:
-    """Build a question from what was typed; raises LaunchError or RecipeError before anything is started.
+    """Return a question from command-line values. Raises LaunchError or RecipeError before any run starts.
 
-    `servers` goes into the recipes that have a server, so that each is named after what it is.
+    `servers` becomes an argument of the recipes with a parameter server, so that their names show it.
     """
     if not recipes:
         raise LaunchError(
             explain(
-                "there is nothing to compare with the run alone",
+                "there is nothing to compare with the single process",
                 got="no --recipe",
                 expected="at least one recipe (see `stretto recipes`)",
                 to_type='--recipe allreduce --recipe "local_sgd(every=16)"',
@@ -148,13 +148,13 @@ def ask(
         lr_scale=lr_scale,
     )
     for trial in trials(question):
-        check(trial.order(question, Path()))
+        check(trial.config(question, Path()))
     return question
 
 
 def _read(recipes: Sequence[str], servers: int | None) -> tuple[str, ...]:
-    """The recipes as they are printed, each once, those with a server over so many shards as were asked for."""
-    from stretto.recipe.parser import parse, with_shards  # and with it torch: only when there is something to compare
+    """Return the recipes in canonical form, each once, with `servers` shards if they have a parameter server."""
+    from stretto.recipe.parser import parse, with_shards  # imports torch: only if there is something to compare
 
     if servers is None:
         return tuple(dict.fromkeys(str(parse(text)) for text in recipes))
@@ -174,7 +174,7 @@ def _check_servers(servers: int, served: Sequence[str]) -> None:
 
 
 def worker_counts(text: str) -> tuple[int, ...]:
-    """Numbers of workers as typed, `4` or `1,2,4`, in order and each once."""
+    """Return the numbers of workers in `4` or `1,2,4`, sorted and each once."""
     words = [word.strip() for word in text.split(",")]
     if all(word.isdecimal() and int(word) >= 1 for word in words):
         return tuple(sorted({int(word) for word in words}))
@@ -182,7 +182,7 @@ def worker_counts(text: str) -> tuple[int, ...]:
         explain(
             f"the number of workers cannot be {text}",
             got=text,
-            expected="whole numbers, at least 1, with commas between",
+            expected="whole numbers, at least 1, separated by commas",
             to_type="-n 4, or --workers 1,2,4",
         )
     )
@@ -198,28 +198,28 @@ def _at_least_one(seeds: int) -> int:
 
 
 def trials(question: Question) -> list[Trial]:
-    """All runs in order: seed by seed, first alone, then alone with the joined batches, then the recipes."""
+    """Return all trials in order, for each seed: single process, single process with global batches, recipes."""
     return [trial for seed in range(question.seeds) for trial in _of_seed(question, seed)]
 
 
 def _of_seed(question: Question, seed: int) -> list[Trial]:
-    splits = question.global_batch == "split"  # all workers have one machine's batch, alone is the reference
-    joins = [count for count in question.workers if count > 1 and not splits]
-    alone = f"single-process-seed{seed}"
-    joined = {join: f"single-process-global-batch-{join}-seed{seed}" for join in joins}
-    references = {1: alone, **joined}
-    found = [Trial(alone, None, 1, 1, seed, joined[max(joins)] if joins else None)]
-    found += [Trial(joined[join], None, 1, join, seed, None) for join in joins]
+    splits = question.global_batch == "split"  # the workers share the script's batch, so the single process is the reference
+    counts = [count for count in question.workers if count > 1 and not splits]
+    single = f"single-process-seed{seed}"
+    with_global_batch = {count: f"single-process-global-batch-{count}-seed{seed}" for count in counts}
+    references = {1: single, **with_global_batch}
+    found = [Trial(single, None, 1, 1, seed, with_global_batch[max(counts)] if counts else None)]
+    found += [Trial(with_global_batch[count], None, 1, count, seed, None) for count in counts]
     names = _folder_names(question.recipes)
     for workers in question.workers:
         for recipe in question.recipes:
             name = f"{names[recipe]}-n{workers}-seed{seed}"
-            found.append(Trial(name, recipe, workers, 1, seed, references.get(workers, alone)))
+            found.append(Trial(name, recipe, workers, 1, seed, references.get(workers, single)))
     return found
 
 
 def _folder_names(recipes: Sequence[str]) -> dict[str, str]:
-    """A folder name for each recipe; recipes that come out alike are numbered."""
+    """Return a folder name for each recipe; equal names are numbered."""
     names: dict[str, str] = {}
     for recipe in recipes:
         plain = re.sub(r"[^A-Za-z0-9_.]+", "-", recipe).strip("-.")[:LONGEST_NAME] or "recipe"

@@ -71,7 +71,7 @@ class Progress:
         """Return the compression ratio of the traffic; None where nothing was encoded."""
         exchanged = [traffic.accounts(event) for event in self.counts.values()]
         raw, sent = traffic.total(exchanged, "raw_sent"), traffic.total(exchanged, "sent")
-        return traffic.fewer(raw, sent) if raw != sent else None
+        return traffic.ratio(raw, sent) if raw != sent else None
 
     def _on_start(self, event: Event) -> None:
         self.recipe = str(event.get("recipe") or self.recipe)

@@ -1,4 +1,4 @@
-"""Figures as a person reads them."""
+"""Formatting of numbers for people."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ NOTHING = "–"
 
 
 def figure(value: float | None, digits: int = 3) -> str:
-    """A number with so many significant digits and no exponent where it can be avoided."""
+    """Format a number with `digits` significant digits, without an exponent between 1e-4 and 1e9."""
     if value is None:
         return NOTHING
     if value == 0:
@@ -20,12 +20,12 @@ def figure(value: float | None, digits: int = 3) -> str:
 
 
 def count(value: float | None) -> str:
-    """A whole number with its thousands set apart."""
+    """Format a whole number with thousands separators."""
     return NOTHING if value is None else f"{value:,.0f}"
 
 
 def seconds(value: float | None) -> str:
-    """A time in a unit that suits its size."""
+    """Format a time in seconds, minutes or hours."""
     if value is None:
         return NOTHING
     if value >= 6000:
@@ -34,7 +34,7 @@ def seconds(value: float | None) -> str:
 
 
 def percent(value: float | None) -> str:
-    """A share as a percentage."""
+    """Format a share as a percentage."""
     if value is None:
         return NOTHING
     if value == 0:
@@ -43,7 +43,7 @@ def percent(value: float | None) -> str:
 
 
 def signed(value: float | None) -> str:
-    """A difference with its sign."""
+    """Format a difference with its sign."""
     if value is None:
         return NOTHING
     if abs(value) < 5e-7:
@@ -52,17 +52,17 @@ def signed(value: float | None) -> str:
 
 
 def times(value: float | None) -> str:
-    """A ratio."""
+    """Format a ratio."""
     return NOTHING if value is None else f"{figure(value)}×"
 
 
 def plural(number: int, noun: str) -> str:
-    """A number and its noun."""
+    """Format a number with its noun in the singular or plural."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def duration(value: float) -> str:
-    """A time that is only roughly known."""
+    """Format an approximate time."""
     if value < 60:
         return f"{max(1, round(value))} s"
     return f"{round(value / 60)} min" if value < 5400 else f"{value / 3600:.1f} h"

@@ -1,4 +1,4 @@
-"""Small histograms side by side: the same bins and the same height for all, so that they can be compared."""
+"""Histograms side by side, with the same bins and the same scale so that they can be compared."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from stretto.report import formatting, plot_style
 
 MOST_BINS = 24
-"""Beyond so many values several share a bin."""
+"""Largest number of bins; more values than this share bins."""
 
 CROWDED = 0.5
-"""When one bin would hold more than this share of all, bins grow with the value instead."""
+"""Share of all values in one bin above which bins of growing width are used."""
 
 MOST_LABELS = 6
 COLUMNS = 4
@@ -28,36 +28,36 @@ LEFT, RIGHT, BETWEEN, TITLE, TALL, AXIS = 0.55, 0.1, 0.28, 0.34, 0.95, 0.42
 
 @dataclass(frozen=True)
 class Bins:
-    """Whole numbers in bins: one begins at each edge and ends below the next."""
+    """Bins of whole numbers: each holds the values from one edge to below the next."""
 
     edges: tuple[int, ...]
 
     @property
     def single(self) -> bool:
-        """Whether each holds one value."""
+        """True if each bin holds one value."""
         return all(after - before == 1 for before, after in itertools.pairwise(self.edges))
 
     @property
     def even(self) -> bool:
-        """Whether all are of one width."""
+        """True if all bins have the same width."""
         return len({after - before for before, after in itertools.pairwise(self.edges)}) == 1
 
     def fill(self, counts: Counter[int]) -> list[float]:
-        """The share that falls into each bin."""
+        """Return the share of the counts in each bin."""
         shares = [0.0] * (len(self.edges) - 1)
-        for value, times in counts.items():
-            shares[bisect_right(self.edges, value) - 1] += times
-        whole = counts.total() or 1
-        return [share / whole for share in shares]
+        for value, count in counts.items():
+            shares[bisect_right(self.edges, value) - 1] += count
+        total = counts.total() or 1
+        return [share / total for share in shares]
 
     def place(self, value: float) -> float:
-        """Where a value lies when bin i is drawn around i."""
+        """Return the horizontal position of a value when bin i is centred at i."""
         i = min(bisect_right(self.edges, value), len(self.edges) - 1) - 1
         return i - 0.5 + (value + 0.5 - self.edges[i]) / (self.edges[i + 1] - self.edges[i])
 
 
 def bins(counts: Counter[int]) -> Bins:
-    """A bin for each value from 0 if they are few; else equal bins, or growing ones where those would hide most."""
+    """Return one bin for each value from 0, or bins of equal width, or of growing width if one bin would be crowded."""
     low, high = min(counts, default=0), max(counts, default=0)
     low = 0 if high < MOST_BINS else low
     width = _width(high - low + 1)
@@ -67,7 +67,7 @@ def bins(counts: Counter[int]) -> Bins:
 
 
 def _width(values: int) -> int:
-    """The smallest round width that needs no more than MOST_BINS bins."""
+    """Return the smallest round width that needs at most MOST_BINS bins."""
     width, times = 1, itertools.cycle((2.0, 2.5, 2.0))
     while width * MOST_BINS < values:
         width = int(width * next(times))
@@ -75,7 +75,7 @@ def _width(values: int) -> int:
 
 
 def _growing(high: int) -> Iterator[int]:
-    """0, 1, 2, 3, 4, 6, 8, 12, 16, 24 and so on, until one is beyond `high`."""
+    """Yield the edges 0, 1, 2, 3, 4, 6, 8, 12, 16, 24, ... up to the first above `high`."""
     edge, step = 0, 1
     while edge <= high:
         yield edge
@@ -86,16 +86,16 @@ def _growing(high: int) -> Iterator[int]:
 
 @dataclass(frozen=True)
 class Panel:
-    """One histogram: its name, the figures beside it, the counts, and a value to mark."""
+    """One histogram: its title, a text beside the title, the counts, and a value to mark."""
 
     title: str
-    says: str
+    text: str
     counts: Counter[int]
     mark: float | None = None
 
 
 def multiples(name: str, panels: Sequence[Panel], shared: Bins, colour: str, label: str) -> str:
-    """All panels in rows of up to four."""
+    """Return the SVG of all panels, in rows of up to four."""
     rows = -(-len(panels) // COLUMNS)
     height = rows * (TITLE + TALL) + AXIS
     paint = partial(_paint, panels=panels, shared=shared, colour=colour, label=label)
@@ -123,11 +123,11 @@ def _panel(ax: Axes, panel: Panel, shared: Bins, colour: str) -> None:
     if panel.mark is not None:
         ax.axvline(shared.place(panel.mark), color=plot_style.TEXT, lw=0.9, ls=(0, (4, 2)))
     ax.set_title(panel.title, loc="left", fontweight="bold", fontsize=9)
-    ax.set_title(panel.says, loc="right", color=plot_style.QUIET, fontsize=8)
+    ax.set_title(panel.text, loc="right", color=plot_style.QUIET, fontsize=8)
 
 
 def _across(ax: Axes, shared: Bins, label: str) -> None:
-    """Single values are named beneath their bars, wider bins where they begin."""
+    """Label single values below their bars, and wider bins at their left edges."""
     edges = shared.edges[:-1] if shared.single else shared.edges
     step = -(-len(edges) // MOST_LABELS)
     shift = 0.0 if shared.single else -0.5

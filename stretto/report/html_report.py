@@ -1,4 +1,4 @@
-"""The page of a run or a comparison: one file, made from the log alone, the same bytes for the same log."""
+"""Page of a run or a comparison: one HTML file, built from the log only; the same log gives the same bytes."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ import jinja2
 from stretto.errors import LogError
 from stretto.report import formatting, incidents, plot_style, run_log, staleness_section, time_series, traffic_section
 from stretto.report.aggregation import grouped
-from stretto.report.incidents import Fate
+from stretto.report.incidents import Incident
 from stretto.report.plot_sections import LEARN, Album, Plot, pictures
-from stretto.report.run_log import History, called
+from stretto.report.run_log import History, process_name
 from stretto.report.run_record import Record, record
 from stretto.report.tables import Cell, Sheet, megabytes, sheets
 from stretto.report.target import Target
 from stretto.report.verdict import Verdict, verdict
 
 NAME = "report.html"
-MOST_PASSES = 12
+MOST_EPOCHS = 12
 
 
 @dataclass(frozen=True)
 class Section:
-    """A heading with the tables and the plots that belong under it."""
+    """Heading with its tables and plots."""
 
     title: str
     sheets: tuple[Sheet, ...]
@@ -37,7 +37,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Fact:
-    """A line of the small print: a name and its texts; `typed` is what can be typed again."""
+    """Line of the list at the end of the page: a name and its texts; `typed` is True for commands."""
 
     name: str
     texts: tuple[str, ...]
@@ -45,13 +45,13 @@ class Fact:
 
 
 def write(folder: Path) -> Path:
-    """Make report.html in a run folder or a comparison folder, and return where it is."""
+    """Write report.html of a run or a comparison into its folder, and return its path."""
     text = _comparison(folder) if (folder / "compare.json").exists() else _single(folder)
     return put(folder, text)
 
 
 def put(folder: Path, text: str) -> Path:
-    """Write a page into a folder, and return where it is."""
+    """Write a page into a folder, and return its path."""
     page = folder / NAME
     try:
         page.write_text(text, encoding="utf-8")
@@ -60,8 +60,8 @@ def put(folder: Path, text: str) -> Path:
     return page
 
 
-def render(**fills: object) -> str:
-    """The page that every command writes, filled in."""
+def render(**values: object) -> str:
+    """Return the page, rendered from the template that all commands share."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -69,16 +69,16 @@ def render(**fills: object) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    return environment.get_template("template.html").render(**fills)
+    return environment.get_template("template.html").render(**values)
 
 
-def _sections(found: Sequence[Sheet], plots: Sequence[Plot]) -> list[Section]:
-    """Loss and metrics first, then question after question, the plot under its table."""
-    titles = dict.fromkeys([LEARN, *(sheet.title for sheet in found), *(plot.heading for plot in plots)])
+def _sections(tables: Sequence[Sheet], plots: Sequence[Plot]) -> list[Section]:
+    """Return the sections by title, loss and metrics first, with the plots below their tables."""
+    titles = dict.fromkeys([LEARN, *(sheet.title for sheet in tables), *(plot.heading for plot in plots)])
     sections = (
         Section(
             title,
-            tuple(sheet for sheet in found if sheet.title == title),
+            tuple(sheet for sheet in tables if sheet.title == title),
             tuple(plot for plot in plots if plot.heading == title),
         )
         for title in titles
@@ -87,7 +87,7 @@ def _sections(found: Sequence[Sheet], plots: Sequence[Plot]) -> list[Section]:
 
 
 def _colours(records: Sequence[Record]) -> dict[str, str]:
-    """The colour of each row of a table, the same as in the plots."""
+    """Return the colour of each row of a table, the same as in the plots."""
     groups = grouped(records)
     by_recipe = plot_style.colours(groups)
     return {group.label: by_recipe[group.recipe] for group in groups}
@@ -97,10 +97,10 @@ def _colours(records: Sequence[Record]) -> dict[str, str]:
 
 
 def _comparison(folder: Path) -> str:
-    kept = run_log.read_json(folder / "compare.json")
-    question, records = kept.get("question") or {}, list(kept.get("runs") or [])
+    saved = run_log.read_json(folder / "compare.json")
+    question, records = saved.get("question") or {}, list(saved.get("runs") or [])
     target = Target.parse(question["target"]) if question.get("target") else None
-    judged = verdict(records, target) if records else Verdict(None, "No run has been made yet.")
+    judged = verdict(records, target) if records else Verdict(None, "No run has finished yet.")
     album = Album(records, _histories(folder, records), target)
     return render(
         kicker=_kicker(question),
@@ -115,22 +115,22 @@ def _comparison(folder: Path) -> str:
         else [],
         colours=_colours(records),
         facts=_facts(list(album.histories.values()), question.get("command") or [], _seeds(records)),
-        notices=_notices(album.histories.values()),
+        warnings=_warnings(album.histories.values()),
     )
 
 
 def _kicker(question: dict[str, Any]) -> str:
-    started = ["-m"] * bool(question.get("module")) + [str(question.get("script"))]
-    script = shlex.join([*started, *map(str, question.get("args") or [])])
+    options = ["-m"] * bool(question.get("module")) + [str(question.get("script"))]
+    script = shlex.join([*options, *map(str, question.get("args") or [])])
     workers = " and ".join(map(str, question.get("workers") or []))
     seeds = formatting.plural(int(question.get("seeds") or 1), "seed")
     return f"{script} · {workers} workers · {seeds}"
 
 
 def _failures(records: Iterable[Record]) -> list[str]:
-    """Every run that failed and why; the first with all that is known."""
-    whole, *others = [_failure(one) for one in records if one["failed"]] or [""]
-    return [text for text in (whole, *(other.partition("\n")[0] for other in others)) if text]
+    """Return the reason of every failed run: the first in full, of the others the first line."""
+    first, *others = [_failure(each) for each in records if each["failed"]] or [""]
+    return [text for text in (first, *(other.partition("\n")[0] for other in others)) if text]
 
 
 def _failure(failed: Record) -> str:
@@ -139,105 +139,108 @@ def _failure(failed: Record) -> str:
 
 
 def _seeds(records: Iterable[Record]) -> list[int]:
-    return sorted({int(one["seed"]) for one in records})
+    return sorted({int(record["seed"]) for record in records})
 
 
 def _histories(folder: Path, records: Iterable[Record]) -> dict[str, History]:
-    """The logs of those runs that left one that can be read."""
-    found = {}
-    for name in (Path(one["folder"]).name for one in records):
+    """Return the logs of the runs that have a readable one, by the name of their folder."""
+    histories = {}
+    for name in (Path(each["folder"]).name for each in records):
         with contextlib.suppress(LogError):
-            found[name] = run_log.read(folder / name)
-    return found
+            histories[name] = run_log.read(folder / name)
+    return histories
 
 
 # One run
 
 
 def _single(folder: Path) -> str:
-    one, read = record(folder), run_log.read(folder)
-    album = Album([one], {Path(one["folder"]).name: read}, moments=time_series.moments(read))
+    one, history = record(folder), run_log.read(folder)
+    album = Album([one], {Path(one["folder"]).name: history}, moments=time_series.moments(history))
     return render(
         kicker=f"{shlex.join([str(one['script']), *map(str, one['args'])])} · seed {one['seed']}",
         headline=_summary(one),
         deck=(_figures(one),),
         failures=[one["failed"]] if one["failed"] else [],
         sections=_sections(
-            _tables(one, read),
-            [*traffic_section.pictures(one, read), *staleness_section.pictures(one, read), *pictures(album)],
+            _tables(one, history),
+            [*traffic_section.pictures(one, history), *staleness_section.pictures(one, history), *pictures(album)],
         ),
         colours={},
-        facts=_facts([read], read.run.get("command") or [], [int(one["seed"] or 0)]),
-        notices=_notices([read]),
+        facts=_facts([history], history.run.get("command") or [], [int(one["seed"] or 0)]),
+        warnings=_warnings([history]),
     )
 
 
-def _summary(one: Record) -> str:
-    metrics = ", ".join(f"{name} {formatting.figure(value, 4)}" for name, value in one["metrics"].items())
-    who = f"{one['recipe']} on {formatting.plural(one['workers'], 'worker')}"
-    return f"{who}: {metrics or 'not evaluated'} after {formatting.seconds(one['seconds'])} of {of_what(one)}"
+def _summary(record: Record) -> str:
+    metrics = ", ".join(f"{name} {formatting.figure(value, 4)}" for name, value in record["metrics"].items())
+    run = f"{record['recipe']} on {formatting.plural(record['workers'], 'worker')}"
+    return f"{run}: {metrics or 'not evaluated'} after {formatting.seconds(record['seconds'])} of {of_what(record)}"
 
 
 def of_what(one: Record) -> str:
-    """What the seconds of a record are seconds of."""
+    """Return the noun of the seconds of a record: training, or virtual time."""
     return "virtual time, simulated" if one.get("simulated") else "training"
 
 
 def _figures(one: Record) -> str:
     pace = f"{formatting.count(one['samples'])} samples at {formatting.count(one['samples_per_second'])} a second"
     sent = formatting.figure(megabytes(one["bytes_sent"]))
-    rounds = formatting.plural(one["rounds"], "exchange")
+    rounds = formatting.plural(one["rounds"], "round")
     if one["staleness"]:
-        return f"{pace}; up to {rounds} of a worker, and {sent} MB sent by each on average."
-    return f"{pace}; {rounds} and {sent} MB sent by each worker." if one["rounds"] else f"{pace}; nothing was sent."
+        return f"{pace}; up to {rounds} per worker, and {sent} MB sent per worker on average."
+    return f"{pace}; {rounds} and {sent} MB sent per worker." if one["rounds"] else f"{pace}; nothing was sent."
 
 
-def _tables(one: Record, read: History) -> list[Sheet]:
-    passes = [_passes(read)] if read.passes else []
-    return [*_fates(read), *passes, *traffic_section.sheet(one), *staleness_section.sheet(one, read)]
+def _tables(one: Record, history: History) -> list[Sheet]:
+    coverage = [_coverage(history)] if history.epochs else []
+    tables = [*traffic_section.sheet(one), *staleness_section.sheet(one, history)]
+    return [*_failures_and_recovery(history), *coverage, *tables]
 
 
-SEEN = ("once", "twice", "never", "dropped")
+COUNTS = ("once", "twice", "never", "dropped")
 
 
-def _passes(read: History) -> Sheet:
-    passes = read.passes
-    note = "Samples of all workers so far, and how often those of the pass were seen."
-    if len(passes) > MOST_PASSES:
-        note += f" The last {MOST_PASSES} of {len(passes)} passes."
-    columns = ("pass", "samples", "training time", *(f"seen {word}" for word in SEEN[:3]), "dropped")
-    return Sheet("What was seen?", note, columns, tuple(map(_pass, passes[-MOST_PASSES:])))
+def _coverage(history: History) -> Sheet:
+    epochs = history.epochs
+    note = "Samples of all workers so far, and how often the samples of the epoch were trained on."
+    if len(epochs) > MOST_EPOCHS:
+        note += f" The last {MOST_EPOCHS} of {len(epochs)} epochs."
+    columns = ("epoch", "samples", "training time", *COUNTS)
+    return Sheet("Sample coverage", note, columns, tuple(map(_epoch, epochs[-MOST_EPOCHS:])))
 
 
-def _pass(event: dict[str, Any]) -> tuple[Cell, ...]:
-    seen = event.get("sample_counts") or {}
-    times = (formatting.count(event.get("samples")), formatting.seconds(run_log.number(event.get("training_s"))))
-    return tuple(map(Cell, (str(event.get("epoch")), *times, *(formatting.count(seen.get(word)) for word in SEEN))))
+def _epoch(event: dict[str, Any]) -> tuple[Cell, ...]:
+    counts = event.get("sample_counts") or {}
+    progress = (formatting.count(event.get("samples")), formatting.seconds(run_log.number(event.get("training_s"))))
+    return tuple(
+        map(Cell, (str(event.get("epoch")), *progress, *(formatting.count(counts.get(name)) for name in COUNTS)))
+    )
 
 
-DIED = "What died, and what happened?"
-MOST_FATES = 40
+FAILURES = "Failures and recovery"
+MOST_INCIDENTS = 40
 
 
-def _fates(read: History) -> list[Sheet]:
-    """A row for each thing that happened to a process; nothing where nothing did."""
-    found = incidents.fates(read)
+def _failures_and_recovery(history: History) -> list[Sheet]:
+    """Return the table of incidents, or nothing for a run without any."""
+    found = incidents.incidents(history)
     if not found:
         return []
-    note = "Time since the start of training; below 0 the workers had not met yet."
-    if len(found) > MOST_FATES:
-        note += f" The last {MOST_FATES} of {len(found)}."
-    counted = any(one.again is not None for one in found)
-    columns = ("who", "when", "what", "what next", *(("samples done again",) * counted))
-    return [Sheet(DIED, note, columns, tuple(_fate(one, counted) for one in found[-MOST_FATES:]))]
+    note = "Time since the start of training; negative before the first generation was formed."
+    if len(found) > MOST_INCIDENTS:
+        note += f" The last {MOST_INCIDENTS} of {len(found)}."
+    counted = any(incident.samples_redone is not None for incident in found)
+    columns = ("process", "time", "incident", "recovery", *(("samples redone",) * counted))
+    return [Sheet(FAILURES, note, columns, tuple(_incident(row, counted) for row in found[-MOST_INCIDENTS:]))]
 
 
-def _fate(one: Fate, counted: bool) -> tuple[Cell, ...]:
-    texts = (called(one.worker), formatting.seconds(one.t), one.what, one.next)
-    return tuple(map(Cell, (*texts, *((formatting.count(one.again),) * counted))))
+def _incident(incident: Incident, counted: bool) -> tuple[Cell, ...]:
+    texts = (process_name(incident.worker), formatting.seconds(incident.t), incident.description, incident.consequence)
+    return tuple(map(Cell, (*texts, *((formatting.count(incident.samples_redone),) * counted))))
 
 
-# The small print
+# Details at the end of the page
 
 
 def _facts(histories: Sequence[History], command: Sequence[str], seeds: Sequence[int]) -> list[Fact]:
@@ -246,9 +249,9 @@ def _facts(histories: Sequence[History], command: Sequence[str], seeds: Sequence
         run.get("machine") or {},
         {"stretto": run.get("stretto"), **(run.get("versions") or {})},
     )
-    threads = dict.fromkeys(f"{read.workers} × {read.run.get('threads')}" for read in histories)
+    threads = dict.fromkeys(f"{history.workers} × {history.run.get('threads')}" for history in histories)
     facts = [
-        Fact("Ask again", (shlex.join(map(str, command)),) if command else (), typed=True),
+        Fact("Reproduce", (shlex.join(map(str, command)),) if command else (), typed=True),
         Fact("Simulated", _simulated(run.get("simulated") or {})),
         Fact("Seeds", (", ".join(map(str, seeds)),)),
         Fact("Machine", _machine(machine)),
@@ -259,9 +262,9 @@ def _facts(histories: Sequence[History], command: Sequence[str], seeds: Sequence
     return [fact for fact in facts if any(fact.texts)]
 
 
-def _simulated(asked: dict[str, Any]) -> tuple[str, ...]:
-    """The world in which it was simulated, option by option as it is typed."""
-    return tuple(f"--{name.replace('_', '-')} {shlex.quote(str(text))}" for name, text in asked.items() if text)
+def _simulated(options: dict[str, Any]) -> tuple[str, ...]:
+    """Return the options of the simulated cluster, as on the command line."""
+    return tuple(f"--{name.replace('_', '-')} {shlex.quote(str(text))}" for name, text in options.items() if text)
 
 
 def _machine(machine: dict[str, Any]) -> tuple[str, ...]:
@@ -275,7 +278,7 @@ def _machine(machine: dict[str, Any]) -> tuple[str, ...]:
     return (", ".join(str(text) for text in shown if text),)
 
 
-def _notices(histories: Iterable[History]) -> list[str]:
-    """What the program told the user, each once."""
-    texts = (str(event.get("text")) for read in histories for event in read.of("warning"))
+def _warnings(histories: Iterable[History]) -> list[str]:
+    """Return the warnings of all runs, each once."""
+    texts = (str(event.get("text")) for history in histories for event in history.of("warning"))
     return list(dict.fromkeys(texts))

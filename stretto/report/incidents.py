@@ -1,4 +1,4 @@
-"""What died in a run, and what happened: who was gone and when, who went on, who came back."""
+"""Incidents of a run: processes that failed, left, were slow or were paused, and how the run recovered."""
 
 from __future__ import annotations
 
@@ -8,145 +8,153 @@ from typing import Any
 
 from stretto.events import Event
 from stretto.report import formatting
-from stretto.report.run_log import History, called
+from stretto.report.run_log import History, process_name
 
 MOST_LINES = 5
 
 
 @dataclass(frozen=True)
-class Fate:
-    """What has happened to a process: when, what, what came next, and how many samples were done again for it.
+class Incident:
+    """Incident of a process at `t` seconds: its description, its consequence, and the number of samples redone.
 
-    `back_s` is how long it was away; None for one that has not come back. `ends` says whether it was gone by this.
+    `ends` is True if the process failed. `downtime_s` is the time until its next incarnation joined; None for a process
+    that was not restarted.
     """
 
     t: float
     worker: int
-    life: int
-    what: str
-    next: str
+    incarnation: int
+    description: str
+    consequence: str
     ends: bool = False
-    back_s: float | None = None
-    again: int | None = None
+    downtime_s: float | None = None
+    samples_redone: int | None = None
 
     def __str__(self) -> str:
-        """In one line."""
-        when = f"at {formatting.seconds(self.t)}" if self.t >= 0 else f"{formatting.seconds(-self.t)} before it began"
-        return f"{called(self.worker)}, {when}: {self.what}" + f"; {self.next}" * bool(self.next)
+        seconds = formatting.seconds(abs(self.t))
+        when = f"at {seconds}" if self.t >= 0 else f"{seconds} before training started"
+        return f"{process_name(self.worker)}, {when}: {self.description}" + f"; {self.consequence}" * bool(
+            self.consequence
+        )
 
 
-def fates(history: History) -> list[Fate]:
-    """All that has happened to processes, in order of time."""
-    strikes = [event for event in history.of("fault_injected") if event.get("verb") in ("kill", "pause")]
-    kills = [one for one in strikes if one["verb"] == "kill"]
-    found = [_told(event, history, kills) for event in history.of("membership") if _tells(event)]
-    found += [_paused(one, history) for one in strikes if one["verb"] == "pause"]
-    return sorted(found, key=lambda fate: fate.t)
+def incidents(history: History) -> list[Incident]:
+    """Return all incidents of a run, in order of time."""
+    faults = [event for event in history.of("fault_injected") if event.get("verb") in ("kill", "pause")]
+    kills = [fault for fault in faults if fault["verb"] == "kill"]
+    found = [_membership_incident(event, history, kills) for event in history.of("membership") if _is_incident(event)]
+    found += [_pause_incident(fault, history) for fault in faults if fault["verb"] == "pause"]
+    return sorted(found, key=lambda incident: incident.t)
 
 
-SAID = {"failed": "failed", "left": "left in good order", "slow": "slow"}
+DESCRIPTIONS = {"failed": "failed", "left": "left gracefully", "slow": "slow"}
 DONE = "it has left the loop"
-"""Why a worker has left that has come to the end of its script."""
+"""Reason that the membership event of a worker gives when its training loop has ended."""
 
 
-def _tells(event: Event) -> bool:
-    return event.get("what") in SAID and event.get("why") != DONE
+def _is_incident(event: Event) -> bool:
+    return event.get("what") in DESCRIPTIONS and event.get("why") != DONE
 
 
-def _told(event: Event, history: History, kills: Sequence[Event]) -> Fate:
-    """What the coordinator or the launcher has told of a process."""
+def _membership_incident(event: Event, history: History, kills: Sequence[Event]) -> Incident:
+    """Return the incident that the coordinator or the launcher has recorded."""
     what, why = str(event["what"]), str(event.get("why") or "")
     ends = what == "failed"
-    details = [why] * bool(why) + ["on purpose"] * (ends and _was_struck(event, history, kills))
-    said = SAID[what] + f" ({', '.join(details)})" * bool(details)
-    back_s = _back_s(event, history) if ends else None
-    back = f"back after {formatting.seconds(back_s)}" if back_s is not None else "did not come back"
-    texts = (_others(event, history) if what != "slow" else "", back if ends else "")
-    came = ", ".join(text for text in texts if text)
-    again = _again(event, history) if ends else None
-    return Fate(event["t"], event["worker"], _life(event), said, came, ends, back_s, again)
+    details = [why] * bool(why) + ["injected"] * (ends and _is_injected(event, history, kills))
+    description = DESCRIPTIONS[what] + f" ({', '.join(details)})" * bool(details)
+    downtime_s = _downtime_s(event, history) if ends else None
+    restart = f"restarted after {formatting.seconds(downtime_s)}" if downtime_s is not None else "not restarted"
+    texts = (_continuation(event, history) if what != "slow" else "", restart if ends else "")
+    consequence = ", ".join(text for text in texts if text)
+    redone = _samples_redone(event, history) if ends else None
+    return Incident(
+        event["t"], event["worker"], _incarnation(event), description, consequence, ends, downtime_s, redone
+    )
 
 
-def _was_struck(event: Event, history: History, kills: Sequence[Event]) -> bool:
-    """Whether a kill on purpose was the last thing to happen to a process before it was gone."""
-    before = [one["t"] for one in _of(event["worker"], history) if one["t"] < event["t"] and one is not event]
-    return any(one["worker"] == event["worker"] and max(before, default=0.0) <= one["t"] <= event["t"] for one in kills)
+def _is_injected(event: Event, history: History, kills: Sequence[Event]) -> bool:
+    """Return True if an injected kill was the last event of a process before it failed."""
+    worker, t = event["worker"], event["t"]
+    earlier = [other["t"] for other in _membership_of(worker, history) if other["t"] < t and other is not event]
+    return any(kill["worker"] == worker and max(earlier, default=0.0) <= kill["t"] <= t for kill in kills)
 
 
-def _of(worker: int, history: History) -> Iterator[Event]:
-    return (one for one in history.of("membership") if one["worker"] == worker and "what" in one)
+def _membership_of(worker: int, history: History) -> Iterator[Event]:
+    return (event for event in history.of("membership") if event["worker"] == worker and "what" in event)
 
 
-def _back_s(event: Event, history: History) -> float | None:
-    """How long it was until another life of the same process was in."""
-    joins = (one["t"] for one in _of(event["worker"], history) if one["what"] == "joined" and _life(one) > _life(event))
+def _downtime_s(event: Event, history: History) -> float | None:
+    """Return the seconds until a later incarnation of the process joined, or None if none did."""
+    later = (one for one in _membership_of(event["worker"], history) if _incarnation(one) > _incarnation(event))
+    joins = (one["t"] for one in later if one["what"] == "joined")
     return next((t - event["t"] for t in joins if t >= event["t"]), None)
 
 
-def _life(event: Event) -> int:
+def _incarnation(event: Event) -> int:
     return int(event.get("incarnation") or 0)
 
 
-def _others(event: Event, history: History) -> str:
-    """Who went on without it, and how soon."""
+def _continuation(event: Event, history: History) -> str:
+    """Return how many workers continued after an incident, and after how long; empty if none did."""
     if event["worker"] < 0:
         return ""
-    formed = [one for one in history.of("membership") if one.get("what") == "formed" and one["t"] >= event["t"]]
-    if not formed:
+    formations = (one for one in history.of("membership") if one.get("what") == "formed" and one["t"] >= event["t"])
+    formed = next(formations, None)
+    if formed is None:
         return ""
-    count, generation = len(formed[0].get("members") or []), formed[0].get("generation")
-    after = formatting.seconds(formed[0]["t"] - event["t"])
-    went = "began" if generation == 1 else "went on"
-    return f"{formatting.plural(count, 'worker')} {went} after {after} as generation {generation}" if count else ""
+    count, generation = len(formed.get("members") or []), formed.get("generation")
+    after = formatting.seconds(formed["t"] - event["t"])
+    verb = "started" if generation == 1 else "continued"
+    return f"{formatting.plural(count, 'worker')} {verb} after {after} as generation {generation}" if count else ""
 
 
-def _again(event: Event, history: History) -> int | None:
-    """Samples that others did again because of it, where the log says so."""
-    of = event["worker"], _life(event)
-    told = [
-        one.get("samples") for one in history.of("samples_reassigned") if (one.get("failed_worker"), _life(one)) == of
-    ]
-    return sum(int(one or 0) for one in told) if told else None
+def _samples_redone(event: Event, history: History) -> int | None:
+    """Return the number of samples of a failed worker that were reassigned, or None if the log has no record of it."""
+    failed = event["worker"], _incarnation(event)
+    reassigned = history.of("samples_reassigned")
+    counts = [one.get("samples") for one in reassigned if (one.get("failed_worker"), _incarnation(one)) == failed]
+    return sum(int(count or 0) for count in counts) if counts else None
 
 
-def _paused(event: Event, history: History) -> Fate:
-    """A process that was stopped on purpose, and when it went on."""
+def _pause_incident(event: Event, history: History) -> Incident:
+    """Return the incident of an injected pause, with its end."""
     later = (one for one in history.of("fault_injected") if one["worker"] == event["worker"] and one["t"] > event["t"])
     end = next((one for one in later if one.get("verb") in ("go_on", "kill")), None)
     after = formatting.seconds(end["t"] - event["t"]) if end else ""
-    next_ = "" if end is None else f"{'went on' if end['verb'] == 'go_on' else 'was killed'} after {after}"
-    return Fate(event["t"], event["worker"], 0, "stopped (on purpose)", next_)
+    consequence = "" if end is None else f"{'continued' if end['verb'] == 'go_on' else 'killed'} after {after}"
+    return Incident(event["t"], event["worker"], 0, "paused (injected)", consequence)
 
 
-def deaths(history: History) -> list[dict[str, Any]]:
-    """Who was gone, for a record."""
+def failures(history: History) -> list[dict[str, Any]]:
+    """Return the failures of processes as a run record has them."""
     return [
         {
-            "process": called(one.worker),
-            "incarnation": one.life,
-            "seconds": one.t,
-            "what": one.what,
-            "downtime_seconds": one.back_s,
-            "samples_redone": one.again,
+            "process": process_name(incident.worker),
+            "incarnation": incident.incarnation,
+            "seconds": incident.t,
+            "description": incident.description,
+            "downtime_seconds": incident.downtime_s,
+            "samples_redone": incident.samples_redone,
         }
-        for one in fates(history)
-        if one.ends
+        for incident in incidents(history)
+        if incident.ends
     ]
 
 
 def in_lines(history: History) -> list[str]:
-    """What has happened to processes in a few lines, none where nothing did."""
-    found = fates(history)
+    """Return the first incidents, one per line, and the number of further ones; empty for a run without any."""
+    found = incidents(history)
     more = len(found) - MOST_LINES
-    return [*map(str, found[:MOST_LINES]), *([f"and {more} more; all are on the page"] if more > 0 else [])]
+    return [*map(str, found[:MOST_LINES]), *([f"and {more} more; the page lists all"] if more > 0 else [])]
 
 
 def moments(history: History) -> list[tuple[float, str, bool]]:
-    """When somebody was gone or stopped (True), and when a generation was formed or somebody is back; with who."""
-    lost = [(one.t, called(one.worker), True) for one in fates(history) if one.ends or one.what.startswith("stopped")]
-    came = [
-        (event["t"], f"{called(event['worker'])} is in", False)
+    """Return (seconds, text, True) of each failure or pause, and (seconds, text, False) of each restarted process."""
+    interrupting = [one for one in incidents(history) if one.ends or one.description.startswith("paused")]
+    lost = [(one.t, process_name(one.worker), True) for one in interrupting]
+    restarted = [
+        (event["t"], f"{process_name(event['worker'])} joined", False)
         for event in history.of("membership")
-        if event.get("what") == "joined" and _life(event)
+        if event.get("what") == "joined" and _incarnation(event)
     ]
-    return sorted([*lost, *came])
+    return sorted([*lost, *restarted])

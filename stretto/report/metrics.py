@@ -1,4 +1,4 @@
-"""Which of two runs ended better, as far as the name of a metric tells."""
+"""Metrics: the direction that their names imply, tolerances, and the group of runs with the best final value."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SHARE = 0.02
 
 
 def direction(metric: str) -> int:
-    """1 when more is better, -1 when less is, 0 when the name does not say."""
+    """Return 1 if higher is better, -1 if lower is better, 0 if the name implies neither."""
     words = metric.lower().replace("-", "_").replace("/", "_").replace(".", "_").split("_")
     if any(word.startswith(LOWER_IS_BETTER) for word in words):
         return -1
@@ -35,7 +35,7 @@ def direction(metric: str) -> int:
 
 
 def tolerance(metric: str, value: float) -> float:
-    """How near counts as equally good: 0.01 for shares where more is better, else 2% of the value."""
+    """Return the difference that counts as equal: 0.01 for shares where higher is better, else 2% of the value."""
     return POINTS if _is_share(metric, value) else SHARE * abs(value)
 
 
@@ -43,54 +43,54 @@ def _is_share(metric: str, value: float) -> bool:
     return direction(metric) == 1 and 0 <= value <= 1
 
 
-def tolerance_text(metric: str, ideal: Group) -> str:
-    """The tolerance in words."""
-    return str(POINTS) if _is_share(metric, final(ideal, metric) or 0.0) else f"{SHARE:.0%}"
+def tolerance_text(metric: str, baseline: Group) -> str:
+    """Return the tolerance as text."""
+    return str(POINTS) if _is_share(metric, final(baseline, metric) or 0.0) else f"{SHARE:.0%}"
 
 
 def main_metric(names: Sequence[str]) -> str | None:
-    """The first metric where more is better, else the first whose name has a direction, else the first."""
+    """Return the first metric where higher is better, else the first with a direction, else the first."""
     ranked = sorted(names, key=lambda name: (direction(name) != 1, direction(name) == 0))
     return ranked[0] if ranked else None
 
 
 def value(metric: str) -> Measure:
-    """The measure that takes this metric from a record."""
+    """Return the measure that reads this metric from a record."""
     return lambda record: record["metrics"].get(metric)
 
 
 def final(group: Group, metric: str) -> float | None:
-    """The median of a metric at the end."""
+    """Return the median over seeds of the final value of a metric."""
     return group.median(value(metric))
 
 
 def text(group: Group, metric: str) -> str:
-    """The same, to read."""
+    """Return the median of the final value of a metric as text."""
     return formatting.figure(final(group, metric), 4)
 
 
 def best(groups: Sequence[Group], metric: str) -> Group | None:
-    """The group that ended best. When the name has no direction that is the first: the script as it is."""
+    """Return the group with the best final value; the first, the unchanged script, if the name has no direction."""
     measured = [group for group in groups if final(group, metric) is not None]
     return max(measured, key=lambda group: _goodness(group, metric), default=None)
 
 
-def nearest(groups: Sequence[Group], ideal: Group, metric: str) -> Group | None:
-    """The group that came nearest to the ideal."""
+def nearest(groups: Sequence[Group], baseline: Group, metric: str) -> Group | None:
+    """Return the group whose final value is nearest to that of the baseline."""
     measured = [group for group in groups if final(group, metric) is not None]
-    return min(measured, key=lambda group: abs(_gap(group, ideal, metric)), default=None)
+    return min(measured, key=lambda group: abs(_gap(group, baseline, metric)), default=None)
 
 
-def as_good(group: Group, ideal: Group, metric: str) -> bool:
-    """Whether it ended within the tolerance of the ideal, or better."""
-    mine, its = final(group, metric), final(ideal, metric)
-    if mine is None or its is None:
+def as_good(group: Group, baseline: Group, metric: str) -> bool:
+    """Return True if the final value is within the tolerance of the baseline, or better."""
+    value, wanted = final(group, metric), final(baseline, metric)
+    if value is None or wanted is None:
         return False
-    return abs(mine - its) <= tolerance(metric, its) or (mine - its) * direction(metric) > 0
+    return abs(value - wanted) <= tolerance(metric, wanted) or (value - wanted) * direction(metric) > 0
 
 
-def _gap(group: Group, ideal: Group, metric: str) -> float:
-    return (final(group, metric) or 0.0) - (final(ideal, metric) or 0.0)
+def _gap(group: Group, baseline: Group, metric: str) -> float:
+    return (final(group, metric) or 0.0) - (final(baseline, metric) or 0.0)
 
 
 def _goodness(group: Group, metric: str) -> float:

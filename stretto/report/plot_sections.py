@@ -1,4 +1,4 @@
-"""Which plots a page shows, and the sentence beneath each."""
+"""Plots of a page, with their headings and captions."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 from markupsafe import Markup
 
 from stretto.report import formatting, plot_style, plots, time_series
-from stretto.report.aggregation import Group, Peers, at, grouped, worker_counts
+from stretto.report.aggregation import Baselines, Group, at, grouped, worker_counts
 from stretto.report.plots import SAMPLES, Line, Row
 from stretto.report.run_log import History
 from stretto.report.run_record import Record
-from stretto.report.tables import FAST, STATE, WHERE, metric_names, speed_up
+from stretto.report.tables import FAST, STATE, TIME, metric_names, speed_up
 from stretto.report.target import Target
 from stretto.report.time_series import Curve, Moment, Sample
 
@@ -21,12 +21,12 @@ LEARN = "Loss and metrics"
 MOST_METRICS = 3
 
 Histories = Mapping[str, History]
-"""The logs of the runs that left one, by the name of their folder."""
+"""Logs of the runs that have one, by the name of their folder."""
 
 
 @dataclass(frozen=True)
 class Plot:
-    """A drawing, the heading that it belongs under and the sentence beneath it."""
+    """Plot with its section heading and its caption."""
 
     heading: str
     svg: Markup
@@ -35,31 +35,31 @@ class Plot:
 
 @dataclass(frozen=True)
 class Album:
-    """Everything that the plots of one page are made of."""
+    """Data of all plots of one page."""
 
     records: Sequence[Record]
     histories: Histories
     target: Target | None = None
     moments: tuple[Moment, ...] = ()
-    """When somebody was lost, or came; of a single run."""
+    """Failures, pauses and restarts of a single run."""
 
     def groups(self) -> list[Group]:
-        """The groups that have anything to show, failed runs included."""
+        """Return the groups of all records, failed runs included."""
         return grouped(self.records)
 
     def history(self, record: Record) -> History | None:
-        """The log of a record's run."""
+        """Return the log of a record's run, or None if it has none."""
         return self.histories.get(Path(record["folder"]).name)
 
 
 def pictures(album: Album) -> list[Plot]:
-    """All plots of a page; one set of curves for each number of workers."""
+    """Return all plots of a page; one set of curves for each number of workers."""
     groups = album.groups()
     counts = worker_counts(groups) or [1]
     colours = plot_style.colours(groups)
     several = len(counts) > 1
     found = [_curves(album, at(groups, n), colours, n, several) for n in counts]
-    found += [_scaling(groups, colours, Peers(album.records))] if several else []
+    found += [_scaling(groups, colours, Baselines(album.records))] if several else []
     found += [_split(album, groups, colours)]
     found += [_distance(at(groups, n), colours, n, several) for n in counts]
     return [plot for plot in found if plot]
@@ -108,22 +108,22 @@ def _metric_row(album: Album, groups: Sequence[Group], colours: Mapping[str, str
 
 
 def _curves_caption(album: Album, groups: Sequence[Group], losses: Row) -> str:
-    texts = ["Training time leaves evaluations out."]
+    texts = ["Training time excludes evaluations."]
     steps = max((curve.steps for line in losses.lines for curve in line.curves), default=0)
     if steps:
-        smoothed = f", smoothed: a point is the mean of up to {steps} steps" if steps > 1 else ""
+        smoothed = f", smoothed: each point is the mean of up to {steps} steps" if steps > 1 else ""
         texts.append(f"Loss: mean over workers{smoothed}.")
         if any(record.get("staleness") for record in _records(groups)):
-            texts.append("Asynchronous workers: mean of what they logged at about the same time.")
+            texts.append("Asynchronous workers: mean of values logged at about the same time.")
     if any(len(group.asked) > 1 for group in groups):
         texts.append("A line for each seed.")
     if any(group.single_process for group in groups) and not all(group.single_process for group in groups):
-        texts.append("Dotted: where a run ended that sends nothing.")
+        texts.append("Dotted: final value of a run without communication.")
     if album.moments:
-        texts.append("Upright lines: somebody was lost or stopped (red), or came back (grey).")
+        texts.append("Vertical lines: failures and pauses (red), restarted processes (grey).")
     lost = sum(time_series.not_finite(one) for record in _records(groups) if (one := album.history(record)))
     if lost:
-        texts.append(f"{lost} logged or evaluated values were not finite and are left out.")
+        texts.append(f"{lost} logged or evaluated values were not finite and are omitted.")
     return " ".join(texts)
 
 
@@ -134,9 +134,9 @@ def _records(groups: Sequence[Group]) -> list[Record]:
 # Speed, time, distance
 
 
-def _scaling(groups: Sequence[Group], colours: Mapping[str, str], peers: Peers) -> Plot:
-    svg = plots.scaling("scaling", groups, colours, lambda record: speed_up(record, peers))
-    caption = "Samples per second over those of the run alone, median over seeds. Dashed: as fast as it could be."
+def _scaling(groups: Sequence[Group], colours: Mapping[str, str], baselines: Baselines) -> Plot:
+    svg = plots.scaling("scaling", groups, colours, lambda record: speed_up(record, baselines))
+    caption = "Samples per second over those of a single process, median over seeds. Dashed: linear speed-up."
     return Plot(FAST, Markup(svg), caption)
 
 
@@ -151,8 +151,8 @@ def _split(album: Album, groups: Sequence[Group], colours: Mapping[str, str]) ->
     if not runs:
         return None
     seed = f" Seed {firsts[0]['seed']}." if len({record["seed"] for record in album.records}) > 1 else ""
-    caption = f"Each bar is the whole time of a worker; its parts sum to it.{seed}"
-    return Plot(WHERE, Markup(plots.time_breakdown("split", runs)), caption)
+    caption = f"Each bar is the total time of a worker.{seed}"
+    return Plot(TIME, Markup(plots.time_breakdown("split", runs)), caption)
 
 
 def _bar_title(group: Group, several: bool) -> str:
@@ -167,7 +167,7 @@ def _distance(groups: Sequence[Group], colours: Mapping[str, str], workers: int,
     rows = [row for row in rows if row.lines]
     if not rows:
         return None
-    caption = "Against the run alone with the batches of all workers joined, after the same samples."
+    caption = "Against a single process with the global batch, after the same number of samples."
     svg = Markup(plots.pair(f"distance{workers}", rows, SAMPLES))
     return Plot(STATE, svg, _with_workers(caption, workers, several))
 

@@ -1,4 +1,4 @@
-"""The look of the plots: colours, a quiet style, and SVG that can stand inside a page."""
+"""Style of the plots: colours, matplotlib settings, and SVG that can be embedded in a page."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from stretto.report.run_record import GLOBAL_BATCH, SINGLE_PROCESS
 
 TEXT, QUIET, FAINT = "#222222", "#666666", "#dddddd"
 RECIPES = ("#0072b2", "#d55e00", "#009e73", "#b8568f", "#2f8fc4", "#b57d00")
-"""After Okabe and Ito, told apart by the colour-blind too; the light ones darkened, for text in them."""
+"""Colours after Okabe and Ito, distinguishable for colour-blind readers; the light ones are darkened for text."""
 
 LOST = "#b23a1e"
 SINGLE_PROCESS_COLOURS = ("#222222", "#8a8a8a")
@@ -30,7 +30,7 @@ PHASES = {
     "exchanging": "#e0812b",
     "waiting": "#b23a1e",
 }
-"""Cold: what one machine spends too. Warm: the price of being several."""
+"""Colours of the phases: cold for phases of any training, warm for the overhead of distributed training."""
 
 STYLE: Any = {
     "svg.hashsalt": "stretto",
@@ -61,21 +61,21 @@ STYLE: Any = {
     "lines.solid_capstyle": "round",
 }
 WIDTH = 11.0
-"""Inches that a drawing takes on a page."""
+"""Width of a plot on a page, in inches."""
 
 WEB_FONT = "Helvetica Neue, Helvetica, Arial, Liberation Sans, sans-serif"
 SMALLEST_GAP_INCH = 0.155
 
 
 def colours(groups: Sequence[Group]) -> dict[str, str]:
-    """One colour a recipe, the same for every number of workers and in every plot."""
+    """Return the colour of each recipe, the same for every number of workers and in every plot."""
     recipes = dict.fromkeys(group.recipe for group in groups if not group.single_process)
-    found = {recipe: RECIPES[index % len(RECIPES)] for index, recipe in enumerate(recipes)}
-    return found | dict(zip((SINGLE_PROCESS, GLOBAL_BATCH), SINGLE_PROCESS_COLOURS, strict=True))
+    by_recipe = {recipe: RECIPES[index % len(RECIPES)] for index, recipe in enumerate(recipes)}
+    return by_recipe | dict(zip((SINGLE_PROCESS, GLOBAL_BATCH), SINGLE_PROCESS_COLOURS, strict=True))
 
 
 def draw(name: str, width: float, height: float, paint: Callable[[Figure], None]) -> str:
-    """Paint a figure of so many inches and return it as SVG whose ids begin with `name`."""
+    """Draw a figure, with its size in inches, and return it as SVG whose ids start with `name`."""
     with mpl.rc_context(STYLE), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph")
         figure = Figure(figsize=(width, height))
@@ -86,7 +86,7 @@ def draw(name: str, width: float, height: float, paint: Callable[[Figure], None]
 
 
 def _embedded(svg: str, name: str) -> str:
-    """Only the drawing: no prologue, no addresses, ids that no other figure of the page has."""
+    """Return the svg element without prologue and namespaces, with ids that are unique in the page."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r'\sxmlns(:xlink)?="[^"]*"', "", svg).replace("xlink:href=", "href=")
@@ -97,7 +97,7 @@ def _embedded(svg: str, name: str) -> str:
 
 
 def axes(figure: Figure, left: float, top: float, width: float, height: float, beside: Axes | None = None) -> Axes:
-    """Axes placed in inches from the upper left corner, so that no layout depends on the texts."""
+    """Add axes at a place in inches from the upper left corner, so that the layout does not depend on texts."""
     whole_width, whole_height = figure.get_size_inches()
     place = (
         left / whole_width,
@@ -109,7 +109,7 @@ def axes(figure: Figure, left: float, top: float, width: float, height: float, b
 
 
 def label_ends(ax: Axes, ends: Sequence[tuple[float, str, str]], height_inch: float) -> None:
-    """Name lines at the right edge in their colours, moved apart where they would cover each other."""
+    """Label lines at the right edge in their colours; labels that would overlap are moved apart."""
     scale = ax.transData + ax.transAxes.inverted()
     wanted = sorted((float(scale.transform((1, y))[1]), text, colour) for y, text, colour in ends)
     gaps = [SMALLEST_GAP_INCH / height_inch * (1 + text.count("\n")) for _, text, _ in wanted]
@@ -119,7 +119,7 @@ def label_ends(ax: Axes, ends: Sequence[tuple[float, str, str]], height_inch: fl
 
 
 def _apart(wanted: Sequence[float], gaps: Sequence[float]) -> list[float]:
-    """Heights as near to the wanted ones as a simple push upwards, then back below the top, leaves them."""
+    """Return heights without overlaps: pushed upwards from the lowest, then down from the top where needed."""
     placed = [max(0.0, min(1.0, y)) for y in wanted]
     for i in range(1, len(placed)):
         placed[i] = max(placed[i], placed[i - 1] + (gaps[i] + gaps[i - 1]) / 2)
@@ -131,7 +131,7 @@ def _apart(wanted: Sequence[float], gaps: Sequence[float]) -> list[float]:
 
 
 def short(name: str, length: int = 22) -> str:
-    """A recipe's name on one or two short lines."""
+    """Return a recipe's name on one or two short lines."""
     if len(name) <= length:
         return name
     comma, bracket = name.rfind(", ", 0, length + 2) + 1, name.rfind("(", 0, length) + 1

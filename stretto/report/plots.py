@@ -1,4 +1,4 @@
-"""The pictures of a page: learning curves, where the time went, distance, scaling."""
+"""Plots of a page: learning curves, time breakdown, model distance, scaling."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MOST_NAMED = 12
 
 @dataclass(frozen=True)
 class Line:
-    """What one group draws in a panel: a curve for each seed."""
+    """Curves of one group in a panel, one for each seed."""
 
     label: str
     colour: str
@@ -37,20 +37,20 @@ class Line:
 
 @dataclass(frozen=True)
 class Row:
-    """One quantity, drawn against each axis; `goal` is a level to mark."""
+    """One quantity, plotted against each axis; `goal` is a level to mark."""
 
     title: str
     lines: tuple[Line, ...]
     goal: float | None = None
 
     def samples(self) -> list[Sample]:
-        """All points of all lines."""
+        """Return all points of all lines."""
         return [sample for line in self.lines for curve in line.curves for sample in curve.samples]
 
 
 @dataclass(frozen=True)
 class Across:
-    """A horizontal axis: a field of Sample and what to write under it."""
+    """Horizontal axis: a field of Sample and the label of the axis."""
 
     field: str
     label: str
@@ -63,9 +63,9 @@ SAMPLES = Across("samples", "samples, all workers")
 
 
 def curves(name: str, rows: Sequence[Row], moments: Sequence[Moment] = ()) -> str:
-    """Each quantity against time, bytes and samples; the lines named once a row, at the right.
+    """Return the SVG of each quantity against time, bytes and samples; lines are labelled at the right of each row.
 
-    `moments` are marked on the axis of time.
+    `moments` are marked on the time axis.
     """
     sent = any(sample.megabytes > 0 for row in rows for sample in row.samples())
     columns = [SECONDS, MEGABYTES, SAMPLES] if sent else [SECONDS, SAMPLES]
@@ -99,13 +99,13 @@ def _paint_curves(
 
 
 def _mark(ax: Axes, moments: Sequence[Moment], named: bool) -> None:
-    """Upright lines where somebody was lost or came; of few it is said who."""
-    for one in moments:
-        colour = plot_style.LOST if one.lost else plot_style.QUIET
-        ax.axvline(one.seconds, color=colour, lw=0.8, alpha=0.7, ls="-" if one.lost else (0, (1, 2)))
+    """Draw vertical lines at failures, pauses and restarts, with their texts if `named`."""
+    for moment in moments:
+        colour = plot_style.LOST if moment.lost else plot_style.QUIET
+        ax.axvline(moment.seconds, color=colour, lw=0.8, alpha=0.7, ls="-" if moment.lost else (0, (1, 2)))
         if named:
             style: dict[str, Any] = {"color": colour, "fontsize": 6, "rotation": 90, "va": "top", "ha": "right"}
-            ax.text(one.seconds, 0.98, one.who, transform=ax.get_xaxis_transform(), **style)
+            ax.text(moment.seconds, 0.98, moment.text, transform=ax.get_xaxis_transform(), **style)
 
 
 def _panel(ax: Axes, row: Row, across: Across) -> None:
@@ -122,7 +122,7 @@ def _panel(ax: Axes, row: Row, across: Across) -> None:
 
 
 def _limits(rows: Sequence[Row], across: Across) -> tuple[float, float]:
-    """The same range for all rows, so that they can be read as one."""
+    """Return the range of an axis, the same for all rows."""
     values = [getattr(s, across.field) for row in rows for line in row.lines for c in line.curves for s in c.samples]
     if across.log:
         values = [value for value in values if value > 0]
@@ -151,7 +151,7 @@ def _tick(value: float, _place: object = None) -> str:
 
 
 def _up(ax: Axes, row: Row) -> None:
-    """A log scale where the values span much, fine ticks and plain numbers."""
+    """Set a log scale where the values span more than LOG_FROM, and ticks with plain numbers."""
     values = [sample.value for sample in row.samples()]
     if min(values) > 0 and max(values) / min(values) > LOG_FROM:
         ax.set_yscale("log")
@@ -180,7 +180,7 @@ def _ends(row: Row) -> list[tuple[float, str, str]]:
 
 @dataclass(frozen=True)
 class Bar:
-    """The time split of one worker, or the mean of many."""
+    """Time breakdown of one worker, or the mean of many."""
 
     label: str
     split: dict[str, float]
@@ -188,7 +188,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Bars:
-    """The bars of one run under its name."""
+    """Bars of one run, under its title."""
 
     title: str
     colour: str
@@ -196,7 +196,7 @@ class Bars:
 
 
 def bars_of(record: Record, title: str, colour: str) -> Bars:
-    """A bar for each worker, or one for all when they are many."""
+    """Return a bar for each worker, or one with the mean of more than MOST_BARS workers."""
     splits = record["time_breakdown"]
     if len(splits) > MOST_BARS:
         mean = {phase: sum(split[phase] for split in splits) / len(splits) for phase in plot_style.PHASES}
@@ -211,7 +211,7 @@ DARK = ("computing", "exchanging", "waiting")
 
 
 def time_breakdown(name: str, runs: Sequence[Bars]) -> str:
-    """Stacked bars in seconds: the length is the whole time, the parts sum to it."""
+    """Return the SVG of stacked bars in seconds: the phases sum to the total time."""
     height = KEY + sum(len(run.bars) * BAR + GAP for run in runs) + AXIS
     return plot_style.draw(name, WIDTH, height, partial(_paint_split, runs=runs, height=height))
 
@@ -252,7 +252,7 @@ def _bar(ax: Axes, top: float, bar: Bar, whole: float) -> None:
 
 
 def _key(ax: Axes, height: float) -> None:
-    """The phases in the order of the bars, each beside its colour."""
+    """Draw the legend: the phases in the order of the bars."""
     x, y = 0.0, 1 + 0.2 / (height - KEY - AXIS)
     size = (0.013, 0.11 / (height - KEY - AXIS))
     for phase, colour in plot_style.PHASES.items():
@@ -262,7 +262,7 @@ def _key(ax: Axes, height: float) -> None:
 
 
 def pair(name: str, rows: Sequence[Row], across: Across) -> str:
-    """Two quantities side by side, each on its own scale, against the same axis."""
+    """Return the SVG of two quantities side by side, each on its own scale, against the same axis."""
     tall = 1.9
     paint = partial(_paint_pair, rows=rows, across=across, tall=tall)
     return plot_style.draw(name, WIDTH, TITLE + tall + AXIS, paint)
@@ -283,7 +283,7 @@ def _paint_pair(figure: Figure, rows: Sequence[Row], across: Across, tall: float
 
 
 def scaling(name: str, groups: Sequence[Group], colours: Mapping[str, str], measure: Measure) -> str:
-    """Speed-up over alone by the number of workers, beside the ideal."""
+    """Return the SVG of the speed-up over a single process by the number of workers, with the linear speed-up."""
     tall = 2.2
     paint = partial(_paint_scaling, groups=groups, colours=colours, measure=measure, tall=tall)
     return plot_style.draw(name, WIDTH, TITLE + tall + AXIS, paint)
@@ -302,11 +302,11 @@ def _paint_scaling(
             ax.plot(xs, ys, color=colours[recipe], marker="o", ms=3)
             ends.append((ys[-1], plot_style.short(recipe), colours[recipe]))
     ax.plot((1, most), (1, most), color=plot_style.QUIET, lw=0.8, ls=(0, (4, 3)))
-    ends.append((float(most), "as many times as workers", plot_style.QUIET))
+    ends.append((float(most), "linear", plot_style.QUIET))
     ax.yaxis.set_major_locator(MaxNLocator(5))
     ax.yaxis.set_major_formatter(FuncFormatter(_tick))
     ax.set_xticks(sorted({1, *(group.workers for group in groups)}))
     ax.set_ylim(bottom=0)
     ax.set_xlabel("workers")
-    ax.set_title("Speed-up over alone", loc="left", fontweight="bold", fontsize=9)
+    ax.set_title("Speed-up over a single process", loc="left", fontweight="bold", fontsize=9)
     plot_style.label_ends(ax, ends, tall)

@@ -1,4 +1,4 @@
-"""A run folder read once: what was asked for, and its events by kind."""
+"""Logs of runs: `run.json` and the events of a run directory, by kind."""
 
 from __future__ import annotations
 
@@ -18,140 +18,144 @@ from stretto.events import PHASES, Event, read_events
 
 Point = tuple[float, float]
 COORDINATOR = -1000
-OWN = ("samples", "bytes_sent", "bytes_received", "blocked_s", "time_breakdown", "traffic", "values_sent")
-"""What a process of a worker counts from its own beginning."""
-OF_THE_RUN = ("membership", "fault_injected", "error")
-"""The kinds of events that are written into the log of the whole run, whatever section is under way."""
-FATES = ("joined", "failed", "left")
-"""What events of members say of who is in, and who is not."""
+PER_INCARNATION = ("samples", "bytes_sent", "bytes_received", "blocked_s", "time_breakdown", "traffic", "values_sent")
+"""Fields of progress and end that each incarnation of a worker counts from zero."""
+RUN_WIDE_KINDS = ("membership", "fault_injected", "error")
+"""Kinds of events that go to the log of the whole run during every section."""
+MEMBER_STATES = ("joined", "failed", "left")
+"""Values of `what` in membership events that change whether a worker takes part."""
 
 
 @dataclass(frozen=True)
 class History:
-    """`run` is run.json; `events` maps a kind to its events in the order written."""
+    """Log of a run: `run` is the content of run.json, `events` maps each kind to its events in the order written."""
 
     folder: Path
     run: dict[str, Any]
     events: dict[str, list[Event]]
 
     def of(self, kind: str) -> list[Event]:
-        """The events of one kind."""
+        """Return the events of one kind."""
         return self.events.get(kind, [])
 
     @cached_property
-    def passes(self) -> list[Event]:
-        """The end of each pass. What all had to go back across is done again, and counts as it ends then."""
-        found: list[Event] = []
+    def epochs(self) -> list[Event]:
+        """Last `epoch` event of each epoch, in order: after a rollback an epoch ends a second time."""
+        epochs: list[Event] = []
         for event in self.of("epoch"):
-            while found and (found[-1].get("epoch") or 0) >= (event.get("epoch") or 0):
-                found.pop()
-            found.append(event)
-        return found
+            while epochs and (epochs[-1].get("epoch") or 0) >= (event.get("epoch") or 0):
+                epochs.pop()
+            epochs.append(event)
+        return epochs
 
     @cached_property
     def workers(self) -> int:
-        """How many workers were asked for, and joined later."""
-        there = (1 + int(event["worker"]) for event in self.of("start"))
-        return max(int(self.run.get("workers") or 1), *there, 1)
+        """Number of workers, including those that joined later."""
+        started = (1 + int(event["worker"]) for event in self.of("start"))
+        return max(int(self.run.get("workers") or 1), *started, 1)
 
     @property
     def ended(self) -> bool:
-        """Whether every worker came to its end, but for those that the others have gone on without.
+        """True if every worker finished, apart from failed or departed workers that the others continued without.
 
-        A section that another one follows has ended: all have begun that together.
+        A section that is followed by another one has ended, because all workers start that one together.
         """
         if self.of("section"):
             return True
         ended = {event["worker"] for event in self.of("end") if event["worker"] >= 0}
-        return bool(ended) and len(ended | self._away()) >= self.workers
+        return bool(ended) and len(ended | self._absent()) >= self.workers
 
-    def _away(self) -> set[int]:
-        """Workers that died or left, and did not come back."""
+    def _absent(self) -> set[int]:
+        """Return the workers that failed or left and did not come back."""
         last = dict.fromkeys(self.run.get("absent", []), "failed")
-        last |= {event["worker"]: event.get("what") for event in self.of("membership") if event.get("what") in FATES}
+        last |= {
+            event["worker"]: event.get("what") for event in self.of("membership") if event.get("what") in MEMBER_STATES
+        }
         return {worker for worker, what in last.items() if worker >= 0 and what != "joined"}
 
     def counts(self, worker: int) -> list[Event]:
-        """The running counts of one worker over all its lives, its ends included, oldest first."""
+        """Return the progress and end events of one worker, totals over all its incarnations, oldest first."""
         return self._counts.get(worker, [])
 
     @cached_property
     def _counts(self) -> dict[int, list[Event]]:
-        found: dict[int, list[Event]] = defaultdict(list)
+        by_worker: dict[int, list[Event]] = defaultdict(list)
         for event in [*self.of("progress"), *self.of("end")]:
-            found[event["worker"]].append(event)
-        return {worker: _over_lives(events, self._starts[worker]) for worker, events in found.items()}
+            by_worker[event["worker"]].append(event)
+        return {worker: _over_incarnations(events, self._starts[worker]) for worker, events in by_worker.items()}
 
     @cached_property
     def _starts(self) -> dict[int, list[float]]:
-        """When each life of a worker began, in order."""
-        found: dict[int, list[float]] = defaultdict(list)
+        """Start times of the incarnations of each worker, in order."""
+        starts: dict[int, list[float]] = defaultdict(list)
         for event in sorted(self.of("start"), key=lambda event: event["t"]):
-            found[event["worker"]].append(event["t"])
-        return found
+            starts[event["worker"]].append(event["t"])
+        return starts
 
     @property
     def has_returned(self) -> bool:
-        """Whether a worker that was dead came back."""
+        """True if a failed worker was restarted."""
         return any(len(starts) > 1 for worker, starts in self._starts.items() if worker >= 0)
 
     def last_counts(self) -> list[Event]:
-        """The last counts of every worker; an empty event for one that never counted."""
+        """Return the last totals of every worker; an empty event for a worker that never wrote any."""
         return [(self.counts(worker) or [{}])[-1] for worker in range(self.workers)]
 
     @property
     def trained(self) -> list[int] | None:
-        """Samples that count, by worker; None where no coordinator has counted, or not to the end of the run.
+        """Number of samples that count, by worker; None unless a dispatcher counted them until the end of the run.
 
-        The counts of a worker that was killed lack what it did since it wrote them last.
+        The totals that a killed worker wrote itself lack its work since its last progress event.
         """
-        found = [event.get("trained") for event in self.passes]
-        if not self.ended or not all(found):
+        by_epoch = [event.get("trained") for event in self.epochs]
+        if not self.ended or not all(by_epoch):
             return None
-        return [sum(int((one or {}).get(str(worker), 0)) for one in found) for worker in range(self.workers)]
+        return [sum(int((counts or {}).get(str(worker), 0)) for counts in by_epoch) for worker in range(self.workers)]
 
     @property
     def failure(self) -> str | None:
-        """Why the run is not whole: the error that came first and was no consequence of another.
+        """Reason of the failure of the run, or None: the earliest error that is not a consequence of another.
 
-        A coordinator that was started again after its own is none.
+        An error of a coordinator that was restarted is not a failure of the run.
         """
-        found = [event for event in self.of("error") if not (event["worker"] == COORDINATOR and self.ended)]
-        errors = sorted(found, key=lambda event: (bool(event.get("consequence")), event["t"]))
+        relevant = [event for event in self.of("error") if not (event["worker"] == COORDINATOR and self.ended)]
+        errors = sorted(relevant, key=lambda event: (bool(event.get("consequence")), event["t"]))
         if errors:
             first = errors[0]
-            return f"{called(first['worker'])} failed: {first.get('kind')}: {first.get('text')}"
-        return None if self.ended else "the run did not come to its end"
+            return f"{process_name(first['worker'])} failed: {first.get('kind')}: {first.get('text')}"
+        return None if self.ended else "the run did not finish"
 
 
-def _over_lives(events: list[Event], starts: Sequence[float]) -> list[Event]:
-    """Counts in order of time. Each life of a worker begins to count anew; what those before it had is added."""
-    found: list[Event] = []
+def _over_incarnations(events: list[Event], starts: Sequence[float]) -> list[Event]:
+    """Return the totals of a worker over all its incarnations, in order of time; each incarnation counts from zero."""
+    totals: list[Event] = []
     before: Event = {}
-    lives = 1
+    incarnations = 1
     for event in sorted(events, key=lambda event: event["t"]):
-        while lives < len(starts) and event["t"] >= starts[lives]:
-            lives, before = lives + 1, (found or [{}])[-1]
-        found.append(event | {name: _sum(before.get(name), event.get(name)) for name in OWN if name in event})
-    return found
+        while incarnations < len(starts) and event["t"] >= starts[incarnations]:
+            incarnations, before = incarnations + 1, (totals or [{}])[-1]
+        totals.append(
+            event | {name: _sum(before.get(name), event.get(name)) for name in PER_INCARNATION if name in event}
+        )
+    return totals
 
 
-def _sum(one: Any, other: Any) -> Any:
-    """Of numbers, or of all numbers at the same place; what is not there, or no number, adds nothing."""
-    if isinstance(one, dict) and isinstance(other, dict):
-        return {name: _sum(one.get(name), other.get(name)) for name in {**one, **other}}
-    if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
-        return [_sum(a, b) for a, b in zip(one, other, strict=True)]
-    first, second = number(one), number(other)
-    if first is None or second is None or isinstance(one, bool) or isinstance(other, bool):
-        return one if other is None else other
-    return one + other
+def _sum(a: Any, b: Any) -> Any:
+    """Add two numbers, or two nested structures number by number; a missing or non-numeric value adds nothing."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        return {name: _sum(a.get(name), b.get(name)) for name in {**a, **b}}
+    if isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
+        return [_sum(x, y) for x, y in zip(a, b, strict=True)]
+    first, second = number(a), number(b)
+    if first is None or second is None or isinstance(a, bool) or isinstance(b, bool):
+        return a if b is None else b
+    return a + b
 
 
-def called(worker: int) -> str:
-    """What a process is called: server s has the number -1-s, which no worker has, and the coordinator one of its own.
+def process_name(worker: int) -> str:
+    """Return the name of a process by its number: r for worker r, -1-s for server s, -1000 for the coordinator.
 
-    >>> called(2), called(-1), called(-1000)
+    >>> process_name(2), process_name(-1), process_name(-1000)
     ('worker 2', 'server 0', 'the coordinator')
     """
     if worker == COORDINATOR:
@@ -160,7 +164,7 @@ def called(worker: int) -> str:
 
 
 def read(folder: Path) -> History:
-    """Read a run folder. A missing log is an empty one: the run died before it wrote anything."""
+    """Read a run directory. A missing log counts as empty: the run failed before it wrote any event."""
     events: dict[str, list[Event]] = defaultdict(list)
     path = folder / "events.jsonl"
     for event in read_events(path) if path.exists() else ():
@@ -168,40 +172,40 @@ def read(folder: Path) -> History:
             events[event["event"]].append({**event, "t": number(event.get("t")) or 0.0})
     run = read_json(folder / "run.json")
     if isinstance(run.get("section"), int):
-        _add_of_the_run(events, folder.parent / "events.jsonl", run["section"])
+        _add_run_wide_events(events, folder.parent / "events.jsonl", run["section"])
     elif events.get("section"):
         _keep_between(events, None, number(events["section"][0].get("at")))
     _on_one_clock(events)
     return History(folder, run, dict(events))
 
 
-def _add_of_the_run(events: dict[str, list[Event]], path: Path, section: int) -> None:
-    """Add what the log of the whole run says of its members, faults and errors while a section was under way."""
+def _add_run_wide_events(events: dict[str, list[Event]], path: Path, section: int) -> None:
+    """Add membership, fault and error events of a section from the log of the whole run."""
     run: dict[str, list[Event]] = defaultdict(list)
     for event in read_events(path) if path.exists() else ():
-        if event.get("event") in (*OF_THE_RUN, "section") and isinstance(event.get("worker"), int):
+        if event.get("event") in (*RUN_WIDE_KINDS, "section") and isinstance(event.get("worker"), int):
             run[event["event"]].append({**event, "t": number(event.get("t")) or 0.0})
-    begun = run.pop("section", [])
-    began = {event.get("section"): number(event.get("at")) for event in begun}
-    run["section"] = [event for event in begun if event.get("section") == section + 1]
-    _keep_between(run, began.get(section), began.get(section + 1))
-    for kind, found in run.items():
-        events[kind] += found
+    sections = run.pop("section", [])
+    starts = {event.get("section"): number(event.get("at")) for event in sections}
+    run["section"] = [event for event in sections if event.get("section") == section + 1]
+    _keep_between(run, starts.get(section), starts.get(section + 1))
+    for kind, of_kind in run.items():
+        events[kind] += of_kind
 
 
 def _keep_between(events: dict[str, list[Event]], first: float | None, last: float | None) -> None:
-    """Keep those events of members, faults and errors that lie between two readings of the machine's clock."""
+    """Keep membership, fault and error events between two readings of the machine's clock."""
     begin, end = (-math.inf if first is None else first), (math.inf if last is None else last)
-    for kind in OF_THE_RUN:
+    for kind in RUN_WIDE_KINDS:
         if kind in events:
             events[kind] = [event for event in events[kind] if begin <= (number(event.get("at")) or 0.0) < end]
 
 
 def _on_one_clock(events: dict[str, list[Event]]) -> None:
-    """Who does not train counts time from another zero; by the machine's clock it is told in the workers' time."""
+    """Convert the times of processes that do not train, which have a zero of their own, to the zero of the workers."""
     zeros = (event["at"] - event["t"] for event in events.get("start", []) if number(event.get("at")) is not None)
     zero = next(zeros, None)
-    for kind in OF_THE_RUN:
+    for kind in RUN_WIDE_KINDS:
         for event in events.get(kind, []):
             if zero is not None and number(event.get("at")) is not None:
                 event["t"] = event["at"] - zero
@@ -209,7 +213,7 @@ def _on_one_clock(events: dict[str, list[Event]]) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file of a run folder, or a LogError that says what the file should have been."""
+    """Return the JSON object in a file of a run directory. Raises LogError when there is none."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     except OSError as error:
@@ -228,20 +232,20 @@ def _unreadable(path: Path, reason: object) -> str:
 
 
 def number(value: object) -> float | None:
-    """A finite number, or None: the log writes NaN and infinities as null."""
+    """Return a finite number as float, or None for anything else: NaN and infinities are null in the log."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return float(value) if math.isfinite(value) else None
 
 
 def split_of(event: Event) -> dict[str, float]:
-    """A time split with every phase in it."""
+    """Return the time breakdown of an event with every phase."""
     split = event.get("time_breakdown") or {}
     return {phase: number(split.get(phase)) or 0.0 for phase in PHASES}
 
 
 def interpolate(points: list[Point]) -> Callable[[float], float]:
-    """The line through points sorted by x, kept constant beyond both ends."""
+    """Return the piecewise linear function through points sorted by x, constant beyond both ends."""
     xs = [x for x, _ in points]
 
     def at(x: float) -> float:

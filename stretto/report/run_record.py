@@ -1,4 +1,4 @@
-"""One run as one flat record: what `--json` writes and every table is made of."""
+"""Run record: the flat summary of a run that `--json` writes and that all tables are computed from."""
 
 from __future__ import annotations
 
@@ -20,13 +20,12 @@ GLOBAL_BATCH = "single process (global batch)"
 
 
 def record(run_folder: Path) -> Record:
-    """The record of a run folder, from run.json and events.jsonl alone.
+    """Return the record of a run directory, from run.json and events.jsonl only.
 
-    `seconds` is training time, evaluations not counted, and virtual where something is `simulated`; `samples` counts
-    all workers. `failed` is None for a run that came to its end, and else the reason. What only a comparison knows
-    stays None. `steps` and `rounds` are those of the worker that made most; in asynchronous runs others made fewer.
-    `bytes_sent` and `bytes_received` are those of the wire; `accounts.fields` says what was exchanged raw and encoded,
-    and what is owed.
+    `seconds` is training time without evaluations, in virtual time if the run is `simulated`; `samples` counts all
+    workers. `failed` is None for a run that finished, and else the reason. Fields that only a comparison can fill are
+    None. `steps` and `rounds` are the largest of any worker; workers of asynchronous runs differ. `bytes_sent` and
+    `bytes_received` are measured at the transport; `traffic.fields` describes the raw and encoded bytes and residuals.
     """
     history = read(run_folder)
     seconds, samples = _length(history)
@@ -40,10 +39,10 @@ def record(run_folder: Path) -> Record:
         "samples_per_second": samples / seconds if seconds else None,
         **_counted(history),
         **traffic.fields(history),
-        **_uneven(history),
-        "sample_counts": [event.get("sample_counts") for event in history.passes],
+        **_asynchronous(history),
+        "sample_counts": [event.get("sample_counts") for event in history.epochs],
         **BEYOND_ONE_RUN,
-        "failures": incidents.deaths(history),
+        "failures": incidents.failures(history),
         "folder": str(run_folder),
     }
 
@@ -55,7 +54,7 @@ BEYOND_ONE_RUN: Record = {
     "distances": [],
     "reached": None,
 }
-"""What a record gets from a comparison."""
+"""Fields of a record that a comparison fills."""
 
 
 LISTS = ("bytes_sent", "bytes_received", "time_breakdown", "samples_by_worker", "sample_counts", "failures")
@@ -64,7 +63,7 @@ LISTS = ("bytes_sent", "bytes_received", "time_breakdown", "samples_by_worker", 
 def unstarted(
     *, recipe: str, workers: int, global_batch_of: int, seed: int, script: str, folder: Path, failed: str
 ) -> Record:
-    """The record of a run that left nothing to read."""
+    """Return the record of a run that left no log."""
     asked = {
         "recipe": recipe,
         "workers": workers,
@@ -84,8 +83,17 @@ def unstarted(
         "metrics": {},
     }
     lists: Record = {name: [] for name in LISTS}
-    unsaid = traffic.nothing()
-    return {**asked, **nothing, **counted, **lists, **unsaid, **BEYOND_ONE_RUN, "failed": failed, "folder": str(folder)}
+    no_traffic = traffic.nothing()
+    return {
+        **asked,
+        **nothing,
+        **counted,
+        **lists,
+        **no_traffic,
+        **BEYOND_ONE_RUN,
+        "failed": failed,
+        "folder": str(folder),
+    }
 
 
 def _asked(history: History) -> Record:
@@ -110,12 +118,12 @@ def _name(run: Record, start: Record) -> str:
 
 
 def _length(history: History) -> tuple[float | None, int]:
-    """Training seconds and samples of all workers, both taken at the same moment."""
+    """Return training seconds and samples of all workers at the same moment."""
     counts = history.last_counts()
     counted = sum(int(event.get("samples") or 0) for event in counts)
-    if history.passes and history.ended:
-        last = history.passes[-1]
-        beyond = 0 if history.has_returned else counted  # what was done again counted once
+    if history.epochs and history.ended:
+        last = history.epochs[-1]
+        beyond = 0 if history.has_returned else counted  # repeated samples count once
         return number(last.get("training_s")), max(beyond, int(last.get("samples") or 0))
     trained = [event["t"] - split_of(event)["evaluating"] for event in counts if event]
     return (max(trained), counted) if trained else (None, counted)
@@ -144,19 +152,19 @@ def _counted(history: History) -> Record:
     }
 
 
-def _uneven(history: History) -> Record:
-    """What differs between workers that do not keep step."""
+def _asynchronous(history: History) -> Record:
+    """Return fields that differ between workers of asynchronous runs."""
     counts = history.last_counts()
-    held = [number(event.get("blocked_s")) for event in counts]
+    blocked = [number(event.get("blocked_s")) for event in counts]
     return {
         "samples_by_worker": history.trained or [int(event.get("samples") or 0) for event in counts],
         "staleness": staleness.summary(history),
-        "blocked_seconds": None if all(one is None for one in held) else [one or 0.0 for one in held],
+        "blocked_seconds": None if all(s is None for s in blocked) else [s or 0.0 for s in blocked],
     }
 
 
 def check_target(target: Path | None, example: str) -> None:
-    """Refuse before a run what `write_json` could not write after it. Raises LaunchError; `example` is a good name."""
+    """Raise LaunchError if `write_json` could not write to `target` after the run; `example` is a valid file name."""
     if target is None or str(target) == STANDARD_OUTPUT or (target.parent.is_dir() and not target.is_dir()):
         return
     problem = f"{target} is a folder" if target.is_dir() else f"there is no folder {target.parent}"
@@ -164,9 +172,9 @@ def check_target(target: Path | None, example: str) -> None:
     raise LaunchError(explain(problem, got=target, expected=expected, to_type=f"--json {example}"))
 
 
-def write_json(target: Path, found: object) -> None:
-    """Write records, or whatever else is asked for as JSON, to a file or with "-" to the standard output."""
-    text = msgspec.json.format(msgspec.json.encode(found), indent=2).decode() + "\n"
+def write_json(target: Path, value: object) -> None:
+    """Write records or other values as JSON to a file, or to the standard output for "-"."""
+    text = msgspec.json.format(msgspec.json.encode(value), indent=2).decode() + "\n"
     if str(target) == STANDARD_OUTPUT:
         sys.stdout.write(text)
         return

@@ -1,4 +1,4 @@
-"""What the page of a run shows of staleness: a row and a histogram for each worker, and how it went over time."""
+"""Staleness section of the page of a run: a table row and a histogram for each worker, and curves over time."""
 
 from __future__ import annotations
 
@@ -13,92 +13,97 @@ from stretto.report.plot_sections import Plot
 from stretto.report.plots import SECONDS, Line, Row
 from stretto.report.run_log import History
 from stretto.report.run_record import Record
-from stretto.report.staleness import Tally, together
+from stretto.report.staleness import StalenessCounts, merged
 from stretto.report.tables import STALE, Cell, Sheet
 from stretto.report.time_series import Curve
 
 MOST_PANELS = 16
 MOST_ROWS = 32
-NOTE = "Staleness of an update: how many versions of the model came between the one it was computed on and its own."
-LOST = " Lost to the bound: time in which a worker was made to wait for slower ones; its share of the worker's time."
-MARKED = "Share of a worker's updates, by their staleness. Dashed: the mean."
-GROWING = " Bins grow to the right; each begins at the value beneath its left edge."
-SHARED = " Each bin begins at the value beneath its left edge."
-OVER_TIME = "Over all workers. What a worker told of at once is taken to be evenly spread over the time since."
+NOTE = "Staleness of an update: versions between the parameters that it was computed on and its own version."
+BLOCKED = " Blocked by bound: time blocked by the staleness bound, waiting for slower workers."
+MARKED = "Share of a worker's updates by staleness. Dashed: the mean."
+GROWING = " Bins grow to the right; each starts at the value below its left edge."
+SHARED = " Each bin starts at the value below its left edge."
+OVER_TIME = (
+    "Over all workers. Updates in one event are taken to be evenly spread over the time since the previous event."
+)
 
 
-def in_words(one: Record) -> str:
-    """Staleness and the time lost to the bound in one line, empty for a run without."""
-    if not one["staleness"]:
+def summary(record: Record) -> str:
+    """Return staleness and the time blocked by the bound in one line; empty for a run without staleness."""
+    if not record["staleness"]:
         return ""
-    stale = f"staleness {formatting.figure(one['staleness']['mean'])} mean, {one['staleness']['max']} max"
-    if one["blocked_seconds"] is None:
+    stale = f"staleness {formatting.figure(record['staleness']['mean'])} mean, {record['staleness']['max']} max"
+    if record["blocked_seconds"] is None:
         return stale
-    lost, share = formatting.seconds(sum(one["blocked_seconds"])), formatting.percent(staleness.held_share(one))
-    return f"{stale}, {lost} lost to the bound ({share} of the time)"
+    blocked = formatting.seconds(sum(record["blocked_seconds"]))
+    share = formatting.percent(staleness.blocked_share(record))
+    return f"{stale}, {blocked} blocked by the staleness bound ({share} of the time)"
 
 
-def sheet(one: Record, history: History) -> list[Sheet]:
-    """A row for each worker and one for all, or nothing for a run without staleness."""
-    if not one["staleness"]:
+def sheet(record: Record, history: History) -> list[Sheet]:
+    """Return a table with a row for each worker and one for all, or nothing for a run without staleness."""
+    if not record["staleness"]:
         return []
-    tallies, is_held = staleness.by_worker(history), one["blocked_seconds"] is not None
-    rows = [_row(f"worker {worker}", one, tallies[worker], worker, is_held) for worker in _shown(tallies)]
-    whole = _all(one, together(tallies), is_held)
-    columns = ("worker", "samples taken", "updates applied", "mean staleness", "largest staleness")
-    lost = ("lost to the bound", "share of its time") if is_held else ()
-    return [Sheet(STALE, _note(tallies, is_held), (*columns, *lost), (*rows, whole))]
+    counts, is_bounded = staleness.by_worker(history), record["blocked_seconds"] is not None
+    rows = [_row(f"worker {worker}", record, counts[worker], worker, is_bounded) for worker in _shown(counts)]
+    total = _all(record, merged(counts), is_bounded)
+    columns = ("worker", "samples trained", "updates applied", "mean staleness", "largest staleness")
+    blocked = ("blocked by bound", "share of its time") if is_bounded else ()
+    return [Sheet(STALE, _note(counts, is_bounded), (*columns, *blocked), (*rows, total))]
 
 
-def _note(tallies: Sequence[Tally], is_held: bool) -> str:
-    cut = f" The {MOST_ROWS} of {len(tallies)} workers with the most." if len(tallies) > MOST_ROWS else ""
-    return NOTE + (LOST if is_held else "") + cut
+def _note(counts: Sequence[StalenessCounts], is_bounded: bool) -> str:
+    omitted = f" The {MOST_ROWS} of {len(counts)} workers with the largest mean." if len(counts) > MOST_ROWS else ""
+    return NOTE + (BLOCKED if is_bounded else "") + omitted
 
 
-def _shown(tallies: Sequence[Tally]) -> list[int]:
-    """All workers, or of very many those with the largest means."""
-    by_mean = sorted(range(len(tallies)), key=lambda worker: -(tallies[worker].mean or 0.0))
+def _shown(counts: Sequence[StalenessCounts]) -> list[int]:
+    """Return all workers, or of many the MOST_ROWS with the largest means."""
+    by_mean = sorted(range(len(counts)), key=lambda worker: -(counts[worker].mean or 0.0))
     return sorted(by_mean[:MOST_ROWS])
 
 
-def _row(name: str, one: Record, tally: Tally, worker: int, is_held: bool) -> tuple[Cell, ...]:
-    lost = (one["blocked_seconds"][worker], staleness.held_shares(one)[worker]) if is_held else None
-    return _cells(name, one["samples_by_worker"][worker], tally, lost)
+def _row(name: str, record: Record, of_worker: StalenessCounts, worker: int, is_bounded: bool) -> tuple[Cell, ...]:
+    blocked = (record["blocked_seconds"][worker], staleness.blocked_shares(record)[worker]) if is_bounded else None
+    return _cells(name, record["samples_by_worker"][worker], of_worker, blocked)
 
 
-def _all(one: Record, tally: Tally, is_held: bool) -> tuple[Cell, ...]:
-    lost = (sum(one["blocked_seconds"]), staleness.held_share(one)) if is_held else None
-    return _cells("all", sum(one["samples_by_worker"]), tally, lost)
+def _all(record: Record, of_worker: StalenessCounts, is_bounded: bool) -> tuple[Cell, ...]:
+    blocked = (sum(record["blocked_seconds"]), staleness.blocked_share(record)) if is_bounded else None
+    return _cells("all", sum(record["samples_by_worker"]), of_worker, blocked)
 
 
-def _cells(name: str, samples: int, tally: Tally, lost: tuple[float, float | None] | None) -> tuple[Cell, ...]:
-    taken = (name, formatting.count(samples), formatting.count(tally.updates))
-    held = (formatting.seconds(lost[0]), formatting.percent(lost[1])) if lost else ()
-    return tuple(map(Cell, (*taken, formatting.figure(tally.mean), formatting.count(tally.max), *held)))
+def _cells(
+    name: str, samples: int, of_worker: StalenessCounts, blocked: tuple[float, float | None] | None
+) -> tuple[Cell, ...]:
+    taken = (name, formatting.count(samples), formatting.count(of_worker.updates))
+    bounded = (formatting.seconds(blocked[0]), formatting.percent(blocked[1])) if blocked else ()
+    return tuple(map(Cell, (*taken, formatting.figure(of_worker.mean), formatting.count(of_worker.max), *bounded)))
 
 
-def pictures(one: Record, history: History) -> list[Plot]:
-    """The histograms and the curves, or nothing for a run without staleness."""
-    if not one["staleness"]:
+def pictures(record: Record, history: History) -> list[Plot]:
+    """Return the histograms and the curves, or nothing for a run without staleness."""
+    if not record["staleness"]:
         return []
-    colour = plot_style.colours(grouped([one]))[one["recipe"]]
+    colour = plot_style.colours(grouped([record]))[record["recipe"]]
     return [_histograms(staleness.by_worker(history), colour), _over_time(history, colour)]
 
 
-def _histograms(tallies: Sequence[Tally], colour: str) -> Plot:
-    whole = together(tallies)
-    shared = bins(whole.counts)
-    many = len(tallies) > MOST_PANELS
-    named = [(f"all {len(tallies)} workers", whole)] if many else [(f"worker {i}", t) for i, t in enumerate(tallies)]
-    panels = [Panel(name, _says(tally), tally.counts, tally.mean) for name, tally in named]
+def _histograms(counts: Sequence[StalenessCounts], colour: str) -> Plot:
+    total = merged(counts)
+    shared = bins(total.counts)
+    many = len(counts) > MOST_PANELS
+    named = [(f"all {len(counts)} workers", total)] if many else [(f"worker {i}", t) for i, t in enumerate(counts)]
+    panels = [Panel(name, _mean_and_max(of_worker), of_worker.counts, of_worker.mean) for name, of_worker in named]
     svg = Markup(multiples("staleness", panels, shared, colour, "staleness, in versions"))
     return Plot(STALE, svg, MARKED + _binned(shared))
 
 
-def _says(tally: Tally) -> str:
-    if not tally.updates:
+def _mean_and_max(of_worker: StalenessCounts) -> str:
+    if not of_worker.updates:
         return "no updates"
-    return f"{formatting.figure(tally.mean)} mean, {formatting.count(tally.max)} max"
+    return f"{formatting.figure(of_worker.mean)} mean, {formatting.count(of_worker.max)} max"
 
 
 def _binned(shared: Bins) -> str:

@@ -1,4 +1,4 @@
-"""The tables of a comparison: built once as plain cells, for the terminal (here) and for the page."""
+"""Tables of a comparison, built of plain cells for the terminal (here) and for the page."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from rich.text import Text
 
 from stretto.events import PHASES
 from stretto.report import formatting, traffic
-from stretto.report.aggregation import Group, Measure, Peers, Spread, grouped
+from stretto.report.aggregation import Baselines, Group, Measure, Spread, grouped
 from stretto.report.run_record import GLOBAL_BATCH, Record
-from stretto.report.staleness import held_share
+from stretto.report.staleness import blocked_share
 from stretto.report.target import Target
 
 METRICS_A_SHEET = 2
@@ -24,7 +24,7 @@ MOST_METRICS = 6
 
 @dataclass(frozen=True)
 class Cell:
-    """A median, and beneath it the range over seeds if there are several."""
+    """Median, with the range over seeds if there are several."""
 
     text: str
     range: str = ""
@@ -32,7 +32,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Sheet:
-    """One small table: a question, what its figures mean, and a row for each group."""
+    """Table: a title, a note on its numbers, and a row for each group."""
 
     title: str
     note: str
@@ -42,60 +42,63 @@ class Sheet:
 
 @dataclass(frozen=True)
 class Column:
-    """A heading and what stands under it for a group."""
+    """Heading of a column, and the function from a group to its cell."""
 
     heading: str
     cell: Callable[[Group], Cell]
 
 
 def sheets(records: Sequence[Record], target: Target | None = None) -> list[Sheet]:
-    """The tables that answer: same state? how fast? at what cost? fewer bytes? how stale? where did the time go?"""
-    groups, peers = grouped(records), Peers(records)
+    """Return the tables of a comparison: model distance, metrics, speed, cost, traffic, staleness, time breakdown."""
+    groups, baselines = grouped(records), Baselines(records)
     names = metric_names(records)
     by_sheet = [names[i : i + METRICS_A_SHEET] for i in range(0, len(names), METRICS_A_SHEET)]
     beside = by_sheet.pop() if len(names) == 1 else []
     return [
-        _sheet(STATE, STATE_NOTE, groups, [*_state(), *_metrics(beside, peers)]),
-        *(_sheet("Same quality?", METRICS_NOTE, groups, _metrics(some, peers)) for some in by_sheet),
-        _sheet(FAST, SPEED_NOTE, groups, _speed(peers)),
-        *([_sheet(f"When was {target} reached?", TARGET_NOTE, groups, _target(peers))] if target else []),
+        _sheet(STATE, STATE_NOTE, groups, [*_state(), *_metrics(beside, baselines)]),
+        *(_sheet("Final metrics", METRICS_NOTE, groups, _metrics(some, baselines)) for some in by_sheet),
+        _sheet(FAST, SPEED_NOTE, groups, _speed(baselines)),
+        *([_sheet(f"Time to {target}", TARGET_NOTE, groups, _target(baselines))] if target else []),
         _sheet(COST, _cost_note(records), groups, _cost()),
-        *_exchanged(groups),
+        *_traffic(groups),
         *_staleness(groups),
-        _sheet(WHERE, SPLIT_NOTE, groups, _split()),
+        _sheet(TIME, TIME_NOTE, groups, _split()),
     ]
 
 
-STATE, FAST, STALE, WHERE = "Same state?", "How fast?", "How stale?", "Where did the time go?"
-COST, EXCHANGED = "At what cost?", "What was exchanged?"
-STATE_NOTE = "Against one machine with the batches of all workers joined."
-METRICS_NOTE = "At the end, and the difference from one machine with the batches of all workers joined."
-SPEED_NOTE = "Training time, evaluations not counted. Speed-up: samples/s over alone. Efficiency: speed-up per worker."
-TARGET_NOTE = "The first evaluation that satisfied it: training time and samples of all workers until then."
-COST_NOTE = "Bytes as counted where they leave and enter a worker, mean over workers; 1 MB = 10⁶ bytes."
-EXCHANGED_NOTE = (
-    "MB per worker, raw (exact numbers) and encoded, before the wire multiplies them or adds its own; "
-    "what only evaluations need (looks) is left out."
+STATE, FAST, STALE, TIME = "Model distance", "Speed", "Staleness", "Time breakdown"
+COST, TRAFFIC = "Bytes and rounds", "Traffic by purpose"
+STATE_NOTE = "Against a single process with the global batch."
+METRICS_NOTE = "At the end, and the difference from a single process with the global batch."
+SPEED_NOTE = (
+    "Training time without evaluations. Speed-up: samples/s over those of a single process. "
+    "Efficiency: speed-up per worker."
 )
-FEWER_NOTE = " Fewer: raw over encoded bytes sent."
-ENTRIES_NOTE = " Values sent: share of all values."
-OWED_NOTE = " Residual: norm of what was not sent, over that of the input, at the last measurement."
-STALE_NOTE = "Versions of the model between the one that an update was computed on and its own, over all updates."
-HELD_NOTE = " Lost to the bound: share of the time of all workers."
-SAMPLES_NOTE = " Samples: of the worker that took fewest, and most."
-UNEVEN_NOTE = " Rounds and steps: of the worker that made most."
-SPLIT_NOTE = "Share of the whole time, mean over workers."
+TARGET_NOTE = "Training time and samples of all workers until the first evaluation that satisfies the target."
+COST_NOTE = "Bytes counted at the transport of a worker, mean over workers; 1 MB = 10⁶ bytes."
+TRAFFIC_NOTE = (
+    "MB per worker as unencoded values (raw) and as encoded, before the transport multiplies them or adds headers; "
+    "without evaluation syncs."
+)
+RATIO_NOTE = " Ratio: raw over encoded bytes sent."
+VALUES_NOTE = " Values sent: share of all values."
+RESIDUAL_NOTE = " Residual: norm of what was not sent, over that of the input, at the last measurement."
+STALE_NOTE = "Versions between the parameters that an update was computed on and its own version, over all updates."
+BLOCKED_NOTE = " Blocked by bound: share of the time of all workers for which the staleness bound blocked them."
+SAMPLES_NOTE = " Samples: of the workers that trained on the fewest and on the most."
+ASYNCHRONOUS_NOTE = " Rounds and steps: the largest of any worker."
+TIME_NOTE = "Share of the total time, mean over workers."
 
 
 def _cost_note(records: Sequence[Record]) -> str:
-    """Bytes that a wire could not count are said to be worked out."""
+    """Return the note on costs, which says if bytes were computed because the transport could not count them."""
     counted = all(record.get("bytes_counted", True) for record in records)
-    note = COST_NOTE if counted else COST_NOTE.replace("as counted where", "partly worked out, not counted, where")
-    return note + (UNEVEN_NOTE if any(record.get("staleness") for record in records) else "")
+    note = COST_NOTE if counted else COST_NOTE.replace("counted at", "partly computed, not counted, at")
+    return note + (ASYNCHRONOUS_NOTE if any(record.get("staleness") for record in records) else "")
 
 
 def metric_names(records: Sequence[Record]) -> list[str]:
-    """The metrics that any run has, in the order of their first appearance."""
+    """Return the metrics that any run has, in the order of their first appearance."""
     return list(dict.fromkeys(name for record in records for name in record["metrics"]))[:MOST_METRICS]
 
 
@@ -105,7 +108,7 @@ def _sheet(title: str, note: str, groups: Sequence[Group], columns: Sequence[Col
 
 
 def _row(group: Group, columns: Sequence[Column]) -> tuple[Cell, ...]:
-    name = Cell(group.label, "" if group.whole else _failures(group))
+    name = Cell(group.label, "" if group.complete else _failures(group))
     cells = [column.cell(group) if group.records else Cell("failed") for column in columns]
     return (name, Cell(str(group.workers)), *cells)
 
@@ -119,7 +122,7 @@ def _measured(heading: str, measure: Measure, write: Callable[[float | None], st
 
 
 def spread_cell(spread: Spread | None, write: Callable[[float | None], str]) -> Cell:
-    """A median, with the range when more than one seed was run."""
+    """Return the cell of a median, with the range over several seeds."""
     if spread is None:
         return Cell(formatting.NOTHING)
     low, high = write(spread.low), write(spread.high)
@@ -138,11 +141,11 @@ def _referenced(column: Column) -> Column:
     return replace(column, cell=lambda group: reference if group.recipe == GLOBAL_BATCH else column.cell(group))
 
 
-def _metrics(names: Sequence[str], peers: Peers) -> list[Column]:
+def _metrics(names: Sequence[str], baselines: Baselines) -> list[Column]:
     columns = []
     for name in names:
         columns.append(_measured(name, partial(_metric, name=name), partial(formatting.figure, digits=4)))
-        difference = _measured("difference", partial(_difference, name=name, peers=peers), formatting.signed)
+        difference = _measured("difference", partial(_difference, name=name, baselines=baselines), formatting.signed)
         columns.append(_referenced(difference))
     return columns
 
@@ -152,51 +155,51 @@ def _metric(record: Record, name: str) -> float | None:
     return value
 
 
-def _difference(record: Record, name: str, peers: Peers) -> float | None:
-    reference = peers.reference(record)
-    here, there = _metric(record, name), _metric(reference, name) if reference else None
-    return None if here is None or there is None else here - there
+def _difference(record: Record, name: str, baselines: Baselines) -> float | None:
+    reference = baselines.reference(record)
+    value, baseline = _metric(record, name), _metric(reference, name) if reference else None
+    return None if value is None or baseline is None else value - baseline
 
 
-def _speed(peers: Peers) -> list[Column]:
+def _speed(baselines: Baselines) -> list[Column]:
     return [
         _measured("samples/s", lambda r: r["samples_per_second"], formatting.count),
-        _measured("speed-up", lambda r: speed_up(r, peers), formatting.times),
-        _measured("efficiency", lambda r: _efficiency(r, peers), formatting.percent),
+        _measured("speed-up", lambda r: speed_up(r, baselines), formatting.times),
+        _measured("efficiency", lambda r: _efficiency(r, baselines), formatting.percent),
         _measured("training time", lambda r: r["seconds"], formatting.seconds),
     ]
 
 
-def speed_up(record: Record, peers: Peers) -> float | None:
-    """Samples per second over those of the run alone with the same seed."""
-    alone = peers.alone(record)
-    mine, its = record["samples_per_second"], alone["samples_per_second"] if alone else None
-    return mine / its if mine is not None and its else None
+def speed_up(record: Record, baselines: Baselines) -> float | None:
+    """Return samples per second over those of the single process with the same seed."""
+    single = baselines.single_process(record)
+    speed, baseline = record["samples_per_second"], single["samples_per_second"] if single else None
+    return speed / baseline if speed is not None and baseline else None
 
 
-def _efficiency(record: Record, peers: Peers) -> float | None:
-    ratio = speed_up(record, peers)
+def _efficiency(record: Record, baselines: Baselines) -> float | None:
+    ratio = speed_up(record, baselines)
     return None if ratio is None else ratio / record["workers"]
 
 
-def _target(peers: Peers) -> list[Column]:
+def _target(baselines: Baselines) -> list[Column]:
     return [
         _reached("time", lambda r: reached(r, "seconds"), formatting.seconds),
         _reached("samples", lambda r: reached(r, "samples"), formatting.count),
-        _measured("speed-up", lambda r: _target_speed_up(r, peers), formatting.times),
+        _measured("speed-up", lambda r: _target_speed_up(r, baselines), formatting.times),
     ]
 
 
 def reached(record: Record, what: str) -> float | None:
-    """The seconds or samples that a run needed to the target."""
+    """Return the seconds or samples until a run reached the target, or None."""
     value: float | None = (record["reached"] or {}).get(what)
     return value
 
 
-def _target_speed_up(record: Record, peers: Peers) -> float | None:
-    alone = peers.alone(record)
-    mine, its = reached(record, "seconds"), reached(alone, "seconds") if alone else None
-    return its / mine if mine and its else None
+def _target_speed_up(record: Record, baselines: Baselines) -> float | None:
+    single = baselines.single_process(record)
+    seconds, baseline = reached(record, "seconds"), reached(single, "seconds") if single else None
+    return baseline / seconds if seconds and baseline else None
 
 
 def _reached(heading: str, measure: Measure, write: Callable[[float | None], str]) -> Column:
@@ -221,27 +224,30 @@ def _cost() -> list[Column]:
 
 
 def megabytes(per_worker: Sequence[float]) -> float | None:
-    """The mean over workers in units of 10^6 bytes."""
+    """Return the mean over workers in units of 10^6 bytes."""
     return sum(per_worker) / len(per_worker) / 1e6 if per_worker else None
 
 
 def in_megabytes(value: float | None) -> str:
-    """Megabytes, with no more digits than a person reads."""
+    """Format megabytes with three significant digits, or as a whole number from 1000."""
     return formatting.figure(value) if value is None or value < 1000 else formatting.count(value)
 
 
-def _exchanged(groups: Sequence[Group]) -> list[Sheet]:
-    """A table of what was raw and what encoded, where any run encoded something."""
+def _traffic(groups: Sequence[Group]) -> list[Sheet]:
+    """Return the table of raw and encoded bytes, or nothing if no run encoded anything."""
     if not any(traffic.is_encoded(record) for group in groups for record in group.records):
         return []
-    told = [group for group in groups if any(record.get("traffic") for record in group.asked)]
+    with_traffic = [group for group in groups if any(record.get("traffic") for record in group.asked)]
     entries, owed = (
-        any(record.get(name) is not None for group in told for record in group.records)
+        any(record.get(name) is not None for group in with_traffic for record in group.records)
         for name in ("values_sent_share", "residual_share")
     )
     columns = [
-        *(_measured(heading, partial(_accounted, way=way), in_megabytes) for heading, way in IN_WAYS.items()),
-        _measured("fewer", lambda r: (r.get("compression") or {}).get("sent"), formatting.times),
+        *(
+            _measured(heading, partial(_megabytes_in, way=way), in_megabytes)
+            for heading, way in DIRECTION_HEADINGS.items()
+        ),
+        _measured("ratio", lambda r: (r.get("compression") or {}).get("sent"), formatting.times),
         *([_measured("values sent", lambda r: r.get("values_sent_share"), formatting.percent)] if entries else []),
         *(
             [_measured("residual", lambda r: r.get("residual_share"), partial(formatting.figure, digits=2))]
@@ -249,29 +255,29 @@ def _exchanged(groups: Sequence[Group]) -> list[Sheet]:
             else []
         ),
     ]
-    note = EXCHANGED_NOTE + FEWER_NOTE + (ENTRIES_NOTE if entries else "") + (OWED_NOTE if owed else "")
-    return [_sheet(EXCHANGED, note, told, columns)]
+    note = TRAFFIC_NOTE + RATIO_NOTE + (VALUES_NOTE if entries else "") + (RESIDUAL_NOTE if owed else "")
+    return [_sheet(TRAFFIC, note, with_traffic, columns)]
 
 
-IN_WAYS = {"raw": "raw_sent", "encoded, sent": "sent", "encoded, received": "received"}
+DIRECTION_HEADINGS = {"raw": "raw_sent", "encoded, sent": "sent", "encoded, received": "received"}
 
 
-def _accounted(record: Record, way: str) -> float | None:
+def _megabytes_in(record: Record, way: str) -> float | None:
     return traffic.megabytes(record.get("traffic") or [], way)
 
 
 def _staleness(groups: Sequence[Group]) -> list[Sheet]:
-    """A table of the asynchronous recipes, where there are any."""
+    """Return the table of the asynchronous recipes, or nothing if there are none."""
     stale = [group for group in groups if any(record.get("staleness") for record in group.asked)]
-    held = any(record.get("blocked_seconds") is not None for group in stale for record in group.asked)
+    is_bounded = any(record.get("blocked_seconds") is not None for group in stale for record in group.asked)
     columns = [
         _measured("mean staleness", lambda r: (r.get("staleness") or {}).get("mean"), formatting.figure),
         _measured("largest staleness", lambda r: (r.get("staleness") or {}).get("max"), formatting.count),
-        *([_measured("lost to the bound", held_share, formatting.percent)] if held else []),
+        *([_measured("blocked by bound", blocked_share, formatting.percent)] if is_bounded else []),
         _measured("fewest samples", lambda r: min(r.get("samples_by_worker") or [], default=None), formatting.count),
         _measured("most samples", lambda r: max(r.get("samples_by_worker") or [], default=None), formatting.count),
     ]
-    note = STALE_NOTE + (HELD_NOTE if held else "") + SAMPLES_NOTE
+    note = STALE_NOTE + (BLOCKED_NOTE if is_bounded else "") + SAMPLES_NOTE
     return [_sheet(STALE, note, stale, columns)] if stale else []
 
 
@@ -285,13 +291,13 @@ def _phase(phase: str) -> Column:
 
 
 def share(record: Record, phase: str) -> float | None:
-    """The share of one phase in the time of all workers together."""
-    whole = sum(sum(split.values()) for split in record["time_breakdown"])
-    return sum(split.get(phase, 0.0) for split in record["time_breakdown"]) / whole if whole else None
+    """Return the share of one phase in the total time of all workers."""
+    total = sum(sum(phases.values()) for phases in record["time_breakdown"])
+    return sum(phases.get(phase, 0.0) for phases in record["time_breakdown"]) / total if total else None
 
 
 def show(console: Console, records: Sequence[Record], target: Target | None = None) -> None:
-    """Print the tables on a terminal; made to stay readable at 80 columns."""
+    """Print the tables on a terminal; they fit into 80 columns."""
     for sheet in sheets(records, target):
         console.print(Text(sheet.title, style="bold"))
         console.print(Text(sheet.note, style="dim"))
@@ -306,9 +312,9 @@ def _rich(sheet: Sheet, ranges_on_two_lines: bool = False) -> Table:
     table.add_column(sheet.columns[0], min_width=LONG_NAME, overflow="fold")
     for heading in sheet.columns[1:]:
         table.add_column(_heading(heading), justify="right", overflow="fold")
-    cut = "…\n" if ranges_on_two_lines else "…"
+    separator = "…\n" if ranges_on_two_lines else "…"
     for name, *cells in sheet.rows:
-        table.add_row(_text(_broken(name.text), name.range), *(_text(c.text, c.range, cut) for c in cells))
+        table.add_row(_text(_broken(name.text), name.range), *(_text(c.text, c.range, separator) for c in cells))
     return table
 
 
@@ -319,7 +325,7 @@ def _heading(text: str) -> str:
 
 
 def _broken(name: str) -> str:
-    """A long recipe, an option a line."""
+    """Return the name of a recipe, with one option per line if it is long."""
     return name if len(name) <= LONG_NAME else name.replace(", ", ",\n  ")
 
 
@@ -341,9 +347,9 @@ NARROW = {
     "efficiency": "effi-\nciency",
     "predictions that differ": "predictions\nthat differ",
 }
-"""Headings cut by hand where a terminal has little room."""
+"""Line breaks of headings for narrow terminals."""
 
 
-def _text(text: str, range_: str, cut: str = "…") -> Text:
+def _text(text: str, range_: str, separator: str = "…") -> Text:
     shown = Text(text)
-    return shown.append(f"\n{range_.replace('…', cut)}", style="dim") if range_ else shown
+    return shown.append(f"\n{range_.replace('…', separator)}", style="dim") if range_ else shown

@@ -1,4 +1,4 @@
-"""A target is a metric, a comparison and a number: `test_accuracy>=0.95`."""
+"""Targets: a metric, a comparison and a number, such as `test_accuracy>=0.95`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SHAPE = re.compile(r"\s*(?P<metric>[^<>=]*[^<>=\s])\s*(?P<comparison>>=|<=|>|<)\
 
 @dataclass(frozen=True)
 class Target:
-    """What an evaluation must show for a run to have reached it.
+    """Condition on the metrics of an evaluation.
 
     >>> Target.parse("test_accuracy >= 0.95")
     Target(metric='test_accuracy', comparison='>=', number=0.95)
@@ -35,7 +35,7 @@ class Target:
 
     @classmethod
     def parse(cls, text: str) -> Target:
-        """Read a target as it is typed, or raise LaunchError."""
+        """Parse a target. Raises LaunchError for malformed text."""
         match = SHAPE.fullmatch(text)
         if match is None:
             raise LaunchError(_malformed(text))
@@ -51,19 +51,19 @@ class Target:
         return f"{self.metric}{self.comparison}{self.number:g}"
 
     def satisfied(self, metrics: dict[str, object]) -> bool:
-        """Whether one evaluation satisfies it."""
+        """Return True if the metrics of an evaluation satisfy the target."""
         value = number(metrics.get(self.metric))
         return value is not None and COMPARISONS[self.comparison](value, self.number)
 
     def reached(self, evaluations: Iterable[Event]) -> dict[str, float] | None:
-        """The training seconds and the samples at the first evaluation that satisfies it."""
+        """Return the training seconds and the samples at the first evaluation that satisfies the target, or None."""
         for event in evaluations:
             if self.satisfied(event.get("metrics") or {}):
                 return {"seconds": float(event["training_s"]), "samples": int(event["samples"])}
         return None
 
     def check(self, metrics: Iterable[str]) -> None:
-        """Raise LaunchError unless the metric is among these."""
+        """Raise LaunchError unless the metric of the target is among `metrics`."""
         names = sorted(metrics)
         if self.metric in names:
             return
@@ -72,7 +72,7 @@ class Target:
         near = difflib.get_close_matches(self.metric, names, n=1, cutoff=0.5) or names[:1]
         raise LaunchError(
             explain(
-                f"the target is about {self.metric!r}, which `evaluate` does not return",
+                f"`evaluate` does not return {self.metric!r}, the metric of the target",
                 got=self,
                 expected="one of " + ", ".join(names),
                 to_type=f'--target "{near[0]}{self.comparison}{self.number:g}"',
@@ -82,7 +82,7 @@ class Target:
 
 def _malformed(text: str) -> str:
     return explain(
-        "the target cannot be understood",
+        "the target cannot be parsed",
         got=repr(text),
         expected="the name of a metric, one of " + " ".join(COMPARISONS) + ", and a finite number",
         to_type='--target "test_accuracy>=0.95"',
@@ -91,7 +91,7 @@ def _malformed(text: str) -> str:
 
 def _no_metrics(target: Target) -> str:
     return explain(
-        f"the target {target} cannot be measured: the run alone evaluated nothing",
+        f"the target {target} cannot be measured: the run in a single process has no evaluation",
         got="no evaluation in its log",
         expected="a script that gives `evaluate` to stretto.distribute",
         to_type="stretto.distribute(model, optimizer, loader, evaluate=accuracy)",

@@ -1,4 +1,4 @@
-"""Curves from a log: a quantity against training time, samples and bytes."""
+"""Curves of a run: quantities against training time, samples and bytes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from stretto.events import Event
 from stretto.report import incidents, traffic
-from stretto.report import staleness as late
+from stretto.report import staleness as staleness_of_updates
 from stretto.report.run_log import History, Point, interpolate, number, split_of
 from stretto.report.staleness import Update
 
@@ -20,7 +20,7 @@ Logged = tuple[Event, float]
 
 @dataclass(frozen=True)
 class Sample:
-    """One value, and where the run was when it was taken. Megabytes are those a worker sent, on average."""
+    """Value of a quantity, and the progress of the run at that moment; `megabytes` were sent per worker on average."""
 
     seconds: float
     samples: float
@@ -30,45 +30,45 @@ class Sample:
 
 @dataclass(frozen=True)
 class Curve:
-    """Samples in order; each stands for the mean of `steps` steps."""
+    """Samples in order; each is the mean over `steps` steps."""
 
     samples: tuple[Sample, ...]
     steps: int = 1
 
 
 def metric(history: History, name: str) -> Curve:
-    """A metric at each evaluation; of very many, some, the last among them."""
-    place = _places(history)
-    found = ((event, number((event.get("metrics") or {}).get(name))) for event in history.of("evaluation"))
-    samples = [place(event, value) for event, value in found if value is not None]
+    """Return a metric at each evaluation; of many, at most MOST_POINTS, including the last."""
+    locate = _locator(history)
+    values = ((event, number((event.get("metrics") or {}).get(name))) for event in history.of("evaluation"))
+    samples = [locate(event, value) for event, value in values if value is not None]
     return Curve(tuple(samples[:: -_size(samples)][::-1]))
 
 
 def loss(history: History) -> Curve:
-    """The logged loss: the mean over workers at each step, thinned to means over several steps.
+    """Return the logged loss: the mean over workers at each step, and over several steps if there are many.
 
-    Workers that do not keep step with each other log the same step at different times; of theirs, the mean is taken
-    of what was logged one after the other.
+    Asynchronous workers log the same step at different times: their mean is over consecutive values, one per worker on
+    average.
     """
-    found, place = _logged(history, _loss_name(history)), _places(history)
-    together = _by_time(found, history.workers) if history.of("update_applied") else _by_step(found)
-    return _thinned([_over_workers(place, some) for some in together])
+    logged, locate = _logged(history, _loss_name(history)), _locator(history)
+    batches = _by_time(logged, history.workers) if history.of("update_applied") else _by_step(logged)
+    return _thinned([_over_workers(locate, batch) for batch in batches])
 
 
 def _logged(history: History, name: str | None) -> list[Logged]:
-    found = ((event, number((event.get("values") or {}).get(name))) for event in history.of("log"))
-    return [(event, value) for event, value in found if value is not None]
+    values = ((event, number((event.get("values") or {}).get(name))) for event in history.of("log"))
+    return [(event, value) for event, value in values if value is not None]
 
 
-def _by_step(found: Sequence[Logged]) -> list[Sequence[Logged]]:
+def _by_step(logged: Sequence[Logged]) -> list[Sequence[Logged]]:
     by_step: dict[int, list[Logged]] = defaultdict(list)
-    for event, value in found:
+    for event, value in logged:
         by_step[int(event.get("step") or 0)].append((event, value))
     return [by_step[step] for step in sorted(by_step)]
 
 
-def _by_time(found: Sequence[Logged], workers: int) -> list[Sequence[Logged]]:
-    ordered = sorted(found, key=lambda one: one[0]["t"])
+def _by_time(logged: Sequence[Logged], workers: int) -> list[Sequence[Logged]]:
+    ordered = sorted(logged, key=lambda pair: pair[0]["t"])
     return [ordered[start : start + workers] for start in range(0, len(ordered), workers)]
 
 
@@ -77,9 +77,9 @@ def _loss_name(history: History) -> str | None:
     return next(iter(sorted((name for name in names if "loss" in name.lower()), key=len)), None)
 
 
-def _over_workers(place: Callable[[Event, float], Sample], found: Sequence[Logged]) -> Sample:
-    last = max((event for event, _ in found), key=lambda event: event["t"])
-    return place(last, statistics.fmean(value for _, value in found))
+def _over_workers(locate: Callable[[Event, float], Sample], logged: Sequence[Logged]) -> Sample:
+    last = max((event for event, _ in logged), key=lambda event: event["t"])
+    return locate(last, statistics.fmean(value for _, value in logged))
 
 
 def _thinned(samples: Sequence[Sample]) -> Curve:
@@ -97,38 +97,41 @@ def _mean(chunk: Sequence[Sample]) -> Sample:
     return Sample(*(statistics.fmean(getattr(sample, name) for sample in chunk) for name in columns))
 
 
-UPDATES_A_POINT = 4
-FEWEST_POINTS, OF_THE_SLOWEST = 10, 2
+UPDATES_PER_POINT = 4
+FEWEST_POINTS, UPDATES_OF_THE_SLOWEST = 10, 2
 
 
 def staleness(history: History) -> tuple[Curve, Curve]:
-    """The mean and the largest staleness of the updates, over stretches of equal length."""
-    place, found = _places(history), _stretches(late.updates(history), history.workers)
-    ends = [(some, {"t": statistics.fmean(one.t for one in some)}) for some in found]
-    mean = (place(event, statistics.fmean(one.staleness for one in some)) for some, event in ends)
-    largest = (place(event, max(one.staleness for one in some)) for some, event in ends)
+    """Return the mean and the largest staleness of updates, over intervals of equal length."""
+    locate, intervals = _locator(history), _intervals(staleness_of_updates.updates(history), history.workers)
+    centres = [(updates, {"t": statistics.fmean(update.t for update in updates)}) for updates in intervals]
+    mean = (locate(event, statistics.fmean(update.staleness for update in updates)) for updates, event in centres)
+    largest = (locate(event, max(update.staleness for update in updates)) for updates, event in centres)
     return Curve(tuple(mean)), Curve(tuple(largest))
 
 
-def _stretches(found: Sequence[Update], workers: int) -> list[list[Update]]:
-    """So few that each holds updates of the slowest worker too, as far as that leaves enough; empty ones left out."""
-    slowest = min(Counter(update.worker for update in found).values(), default=0)
-    most = min(MOST_POINTS, max(FEWEST_POINTS, slowest // OF_THE_SLOWEST))
-    count = min(most, max(1, len(found) // (UPDATES_A_POINT * workers)))
-    whole = found[-1].t if found else 0.0
-    stretches: list[list[Update]] = [[] for _ in range(count)]
-    for update in found:
-        stretches[min(int(update.t / whole * count), count - 1) if whole else 0].append(update)
-    return [some for some in stretches if some]
+def _intervals(updates: Sequence[Update], workers: int) -> list[list[Update]]:
+    """Return updates by interval, without empty intervals.
+
+    The intervals are long enough to hold updates of the slowest worker, unless fewer than FEWEST_POINTS would be left.
+    """
+    slowest = min(Counter(update.worker for update in updates).values(), default=0)
+    most = min(MOST_POINTS, max(FEWEST_POINTS, slowest // UPDATES_OF_THE_SLOWEST))
+    count = min(most, max(1, len(updates) // (UPDATES_PER_POINT * workers)))
+    duration = updates[-1].t if updates else 0.0
+    intervals: list[list[Update]] = [[] for _ in range(count)]
+    for update in updates:
+        intervals[min(int(update.t / duration * count), count - 1) if duration else 0].append(update)
+    return [interval for interval in intervals if interval]
 
 
-def exchanged(history: History, way: str) -> Curve:
-    """Megabytes in one of `accounts.WAYS` until then, looks left out: the mean over workers."""
+def traffic_curve(history: History, way: str) -> Curve:
+    """Return the megabytes so far in one of `traffic.DIRECTIONS`, without evaluation syncs: the mean over workers."""
     return _counted(history, lambda event: float(traffic.total([traffic.accounts(event)], way)))
 
 
 def on_wire(history: History) -> Curve:
-    """Megabytes that had left a worker, by its wire: the mean over workers."""
+    """Return the megabytes so far that the transport has sent: the mean over workers."""
     return _counted(history, _bytes_sent)
 
 
@@ -137,11 +140,11 @@ def _bytes_sent(event: Event) -> float:
 
 
 def _counted(history: History, count: Callable[[Event], float]) -> Curve:
-    """A running count at the times that worker 0 gave its own, from the first that is above zero."""
+    """Return a total at the times of worker 0's progress events, from the first above zero: the mean over workers."""
     lines = [interpolate(_counted_by(history, worker, count)) for worker in range(history.workers)]
-    place, own = _places(history), history.counts(0)
+    locate, own = _locator(history), history.counts(0)
     means = ((event, statistics.fmean(line(event["t"]) for line in lines) / 1e6) for event in own)
-    samples = [place(event, value) for event, value in means if value > 0]
+    samples = [locate(event, value) for event, value in means if value > 0]
     return Curve(tuple(samples[:: -_size(samples)][::-1]))
 
 
@@ -149,55 +152,55 @@ def _counted_by(history: History, worker: int, count: Callable[[Event], float]) 
     return sorted(({0.0: 0.0} | {event["t"]: count(event) for event in history.counts(worker)}).items())
 
 
-def owed(history: History) -> Curve:
-    """The norm of what is owed over that of what was given, over all workers, each time that they were measured."""
-    measured = [found for worker in range(history.workers) if (found := _measured(history, worker))]
-    lines = [[interpolate([(t, both[part]) for t, both in one]) for part in (0, 1)] for one in measured]
-    place, times = _places(history), [t for t, _ in measured[0]] if measured else []
-    shares = ((t, traffic.residual_share([(given(t), owed(t)) for given, owed in lines])) for t in times)
-    samples = [place({"t": t}, share) for t, share in shares if share is not None]
+def residual(history: History) -> Curve:
+    """Return the norm of all residuals over that of all inputs of codecs, at the measurements of the first worker."""
+    measured = [norms for worker in range(history.workers) if (norms := _norms(history, worker))]
+    lines = [[interpolate([(t, norms[part]) for t, norms in of_worker]) for part in (0, 1)] for of_worker in measured]
+    locate, times = _locator(history), [t for t, _ in measured[0]] if measured else []
+    shares = ((t, traffic.residual_share([(given(t), left(t)) for given, left in lines])) for t in times)
+    samples = [locate({"t": t}, share) for t, share in shares if share is not None]
     return Curve(tuple(samples[:: -_size(samples)][::-1]))
 
 
-def _measured(history: History, worker: int) -> list[tuple[float, tuple[float, float]]]:
-    """The norms of one worker where they are new: events repeat them until they are measured again."""
-    found: list[tuple[float, tuple[float, float]]] = []
+def _norms(history: History, worker: int) -> list[tuple[float, tuple[float, float]]]:
+    """Return the norms of one worker at each measurement; events repeat them until the next one."""
+    measured: list[tuple[float, tuple[float, float]]] = []
     for event in history.counts(worker):
-        both = traffic.measured(event)
-        if both is not None and (not found or found[-1][1] != both):
-            found.append((event["t"], both))
-    return found
+        norms = traffic.norms(event)
+        if norms is not None and (not measured or measured[-1][1] != norms):
+            measured.append((event["t"], norms))
+    return measured
 
 
 @dataclass(frozen=True)
 class Moment:
-    """When somebody was lost, or came: in seconds of training."""
+    """Training time in seconds at which a process failed or was paused (`lost`), or a restarted process joined."""
 
     seconds: float
-    who: str
+    text: str
     lost: bool
 
 
 def moments(history: History) -> tuple[Moment, ...]:
-    """When somebody was gone or stopped, and when somebody came back."""
+    """Return the moments of failures, pauses and restarts."""
     clock = _clock(history)
-    return tuple(Moment(clock(max(t, 0.0)), who, lost) for t, who, lost in incidents.moments(history))
+    return tuple(Moment(clock(max(t, 0.0)), text, lost) for t, text, lost in incidents.moments(history))
 
 
-def _places(history: History) -> Callable[[Event, float], Sample]:
-    """Where an event with a value belongs on the three axes."""
+def _locator(history: History) -> Callable[[Event, float], Sample]:
+    """Return a function from an event and a value to a sample with the progress of the run at the event."""
     clock, sent = _clock(history), _sent(history)
 
-    def place(event: Event, value: float) -> Sample:
+    def locate(event: Event, value: float) -> Sample:
         trained = number(event.get("training_s"))
         seconds = clock(event["t"]) if trained is None else trained
         return Sample(seconds, float(event.get("samples") or 0), sent(event["t"]), value)
 
-    return place
+    return locate
 
 
 def _clock(history: History) -> Callable[[float], float]:
-    """From the time of an event to training time, which stands still during evaluations."""
+    """Return the function from the time of an event to training time, which does not advance during evaluations."""
     points = {0.0: 0.0}
     points |= {event["t"]: event["t"] - split_of(event)["evaluating"] for event in history.counts(0)}
     for event in (*history.of("evaluation"), *history.of("epoch")):
@@ -208,13 +211,13 @@ def _clock(history: History) -> Callable[[float], float]:
 
 
 def _sent(history: History) -> Callable[[float], float]:
-    """From the time of an event to the megabytes that a worker had sent, mean over workers."""
+    """Return the function from the time of an event to the megabytes sent per worker, mean over workers."""
     lines = [interpolate(_counted_by(history, worker, _bytes_sent)) for worker in range(history.workers)]
     return lambda t: statistics.fmean(line(t) for line in lines) / 1e6
 
 
 def not_finite(history: History) -> int:
-    """How many logged or evaluated values were no finite numbers; the log writes those as null."""
+    """Return the number of logged or evaluated values that were not finite; they are null in the log."""
     logged = [event.get("values") or {} for event in history.of("log")]
     evaluated = [event.get("metrics") or {} for event in history.of("evaluation")]
     return sum(number(value) is None for values in (*logged, *evaluated) for value in values.values())

@@ -1,4 +1,4 @@
-"""What workers exchanged: bytes raw and encoded, by purpose and direction; entries sent; what is owed."""
+"""Traffic of workers: raw and encoded bytes by purpose and direction, values sent, and norms of residuals."""
 
 from __future__ import annotations
 
@@ -11,58 +11,59 @@ from stretto.report import formatting
 from stretto.report.run_log import History, number
 
 Account = dict[str, int]
-"""Bytes of one purpose in each of WAYS."""
+"""Bytes of one purpose in each of DIRECTIONS."""
 Accounts = dict[str, Account]
-"""The accounts of one worker, by purpose."""
+"""Accounts of one worker by purpose."""
 
-WAYS = ("raw_sent", "sent", "raw_received", "received")
-LOOKS = "evaluation_sync"
-"""The purpose of what is exchanged only to evaluate the agreed model: never encoded, and no part of a method's cost."""
+DIRECTIONS = ("raw_sent", "sent", "raw_received", "received")
+EVALUATION_SYNC = "evaluation_sync"
+"""Purpose of the average that only evaluation needs: never encoded, and not part of a method's cost."""
 
 
 def accounts(event: Event) -> Accounts:
-    """By purpose, the bytes until an event; purposes that nothing was said for are left out."""
-    found = event.get("traffic")
-    named = ((str(name), _account(row)) for name, row in found.items()) if isinstance(found, dict) else ()
+    """Return the bytes until an event by purpose, without purposes that have no traffic."""
+    rows = event.get("traffic")
+    named = ((str(name), _account(row)) for name, row in rows.items()) if isinstance(rows, dict) else ()
     return {name: account for name, account in named if any(account.values())}
 
 
 def _account(row: object) -> Account:
-    values: Sequence[Any] = row if isinstance(row, list) and len(row) == len(WAYS) else [0] * len(WAYS)
-    return {way: int(number(value) or 0) for way, value in zip(WAYS, values, strict=True)}
+    values: Sequence[Any] = row if isinstance(row, list) and len(row) == len(DIRECTIONS) else [0] * len(DIRECTIONS)
+    return {way: int(number(value) or 0) for way, value in zip(DIRECTIONS, values, strict=True)}
 
 
-def measured(event: Event) -> tuple[float, float] | None:
-    """The norms of what was last given to the codec and of what it owed then."""
-    given, owed = _two(event.get("residual_norms"))
-    return None if given is None or owed is None else (given, owed)
+def norms(event: Event) -> tuple[float, float] | None:
+    """Return the norm of the last input of the codec and that of its residual afterwards, or None without them."""
+    input_norm, residual_norm = _two(event.get("residual_norms"))
+    return None if input_norm is None or residual_norm is None else (input_norm, residual_norm)
 
 
 def _two(row: object) -> tuple[float | None, float | None]:
-    found: Sequence[Any] = row if isinstance(row, list) and len(row) == 2 else (None, None)
-    return number(found[0]), number(found[1])
+    pair: Sequence[Any] = row if isinstance(row, list) and len(row) == 2 else (None, None)
+    return number(pair[0]), number(pair[1])
 
 
 def fields(history: History) -> dict[str, Any]:
-    """What a record says of exchanges. A run alone, or one of an earlier version, has empty lists and None.
+    """Return the traffic fields of a run record: empty lists and None for a single process.
 
-    - `exchanged`: for each worker, purpose by purpose, bytes `raw_sent`, `sent`, `raw_received`, `received`: as exact
-      numbers and as encoded, before the wire multiplies them or adds its heads (`bytes_sent`, `bytes_received`)
-    - `entries`: for each worker how many numbers its messages told (`sent`), `of` how many; null where that is unknown
-    - `norms`: for each worker that of what was last `given` to the codec, and of what was `owed` then; null without
-    - `compression`: raw over encoded bytes, `sent` and `received` by all workers, looks left out; and raw over the
-      bytes of the wire, looks included: `wire_sent`, `wire_received`
-    - `values_sent_share`: entries sent over all entries; `residual_share`: norm of all residuals
-      over that of all inputs
+    - `traffic`: for each worker and purpose the bytes `raw_sent`, `sent`, `raw_received`, `received`: as unencoded
+      values and as encoded, before the transport multiplies them or adds headers (`bytes_sent`, `bytes_received`)
+    - `values_sent`: for each worker the number of values in its messages (`sent`) and the number of values that they
+      were selected from (`of`); null if unknown
+    - `residual_norms`: for each worker the norm of the last `input` of the codec and that of its `residual` afterwards;
+      null for codecs without a residual
+    - `compression`: raw over encoded bytes, `sent` and `received` by all workers without evaluation syncs; and raw over
+      transport bytes including evaluation syncs: `wire_sent`, `wire_received`
+    - `values_sent_share`: values sent over all values; `residual_share`: norm of all residuals over that of all inputs
     """
     counts = history.last_counts()
-    kept: dict[str, Any] = {
+    by_worker: dict[str, Any] = {
         "traffic": _known([accounts(event) for event in counts]),
-        "values_sent": _known([_entries(event) for event in counts]),
+        "values_sent": _known([_values_sent(event) for event in counts]),
         "residual_norms": _known([_norms(event) for event in counts]),
     }
     sent, received = ([int(event.get(f"bytes_{way}") or 0) for event in counts] for way in ("sent", "received"))
-    return kept | shares(**kept, bytes_sent=sent, bytes_received=received)
+    return by_worker | shares(**by_worker, bytes_sent=sent, bytes_received=received)
 
 
 def shares(
@@ -73,90 +74,94 @@ def shares(
     bytes_sent: Sequence[int],
     bytes_received: Sequence[int],
 ) -> dict[str, Any]:
-    """The three ratios of a record, from what it says of each worker."""
-    wire = {"sent": sum(bytes_sent), "received": sum(bytes_received)}
+    """Return the ratios of a run record, computed from its fields of each worker."""
+    transport = {"sent": sum(bytes_sent), "received": sum(bytes_received)}
     return {
-        "compression": _compression(traffic, wire) if traffic else None,
+        "compression": _compression(traffic, transport) if traffic else None,
         "values_sent_share": _share(values_sent),
-        "residual_share": residual_share([(one["input"], one["residual"]) for one in residual_norms if one]),
+        "residual_share": residual_share([(norms["input"], norms["residual"]) for norms in residual_norms if norms]),
     }
 
 
 def nothing() -> dict[str, Any]:
-    """The same of a run that left nothing to read."""
+    """Return the traffic fields of a run that left no log."""
     lists: dict[str, Any] = {name: [] for name in ("traffic", "values_sent", "residual_norms")}
     return lists | dict.fromkeys(("compression", "values_sent_share", "residual_share"))
 
 
 def _known(by_worker: list[Any]) -> list[Any]:
-    """Empty when no worker said anything."""
+    """Return the list, or an empty one when no worker has a value."""
     return by_worker if any(by_worker) else []
 
 
-def _entries(event: Event) -> dict[str, int] | None:
+def _values_sent(event: Event) -> dict[str, int] | None:
     sent, of = _two(event.get("values_sent"))
     return None if sent is None or of is None else {"sent": int(sent), "of": int(of)}
 
 
 def _norms(event: Event) -> dict[str, float] | None:
-    found = measured(event)
-    return {"input": found[0], "residual": found[1]} if found else None
+    pair = norms(event)
+    return {"input": pair[0], "residual": pair[1]} if pair else None
 
 
-def _share(entries: Sequence[dict[str, int] | None]) -> float | None:
-    sent, of = (sum(one[part] for one in entries if one) for part in ("sent", "of"))
+def _share(values_sent: Sequence[dict[str, int] | None]) -> float | None:
+    sent, of = (sum(counts[part] for counts in values_sent if counts) for part in ("sent", "of"))
     return sent / of if of else None
 
 
-def residual_share(both: Sequence[tuple[float, float]]) -> float | None:
-    """The norm of what all workers owe over the norm of what all were given, from both norms of each."""
-    given, owed = (math.hypot(*(one[part] for one in both)) for part in (0, 1))
-    return owed / given if given else None
+def residual_share(norms: Sequence[tuple[float, float]]) -> float | None:
+    """Return the norm of the residuals of all workers over that of their inputs, given (input, residual) of each."""
+    input_norm, residual_norm = (math.hypot(*(pair[part] for pair in norms)) for part in (0, 1))
+    return residual_norm / input_norm if input_norm else None
 
 
-def _compression(exchanged: Sequence[Accounts], wire: Mapping[str, int]) -> dict[str, float | None]:
-    ratios = {way: fewer(total(exchanged, f"raw_{way}"), total(exchanged, way)) for way in ("sent", "received")}
-    on_wire = {f"wire_{way}": fewer(total(exchanged, f"raw_{way}", looks=True), wire[way]) for way in wire}
-    return ratios | on_wire
+def _compression(traffic: Sequence[Accounts], transport: Mapping[str, int]) -> dict[str, float | None]:
+    ratios = {way: ratio(total(traffic, f"raw_{way}"), total(traffic, way)) for way in ("sent", "received")}
+    raw = {way: total(traffic, f"raw_{way}", evaluation=True) for way in transport}
+    return ratios | {f"wire_{way}": ratio(raw[way], transport[way]) for way in transport}
 
 
-def fewer(raw: float, said: float) -> float | None:
-    """How many times fewer the bytes became."""
-    return raw / said if said else None
+def ratio(raw: float, encoded: float) -> float | None:
+    """Return the compression ratio, or None where nothing was sent."""
+    return raw / encoded if encoded else None
 
 
-def total(exchanged: Sequence[Accounts], way: str, *, looks: bool = False) -> int:
-    """The bytes of all workers in one way, over all purposes; looks only if they are asked for."""
-    return sum(one[way] for worker in exchanged for purpose, one in worker.items() if looks or purpose != LOOKS)
+def total(traffic: Sequence[Accounts], way: str, *, evaluation: bool = False) -> int:
+    """Return the bytes of all workers in one of DIRECTIONS, with evaluation syncs if `evaluation`."""
+    accounts = (item for worker in traffic for item in worker.items())
+    return sum(account[way] for purpose, account in accounts if evaluation or purpose != EVALUATION_SYNC)
 
 
-def megabytes(exchanged: Sequence[Accounts], way: str) -> float | None:
-    """The mean over workers in units of 10^6 bytes, looks left out."""
-    return total(exchanged, way) / len(exchanged) / 1e6 if exchanged else None
+def megabytes(traffic: Sequence[Accounts], way: str) -> float | None:
+    """Return the mean over workers in units of 10^6 bytes, without evaluation syncs."""
+    return total(traffic, way) / len(traffic) / 1e6 if traffic else None
 
 
-def purposes(exchanged: Sequence[Accounts]) -> list[str]:
-    """All purposes that any worker exchanged for, looks last."""
-    found = dict.fromkeys(purpose for worker in exchanged for purpose in worker)
-    return sorted(found, key=lambda purpose: purpose == LOOKS)
+def purposes(traffic: Sequence[Accounts]) -> list[str]:
+    """Return all purposes that any worker has traffic for, the evaluation sync last."""
+    names = dict.fromkeys(purpose for worker in traffic for purpose in worker)
+    return sorted(names, key=lambda purpose: purpose == EVALUATION_SYNC)
 
 
 def is_encoded(record: Mapping[str, Any]) -> bool:
-    """Whether a run exchanged other bytes than its exact numbers."""
-    exchanged: Sequence[Accounts] = record.get("traffic") or []
-    return any(total(exchanged, f"raw_{way}") != total(exchanged, way) for way in ("sent", "received"))
+    """Return True if a run sent encoded values."""
+    traffic: Sequence[Accounts] = record.get("traffic") or []
+    return any(total(traffic, f"raw_{way}") != total(traffic, way) for way in ("sent", "received"))
 
 
-def in_words(record: Mapping[str, Any]) -> str:
-    """What an encoding saved, in one line; empty for a run that exchanged exact numbers, or none."""
+def summary(record: Mapping[str, Any]) -> str:
+    """Return the effect of an encoding in one line; empty for a run that encoded nothing."""
     if not is_encoded(record):
         return ""
-    exchanged = record["traffic"]
-    raw, sent, received = (formatting.figure(megabytes(exchanged, way)) for way in ("raw_sent", "sent", "received"))
+    raw, sent, received = (
+        formatting.figure(megabytes(record["traffic"], way)) for way in ("raw_sent", "sent", "received")
+    )
     ratios = {way: formatting.times(record["compression"][way]) for way in ("sent", "received")}
-    texts = [f"encoded: {sent} MB of {raw} sent ({ratios['sent']} fewer), {received} received ({ratios['received']})"]
+    texts = [
+        f"encoded: {sent} MB of {raw} sent ({ratios['sent']} less), {received} received ({ratios['received']} less)"
+    ]
     if record["values_sent_share"] is not None:
-        texts.append(f"{formatting.percent(record['values_sent_share'])} of entries")
+        texts.append(f"{formatting.percent(record['values_sent_share'])} of the values")
     if record["residual_share"] is not None:
-        texts.append(f"owed {formatting.figure(record['residual_share'], 2)} of what was given")
+        texts.append(f"residual {formatting.figure(record['residual_share'], 2)} of the input")
     return ", ".join(texts)

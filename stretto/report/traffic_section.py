@@ -1,4 +1,4 @@
-"""What a page shows of exchanges: bytes by worker or recipe, purpose and direction, and how they grew."""
+"""Traffic section of a page: bytes by worker or recipe, purpose and direction, and curves over time."""
 
 from __future__ import annotations
 
@@ -13,75 +13,79 @@ from stretto.report.plot_sections import Album, Plot
 from stretto.report.plots import SECONDS, Line, Row
 from stretto.report.run_log import History
 from stretto.report.run_record import Record
-from stretto.report.tables import COST, EXCHANGED, Cell, Sheet, in_megabytes, spread_cell
+from stretto.report.tables import COST, TRAFFIC, Cell, Sheet, in_megabytes, spread_cell
 from stretto.report.time_series import Curve
-from stretto.report.traffic import LOOKS
+from stretto.report.traffic import EVALUATION_SYNC
 
 MOST_WORKERS = 8
-ALL, ALL_BUT_LOOKS, WIRE = "all", "all but looks", "on the wire"
-COLUMNS = tuple(f"{what}, {way}" for way in ("sent", "received") for what in ("raw", "encoded", "fewer"))
+ALL, ALL_BUT_EVALUATION, TRANSPORT = "all", "all but evaluation_sync", "transport"
+COLUMNS = tuple(f"{what}, {way}" for way in ("sent", "received") for what in ("raw", "encoded", "ratio"))
 NOTE = (
-    "By purpose, in MB: raw (as exact numbers), encoded, and how many times fewer. On the wire: all that left and "
-    "entered a worker, with what a ring or a gathering multiplies, heads, and what workers say to keep in step."
+    "By purpose, in MB: as unencoded values (raw), as encoded, and their ratio. Transport: all bytes that left and "
+    "entered a worker, with the copies of a ring or an all-gather, headers, and coordination messages."
 )
-LOOKED = " Looks: what only evaluations need."
-ENTRIES = " Values sent: share of all values."
-OWED = " Residual: norm of what was not sent, over that of the input of the codec, at the last measurement."
-OVER_TIME = "Mean over workers; looks are left out, but for the wire."
-RECIPES_OVER_TIME = "Mean over workers, looks left out."
-OWED_OVER_TIME = " Residual: norm of what was not sent, over that of the input of the codec."
+EVALUATION = " Evaluation sync: the average that only evaluations need."
+VALUES = " Values sent: share of all values."
+RESIDUAL = " Residual: norm of what was not sent, over that of the input of the codec, at the last measurement."
+OVER_TIME = "Mean over workers; only transport bytes include evaluation syncs."
+RECIPES_OVER_TIME = "Mean over workers, without evaluation syncs."
+RESIDUAL_OVER_TIME = " Residual: norm of what was not sent, over that of the input of the codec."
 
 
 # The tables
 
 
-def sheet(one: Record) -> list[Sheet]:
-    """For a run: the mean over workers and each worker, by purpose; nothing where nothing was exchanged."""
-    if not one["traffic"]:
+def sheet(record: Record) -> list[Sheet]:
+    """Return the table of a run: the mean over workers and each worker, by purpose; nothing without traffic."""
+    if not record["traffic"]:
         return []
-    shown = _shown(one)
-    mean = Group(f"mean of {formatting.plural(one['workers'], 'worker')}", one["workers"], 1, (one,))
-    by_worker = [Group(f"worker {worker}", 1, 1, (_of_worker(one, worker),)) for worker in shown]
-    cut = f" The {len(shown)} of {one['workers']} workers that sent most." if len(shown) < one["workers"] else ""
-    return [_sheet("worker", (), [mean, *by_worker], cut)]
+    shown = _shown(record)
+    mean = Group(f"mean of {formatting.plural(record['workers'], 'worker')}", record["workers"], 1, (record,))
+    by_worker = [Group(f"worker {worker}", 1, 1, (_of_worker(record, worker),)) for worker in shown]
+    omitted = (
+        f" The {len(shown)} of {record['workers']} workers that sent most." if len(shown) < record["workers"] else ""
+    )
+    return [_sheet("worker", (), [mean, *by_worker], omitted)]
 
 
 def in_full(short: Sequence[Sheet], records: Sequence[Record]) -> list[Sheet]:
-    """The tables of a comparison with the one by purpose after that of costs, in place of the short one."""
-    others = [one for one in short if one.title != EXCHANGED]
-    after = [one.title for one in others].index(COST) + 1
+    """Return the tables of a comparison, with the table by purpose after that of costs instead of the short one."""
+    others = [sheet for sheet in short if sheet.title != TRAFFIC]
+    after = [sheet.title for sheet in others].index(COST) + 1
     return [*others[:after], *of_recipes(records), *others[after:]]
 
 
 def of_recipes(records: Sequence[Record]) -> list[Sheet]:
-    """For a comparison: the mean over workers for each recipe, by purpose."""
-    told = [group for group in grouped(records) if any(record.get("traffic") for record in group.records)]
-    return [_sheet("run", ("workers",), told, " Mean over workers.")] if told else []
+    """Return the table of a comparison: the mean over workers for each recipe, by purpose."""
+    with_traffic = [group for group in grouped(records) if any(record.get("traffic") for record in group.records)]
+    return [_sheet("run", ("workers",), with_traffic, " Mean over workers.")] if with_traffic else []
 
 
-def _shown(one: Record) -> list[int]:
-    """All workers, or of very many those that sent most."""
-    sent = one["bytes_sent"]
+def _shown(record: Record) -> list[int]:
+    """Return all workers, or of many the MOST_WORKERS that sent most."""
+    sent = record["bytes_sent"]
     return sorted(sorted(range(len(sent)), key=lambda worker: -sent[worker])[:MOST_WORKERS])
 
 
-def _of_worker(one: Record, worker: int) -> Record:
-    """The record as if the worker had been the only one to count."""
+def _of_worker(record: Record, worker: int) -> Record:
+    """Return the record with the traffic of one worker only."""
     lists = ("traffic", "values_sent", "residual_norms", "bytes_sent", "bytes_received")
-    kept = {name: one[name][worker : worker + 1] for name in lists}
-    return {**one, **kept, **traffic.shares(**kept)}
+    kept = {name: record[name][worker : worker + 1] for name in lists}
+    return {**record, **kept, **traffic.shares(**kept)}
 
 
 def _sheet(heading: str, beside: tuple[str, ...], groups: Sequence[Group], more: str) -> Sheet:
     records = [record for group in groups for record in group.records]
-    entries, owed = (any(r.get(name) is not None for r in records) for name in ("values_sent_share", "residual_share"))
-    further = {"values_sent": formatting.percent} if entries else {}
-    further |= {"residual": partial(formatting.figure, digits=2)} if owed else {}
-    looked = any(LOOKS in traffic.purposes(record.get("traffic") or []) for record in records)
-    note = NOTE + (LOOKED if looked else "") + (ENTRIES if entries else "") + (OWED if owed else "") + more
+    values, residual = (
+        any(r.get(name) is not None for r in records) for name in ("values_sent_share", "residual_share")
+    )
+    further = {"values_sent": formatting.percent} if values else {}
+    further |= {"residual": partial(formatting.figure, digits=2)} if residual else {}
+    evaluates = any(EVALUATION_SYNC in traffic.purposes(record.get("traffic") or []) for record in records)
+    note = NOTE + (EVALUATION if evaluates else "") + (VALUES if values else "") + (RESIDUAL if residual else "") + more
     rows = [row for group in groups for row in _block(group, len(beside), further)]
     return Sheet(
-        EXCHANGED,
+        TRAFFIC,
         note,
         (heading, *beside, "purpose", *COLUMNS, *(name.replace("_", " ") for name in further)),
         tuple(rows),
@@ -89,11 +93,11 @@ def _sheet(heading: str, beside: tuple[str, ...], groups: Sequence[Group], more:
 
 
 def _block(group: Group, beside: int, further: Mapping[str, Callable[[float | None], str]]) -> list[tuple[Cell, ...]]:
-    """A row for each purpose, the sum of several, and what the wire made of it; the name in the first row alone."""
-    found = traffic.purposes([worker for record in group.records for worker in record.get("traffic") or []])
-    trained = [purpose for purpose in found if purpose != LOOKS]
-    whole = [ALL_BUT_LOOKS if LOOKS in found else ALL] if len(trained) > 1 else []
-    purposes = [*trained, *whole, *([LOOKS] if LOOKS in found else []), WIRE]
+    """Return a row for each purpose, their sum and the transport; only the first row has the name of the group."""
+    names = traffic.purposes([worker for record in group.records for worker in record.get("traffic") or []])
+    trained = [purpose for purpose in names if purpose != EVALUATION_SYNC]
+    total = [ALL_BUT_EVALUATION if EVALUATION_SYNC in names else ALL] if len(trained) > 1 else []
+    purposes = [*trained, *total, *([EVALUATION_SYNC] if EVALUATION_SYNC in names else []), TRANSPORT]
     name = (Cell(group.label), Cell(str(group.workers)))[: 1 + beside]
     last = [spread_cell(group.spread(_share(f"{what}_share")), write) for what, write in further.items()]
     return [
@@ -113,52 +117,54 @@ def _share(name: str) -> Measure:
 def _row(group: Group, purpose: str) -> tuple[Cell, ...]:
     cells = [Cell(purpose)]
     for way in ("sent", "received"):
-        raw, said = (partial(_megabytes, purpose=purpose, way=one) for one in (f"raw_{way}", way))
-        cells += [spread_cell(group.spread(measure), in_megabytes) for measure in (raw, said)]
-        cells.append(spread_cell(group.spread(partial(_fewer, purpose=purpose, way=way)), formatting.times))
+        raw, encoded = (partial(_megabytes, purpose=purpose, way=name) for name in (f"raw_{way}", way))
+        cells += [spread_cell(group.spread(measure), in_megabytes) for measure in (raw, encoded)]
+        cells.append(spread_cell(group.spread(partial(_ratio, purpose=purpose, way=way)), formatting.times))
     return tuple(cells)
 
 
 def _megabytes(record: Record, purpose: str, way: str) -> float | None:
-    """The mean over workers."""
-    exchanged = record.get("traffic") or []
-    return _bytes(record, purpose, way) / len(exchanged) / 1e6 if exchanged else None
+    """Return the mean over workers in units of 10^6 bytes."""
+    by_worker = record.get("traffic") or []
+    return _bytes(record, purpose, way) / len(by_worker) / 1e6 if by_worker else None
 
 
 def _bytes(record: Record, purpose: str, way: str) -> int:
-    """Bytes of all workers for one purpose, for all but looks, or on the wire."""
-    exchanged = record["traffic"]
-    if purpose in (ALL, ALL_BUT_LOOKS):
-        return traffic.total(exchanged, way)
-    if purpose == WIRE:
+    """Return the bytes of all workers for one purpose, for all but evaluation syncs, or at the transport."""
+    by_worker = record["traffic"]
+    if purpose in (ALL, ALL_BUT_EVALUATION):
+        return traffic.total(by_worker, way)
+    if purpose == TRANSPORT:
         raw = way.startswith("raw_")
-        return traffic.total(exchanged, way, looks=True) if raw else sum(record[f"bytes_{way}"])
-    return traffic.total([{purpose: worker[purpose]} for worker in exchanged if purpose in worker], way, looks=True)
+        return traffic.total(by_worker, way, evaluation=True) if raw else sum(record[f"bytes_{way}"])
+    return traffic.total(
+        [{purpose: worker[purpose]} for worker in by_worker if purpose in worker], way, evaluation=True
+    )
 
 
-def _fewer(record: Record, purpose: str, way: str) -> float | None:
+def _ratio(record: Record, purpose: str, way: str) -> float | None:
     if not record.get("traffic"):
         return None
     raw = _bytes(record, purpose, f"raw_{way}")
-    return traffic.fewer(raw, _bytes(record, purpose, way)) if raw else None
+    return traffic.ratio(raw, _bytes(record, purpose, way)) if raw else None
 
 
 # The plots
 
 
-def pictures(one: Record, history: History) -> list[Plot]:
-    """For a run that encoded something: bytes and what was owed, over time."""
-    if not traffic.is_encoded(one):
+def pictures(record: Record, history: History) -> list[Plot]:
+    """Return the curves of bytes and residuals of a run that encoded something."""
+    if not traffic.is_encoded(record):
         return []
-    colour = plot_style.colours(grouped([one]))[one["recipe"]]
+    colour = plot_style.colours(grouped([record]))[record["recipe"]]
     lines = (
-        Line("raw", plot_style.QUIET, (time_series.exchanged(history, "raw_sent"),)),
-        Line("encoded, sent", colour, (time_series.exchanged(history, "sent"),)),
-        Line("encoded, received", plot_style.PHASES["exchanging"], (time_series.exchanged(history, "received"),)),
-        Line("sent on the wire", plot_style.PHASES["waiting"], (time_series.on_wire(history),)),
+        Line("raw", plot_style.QUIET, (time_series.traffic_curve(history, "raw_sent"),)),
+        Line("encoded, sent", colour, (time_series.traffic_curve(history, "sent"),)),
+        Line("encoded, received", plot_style.PHASES["exchanging"], (time_series.traffic_curve(history, "received"),)),
+        Line("sent by the transport", plot_style.PHASES["waiting"], (time_series.on_wire(history),)),
     )
-    owed = time_series.owed(history)
-    return _plot("traffic", "MB of a worker", lines, _ended(owed, colour), OVER_TIME)
+    residual = time_series.residual(history)
+    return _plot("traffic", "MB of a worker", lines, _ended(residual, colour), OVER_TIME)
 
 
 def _ended(curve: Curve, colour: str) -> tuple[Line, ...]:
@@ -168,7 +174,7 @@ def _ended(curve: Curve, colour: str) -> tuple[Line, ...]:
 
 
 def of_album(album: Album) -> list[Plot]:
-    """For a comparison in which something was encoded: the same of all recipes, for each number of workers."""
+    """Return the curves of all recipes for each number of workers, if any run encoded something."""
     groups = album.groups()
     if not any(traffic.is_encoded(record) for record in album.records):
         return []
@@ -186,27 +192,29 @@ def of_album(album: Album) -> list[Plot]:
     ]
 
 
-def _of_recipes(album: Album, groups: Sequence[Group], colours: Mapping[str, str], name: str, who: str) -> list[Plot]:
+def _of_recipes(
+    album: Album, groups: Sequence[Group], colours: Mapping[str, str], name: str, prefix: str
+) -> list[Plot]:
     def lines(curve: Callable[[History], Curve]) -> tuple[Line, ...]:
-        found = (
+        drawn = (
             Line(group.label, colours[group.recipe], tuple(map(curve, _histories(album, group)))) for group in groups
         )
-        return tuple(found)
+        return tuple(drawn)
 
-    sent = lines(lambda history: time_series.exchanged(history, "sent"))
-    return _plot(name, "MB sent by a worker, encoded", sent, lines(time_series.owed), who + RECIPES_OVER_TIME)
+    sent = lines(lambda history: time_series.traffic_curve(history, "sent"))
+    return _plot(name, "MB sent by a worker, encoded", sent, lines(time_series.residual), prefix + RECIPES_OVER_TIME)
 
 
 def _histories(album: Album, group: Group) -> list[History]:
     return [history for record in group.asked if (history := album.history(record)) is not None]
 
 
-def _plot(name: str, title: str, exchanged: Sequence[Line], owed: Sequence[Line], caption: str) -> list[Plot]:
-    rows = [Row(title, _told(exchanged)), Row("Residual, as a share of the input", _told(owed))]
-    caption += OWED_OVER_TIME if rows[1].lines else ""
+def _plot(name: str, title: str, sent: Sequence[Line], residual: Sequence[Line], caption: str) -> list[Plot]:
+    rows = [Row(title, _with_samples(sent)), Row("Residual, as a share of the input", _with_samples(residual))]
+    caption += RESIDUAL_OVER_TIME if rows[1].lines else ""
     rows = [row for row in rows if row.lines]
-    return [Plot(EXCHANGED, Markup(plots.pair(name, rows, SECONDS)), caption)] if rows else []
+    return [Plot(TRAFFIC, Markup(plots.pair(name, rows, SECONDS)), caption)] if rows else []
 
 
-def _told(lines: Sequence[Line]) -> tuple[Line, ...]:
+def _with_samples(lines: Sequence[Line]) -> tuple[Line, ...]:
     return tuple(line for line in lines if any(curve.samples for curve in line.curves))

@@ -1,15 +1,15 @@
-"""Was it worth it? One plain sentence from the records, and what has to be known to believe it.
+"""Verdict of a comparison: whether distributed training paid off, in one sentence, with its caveats.
 
 Rules
-- Alone means the better of two: the script's batch, and the joined batch of all workers.
-- With a target, the training time to it counts, and only recipes that reached it on every seed compete.
-  When nobody did, time for the same data is compared instead.
-- Without a target, time for the same data counts, among runs that ended as good as the best alone, within a
-  tolerance.
-- Faster means by more than `TIE`, and with several seeds that the ranges do not overlap.
-- More than n times as fast on n workers is not believed.
-- A failed run makes its recipe no candidate.
-- Nothing is claimed that was not measured: one seed, a missing `evaluate` and shared cores are said.
+- The baseline is the better of two runs in a single process: with the script's batch, and with the global batch.
+- With a target, the training time to the target counts, and only recipes that reached it on every seed compete.
+  If no run reached it, the time for the same data is compared instead.
+- Without a target, the time for the same data counts, among runs whose final metric is as good as that of the best
+  baseline, within a tolerance.
+- Faster means by more than `TIE`, and with several seeds also that the ranges do not overlap.
+- A speed-up of more than `PLAUSIBLE` times n on n workers is not believed.
+- A recipe with a failed run is not a candidate.
+- Caveats name what was not measured: a single seed, a missing `evaluate`, shared cores.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from stretto.report import formatting, metrics
-from stretto.report.aggregation import Group, Measure, Peers, Spread, grouped
+from stretto.report.aggregation import Baselines, Group, Measure, Spread, grouped
 from stretto.report.run_record import Record
 from stretto.report.tables import metric_names, reached, speed_up
 from stretto.report.target import Target
 
-BELIEVED = 1.1
-"""Speed-ups beyond so many times the number of workers say that the run alone was held up."""
+PLAUSIBLE = 1.1
+"""Largest plausible speed-up per worker; more means that other load slowed the run in a single process."""
 
 TIE = 0.05
-"""Times nearer to each other than this share are taken for equal."""
+"""Relative difference below which two times count as equal."""
 
 STAY = "Stay on one machine: "
 WORTH = "Worth it: "
 DOUBTFUL = "Faster, but hard to believe: "
-FASTER = "Faster, but not known to be as good: "
+FASTER = "Faster, but quality is unknown: "
 UNKNOWN = "No verdict: "
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """`worth` is None when the runs cannot tell. The sentence stands alone; the caveats belong to it."""
+    """Verdict in one sentence, with caveats. `worth` is None if the runs do not decide it."""
 
     worth: bool | None
     sentence: str
@@ -48,40 +48,42 @@ class Verdict:
         return " ".join((self.sentence, *self.caveats))
 
     def noting(self, *caveats: str) -> Verdict:
-        """The same with more caveats, the empty ones left out."""
+        """Return the verdict with further caveats; empty texts are skipped."""
         return Verdict(self.worth, self.sentence, (*self.caveats, *(text for text in caveats if text)))
 
 
 def verdict(records: Sequence[Record], target: Target | None = None) -> Verdict:
-    """Judge a comparison; `reached` of the records is about `target`."""
+    """Return the verdict of a comparison; `reached` of the records refers to `target`."""
     groups = grouped(records)
-    alone = [group for group in groups if group.single_process and group.whole]
-    spread = [group for group in groups if group.workers > 1 and group.whole]
-    judged = _impossible(groups, alone, spread) or _judge(alone, spread, target)
-    beyond = _beyond_belief(spread, Peers(records))
-    if judged.worth and beyond:
+    singles = [group for group in groups if group.single_process and group.complete]
+    distributed = [group for group in groups if group.workers > 1 and group.complete]
+    judged = _impossible(groups, singles, distributed) or _judge(singles, distributed, target)
+    implausible = _implausible(distributed, Baselines(records))
+    if judged.worth and implausible:
         judged = Verdict(None, judged.sentence.replace(WORTH, DOUBTFUL, 1))
-    return judged.noting(beyond, _cores(groups), _failed(groups), _seeds(groups))
+    return judged.noting(implausible, _cores(groups), _failed(groups), _seeds(groups))
 
 
-def _impossible(groups: Sequence[Group], alone: Sequence[Group], spread: Sequence[Group]) -> Verdict | None:
+def _impossible(groups: Sequence[Group], singles: Sequence[Group], distributed: Sequence[Group]) -> Verdict | None:
     if all(group.workers == 1 for group in groups):
-        return Verdict(None, UNKNOWN + "no distributed run was made.")
-    if not alone:
-        return Verdict(None, UNKNOWN + "the runs alone failed, so there is nothing to compare with.")
-    return None if spread else Verdict(None, UNKNOWN + "every distributed recipe failed in at least one run.")
+        return Verdict(None, UNKNOWN + "there is no distributed run.")
+    if not singles:
+        return Verdict(None, UNKNOWN + "the runs in a single process failed, so there is no baseline.")
+    return None if distributed else Verdict(None, UNKNOWN + "every distributed recipe failed in at least one run.")
 
 
-def _judge(alone: Sequence[Group], spread: Sequence[Group], target: Target | None) -> Verdict:
+def _judge(singles: Sequence[Group], distributed: Sequence[Group], target: Target | None) -> Verdict:
     if target is None:
-        return _by_data(alone, spread, None)
-    unreached = f"No recipe, and no run alone, reached {target} on every seed: time for the same data was compared."
-    return _by_target(alone, spread, target) or _by_data(alone, spread, target).noting(unreached)
+        return _by_data(singles, distributed, None)
+    unreached = (
+        f"No recipe and no single process reached {target} on every seed: the time for the same data was compared."
+    )
+    return _by_target(singles, distributed, target) or _by_data(singles, distributed, target).noting(unreached)
 
 
 @dataclass(frozen=True)
 class Timed:
-    """A group and its time, over seeds."""
+    """Group of runs with its time over seeds."""
 
     group: Group
     time: Spread
@@ -91,10 +93,10 @@ class Timed:
 
 
 def _fastest(groups: Sequence[Group], measure: Measure) -> Timed | None:
-    """The group with the least median time, among those that have one on every seed."""
+    """Return the group with the smallest median time, among groups that have a time on every seed."""
     timed = [Timed(group, spread) for group in groups if (spread := group.spread(measure))]
-    able = [one for one in timed if one.time.count == len(one.group.asked)]
-    return min(able, key=lambda one: one.time.median, default=None)
+    complete = [candidate for candidate in timed if candidate.time.count == len(candidate.group.asked)]
+    return min(complete, key=lambda candidate: candidate.time.median, default=None)
 
 
 def _seconds(record: Record) -> float | None:
@@ -106,9 +108,9 @@ def _to_target(record: Record) -> float | None:
     return reached(record, "seconds")
 
 
-def _by_target(alone: Sequence[Group], spread: Sequence[Group], target: Target) -> Verdict | None:
-    """Compare the time to the target, or None when nobody reached it on every seed."""
-    single, best = _fastest(alone, _to_target), _fastest(spread, _to_target)
+def _by_target(singles: Sequence[Group], distributed: Sequence[Group], target: Target) -> Verdict | None:
+    """Return the verdict by the time to the target, or None if no group reached it on every seed."""
+    single, best = _fastest(singles, _to_target), _fastest(distributed, _to_target)
     if single and best:
         return _by_times(single, best, verb=f"reached {target} in", rival="the fastest distributed run", tail="")
     winner = single or best
@@ -120,41 +122,41 @@ def _only_one_reached(winner: Timed, target: Target) -> Verdict:
     reached_it = f"{winner} reached {target} in {_text(winner.time)}"
     if winner.group.single_process:
         return Verdict(False, f"{STAY}{reached_it}; no distributed run reached it{every} with the same data.")
-    return Verdict(True, f"{WORTH}{reached_it}; alone did not{every} with the same data.")
+    return Verdict(True, f"{WORTH}{reached_it}; a single process did not{every} with the same data.")
 
 
-def _by_data(alone: Sequence[Group], spread: Sequence[Group], target: Target | None) -> Verdict:
-    """Compare the time for the same data."""
-    names = metric_names([record for group in (*alone, *spread) for record in group.records])
+def _by_data(singles: Sequence[Group], distributed: Sequence[Group], target: Target | None) -> Verdict:
+    """Return the verdict by the time for the same data."""
+    names = metric_names([record for group in (*singles, *distributed) for record in group.records])
     metric = target.metric if target and target.metric in names else metrics.main_metric(names)
-    if _fastest(alone, _seconds) is None or _fastest(spread, _seconds) is None:
+    if _fastest(singles, _seconds) is None or _fastest(distributed, _seconds) is None:
         return Verdict(None, UNKNOWN + "the runs left no training time in their logs.")
-    ideal = metrics.best(alone, metric) if metric else None
-    if metric and ideal:
-        return _as_good(alone, spread, ideal, metric)
-    unmeasured = "the script gives no `evaluate`" if metric is None else f"alone ended without a finite {metric}"
-    return _by_speed(alone, spread).noting(f"Quality was not measured: {unmeasured}.")
+    baseline = metrics.best(singles, metric) if metric else None
+    if metric and baseline:
+        return _as_good(singles, distributed, baseline, metric)
+    unmeasured = "the script gives no `evaluate`" if metric is None else f"the single process has no finite {metric}"
+    return _by_speed(singles, distributed).noting(f"Quality was not measured: {unmeasured}.")
 
 
-def _as_good(alone: Sequence[Group], spread: Sequence[Group], ideal: Group, metric: str) -> Verdict:
-    """Compare the times of those that ended as good as the best alone."""
-    good = [group for group in spread if metrics.as_good(group, ideal, metric)]
-    single = _fastest([group for group in alone if metrics.as_good(group, ideal, metric)], _seconds)
+def _as_good(singles: Sequence[Group], distributed: Sequence[Group], baseline: Group, metric: str) -> Verdict:
+    """Return the verdict by the times of the groups whose final metric is as good as that of the best baseline."""
+    good = [group for group in distributed if metrics.as_good(group, baseline, metric)]
+    single = _fastest([group for group in singles if metrics.as_good(group, baseline, metric)], _seconds)
     best = _fastest(good, _seconds)
     if single is None or best is None:
-        return _none_as_good(spread, ideal, metric)
-    here, there = metrics.text(best.group, metric), metrics.text(single.group, metric)
-    tolerance = f"within {metrics.tolerance_text(metric, ideal)} counts as equal"
-    rival, tail = "the fastest distributed run that ended as good", " for the same data"
+        return _none_as_good(distributed, baseline, metric)
+    value, wanted = metrics.text(best.group, metric), metrics.text(single.group, metric)
+    tolerance = f"within {metrics.tolerance_text(metric, baseline)} counts as equal"
+    rival, tail = "the fastest distributed run of equal quality", " for the same data"
     judged = _by_times(single, best, verb="took", rival=rival, tail=tail)
-    judged = judged.noting(f"They ended with {metric} {here} and, alone, {there}: {tolerance}.")
-    return judged.noting(_faster_but_worse([g for g in spread if g not in good], single, metric))
+    judged = judged.noting(f"Final {metric}: {value}, in a single process {wanted}; {tolerance}.")
+    return judged.noting(_faster_but_worse([g for g in distributed if g not in good], single, metric))
 
 
-def _none_as_good(spread: Sequence[Group], ideal: Group, metric: str) -> Verdict:
-    near = metrics.nearest(spread, ideal, metric)
-    had = f"{_name(ideal)} had {metric} {metrics.text(ideal, metric)} {_after(ideal)}"
-    came = f"after the same data nothing distributed came within {metrics.tolerance_text(metric, ideal)} of it"
+def _none_as_good(distributed: Sequence[Group], baseline: Group, metric: str) -> Verdict:
+    near = metrics.nearest(distributed, baseline, metric)
+    had = f"{_name(baseline)} had {metric} {metrics.text(baseline, metric)} {_after(baseline)}"
+    came = f"after the same data no distributed run was within {metrics.tolerance_text(metric, baseline)} of it"
     rest = f"; the nearest, {_name(near)}, had {metrics.text(near, metric)} {_after(near)}" if near else ""
     return Verdict(False, f"{STAY}{had}, and {came}{rest}.")
 
@@ -164,17 +166,17 @@ def _after(group: Group) -> str:
     return f"after {_text(time)}" if time else "after an unknown time"
 
 
-def _faster_but_worse(spread: Sequence[Group], single: Timed, metric: str) -> str:
-    """Name the fastest of those that were faster than alone and ended worse: it must not pass for a win."""
-    best = _fastest(spread, _seconds)
+def _faster_but_worse(distributed: Sequence[Group], single: Timed, metric: str) -> str:
+    """Return a caveat that names the fastest group that was faster than the single process but of worse quality."""
+    best = _fastest(distributed, _seconds)
     if best is None or best.time.median >= single.time.median:
         return ""
     return f"Faster, but not as good: {best} ({_text(best.time)}, {metric} {metrics.text(best.group, metric)})."
 
 
-def _by_speed(alone: Sequence[Group], spread: Sequence[Group]) -> Verdict:
-    """Nothing was evaluated: speed is all that can be compared, and not enough for a yes."""
-    single, best = _fastest(alone, _seconds), _fastest(spread, _seconds)
+def _by_speed(singles: Sequence[Group], distributed: Sequence[Group]) -> Verdict:
+    """Return the verdict by speed only, without evaluations: it can be negative or open, not positive."""
+    single, best = _fastest(singles, _seconds), _fastest(distributed, _seconds)
     if single is None or best is None:
         return Verdict(None, UNKNOWN + "the runs left no training time in their logs.")
     tail, rival = " for the same data", "the fastest distributed run"
@@ -183,13 +185,13 @@ def _by_speed(alone: Sequence[Group], spread: Sequence[Group]) -> Verdict:
 
 
 def _by_times(single: Timed, best: Timed, *, verb: str, rival: str, tail: str) -> Verdict:
-    """The fastest distributed group against the fastest alone."""
-    alone, other = f"{single} {verb} {_text(single.time)}", f"{best} {verb} {_text(best.time)}"
+    """Return the verdict on the fastest distributed group and the fastest baseline."""
+    baseline, other = f"{single} {verb} {_text(single.time)}", f"{best} {verb} {_text(best.time)}"
     if best.time.median >= single.time.median * (1 + TIE):
         ratio = _ratio(best.time, single.time)
-        return Verdict(False, f"{STAY}{alone}; {rival}, {best}, needed {_text(best.time)}, {ratio}{tail}.")
+        return Verdict(False, f"{STAY}{baseline}; {rival}, {best}, needed {_text(best.time)}, {ratio}{tail}.")
     if best.time.median > single.time.median * (1 - TIE):
-        return Verdict(False, f"{STAY}{other}, {single} {_text(single.time)}: no difference that counts{tail}.")
+        return Verdict(False, f"{STAY}{other}, {single} {_text(single.time)}: no relevant difference{tail}.")
     if best.time.high >= single.time.low:
         return Verdict(False, f"{STAY}{other}, {single} {_text(single.time)}: the ranges over seeds overlap{tail}.")
     return Verdict(
@@ -211,49 +213,53 @@ def _text(time: Spread) -> str:
 def _name(group: Group) -> str:
     if not group.single_process:
         return f"{group.recipe} on {formatting.plural(group.workers, 'worker')}"
-    return "alone" if group.global_batch_of == 1 else f"alone with the joined batch (×{group.global_batch_of})"
+    return (
+        "a single process"
+        if group.global_batch_of == 1
+        else f"a single process with the global batch (×{group.global_batch_of})"
+    )
 
 
-def _beyond_belief(spread: Sequence[Group], peers: Peers) -> str:
-    """Say it when a recipe made more of its workers than they can give: then alone was measured too slow."""
-    found = [(group.median(lambda record: speed_up(record, peers)) or 0.0, group) for group in spread]
-    ratio, group = max(found, key=lambda one: one[0] / one[1].workers, default=(0.0, None))
-    if group is None or ratio < BELIEVED * group.workers:
+def _implausible(distributed: Sequence[Group], baselines: Baselines) -> str:
+    """Return a caveat for an implausible speed-up, which means that the baseline was measured too slow."""
+    found = [(group.median(lambda record: speed_up(record, baselines)) or 0.0, group) for group in distributed]
+    ratio, group = max(found, key=lambda pair: pair[0] / pair[1].workers, default=(0.0, None))
+    if group is None or ratio < PLAUSIBLE * group.workers:
         return ""
     return (
-        f"{_name(group)} went through {formatting.figure(ratio, 2)} times the samples per second of alone: more "
-        "than its workers can give. Something held up the run alone, as its own threads or other programs can; "
-        "try --threads 1 on a quiet machine."
+        f"{_name(group)} had {formatting.figure(ratio, 2)} times the samples per second of a single process, more than "
+        f"linear speed-up. Its own threads or other programs may have slowed the single process down; "
+        "try --threads 1 on an idle machine."
     )
 
 
 def _cores(groups: Sequence[Group]) -> str:
-    """Say it when the workers had no more computing power than the run alone."""
-    alone = next((record for group in groups if group.single_process for record in group.records), None)
-    sharing = [group for group in groups if alone and not group.single_process and _shares_cores(group, alone)]
-    if not sharing or alone is None:
+    """Return a caveat if the workers shared the cores that the single process had."""
+    single = next((record for group in groups if group.single_process for record in group.records), None)
+    sharing = [group for group in groups if single and not group.single_process and _shares_cores(group, single)]
+    if not sharing or single is None:
         return ""
     workers = " or ".join(str(count) for count in sorted({group.workers for group in sharing}))
-    cores = formatting.plural(alone["cores"], "core")
-    return f"The {workers} workers shared the {cores} of one machine; on machines of their own it may differ."
+    cores = formatting.plural(single["cores"], "core")
+    return f"The {workers} workers shared the {cores} of one machine; on separate machines the result may differ."
 
 
-def _shares_cores(group: Group, alone: Record) -> bool:
+def _shares_cores(group: Group, single: Record) -> bool:
     run: Record = next(iter(group.records), {})
     cores, threads = run.get("cores"), run.get("threads")
-    if group.workers == 1 or not (cores and threads and alone["cores"] and alone["threads"]):
+    if group.workers == 1 or not (cores and threads and single["cores"] and single["threads"]):
         return False
     wanted = group.workers * threads
-    return bool(wanted > cores or min(cores, wanted) <= alone["threads"])
+    return bool(wanted > cores or min(cores, wanted) <= single["threads"])
 
 
 def _seeds(groups: Sequence[Group]) -> str:
     seeds = {record["seed"] for group in groups for record in group.asked}
     if len(seeds) > 1:
         return f"Medians over {len(seeds)} seeds, ranges in brackets."
-    return "Measured with one seed: chance is not ruled out."
+    return "Measured with one seed: the difference may be due to chance."
 
 
 def _failed(groups: Sequence[Group]) -> str:
-    failed = ", ".join(_name(group) for group in groups if not group.whole)
-    return f"Left out, because a run failed: {failed}." if failed else ""
+    failed = ", ".join(_name(group) for group in groups if not group.complete)
+    return f"Excluded, because a run failed: {failed}." if failed else ""

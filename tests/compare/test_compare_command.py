@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from compare.pretend import Pretend
+from compare.fake_runs import Pretend
 
 from stretto.cli import compare, main
 from stretto.compare import runner
@@ -38,7 +38,7 @@ def test_the_tables_the_sentence_the_page_and_the_json(
     asked = ["compare", "-n", "2", *RECIPES, "--target", "test_accuracy>=0.9", "--json", "found.json", "--out", "found"]
     assert main.command([*asked, str(script), "--lr", "0.1"]) == 0
     shown = capsys.readouterr()
-    for text in ("Same state?", "How fast?", "At what cost?", "Where did the time go?", "page: found/report.html"):
+    for text in ("Model distance", "Speed", "Bytes and rounds", "Time breakdown", "page: found/report.html"):
         assert text in shown.out
     assert "Stay on one machine" in shown.out
     assert "[4 of 4]" in shown.err
@@ -81,7 +81,7 @@ def test_json_on_the_standard_output_stands_alone(
     assert main.command(["compare", "-n", "2", *RECIPES, "--json", "-", str(script)]) == 0
     shown = capsys.readouterr()
     assert len(json.loads(shown.out)) == 4
-    assert "Same state?" in shown.err
+    assert "Model distance" in shown.err
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ def test_ctrl_c_ends_everything_within_three_seconds(tmp_path: Path) -> None:
     assert not psutil.wait_procs(workers, timeout=1)[1]
     assert "0 of 3 runs are done" in said
     assert json.loads((tmp_path / "found/compare.json").read_text())["runs"] == []
-    assert "No run has been made yet" in html_report.write(tmp_path / "found").read_text()
+    assert "No run has finished yet" in html_report.write(tmp_path / "found").read_text()
 
 
 def _wait_for(path: Path, process: subprocess.Popen[str]) -> None:

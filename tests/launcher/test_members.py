@@ -66,7 +66,7 @@ def test_who_is_killed_is_replaced_while_the_others_go_on(place: Place) -> None:
     wanted = [whole, ("failed", 1, 0), left, ("joined", 1, 1), whole]
     assert [one for one in told if one in wanted] == wanted
     assert b"worker 1 is gone (killed by SIGKILL)" in err
-    assert b"worker 1, at " in out and b"2 workers went on after" in out and b"back after" in out
+    assert b"worker 1, at " in out and b"2 workers continued after" in out and b"restarted after" in out
 
 
 test_who_is_killed_is_replaced_while_the_others_go_on.limit_s = 90  # type: ignore[attr-defined]

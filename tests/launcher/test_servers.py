@@ -320,7 +320,7 @@ def test_a_stopped_server_is_ended_all_the_same(place: Place) -> None:
 def test_a_server_is_no_worker_that_has_ended(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text('{"workers": 1}')
     (tmp_path / "events.jsonl").write_text('{"event": "end", "t": 1.0, "worker": -1}\n')
-    assert record(tmp_path)["failed"] == "the run did not come to its end"
+    assert record(tmp_path)["failed"] == "the run did not finish"
 
 
 # Their keys

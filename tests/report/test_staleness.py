@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from report.synthetic import asynchronous, write_run
-from report.test_page import Well
+from report.synthetic_runs import asynchronous, write_run
+from report.test_html_report import Well
 
 from stretto.report import run_log, staleness, time_series
 from stretto.report.histograms import MOST_BINS, Bins, bins
 from stretto.report.html_report import write
 from stretto.report.run_record import record
-from stretto.report.staleness import Tally, updates
+from stretto.report.staleness import StalenessCounts, updates
 from stretto.report.summary import _summary
 
 FAST, SLOW = [1, 2, 3, 2] * 5, [7, 9, 8, 0]
@@ -73,7 +73,7 @@ def test_what_is_no_update_is_passed_over(tmp_path: Path) -> None:
 
 @given(st.lists(st.integers(0, 400), min_size=1))
 def test_a_tally_is_the_list_counted(values: list[int]) -> None:
-    tally = Tally(Counter(values))
+    tally = StalenessCounts(Counter(values))
     assert (tally.updates, tally.max) == (len(values), max(values))
     assert tally.mean == pytest.approx(sum(values) / len(values))
 
@@ -163,7 +163,7 @@ def test_the_loss_of_workers_that_do_not_keep_step_follows_the_clock(tmp_path: P
 def test_the_page_of_a_run_has_a_row_for_each_worker(tmp_path: Path) -> None:
     text = write(two(tmp_path)).read_text()
     Well(text)
-    assert "How stale?" in text
+    assert "Staleness" in text
     rows = cells(text)
     assert ["worker 0", "160", "20", "2.00", "3", "0.100 s", "25%"] in rows
     assert ["worker 1", "32", "4", "6.00", "9", "0 s", "0"] in rows
@@ -175,7 +175,7 @@ def test_the_page_of_a_run_has_a_row_for_each_worker(tmp_path: Path) -> None:
 def test_without_a_bound_nothing_is_said_of_time_lost_to_it(tmp_path: Path) -> None:
     text = write(two(tmp_path, held=None)).read_text()
     assert ["worker 0", "160", "20", "2.00", "3"] in cells(text)
-    assert "bound" not in text[text.index("How stale?") :].partition("Where did the time go?")[0]
+    assert "bound" not in text[text.index("Staleness") :].partition("Time breakdown")[0]
 
 
 def test_a_synchronous_run_is_not_asked_how_stale(tmp_path: Path) -> None:
@@ -205,15 +205,17 @@ def test_a_run_that_died_early_has_a_page(tmp_path: Path) -> None:
     events = asynchronous([FAST, SLOW], held=(0.0, 0.0))
     for keep in (3, 4, 6):
         folder = write_run(tmp_path / str(keep), recipe="async_sgd()", workers=2, events=events[:keep])
-        assert "did not come to its end" in write(folder).read_text()
+        assert "did not finish" in write(folder).read_text()
 
 
 def test_the_page_does_not_say_that_all_workers_did_what_one_did(tmp_path: Path) -> None:
-    assert "up to 20 exchanges" in write(two(tmp_path)).read_text()
+    assert "up to 20 rounds" in write(two(tmp_path)).read_text()
 
 
 def test_the_summary_has_one_more_line(tmp_path: Path) -> None:
-    assert "staleness 2.67 mean, 9 max, 0.100 s lost to the bound (12% of the time)" in _summary(record(two(tmp_path)))
+    assert "staleness 2.67 mean, 9 max, 0.100 s blocked by the staleness bound (12% of the time)" in _summary(
+        record(two(tmp_path))
+    )
     whole = write_run(tmp_path / "whole", recipe="allreduce()", workers=2)
     assert not [line for line in _summary(record(whole)) if "stale" in line]
 
@@ -224,6 +226,6 @@ def test_the_summary_is_silent_about_a_bound_that_is_not_there(tmp_path: Path) -
 
 def test_lost_time_is_that_of_all_workers_together() -> None:
     splits = [{"computing": 3.0, "waiting": 1.0}, {"computing": 4.0, "waiting": 0.0}]
-    assert staleness.held_share({"blocked_seconds": [1.0, 0.0], "time_breakdown": splits}) == pytest.approx(0.125)
-    assert staleness.held_share({"blocked_seconds": None, "time_breakdown": splits}) is None
-    assert staleness.held_share({"blocked_seconds": [1.0], "time_breakdown": []}) is None
+    assert staleness.blocked_share({"blocked_seconds": [1.0, 0.0], "time_breakdown": splits}) == pytest.approx(0.125)
+    assert staleness.blocked_share({"blocked_seconds": None, "time_breakdown": splits}) is None
+    assert staleness.blocked_share({"blocked_seconds": [1.0], "time_breakdown": []}) is None

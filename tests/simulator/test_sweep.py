@@ -117,7 +117,7 @@ def test_failed_point_is_reported_and_others_continue() -> None:
     well, fail, torn = json.loads(Path("f.json").read_text())
     assert well["failed"] is None
     assert fail["failed"] == "the loss is not finite\n  got: nan"
-    assert torn["failed"] == "the run did not come to its end"
+    assert torn["failed"] == "the run did not finish"
     assert torn["seconds"] is None
     assert any("failed: the loss is not finite" in line for line in said)
     assert "the loss is not finite" in Path("swept/report.html").read_text()

@@ -132,8 +132,8 @@ def test_report_shows_the_failure(tmp_path: Path) -> None:
     assert history.ended
     (line,) = incidents.in_lines(history)
     assert line.startswith("worker 2, at 0.06")
-    assert "failed (killed by SIGKILL, on purpose)" in line
-    assert "back after" in line
+    assert "failed (killed by SIGKILL, injected)" in line
+    assert "restarted after" in line
 
 
 def test_killed_worker_without_back_after_is_not_restarted() -> None:
@@ -521,4 +521,4 @@ def test_single_worker_does_not_run_ahead_of_its_kill() -> None:
         2, work, "allreduce", net=NET, fault="kill worker 1 at 0s; kill worker 0 at 80ms, back after 20ms"
     )
     assert all(one["t"] < 0.08 for one in ended.of("epoch") if one["step"] < 11)
-    assert len(times[0]) == 1, "its first life did not come to its end"
+    assert len(times[0]) == 1, "its first life did not finish"

@@ -256,7 +256,7 @@ def test_a_full_disk_is_named_once_and_refuses_at_the_end(capsys: pytest.Capture
 
 
 def test_what_waits_for_a_full_disk_is_not_without_bound() -> None:
-    log = EventLog(LogFile(Path("/dev/full")), 0, keeps=100)
+    log = EventLog(LogFile(Path("/dev/full")), 0, max_buffered=100)
     log.write("warning", 0.0, text="something")
     log.flush()
     log.write("warning", 0.0, text="else" * 100)

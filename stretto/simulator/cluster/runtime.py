@@ -170,7 +170,7 @@ class SimRuntime(Runtime):
     def log(self, folder: Path, worker: int) -> EventLog:
         """Return this worker's event log, on the shared file."""
         assert self._log is not None
-        return EventLog(self._log.for_folder(folder), worker, keeps=0)
+        return EventLog(self._log.for_folder(folder), worker, max_buffered=0)
 
     def facts(self) -> dict[str, Any]:
         """Return the facts of a start event; a simulated worker has no process."""

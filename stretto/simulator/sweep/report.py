@@ -41,7 +41,7 @@ def write(folder: Path) -> Path:
         sections=_sections(sweep),
         colours=_colours(sweep, _across(sweep)),
         facts=_facts(sweep),
-        notices=(),
+        warnings=(),
     )
     return put(folder, text)
 

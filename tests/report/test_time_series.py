@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from report.synthetic import training, write_run
+from report.synthetic_runs import training, write_run
 
 from stretto.report import run_log, time_series
 

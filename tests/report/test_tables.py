@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from report.synthetic import write_comparison
+from report.synthetic_runs import write_comparison
 from rich.console import Console
 
 from stretto.report import formatting
@@ -32,7 +32,7 @@ def by_title(found: list[Sheet]) -> dict[str, Sheet]:
 
 
 def test_speed_up_is_over_alone_and_efficiency_per_worker(tmp_path: Path) -> None:
-    fast = by_title(sheets(records(tmp_path)))["How fast?"]
+    fast = by_title(sheets(records(tmp_path)))["Speed"]
     assert cell(fast, "single process", "speed-up") == ("1.00×", "")
     assert cell(fast, "allreduce()", "speed-up") == ("3.00×", "")
     assert cell(fast, "allreduce()", "efficiency") == ("150%", "")
@@ -41,10 +41,10 @@ def test_speed_up_is_over_alone_and_efficiency_per_worker(tmp_path: Path) -> Non
 
 def test_the_state_is_measured_against_the_joined_batch(tmp_path: Path) -> None:
     found = by_title(sheets(records(tmp_path)))
-    assert cell(found["Same state?"], "single process (global batch ×2)", "parameter distance") == ("reference", "")
-    assert cell(found["Same state?"], "allreduce()", "parameter distance") == ("0.0300", "")
-    assert cell(found["Same state?"], "allreduce()", "predictions that differ")[0] == formatting.NOTHING
-    assert cell(found["Same quality?"], "local_sgd(every=16)", "difference")[0] == "-0.0040"
+    assert cell(found["Model distance"], "single process (global batch ×2)", "parameter distance") == ("reference", "")
+    assert cell(found["Model distance"], "allreduce()", "parameter distance") == ("0.0300", "")
+    assert cell(found["Model distance"], "allreduce()", "predictions that differ")[0] == formatting.NOTHING
+    assert cell(found["Final metrics"], "local_sgd(every=16)", "difference")[0] == "-0.0040"
 
 
 def test_the_shares_of_time_sum_to_one(tmp_path: Path) -> None:
@@ -58,7 +58,7 @@ def test_several_seeds_give_medians_with_their_range(tmp_path: Path) -> None:
     found = records(tmp_path, seeds=3)
     for one in found:
         one["samples_per_second"] = 100.0 * (one["seed"] + 1)
-    assert cell(by_title(sheets(found))["How fast?"], "single process", "samples/s") == ("200", "100…300")
+    assert cell(by_title(sheets(found))["Speed"], "single process", "samples/s") == ("200", "100…300")
 
 
 def test_a_target_gets_its_table_and_misses_are_said(tmp_path: Path) -> None:
@@ -66,7 +66,7 @@ def test_a_target_gets_its_table_and_misses_are_said(tmp_path: Path) -> None:
     found[0]["reached"] = {"seconds": 1.0, "samples": 800}
     found[2]["reached"] = {"seconds": 0.5, "samples": 900}
     target = Target("test_accuracy", ">=", 0.9)
-    reached = by_title(sheets(found, target))["When was test_accuracy>=0.9 reached?"]
+    reached = by_title(sheets(found, target))["Time to test_accuracy>=0.9"]
     assert cell(reached, "allreduce()", "speed-up")[0] == "2.00×"
     assert cell(reached, "allreduce()", "samples")[0] == "900"
     assert cell(reached, "local_sgd(every=16)", "time")[0] == "not reached"
@@ -78,7 +78,7 @@ def test_failed_runs_are_marked_and_the_others_stay(tmp_path: Path) -> None:
     for one in found:
         if one["recipe"].startswith("local"):
             one["failed"] = "boom"
-    fast = by_title(sheets(found))["How fast?"]
+    fast = by_title(sheets(found))["Speed"]
     assert cell(fast, "allreduce()", "run") == ("allreduce()", "1 of 2 runs failed")
     assert cell(fast, "local_sgd(every=16)", "samples/s")[0] == "failed"
     assert cell(fast, "single process", "samples/s")[0] == "267"
@@ -105,7 +105,7 @@ def test_staleness_has_its_columns_only_where_there_is_some(tmp_path: Path) -> N
     assert not [column for sheet in sheets(found) for column in sheet.columns if "stale" in column]
     found[2]["staleness"] = {"mean": 2.875, "max": 7, "histogram": {}}
     found[2]["samples_by_worker"] = [2000, 400]
-    stale = by_title(sheets(found))["How stale?"]
+    stale = by_title(sheets(found))["Staleness"]
     assert [row[0].text for row in stale.rows] == ["allreduce()"]
     assert cell(stale, "allreduce()", "mean staleness") == ("2.88", "")
     assert cell(stale, "allreduce()", "largest staleness") == ("7", "")
@@ -116,16 +116,16 @@ def test_staleness_has_its_columns_only_where_there_is_some(tmp_path: Path) -> N
 def test_time_lost_to_the_bound_has_a_column_where_there_is_a_bound(tmp_path: Path) -> None:
     found = records(tmp_path)
     found[2]["staleness"] = {"mean": 2.875, "max": 7, "histogram": {}}
-    assert "lost to the bound" not in by_title(sheets(found))["How stale?"].columns
+    assert "blocked by bound" not in by_title(sheets(found))["Staleness"].columns
     found[2] |= {"blocked_seconds": [0.66, 0.0], "time_breakdown": [{"waiting": 3.3}, {"computing": 3.3}]}
-    assert cell(by_title(sheets(found))["How stale?"], "allreduce()", "lost to the bound")[0] == "10%"
+    assert cell(by_title(sheets(found))["Staleness"], "allreduce()", "blocked by bound")[0] == "10%"
 
 
 def test_steps_and_rounds_of_workers_that_did_not_do_the_same_are_said_to_be_the_most(tmp_path: Path) -> None:
     found = records(tmp_path)
-    assert "most" not in by_title(sheets(found))["At what cost?"].note
+    assert "most" not in by_title(sheets(found))["Bytes and rounds"].note
     found[2]["staleness"] = {"mean": 2.875, "max": 7, "histogram": {}}
-    assert "of the worker that made most" in by_title(sheets(found))["At what cost?"].note
+    assert "the largest of any worker" in by_title(sheets(found))["Bytes and rounds"].note
 
 
 def test_records_of_an_earlier_version_are_still_shown(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from report.synthetic import write_run
+from report.synthetic_runs import write_run
 from safetensors.torch import save_file
 
 from stretto.errors import LaunchError

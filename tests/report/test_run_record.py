@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from report.synthetic import training, write_run
+from report.synthetic_runs import training, write_run
 
 from stretto.errors import LogError
 from stretto.report.run_record import BEYOND_ONE_RUN, record, unstarted

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from report.synthetic import Events, exchanging, training, write_comparison, write_run
+from report.synthetic_runs import Events, exchanging, training, write_comparison, write_run
 from rich.console import Console
 
 from stretto.report import run_log, time_series, traffic
 from stretto.report.html_report import write
 from stretto.report.run_record import record
-from stretto.report.tables import EXCHANGED, Sheet, sheets, show
-from stretto.report.traffic_section import ALL, ALL_BUT_LOOKS, WIRE, sheet
+from stretto.report.tables import TRAFFIC, Sheet, sheets, show
+from stretto.report.traffic_section import ALL, ALL_BUT_EVALUATION, TRANSPORT, sheet
 
 EXACT = {"gradients": [4000, 4000, 4000, 4000]}
 SPARSE = {
@@ -84,9 +84,9 @@ def test_exact_numbers_are_as_many_bytes_raw_as_encoded(tmp_path: Path) -> None:
     assert found["compression"]["sent"] == found["compression"]["received"] == 1.0
     assert found["values_sent_share"] == 1.0
     assert not traffic.is_encoded(found)
-    assert traffic.in_words(found) == ""
-    assert EXCHANGED not in [one.title for one in sheets([found])]
-    assert rows(sheet(found)[0])["worker 1", "gradients"]["fewer, sent"] == "1.00×"
+    assert traffic.summary(found) == ""
+    assert TRAFFIC not in [one.title for one in sheets([found])]
+    assert rows(sheet(found)[0])["worker 1", "gradients"]["ratio, sent"] == "1.00×"
 
 
 account = st.lists(st.integers(0, 10**12), min_size=4, max_size=4)
@@ -96,10 +96,10 @@ told = st.dictionaries(st.sampled_from(["updates", "counts", "state", "evaluatio
 @given(st.lists(told, min_size=1, max_size=4))
 def test_the_bytes_of_all_purposes_sum_to_the_total(by_worker: list[dict[str, list[int]]]) -> None:
     exchanged = [traffic.accounts({"traffic": one}) for one in by_worker]
-    for place, way in enumerate(traffic.WAYS):
+    for place, way in enumerate(traffic.DIRECTIONS):
         whole = sum(row[place] for one in by_worker for row in one.values())
         looks = sum(one.get("evaluation_sync", [0] * 4)[place] for one in by_worker)
-        assert traffic.total(exchanged, way, looks=True) == whole
+        assert traffic.total(exchanged, way, evaluation=True) == whole
         assert traffic.total(exchanged, way) == whole - looks
         each = [traffic.total([worker], way) for worker in exchanged]
         assert sum(each) == whole - looks
@@ -121,7 +121,7 @@ def test_a_log_of_an_earlier_version_has_none_of_it(tmp_path: Path) -> None:
     found = run(tmp_path, training(2, 0.02, 1000, 1, 0.97))
     assert {name: found[name] for name in traffic.nothing()} == traffic.nothing()
     assert sheet(found) == []
-    assert traffic.in_words(found) == ""
+    assert traffic.summary(found) == ""
 
 
 # The tables
@@ -136,14 +136,14 @@ def test_the_table_of_a_run_says_what_its_record_says(tmp_path: Path) -> None:
             for way in ("sent", "received"):
                 assert float(cells[f"raw, {way}"]) == pytest.approx(account[f"raw_{way}"] / 1e6, rel=5e-3)
                 assert float(cells[f"encoded, {way}"]) == pytest.approx(account[way] / 1e6, rel=5e-3)
-        whole, wire = shown[f"worker {worker}", ALL_BUT_LOOKS], shown[f"worker {worker}", WIRE]
-        assert whole["fewer, sent"] == f"{found['compression']['sent']:.1f}×"
-        assert whole["fewer, received"] == f"{found['compression']['received']:.2f}×"
+        whole, wire = shown[f"worker {worker}", ALL_BUT_EVALUATION], shown[f"worker {worker}", TRANSPORT]
+        assert whole["ratio, sent"] == f"{found['compression']['sent']:.1f}×"
+        assert whole["ratio, received"] == f"{found['compression']['received']:.2f}×"
         assert float(wire["encoded, sent"]) == pytest.approx(found["bytes_sent"][worker] / 1e6, rel=5e-3)
-        assert wire["fewer, received"] == f"{found['compression']['wire_received']:.2f}×"
+        assert wire["ratio, received"] == f"{found['compression']['wire_received']:.2f}×"
     assert shown["worker 0", "updates"]["residual"] == "0.50"
     assert shown["worker 1", "updates"]["residual"] == "0.25"
-    mean = shown["mean of 2 workers", ALL_BUT_LOOKS]
+    mean = shown["mean of 2 workers", ALL_BUT_EVALUATION]
     assert float(mean["raw, sent"]) == pytest.approx(traffic.megabytes(found["traffic"], "raw_sent"), rel=5e-3)
     assert shown["mean of 2 workers", "updates"]["values sent"] == "10%"
 
@@ -153,7 +153,7 @@ def test_the_rows_by_purpose_sum_to_the_row_of_all(tmp_path: Path) -> None:
     for name in ("mean of 2 workers", "worker 0", "worker 1"):
         for column in ("raw, sent", "encoded, sent", "raw, received", "encoded, received"):
             parts = [float(shown[name, purpose][column]) for purpose in ("updates", "state")]
-            assert float(shown[name, ALL_BUT_LOOKS][column]) == pytest.approx(sum(parts), abs=0.011)
+            assert float(shown[name, ALL_BUT_EVALUATION][column]) == pytest.approx(sum(parts), abs=0.011)
 
 
 def test_one_purpose_needs_no_sum(tmp_path: Path) -> None:
@@ -161,14 +161,14 @@ def test_one_purpose_needs_no_sum(tmp_path: Path) -> None:
         found = rows(sheet(run(folder, exchanging(training(2, 0.02, 6000, 1, 0.97), told)))[0])
         return [purpose for name, purpose in found if name == "worker 0"]
 
-    assert purposes(tmp_path / "one", EXACT) == ["gradients", WIRE]
+    assert purposes(tmp_path / "one", EXACT) == ["gradients", TRANSPORT]
     assert purposes(tmp_path / "looked", {"evaluation_sync": [0, 0, 9, 9], **EXACT}) == [
         "gradients",
         "evaluation_sync",
-        WIRE,
+        TRANSPORT,
     ]
-    assert purposes(tmp_path / "two", {**EXACT, "counts": [0, 1, 0, 1]}) == ["gradients", "counts", ALL, WIRE]
-    assert purposes(tmp_path / "idle", {**EXACT, "state": [0, 0, 0, 0]}) == ["gradients", WIRE]
+    assert purposes(tmp_path / "two", {**EXACT, "counts": [0, 1, 0, 1]}) == ["gradients", "counts", ALL, TRANSPORT]
+    assert purposes(tmp_path / "idle", {**EXACT, "state": [0, 0, 0, 0]}) == ["gradients", TRANSPORT]
 
 
 def test_of_very_many_workers_those_that_sent_most_are_shown(tmp_path: Path) -> None:
@@ -199,7 +199,7 @@ def encoded(tmp_path: Path, seeds: int = 1) -> list[dict[str, Any]]:
 
 
 def test_a_comparison_has_a_row_for_each_recipe_once_one_encodes(tmp_path: Path) -> None:
-    found = next(one for one in sheets(encoded(tmp_path)) if one.title == EXCHANGED)
+    found = next(one for one in sheets(encoded(tmp_path)) if one.title == TRAFFIC)
     shown = {row[0].text: [cell.text for cell in row[2:]] for row in found.rows}
     assert shown == {
         "allreduce()": ["0.600", "0.600", "0.600", "1.00×", "–", "–"],
@@ -230,9 +230,9 @@ def test_the_table_fits_a_terminal_and_loses_nothing(tmp_path: Path, seeds: int)
 def test_the_page_of_a_comparison_has_the_full_table_and_the_plots_once(tmp_path: Path) -> None:
     encoded(tmp_path)
     text = write(tmp_path / "comparison").read_text()
-    assert text.count(f"<h2>{EXCHANGED}</h2>") == 1
-    assert text.index("At what cost?") < text.index(EXCHANGED) < text.index("Where did the time go?")
-    assert text.count("on the wire</td>") == 2
+    assert text.count(f"<h2>{TRAFFIC}</h2>") == 1
+    assert text.index("Bytes and rounds") < text.index(TRAFFIC) < text.index("Time breakdown")
+    assert text.count("transport</td>") == 2
     assert text.count("encoded, received</th>") == 1
     assert "MB sent by a worker, encoded" in text
     assert "Residual, as a share of the input" in text
@@ -242,10 +242,10 @@ def test_the_page_of_a_run_draws_only_what_was_encoded(tmp_path: Path) -> None:
     exact = exchanging(training(2, 0.02, 6000, 1, 0.97), EXACT)
     for name, events, is_drawn in (("sparse", sparse(), True), ("exact", exact, False)):
         text = write(write_run(tmp_path / name, recipe="it()", workers=2, events=events)).read_text()
-        assert f"<h2>{EXCHANGED}</h2>" in text
+        assert f"<h2>{TRAFFIC}</h2>" in text
         assert ("encoded, received</text>" in text) is is_drawn
     old = write(write_run(tmp_path / "old", recipe="it()", workers=2)).read_text()
-    assert EXCHANGED not in old
+    assert TRAFFIC not in old
 
 
 def test_a_purpose_is_escaped_on_the_page(tmp_path: Path) -> None:
@@ -262,23 +262,23 @@ def test_a_purpose_is_escaped_on_the_page(tmp_path: Path) -> None:
 def test_the_curves_end_where_the_record_does(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", recipe="sparse()", workers=2, events=sparse())
     found, read = record(folder), run_log.read(folder)
-    for way in traffic.WAYS:
-        curve = time_series.exchanged(read, way)
+    for way in traffic.DIRECTIONS:
+        curve = time_series.traffic_curve(read, way)
         assert curve.samples[-1].value == pytest.approx(traffic.megabytes(found["traffic"], way))
         values = [sample.value for sample in curve.samples]
         assert values == sorted(values)
     assert time_series.on_wire(read).samples[-1].value == pytest.approx(150 * 7000 / 1e6)
-    assert time_series.owed(read).samples[-1].value == pytest.approx(found["residual_share"])
-    assert time_series.owed(read).samples[-1].seconds == pytest.approx(3.0)
+    assert time_series.residual(read).samples[-1].value == pytest.approx(found["residual_share"])
+    assert time_series.residual(read).samples[-1].seconds == pytest.approx(3.0)
 
 
 def test_norms_that_are_told_again_are_one_measurement(tmp_path: Path) -> None:
     events = exchanging(training(2, 0.02, 9, 1, 0.9), EXACT, norms=lambda t, worker: (1.0, 0.5 if t < 1.5 else 0.25))
-    curve = time_series.owed(run_log.read(write_run(tmp_path / "run", recipe="sparse()", workers=2, events=events)))
+    curve = time_series.residual(run_log.read(write_run(tmp_path / "run", recipe="sparse()", workers=2, events=events)))
     assert [sample.value for sample in curve.samples] == [0.5, 0.25]
 
 
 def test_an_old_log_has_no_curves(tmp_path: Path) -> None:
     read = run_log.read(write_run(tmp_path / "run", recipe="sparse()", workers=2))
-    assert time_series.exchanged(read, "sent").samples == ()
-    assert time_series.owed(read).samples == ()
+    assert time_series.traffic_curve(read, "sent").samples == ()
+    assert time_series.residual(read).samples == ()

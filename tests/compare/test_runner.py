@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from compare.pretend import Pretend
+from compare.fake_runs import Pretend
 
 from stretto.compare.runner import Comparison
 from stretto.compare.trials import Question, Trial

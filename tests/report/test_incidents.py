@@ -1,15 +1,15 @@
-"""What died, and what happened, is told from the log alone: to a program, on the terminal and on the page."""
+"""Failures and recovery are reported from the log only: in the record, on the terminal and on the page."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from report.synthetic import training, with_deaths, write_run
+from report.synthetic_runs import training, with_deaths, write_run
 
 from stretto.report import time_series
 from stretto.report.html_report import write
-from stretto.report.incidents import fates, in_lines
+from stretto.report.incidents import in_lines, incidents
 from stretto.report.run_log import read
 from stretto.report.run_record import record
 
@@ -21,11 +21,11 @@ def died(tmp_path: Path) -> Path:
 
 
 def test_each_death_is_told_with_what_came_next(died: Path) -> None:
-    back = "2 workers went on after 0.240 s as generation 2, back after 1.00 s"
-    lost = "2 workers went on after 0.100 s as generation 4, did not come back"
-    assert [str(fate) for fate in fates(read(died))] == [
-        f"worker 1, at 0.510 s: failed (killed by SIGKILL, on purpose); {back}",
-        "worker 2, at 2.00 s: stopped (on purpose)",
+    back = "2 workers continued after 0.240 s as generation 2, restarted after 1.00 s"
+    lost = "2 workers continued after 0.100 s as generation 4, not restarted"
+    assert [str(fate) for fate in incidents(read(died))] == [
+        f"worker 1, at 0.510 s: failed (killed by SIGKILL, injected); {back}",
+        "worker 2, at 2.00 s: paused (injected)",
         "worker 2, at 2.30 s: slow (not heard of for 0.3 s)",
         f"worker 2, at 2.50 s: failed (not heard of for 0.5 s); {lost}",
     ]
@@ -44,9 +44,9 @@ def test_who_was_gone_before_the_first_generation_has_interrupted_nothing(tmp_pa
     begun = next(one for one in events if one.get("what") == "formed")
     shift = {name: begun[name] - 2.0 for name in ("t", "at")}
     folder = write_run(tmp_path / "run", recipe="allreduce()", workers=3, events=[{**early, **shift}, *events])
-    told = str(fates(read(folder))[0])
-    assert told.startswith("worker 1, 2.50 s before it began: failed (killed by SIGKILL")
-    assert "3 workers began after 2.00 s as generation 1" in told
+    told = str(incidents(read(folder))[0])
+    assert told.startswith("worker 1, 2.50 s before training started: failed (killed by SIGKILL")
+    assert "3 workers started after 2.00 s as generation 1" in told
 
 
 def test_the_record_holds_the_deaths(died: Path) -> None:
@@ -64,7 +64,7 @@ def test_a_run_that_went_on_without_the_dead_is_whole(died: Path, tmp_path: Path
     assert record(died)["failed"] is None
     events = [one for one in with_deaths(training(3, 0.02, 1000, 1, 0.9)) if one["event"] != "end"]
     torn = write_run(tmp_path / "torn", recipe="allreduce()", workers=3, events=events)
-    assert record(torn)["failed"] == "the run did not come to its end"
+    assert record(torn)["failed"] == "the run did not finish"
 
 
 def test_who_came_back_has_to_come_to_its_end(tmp_path: Path) -> None:
@@ -72,13 +72,13 @@ def test_who_came_back_has_to_come_to_its_end(tmp_path: Path) -> None:
         one for one in with_deaths(training(3, 0.02, 1000, 1, 0.9)) if (one["event"], one["worker"]) != ("end", 1)
     ]
     folder = write_run(tmp_path / "run", recipe="allreduce()", workers=3, events=events)
-    assert record(folder)["failed"] == "the run did not come to its end"
+    assert record(folder)["failed"] == "the run did not finish"
 
 
 def test_times_are_those_of_the_workers_clock(died: Path) -> None:
-    whole = [(one.seconds, one.who, one.lost) for one in time_series.moments(read(died))]
+    whole = [(one.seconds, one.text, one.lost) for one in time_series.moments(read(died))]
     lost = [(who, lost) for _, who, lost in whole]
-    assert lost == [("worker 1", True), ("worker 1 is in", False), ("worker 2", True), ("worker 2", True)]
+    assert lost == [("worker 1", True), ("worker 1 joined", False), ("worker 2", True), ("worker 2", True)]
     assert [t for t, _, _ in whole] == pytest.approx([0.51, 1.41, 1.9, 2.3], abs=0.1)  # less the evaluations before
 
 
@@ -87,16 +87,21 @@ def test_without_a_common_clock_times_stay_as_they_were_told(tmp_path: Path) -> 
     for event in events:
         event.pop("at", None)
     folder = write_run(tmp_path / "run", recipe="allreduce()", workers=3, events=events)
-    assert fates(read(folder))[0].t == pytest.approx(2.01)
+    assert incidents(read(folder))[0].t == pytest.approx(2.01)
 
 
 def test_the_page_has_a_table_and_marks(died: Path, tmp_path: Path) -> None:
     text = write(died).read_text()
-    for word in ("What died, and what happened?", "samples done again", "worker 1 is in", "was lost or stopped (red)"):
+    for word in (
+        "Failures and recovery",
+        "samples redone",
+        "worker 1 joined",
+        "Vertical lines: failures and pauses (red)",
+    ):
         assert word in text
     assert ">24<" in text
     peaceful = write(write_run(tmp_path / "other", recipe="allreduce()", workers=3)).read_text()
-    assert "What died" not in peaceful
+    assert "Failures and recovery" not in peaceful
     assert "Upright lines" not in peaceful
 
 
@@ -107,7 +112,7 @@ def test_very_many_deaths_are_cut_short(tmp_path: Path) -> None:
     text = write(folder).read_text()
     assert "The last 40 of 200" in text
     assert len(text.encode()) < 400_000
-    assert in_lines(read(folder))[-1] == "and 195 more; all are on the page"
+    assert in_lines(read(folder))[-1] == "and 195 more; the page lists all"
     assert len(in_lines(read(folder))) == 6
 
 
@@ -125,8 +130,8 @@ def test_what_services_have_suffered_is_told_too(tmp_path: Path) -> None:
     events = [*training(2, 0.02, 1000, 1, 0.9), gone, back, *other]
     folder = write_run(tmp_path / "run", workers=2, recipe="allreduce()", events=events)
     assert in_lines(read(folder)) == [
-        "server 0, at 1.00 s: failed (killed by SIGKILL); back after 0.400 s",
-        "the coordinator, at 1.10 s: failed (killed by SIGKILL); back after 0.400 s",
+        "server 0, at 1.00 s: failed (killed by SIGKILL); restarted after 0.400 s",
+        "the coordinator, at 1.10 s: failed (killed by SIGKILL); restarted after 0.400 s",
     ]
     assert record(folder)["failed"] is None
 
@@ -149,4 +154,7 @@ def test_a_log_with_odd_events_still_has_a_page(tmp_path: Path) -> None:
         {"event": "fault_injected", "worker": 0, "t": 1.0, "verb": "pause"},
     ]
     events = [*training(2, 0.02, 1000, 1, 0.9), *odd]
-    assert "What died" in write(write_run(tmp_path / "run", workers=2, recipe="a()", events=events)).read_text()
+    assert (
+        "Failures and recovery"
+        in write(write_run(tmp_path / "run", workers=2, recipe="a()", events=events)).read_text()
+    )
