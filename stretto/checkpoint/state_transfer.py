@@ -162,9 +162,7 @@ def load_optimizers(optimizers: Optimizers, tensors: Mapping[str, Tensor]) -> No
         state[name] = value.to(parameter.device if value.dim() else "cpu").clone()
     optimizers.replace_states(states)
     for one in optimizers:
-        vars(one)["_opt_called"] = (
-            True  # schedulers check it; it stepped in an earlier process
-        )
+        vars(one)["_opt_called"] = True  # schedulers check it; it stepped in an earlier process
 
 
 # --- random states --------------------------------------------------------------------------------------------------

@@ -45,7 +45,8 @@ def command(
     *,
     force: Annotated[bool, typer.Option("--force", help="Overwrite FILE.")] = False,
     json_to: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="File for a description of the export; - for the standard output.")
+        Path | None,
+        typer.Option("--json", metavar="FILE", help="File for a description of the export; - for the standard output."),
     ] = None,
 ) -> None:
     """Write the model of RUN as a plain state_dict that any PyTorch program can load.
@@ -113,7 +114,9 @@ def _model(run: Path, notice: Callable[[str], object]) -> tuple[int | None, dict
     if newest is None:
         raise _nothing(run, damaged)
     number, state = newest
-    return number, {name.removeprefix(MODEL): tensor for name, tensor in state.tensors.items() if name.startswith(MODEL)}
+    return number, {
+        name.removeprefix(MODEL): tensor for name, tensor in state.tensors.items() if name.startswith(MODEL)
+    }
 
 
 def _nothing(run: Path, damaged: list[str]) -> LaunchError | LogError:

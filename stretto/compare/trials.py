@@ -203,7 +203,7 @@ def trials(question: Question) -> list[Trial]:
 
 
 def _of_seed(question: Question, seed: int) -> list[Trial]:
-    splits = question.global_batch == "split"  # the workers share the script's batch, so the single process is the reference
+    splits = question.global_batch == "split"  # then the single process is the reference
     counts = [count for count in question.workers if count > 1 and not splits]
     single = f"single-process-seed{seed}"
     with_global_batch = {count: f"single-process-global-batch-{count}-seed{seed}" for count in counts}

@@ -50,7 +50,7 @@ def kept(folder: Path) -> list[Record]:
 def test_all_runs_are_made_in_order_and_kept(tmp_path: Path) -> None:
     run = Pretend()
     comparison = made(tmp_path / "c", run, seeds=2)
-    comparison.make()
+    comparison.run()
     assert [order.out.name for order in run.orders if order.out] == [trial.name for trial in comparison.trials]
     assert [one["recipe"] for one in kept(tmp_path / "c")] == [
         *("single process", "single process (global batch)", "allreduce()", "local_sgd(every=10)") * 2
@@ -59,7 +59,7 @@ def test_all_runs_are_made_in_order_and_kept(tmp_path: Path) -> None:
 
 
 def test_distances_are_to_the_joined_batch_and_states_are_gone_afterwards(tmp_path: Path) -> None:
-    made(tmp_path / "c", Pretend()).make()
+    made(tmp_path / "c", Pretend()).run()
     alone, joined, allreduce, local = kept(tmp_path / "c")
     assert alone["parameter_distance"] == 0.0
     assert joined["parameter_distance"] is None
@@ -79,7 +79,7 @@ def test_states_are_kept_only_while_a_run_to_come_needs_them(tmp_path: Path) -> 
         seen.append(sorted(path.parent.name for path in folder.glob("*/states")))
         return pretend(order, watch)
 
-    made(folder, run, seeds=2).make()
+    made(folder, run, seeds=2).run()
     first = "single-process-seed0", "single-process-global-batch-2-seed0"
     assert seen[:5] == [[], [first[0]], [first[1]], [first[1]], []]
 
@@ -87,7 +87,7 @@ def test_states_are_kept_only_while_a_run_to_come_needs_them(tmp_path: Path) -> 
 def test_a_failed_run_is_marked_and_the_others_go_on(tmp_path: Path) -> None:
     run = Pretend(failing=("allreduce-n2-seed0",), at_once=("single-process-global-batch-2-seed0",))
     comparison = made(tmp_path / "c", run)
-    comparison.make()
+    comparison.run()
     alone, joined, allreduce, local = kept(tmp_path / "c")
     assert allreduce["failed"].startswith("worker 1 failed: ValueError: boom")
     assert allreduce["samples"] > 0
@@ -102,7 +102,7 @@ def test_a_failed_run_is_marked_and_the_others_go_on(tmp_path: Path) -> None:
 
 
 def test_the_target_is_looked_for_in_every_run(tmp_path: Path) -> None:
-    made(tmp_path / "c", Pretend(), target=Target("test_accuracy", ">=", 0.9)).make()
+    made(tmp_path / "c", Pretend(), target=Target("test_accuracy", ">=", 0.9)).run()
     for one in kept(tmp_path / "c"):
         assert one["reached"] == {"seconds": pytest.approx(2.0), "samples": 1600 if one["workers"] == 2 else 800}
 
@@ -110,7 +110,7 @@ def test_the_target_is_looked_for_in_every_run(tmp_path: Path) -> None:
 def test_a_target_unheard_of_ends_it_after_the_first_run(tmp_path: Path) -> None:
     run = Pretend()
     with pytest.raises(LaunchError, match="test_accuracy"):
-        made(tmp_path / "c", run, target=Target("accuracy", ">=", 0.9)).make()
+        made(tmp_path / "c", run, target=Target("accuracy", ">=", 0.9)).run()
     assert len(run.orders) == 1
     assert len(kept(tmp_path / "c")) == 1
 
@@ -124,7 +124,7 @@ def test_what_is_done_is_readable_when_it_is_stopped(tmp_path: Path) -> None:
         return pretend(order, watch)
 
     with pytest.raises(Stopped):
-        made(tmp_path / "c", run).make()
+        made(tmp_path / "c", run).run()
     assert [one["recipe"] for one in kept(tmp_path / "c")] == ["single process", "single process (global batch)"]
     assert not list((tmp_path / "c").glob("*/states"))
     assert "No verdict" in html_report.write(tmp_path / "c").read_text()

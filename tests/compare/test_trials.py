@@ -61,7 +61,7 @@ def test_recipes_that_look_alike_get_folders_of_their_own() -> None:
 
 def test_an_order_asks_for_what_the_trial_is(tmp_path: Path) -> None:
     asked = question(args=("--lr", "0.1"), threads=2, timeout_s=9.0, seeds=2)
-    alone, joined, recipe = (trial.order(asked, tmp_path) for trial in trials(asked)[3:])
+    alone, joined, recipe = (trial.config(asked, tmp_path) for trial in trials(asked)[3:])
     assert (alone.single_process, alone.global_batch_of, alone.workers, alone.recipe, alone.seed) == (
         True,
         1,
@@ -119,7 +119,7 @@ def test_servers_are_for_recipes_that_have_one(tmp_path: Path) -> None:
 
 def test_only_recipes_have_slow_workers(tmp_path: Path) -> None:
     asked = typed(tmp_path, stragglers="1:2.0,3:5")
-    assert [trial.order(asked, tmp_path).stragglers for trial in trials(asked)] == [None, None, "1:2.0,3:5"]
+    assert [trial.config(asked, tmp_path).stragglers for trial in trials(asked)] == [None, None, "1:2.0,3:5"]
     assert asked.describe()["stragglers"] == "1:2.0,3:5"
     assert asked.command()[-3:-1] == ["--stragglers", "1:2.0,3:5"]
 

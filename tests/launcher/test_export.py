@@ -79,7 +79,7 @@ def test_only_damaged_ones_are_no_model(run: Path, tmp_path: Path) -> None:
     for number in (10, 20):
         damage(run / "checkpoints" / f"round-000000{number}" / "manifest.json")
     notices: list[str] = []
-    with pytest.raises(LogError, match=r"nothing in .*run is whole: .*round-00000020.*round-00000010"):
+    with pytest.raises(LogError, match=r"all states in .*run are damaged: .*round-00000020.*round-00000010"):
         export(run, tmp_path / "out", notice=notices.append)
     assert len(notices) == 2 and not (tmp_path / "out").exists()
 
