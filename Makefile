@@ -45,7 +45,7 @@ $(VENV)/.docs: $(READY)
 
 docs: $(VENV)/.docs ## the site of the documentation, in build/site
 	$(BIN)/python docs/pages.py
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict  # --quiet would hide warnings from --strict
 	@echo build/site/index.html
 
 clean:              ## remove what make made

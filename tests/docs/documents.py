@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 HISTORY = ("log.md", "CHANGELOG.md")
-"""Pages that also name what is no longer there."""
+"""Pages that also name removed things."""
 PRESENT = [page for page in PAGES if page.name not in HISTORY]
 
 _FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```", re.M | re.S)

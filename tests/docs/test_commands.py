@@ -20,7 +20,7 @@ from stretto.simulator.network import topology
 
 GROUP: Any = typer.main.get_command(app)
 VALUES = {"network": topology.parse, "speeds": speed.parse, "faults": plan.parse}
-"""What reads the text of an option."""
+"""Parser of each option's text."""
 
 pages = pytest.mark.parametrize("page", PRESENT, ids=lambda page: page.name)
 
