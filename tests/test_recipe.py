@@ -46,7 +46,7 @@ RECIPES = st.one_of(
 
 
 @given(RECIPES)
-def test_what_is_printed_can_be_typed_back(recipe: Recipe) -> None:
+def test_a_printed_recipe_can_be_typed_back(recipe: Recipe) -> None:
     assert parse(str(recipe)) == recipe
     assert parse(recipe.spelled()) == recipe
 
@@ -72,7 +72,7 @@ def test_names_need_no_brackets() -> None:
 
 
 @given(st.text(alphabet=string.printable, max_size=60))
-def test_any_text_is_a_recipe_or_an_error_of_ours(text: str) -> None:
+def test_any_text_is_a_recipe_or_a_recipe_error(text: str) -> None:
     said = ""
     try:
         assert isinstance(parse(text), Recipe)
@@ -129,7 +129,7 @@ def test_code_is_never_run(text: str) -> None:
         ("Recipe(what=gradients(), when=together(every=4))", "no_sync"),
     ],
 )
-def test_what_does_not_fit_is_refused_with_what_would(text: str, wanted: str) -> None:
+def test_answers_that_do_not_fit_are_refused_with_a_correction(text: str, wanted: str) -> None:
     with pytest.raises(RecipeError) as caught:
         parse(text)
     said = str(caught.value)
@@ -137,7 +137,7 @@ def test_what_does_not_fit_is_refused_with_what_would(text: str, wanted: str) ->
     assert all(word in said for word in ("got:", "expected:", "try:"))
 
 
-def test_what_an_error_says_to_type_can_be_typed() -> None:
+def test_the_correction_in_an_error_is_valid() -> None:
     for text in ("Recipe(what=updates(), then=step())", "Recipe(what=parameters(), then=outer())"):
         with pytest.raises(RecipeError) as caught:
             parse(text)
@@ -162,7 +162,7 @@ def _let_others_go_on(phase: str, info: dict[str, int]) -> None:
     time.sleep(0)
 
 
-def test_equal_answers_are_equal_recipes_whatever_they_are_called() -> None:
+def test_equal_answers_are_equal_recipes_whatever_their_names() -> None:
     assert parse("local_sgd(every=5)") == parse("Recipe(what=parameters(), when=together(every=5), then=replace())")
     assert len({parse("allreduce"), Recipe()}) == 1
 

@@ -75,13 +75,13 @@ class keeper(Codec):
     ],
     ids=str,
 )
-def test_by_size_keeps_the_laws_of_all_codecs(codec: by_size, tolerance: float) -> None:
+def test_by_size_has_the_properties_of_every_codec(codec: by_size, tolerance: float) -> None:
     check_codec(codec, tolerance)
 
 
 @pytest.mark.parametrize("with_residual", [False, True])
 @pytest.mark.parametrize("large", [quantise(8, 10), low_rank(2), sign(bucket=50)], ids=str)
-def test_each_class_goes_through_its_codec_as_it_would_by_itself(large: Codec, with_residual: bool) -> None:
+def test_each_class_is_encoded_as_if_it_were_alone(large: Codec, with_residual: bool) -> None:
     codec, small = by_size(large, quantise(4, 4), least=30), quantise(4, 4)
     first, second = places(1, 3, 4), places(0, 2)
     alone = [
@@ -127,13 +127,13 @@ def test_without_parameters_the_range_is_one() -> None:
         assert [turn[0].tensor.nbytes for turn in turns] == [expected] == [codec.bytes_of(x)]
 
 
-def test_a_class_without_parameters_says_nothing() -> None:
+def test_a_class_without_parameters_sends_nothing() -> None:
     codec, x = by_size(quantise(8), least=1), drawn()
     _, turns = hold([codec.average(x.clone(), codec.init_state(x, CodecContext(blocks=BLOCKS)))])
     assert len(turns) == 1
 
 
-def test_what_is_not_finite_in_a_small_parameter_is_refused_before_anything_is_said() -> None:
+def test_nan_in_a_small_parameter_is_refused_before_anything_is_sent() -> None:
     codec, x, residual = by_size(quantise(8, stochastic=False), least=100), drawn(), torch.zeros(LENGTH)
     x[0] = math.nan
     with pytest.raises(NotFiniteError):
@@ -141,7 +141,7 @@ def test_what_is_not_finite_in_a_small_parameter_is_refused_before_anything_is_s
     assert not residual.any()
 
 
-def test_what_its_codecs_owe_is_shown_at_its_place() -> None:
+def test_residuals_of_its_codecs_are_returned_at_their_places() -> None:
     codec, x = by_size(keeper(), least=100), drawn()
     state = codec.init_state(torch.zeros(LENGTH), CodecContext(blocks=BLOCKS))
     hold([codec.average(x.clone(), state)])
@@ -218,14 +218,14 @@ def _sent(talk, answer):
         return None
 
 
-def test_when_it_pays_keeps_the_laws_of_all_codecs() -> None:
+def test_when_it_pays_has_the_properties_of_every_codec() -> None:
     check_codec(when_it_pays(quantise(8, 64)), 0.01)
     check_codec(when_it_pays(low_rank(2)), 3)
 
 
 @given(st.floats(1e-4, 10), st.floats(1e-4, 10), st.integers(4, 9), st.integers(1, 7))
 @settings(max_examples=40)
-def test_the_quicker_way_is_taken_then_measured_anew(encoded: float, exactly: float, rounds: int, again: int) -> None:
+def test_the_faster_way_is_taken_then_measured_again(encoded: float, exactly: float, rounds: int, again: int) -> None:
     codec, hands = when_it_pays(sign(), rounds, again), [Hands(encoded, exactly)]
     found, _ = rounds_of(codec, hands, 2 * (rounds + again))
     cycle = [(now % 2 == 1, 2 if now == rounds - 1 else 1) for now in range(rounds)]
@@ -251,14 +251,14 @@ def test_a_decision_rests_on_the_times_measured_for_it(then: tuple[float, float]
     ("times", "encodes"),
     [([(1, 2), (1, 2)], True), ([(9, 2), (1, 8)], False), ([(1, 50), (9, 2)], True), ([(2, 1), (2, 1)], False)],
 )
-def test_all_workers_decide_alike_whatever_their_own_clocks_say(times, encodes: bool) -> None:
+def test_all_workers_decide_alike_whatever_their_clocks(times, encodes: bool) -> None:
     hands = [Hands(*one) for one in times]
     found, states = rounds_of(when_it_pays(sign(), rounds=6, again=5), hands, 11)
     assert found[6:] == [(encodes, 1)] * 5
     assert [state.encodes for state in states] == [encodes] * 2
 
 
-def test_worker_0_says_what_was_decided_with_both_times() -> None:
+def test_worker_0_reports_the_decision_with_both_times() -> None:
     hands = [Hands(0.25, 0.5), Hands(0.75, 1.5)]
     rounds_of(when_it_pays(sign(), rounds=6, again=5), hands, 11)
     (told,) = hands[0].told
@@ -274,7 +274,7 @@ def test_without_a_clock_everything_is_encoded() -> None:
         assert [type(turn[0]) for turn in turns] == [AllGather]
 
 
-def test_an_exact_round_pays_all_that_is_owed() -> None:
+def test_an_exact_round_sends_the_whole_residual() -> None:
     codec, residual = when_it_pays(sign(), rounds=4, again=2), torch.zeros(40)
     state = codec.init_state(residual, CodecContext(clock=lambda: 0.0))
     given_, carried = torch.zeros(40), torch.zeros(40)
@@ -299,7 +299,7 @@ def test_bytes_are_at_most_those_declared_in_every_round() -> None:
     assert said[1] == low_rank(2).bytes_of(x, context)
 
 
-def test_what_is_not_finite_is_refused_and_the_round_is_not_counted() -> None:
+def test_nan_is_refused_and_the_round_is_not_counted() -> None:
     codec, residual = when_it_pays(sign()), torch.zeros(3)
     state = codec.init_state(residual, CodecContext(clock=lambda: 0.0))
     with pytest.raises(NotFiniteError):
@@ -313,6 +313,6 @@ def test_a_codec_with_a_residual_of_its_own_is_refused() -> None:
         when_it_pays(keeper())
 
 
-def test_it_looks_at_what_its_codec_looks_at() -> None:
+def test_it_needs_the_parameters_if_its_codec_does() -> None:
     assert when_it_pays(of_theta()).needs_theta
     assert when_it_pays(sign()).sources() == sign().sources()

@@ -68,7 +68,7 @@ OTHERS: list[tuple[Codec, float]] = [
 
 
 @pytest.mark.parametrize(("codec", "tolerance"), SELECTORS + OTHERS, ids=str)
-def test_every_codec_keeps_the_laws(codec: Codec, tolerance: float) -> None:
+def test_every_codec_passes_the_conformance_test(codec: Codec, tolerance: float) -> None:
     doubles = [torch.float64] if (codec, tolerance) in SELECTORS else []
     check_codec(codec, tolerance, dtypes=[torch.float32, *doubles])
 
@@ -76,19 +76,19 @@ def test_every_codec_keeps_the_laws(codec: Codec, tolerance: float) -> None:
 @pytest.mark.parametrize(
     "codec", [*(codec for codec, _ in SELECTORS), quantise(8), sign(), ternary(), exact()], ids=str
 )
-def test_every_codec_keeps_the_laws_with_what_it_owes(codec: Codec) -> None:
+def test_every_codec_passes_the_conformance_test_inside_error_feedback(codec: Codec) -> None:
     tolerance = dict(SELECTORS + OTHERS)[codec]
     check_codec(error_feedback(codec), tolerance)
     check_codec(error_feedback(codec, decay=0.9), tolerance)
 
 
 @pytest.mark.parametrize(("codec", "tolerance"), SELECTORS, ids=str)
-def test_a_coarse_dtype_keeps_the_laws(codec: Codec, tolerance: float) -> None:
+def test_a_coarse_dtype_passes_the_conformance_test(codec: Codec, tolerance: float) -> None:
     check_codec(error_feedback(codec), max(tolerance, 0.02), dtypes=[torch.bfloat16])
 
 
 @pytest.mark.parametrize(("to", "tolerance"), [("bf16", 2e-2), ("fp16", 2e-3)])
-def test_casts_keep_the_laws(to: str, tolerance: float) -> None:
+def test_casts_pass_the_conformance_test(to: str, tolerance: float) -> None:
     check_codec(cast(to), tolerance, huge=6e4)  # type: ignore[arg-type]
     check_codec(error_feedback(cast(to)), tolerance, huge=6e4)  # type: ignore[arg-type]
 
@@ -97,7 +97,7 @@ def test_exact_is_exact_in_double_precision() -> None:
     check_codec(exact(), 1e-15, dtypes=[torch.float64])
 
 
-def test_the_table_has_every_codec() -> None:
+def test_every_codec_is_tested() -> None:
     tried = {type(codec) for codec, _ in SELECTORS + OTHERS} | {cast, error_feedback}
     there = {
         kind for name in codecs.__all__ if isinstance(kind := getattr(codecs, name), type) and issubclass(kind, Codec)
@@ -110,7 +110,7 @@ def test_fp16_overflow_is_infinite_not_wrong() -> None:
     assert torch.isinf(cast("fp16").decode(cast("fp16").encode(x, None), x.clone())).all()
 
 
-def test_what_is_beyond_fp16_is_owed() -> None:
+def test_the_excess_over_the_range_of_fp16_stays_in_the_residual() -> None:
     codec = error_feedback(cast("fp16"))
     state = codec.init_state(torch.zeros(2))
     carried = torch.zeros(2)

@@ -38,7 +38,7 @@ def exchange(codec: low_rank, xs, states, residual=None):
 
 
 @pytest.mark.parametrize("codec", [low_rank(), low_rank(1), low_rank(40)], ids=str)
-def test_it_keeps_the_laws_of_all_codecs(codec: low_rank) -> None:
+def test_low_rank_has_the_properties_of_every_codec(codec: low_rank) -> None:
     check_codec(codec, 3, dtypes=[torch.float32, torch.float64, torch.bfloat16])
 
 
@@ -79,7 +79,7 @@ def test_a_rank_too_small_is_not_exact_and_the_first_direction_is_found_in_time(
     assert apart[-1] < 1e-3
 
 
-def test_all_matrices_in_two_turns_and_what_is_no_matrix_exactly() -> None:
+def test_matrices_take_two_all_reduces_and_other_parameters_are_exact() -> None:
     shapes = [(20, 30), (30,), (16, 3, 3, 3), (2, 50), (5,)]
     context = CodecContext(blocks=blocks_of(*shapes, gap=3))
     length = context.blocks[-1].stop
@@ -106,7 +106,7 @@ def test_only_matrices_that_become_smaller_are_factored(shape, rank, turns) -> N
     assert len(asked) == turns
 
 
-def test_a_block_that_is_a_piece_of_its_parameter_rides_along() -> None:
+def test_a_block_that_is_a_piece_of_its_parameter_is_sent_exactly() -> None:
     codec, x = low_rank(1), drawn(300)
     results, turns = exchange(codec, [x], [codec.init_state(x, CodecContext(blocks=[Block("cut", 0, 300, (40, 40))]))])
     assert len(turns) == 1
@@ -127,7 +127,7 @@ def test_without_parameters_nearly_all_is_one_matrix_that_is_nearly_square(numbe
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_over_rounds_what_was_applied_is_what_was_given_less_what_is_owed(dtype: torch.dtype) -> None:
+def test_over_rounds_results_and_residuals_sum_to_the_inputs(dtype: torch.dtype) -> None:
     codec, context = low_rank(2), CodecContext(blocks=blocks_of((20, 30), (7,), (12, 9)))
     length, workers = context.blocks[-1].stop, 3
     residual = [torch.zeros(length, dtype=dtype) for _ in range(workers)]
@@ -157,7 +157,7 @@ def test_with_a_residual_steady_gradients_arrive_whole_in_the_mean() -> None:
     assert float((applied / rounds - x).norm() / x.norm()) < 0.1
 
 
-def test_what_is_remembered_is_the_same_everywhere_but_depends_on_the_run() -> None:
+def test_the_state_is_equal_at_all_workers_and_depends_on_the_run() -> None:
     codec, context = low_rank(2), blocks_of((20, 30), (9, 9))
     length = context[-1].stop
     states = [
@@ -198,7 +198,7 @@ def _tail(state) -> int:
     return sum(len(run) for run in state.rest)
 
 
-def test_a_direction_without_anything_in_it_is_nothing_and_is_drawn_anew() -> None:
+def test_a_zero_direction_contributes_nothing_and_is_drawn_again() -> None:
     codec, context = low_rank(2), CodecContext(blocks=blocks_of((20, 30)))
     zeros, x = torch.zeros(600), of_rank(2, 20, 30).flatten()
     state = codec.init_state(zeros, context)
@@ -238,7 +238,7 @@ def test_nearly_parallel_rows_are_orthogonal_in_the_end() -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_what_is_not_finite_is_refused_before_anything_changes(bad: float) -> None:
+def test_nan_is_refused_before_any_state_changes(bad: float) -> None:
     codec, x, residual = low_rank(1), drawn(100), torch.ones(100)
     state = codec.init_state(x)
     x[3] = bad

@@ -20,23 +20,23 @@ FLAT = torch.ones(8)
 
 
 @NATIVE
-def test_float32_on_the_cpu_gets_the_native_ones():
+def test_float32_on_the_cpu_uses_the_native_kernels():
     from stretto.kernels import native
 
     assert kernels.on(FLAT) is kernels.on(torch.empty(0)) is native
 
 
 @pytest.mark.parametrize("tensor", [FLAT.double(), FLAT.bfloat16(), FLAT[::2], FLAT.to("meta")])
-def test_what_does_not_fit_them_gets_the_reference(tensor: torch.Tensor):
+def test_other_tensors_use_the_reference(tensor: torch.Tensor):
     assert kernels.on(tensor) is reference
 
 
-def test_the_reference_can_be_asked_for(monkeypatch: pytest.MonkeyPatch):
+def test_the_reference_can_be_selected(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("STRETTO_KERNELS", "reference")
     assert kernels.on(FLAT) is reference
 
 
-def test_others_can_not(monkeypatch: pytest.MonkeyPatch):
+def test_other_kernels_can_not_be_selected(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("STRETTO_KERNELS", "fast")
     with pytest.raises(StrettoError, match="got: fast"):
         kernels.on(FLAT)
@@ -63,12 +63,12 @@ def test_kernels_are_known_by_their_source(tmp_path: Path):
 
 
 @NATIVE
-def test_where_no_source_is_nothing_is_compared(tmp_path: Path):
+def test_without_sources_nothing_is_compared(tmp_path: Path):
     assert kernels.digest(tmp_path) is None
     assert kernels.why_not_native(tmp_path) is None
 
 
-def test_kernels_that_can_not_be_loaded_are_said_so(monkeypatch: pytest.MonkeyPatch):
+def test_kernels_that_can_not_be_loaded_are_reported(monkeypatch: pytest.MonkeyPatch):
     def broken(name: str) -> SimpleNamespace:
         raise ImportError("undefined symbol")
 
@@ -86,7 +86,7 @@ print([kernels.on(torch.ones(2)).__name__ for _ in range(2)])
 
 
 @pytest.mark.parametrize(("rank", "lines"), [("0", 1), ("1", 0)])
-def test_without_them_the_reference_works_and_one_line_says_so(rank: str, lines: int):
+def test_without_native_kernels_the_reference_is_used_with_a_notice(rank: str, lines: int):
     run = [sys.executable, "-W", "error", "-c", USED_TWICE]
     ended = subprocess.run(run, capture_output=True, text=True, timeout=60, env={"RANK": rank})
     assert ended.stdout.strip() == "['stretto.kernels.reference', 'stretto.kernels.reference']"

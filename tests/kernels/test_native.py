@@ -209,7 +209,7 @@ def test_add_quantised(given: tuple[Tensor, Tensor | None], levels: int, bucket:
 
 @law
 @given(LEVELS, st.binary(min_size=200, max_size=200))
-def test_codes_that_no_packing_gives_mean_the_same_to_both(levels: int, packed: bytes) -> None:
+def test_invalid_codes_decode_alike_in_both(levels: int, packed: bytes) -> None:
     codes, scales = torch.frombuffer(bytearray(packed), dtype=torch.uint8), torch.ones(2)
     n = 200 if levels == 127 else 400 if levels == 7 else 1000
     expected, got = torch.zeros(n), torch.zeros(n)
@@ -261,7 +261,7 @@ def are_places(found: Tensor, n: int) -> bool:
     GARBAGE,
     st.sampled_from([0, 1, 7, 8, 64, 300, 10**5]),
 )
-def test_what_is_no_message_is_refused_as_the_reference_does(garbage: bytes, n: int) -> None:
+def test_invalid_messages_are_refused_as_by_the_reference(garbage: bytes, n: int) -> None:
     message = message_of(garbage)
     try:
         expected, ended = reference.unpack_indices(message, n)
@@ -276,7 +276,7 @@ def test_what_is_no_message_is_refused_as_the_reference_does(garbage: bytes, n: 
 
 @settings(max_examples=500)
 @given(GARBAGE)
-def test_what_is_no_message_about_very_many_places_is_refused_at_once(garbage: bytes) -> None:
+def test_invalid_messages_about_many_indices_are_refused_immediately(garbage: bytes) -> None:
     n = 2**31 - 1
     if not garbage.startswith(b"\xfd"):
         with contextlib.suppress(ValueError):
@@ -332,7 +332,7 @@ def test_sums_in_several_threads(threads: int) -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_what_is_not_finite_does_no_harm(bad: float) -> None:
+def test_nan_does_not_crash(bad: float) -> None:
     x = normal(300_000, 1)
     x[::3] = bad
     for name, *rest in CALLS.values():

@@ -144,7 +144,7 @@ def some_places(draw: st.DrawFn) -> tuple[list[int], int]:
 
 @few
 @given(some_places(), st.binary(max_size=9))
-def test_places_are_packed_by_the_format_and_read_again(places: tuple[list[int], int], behind: bytes) -> None:
+def test_indices_are_packed_by_the_format_and_unpacked(places: tuple[list[int], int], behind: bytes) -> None:
     indices, n = places
     message = reference.pack_indices(torch.tensor(indices, dtype=torch.int32), n)
     assert message.tolist() == message_about(indices, n)
@@ -168,7 +168,7 @@ KINDS = st.one_of(st.integers(0, 255), st.sampled_from([0, 1, 2, 253, 254]))
 
 @settings(max_examples=400)
 @given(KINDS, st.lists(st.sampled_from([0, 1, 5, 255, 128]) | st.integers(0, 255), max_size=30), st.integers(0, 300))
-def test_garbage_is_refused_or_names_places(kind: int, rest: list[int], n: int) -> None:
+def test_garbage_is_refused_or_decodes_to_indices(kind: int, rest: list[int], n: int) -> None:
     message = torch.tensor([kind, *rest], dtype=torch.uint8)
     try:
         indices, used = reference.unpack_indices(message, n)
@@ -201,13 +201,13 @@ def test_the_best_code_is_among_those_tried(gaps: list[int]) -> None:
         ([99], 9),
     ],
 )
-def test_ones_behind_the_end_and_counts_that_cannot_be_are_refused(message: list[int], n: int) -> None:
+def test_bits_after_the_end_and_impossible_counts_are_refused(message: list[int], n: int) -> None:
     with pytest.raises(ValueError, match="indices|bitmap"):
         reference.unpack_indices(torch.tensor(message, dtype=torch.uint8), n)
 
 
 @pytest.mark.parametrize("share", [0.001, 0.003, 0.01, 0.03, 0.1])
-def test_places_cost_within_four_percent_of_the_entropy(share: float) -> None:
+def test_indices_cost_within_four_percent_of_the_entropy(share: float) -> None:
     n = 500_000
     indices = (torch.rand(n) < share).nonzero().view(-1).int()
     bits = 8 * reference.pack_indices(indices, n).numel()
@@ -267,7 +267,7 @@ def hashed(seed: int, i: int) -> float:
 
 @few
 @given(st.integers(-(1 << 40), 1 << 64))
-def test_noise_is_the_hash_of_seed_and_place(seed: int) -> None:
+def test_noise_is_the_hash_of_seed_and_index(seed: int) -> None:
     assert reference.noise(seed, 20).tolist() == [hashed(seed, i) for i in range(20)]
 
 
@@ -320,7 +320,7 @@ def packed_by_hand(said: list[int], levels: int) -> list[int]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
-def test_other_dtypes_keep_what_is_owed(dtype: torch.dtype) -> None:
+def test_other_dtypes_keep_the_residual(dtype: torch.dtype) -> None:
     x = torch.randn(300).to(dtype)
     for levels in (127, 7, 1):
         residual, total = torch.zeros_like(x), torch.zeros_like(x)
@@ -331,7 +331,7 @@ def test_other_dtypes_keep_what_is_owed(dtype: torch.dtype) -> None:
     assert torch.equal(residual, x - total)
 
 
-def test_what_is_not_finite_does_not_crash() -> None:
+def test_nan_does_not_crash_the_reference() -> None:
     x = torch.tensor([float("nan"), float("inf"), -float("inf"), 1.0, 0.0] * 7)
     reference.take_largest(x, torch.zeros(35), 6)
     reference.take_largest_per_chunk(x, torch.zeros(35), 4, 2)

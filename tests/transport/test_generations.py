@@ -355,7 +355,7 @@ def settled(crew: Crew) -> dict[int, dict[str, Any]]:
         time.sleep(0.2)
 
 
-def test_survivors_of_kills_go_on_newcomers_enter_and_nothing_is_left_behind(crew: Crew) -> None:
+def test_survivors_continue_newcomers_join_and_nothing_leaks(crew: Crew) -> None:
     took = kills(crew, 20)
     assert median(took["out"]) < 1.0, took
     for state in settled(crew).values():
@@ -363,7 +363,7 @@ def test_survivors_of_kills_go_on_newcomers_enter_and_nothing_is_left_behind(cre
         assert state["descriptors"] <= QUIET_DESCRIPTORS
 
 
-def test_a_generation_of_living_workers_is_broken_off_at_any_point(crew: Crew) -> None:
+def test_a_generation_of_running_workers_can_be_aborted_at_any_point(crew: Crew) -> None:
     chance = random.Random(0)
     before = settled(crew)
     for _ in range(30):
@@ -380,7 +380,7 @@ def test_a_generation_of_living_workers_is_broken_off_at_any_point(crew: Crew) -
         assert state["resident"] < before[number]["resident"] + 40e6
 
 
-def test_a_stopped_worker_holds_nobody_once_they_are_told(crew: Crew) -> None:
+def test_a_stopped_worker_blocks_no_other_after_the_abort(crew: Crew) -> None:
     crew.form([0, 1, 2, 3])
     first = crew.prefix
     crew.signal(2, signal.SIGSTOP)
@@ -394,7 +394,7 @@ def test_a_stopped_worker_holds_nobody_once_they_are_told(crew: Crew) -> None:
     crew.form([0, 1, 2, 3])
 
 
-def test_a_forming_ends_at_its_limit_and_at_once_when_it_is_broken_off(crew: Crew) -> None:
+def test_a_rendezvous_ends_at_its_limit_and_immediately_on_an_abort(crew: Crew) -> None:
     crew.call([0, 1, 2, 3], limit_s=0.5, come=[0, 1, 2])
     began = time.monotonic()
     assert 0.3 < crew.outs({0, 1, 2}) - began < 5.0
@@ -405,7 +405,7 @@ def test_a_forming_ends_at_its_limit_and_at_once_when_it_is_broken_off(crew: Cre
     crew.abort()
 
 
-def test_a_forming_whose_keeper_is_stopped_or_gone_ends_too(crew: Crew) -> None:
+def test_a_rendezvous_ends_if_the_store_process_is_stopped_or_failed(crew: Crew) -> None:
     crew.signal(0, signal.SIGSTOP)
     crew.call([0, 1, 2, 3], come=[1, 2, 3])
     time.sleep(0.1)
@@ -417,7 +417,7 @@ def test_a_forming_whose_keeper_is_stopped_or_gone_ends_too(crew: Crew) -> None:
     crew.abort()
 
 
-def test_one_that_is_left_alone_goes_on(crew: Crew) -> None:
+def test_the_last_worker_continues_alone(crew: Crew) -> None:
     crew.form([0, 1])
     crew.bury(0)
     crew.abort_among([1])
@@ -443,11 +443,11 @@ def enduring(workers: int, timeout_s: float = LIMIT_S) -> list[ProcessGroupTrans
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
-def test_a_wire_that_endures_keeps_the_laws(workers: int) -> None:
+def test_an_elastic_process_group_passes_the_conformance_test(workers: int) -> None:
     check_transport(enduring, (workers,))
 
 
-def test_a_broken_wire_gives_tickets_that_raise_and_its_count_stays() -> None:
+def test_handles_of_an_aborted_transport_raise_and_its_traffic_stays() -> None:
     ends = enduring(2)
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda end: end.submit(AllReduceMean(torch.ones(100_000))).wait(), ends))
@@ -473,7 +473,7 @@ def test_a_broken_wire_gives_tickets_that_raise_and_its_count_stays() -> None:
     ends[1].close()
 
 
-def test_a_closed_wire_gives_no_answers() -> None:
+def test_a_closed_transport_returns_no_results() -> None:
     for end in enduring(2):
         end.close()
         with pytest.raises(BrokenTransportError):
@@ -481,7 +481,7 @@ def test_a_closed_wire_gives_no_answers() -> None:
         end.abort()
 
 
-def test_no_socket_of_anybody_else_is_shut() -> None:
+def test_no_foreign_socket_is_shut() -> None:
     """Threads open and close connections while groups are formed and broken off."""
     listener = socket.create_server(("127.0.0.1", 0), backlog=64)
     over, pairs, failed = threading.Event(), list[tuple[socket.socket, socket.socket]](), list[str]()

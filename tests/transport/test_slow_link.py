@@ -80,7 +80,7 @@ CASES: dict[str, Callable[[], None]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_moves_comes_however_long_it_takes(case: str) -> None:
+def test_data_on_a_slow_link_arrives_without_a_timeout(case: str) -> None:
     if os.geteuid() or not shutil.which("tc") or not shutil.which("unshare"):
         pytest.skip("a slow link needs root, unshare and iproute2")
     path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ["PYTHONPATH"]])

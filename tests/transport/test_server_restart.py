@@ -33,7 +33,7 @@ def wire_to(server: Processes, failure_timeout_s: float | None) -> ParameterServ
     return connect_client(0, 1, server.addresses, None, LIMIT_S, failure_timeout_s=failure_timeout_s)
 
 
-def test_what_came_after_the_cut_is_undone_and_the_rest_is_there(server: Processes) -> None:
+def test_updates_after_the_snapshot_are_undone_and_earlier_ones_kept(server: Processes) -> None:
     wire = wire_to(server, LIMIT_S)
     theta = [torch.zeros(70_000)]
     wire.open(1, ADDING, theta)
@@ -71,7 +71,7 @@ def break_connection(wire: ParameterServerClient) -> None:
     link._find_again()
 
 
-def test_all_answers_that_a_broken_connection_has_lost_are_told_again(serving: Serving) -> None:
+def test_replies_lost_with_a_connection_are_sent_again(serving: Serving) -> None:
     """Several large ones were under way, and the other worker has them already."""
     hosted = serving.host(2)
     wires = [
@@ -89,7 +89,7 @@ def test_all_answers_that_a_broken_connection_has_lost_are_told_again(serving: S
         list(pool.map(lambda one: one.close(), wires))
 
 
-def test_a_worker_keeps_no_more_of_what_it_said_than_another_may_lack(serving: Serving) -> None:
+def test_a_worker_keeps_only_contributions_that_another_may_lack(serving: Serving) -> None:
     hosted = serving.host(2, shards=2)
     wires = [
         connect_client(worker, 2, hosted.addresses, hosted.keys, LIMIT_S, failure_timeout_s=LIMIT_S)
@@ -103,7 +103,7 @@ def test_a_worker_keeps_no_more_of_what_it_said_than_another_may_lack(serving: S
         list(pool.map(lambda one: one.close(), wires))
 
 
-def test_a_server_that_does_not_come_back_is_an_error_after_the_patience(server: Processes) -> None:
+def test_a_server_that_does_not_return_is_an_error_after_the_failure_timeout(server: Processes) -> None:
     wire = wire_to(server, 0.5)
     wire.open(1, ADDING, [torch.zeros(10)])
     server.kill()
@@ -112,7 +112,7 @@ def test_a_server_that_does_not_come_back_is_an_error_after_the_patience(server:
     wire.close()
 
 
-def test_without_patience_a_server_that_is_gone_is_an_error_at_once(server: Processes) -> None:
+def test_without_a_failure_timeout_a_failed_server_is_an_error_immediately(server: Processes) -> None:
     wire = wire_to(server, None)
     wire.open(1, ADDING, [torch.zeros(10)])
     server.kill()

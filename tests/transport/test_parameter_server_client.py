@@ -19,7 +19,7 @@ from stretto.transport.conformance import check_transport
 
 @pytest.mark.parametrize("shards", [1, 2])
 @pytest.mark.parametrize("plain", [True, False], ids=["plain", "curve"])
-def test_it_keeps_the_laws_of_every_wire(serving: Serving, plain: bool, shards: int) -> None:
+def test_it_passes_the_conformance_test_of_transports(serving: Serving, plain: bool, shards: int) -> None:
     check_transport(lambda workers: serving.ends(serving.host(workers, shards=shards, plain=plain)), (1, 3))
 
 
@@ -32,7 +32,7 @@ def test_ranges_cover_all_once(length: int, shards: int) -> None:
 
 
 @pytest.mark.parametrize("plain", [True, False], ids=["plain", "curve"])
-def test_traffic_is_what_went_both_ways_encrypted_or_not(serving: Serving, plain: bool) -> None:
+def test_traffic_counts_both_directions_encrypted_or_not(serving: Serving, plain: bool) -> None:
     (wire,) = serving.ends(serving.host(1, shards=2, plain=plain))
     numbers = torch.zeros(1_000_000)
     wire.open(1, ADDING, [numbers])
@@ -46,7 +46,7 @@ def test_traffic_is_what_went_both_ways_encrypted_or_not(serving: Serving, plain
     assert wire.traffic().bytes_sent >= after.bytes_sent
 
 
-def test_two_updates_may_be_under_way_and_heard_in_any_order(serving: Serving) -> None:
+def test_two_updates_may_be_in_flight_and_awaited_in_any_order(serving: Serving) -> None:
     (wire,) = serving.ends(serving.host(1, shards=2))
     parts = [torch.zeros(600_000), torch.zeros(70, dtype=torch.float64)]
     wire.open(1, ADDING, parts)
@@ -70,7 +70,7 @@ def test_updates_and_means_do_not_disturb_each_other(serving: Serving) -> None:
     assert all(torch.equal(ask.wait(), torch.full((500,), 2.0)) for ask in asks)
 
 
-def test_the_same_parcel_twice_is_applied_once(serving: Serving) -> None:
+def test_a_repeated_message_is_applied_once(serving: Serving) -> None:
     (wire,) = serving.ends(serving.host(1))
     theta = torch.zeros(300_000)
     wire.open(1, ADDING, [theta])
@@ -97,7 +97,7 @@ def test_closing_twice_leaves_once_and_the_server_waits_for_all_to_leave(serving
     assert time.monotonic() - began < 5.0
 
 
-def test_whoever_waits_for_a_worker_that_left_is_told_at_once(serving: Serving) -> None:
+def test_waits_for_a_worker_that_left_end_immediately(serving: Serving) -> None:
     one, other = serving.ends(serving.host(2, shards=2))
     ticket = one.submit(AllReduceMean(torch.ones(1000)))
     began = time.monotonic()
@@ -109,7 +109,7 @@ def test_whoever_waits_for_a_worker_that_left_is_told_at_once(serving: Serving) 
     assert time.monotonic() - began < 5.0
 
 
-def test_a_worker_that_does_not_come_is_an_error_in_time(serving: Serving) -> None:
+def test_a_missing_worker_is_an_error_within_the_timeout(serving: Serving) -> None:
     one, _ = serving.ends(serving.host(2), timeout_s=0.5)
     began = time.monotonic()
     with pytest.raises(TransportError, match=r"server 0 at tcp://127\.0\.0\.1:\d+ did not answer within 0\.5 s"):
@@ -117,7 +117,7 @@ def test_a_worker_that_does_not_come_is_an_error_in_time(serving: Serving) -> No
     assert 0.4 < time.monotonic() - began < 3.0
 
 
-def test_asking_different_things_is_an_error_not_a_wrong_mean(serving: Serving) -> None:
+def test_different_operations_are_an_error_not_a_wrong_mean(serving: Serving) -> None:
     wires = serving.ends(serving.host(2))
     ticket = wires[0].submit(AllReduceMean(torch.ones(2)))
     wires[1].submit(AllReduceMean(torch.ones(3)))
@@ -128,7 +128,7 @@ def test_asking_different_things_is_an_error_not_a_wrong_mean(serving: Serving) 
 # Those who come and go
 
 
-def test_who_waits_is_answered_without_the_dead(serving: Serving) -> None:
+def test_waits_end_without_the_contributions_of_failed_workers(serving: Serving) -> None:
     hosted = serving.host(3, shards=2)
     wires = serving.ends(hosted)
     herald = DeathNotifier(hosted.addresses, hosted.keys)
@@ -144,7 +144,7 @@ def test_who_waits_is_answered_without_the_dead(serving: Serving) -> None:
     herald.close()
 
 
-def test_a_life_that_is_over_is_not_heard_any_more(serving: Serving) -> None:
+def test_messages_of_a_former_incarnation_are_ignored(serving: Serving) -> None:
     hosted = serving.host(2)
     one, other = serving.ends(hosted, timeout_s=1.0)
     herald = DeathNotifier(hosted.addresses, hosted.keys)
@@ -155,7 +155,7 @@ def test_a_life_that_is_over_is_not_heard_any_more(serving: Serving) -> None:
     herald.close()
 
 
-def test_abort_wakes_who_waits_and_the_next_generation_goes_on(serving: Serving) -> None:
+def test_abort_ends_waits_and_the_next_generation_continues(serving: Serving) -> None:
     wires = serving.ends(serving.host(3, shards=2))
     for wire in wires:
         wire.regroup(1, [0, 1, 2], wire.number)
@@ -177,7 +177,7 @@ def test_abort_wakes_who_waits_and_the_next_generation_goes_on(serving: Serving)
     assert all(torch.equal(ask.wait(), torch.ones(500)) for ask in asks)
 
 
-def test_what_was_asked_before_the_servers_went_back_is_void(serving: Serving) -> None:
+def test_requests_before_a_rollback_are_void(serving: Serving) -> None:
     """A batch that nobody has leased, or a call to a meeting that the coordinator does not know to be heard."""
     (wire,) = serving.ends(serving.host(1))
     wire.begin_epoch(1, [1, 1, 1], 1, in_turn=False)

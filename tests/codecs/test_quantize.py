@@ -52,7 +52,7 @@ def rows(x: torch.Tensor, bucket: int) -> list[torch.Tensor]:
     ],
     ids=str,
 )
-def test_they_keep_the_laws_of_all_codecs(codec: SingleRound, tolerance: float) -> None:
+def test_quantizers_have_the_properties_of_every_codec(codec: SingleRound, tolerance: float) -> None:
     check_codec(codec, tolerance * 1.001, dtypes=[torch.float32, torch.float64])
     check_codec(codec, tolerance + 0.01, dtypes=[torch.bfloat16])
 
@@ -69,7 +69,7 @@ def test_a_number_is_off_by_less_than_a_level(codec: quantise, x: torch.Tensor) 
 
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_what_is_carried_and_what_is_owed_are_the_input(codec: SingleRound, dtype: torch.dtype) -> None:
+def test_carried_numbers_and_residual_sum_to_the_input(codec: SingleRound, dtype: torch.dtype) -> None:
     source = torch.Generator().manual_seed(3)
     given_ = [torch.randn(101, generator=source).to(dtype) for _ in range(20)]
     residual, total, state = torch.zeros(101, dtype=dtype), torch.zeros(101).double(), codec.init_state(given_[0])
@@ -124,7 +124,7 @@ def test_rounds_and_workers_draw_apart_and_the_seed_repeats_them() -> None:
 
 
 @pytest.mark.parametrize("codec", [ternary(1.0), ternary(2.5), ternary(2.5, bucket=100)], ids=str)
-def test_what_is_above_the_clip_is_cut_off_and_owed(codec: ternary) -> None:
+def test_the_clipped_part_stays_in_the_residual(codec: ternary) -> None:
     x = torch.ones(1000)
     x[::100] = 50
     cut = codec.clip * math.sqrt(float((x[:100] ** 2).mean()))
@@ -137,7 +137,7 @@ def test_what_is_above_the_clip_is_cut_off_and_owed(codec: ternary) -> None:
 
 @pytest.mark.parametrize("size", [1e-40, 1e-25, 1.0, 1e25, 3e38])
 @pytest.mark.parametrize("length", [1, 7, 100])
-def test_nothing_is_cut_off_where_all_are_as_large_however_large(size: float, length: int) -> None:
+def test_nothing_is_clipped_if_all_numbers_are_equal(size: float, length: int) -> None:
     x = torch.full((length,), size)
     x[::3] *= -1
     assert torch.equal(carried(ternary(1.01, bucket=10), x), x)
@@ -152,7 +152,7 @@ def test_signs_stand_for_the_means_of_their_sides() -> None:
 @pytest.mark.parametrize("codec", [sign(bucket=6), sign("one", bucket=6), quantise(2, 6, stochastic=False)], ids=str)
 @given(x=NUMBERS)
 @settings(max_examples=50)
-def test_a_contraction_leaves_less_than_it_was_given(codec: SingleRound, x: torch.Tensor) -> None:
+def test_a_contraction_leaves_less_than_its_input(codec: SingleRound, x: torch.Tensor) -> None:
     for a, found in zip(rows(x, 6), rows(carried(codec, x), 6), strict=True):
         if float(a.abs().max()) > 1e-36:
             assert float((a - found).norm()) ** 2 <= (1 - 1 / 6) * float(a.norm()) ** 2 * (1 + 1e-5)
@@ -176,7 +176,7 @@ def test_a_message_has_its_scales_and_its_codes_and_no_more(codec: SingleRound, 
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=str)
-def test_a_message_of_another_length_is_refused_and_an_empty_one_says_nothing(codec: SingleRound) -> None:
+def test_a_message_of_another_length_is_refused_and_an_empty_one_is_zero(codec: SingleRound) -> None:
     like = torch.ones(40)
     right = codec.bytes_of(like)
     for wrong in (1, right - 1, right + 1):
@@ -192,14 +192,14 @@ def test_a_message_of_another_length_is_refused_and_an_empty_one_says_nothing(co
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 @given(data=st.data())
 @settings(max_examples=20)
-def test_any_bytes_of_the_right_length_are_read_as_something(codec: SingleRound, data: st.DataObject) -> None:
+def test_any_bytes_of_the_right_length_decode(codec: SingleRound, data: st.DataObject) -> None:
     like = torch.ones(40)
     length = codec.bytes_of(like)
     drawn = data.draw(st.binary(min_size=length, max_size=length))
     assert codec.decode(torch.tensor(list(drawn), dtype=torch.uint8), like).shape == (40,)
 
 
-def test_a_message_may_begin_anywhere_in_what_was_received() -> None:
+def test_a_message_may_begin_at_any_offset_of_a_buffer() -> None:
     codec, x = quantise(8, 10), torch.linspace(-1, 1, 33)
     message = codec.encode(x.clone(), codec.init_state(x))
     received = torch.cat([torch.zeros(3, dtype=torch.uint8), message])
@@ -208,7 +208,7 @@ def test_a_message_may_begin_anywhere_in_what_was_received() -> None:
 
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_what_is_not_finite_is_refused_before_anything_changes(codec: SingleRound, bad: float) -> None:
+def test_nan_is_refused_before_any_state_changes(codec: SingleRound, bad: float) -> None:
     x, residual = torch.tensor([1.0, bad, 2.0]), torch.ones(3)
     with pytest.raises(NotFiniteError):
         codec.encode(x.clone(), codec.init_state(x))
@@ -218,7 +218,7 @@ def test_what_is_not_finite_is_refused_before_anything_changes(codec: SingleRoun
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=str)
-def test_the_sum_is_made_of_what_each_worker_says(codec: SingleRound) -> None:
+def test_the_result_is_the_sum_of_decoded_messages(codec: SingleRound) -> None:
     xs = [torch.randn(77, generator=torch.Generator().manual_seed(worker)) for worker in range(3)]
     contexts = [CodecContext(worker=worker, workers=3) for worker in range(3)]
     results, turns = hold(
@@ -238,6 +238,6 @@ def test_each_variant_of_signs_has_its_own_paper() -> None:
 @pytest.mark.parametrize(
     "wrong", [lambda: quantise(3), lambda: quantise(bucket=0), lambda: ternary(0.5), lambda: sign("three")]
 )
-def test_what_they_cannot_be_is_refused(wrong) -> None:
+def test_invalid_options_are_refused(wrong) -> None:
     with pytest.raises(RecipeError, match="expected"):
         wrong()

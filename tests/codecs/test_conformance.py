@@ -217,7 +217,7 @@ def test_a_codec_that_sends_every_message_whole_passes() -> None:
 
 
 @pytest.mark.parametrize("wrong", WRONG, ids=lambda one: one.__name__)
-def test_the_table_can_fail(wrong: type[Codec]) -> None:
+def test_the_conformance_test_finds_each_defect(wrong: type[Codec]) -> None:
     tolerance = 1e-6 if wrong in (too_cheap, too_dear, lossy, shorter) else 1.0
     with pytest.raises(AssertionError, match=WRONG[wrong]):
         check_codec(wrong(), tolerance)
@@ -228,7 +228,7 @@ def test_a_codec_that_trusts_bytes_fails() -> None:
         check_codec(trusting(), 1e-6)
 
 
-def test_hold_answers_as_the_words_say() -> None:
+def test_hold_computes_the_results_of_collective_operations() -> None:
     def talk(mine: float):
         summed = yield AllReduceMean(torch.tensor([mine]))
         every = yield AllGather(torch.full((int(mine),), mine))

@@ -36,11 +36,11 @@ def collective(workers: int, timeout_s: float = 20.0) -> list[ProcessGroupTransp
     [(in_memory.wires, (1, 2, 3, 5)), (collective, (2, 3, 4)), (lambda n: [SingleWorkerTransport()], (1,))],
     ids=["memory", "collective", "solo"],
 )
-def test_every_wire_keeps_the_laws(make, workers) -> None:
+def test_every_transport_passes_the_conformance_test(make, workers) -> None:
     check_transport(make, workers)
 
 
-def test_a_connection_is_counted_that_took_the_number_of_one_just_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_with_a_reused_descriptor_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """While a group forms, those of the one before it are closed, and their numbers given anew."""
     with socket.socket() as before, socket.socket() as new:
         real = collective_wire._form
@@ -56,13 +56,13 @@ def test_a_connection_is_counted_that_took_the_number_of_one_just_closed(monkeyp
 
 
 @pytest.mark.parametrize("make", [in_memory.wires, collective], ids=["memory", "collective"])
-def test_a_worker_that_does_not_come_is_an_error_in_time(make) -> None:
+def test_a_missing_worker_is_an_error_within_the_timeout(make) -> None:
     ends = make(2, 0.3)
     with pytest.raises(TransportError, match=r"worker"):
         ends[0].submit(AllReduceMean(torch.ones(4))).wait()
 
 
-def test_a_worker_that_left_is_named_at_once() -> None:
+def test_a_worker_that_left_is_named_immediately() -> None:
     ends = in_memory.wires(3, 20.0)
     ends[2].close()
     ends[1].submit(AllReduceMean(torch.ones(2)))
@@ -70,7 +70,7 @@ def test_a_worker_that_left_is_named_at_once() -> None:
         ends[0].submit(AllReduceMean(torch.ones(2))).wait()
 
 
-def test_asking_different_things_is_an_error_not_a_wrong_mean() -> None:
+def test_different_operations_are_an_error_not_a_wrong_mean() -> None:
     ends = in_memory.wires(2, 5.0)
     for ask in (AllGather(torch.ones(2)), AllReduceMean(torch.ones(3)), AllReduceMean(torch.ones(2).double())):
         ticket = ends[0].submit(AllReduceMean(torch.ones(2)))
@@ -79,7 +79,7 @@ def test_asking_different_things_is_an_error_not_a_wrong_mean() -> None:
             ticket.wait()
 
 
-def test_bytes_of_a_ring_are_counted_where_they_leave() -> None:
+def test_traffic_of_a_ring_is_counted_on_its_sockets() -> None:
     """Ends in one process share their list of sockets, so the whole is looked at."""
     workers, numbers = 3, 1_000_000
     ends = collective(workers)

@@ -130,7 +130,7 @@ def scene(tmp_path: Path) -> Iterator[Callable[..., Scene]]:
         one.close()
 
 
-def test_all_get_the_settings_and_one_form_of_the_first_generation(scene) -> None:
+def test_all_workers_receive_the_settings_and_one_first_generation(scene) -> None:
     there = scene(3)
     crew = [there.companion(worker) for worker in range(3)]
     assert [one.settings for one in crew] == [{"batch": "local"}] * 3
@@ -139,7 +139,7 @@ def test_all_get_the_settings_and_one_form_of_the_first_generation(scene) -> Non
     assert [(one.worker, one.life, one.here.store) for one in forms[0].members] == [(n, 0, "here:1") for n in range(3)]
 
 
-def test_of_a_death_that_the_launcher_sees_all_are_told_at_once_and_form_anew(scene) -> None:
+def test_a_reported_exit_starts_a_new_generation_immediately(scene) -> None:
     there = scene(3)
     crew = there.crew(3)
     there.launcher().send(msgspec.msgpack.encode(Gone(2, 0, "killed by SIGKILL", True)))
@@ -153,7 +153,7 @@ def test_of_a_death_that_the_launcher_sees_all_are_told_at_once_and_form_anew(sc
         crew[2].stand(ReadyReport(1))
 
 
-def test_an_exchange_that_broke_for_one_is_broken_off_for_all(scene) -> None:
+def test_a_broken_exchange_is_aborted_at_all_workers(scene) -> None:
     there = scene(2)
     crew = there.crew(2)
     crew[0].broken(1, "the other end closed")
@@ -163,7 +163,7 @@ def test_an_exchange_that_broke_for_one_is_broken_off_for_all(scene) -> None:
     assert forms[0].why == "worker 0 could not exchange: the other end closed"
 
 
-def test_who_says_nothing_for_the_patience_is_taken_for_dead_and_is_out_when_it_comes_back(scene) -> None:
+def test_a_silent_worker_is_declared_failed_and_evicted_when_it_returns(scene) -> None:
     there = scene(2, failure_timeout_s=1.0)
     crew = [there.companion(0)]
     sleeper = there.dealer(b"worker 1.0")
@@ -180,7 +180,7 @@ def test_who_says_nothing_for_the_patience_is_taken_for_dead_and_is_out_when_it_
     assert "nothing was heard of it for" in told.why
 
 
-def test_a_newcomer_comes_in_where_all_rest_at_one_hand(scene) -> None:
+def test_a_newcomer_joins_when_all_pause_at_one_global_step(scene) -> None:
     there = scene(2)
     crew = there.crew(2)
     newcomer = there.companion(2)
@@ -197,7 +197,7 @@ def test_a_newcomer_comes_in_where_all_rest_at_one_hand(scene) -> None:
     assert not any(one.held for one in crew)
 
 
-def test_a_checkpoint_is_asked_for_at_rest_and_the_generation_goes_on(scene) -> None:
+def test_a_checkpoint_is_requested_in_a_pause_and_the_generation_continues(scene) -> None:
     there = scene(2)
     crew = there.crew(2)
     there.launcher().send(msgspec.msgpack.encode(Save()))
@@ -207,7 +207,7 @@ def test_a_checkpoint_is_asked_for_at_rest_and_the_generation_goes_on(scene) -> 
     assert crew[0].at_rest(ReadyReport(1, 3, 3)) == Continue(1, 4), "nobody saves twice at one rest"
 
 
-def test_who_is_to_end_leaves_at_a_rest_and_the_others_go_on(scene) -> None:
+def test_a_worker_that_quits_leaves_in_a_pause_and_the_others_continue(scene) -> None:
     there = scene(2)
     crew = there.crew(2)
     crew[1].quit()
@@ -217,14 +217,14 @@ def test_who_is_to_end_leaves_at_a_rest_and_the_others_go_on(scene) -> None:
     assert forms[0](LIMIT_S).gone == [1]
 
 
-def test_too_many_are_not_let_in(scene) -> None:
+def test_workers_above_the_maximum_are_refused(scene) -> None:
     there = scene(1, max_workers=1)
     there.crew(1)
     with pytest.raises(MemberOutError, match="the run has its 1 workers"):
         there.companion(1).stand(ReadyReport(0))
 
 
-def test_when_too_few_are_left_all_are_told_that_the_run_cannot_go_on(scene) -> None:
+def test_below_the_minimum_of_workers_all_are_shut_down(scene) -> None:
     there = scene(2, min_workers=2)
     crew = there.crew(2)
     there.launcher().send(msgspec.msgpack.encode(Gone(1, 0, "killed", False)))
@@ -232,7 +232,7 @@ def test_when_too_few_are_left_all_are_told_that_the_run_cannot_go_on(scene) -> 
         crew[0].stand(ReadyReport(1))
 
 
-def test_in_a_free_roll_nobody_waits_for_anybody(scene) -> None:
+def test_in_an_asynchronous_run_no_worker_waits(scene) -> None:
     there = scene(2, free=True)
     crew = [there.companion(0)]
     assert crew[0].stand(ReadyReport(0)).generation == 1
@@ -268,7 +268,7 @@ def test_another_key_is_refused_by_name(scene) -> None:
         there.companion(0, keys=WorkerKeys(WORKER_KEYS.servers, others.public, others.secret))
 
 
-def test_a_worker_that_computes_is_not_taken_for_dead_and_hears_at_once(scene) -> None:
+def test_a_computing_worker_is_not_declared_failed_and_is_notified_immediately(scene) -> None:
     there = scene(2, failure_timeout_s=1.0)
     crew = there.crew(2)
     told: list[float] = []
@@ -282,7 +282,7 @@ def test_a_worker_that_computes_is_not_taken_for_dead_and_hears_at_once(scene) -
     assert told and told[0] - start < 2.4
 
 
-def test_who_is_alone_and_cut_off_stops_before_others_can_begin_without_it(scene) -> None:
+def test_a_partitioned_single_worker_stops_before_others_can_start(scene) -> None:
     there = scene(1, failure_timeout_s=2.0)
     there.crew(1)
     there.stop.set()
@@ -290,7 +290,7 @@ def test_who_is_alone_and_cut_off_stops_before_others_can_begin_without_it(scene
     assert until(lambda: there.aborts == [(0, 1)] * len(there.aborts) != []) < 2.0
 
 
-def test_who_waits_for_others_and_is_cut_off_breaks_that_off_and_who_computes_goes_on(scene) -> None:
+def test_a_partitioned_worker_aborts_its_wait_and_a_computing_one_continues(scene) -> None:
     there = scene(2, failure_timeout_s=1.0)
     crew = there.crew(2)
     crew[0].doing("exchanging", 3)
@@ -301,7 +301,7 @@ def test_who_waits_for_others_and_is_cut_off_breaks_that_off_and_who_computes_go
     assert (1, 1) not in there.aborts
 
 
-def test_without_a_coordinator_a_worker_stops_by_itself() -> None:
+def test_a_worker_without_coordinator_stops() -> None:
     with (
         socket.create_server(("127.0.0.1", 0)) as nobody,
         pytest.raises(TransportError, match="no coordinator answered"),
@@ -348,7 +348,7 @@ class Process:
         self.listener.close()
 
 
-def test_a_coordinator_that_is_killed_while_a_generation_forms_goes_on_from_its_journal(tmp_path) -> None:
+def test_a_coordinator_killed_during_a_rendezvous_resumes_from_its_log(tmp_path) -> None:
     place = Process(tmp_path, 3)
     pool = ThreadPoolExecutor(4)
     aborts: list[int] = []

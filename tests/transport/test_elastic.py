@@ -41,7 +41,7 @@ def sums(hall: Hall, worker: int, changes: bool) -> list[list[float]]:
 
 
 @pytest.mark.parametrize("changes", [False, True])
-def test_who_has_learned_an_answer_can_tell_it_on(changes: bool) -> None:
+def test_a_worker_that_received_a_result_can_forward_it(changes: bool) -> None:
     """The third worker dies when only the first has the answer; the first while it tells, when only the second has."""
     last = len(LENGTHS) * (ATTEMPTS - 1)
     hall = Hall(WORKERS, Cut(last, dies=3, ahead=0), Cut(1, dies=0, ahead=1, generation=2))
@@ -86,7 +86,7 @@ def _generation(number: int, history: int) -> GenerationView:
     )
 
 
-def test_who_has_come_for_a_state_that_nobody_has_any_more_is_out() -> None:
+def test_a_joining_worker_is_evicted_if_no_member_has_the_state() -> None:
     """The others begin together, and ask each other what a newcomer does not."""
     former = _Broken()
     wire = ElasticTransport(1, _Script(_generation(2, history=1), _generation(3, history=0)), former)
@@ -96,7 +96,7 @@ def test_who_has_come_for_a_state_that_nobody_has_any_more_is_out() -> None:
     assert former.formed == [2]
 
 
-def test_who_has_asked_for_no_state_yet_begins_with_the_others() -> None:
+def test_a_worker_that_requested_no_state_starts_with_the_others() -> None:
     former = _Broken(2)
     wire = ElasticTransport(1, _Script(_generation(2, history=1), _generation(3, history=0)), former)
     assert not wire.arrives

@@ -90,7 +90,7 @@ def test_nothing_is_lost(codec: Codec, rounds: list[list[float]]) -> None:
 
 
 @pytest.mark.parametrize("codec", [one for one in SELECTORS if not isinstance(one, random_k)], ids=str)
-def test_who_has_nothing_to_say_sends_nothing(codec: Codec) -> None:
+def test_a_worker_that_selects_nothing_sends_no_bytes(codec: Codec) -> None:
     if codec.linear:
         return
     assert codec.encode(torch.zeros(100), state_of(codec, 100)).numel() == 0
@@ -164,7 +164,7 @@ def test_random_k_under_all_reduce_is_the_mean_of_the_same_entries() -> None:
     assert 50 < int((seen > 0).sum()) < 100, "each round has places of its own"
 
 
-def test_random_k_says_to_a_server_what_it_says_to_all() -> None:
+def test_random_k_sends_a_server_what_it_sends_to_all() -> None:
     codec = random_k(0.2, seed=4)
     x = torch.randn(50)
     alone, _ = hold([codec.average(x.clone(), state_of(codec, 50))])
@@ -174,7 +174,7 @@ def test_random_k_says_to_a_server_what_it_says_to_all() -> None:
 
 
 @pytest.mark.parametrize(("n", "k"), [(200, 20), (40, 30)])
-def test_every_place_is_drawn_as_often(n: int, k: int) -> None:
+def test_every_index_is_drawn_equally_often(n: int, k: int) -> None:
     counts = torch.zeros(n)
     for seed in range(2000):
         places = drawn(n, k, mixed(5, seed))
@@ -226,7 +226,7 @@ def test_an_adaptive_tau_finds_its_band(tau: float) -> None:
     assert sum(share >= 0.0008 for share in shares[-100:]) > 80
 
 
-def test_an_adaptive_tau_survives_silence() -> None:
+def test_an_adaptive_tau_survives_rounds_without_messages() -> None:
     codec = threshold(1e-3, adaptive=True)
     state = state_of(codec, 10)
     for _ in range(5000):
@@ -234,7 +234,7 @@ def test_an_adaptive_tau_survives_silence() -> None:
     assert state.tau > 0
 
 
-def test_what_is_owed_is_clipped_every_fifth_round() -> None:
+def test_the_residual_is_clipped_every_fifth_round() -> None:
     codec = threshold(0.5, clip=3.0)
     state, residual = state_of(codec, 4), torch.zeros(4)
     largest = []
@@ -403,7 +403,7 @@ def test_an_old_residual_decays() -> None:
     [error_feedback(top_k(0.1)), deep_gradient_compression(), random_k(0.1, unbiased=True)],
     ids=str,
 )
-def test_error_feedback_refuses_what_owes_already_or_too_much(inner: Codec) -> None:
+def test_error_feedback_refuses_codecs_with_residuals_or_overshoot(inner: Codec) -> None:
     with pytest.raises(RecipeError, match=r"(?s)error_feedback can't be around .*got.*expected.*try"):
         error_feedback(inner)
 
@@ -415,7 +415,7 @@ def test_a_codec_that_is_no_pair_stays_none() -> None:
     assert not error_feedback(top_k(0.1)).fixed_size
 
 
-def test_a_refused_gradient_leaves_what_is_owed() -> None:
+def test_a_refused_gradient_leaves_the_residual() -> None:
     codec = error_feedback(top_k(0.1), decay=0.5)
     state = state_of(codec, 10)
     codec.encode(torch.randn(10), state)
@@ -428,7 +428,7 @@ def test_a_refused_gradient_leaves_what_is_owed() -> None:
 # --- chain ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_chain_owes_what_either_leaves_out() -> None:
+def test_the_residual_of_a_chain_has_what_either_codec_leaves_out() -> None:
     codec = chain(top_k(0.2), cast("bf16"))
     x, residual = torch.randn(50), torch.zeros(50)
     carried = codec.decode(codec.encode_with_residual(x.clone(), residual, state_of(codec, 50)), torch.empty(50))
@@ -444,7 +444,7 @@ def test_a_chain_with_exact_is_the_selector() -> None:
     assert torch.equal(one.encode(x.clone(), None), other.encode(x.clone(), state_of(other, 300)))
 
 
-def test_random_places_in_few_bits_still_ride_an_all_reduce() -> None:
+def test_random_indices_in_few_bits_still_use_an_all_reduce() -> None:
     codec = chain(random_k(0.1), cast("bf16"))
     states = [state_of(codec, 100) for _ in range(2)]
     results, turns = hold([codec.average(torch.ones(100), state) for state in states])
@@ -472,6 +472,6 @@ def test_random_places_in_few_bits_still_ride_an_all_reduce() -> None:
     ],
     ids=str,
 )
-def test_a_chain_of_what_does_not_fit_is_refused(first: Codec, second: Codec) -> None:
+def test_a_chain_of_unfit_codecs_is_refused(first: Codec, second: Codec) -> None:
     with pytest.raises(RecipeError, match=r"(?s)got: chain\(.*expected: .*try: "):
         chain(first, second)
