@@ -1,1 +1,1 @@
-"""Who works on what: state machines without socket, clock or thread."""
+"""Membership: state machines without sockets, clocks or threads; the server and the client carry their messages."""

@@ -1,7 +1,7 @@
-"""A worker's side of the script's barriers: asks the coordinator who is missing, or reads a store.
+"""A worker's side of the script's barriers: asks the coordinator for the missing workers, or reads a store.
 
-Each answer is asked for, again and again until nobody is missing, so every wait ends: with the answer, or with a
-TransportError that names the missing workers when the limit of all waits is over.
+A worker repeats its question until no worker is missing, so every wait ends: with the reply, or with a TransportError
+that names the missing workers after the time limit.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 FIRST_S, LONGEST_S = 0.005, 0.1
-"""Time between two questions, at first and at most."""
+"""Time in seconds between two questions, at first and at most."""
 ANSWER_S = 1.0
-"""Time after which a question without an answer is asked again."""
+"""Time in seconds after which a question without a reply is repeated."""
 
 _ENCODER = msgspec.msgpack.Encoder()
 _MISSING = msgspec.msgpack.Decoder(Missing)
 
 
 class Barrier(Protocol):
-    """What a worker waits at."""
+    """Interface of barriers."""
 
     def begin(self, place: Callable[[], int]) -> None:
-        """Training begins; `place` returns how many exchanges among all this worker has begun."""
+        """Note that training begins; `place` returns the number of collective operations that this worker has begun."""
         ...
 
     def announce(self, position: Position) -> None:
@@ -45,13 +45,13 @@ class Barrier(Protocol):
     def wait(self, position: Position, of: int, mend: Callable[[], None]) -> None:
         """Report a position and wait for worker `of`, or EVERYBODY; call `mend` between two questions.
 
-        Raises TransportError when workers are still missing after the limit of all waits.
+        Raises TransportError if workers are still missing after the time limit.
         """
         ...
 
 
 class CoordinatorBarrier:
-    """Barriers that the coordinator keeps. The connection is made at the first one."""
+    """Barriers at the coordinator. The first one connects."""
 
     def __init__(self, worker: int, life: int, address: str, keys: WorkerKeys | None, limit_s: float) -> None:
         self._worker, self._life, self._address = worker, life, address
@@ -59,10 +59,10 @@ class CoordinatorBarrier:
         self._dealer: Any = None
 
     def begin(self, place: Callable[[], int]) -> None:
-        """Heartbeats tell the coordinator."""
+        """Do nothing: heartbeats report the place."""
 
     def announce(self, position: Position) -> None:
-        """Report a position; the coordinator's answer says that it has come."""
+        """Report a position; return once the coordinator has replied."""
         self._ask_until(Arrive(position, NOBODY), lambda: None)
 
     def wait(self, position: Position, of: int, mend: Callable[[], None]) -> None:
@@ -83,7 +83,7 @@ class CoordinatorBarrier:
         raise late(self._worker, missing, self._limit_s)
 
     def _ask(self, said: Arrive) -> list[int] | None:
-        """The workers that are missing; None when no answer has come in time."""
+        """Return the missing workers; None without a reply in time."""
         dealer = self._connected()
         try:
             dealer.send(_ENCODER.encode(said), zmq.NOBLOCK)
@@ -109,7 +109,7 @@ class CoordinatorBarrier:
 
 
 class StoreBarrier:
-    """Barriers in the store at which workers without a coordinator find each other, as under torchrun."""
+    """Barriers in the rendezvous store of workers without a coordinator, as under torchrun."""
 
     def __init__(self, worker: int, workers: int, store: Callable[[], Store], limit_s: float) -> None:
         self._worker, self._workers, self._make = worker, workers, store
@@ -117,14 +117,14 @@ class StoreBarrier:
         self._store: Store | None = None
 
     def begin(self, place: Callable[[], int]) -> None:
-        """A store has no heartbeats: workers meet where all of them call."""
+        """Do nothing: there are no heartbeats."""
 
     def announce(self, position: Position) -> None:
         """Report a position."""
         self._connected().set(_key(position, self._worker), "1")
 
     def wait(self, position: Position, of: int, mend: Callable[[], None]) -> None:
-        """Report a position and wait. Nobody can be replaced here, so there is nothing to mend."""
+        """Report a position and wait. No worker can be replaced here, so `mend` is not called."""
         self.announce(position)
         others = (one for one in range(self._workers) if one != self._worker and of in (one, EVERYBODY))
         limit = time.monotonic() + self._limit_s
@@ -146,7 +146,7 @@ def _key(position: Position, worker: int) -> str:
 
 
 def late(worker: int, missing: list[int] | None, limit_s: float) -> TransportError:
-    """The error of a worker that has waited at a barrier for too long."""
+    """Return the error of a worker that has waited too long at a barrier."""
     whom = f"worker {', '.join(map(str, missing))}" if missing else "the coordinator, which did not answer"
     problem = f"worker {worker} waited {limit_s:g} s at a barrier (stretto.barrier, main_first or save) for {whom}"
     expected = "a call that all workers come to: one inside `if stretto.is_main():` stops here"

@@ -1,16 +1,15 @@
-"""Barriers of the script, kept by the coordinator: who has come how far, and who is still missing. A state machine.
+"""Barriers of the script at the coordinator: the positions of workers, and the workers still missing. A state machine.
 
-A worker that comes to a barrier reports its `Position`, and asks again until nobody is missing:
+A worker that comes to a barrier reports its `Position`, and asks again until no worker is missing:
 
     worker                       coordinator
       | -- Arrive(position, of) --> |     noted; the same message may come again
       | <-- Missing(workers) ------ |     empty: the worker continues
 
-Nothing is sent to a worker that did not ask, so neither a lost message nor a restarted coordinator can leave a worker
-waiting: its next question has the same answer. A worker is not waited for when it is past the position. It is past when
-it has reported one that is as far, or has begun an exchange that the asking worker has not begun (its heartbeats tell):
-such a worker waits for the asking one itself. A worker that failed, has left, or is on its way back is not waited for
-once training has begun.
+The coordinator sends only replies, so neither a lost message nor a restarted coordinator can leave a worker waiting:
+its next question has the same reply. A worker is not waited for when it is past the position: it has reported one that
+is as far, or its heartbeats show a collective operation that the asking worker has not begun; such a worker waits for
+the asking one there. A worker that failed, has left, or is being restarted is not waited for once training has begun.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ NOBODY = -2
 
 
 class Position(msgspec.Struct, array_like=True, frozen=True):
-    """A place in the script that is the same for all workers.
+    """A position in the script that is the same for all workers.
 
-    `section` counts the calls of `distribute` (0 before the first), `place` grows with each exchange among all, and
-    `index` counts the calls of this `label` since: workers that leave out the calls of one label meet at another.
+    `section` counts the calls of `distribute` (0 before the first), `place` the collective operations begun, and
+    `index` the calls of this `label` since: workers that omit the calls of one label still meet at another.
     """
 
     section: int
@@ -38,40 +37,40 @@ class Position(msgspec.Struct, array_like=True, frozen=True):
 
     @property
     def stretch(self) -> tuple[int, int]:
-        """The part of the script between two exchanges."""
+        """Part of the script between two collective operations."""
         return self.section, self.place
 
 
 class Arrive(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """A worker is at this position; `of` is the worker that it waits for, EVERYBODY or NOBODY."""
+    """Arrival of a worker at this position; `of` is the worker that it waits for, EVERYBODY or NOBODY."""
 
     position: Position
     of: int = EVERYBODY
 
 
 class Missing(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """These workers have not come as far."""
+    """Workers that have not reached the position."""
 
     workers: list[int]
 
 
 class Awaited(NamedTuple):
-    """A worker that others may wait for: its incarnation, and the place that its heartbeats report."""
+    """A worker that others may wait for: its incarnation, and the place in its heartbeats."""
 
     life: int
     place: int
 
 
 class Attendees(Protocol):
-    """Knows who runs."""
+    """Source of the workers that a barrier waits for."""
 
     def awaited(self, in_training: bool, now: float) -> Mapping[int, Awaited]:
-        """The workers that a barrier waits for, before training or in it."""
+        """Return the workers that a barrier waits for, before training or in it."""
         ...
 
 
 class _Reached:
-    """How far one life of a worker has come: a part of the script, and the calls of each label in it."""
+    """Progress of one incarnation: a part of the script, and the calls of each label in it."""
 
     def __init__(self, life: int) -> None:
         self.life = life
@@ -79,34 +78,34 @@ class _Reached:
         self._calls: dict[str, int] = {}
 
     def note(self, position: Position) -> None:
-        """The worker is there, or was: reports may come late."""
+        """Note a position that the worker has reached; reports may be late."""
         if position.stretch > self._stretch:
             self._stretch, self._calls = position.stretch, {}
         if position.stretch == self._stretch:
             self._calls[position.label] = max(position.index, self._calls.get(position.label, 0))
 
     def is_as_far(self, position: Position) -> bool:
-        """True if the worker has come to this position."""
+        """Return True if the worker has reached this position."""
         if position.stretch != self._stretch:
             return self._stretch > position.stretch
         return self._calls.get(position.label, 0) >= position.index
 
 
 class Positions:
-    """The positions that workers have reported."""
+    """Positions that workers have reported."""
 
     def __init__(self) -> None:
         self._reached: dict[int, _Reached] = {}
 
     def note(self, worker: int, life: int, position: Position) -> None:
-        """A life of a worker has come to a position."""
+        """Note a position of an incarnation."""
         if worker not in self._reached or self._reached[worker].life < life:
             self._reached[worker] = _Reached(life)
         if self._reached[worker].life == life:
             self._reached[worker].note(position)
 
     def is_past(self, worker: int, known: Awaited, position: Position) -> bool:
-        """True if this life of a worker has come to a position, or before training an earlier one has."""
+        """Return True if this incarnation, or before training an earlier one, has reached a position."""
         reached = self._reached.get(worker)
         counts = reached is not None and (reached.life == known.life or not position.section)
         if counts and reached is not None and reached.is_as_far(position):
@@ -121,7 +120,7 @@ class Barriers:
         self._attendees, self._positions = attendees, Positions()
 
     def hear(self, worker: int, life: int, said: Arrive, now: float) -> Missing:
-        """Note where a worker is, and reply who is missing there."""
+        """Note a worker's position; reply with the workers that have not reached it."""
         self._positions.note(worker, life, said.position)
         if said.of == NOBODY:
             return Missing([])

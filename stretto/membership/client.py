@@ -1,6 +1,6 @@
-"""A worker's line to the coordinator: a thread that shows that the worker lives, and hears what has become of the rest.
+"""A worker's membership client: a thread that sends heartbeats and receives the coordinator's messages.
 
-`stretto.membership.client_state` is the state of the worker's side, without a socket or a clock.
+`stretto.membership.client_state` is its state machine, without a socket or a clock.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from stretto.security import WorkerKeys
 LARGEST_TOLD = 1 << 24
 WATCHED = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 LINGER_MS = 1000
-"""How long the last word may take to leave."""
+"""Time in ms that the last messages may take to be sent at the end."""
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(Told)
@@ -48,9 +48,9 @@ _DECODER = msgspec.msgpack.Decoder(Told)
 class MembershipClient(CoordinatorConnection):
     """A worker's connection to the coordinator, in a thread of its own.
 
-    Made, it has said Hello and has been welcomed: `settings` are those of the run. Raises TransportError when no
-    coordinator answers for `limit_s`. A paused worker gets a MemberOutError when no coordinator answers for
-    `failure_timeout_s`, and a TransportError when the run cannot go on.
+    The constructor registers the worker and waits for the reply: `settings` are those of the run. Raises TransportError
+    if no coordinator replies for `limit_s`. A paused worker gets a MemberOutError if no coordinator replies for
+    `failure_timeout_s`, and a TransportError if the run cannot continue.
     """
 
     def __init__(
@@ -64,14 +64,15 @@ class MembershipClient(CoordinatorConnection):
         on_abort: Callable[[int, str], None] = lambda _generation, _why: None,
     ) -> None:
         self.on_abort = on_abort
-        """Called from the thread when the worker's generation is over, or the worker is out: with it and the reason."""
+        """Called from the thread, with the generation and the reason, when the generation is aborted or the worker
+        evicted."""
         super().__init__(MembershipClientState(worker, life, self._news))
         self._me = f"worker {worker}"
         self._address, self._patience_s = address, failure_timeout_s
         self._every_s = min(failure_timeout_s / 5, 1.0)
         self._doing = ("starting", 0, time.monotonic())
         self.place: Callable[[], int] = lambda: -1
-        """Returns how many exchanges among all this worker has begun; called from the thread."""
+        """Returns the number of collective operations that this worker has begun; called from the thread."""
         self._waits: Waits | None = None
         self._broken: Broken | None = None
         self._quits = self._leaves = self._ends = False
@@ -97,38 +98,38 @@ class MembershipClient(CoordinatorConnection):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The settings of the run, the same for all."""
+        """Settings of the run, the same for all workers."""
         return self.attendance.settings or {}
 
     @property
     def generation(self) -> int:
-        """The last generation that this worker was in."""
+        """Last generation that this worker was in."""
         return self.attendance.generation
 
     def broken(self, generation: int, why: str, forming: bool = False) -> None:
-        """The exchange of this generation has failed, or its `forming`."""
+        """Report that a collective operation of this generation failed, or its rendezvous (`forming`)."""
         self._broken = Broken(generation, why, forming)
         self._wake()
 
     def doing(self, text: str, hand: int, waits: Waits | None = None) -> None:
-        """What this worker is about to do, with the hand that it was dealt last; others wait for it if need be."""
+        """Note this worker's next activity and its global step, for which others wait if necessary."""
         is_further = hand != self._doing[1]
         self._doing, self._waits = (text, hand, time.monotonic()), waits
         if is_further and self.attendance.held:
             self._wake()
 
     def quit(self) -> None:
-        """Ask to leave in good order, at the next rest. May be called by a signal's handler."""
+        """Ask to leave gracefully at the next rest. May be called by a signal handler."""
         self._quits = True
         self._wake()
 
     def leave(self) -> None:
-        """Say that this worker has done with everything."""
+        """Report that this worker has finished."""
         self._leaves = True
         self._wake()
 
     def close(self) -> None:
-        """End the thread, once what was said has left. Idempotent."""
+        """End the thread once all messages are sent. Idempotent."""
         self._ends = True
         self._wake()
         self._thread.join()
@@ -147,7 +148,7 @@ class MembershipClient(CoordinatorConnection):
         return answer
 
     def _wait(self, until: Callable[[], bool], limit_s: float) -> None:
-        """Wait until something has become so, as long as the coordinator answers."""
+        """Wait for a condition while the coordinator replies."""
         with self._changed:
             while not until():
                 self._raise_if_over()
@@ -206,9 +207,11 @@ class MembershipClient(CoordinatorConnection):
             self._context.term()
 
     def _mind_silence(self) -> None:
-        """Who waits for others, and for a coordinator, longer than the failure timeout is cut off from them.
+        """Abort the generation if the coordinator has been silent for the failure timeout while this worker waits for
+        others.
 
-        One that is alone waits for nobody: it stops before others that it can't see are let begin without it.
+        A worker that is alone in its generation waits for no other: it aborts earlier, before workers that it cannot
+        see may begin without it.
         """
         doing, _, since = self._doing
         alone = self.attendance.is_alone and not self.settings.get("free", False)
@@ -221,7 +224,7 @@ class MembershipClient(CoordinatorConnection):
         return bool(self._nudged.recv(4096))
 
     def _heed(self) -> bool:
-        """Learn what has become of the connection; True when it is there anew."""
+        """Process the events of the connection's monitor; return True if it is newly connected."""
         is_new = False
         while self._monitor.poll(0):
             event = parse_monitor_message(self._monitor.recv_multipart())["event"]
@@ -235,7 +238,7 @@ class MembershipClient(CoordinatorConnection):
         return is_new
 
     def _listen(self) -> bool:
-        """Take in all that has come; True when there is something to be said to it."""
+        """Process all messages received; return True if one needs a reply."""
         is_to_answer = False
         while True:
             try:
@@ -249,7 +252,7 @@ class MembershipClient(CoordinatorConnection):
                     self._changed.notify_all()
 
     def _speak(self, with_beat: bool) -> None:
-        """Say what is to be said, as often as it takes."""
+        """Send the messages that are due, repeated until there is a reply."""
         with self._changed:
             said = self.attendance.says()
             generation, aborted = self.attendance.generation, self.attendance.aborted

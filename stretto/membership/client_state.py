@@ -1,4 +1,4 @@
-"""A worker's side of its membership: what it knows, and what it says. A plain state machine."""
+"""State machine of a worker's membership: its knowledge and its messages. No socket, clock or thread."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from stretto.membership.messages import (
 )
 
 ALONE = 0.7
-"""The share of the failure timeout for which a worker goes on alone without a word of the coordinator."""
+"""Share of the failure timeout for which a worker that is alone continues without a message of the coordinator."""
 
 
 class MembershipClientState:
-    """What a worker knows of its membership, and what it says; a plain state machine.
+    """A worker's knowledge of its membership, and the messages that follow from it.
 
-    `news` is told of each Abort that ends the generation that this worker is in, and of Out and Stop.
+    `news` is called for each abort of the current generation, and for eviction and shutdown.
     """
 
     def __init__(self, worker: int, life: int, news: Callable[[int, str], None]) -> None:
@@ -38,23 +38,23 @@ class MembershipClientState:
         self._news = news
         self.settings: dict[str, Any] | None = None
         self.generation = 0
-        """The last one that this worker was in."""
+        """Last generation that this worker was in."""
         self.aborted = 0
-        """The last one that is known to be over."""
+        """Last generation that is known to have ended."""
         self.held = False
-        """Whether the worker is to stand still at its next rest."""
+        """True if the worker has to pause at its next rest."""
         self.is_alone = False
-        """Whether nobody else is in its generation."""
+        """True if no other worker is in its generation."""
         self.out: str | None = None
         self.stopped: Shutdown | None = None
         self.answer: GenerationView | Continue | None = None
-        """What the worker that stands was told."""
+        """The reply to a paused worker."""
         self._standing: ReadyReport | None = None
         self._rested = -1
-        """The hand at which this generation began, or rested last."""
+        """Global step at which this generation began or last rested."""
 
     def stand(self, here: ReadyReport) -> None:
-        """The worker stands still, until `answer` is there."""
+        """Pause the worker until there is an `answer`."""
         sign = 1 if here.generation > 0 else -1
         here = msgspec.structs.replace(here, generation=sign * self.generation, at_rest=here.at_rest and sign > 0)
         self.answer, self._standing = None, here
@@ -64,14 +64,14 @@ class MembershipClientState:
             self._reply(Continue(self.generation, self._rested + 1))
 
     def says(self) -> list[Said]:
-        """What is to be said now, and again until there is an answer."""
+        """Return the messages to send now, and again until there is a reply."""
         if self._standing is None:
             return []
         is_broken = self.generation > self.aborted and not self._standing.at_rest
         return [*([Broken(self.generation, "it stands still")] if is_broken else []), self._standing]
 
     def told(self, told: Told) -> bool:
-        """The coordinator says something; True when there is something to be said at once."""
+        """Process a message of the coordinator; return True if a message has to be sent immediately."""
         match told:
             case Registered():
                 self.settings = told.settings
@@ -136,34 +136,34 @@ class MembershipClientState:
 
 
 class CoordinatorConnection(ABC):
-    """A worker's line to the coordinator, whatever carries what is said."""
+    """A worker's connection to the coordinator, over any transport."""
 
     def __init__(self, attendance: MembershipClientState) -> None:
         self.attendance = attendance
 
     @property
     def held(self) -> bool:
-        """Whether all are asked to stand still at their next rest."""
+        """True if all workers are asked to pause at their next rest."""
         return self.attendance.held
 
     @property
     def aborted(self) -> int:
-        """The last generation that is known to be over: one that is just being formed may be over before it is."""
+        """Last generation that is known to have ended; a generation may end before its rendezvous completes."""
         return self.attendance.aborted
 
     def stand(self, here: ReadyReport) -> GenerationView:
-        """Stand still until the next generation is formed. A form without this worker asks it to leave.
+        """Pause until the next generation is formed. A generation without this worker asks it to leave.
 
-        Raises MemberOutError when this life is no member any more, and what else the line raises.
+        Raises MemberOutError if this incarnation is no member any more, and errors of the connection.
         """
         answer = self._stand(msgspec.structs.replace(here, at_rest=False))
         assert isinstance(answer, GenerationView)
         return answer
 
     def at_rest(self, here: ReadyReport) -> GenerationView | Continue:
-        """Stand still between two hands, because `held`; others may have come further. Raises as `stand` does."""
+        """Pause between two global steps, because `held`; others may be further. Raises as `stand` does."""
         return self._stand(msgspec.structs.replace(here, at_rest=True))
 
     @abstractmethod
     def _stand(self, here: ReadyReport) -> GenerationView | Continue:
-        """Say where the worker stands, and wait for the answer."""
+        """Report that the worker is paused, and wait for the reply."""

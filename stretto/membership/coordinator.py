@@ -1,11 +1,13 @@
-"""Who is in: the coordinator's book of workers, their lives and the generations that they form. A plain state machine.
+"""The membership coordinator: the workers, their incarnations, and the generations that they form. A plain state
+machine.
 
-It is told what workers say, what the launcher sees, and the time; it says what is to be told to whom. Messages may be
-lost, doubled and come late: a worker says again what it has not been answered, and is answered the same again.
+Its inputs are workers' messages, process exits that the launcher reports, and the time; its outputs are messages to
+workers. Messages may be lost, duplicated and late: a worker repeats a message until it has the reply, and gets the same
+reply again. `membership.messages` describes the protocol.
 
-Two things are final, whatever is heard later: that a worker stands still behind an Abort of generation G (it says
-`ReadyReport` with that generation and not at rest), and that it was in G without getting any state (`ReadyReport` with
--G, which the others are shown as 0). A worker at rest may be sent on, so the hands tell which of its words is the last.
+Two statements of a worker are final: that it is paused after an `AbortGeneration` of generation G (its `ReadyReport`
+has that generation and is not at rest), and that it was in G without receiving any state (`ReadyReport` with -G, which
+the others are shown as 0). A worker at rest may be sent on, so the global steps order its reports.
 """
 
 from __future__ import annotations
@@ -38,17 +40,17 @@ from stretto.membership.messages import (
 )
 
 COORDINATOR = -1000
-"""Stands for the coordinator where an event asks for the number of a worker."""
+"""Stands for the coordinator where an event has the number of a worker."""
 ASKED = "it was asked to end"
 UNKNOWN = "the run knows nothing of the generation that it comes from"
 STUCK = 5
-"""Number of times in a row that the same members may break off the same exchange."""
+"""Number of times in a row that the same members may abort the same collective operation."""
 ANEW = "no worker with history is left: all begin anew, from the last checkpoint"
 
 
 @dataclass(frozen=True, slots=True)
 class Outgoing:
-    """What one life of one worker is to be told."""
+    """Message to one incarnation of a worker."""
 
     worker: int
     life: int
@@ -56,7 +58,7 @@ class Outgoing:
 
 
 class Gone(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """The launcher says: a process has ended, and is started again or not."""
+    """Report of the launcher that a process has exited, and whether it is restarted."""
 
     worker: int
     life: int
@@ -65,7 +67,7 @@ class Gone(msgspec.Struct, array_like=True, tag=True, frozen=True):
 
 
 class Save(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """The launcher says: a checkpoint is wanted."""
+    """Request of the launcher for a checkpoint."""
 
 
 class _Record(msgspec.Struct, array_like=True, tag=True, frozen=True):
@@ -73,7 +75,7 @@ class _Record(msgspec.Struct, array_like=True, tag=True, frozen=True):
 
 
 class Began(_Record, frozen=True):
-    """The run has begun, with these settings."""
+    """Log record of the start of the run, with its settings."""
 
     settings: dict[str, Any]
     expected: int
@@ -85,20 +87,20 @@ class Began(_Record, frozen=True):
 
 
 class Formed(_Record, frozen=True):
-    """A generation; `left` are those that leave with it in good order."""
+    """Log record of a generation; `left` are the workers that leave gracefully with it."""
 
     form: GenerationView
     left: list[int] = []
 
 
 class Onward(_Record, frozen=True):
-    """Some that stood at rest were told to go on to this hand: where they stood before they never stand again."""
+    """Log record that members at rest were sent on to this global step: they will not rest at an earlier one."""
 
     hand: int
 
 
 class Ended(_Record, frozen=True):
-    """A life is over."""
+    """Log record of the end of an incarnation."""
 
     worker: int
     life: int
@@ -108,7 +110,7 @@ class Ended(_Record, frozen=True):
 
 
 class Stopped(_Record, frozen=True):
-    """The run can't go on."""
+    """Log record that the run cannot continue."""
 
     why: str
     uneven: bool = False
@@ -124,42 +126,42 @@ Event: TypeAlias = dict[str, Any]
 
 @dataclass(slots=True)
 class _Process:
-    """One life of a worker, the last that is known of its number."""
+    """Last known incarnation of a worker."""
 
     life: int
     heard: float
     state: State = "new"
     here: ReadyReport | None = None
-    """Where it stands, once it does."""
+    """Its report that it is paused; None while it runs."""
     hand: int = 0
-    """The furthest hand that it is known to have been dealt in this generation."""
+    """Furthest global step that it is known to have been assigned in this generation."""
     place: int = -1
-    """How many exchanges among all it has begun, as its heartbeats report; -1 before its first generation."""
+    """Number of collective operations that it has begun, from its heartbeats; -1 before its first generation."""
     doing: str = ""
     waits: Waits | None = None
-    """The last exchange of this generation that it is known to have waited in."""
+    """Last collective operation of this generation that it is known to have waited in."""
     since: float = 0.0
     quits: bool = False
     slow: bool = False
     entered: int = 0
-    """The last generation that it was a member of."""
+    """Last generation that it was a member of."""
     ended: float = 0.0
     returns: bool = False
     why: str = ""
 
     @property
     def lives(self) -> bool:
-        """Whether it is still to be reckoned with."""
+        """True if the process runs, as far as is known."""
         return self.state in ("new", "in")
 
 
 class MembershipCoordinator:
-    """Who is in, and in which generation.
+    """Decides which workers are members, and in which generation.
 
-    `expected` workers make the first generation. Fewer than `min_workers` do not go on, more than `max_workers` are not
-    let in. A worker without a heartbeat for `failure_timeout_s` has failed; one whose return was announced is waited
-    for `return_s`, where it matters, by default as long. In a `free` roll nobody waits for anybody: newcomers are in at
-    once, and a death is only news.
+    `expected` workers form the first generation. Fewer than `min_workers` do not continue; more than `max_workers` are
+    not admitted. A worker without a heartbeat for `failure_timeout_s` has failed; where it matters, a worker that is
+    being restarted is awaited for `return_s`, by default as long. If `free` (asynchronous training) no worker waits for
+    another: joining workers are admitted immediately, and failures only reported.
     """
 
     def __init__(
@@ -186,30 +188,31 @@ class MembershipCoordinator:
         self._formed = GenerationView(0, [])
         self._phase: Phase = "running" if free else "gathering"
         self._why = ""
-        """Why the generation is over, or why the run cannot go on."""
+        """Reason why the generation has ended, or why the run cannot continue."""
         self._limit: float | None = None
-        """Until when a broken exchange may remain without a known death."""
+        """Time until which an aborted operation may remain without a known failure."""
         self._onward = 0
-        """The hand that some were told to go on to, in this generation."""
+        """Global step that members at rest were sent on to in this generation."""
         self._saves = False
         self._exchanges = Exchanges()
         self._is_exchange_broken = False
-        """Whether the generation is over since an exchange was broken off, and not for a death or its forming."""
+        """True if the generation was aborted because a collective operation failed, not for a failed worker or
+        rendezvous."""
         self._broken_off: tuple[list[tuple[int, int, int]], int] = [], 0
-        """The members, their lives and commits when an exchange was broken off last, and how often in a row."""
+        """Members at the last aborted operation, with incarnations and commits, and the times in a row."""
         self.uneven: str | None = None
-        """Why the run cannot go on, if the workers' loops are of unequal length."""
+        """Reason why the run cannot continue, if the workers' loops are of unequal length."""
         self._posts: list[Outgoing] = []
         self._records: list[bytes] = []
         self.notices: list[str] = []
-        """What a person should know, since it was last taken away."""
+        """Notices for the user since they were last taken."""
         self.events: list[Event] = []
-        """What the log should hold, since it was last taken away."""
+        """Events for the event log since they were last taken."""
         self._record(self._began)
 
     @classmethod
     def restored(cls, records: Iterable[bytes], now: float) -> MembershipCoordinator:
-        """The roll that wrote these records, as far as they go. The first says how it began."""
+        """Return the coordinator that wrote these records; the first one has its settings."""
         began, *others = (_DECODER.decode(one) for one in records)
         assert isinstance(began, Began), "a journal of the roll begins with the settings"
         roll = cls(
@@ -228,26 +231,26 @@ class MembershipCoordinator:
 
     @property
     def generation(self) -> int:
-        """The generation that there is; 0 before the first."""
+        """Number of the current generation; 0 before the first."""
         return self._formed.generation
 
     @property
     def phase(self) -> Phase:
-        """What the roll is about."""
+        """Phase of the coordinator."""
         return self._phase
 
     @property
     def members(self) -> dict[int, int]:
-        """The members of the generation that still live, and their lives."""
+        """Members of the generation that have not failed, with their incarnations."""
         return {one.worker: one.life for one in self._formed.members if self._is_in(one)}
 
     def awaited(self, in_training: bool, now: float) -> dict[int, Awaited]:
-        """The workers that a barrier of the script waits for.
+        """Return the workers that a barrier of the script waits for.
 
-        In training they are the members that can still come: one that stands at rest waits for those at the barrier
-        itself, and so may one that was restarted where nobody waits, until it takes part. Before training they are all
-        workers that were started, until they are in: one that failed and is restarted is waited for as well, since
-        nobody has begun without it.
+        In training they are the members that can still come: a member at rest waits for the workers at the barrier
+        itself, and so may a restarted worker in asynchronous training until it takes part. Before training they are all
+        workers that were started, until they are members: a failed one that is restarted is awaited as well, since none
+        has begun without it.
         """
         if in_training:
             found = {worker: self._all[worker] for worker in self.members}
@@ -259,21 +262,21 @@ class MembershipCoordinator:
         return {worker: Awaited(self._all[worker].life if worker in self._all else 0, -1) for worker in early}
 
     def _is_to_begin(self, worker: int, now: float) -> bool:
-        """True if a worker that was started has not come to the training yet, and still can."""
+        """Return True if a worker that was started has not reached the training yet, and still can."""
         one = self._all.get(worker)
         if one is None:
             return True
         return one.state == "gone" and (self._returns(one, now) if self.generation else one.returns)
 
     def records(self) -> list[bytes]:
-        """What has to be on the disk before anything more is told; each is given once."""
+        """Return the records that must be on disk before any further message is sent; each once."""
         records, self._records = self._records, []
         return records
 
     # --- what it is told --------------------------------------------------------------------------------------------
 
     def hear(self, worker: int, life: int, said: Said, now: float) -> list[Outgoing]:
-        """A worker says something."""
+        """Process a worker's message; return the messages to send."""
         one = self._all.get(worker)
         if one is not None and life < one.life:
             return [Outgoing(worker, life, Evicted(f"a later process of worker {worker} has taken its place"))]
@@ -291,7 +294,7 @@ class MembershipCoordinator:
     def gone(
         self, worker: int, life: int, now: float, will_return: bool = False, why: str = "its process ended"
     ) -> list[Outgoing]:
-        """The launcher saw a process end, and starts it again or not."""
+        """Process the exit of a process, which the launcher restarts or not."""
         one = self._all.get(worker)
         if one is None or life > one.life:
             one = self._begin(worker, life, now)
@@ -300,7 +303,7 @@ class MembershipCoordinator:
         return self._settled(now)
 
     def tick(self, now: float) -> list[Outgoing]:
-        """Time has passed: somebody's failure timeout may have run out."""
+        """Process the passing of time: failure timeouts may have run out."""
         for worker, one in self._all.items():
             silent = now - one.heard
             if one.lives and silent > self._began.failure_timeout_s:
@@ -312,12 +315,12 @@ class MembershipCoordinator:
         return self._settled(now)
 
     def slept(self, seconds: float) -> None:
-        """Nobody listened for so long: that workers were not heard is not their fault."""
+        """Extend all failure timeouts after a time in which no message was received."""
         for one in self._all.values():
             one.heard += seconds
 
     def save(self, now: float) -> list[Outgoing]:
-        """A checkpoint is wanted, at the next rest of all."""
+        """Request a checkpoint, made when all members are at rest."""
         self._saves = not self._began.free
         return self._settled(now)
 
@@ -359,7 +362,7 @@ class MembershipCoordinator:
             self._tell_again(worker, said)
         elif one.state == "new":
             self._here_new(worker, one, said, now)
-        elif said.generation > self.generation:  # a journal was damaged, and what it told of is not known any more
+        elif said.generation > self.generation:  # the log was damaged and lost this generation
             self._end(worker, UNKNOWN, False, now)
             self._tell(worker, Evicted(one.why))
         elif abs(said.generation) < self.generation and (not self._began.free or abs(said.generation) < one.entered):
@@ -377,7 +380,7 @@ class MembershipCoordinator:
             self._here_at_rest(worker, one, said)
 
     def _note_exchange(self, one: _Process, waits: Waits | None) -> None:
-        """Note where a member waits. Loops of unequal length end the run: no later exchange can put them right."""
+        """Note where a member waits. Loops of unequal length end the run: no later operation can match again."""
         if waits is None or self._began.free or self._phase == "stopped":
             return
         one.waits = waits
@@ -414,7 +417,7 @@ class MembershipCoordinator:
             one.here, one.hand = said, max(one.hand, said.hand)
 
     def _tell_again(self, worker: int, said: ReadyReport) -> None:
-        """It has missed the last generation, or is not in it."""
+        """Send the current generation again to a worker that missed it or is not in it."""
         is_in = any(each.worker == worker for each in self._formed.members)
         if is_in == (self._all[worker].state == "in"):
             self._tell(worker, self._formed)
@@ -435,14 +438,14 @@ class MembershipCoordinator:
     # --- what follows ------------------------------------------------------------------------------------------------
 
     def _settled(self, now: float) -> list[Outgoing]:
-        """Do what is to be done until nothing more follows; returns what is to be told."""
+        """Take all steps that follow; return the messages to send."""
         while self._step(now):
             pass
         posts, self._posts = self._posts, []
         return posts
 
     def _step(self, now: float) -> bool:
-        """Do one thing that follows from what is known; False when there is none."""
+        """Take one step that follows from the state; return False if there is none."""
         if self._phase == "gathering":
             return self._begin_anew(now, "")
         if self._phase == "stopped":
@@ -458,7 +461,7 @@ class MembershipCoordinator:
         return self._form_at_rest(now) if self._phase == "holding" else self._hold()
 
     def _abort(self, why: str, now: float) -> bool:
-        """The generation is over: all that are left of it are to stand still."""
+        """End the generation: its remaining members have to pause."""
         self._phase, self._why = "aborting", why
         self._limit = None if self._lost() else now + self._began.failure_timeout_s
         for worker in self.members:
@@ -468,7 +471,7 @@ class MembershipCoordinator:
         return True
 
     def _hold(self) -> bool:
-        """Ask all to stand still at their next rest, if there is something to be done there."""
+        """Ask all members to pause at their next rest, if there is a reason."""
         members = [self._all[worker] for worker in self.members]
         is_wanted = self._saves or self._standing() or any(one.quits or one.here is not None for one in members)
         if not members or not is_wanted:
@@ -480,7 +483,7 @@ class MembershipCoordinator:
         return True
 
     def _form_at_rest(self, now: float) -> bool:
-        """Bring all to one hand; when they stand there newcomers come in, quitters leave, or a checkpoint is made."""
+        """Bring all members to rest at one global step; then admit and release workers, or make a checkpoint."""
         members = {worker: self._all[worker] for worker in self.members}
         if not members:
             self._phase = "running"
@@ -505,13 +508,13 @@ class MembershipCoordinator:
         return True
 
     def _stop_short(self, after: list[int]) -> None:
-        """Where those that left were too many, the others do not go on by themselves."""
+        """Abort the generation if too few members remain after the others left."""
         if 0 < len(after) < self._began.min_workers:
             self._abort(self._few(len(after)), 0.0)
             self._limit = None
 
     def _form_behind_abort(self, now: float) -> bool:
-        """Once all that are left stand still, those with history go on."""
+        """Form the next generation of the members with state once all remaining members are paused."""
         members = {worker: self._all[worker] for worker in self.members}
         if any(one.here is None for one in members.values()):
             return False
@@ -530,7 +533,7 @@ class MembershipCoordinator:
         return self._form(history, why, now)
 
     def _is_stuck(self, members: dict[int, _Process]) -> bool:
-        """Whether the same members have broken off the same exchange again and again, and nobody has ended it."""
+        """Return True if the same members have repeatedly aborted the same operation and none has completed it."""
         now = sorted((worker, one.life, one.here.commits if one.here else 0) for worker, one in members.items())
         before, times = self._broken_off
         self._broken_off = now, times + 1 if now == before else 1
@@ -541,7 +544,7 @@ class MembershipCoordinator:
         return f"the same workers have broken off the same exchange {STUCK} times: {sentence(places) or self._why}"
 
     def _begin_anew(self, now: float, why: str) -> bool:
-        """Nobody has any history: all that can be there are waited for, and begin together."""
+        """Start from the beginning, since no worker has state: wait for all that can come, and form a generation."""
         standing = sorted(worker for worker, one in self._all.items() if one.lives and one.here is not None)
         if self._is_somebody_to_come(now) or self._is_over():
             return self._stop_if_few(now)
@@ -556,7 +559,7 @@ class MembershipCoordinator:
         return self._unseen() > 0 or any(coming)
 
     def _stop_if_few(self, now: float) -> bool:
-        """Stop when not enough workers are there or may still come."""
+        """Stop the run if too few workers are there or may still come."""
         there = sum(one.lives or self._returns(one, now) for one in self._all.values())
         if there + self._unseen() + self._done() >= max(self._began.min_workers, 1):
             return False
@@ -580,7 +583,7 @@ class MembershipCoordinator:
     # --- what is done ------------------------------------------------------------------------------------------------
 
     def _begin(self, worker: int, life: int, now: float) -> _Process:
-        """A new life has begun; the one before is over."""
+        """Note a new incarnation; the previous one has ended."""
         if worker in self._all and self._all[worker].lives:
             self._end(worker, "its next process has begun", True, now)
         self._all[worker] = _Process(life, now)
@@ -589,7 +592,7 @@ class MembershipCoordinator:
     def _end(
         self, worker: int, why: str, returns: bool, now: float, state: Literal["gone", "left"] = "gone", again: str = ""
     ) -> None:
-        """A life is over."""
+        """Note the end of an incarnation."""
         one = self._all[worker]
         if one.state == "gone" and one.returns == returns:
             return
@@ -604,12 +607,12 @@ class MembershipCoordinator:
         self._record(Ended(worker, one.life, state, one.why, returns))
 
     def _admit(self, worker: int, one: _Process, said: ReadyReport, now: float) -> None:
-        """In a free roll a newcomer is in at once; nobody else is told."""
+        """Admit a worker immediately, in asynchronous training; no other worker is notified."""
         one.here = said
         self._form_free([*self.members.keys() - {worker}, worker], f"worker {worker} is in", now, worker)
 
     def _form_free(self, workers: list[int], why: str, now: float, told: int) -> None:
-        """A generation that only the one who caused it is told of."""
+        """Form a generation of which only the worker that caused it is notified."""
         for worker in workers:
             self._all[worker].here = self._all[worker].here or ReadyReport(self._all[worker].entered)
         self._form(sorted(workers), why, now, [] if told in workers else [told], only=told)
@@ -617,13 +620,13 @@ class MembershipCoordinator:
     def _form(
         self, workers: list[int], why: str, now: float, left: list[int] | None = None, only: int | None = None
     ) -> bool:
-        """The next generation, of these workers."""
+        """Form the next generation of these workers."""
         former = {one.worker: one.life for one in self._formed.members}
         members = [Member(worker, self._all[worker].life, _shown(self._all[worker].here)) for worker in workers]
         gone = sorted(worker for worker in former if worker not in workers)
         form = GenerationView(
             self.generation + 1, members, gone, why
-        )  # no checkpoint: who has just come would not make it
+        )  # no checkpoint: joining workers could not take part
         told = [*workers, *(left or [])]
         joined = [one for one in members if former.get(one.worker) != one.life]
         self._record(Formed(form, left or []))
@@ -638,7 +641,7 @@ class MembershipCoordinator:
         return True
 
     def _go_on(self, workers: list[int]) -> None:
-        """The same generation goes on from this rest."""
+        """Continue the same generation from this rest."""
         members = [Member(worker, self._all[worker].life, _shown(self._all[worker].here)) for worker in workers]
         form = GenerationView(self.generation, members, save=self._saves)
         self._record(Formed(form))
@@ -647,7 +650,7 @@ class MembershipCoordinator:
             self._tell(worker, form)
 
     def _enter(self, form: GenerationView, left: list[int], now: float) -> None:
-        """Take over a generation, new or read from the journal."""
+        """Make a generation, new or read from the log, the current one."""
         former, self._formed = self._formed, form
         self._exchanges, self._is_exchange_broken = Exchanges(), False
         self._phase, self._limit, self._onward = "running", None, 0
@@ -667,7 +670,7 @@ class MembershipCoordinator:
             process.state, process.here, process.hand, process.entered = "in", None, 0, form.generation
 
     def _stop(self, why: str, uneven: bool = False) -> bool:
-        """End the run. Workers whose loops are `uneven` say so themselves, as an error of their scripts."""
+        """End the run. Workers whose loops are `uneven` raise it as an error of their scripts."""
         self._phase, self._why, self.uneven = "stopped", why, why if uneven else None
         self._record(Stopped(why, uneven))
         if not uneven:
@@ -703,29 +706,29 @@ class MembershipCoordinator:
         return one.life == member.life and one.state == "left"
 
     def _is_over(self) -> bool:
-        """Whether nobody goes on, because some have done with everything."""
+        """Return True if no member is left because some have finished."""
         return self.generation > 0 and not self.members and self._done() > 0 and not self._began.free
 
     def _done(self) -> int:
-        """How many have ended their loop, and were not asked to."""
+        """Return the number of workers that have finished their loop without being asked to leave."""
         return sum(one.state == "left" and one.why != ASKED for one in self._all.values())
 
     def _unseen(self) -> int:
-        """How many of those who were expected at first have not been heard of yet."""
+        """Return the number of initially expected workers without a message so far."""
         if self.generation and not self._began.free:
             return 0
         return sum(worker not in self._all for worker in range(self._began.expected))
 
     def _lost(self) -> list[int]:
-        """Members that are gone, and did not leave in good order."""
+        """Return the members that have failed."""
         return [one.worker for one in self._formed.members if not self._is_in(one) and not self._has_left(one)]
 
     def _new(self) -> dict[int, _Process]:
-        """Who lives and is no member."""
+        """Return the running workers that are no members."""
         return {worker: one for worker, one in self._all.items() if one.state == "new"}
 
     def _standing(self) -> list[int]:
-        """Newcomers that wait to be let in."""
+        """Return the workers that wait to be admitted."""
         return [worker for worker, one in self._new().items() if one.here is not None]
 
     def _returns(self, one: _Process, now: float) -> bool:
@@ -774,12 +777,12 @@ class MembershipCoordinator:
 
 
 def rested(form: GenerationView) -> int:
-    """The hand at which a generation began or last rested; -1 when its members did not stand at rest."""
+    """Return the global step at which a generation began or last rested; -1 if its members were not at rest."""
     return max((one.here.hand for one in form.members if one.here.at_rest), default=-1)
 
 
 def _shown(here: ReadyReport | None) -> ReadyReport:
-    """As the others are to see it: without history is 0."""
+    """Return the report as other workers see it: its generation is 0 without state."""
     assert here is not None, "who enters a generation has said where it stands"
     return msgspec.structs.replace(here, generation=max(here.generation, 0))
 

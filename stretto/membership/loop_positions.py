@@ -1,7 +1,7 @@
-"""Where workers are in their scripts' loops: exchanges of all are compared, so that loops of unequal length are named.
+"""Positions of workers in their scripts' loops, compared in collective operations to detect loops of unequal length.
 
-All workers make the same exchanges in the same order. Two workers that take part in the exchange of the same number at
-different places of the loop will never agree again: that is found here, before a time-out is.
+All workers run the same collective operations in the same order. Two workers that are in the operation of the same
+number at different positions of the loop can never match again: this is detected here, before a timeout.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import msgspec
 from stretto.errors import explain
 
 Kind: TypeAlias = Literal["tensors", "all_gather", "broadcast"]
-"""Kind of an exchange: a mean or messages of a codec; the bytes of every worker; the bytes of one worker."""
+"""Kind of a collective operation: a mean or codec messages; bytes of every worker; bytes of one worker."""
 COMING, LOOP, CLOSED, OVER = 1, 2, 3, 4
 """Phases of a script: before its first epoch, in the loop, after the end of an epoch, after its last line."""
 EVEN = "for batch in loader: ..., and break or exit by what is the same on every worker"
 """What to type for loops of equal length."""
 KEPT = 4
-"""Number of exchanges of which it is remembered where the first worker was."""
+"""Number of recent operations whose first worker's position is stored."""
 
 
 class LoopPosition(msgspec.Struct, array_like=True, frozen=True):
@@ -32,32 +32,32 @@ class LoopPosition(msgspec.Struct, array_like=True, frozen=True):
 
     @property
     def section(self) -> tuple[int, int]:
-        """What all workers that take part in one exchange have in common."""
+        """Part of the position that all workers in one operation have in common."""
         return self.phase, self.epoch if self.phase != OVER else 0
 
 
 class Waits(msgspec.Struct, array_like=True, frozen=True):
-    """The exchange that a worker waits in: its number, its kind, and where the worker is."""
+    """Collective operation that a worker waits in: its number, its kind, and the worker's position."""
 
     exchange: int
     kind: Kind
     place: LoopPosition
 
     def fits(self, other: Waits) -> bool:
-        """Return whether both can be one exchange. A worker that has just come fits everywhere."""
+        """Return True if both can be one operation. A worker that has just joined fits everywhere."""
         if COMING in (self.place.phase, other.place.phase):
             return True
         return (self.kind, self.place.section) == (other.kind, other.place.section)
 
 
 class Exchanges:
-    """The last exchanges of all, by number. Finds two workers that do not take part in the same one."""
+    """The last collective operations, by number. Detects two workers that are in different operations."""
 
     def __init__(self) -> None:
         self._first: dict[int, Waits] = {}
 
     def differs(self, waits: Waits) -> bool:
-        """Note where a worker waits; return whether another one waits elsewhere in the exchange of that number."""
+        """Note where a worker waits; return True if another worker's operation of that number differs."""
         if waits.place.phase == COMING:
             return False
         first = self._first.setdefault(waits.exchange, waits)
@@ -67,7 +67,7 @@ class Exchanges:
 
 
 def are_apart(places: Iterable[LoopPosition]) -> bool:
-    """Return whether workers that take part in one exchange are at different places of their loops."""
+    """Return True if workers in one operation are at different positions of their loops."""
     return len({one.section for one in places if one.phase != COMING}) > 1
 
 
@@ -86,7 +86,7 @@ def explained(places: Mapping[int, LoopPosition]) -> str:
 
 
 def sentence(places: Mapping[int, LoopPosition]) -> str:
-    """Return where each worker is, those that are furthest first.
+    """Return a sentence with each worker's position, the furthest first.
 
     >>> sentence({0: LoopPosition(LOOP, 2, 13), 1: LoopPosition(OVER, 1, 12), 2: LoopPosition(LOOP, 2, 13)})
     'worker 1 has ended its script in epoch 1 at step 12, workers 0 and 2 wait in epoch 2 at step 13'
@@ -112,7 +112,7 @@ def _at(place: LoopPosition, several: bool, with_epoch: bool) -> str:
 
 
 def named(workers: list[int]) -> str:
-    """Return how workers are called in a sentence.
+    """Return how a sentence names these workers.
 
     >>> named([3]), named([0, 1, 2])
     ('worker 3', 'workers 0, 1 and 2')

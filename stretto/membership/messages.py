@@ -1,7 +1,27 @@
-"""What workers and the coordinator say to each other about who is in. Small structs; nothing else is ever decoded.
+"""Messages of the membership protocol between workers and the coordinator. Small structs; nothing else is decoded.
 
-A *generation* is a set of workers that exchange with each other; generations are numbered and only grow. A *life* is
-one process of a worker: a worker that is started again has the same number and a greater life.
+A *generation* is a set of workers that run collective operations together; generations are numbered upwards. An
+*incarnation* is one process of a worker: a restarted worker has the same number and a greater incarnation.
+
+    worker                              coordinator
+      | -- Register -----------------------> |   repeated until there is a reply
+      | <- Registered(settings) ------------ |
+      | -- Heartbeat ----------------------> |   at a fifth of the failure timeout
+      | -- ReadyReport(0) -----------------> |   paused, without state; repeated until there is a reply
+      | <- GenerationView(1, members) ------ |   all continue with these members
+      |                                      |
+      | -- Broken(1, why) -----------------> |   a collective operation failed, or a worker missed its heartbeats
+      | <- AbortGeneration(1, why) --------- |   to all members: abort pending operations and pause
+      | -- ReadyReport(1, commits, ...) ---> |
+      | <- GenerationView(2, members) ------ |   once all remaining members are paused
+      |                                      |
+      | <- PauseRequest(2) ----------------- |   to admit or release workers, or for a checkpoint
+      | -- ReadyReport(2, at_rest=True) ---> |   between two global steps, with no operation pending
+      | <- Continue(2, step) --------------- |   others are further: rest again at or after this global step
+      | <- GenerationView(2 or 3, ...) ----- |   once all members rest at the same global step
+      |                                      |
+      | -- Quit / Leave -------------------> |   leave gracefully at the next rest / finished
+      | <- Evicted / Shutdown -------------- |   this incarnation is no member any more / the run cannot continue
 """
 
 from __future__ import annotations
@@ -13,7 +33,7 @@ import msgspec
 from stretto.membership.loop_positions import Waits
 
 EXCHANGING = "exchanging"
-"""What a worker does that waits for others."""
+"""Activity of a worker that waits in a collective operation."""
 
 
 class _Message(msgspec.Struct, array_like=True, tag=True, frozen=True):
@@ -24,17 +44,17 @@ class _Message(msgspec.Struct, array_like=True, tag=True, frozen=True):
 
 
 class Register(_Message, frozen=True):
-    """A process has begun, or has found its way back to the coordinator."""
+    """First message of a process, and of one that has reconnected to the coordinator."""
 
     host: str
     pid: int
 
 
 class Heartbeat(_Message, frozen=True):
-    """It is alive, in this generation, doing this for so many seconds.
+    """Sign of life, with the worker's generation and its activity since `for_s` seconds.
 
-    `place` grows with each exchange among all that the worker begins; -1 before its first generation. `waits` is the
-    exchange that it waits in.
+    `place` is the number of collective operations that the worker has begun; -1 before its first generation. `waits` is
+    the operation that it waits in.
     """
 
     generation: int
@@ -46,7 +66,7 @@ class Heartbeat(_Message, frozen=True):
 
 
 class Broken(_Message, frozen=True):
-    """Its exchange in this generation has failed: somebody is gone. `forming`: the generation was not formed yet."""
+    """Report that a collective operation of this generation failed; `forming`: its rendezvous did."""
 
     generation: int
     why: str
@@ -54,13 +74,13 @@ class Broken(_Message, frozen=True):
 
 
 class ReadyReport(_Message, frozen=True):
-    """It stands still and exchanges nothing until it is told a new generation. Said again until that comes.
+    """Report that the worker is paused: it starts no collective operation until a new generation. Repeated until then.
 
-    `generation` is the one it comes from, at most 0 for a worker without history, which takes and never gives.
-    `commits` are the exchanges that it has ended, `rounds` those of them that carried samples, and `hand` the batches
-    that it has been dealt. `at_rest` says that it stands between two hands with nothing unfinished (under a Hold), and
-    not in the middle of an exchange. `store` is an address at which it can keep a store for others to meet at. The
-    exchange that it was in the middle of is `waits`.
+    `generation` is the worker's last one, at most 0 for a worker without state, which can only receive it. `commits` is
+    the number of collective operations that it has completed, `rounds` the number of those that carried samples, and
+    `hand` the number of global steps that it was assigned. `at_rest` is True between two global steps with no operation
+    pending (after a PauseRequest). `store` is an address at which it can host a rendezvous store. `waits` is its
+    pending operation.
     """
 
     generation: int
@@ -73,50 +93,50 @@ class ReadyReport(_Message, frozen=True):
 
     @property
     def has_history(self) -> bool:
-        """Whether it can give its state to others."""
+        """True if the worker has state that it can send to others."""
         return self.generation > 0
 
 
 class Quit(_Message, frozen=True):
-    """It was asked to end soon, and wants to leave in good order."""
+    """Notice that the worker was asked to end soon, and wants to leave gracefully."""
 
 
 class Leave(_Message, frozen=True):
-    """It has done with everything."""
+    """Notice that the worker has finished."""
 
 
 # --- the coordinator says -------------------------------------------------------------------------------------------
 
 
 class Registered(_Message, frozen=True):
-    """The settings of the run, the same for all, and the generation that there is."""
+    """Settings of the run, the same for all workers, and the current generation."""
 
     settings: dict[str, Any]
     generation: int
 
 
 class AbortGeneration(_Message, frozen=True):
-    """This generation is over: stand still and say Here."""
+    """Order to abort the generation's operations, pause and send a ReadyReport."""
 
     generation: int
     why: str
 
 
 class PauseRequest(_Message, frozen=True):
-    """Stand still at the next rest between two hands, and say Here. Nothing is broken off."""
+    """Request to pause at the next rest between two global steps and to send a ReadyReport. No operation is aborted."""
 
     generation: int
 
 
 class Continue(_Message, frozen=True):
-    """Others have come further: go on to the first rest at or behind this hand, and say Here again."""
+    """Order to continue to the first rest at or after this global step, since others are further."""
 
     generation: int
     hand: int
 
 
 class Member(msgspec.Struct, array_like=True, frozen=True):
-    """One member of a generation, and where it stood."""
+    """One member of a generation, with its report."""
 
     worker: int
     life: int
@@ -124,10 +144,10 @@ class Member(msgspec.Struct, array_like=True, frozen=True):
 
 
 class GenerationView(_Message, frozen=True):
-    """The next generation: its members in the order of their numbers; a generation that is already there goes on.
+    """Members of a generation in the order of their numbers. A current generation that is sent again continues.
 
-    `gone` are those that were in the last one and are not in this. `save` asks for a checkpoint first,
-    where a generation goes on.
+    `gone` are members of the previous one that are not in this. `save` requests a checkpoint first, in a generation
+    that continues.
     """
 
     generation: int
@@ -138,23 +158,23 @@ class GenerationView(_Message, frozen=True):
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """The members' numbers."""
+        """Numbers of the members."""
         return tuple(one.worker for one in self.members)
 
     @property
     def first(self) -> int:
-        """The rank of the first member with a history, who gives to the others; of the first where nobody has one."""
+        """Rank of the first member with state, which sends it to the others; 0 if no member has state."""
         return next((rank for rank, one in enumerate(self.members) if one.here.has_history), 0)
 
 
 class Evicted(_Message, frozen=True):
-    """This life is no member any more: what it has is not the run's."""
+    """Notice that this incarnation is no member any more: its state is discarded."""
 
     why: str
 
 
 class Shutdown(_Message, frozen=True):
-    """The run can't go on. `uneven`: since the workers' loops are of unequal length."""
+    """Notice that the run cannot continue. `uneven`: since the workers' loops are of unequal length."""
 
     why: str
     uneven: bool = False

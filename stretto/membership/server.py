@@ -1,7 +1,7 @@
-"""The coordinator's side of the roll: one socket, one roll, one journal.
+"""Network side of the membership coordinator: one socket, one coordinator, one write-ahead log.
 
-What follows from a message is on the disk before anybody is told of it. Every message of a worker is answered, if only
-by an empty frame, so that the worker knows that somebody is there.
+Decisions are on disk before any worker is notified of them. Every message of a worker has a reply, if only an empty
+frame, so that the worker knows that the coordinator runs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LARGEST_SAID = 1 << 16
 _NAME = re.compile(rb"worker (0|[1-9]\d{0,6})\.(0|[1-9]\d{0,6})")
 _LAUNCHER = re.compile(rb"launcher (0|[1-9]\d{0,6})")
 _AT_BARRIER = re.compile(rb"barrier (0|[1-9]\d{0,6})\.(0|[1-9]\d{0,6})")
-"""The name of a worker's connection for barriers, beside the one that its membership has."""
+"""Socket identity of a worker's connection for barriers, beside its membership connection."""
 _ENCODER = msgspec.msgpack.Encoder()
 _SAID = msgspec.msgpack.Decoder(Said)
 _REPORTED = msgspec.msgpack.Decoder(Gone | Save)
@@ -37,9 +37,9 @@ __all__ = ["Gone", "MembershipServer", "Save"]
 
 
 class MembershipServer:
-    """Carries messages between workers and a roll, until told to stop.
+    """Carries messages between workers and the membership coordinator until it is stopped.
 
-    `publish` is given the notices and the events of each step, after they are on the disk.
+    `publish` receives the notices and events of each step, after they are on disk.
     """
 
     def __init__(
@@ -69,10 +69,10 @@ class MembershipServer:
         self._socket.bind(self.address)
         self._is_stuck = False
         self.refused = 0
-        """Messages that were not taken, for whatever reason."""
+        """Number of refused messages."""
 
     def run(self, stop: threading.Event) -> None:
-        """Serve until told to stop."""
+        """Serve until `stop` is set."""
         try:
             self._tell([])  # the journal has its first record
             due = time.monotonic()
@@ -93,7 +93,7 @@ class MembershipServer:
             self._context.destroy(linger=0)
 
     def _save(self, now: float) -> None:
-        """Ask for a checkpoint when it is time for one."""
+        """Request a checkpoint when it is due."""
         if self._save_every_s is not None and now - self._saved >= self._save_every_s:
             self._saved = now
             self._tell(self._roll.save(now))
@@ -137,7 +137,8 @@ class MembershipServer:
         return self._roll.gone(said.worker, said.life, now, said.will_return, said.why)
 
     def _tell(self, posts: Sequence[Outgoing]) -> None:
-        """Journal, then tell, then publish. What cannot be journalled is not told; it will be asked for again."""
+        """Write the log, then send, then publish. Messages whose records cannot be written are not sent; workers repeat
+        theirs."""
         for one in self._roll.records():
             self._journal.append(one)
         if self._is_journalled():

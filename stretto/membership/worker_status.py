@@ -1,6 +1,6 @@
-"""Where a worker is in its loop, in a page of memory that outlives its process: the launcher reads it at the end.
+"""A worker's position in its loop, in a memory page that outlives its process: the launcher reads it at the end.
 
-The launcher makes a file without a name and gives it to the process, which maps it: a note costs one write to memory.
+The launcher creates an unnamed file and passes it to the process, which maps it: a note costs one write to memory.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _LAYOUT = struct.Struct("<?iii")
 
 
 class Status:
-    """A worker's side. Without a launcher nothing is noted."""
+    """A worker's side of the page. Without a launcher nothing is stored."""
 
     def __init__(self) -> None:
         self._page: mmap.mmap | None = None
@@ -28,18 +28,18 @@ class Status:
         os.close(descriptor)
 
     def note(self, place: LoopPosition, is_finished: bool = False) -> None:
-        """Note where this worker is, and whether its training has come to its end."""
+        """Store this worker's position, and whether its training has finished."""
         if self._page is not None:
             _LAYOUT.pack_into(self._page, 0, is_finished, place.phase, place.epoch, place.step)
         self._place = place
 
     def finish(self) -> None:
-        """Note that the training has come to its end."""
+        """Note that the training has finished."""
         self.note(self._place, is_finished=True)
 
 
 status = Status()
-"""Status of this process, if it is a worker's."""
+"""Status of this process, if it is a worker."""
 
 
 def make_page() -> int:
@@ -52,6 +52,6 @@ def make_page() -> int:
 
 
 def read_page(descriptor: int) -> tuple[bool, LoopPosition]:
-    """Return whether the worker's training has come to its end, and where it was."""
+    """Return True if the worker's training has finished, and its last position."""
     is_finished, phase, epoch, step = _LAYOUT.unpack(os.pread(descriptor, _LAYOUT.size, 0))
     return is_finished, LoopPosition(phase, epoch, step)

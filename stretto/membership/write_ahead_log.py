@@ -1,6 +1,6 @@
-"""A journal: records appended to a file, each with its length, its number and a checksum, so that a tear is seen.
+"""Write-ahead log: records appended to a file, each with its length, number and checksum, so that damage is detected.
 
-What was flushed is there after any crash; what is damaged, and all behind it, is not given back.
+Flushed records survive every crash; reading stops at the first damaged record.
 """
 
 from __future__ import annotations
@@ -14,32 +14,32 @@ from typing import NamedTuple
 from stretto.errors import LogError
 
 _HEAD = struct.Struct("<IQI")
-"""Bytes of the record, its number from 0, and the checksum of both and of the record."""
+"""Length of the record in bytes, its number from 0, and a checksum of both and of the record."""
 
 
 class _Found(NamedTuple):
     records: list[bytes]
     size: int
-    """The bytes that they take up in the file."""
+    """Number of bytes of the intact records in the file."""
 
 
 def read(path: Path) -> list[bytes]:
-    """The whole records of a journal, up to the first damaged one. None of a journal that is not there."""
+    """Return the records up to the first damaged one; none if there is no file."""
     return _found(path).records
 
 
 class WriteAheadLog:
-    """A journal opened for more records. What is torn at its end is cut off."""
+    """A log opened for appending. A damaged end is cut off."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         found = _found(path)
         self._number = len(found.records)
         self.cut_off = path.stat().st_size - found.size if path.exists() else 0
-        """Bytes behind the last whole record, which are gone."""
+        """Number of bytes removed after the last intact record."""
         self._waiting = bytearray()
         self._dirty = False
-        """Whether something was written that may not be on the disk yet."""
+        """True if written data may not be on disk yet."""
         try:
             self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
             os.ftruncate(self._file, found.size)
@@ -50,12 +50,12 @@ class WriteAheadLog:
             raise LogError(f"the journal {path} cannot be opened: {error.strerror}") from error
 
     def append(self, record: bytes) -> None:
-        """Add a record; it is on the disk after the next flush."""
+        """Add a record; it is on disk after the next flush."""
         self._waiting += _head(self._number, record) + record
         self._number += 1
 
     def flush(self) -> None:
-        """Bring what was appended to the disk. Raises LogError when it cannot be; what is left goes there next time."""
+        """Write the appended records to disk. Raises LogError on failure; the next flush writes the remaining ones."""
         try:
             while self._waiting:
                 self._dirty = True
@@ -67,7 +67,7 @@ class WriteAheadLog:
             raise LogError(f"the journal {self.path} cannot be written: {error.strerror}") from error
 
     def close(self) -> None:
-        """Flush, and let go of the file."""
+        """Flush and close the file."""
         self.flush()
         os.close(self._file)
 
