@@ -44,7 +44,7 @@ def rank() -> int:
 
 
 def world_size() -> int:
-    """Return the number of workers: of the started ones, and after `distribute` of those that train now.
+    """Return the number of workers: of the started ones, and after `distribute` of the workers that train now.
 
     >>> world_size()
     1

@@ -1,4 +1,4 @@
-"""Base of the answers to the five questions: small frozen values, validated when built, printed as they are typed."""
+"""Base of the answers to the five questions: small frozen values, validated when built, printed as typed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recipes: what can be typed, what is refused, and how it is said."""
+"""Recipes: parsing, printing, refusals and their errors."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_the_correction_in_an_error_is_valid() -> None:
 
 
 def test_many_threads_may_read_recipes_at_once() -> None:
-    """The collector's work between any two nodes of a syntax tree lets another thread go on with its own."""
+    """The collector's work between any two nodes of a syntax tree lets another thread continue with its own."""
     text = 'Recipe(what=parameters(), when=together(every=5), how=cast("bf16"), then=replace())'
     thresholds = gc.get_threshold()
     gc.callbacks.append(_let_others_go_on)

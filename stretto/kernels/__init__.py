@@ -1,4 +1,4 @@
-"""The passes over many numbers that codecs are made of, for each device: `on(tensor)` gives those that fit a tensor.
+"""Kernels of codecs, for each device: `on(tensor)` returns the module that fits a tensor.
 
 `native` (C++: float32 on the CPU) and `reference` (torch operations: every device and dtype) have the same functions
 and the same results. Where the native kernels are not built, or are older than their source, the reference is used, and
@@ -26,7 +26,7 @@ HOUSE = Path(__file__).parent
 
 
 def on(tensor: Tensor) -> ModuleType:
-    """The kernels that fit a tensor: its device, dtype and layout."""
+    """Return the kernels for a tensor's device, dtype and layout."""
     from stretto.kernels import reference
 
     if tensor.dtype != torch.float32 or not tensor.is_contiguous() or _reference_asked():
@@ -35,7 +35,7 @@ def on(tensor: Tensor) -> ModuleType:
 
 
 def why_not_native(house: Path = HOUSE) -> str | None:
-    """Why the native kernels can't be used, or None where they can."""
+    """Return why the native kernels can't be used; None if they can."""
     try:
         built = import_module("stretto.kernels._native").SOURCES
     except ImportError as error:
@@ -45,7 +45,7 @@ def why_not_native(house: Path = HOUSE) -> str | None:
 
 
 def digest(house: Path = HOUSE) -> str | None:
-    """What the sources beside this file are known by; None where there are none, as in a wheel."""
+    """Return a hash of the sources beside this file; None without sources, as in a wheel."""
     sources = sorted([*house.glob("*.cpp"), *house.glob("*.hpp")])
     each = "".join(hashlib.sha256(one.read_bytes()).hexdigest() for one in sources)
     return hashlib.sha256(each.encode()).hexdigest() if sources else None

@@ -1,4 +1,4 @@
-"""The kernels in C++: contiguous float32 on the CPU, at the speed of memory.
+"""Native kernels in C++ for contiguous float32 tensors on the CPU, at memory speed.
 
 They agree with the reference to the bit, but that means and l2 norms are sums in another order (16 running sums), which
 may differ from the reference's by one rounding to float32; what follows from them follows to the bit.
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def take_largest(x: Tensor, residual: Tensor | None, k: int, threads: int | None = None) -> tuple[Tensor, Tensor]:
-    """Take the `k` entries of `a = owed + x` that are largest in magnitude; among equals those at the lowest indices.
+    """Take the `k` entries of `a = residual + x` of largest magnitude, of equal ones those with the lowest indices.
 
     The cut is guessed a little too low from a sample, numbers above it are collected in the pass that adds the
     residual, and the exact cut is found among these; where the guess was bad, by counting magnitudes.
@@ -32,52 +32,52 @@ def take_largest(x: Tensor, residual: Tensor | None, k: int, threads: int | None
 def take_largest_per_chunk(
     x: Tensor, residual: Tensor | None, chunk: int, k: int, threads: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`take_largest` in every chunk of `chunk` numbers; of a last chunk that is shorter than `k`, all."""
+    """Apply `take_largest` to every chunk of `chunk` numbers; of a last chunk shorter than `k`, take all."""
     return _native.take_largest_per_chunk(x, residual, chunk, k, _threads(threads))
 
 
 def take_above(x: Tensor, residual: Tensor | None, tau: float, threads: int | None = None) -> tuple[Tensor, Tensor]:
-    """Take the entries of `a = owed + x` with |a| >= tau, tau rounded to float32."""
+    """Take the entries of `a = residual + x` with |a| >= tau, tau rounded to float32."""
     return _native.take_above(x, residual, tau, _threads(threads))
 
 
 def take_moved(
     x: Tensor, residual: Tensor | None, moved: Tensor, scale: float, threads: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Take the entries of `a = owed + x` with |a_i| > scale |moved_i|, scale and product rounded to float32."""
+    """Take the entries of `a = residual + x` with |a_i| > scale |moved_i|, scale and product rounded to float32."""
     return _native.take_moved(x, residual, moved, scale, _threads(threads))
 
 
 def take_threshold(x: Tensor, residual: Tensor | None, tau: float, threads: int | None = None) -> tuple[Tensor, Tensor]:
-    """Take +-tau from the entries of `a = owed + x` with |a| >= tau: (indices, negative)."""
+    """Take +-tau from the entries of `a = residual + x` with |a| >= tau: (indices, negative)."""
     return _native.take_threshold(x, residual, tau, _threads(threads))
 
 
 def pack_indices(indices: Tensor, n: int) -> Tensor:
-    """The message (uint8) that says which of `n` places `indices` are: int32, ascending, no two alike, all below n."""
+    """Return the message (uint8) for `indices`: int32, ascending, distinct, all below `n`."""
     return _native.pack_indices(indices, n)
 
 
 def unpack_indices(message: Tensor, n: int) -> tuple[Tensor, int]:
-    """(indices (count,) int32 ascending, the bytes used of `message`); ValueError where it is no such message."""
+    """Return (indices (count,) int32 ascending, bytes used of `message`). Raise ValueError for an invalid message."""
     return _native.unpack_indices(message, n)
 
 
 def add_at(total: Tensor, indices: Tensor, values: Tensor) -> None:
-    """`total[indices] += values`; no index may be there twice."""
+    """Compute `total[indices] += values`; indices must be distinct."""
     _native.add_at(total, indices, values)
 
 
 def sign_pack(
     x: Tensor, residual: Tensor | None, bucket: int, two: bool, threads: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The signs of `a = owed + x`, one bit each, and (buckets, 2) what they stand for; `owed` becomes a - decoded."""
+    """Return the signs of `a = residual + x`, one bit each, and (buckets, 2) values; `residual` becomes a - decoded."""
     packed, scales = _native.sign_pack(x, residual, bucket, two, _threads(threads))
     return packed, scales.view(-1, 2)
 
 
 def add_sign(total: Tensor, packed: Tensor, scales: Tensor, bucket: int, threads: int | None = None) -> None:
-    """Add what packed signs stand for to `total: (n,)`."""
+    """Add decoded signs to `total: (n,)`."""
     _native.add_sign(total, packed, scales.reshape(-1), bucket, _threads(threads))
 
 
@@ -90,7 +90,7 @@ def quantise(
     seed: int | None,
     threads: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`a = owed + x` in whole levels of each bucket's norm: (packed uint8, norms); `owed` becomes a - decoded."""
+    """Round `a = residual + x` to levels of each bucket's norm: (packed, norms); `residual` becomes a - decoded."""
     word = 0 if seed is None else seed & 0xFFFFFFFF
     return _native.quantise(x, residual, levels, bucket, norm == "l2", seed is not None, word, _threads(threads))
 
@@ -98,7 +98,7 @@ def quantise(
 def add_quantised(
     total: Tensor, packed: Tensor, scales: Tensor, levels: int, bucket: int, threads: int | None = None
 ) -> None:
-    """Add what packed levels stand for to `total: (n,)`."""
+    """Add decoded levels to `total: (n,)`."""
     _native.add_quantised(total, packed, scales, levels, bucket, _threads(threads))
 
 

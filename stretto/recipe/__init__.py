@@ -1,1 +1,1 @@
-"""Recipes: answers to five questions, what is exchanged, when, with whom, in which encoding, and how it is applied."""
+"""Recipes: answers to the five questions what, when, whom, how and then."""

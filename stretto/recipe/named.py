@@ -218,7 +218,7 @@ def gd_sec(xi: float = 100.0, beta: float = 0.01, groups: int = 1) -> Recipe:
 
 @named
 def gd_soec(xi: float = 100.0, beta: float = 0.01, groups: int = 1) -> Recipe:
-    """GD-SEC without error correction: what was not sent is measured anew.
+    """GD-SEC without error correction: components that are not sent enter no residual.
 
     `D_m = g_m - h_m`
     """
@@ -286,7 +286,7 @@ def one_bit(warm_up: int = 100, beta: float = 0.9) -> Recipe:
 def power_sgd(rank: int = 4) -> Recipe:
     """Exchange the gradient of each matrix as two thin ones, found by one step of power iteration (PowerSGD).
 
-    `P = orthonormal(mean(M Q));  Q = mean(M^T P);  g = P Q^T`, with M the gradient and what is owed
+    `P = orthonormal(mean(M Q));  Q = mean(M^T P);  g = P Q^T`, with M the gradient plus the residual
     """
     return Recipe(how=error_feedback(low_rank(rank)))
 

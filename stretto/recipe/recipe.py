@@ -17,7 +17,7 @@ from stretto.spec import Answer
 
 @dataclass(frozen=True, repr=False)
 class Recipe(Answer):
-    """Algorithm of distributed training: what is exchanged, when, with whom, in which encoding, and how it is applied.
+    """Algorithm of distributed training, as answers to the five questions what, when, whom, how and then.
 
     >>> print(Recipe(what=updates(), when=together(every=16), then=add()))
     Recipe(what=updates(), when=together(every=16), then=add())

@@ -43,7 +43,7 @@ class of_theta(Codec):
 
 @dataclass(frozen=True, repr=False)
 class keeper(Codec):
-    """Keeps what it owes by itself: all of it."""
+    """Codec whose residual is its whole input."""
 
     keeps_residual = True
 
@@ -168,7 +168,7 @@ def test_a_codec_that_looks_at_the_moves_of_all_parameters_is_refused() -> None:
 
 
 class Hands:
-    """A worker's clock, which stands still but for what an exchange is said to take."""
+    """Clock of a worker, which advances only by the set time of an exchange."""
 
     def __init__(self, encoded: float, exactly: float) -> None:
         self.encoded, self.exactly, self.now = encoded, exactly, 1e6

@@ -1,4 +1,4 @@
-"""Codecs that say something of every number: their error, their mean, what is owed, their bytes."""
+"""Quantizers: their error, mean, residual and bytes."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def state_of(codec: Codec, n: int, theta: Tensor | None = None, workers: int = 1
 
 
 def said(codec: Codec, x: Tensor, state=None) -> Tensor:
-    """What is carried of x."""
+    """Return the decoded part of x."""
     state = state if state is not None else state_of(codec, x.numel())
     return codec.decode(codec.encode(x.clone(), state), torch.full_like(x, 9.0))
 
@@ -73,7 +73,7 @@ def said(codec: Codec, x: Tensor, state=None) -> Tensor:
 @few
 @given(rounds=st.lists(NUMBERS, min_size=1, max_size=3))
 def test_nothing_is_lost(codec: Codec, rounds: list[list[float]]) -> None:
-    """In each round carried + owed is the input: exactly, where values are said as they are."""
+    """In each round carried numbers and residual sum to the input, exactly if values are exact."""
     n = max(map(len, rounds))
     state, residual = state_of(codec, n), torch.zeros(n)
     for numbers in rounds:

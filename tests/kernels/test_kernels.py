@@ -1,4 +1,4 @@
-"""Which kernels a tensor gets, and what is said when they are not the quick ones."""
+"""Choice of kernels for a tensor, and the notice when native kernels are missing."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ law = settings(deadline=None)
 
 
 def fading(n: int, seed: int) -> Tensor:
-    """Ever smaller: what was learned from the numbers before is too high."""
+    """Decreasing numbers, for which the guess from earlier ones is too high."""
     return normal(n, seed) * torch.exp2(-torch.arange(n) / 4096)
 
 
@@ -84,7 +84,7 @@ def neighbours(one: Tensor, other: Tensor) -> bool:
 
 
 def agree(name: str, x: Tensor, residual: Tensor | None, *rest: Any, threads: int = 1) -> None:
-    """The native kernel and the reference give the same, and leave the same owed."""
+    """The native kernel and the reference return the same results and residuals."""
     expected_residual, residual = (None, None) if residual is None else (residual.clone(), residual.clone())
     expected = getattr(reference, name)(x.clone(), expected_residual, *rest)
     got = getattr(native, name)(x, residual, *rest, threads=threads)
@@ -130,7 +130,7 @@ BUCKETS = st.sampled_from([1, 3, 8, 13, 64, 100, 512, 2048, 10**6])
 
 
 def agree_on_signs(x: Tensor, residual: Tensor | None, bucket: int, two: bool, threads: int = 1) -> None:
-    """The bits are equal; means, which are summed in another order, but for one rounding; owed is a - decoded."""
+    """The bits are equal; means, summed in another order, up to one rounding; the residual is a - decoded."""
     a = x if residual is None else residual + x
     expected_bits, expected_means = reference.sign_pack(
         x.clone(), None if residual is None else residual.clone(), bucket, two
@@ -164,7 +164,7 @@ def test_quantise_by_the_largest(
 def agree_on_lengths(
     x: Tensor, residual: Tensor | None, levels: int, bucket: int, seed: int | None, threads: int = 1
 ) -> None:
-    """Norms are equal but for one rounding; where all are equal the rest is; owed is a - decoded."""
+    """Norms are equal up to one rounding; if they are, so is the rest; the residual is a - decoded."""
     a, expected_residual = (x, None) if residual is None else (residual + x, residual.clone())
     expected_codes, expected_norms = reference.quantise(x.clone(), expected_residual, levels, bucket, "l2", seed)
     codes, norms = native.quantise(x, residual, levels, bucket, "l2", seed, threads=threads)

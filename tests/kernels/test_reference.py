@@ -23,7 +23,7 @@ few = settings(max_examples=80)
 
 
 def pairs(x: list[float], seed: int) -> tuple[Tensor, Tensor]:
-    """A contribution and what was owed before."""
+    """A contribution and a residual."""
     residual = torch.randn(len(x), generator=torch.Generator().manual_seed(seed)).round()
     return torch.tensor(x), residual
 

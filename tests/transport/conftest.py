@@ -1,4 +1,4 @@
-"""Servers that are gone after each test."""
+"""Servers that are closed after each test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers that some have when a worker dies reach those who lack them, whoever is left to tell."""
+"""Results that some workers received before a failure reach the others, whichever workers remain."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WORKERS, ATTEMPTS, LENGTHS = 4, 6, (3, 5)
 
 
 def sums(hall: Hall, worker: int, changes: bool) -> list[list[float]]:
-    """What a worker was answered in each attempt of two means: the number that a sum consists of; [] if it died."""
+    """Return a worker's results in each attempt of two means, as numbers of contributions; [] if it failed."""
     wire = ElasticTransport(worker, Standing(hall, worker), Former(hall))
     given = [torch.zeros(length) for length in LENGTHS]
     found: list[list[float]] = []
@@ -53,7 +53,7 @@ def test_a_worker_that_received_a_result_can_forward_it(changes: bool) -> None:
 
 
 class _Script(Standing):
-    """Forms one generation after the other, whoever stands."""
+    """Forms one generation after the other from the waiting workers."""
 
     def __init__(self, *forms: GenerationView) -> None:
         super().__init__(Hall(2), 1)

@@ -34,9 +34,9 @@ from stretto.transport.process_group import ProcessGroupTransport, drop_parked
 
 LIMIT_S = 20.0
 TIMEOUT_S = 4.0
-"""The time-out of the groups: a thread of gloo that was forgotten sleeps so long."""
+"""Time-out of the groups in seconds: an abandoned thread of gloo sleeps until it has passed."""
 QUIET_THREADS, QUIET_DESCRIPTORS = 6, 30
-"""What a worker holds with one group parked: its own threads and the store's, three of gloo; connections to stores."""
+"""Resources of a worker with one group parked: its own threads and the store's, three of gloo; connections to stores."""
 SIZES = (1, 1000, 300_000, 2_000_000)
 
 # --- a worker -------------------------------------------------------------------------------------------------------
@@ -123,7 +123,7 @@ class Obeying:
 
 
 def _state() -> dict[str, Any]:
-    """What this process holds of the system."""
+    """Return this process's threads, sockets and files."""
     with open("/proc/self/statm") as file:
         pages = int(file.read().split()[1])
     return {
@@ -136,7 +136,7 @@ def _state() -> dict[str, Any]:
 
 
 def _nursery(path: str) -> None:
-    """Fork a worker for each number that is read; end with the one that asks."""
+    """Fork a worker for each number that is read; exit with the requesting process."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     torch.set_num_threads(1)
     for line in sys.stdin:
@@ -261,7 +261,7 @@ class Crew:
         return self.outs(set(numbers)) - began
 
     def told_by_the_first(self, numbers: list[int]) -> float:
-        """Wait for one that notices, and tell the others; returns when all were out."""
+        """Wait until one worker notices, notify the others, and return when all have left."""
         first = self.wait_for_any("out", self.prefix)
         rest = [one for one in numbers if one != first["number"]]
         for one in rest:
@@ -282,7 +282,7 @@ class Crew:
         del self.places[number]
 
     def states(self) -> dict[int, dict[str, Any]]:
-        """What each holds, told while no generation is there."""
+        """Return the resources of each worker between two generations."""
         for one in self.links:
             self.tell(one, "tell")
         return self.wait("told", set(self.links))
@@ -324,7 +324,7 @@ def crew(nursed: Crew) -> Iterator[Crew]:
 
 
 def kills(crew: Crew, rounds: int, seed: int = 0) -> dict[str, list[float]]:
-    """Kill one of four inside its exchange, go on with three, let a new one in; rounds of it."""
+    """Kill one of four inside its exchange, continue with three, let a new one join; repeatedly."""
     chance = random.Random(seed)
     took: dict[str, list[float]] = {"out": [], "fewer": [], "again": []}
     crew.form([0, 1, 2, 3])
@@ -344,7 +344,7 @@ def kills(crew: Crew, rounds: int, seed: int = 0) -> dict[str, list[float]]:
 
 
 def settled(crew: Crew) -> dict[int, dict[str, Any]]:
-    """What each holds when what gloo forgot has run out, with one group parked."""
+    """Return each worker's resources after gloo's abandoned operations have timed out, with one group parked."""
     end = time.monotonic() + 3 * TIMEOUT_S
     while True:
         crew.form([0, 1, 2, 3], sizes=(1,))

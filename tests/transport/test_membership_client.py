@@ -1,4 +1,4 @@
-"""Companions and a roll call over real sockets: what a worker is told, when it is told it, and who is refused."""
+"""Membership clients and server over sockets: notifications, their timing, and refusals."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from stretto.security import WorkerKeys, new_keys
 
 LIMIT_S = 20.0
 START_S = 60.0
-"""How long a process may take that imports torch on a busy machine."""
+"""Seconds within which a process imports torch on a busy machine."""
 SERVER_KEYS, WORKER_KEYS = new_keys()
 DECODER = msgspec.msgpack.Decoder(Told)
 GOT = msgspec.msgpack.encode(Shutdown("nothing but that it was heard"))
@@ -47,7 +47,7 @@ def until(what: Callable[[], bool]) -> float:
 
 
 class Scene:
-    """A roll call in a thread, and whoever speaks to it."""
+    """A membership server in a thread, and its clients."""
 
     def __init__(self, folder: Path, expected: int, failure_timeout_s: float = 5.0, **more: Any) -> None:
         self.folder, self.failure_timeout_s = folder, failure_timeout_s
@@ -85,7 +85,7 @@ class Scene:
         return made
 
     def crew(self, workers: int) -> list[MembershipClient]:
-        """So many workers in their first generation."""
+        """Start this number of workers in their first generation."""
         crew = [self.companion(worker) for worker in range(workers)]
         assert [form.generation for form in self.all_stand(crew, ReadyReport(0))] == [1] * workers
         return crew
@@ -97,7 +97,7 @@ class Scene:
         return self.dealer(b"launcher 0")
 
     def dealer(self, name: bytes) -> Any:
-        """A socket of somebody, with the workers' key."""
+        """A socket of an unknown client with the workers' key."""
         made = self.context.socket(zmq.DEALER)
         made.setsockopt(zmq.IDENTITY, name)
         made.curve_serverkey, made.curve_publickey = WORKER_KEYS.servers, WORKER_KEYS.public

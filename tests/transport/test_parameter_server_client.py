@@ -125,7 +125,7 @@ def test_different_operations_are_an_error_not_a_wrong_mean(serving: Serving) ->
         ticket.wait()
 
 
-# Those who come and go
+# Joining and leaving
 
 
 def test_waits_end_without_the_contributions_of_failed_workers(serving: Serving) -> None:
@@ -178,7 +178,7 @@ def test_abort_ends_waits_and_the_next_generation_continues(serving: Serving) ->
 
 
 def test_requests_before_a_rollback_are_void(serving: Serving) -> None:
-    """A batch that nobody has leased, or a call to a meeting that the coordinator does not know to be heard."""
+    """A batch without a lease, or a call to a barrier that the coordinator does not know to be received."""
     (wire,) = serving.ends(serving.host(1))
     wire.begin_epoch(1, [1, 1, 1], 1, in_turn=False)
     assert wire.lease(wire.request_lease(1)).batch == 0

@@ -1,4 +1,4 @@
-"""A server's process is killed and started again at the same socket: the run goes on from the last cut."""
+"""A server's process is killed and restarted at the same socket: the run continues from the last snapshot."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ LARGE = 100_000
 
 
 def break_connection(wire: ParameterServerClient) -> None:
-    """What has come over the connection to the shard, and was not read, is lost with it."""
+    """Bytes that the shard has received and not read are lost with its connection."""
     link: Any = wire.channels[0]
     link._problem = DISCONNECTED
     link._find_again()

@@ -41,7 +41,7 @@ def test_every_transport_passes_the_conformance_test(make, workers) -> None:
 
 
 def test_a_connection_with_a_reused_descriptor_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While a group forms, those of the one before it are closed, and their numbers given anew."""
+    """While a group connects, the sockets of the former one are closed, and their descriptors reused."""
     with socket.socket() as before, socket.socket() as new:
         real = collective_wire._form
 

@@ -1,4 +1,4 @@
-"""Every kernel in torch operations: any device, any float dtype. What the other kernels must agree with to the bit."""
+"""Reference kernels in torch operations, for any device and float dtype. Other kernels must agree to the bit."""
 
 from stretto.kernels.reference.index_coding import pack_indices, unpack_indices
 from stretto.kernels.reference.quantize import add_quantised, add_sign, noise, quantise, sign_pack

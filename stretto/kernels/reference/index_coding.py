@@ -1,4 +1,4 @@
-"""Ascending indices in few bytes: the gaps between them in Rice's code, or a bitmap, or the word "all".
+"""Encoding of ascending indices: Rice codes of the gaps, a bitmap, or the word "all".
 
     message = empty                                            nothing
             | 253                                              all n
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 ALL, BITMAP, MOST_LOW_BITS = 253, 254, 30
-"""The kinds of message that are not Rice's code, and the most low bits of one that is."""
+"""First bytes of messages without Rice codes, and the maximum of low bits of a Rice code."""
 
 
 def pack_indices(indices: Tensor, n: int) -> Tensor:
-    """The message (uint8) that says which of `n` places `indices` are: int32, ascending, no two alike, all below n."""
+    """Return the message (uint8) for `indices`: int32, ascending, distinct, all below `n`."""
     count = indices.numel()
     if count == 0:
         return indices.new_empty(0, dtype=torch.uint8)
@@ -45,9 +45,9 @@ def pack_indices(indices: Tensor, n: int) -> Tensor:
 
 
 def unpack_indices(message: Tensor, n: int) -> tuple[Tensor, int]:
-    """(indices (count,) int32 ascending, the bytes used of `message`); more bytes may follow those.
+    """Return (indices (count,) int32 ascending, bytes used of `message`); other bytes may follow.
 
-    Raises ValueError where the message is cut off, names a place outside `n`, or has ones where it ends in zeros.
+    Raise ValueError if the message is cut off, has an index outside `n`, or has ones in its padding.
     """
     if message.numel() == 0:
         return message.new_empty(0, dtype=torch.int32), 0
@@ -62,13 +62,13 @@ def unpack_indices(message: Tensor, n: int) -> tuple[Tensor, int]:
 
 
 def pack_bits(bits: Tensor) -> Tensor:
-    """Eight bits (uint8, 0 or 1) a byte, least significant first; the last byte is filled with zeros."""
+    """Pack bits (uint8, 0 or 1) into bytes, least significant first; the last byte is padded with zeros."""
     padded = torch.nn.functional.pad(bits, (0, -bits.numel() % 8)).view(-1, 8)
     return (padded << torch.arange(8, dtype=torch.uint8, device=bits.device)).sum(1, dtype=torch.uint8)
 
 
 def unpack_bits(packed: Tensor) -> Tensor:
-    """The bits (uint8, 0 or 1) of bytes, least significant first."""
+    """Unpack the bits (uint8, 0 or 1) of bytes, least significant first."""
     return (packed[:, None] >> torch.arange(8, dtype=torch.uint8, device=packed.device) & 1).view(-1)
 
 
@@ -104,7 +104,7 @@ def _varint(number: int) -> list[int]:
 
 
 def _count(message: Tensor) -> tuple[int, int]:
-    """The number behind the first byte, in at most five bytes, and where it ends."""
+    """Return the number after the first byte, of at most five bytes, and the offset of its end."""
     number = 0
     for at, byte in enumerate(message[1:6].tolist()):
         number |= (byte & 127) << 7 * at
@@ -146,7 +146,7 @@ def _from_rice(message: Tensor, n: int, low: int) -> tuple[Tensor, int]:
 
 
 def _next_zero(bits: Tensor) -> Tensor:
-    """For each position, and two behind the end, the first at or behind it that holds a zero."""
+    """Return for each position, and two after the end, the next position of a zero."""
     length = bits.numel()
     at = torch.arange(length + 2, device=bits.device)
     at[:length].masked_fill_(bits.bool(), length + 1)
@@ -154,7 +154,7 @@ def _next_zero(bits: Tensor) -> Tensor:
 
 
 def _orbit(following: Tensor, count: int) -> Tensor:
-    """0, f(0), f(f(0)), ... to the count-th: in each turn twice as many, as f's power is squared."""
+    """Return 0, f(0), f(f(0)), ... up to `count` terms, doubling them by squaring the power of f."""
     found = following.new_zeros(1)
     while found.numel() <= count:
         found = torch.cat([found, following[found]])

@@ -1,4 +1,4 @@
-"""Every number in few bits: signs with two magnitudes a bucket, and levels of a bucket's norm.
+"""Quantisation: signs with two magnitudes a bucket, and levels of a bucket's norm.
 
 A bucket is a run of `bucket` numbers; the last may be shorter. Whatever the dtype of the numbers, scales are float32
 and at most the largest float32, and levels are found in float32.
@@ -21,12 +21,12 @@ TRITS = (1, 3, 9, 27, 81)
 
 
 def sign_pack(x: Tensor, residual: Tensor | None, bucket: int, two: bool) -> tuple[Tensor, Tensor]:
-    """The signs of `a = owed + x`, one bit each (1: a_i >= 0), and what they stand for in each bucket.
+    """Return the signs of `a = residual + x`, one bit each (1: a_i >= 0), and their values in each bucket.
 
-    Returns (packed (ceil(n / 8),) uint8, least significant bit first; scales (buckets, 2) float32: the values of bit 0
+    Result: (packed (ceil(n / 8),) uint8, least significant bit first; scales (buckets, 2) float32: the values of bit 0
     and of bit 1). With `two` these are the mean of the negative entries and of the others, 0 where there are none;
     otherwise -m and m, m the mean of |a|. Means: sums in float64 in the order of indices, divided, rounded to float32.
-    `owed` becomes a - decoded.
+    `residual` becomes a - decoded.
     """
     a = x if residual is None else residual.add_(x)
     bucket = _used(bucket, a)
@@ -45,7 +45,7 @@ def sign_pack(x: Tensor, residual: Tensor | None, bucket: int, two: bool) -> tup
 
 
 def add_sign(total: Tensor, packed: Tensor, scales: Tensor, bucket: int) -> None:
-    """Add what packed signs stand for to `total: (n,)`."""
+    """Add decoded signs to `total: (n,)`."""
     bits = unpack_bits(packed)[: total.numel()]
     total.add_(_signed(bits, scales, bucket).to(total.dtype))
 
@@ -53,12 +53,12 @@ def add_sign(total: Tensor, packed: Tensor, scales: Tensor, bucket: int) -> None
 def quantise(
     x: Tensor, residual: Tensor | None, levels: int, bucket: int, norm: Literal["max", "l2"], seed: int | None
 ) -> tuple[Tensor, Tensor]:
-    """`a = owed + x` in whole levels of each bucket's norm: `sign(a) * level * (norm / s)`, s = `levels` (127, 7 or 1).
+    """Round `a = residual + x` to `sign(a) * level * (norm / s)` with each bucket's norm, s = `levels` (127, 7 or 1).
 
     y = |a| / norm * s; level = min(floor(y + u), s) with u = 0.5 without a seed, else u_i = `noise(seed)` in [0, 1),
-    which makes the mean right. Returns (packed uint8, norms (buckets,) float32). A code `sign * level + s` takes a byte
+    which is unbiased. Result: (packed uint8, norms (buckets,) float32). A code `sign * level + s` takes a byte
     with s = 127; half a byte with s = 7, the first in the low bits; with s = 1 five are digits to base 3, the first
-    the lowest. `owed` becomes a - decoded.
+    the lowest. `residual` becomes a - decoded.
     """
     a = x if residual is None else residual.add_(x)
     bucket = _used(bucket, a)
@@ -73,13 +73,13 @@ def quantise(
 
 
 def add_quantised(total: Tensor, packed: Tensor, scales: Tensor, levels: int, bucket: int) -> None:
-    """Add what packed levels stand for to `total: (n,)`."""
+    """Add decoded levels to `total: (n,)`."""
     codes = _unpack(packed, levels)[: total.numel()]
     total.add_(_levelled(codes, scales, levels, _used(bucket, total)).to(total.dtype))
 
 
 def noise(seed: int, n: int, device: torch.device | str = "cpu") -> Tensor:
-    """n numbers in [0, 1), float32, the i-th of which depends on `seed` and i alone: the upper 24 bits of a hash.
+    """Return n float32 numbers in [0, 1): the i-th is the upper 24 bits of a hash of `seed` and i.
 
     z = i + seed * 0x9E3779B9; z ^= z >> 16; z *= 0x7FEB352D; z ^= z >> 15; z *= 0x846CA68B; z ^= z >> 16, modulo 2^32.
     """

@@ -1,4 +1,4 @@
-"""Which numbers of a flat tensor are sent: five rules, each with the residual in the same pass."""
+"""Selection of numbers of a flat tensor by five rules, with the residual updated in the same pass."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ if TYPE_CHECKING:
 
 
 def take_largest(x: Tensor, residual: Tensor | None, k: int) -> tuple[Tensor, Tensor]:
-    """Take the `k` entries of `a = owed + x` that are largest in magnitude; among equals those at the lowest indices.
+    """Take the `k` entries of `a = residual + x` of largest magnitude, of equal ones those with the lowest indices.
 
-    Returns (indices (k,) int32 ascending, values (k,)). `owed` becomes a, with zeros where an entry was taken;
-    without it a = x, which is left as it is.
+    Returns (indices (k,) int32 ascending, values (k,)). `residual` becomes a, with zeros where an entry was taken;
+    without it a = x, which is not modified.
     """
     a = _with_residual(x, residual)
     return _taken(a, residual, _largest(a.abs()[None], k)[0])
@@ -29,21 +29,21 @@ def take_largest_per_chunk(x: Tensor, residual: Tensor | None, chunk: int, k: in
 
 
 def take_above(x: Tensor, residual: Tensor | None, tau: float) -> tuple[Tensor, Tensor]:
-    """Take the entries of `a = owed + x` with |a| >= tau, tau rounded to the dtype of a."""
+    """Take the entries of `a = residual + x` with |a| >= tau, tau rounded to the dtype of a."""
     a = _with_residual(x, residual)
     return _taken(a, residual, a.abs() >= a.new_tensor(tau))
 
 
 def take_moved(x: Tensor, residual: Tensor | None, moved: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Take the entries of `a = owed + x` with |a_i| > scale |moved_i|, scale and product rounded to the dtype of a."""
+    """Take the entries of `a = residual + x` with |a_i| > scale |moved_i|, scale and product rounded to its dtype."""
     a = _with_residual(x, residual)
     return _taken(a, residual, a.abs() > moved.abs() * a.new_tensor(scale))
 
 
 def take_threshold(x: Tensor, residual: Tensor | None, tau: float) -> tuple[Tensor, Tensor]:
-    """Take +-tau from the entries of `a = owed + x` with |a| >= tau.
+    """Take +-tau from the entries of `a = residual + x` with |a| >= tau.
 
-    Returns (indices int32 ascending, negative uint8: 1 where -tau was taken). `owed` becomes `a -+ tau` there.
+    Returns (indices int32 ascending, negative uint8: 1 where -tau was taken). `residual` becomes `a -+ tau` there.
     """
     a = _with_residual(x, residual)
     size = a.new_tensor(tau)
