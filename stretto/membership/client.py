@@ -160,7 +160,7 @@ class MembershipClient(CoordinatorConnection):
         if self.attendance.out is not None:
             raise MemberOutError(f"{self._me} is no member any more: {self.attendance.out}")
         if (stop := self.attendance.stopped) is not None:
-            raise UnevenLoopsError(stop.why) if stop.uneven else TransportError(f"the run cannot go on: {stop.why}")
+            raise UnevenLoopsError(stop.why) if stop.uneven else TransportError(f"the run cannot continue: {stop.why}")
         if self._problem:
             raise TransportError(f"the coordinator at {self._address} {self._problem}")
 

@@ -68,7 +68,7 @@ class MembershipClientState:
         if self._standing is None:
             return []
         is_broken = self.generation > self.aborted and not self._standing.at_rest
-        return [*([Broken(self.generation, "it stands still")] if is_broken else []), self._standing]
+        return [*([Broken(self.generation, "it paused")] if is_broken else []), self._standing]
 
     def told(self, told: Told) -> bool:
         """Process a message of the coordinator; return True if a message has to be sent immediately."""

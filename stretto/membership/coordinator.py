@@ -42,10 +42,10 @@ from stretto.membership.messages import (
 COORDINATOR = -1000
 """Stands for the coordinator where an event has the number of a worker."""
 ASKED = "it was asked to end"
-UNKNOWN = "the run knows nothing of the generation that it comes from"
+UNKNOWN = "the run does not know the generation that it comes from"
 STUCK = 5
 """Number of times in a row that the same members may abort the same collective operation."""
-ANEW = "no worker with history is left: all begin anew, from the last checkpoint"
+ANEW = "no worker with state is left: all restart from the last checkpoint"
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,7 +299,7 @@ class MembershipCoordinator:
         if one is None or life > one.life:
             one = self._begin(worker, life, now)
         if life == one.life and one.state != "left":
-            self._end(worker, why, will_return, now, again=f", worker {worker} is started again" if will_return else "")
+            self._end(worker, why, will_return, now, again=f", worker {worker} is restarted" if will_return else "")
         return self._settled(now)
 
     def tick(self, now: float) -> list[Outgoing]:
@@ -307,7 +307,7 @@ class MembershipCoordinator:
         for worker, one in self._all.items():
             silent = now - one.heard
             if one.lives and silent > self._began.failure_timeout_s:
-                self._end(worker, f"nothing was heard of it for {silent:.1f} s", True, now)
+                self._end(worker, f"no heartbeat for {silent:.1f} s", True, now)
             elif one.lives and silent > self._began.failure_timeout_s / 2 and not one.slow:
                 one.slow = True
                 self._note_slow(worker, silent, now)
@@ -353,8 +353,8 @@ class MembershipCoordinator:
     def _broken(self, worker: int, one: _Process, said: Broken, now: float) -> None:
         is_news = one.state == "in" and said.generation == self.generation
         if is_news and self._phase in ("running", "holding") and not self._began.free:
-            self.notices.append(f"worker {worker} could not exchange ({said.why}); all stand still and sort it out")
-            self._abort(f"worker {worker} could not exchange: {said.why}", now)
+            self.notices.append(f"worker {worker} failed in a collective operation ({said.why}); re-forming the group")
+            self._abort(f"worker {worker} failed in a collective operation: {said.why}", now)
             self._is_exchange_broken = not said.forming
 
     def _here(self, worker: int, one: _Process, said: ReadyReport, now: float) -> None:
@@ -373,7 +373,7 @@ class MembershipCoordinator:
             one.here = said
             self._note_exchange(one, said.waits)
             if self._phase in ("running", "holding"):
-                self._abort(f"worker {worker} stands still", now)
+                self._abort(f"worker {worker} paused", now)
         elif said.generation == self.generation and self._phase == "aborting":
             self._tell(worker, AbortGeneration(self.generation, self._why))
         elif said.generation == self.generation:
@@ -528,7 +528,7 @@ class MembershipCoordinator:
             return self._stop(self._same_again(members))
         why = self._why
         if len(history) == 1 and len(self._formed.members) > 1:
-            why += f"; worker {history[0]} goes on alone: what it commits now, nobody else has seen"
+            why += f"; worker {history[0]} continues alone: no other worker has what it commits now"
             self.notices.append(why)
         return self._form(history, why, now)
 
@@ -541,7 +541,7 @@ class MembershipCoordinator:
 
     def _same_again(self, members: dict[int, _Process]) -> str:
         places = {worker: one.waits.place for worker, one in members.items() if one.waits is not None}
-        return f"the same workers have broken off the same exchange {STUCK} times: {sentence(places) or self._why}"
+        return f"the same workers have aborted the same operation {STUCK} times: {sentence(places) or self._why}"
 
     def _begin_anew(self, now: float, why: str) -> bool:
         """Start from the beginning, since no worker has state: wait for all that can come, and form a generation."""
@@ -566,14 +566,14 @@ class MembershipCoordinator:
         return self._stop(self._few(there))
 
     def _few(self, there: int) -> str:
-        return f"{_workers(there)} cannot go on, at least {max(self._began.min_workers, 1)} are asked for"
+        return f"{_workers(there)} cannot continue, at least {max(self._began.min_workers, 1)} are required"
 
     def _heed_limits(self, now: float) -> None:
         limit_s = self._began.failure_timeout_s
         if self._phase == "aborting" and self._limit is not None and now > self._limit:
             for worker in self.members:
                 if self._all[worker].here is None:
-                    self._end(worker, f"it did not stand still within {limit_s:g} s", True, now)
+                    self._end(worker, f"it did not pause within {limit_s:g} s", True, now)
         if self._phase in ("running", "holding") and not self._began.free and self.members:
             left = [one for one in self._formed.members if self._has_left(one)]
             if left and all(now > self._all[one.worker].ended + limit_s for one in left):
@@ -609,7 +609,7 @@ class MembershipCoordinator:
     def _admit(self, worker: int, one: _Process, said: ReadyReport, now: float) -> None:
         """Admit a worker immediately, in asynchronous training; no other worker is notified."""
         one.here = said
-        self._form_free([*self.members.keys() - {worker}, worker], f"worker {worker} is in", now, worker)
+        self._form_free([*self.members.keys() - {worker}, worker], f"worker {worker} joined", now, worker)
 
     def _form_free(self, workers: list[int], why: str, now: float, told: int) -> None:
         """Form a generation of which only the worker that caused it is notified."""
@@ -674,7 +674,7 @@ class MembershipCoordinator:
         self._phase, self._why, self.uneven = "stopped", why, why if uneven else None
         self._record(Stopped(why, uneven))
         if not uneven:
-            self.notices.append(f"the run cannot go on: {why}")
+            self.notices.append(f"the run cannot continue: {why}")
         for worker, one in self._all.items():
             if one.lives:
                 self._tell(worker, Shutdown(why, uneven))
@@ -735,7 +735,7 @@ class MembershipCoordinator:
         return one.state == "gone" and one.returns and now <= one.ended + self._began.return_s
 
     def _said_of(self, lost: list[int]) -> str:
-        return "; ".join(f"worker {worker} is gone" + self._cause(worker) for worker in lost)
+        return "; ".join(f"worker {worker} failed" + self._cause(worker) for worker in lost)
 
     def _cause(self, worker: int) -> str:
         one = self._all[worker]
@@ -743,8 +743,8 @@ class MembershipCoordinator:
 
     def _change(self, after: list[int], left: list[int]) -> str:
         former = [one.worker for one in self._formed.members]
-        said = [f"worker {worker} is in" for worker in after if worker not in former]
-        return "; ".join([*said, *(f"worker {worker} leaves in good order" for worker in left)])
+        said = [f"worker {worker} joined" for worker in after if worker not in former]
+        return "; ".join([*said, *(f"worker {worker} leaves gracefully" for worker in left)])
 
     # --- what is told ------------------------------------------------------------------------------------------------
 
@@ -761,8 +761,8 @@ class MembershipCoordinator:
     def _note_gone(self, worker: int, one: _Process, why: str, again: str, now: float) -> None:
         others = sum(other != worker for other in self.members)
         doing = f" while {one.doing} for {max(now - one.since, 0.0):.1f} s" if one.doing else ""
-        goes = "worker goes" if others == 1 else "workers go"
-        self.notices.append(f"worker {worker} is gone ({why}){doing}; {others} {goes} on{again}")
+        noun = "worker" if others == 1 else "workers"
+        self.notices.append(f"worker {worker} failed ({why}){doing}; continuing with {others} {noun}{again}")
         self._note("failed", worker, one.life, why)
 
     def _note_slow(self, worker: int, silent: float, now: float) -> None:
@@ -770,10 +770,10 @@ class MembershipCoordinator:
         doing = f" It was {one.doing} for {max(now - one.since - silent, 0.0):.1f} s." if one.doing else ""
         left = self._began.failure_timeout_s - silent
         self.notices.append(
-            f"worker {worker} has not been heard of for {silent:.1f} s.{doing} In {max(left, 0.0):.1f} s it is "
-            "taken for dead"
+            f"worker {worker} has sent no heartbeat for {silent:.1f} s.{doing} In {max(left, 0.0):.1f} s it is "
+            "declared failed"
         )
-        self._note("slow", worker, one.life, f"not heard of for {silent:.1f} s")
+        self._note("slow", worker, one.life, f"no heartbeat for {silent:.1f} s")
 
 
 def rested(form: GenerationView) -> int:

@@ -36,7 +36,7 @@ def raise_refusals(peer: str, body: m.Body) -> None:
     if isinstance(body, m.Refused):
         raise TransportError(f"{peer} refused: {body.text}")
     if isinstance(body, m.StaleRequest):
-        raise RollbackRequiredError(f"{peer} was lost, and begins anew")
+        raise RollbackRequiredError(f"{peer} was lost, and restarts from a snapshot")
 
 
 class Channel(Protocol):

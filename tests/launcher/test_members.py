@@ -65,7 +65,7 @@ def test_who_is_killed_is_replaced_while_the_others_go_on(place: Place) -> None:
     whole, left = ("formed", [0, 1, 2]), ("formed", [0, 2])
     wanted = [whole, ("failed", 1, 0), left, ("joined", 1, 1), whole]
     assert [one for one in told if one in wanted] == wanted
-    assert b"worker 1 is gone (killed by SIGKILL)" in err
+    assert b"worker 1 failed (killed by SIGKILL)" in err
     assert b"worker 1, at " in out and b"2 workers continued after" in out and b"restarted after" in out
 
 

@@ -26,8 +26,8 @@ def test_each_death_is_told_with_what_came_next(died: Path) -> None:
     assert [str(fate) for fate in incidents(read(died))] == [
         f"worker 1, at 0.510 s: failed (killed by SIGKILL, injected); {back}",
         "worker 2, at 2.00 s: paused (injected)",
-        "worker 2, at 2.30 s: slow (not heard of for 0.3 s)",
-        f"worker 2, at 2.50 s: failed (not heard of for 0.5 s); {lost}",
+        "worker 2, at 2.30 s: slow (no heartbeat for 0.3 s)",
+        f"worker 2, at 2.50 s: failed (no heartbeat for 0.5 s); {lost}",
     ]
 
 

@@ -147,8 +147,8 @@ def test_a_reported_exit_starts_a_new_generation_immediately(scene) -> None:
     assert [one.aborted for one in crew[:2]] == [1, 1]
     forms = there.all_stand(crew[:2], ReadyReport(1, commits=4))
     assert [(form.generation, form.gone, len(form.members)) for form in forms] == [(2, [2], 2)] * 2
-    assert "worker 2 is gone (killed by SIGKILL) while starting" in there.notices[-1]
-    assert there.notices[-1].endswith("2 workers go on, worker 2 is started again")
+    assert "worker 2 failed (killed by SIGKILL) while starting" in there.notices[-1]
+    assert there.notices[-1].endswith("continuing with 2 workers, worker 2 is restarted")
     with pytest.raises(MemberOutError, match="worker 2 is no member any more: killed by SIGKILL"):
         crew[2].stand(ReadyReport(1))
 
@@ -160,7 +160,7 @@ def test_a_broken_exchange_is_aborted_at_all_workers(scene) -> None:
     until(lambda: set(there.aborts) == {(0, 1), (1, 1)})
     forms = there.all_stand(crew, ReadyReport(1, commits=1))
     assert [form.generation for form in forms] == [2, 2]
-    assert forms[0].why == "worker 0 could not exchange: the other end closed"
+    assert forms[0].why == "worker 0 failed in a collective operation: the other end closed"
 
 
 def test_a_silent_worker_is_declared_failed_and_evicted_when_it_returns(scene) -> None:
@@ -171,13 +171,13 @@ def test_a_silent_worker_is_declared_failed_and_evicted_when_it_returns(scene) -
     assert crew[0].stand(ReadyReport(0)).generation == 1
     waited = until(lambda: (0, 1) in there.aborts)
     assert 0.5 < waited < 3.0
-    assert any("worker 1 has not been heard of for" in one for one in there.notices)
+    assert any("worker 1 has sent no heartbeat for" in one for one in there.notices)
     assert crew[0].stand(ReadyReport(1, commits=2)).generation == 2
-    until(lambda: "worker 0 goes on alone" in there.notices[-1])
+    until(lambda: "worker 0 continues alone" in there.notices[-1])
     sleeper.send(msgspec.msgpack.encode(ReadyReport(1)))
     while not isinstance(told := DECODER.decode(sleeper.recv() or GOT), Evicted):
         pass
-    assert "nothing was heard of it for" in told.why
+    assert "no heartbeat for" in told.why
 
 
 def test_a_newcomer_joins_when_all_pause_at_one_global_step(scene) -> None:
@@ -228,7 +228,7 @@ def test_below_the_minimum_of_workers_all_are_shut_down(scene) -> None:
     there = scene(2, min_workers=2)
     crew = there.crew(2)
     there.launcher().send(msgspec.msgpack.encode(Gone(1, 0, "killed", False)))
-    with pytest.raises(TransportError, match="the run cannot go on: one worker cannot go on, at least 2"):
+    with pytest.raises(TransportError, match="the run cannot continue: one worker cannot continue, at least 2"):
         crew[0].stand(ReadyReport(1))
 
 
@@ -239,7 +239,7 @@ def test_in_an_asynchronous_run_no_worker_waits(scene) -> None:
     crew.append(there.companion(1))
     assert [one.worker for one in crew[1].stand(ReadyReport(0)).members] == [0, 1]
     there.launcher().send(msgspec.msgpack.encode(Gone(1, 0, "killed", True)))
-    until(lambda: any("worker 1 is gone" in one for one in there.notices))
+    until(lambda: any("worker 1 failed" in one for one in there.notices))
     form = there.companion(1, life=1).stand(ReadyReport(0))
     assert (form.generation, [(one.worker, one.life) for one in form.members]) == (3, [(0, 0), (1, 1)])
     assert not there.aborts and not crew[0].held
