@@ -1,4 +1,4 @@
-"""Generations of workers on real processes: one is killed or stopped, the others are out, meet anew and count right.
+"""Generations of workers on real processes: one is killed or stopped, the others abort, connect again and count right.
 
 Workers are forked from a nursery, which has imported what takes long. They obey a socket: this file is all three.
 """
@@ -36,7 +36,7 @@ LIMIT_S = 20.0
 TIMEOUT_S = 4.0
 """Time-out of the groups in seconds: an abandoned thread of gloo sleeps until it has passed."""
 QUIET_THREADS, QUIET_DESCRIPTORS = 6, 30
-"""Resources of a worker with one group parked: its own threads and the store's, three of gloo; connections to stores."""
+"""Resources of a worker with one group parked: its own and the store's threads, three of gloo; connections to stores."""
 SIZES = (1, 1000, 300_000, 2_000_000)
 
 # --- a worker -------------------------------------------------------------------------------------------------------
@@ -225,7 +225,7 @@ class Crew:
         come: list[int] | None = None,
         sizes: tuple[int, ...] = SIZES,
     ) -> None:
-        """Tell the members, or those that `come`, to form the next generation, at the store of the first."""
+        """Send the members, or the workers in `come`, the next generation, at the store of the first."""
         self.generation += 1
         self.members = members
         keeper = members[0]
