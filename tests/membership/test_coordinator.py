@@ -543,7 +543,7 @@ def test_who_is_slow_is_named_once_until_it_is_heard_again() -> None:
         roll.hear(1, 0, Heartbeat(1, "computing", 0.2, 3), now)
         roll.tick(now)
     assert [(one["what"], one["worker"]) for one in roll.events if one["what"] == "slow"] == [("slow", 0)]
-    assert len([one for one in roll.notices if "worker 0 has not been heard of" in one]) == 1
+    assert len([one for one in roll.notices if "worker 0 has sent no heartbeat" in one]) == 1
 
 
 def test_in_a_free_roll_those_who_were_started_and_not_yet_heard_of_are_counted_as_there() -> None:
