@@ -44,7 +44,7 @@ class BatchDispatcher:
         self._barrier_every: int | None = None
         self._batches_leased = self._samples = 0
         self.barriers_called: list[bool] = []
-        """Barriers called so far, over all epochs: True for one that is only for a snapshot."""
+        """Barriers called so far, over all epochs: True where only for a snapshot."""
         self.may_call_barrier = True
         """True if further barriers may be called: False while a worker waits at the end of the epoch."""
         self._notified: dict[int, int] = {}

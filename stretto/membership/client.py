@@ -272,7 +272,7 @@ class MembershipClient(CoordinatorConnection):
             self._say(Leave())
 
     def _say(self, said: Said) -> None:
-        with contextlib.suppress(zmq.Again):  # nobody is there; what matters is said again
+        with contextlib.suppress(zmq.Again):  # not connected; messages that matter are repeated
             self._dealer.send(_ENCODER.encode(said), zmq.NOBLOCK)
 
 

@@ -18,7 +18,7 @@ Kind: TypeAlias = Literal["tensors", "all_gather", "broadcast"]
 COMING, LOOP, CLOSED, OVER = 1, 2, 3, 4
 """Phases of a script: before its first epoch, in the loop, after the end of an epoch, after its last line."""
 EVEN = "for batch in loader: ..., and break or exit by what is the same on every worker"
-"""What to type for loops of equal length."""
+"""Correction that the error text suggests."""
 KEPT = 4
 """Number of recent operations whose first worker's position is stored."""
 

@@ -161,5 +161,5 @@ class MembershipServer:
         return not self._is_stuck
 
     def _send(self, name: bytes, frame: bytes) -> None:
-        with contextlib.suppress(zmq.ZMQError):  # it is gone, or will come again
+        with contextlib.suppress(zmq.ZMQError):  # the worker has exited, or will reconnect
             self._socket.send_multipart([name, frame], zmq.NOBLOCK)

@@ -67,7 +67,7 @@ class ParameterServerClient:
         """Number of the epoch whose order the next broadcast carries, for the dispatcher to store; None for other
         broadcasts."""
         self.barriers_called: list[bool] = []
-        """Barriers that this worker was called to: True for one that is only for a snapshot."""
+        """Barriers that this worker was called to: True where only for a snapshot."""
         self.barriers_passed = 0
         """Number of these barriers that the worker has passed."""
         self.doing: Callable[[str, int], None] = lambda _text, _hand: None

@@ -97,7 +97,7 @@ class Rollback(_Message):
     snapshots: list[int]
     boot_ids: list[int]
     barriers_called: list[bool]
-    """Barriers that this worker was called to so far: True for one that is only for a snapshot."""
+    """Barriers that this worker was called to so far: True where only for a snapshot."""
     barriers_passed: int
     """Number of these barriers that the worker has passed."""
     newest_snapshot: int

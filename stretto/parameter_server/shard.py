@@ -95,7 +95,7 @@ class Shard:
 
     @property
     def is_untouched(self) -> bool:
-        """True if no update has arrived, not even one that is not applied yet."""
+        """True if no update has arrived, not even a waiting one."""
         return not (self.version or self._group or self._held_back)
 
     # --- requests of workers ------------------------------------------------------------------------------------

@@ -181,7 +181,7 @@ class ShardHandler:
         if isinstance(body, m.EnterBarrier):
             is_current = (
                 self._shard is not None and body.recovery_epoch == self._recovery_epoch
-            )  # else it holds nobody back
+            )  # else it holds no worker back
             replies = self._shard.enter_barrier(worker, body.seq, body.barrier) if self._shard and is_current else []
             return [OutgoingMessage(worker, request_id, m.Result()), *self._delayed_replies(replies)]
         if isinstance(body, m.Group):

@@ -375,7 +375,7 @@ def test_a_coordinator_killed_during_a_rendezvous_resumes_from_its_log(tmp_path)
         forms = [one.result(START_S) for one in waiting]
         assert forms[0] == forms[1] == forms[2]
         assert forms[0].generation == 2
-        assert len(read(tmp_path / "journal")) == 3, "the settings and two generations"
+        assert len(read(tmp_path / "coordinator.wal")) == 3, "the settings and two generations"
         late = MembershipClient(
             0, 1, place.address, WORKER_KEYS, START_S, START_S
         )  # it is a greater life: the old one is over
