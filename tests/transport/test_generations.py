@@ -36,7 +36,7 @@ LIMIT_S = 20.0
 TIMEOUT_S = 4.0
 """Time-out of the groups in seconds: an abandoned thread of gloo sleeps until it has passed."""
 QUIET_THREADS, QUIET_DESCRIPTORS = 6, 30
-"""Resources of a worker with one group parked: its own and the store's threads, three of gloo; connections to stores."""
+"""Resources of a worker with one group parked: its own and the store's threads, three of gloo; connections."""
 SIZES = (1, 1000, 300_000, 2_000_000)
 
 # --- a worker -------------------------------------------------------------------------------------------------------
