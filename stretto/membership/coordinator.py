@@ -435,7 +435,7 @@ class MembershipCoordinator:
         if one.lives:
             self._end(worker, "it has left the loop", False, now, "left")
 
-    # --- rules --------------------------------------------------------------------------------------------------------
+    # --- rules -------------------------------------------------------------------------------------------------------
 
     def _settled(self, now: float) -> list[Outgoing]:
         """Take all steps that follow; return the messages to send."""
@@ -580,7 +580,7 @@ class MembershipCoordinator:
                 self._abort(f"worker {left[0].worker} has left the loop", now)
                 self._limit = None
 
-    # --- transitions --------------------------------------------------------------------------------------------------
+    # --- transitions -------------------------------------------------------------------------------------------------
 
     def _begin(self, worker: int, life: int, now: float) -> _Process:
         """Note a new incarnation; the previous one has ended."""
@@ -695,7 +695,7 @@ class MembershipCoordinator:
             case Stopped(why, uneven):
                 self._phase, self._why, self.uneven = "stopped", why, why if uneven else None
 
-    # --- queries --------------------------------------------------------------------------------------------------------
+    # --- queries -----------------------------------------------------------------------------------------------------
 
     def _is_in(self, member: Member) -> bool:
         one = self._all[member.worker]
@@ -746,7 +746,7 @@ class MembershipCoordinator:
         said = [f"worker {worker} joined" for worker in after if worker not in former]
         return "; ".join([*said, *(f"worker {worker} leaves gracefully" for worker in left)])
 
-    # --- outputs --------------------------------------------------------------------------------------------------------
+    # --- outputs -----------------------------------------------------------------------------------------------------
 
     def _tell(self, worker: int, told: Told) -> None:
         self._posts.append(Outgoing(worker, self._all[worker].life, told))
