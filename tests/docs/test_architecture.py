@@ -78,3 +78,11 @@ def test_files_of_a_diagram_are_entered(title: str, tmp_path: Path) -> None:
 def test_every_package_is_in_the_table() -> None:
     packages = {path.parent.name for path in (ROOT / "stretto").glob("*/__init__.py")}
     assert not [name for name in packages if f"`stretto/{name}/`" not in PAGE]
+
+
+def test_classes_and_messages_of_the_diagrams_exist() -> None:
+    code = "\n".join(path.read_text() for path in (ROOT / "stretto").rglob("*.py"))
+    diagrams = "\n".join(re.findall(r"^```text\n(.*?)^```", PAGE, re.M | re.S))
+    names = set(re.findall(r"\b[A-Z][a-z]+(?:[A-Z]\w+)\b", diagrams)) | {"Push", "Shard", "Flows", "Register"}
+    assert len(names) > 10
+    assert not [name for name in names if not re.search(rf"^class {name}\b", code, re.M)]
