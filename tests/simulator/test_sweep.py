@@ -25,15 +25,15 @@ TRAIN = RunConfig(Path("train.py"))
 COMMAND = (sys.executable, "-S", "-E", fake_simulate.__file__)
 STOPPABLE = """
 import signal, sys
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs are born deaf to it
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # and so to this under nohup
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # as jobs under nohup ignore this
 from pathlib import Path
 from stretto.launcher.config import RunConfig
 from stretto.simulator.sweep import worker_pool
-from stretto.simulator.sweep.runner import SweepOrder, run
-command, worker_pool.PATIENCE_S = tuple(sys.argv[1].split(":")), float(sys.argv[2])
+from stretto.simulator.sweep.runner import SweepConfig, run
+command, worker_pool.EXIT_TIMEOUT_S = tuple(sys.argv[1].split(":")), float(sys.argv[2])
 try:
-    run(SweepOrder(RunConfig(Path("train.py")), tuple(sys.argv[3:]), jobs=2, out=Path("swept")), print, command)
+    run(SweepConfig(RunConfig(Path("train.py")), tuple(sys.argv[3:]), jobs=2, out=Path("swept")), print, command)
 except KeyboardInterrupt:
     sys.exit(130)
 """

@@ -50,7 +50,7 @@ class Equal(Speeds):
     """Every step takes the measured time."""
 
     def __str__(self) -> str:
-        """As it is typed."""
+        """Return the text of `--speeds`."""
         return "equal"
 
     def step_times(self, worker: int, workers: int, seed: int) -> StepTimes:
@@ -65,7 +65,7 @@ class Factors(Speeds):
     factors: tuple[float, ...]
 
     def __str__(self) -> str:
-        """As it is typed."""
+        """Return the text of `--speeds`."""
         return ",".join(map(spelled, self.factors))
 
     def step_times(self, worker: int, workers: int, seed: int) -> StepTimes:
@@ -88,7 +88,7 @@ class Lognormal(Speeds):
     each_step: bool = False
 
     def __str__(self) -> str:
-        """As it is typed."""
+        """Return the text of `--speeds`."""
         return f"lognormal({spelled(self.sigma)}{', each=step' if self.each_step else ''})"
 
     def step_times(self, worker: int, workers: int, seed: int) -> StepTimes:
@@ -112,7 +112,7 @@ class Exponential(Speeds):
     shift: float = 0.0
 
     def __str__(self) -> str:
-        """As it is typed."""
+        """Return the text of `--speeds`."""
         return f"shifted_exponential({spelled(self.shift)})" if self.shift else "exponential"
 
     def step_times(self, worker: int, workers: int, seed: int) -> StepTimes:
@@ -131,7 +131,7 @@ class Slow(Speeds):
     factor: float
 
     def __str__(self) -> str:
-        """As it is typed."""
+        """Return the text of `--speeds`."""
         return f"slow({spelled(self.fraction)}, {spelled(self.factor)})"
 
     def step_times(self, worker: int, workers: int, seed: int) -> StepTimes:
@@ -152,7 +152,7 @@ class Drifting(Speeds):
     tau_s: float
 
     def __str__(self) -> str:
-        """As it is typed."""
+        """Return the text of `--speeds`."""
         return f"drifting({spelled(self.sigma)}, {spelled(self.tau_s)}s)"
 
     def step_times(self, worker: int, workers: int, seed: int) -> StepTimes:
@@ -171,7 +171,7 @@ class Trace(Speeds):
     times: tuple[tuple[float, ...], ...] = field(repr=False)
 
     def __str__(self) -> str:
-        """As it is typed."""
+        """Return the text of `--speeds`."""
         return f"trace({self.file})"
 
     def step_times(self, worker: int, workers: int, seed: int) -> StepTimes:

@@ -77,7 +77,7 @@ class _StepRecorder:
         """Steps that include the change from one epoch to the next."""
 
     def begin_pass(self) -> None:
-        """Mark the current step as one that includes a change of epochs."""
+        """Mark the current step as including a change of epochs."""
         self._crosses_epochs = True
 
     def step_s(self) -> float:

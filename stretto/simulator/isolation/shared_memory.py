@@ -82,7 +82,7 @@ class SharedArrays:
             with contextlib.suppress(OSError):  # there may be no room for a file
                 self._shared[path] = self._first_data(value, data)
         elif address != shared.address and address not in self._mapped_addresses and shared.kind == _kind(value):
-            with contextlib.suppress(OSError):  # a process has only so many mappings
+            with contextlib.suppress(OSError):  # the number of mappings per process is limited
                 if np.array_equal(shared.content, data):
                     self._replace(_map_file(shared.file, data.nbytes), holder, key, value)
 

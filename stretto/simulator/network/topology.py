@@ -216,7 +216,7 @@ class Links:
         return self._over(_tree(members), _depth(members), nbytes)
 
     def _over(self, hops: Iterable[tuple[int, int]], steps: int, nbytes: float) -> Exchange:
-        """So many steps, one after another, in which each of these hops may carry so many bytes."""
+        """Return the exchange of a sequence of `steps`, in each of which every hop may carry `nbytes` bytes."""
         routes = [self.path(*hop) for hop in hops]
         links = dict.fromkeys(resource for resources, _ in routes for resource in resources)
         return steps * nbytes, tuple(links), steps * max((latency for _, latency in routes), default=0.0)
@@ -236,7 +236,7 @@ class Links:
             self._places.append(_Place(worker, host, inside[worker], outside[host], (net.between or net.link).latency))
 
     def _add_shards(self, shards: int) -> None:
-        """Put shard s at place -1 - s of the lists."""
+        """Append the shards in reverse order, so that shard s has index -1 - s in the lists."""
         link = self._network.server or self._network.between or self._network.link
         for shard in reversed(range(shards)):
             if self._network.with_workers or self._network.in_worker:
@@ -249,12 +249,12 @@ class Links:
                 self._places.append(_Place(-1 - shard, -1 - shard, port, port, link.latency))
 
     def _add(self, link: Link) -> int:
-        """Two more resources, up and down; the number of the first."""
+        """Add two resources, up and down, and return the number of the first."""
         self.capacities += [rate / 8 * (1 - self._network.loss) for rate in (link.up, link.down)]
         return len(self.capacities) - 2
 
     def _port(self, first: int) -> _Port:
-        up, down = [(one,) if self.capacities[one] < inf else () for one in (first, first + 1)]
+        up, down = [(resource,) if self.capacities[resource] < inf else () for resource in (first, first + 1)]
         return _Port(up, down)
 
 

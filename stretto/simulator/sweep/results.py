@@ -98,11 +98,11 @@ def place(point: Result, across: str) -> float:
 
 
 def compared(point_records: Sequence[Result]) -> list[Record]:
-    """The points with `speed_up`, `speed_up_by` and `efficiency`.
+    """Return the points with `speed_up`, `speed_up_by` and `efficiency`.
 
-    `speed_up = t_1 / t_N` and `efficiency = speed_up / N`, over the point with one worker and all else equal. The time
-    t is that to the target, if one was given and that point reached it, else that of a sample. All points of a line
-    are measured alike: one that did not reach the target when one worker did has no speed-up.
+    `speed_up = t_1 / t_N` and `efficiency = speed_up / N`, relative to the point with one worker and all else equal.
+    The time t is that to the target if the point with one worker reached it, else that per sample. A point that did not
+    reach the target although one worker did has no speed-up.
     """
     one_worker = {name: line[0] for name, line in lines(point_records).items() if line[0]["workers"] == 1}
     return [_compared(point, one_worker.get(label(point))) for point in point_records]

@@ -103,7 +103,7 @@ def _poll(running: Sequence[_Running]) -> None:
 
 
 def _terminate(running: Sequence[_Running]) -> None:
-    """Terminate all running processes, and kill those that have not exited after EXIT_TIMEOUT_S."""
+    """Terminate all running processes, and kill them if they have not exited after EXIT_TIMEOUT_S."""
     for entry in running:
         entry.process.terminate()
     try:
