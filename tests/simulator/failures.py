@@ -1,4 +1,4 @@
-"""Simulated workers that train while processes die, and what is asked of what becomes of it."""
+"""Training with fault injection in the simulator, and the checks of its outcome."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from stretto.recipe.parser import parse
 NET = "100Mbit/s 1ms"
 LATENCY = 0.001
 SAMPLES = 41
-"""So that the last hand of a pass is not for all."""
+"""Number of samples; the last global step of an epoch is incomplete."""
 TOGETHER = ["allreduce", "local_sgd(every=3)", "diloco(every=4)", "power_sgd(rank=1)"]
 THROUGH = "Recipe(what=gradients(), when=together(every=1), whom=server(shards=2), then=step())"
 ALSO_THROUGH = [
     "Recipe(what=gradients(), how=low_rank(rank=1), whom=server(shards=2))",
     "Recipe(what=parameters(), when=together(every=3), whom=server(shards=2), then=replace())",
 ]
-"""The first has several asks under way at once."""
+"""Recipes over a server; the first has several concurrent requests."""
 FREE = ["async_sgd", "async_sgd(shards=2)", "soft_sync(collect=2)", "stale_synchronous(bound=1)"]
 ALL = {"once": SAMPLES, "twice": 0, "never": 0, "dropped": 0}
 
@@ -38,7 +38,7 @@ def _stays(worker: int, steps: int) -> bool:
 def training(
     epochs: int = 2, samples: int = SAMPLES, leaves: Callable[[int, int], bool] = _stays, **more: Any
 ) -> Callable[[int], Any]:
-    """Passes over samples; a worker that `leaves` one after so many steps does so before the next."""
+    """Return a training function; a worker leaves an epoch where `leaves(worker, steps)` is true."""
 
     def work(worker: int) -> Any:
         net = small_net()
@@ -62,7 +62,7 @@ def lived(recipe: str, fault: str, workers: int = 3, epochs: int = 2, samples: i
 
 
 def seen(ended: Ended) -> list[dict[str, int]]:
-    """How often samples counted, in each pass; those that were done again later are made up for."""
+    """Return the sample counts of each epoch, without the number of recovered samples."""
     return [
         {name: value for name, value in one["sample_counts"].items() if name != "recovered_samples"}
         for one in ended.of("epoch")
@@ -70,7 +70,7 @@ def seen(ended: Ended) -> list[dict[str, int]]:
 
 
 def is_whole(ended: Ended, recipe: str, epochs: int = 2) -> None:
-    """Each sample counted once in each pass, and those that train together have the same."""
+    """Assert that each sample counted once per epoch, and that synchronous workers have equal parameters."""
     assert seen(ended)[-1] == ALL
     assert all(one == ALL for one in seen(ended))
     assert len(seen(ended)) >= epochs
@@ -81,12 +81,12 @@ def is_whole(ended: Ended, recipe: str, epochs: int = 2) -> None:
 
 
 def told_of_samples(ended: Ended) -> int:
-    """The running count at the end of the last pass, with what had to be done again by then counted once."""
+    """Return the sample count at the end of the last epoch; redone samples count once."""
     return int(ended.of("epoch")[-1]["samples"])
 
 
 def faults(servers: int = 0) -> SearchStrategy[tuple[int, str]]:
-    """How many workers, and what befalls them and the servers; the last worker that is killed comes back."""
+    """Return a strategy of (number of workers, faults); at least one worker is never killed for good."""
     return st.integers(2, 5).flatmap(lambda workers: st.tuples(st.just(workers), _faults(workers, servers)))
 
 
@@ -101,5 +101,5 @@ def _faults(workers: int, servers: int) -> SearchStrategy[str]:
 
 
 def told(ended: Ended, what: str) -> list[tuple[int, int]]:
-    """Of whom the log says so: workers and their lives."""
+    """Return (worker, incarnation) of the membership events of one kind."""
     return [(one["worker"], one["incarnation"]) for one in ended.of("membership") if one["what"] == what]

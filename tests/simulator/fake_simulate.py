@@ -1,7 +1,7 @@
-"""A stand-in for `stretto simulate`: it takes the same words, trains nothing, and leaves a run folder by a formula.
+"""A fake of `stretto simulate`: takes the same arguments, trains nothing, and writes a run directory by a formula.
 
-Of the script's arguments it heeds `--mode`: `fail` ends with an error, `torn` without one and without an end in the
-log, `hang` goes on until it is killed, `stubborn` even when it is asked to end. Every start adds a line to `starts`.
+The script's argument `--mode` selects: `fail` ends with an error, `torn` without an error and without end events in
+the log, `hang` runs until it is terminated, `stubborn` until it is killed. Every start adds a line to `starts`.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ ROUND_S = 0.0001
 
 
 def seconds(workers: int, every: int) -> float:
-    """Virtual seconds of the whole: computing is shared out, and each exchange costs more with more workers."""
+    """Return the virtual seconds of a run: computing is divided, and a round costs more with more workers."""
     steps = SAMPLES / 20 / workers
     return steps * STEP_S + (steps / every * ROUND_S * workers**1.5 if workers > 1 else 0.0)
 
 
 def accuracy(share: float, workers: int, every: int) -> float:
-    """After a share of the samples: many workers that rarely meet learn less."""
+    """Return the accuracy after a share of the samples, which is lower for many workers with rare averaging."""
     return (0.99 - 0.002 * math.log2(workers) * math.log2(every + 1)) * (1 - math.exp(-8 * share))
 
 
 def events(workers: int, every: int) -> list[dict[str, object]]:
-    """The log of one simulation with ten evaluations."""
+    """Return the log of one simulation with ten evaluations."""
     whole = seconds(workers, every)
     computing = SAMPLES / 20 / workers * STEP_S
     found: list[dict[str, object]] = [{"event": "start", "t": 0.0, "worker": w} for w in range(workers)]

@@ -1,4 +1,4 @@
-"""Simulates a function of the worker, or a script, in this process: what `crew.together` does in threads."""
+"""Simulates a function of the worker, or a script, in this process; `crew.together` runs it in threads."""
 
 from __future__ import annotations
 
@@ -26,31 +26,31 @@ from stretto.training.worker_context import given_seat
 
 STEP_S = 0.01
 ACTING = "from simulator import harness\nharness.act()\n"
-"""The script of a simulation whose workers do what a function says."""
+"""Script of a simulation whose workers call a function of the test."""
 _work: list[Callable[[int], Any]] = []
 _found: dict[int, Any] = {}
 
 
 @dataclass(frozen=True)
 class Ended:
-    """What a simulation has left."""
+    """The results of a simulation."""
 
     found: list[Any]
-    """What the function returned at each worker."""
+    """Return value of the function at each worker."""
     seconds: float
-    """Virtual time at the end."""
+    """Virtual time at the end, in seconds."""
     log: bytes
     final: bytes
-    """The file of the agreed model."""
+    """Bytes of the final model's file."""
     said: str
 
     @property
     def events(self) -> list[Event]:
-        """All events, in the order written."""
+        """The events of the log, in order."""
         return [msgspec.json.decode(line) for line in self.log.splitlines()]
 
     def of(self, kind: str) -> list[Event]:
-        """The events of one kind."""
+        """Return the events of one kind."""
         return [one for one in self.events if one["event"] == kind]
 
 
@@ -72,7 +72,7 @@ def simulated(
 ) -> Ended:
     """Simulate a function of the worker's number, or the text of a script; the first error is raised.
 
-    `asks` goes with the order.
+    `asks` holds fields of the run configuration.
     """
     with TemporaryDirectory() as temporary:
         place = folder or Path(temporary)
@@ -96,14 +96,14 @@ def simulated(
 
 
 def act() -> None:
-    """What the script of a function does."""
+    """Call the function of the test, and store its result."""
     seat = given_seat.get()
     assert seat is not None
     _found[seat.worker] = _work[0](seat.worker)
 
 
 def now() -> float:
-    """The virtual time of the worker whose turn it is."""
+    """Return the virtual time of the current worker in seconds."""
     seat = given_seat.get()
     assert seat is not None
     return seat.around.clock()

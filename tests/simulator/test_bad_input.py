@@ -1,4 +1,4 @@
-"""What `stretto simulate` says to what it cannot simulate: one readable error, and no trace left in the process."""
+"""Invalid input of `stretto simulate` gives one readable error, and the process state is restored."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
 data = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
 loader = torch.utils.data.DataLoader(data, batch_size=2LOADER)
 loader = stretto.distribute(net, optimizer, loaderRECIPE)
-lead = torch.initial_seed() == 0  # the others are given seeds of their own
+lead = torch.initial_seed() == 0  # the other workers have other seeds
 for epoch in range(EPOCHS):
     for a, b in loader:
         optimizer.zero_grad()
@@ -47,7 +47,7 @@ Simulate = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def simulate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Simulate:
-    """Runs the command line on a script with something in it: the exit code, what it said here and as an error."""
+    """Return a function that runs the command on a modified script: exit code, output and errors."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "300")
 
@@ -65,14 +65,14 @@ def simulate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Capt
 
 
 def living() -> list[greenlet]:
-    """Greenlets that have begun and not ended, but for the one that asks."""
+    """Return the unfinished greenlets other than the current one."""
     gc.collect()
     found = [one for one in gc.get_objects() if issubclass(type(one), greenlet)]
     return [one for one in found if one and not one.dead and one is not getcurrent() and one.parent is not None]
 
 
 def errors() -> list[str]:
-    """What the log says of errors."""
+    """Return the errors in the log."""
     return [one["text"] for one in read_events(Path("run/events.jsonl")) if one["event"] == "error"]
 
 
@@ -218,7 +218,7 @@ def test_loop_with_its_own_step_count_gives_an_error(simulate: Simulate) -> None
 
 
 def test_timeout_option_limits_waiting(simulate: Simulate) -> None:
-    """Though it is for one that computes."""
+    """The limit does not apply to a worker that computes."""
     slow = "--recipe", "local_sgd(every=2)", "--step-time", "60s", "--speeds", "1,20"
     code, _, wrong = simulate(*slow)
     assert code == FAILED
@@ -319,7 +319,7 @@ if not log.handlers:
 
 @pytest.mark.parametrize("step_time", ["auto", "10ms"])
 def test_logging_handlers_are_per_worker(simulate: Simulate, step_time: str) -> None:
-    """As in processes of their own: three write a line each, whatever was measured before."""
+    """Like separate processes, three workers write one line each, with or without a measurement before."""
     after = "log.warning('the end'); log.handlers[0].close()"
     code, _, wrong = simulate("--step-time", step_time, "-n", "3", BEFORE=NAMED, AFTER=after)
     assert code == 0, wrong
@@ -331,7 +331,7 @@ def test_logging_handlers_are_per_worker(simulate: Simulate, step_time: str) -> 
 @pytest.mark.parametrize("epochs", ["0", "1", "3"])
 @pytest.mark.parametrize(("workers", "batch"), [("1", " * 6"), ("2", " * 3")])
 def test_step_time_is_measured_with_few_steps(simulate: Simulate, workers: str, batch: str, epochs: str) -> None:
-    """One in a pass, one at all, or none."""
+    """One step per epoch, one step in all, or none."""
     code, _, wrong = simulate("--step-time", "auto", "-n", workers, EPOCHS=epochs, LOADER=batch)
     assert code == 0, wrong
     assert [one["step"] for one in read_events(Path("run/events.jsonl")) if one["event"] == "epoch"] == [
@@ -354,7 +354,7 @@ def test_a_signal_ends_a_simulation_with_one_line(simulate: Simulate, number: si
 
 
 def test_ignored_signal_stays_ignored(simulate: Simulate) -> None:
-    """As under nohup."""
+    """SIGHUP is ignored, as under nohup."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         code, _, wrong = simulate(IN_LOOP=f"import os; os.kill(os.getpid(), {int(signal.SIGHUP)})")
@@ -383,7 +383,7 @@ def test_a_failed_simulation_leaves_the_process_as_it_was(simulate: Simulate) ->
 
 
 def test_measured_step_time_is_a_valid_option(simulate: Simulate) -> None:
-    """A run whose step is measured, and the same with what was measured: the same log, whatever the seed."""
+    """A run with a measured step time and one with its printed value have equal logs."""
     code, _, wrong = simulate("--recipe", "async_sgd", "--seed", "3", "--step-time", "auto", "--speeds", "exponential")
     assert code == 0, wrong
     line = next(one for one in wrong.splitlines() if "--step-time" in one)

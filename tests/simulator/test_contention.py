@@ -1,4 +1,4 @@
-"""Measuring in a crowd: as crowded as it will be, nobody left behind, and every gradient scaler known."""
+"""Measuring under contention: the load is as simulated, no process is left, all gradient scalers are listed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from stretto.simulator.compute import contention
     ("workers", "processors", "expected"), [(4, 2.0, 3), (1000, 2.0, 3), (3, 2.0, 2), (2, 2.0, 1), (1, 8.0, 0)]
 )
 def test_contention_matches_the_simulated_load(workers, processors, expected, monkeypatch):
-    """On a machine of two processors; four busy processes there are as crowded as it gets."""
+    """On two processors; four busy processes are the highest load."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
     assert contention.copies(workers, processors) == expected
 

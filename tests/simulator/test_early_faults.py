@@ -1,4 +1,4 @@
-"""What goes wrong before the scripts have called `distribute`, and where nobody knows yet which recipe they name."""
+"""Faults before the scripts call `distribute`, when the recipe is not known yet."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SLEEPY = """
             nn.functional.mse_loss(net(x), y).backward()
             optimizer.step()
 """
-"""A script that has something else to do before it calls `distribute`."""
+"""A script that works for some time before it calls `distribute`."""
 
 
 def slept(nap_s: float, recipe: str, fault: str, is_ordered: bool = False, **more: object) -> Ended:
@@ -37,7 +37,7 @@ def slept(nap_s: float, recipe: str, fault: str, is_ordered: bool = False, **mor
 
 
 def struck(ended: Ended) -> list[tuple[int, str]]:
-    """Whom, and what the log says of it."""
+    """(server, target in the log)."""
     return [(one["worker"], one["text"]) for one in ended.of("fault_injected")]
 
 
@@ -52,7 +52,7 @@ def test_script_may_start_later_than_the_failure_timeout(recipe: str, is_ordered
 @pytest.mark.parametrize("is_ordered", [True, False])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_failure_is_handled_as_the_recipe_requires_wherever_it_is_named(recipe: str, is_ordered: bool) -> None:
-    """Before the scripts name it, and after."""
+    """The worker is killed before or after the scripts name the recipe."""
     for at in ("100ms", "540ms"):
         for back in ("", ", back after 20ms"):
             ended = slept(0.5, recipe, f"kill worker 1 at {at}{back}", is_ordered)
@@ -85,7 +85,7 @@ def test_server_drawn_before_the_recipe_is_known_exists(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("who", ["server", "server 0"])
 def test_link_slowed_before_the_server_exists_stays_slow(who: str, seed: int) -> None:
-    """And whole again when its time is over."""
+    """The link has its full speed again after the fault."""
     slow = f"slow link of {who} by 1000 for {{}} at 10ms; kill worker 1 at 1h"
     faults = "kill worker 1 at 1h", slow.format("200ms"), slow.format("30ms")
     plain, early, late = (slept(0.05, "async_sgd", fault, seed=seed).seconds for fault in faults)
@@ -94,7 +94,7 @@ def test_link_slowed_before_the_server_exists_stays_slow(who: str, seed: int) ->
 
 
 def test_overlapping_pauses_of_a_server_last_until_the_last_ends() -> None:
-    """One that is drawn where nobody knew that there is only one."""
+    """A server drawn while the number of servers was unknown."""
     fault = "pause server for 300ms at 70ms; pause server for 30ms at 80ms"
     both, one = (slept(0.05, "async_sgd", text).seconds for text in (fault, "pause server 0 for 300ms at 70ms"))
     assert both == one

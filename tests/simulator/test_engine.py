@@ -1,4 +1,4 @@
-"""The world of a simulation, without training: its time, its turns, what is each worker's own, and how it ends."""
+"""The simulation engine without training: time, switching, per-worker state, and the end of a run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Live = Callable[[Worker, SimTransport], None]
 
 
 class Scene:
-    """A world with one wire for all, in which something may go wrong; `lived` lets its workers live."""
+    """An engine with one group of all workers and optional faults; `lived` runs its workers."""
 
     def __init__(self, workers: int, net: str = "instant", fault: str = "", limit_s: float = inf, **more: Any) -> None:
         links = Links(topology.parse(net), workers)
@@ -41,7 +41,7 @@ class Scene:
         self._wires = [table.transport(one, limit_s) for one in self.engine.workers]
 
     def lived(self, live: Live, order: Any = None) -> Engine:
-        """The world after it."""
+        """Run all workers, and return the engine."""
         self.engine.run(lambda one: live(one, self._wires[one.number]), self._own, order)
         return self.engine
 
@@ -53,7 +53,7 @@ class Scene:
 
 
 def doing_nothing(worker: Worker, wire: SimTransport) -> None:
-    """A life."""
+    """Do nothing."""
 
 
 # --- time ---------------------------------------------------------------------------------------------------------
@@ -87,7 +87,7 @@ def test_time_without_barriers_is_the_slowest_sum(works: list[list[float]]) -> N
 
 
 def test_workers_share_processors_equally() -> None:
-    """Five seconds of work for each of four on two processors; a worker uses no more than one."""
+    """Four workers compute 5 s each on two processors; each uses at most one."""
     assert Scene(4, processors=2.0).lived(lambda one, _: one.compute(5.0)).queue.now == pytest.approx(10.0)
     assert Scene(4, processors=9.0).lived(lambda one, _: one.compute(5.0)).queue.now == pytest.approx(5.0)
 
@@ -102,7 +102,7 @@ STEPS = st.lists(
 def test_time_is_monotonic_and_messages_arrive_once_in_order_and_not_early(
     lives: list[list[tuple[str, int, float]]], chance: random.Random, is_paused: bool
 ) -> None:
-    """Workers send to each other, and look for what has come, in whatever order they are made."""
+    """Workers send and receive messages, in any order of creation."""
     net = "8kbit/s 100ms"
     said: dict[tuple[int, int], list[float]] = {}
     come: dict[tuple[int, int], list[tuple[int, float]]] = {}
@@ -187,7 +187,7 @@ def test_order_of_creation_has_no_effect() -> None:
 def test_pause_extends_computing_by_their_overlap(
     start: float, pauses: list[tuple[float, float]], works: list[float]
 ) -> None:
-    """One pause after another, and none at the very moment when some work ends."""
+    """Return a strategy of consecutive pauses, none of which starts exactly when some computing ends."""
     spans, at = [], start
     for gap, long in pauses:
         spans.append((at, at + long))
@@ -213,14 +213,14 @@ def test_pause_extends_computing_by_their_overlap(
 
 
 def meeting(worker: Worker, wire: SimTransport) -> None:
-    """A second of work, then an exchange of 4,000 bytes, which takes a second each way at 4,000 bytes a second."""
+    """Compute for 1 s, then all-reduce 4,000 bytes over links of 4,000 bytes/s."""
     worker.compute(1.0)
     wire.submit(AllReduceMean(torch.ones(1000))).wait()
 
 
 NET = "32kbit/s"
 WHOLE = 2.0
-"""Two workers exchange 4,000 bytes at 4,000 bytes a second: 2 (N-1)/N = 1 second, after one of work."""
+"""Two workers all-reduce 4,000 bytes at 4,000 bytes/s: 2 (N-1)/N = 1 s, after 1 s of computing."""
 
 
 @pytest.mark.parametrize(
@@ -257,7 +257,7 @@ def test_paused_worker_stops_a_collective() -> None:
 
 @pytest.mark.parametrize("left", [100, 20_000])
 def test_transfer_resumes_with_the_remaining_bytes_after_a_partition(left: int) -> None:
-    """Whether it then fits into a packet or not."""
+    """The remaining bytes fit into a packet or do not."""
     moment = 1.0 - left / 1e6
     fault = f"cut worker 0 for 2s at {moment:.6f}s; slow link of worker 1 by 2 for 1s at 10s"
     scene = Scene(2, "8Mbit/s", fault)
@@ -344,7 +344,7 @@ def test_a_wait_has_a_limit() -> None:
 
 
 def test_wait_within_a_backward_pass_is_an_error() -> None:
-    """There torch's engine is at work, which knows one backward pass at a time."""
+    """torch's autograd engine cannot interleave backward passes of one thread."""
 
     class Waiting(torch.autograd.Function):
         @staticmethod
@@ -388,7 +388,7 @@ def test_process_state_is_restored_after_a_simulation(ended: str) -> None:
         return [*states, *names, torch.autograd.backward, torch.is_grad_enabled(), torch.get_num_threads()]
 
     ends: list[int] = []
-    np.random.randn()  # keeps the second of a pair back
+    np.random.randn()  # stores the second draw of a pair
     before = here()
     scene = Scene(3, fault="kill worker 2 at 0.5s" if ended == "killed" else "")
     if ended == "well":
@@ -401,7 +401,7 @@ def test_process_state_is_restored_after_a_simulation(ended: str) -> None:
     assert all(one.greenlet is not None and one.greenlet.dead for one in scene.engine.workers)
 
 
-# --- what is each worker's own ------------------------------------------------------------------------------------
+# --- state per worker ---------------------------------------------------------------------------------------------
 
 DRAWS: dict[str, Callable[[], object]] = {
     "torch": lambda: torch.rand(2).tolist(),
@@ -417,7 +417,7 @@ DRAWS: dict[str, Callable[[], object]] = {
 @settings(max_examples=60)
 @given(st.lists(st.lists(st.sampled_from(sorted(DRAWS)), max_size=6), min_size=2, max_size=4))
 def test_random_numbers_of_a_worker_do_not_depend_on_others(draws: list[list[str]]) -> None:
-    """Each draws what it would alone, though they take turns after every draw."""
+    """Each worker draws the same numbers as alone, with a switch of workers after every draw."""
     drawn: dict[int, list[object]] = {}
 
     def live(worker: Worker, wire: SimTransport) -> None:
@@ -458,7 +458,7 @@ def test_modes_names_and_output_are_per_worker() -> None:
 
 
 def test_other_workers_run_while_one_waits_after_its_backward_pass() -> None:
-    """What a worker asks within its backward pass is laid down behind it, and in the same order."""
+    """Collectives submitted within a backward pass start after it, in the same order."""
     order: list[tuple[int, str]] = []
 
     def live(worker: Worker, wire: SimTransport) -> None:

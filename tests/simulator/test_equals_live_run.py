@@ -1,4 +1,4 @@
-"""Simulated runs against real ones of the same script and seed: what they compute, and the bytes that they count."""
+"""Simulated and live runs of the same script and seed: equal parameters and byte counts."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ for epoch in range(2):
         optimizer.step()
         stretto.log(first=number[0])
 """
-"""Draws its numbers without a seed of its own, as does dropout: a run's seed is all that they depend on."""
+"""A script without a seed of its own: its random numbers and dropout depend only on the run's seed."""
 
 WORKERS = {"local_sgd(every=4)": 3, "power_sgd(rank=2)": 2, "staleness_aware": 3}
 ON_ITS_WAY = 4096
-"""Bytes that a live worker may not have received yet when it reads its counters for the last time."""
+"""Bytes that a live worker may still receive after its last reading of the counters."""
 
 
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The folders of real runs, one for each recipe, all at once."""
+    """Return the folders of concurrent live runs, one per recipe."""
     folder = tmp_path_factory.mktemp("live")
     (folder / "train.py").write_text(SCRIPT)
     started = {recipe: _start(folder, recipe, workers) for recipe, workers in WORKERS.items()}
@@ -74,20 +74,20 @@ def _folder(recipe: str) -> str:
 
 
 def simulated_run(folder: Path, recipe: str, **more: Any) -> dict[str, torch.Tensor]:
-    """The parameters of the same run in the simulator, which leaves its folder in this one."""
+    """Simulate the same run, and return its parameters."""
     simulated(WORKERS[recipe], SCRIPT, recipe, seed=SEED, folder=folder, **more)
     return load_file(folder / "run/final.safetensors")
 
 
 def furthest(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    """The largest difference of a tensor, in parts of its largest number."""
+    """Return the largest difference of a tensor relative to its largest element."""
     assert one.keys() == other.keys()
     return max(float((one[name] - other[name]).abs().max() / other[name].abs().max()) for name in one)
 
 
 @pytest.mark.parametrize("recipe", list(WORKERS)[:2])
 def test_the_same_parameters_and_bytes_as_a_real_run(recipe: str, live: dict[str, Path], tmp_path: Path) -> None:
-    """To rounding: gloo's ring adds in another order. Dropout and shuffling draw what they do live."""
+    """Equal up to rounding, since gloo's ring adds in another order; dropout and shuffling draw the same numbers."""
     real = load_file(live[recipe] / "final.safetensors")
     assert furthest(simulated_run(tmp_path, recipe, net="100Mbit/s 1ms"), real) < 1e-5
     here, there = record(tmp_path / "run"), record(live[recipe])
@@ -101,15 +101,15 @@ def test_the_same_parameters_and_bytes_as_a_real_run(recipe: str, live: dict[str
     assert said[0] ^ said[1] <= {"progress"}
 
 
-# --- a recorded order, replayed -----------------------------------------------------------------------------------
+# --- replay of a recorded order -----------------------------------------------------------------------------------
 
 
 Kind = tuple[str, int]
-"""What is taken in turn: updates, or asks for a batch of one pass."""
+"""Kind of message: an update, or a lease request of one epoch."""
 
 
 def turns_of(log: list[Event]) -> dict[Kind, deque[int]]:
-    """The workers whose updates were applied, and who were given the batches of each pass, one after another."""
+    """Return the order of workers in the updates applied, and in the leases of each epoch."""
     updates = [
         (update[1], one["worker"]) for one in log if one["event"] == "update_applied" for update in one["updates"]
     ]
@@ -123,7 +123,7 @@ def turns_of(log: list[Event]) -> dict[Kind, deque[int]]:
 
 
 def in_turn(turns: dict[Kind, deque[int]]) -> type[rpc_server.SimServer]:
-    """An office that takes nothing out of turn: what comes too early is held back."""
+    """Return a server class that processes messages in a recorded order, and holds back early ones."""
 
     class InTurn(rpc_server.SimServer):
         def __init__(self, *given: Any) -> None:
@@ -151,7 +151,7 @@ def in_turn(turns: dict[Kind, deque[int]]) -> type[rpc_server.SimServer]:
 def test_a_real_order_of_arrivals_replayed_gives_the_same_parameters(
     speed: str, live: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An update is weighted by how many came between what it was computed on and itself: all depends on the order."""
+    """Updates are weighted by their staleness, so the result depends on their order."""
     log = list(read_events(live["staleness_aware"] / "events.jsonl"))
     real = load_file(live["staleness_aware"] / "final.safetensors")
     turns = turns_of(log)

@@ -1,4 +1,4 @@
-"""The clock: events in one order, and no event in the past."""
+"""The event queue: a total order of events, and no event in the past."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faults: the text and its marks, and schedules that are sorted, repeatable and make sense to whoever plays them."""
+"""Faults: parsing, error marks, and schedules that are sorted, repeatable and consistent."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ def any_faults(
 crowded = st.integers(0, 8).map(float)
 faults = any_faults(when, span)
 close = any_faults(st.builds(At, crowded) | st.builds(Every, crowded.filter(bool)), crowded.filter(bool))
-"""Times from a few whole numbers, so that faults meet and overlap."""
+"""Few whole-numbered times, so that faults coincide and overlap."""
 
 
 def play(faults: Sequence[Fault], seed: int = 0, until: float = 60.0) -> Played:
-    """What happens until a time, and all that has begun then to its end."""
+    """Return the schedule up to a time, with the ends of all faults that have begun by then."""
     return list(takewhile(lambda one: one[0] <= until, schedule(faults, WORKERS, SHARDS, seed)))
 
 
@@ -192,7 +192,7 @@ def test_paused_process_is_not_paused_again() -> None:
 
 
 def test_pause_ends_when_its_process_is_killed() -> None:
-    """The first pause would end at 11, within the second: but that one is of a new process."""
+    """The first pause would end at 11 s, within the second, which is of a new process."""
     text = "pause worker 2 for 10s at 1s; kill worker 2 at 2s, back after 1s; pause worker 2 for 10s at 4s"
     assert told(text) == [
         (1, "pause", (2,)),
@@ -215,7 +215,7 @@ def test_pause_lasts_its_duration_or_until_the_process_ends() -> None:
 
 
 def lived(played: Iterable[tuple[float, Happening]]) -> None:
-    """Play it as the processes would live it: nothing may happen to who is gone, nothing ends that has not begun."""
+    """Replay the schedule: no fault strikes a failed process, and no fault ends that has not begun."""
     gone, paused, links = set[object](), set[object](), Counter[object]()
     for _, one in played:
         process = one.kind, one.numbers
@@ -224,7 +224,7 @@ def lived(played: Iterable[tuple[float, Happening]]) -> None:
         if one.verb == "kill":
             paused.discard(process)
             if one.kind == "worker" or one.back_after_s is not None:
-                gone.add(process)  # others are started again by somebody else
+                gone.add(process)  # servers and the coordinator are restarted by the supervisor
         elif one.verb == "back":
             gone.remove(process)
         elif one.verb == "pause":
@@ -249,7 +249,7 @@ def test_schedule_is_ordered_and_consistent(faults: Sequence[Fault], seed: int) 
 
 @given(any_faults(st.builds(At, crowded), crowded.filter(bool)), st.integers(0, 9))
 def test_each_begun_fault_ends(faults: Sequence[Fault], seed: int) -> None:
-    """Where all faults come once, nothing is left over but those that were killed for good."""
+    """If all faults occur once, only processes killed for good remain affected."""
     verbs = Counter(one.verb for _, one in schedule(faults, WORKERS, SHARDS, seed))
     assert verbs["cut"] == verbs["heal"] == sum(isinstance(one, Cut) for one in faults)
     assert verbs["slow"] == verbs["restore"]
@@ -262,7 +262,7 @@ def test_each_begun_fault_ends(faults: Sequence[Fault], seed: int) -> None:
 def test_more_faults_do_not_change_the_times_of_the_first(
     first: Sequence[Fault], more: Sequence[Fault], seed: int
 ) -> None:
-    """Here of faults that kill or pause nobody, so that no victim can be gone."""
+    """For faults without kills and pauses, so that no target can be absent."""
     links = [one for one in first if isinstance(one, Cut | Slow)]
     added = [one for one in more if isinstance(one, Cut | Slow)]
     alone, both = play(links, seed), play([*links, *added], seed)
@@ -298,7 +298,7 @@ def test_schedule_depends_on_the_seed() -> None:
 
 @pytest.mark.parametrize("verb", ["kill worker", "pause worker for 1s", "slow link of worker by 2 for 1s"])
 def test_faults_end_without_processes(verb: str) -> None:
-    """Without this the plan would look for a victim for ever."""
+    """Otherwise the schedule would search for a target endlessly."""
     played = list(schedule(parse(f"kill worker every 20s; {verb} every 5s"), WORKERS, 0, seed=0))
     assert sum(one.verb == "kill" for _, one in played) == WORKERS
     lived(played)

@@ -1,4 +1,4 @@
-"""Workers that do not wait, some of which leave a pass early: the others do what is left of it."""
+"""Asynchronous workers, some of which leave an epoch early: the others train on the rest of it."""
 
 from __future__ import annotations
 

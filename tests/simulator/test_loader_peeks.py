@@ -1,4 +1,4 @@
-"""Workers that look at a batch before each epoch, while processes die: every sample counts once."""
+"""Workers that peek at a batch before each epoch, with failures: every sample counts once."""
 
 from __future__ import annotations
 

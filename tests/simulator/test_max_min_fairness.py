@@ -1,4 +1,4 @@
-"""Bandwidth shared fairly: max-min fair against a naive reckoning in fractions, and what is known in closed form."""
+"""Max-min fair sharing against a naive implementation in fractions, and closed forms."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Asked = tuple[int, list[int], int]
 
 
 def fair(capacity: Sequence[float], paths: dict[int, tuple[list[int], int]]) -> dict[int, Fraction]:
-    """Progressive filling: the resource with the smallest share is full first; its flows are settled. Then again."""
+    """Return the rates of progressive filling: fix the flows of the resource with the smallest share, and repeat."""
     room = {number: Fraction(one) for number, one in enumerate(capacity) if one < inf}
     rates: dict[int, Fraction] = {}
     while open_ := {flow: path for flow, path in paths.items() if flow not in rates}:
@@ -36,7 +36,7 @@ def fair(capacity: Sequence[float], paths: dict[int, tuple[list[int], int]]) -> 
 
 
 def slowly(capacity: Sequence[float], asked: list[tuple[float, Asked]]) -> dict[int, float]:
-    """When each flow ends that begins at its time, in fractions; without those that never end."""
+    """Return the exact end of each flow; flows that never end are left out."""
     now, ends = Fraction(0), {}
     waiting = {flow: (Fraction(begin), *one) for flow, (begin, one) in enumerate(asked)}
     left: dict[int, Fraction] = {}
@@ -62,7 +62,7 @@ def slowly(capacity: Sequence[float], asked: list[tuple[float, Asked]]) -> dict[
 
 
 def drain(fluid: FluidModel, until: float = inf) -> dict[int, float]:
-    """When each flow ends, up to that time."""
+    """Return the end of each flow up to a time."""
     ends = dict.fromkeys(fluid.ended(), fluid.now)
     while (end := fluid.next_end()) <= until and end < inf:
         fluid.advance(end)
@@ -170,7 +170,7 @@ def test_flow_started_halfway_slows_the_first() -> None:
 
 
 def test_capacity_left_by_a_bottlenecked_flow_is_used() -> None:
-    """The textbook's case: three links in a row, one flow over all of them."""
+    """The textbook example: three links in a row, one flow over all of them."""
     assert begun([10.0, 4.0, 9.0], [(1, [0, 1, 2], 1), (1, [0], 1), (1, [1], 1), (1, [2], 1)]).rates() == {
         0: 2.0,
         1: 8.0,
@@ -279,7 +279,7 @@ def test_invalid_numbers_are_refused() -> None:
 
 
 def test_result_is_independent_of_the_infinite_capacity() -> None:
-    """Infinite capacities are reckoned with as if they were finite, and never give something that is no number."""
+    """Infinite capacities are computed as finite ones, and never give NaN."""
     fluid = begun([inf, inf, 3.0], [(1, [0, 2], 1), (1, [1, 2], 2), (1, [0, 1, 2], 3)])
     fluid.advance(0.125)
     fluid.set_capacity(2, inf)

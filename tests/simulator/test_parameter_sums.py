@@ -1,4 +1,4 @@
-"""What servers have at the end is what the books say, whoever died: looks and checkpoints on the way change nothing."""
+"""The final parameters of servers match the sample counts with failures, evaluations and checkpoints."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from stretto.simulator.runner import Simulator
 
 BATCHES, SIZE = 12, 2
 APART = 16
-"""The numbers of two batches are so far apart, so that every server has some."""
+"""Distance of the elements of two batches, so that every shard holds some."""
 RECIPES = [
     "async_sgd",
     "async_sgd(shards=2)",
@@ -39,7 +39,7 @@ RECIPES = [
 
 @dataclass(frozen=True)
 class Asked:
-    """What a script and its user ask for."""
+    """Parameters of a drawn training."""
 
     recipe: str
     workers: int = 2
@@ -53,7 +53,7 @@ class Asked:
 
 
 class Counter(nn.Module):
-    """Each step with a batch adds 1 to the number of that batch."""
+    """Each step with a batch adds 1 to the parameter of that batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ def ended(asked: Asked) -> Ended:
 
 
 def counts_once(asked: Asked) -> None:
-    """Every batch is in the parameters once for each pass; those whose gradients were not stepped with are in none."""
+    """Every batch is in the parameters once per epoch, except batches without an optimizer step."""
     found = ended(asked)
     lives = asked.workers + asked.fault.count("kill worker")
     for one in found.of("epoch"):
@@ -129,11 +129,11 @@ def counts_once(asked: Asked) -> None:
 
 
 ALONE = Asked("async_sgd", workers=5, accumulated=2, fault="kill worker 0 at 0.000000s, back after 0.031250s")
-"""The restarted worker gets one batch, and makes no step with it."""
+"""The restarted worker gets one batch, without an optimizer step."""
 LOOKS = Asked("async_sgd(shards=2)", evaluate_every=1, fault="kill server 0 at 0.050384s, back after 0.091730s")
-"""A server dies between the meeting and the look: what this worker had before is void."""
+"""A server fails between the barrier and the evaluation: the worker's earlier state is void."""
 TELLS = Asked("async_sgd", evaluate_every=3, checkpoint="3r", fault="kill worker 0 at 48ms, back after 20ms")
-"""Whoever asks whether a checkpoint is due must know who is there."""
+"""A worker that asks if a checkpoint is due must know the members."""
 CALLED = Asked(
     "async_sgd(overlap=True)",
     workers=3,
@@ -142,7 +142,7 @@ CALLED = Asked(
     cut_every_s=0.03,
     fault="kill server 0 at 0.113565s, back after 0.029407s; pause worker 2 for 0.045912s at 0.074223s",
 )
-"""Who is in an exchange has not said which meetings it was called to."""
+"""A worker within a collective has not reported the barriers that it was called to."""
 LETS_IN = Asked(
     "downpour(every=3, overlap=True)",
     epochs=2,
@@ -150,9 +150,9 @@ LETS_IN = Asked(
     cut_every_s=0.01,
     fault="kill worker 1 at 0.189655s, back after 0.043825s",
 )
-"""Who brings its steps for a checkpoint is not done with the meeting: a newcomer waits."""
+"""A worker that sends its steps for a checkpoint is still in the barrier: a joining worker waits."""
 ACCUMULATED = Asked("async_sgd", accumulated=2, fault="kill server 0 at 30ms, back after 5ms")
-"""What was accumulated when all go back is done again."""
+"""Gradients accumulated before a rollback are computed again."""
 
 
 @pytest.mark.parametrize("asked", [ALONE, LOOKS, TELLS, CALLED, LETS_IN, ACCUMULATED])

@@ -1,4 +1,4 @@
-"""What a simulated script does by itself is what it does when it is started plainly."""
+"""A simulated script behaves as in a process of its own."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_changed_file_is_read_again(tmp_path: Path) -> None:
 
 
 def test_each_worker_has_its_own_working_directory_and_modes() -> None:
-    """As processes have: what one has set the next one does not begin with."""
+    """Settings of one worker do not affect the next, like those of separate processes."""
     text = """
     import os, torch
     assert os.path.isabs(__file__)
@@ -89,7 +89,7 @@ def test_each_worker_has_its_own_working_directory_and_modes() -> None:
 
 
 def test_modules_beside_the_script_are_imported_again_in_each_simulation(tmp_path: Path) -> None:
-    """But not those that are installed below it, which may not be loaded twice."""
+    """Packages installed below that directory are kept, since they may not be loaded twice."""
     installed = tmp_path / ".venv" / "lib"
     for place, name in (tmp_path, "beside_it.py"), (tmp_path / "beside_too", "__init__.py"), (installed, "below_it.py"):
         place.mkdir(parents=True, exist_ok=True)
@@ -138,7 +138,7 @@ def test_output_of_a_worker_is_a_regular_text_stream() -> None:
 
 @pytest.mark.parametrize("speed", ["1,10", "10,1"])
 def test_time_limit_ends_all_workers_after_the_same_step(speed: str) -> None:
-    """The quick one has begun its 50th hand when it is time, and waits for the slow one."""
+    """The fast worker has started its 50th step at the limit, and waits for the slow one."""
     ended = simulated(2, trains(), "local_sgd(every=50)", speed=speed, time_s=1.0)
     assert [one["step"] for one in ended.of("end")] == [50, 50]
 
@@ -159,7 +159,7 @@ def test_slow_link_of_a_missing_server_is_refused() -> None:
 
 
 def test_slowdowns_of_a_shared_link_multiply() -> None:
-    """That the server's slowness ends does not end the worker's."""
+    """The end of the server's slowdown does not end the worker's."""
     faults = ["slow link of worker 0 by 10 for 1h at 0s", "slow link of server 0 by 2 for FORs at 0s"]
     given = [faults[:1], *([faults[0], faults[1].replace("FOR", wait)] for wait in ("0.01", "1000"))]
     net = "1Mbit/s, servers with workers"
@@ -171,7 +171,7 @@ def test_slowdowns_of_a_shared_link_multiply() -> None:
 
 
 def test_writes_to_shared_data_are_private() -> None:
-    """A data set with a table, of the script's and of its own; two epochs, so that it is written before it is read."""
+    """Data of the script and of the data set; two epochs, so that it is written before it is read."""
     writes = """
     class Noting(torch.utils.data.Dataset):
         def __init__(self):
@@ -192,7 +192,7 @@ def test_writes_to_shared_data_are_private() -> None:
 
 
 def test_equal_data_is_stored_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A name and a data set of the same bytes, of a kind that numpy does not know."""
+    """A name and a data set with the same bytes, of a dtype that numpy lacks."""
     made: list[SharedArrays] = []
     monkeypatch.setattr("stretto.simulator.runner.SharedArrays", lambda: made.append(SharedArrays()) or made[-1])
     text = trains().replace("x = torch.randn(400, 6)", "x = torch.randn(8000, 6).bfloat16()")
@@ -206,7 +206,7 @@ def test_equal_data_is_stored_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_data_is_shared_before_the_next_worker_loads_its_own(
     recipe: str, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where workers may die they wait for each other before they train, and a thousand would have loaded theirs."""
+    """Workers that can fail wait for each other before they train, after all have loaded their data."""
     loaded: list[int] = []
     shared: list[int] = []
     monkeypatch.setattr(torch, "loaded", loaded, raising=False)
@@ -216,7 +216,7 @@ def test_data_is_shared_before_the_next_worker_loads_its_own(
 
 
 def test_profiler_sees_the_ranges_of_optimizers() -> None:
-    """They are left out only where nobody looks; a script's own go on."""
+    """Ranges are skipped only without a profiler; those of the script are kept."""
     text = trains().replace("for epoch", "profile = torch.profiler.profile()\nprofile.start()\nfor epoch")
     text += """
 profile.stop()

@@ -1,4 +1,4 @@
-"""What a long simulation, or one of many workers, keeps: nothing of the dead, and nothing that many have alike."""
+"""Memory of long and large simulations: nothing of failed incarnations, and no copies of equal data."""
 
 from __future__ import annotations
 
@@ -48,19 +48,19 @@ def test_failed_incarnations_are_freed(recipe: str, monkeypatch: pytest.MonkeyPa
 
 
 def test_worker_uses_no_file_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process has only so many, and a thousand workers share each tensor of the script."""
+    """File descriptors are limited, and a thousand workers share each tensor of the script."""
     counts: dict[int, int] = {}
     for workers in (2, 12):
         counted: list[int] = []
         monkeypatch.setattr("torch.counted", counted, raising=False)
-        gc.collect()  # what others have left open
+        gc.collect()  # closes files that earlier tests left open
         simulated(workers, TENSORS, "local_sgd(every=2)")
         counts[workers] = max(counted)
     assert counts[12] <= counts[2]
 
 
 def test_no_replies_remain_after_a_server_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of the shards behind it, and of what was under way, are nobody's."""
+    """Replies of later shards and of requests in progress are dropped."""
     left: Counter[str] = Counter()
     close = rpc_channel.SimChannel.close
 
@@ -76,7 +76,7 @@ def test_no_replies_remain_after_a_server_failure(monkeypatch: pytest.MonkeyPatc
 
 
 def test_uncommitted_work_is_listed_for_failed_workers_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thousand workers that each list what all of them have not yet exchanged would be a million lists."""
+    """Listing the uncommitted work of all workers at each worker would be quadratic."""
     taken: list[int] = []
     real = epoch_batches.UncommittedWork.take
     monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""Simulated servers are killed and stopped: the live desks, links and cuts see to what becomes of it."""
+"""Killed and paused servers in the simulator, handled by the live handlers, channels and snapshots."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ SHARDS = {one: 2 if "shards=2" in one else 1 for one in RECIPES}
 
 
 def hidden(ended: Any) -> bytes:
-    """The log but for what tells of the strikes."""
+    """Return the log without the injected faults."""
     lines = ended.log.splitlines(keepends=True)
     return b"".join(one for one in lines if b'"fault_injected"' not in one and b'"worker":-' not in one)
 
 
-# --- what holds whenever ------------------------------------------------------------------------------------------
+# --- at any time --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("recipe", [*FREE, THROUGH, *ALSO_THROUGH])
 def test_every_sample_counts_once_whenever_a_server_is_killed(recipe: str) -> None:
-    """Moments of all phases, from before the first worker asks for a server until after the last has ended."""
+    """Faults in all phases, from before the first request to a server until after the last worker has ended."""
     length = lived(recipe, "kill worker 1 at 1h").seconds
     for number in range(8):
         moment, victim = number * length / 7, number % SHARDS[recipe]
@@ -46,14 +46,14 @@ def test_every_sample_counts_once_whenever_a_server_is_killed(recipe: str) -> No
 
 GIVEN_AGAIN = """kill server 0 at 0s, back after 0.0546875s; kill server 0 at 0.0703125s, back after 0.0625s;
     kill worker 0 at 0.09375s, back after 0.03125s"""
-"""Worker 0 dies when it has given the parameters; worker 1 gives them again, to a server that did not hear of it."""
+"""Worker 0 fails after it sent the parameters; worker 1 sends them again, to a server that missed the failure."""
 MEETS_ALONE = """kill worker 0 at 0.048221s, back after 0.043881s; kill worker 1 at 0.012764s, back after 0.044639s;
     pause worker 2 for 0.026168s at 0.025267s"""
-"""Worker 0 dies in a meeting that worker 2 is still to come to; meanwhile worker 1 is back."""
+"""Worker 0 fails in a barrier that worker 2 has not reached, while worker 1 is restarted."""
 NOBODY_HAS_ASKED = "kill worker 1 at 0s, back after 0.029285s; kill worker 0 at 0s"
-"""All die before one has asked for a server, and one comes back."""
+"""All fail before the first request to a server, and one is restarted."""
 WITHIN_A_BACKWARD = "kill server 0 at 0.0735s, back after 20ms"
-"""Worker 0 is told something within a backward pass, worker 1 beside its own; the answer is lost."""
+"""Worker 0 receives a broadcast within a backward pass, worker 1 outside of one; the reply is lost."""
 
 
 @settings(max_examples=25 * TIMES)
@@ -88,12 +88,12 @@ def test_worker_killed_before_the_recipe_is_known_is_not_waited_for(recipe: str)
     assert told(ended, "failed") == [(0, 0), (1, 0)]
 
 
-# --- some deaths --------------------------------------------------------------------------------------------------
+# --- examples -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("recipe", ["async_sgd", "async_sgd(shards=2)"])
 def test_all_roll_back_to_the_snapshot_once(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker that has asked for more than one thing when a server is lost is refused more than once."""
+    """A worker with several requests when a server fails receives several refusals."""
     backs: Counter[tuple[int, int]] = Counter()
     recover = ParameterServerClient.roll_back
 
@@ -129,7 +129,7 @@ def test_rollback_is_not_nested_when_servers_fail_again(monkeypatch: pytest.Monk
 
 
 def test_work_since_the_snapshot_is_redone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first pass ends at a cut, so what a death in the second costs is done since; cuts that are near cost less."""
+    """The first epoch ends at a snapshot, so a later failure costs work since then; frequent snapshots cost less."""
 
     def steps(every_s: float) -> int:
         monkeypatch.setattr(rpc_server, "SNAPSHOT_INTERVAL_S", every_s)
@@ -184,7 +184,7 @@ def test_server_killed_while_paused_does_not_resume() -> None:
 
 
 def test_restarted_server_learns_the_members() -> None:
-    """The generation that was formed while it was away, it was not told of: nobody else would tell it."""
+    """The server missed the generation that was formed while it was down, and must learn it from the workers."""
     fault = "kill server 0 at 60ms, back after 80ms; kill worker 2 at 70ms"
     is_whole(lived(THROUGH, fault), THROUGH)
 
@@ -196,7 +196,7 @@ def test_late_messages_have_no_effect() -> None:
 
 
 def test_server_drawn_before_the_recipe_is_known_is_remapped() -> None:
-    """The script names the recipe; of two strikes at once on the only server one is enough."""
+    """The script names the recipe; of two simultaneous faults of the only server one takes effect."""
     work = training(recipe="async_sgd")
     for seed in range(4):
         fault = "pause server for 10ms at 60ms; pause server for 30ms at 61ms"

@@ -1,4 +1,4 @@
-"""The laws of a simulation that trains: repeatable, the live program's numbers, the time and bytes of its network."""
+"""Simulated training: repeatable, equal to live results, with the modelled time and bytes."""
 
 from __future__ import annotations
 
@@ -57,11 +57,11 @@ SPEED = "lognormal(0.5, each=step)"
 ALL_FIFTY = {"once": 50, "twice": 0, "never": 0, "dropped": 0}
 
 
-# --- the same again -----------------------------------------------------------------------------------------------
+# --- repeatability -----------------------------------------------------------------------------------------------
 
 
 def shuffled(worker: int) -> torch.Tensor:
-    """A training in which everything is drawn: the parameters, the order of the samples, dropout, and more."""
+    """Train with random parameters, sample order, dropout and more."""
     net = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.2), nn.Linear(8, 1))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.5)
     loader = stretto.distribute(net, optimizer, DataLoader(regression(50), batch_size=8, shuffle=True))
@@ -115,7 +115,7 @@ for epoch in range(2):
 
 
 def test_two_processes_give_the_same_run_to_the_bit(tmp_path: Path) -> None:
-    """Whatever their environment: the command settles what must be there before Python begins."""
+    """Independent of the environment: the command sets what must be set before Python starts."""
     (tmp_path / "train.py").write_text(SCRIPT)
     options = ["-n", "4", "--recipe", "async_sgd(overlap=True)", "--seed", "5", "--speeds", SPEED, "--network", NET]
     outs = [tmp_path / name for name in ("one", "two")]
@@ -148,12 +148,12 @@ def test_record_does_not_depend_on_the_order_of_creation(tmp_path: Path) -> None
     assert records[0] == records[1]
 
 
-# --- what the live program computes -------------------------------------------------------------------------------
+# --- equality with live runs --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("recipe", sorted(set(TOGETHER) - set(TIMED)))
 def test_synchronous_workers_equal_threads_to_the_bit(recipe: str) -> None:
-    """The memory wire adds in the same order; the last hand of a pass has a batch for one of three workers."""
+    """The in-memory transport adds in the same order; the last global step has a batch for one of three workers."""
     ended = simulated(3, train(recipe, 50, epochs=2), recipe, net=NET, speed=SPEED)
     lived = together(3, train(recipe, 50, epochs=2), recipe)
     assert all(torch.equal(here, there) for here, there in zip(ended.found, lived, strict=True))
@@ -184,7 +184,7 @@ def test_equally_fast_workers_get_equal_shares() -> None:
 
 
 def test_single_worker_equals_the_plain_loop_to_the_bit() -> None:
-    """Also in a process that has run the plain loop before."""
+    """Also in a process that ran the plain loop before."""
     work = training(regression(50), 8, shuffle=True)
 
     def both(recipe: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -196,7 +196,7 @@ def test_single_worker_equals_the_plain_loop_to_the_bit() -> None:
 
 
 def test_gradients_submitted_within_the_backward_pass_are_reduced_in_order() -> None:
-    """More than a bucket, and a worker without a batch, that is told of the exchange within it."""
+    """More than one bucket, and a worker without a batch, which learns of the collective within its pass."""
 
     def work(worker: int) -> torch.Tensor:
         net = nn.Sequential(nn.Linear(6, 600), nn.Linear(600, 600), nn.Linear(600, 600), nn.Linear(600, 1))
@@ -217,7 +217,7 @@ def test_gradients_submitted_within_the_backward_pass_are_reduced_in_order() -> 
 
 
 def stepping(samples: int, width: int = 1, outputs: int = 1, passes: int = 1) -> Callable[[int], list[float]]:
-    """A loop of batches of one; it returns this worker's time after each step."""
+    """Train with batches of one sample, and return this worker's time after each step."""
 
     def work(worker: int) -> list[float]:
         net = nn.Linear(width, outputs, bias=False)
@@ -237,7 +237,7 @@ def stepping(samples: int, width: int = 1, outputs: int = 1, passes: int = 1) ->
 
 
 def drawn(speed: str, workers: int, steps: int, seed: int = 0) -> list[list[float]]:
-    """What each worker's steps take."""
+    """Return the step times of each worker."""
     pace = speeds.Pace(speeds.parse(speed), workers, seed)
     return [[pace.step_s(worker, step, 0.0, STEP_S) for step in range(steps)] for worker in range(workers)]
 
@@ -245,7 +245,7 @@ def drawn(speed: str, workers: int, steps: int, seed: int = 0) -> list[list[floa
 @pytest.mark.parametrize("speed", ["equal", "1,2,5,1.5", "exponential", "lognormal(0.7)", "slow(0.25, 10)"])
 @pytest.mark.parametrize("every", [1, 4])
 def test_time_on_an_instant_network_is_that_of_the_slowest_worker(speed: str, every: int) -> None:
-    """Between two exchanges it is the sum of the steps of whoever is slowest there."""
+    """The time between two rounds is the largest sum of step times."""
     ended = simulated(4, stepping(48), f"local_sgd(every={every})", speed=speed)
     took = drawn(speed, 4, 12)
     rounds = [max(sum(each[at : at + every]) for each in took) for at in range(0, 12, every)]
@@ -260,7 +260,7 @@ def test_time_on_an_instant_network_is_that_of_the_slowest_worker(speed: str, ev
 
 @pytest.mark.parametrize("recipe", ["async_sgd", "soft_sync(collect=4)", "stale_synchronous(bound=100)"])
 def test_asynchronous_time_is_each_workers_own_computing(recipe: str) -> None:
-    """The j-th update comes when the j-th step of all ends, and what is left to do goes to whoever is free first."""
+    """The j-th update arrives when the j-th step of all ends; remaining batches go to the first free worker."""
     ended = simulated(8, stepping(400), recipe, speed="exponential")
     took = [iter(one) for one in drawn("exponential", 8, 200)]
     free = [(next(took[worker]), worker) for worker in range(8)]
@@ -293,9 +293,9 @@ def test_the_formulas_for_exponential_steps() -> None:
 
 @pytest.mark.parametrize(("collect", "workers"), [(4, 8), (2, 5)])
 def test_simulated_exponential_steps_match_the_formulas(collect: int, workers: int) -> None:
-    """Both within 3%, though the sample is small: the barrier per round, and K updates of those that nobody waits for.
+    """Both agree within 3%: the barrier per round, and K updates of asynchronous workers.
 
-    Draws count by their own means, so that what is compared is the simulator and not the luck of the draw.
+    Draws count by their own means, so the comparison is of the simulator, not of the sampling error.
     """
     steps = 100 * workers
     waiting = simulated(workers, stepping(steps), "local_sgd(every=1)", speed="exponential", seed=1)
@@ -316,7 +316,7 @@ NBYTES, RATE, LATENCY = 4 * WIDTH * OUTPUTS, 1e6, 0.01
 
 
 def per_step(recipe: str, workers: int, net: str = "8Mbit/s 10ms", **more: Any) -> float:
-    """Seconds of virtual time between the last two steps of worker 0."""
+    """Return the virtual seconds between the last two steps of worker 0."""
     times = simulated(workers, stepping(3 * workers, WIDTH, OUTPUTS), recipe, net=net, **more).found[0]
     return times[-1] - times[-2]
 
@@ -347,14 +347,14 @@ def test_an_all_reduce_takes_its_closed_form(net: str, seconds: Callable[[int], 
 @pytest.mark.parametrize("shards", [1, 2, 4, 8])
 @pytest.mark.parametrize("recipe", ["Recipe(whom=server({}))", "stale_synchronous(bound=0, {})", "async_sgd({})"])
 def test_a_server_of_n_shards_takes_its_closed_form(recipe: str, shards: int) -> None:
-    """N workers at once share each shard's link, which carries 1/n of the bytes in, and then out."""
+    """N workers share each shard's link concurrently, which carries 1/n of the bytes in, and then out."""
     took = per_step(recipe.format(f"shards={shards}"), 4) - STEP_S
     assert took == pytest.approx(2 * max(1, 4 / shards) * NBYTES / RATE + 2 * LATENCY, rel=0.01)
 
 
 @pytest.mark.parametrize("recipe", ["async_sgd", "local_sgd(every=1)"])
 def test_encoding_applying_and_processors_cost_time(recipe: str) -> None:
-    """Encoding here, decoding there; a server applies one update after the other; two share one processor."""
+    """Encoding and decoding; a server applies updates one after another; two workers share one processor."""
     plain = per_step(recipe, 1)
     assert plain == pytest.approx(STEP_S if "local" in recipe else plain)
     coded = per_step(recipe, 2, "instant", cost_model=CostModel(STEP_S, codec_s=0.002))
@@ -380,7 +380,7 @@ def test_until_ends_a_run_after_samples_or_time() -> None:
 
 @pytest.mark.parametrize("recipe", [one for one in FAMILIES if parse(one).shards])
 def test_counted_bytes_equal_those_on_the_network(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sent by all is received by all: what leaves one end comes to the other, but for words after the last one."""
+    """The totals sent and received are equal, except for messages after the last reading."""
     left, came = Counter[int](), Counter[int]()
     send = flows.SimNetwork.send
 
@@ -450,7 +450,7 @@ def test_slow_link_slows_the_collective() -> None:
     assert slow == pytest.approx(3 * plain)
 
 
-# --- what is not there ----------------------------------------------------------------------------------------------
+# --- absent resources -----------------------------------------------------------------------------------------------
 
 SIMULATOR = Path(stretto.__file__).parent / "simulator"
 MEASURING = {"contention", "transport_costs", "wall_clock", "virtual_time"}
@@ -480,7 +480,7 @@ CLOCKS = ("time", "perf_counter", "monotonic", "sleep", "process_time", "time_ns
 
 
 def test_simulation_reads_no_clock_and_opens_no_socket(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever asks, of all that runs while workers live: the script, torch, the program's own rooms."""
+    """No code that runs while workers run reads a clock: the script, torch, or this program."""
 
     here = threading.get_ident()
     real = {"socket": socket.socket, **{name: getattr(time, name) for name in CLOCKS}}
@@ -518,7 +518,7 @@ def test_times_in_the_log_never_decrease() -> None:
 
 
 def test_absent_links_delay_no_worker() -> None:
-    """An instant network has no resource, so nothing of it can take time."""
+    """An instant network has no resources, so it takes no time."""
     assert not any(Links(topology.parse("instant"), 3, 2).path(here, there)[0] for here in (0, 1) for there in (2, -1))
 
 

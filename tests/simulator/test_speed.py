@@ -1,4 +1,4 @@
-"""Speeds: the text and its marks, the distributions that it promises, and that nobody's draws depend on others."""
+"""Speeds: parsing and error marks, the stated distributions, and independence of the draws."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ ALL = [*VARYING, "equal", "lognormal(0.5)", "slow(0.5, 5)", "1,2,3,4"]
 
 
 def factors(text: str, steps: int, workers: int = 1, seed: int = 7, apart_s: float = 1.0) -> np.ndarray:
-    """(workers, steps): what a measured second takes."""
+    """Return the factors as an array (workers, steps)."""
     pace = Pace(parse(text), workers, seed)
     return np.array([[pace.step_s(one, k, k * apart_s, 1.0) for k in range(steps)] for one in range(workers)])
 
@@ -136,7 +136,7 @@ def test_list_must_match_the_number_of_workers() -> None:
 
 @pytest.mark.parametrize("text", ALL)
 def test_order_of_calls_has_no_effect(text: str) -> None:
-    """One worker after the other, all in turn, and backwards: the same times."""
+    """Worker by worker, step by step, and backwards: equal times."""
     workers, steps = 4, 300
     one, turns, back = (Pace(parse(text), workers, 3) for _ in range(3))
     first = {(w, k): one.step_s(w, k, 0.1 * k, 0.01) for w in range(workers) for k in range(steps)}
@@ -160,7 +160,7 @@ def test_a_workers_factor_does_not_depend_on_how_many_there_are() -> None:
 
 
 def spread(values: np.ndarray, mean: float, std: float) -> None:
-    """The mean is within five standard errors, the spread within 5%."""
+    """Assert that the mean is within five standard errors and the spread within 5%."""
     assert abs(values.mean() - mean) < 5 * std / values.size**0.5
     assert values.std() == pytest.approx(std, rel=0.05)
 
@@ -202,7 +202,7 @@ def test_a_fraction_is_slow(text: str, workers: int, count: int) -> None:
 
 
 def test_drifting_is_a_stationary_walk() -> None:
-    """At every time the mean is 1; logs have the asked spread and forget at the asked rate."""
+    """The mean is 1 at every time; logs have the given spread and autocorrelation."""
     values = factors("drifting(0.3, 10s)", 12, workers=6000, apart_s=2.5)
     for column in (0, 1, 11):
         spread(values[:, column], 1, (exp(0.09) - 1) ** 0.5)

@@ -1,4 +1,4 @@
-"""A sweep runs its points as processes, goes on where it was stopped, and ends what it began."""
+"""A sweep runs its points as processes, continues an unfinished sweep, and ends its processes."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def swept(
 
 
 def starts() -> list[str]:
-    """The points that were started, one by one."""
+    """Return the names of the points that were started, in order."""
     path = Path("starts")
     return [line.split()[0] for line in path.read_text().splitlines()] if path.exists() else []
 
@@ -216,7 +216,7 @@ def test_at_most_jobs_processes_run_concurrently() -> None:
 
 
 def _alive() -> list[psutil.Process]:
-    """The points that still run, by the ids that they left."""
+    """Return the processes of points that still run."""
     ids = [int(line.split()[1]) for line in Path("starts").read_text().splitlines()]
     return [psutil.Process(one) for one in ids if psutil.pid_exists(one)]
 
@@ -231,7 +231,7 @@ def _until(done: Iterator[bool]) -> None:
 def _stopped(
     number: signal.Signals, *sweep: str, failure_timeout_s: float = worker_pool.EXIT_TIMEOUT_S
 ) -> tuple[int, str, float]:
-    """Start a sweep, wait for two points that hang, send it a signal: its exit code, what it said, how long it took."""
+    """Start a sweep, signal it when two points hang, and return exit code, output and duration."""
     command = [sys.executable, "-c", STOPPABLE, ":".join(COMMAND), str(failure_timeout_s), *sweep]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
         _until(iter(lambda: len(list(Path().glob("swept/points/*/began"))) == 2, None))
@@ -259,7 +259,7 @@ def test_signal_ends_all_processes_and_complete_points_remain(number: signal.Sig
 
 
 def _goes_on() -> None:
-    """The same command runs what is not whole: hanging points, with a program in which they do not."""
+    """The same command runs the incomplete points again, with a program that does not hang."""
     Path("starts").unlink()
     program = Path("healed.py")
     program.write_text(
@@ -274,12 +274,12 @@ def _goes_on() -> None:
 def test_process_that_ignores_termination_is_killed() -> None:
     code, _, took = _stopped(signal.SIGINT, "--mode=stubborn", "seed=1,2", failure_timeout_s=4.0)
     assert code == 130
-    assert 4 < took < 7.9  # the time is for both together
+    assert 4 < took < 7.9  # one timeout for both processes
     assert not _alive()
 
 
 def test_ctrl_c_reaches_points_only_through_the_sweep() -> None:
-    """On a terminal a signal goes to the whole group of the sweep; points are in groups of their own."""
+    """On a terminal a signal reaches the sweep's process group; points have groups of their own."""
     told = "import os, sys; sys.exit('stretto: %d %d' % (os.getpid(), os.getpgid(0)))"
     with pytest.raises(LaunchError, match="1 of 1 point failed"):
         swept("workers=1", command=(sys.executable, "-c", told))

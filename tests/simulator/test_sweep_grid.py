@@ -1,4 +1,4 @@
-"""Axes are read as they are meant, and what cannot be a grid is refused before anything is started."""
+"""Axes are parsed, and invalid grids are refused before anything is started."""
 
 from __future__ import annotations
 
@@ -257,7 +257,7 @@ def test_configuration_changes_with_the_script(tmp_path: Path) -> None:
     assert before["sweep"] == {axis.name: list(axis.values) for axis in axes(asked)} == {"workers": ["1", "2"]}
 
 
-# What is measured
+# Measuring
 
 
 def test_costs_are_measured_once_per_group_and_the_script_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,7 +283,7 @@ def test_costs_are_measured_once_per_group_and_the_script_once(tmp_path: Path, m
 
 
 def test_script_is_measured_once_per_contention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four workers crowd two processors, two and one do not; one has no wires."""
+    """Four workers contend for two processors, two and one do not; one worker has no network."""
     crowds: list[int | None] = []
 
     def takes(one: Simulation, _typed: str) -> CostModel:

@@ -1,4 +1,4 @@
-"""Speed-up, efficiency and where more workers stop to pay follow from the points by their definitions."""
+"""Speed-up, efficiency and the limit beyond which more workers stop paying, by definition."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def point(**values: str) -> Point:
 
 
 def found(workers: int, pace: float | None = None, reached: float | None = None, **values: str) -> dict[str, Any]:
-    """A point as sweep.json has it."""
+    """Return a point in the format of sweep.json."""
     one = results.failed(point(workers=str(workers), **values), "no reason")
     return one | {"failed": None, "seconds": 9.0, "samples_per_second": pace, "seconds_to_target": reached}
 
 
-# Where more workers stop to pay
+# Where more workers stop paying
 
 
 @given(TIMES)
@@ -52,7 +52,7 @@ def test_the_unit_of_time_does_not_matter(times: dict[int, float], unit: float) 
 @pytest.mark.parametrize(
     ("times", "expected"),
     [
-        ([8, 4, 2, 1], None),  # halved each time: it never stops
+        ([8, 4, 2, 1], None),  # halved each time: more always pays
         ([8, 4, 4, 4], 2),
         ([8, 4, 3.9, 3.8], 4),  # from 2 to 8 by 5%, from 4 to 8 not
         ([8, 4, 3.9, 3.81], 2),  # each a little faster, together not by 5%
@@ -121,7 +121,7 @@ def test_line_is_named_by_its_values_or_its_recipe() -> None:
     assert results.label({"values": {"every": "3"}, "recipe": "local_sgd(every=3)"}, "every") == "local_sgd"
 
 
-# Records and the page
+# Records and the report
 
 
 def test_a_point_is_measured_from_its_run_folder(tmp_path: Path) -> None:
@@ -222,7 +222,7 @@ def test_plot_has_at_most_eight_lines(tmp_path: Path) -> None:
 def test_report_notes_points_with_their_own_step_time(
     options: dict[str, str], sweep: dict[str, list[str]], told: bool
 ) -> None:
-    """And not those that were measured for, before they began."""
+    """No notice for points whose step time was measured before they started."""
     measured = {"step_times": {"allreduce": options["measured"]}} if "measured" in options else {}
     asked = head(**sweep)["asked"] | {"options": options} | measured
     found = {"asked": asked, "points": [], "stops_paying": []}

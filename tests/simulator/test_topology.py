@@ -1,4 +1,4 @@
-"""The network: what is typed is what is meant, or the word is marked; and its links carry what the closed forms say."""
+"""Network topology: parsing, error marks, and links that match the closed forms."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def test_any_text_is_parsed_or_refused(text: str) -> None:
 
 
 def ends(one: Links, *pairs: tuple[int, int]) -> list[tuple[list[float], float]]:
-    """Paths as the speeds of their links, in Mbit/s, so that a test can be read."""
+    """Return the speeds of the links of a path in Mbit/s."""
     return [
         ([one.capacities[link] * 8 / 1e6 for link in path], late) for path, late in (one.path(*pair) for pair in pairs)
     ]
@@ -267,7 +267,7 @@ def test_loss_is_goodput(loss: float) -> None:
 
 
 def seconds(one: Links, exchange: Exchange) -> float:
-    """How long it takes when nothing else is on the way."""
+    """Return the seconds of a collective without other traffic."""
     amount, path, latency = exchange
     fluid = FluidModel(one.capacities)
     fluid.start(0, amount, path)

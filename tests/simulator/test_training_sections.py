@@ -1,4 +1,4 @@
-"""Several sections in the simulator: every sample of each counts once, though workers are killed."""
+"""Several training sections in the simulator: every sample of each counts once under failures."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ THROUGH = "Recipe(what=gradients(), when=together(every=1), whom=server(shards=2
 
 
 def folds(epochs: int = 2, sizes: tuple[int, ...] = SIZES, by_hand: bool = False) -> Callable[[int], Any]:
-    """A training of its own on data of each of these sizes; one is ended by hand if `by_hand`."""
+    """Return a script of one training section per data size; `by_hand` ends one explicitly."""
 
     def work(worker: int) -> Any:
         found = []
@@ -54,7 +54,7 @@ def simulate(recipe: str, folder: Path, fault: str = "", workers: int = 3, **mor
 
 
 def seen(folder: Path) -> list[dict[str, int]]:
-    """The audit of each epoch."""
+    """Return the sample counts of each epoch."""
     found = {
         one["epoch"]: one["sample_counts"] for one in read_events(folder / "events.jsonl") if one["event"] == "epoch"
     }

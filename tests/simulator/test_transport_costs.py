@@ -1,4 +1,4 @@
-"""What wires take of processors, and what a link carries at once: closed forms, order, and what is measured here."""
+"""Processor costs of transports and bursts of links: closed forms, order, and measurements."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ from stretto.simulator.network.topology import Links
 NUMBERS = 100_000
 BYTES = 4 * NUMBERS
 RATE = 1e6
-"""Bytes per second of 8 Mbit/s."""
+"""8 Mbit/s in bytes per second."""
 
 
 class Scene:
-    """A world whose workers live, each with a wire."""
+    """An engine whose workers have one transport each."""
 
     def __init__(self, workers: int, net: str, cost: CostModel, processors: float | None, shards: int = 0) -> None:
         links = Links(topology.parse(net), workers, shards)
@@ -50,7 +50,7 @@ class Scene:
         self._wires = [offices.client(one) if offices else table.transport(one, inf) for one in self.engine.workers]
 
     def seconds(self, live: Callable[[Any], None]) -> float:
-        """How long it takes until all have done it."""
+        """Return the virtual seconds until all workers have run a function."""
         ends = []
 
         def course(worker: Worker) -> None:
@@ -62,7 +62,7 @@ class Scene:
 
 
 def mean_s(workers: int, net: str = "instant", processors: float | None = None, **cost: float) -> float:
-    """Virtual seconds of one all-reduce."""
+    """Return the virtual seconds of one all-reduce."""
     return Scene(workers, net, CostModel(0.0, **cost), processors).seconds(
         lambda wire: wire.submit(AllReduceMean(torch.ones(NUMBERS))).wait()
     )
@@ -95,7 +95,7 @@ def test_invalid_cost_model_is_refused(text: str) -> None:
 
 @pytest.mark.parametrize("workers", [2, 3, 4, 7])
 def test_costs_use_the_counted_messages_and_bytes(workers: int) -> None:
-    """Every message has three headers, of which each end sees all: what is left are the numbers themselves."""
+    """Every message has three headers, which both ends count; the remaining bytes are the payload."""
     payload = pytest.approx(4 * BYTES * (workers - 1) / workers, rel=0.01)
     for worker in range(workers):
         sent, received = wire_bytes.all_reduce_bytes(worker, workers, BYTES)
@@ -144,19 +144,19 @@ def test_collective_work_shares_the_processors(processors: float) -> None:
 
 
 def gather_s(processors: float | None = None, **cost: float) -> float:
-    """Virtual seconds until a server has told each of two workers what both have said."""
+    """Return the virtual seconds of an all-gather of bytes of two workers over a server."""
     return Scene(2, "instant", CostModel(0.0, **cost), processors, 1).seconds(lambda wire: wire.all_gather_bytes(b"x"))
 
 
 def test_rpc_message_is_processed_at_both_ends_and_serially_at_the_server() -> None:
-    """Each worker's goes out at once; the server takes in two, then sends two; each worker takes in one."""
+    """Workers send concurrently; the server receives two messages, then sends two; each worker receives one."""
     assert gather_s() == pytest.approx(0)
     assert gather_s(rpc_message_s=0.1) == pytest.approx(0.1 + 2 * 0.1 + 2 * 0.1 + 0.1)
     assert gather_s(rpc_message_s=0.1, processors=1.0) == pytest.approx(0.8)
 
 
 def test_server_in_worker_0_shares_its_processor() -> None:
-    """It takes in two parcels and sends two, while the worker computes for as long again."""
+    """The server receives two messages and sends two, while the worker computes for the same time."""
 
     def seconds(net: str) -> float:
         def live(wire: ParameterServerClient) -> None:
@@ -173,7 +173,7 @@ def test_server_in_worker_0_shares_its_processor() -> None:
 
 
 def push_s(nbytes: int, net: str, **cost: float) -> float:
-    """Virtual seconds of a parcel of so many bytes, and the answer to it, from a worker to a server."""
+    """Return the virtual seconds of a request of `nbytes` bytes to a server and its reply."""
 
     def live(wire: ParameterServerClient) -> None:
         wire.channels[0].wait(wire.links[0].send(Contribute(1, "mean"), [torch.ones(nbytes // 4)]))
@@ -182,7 +182,7 @@ def push_s(nbytes: int, net: str, **cost: float) -> float:
 
 
 def test_chunks_of_a_large_message_are_pipelined() -> None:
-    """Two chunks each way: the first is made, then carried while the second is, then the last one is taken in."""
+    """Two chunks each way: the second is produced while the first is sent, then the last is received."""
     megabytes = 2 * CHUNK_BYTES / 1e6
     close = {"rel": 1e-3}
     assert push_s(2 * CHUNK_BYTES, "instant", rpc_megabyte_s=1.0) == pytest.approx(2 * 1.5 * megabytes, **close)
@@ -195,7 +195,7 @@ def test_chunks_of_a_large_message_are_pipelined() -> None:
     [("8Gbit/s, servers with workers", None, 2.0), ("8Gbit/s", None, 3.0), ("8Gbit/s", 0.5, 6.0)],
 )
 def test_messages_over_links_cost_link_time(net: str, processors: float | None, way_s: float) -> None:
-    """Who sends, the links for both ends, and who receives, one after another; half a processor is half as quick."""
+    """Sender, links and receiver work one after another; half a processor takes twice as long."""
     nbytes = CHUNK_BYTES // 2
 
     def live(wire: ParameterServerClient) -> None:
@@ -243,7 +243,7 @@ def test_messages_of_all_lengths_arrive_in_order(lengths: list[int]) -> None:
 
 
 def arrivals(net: str, sends: list[tuple[float, int, int, float]]) -> list[float]:
-    """When each of these has come: (at, from, to, bytes)."""
+    """Return the arrival times of messages (time, source, target, bytes)."""
     queue = EventQueue()
     links = SimNetwork(queue, Links(topology.parse(net), 3))
     came = [0.0] * len(sends)
@@ -267,13 +267,13 @@ def test_idle_link_carries_a_burst_immediately(nbytes: float, seconds: float) ->
 
 
 def test_burst_refills_only_while_the_link_is_idle() -> None:
-    """A burst and 0.1 s; rests 0.02 s, in which 20 kB come in; then rests for long."""
+    """A burst and 0.1 s of sending; 0.02 s of rest gain 20 kB; then a long rest."""
     sends = [(0.0, 0, 1, 200_000), (0.12, 0, 1, 100_000), (5.0, 0, 1, 200_000)]
     assert arrivals("8Mbit/s, burst 100kB", sends) == pytest.approx([0.1, 0.2, 5.1])
 
 
 def test_emptiest_link_of_a_path_limits_the_burst() -> None:
-    """What goes from 0 to 1 empties the one's way out and the other's way in, but not the way out of 2."""
+    """Traffic from 0 to 1 empties the uplink of 0 and the downlink of 1, but not the uplink of 2."""
     sends = [(0.0, 0, 1, 100_000), (0.0, 2, 1, 100_000), (0.0, 0, 2, 100_000)]
     assert arrivals("8Mbit/s, burst 100kB", sends) == pytest.approx([0.0, 0.1, 0.1])
 
@@ -286,7 +286,7 @@ def test_no_link_exceeds_its_rate_and_one_burst(sends: list[tuple[float, int]], 
     assert carried >= sum(nbytes for _, nbytes in sends) * (1 - 1e-9) - 1
 
 
-# --- measured -----------------------------------------------------------------------------------------------------
+# --- measuring ----------------------------------------------------------------------------------------------------
 
 
 def test_transports_of_this_machine_are_measured() -> None:
@@ -298,7 +298,7 @@ def test_transports_of_this_machine_are_measured() -> None:
 
 @pytest.mark.parametrize("truth", [(3e-4, 5e-5, 2e-3, 4e-4), (1e-4, 0.0, 0.0, 0.0)])
 def test_costs_are_recovered_from_few_collectives(truth: tuple[float, float, float, float]) -> None:
-    """A wire that takes just that: what is found is what it takes."""
+    """The costs of a fake transport are recovered."""
 
     class Wire:
         workers, spent = 4, 0.0
@@ -311,7 +311,7 @@ def test_costs_are_recovered_from_few_collectives(truth: tuple[float, float, flo
             return self
 
         def wait(self) -> None:
-            """It is over."""
+            """Return None."""
 
         def all_gather_bytes(self, message: bytes) -> None:
             self.spent += truth[0] + truth[1] * 12 + truth[3]
@@ -325,7 +325,7 @@ def test_costs_are_recovered_from_few_collectives(truth: tuple[float, float, flo
 
 
 def test_costs_of_crossing_messages_are_those_of_usual_collectives() -> None:
-    """Of a single number no two messages cross, and they take less each; a line through both would begin below 0."""
+    """Messages of a single number do not cross and are cheaper; a line through both sizes would start below 0."""
 
     class Wire:
         workers, spent = 4, 0.0
@@ -335,10 +335,10 @@ def test_costs_of_crossing_messages_are_those_of_usual_collectives() -> None:
             return self
 
         def wait(self) -> None:
-            """It is over."""
+            """Return None."""
 
         def all_gather_bytes(self, message: bytes) -> None:
-            """Nothing."""
+            """Do nothing."""
 
         broadcast_bytes = all_gather_bytes
 
@@ -350,7 +350,7 @@ def test_costs_of_crossing_messages_are_those_of_usual_collectives() -> None:
 
 @pytest.mark.parametrize("workers", [1, 4])
 def test_link_costs_of_a_server_are_recovered(workers: int) -> None:
-    """Worker 0 is where the server is; the others read for longer, each as fast as it can."""
+    """Worker 0 runs beside the server; reads of the other workers take longer."""
     truth = rpc_message_s, near_s, link_s = 1e-4, 2e-3, 5e-3
     all_here, spent = threading.Barrier(workers), [0.0]
 
@@ -359,7 +359,7 @@ def test_link_costs_of_a_server_are_recovered(workers: int) -> None:
             self.worker, self.workers = worker, workers
 
         def open(self, *_: object) -> None:
-            """It is there."""
+            """Return None."""
 
         def all_gather_bytes(self, message: bytes) -> None:
             all_here.wait(20)

@@ -1,4 +1,4 @@
-"""A script that divides by the time between two readings of a clock runs in a simulation, and while it is measured."""
+"""A script that divides by the difference of two clock readings runs in a simulation and its measurement."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_readings_of_a_clock_differ_in_a_simulation(clock: str) -> None:
 
 
 def test_clock_readings_take_no_step_time() -> None:
-    """Six steps of a worker end when six steps of it end."""
+    """Six steps take six step times."""
     lines = [one for one in ran("time").splitlines() if "samples/s" in one]
     assert max(float(one.rsplit(" ", 1)[1]) for one in lines) == pytest.approx(6 * STEP_S, abs=1e-4)
     assert float(lines[-1].split()[-3]) == pytest.approx(4 / STEP_S, rel=1e-3)

@@ -1,4 +1,4 @@
-"""What exchanges cost in bytes: rules that hold for any number of workers and any size."""
+"""Bytes of collectives and messages: properties for any number of workers and any size."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_ring_sends_as_much_as_it_receives_and_at_least_the_lower_bound(workers,
 
 @given(crews, st.integers(1, 30))
 def test_ring_of_equal_chunks_costs_all_workers_the_same(workers, numbers) -> None:
-    """2(N-1)/N * B and the headers: two segments a chunk, N-1 chunks, summing up and handing round."""
+    """2(N-1)/N * B plus headers: two segments per chunk, N-1 chunks, reduce-scatter and all-gather."""
     nbytes = 2 * workers * 4 * numbers
     moved = 2 * (workers - 1) * nbytes // workers + 3 * wire_bytes.HEADER_BYTES * 4 * (workers - 1)
     for worker in range(workers):
@@ -46,7 +46,7 @@ def test_ring_of_equal_chunks_costs_all_workers_the_same(workers, numbers) -> No
 
 @given(st.integers(2, 6), st.integers(1, 12), st.sampled_from([2, 4, 8]), st.data())
 def test_the_ring_message_by_message(workers, numbers, item, data) -> None:
-    """Follows each segment: in step t worker r hands the chunk r+1+t of the sums, then r+t of what is done, to r-1."""
+    """Follow each segment: in step t worker r sends chunk r+1+t (reduce-scatter), then r+t (all-gather), to r-1."""
     numbers = data.draw(st.sampled_from([numbers, numbers * 997, numbers << 19]))
     nbytes = numbers * item
     segments = -(-max(-(-nbytes // wire_bytes.SEGMENT_BYTES), 2 * workers) // workers) * workers
@@ -114,7 +114,7 @@ def test_single_worker_sends_nothing() -> None:
 
 
 def test_bytes_equal_recorded_kernel_counts() -> None:
-    """Read off loopback, with 3 and 4 workers and one shard."""
+    """Recorded over the loopback interface, with 3 and 4 workers and one shard."""
     assert [wire_bytes.all_reduce_bytes(worker, 3, 4) for worker in range(3)] == [(148, 148), (196, 248), (248, 196)]
     assert [wire_bytes.all_reduce_bytes(worker, 3, 56, 8) for worker in range(3)] == [
         (848, 728),

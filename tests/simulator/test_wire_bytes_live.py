@@ -1,4 +1,4 @@
-"""What exchanges cost in bytes, against what the kernel counts on real connections of this machine.
+"""Bytes of collectives and messages, against the kernel's counters on real connections of this machine.
 
 Processes make the groups; they all run this file. Repeats of TCP, which come by chance, are taken off.
 """
@@ -36,11 +36,11 @@ from stretto.transport.process_group import ProcessGroupTransport, _sockets
 
 LARGEST_CREW = 5
 BYTES_RETRANSMITTED_AT = 208
-"""In Linux's struct tcp_info, behind those that stretto.transport.tcp_info looks at."""
+"""Fields of Linux's struct tcp_info after the fields read by stretto.transport.tcp_info."""
 
 
 def _counts(descriptors) -> tuple[int, int]:
-    """Bytes sent, repeats taken off, and received, on these sockets."""
+    """Return the bytes sent (without retransmissions) and received on these sockets."""
     sent = received = 0
     for one in descriptors:
         with socket.socket(fileno=os.dup(one)) as here:
@@ -52,7 +52,7 @@ def _counts(descriptors) -> tuple[int, int]:
     return sent, received
 
 
-# --- the collective wire ------------------------------------------------------------------------------------------
+# --- collectives --------------------------------------------------------------------------------------------------
 
 Do = Callable[[ProcessGroupTransport], Any]
 Cost = Callable[[int, int], tuple[int, int]]
@@ -102,7 +102,7 @@ EXCHANGES: list[tuple[Do, Cost]] = [
 
 
 def _measure(worker: int, folder: str) -> list[dict[str, Any]]:
-    """For each size of crew what this worker's sockets carried: forming the group, in each exchange, at the store."""
+    """Return the bytes of this worker's sockets for connecting, each collective and the store, by group size."""
     found = []
     for workers in range(max(worker + 1, 2), LARGEST_CREW + 1):
         files = dist.FileStore(f"{folder}/{workers}", workers)
@@ -131,7 +131,7 @@ def _measure(worker: int, folder: str) -> list[dict[str, Any]]:
 
 
 def _store(files: dist.Store, worker: int, workers: int) -> dist.TCPStore:
-    """The store where a live run's workers meet; its address goes through a file."""
+    """Return the rendezvous store of a live run, whose address is passed in a file."""
     if worker == 0:
         store = dist.TCPStore("127.0.0.1", 0, workers, True, wait_for_workers=False)
         files.set("port", str(store.port))
@@ -140,7 +140,7 @@ def _store(files: dist.Store, worker: int, workers: int) -> dist.TCPStore:
 
 
 def _port(descriptor: int) -> int | None:
-    """The port at this end."""
+    """Return the local port."""
     with socket.socket(fileno=os.dup(descriptor)) as one:
         return one.getsockname()[1] if one.family in (socket.AF_INET, socket.AF_INET6) else None
 
@@ -168,11 +168,11 @@ def test_collective_exchanges_cost_what_the_kernel_counts(tmp_path: Path) -> Non
             assert measured == [cost(worker, workers) for worker in range(workers)], f"{workers}: exchange {number}"
 
 
-# --- the server wire ----------------------------------------------------------------------------------------------
+# --- parameter server ---------------------------------------------------------------------------------------------
 
 
 class Overheard:
-    """What should have gone over each worker's connections, from the parcels that were given to them."""
+    """Expected bytes of each worker's connections, from the messages that were sent."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, wires: list[ParameterServerClient], encrypted: bool) -> None:
         self._encrypted = encrypted
@@ -208,14 +208,14 @@ def _links(wire: ParameterServerClient) -> list[Any]:
 
 @pytest.fixture
 def ends() -> Iterator[Callable[..., list[ParameterServerClient]]]:
-    """Makes a server and the workers' ends of it."""
+    """Return a server and its clients."""
     serving = Serving()
     yield lambda workers, **options: serving.ends(serving.host(workers, **options))
     serving.end()
 
 
 def _converse(wire: ParameterServerClient) -> None:
-    """A bit of everything."""
+    """Use every kind of message."""
     parts = [torch.ones(1_500_000), torch.ones(77)]
     for length in (0, 1, 222, 223, 255, 256, 1 << 20, (1 << 20) + 1, 4 << 20):
         wire.all_gather_bytes(bytes(length))
@@ -239,7 +239,7 @@ def _converse(wire: ParameterServerClient) -> None:
 
 
 def _nowhere(part: int, at: int, piece: Tensor) -> None:
-    """Takes what comes, and does nothing with it."""
+    """Ignore the received data."""
 
 
 @pytest.mark.parametrize("plain", [True, False], ids=["plain", "encrypted"])
@@ -262,7 +262,7 @@ def test_server_exchanges_cost_what_the_kernel_counts(
 
 
 def test_worker_counts_all_but_its_leave_message(ends: Any) -> None:
-    """The kernel's figures are read before it is said."""
+    """The kernel's counters are read before the Leave message."""
     [wire] = ends(1, plain=True)
     wire.all_gather_bytes(b"")
     wire.close()

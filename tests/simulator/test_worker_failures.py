@@ -1,4 +1,4 @@
-"""Simulated workers die, are taken for dead and come back: the live machines see to what becomes of it."""
+"""Failing, evicted and restarted workers in the simulator, handled by the live state machines."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ from stretto.simulator.isolation.process_state import ProcessState
 from stretto.simulator.network import topology
 from stretto.simulator.network.topology import Links
 
-# --- what holds whoever dies, and whenever ------------------------------------------------------------------------
+# --- any worker, at any time ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("recipe", [*TOGETHER, THROUGH, *FREE])
 def test_every_sample_counts_once_whenever_a_worker_is_killed(recipe: str) -> None:
-    """Moments of all phases: meeting, computing, backward, exchanging, ends of passes; worker 0 has most to do."""
+    """Faults in all phases: rendezvous, computing, backward, collectives, ends of epochs; mostly of worker 0."""
     length = lived(recipe, "kill worker 1 at 1h").seconds
     for number in range(10):
         moment, victim = number * length / 9, number % 2
@@ -66,7 +66,7 @@ def test_every_sample_counts_once_whenever_a_worker_is_killed(recipe: str) -> No
 
 
 GIVER_DIES = (2, "kill worker 1 at 0.047918s, back after 0.036509s; kill worker 0 at 0.118634s, back after 0.069076s")
-"""Worker 1 comes, and before it has got the state of worker 0 that is gone, too: nobody has one any more."""
+"""Worker 1 joins, and worker 0 fails before its state is sent: no worker has the state any more."""
 
 
 @settings(max_examples=25 * TIMES)
@@ -95,7 +95,7 @@ def test_many_workers_continue_under_recurring_kills(recipe: str, often: str) ->
     assert recipe == "async_sgd" or len({tuple(one.tolist()) for one in ended.found if one is not None}) == 1
 
 
-# --- some deaths --------------------------------------------------------------------------------------------------
+# --- examples -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("recipe", ["allreduce", "async_sgd", THROUGH])
@@ -106,7 +106,7 @@ def test_worker_killed_at_the_start_is_not_waited_for(recipe: str) -> None:
 
 
 def test_events_of_a_killed_worker() -> None:
-    """Noticed, told, formed anew, what was lost dealt again; and who is born in its place takes part."""
+    """The failure is noticed, a generation formed, lost samples reassigned; the restarted worker takes part."""
     at = 0.035
     ended = lived("allreduce", f"kill worker 2 at {at}s, back after 50ms", workers=4, epochs=3)
     struck = [(one["t"], one["worker"], one["verb"], one["at"]) for one in ended.of("fault_injected")]
@@ -158,7 +158,7 @@ def test_all_workers_killed_at_the_same_time_restart(recipe: str) -> None:
 
 @pytest.mark.parametrize("recipe", ["allreduce", "local_sgd(every=3)"])
 def test_isolated_sole_member_stops_before_another_worker_restarts(recipe: str) -> None:
-    """Otherwise both would come to an end, with models of their own."""
+    """Otherwise both would finish, with different models."""
     fault = "kill worker 1 at 60ms, back after 94ms; cut workers 0 for 239ms at 140ms"
     ended = lived(recipe, fault, 2, 3, asks={"failure_timeout_s": 0.2})
     assert {(0, 1), (1, 1)} <= set(told(ended, "joined"))
@@ -191,7 +191,7 @@ def test_coordinator_reports_a_run_without_workers_as_soon_as_it_resumes(recipe:
 def test_failures_without_progress_end_the_run(
     recipe: str, fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else it would be simulated for ever."""
+    """Otherwise the simulation would never end."""
     monkeypatch.setattr(runtime, "MAX_FAILURES", 100)
     with pytest.raises(LaunchError, match=r"makes no progress beyond \d+ samples at .* s of virtual time") as raised:
         lived(recipe, fault, 2, folder=tmp_path)
@@ -208,7 +208,7 @@ def test_as_many_failures_with_progress_are_survived(recipe: str, monkeypatch: p
 
 
 def test_worker_killed_after_leaving_redoes_nothing(tmp_path: Path) -> None:
-    """Its next life is of no generation, though its number is: the others have done with everything."""
+    """Its next incarnation belongs to no generation, since the others have finished all work."""
     recipe = ALSO_THROUGH[0]
     fault = "kill worker 0 at 217.844ms, back after 19.975ms; pause server 0 for 87.162ms at 152.324ms"
     is_whole(lived(recipe, fault, 4, folder=tmp_path), recipe)
@@ -222,7 +222,7 @@ def test_worker_killed_after_leaving_redoes_nothing(tmp_path: Path) -> None:
     ["kill worker 1 at 47ms, back after 9ms", "kill worker 0 at 90ms, back after 9ms", "pause worker 2 for 1s at 30ms"],
 )
 def test_restarted_worker_cannot_rejoin_an_iterable_epoch(recipe: str, fault: str) -> None:
-    """Who comes back to one stays out, and the others go on."""
+    """A restarted worker stays out of an iterable data set, and the others continue."""
 
     def work(worker: int) -> Any:
         torch.manual_seed(0)
@@ -246,7 +246,7 @@ def test_restarted_worker_cannot_rejoin_an_iterable_epoch(recipe: str, fault: st
 
 @pytest.mark.parametrize("recipe", ["allreduce", "async_sgd"])
 def test_fault_of_an_absent_worker_has_no_effect(recipe: str) -> None:
-    """It comes back no sooner than its end is noticed."""
+    """A worker is restarted only after its exit is noticed."""
     ended = lived(recipe, "kill worker 1 at 40ms, back after 2ms; kill worker 1 at 45ms")
     is_whole(ended, recipe)
     assert told(ended, "failed") == [(1, 0)]
@@ -255,7 +255,7 @@ def test_fault_of_an_absent_worker_has_no_effect(recipe: str) -> None:
 
 
 def test_worker_restarts_once_per_failure() -> None:
-    """A worker stops by itself, and is killed while it is not there: that nobody comes back from."""
+    """A worker stops, and a kill while it is absent has no effect."""
     fault = "cut worker 1 for 150ms at 55ms; kill worker 1 at 260ms, back after 40ms"
     ended = simulated(3, training(12), "allreduce", net=NET, fault=fault, asks={"failure_timeout_s": 0.1})
     stopped = next(one["t"] for one in ended.of("warning") if "worker 1 stops" in one["text"])
@@ -300,7 +300,7 @@ def test_run_that_restarted_workers_join_too_late_is_complete(recipe: str, tmp_p
     assert lefts
 
 
-# --- who is only taken for dead -----------------------------------------------------------------------------------
+# --- workers declared failed --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("recipe", ["allreduce", "local_sgd(every=3)", "async_sgd", THROUGH])
@@ -375,7 +375,7 @@ def test_worker_killed_during_a_coordinator_pause_is_noticed_after_it(recipe: st
     is_whole(ended, recipe, 9)
 
 
-# --- what is left as it was ---------------------------------------------------------------------------------------
+# --- unchanged runs -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -404,11 +404,11 @@ def test_killed_single_worker_ends_the_run() -> None:
         lived("allreduce", "kill worker 0 at 25ms", workers=1)
 
 
-# --- lives in a world ---------------------------------------------------------------------------------------------
+# --- incarnations in an engine ----------------------------------------------------------------------------------
 
 
 class Scene:
-    """A world whose workers may die, and do what a function says."""
+    """An engine whose workers can fail and call a function."""
 
     def __init__(self, workers: int, links: Links | None = None, **more: Any) -> None:
         self.engine = Engine(workers, links or Links(topology.parse("instant"), workers), CostModel(0.0), **more)
@@ -438,7 +438,7 @@ def test_killed_worker_schedules_nothing_more() -> None:
             worker.schedule(lambda: done.append(("has worked", scene.engine.queue.now)))
         finally:
             worker.schedule(lambda: done.append(("ends", scene.engine.queue.now)))
-            worker.compute(1.0)  # who is dead has no time left
+            worker.compute(1.0)  # a killed worker computes no more
 
     scene = Scene(1)
     first = scene.engine.workers[0]
@@ -463,7 +463,7 @@ def test_failures_do_not_change_other_workers_random_numbers_and_restarts_begin_
                         worker.compute(1.0 + worker.number / 10)
                     assert torch.is_grad_enabled()
             finally:
-                torch.rand(3)  # of its own numbers, whose turn it ever was
+                torch.rand(3)  # independent of the switches of workers
 
         scene = Scene(3)
         if dies:
