@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from report import synthetic
+from report import synthetic_runs
 
 from stretto.errors import LogError
 from stretto.report.target import Target
@@ -125,7 +125,7 @@ def test_line_is_named_by_its_values_or_its_recipe() -> None:
 
 
 def test_a_point_is_measured_from_its_run_folder(tmp_path: Path) -> None:
-    run = synthetic.write_run(tmp_path / "run", recipe="local_sgd(every=2)", workers=2, every=2)
+    run = synthetic_runs.write_run(tmp_path / "run", recipe="local_sgd(every=2)", workers=2, every=2)
     seen = results.measured(point(workers="2", every="2"), run, Target.parse("test_accuracy>=0.93"))
     assert seen["values"] == {"workers": "2", "every": "2"}
     assert (seen["seconds"], seen["samples"], seen["workers"]) == (3.0, 2400, 2)
@@ -139,7 +139,9 @@ def test_a_point_is_measured_from_its_run_folder(tmp_path: Path) -> None:
     never = results.measured(point(workers="2"), run, Target.parse("test_accuracy>=0.99"))
     assert never["seconds_to_target"] is never["samples_to_target"] is None
     assert set(results.failed(point(workers="2"), "boom")) == set(seen)
-    stale = synthetic.write_run(tmp_path / "stale", workers=2, events=synthetic.asynchronous([[1, 1], [2, 4]]))
+    stale = synthetic_runs.write_run(
+        tmp_path / "stale", workers=2, events=synthetic_runs.asynchronous([[1, 1], [2, 4]])
+    )
     assert results.measured(point(workers="2"), stale, None)["mean_staleness"] == 2.0
 
 

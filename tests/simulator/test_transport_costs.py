@@ -176,7 +176,7 @@ def push_s(nbytes: int, net: str, **cost: float) -> float:
     """Return the virtual seconds of a request of `nbytes` bytes to a server and its reply."""
 
     def live(wire: ParameterServerClient) -> None:
-        wire.channels[0].wait(wire.links[0].send(Contribute(1, "mean"), [torch.ones(nbytes // 4)]))
+        wire.channels[0].wait(wire.channels[0].send(Contribute(1, "mean"), [torch.ones(nbytes // 4)]))
 
     return Scene(1, net, CostModel(0.0, **cost), None, 1).seconds(live)
 
@@ -199,7 +199,7 @@ def test_messages_over_links_cost_link_time(net: str, processors: float | None, 
     nbytes = CHUNK_BYTES // 2
 
     def live(wire: ParameterServerClient) -> None:
-        wire.channels[0].wait(wire.links[0].send(Contribute(1, "mean"), [torch.ones(nbytes // 4)]))
+        wire.channels[0].wait(wire.channels[0].send(Contribute(1, "mean"), [torch.ones(nbytes // 4)]))
 
     cost = CostModel(0.0, rpc_megabyte_s=1.0, link_megabyte_s=0.5)
     took = Scene(1, net, cost, processors, 1).seconds(live)
@@ -232,7 +232,7 @@ def test_messages_of_all_lengths_arrive_in_order(lengths: list[int]) -> None:
         for place, number in enumerate(asks):
             link.wait(number)
             came.append(number)
-            assert not any(link.is_there(one) for one in asks[place + 1 :])
+            assert not any(link.poll(one) for one in asks[place + 1 :])
 
     cost = CostModel(0.0, rpc_message_s=0.001, rpc_megabyte_s=1.0)
     Scene(1, "8Mbit/s 1ms", cost, None, 1).seconds(live)

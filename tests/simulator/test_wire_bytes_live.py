@@ -230,9 +230,9 @@ def _converse(wire: ParameterServerClient) -> None:
     for seq in range(1, 4):
         hear(push(wire, seq, parts), parts)
     wire.read(lengths, flush=True).wait(_nowhere)
-    wire.begin(1, [8] * 300, None, True)
+    wire.begin_epoch(1, [8] * 300, None, True)
     for _ in range(3):
-        leased = wire.lease(wire.ask_lease(1))
+        leased = wire.lease(wire.request_lease(1))
         assert leased.batch is not None
         wire.settle(1, [leased.batch])
     wire.all_gather_bytes(b"the last, so that all before has come")

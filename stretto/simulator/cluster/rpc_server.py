@@ -287,10 +287,10 @@ class _SimServerClient(ParameterServerClient):
         """Wait for messages; within a backward pass return empty ones and wait after the pass."""
         if not self._channel.worker.in_backward:
             return super()._await_result(body, number)
-        self._channel.worker.after_backward(lambda: self._hear_after_backward(body, number))
+        self._channel.worker.after_backward(lambda: self._await_after_backward(body, number))
         return [[torch.empty(0, dtype=torch.uint8)]]
 
-    def _hear_after_backward(self, body: m.Gather | m.BroadcastOrder | m.Barrier, number: int) -> None:
+    def _await_after_backward(self, body: m.Gather | m.BroadcastOrder | m.Barrier, number: int) -> None:
         with suppress(BrokenTransportError):  # the next request, which can wait, raises it
             self._await_result(body, number)
 
