@@ -96,6 +96,8 @@ class Schedules:
         """Batches of this epoch before the window."""
         self._hands = self._hands_before = 0
         """Global steps of the window, and of the one before."""
+        self._left = 0
+        """Global steps of the window that are of earlier epochs."""
         self._of_epoch = 0
         self._windows = 0
         """Windows of this epoch that are over."""
@@ -103,6 +105,8 @@ class Schedules:
         """True if a scheduler was stepped in this window, and in an earlier one of this epoch."""
         self._at_call: Both = (0.0, 0.0)
         """Batches of this epoch at that time."""
+        self._is_called_last = False
+        """True if that was in the last global step of an epoch."""
         self._streamed = 0
 
     # --- the position -------------------------------------------------------------------------------------------
@@ -134,7 +138,7 @@ class Schedules:
         now = self._now()
         self._pending = tuple(map(float.__add__, self._pending, _minus(now, self._base)))  # type: ignore[assignment]
         self._base, self._streamed = (0.0, 0.0), 0
-        self._of_epoch = 0
+        self._of_epoch, self._left = 0, self._hands
 
     def skip_epoch(self) -> None:
         """Count an epoch that was over before this worker came."""
@@ -152,26 +156,43 @@ class Schedules:
     def take(self, state: dict[str, Any]) -> None:
         """Continue from the position of another worker, or of a checkpoint."""
         for name, _ in self._fields():
-            value = state[name]
+            value = state.get(name, getattr(self, f"_{name}"))
             setattr(self, f"_{name}", tuple(value) if isinstance(value, list) else value)
 
     def _fields(self) -> Iterator[tuple[str, Any]]:
-        names = "divisor done pending base hands hands_before of_epoch windows is_called was_called at_call streamed"
-        return ((name, getattr(self, f"_{name}")) for name in names.split())
+        names = "divisor done pending base hands hands_before left of_epoch windows is_called was_called at_call"
+        return ((name, getattr(self, f"_{name}")) for name in (*names.split(), "is_called_last", "streamed"))
 
     def _close(self) -> None:
         now = self._at_call if self._is_called else self._now()
-        self._done = self._position(self._hands, now)
+        is_last = self._is_called and self._is_called_last
+        self._done = self._position(now, is_last)
         self._pending, self._base = (0.0, 0.0), now
         self._was_called = self._was_called or self._is_called
-        self._is_called = False
+        self._is_called = self._is_called_last = False
         self._windows += 1
-        self._hands_before, self._hands = self._hands, 0
+        self._hands_before, self._hands, self._left = self._accumulated(is_last), 0, 0
 
-    def _position(self, hands: int, now: Both | None = None) -> Both:
-        batches, steps = _minus(now or self._now(), self._base)
-        gained = batches + self._pending[0], steps + self._pending[1]
-        return self._done[0] + gained[0] / max(hands, 1), self._done[1] + gained[1] / max(hands, 1)
+    def _accumulated(self, is_last: bool) -> int:
+        """Return the batches that one process accumulates for the step of this window, as far as that is known."""
+        if self._is_left_over_dropped():
+            return self._hands - self._left
+        return max(self._hands, self._hands_before) if is_last else self._hands
+
+    def _is_left_over_dropped(self) -> bool:
+        """True if the step is made with the batches of this epoch alone, and not with those left over before."""
+        return bool(self._left) and self._hands - self._left == self._hands_before
+
+    def _position(self, now: Both | None = None, is_last: bool = False) -> Both:
+        """Return the steps of one process up to now. In an epoch's last window it makes one with fewer batches."""
+        hands, gained = max(self._accumulated(is_last), 1), _minus(now or self._now(), self._base)
+        before = [done + pending / hands for done, pending in zip(self._done, self._pending, strict=True)]
+        if self._is_left_over_dropped():
+            before = [floor(one + ROUNDING) for one in before]
+        batches, steps = (one + more / hands for one, more in zip(before, gained, strict=True))
+        if is_last and hands > self._hands:
+            return float(ceil(batches - ROUNDING)), float(ceil(steps - ROUNDING))
+        return batches, steps
 
     def _now(self) -> Both:
         """The batches of the script that all workers have got in this epoch."""
@@ -196,7 +217,7 @@ class Schedules:
         if self._inside or not any(getattr(scheduler, "optimizer", None) is one for one in self._optimizers):
             return step()
         if is_initial(scheduler):
-            self._made[scheduler] = _Made(self._position(self._hands), bool(self._divisor))
+            self._made[scheduler] = _Made(self._position(), bool(self._divisor))
             return step()
         self._inside = True
         try:
@@ -211,7 +232,7 @@ class Schedules:
         is_alone = self._run.wire.workers * max(self._join, self._divisor) == 1
         counts = not (is_alone or self._run.hand is None or self._is_left or self._is_once_an_epoch())
         if self._run.hand is not None:
-            self._is_called, self._at_call = True, self._now()
+            self._is_called, self._at_call, self._is_called_last = True, self._now(), self._is_last()
         times = self._until_end(scheduler, record, self._times(scheduler)) if counts else 1
         if counts:
             self._say_once(scheduler, record, times)
@@ -229,9 +250,8 @@ class Schedules:
         """Return the number of steps that one call in a global step stands for."""
         made = self._made_of(scheduler)
         unit = int(made.by_length and not self._counts_batches(scheduler))
-        hands = max(self._hands, self._hands_before) if self._is_last() else self._hands
         before = max(self._done[unit], made.at[unit])
-        return max(floor(self._position(hands)[unit] + ROUNDING) - floor(before + ROUNDING), 0)
+        return max(floor(self._position(is_last=self._is_last())[unit] + ROUNDING) - floor(before + ROUNDING), 0)
 
     def _is_once_an_epoch(self) -> bool:
         """True for the first call in an epoch of several steps, if that is at its end."""

@@ -152,6 +152,44 @@ def test_accumulation_advances_once_for_each_step_of_one_process(accumulate: int
     assert all(one[-2] > 0 for one in found)
 
 
+@pytest.mark.parametrize("recipe", ["allreduce", "local_sgd(every=2)", "diloco(every=2)"])
+@pytest.mark.parametrize("steps_with", ["full windows", "left over batches, too"])
+@pytest.mark.parametrize("batches", [38, 44])
+def test_accumulation_that_begins_again_in_each_epoch_ends_as_in_one_process(
+    batches: int, steps_with: str, recipe: str
+) -> None:
+    """As in one process: what is left over at the end of an epoch is dropped, or is a step of its own."""
+
+    def work(distribute: bool) -> Callable[[int], list[int]]:
+        def run(worker: int) -> list[int]:
+            net = small_net()
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+            schedule = schedulers.CosineAnnealingLR(optimizer, 6 * batches)
+            loader: Any = DataLoader(regression(4 * batches), batch_size=4)
+            if distribute:
+                loader = stretto.distribute(net, optimizer, loader)
+            found = []
+            for _ in range(6):
+                optimizer.zero_grad()
+                for i, (x, y) in enumerate(loader):
+                    nn.functional.mse_loss(net(x), y).backward()
+                    if (i + 1) % 4 == 0 or (steps_with != "full windows" and i + 1 == len(loader)):
+                        optimizer.step()
+                        schedule.step()
+                        optimizer.zero_grad()
+                found.append(schedule.last_epoch)
+            return found
+
+        return run
+
+    alone = work(distribute=False)(0)
+    assert alone[-1] == 6 * (batches // 4 if steps_with == "full windows" else math.ceil(batches / 4))
+    found = together(3, work(distribute=True), recipe)
+    if steps_with == "full windows" and batches == 44:  # no step follows the last three global steps of an epoch
+        alone = [one - 2 for one in alone]
+    assert found == [alone] * 3
+
+
 ONCE = [
     ("allreduce", "after the loop"),
     ("allreduce", "after a break"),
