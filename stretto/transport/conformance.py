@@ -27,7 +27,7 @@ def check_transport(make: Callable[[int], Sequence[Transport]], workers: Sequenc
                 done.result()
 
 
-def check_end(wire: Transport) -> None:
+def check_end(transport: Transport) -> None:
     """Test all properties at one worker; all workers of the transport must run this at the same time."""
     for law in (
         _mean_is_the_sum,
@@ -38,61 +38,61 @@ def check_end(wire: Transport) -> None:
         _tell,
         _traffic_grows,
     ):
-        law(wire)
-    wire.all_gather_bytes(b"done")
-    wire.close()
-    wire.close()
+        law(transport)
+    transport.all_gather_bytes(b"done")
+    transport.close()
+    transport.close()
 
 
-def _mean_is_the_sum(wire: Transport) -> None:
+def _mean_is_the_sum(transport: Transport) -> None:
     for dtype in DTYPES:
         for length in LENGTHS:
-            given = torch.full((length,), wire.worker + 1).to(dtype)
-            found: Any = wire.submit(AllReduceMean(given)).wait()
-            wanted = torch.full((length,), sum(range(1, wire.workers + 1))).to(dtype)
+            given = torch.full((length,), transport.worker + 1).to(dtype)
+            found: Any = transport.submit(AllReduceMean(given)).wait()
+            wanted = torch.full((length,), sum(range(1, transport.workers + 1))).to(dtype)
             assert found.dtype == dtype, f"mean of {dtype} came back as {found.dtype}"
             assert torch.equal(found, wanted), f"mean of {length} {dtype} is not the sum of the contributions"
 
 
-def _means_overlap(wire: Transport) -> None:
-    tickets = [wire.submit(AllReduceMean(torch.full((1000,), float(one)))) for one in range(8)]
+def _means_overlap(transport: Transport) -> None:
+    tickets = [transport.submit(AllReduceMean(torch.full((1000,), float(one)))) for one in range(8)]
     for one, ticket in enumerate(tickets):
         found: Any = ticket.wait()
-        assert torch.equal(found, torch.full((1000,), float(one * wire.workers))), "operations were mixed up"
+        assert torch.equal(found, torch.full((1000,), float(one * transport.workers))), "operations were mixed up"
 
 
-def _every_in_order(wire: Transport) -> None:
-    message = torch.arange(wire.worker * 3)
-    found = wire.submit(AllGather(message)).wait()
-    assert len(found) == wire.workers, "messages of some workers are missing"
+def _every_in_order(transport: Transport) -> None:
+    message = torch.arange(transport.worker * 3)
+    found = transport.submit(AllGather(message)).wait()
+    assert len(found) == transport.workers, "messages of some workers are missing"
     for worker, one in enumerate(found):
         assert torch.equal(one, torch.arange(worker * 3)), f"the message of worker {worker} is not what it sent"
 
 
-def _silence_is_counted(wire: Transport) -> None:
-    speaks = wire.worker == 0
-    found = wire.submit(AllGather(torch.ones(100_000 if speaks else 0))).wait()
-    assert [len(one) for one in found] == [100_000] + [0] * (wire.workers - 1), "a worker's empty message is missing"
+def _silence_is_counted(transport: Transport) -> None:
+    speaks = transport.worker == 0
+    found = transport.submit(AllGather(torch.ones(100_000 if speaks else 0))).wait()
+    assert [len(one) for one in found] == [100_000] + [0] * (transport.workers - 1), "an empty message is missing"
 
 
-def _gather(wire: Transport) -> None:
+def _gather(transport: Transport) -> None:
     for size in (0, 1, 100, 5000):
-        found = wire.all_gather_bytes(bytes([wire.worker]) * size * (wire.worker + 1))
-        wanted = [bytes([worker]) * size * (worker + 1) for worker in range(wire.workers)]
+        found = transport.all_gather_bytes(bytes([transport.worker]) * size * (transport.worker + 1))
+        wanted = [bytes([worker]) * size * (worker + 1) for worker in range(transport.workers)]
         assert found == wanted, f"all-gather of {size} bytes"
 
 
-def _tell(wire: Transport) -> None:
-    for root in range(wire.workers):
+def _tell(transport: Transport) -> None:
+    for root in range(transport.workers):
         for size in (0, 3, 5000):
-            mine = b"x" * size + bytes([root]) if wire.worker == root else b"ignored"
-            assert wire.broadcast_bytes(mine, root) == b"x" * size + bytes([root]), f"root {root}'s message differs"
+            mine = b"x" * size + bytes([root]) if transport.worker == root else b"ignored"
+            assert transport.broadcast_bytes(mine, root) == b"x" * size + bytes([root]), f"root {root} differs"
 
 
-def _traffic_grows(wire: Transport) -> None:
-    before = wire.traffic()
-    wire.submit(AllReduceMean(torch.ones(100_000))).wait()
-    wire.all_gather_bytes(b"sent")
-    sent = wire.traffic().bytes_sent - before.bytes_sent
-    least = 400_000 * 2 * (wire.workers - 1) / wire.workers if wire.workers < 3 else 400_000
+def _traffic_grows(transport: Transport) -> None:
+    before = transport.traffic()
+    transport.submit(AllReduceMean(torch.ones(100_000))).wait()
+    transport.all_gather_bytes(b"sent")
+    sent = transport.traffic().bytes_sent - before.bytes_sent
+    least = 400_000 * 2 * (transport.workers - 1) / transport.workers if transport.workers < 3 else 400_000
     assert sent >= least, f"{sent} bytes were counted for a mean of 400,000"

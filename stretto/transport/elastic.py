@@ -129,7 +129,7 @@ class Change:
 
 
 @dataclass(slots=True)
-class _Noted:
+class _LoggedHandle:
     """Operation in progress, whose result is logged."""
 
     attempt: Attempt
@@ -143,7 +143,7 @@ class _Noted:
 
 
 @dataclass(slots=True)
-class _Given:
+class _KnownHandle:
     """Operation whose result was received from another worker."""
 
     answer: Any
@@ -217,13 +217,13 @@ class ElasticTransport:
         """Start an operation of the present attempt."""
         if self._given:
             return self._repeated(op)
-        return _Noted(self._open, self._open.ask(), self._wire().submit(op))
+        return _LoggedHandle(self._open, self._open.ask(), self._transport().submit(op))
 
     def all_gather_bytes(self, message: Message) -> list[bytes]:
         """Return the messages of all workers."""
         here = self.place()
         found = self.attempt(
-            lambda: self._single(lambda: self._wire().all_gather_bytes(sealed(here, message))), kind="all_gather"
+            lambda: self._single(lambda: self._transport().all_gather_bytes(sealed(here, message))), kind="all_gather"
         )
         return opened_all(self.members, found)
 
@@ -232,11 +232,11 @@ class ElasticTransport:
         here, whole = self.place(), sealed(self.place(), message)
         who, once = self.members[root], functools.cache(lambda: made(whole))
 
-        def told() -> bytes:
+        def reply() -> bytes:
             rank = self.members.index(who) if who in self.members else 0
-            return self._wire().broadcast_bytes(once, rank)
+            return self._transport().broadcast_bytes(once, rank)
 
-        found: bytes = self.attempt(lambda: self._single(told), alone=True, kind="broadcast")
+        found: bytes = self.attempt(lambda: self._single(reply), alone=True, kind="broadcast")
         return opened(who, found, self.number, here)
 
     def attempt(
@@ -295,16 +295,16 @@ class ElasticTransport:
     def rest(self) -> Change | None:
         """Pause until all workers do. Return the change; None if this worker must first complete a later step."""
         hand, rounds = self.position()
-        told = self._standing.at_rest(self._here(at_rest=True))
-        if isinstance(told, Continue):
-            self._go_on = told.hand
+        reply = self._standing.at_rest(self._here(at_rest=True))
+        if isinstance(reply, Continue):
+            self._go_on = reply.hand
             return None
-        if told.generation == self._form.generation:
-            return Change(told.generation, self.members, (), (), hand, rounds, told.save)
-        if self.number not in told.numbers:
+        if reply.generation == self._form.generation:
+            return Change(reply.generation, self.members, (), (), hand, rounds, reply.save)
+        if self.number not in reply.numbers:
             self._let_go()
-            return Change(told.generation, told.numbers, (self.number,), (), hand, rounds)
-        return self._take(told) or self._meet_again()
+            return Change(reply.generation, reply.numbers, (self.number,), (), hand, rounds)
+        return self._take(reply) or self._meet_again()
 
     def mend(self) -> None:
         """Join the next generation if this one has ended: other workers may wait for this outside of exchanges."""
@@ -315,7 +315,7 @@ class ElasticTransport:
         """Broadcast the state of the run from the first member that has it to joining members."""
 
         found: bytes = self.attempt(
-            lambda: self._single(lambda: self._wire().broadcast_bytes(message, self._form.first)),
+            lambda: self._single(lambda: self._transport().broadcast_bytes(message, self._form.first)),
             alone=True,
             kind="broadcast",
         )
@@ -327,7 +327,7 @@ class ElasticTransport:
 
     # --- generations --------------------------------------------------------------------------------------------
 
-    def _wire(self) -> AbortableTransport:
+    def _transport(self) -> AbortableTransport:
         if self._inner is None:
             raise BrokenTransportError("the transport is closed")
         return self._inner
@@ -420,9 +420,9 @@ class ElasticTransport:
         if least == most:
             return
         root = next(rank for rank, commits in known if commits == most)
-        told = self._wire().broadcast_bytes(lambda: pack(self._since(least)), root)
+        reply = self._transport().broadcast_bytes(lambda: pack(self._since(least)), root)
         if self._generation and self._commits < most:
-            found = [one for one in unpack(told) if one.number > self._commits]
+            found = [one for one in unpack(reply) if one.number > self._commits]
             if [one.number for one in found] != list(range(self._commits + 1, most + 1)):
                 raise MemberOutError("the results that this worker lacks are no longer available")
             self._given = deque(found)
@@ -437,7 +437,7 @@ class ElasticTransport:
         answer = self._given[0].answers[place]
         answer = answer.to(ask.tensor.device) if isinstance(ask, AllReduceMean) else answer
         self._open.note(place, answer)
-        return _Given(answer)
+        return _KnownHandle(answer)
 
     def _single(self, act: Callable[[], Any]) -> Any:
         """Run an attempt of one operation on bytes."""
@@ -465,14 +465,14 @@ def _has_history(form: GenerationView) -> bool:
     return any(one.here.has_history for one in form.members)
 
 
-def has_others(wire: Transport) -> bool:
+def has_others(transport: Transport) -> bool:
     """Return True if other workers are present or may join."""
-    return wire.workers > 1 or isinstance(wire, ElasticTransport)
+    return transport.workers > 1 or isinstance(transport, ElasticTransport)
 
 
-def attempted(wire: Transport, act: Callable[[], Found], again: Callable[[], Found] | None = None) -> Found:
+def attempted(transport: Transport, act: Callable[[], Found], again: Callable[[], Found] | None = None) -> Found:
     """Run operations that belong together; an elastic transport repeats them after a failure."""
-    return wire.attempt(act, again) if isinstance(wire, ElasticTransport) else act()
+    return transport.attempt(act, again) if isinstance(transport, ElasticTransport) else act()
 
 
 def _sum(one: Traffic, other: Traffic) -> Traffic:

@@ -82,19 +82,19 @@ def form(
     if address is None:
         raise TransportError(f"worker {rank} of {size} has no address of the store")
     forming = _Forming(address, prefix, rank, size, limit_s, timeout_s, device)
-    wire = forming.result()
+    transport = forming.result()
     drop_parked()
     trim_freed_memory()
-    return wire
+    return transport
 
 
 def abort_forming(prefix: str) -> None:
     """Abort the generation of this prefix in this process: its rendezvous, now or later, or its transport."""
     with _lock:
         _aborted.add(prefix)
-        wire = _formed.get(prefix)
-    if wire is not None:
-        wire.abort()
+        transport = _formed.get(prefix)
+    if transport is not None:
+        transport.abort()
 
 
 _lock = threading.Lock()
@@ -119,7 +119,7 @@ class _Forming:
         self._host, self._port = host, int(port)
         self._prefix, self._rank, self._size = prefix, rank, size
         self._limit_s, self._timeout_s, self._device = limit_s, timeout_s, device
-        self._wire: ProcessGroupTransport | None = None
+        self._transport: ProcessGroupTransport | None = None
         self._error = ""
         self._over, self._left = threading.Event(), False
         threading.Thread(target=self._run, daemon=True).start()
@@ -131,10 +131,10 @@ class _Forming:
             pass
         with _lock:
             broken = self._prefix in _aborted
-            self._left = self._wire is None or broken
-            if self._wire is not None and not broken:
-                _formed[self._prefix] = self._wire
-                return self._wire
+            self._left = self._transport is None or broken
+            if self._transport is not None and not broken:
+                _formed[self._prefix] = self._transport
+                return self._transport
         self._leave()
         raise self._why(broken)
 
@@ -148,25 +148,25 @@ class _Forming:
     def _leave(self) -> None:
         """Wake waits at the store, and close a transport that was connected in the meantime."""
         shut_connections_to(self._host, self._port)
-        if self._wire is not None:
-            self._wire.abort()
-            self._wire.close()
+        if self._transport is not None:
+            self._transport.abort()
+            self._transport.close()
 
     def _run(self) -> None:
         try:
             store = TCPStore(self._host, self._port, None, False, timedelta(seconds=self._limit_s), False)
-            wire = ProcessGroupTransport(
+            transport = ProcessGroupTransport(
                 PrefixStore(self._prefix, store), self._rank, self._size, self._timeout_s, self._device, elastic=True
             )
         except (RuntimeError, TransportError) as error:
             self._error = reason(error)
         else:
             with _lock:
-                self._wire = wire
+                self._transport = transport
                 left = self._left
             if left:
-                wire.abort()
-                wire.close()
+                transport.abort()
+                transport.close()
         self._over.set()
 
 

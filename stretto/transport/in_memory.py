@@ -68,11 +68,11 @@ class _Table:
 
 @dataclass(slots=True)
 class _Handle:
-    wire: InMemoryTransport
+    transport: InMemoryTransport
     round_: int
 
     def wait(self) -> Answer:
-        found: Answer = self.wire.table.take(self.round_, answer)
+        found: Answer = self.transport.table.take(self.round_, answer)
         return found.clone() if isinstance(found, Tensor) else [one.clone() for one in found]
 
 

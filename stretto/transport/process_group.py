@@ -299,51 +299,51 @@ class _BrokenHandle:
 
 @dataclass(slots=True)
 class _AllReduceHandle:
-    wire: ProcessGroupTransport
+    transport: ProcessGroupTransport
     tensor: Tensor
     work: Any
 
     def wait(self) -> Tensor:
-        self.wire._finish(self.work, f"the mean of {self.tensor.numel()} numbers")
+        self.transport._finish(self.work, f"the mean of {self.tensor.numel()} numbers")
         return self.tensor
 
 
 @dataclass(slots=True)
 class _AllGatherHandle:
-    wire: ProcessGroupTransport
+    transport: ProcessGroupTransport
     ask: AllGather
     sizes: list[Tensor]
     work: Any
     tag: int
 
     def wait(self) -> Answer:
-        self.wire._finish(self.work, "the sizes of every worker's message")
+        self.transport._finish(self.work, "the sizes of every worker's message")
         sizes = [int(size) for size in self.sizes]
         message = self.ask.tensor
-        found = [message if one == self.wire.worker else message.new_empty(size) for one, size in enumerate(sizes)]
-        if self.wire._nccl:
+        found = [message if one == self.transport.worker else message.new_empty(size) for one, size in enumerate(sizes)]
+        if self.transport._nccl:
             return self._padded(sizes)
         step = PIECE_BYTES // message.element_size()
         for at in range(0, max(sizes), step):
             pieces = [one[at : at + step] for one in found]
-            self.wire._finish_all([*self._sends(pieces), *self._receives(pieces)], "every worker's message")
+            self.transport._finish_all([*self._sends(pieces), *self._receives(pieces)], "every worker's message")
         return found
 
     def _sends(self, pieces: Sequence[Tensor]) -> list[Any]:
         """Send this worker's piece to each other worker, unless it is empty."""
-        mine = pieces[self.wire.worker]
-        others = [one for one in range(self.wire.workers) if one != self.wire.worker] if mine.numel() else []
-        return [self.wire._begin("send", [mine], one, self.tag) for one in others]
+        mine = pieces[self.transport.worker]
+        others = [one for one in range(self.transport.workers) if one != self.transport.worker] if mine.numel() else []
+        return [self.transport._begin("send", [mine], one, self.tag) for one in others]
 
     def _receives(self, pieces: Sequence[Tensor]) -> list[Any]:
-        others = [one for one, into in enumerate(pieces) if one != self.wire.worker and into.numel()]
-        return [self.wire._begin("recv", [pieces[one]], one, self.tag) for one in others]
+        others = [one for one, into in enumerate(pieces) if one != self.transport.worker and into.numel()]
+        return [self.transport._begin("recv", [pieces[one]], one, self.tag) for one in others]
 
     def _padded(self, sizes: Sequence[int]) -> Answer:
         """Gather messages padded to the longest, as NCCL requires."""
         padded = _padded(self.ask.tensor, max(sizes))
         found = [torch.empty_like(padded) for _ in sizes]
-        self.wire._finish(self.wire._begin("allgather", [found], [padded]), "every worker's message")
+        self.transport._finish(self.transport._begin("allgather", [found], [padded]), "every worker's message")
         return [one[:size] for one, size in zip(found, sizes, strict=True)]
 
 

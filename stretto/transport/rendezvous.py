@@ -78,29 +78,29 @@ class GroupRendezvous:
 class _OfGeneration:
     """Parameter-server client in one generation; closing it leaves the client connected."""
 
-    def __init__(self, wire: ParameterServerClient) -> None:
-        self._wire, self._before = wire, wire.traffic()
-        self.worker, self.workers = wire.worker, wire.workers
+    def __init__(self, client: ParameterServerClient) -> None:
+        self._client, self._before = client, client.traffic()
+        self.worker, self.workers = client.worker, client.workers
 
     def submit(self, op: CollectiveOp) -> Handle:
         """Start a collective operation."""
-        return self._wire.submit(op)
+        return self._client.submit(op)
 
     def all_gather_bytes(self, message: Message) -> list[bytes]:
         """Return the messages of all workers."""
-        return self._wire.all_gather_bytes(message)
+        return self._client.all_gather_bytes(message)
 
     def broadcast_bytes(self, message: Message, root: int = 0) -> bytes:
         """Return the message of the root."""
-        return self._wire.broadcast_bytes(message, root)
+        return self._client.broadcast_bytes(message, root)
 
     def abort(self) -> None:
         """Abort the operations in progress."""
-        self._wire.abort()
+        self._client.abort()
 
     def traffic(self) -> Traffic:
         """Return the bytes of this generation."""
-        now = self._wire.traffic()
+        now = self._client.traffic()
         sent, received = now.bytes_sent - self._before.bytes_sent, now.bytes_received - self._before.bytes_received
         return Traffic(sent, received, now.counted)
 
@@ -113,17 +113,17 @@ class ServerRendezvous:
 
     address = ""
 
-    def __init__(self, wire: ParameterServerClient) -> None:
-        self._wire = wire
+    def __init__(self, client: ParameterServerClient) -> None:
+        self._client = client
 
     def form(self, members: GenerationView, rank: int) -> AbortableTransport:
         """Send the members of the new generation to all services."""
-        self._wire.regroup(members.generation, members.numbers, members.numbers[rank])
-        return _OfGeneration(self._wire)
+        self._client.regroup(members.generation, members.numbers, members.numbers[rank])
+        return _OfGeneration(self._client)
 
     def abort(self) -> None:
         """Do nothing: connecting does not wait."""
 
     def close(self) -> None:
         """Disconnect from the server."""
-        self._wire.close()
+        self._client.close()
