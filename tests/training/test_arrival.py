@@ -43,7 +43,7 @@ class Server:
     shards: int = 1
     expected: int = 2
     age: int = 0
-    joined: None = None
+    join_position: None = None
     pushed: list[Update] = field(default_factory=list)
     tickets: list[Ticket] = field(default_factory=list)
 
