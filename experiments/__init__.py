@@ -1,5 +1,5 @@
-"""The literature's claims about learning together, tried in the simulator: `python -m experiments`.
+"""Claims of the literature about distributed training, tested in the simulator: `python -m experiments`.
 
-Each experiment is a script of its own: its claim, its grid of simulations, its table, its picture, and its sentence
-about whether the claim holds here.
+Each experiment is one module: its claim, its grid of simulations, its table, its plot, and a sentence on whether the
+claim holds here.
 """

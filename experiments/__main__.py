@@ -15,7 +15,7 @@ from experiments.catalogue import EXPERIMENTS
 
 
 def main() -> None:
-    """Run the experiments given on the command line. The results of --quick are shown and not kept."""
+    """Run the experiments given on the command line. The results of --quick are printed and not saved."""
     if sys.argv[1:2] == ["convex"]:
         from experiments.convex import command
 
@@ -46,9 +46,9 @@ def _try(name: str, folder: Path) -> None:
 def _options() -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(prog="python -m experiments", description=__doc__)
     names = [*EXPERIMENTS, "page"]
-    about = f"{', '.join(names)}; without a name all; page only writes docs/experiments.md"
+    about = f"{', '.join(names)}; all without a name; page only writes docs/experiments.md"
     options.add_argument("names", nargs="*", metavar="NAME", choices=[*names, []], help=about)
-    options.add_argument("--quick", action="store_true", help="few and short simulations, shown and not kept")
+    options.add_argument("--quick", action="store_true", help="few and short simulations, printed and not saved")
     return options
 
 

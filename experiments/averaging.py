@@ -1,4 +1,4 @@
-"""How long may workers train alone before they average?"""
+"""Experiment on the number of local steps between averages."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from experiments.runs import Found, Point, distinct, mean, where
 
 PERIODS = (1, 4, 10, 20, 50, 200)
 WORKERS, PASS = 8, 199 * 8 * 4
-"""A pass is 199 steps of each worker, so that its ends find most periods shortly before an exchange."""
+"""An epoch has 199 steps per worker, so that for most periods it ends shortly before an average."""
 
 ARGS = {"digits": "--batch 4 --lr 0.1 --epochs 4", "mnist": "--data mnist --batch 4 --lr 0.1 --epochs 4"}
 ALONE = "one machine"
 
 
 def grid(quick: bool) -> list[Point]:
-    """Each period, and one machine with the same samples. A step takes 10 s, so that every exchange tells its drift."""
+    """Return each period, and one machine with the same samples. With steps of 10 s every average reports its drift."""
     found = []
     for data in ("digits",) if quick else ARGS:
         for seed in SEEDS[: 1 if quick else None]:
@@ -31,7 +31,7 @@ def grid(quick: bool) -> list[Point]:
 
 
 def table(found: Found) -> Iterator[str]:
-    """Accuracy, drift and traffic by period."""
+    """Yield accuracy, drift and traffic by period."""
     body = []
     for data in distinct(found["points"], "data"):
         for every in distinct(found["points"], "every"):
@@ -43,7 +43,7 @@ def table(found: Found) -> Iterator[str]:
 
 
 def paint(figure: Figure, found: Found) -> None:
-    """Accuracy and drift."""
+    """Plot accuracy and drift."""
     every = [one for one in distinct(found["points"], "every") if one != ALONE]
     for place, (what, title) in enumerate((("accuracy", "test accuracy"), ("drift", "drift"))):
         ax = panel(figure, place, 2, title, "local steps between averages")
@@ -56,11 +56,11 @@ def paint(figure: Figure, found: Found) -> None:
 
 
 ACCEPTABLE = 0.01
-"""So much accuracy may be lost by what still performs acceptably well."""
+"""Largest loss of accuracy that counts as acceptable."""
 
 
 def verdict(found: Found) -> str:
-    """What 20 and the longest period cost, and whether drift does harm."""
+    """Return the cost of period 20 and of the longest period, and the effect of drift."""
     said, near_costs, last_costs = [], [], []
     for data in distinct(found["points"], "data"):
         accuracy = {

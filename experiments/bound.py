@@ -1,4 +1,4 @@
-"""What does the bound of stale synchronous parallel buy when some workers are slow?"""
+"""Experiment on the bound of stale synchronous parallel with slow workers."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ ARGS = "--batch 8 --lr 0.4 --samples 2874 --epochs 7"
 
 
 def recipe(bound: str) -> str:
-    """Without a bound, asynchronous SGD that adds the same 16th of each update."""
+    """Return stale synchronous parallel, or asynchronous SGD with the same weight 1/16 without a bound."""
     return f"async_sgd(weight={1 / WORKERS})" if bound == "inf" else f"stale_synchronous(bound={bound})"
 
 
 def grid(quick: bool) -> list[Point]:
-    """Each bound under each kind of speeds."""
+    """Return each bound with each distribution of speeds."""
     return [
         Point({"speeds": speeds, "bound": bound}, WORKERS, recipe(bound), ARGS, seed, speeds=speeds, target=TARGET)
         for speeds in SPEEDS[: 1 if quick else None]
@@ -33,7 +33,7 @@ def grid(quick: bool) -> list[Point]:
 
 
 def table(found: Found) -> Iterator[str]:
-    """Time, pace, accuracy and staleness."""
+    """Yield time, pace, accuracy and staleness."""
     body = []
     for speeds in distinct(found["points"], "speeds"):
         for bound in distinct(found["points"], "bound"):
@@ -47,7 +47,7 @@ def table(found: Found) -> Iterator[str]:
 
 
 def paint(figure: Figure, found: Found) -> None:
-    """Time to the target and staleness."""
+    """Plot the time to the target and staleness."""
     bounds = distinct(found["points"], "bound")
     for place, title in enumerate(("seconds to 93%", "mean staleness")):
         ax = panel(figure, place, 2, title, "bound")
@@ -62,7 +62,7 @@ def paint(figure: Figure, found: Found) -> None:
 
 
 def verdict(found: Found) -> str:
-    """The best bound against the barrier and against none."""
+    """Return the comparison of the best bound with the barrier and with no bound."""
     said = []
     for speeds in distinct(found["points"], "speeds"):
         times = {

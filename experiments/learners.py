@@ -1,4 +1,4 @@
-"""Zhang's 30 learners: does the whole learning rate fail where the one divided by the staleness does not?"""
+"""Experiment with Zhang's 30 learners: the full learning rate, and the rate divided by the staleness."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ RATES = ("alpha0", "alpha0 / staleness")
 
 
 def recipe(n: int, rate: str) -> str:
-    """n-softsync applies after floor(30 / n) updates."""
+    """Return the recipe of n-softsync, which applies updates in groups of floor(30 / n)."""
     collect = LEARNERS // n
     plain = f"soft_sync(collect={collect})" if collect > 1 else "async_sgd"
     return plain if rate == RATES[0] else f"staleness_aware(collect={collect})"
 
 
 def grid(quick: bool) -> list[Point]:
-    """One learner, and 30 with each n and each rate."""
+    """Return one learner, and 30 learners with each n and each rate."""
     found = []
     for seed in SEEDS[: 1 if quick else None]:
         args = f"{ARGS} --samples 5748 --epochs 4"
@@ -38,7 +38,7 @@ def grid(quick: bool) -> list[Point]:
 
 
 def counts(points: list[Found]) -> dict[int, int]:
-    """How many updates of all seeds had which staleness."""
+    """Return the number of updates of all seeds for each staleness."""
     found: dict[int, int] = {}
     for one in points:
         for value, count in ((one["staleness"] or {}).get("histogram") or {}).items():
@@ -47,13 +47,13 @@ def counts(points: list[Found]) -> dict[int, int]:
 
 
 def late(points: list[Found], n: int) -> float:
-    """The share of updates staler than 2 n."""
+    """Return the share of updates with a staleness above 2 n."""
     found = counts(points)
     return sum(count for value, count in found.items() if value > 2 * n) / max(sum(found.values()), 1)
 
 
 def table(found: Found) -> Iterator[str]:
-    """Accuracy and staleness."""
+    """Yield accuracy and staleness."""
     body = []
     for n in distinct(found["points"], "n"):
         for rate in RATES:
@@ -71,7 +71,7 @@ def table(found: Found) -> Iterator[str]:
 
 
 def paint(figure: Figure, found: Found) -> None:
-    """Accuracy by n, and the distribution of the staleness."""
+    """Plot accuracy by n, and the distribution of the staleness."""
     ns = [one for one in distinct(found["points"], "n") if one != ONE]
     ax = panel(figure, 0, 2, "test accuracy", "n of n-softsync")
     for place, rate in enumerate(RATES):
@@ -93,14 +93,14 @@ def paint(figure: Figure, found: Found) -> None:
 
 
 NEAR, FAILED = 0.03, 0.5
-"""So much less accurate than one learner is as good as it; below this accuracy a run has failed."""
+"""Difference to the accuracy of one learner that counts as equal; accuracy below which a run has diverged."""
 
 MOST = 1e-4
-"""The paper's P(t > 2n)."""
+"""P(t > 2n) in the paper."""
 
 
 def verdict(found: Found) -> str:
-    """Which fail, and how late the latest are."""
+    """Return the settings that diverge, and the largest staleness."""
     alone = mean(where(found["points"], {"n": ONE}), "accuracy") or 0.0
     said, held, ns = [], [], [one for one in distinct(found["points"], "n") if one != ONE]
     for n in ns:

@@ -1,4 +1,4 @@
-"""Speed-up against the ratio of communication to computation: the network from 10 Mbit/s to 100 Gbit/s."""
+"""Experiment on speed-up by the ratio of communication to computation, from 10 Mbit/s to 100 Gbit/s."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NETWORKS = {"10 Mbit/s": 1e7, "100 Mbit/s": 1e8, "1 Gbit/s": 1e9, "10 Gbit/s": 1
 LATENCY = "0.05ms"
 HIDDEN = 512
 NBYTES = 4 * (64 * HIDDEN + HIDDEN + HIDDEN * 10 + 10)
-"""Of the perceptron's parameters."""
+"""Bytes of the perceptron's parameters."""
 
 TARGET = "test_loss<=0.3"
 SHAPE = f"--batch 8 --hidden {HIDDEN} --samples 2874 --epochs 6"
@@ -25,16 +25,16 @@ RECIPES = {
     "async_sgd": ("async_sgd", 0.0125),
     "top_k(0.01)": ("allreduce(how=error_feedback(top_k(0.01)))", 0.1),
 }
-"""Each with its learning rate: a mean of 8 has 8 times that of one machine, `async_sgd` adds updates whole."""
+"""Recipes with learning rates: for a mean of 8, 8 times the rate of one machine; `async_sgd` adds full updates."""
 
 SPARING = ("local_sgd(16)", "top_k(0.01)")
-"""Those that should pay on the slowest network."""
+"""Recipes expected to pay off on the slowest network."""
 
 ONE = "one worker"
 
 
 def grid(quick: bool) -> list[Point]:
-    """One worker, and 8 with each recipe on each network."""
+    """Return one worker, and 8 workers with each recipe on each network."""
     found = []
     for seed in SEEDS[: 1 if quick else None]:
         alone = f"{SHAPE} --lr 0.0125"
@@ -48,12 +48,12 @@ def grid(quick: bool) -> list[Point]:
 
 
 def ratio(network: str) -> float:
-    """Seconds to send the parameters once over a worker's link, by those of a step."""
+    """Return the time to send the parameters once over a worker's link, divided by that of a step."""
     return 8 * NBYTES / NETWORKS[network] / STEP_S
 
 
 def speed_up(found: Found, name: str, network: str, what: str) -> float | None:
-    """Over one worker: of samples per second, or to the target."""
+    """Return the speed-up over one worker: of samples per second, or of the time to the target."""
     ours = mean(where(found["points"], {"recipe": name, "network": network}), what)
     alone = mean(where(found["points"], {"recipe": ONE}), what)
     if not ours or not alone:
@@ -62,12 +62,12 @@ def speed_up(found: Found, name: str, network: str, what: str) -> float | None:
 
 
 def names(found: Found) -> list[str]:
-    """The recipes."""
+    """Return the recipes."""
     return [one for one in distinct(found["points"], "recipe") if one != ONE]
 
 
 def table(found: Found) -> Iterator[str]:
-    """Speed-ups by network, both ways."""
+    """Yield both speed-ups by network."""
     body = []
     for network in distinct(found["points"], "network"):
         row = [network, f"{ratio(network):.2g}"]
@@ -79,7 +79,7 @@ def table(found: Found) -> Iterator[str]:
 
 
 def paint(figure: Figure, found: Found) -> None:
-    """Speed-ups by ratio."""
+    """Plot speed-ups by ratio."""
     networks = distinct(found["points"], "network")
     ratios = [ratio(one) for one in networks]
     panels = {"samples_per_second": "speed-up of samples/s", "seconds_to_target": "speed-up to a loss of 0.3"}
@@ -97,7 +97,7 @@ def paint(figure: Figure, found: Found) -> None:
 
 
 def verdict(found: Found) -> str:
-    """Up to which ratio each recipe pays."""
+    """Return the ratio up to which each recipe pays off."""
     said, held = [], []
     for name in names(found):
         faster = {

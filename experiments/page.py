@@ -1,4 +1,4 @@
-"""Writes docs/experiments.md and its pictures from what the experiments kept.
+"""Writes docs/experiments.md and its plots from the saved results.
 
 python -m experiments page
 """
@@ -18,18 +18,18 @@ BEGIN, END = "<!-- experiments: begin -->", "<!-- experiments: end -->"
 
 
 def write(page: Path = PAGE, results: Path = RESULTS) -> None:
-    """Replace what stands between the marks, and draw the pictures beside the page."""
+    """Replace the text between the marks, and write the plots beside the page."""
     before, _, rest = page.read_text().partition(BEGIN)
     _, _, after = rest.partition(END)
     pictures = page.parent / PICTURES
     pictures.mkdir(exist_ok=True)
-    said: list[str] = []
+    lines: list[str] = []
     for experiment in EXPERIMENTS.values():
         found = experiment.kept(results)
-        said += _section(experiment, found)
+        lines += _section(experiment, found)
         if found is not None:
             (pictures / f"{experiment.name}.svg").write_text(experiment.picture(found))
-    text = "\n".join(said)
+    text = "\n".join(lines)
     page.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}")
 
 
@@ -37,7 +37,7 @@ def _section(experiment: Experiment, found: Found | None) -> Iterator[str]:
     yield f"\n## {experiment.title}\n"
     yield f"Claim: {experiment.claim}\n"
     if found is None:
-        yield f"Not taken yet. `python -m experiments {experiment.name}`\n"
+        yield f"No results yet. `python -m experiments {experiment.name}`\n"
         return
     yield f"**Here:** {experiment.verdict(found)}\n"
     yield f"{experiment.setting} `python -m experiments {experiment.name}`\n"
@@ -47,7 +47,7 @@ def _section(experiment: Experiment, found: Found | None) -> Iterator[str]:
 
 
 def _commands(found: Found) -> Iterator[str]:
-    """The command lines of the lowest seed, and which seeds there are."""
+    """Yield the command lines of the lowest seed, and the list of seeds."""
     seeds = sorted({one["seed"] for one in found["points"]})
     first = [one["command"] for one in found["points"] if one["seed"] == seeds[0]]
     yield f'<details markdown="1"><summary>Command lines, with --seed {", ".join(map(str, seeds))}</summary>\n'

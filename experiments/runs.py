@@ -1,7 +1,7 @@
-"""One simulation of an experiment: its command line, and what it found.
+"""One simulation of an experiment: its command line and its results.
 
-Simulations run one after another in this process, which saves the start and the page of each. They give what their
-command lines give: `tests/experiments` compares both.
+Simulations run one after another in this process, without the startup time and the page of each. Their results are
+those of their command lines: `tests/experiments` compares both.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from stretto.simulator.runner import simulate
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = Path("experiments") / "task.py"
 BEGAN = datetime(2000, 1, 1)
-"""A run folder wants a date; no result depends on it."""
+"""Date in the run directories; no result depends on it."""
 
 CHANCE = 0.1
-"""The accuracy of a model of ten classes that knows nothing, and of a run whose numbers are no longer finite."""
+"""Accuracy of guessing among ten classes, and of runs that diverge."""
 
 Found = dict[str, Any]
 Values = Mapping[str, str | float]
@@ -41,7 +41,7 @@ Values = Mapping[str, str | float]
 
 @dataclass(frozen=True)
 class Point:
-    """A simulation of `task.py`; `values` says where it lies in the experiment's grid."""
+    """Simulation of `task.py`; `values` is its position in the grid of the experiment."""
 
     values: Values
     workers: int
@@ -54,25 +54,25 @@ class Point:
     target: str = field(default="")
 
     def words(self) -> list[str]:
-        """What is typed after `stretto`, the recipe's options as they are typed."""
+        """Return the words of the command line after `stretto`."""
         named = (("--recipe", self.recipe), ("--network", self.network), ("--speeds", self.speeds))
         options = [word for name, value in named if value not in ("instant", "equal") for word in (name, value)]
         timed = ["--step-time", self.step_time, "--seed", str(self.seed)]
         return ["simulate", "-n", str(self.workers), *options, *timed, str(SCRIPT), *self.args.split()]
 
     def command(self) -> str:
-        """The command line."""
+        """Return the command line."""
         return shlex.join(["stretto", *self.words()])
 
     def simulation(self) -> Simulation:
-        """The same for this process."""
+        """Return the simulation for this process."""
         script, args = ROOT / SCRIPT, tuple(self.args.split())
         order = RunConfig(script, args, self.workers, recipe=self.recipe, seed=self.seed, output="none")
         costs, links = cost_model.parse(self.step_time), network.parse(self.network)
         return check(Simulation(order, costs, links, speeds.parse(self.speeds)))
 
     def run(self) -> Found:
-        """Simulate, and return what was found."""
+        """Simulate, and return the results."""
         with tempfile.TemporaryDirectory() as folder:
             return self._run(Path(folder))
 
@@ -91,9 +91,9 @@ class Point:
 
 
 def measured(folder: Path, target: str = "") -> Found:
-    """What the experiments keep of a run folder. Seconds are virtual; `drift` is the mean over the ends of passes.
+    """Return the results of a run directory. Seconds are virtual; `drift` is the mean over the ends of epochs.
 
-    The drift is the largest relative distance of a worker's parameters from the mean of all, `|x_i - x| / |x|`.
+    The drift is the largest relative distance of a worker's parameters from their mean, `|x_i - x| / |x|`.
     """
     found, told = run_record.record(folder), run_log.read(folder)
     reached = Target.parse(target).reached(told.of("evaluation")) if target else None
@@ -115,22 +115,22 @@ def measured(folder: Path, target: str = "") -> Found:
 
 
 def where(points: Iterable[Found], values: Values) -> list[Found]:
-    """The points that lie there: one for each seed."""
+    """Return the points with these values: one for each seed."""
     return [one for one in points if all(one["values"].get(name) == value for name, value in values.items())]
 
 
 def distinct(points: Iterable[Found], name: str) -> list[Any]:
-    """The values of one name, in the order of the grid."""
+    """Return the values of one name, in the order of the grid."""
     return list(dict.fromkeys(one["values"][name] for one in points if name in one["values"]))
 
 
 def mean(points: Sequence[Found], what: str) -> float | None:
-    """The mean over these points, None when one of them has none."""
+    """Return the mean over points, or None if one of them has no value."""
     numbers = [one[what] for one in points]
     return None if not numbers or None in numbers else fmean(numbers)
 
 
 def spread(points: Sequence[Found], what: str) -> float:
-    """The standard deviation over these points, 0 for one."""
+    """Return the standard deviation over points, 0 for a single point."""
     numbers = [one[what] for one in points]
     return stdev(numbers) if len(numbers) > 1 else 0.0

@@ -11,12 +11,12 @@ from torch import Tensor
 
 Split = tuple[Tensor, Tensor, Tensor, Tensor]
 DIGITS = 1437
-"""So many of scikit-learn's digits are trained on."""
+"""Number of training images of scikit-learn's digits."""
 
 
 @cache
 def digits() -> Split:
-    """The digits of `examples/digits.py`: 1437 flat images to train with and their labels, 360 to test with."""
+    """Return the digits of `examples/digits.py`: 1437 flat training images with labels, 360 test images with labels."""
     from sklearn.datasets import load_digits
 
     found = load_digits()
@@ -29,7 +29,7 @@ def digits() -> Split:
 
 @cache
 def mnist() -> Split:
-    """MNIST's images, flat, as `examples/datasets.py` finds them: 10,000 to train with, 10,000 to test with."""
+    """Return flat images of MNIST from `examples/datasets.py`: 10,000 for training, 10,000 for testing."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     from examples import datasets
 
@@ -39,7 +39,7 @@ def mnist() -> Split:
 
 @cache
 def shown(data: str, count: int) -> Split:
-    """So many samples to train with, from the first on and again, and all to test with."""
+    """Return `count` training samples, repeated from the first if necessary, and all test samples."""
     x, y, test_x, test_y = {"digits": digits, "mnist": mnist}[data]()
     places = torch.arange(count) % len(x)
     return x[places], y[places], test_x, test_y

@@ -1,4 +1,4 @@
-"""How stale are updates when nobody waits?"""
+"""Experiment on the staleness of updates of asynchronous workers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SETTINGS = {
 
 
 def grid(quick: bool) -> list[Point]:
-    """Each number of workers in each setting, 64 updates of each worker on average."""
+    """Return each number of workers in each setting, with 64 updates per worker on average."""
     found = []
     for setting, (speeds, network) in SETTINGS.items():
         for seed in SEEDS[: 1 if quick else None]:
@@ -32,13 +32,13 @@ def grid(quick: bool) -> list[Point]:
 
 
 def staleness(found: Found, setting: str, workers: int) -> float:
-    """The mean over updates and seeds."""
+    """Return the mean over updates and seeds."""
     points = where(found["points"], {"setting": setting, "workers": workers})
     return mean([one["staleness"] for one in points], "mean") or 0.0
 
 
 def table(found: Found) -> Iterator[str]:
-    """Mean and largest staleness."""
+    """Yield mean and largest staleness."""
     body = []
     for workers in distinct(found["points"], "workers"):
         row = [str(workers), str(workers - 1)]
@@ -51,7 +51,7 @@ def table(found: Found) -> Iterator[str]:
 
 
 def paint(figure: Figure, found: Found) -> None:
-    """Staleness by N, and the distribution for the most workers."""
+    """Plot staleness by N, and the distribution for the largest N."""
     workers = distinct(found["points"], "workers")
     ax = panel(figure, 0, 2, "mean staleness", "workers")
     ax.plot(workers, [one - 1 for one in workers], color="#8a8a8a", ls=(0, (2, 2)), lw=1, label="N - 1")
@@ -74,7 +74,7 @@ def paint(figure: Figure, found: Found) -> None:
 
 
 def verdict(found: Found) -> str:
-    """How far the means are from N - 1."""
+    """Return the distance of the means from N - 1."""
     settings, workers = distinct(found["points"], "setting"), distinct(found["points"], "workers")
     shares = [staleness(found, setting, one) / (one - 1) for setting in settings for one in workers]
     held = "The claim holds" if min(shares) > 0.9 and max(shares) < 1.1 else "The claim does not hold everywhere"

@@ -1,4 +1,4 @@
-"""Asynchronous against a barrier as stragglers get worse, and the formulas of K-sync and K-batch-async."""
+"""Experiment on asynchronous training and a barrier under stragglers, with formulas of K-sync and K-batch-async."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DRAWS = 2000
 
 
 def grid(quick: bool) -> list[Point]:
-    """Both sides at each sigma, and each K under exponential speeds, where a step takes 1 / mu = 5 ms on average."""
+    """Return both recipes at each sigma, and each K with exponential speeds and steps of 1 / mu = 5 ms on average."""
     seeds = SEEDS[: 1 if quick else None]
     found = [
         Point(
@@ -52,34 +52,34 @@ def grid(quick: bool) -> list[Point]:
 
 
 def harmonic(n: int) -> float:
-    """H_n = 1 + 1/2 + ... + 1/n."""
+    """Return H_n = 1 + 1/2 + ... + 1/n."""
     return sum(1 / i for i in range(1, n + 1))
 
 
 def k_sync_ms(k: int) -> float:
-    """E[T] = (H_N - H_{N-K}) / mu: the K-th of N exponential times (Dutta et al. 2018)."""
+    """Return E[T] = (H_N - H_{N-K}) / mu: the K-th of N exponential times (Dutta et al. 2018)."""
     return STEP_MS * (harmonic(WORKERS) - harmonic(WORKERS - k))
 
 
 def k_batch_async_ms(k: int) -> float:
-    """E[T] = K / (N mu): K arrivals of N workers that never rest (Dutta et al. 2018)."""
+    """Return E[T] = K / (N mu): K arrivals of N workers that never wait (Dutta et al. 2018)."""
     return STEP_MS * k / WORKERS
 
 
 def drawn(quick: bool) -> Found:
-    """The K-th shortest of the simulator's draws for N workers, in ms: what K-sync would take. No recipe runs it."""
+    """Return the K-th shortest of the simulator's draws for N workers, in ms: the time of K-sync. No recipe runs it."""
     pace, draws = Pace(Exponential(), WORKERS, seed=0), 100 if quick else DRAWS
     times = np.array([[pace.step_s(w, step, 0.0, STEP_MS) for step in range(draws)] for w in range(WORKERS)])
     return {"k_sync_drawn_ms": {str(k): float(np.sort(times, axis=0)[k - 1].mean()) for k in KS}}
 
 
 def ms_a_version(points: list[Found], k: int) -> float:
-    """Virtual milliseconds of a step of the model that takes K gradients of one sample each."""
+    """Return the virtual milliseconds of an update of the model from K gradients of one sample each."""
     return 1e3 * (mean(points, "seconds") or 0.0) * k / (mean(points, "samples") or 1.0)
 
 
 def table(found: Found) -> Iterator[str]:
-    """Both sides, then the formulas."""
+    """Yield both recipes, then the formulas."""
     body = []
     for kind in distinct(found["points"], "kind"):
         for sigma in distinct(found["points"], "sigma"):
@@ -105,7 +105,7 @@ def table(found: Found) -> Iterator[str]:
 
 
 def paint(figure: Figure, found: Found) -> None:
-    """Times by sigma, and by K."""
+    """Plot times by sigma, and by K."""
     sigmas = distinct(found["points"], "sigma")
     ax = panel(figure, 0, 2, "seconds to 93%", "sigma")
     for place, kind in enumerate(distinct(found["points"], "kind")):
@@ -130,7 +130,7 @@ def paint(figure: Figure, found: Found) -> None:
 
 
 def verdict(found: Found) -> str:
-    """Whether the ratio grows, and how far the simulated times are from the formulas."""
+    """Return the growth of the ratio, and the distance of simulated times from the formulas."""
     said, held = [], []
     for kind in distinct(found["points"], "kind"):
         ratios = []

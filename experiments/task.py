@@ -1,4 +1,4 @@
-"""What the experiments train: a perceptron with one hidden layer, by plain SGD, on digits or MNIST.
+"""Training script of the experiments: a perceptron with one hidden layer, plain SGD, digits or MNIST.
 
 python experiments/task.py
 stretto simulate -n 30 --recipe async_sgd --step-time 5ms experiments/task.py --batch 4
@@ -16,7 +16,9 @@ import stretto
 
 options = argparse.ArgumentParser(description="Train a perceptron with one hidden layer.")
 options.add_argument("--data", choices=("digits", "mnist"), default="digits")
-options.add_argument("--samples", type=int, default=samples.DIGITS, help="of a pass; more than there are: again")
+options.add_argument(
+    "--samples", type=int, default=samples.DIGITS, help="samples of an epoch; repeated if the data set has fewer"
+)
 options.add_argument("--epochs", type=int, default=10)
 options.add_argument("--batch", type=int, default=8)
 options.add_argument("--lr", type=float, default=0.05)

@@ -1,4 +1,4 @@
-"""Weighting by staleness and soft synchronisation: each alone, and together."""
+"""Experiment on weighting by staleness and soft synchronisation, separately and combined."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ WEIGHTS = ("1", "1 / staleness")
 
 
 def recipe(collect: int, weight: str) -> str:
-    """Soft synchronisation of so many updates, each with this weight."""
+    """Return soft synchronisation that collects `collect` updates, with a weight for each."""
     if weight != WEIGHTS[0]:
         return f"staleness_aware(collect={collect})"
     return f"soft_sync(collect={collect})" if collect > 1 else "async_sgd"
 
 
 def grid(quick: bool) -> list[Point]:
-    """Each number of collected updates with each weight and learning rate."""
+    """Return each number of collected updates with each weight and learning rate."""
     found = []
     for lr in LEARNING_RATES[-1 if quick else 0 :]:
         for weight in WEIGHTS:
@@ -36,7 +36,7 @@ def grid(quick: bool) -> list[Point]:
 
 
 def table(found: Found) -> Iterator[str]:
-    """Accuracies."""
+    """Yield accuracies."""
     collects = distinct(found["points"], "collect")
     body = []
     for lr in distinct(found["points"], "lr"):
@@ -47,7 +47,7 @@ def table(found: Found) -> Iterator[str]:
 
 
 def paint(figure: Figure, found: Found) -> None:
-    """Accuracies, a panel for each learning rate."""
+    """Plot accuracies, with a panel for each learning rate."""
     rates, collects = distinct(found["points"], "lr"), distinct(found["points"], "collect")
     for place, lr in enumerate(rates):
         ax = panel(figure, place, len(rates), f"test accuracy, rate {lr:g}", "updates collected")
@@ -60,7 +60,7 @@ def paint(figure: Figure, found: Found) -> None:
 
 
 def verdict(found: Found) -> str:
-    """The best of each kind."""
+    """Return the best setting of each kind."""
     said, together_wins = [], []
     for lr in distinct(found["points"], "lr"):
         best = {}

@@ -1,1 +1,1 @@
-"""What a person is shown about a run, made from its log alone."""
+"""Reports of runs and comparisons, built from their logs only."""

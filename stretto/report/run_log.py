@@ -50,7 +50,7 @@ class History:
 
     @cached_property
     def workers(self) -> int:
-        """Number of workers, including those that joined later."""
+        """Number of workers, including workers that joined later."""
         started = (1 + int(event["worker"]) for event in self.of("start"))
         return max(int(self.run.get("workers") or 1), *started, 1)
 

@@ -9,7 +9,7 @@ Rules
 - Faster means by more than `TIE`, and with several seeds also that the ranges do not overlap.
 - A speed-up of more than `PLAUSIBLE` times n on n workers is not believed.
 - A recipe with a failed run is not a candidate.
-- Caveats name what was not measured: a single seed, a missing `evaluate`, shared cores.
+- Caveats name missing evidence: a single seed, a missing `evaluate`, shared cores.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, run: Pretend) -> Pretend:
     return run
 
 
-def test_the_tables_the_sentence_the_page_and_the_json(
+def test_tables_verdict_page_and_json_are_written(
     script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = pretend(monkeypatch, Pretend())
@@ -74,7 +74,7 @@ def test_a_failed_run_makes_the_exit_code(
     assert "local_sgd(every=10)" in shown.out
 
 
-def test_json_on_the_standard_output_stands_alone(
+def test_standard_output_holds_only_the_json(
     script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pretend(monkeypatch, Pretend())

@@ -1,4 +1,4 @@
-"""Where a comparison is, and how long it may take."""
+"""Progress of a comparison and the estimated time left."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ QUESTION = Question(Path("train.py"), (), (2,), ("a()",), seeds=2)
 RECORD = {"failed": None, "seconds": 1.0, "metrics": {"acc": 0.5}}
 
 
-def test_nothing_is_known_before_the_first_run() -> None:
+def test_no_estimate_before_the_first_run() -> None:
     assert estimate(trials(QUESTION), []) is None
 
 
-def test_a_run_takes_as_long_as_its_like_took_and_else_as_the_others() -> None:
+def test_estimate_uses_similar_trials_or_else_all_trials() -> None:
     plan = trials(QUESTION)
     assert estimate(plan[1:], [(plan[0], 3.0)]) == pytest.approx(15.0)
     costs = list(zip(plan[:3], (1.0, 2.0, 6.0), strict=True))
@@ -43,7 +43,7 @@ def test_every_run_gets_a_line_with_the_time_left() -> None:
     assert lines[3].startswith("[2 of 6] single process (global batch) ×2, 1 worker, seed 0: failed; about 1 min left")
 
 
-def test_quiet_says_nothing() -> None:
+def test_quiet_prints_nothing() -> None:
     file = io.StringIO()
     plan = trials(QUESTION)
     progress = Progress(plan, Console(file=file), quiet=True)

@@ -51,7 +51,7 @@ def test_integers_and_running_statistics_do_not_count(tmp_path: Path) -> None:
     assert parameter_distance(save(tmp_path / "a", **mine), save(tmp_path / "b", **its)) == 0.0
 
 
-def test_what_is_not_finite_has_no_distance(tmp_path: Path) -> None:
+def test_states_that_are_not_finite_have_no_distance(tmp_path: Path) -> None:
     whole = save(tmp_path / "a", w=torch.ones(2))
     assert parameter_distance(save(tmp_path / "b", w=torch.tensor([1.0, math.nan])), whole) is None
     assert parameter_distance(whole, save(tmp_path / "c", w=torch.zeros(2))) is None
@@ -84,7 +84,7 @@ def test_pickled_predictions_are_not_opened(tmp_path: Path) -> None:
         prediction_disagreement(tmp_path / "a.npy", tmp_path / "a.npy")
 
 
-def test_likeness_over_time_is_at_the_samples_that_both_have(tmp_path: Path) -> None:
+def test_distances_over_time_are_at_sample_counts_of_both_runs(tmp_path: Path) -> None:
     for run, times in (("mine", 1.1), ("its", 1.0)):
         for samples in (100, 200, 300) if run == "mine" else (200, 300, 1000):
             save(tmp_path / run / "states" / f"{samples:08d}.safetensors", w=times * torch.ones(2))
@@ -99,7 +99,7 @@ def test_likeness_over_time_is_at_the_samples_that_both_have(tmp_path: Path) -> 
     assert all(one["parameter_distance"] == pytest.approx(0.1, rel=1e-5) for one in found["distances"])
 
 
-def test_without_states_there_is_nothing_to_say(tmp_path: Path) -> None:
+def test_runs_without_states_have_no_distances(tmp_path: Path) -> None:
     found = compared(tmp_path / "mine", tmp_path / "its")
     assert found["parameter_distance"] is None
     assert found["distances"] == []

@@ -1,4 +1,4 @@
-"""A comparison keeps what is done, whatever happens to the rest."""
+"""A comparison saves finished runs, even when later ones fail."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def kept(folder: Path) -> list[Record]:
     return runs
 
 
-def test_all_runs_are_made_in_order_and_kept(tmp_path: Path) -> None:
+def test_all_trials_run_in_order_and_are_saved(tmp_path: Path) -> None:
     run = Pretend()
     comparison = made(tmp_path / "c", run, seeds=2)
     comparison.run()
@@ -58,7 +58,7 @@ def test_all_runs_are_made_in_order_and_kept(tmp_path: Path) -> None:
     assert not comparison.failed()
 
 
-def test_distances_are_to_the_joined_batch_and_states_are_gone_afterwards(tmp_path: Path) -> None:
+def test_distances_refer_to_the_global_batch_and_states_are_deleted_afterwards(tmp_path: Path) -> None:
     made(tmp_path / "c", Pretend()).run()
     alone, joined, allreduce, local = kept(tmp_path / "c")
     assert alone["parameter_distance"] == 0.0
@@ -71,7 +71,7 @@ def test_distances_are_to_the_joined_batch_and_states_are_gone_afterwards(tmp_pa
     assert len(list((tmp_path / "c").glob("*/final.safetensors"))) == 4
 
 
-def test_states_are_kept_only_while_a_run_to_come_needs_them(tmp_path: Path) -> None:
+def test_states_are_kept_only_while_a_later_run_needs_them(tmp_path: Path) -> None:
     folder, seen = tmp_path / "c", []
     pretend = Pretend()
 
@@ -84,7 +84,7 @@ def test_states_are_kept_only_while_a_run_to_come_needs_them(tmp_path: Path) -> 
     assert seen[:5] == [[], [first[0]], [first[1]], [first[1]], []]
 
 
-def test_a_failed_run_is_marked_and_the_others_go_on(tmp_path: Path) -> None:
+def test_a_failed_run_is_marked_and_the_others_continue(tmp_path: Path) -> None:
     run = Pretend(failing=("allreduce-n2-seed0",), at_once=("single-process-global-batch-2-seed0",))
     comparison = made(tmp_path / "c", run)
     comparison.run()
@@ -101,13 +101,13 @@ def test_a_failed_run_is_marked_and_the_others_go_on(tmp_path: Path) -> None:
     assert "no port to be had" in text
 
 
-def test_the_target_is_looked_for_in_every_run(tmp_path: Path) -> None:
+def test_every_record_has_the_time_to_the_target(tmp_path: Path) -> None:
     made(tmp_path / "c", Pretend(), target=Target("test_accuracy", ">=", 0.9)).run()
     for one in kept(tmp_path / "c"):
         assert one["reached"] == {"seconds": pytest.approx(2.0), "samples": 1600 if one["workers"] == 2 else 800}
 
 
-def test_a_target_unheard_of_ends_it_after_the_first_run(tmp_path: Path) -> None:
+def test_an_unknown_target_metric_stops_the_comparison_after_the_first_run(tmp_path: Path) -> None:
     run = Pretend()
     with pytest.raises(LaunchError, match="test_accuracy"):
         made(tmp_path / "c", run, target=Target("accuracy", ">=", 0.9)).run()
@@ -115,7 +115,7 @@ def test_a_target_unheard_of_ends_it_after_the_first_run(tmp_path: Path) -> None
     assert len(kept(tmp_path / "c")) == 1
 
 
-def test_what_is_done_is_readable_when_it_is_stopped(tmp_path: Path) -> None:
+def test_a_stopped_comparison_leaves_readable_records(tmp_path: Path) -> None:
     pretend = Pretend()
 
     def run(order: RunConfig, watch: ProgressDisplay) -> Path:

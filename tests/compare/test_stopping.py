@@ -1,4 +1,4 @@
-"""Ctrl-C ends a comparison with all its processes, soon, and leaves what is done readable."""
+"""Ctrl-C ends a comparison and all its processes quickly, and leaves finished runs readable."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def test_every_number_of_workers_recipe_and_seed_once_and_seed_by_seed() -> None
     assert first[3:] == [(recipe, n, 1) for n in (1, 2, 4) for recipe in ("a()", "b(every=2)")]
 
 
-def test_each_run_is_measured_against_its_own_joined_batch_and_seed() -> None:
+def test_each_trial_refers_to_the_global_batch_of_its_workers_and_seed() -> None:
     found = {trial.name: trial for trial in trials(question(workers=(1, 2, 4), seeds=2))}
     assert found["allreduce-n1-seed1"].reference == "single-process-seed1"
     assert found["allreduce-n2-seed1"].reference == "single-process-global-batch-2-seed1"
@@ -47,19 +47,19 @@ def test_each_run_is_measured_against_its_own_joined_batch_and_seed() -> None:
     assert all(trial.reference is None or trial.reference in found for trial in found.values())
 
 
-def test_alone_with_one_worker_only_has_no_joined_batch() -> None:
+def test_one_worker_needs_no_global_batch_trial() -> None:
     names = [trial.name for trial in trials(question(workers=(1,)))]
     assert names == ["single-process-seed0", "allreduce-n1-seed0"]
 
 
-def test_recipes_that_look_alike_get_folders_of_their_own() -> None:
+def test_recipes_with_equal_names_get_different_folders() -> None:
     found = trials(question(recipes=("a(b=1)", "a(b-1)", "a(b/1)", "../../etc")))
     names = [trial.name for trial in found]
     assert len(set(names)) == len(names)
     assert all("/" not in name and not name.startswith(".") for name in names)
 
 
-def test_an_order_asks_for_what_the_trial_is(tmp_path: Path) -> None:
+def test_the_run_configuration_matches_the_trial(tmp_path: Path) -> None:
     asked = question(args=("--lr", "0.1"), threads=2, timeout_s=9.0, seeds=2)
     alone, joined, recipe = (trial.config(asked, tmp_path) for trial in trials(asked)[3:])
     assert (alone.single_process, alone.global_batch_of, alone.workers, alone.recipe, alone.seed) == (
@@ -82,7 +82,7 @@ def test_an_order_asks_for_what_the_trial_is(tmp_path: Path) -> None:
     assert recipe.out == tmp_path / "allreduce-n4-seed1"
 
 
-def test_the_numbers_of_workers_are_read_in_order_and_once() -> None:
+def test_numbers_of_workers_are_sorted_and_unique() -> None:
     assert worker_counts("4") == (4,)
     assert worker_counts("4, 1,2,4") == (1, 2, 4)
 
@@ -100,12 +100,12 @@ def typed(tmp_path: Path, **more: Any) -> Question:
     return ask(**({"script": script, "args": ()} | known | more))
 
 
-def test_recipes_are_read_and_asked_once(tmp_path: Path) -> None:
+def test_equal_recipes_are_run_once(tmp_path: Path) -> None:
     asked = typed(tmp_path, recipes=["allreduce", "local_sgd(every=8)", "allreduce()"])
     assert asked.recipes == (str(parse("allreduce")), "local_sgd(every=8)")
 
 
-def test_servers_are_for_recipes_that_have_one(tmp_path: Path) -> None:
+def test_servers_apply_to_recipes_with_a_parameter_server(tmp_path: Path) -> None:
     recipes = ["allreduce", "async_sgd(weight=0.5)", "async_sgd(weight=0.5, shards=4)", "stale_synchronous"]
     asked = typed(tmp_path, recipes=recipes, servers=3)
     first, second, third = asked.recipes
@@ -117,7 +117,7 @@ def test_servers_are_for_recipes_that_have_one(tmp_path: Path) -> None:
     assert typed(tmp_path, recipes=recipes, servers=None).recipes[2] == "async_sgd(weight=0.5, shards=4)"
 
 
-def test_only_recipes_have_slow_workers(tmp_path: Path) -> None:
+def test_baselines_have_no_stragglers(tmp_path: Path) -> None:
     asked = typed(tmp_path, stragglers="1:2.0,3:5")
     assert [trial.config(asked, tmp_path).stragglers for trial in trials(asked)] == [None, None, "1:2.0,3:5"]
     assert asked.describe()["stragglers"] == "1:2.0,3:5"
@@ -143,14 +143,14 @@ def test_only_recipes_have_slow_workers(tmp_path: Path) -> None:
         ({"script": Path("nowhere.py")}, LaunchError, "nowhere"),
     ],
 )
-def test_what_cannot_be_asked_is_refused_before_anything_starts(
+def test_invalid_questions_are_refused_before_any_run_starts(
     tmp_path: Path, more: dict[str, Any], error: type[Exception], says: str
 ) -> None:
     with pytest.raises(error, match=says):
         typed(tmp_path, **more)
 
 
-def test_the_command_asks_the_same_again() -> None:
+def test_the_command_repeats_the_question() -> None:
     asked = question(workers=(1, 2), recipes=("a()", "b(every=2)"), seeds=3, args=("--n", "1"))
     assert asked.command() == [
         *("stretto", "compare", "-n", "1,2", "--recipe", "a()", "--recipe", "b(every=2)"),

@@ -1,4 +1,4 @@
-"""The experiments: short grids run, command lines say what was run, the page is made of the results alone."""
+"""Experiments: short grids run, command lines give the same results, the page is built from the results only."""
 
 import json
 import math

@@ -142,7 +142,7 @@ def test_the_record_goes_where_it_is_asked_to(place: Place) -> None:
         (
             ["run", "--failure-timeout", "ten", "train.py"],
             2,
-            ("ten is no time", "expected: a time such as", "try: 10s"),
+            ("ten is not a time", "expected: a time such as", "try: 10s"),
         ),
         (
             ["run", "--faults", "kil worker at 1s", "train.py"],

@@ -57,7 +57,7 @@ def exchanging(
     entries: Sequence[int] | None = None,
     norms: Callable[[float, int], Sequence[float]] | None = None,
 ) -> Events:
-    """The same events with what was exchanged: bytes and entries of a round, norms from the time and the worker."""
+    """Add traffic to events: bytes and values per round, norms as a function of time and worker."""
     for event in events:
         if event["event"] in ("progress", "end"):
             rounds = event["rounds"]
@@ -92,7 +92,7 @@ def asynchronous(
 
 
 def _batches(worker: int, values: Sequence[int], pace: float, rate: float) -> Events:
-    """What one worker says of its updates: four at a time, with the loss, which falls with time."""
+    """Return the events of one worker's updates: four per event, with a loss that falls over time."""
     events: Events = []
     for start in range(0, len(values), 4):
         some = values[start : start + 4]
@@ -159,7 +159,7 @@ def write_comparison(
 
 
 def with_deaths(events: Events) -> Events:
-    """The same training of three workers, of which 1 is killed on purpose and comes back, and 2 is gone for good.
+    """Add failures to a run of three workers: worker 1 is killed and restarted, worker 2 fails permanently.
 
     Who tells of it began 1.5 s before the training did.
     """

@@ -57,7 +57,7 @@ def page(comparison: Path) -> str:
     return write(comparison).read_text()
 
 
-def test_a_comparison_and_a_run_stand_alone(page: str, tmp_path: Path) -> None:
+def test_pages_are_self_contained(page: str, tmp_path: Path) -> None:
     alone = write(write_run(tmp_path / "run", recipe="allreduce()", workers=2)).read_text()
     for text in (page, alone):
         well = Well(text)
@@ -70,7 +70,7 @@ def test_a_comparison_and_a_run_stand_alone(page: str, tmp_path: Path) -> None:
         assert "svg" in well.tags
 
 
-def test_ids_are_unique_and_every_reference_is_answered(page: str) -> None:
+def test_ids_are_unique_and_every_reference_resolves(page: str) -> None:
     well = Well(page)
     assert len(well.ids) == len(set(well.ids))
     wanted = {address[1:] for address in well.addresses} | set(re.findall(r"url\(#([^)]*)\)", page))
@@ -81,7 +81,7 @@ def test_the_same_log_gives_the_same_bytes(comparison: Path, page: str) -> None:
     assert write(comparison).read_text() == page
 
 
-def test_the_verdict_comes_first_and_everything_asked_is_there(page: str) -> None:
+def test_the_verdict_comes_first_and_all_sections_are_present(page: str) -> None:
     order = ["<h1>", "Loss and metrics", "Model distance", "Speed", "Bytes and rounds", "Time breakdown"]
     places = [page.index(text) for text in order]
     assert places == sorted(places)
@@ -124,13 +124,13 @@ def test_four_runs_stay_well_below_a_megabyte(page: str) -> None:
 
 
 @pytest.mark.parametrize("keep", [0, 1, 5, 100])
-def test_a_run_that_died_has_a_page(tmp_path: Path, keep: int) -> None:
+def test_a_failed_run_has_a_page(tmp_path: Path, keep: int) -> None:
     events = training(2, 0.02, 1000, 1, 0.9)[:keep]
     text = write(write_run(tmp_path / "run", recipe="allreduce()", workers=2, events=events)).read_text()
     assert "did not finish" in text
 
 
-def test_a_run_without_evaluation_or_with_values_gone_wild_has_a_page(tmp_path: Path) -> None:
+def test_a_run_without_evaluation_or_with_values_that_are_not_finite_has_a_page(tmp_path: Path) -> None:
     events = [event for event in training(1, 0.02, 0, 0, 0.9) if event["event"] != "evaluation"]
     assert "not evaluated" in write(write_run(tmp_path / "silent", events=events)).read_text()
     wild = training(1, 0.02, 0, 0, 0.9)
@@ -142,7 +142,7 @@ def test_a_run_without_evaluation_or_with_values_gone_wild_has_a_page(tmp_path: 
     assert "were not finite" in write(write_run(tmp_path / "wild", events=wild)).read_text()
 
 
-def test_a_comparison_that_has_just_begun_has_a_page(tmp_path: Path) -> None:
+def test_a_comparison_without_finished_runs_has_a_page(tmp_path: Path) -> None:
     folder = write_comparison(tmp_path / "comparison")
     kept = json.loads((folder / "compare.json").read_text())
     for runs in ([], kept["runs"][:1], kept["runs"][:2]):
@@ -150,12 +150,12 @@ def test_a_comparison_that_has_just_begun_has_a_page(tmp_path: Path) -> None:
         Well(write(folder).read_text())
 
 
-def test_a_damaged_log_of_one_run_leaves_the_others_their_page(tmp_path: Path) -> None:
+def test_the_page_omits_a_run_with_a_damaged_log(tmp_path: Path) -> None:
     folder = write_comparison(tmp_path / "comparison")
     (folder / "recipe0-0" / "events.jsonl").write_text('{"event": {"event"\n{"event": "end", "worker": 0}\n')
     assert "local_sgd(every=16)" in write(folder).read_text()
 
 
-def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
+def test_other_folders_are_refused(tmp_path: Path) -> None:
     with pytest.raises(LogError, match="run folder"):
         write(tmp_path)

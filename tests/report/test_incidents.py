@@ -20,7 +20,7 @@ def died(tmp_path: Path) -> Path:
     return write_run(tmp_path / "run", recipe="allreduce()", workers=3, events=events)
 
 
-def test_each_death_is_told_with_what_came_next(died: Path) -> None:
+def test_each_failure_is_reported_with_its_recovery(died: Path) -> None:
     back = "2 workers continued after 0.240 s as generation 2, restarted after 1.00 s"
     lost = "2 workers continued after 0.100 s as generation 4, not restarted"
     assert [str(fate) for fate in incidents(read(died))] == [
@@ -31,7 +31,7 @@ def test_each_death_is_told_with_what_came_next(died: Path) -> None:
     ]
 
 
-def test_who_was_gone_before_the_first_generation_has_interrupted_nothing(tmp_path: Path) -> None:
+def test_a_failure_before_the_first_generation_interrupts_no_training(tmp_path: Path) -> None:
     early = {
         "event": "membership",
         "what": "failed",
@@ -49,7 +49,7 @@ def test_who_was_gone_before_the_first_generation_has_interrupted_nothing(tmp_pa
     assert "3 workers started after 2.00 s as generation 1" in told
 
 
-def test_the_record_holds_the_deaths(died: Path) -> None:
+def test_the_record_lists_the_failures(died: Path) -> None:
     found = record(died)
     assert [(one["process"], one["incarnation"], one["samples_redone"]) for one in found["failures"]] == [
         ("worker 1", 0, 24),
@@ -60,14 +60,14 @@ def test_the_record_holds_the_deaths(died: Path) -> None:
     assert found["failures"][1]["downtime_seconds"] is None
 
 
-def test_a_run_that_went_on_without_the_dead_is_whole(died: Path, tmp_path: Path) -> None:
+def test_a_run_that_continued_without_failed_workers_has_finished(died: Path, tmp_path: Path) -> None:
     assert record(died)["failed"] is None
     events = [one for one in with_deaths(training(3, 0.02, 1000, 1, 0.9)) if one["event"] != "end"]
     torn = write_run(tmp_path / "torn", recipe="allreduce()", workers=3, events=events)
     assert record(torn)["failed"] == "the run did not finish"
 
 
-def test_who_came_back_has_to_come_to_its_end(tmp_path: Path) -> None:
+def test_a_restarted_worker_must_finish(tmp_path: Path) -> None:
     events = [
         one for one in with_deaths(training(3, 0.02, 1000, 1, 0.9)) if (one["event"], one["worker"]) != ("end", 1)
     ]
@@ -82,7 +82,7 @@ def test_times_are_those_of_the_workers_clock(died: Path) -> None:
     assert [t for t, _, _ in whole] == pytest.approx([0.51, 1.41, 1.9, 2.3], abs=0.1)  # less the evaluations before
 
 
-def test_without_a_common_clock_times_stay_as_they_were_told(tmp_path: Path) -> None:
+def test_without_a_common_clock_times_are_unchanged(tmp_path: Path) -> None:
     events = with_deaths(training(3, 0.02, 1000, 1, 0.9))
     for event in events:
         event.pop("at", None)
@@ -105,7 +105,7 @@ def test_the_page_has_a_table_and_marks(died: Path, tmp_path: Path) -> None:
     assert "Upright lines" not in peaceful
 
 
-def test_very_many_deaths_are_cut_short(tmp_path: Path) -> None:
+def test_many_failures_are_truncated(tmp_path: Path) -> None:
     gone = {"event": "membership", "worker": 1, "what": "failed", "generation": 1, "why": "killed by SIGKILL"}
     many = [{**gone, "t": 0.01 * life, "incarnation": life} for life in range(200)]
     folder = write_run(tmp_path / "run", workers=2, recipe="allreduce()", events=training(2, 0.02, 1000, 1, 0.9) + many)
@@ -116,7 +116,7 @@ def test_very_many_deaths_are_cut_short(tmp_path: Path) -> None:
     assert len(in_lines(read(folder))) == 6
 
 
-def test_what_services_have_suffered_is_told_too(tmp_path: Path) -> None:
+def test_failures_of_servers_are_reported(tmp_path: Path) -> None:
     gone = {
         "event": "membership",
         "t": 1.0,
@@ -136,7 +136,7 @@ def test_what_services_have_suffered_is_told_too(tmp_path: Path) -> None:
     assert record(folder)["failed"] is None
 
 
-def test_an_error_of_a_coordinator_that_came_back_is_no_failure(tmp_path: Path) -> None:
+def test_an_error_of_a_restarted_coordinator_is_not_a_failure(tmp_path: Path) -> None:
     error = {"event": "error", "t": 1.0, "worker": -1000, "kind": "OSError", "text": "no space"}
     events = [*training(2, 0.02, 1000, 1, 0.9), error]
     assert record(write_run(tmp_path / "whole", workers=2, recipe="a()", events=events))["failed"] is None

@@ -1,4 +1,4 @@
-"""What a worker that came back had done before is in the figures: a run with deaths is no cheaper than it was."""
+"""Totals of a run include the work of earlier incarnations of restarted workers."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_counts_go_on_over_the_lives_of_a_worker(folder: Path) -> None:
+def test_totals_add_up_over_incarnations_of_a_worker(folder: Path) -> None:
     found = read(folder).counts(1)
     assert [one["samples"] for one in found] == [100, 105, 130]
     assert [one["bytes_sent"] for one in found] == [1000, 1050, 1300]
@@ -57,8 +57,8 @@ def test_counts_go_on_over_the_lives_of_a_worker(folder: Path) -> None:
     assert found[-1]["step"] == 30, "which it was told when it came"
 
 
-def test_passes_that_all_had_to_go_back_across_count_as_they_end_at_last(folder: Path) -> None:
-    """The second pass of those that went back is not done again: somebody has ended the run before."""
+def test_an_epoch_repeated_after_a_rollback_counts_once(folder: Path) -> None:
+    """The second epoch is not repeated after the rollback, because the run ended before."""
     with (folder / "events.jsonl").open("ab") as file:
         for epoch, once in ((2, 9753), (1, 8642)):
             end = {
@@ -76,7 +76,7 @@ def test_passes_that_all_had_to_go_back_across_count_as_they_end_at_last(folder:
     assert "9,753" not in shown
 
 
-def test_the_record_has_all_that_was_sent_and_what_counted_once(folder: Path) -> None:
+def test_the_record_counts_all_bytes_and_each_sample_once(folder: Path) -> None:
     found = record(folder)
     assert found["bytes_sent"] == [3200, 1300]
     assert found["samples_by_worker"] == [320, 130]

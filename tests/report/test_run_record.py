@@ -35,7 +35,7 @@ def test_the_parts_of_each_workers_time_sum_to_the_whole(tmp_path: Path) -> None
         assert sum(split.values()) == pytest.approx(found["wall_seconds"], rel=1e-6)
 
 
-def test_every_pass_says_how_often_samples_were_seen(tmp_path: Path) -> None:
+def test_every_epoch_has_sample_counts(tmp_path: Path) -> None:
     found = record(write_run(tmp_path / "run", recipe="allreduce()", workers=2))
     assert found["sample_counts"] == [{"once": 800, "twice": 0, "never": 0, "dropped": 0}] * 3
     assert sum(seen["once"] for seen in found["sample_counts"]) == found["samples"]
@@ -57,11 +57,11 @@ def test_metrics_are_the_last_of_each(tmp_path: Path) -> None:
         ({"recipe": "allreduce()", "workers": 2}, "allreduce()"),
     ],
 )
-def test_a_run_is_called_what_it_was(tmp_path: Path, asked: dict[str, object], name: str) -> None:
+def test_a_run_has_the_name_of_its_recipe_or_baseline(tmp_path: Path, asked: dict[str, object], name: str) -> None:
     assert record(write_run(tmp_path / "run", **asked))["recipe"] == name
 
 
-def test_a_torn_last_line_is_passed_over(tmp_path: Path) -> None:
+def test_a_cut_off_last_line_is_skipped(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
     whole = record(folder)
     with (folder / "events.jsonl").open("a") as file:
@@ -69,7 +69,7 @@ def test_a_torn_last_line_is_passed_over(tmp_path: Path) -> None:
     assert record(folder) == whole
 
 
-def test_a_run_that_died_halfway_keeps_what_it_did_and_says_so(tmp_path: Path) -> None:
+def test_a_failed_run_has_partial_results_and_its_reason(tmp_path: Path) -> None:
     until = [event for event in training(2, 0.02, 1000, 1, 0.97) if event["t"] <= 1.51]
     boom = {"event": "error", "t": 1.6, "worker": 1, "kind": "ValueError", "text": "boom", "consequence": False}
     lost = {"event": "error", "t": 1.5, "worker": 0, "kind": "TransportError", "text": "gone", "consequence": True}
@@ -81,12 +81,12 @@ def test_a_run_that_died_halfway_keeps_what_it_did_and_says_so(tmp_path: Path) -
     assert found["bytes_sent"] == [70_000, 70_000]
 
 
-def test_a_run_without_an_end_is_no_whole_run(tmp_path: Path) -> None:
+def test_a_run_without_end_events_has_failed(tmp_path: Path) -> None:
     events = [event for event in training(2, 0.02, 0, 1, 0.97) if event["event"] != "end"]
     assert record(write_run(tmp_path / "run", recipe="allreduce()", workers=2, events=events))["failed"]
 
 
-def test_a_run_that_wrote_nothing_still_has_a_record(tmp_path: Path) -> None:
+def test_a_run_without_events_has_a_record(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", recipe="allreduce()", workers=2, events=[])
     (folder / "events.jsonl").unlink()
     found = record(folder)
@@ -115,13 +115,13 @@ def test_a_record_is_plain_json_and_has_the_promised_keys(tmp_path: Path) -> Non
     assert set(promised.split()) <= set(found)
 
 
-def test_a_run_that_never_began_has_the_same_keys(tmp_path: Path) -> None:
+def test_a_run_that_never_started_has_the_same_keys(tmp_path: Path) -> None:
     asked = {"recipe": "x()", "workers": 2, "global_batch_of": 1, "seed": 0, "script": "train.py", "folder": tmp_path}
     assert set(unstarted(**asked, failed="no")) == set(record(write_run(tmp_path / "run")))
     assert set(BEYOND_ONE_RUN) <= set(unstarted(**asked, failed="no"))
 
 
-def test_what_is_no_run_folder_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_run_json_is_refused(tmp_path: Path) -> None:
     with pytest.raises(LogError, match=r"run\.json"):
         record(tmp_path)
     (tmp_path / "run.json").write_text("[1, 2")

@@ -22,7 +22,7 @@ from stretto.report.staleness import StalenessCounts, updates
 from stretto.report.summary import _summary
 
 FAST, SLOW = [1, 2, 3, 2] * 5, [7, 9, 8, 0]
-"""Twenty updates of a worker and four of one that is five times slower."""
+"""Write a run with twenty updates of worker 0 and four of worker 1, which is five times slower."""
 
 
 def run(tmp_path: Path, events: list[dict[str, Any]], workers: int = 2) -> Path:
@@ -52,7 +52,7 @@ def test_the_record_counts_every_update_of_every_worker(tmp_path: Path) -> None:
     assert json.loads(json.dumps(found)) == found
 
 
-def test_a_run_that_nobody_holds_has_no_held_seconds(tmp_path: Path) -> None:
+def test_a_run_without_a_bound_has_no_blocked_seconds(tmp_path: Path) -> None:
     assert record(two(tmp_path, held=None))["blocked_seconds"] is None
 
 
@@ -62,7 +62,7 @@ def test_a_synchronous_run_has_samples_of_each_worker_and_no_staleness(tmp_path:
     assert found["samples_by_worker"] == [1200, 1200]
 
 
-def test_what_is_no_update_is_passed_over(tmp_path: Path) -> None:
+def test_malformed_updates_are_skipped(tmp_path: Path) -> None:
     wrong = [[1, 1, None, 8], [1, 1, -3, 8], [1, 1, 2.5, 8], [1], "four", 3, [2, 2, 1, 8]]
     events: list[dict[str, Any]] = [{"event": "update_applied", "t": 1.0, "worker": 0, "updates": wrong}]
     events += [{"event": "update_applied", "t": 1.0, "worker": w, "updates": [[1, 1, 5, 8]]} for w in (-1, 2)]
@@ -72,7 +72,7 @@ def test_what_is_no_update_is_passed_over(tmp_path: Path) -> None:
 
 
 @given(st.lists(st.integers(0, 400), min_size=1))
-def test_a_tally_is_the_list_counted(values: list[int]) -> None:
+def test_counts_match_the_list_of_values(values: list[int]) -> None:
     tally = StalenessCounts(Counter(values))
     assert (tally.updates, tally.max) == (len(values), max(values))
     assert tally.mean == pytest.approx(sum(values) / len(values))
@@ -116,7 +116,7 @@ def test_bins_grow_where_most_updates_would_share_one() -> None:
     assert found.edges[-1] > 400
 
 
-def test_nothing_fills_nothing() -> None:
+def test_empty_counts_fill_no_bin() -> None:
     assert Bins((0, 1, 2)).fill(Counter()) == [0, 0]
 
 
@@ -133,7 +133,7 @@ def test_mean_and_maximum_over_time_come_from_every_update(tmp_path: Path) -> No
     assert all(m.value <= x.value for m, x in zip(mean.samples, most.samples, strict=True))
 
 
-def test_a_slow_worker_has_a_say_at_every_point(tmp_path: Path) -> None:
+def test_every_point_includes_updates_of_slow_workers(tmp_path: Path) -> None:
     """Else the mean would jump whenever one of its few updates came."""
     events = asynchronous([[1] * 400, [40] * 40], step_s=(0.01, 0.1))
     mean, _ = time_series.staleness(run_log.read(run(tmp_path, events)))
@@ -149,8 +149,8 @@ def test_a_long_run_is_thinned_without_losing_its_maximum(tmp_path: Path) -> Non
     assert max(sample.value for sample in most.samples) == 99
 
 
-def test_the_loss_of_workers_that_do_not_keep_step_follows_the_clock(tmp_path: Path) -> None:
-    """A step is early on one worker and late on another: what was logged at the same time belongs together."""
+def test_the_loss_of_asynchronous_workers_is_averaged_by_time(tmp_path: Path) -> None:
+    """The same step is early on one worker and late on another: values logged at the same time are averaged."""
     curve = time_series.loss(run_log.read(two(tmp_path)))
     seconds = [sample.seconds for sample in curve.samples]
     assert seconds == pytest.approx([0.16, 0.32, 0.4])
@@ -172,18 +172,18 @@ def test_the_page_of_a_run_has_a_row_for_each_worker(tmp_path: Path) -> None:
     assert "Largest" in text
 
 
-def test_without_a_bound_nothing_is_said_of_time_lost_to_it(tmp_path: Path) -> None:
+def test_without_a_bound_there_is_no_blocked_time(tmp_path: Path) -> None:
     text = write(two(tmp_path, held=None)).read_text()
     assert ["worker 0", "160", "20", "2.00", "3"] in cells(text)
     assert "bound" not in text[text.index("Staleness") :].partition("Time breakdown")[0]
 
 
-def test_a_synchronous_run_is_not_asked_how_stale(tmp_path: Path) -> None:
+def test_a_synchronous_run_has_no_staleness_section(tmp_path: Path) -> None:
     assert "stale" not in write(write_run(tmp_path / "run", recipe="allreduce()", workers=2)).read_text()
 
 
 @pytest.mark.parametrize("workers", [1, 3, 16, 40])
-def test_a_page_of_any_number_of_workers_is_whole_and_small(tmp_path: Path, workers: int) -> None:
+def test_pages_of_any_number_of_workers_are_valid_and_small(tmp_path: Path, workers: int) -> None:
     stale = [[(i * 37 + w) % 300 for i in range(200)] for w in range(workers)]
     text = write(run(tmp_path, asynchronous(stale, held=[0.5] * workers), workers)).read_text()
     Well(text)
@@ -201,14 +201,14 @@ def test_a_worker_without_updates_is_shown_with_nothing(tmp_path: Path) -> None:
     assert "no updates" in text
 
 
-def test_a_run_that_died_early_has_a_page(tmp_path: Path) -> None:
+def test_a_run_that_failed_early_has_a_page(tmp_path: Path) -> None:
     events = asynchronous([FAST, SLOW], held=(0.0, 0.0))
     for keep in (3, 4, 6):
         folder = write_run(tmp_path / str(keep), recipe="async_sgd()", workers=2, events=events[:keep])
         assert "did not finish" in write(folder).read_text()
 
 
-def test_the_page_does_not_say_that_all_workers_did_what_one_did(tmp_path: Path) -> None:
+def test_the_page_reports_the_largest_number_of_rounds_as_such(tmp_path: Path) -> None:
     assert "up to 20 rounds" in write(two(tmp_path)).read_text()
 
 
@@ -220,11 +220,11 @@ def test_the_summary_has_one_more_line(tmp_path: Path) -> None:
     assert not [line for line in _summary(record(whole)) if "stale" in line]
 
 
-def test_the_summary_is_silent_about_a_bound_that_is_not_there(tmp_path: Path) -> None:
+def test_the_summary_mentions_only_an_existing_bound(tmp_path: Path) -> None:
     assert "staleness 2.67 mean, 9 max" in _summary(record(two(tmp_path, held=None)))
 
 
-def test_lost_time_is_that_of_all_workers_together() -> None:
+def test_the_blocked_share_is_over_all_workers() -> None:
     splits = [{"computing": 3.0, "waiting": 1.0}, {"computing": 4.0, "waiting": 0.0}]
     assert staleness.blocked_share({"blocked_seconds": [1.0, 0.0], "time_breakdown": splits}) == pytest.approx(0.125)
     assert staleness.blocked_share({"blocked_seconds": None, "time_breakdown": splits}) is None

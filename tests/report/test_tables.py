@@ -31,7 +31,7 @@ def by_title(found: list[Sheet]) -> dict[str, Sheet]:
     return {sheet.title: sheet for sheet in found}
 
 
-def test_speed_up_is_over_alone_and_efficiency_per_worker(tmp_path: Path) -> None:
+def test_speed_up_is_over_a_single_process_and_efficiency_per_worker(tmp_path: Path) -> None:
     fast = by_title(sheets(records(tmp_path)))["Speed"]
     assert cell(fast, "single process", "speed-up") == ("1.00×", "")
     assert cell(fast, "allreduce()", "speed-up") == ("3.00×", "")
@@ -39,7 +39,7 @@ def test_speed_up_is_over_alone_and_efficiency_per_worker(tmp_path: Path) -> Non
     assert cell(fast, "allreduce()", "samples/s") == ("800", "")
 
 
-def test_the_state_is_measured_against_the_joined_batch(tmp_path: Path) -> None:
+def test_distances_are_measured_against_the_global_batch(tmp_path: Path) -> None:
     found = by_title(sheets(records(tmp_path)))
     assert cell(found["Model distance"], "single process (global batch ×2)", "parameter distance") == ("reference", "")
     assert cell(found["Model distance"], "allreduce()", "parameter distance") == ("0.0300", "")
@@ -61,7 +61,7 @@ def test_several_seeds_give_medians_with_their_range(tmp_path: Path) -> None:
     assert cell(by_title(sheets(found))["Speed"], "single process", "samples/s") == ("200", "100…300")
 
 
-def test_a_target_gets_its_table_and_misses_are_said(tmp_path: Path) -> None:
+def test_a_target_has_a_table_that_shows_runs_that_missed_it(tmp_path: Path) -> None:
     found = records(tmp_path)
     found[0]["reached"] = {"seconds": 1.0, "samples": 800}
     found[2]["reached"] = {"seconds": 0.5, "samples": 900}
@@ -113,7 +113,7 @@ def test_staleness_has_its_columns_only_where_there_is_some(tmp_path: Path) -> N
     assert cell(stale, "allreduce()", "most samples") == ("2,000", "")
 
 
-def test_time_lost_to_the_bound_has_a_column_where_there_is_a_bound(tmp_path: Path) -> None:
+def test_blocked_time_has_a_column_only_with_a_bound(tmp_path: Path) -> None:
     found = records(tmp_path)
     found[2]["staleness"] = {"mean": 2.875, "max": 7, "histogram": {}}
     assert "blocked by bound" not in by_title(sheets(found))["Staleness"].columns
@@ -121,7 +121,7 @@ def test_time_lost_to_the_bound_has_a_column_where_there_is_a_bound(tmp_path: Pa
     assert cell(by_title(sheets(found))["Staleness"], "allreduce()", "blocked by bound")[0] == "10%"
 
 
-def test_steps_and_rounds_of_workers_that_did_not_do_the_same_are_said_to_be_the_most(tmp_path: Path) -> None:
+def test_steps_and_rounds_of_asynchronous_workers_are_labelled_as_the_largest(tmp_path: Path) -> None:
     found = records(tmp_path)
     assert "most" not in by_title(sheets(found))["Bytes and rounds"].note
     found[2]["staleness"] = {"mean": 2.875, "max": 7, "histogram": {}}

@@ -17,7 +17,7 @@ from stretto.report.target import COMPARISONS, Target
     comparison=st.sampled_from(sorted(COMPARISONS)),
     number=st.floats(allow_nan=False, allow_infinity=False, width=16),
 )
-def test_what_is_printed_can_be_read_again(metric: str, comparison: str, number: float) -> None:
+def test_printed_targets_can_be_parsed(metric: str, comparison: str, number: float) -> None:
     target = Target(metric, comparison, float(f"{number:g}"))
     assert Target.parse(str(target)) == target
 

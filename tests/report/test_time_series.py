@@ -52,7 +52,7 @@ def test_megabytes_are_the_mean_of_what_workers_have_sent(tmp_path: Path) -> Non
     assert sent == sorted(sent)
 
 
-def test_what_is_not_finite_is_left_out_and_counted(tmp_path: Path) -> None:
+def test_values_that_are_not_finite_are_omitted_and_counted(tmp_path: Path) -> None:
     events = training(1, 0.02, 0, 0, 0.97)
     logs = [event for event in events if event["event"] == "log"]
     logs[3]["values"] = {"loss": None}

@@ -1,4 +1,4 @@
-"""What a record says of exchanges is the sum of what its workers said."""
+"""Traffic of a record, its tables and curves are sums over the events of workers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SPARSE = {
 
 
 def sparse(workers: int = 2) -> Events:
-    """150 rounds of 1,500 bytes on the wire; a tenth of the entries; half owed, and a quarter at worker 1."""
+    """Write a run of 150 rounds of 1,500 bytes, with a tenth of the values sent; residual 1/2, and 1/4 at worker 1."""
     return exchanging(
         training(workers, 0.02, 7000, 1, 0.97),
         SPARSE,
@@ -70,7 +70,7 @@ def test_a_record_has_the_bytes_of_each_worker_purpose_and_direction(tmp_path: P
     assert json.loads(json.dumps(found)) == found
 
 
-def test_what_all_owe_is_measured_by_the_norm_over_all_workers(tmp_path: Path) -> None:
+def test_the_residual_share_uses_norms_over_all_workers(tmp_path: Path) -> None:
     found = run(tmp_path, sparse())
     last = 4.0 - 3.3
     assert [one["input"] for one in found["residual_norms"]] == pytest.approx([last, last])
@@ -78,7 +78,7 @@ def test_what_all_owe_is_measured_by_the_norm_over_all_workers(tmp_path: Path) -
     assert found["residual_share"] == pytest.approx((0.5**2 + 0.25**2) ** 0.5 / 2**0.5)
 
 
-def test_exact_numbers_are_as_many_bytes_raw_as_encoded(tmp_path: Path) -> None:
+def test_without_a_codec_raw_and_encoded_bytes_are_equal(tmp_path: Path) -> None:
     events = exchanging(training(2, 0.02, 6000, 1, 0.97), EXACT, entries=[1000, 1000])
     found = run(tmp_path, events)
     assert found["compression"]["sent"] == found["compression"]["received"] == 1.0
@@ -107,7 +107,7 @@ def test_the_bytes_of_all_purposes_sum_to_the_total(by_worker: list[dict[str, li
 
 
 @pytest.mark.parametrize("wrong", [None, [], "x", {"a": None}, {"a": [1, 2]}, {"a": ["x", None, 1.5, True]}])
-def test_what_is_no_account_counts_nothing_and_breaks_nothing(tmp_path: Path, wrong: object) -> None:
+def test_malformed_traffic_counts_as_zero(tmp_path: Path, wrong: object) -> None:
     events = exchanging(training(2, 0.02, 1, 1, 0.9), {})
     for event in events:
         event |= {"traffic": wrong, "values_sent": wrong, "residual_norms": wrong}
@@ -171,7 +171,7 @@ def test_one_purpose_needs_no_sum(tmp_path: Path) -> None:
     assert purposes(tmp_path / "idle", {**EXACT, "state": [0, 0, 0, 0]}) == ["gradients", TRANSPORT]
 
 
-def test_of_very_many_workers_those_that_sent_most_are_shown(tmp_path: Path) -> None:
+def test_of_many_workers_the_largest_senders_are_shown(tmp_path: Path) -> None:
     events = exchanging(training(20, 0.02, 1000, 1, 0.97), EXACT)
     for event in events:
         if event["event"] == "end":
@@ -272,7 +272,7 @@ def test_the_curves_end_where_the_record_does(tmp_path: Path) -> None:
     assert time_series.residual(read).samples[-1].seconds == pytest.approx(3.0)
 
 
-def test_norms_that_are_told_again_are_one_measurement(tmp_path: Path) -> None:
+def test_repeated_norms_count_as_one_measurement(tmp_path: Path) -> None:
     events = exchanging(training(2, 0.02, 9, 1, 0.9), EXACT, norms=lambda t, worker: (1.0, 0.5 if t < 1.5 else 0.25))
     curve = time_series.residual(run_log.read(write_run(tmp_path / "run", recipe="sparse()", workers=2, events=events)))
     assert [sample.value for sample in curve.samples] == [0.5, 0.25]

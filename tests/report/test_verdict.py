@@ -1,4 +1,4 @@
-"""The sentence claims what was measured and nothing else."""
+"""The verdict claims only measured results."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_distributed_loses_the_race_to_the_target() -> None:
     assert "needed 16.0 s, 2.0 times as long" in judged.sentence
 
 
-def test_the_joined_batch_is_alone_too() -> None:
+def test_the_global_batch_in_a_single_process_is_a_baseline() -> None:
     fast = run("single process (global batch)", 3.0, reached=2.0)
     judged = judge(ALONE, fast, run("a()", 4.0, reached=3.0), target=TARGET)
     assert judged.worth is False
@@ -62,7 +62,7 @@ def test_the_joined_batch_is_alone_too() -> None:
 
 
 @pytest.mark.parametrize("seconds", [7.7, 8.0, 8.3])
-def test_a_tie_is_no_win(seconds: float) -> None:
+def test_a_tie_does_not_win(seconds: float) -> None:
     judged = judge(ALONE, JOINED, run("a()", 10.0, reached=seconds), target=TARGET)
     assert judged.worth is False
     assert "no relevant difference" in judged.sentence
@@ -76,7 +76,7 @@ def test_a_target_that_only_one_side_reached_decides() -> None:
     assert "no distributed run reached it" in judged.sentence
 
 
-def test_when_nobody_reached_the_target_the_same_data_is_compared_and_that_is_said() -> None:
+def test_an_unreached_target_falls_back_to_time_for_the_same_data() -> None:
     judged = judge(
         run("single process", 10.0), run("single process (global batch)", 9.0), run("a()", 3.0), target=TARGET
     )
@@ -84,7 +84,7 @@ def test_when_nobody_reached_the_target_the_same_data_is_compared_and_that_is_sa
     assert "reached acc>=0.9 on every seed: the time for the same data" in str(judged)
 
 
-def test_for_the_same_data_a_worse_model_is_no_win_however_fast() -> None:
+def test_a_faster_run_with_a_worse_model_does_not_win() -> None:
     judged = judge(run("single process", 10.0, 0.95), run("a()", 3.0, 0.80))
     assert judged.worth is False
     assert "no distributed run was within 0.01 of it" in judged.sentence
@@ -114,7 +114,7 @@ def test_a_metric_whose_direction_is_unknown_must_come_near() -> None:
     assert judge(odd("single process", 10.0, 1.0), odd("a()", 3.0, 0.5)).worth is False
 
 
-def test_without_evaluate_speed_is_no_yes() -> None:
+def test_without_evaluation_speed_is_not_sufficient() -> None:
     judged = judge(run("single process", 10.0, None), run("a()", 3.0, None))
     assert judged.worth is None
     assert judged.sentence.startswith(FASTER)
@@ -122,7 +122,7 @@ def test_without_evaluate_speed_is_no_yes() -> None:
     assert judge(run("single process", 3.0, None), run("a()", 10.0, None)).worth is False
 
 
-def test_one_seed_is_said_and_several_are_counted() -> None:
+def test_the_number_of_seeds_is_a_caveat() -> None:
     assert "one seed" in str(judge(ALONE, run("a()", 3.0)))
     judged = judge(
         *(run(name, s, seed=seed) for seed in range(3) for name, s in (("single process", 10.0), ("a()", 3.0)))
@@ -131,7 +131,7 @@ def test_one_seed_is_said_and_several_are_counted() -> None:
     assert "one seed" not in str(judged)
 
 
-def test_overlapping_ranges_are_no_win() -> None:
+def test_overlapping_ranges_do_not_win() -> None:
     alone = [run("single process", seconds, seed=seed) for seed, seconds in enumerate((9.0, 10.0, 11.0))]
     other = [run("a()", seconds, seed=seed) for seed, seconds in enumerate((5.0, 8.0, 9.5))]
     judged = judge(*alone, *other)
@@ -146,7 +146,7 @@ def test_a_target_reached_on_some_seeds_only_is_not_reached() -> None:
     assert judge(*alone, *other, target=TARGET).worth is False
 
 
-def test_a_recipe_with_a_failed_run_is_no_candidate_and_is_named() -> None:
+def test_a_recipe_with_a_failed_run_is_excluded_and_named() -> None:
     judged = judge(ALONE, run("a()", 1.0, failed="boom"), run("b()", 4.0))
     assert judged.sentence.startswith(f"{WORTH}b()")
     assert "Excluded, because a run failed: a() on 4 workers." in str(judged)
@@ -170,12 +170,12 @@ def test_without_one_side_there_is_no_verdict() -> None:
     ("cores", "alone_threads", "threads", "said"),
     [(2, 2, 1, True), (4, 4, 1, True), (2, 1, 1, True), (8, 1, 1, False), (8, 2, 2, False), (None, 1, 1, False)],
 )
-def test_shared_cores_are_said_when_they_are(cores: int | None, alone_threads: int, threads: int, said: bool) -> None:
+def test_shared_cores_are_a_caveat(cores: int | None, alone_threads: int, threads: int, said: bool) -> None:
     alone = run("single process", 5.0, cores=cores, threads=alone_threads)
     assert ("shared" in str(judge(alone, run("a()", 5.0, cores=cores, threads=threads)))) is said
 
 
-def test_more_than_n_times_as_fast_is_not_believed() -> None:
+def test_an_implausible_speed_up_is_doubted() -> None:
     judged = judge(run("single process", 10.0), run("a()", 1.0))
     assert judged.worth is None
     assert judged.sentence.startswith(DOUBTFUL)
