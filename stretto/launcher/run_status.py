@@ -52,7 +52,7 @@ class Progress:
         if sent := sum(event.get("bytes_sent", 0) for event in self.counts.values()):
             facts.append(f"sent {sent / MEGABYTE:,.1f} MB")
         if (compression := self.compression()) is not None:
-            facts.append(f"encoded in {formatting.times(compression)} compression bytes")
+            facts.append(f"encoded in {formatting.times(compression)} fewer bytes")
         return [fact for fact in facts if fact]
 
     def samples_per_second(self) -> float | None:

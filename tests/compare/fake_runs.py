@@ -14,7 +14,7 @@ from stretto.launcher.progress_display import ProgressDisplay
 
 
 class Pretend:
-    """Fake of the launcher. `failing` names folders whose run fails halfway, `at_once` folders whose run never starts."""
+    """Fake launcher. `failing` names folders whose run fails halfway, `at_once` those of runs that never start."""
 
     def __init__(self, failing: tuple[str, ...] = (), at_once: tuple[str, ...] = ()) -> None:
         self.failing, self.at_once = failing, at_once

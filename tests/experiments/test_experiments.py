@@ -74,7 +74,7 @@ def test_an_experiment_without_results_says_so(tmp_path: Path) -> None:
     written = tmp_path / "page.md"
     written.write_text(f"{page.BEGIN}{page.END}")
     page.write(written, tmp_path / "none")
-    assert written.read_text().count("Not taken yet.") == len(ALL)
+    assert written.read_text().count("No results yet.") == len(ALL)
 
 
 def test_what_is_run_here_is_what_the_command_line_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

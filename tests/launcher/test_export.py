@@ -100,7 +100,7 @@ def test_nothing_is_written_over_unasked(run: Path, tmp_path: Path) -> None:
         ("nowhere", "out", "there is no run"),
         ("empty", "out", "has no model"),
         ("run", "missing/out", "there is no folder"),
-        ("run", "empty", "is no file"),
+        ("run", "empty", "is not a file"),
     ],
 )
 def test_what_cannot_be_is_refused(run: Path, tmp_path: Path, source: str, target: str, says: str) -> None:
@@ -112,7 +112,7 @@ def test_what_cannot_be_is_refused(run: Path, tmp_path: Path, source: str, targe
 
 def test_a_device_is_not_replaced_by_a_file(run: Path, tmp_path: Path) -> None:
     (tmp_path / "device").symlink_to("/dev/null")
-    with pytest.raises(LaunchError, match="is no file"):
+    with pytest.raises(LaunchError, match="is not a file"):
         export(run, tmp_path / "device", force=True)
     assert Path("/dev/null").is_char_device()
 

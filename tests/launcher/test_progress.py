@@ -116,5 +116,5 @@ def test_exact_numbers_need_as_many_bytes_as_they_are() -> None:
     progress = Progress()
     progress.take(counted(0, 10.0, 80) | {"traffic": {"gradients": [4000, 4000, 4000, 4000]}})
     progress.take(counted(1, 10.0, 80))
-    assert progress.fewer() is None
+    assert progress.compression() is None
     assert not [fact for fact in progress.facts() if "fewer" in fact]
