@@ -17,7 +17,7 @@ MEMBERS: list[int] = []
 
 
 class Drift(State):
-    """Running sum of what was encoded."""
+    """Decaying sum of the encoded tensors."""
 
     def __init__(self, like: Tensor) -> None:
         self.runs = torch.zeros_like(like)
@@ -30,7 +30,7 @@ class Drift(State):
 
 @dataclass(frozen=True, repr=False)
 class drifting(SingleRound):
-    """Send x and a part of what was sent before: a state that is lost changes the result."""
+    """Send x and a part of earlier inputs: a lost state changes the result."""
 
     weight: float = 0.1
 

@@ -42,7 +42,7 @@ class Server:
     workers: int = 2
     shards: int = 1
     expected: int = 2
-    age: int = 0
+    recovery_epoch: int = 0
     join_position: None = None
     pushed: list[Update] = field(default_factory=list)
     tickets: list[Ticket] = field(default_factory=list)
@@ -50,7 +50,7 @@ class Server:
     def all_gather_bytes(self, message: bytes) -> list[bytes]:
         return [b"open"] * self.workers
 
-    def apart(self) -> None:
+    def leave_barrier(self) -> None:
         pass
 
     def push(self, arena: int, update: Update, lengths: Sequence[int]) -> Ticket:
