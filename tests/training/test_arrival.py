@@ -24,7 +24,7 @@ class Ticket:
     server: Server
     version: int | None = None
 
-    def is_there(self) -> bool:
+    def poll(self) -> bool:
         return self.version is not None
 
     def wait(self, take: Any) -> PushResult:
