@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from shutil import rmtree
 from textwrap import dedent
+from types import ModuleType
 
 import pytest
 import torch
@@ -229,3 +230,26 @@ with torch.autograd.profiler.record_function("mine") as mark:
     before = torch.autograd.profiler.record_function
     simulated(1, text)
     assert torch.autograd.profiler.record_function is before
+
+
+def test_each_worker_has_its_own_singletons_of_accelerate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its accumulation counter is a singleton: workers that share one step after each other's batches."""
+    state = ModuleType("accelerate.state")
+    exec("class GradientState:\n _shared_state = {}\n def __init__(self): self.__dict__ = self._shared_state", vars(state))
+    monkeypatch.setitem(sys.modules, "accelerate.state", state)
+    text = """
+    import sys
+    kept = sys.modules["accelerate.state"].GradientState()
+    assert not vars(kept)
+    kept.count = 0
+    """
+    counts = """
+    for a, b in loader:
+        optimizer.zero_grad()
+        kept.count += 1
+        ((net(a) - b) ** 2).mean().backward()
+        optimizer.step()
+    assert kept.count == 50, kept.count
+    """
+    simulated(2, dedent(text) + trains(0) + dedent(counts), net="100Mbit/s 1ms")
+    assert state.GradientState._shared_state == {}

@@ -1,4 +1,7 @@
-"""Process-global state per simulated worker: random states, torch's modes, `__main__`, working directory, output."""
+"""Process-global state per simulated worker: random states, torch's modes, `__main__`, working directory, output.
+
+The same holds for the singletons of Accelerate: its accumulation counters would otherwise be those of all workers.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import logging
 import os
 import random
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import Any, TextIO
 
@@ -23,6 +26,8 @@ SEED_FUNCTIONS: tuple[tuple[Any, str], ...] = (
 """Functions that a seeded run replaces."""
 MODULE_SUFFIXES = ".py", f"{os.sep}__init__.py"
 """Endings of a module's file name."""
+SINGLETONS = {"accelerate.state": ("PartialState", "AcceleratorState", "GradientState")}
+"""Classes of other libraries, by module, whose instances all use the dictionary `_shared_state` of their class."""
 TWISTER_BYTES = 2500
 """Bytes of the state of a Mersenne twister: 624 words and a position."""
 
@@ -75,6 +80,7 @@ class ProcessState:
         self._random.save()
         self._numpy.save()
         self._handlers, self._folder = LOGGERS.handlers(), _folder()
+        self._singletons = {name: dict(state) for name, state in _singleton_states()}
         self._dtype = torch.get_default_dtype()
         self._grad = torch.is_grad_enabled()
         self._autocast = torch.is_autocast_enabled("cpu")
@@ -85,6 +91,9 @@ class ProcessState:
         self._random.install()
         self._numpy.install()
         LOGGERS.install(self._handlers)
+        for name, state in _singleton_states():
+            state.clear()  # and not another dictionary: the instances refer to this one
+            state.update(self._singletons.get(name, {}))
         if self._folder is not None and _folder() != self._folder:
             os.chdir(self._folder)
         if torch.get_default_dtype() is not self._dtype:
@@ -132,6 +141,16 @@ class ProcessSnapshot:
             ]
             if origin in files:  # and not in packages that are installed below that place
                 del sys.modules[name]
+
+
+def _singleton_states() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the name and the dictionary of each class in SINGLETONS whose module is imported."""
+    for module_name, names in SINGLETONS.items():
+        module = sys.modules.get(module_name)
+        for name in names if module is not None else ():
+            state = getattr(getattr(module, name, None), "_shared_state", None)
+            if isinstance(state, dict):
+                yield name, state
 
 
 def _folder() -> str | None:
