@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections import UserDict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,9 @@ LARGEST = 1 << 26
 ROWS = 32
 """The rows at either end of a sequence that enter its digest."""
 DEEPEST = 6
-"""Number of nested data sets that are searched."""
+"""Number of nested data sets, or of nested lists in a row, that are searched."""
+COLUMNS = 64
+"""Most entries of a dictionary in a data set that are taken for its columns."""
 
 
 def digest_of(loader: Any) -> str:
@@ -58,7 +61,9 @@ def rows_digest(loader: Any) -> str:
 
 
 def _is_rows(value: Any) -> bool:
-    """Return True for a sequence whose ends can be read without drawing random numbers."""
+    """Return True for a sequence or table whose ends can be read without drawing random numbers."""
+    if _is_table(value) or _is_frame(value):
+        return True
     if isinstance(value, torch.Tensor):
         return value.dim() > 0 and value.layout is torch.strided
     if isinstance(value, np.ndarray):
@@ -66,24 +71,45 @@ def _is_rows(value: Any) -> bool:
     return isinstance(value, list | tuple | range)
 
 
+def _is_table(value: Any) -> bool:
+    """Return True for a table of pyarrow, or of `datasets`, which keeps rows and the indices of selections in them."""
+    return all(hasattr(value, name) for name in ("slice", "to_pydict", "num_rows"))
+
+
+def _is_frame(value: Any) -> bool:
+    """Return True for a frame or a series of pandas."""
+    return type(value).__module__.partition(".")[0] == "pandas" and hasattr(value, "iloc")
+
+
 def _rows(data: Any, depth: int) -> Iterator[bytes]:
     """Yield the ends of the sequences in a data set that are as long as it, and of those in nested data sets."""
     if _is_rows(data):
         yield _ends(data)
-    elif isinstance(data, Dataset) and depth:
+    elif depth and hasattr(data, "__dict__"):
         for value in vars(data).values():
             if isinstance(value, Dataset):
                 yield from _rows(value, depth - 1)
-            elif _is_rows(value) and len(value) >= len(data):  # type: ignore[arg-type]
-                yield _ends(value)
+            columns = value.values() if isinstance(value, dict | UserDict) and len(value) <= COLUMNS else [value]
+            yield from (_ends(column) for column in columns if _is_rows(column) and _length(column) >= len(data))
+
+
+def _length(rows: Any) -> int:
+    return int(rows.num_rows) if _is_table(rows) else len(rows)
 
 
 def _ends(rows: Any) -> bytes:
-    ends = [*rows[:ROWS], *rows[max(len(rows) - ROWS, 0) :]]
-    return b"".join((str(len(rows)).encode(), *(_row(one) for one in ends)))
+    length = _length(rows)
+    last = max(length - ROWS, 0)
+    if _is_table(rows):
+        ends = [rows.slice(0, ROWS).to_pydict(), rows.slice(last, ROWS).to_pydict()]
+    elif _is_frame(rows):
+        ends = [rows.iloc[:ROWS].to_numpy().tolist(), rows.iloc[last:].to_numpy().tolist()]
+    else:
+        ends = [*rows[:ROWS], *rows[last:]]
+    return b"".join((str(length).encode(), *(_row(one) for one in ends)))
 
 
-def _row(value: Any) -> bytes:
+def _row(value: Any, depth: int = DEEPEST) -> bytes:
     """Return the bytes of a row; of a path only its last name, since folders may be a worker's own."""
     if isinstance(value, torch.Tensor) and value.layout is torch.strided:
         return octets(value).tobytes()
@@ -91,8 +117,8 @@ def _row(value: Any) -> bytes:
         return value.tobytes()
     if isinstance(value, str | os.PathLike):
         return Path(value).name.encode(errors="surrogateescape")
-    if isinstance(value, list | tuple):
-        return b"".join(_row(one) for one in value)
+    if isinstance(value, dict | list | tuple) and depth:
+        return b"".join(_row(one, depth - 1) for one in (value.values() if isinstance(value, dict) else value))
     return repr(value).encode() if isinstance(value, int | float | bytes) else type(value).__name__.encode()
 
 

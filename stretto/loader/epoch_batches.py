@@ -32,7 +32,8 @@ from stretto.loader.epoch_order import (
 )
 from stretto.loader.global_step import GlobalStep, refuse_too_few
 from stretto.loader.leased_batches import LeasedBatchSampler, LeasedEpoch
-from stretto.loader.streams import common_stream, sharded_by
+from stretto.loader.streams import common_stream, own_stream, sharded_by
+from stretto.membership.epoch_numbers import epoch_of
 from stretto.parameter_server.client import ParameterServerClient
 from stretto.recipe.when import When, on_arrival
 from stretto.runtime.runtime import Runtime
@@ -371,7 +372,7 @@ class BatchSource:
             return AssignedEpoch(self._rebuilt, self._share, self._wire, found)
         whole = joined(iter(self._loader), self._join) if self._join > 1 else self._loader
         if self.assignment == "own":
-            return StreamedHands(iter(whole), self._wire, self._free)
+            return StreamedHands(own_stream(whole, self._wire, epoch_of(number) == 1), self._wire, self._free)
         stream = common_stream(whole, self._wire, number, self._is_checked)
         part, parts = self._wire.worker, self._wire.workers
         if parts == 1:

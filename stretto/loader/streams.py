@@ -122,6 +122,40 @@ def common_stream(loader: Iterable[Any], wire: Transport, number: int, is_checke
     return stream
 
 
+def own_stream(loader: Iterable[Any], wire: Transport, is_checked: bool) -> Iterator[Any]:
+    """Return the batches of a stream that is a shard of this worker's own.
+
+    Raises LoaderError, at every worker, if `is_checked` and two workers' first batches are equal: a script that shards
+    by environment variables which are not set reads the whole stream at every worker.
+    """
+    stream = iter(loader)
+    if wire.workers == 1 or not is_checked:
+        return stream
+    first = list(islice(stream, 1))
+    _refuse_equal(wire.all_gather_bytes(msgspec.msgpack.encode([digests(batch) for batch in first])))
+    return chain(first, stream)
+
+
+def _refuse_equal(encoded: Sequence[bytes]) -> None:
+    """Raise LoaderError if two workers' digests are equal, unless all samples of the batch are."""
+    seen: dict[bytes, int] = {}
+    for worker, text in enumerate(encoded):
+        samples = list(chain.from_iterable(msgspec.msgpack.decode(text, type=list[list[bytes]])))
+        if not samples or (len(samples) > 1 and len(set(samples)) == 1):
+            continue
+        other = seen.setdefault(text, worker)
+        if other != worker:
+            raise LoaderError(
+                explain(
+                    f"workers {other} and {worker} begin with the same batch, but each was to read a shard of its own",
+                    got="a stream that is the same at several workers; `stretto run` does not set RANK and WORLD_SIZE",
+                    expected="another part of the samples at each worker",
+                    to_type="stretto.rank() and stretto.world_size() instead of environment variables, or a stream "
+                    "that is not sharded, without deal=",
+                )
+            )
+
+
 def _refuse_different(told: Sequence[bytes]) -> None:
     if len(set(told)) == 1:
         return

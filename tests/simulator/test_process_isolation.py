@@ -8,6 +8,7 @@ from pathlib import Path
 from shutil import rmtree
 from textwrap import dedent
 from types import ModuleType
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -234,8 +235,15 @@ with torch.autograd.profiler.record_function("mine") as mark:
 
 def test_each_worker_has_its_own_singletons_of_accelerate(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its accumulation counter is a singleton: workers that share one step after each other's batches."""
-    state = ModuleType("accelerate.state")
-    exec("class GradientState:\n _shared_state = {}\n def __init__(self): self.__dict__ = self._shared_state", vars(state))
+
+    class GradientState:
+        _shared_state: ClassVar[dict[str, Any]] = {}
+
+        def __init__(self) -> None:
+            self.__dict__ = self._shared_state
+
+    state: Any = ModuleType("accelerate.state")
+    state.GradientState = GradientState
     monkeypatch.setitem(sys.modules, "accelerate.state", state)
     text = """
     import sys
@@ -252,4 +260,4 @@ def test_each_worker_has_its_own_singletons_of_accelerate(monkeypatch: pytest.Mo
     assert kept.count == 50, kept.count
     """
     simulated(2, dedent(text) + trains(0) + dedent(counts), net="100Mbit/s 1ms")
-    assert state.GradientState._shared_state == {}
+    assert not GradientState._shared_state

@@ -31,6 +31,59 @@ class Rows(Dataset[Any]):
         return self.x[row] + 0.1 * torch.randn_like(self.x[row]), self.y[row]
 
 
+class Table:
+    """A table as pyarrow has it."""
+
+    def __init__(self, rows: list[Any]) -> None:
+        self.rows, self.num_rows = rows, len(rows)
+
+    def slice(self, offset: int, length: int) -> Table:
+        return Table(self.rows[offset : offset + length])
+
+    def to_pydict(self) -> dict[str, list[Any]]:
+        return {"x": self.rows}
+
+
+class ArrowDataset:
+    """A data set of `datasets`: rows of a table, or those that the indices of a selection name. No torch Dataset."""
+
+    def __init__(self, rows: list[Any], indices: list[int] | None = None) -> None:
+        self._data, self._indices = Table(rows), None if indices is None else Table(indices)
+        self._order = range(len(rows)) if indices is None else indices
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def __getitem__(self, row: int) -> Any:
+        return tuple(torch.tensor(column) for column in self._data.rows[self._order[row]])
+
+
+class Columns(Dataset[Any]):
+    """Columns in a dictionary, as tokenizers make them."""
+
+    def __init__(self, data: TensorDataset) -> None:
+        self.columns = dict(zip("xy", data.tensors, strict=True))
+
+    def __len__(self) -> int:
+        return len(self.columns["x"])
+
+    def __getitem__(self, row: int) -> tuple[Tensor, Tensor]:
+        return self.columns["x"][row], self.columns["y"][row]
+
+
+class Records(Dataset[Any]):
+    """Rows of a JSON file."""
+
+    def __init__(self, data: TensorDataset) -> None:
+        self.rows = [{"x": x.tolist(), "y": y.tolist()} for x, y in data]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, row: int) -> tuple[Tensor, Tensor]:
+        return torch.tensor(self.rows[row]["x"]), torch.tensor(self.rows[row]["y"])
+
+
 class Shards(Sampler[int]):
     """A sampler of another library that gives each worker a part."""
 
@@ -48,17 +101,27 @@ def half(worker: int) -> TensorDataset:
     return TensorDataset(*(one[worker::2] for one in regression(SAMPLES).tensors))
 
 
+def plain(data: TensorDataset) -> list[Any]:
+    return [(x.tolist(), y.tolist()) for x, y in data]
+
+
 SPLIT: dict[str, Callable[[int], Any]] = {
     "subset": lambda worker: Subset(regression(SAMPLES), range(worker, SAMPLES, 2)),
     "tensors": half,
     "own class": lambda worker: Rows(half(worker)),
     "nested": lambda worker: Subset(Rows(half(worker)), range(8)),
     "list": lambda worker: list(regression(SAMPLES))[worker::2],
+    "table": lambda worker: ArrowDataset(plain(half(worker))),
+    "indices of a table": lambda worker: ArrowDataset(plain(regression(SAMPLES)), list(range(worker, SAMPLES, 2))),
+    "columns": lambda worker: Columns(half(worker)),
+    "records": lambda worker: Records(half(worker)),
 }
 WHOLE: dict[str, Callable[[int], Any]] = {
     "random rows": lambda worker: Rows(regression(SAMPLES)),
     "folders of their own": lambda worker: Rows(regression(SAMPLES), f"/tmp/worker{worker}"),
     "list": lambda worker: list(regression(SAMPLES)),
+    "table": lambda worker: ArrowDataset(plain(regression(SAMPLES))),
+    "records": lambda worker: Records(regression(SAMPLES)),
 }
 
 

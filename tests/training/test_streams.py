@@ -90,6 +90,23 @@ def test_streams_that_differ_end_with_an_error_that_names_the_way(recipe: str) -
         together(2, work, recipe)
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_shards_that_are_equal_at_all_workers_end_with_an_error(recipe: str) -> None:
+    """As those of a script that shards by RANK, which `stretto run` removes: each sample would be trained N times."""
+    work = reading(lambda worker: DataLoader(Shard(60), batch_size=4), deal="own")
+    with pytest.raises(LoaderError, match="workers 0 and 1 begin with the same batch"):
+        together(3, work, recipe)
+
+
+def test_shards_of_constant_samples_are_not_called_equal() -> None:
+    class Constant(IterableDataset):
+        def __iter__(self) -> Iterator[Any]:
+            return iter(torch.zeros(8, 1))
+
+    work = reading(lambda worker: DataLoader(Constant(), batch_size=4), deal="own")
+    assert together(2, work, "allreduce") == [[[0.0] * 8] * 2] * 2
+
+
 def test_streams_in_another_order_end_with_an_error() -> None:
     work = reading(lambda worker: DataLoader(Shuffled(12, worker), batch_size=4))
     with pytest.raises(LoaderError, match="the same samples in another order"):
