@@ -6,6 +6,7 @@ import signal
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from stretto.errors import UnevenLoopsError
 from stretto.events import Event
 from stretto.launcher.process_specs import called
 from stretto.launcher.processes import Exited
@@ -84,7 +85,9 @@ def _of_exit(end: Exited, error: Event | None) -> Cause:
 
 
 def _of_error(error: Event) -> Cause:
-    headline = f"{called(error['worker'])} failed: {error.get('kind')}: {error.get('text')}"
+    is_bystander = error.get("kind") == UnevenLoopsError.__name__  # which waits for the worker that left
+    who = "" if is_bystander else f"{called(error['worker'])} failed: "
+    headline = f"{who}{error.get('kind')}: {error.get('text')}"
     details = str(error.get("traceback") or "").rstrip("\n")
     return Cause(error["worker"], headline.rstrip(": "), details, not error.get("consequence"), True)
 

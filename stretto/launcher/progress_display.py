@@ -72,6 +72,7 @@ class ProgressDisplay:
         self._live: Live | None = None
         self._console = Console(stderr=True)
         self._progress = Progress()
+        self._last_progress = ""
         self._folder = Path(os.devnull)
         self._events = Tail(self._folder)
         self._section: Tail | None = None
@@ -175,8 +176,10 @@ class ProgressDisplay:
 
     def _show_progress(self) -> None:
         self._shown_at = time.monotonic()
-        if self._progress.step and (facts := self._progress.facts()):
-            self.note(", ".join(facts))
+        line = ", ".join(self._progress.facts())
+        if self._progress.step and line and line != self._last_progress:
+            self.note(line)
+        self._last_progress = line
 
     def end(self) -> None:
         """End the display and remove the live line."""

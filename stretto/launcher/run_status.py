@@ -31,6 +31,8 @@ class Progress:
     updates: int = 0
     staleness: int = 0
     stalest: int = 0
+    _ended_at: int | None = None
+    """Step at the end of the last epoch that has ended; None in the first epoch."""
     _recent: dict[int, deque[tuple[float, int]]] = field(default_factory=dict)
     _shown: set[str] = field(default_factory=set)
 
@@ -41,7 +43,9 @@ class Progress:
 
     def facts(self) -> list[str]:
         """Return the facts to display, the most important first."""
-        facts = [f"epoch {self.epoch}" if self.epoch else "", f"step {self.step}" if self.step else ""]
+        has_begun_another = self._ended_at is not None and self.step > self._ended_at
+        epoch = self.epoch + has_begun_another
+        facts = [f"epoch {epoch}" if epoch else "", f"step {self.step}" if self.step else ""]
         if (rate := self.samples_per_second()) is not None:
             facts.append(f"{rate:,.0f} samples/s")
         facts += [f"{name} {_number(value)}" for name, value in {**self.values, **self.metrics}.items()]
@@ -87,6 +91,7 @@ class Progress:
 
     def _on_section(self, event: Event) -> str:
         """Reset the counts: each section counts its own."""
+        self._ended_at = None
         self.epoch = self.step = self.updates = self.staleness = self.stalest = 0
         for known in (self.values, self.metrics, self.counts, self._recent):
             known.clear()
@@ -126,9 +131,10 @@ class Progress:
         return f"epoch {event.get('epoch')}, step {step}: {metrics} ({training})"
 
     def _on_epoch(self, event: Event) -> str:
-        """Report the end of an epoch and start the next one."""
+        """Report the end of an epoch. The next one starts with its first step: there may be none."""
         ended, step = event.get("epoch", self.epoch), event.get("step", self.step)
-        self.epoch, self.step = ended + 1, max(self.step, step)
+        self.step = max(self.step, step)
+        self.epoch, self._ended_at = ended, self.step
         done = f"{event.get('samples', 0):,} samples in {event.get('training_s', 0.0):.1f} s of training"
         return f"epoch {ended} ended: step {step}, {done}"
 

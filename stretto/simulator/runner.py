@@ -16,7 +16,14 @@ import torch
 from torch import nn
 
 from stretto.api import abandon
-from stretto.errors import BrokenTransportError, LaunchError, MemberOutError, StaysOutError, TransportError
+from stretto.errors import (
+    BrokenTransportError,
+    LaunchError,
+    MemberOutError,
+    StaysOutError,
+    TransportError,
+    UnevenLoopsError,
+)
 from stretto.events import Event
 from stretto.faults import plan as faults
 from stretto.faults.plan import Happening
@@ -160,6 +167,8 @@ class Simulator:
         worker = self.engine.failed
         if worker is None or isinstance(error, KeyboardInterrupt | Stopped | LaunchError):
             return error
+        if isinstance(error, UnevenLoopsError):  # raised at a worker that waits for the one that left
+            return LaunchError(f"the run failed {when}\n{failure(error)}")
         return LaunchError(f"worker {worker.number} failed {when}\n{failure(error)}")
 
     def _prepare(self, dataset_cache: DatasetCache) -> None:

@@ -22,6 +22,7 @@ from stretto.training.trainer_view import TrainerView
 from stretto.training.worker_context import WorkerContext
 from stretto.transport import Transport
 from stretto.transport.elastic import Change, ElasticTransport
+from stretto.transport.interface import KnowsPlace
 
 
 class ElasticAgent:
@@ -51,7 +52,7 @@ class ElasticAgent:
         if isinstance(trainer.wire, ElasticTransport):
             trainer.wire.position = lambda: (trainer.turns, trainer.section.rounds + trainer.rounds_done)
             trainer.wire.on_change = self._changed
-        if isinstance(trainer.wire, ElasticTransport | ParameterServerClient):
+        if isinstance(trainer.wire, KnowsPlace):
             trainer.wire.place = trainer.place
         if isinstance(trainer.wire, ParameterServerClient):
             trainer.wire.operations_begun = self.place

@@ -37,6 +37,7 @@ from stretto.training.trainer import Trainer
 from stretto.training.worker_context import WorkerContext
 from stretto.transport import Transport
 from stretto.transport.elastic import ElasticTransport
+from stretto.transport.interface import KnowsPlace
 
 FINAL = "final.safetensors"
 RANDOM = "final.random"
@@ -165,7 +166,7 @@ class Sections:
         if isinstance(trainer.wire, ElasticTransport):
             position = trainer.turns, self._next.rounds
             trainer.wire.position, trainer.wire.on_change = (lambda: position), (lambda _change: None)
-        if isinstance(trainer.wire, ElasticTransport | ParameterServerClient):
+        if isinstance(trainer.wire, KnowsPlace):
             trainer.wire.place = LoopPosition
         return trainer
 

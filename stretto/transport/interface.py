@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from stretto.collective_ops import Answer, CollectiveOp
+from stretto.membership.loop_positions import LoopPosition
 
 Message: TypeAlias = bytes | Callable[[], bytes]
 """Bytes, or a function that returns them; of a broadcast it is called at the root only."""
@@ -70,6 +71,14 @@ class Transport(Protocol):
     def close(self) -> None:
         """Close the connections to other workers. Idempotent."""
         ...
+
+
+@runtime_checkable
+class KnowsPlace(Protocol):
+    """Transport that compares the positions of the workers in their loops."""
+
+    place: Callable[[], LoopPosition]
+    """Returns this worker's position; the trainer sets it."""
 
 
 def made(message: Message) -> bytes:

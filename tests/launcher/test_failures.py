@@ -11,6 +11,8 @@ from scene import Place
 from stretto.errors import LaunchError
 from stretto.events import read_events
 from stretto.launcher import log_relay
+from stretto.launcher.failure_cause import first_cause
+from stretto.launcher.processes import Exited
 
 WITHIN_S = 3.0
 """How long a failed run may take to end."""
@@ -94,6 +96,13 @@ time.sleep(60)
         workers=2,
     )
     assert told.startswith("worker 1 failed: TransportError: nobody came within 5 s")
+
+
+def test_loops_of_unequal_length_are_not_blamed_on_a_worker_that_waits() -> None:
+    text = "worker 1 has ended its script in epoch 1 at step 8, worker 0 waits in epoch 2 at step 9"
+    ends = [Exited(1, 0), Exited(0, 1)]
+    error = {"event": "error", "worker": 0, "kind": "UnevenLoopsError", "text": text}
+    assert first_cause(ends, [error]).headline == f"UnevenLoopsError: {text}"
 
 
 def test_a_worker_that_left_in_peace_is_named_to_those_that_wait_for_it(place: Place) -> None:

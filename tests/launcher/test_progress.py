@@ -118,3 +118,17 @@ def test_exact_numbers_need_as_many_bytes_as_they_are() -> None:
     progress.take(counted(1, 10.0, 80))
     assert progress.compression() is None
     assert not [fact for fact in progress.facts() if "fewer" in fact]
+
+
+def test_an_epoch_is_shown_from_its_first_step_on() -> None:
+    """After the last epoch no further one is named."""
+    progress = Progress()
+    progress.take({"event": "start", "worker": 0})
+    progress.take({"event": "epoch", "worker": 0, "epoch": 1, "step": 5})
+    progress.take({"event": "progress", "worker": 0, "step": 5, "t": 1.0})
+    assert progress.facts()[0] == "epoch 1"
+    progress.take({"event": "progress", "worker": 0, "step": 6, "t": 2.0})
+    assert progress.facts()[0] == "epoch 2"
+    progress.take({"event": "epoch", "worker": 0, "epoch": 2, "step": 10})
+    progress.take({"event": "end", "worker": 0, "step": 10, "t": 3.0})
+    assert progress.facts()[:2] == ["epoch 2", "step 10"]

@@ -11,8 +11,8 @@ from typing import Any, ClassVar, NamedTuple
 from torch import Tensor
 
 from stretto.collective_ops import AllReduceMean, Answer, CollectiveOp, Messages, answer
-from stretto.errors import BrokenTransportError, TransportError, explain
-from stretto.membership.loop_positions import EVEN, named
+from stretto.errors import BrokenTransportError, StrettoError, TransportError, UnevenLoopsError, explain
+from stretto.membership.loop_positions import EVEN, LoopPosition, are_apart, explained, named
 from stretto.simulator.engine import Engine, Worker
 from stretto.simulator.network import wire_bytes
 from stretto.simulator.network.flows import ARRIVAL, Transfer
@@ -32,7 +32,9 @@ class _Collective:
     waiting: list[Worker] = field(default_factory=list)
     is_complete: bool = False
     result: Any = None
-    error: str = ""
+    places: dict[int, LoopPosition] = field(default_factory=dict)
+    """Positions of the workers in their loops, by rank."""
+    error: StrettoError | None = None
     taken_count: int = 0
     transfer: Transfer | None = None
 
@@ -66,9 +68,10 @@ class SimGroup:
         """Return one worker's transport."""
         return SimTransport(worker, self, limit_s)
 
-    def contribute(self, number: int, worker: int, contribution: object) -> None:
-        """Record a worker's contribution to a collective; the last one starts it."""
+    def contribute(self, number: int, worker: int, contribution: object, place: LoopPosition) -> None:
+        """Record a worker's contribution to a collective, and its position; the last one starts it."""
         collective = self._collective(number)
+        collective.places[worker] = place
         collective.contributions[worker] = contribution
         if not self._has_failed and len(collective.contributions) == self.workers:
             self._start(collective)
@@ -90,7 +93,7 @@ class SimGroup:
         if collective.taken_count == self.workers:
             del self._collectives[number]
         if collective.error:
-            raise TransportError(collective.error)
+            raise type(collective.error)(str(collective.error))
         return collective.result
 
     def stop(self) -> None:
@@ -127,9 +130,10 @@ class SimGroup:
         collective.contributions.clear()
         collective.contributions.update(dict.fromkeys(range(self.workers)))
         try:
+            self._check_places(collective.places)
             collective.result, exchange, work = self._combine(contributions)
-        except TransportError as error:
-            collective.error = str(error)
+        except (TransportError, UnevenLoopsError) as error:
+            collective.error = error
             exchange, work = (0.0, (), 0.0), _Work(0.0)
         collective.transfer = self._transfer(exchange, work, lambda: self._complete(collective))
 
@@ -163,6 +167,11 @@ class SimGroup:
     def _wake_waiting(self, collective: _Collective) -> None:
         for worker in collective.waiting:
             worker.wake()
+
+    def _check_places(self, places: dict[int, LoopPosition]) -> None:
+        """Raise UnevenLoopsError if the workers are at different positions of their loops."""
+        if are_apart(places.values()):
+            raise UnevenLoopsError(explained({self.members[rank]: place for rank, place in places.items()}))
 
     def _combine(self, contributions: list[Any]) -> tuple[Any, Exchange, _Work]:
         if any(type(contribution) is not type(contributions[0]) for contribution in contributions):
@@ -272,6 +281,7 @@ class SimTransport:
         self._sim_worker, self._group, self._limit_s = worker, group, limit_s
         self.worker, self.workers = group.members.index(worker.number), group.workers
         self._number = 0
+        self.place: Callable[[], LoopPosition] = LoopPosition
         self._sent, self._received = wire_bytes.connect_bytes(self.workers)
 
     @property
@@ -342,8 +352,8 @@ class SimTransport:
 
     def _contribute(self, contribution: object) -> int:
         self._number += 1
-        number = self._number
-        self._sim_worker.schedule(lambda: self._group.contribute(number, self.worker, contribution))
+        number, place = self._number, self.place()
+        self._sim_worker.schedule(lambda: self._group.contribute(number, self.worker, contribution, place))
         return number
 
     def _count(self, moved: tuple[int, int]) -> None:
