@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from stretto.errors import ReplicasDifferError
+from stretto.membership.loop_positions import named
 from stretto.strategies.tensor_sync import crc
 from stretto.transport import Transport
 
@@ -30,9 +31,9 @@ def _difference(names: list[str], sums: list[bytes], when: str) -> str:
         values = [struct.unpack_from("<I", one, 4 * index)[0] for one in sums]
         common, times = Counter(values).most_common(1)[0]
         if times < len(values):
-            apart = [str(worker) for worker, value in enumerate(values) if value != common]
+            apart = [worker for worker, value in enumerate(values) if value != common]
             return (
-                f"replicas differ {when}: {name} of worker {', '.join(apart)} is not what the others hold\n"
+                f"replicas differ {when}: {name} of {named(apart)} differs from the other workers'\n"
                 f"  got: checksums {', '.join(f'{value:08x}' for value in values)} by worker\n"
                 f"  expected: the same bits everywhere\n"
                 f"  try: look for code that changes the model on one worker only, or a random layer seeded differently"

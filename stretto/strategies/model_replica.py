@@ -159,6 +159,11 @@ class Replica:
         when = self._recipe.when if self._recipe is not None else None
         return isinstance(when, together | on_arrival) and when.due(steps)
 
+    @property
+    def has_stepped(self) -> bool:
+        """True if parameters are exchanged, and an optimizer has stepped since the last exchange."""
+        return any(one.has_stepped for one in self.sets)
+
     def exchange(self, index: int) -> None:
         """Do one round of a recipe of parameters, among workers that wait for each other."""
         one = self.sets[index]
@@ -250,7 +255,7 @@ class Replica:
         if self.gradients is not None:
             self._buffers.agree()
             self._buffers.follow_lead()
-        elif any(one.has_stepped for one in self.sets):
+        elif self.has_stepped:
             with self._watch.on("exchanging"):
                 sets = [(one.arena.parts, one.weights.share) for one in self.sets if one.arena is not None]
                 self._look = AveragedModel(sets, self._buffers, self._wire, self._tally.account("evaluation_sync"))

@@ -110,7 +110,7 @@ def refuse_step_outside(iterations: int, is_same_thread: bool, is_in_epoch: bool
 def _moves(kind: str, names: list[str]) -> str:
     return explain(
         f"an optimizer that stretto.distribute was not given is about to change {names[0]}",
-        got=f"a step of {kind} over {len(names)} parameters of the model",
+        got=f"a step of {kind} over {_parameters(len(names))} of the model",
         expected="every optimizer of the loop in the call, so that its steps are exchanged",
         to_type="stretto.distribute(model, [first, second], loader); a new optimizer: call stretto.distribute again",
     )
@@ -119,7 +119,7 @@ def _moves(kind: str, names: list[str]) -> str:
 def _drifts(kind: str, count: int) -> str:
     return explain(
         "an optimizer that stretto.distribute was not given trains another model in the loop",
-        got=f"{kind} over {count} parameters, which would be others on each worker",
+        got=f"{kind} over {_parameters(count)}, which would differ among the workers",
         expected="every model and every optimizer of the loop in the call",
         to_type="stretto.distribute([generator, discriminator], [opt_g, opt_d], loader)",
     )
@@ -128,7 +128,11 @@ def _drifts(kind: str, count: int) -> str:
 def _not_held(names: list[str]) -> str:
     return explain(
         f"{names[0]} has a gradient, and no optimizer that stretto.distribute was given holds it",
-        got=f"{len(names)} parameters that require gradients and are in no optimizer",
+        got=f"{_parameters(len(names))} with a gradient, in no optimizer: {', '.join(names[:4])}",
         expected="every trainable parameter of the model in one of the optimizers",
         to_type="parameter.requires_grad_(False) for what is not trained, or a list of all optimizers of the loop",
     )
+
+
+def _parameters(count: int) -> str:
+    return f"{count} parameter{'s' * (count != 1)}"

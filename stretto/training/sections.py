@@ -134,7 +134,7 @@ class Sections:
     def close(self) -> None:
         """End the section that has begun last, and let go of the other workers."""
         if self._trainer is not None:
-            self._end()
+            self._end(is_last=True)
         self._is_open = False
         wire, self._wire = self._wire, None
         if wire is not None:
@@ -158,10 +158,10 @@ class Sections:
         if self._trainer is not None:
             self._trainer.presence.ask_to_leave()
 
-    def _end(self) -> Trainer:
+    def _end(self, is_last: bool = False) -> Trainer:
         trainer, self._trainer = self._trainer, None
         assert trainer is not None
-        trainer.end()
+        trainer.end(is_last)
         self._next = trainer.next_section()
         if isinstance(trainer.wire, ElasticTransport):
             position = trainer.turns, self._next.rounds

@@ -119,6 +119,8 @@ class Trainer:
         """Batches in a row whose gradients were exchanged without a step; None when that was said."""
         self._phase = COMING
         self.steps = self.hands_done = self.rounds_done = self.passes = 0
+        self._is_stopped = False
+        """True if the run ends before the script does."""
         self.stepless_hands = 0
         """Global steps of epochs in which no step was made or counted."""
         self.samples = self.own_samples = self.samples_before = 0
@@ -274,6 +276,7 @@ class Trainer:
         while True:
             self.presence.rest()
             if self._sees_enough():
+                self._is_stopped = True
                 raise StopTraining
             self.watch.switch("loading")
             hand = self.hands.next()
@@ -471,8 +474,13 @@ class Trainer:
             traffic.bytes_received,
         )
 
-    def end(self) -> None:
-        """End the section: close its epoch, evaluate, write the final state and the end of the log, remove hooks."""
+    def end(self, is_last: bool) -> None:
+        """End the section: close its epoch, evaluate, write the final state and the end of the log, remove hooks.
+
+        `is_last` is True at the end of the script.
+        """
+        if is_last:
+            self._notice_left_loop()
         if not self.presence.left:
             self.end_peek() or self.end_pass()
             self._phase = OVER
@@ -494,6 +502,18 @@ class Trainer:
         for rate in self._rates:
             rate.release()
         self.replica.release()
+
+    def _notice_left_loop(self) -> None:
+        """Say that the workers' models differ since the script has left its last loop, if they do."""
+        if self.hands is None or self._is_stopped or self.presence.left:
+            return
+        is_left = not self._is_peek() and self.wire.workers > 1
+        if is_left and (self.replica.arrival is not None or self.replica.has_stepped):
+            self.journal.notice(
+                "the last loop was left before its end: the models of the workers differ after it, and what the script "
+                "evaluates or saves there is one worker's own; stretto.finish() after the loop gives all workers the "
+                "agreed model, which the run saves in any case"
+            )
 
     def _close_journal(self) -> None:
         """Write what is left of the log. A disk that did not take the model either was told of, and fails no run."""
@@ -770,7 +790,8 @@ class Trainer:
         """This worker's cumulative figures."""
         traffic, before = self.wire.traffic(), self.section
         arrival = self.replica.arrival
-        held = {"blocked_s": round(arrival.held_s, 6)} if arrival is not None else {}
+        is_bounded = self.recipe is not None and getattr(self.recipe.when, "bound", None) is not None
+        held = {"blocked_s": round(arrival.held_s, 6)} if arrival is not None and is_bounded else {}
         return {
             **held,
             "rounds": self.rounds_done,

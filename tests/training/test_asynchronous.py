@@ -95,6 +95,11 @@ def test_a_slow_worker_takes_fewer_samples(tmp_path: Path) -> None:
     assert samples[1] < 0.8 * min(samples[0], samples[2])  # on an idle machine it is about a fifth
 
 
+def test_time_lost_to_a_bound_is_told_only_where_there_is_one(tmp_path: Path) -> None:
+    together(2, training(regression(40), 4, recipe="async_sgd"), run=tmp_path)
+    assert not any("blocked_s" in end for end in events_of(tmp_path, "end"))
+
+
 def busy() -> None:
     torch.ones(300, 300) @ torch.ones(300, 300)
 

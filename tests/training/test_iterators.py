@@ -273,3 +273,29 @@ def test_update_bn_takes_the_statistics_of_all_samples_at_every_worker(recipe: s
     wanted = torch.stack([torch.cat([x.mean(0), x.var(0)]) for x in data.tensors[0].split(8)]).mean(0)
     assert all(torch.equal(one, found[0]) for one in found)
     assert torch.allclose(found[0], wanted, atol=1e-12)
+
+
+LEFT = "the last loop was left before its end"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "is_said"),
+    [("async_sgd", True), ("local_sgd(every=4)", True), ("local_sgd(every=3)", False), ("allreduce", False)],
+)
+@pytest.mark.parametrize("finishes", [False, True])
+def test_models_that_differ_after_a_loop_that_was_left_are_named(
+    finishes: bool, recipe: str, is_said: bool, tmp_path: Path
+) -> None:
+    def work(worker: int) -> None:
+        loader, step = prepared(DataLoader(numbers(48), batch_size=4))
+        for _ in range(2):
+            for number, batch in enumerate(loader):
+                step(batch)
+                if number == 2:
+                    break
+        if finishes:
+            finish()
+
+    together(2, work, recipe, run=tmp_path)
+    said = [one["text"] for one in read_events(tmp_path / "events.jsonl") if one["event"] == "warning"]
+    assert any(LEFT in one for one in said) == (is_said and not finishes)
