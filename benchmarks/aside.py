@@ -36,7 +36,7 @@ class Aside:
         """Two boards in turn, own gradients that are kept, memories that can be put back, parts of those who die."""
         replica: Any = self._trainer.replica
         exchange = replica.gradients or replica.rounds
-        exchange._endures = exchange.remembered._elastic = self._is_ready
+        exchange._elastic = exchange.codec_states._elastic = self._is_ready
         hands: Any = self._trainer.hands
         hands._parts = self._is_ready
 

@@ -1,4 +1,4 @@
-"""The exchange of parameters or updates after local steps: one round, committed as a whole or not at all."""
+"""The exchange of parameters or updates after local steps: a round commits as a whole or not at all."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from stretto.transport.elastic import ElasticTransport, attempted
 
 
 class RoundRange:
-    """What a worker keeps for one part of the arena between rounds."""
+    """State of one flat buffer between rounds: outer state, codec state, and the tensor that is sent."""
 
     def __init__(self, part: FlatBuffer, recipe: Recipe, context: CodecContext) -> None:
         self.part = part
@@ -32,17 +32,17 @@ class RoundRange:
         self.scratch = torch.empty_like(part.theta)
         self._other: Tensor | None = None
 
-    def turn(self) -> None:
-        """Write the next round elsewhere: the answers of the last one may lie here, and somebody may lack them."""
+    def swap_scratch(self) -> None:
+        """Swap the two scratch tensors: another worker may still need the last round's results, which may be in one."""
         other = torch.empty_like(self.scratch) if self._other is None else self._other
         self.scratch, self._other = other, self.scratch
 
 
 class LocalUpdates:
-    """Exchanges what a recipe says about the parameters, and does with the answer what it says.
+    """Exchanges the contribution that a recipe computes from the parameters, and applies the mean as the recipe says.
 
-    Nothing of the model changes before all answers are there and finite: a round commits as a whole or not at all.
-    One worker agrees with itself: its rounds change nothing, and it owes nothing for them.
+    The model does not change before all results have arrived and are finite: a round commits as a whole or not at all.
+    The rounds of a single worker change nothing and leave no residual.
     """
 
     def __init__(
@@ -63,16 +63,16 @@ class LocalUpdates:
         self._tally, self._account = tally, tally.account(type(recipe.what).__name__)
         self._optimizer_state, self._buffers = optimizer_state, buffers
         self._flag = None if recipe.how.elementwise else torch.zeros(1)
-        """What tells the others of a change beside the parameters; None where the spare number of each part does."""
+        """Flag of a change of the trained parameters; None where the spare element of each buffer carries it."""
         self.ranges = [RoundRange(part, recipe, tally.context(part)) for part in arena.parts]
         self.drift: float | None = None
         self._began = 0.0
-        self._endures = isinstance(wire, ElasticTransport)
-        self.remembered = CodecStates([one.codec_state for one in self.ranges], self._endures)
+        self._elastic = isinstance(wire, ElasticTransport)
+        self.codec_states = CodecStates([round_range.codec_state for round_range in self.ranges], self._elastic)
 
     def regroup(self, workers: int, joined: bool, later: bool) -> None:
-        """Others exchange from now on."""
-        self.remembered.regroup(workers, joined, later)
+        """Adapt the codec states to a changed membership; with `later`, after the round that is under way."""
+        self.codec_states.regroup(workers, joined, later)
 
     @property
     def _state_rule(self) -> str:
@@ -80,10 +80,10 @@ class LocalUpdates:
 
     @torch.no_grad()
     def run(self, share: Callable[[], float], measure_drift: bool = False, changed: bool = False) -> bool:
-        """One round. `share` is this worker's part of the samples since the last; all shares sum to 1.
+        """Do one round. `share` returns this worker's fraction of the samples since the last; all fractions sum to 1.
 
-        When a worker is lost on the way, those who are left do the round again from its beginning. Returns True if any
-        worker has `changed` what it trains since the workers agreed on that.
+        When a worker fails during the round, the remaining workers repeat the round from its beginning. Returns True if
+        any worker has `changed` what it trains since the workers last agreed on that.
         """
         before = self._watch.switch("encoding")
         self._buffers.agree(again=False)
@@ -93,123 +93,127 @@ class LocalUpdates:
             extras.append(FlatTensors([self._flag]))
         if self._state_rule == "average":
             extras.append(self._optimizer_state.to_average())
-        self.remembered.begin()
-        for one in self.ranges if self._endures else ():
-            one.turn()
-        answers, extra_answers = attempted(
-            self._wire, lambda: self._answers(share(), extras), lambda: self._answers_again(share(), extras)
+        self.codec_states.begin()
+        for round_range in self.ranges if self._elastic else ():
+            round_range.swap_scratch()
+        means, extra_means = attempted(
+            self._wire, lambda: self._exchange(share(), extras), lambda: self._retry(share(), extras)
         )
         self._on_end(self._watch.spent["exchanging"] - self._began)
-        self._refuse_not_finite(answers)
+        self._refuse_not_finite(means)
         if measure_drift:
-            self.drift = _relative_distance(self.ranges, answers)
-        self._commit(answers)
-        for extra, means in zip(extras, extra_answers, strict=True):
-            extra.take(means)
-        self.remembered.end()
+            self.drift = _relative_distance(self.ranges, means)
+        self._commit(means)
+        for extra, averaged in zip(extras, extra_means, strict=True):
+            extra.take(averaged)
+        self.codec_states.end()
         self._watch.switch(before)
-        return self._is_marked(answers)
+        return self._is_marked(means)
 
     def _mark(self, changed: bool) -> None:
-        """Tell the others of a change, in a number of its own or in the one of each part that is no parameter's."""
+        """Mark a change for the other workers, in the flag or in the spare element of each buffer."""
         if self._flag is not None:
             self._flag.fill_(float(changed))
         elif changed:
-            for one in self.ranges:
-                one.part.theta[-1] = 1
+            for round_range in self.ranges:
+                round_range.part.theta[-1] = 1
 
-    def _is_marked(self, answers: list[Tensor]) -> bool:
+    def _is_marked(self, means: list[Tensor]) -> bool:
         if self._flag is not None:
             return bool(self._flag > 0)
-        marked = any(bool(one[-1] > 0) for one in answers)
-        for one in self.ranges if marked else ():
-            one.part.theta[-1] = one.state.agreed[-1] = 0
-            if one.state.velocity is not None:
-                one.state.velocity[-1] = 0
+        marked = any(bool(mean[-1] > 0) for mean in means)
+        for round_range in self.ranges if marked else ():
+            round_range.part.theta[-1] = round_range.state.agreed[-1] = 0
+            if round_range.state.velocity is not None:
+                round_range.state.velocity[-1] = 0
         return marked
 
-    def _answers(self, share: float, extras: list[FlatTensors]) -> tuple[list[Tensor], list[list[Tensor]]]:
-        """What all say to what this worker has learned; one that is alone has nobody to encode it for."""
+    def _exchange(self, share: float, extras: list[FlatTensors]) -> tuple[list[Tensor], list[list[Tensor]]]:
+        """Return the means of all contributions and extras; a single worker encodes nothing."""
         state = self._tally.account("state")
         if self._wire.workers == 1:
-            self._bring(share)
-            return [one.scratch for one in self.ranges], [finish(one.ask_mean(self._wire, share)) for one in extras]
-        talks = self._ask(share)
-        return self._wait(talks, [extra.ask_mean(self._wire, share, state) for extra in extras])
+            self._contribute(share)
+            return [round_range.scratch for round_range in self.ranges], [
+                finish(extra.ask_mean(self._wire, share)) for extra in extras
+            ]
+        operations = self._start_all(share)
+        return self._wait(operations, [extra.ask_mean(self._wire, share, state) for extra in extras])
 
-    def _answers_again(self, share: float, extras: list[FlatTensors]) -> tuple[list[Tensor], list[list[Tensor]]]:
-        self.remembered.restore()
-        return self._answers(share, extras)
+    def _retry(self, share: float, extras: list[FlatTensors]) -> tuple[list[Tensor], list[list[Tensor]]]:
+        self.codec_states.restore()
+        return self._exchange(share, extras)
 
-    def _bring(self, share: float) -> None:
-        for one in self.ranges:
-            self._what.bring(one.part.theta, one.state.agreed, share, one.scratch)
+    def _contribute(self, share: float) -> None:
+        for round_range in self.ranges:
+            self._what.bring(round_range.part.theta, round_range.state.agreed, share, round_range.scratch)
 
-    def _ask(self, share: float) -> list[CollectiveRunner]:
-        self._bring(share)
-        given = self._tally.norm_of([one.scratch for one in self.ranges])
+    def _start_all(self, share: float) -> list[CollectiveRunner]:
+        self._contribute(share)
+        norm = self._tally.norm_of([round_range.scratch for round_range in self.ranges])
         try:
-            talks = [self._talk(one) for one in self.ranges]
+            operations = [self._start(round_range) for round_range in self.ranges]
         except NotFiniteError as error:
-            raise self._named() or error from None
-        self._tally.owes(given, self._how, [one.codec_state for one in self.ranges])
-        return talks
+            raise self._locate_non_finite() or error from None
+        self._tally.owes(norm, self._how, [round_range.codec_state for round_range in self.ranges])
+        return operations
 
-    def _talk(self, one: RoundRange) -> CollectiveRunner:
-        talk = CollectiveRunner(self._wire, self._how.average(one.scratch, one.codec_state), self._account)
-        if self._account is not None and talk.ask is not None:
-            self._account.began(one.scratch.nbytes)
-            self._tally.spoke(self._how, talk.ask.tensor, one.scratch)
-        return talk
+    def _start(self, round_range: RoundRange) -> CollectiveRunner:
+        operation = CollectiveRunner(
+            self._wire, self._how.average(round_range.scratch, round_range.codec_state), self._account
+        )
+        if self._account is not None and operation.ask is not None:
+            self._account.began(round_range.scratch.nbytes)
+            self._tally.spoke(self._how, operation.ask.tensor, round_range.scratch)
+        return operation
 
-    def _named(self) -> NotFiniteError | None:
-        """What this worker would have sent that is not finite, by name."""
-        for one in self.ranges:
-            if not torch.isfinite(one.scratch.sum()):
-                return NotFiniteError(_not_finite(one, one.scratch, self._how))
+    def _locate_non_finite(self) -> NotFiniteError | None:
+        """Return the error that names this worker's tensor that is not finite; None if all are finite."""
+        for round_range in self.ranges:
+            if not torch.isfinite(round_range.scratch.sum()):
+                return NotFiniteError(_not_finite(round_range, round_range.scratch, self._how))
         return None
 
     def _wait(
-        self, talks: list[CollectiveRunner], extras: list[list[CollectiveRunner]]
+        self, operations: list[CollectiveRunner], extras: list[list[CollectiveRunner]]
     ) -> tuple[list[Tensor], list[list[Tensor]]]:
         self._watch.switch("exchanging")
         self._began = self._watch.spent["exchanging"]
-        answers = finish(talks)
-        extra_answers = [finish(one) for one in extras]
+        means = finish(operations)
+        extra_means = [finish(each) for each in extras]
         self._watch.switch("encoding")
-        return answers, extra_answers
+        return means, extra_means
 
-    def _commit(self, answers: list[Tensor]) -> None:
-        if self._wire.workers == 1:  # what it has is agreed, for whoever comes
-            for one in self.ranges if self._endures else ():
-                one.state.agreed.copy_(one.part.theta)
+    def _commit(self, means: list[Tensor]) -> None:
+        if self._wire.workers == 1:  # its parameters are the agreed ones, for workers that join later
+            for round_range in self.ranges if self._elastic else ():
+                round_range.state.agreed.copy_(round_range.part.theta)
             return
-        for one, answer in zip(self.ranges, answers, strict=True):
-            self._then.apply(one.part.theta, answer, one.state)
+        for round_range, mean in zip(self.ranges, means, strict=True):
+            self._then.apply(round_range.part.theta, mean, round_range.state)
         if self._state_rule == "reset":
             self._optimizer_state.reset()
 
-    def _refuse_not_finite(self, answers: list[Tensor]) -> None:
-        for one, answer in zip(self.ranges, answers, strict=True):
-            if not torch.isfinite(answer.sum()):
-                raise NotFiniteError(_not_finite(one, answer, self._how))
+    def _refuse_not_finite(self, means: list[Tensor]) -> None:
+        for round_range, mean in zip(self.ranges, means, strict=True):
+            if not torch.isfinite(mean.sum()):
+                raise NotFiniteError(_not_finite(round_range, mean, self._how))
 
 
-def _not_finite(one: RoundRange, answer: Tensor, how: object) -> str:
-    for slot in one.part.slots:
-        wrong = answer[slot.start : slot.stop]
+def _not_finite(round_range: RoundRange, mean: Tensor, how: object) -> str:
+    for slot in round_range.part.slots:
+        wrong = mean[slot.start : slot.stop]
         if not torch.isfinite(wrong).all():
-            own = one.part.theta[slot.start : slot.stop]
+            own = round_range.part.theta[slot.start : slot.stop]
             where = "this worker's own, too" if not torch.isfinite(own).all() else f"not this worker's (how={how})"
             return f"the agreed change of {slot.name} is NaN or infinite; {where}; nothing was changed by this round"
     return "the sum of an exchange is infinite; nothing was changed by this round"
 
 
-def _relative_distance(ranges: list[RoundRange], answers: list[Tensor]) -> float | None:
-    """How far this worker was from the mean of all, relative to the mean."""
-    apart = whole = 0.0
-    for one, answer in zip(ranges, answers, strict=True):
-        mean = one.state.agreed + answer
-        apart += float((one.part.theta - mean).norm()) ** 2
-        whole += float(mean.norm()) ** 2
-    return (apart / whole) ** 0.5 if whole else None
+def _relative_distance(ranges: list[RoundRange], means: list[Tensor]) -> float | None:
+    """Return this worker's distance from the mean of all workers, relative to the norm of the mean."""
+    distance = norm_of_mean = 0.0
+    for round_range, mean in zip(ranges, means, strict=True):
+        theta = round_range.state.agreed + mean
+        distance += float((round_range.part.theta - theta).norm()) ** 2
+        norm_of_mean += float(theta.norm()) ** 2
+    return (distance / norm_of_mean) ** 0.5 if norm_of_mean else None

@@ -135,7 +135,7 @@ class Replica:
             return
         one = self.sets[index if self.in_rounds else 0]
         if self.gradients is not None and not is_carried and has_others(self._wire):
-            self.gradients.refuse_past(parameters_of(self._optimizers.each[index]))
+            self.gradients.refuse_unexchanged(parameters_of(self._optimizers.each[index]))
         if not one.has_changed():
             return
         if self.in_rounds:
@@ -367,7 +367,7 @@ class Replica:
     def _states(self) -> Sequence[Any]:
         if self.arrival is not None:
             return [state for one in self.arrival.ranges for state in one.states]
-        return [state for one in self._exchanges for state in one.remembered.states]
+        return [state for one in self._exchanges for state in one.codec_states.states]
 
     @property
     def _exchanges(self) -> list[GradientAllReduce | LocalUpdates]:
