@@ -2,6 +2,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# Tests wait a good deal, so more of them run at once than there are cores.
+WORKERS ?= 4
 SOURCES := $(wildcard CMakeLists.txt stretto/kernels/*.?pp)
 # The second and third pin what the native kernels are built with, for pip from 25.3 on and before.
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
@@ -26,9 +28,9 @@ demo: $(READY)      ## compare three recipes with one machine on the digits
 	$(BIN)/stretto compare -n 4 --recipe allreduce --recipe "local_sgd(every=16)" --recipe "diloco(every=50)" --target "test_accuracy>=0.95" examples/digits.py
 
 test: $(READY)      ## the test suite
-	@$(BIN)/python tests/parts.py
+	$(BIN)/python -m pytest -n $(WORKERS)
 
-check: $(READY)     ## style, types and the house
+check: $(READY)     ## style, types and import contracts
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy

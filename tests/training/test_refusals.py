@@ -84,7 +84,7 @@ def test_an_optimizer_without_the_models_parameters() -> None:
         {"recipe": 7},
         {"recipe": "locl_sgd"},
     ],
-    ids=str,
+    ids=lambda arguments: next(f"{name} {type(value).__name__}" for name, value in arguments.items()),
 )
 def test_arguments_of_the_wrong_kind(arguments: dict[str, Any]) -> None:
     def work(worker: int) -> None:
