@@ -69,7 +69,7 @@ class Written:
             self.paths[path] = None
 
     def _audit(self, event: str, about: tuple[Any, ...]) -> None:
-        if event == "open" and isinstance(about[2], int) and about[2] & _WRITES and not about[2] & os.O_EXCL:
+        if is_writing(event, about):
             self.note(about[0])
 
     def _watch_saves(self, module: ModuleType) -> None:
@@ -82,6 +82,11 @@ class Written:
             return save(obj, f, *given, **named)
 
         module.save = noted  # type: ignore[attr-defined]
+
+
+def is_writing(event: str, about: tuple[Any, ...]) -> bool:
+    """Return True for the audit event of a file that is opened for writing, and may be there before."""
+    return event == "open" and isinstance(about[2], int) and bool(about[2] & _WRITES) and not about[2] & os.O_EXCL
 
 
 def own_folders(run: str) -> list[str]:

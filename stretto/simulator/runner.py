@@ -27,6 +27,7 @@ from stretto.errors import (
 from stretto.events import Event
 from stretto.faults import plan as faults
 from stretto.faults.plan import Happening
+from stretto.launcher.script_watch import own_folders
 from stretto.launcher.seeding import seed_libraries
 from stretto.launcher.supervisor import Stopped
 from stretto.launcher.worker_main import failure
@@ -52,6 +53,7 @@ from stretto.simulator.isolation.process_state import ProcessState
 from stretto.simulator.isolation.script import DiscardedOutput, Program, extend_path
 from stretto.simulator.isolation.shared_memory import SharedArrays
 from stretto.simulator.isolation.virtual_time import ScriptTime
+from stretto.simulator.isolation.written_files import WrittenFiles
 from stretto.simulator.network.flows import ARRIVAL
 from stretto.simulator.network.topology import Links
 from stretto.training.worker_context import WorkerContext, given_seat
@@ -149,7 +151,9 @@ class Simulator:
         """Run all workers until they have ended, then restore the state of this process."""
         dataset_cache = DatasetCache()
         clock = ScriptTime(str(self.program.path), self._script_time, self._script_sleep, self._print_once)
+        files = WrittenFiles(own_folders(str(self._folder or "")), self._current_number)
         clock.begin()
+        files.begin()
         try:
             self.engine.run(
                 self.run_worker,
@@ -159,8 +163,11 @@ class Simulator:
                 lambda: self._prepare(dataset_cache),
             )
         finally:
+            files.end()
             dataset_cache.end()
             clock.end()
+            if (text := files.several()) is not None:
+                self._print(text)
 
     def explained(self, error: BaseException, when: str) -> BaseException:
         """Return the error with the number of the worker whose script raised it."""
@@ -377,6 +384,10 @@ class Simulator:
     def _script_time(self) -> float | None:
         worker = self.engine.current_worker
         return worker.read_clock(worker.now()) if worker is not None else None
+
+    def _current_number(self) -> int | None:
+        worker = self.engine.current_worker
+        return worker.number if worker is not None else None
 
     def _script_sleep(self, seconds: float) -> None:
         if self.engine.current_worker is not None:

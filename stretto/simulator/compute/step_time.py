@@ -120,7 +120,7 @@ class _MeasuringSimulator(Simulator):
     def __init__(self, simulation: Simulation, wall_clock: Callable[[], float]) -> None:
         self._wall_clock, self._began = wall_clock, wall_clock()
         self.paces: dict[int, _StepRecorder] = {}
-        super().__init__(simulation, None, None)
+        super().__init__(simulation, None, None, DiscardedOutput())  # the simulation will repeat the notices
 
     def _script_time(self) -> float | None:
         """Return the real seconds in which the current worker ran plus the virtual seconds that it slept."""
