@@ -145,7 +145,17 @@ def shard() -> None:
     threading.Thread(target=_end_when_told, daemon=True).start()
     keys = tuple(os.environ["PUSH_KEYS"].split()) or None
     fd = coordinator.detach() if coordinator else None
-    serve(ShardConfig(number, shards, workers, own.detach(), fd, keys, "stop", LIMIT_S))  # type: ignore[arg-type]
+    serve(
+        ShardConfig(
+            shard=number,
+            shards=shards,
+            workers=workers,
+            listen_fd=own.detach(),
+            dispatcher_fd=fd,
+            keys=keys,  # type: ignore[arg-type]
+            timeout_s=LIMIT_S,
+        )
+    )
 
 
 def _end_when_told() -> None:

@@ -1,16 +1,16 @@
-"""Servers that are gone after each test."""
+"""Fixture of servers that are closed after each test."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import pytest
-from served import Serving
+from parameter_servers import Servers
 
 
 @pytest.fixture
-def serving() -> Iterator[Serving]:
-    """Servers for one test."""
-    serving = Serving()
-    yield serving
-    serving.end()
+def servers() -> Iterator[Servers]:
+    """Yield an object that starts servers, and close them after the test."""
+    servers = Servers()
+    yield servers
+    servers.close()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from desks import told
+from handlers import replies_to
 from torch import Tensor
 
 from stretto.parameter_server import messages as m
@@ -34,7 +34,9 @@ class Run:
 
     def says(self, worker: int, body: m.Request, tensors: Sequence[Tensor] = ()) -> list[m.Body]:
         """What is replied to that worker."""
-        return [one.body for one in told(self.desk, worker, next(self.numbers), body, tensors) if one.worker == worker]
+        return [
+            one.body for one in replies_to(self.desk, worker, next(self.numbers), body, tensors) if one.worker == worker
+        ]
 
     def joins(self, worker: int) -> m.Joined:
         (joined,) = self.says(worker, m.Join())
@@ -49,7 +51,7 @@ class Run:
     def meet(self, op: int, call: int) -> None:
         """Both come to an exchange, and it is whole."""
         assert self.says(0, m.Barrier(op, call)) == []
-        replies = told(self.desk, 1, next(self.numbers), m.Barrier(op, call))
+        replies = replies_to(self.desk, 1, next(self.numbers), m.Barrier(op, call))
         assert sorted(one.worker for one in replies) == [0, 1]
 
 
@@ -80,7 +82,7 @@ def test_a_newcomer_does_not_come_to_what_the_members_have_been_to() -> None:
     run.meet(2, 1)
     run.desk.remove(0)
     assert run.says(0, m.Join()) == []  # worker 1 has not said yet that it is through
-    (post,) = [one for one in told(run.desk, 1, 1, m.LeaveBarrier(2, 1)) if one.worker == 0]
+    (post,) = [one for one in replies_to(run.desk, 1, 1, m.LeaveBarrier(2, 1)) if one.worker == 0]
     assert isinstance(post.body, m.Joined)
     assert (post.body.op, post.body.barriers_passed, post.body.barriers_called) == (2, 1, [False])
     assert run.leases(0).batch is not None
@@ -102,12 +104,12 @@ def test_a_coordinator_that_was_started_again_hears_where_they_stand() -> None:
     """One says again what it came to, and where it is."""
     desk = DispatcherHandler(2, lambda: 0.0)
     for worker in (0, 1):
-        told(desk, worker, 0, m.ReplayOrder(1), ORDER)
+        replies_to(desk, worker, 0, m.ReplayOrder(1), ORDER)
         desk.dispatcher.note_notified(worker, [False, False])
-    told(desk, 0, 0, m.ReplayResult(3, [0, 1], 2))
+    replies_to(desk, 0, 0, m.ReplayResult(3, [0, 1], 2))
     desk.remove(0)
-    told(desk, 1, 0, m.LeaveBarrier(2, 1))
-    (post,) = told(desk, 0, 1, m.Join())
+    replies_to(desk, 1, 0, m.LeaveBarrier(2, 1))
+    (post,) = replies_to(desk, 0, 1, m.Join())
     assert isinstance(post.body, m.Joined)
     assert (post.body.op, post.body.barriers_passed, post.body.barriers_called) == (2, 1, [False])
 
@@ -115,28 +117,28 @@ def test_a_coordinator_that_was_started_again_hears_where_they_stand() -> None:
 def test_who_comes_when_all_who_knew_of_the_meetings_are_dead_is_told_of_the_next_one() -> None:
     """A worker says to how many it has been, and dies before it says what they were for."""
     desk = DispatcherHandler(1, lambda: 0.0)
-    told(desk, 0, 0, m.ReplayOrder(1), ORDER)
-    told(desk, 0, 0, m.LeaveBarrier(9, 3))
+    replies_to(desk, 0, 0, m.ReplayOrder(1), ORDER)
+    replies_to(desk, 0, 0, m.LeaveBarrier(9, 3))
     desk.remove(0)
-    (post,) = told(desk, 0, 1, m.Join())
+    (post,) = replies_to(desk, 0, 1, m.Join())
     assert isinstance(post.body, m.Joined)
     assert (post.body.barriers_passed, len(post.body.barriers_called)) == (3, 3)
-    told(desk, 0, 2, m.BeginEpoch(1, 1, False), BATCHES)
-    leased = [told(desk, 0, number, m.Lease(1))[0].body for number in (3, 4)]
+    replies_to(desk, 0, 2, m.BeginEpoch(1, 1, False), BATCHES)
+    leased = [replies_to(desk, 0, number, m.Lease(1))[0].body for number in (3, 4)]
     assert [isinstance(one, m.Leased) and one.barrier for one in leased] == [False, True]
 
 
 def test_a_call_that_was_answered_but_not_read_before_all_went_back_is_made_again() -> None:
     """The coordinator hears at the cut of what calls each has read; what was answered to it besides is void."""
     desk = DispatcherHandler(1, lambda: 0.0, InMemoryStore())
-    told(desk, 0, 1, m.BroadcastOrder(1, 0, 1), ORDER)
-    told(desk, 0, 2, m.BeginEpoch(1, 1, False), BATCHES)
-    told(desk, 0, 3, m.Snapshot(1, 0))
-    _, call = [told(desk, 0, number, m.Lease(1))[0].body for number in (4, 5)]
+    replies_to(desk, 0, 1, m.BroadcastOrder(1, 0, 1), ORDER)
+    replies_to(desk, 0, 2, m.BeginEpoch(1, 1, False), BATCHES)
+    replies_to(desk, 0, 3, m.Snapshot(1, 0))
+    _, call = [replies_to(desk, 0, number, m.Lease(1))[0].body for number in (4, 5)]
     assert isinstance(call, m.Leased) and call.barrier
-    (begun,) = told(desk, 0, 6, m.Rollback(0, 0, [1], [0], [], 0, 1))
+    (begun,) = replies_to(desk, 0, 6, m.Rollback(0, 0, [1], [0], [], 0, 1))
     assert isinstance(begun.body, m.RolledBack)
-    (again,) = told(desk, 0, 7, m.Lease(1, begun.body.recovery_epoch))
+    (again,) = replies_to(desk, 0, 7, m.Lease(1, begun.body.recovery_epoch))
     assert isinstance(again.body, m.Leased) and again.body.barrier
 
 
@@ -145,23 +147,23 @@ def test_who_asked_the_shards_before_the_newest_cut_was_made_asks_them_again() -
     shelf = InMemoryStore()
     before = DispatcherHandler(2, lambda: 0.0, shelf)
     for cut in (1, 2):
-        told(before, 0, cut, m.Snapshot(cut, 0))
+        replies_to(before, 0, cut, m.Snapshot(cut, 0))
     for desk in (before, DispatcherHandler(2, lambda: 0.0, shelf)):
         late, now = (
             m.Rollback(0, 0, [1], [0], [], 0, newest_snapshot=1),
             m.Rollback(0, 0, [1, 2], [0], [], 0, newest_snapshot=2),
         )
-        assert isinstance(told(desk, 1, 3, late)[0].body, m.StaleRequest)
+        assert isinstance(replies_to(desk, 1, 3, late)[0].body, m.StaleRequest)
         assert shelf.snapshots() == [1, 2]
-        (begun,) = told(desk, 1, 4, now)
+        (begun,) = replies_to(desk, 1, 4, now)
         assert isinstance(begun.body, m.RolledBack) and begun.body.snapshot == 2
 
 
 def test_where_a_shard_has_lost_the_newest_cut_all_go_back_to_an_earlier_one() -> None:
     desk = DispatcherHandler(2, lambda: 0.0, InMemoryStore())
     for cut in (1, 2):
-        told(desk, 0, cut, m.Snapshot(cut, 0))
-    (begun,) = told(desk, 1, 3, m.Rollback(0, 0, [1], [0], [], 0, newest_snapshot=2))
+        replies_to(desk, 0, cut, m.Snapshot(cut, 0))
+    (begun,) = replies_to(desk, 1, 3, m.Rollback(0, 0, [1], [0], [], 0, newest_snapshot=2))
     assert isinstance(begun.body, m.RolledBack) and begun.body.snapshot == 1
 
 
@@ -169,15 +171,15 @@ def test_before_all_shards_have_got_their_parameters_there_is_nothing_to_go_back
     """Those that have got them are given them again; a process that was started since forgets them."""
     desk, shelf = DispatcherHandler(2, lambda: 0.0, InMemoryStore()), InMemoryStore()
     opening = m.Open(1, "async_sgd", 2, snapshot=2)
-    told(ShardHandler(2, lambda: 0.0, "stop", shelf), 0, 1, opening, [torch.zeros(4)])
+    replies_to(ShardHandler(2, lambda: 0.0, "stop", shelf), 0, 1, opening, [torch.zeros(4)])
     shard = ShardHandler(2, lambda: 0.0, "stop", shelf, boot_id=1)
-    (begun,) = told(desk, 1, 1, m.Rollback(0, -1, [2], [1], [], 0, newest_snapshot=-1))
+    (begun,) = replies_to(desk, 1, 1, m.Rollback(0, -1, [2], [1], [], 0, newest_snapshot=-1))
     assert begun.body == m.RolledBack(0, -1, [1])
-    assert told(shard, 1, 2, m.RequestRollback(0, -1, 1))[0].body == m.Result()
+    assert replies_to(shard, 1, 2, m.RequestRollback(0, -1, 1))[0].body == m.Result()
     assert shelf.snapshots() == []
-    assert told(shard, 1, 3, opening, [torch.zeros(4)])[0].body == m.Result()
-    assert told(desk, 1, 4, m.Snapshot(2, 0))[0].body == m.EpochStatus(True)
-    (begun,) = told(desk, 1, 5, m.Rollback(0, 0, [2], [1], [], 0, newest_snapshot=2))
+    assert replies_to(shard, 1, 3, opening, [torch.zeros(4)])[0].body == m.Result()
+    assert replies_to(desk, 1, 4, m.Snapshot(2, 0))[0].body == m.EpochStatus(True)
+    (begun,) = replies_to(desk, 1, 5, m.Rollback(0, 0, [2], [1], [], 0, newest_snapshot=2))
     assert begun.body == m.RolledBack(1, 2, [1])
 
 
@@ -187,16 +189,16 @@ def test_what_one_has_heard_is_told_to_the_others_though_all_who_knew_it_are_dea
     order = torch.arange(length).to(torch.uint8)
     desk = DispatcherHandler(4, lambda: 0.0)
     desk.remove(0)
-    assert told(desk, 1, 1, m.Gather(1, 0), [order[:0]]) == []
-    (post,) = told(desk, 2, 0, m.ReplayResult(1, [0, 1, 2, 3]), [order])
+    assert replies_to(desk, 1, 1, m.Gather(1, 0), [order[:0]]) == []
+    (post,) = replies_to(desk, 2, 0, m.ReplayResult(1, [0, 1, 2, 3]), [order])
     assert (post.worker, post.request_id, post.body) == (1, 1, m.MembersResult([0, 1, 2, 3]))
     assert torch.equal(post.tensors[0], order)
     desk.remove(2)
     for worker in (3, 1):
-        (post,) = told(desk, worker, 2, m.Gather(1, 0), [order[:0]])
+        (post,) = replies_to(desk, worker, 2, m.Gather(1, 0), [order[:0]])
         assert (post.worker, post.body) == (worker, m.MembersResult([0, 1, 2, 3]))
         assert torch.equal(post.tensors[0], order)
-    assert told(desk, 3, 0, m.ReplayResult(1, [0, 1, 2, 3]), [order]) == []
+    assert replies_to(desk, 3, 0, m.ReplayResult(1, [0, 1, 2, 3]), [order]) == []
 
 
 @pytest.mark.parametrize("is_cut", [True, False])
@@ -205,14 +207,14 @@ def test_an_order_that_somebody_has_begun_to_work_by_is_that_of_all_though_the_t
     shelf = InMemoryStore()
     if is_cut:
         before = DispatcherHandler(3, lambda: 0.0, shelf)
-        told(before, 1, 1, m.ReplayOrder(1), ORDER)
-        told(before, 1, 1, m.Snapshot(1, 0))
+        replies_to(before, 1, 1, m.ReplayOrder(1), ORDER)
+        replies_to(before, 1, 1, m.Snapshot(1, 0))
     desk = DispatcherHandler(3, lambda: 0.0, shelf)
     if not is_cut:
-        told(desk, 1, 1, m.ReplayOrder(1), ORDER)
+        replies_to(desk, 1, 1, m.ReplayOrder(1), ORDER)
     for worker in (0, 1):
         desk.remove(worker)
-    (post,) = told(desk, 2, 2, m.BroadcastOrder(3, 2, 1), [ORDER[0] + 1])
+    (post,) = replies_to(desk, 2, 2, m.BroadcastOrder(3, 2, 1), [ORDER[0] + 1])
     assert post.body == m.MembersResult([2])
     assert torch.equal(post.tensors[0], ORDER[0])
 
@@ -220,31 +222,31 @@ def test_an_order_that_somebody_has_begun_to_work_by_is_that_of_all_though_the_t
 def test_the_last_answer_that_was_heard_is_kept_with_those_who_have_come_to_an_end() -> None:
     ends = InMemoryStore()
     desk = DispatcherHandler(2, lambda: 0.0, InMemoryStore(), finished_store=ends)
-    told(desk, 0, 0, m.ReplayResult(7, [0, 1]), ORDER)
-    told(desk, 0, 1, m.Finish())
+    replies_to(desk, 0, 0, m.ReplayResult(7, [0, 1]), ORDER)
+    replies_to(desk, 0, 1, m.Finish())
     again = DispatcherHandler(2, lambda: 0.0, InMemoryStore(), finished_store=ends)
-    (post,) = told(again, 1, 1, m.Gather(7, None), [ORDER[0][:0]])
+    (post,) = replies_to(again, 1, 1, m.Gather(7, None), [ORDER[0][:0]])
     assert post.body == m.MembersResult([0, 1])
     assert torch.equal(post.tensors[0], ORDER[0])
 
 
 def test_who_comes_when_all_and_the_coordinator_are_dead_is_beyond_the_cut_to_which_they_go_back() -> None:
     shelf = InMemoryStore()
-    told(DispatcherHandler(1, lambda: 0.0, shelf), 0, 1, m.Snapshot(5000, 0))
+    replies_to(DispatcherHandler(1, lambda: 0.0, shelf), 0, 1, m.Snapshot(5000, 0))
     desk = DispatcherHandler(1, lambda: 0.0, shelf)
     desk.remove(0)
-    assert isinstance(told(desk, 0, 1, m.Join())[0].body, m.StaleRequest)
-    told(desk, 0, 2, m.Rollback(0, 0, [5000], [0], [], 0, 5000))
-    (post,) = told(desk, 0, 3, m.Join())
+    assert isinstance(replies_to(desk, 0, 1, m.Join())[0].body, m.StaleRequest)
+    replies_to(desk, 0, 2, m.Rollback(0, 0, [5000], [0], [], 0, 5000))
+    (post,) = replies_to(desk, 0, 3, m.Join())
     assert isinstance(post.body, m.Joined)
     assert post.body.op > 5000
 
 
 def test_a_meeting_that_one_has_been_to_was_called() -> None:
     desk = DispatcherHandler(2, lambda: 0.0)
-    told(desk, 0, 0, m.ReplayResult(3, [0, 1], index=2, snapshot_only=True))
+    replies_to(desk, 0, 0, m.ReplayResult(3, [0, 1], index=2, snapshot_only=True))
     assert desk.dispatcher.barriers_called == [True, True]
-    assert told(desk, 1, 1, m.Barrier(3, 2, True))[0].body == m.MembersResult([0, 1])
+    assert replies_to(desk, 1, 1, m.Barrier(3, 2, True))[0].body == m.MembersResult([0, 1])
 
 
 def test_a_cut_that_a_shard_has_no_room_for_is_none() -> None:
@@ -256,12 +258,12 @@ def test_a_cut_that_a_shard_has_no_room_for_is_none() -> None:
 
     shelf, full = InMemoryStore(), Full()
     shard, desk = ShardHandler(1, lambda: 0.0, "stop", full), DispatcherHandler(1, lambda: 0.0, shelf)
-    told(shard, 0, 1, m.Open(1, "async_sgd", 1, snapshot=1), [torch.zeros(4)])
-    told(desk, 0, 1, m.Snapshot(1, 0))
+    replies_to(shard, 0, 1, m.Open(1, "async_sgd", 1, snapshot=1), [torch.zeros(4)])
+    replies_to(desk, 0, 1, m.Snapshot(1, 0))
     for number in (2, 3):  # said twice, answered alike
-        (post,) = told(shard, 0, number, m.Snapshot(2, 0))
+        (post,) = replies_to(shard, 0, number, m.Snapshot(2, 0))
         assert post.body == m.SnapshotList([], 0, 0)
-        assert told(desk, 0, number, m.Snapshot(2, 0, stored=False))[0].body == m.EpochStatus(True)
+        assert replies_to(desk, 0, number, m.Snapshot(2, 0, stored=False))[0].body == m.EpochStatus(True)
     assert full.snapshots() == shelf.snapshots() == [1]
-    (begun,) = told(desk, 0, 4, m.Rollback(0, 0, [1], [0], [], 0, newest_snapshot=1))
+    (begun,) = replies_to(desk, 0, 4, m.Rollback(0, 0, [1], [0], [], 0, newest_snapshot=1))
     assert isinstance(begun.body, m.RolledBack) and begun.body.snapshot == 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from desks import told
+from handlers import replies_to
 
 from stretto.parameter_server import messages as m
 from stretto.parameter_server.framing import FramingError
@@ -18,7 +18,7 @@ NUMBERS = 4
 def opened(
     desk: ShardHandler, worker: int, arena: int = 1, recipe: str = "async_sgd", value: float = 0.0
 ) -> list[OutgoingMessage]:
-    return told(
+    return replies_to(
         desk,
         worker,
         1,
@@ -28,13 +28,13 @@ def opened(
 
 
 def pushed(desk: ShardHandler, worker: int, arena: int = 1) -> list[OutgoingMessage]:
-    return told(
+    return replies_to(
         desk, worker, 2, m.Push(arena, 1, 0, 8, 0.1, recovery_epoch=desk._recovery_epoch), [torch.ones(NUMBERS)]
     )
 
 
 def read(desk: ShardHandler, worker: int) -> list[float]:
-    (post,) = told(desk, worker, 3, m.Read(False, desk._recovery_epoch))
+    (post,) = replies_to(desk, worker, 3, m.Read(False, desk._recovery_epoch))
     return [float(one) for one in post.tensors[0]]
 
 
@@ -49,7 +49,7 @@ def test_who_is_first_gives_them_to_a_shard_that_was_started_again() -> None:
     kept = InMemoryStore()
     opened(ShardHandler(2, lambda: 0.0, "stop", kept), 0)
     desk = ShardHandler(2, lambda: 0.0, "stop", kept, boot_id=1)
-    assert told(desk, 1, 1, m.RequestRollback(1, 0, 1))[0].body == m.Result()
+    assert replies_to(desk, 1, 1, m.RequestRollback(1, 0, 1))[0].body == m.Result()
     assert opened(desk, 1, value=2.0)[0].body == m.Result()
     assert read(desk, 0) == [2.0] * NUMBERS
 
@@ -73,7 +73,7 @@ def test_work_that_has_come_is_not_wiped_out(recipe: str, giver: int) -> None:
 def test_work_that_is_too_early_is_not_wiped_out() -> None:
     desk = ShardHandler(2, lambda: 0.0, "stop")
     opened(desk, 0, recipe="stale_synchronous(bound=1)")
-    told(desk, 1, 2, m.Push(1, 9, 0, 8, 0.1), [torch.ones(NUMBERS)])
+    replies_to(desk, 1, 2, m.Push(1, 9, 0, 8, 0.1), [torch.ones(NUMBERS)])
     with pytest.raises(FramingError, match="work on parameters 1 has come"):
         opened(desk, 0, recipe="stale_synchronous(bound=1)")
 
@@ -90,7 +90,7 @@ def test_parameters_of_an_age_that_is_over_are_not_taken() -> None:
     kept = InMemoryStore()
     desk = ShardHandler(2, lambda: 0.0, "stop", kept)
     opened(desk, 0)
-    told(desk, 0, 2, m.RequestRollback(1, 0, 0))
-    (post,) = told(desk, 0, 3, m.Open(2, "async_sgd", 2, recovery_epoch=0), [torch.ones(NUMBERS)])
+    replies_to(desk, 0, 2, m.RequestRollback(1, 0, 0))
+    (post,) = replies_to(desk, 0, 3, m.Open(2, "async_sgd", 2, recovery_epoch=0), [torch.ones(NUMBERS)])
     assert isinstance(post.body, m.StaleRequest)
     assert read(desk, 0) == [0.0] * NUMBERS

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from crew import flat, regression, small_net
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 from simulator.harness import Ended, simulated
+from thread_workers import flat, regression, small_net
 from torch import nn
 from torch.utils.data import DataLoader
 

@@ -1,4 +1,4 @@
-"""Simulates a function of the worker, or a script, in this process; `crew.together` runs it in threads."""
+"""Simulates a function of the worker, or a script, in this process; `thread_workers.run_workers` runs it in threads."""
 
 from __future__ import annotations
 

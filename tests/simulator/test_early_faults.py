@@ -12,7 +12,7 @@ RECIPES = ["allreduce", THROUGH, "async_sgd(shards=2)", "stale_synchronous(bound
 SLEEPY = """
     import time
     import torch
-    from crew import regression, small_net
+    from thread_workers import regression, small_net
     from torch import nn
     from torch.utils.data import DataLoader
     import stretto

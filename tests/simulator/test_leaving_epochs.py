@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from crew import flat
 from simulator.failures import ALL, FREE, NET, SAMPLES, seen, training
 from simulator.harness import simulated
+from thread_workers import flat
 from torch import nn
 
 EVERY = [*FREE, "stale_synchronous(bound=0)"]

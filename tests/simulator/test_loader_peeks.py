@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from crew import flat, regression, small_net
 from simulator.failures import FREE, NET, SAMPLES, is_whole
 from simulator.harness import simulated
+from thread_workers import flat, regression, small_net
 from torch import nn
 from torch.utils.data import DataLoader
 

@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from crew import flat, regression, together, training
 from simulator import harness as ground
 from simulator.harness import STEP_S, Ended, now, simulated
+from thread_workers import flat, regression, run_workers, training
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from training.test_recipes import RECIPES, TIMED, TOGETHER, train
@@ -155,7 +155,7 @@ def test_record_does_not_depend_on_the_order_of_creation(tmp_path: Path) -> None
 def test_synchronous_workers_equal_threads_to_the_bit(recipe: str) -> None:
     """The in-memory transport adds in the same order; the last global step has a batch for one of three workers."""
     ended = simulated(3, train(recipe, 50, epochs=2), recipe, net=NET, speed=SPEED)
-    lived = together(3, train(recipe, 50, epochs=2), recipe)
+    lived = run_workers(3, train(recipe, 50, epochs=2), recipe)
     assert all(torch.equal(here, there) for here, there in zip(ended.found, lived, strict=True))
     assert [one["sample_counts"] for one in ended.of("epoch")] == [ALL_FIFTY] * 2
 
@@ -210,7 +210,7 @@ def test_gradients_submitted_within_the_backward_pass_are_reduced_in_order() -> 
         return flat(net)
 
     for recipe in ("allreduce", "Recipe(whom=server(shards=2))"):
-        assert torch.equal(simulated(2, work, recipe, net=NET).found[1], together(2, work, "allreduce")[1])
+        assert torch.equal(simulated(2, work, recipe, net=NET).found[1], run_workers(2, work, "allreduce")[1])
 
 
 # --- time ---------------------------------------------------------------------------------------------------------

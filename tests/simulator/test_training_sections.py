@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from crew import flat, regression, small_net
 from simulator.harness import Ended, simulated
+from thread_workers import flat, regression, small_net
 from torch import nn
 from torch.utils.data import DataLoader, Subset, random_split
 

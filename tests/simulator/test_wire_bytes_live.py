@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from served import ADDING, Serving, hear, push
+from parameter_servers import ADDING_RECIPE, Servers, push, receive
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
@@ -209,9 +209,9 @@ def _links(wire: ParameterServerClient) -> list[Any]:
 @pytest.fixture
 def ends() -> Iterator[Callable[..., list[ParameterServerClient]]]:
     """Return a server and its clients."""
-    serving = Serving()
-    yield lambda workers, **options: serving.ends(serving.host(workers, **options))
-    serving.end()
+    servers = Servers()
+    yield lambda workers, **options: servers.clients(servers.start(workers, **options))
+    servers.close()
 
 
 def _converse(wire: ParameterServerClient) -> None:
@@ -224,11 +224,11 @@ def _converse(wire: ParameterServerClient) -> None:
         wire.submit(AllReduceMean(torch.ones(numbers))).wait()
         wire.submit(AllGather(torch.ones(numbers * wire.worker, dtype=torch.float64))).wait()
     if wire.worker == 0:
-        wire.open(1, ADDING, parts)
+        wire.open(1, ADDING_RECIPE, parts)
     wire.all_gather_bytes(b"")
     lengths: list[int] = [one.numel() for one in parts]
     for seq in range(1, 4):
-        hear(push(wire, seq, parts), parts)
+        receive(push(wire, seq, parts), parts)
     wire.read(lengths, flush=True).wait(_nowhere)
     wire.begin_epoch(1, [8] * 300, None, True)
     for _ in range(3):

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from crew import flat, regression, small_net, together
+from thread_workers import flat, regression, run_workers, small_net
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -77,7 +77,7 @@ def crew(
 ) -> list[Any]:
     run.mkdir(exist_ok=True)
     work = training(epochs, samples, momentum, evaluate_every, leaves_after)
-    return together(workers, work, recipe, run=run, checkpoint=every(often), keep=99, **seat)
+    return run_workers(workers, work, recipe, run=run, checkpoint=every(often), keep=99, **seat)
 
 
 def saved(run: Path) -> list[Path]:

@@ -8,8 +8,8 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from drawn import TIMES
-from faulty import Crew, Worker
+from example_counts import EXAMPLES_FACTOR
+from faulty_servers import FaultyCluster, Worker
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -48,7 +48,7 @@ def script(recipe: str, meet: int | None, books: Books) -> Any:
     """What a worker does: each batch adds 1 to a number of its own, so that the sum tells what was applied."""
 
     def run(worker: Worker) -> None:
-        wire, net = worker.wire, nn.Module()
+        wire, net = worker.client, nn.Module()
         net.w = nn.Parameter(torch.zeros(BATCHES * APART))
         arena = FlatParameters([("w", cast("nn.Parameter", net.w))])
         data = TensorDataset(torch.arange(BATCHES * SIZE) // SIZE)
@@ -65,7 +65,7 @@ def script(recipe: str, meet: int | None, books: Books) -> Any:
             parse(recipe),
             wire,
             Stopwatch(lambda: 0.0),
-            Tally(codecs.CodecContext(worker.number, worker.crew.workers)),
+            Tally(codecs.CodecContext(worker.number, worker.cluster.workers)),
             Optimizers([torch.optim.SGD([cast("nn.Parameter", net.w)], lr=1.0)]),
             lambda found: hands[0].settle(found),
             lambda blocked_s: None,
@@ -93,7 +93,7 @@ def script(recipe: str, meet: int | None, books: Books) -> Any:
                     return b"lost"
                 _, done = parted(hands[0].order, deal.remaining())
                 left = {start // SIZE for start, _ in deal.remaining()}
-                share = 1 / worker.crew.workers if recipe.startswith("stale") else 1.0
+                share = 1 / worker.cluster.workers if recipe.startswith("stale") else 1.0
                 wanted = [share * (number - (batch in left)) for batch in range(BATCHES)]
                 np.testing.assert_allclose(theta.numpy(), wanted, rtol=1e-5)
                 assert bool(done) == (len(left) < BATCHES)
@@ -151,42 +151,45 @@ RECIPES = [
 ]
 
 
-def follow(crew: Crew, faults: list[tuple[int, str, int]]) -> None:
+def follow(cluster: FaultyCluster, faults: list[tuple[int, str, int]]) -> None:
     """Run to the end, with these faults at these steps; it must come within so many messages.
 
     Steps of what happens `at the end` are counted from when a worker has come to it.
     """
-    crew.start()
+    cluster.start()
     due, ending = ([one for one in sorted(faults) if one[1].startswith(AT_END) == is_end] for is_end in (False, True))
     for at in range(STEPS):
-        if ending and any(one.is_done for one in crew.crew):
+        if ending and any(one.is_done for one in cluster.workers_now):
             due = sorted([*due, *((at + after, what.removeprefix(AT_END), number) for after, what, number in ending)])
             ending = []
         while due and due[0][0] <= at:
             _, what, number = due.pop(0)
-            happen(crew, what, number)
-        if not crew.step():
-            crew.settle_all()
-            if not crew.step() and crew.is_done:
+            happen(cluster, what, number)
+        if not cluster.step():
+            cluster.report_and_restart_all()
+            if not cluster.step() and cluster.is_done:
                 return
         if at % 40 == 0:
-            crew.tell() if at % 80 else crew.come_back()
-    waiting = {f"{one.number}.{one.life}": [list(link.asked.values()) for link in one.links] for one in crew.crew}
-    raise AssertionError(f"no end: {crew.happened}; {waiting}")
+            cluster.report_failure() if at % 80 else cluster.restart_worker()
+    waiting = {
+        f"{one.number}.{one.incarnation}": [list(channel.pending.values()) for channel in one.channels]
+        for one in cluster.workers_now
+    }
+    raise AssertionError(f"no end: {cluster.history}; {waiting}")
 
 
 AT_END = "at the end, "
 
 
-def happen(crew: Crew, what: str, number: int) -> None:
+def happen(cluster: FaultyCluster, what: str, number: int) -> None:
     if what == "worker":
-        crew.kill(number % crew.workers)
+        cluster.kill_worker(number % cluster.workers)
     elif what == "server":
-        crew.kill_server(number % (len(crew.services) - 1))
+        cluster.kill_server(number % (len(cluster.services) - 1))
     elif what == "quit":
-        crew.ask_to_quit(number % crew.workers)
+        cluster.ask_to_quit(number % cluster.workers)
     else:
-        crew.snap()
+        cluster.break_connection()
 
 
 def faults(*kinds: str, most: int = 4) -> st.SearchStrategy[list[tuple[int, str, int]]]:
@@ -197,10 +200,10 @@ def run(
     seed: int, workers: int, shards: int, recipe: str, meet: int | None, planned: list[tuple[int, str, int]]
 ) -> Books:
     books = Books()
-    crew = Crew(workers, shards, seed, script(recipe, meet, books), cut_every=60)
+    cluster = FaultyCluster(workers, shards, seed, script(recipe, meet, books), snapshot_interval_s=60)
     grads = torch.is_grad_enabled()
     try:
-        follow(crew, planned)
+        follow(cluster, planned)
     finally:
         torch.set_grad_enabled(grads)  # a worker may have died where it was off, for all greenlets
     return books
@@ -213,7 +216,7 @@ PLACE = {
     "recipe": st.sampled_from(RECIPES),
     "meet": st.sampled_from([None, 5]),
 }
-SETTINGS = settings(max_examples=15 * TIMES, suppress_health_check=list(HealthCheck))
+SETTINGS = settings(max_examples=15 * EXAMPLES_FACTOR, suppress_health_check=list(HealthCheck))
 Faults = list[tuple[int, str, int]]
 
 

@@ -7,7 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from crew import alone, apart, flat, one_worker, regression, sgd, small_net, together, training
+from thread_workers import (
+    flat,
+    regression,
+    relative_distance,
+    run_one_worker,
+    run_single_process,
+    run_workers,
+    sgd,
+    small_net,
+    training,
+)
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -37,26 +47,29 @@ def events_of(run: Path, kind: str) -> list[Event]:
 @pytest.mark.parametrize("recipe", [*NAMES, "async_sgd(overlap=True)", "elastic_averaging(every=2, overlap=True)"])
 def test_one_worker_is_the_plain_loop(recipe: str, make: Any) -> None:
     work = training(regression(100, DOUBLE), 8, make=make, dtype=DOUBLE)
-    assert apart(one_worker(work, recipe), alone(work)) <= 1e-12
+    assert relative_distance(run_one_worker(work, recipe), run_single_process(work)) <= 1e-12
 
 
 @pytest.mark.parametrize("recipe", ["stale_synchronous(bound=0)", "stale_synchronous(bound=0, shards=3)"])
 def test_a_bound_of_0_is_the_barrier(recipe: str) -> None:
     for workers in (2, 4):
         work = training(regression(96, DOUBLE), 8, epochs=3, dtype=DOUBLE)
-        assert apart(together(workers, work, recipe)[0], together(workers, work, "allreduce")[0]) <= 1e-12
+        assert (
+            relative_distance(run_workers(workers, work, recipe)[0], run_workers(workers, work, "allreduce")[0])
+            <= 1e-12
+        )
 
 
 def test_a_bound_of_0_is_the_barrier_between_local_steps_too() -> None:
     recipe = "Recipe(what=updates(), when=on_arrival(every=2, bound=0), whom=server(), then=add(weight=equal_share()))"
     work = training(regression(96, DOUBLE), 8, epochs=3, make=momentum, dtype=DOUBLE)
-    assert apart(together(3, work, recipe)[0], together(3, work, "local_sgd(every=2)")[0]) <= 1e-12
+    assert relative_distance(run_workers(3, work, recipe)[0], run_workers(3, work, "local_sgd(every=2)")[0]) <= 1e-12
 
 
 def test_collecting_all_behind_a_bound_of_0_is_synchronous() -> None:
     recipe = "Recipe(what=updates(), when=on_arrival(collect=4, bound=0), whom=server(), then=add())"
     work = training(regression(96, DOUBLE), 8, epochs=3, dtype=DOUBLE)
-    assert apart(together(4, work, recipe)[0], together(4, work, "allreduce")[0]) <= 1e-12
+    assert relative_distance(run_workers(4, work, recipe)[0], run_workers(4, work, "allreduce")[0]) <= 1e-12
 
 
 @pytest.mark.parametrize(
@@ -73,12 +86,12 @@ def test_collecting_all_behind_a_bound_of_0_is_synchronous() -> None:
 def test_together_through_a_server_is_together(over_server: str, over_everyone: str) -> None:
     """Uneven batches, and an idle worker in the last hand."""
     work = training(regression(101, DOUBLE), 8, epochs=3, make=momentum, dtype=DOUBLE)
-    assert apart(together(3, work, over_server)[0], together(3, work, over_everyone)[0]) <= 1e-12
+    assert relative_distance(run_workers(3, work, over_server)[0], run_workers(3, work, over_everyone)[0]) <= 1e-12
 
 
 @pytest.mark.parametrize("recipe", [*NAMES, "async_sgd(overlap=True, shards=2)", "downpour(every=100)"])
 def test_every_update_is_told_of_once_and_holds_all_samples(recipe: str, tmp_path: Path) -> None:
-    together(3, training(regression(101), 8, epochs=3, recipe=recipe), run=tmp_path)
+    run_workers(3, training(regression(101), 8, epochs=3, recipe=recipe), run=tmp_path)
     told = [(one["worker"], *update) for one in events_of(tmp_path, "update_applied") for update in one["updates"]]
     assert len({(worker, round_) for worker, round_, *_ in told}) == len(told)
     assert sum(samples for *_, samples in told) == 303
@@ -89,7 +102,7 @@ def test_every_update_is_told_of_once_and_holds_all_samples(recipe: str, tmp_pat
 
 def test_a_slow_worker_takes_fewer_samples(tmp_path: Path) -> None:
     work = training(regression(600), 4, epochs=3, recipe="async_sgd", after_step=lambda net, optimizer: busy())
-    together(3, work, run=tmp_path, slow={1: 5.0})
+    run_workers(3, work, run=tmp_path, slow={1: 5.0})
     samples = {end["worker"]: end["samples"] for end in events_of(tmp_path, "end")}
     assert sum(samples.values()) == 1800
     assert samples[1] < 0.8 * min(samples[0], samples[2])  # on an idle machine it is about a fifth
@@ -106,7 +119,7 @@ def busy() -> None:
 
 def test_the_bound_holds_a_fast_worker_back_and_says_for_how_long(tmp_path: Path) -> None:
     work = training(regression(400), 4, recipe="stale_synchronous(bound=1)", after_step=lambda net, optimizer: busy())
-    together(2, work, run=tmp_path, slow={1: 8.0})
+    run_workers(2, work, run=tmp_path, slow={1: 8.0})
     ends = {end["worker"]: end for end in events_of(tmp_path, "end")}
     assert ends[0]["blocked_s"] > 2 * ends[1]["blocked_s"]
     assert ends[0]["time_breakdown"]["waiting"] >= ends[0]["blocked_s"]
@@ -138,7 +151,7 @@ def test_evaluations_come_after_so_many_batches_of_all(recipe: str, tmp_path: Pa
                 optimizer.step()
         return flat(net)
 
-    together(2, work, run=tmp_path)
+    run_workers(2, work, run=tmp_path)
     evaluations = events_of(tmp_path, "evaluation")
     assert [one["samples"] for one in evaluations] == [64 * k for k in range(1, 11)]
     assert all(one["versions"] == sorted(one["versions"]) for one in evaluations)
@@ -167,7 +180,7 @@ def test_what_a_script_changes_after_a_pass_stands(recipe: str, by: set[int]) ->
                         one.mul_(0.5)
         return flat(net), flat(small_net(DOUBLE))
 
-    for found, start in together(3, work):
+    for found, start in run_workers(3, work):
         assert torch.equal(found, start / 2)
 
 
@@ -185,7 +198,7 @@ def test_worker_0_evaluates_a_stream_after_each_so_many_of_its_own_steps(recipe:
             nn.functional.mse_loss(net(x), y).backward()
             optimizer.step()
 
-    together(2, work, run=tmp_path)
+    run_workers(2, work, run=tmp_path)
     evaluations = events_of(tmp_path, "evaluation")
     assert [one["step"] for one in evaluations[:7]] == [2, 4, 6, 8, 10, 12, 14]
     samples = [one["samples"] for one in evaluations]
@@ -208,16 +221,16 @@ def test_a_model_of_two_kinds_of_numbers_over_several_shards() -> None:
                 optimizer.step()
         return flat(net)
 
-    found = together(3, work, "async_sgd(shards=2)")
+    found = run_workers(3, work, "async_sgd(shards=2)")
     assert all(torch.equal(one, found[0]) for one in found)
 
 
 def test_gradients_say_nothing_of_momentum() -> None:
     recipe = "Recipe(what=gradients(), when=on_arrival(), whom=server(), then=add())"
     with pytest.raises(ModelError, match=r"SGD\(momentum=0.9\)"):
-        together(2, training(regression(96), 8, make=momentum, recipe=recipe))
+        run_workers(2, training(regression(96), 8, make=momentum, recipe=recipe))
     work = training(regression(96, DOUBLE), 8, dtype=DOUBLE)
-    assert apart(one_worker(work, recipe), alone(work)) <= 1e-12
+    assert relative_distance(run_one_worker(work, recipe), run_single_process(work)) <= 1e-12
 
 
 def test_delay_compensation_needs_one_learning_rate() -> None:
@@ -226,7 +239,7 @@ def test_delay_compensation_needs_one_learning_rate() -> None:
         return torch.optim.SGD([{"params": [first], "lr": 0.1}, {"params": others, "lr": 0.01}])
 
     with pytest.raises(ModelError, match="one for all parameter groups"):
-        together(2, training(regression(96), 8, make=make, recipe="delay_compensated"))
+        run_workers(2, training(regression(96), 8, make=make, recipe="delay_compensated"))
 
 
 @pytest.mark.parametrize("recipe", NAMES)
@@ -234,7 +247,7 @@ def test_the_same_recipe_over_more_shards_learns_the_same_task(recipe: str) -> N
     """Not the same numbers, since who comes first differs; but no shard is left out."""
     short = parse(recipe)
     work = training(regression(160), 8, epochs=4, recipe=f"{recipe}(shards=4)")
-    start, found = flat(small_net()), together(2, work)[0]
+    start, found = flat(small_net()), run_workers(2, work)[0]
     moved = (found - start).abs().reshape(-1)
     assert short.asynchronous
     assert bool((moved[:32] > 0).any())
@@ -266,7 +279,7 @@ def counted(recipe: str, workers: int, epochs: int = 3) -> tuple[Tensor, list[Te
             own = flat(net)
         return flat(net), own
 
-    found = together(workers, work)
+    found = run_workers(workers, work)
     return found[0][0], [own for _, own in found]
 
 
@@ -307,6 +320,6 @@ def test_elastic_averaging_moves_both_by_the_same(recipe: str) -> None:
 
 def test_behind_a_bound_of_0_each_round_is_computed_on_one_version(tmp_path: Path) -> None:
     """Of three updates that are applied one after the other the first is fresh, the last has missed two."""
-    together(3, training(regression(96), 8, recipe="stale_synchronous(bound=0)"), run=tmp_path)
+    run_workers(3, training(regression(96), 8, recipe="stale_synchronous(bound=0)"), run=tmp_path)
     stale = [staleness for one in events_of(tmp_path, "update_applied") for _, _, staleness, _ in one["updates"]]
     assert sorted(stale) == sorted([0, 1, 2] * 8)

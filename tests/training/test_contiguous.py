@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from crew import together
 from hypothesis import given
 from hypothesis import strategies as st
 from simulator.failures import NET
 from simulator.harness import simulated
+from thread_workers import run_workers
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -51,7 +51,7 @@ def reading(n: int, **options: Any) -> Callable[[int], list[list[float]]]:
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("batches", [6, 7, 8])
 def test_each_worker_trains_on_one_stretch_in_order(recipe: str, batches: int) -> None:
-    found = together(3, reading(batches), recipe)
+    found = run_workers(3, reading(batches), recipe)
     for epoch in range(2):
         stretches = [one[epoch] for one in found]
         assert [x for one in stretches for x in one] == list(range(batches))
@@ -59,7 +59,7 @@ def test_each_worker_trains_on_one_stretch_in_order(recipe: str, batches: int) -
 
 
 def test_one_worker_trains_on_all_batches_in_order() -> None:
-    assert together(1, reading(7), "allreduce")[0] == [[*range(7)]] * 2
+    assert run_workers(1, reading(7), "allreduce")[0] == [[*range(7)]] * 2
 
 
 @given(st.integers(0, 40), st.integers(1, 9))
@@ -83,4 +83,4 @@ def test_a_stream_has_no_stretches() -> None:
         stretto.distribute(net, optimizer, [torch.ones(4, 1)] * 8, deal="contiguous")
 
     with pytest.raises(LoaderError, match="deal= does not fit"):
-        together(2, work, "allreduce")
+        run_workers(2, work, "allreduce")

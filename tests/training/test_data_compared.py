@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from crew import regression, small_net, together
+from thread_workers import regression, run_workers, small_net
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler, Subset, SubsetRandomSampler, TensorDataset
 
@@ -146,7 +146,7 @@ def training(make: Callable[[int], Any], **options: Any) -> Callable[[int], int]
 @pytest.mark.parametrize("kind", SPLIT)
 def test_data_that_the_script_split_by_worker_are_refused(kind: str, recipe: str) -> None:
     with pytest.raises(LoaderError, match="the data of worker 1 differ from those of worker 0"):
-        together(2, training(SPLIT[kind]), recipe)
+        run_workers(2, training(SPLIT[kind]), recipe)
 
 
 def test_a_sampler_over_a_part_of_the_indices_is_refused() -> None:
@@ -154,15 +154,15 @@ def test_a_sampler_over_a_part_of_the_indices_is_refused() -> None:
         lambda worker: regression(SAMPLES), sampler=lambda worker: SubsetRandomSampler(range(worker, SAMPLES, 2))
     )
     with pytest.raises(LoaderError, match="the data of worker 1 differ"):
-        together(2, work, "allreduce")
+        run_workers(2, work, "allreduce")
 
 
 def test_a_sampler_of_another_library_that_shares_out_is_refused() -> None:
     work = training(lambda worker: regression(SAMPLES), sampler=lambda worker: Shards(worker, 2))
     with pytest.raises(LoaderError, match="already shares the samples out"):
-        together(2, work, "allreduce")
+        run_workers(2, work, "allreduce")
 
 
 @pytest.mark.parametrize("kind", WHOLE)
 def test_random_rows_and_folders_of_a_worker_are_no_difference(kind: str) -> None:
-    assert sum(together(2, training(WHOLE[kind]), "allreduce")) == SAMPLES
+    assert sum(run_workers(2, training(WHOLE[kind]), "allreduce")) == SAMPLES

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from crew import alone, apart, flat, regression, small_net, together, training
 from simulator.failures import NET
 from simulator.harness import simulated
+from thread_workers import flat, regression, relative_distance, run_single_process, run_workers, small_net, training
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -32,8 +32,8 @@ def test_workers_that_share_each_batch_equal_one_process_step_for_step(recipe: s
     """The last batch of 65 samples is too small for all."""
     make = {"make": adam} if recipe == "allreduce" else {}
     work = training(regression(samples, DOUBLE), 8, dtype=DOUBLE, **make)
-    found = together(3, work, recipe, split=True)
-    assert apart(found[0], alone(work)) <= 1e-12
+    found = run_workers(3, work, recipe, split=True)
+    assert relative_distance(found[0], run_single_process(work)) <= 1e-12
     assert all(torch.equal(one, found[0]) for one in found)
 
 
@@ -69,7 +69,7 @@ KINDS: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("recipe", ["allreduce", "async_sgd"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_worker_gets_a_part_of_each_batch(kind: str, recipe: str) -> None:
-    found = together(4, reading(KINDS[kind]), recipe, split=True)
+    found = run_workers(4, reading(KINDS[kind]), recipe, split=True)
     assert sorted(x for one in found for batch in one for x in batch) == list(range(26))
     assert max(len(batch) for one in found for batch in one) == 2
 
@@ -83,7 +83,7 @@ def test_shared_batches_survive_the_death_of_a_worker() -> None:
 @pytest.mark.parametrize("deal", ["contiguous"])
 def test_stretches_of_shared_batches_are_refused(deal: Any) -> None:
     with pytest.raises(LoaderError, match="deal= does not fit"):
-        together(2, reading(KINDS["map-style"], deal=deal), "allreduce", split=True)
+        run_workers(2, reading(KINDS["map-style"], deal=deal), "allreduce", split=True)
 
 
 @pytest.mark.parametrize("recipe", ["allreduce", "local_sgd(every=2)", "async_sgd", "delay_compensated"])
@@ -110,11 +110,14 @@ def test_a_scaled_rate_is_the_rate_times_the_factor(recipe: str) -> None:
 
         return run
 
-    assert apart(together(1, work(0.01), recipe, lr_factor=4.0)[0], together(1, work(0.04), recipe)[0]) <= 1e-12
+    assert (
+        relative_distance(run_workers(1, work(0.01), recipe, lr_factor=4.0)[0], run_workers(1, work(0.04), recipe)[0])
+        <= 1e-12
+    )
 
 
 def test_idle_workers_step_with_the_scaled_rate_too() -> None:
-    found = together(3, training(regression(65, DOUBLE), 8, dtype=DOUBLE), "allreduce", lr_factor=3.0)
+    found = run_workers(3, training(regression(65, DOUBLE), 8, dtype=DOUBLE), "allreduce", lr_factor=3.0)
     assert all(torch.equal(one, found[0]) for one in found)
 
 
@@ -147,5 +150,5 @@ def test_a_comparison_of_shared_batches_refers_to_the_run_alone() -> None:
     ],
 )
 def test_a_run_says_its_effective_batch_once(recipe: str, line: str, capfd: pytest.CaptureFixture[str]) -> None:
-    together(2, training(regression(32), 8), recipe)
+    run_workers(2, training(regression(32), 8), recipe)
     assert capfd.readouterr().err.count(line) == 1

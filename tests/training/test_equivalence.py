@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from crew import alone, apart, one_worker, regression, sgd, together, training
+from thread_workers import regression, relative_distance, run_one_worker, run_single_process, run_workers, sgd, training
 
 EVERY_STEP = {
     "parameters": "local_sgd(every=1)",
@@ -32,16 +32,16 @@ def test_every_step_with_sgd_is_one_machine_with_the_joined_batch(
     batch = 8
     hands = -(-samples // (batch * workers))
     work = training(regression(samples, dtype), batch, epochs=-(-100 // hands), dtype=dtype)
-    found = together(workers, work, EVERY_STEP[what])
-    wanted = alone(work, join=workers)
-    assert apart(found[0], wanted) <= TOLERANCE[dtype]
+    found = run_workers(workers, work, EVERY_STEP[what])
+    wanted = run_single_process(work, join=workers)
+    assert relative_distance(found[0], wanted) <= TOLERANCE[dtype]
     assert all(torch.equal(one, found[0]) for one in found)
 
 
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_allreduce_is_one_machine_whatever_the_optimizer(make) -> None:
     work = training(regression(101, torch.float64), 8, epochs=5, make=make, dtype=torch.float64)
-    assert apart(together(3, work, "allreduce")[0], alone(work, join=3)) <= 1e-10
+    assert relative_distance(run_workers(3, work, "allreduce")[0], run_single_process(work, join=3)) <= 1e-10
 
 
 @pytest.mark.parametrize("every", [2, 5])
@@ -49,18 +49,18 @@ def test_averaging_parameters_or_updates_is_the_same(every: int) -> None:
     work = training(regression(200, torch.float64), 8, epochs=3, dtype=torch.float64)
     updates = f"Recipe(what=updates(), when=together(every={every}), then=add())"
     parameters = f"local_sgd(every={every})"
-    assert apart(together(3, work, updates)[0], together(3, work, parameters)[0]) <= 1e-12
+    assert relative_distance(run_workers(3, work, updates)[0], run_workers(3, work, parameters)[0]) <= 1e-12
 
 
 def test_averaging_every_k_steps_is_the_loop_written_by_hand() -> None:
     """Three nets trained in turn on their batches, averaged by hand every 4 steps and at the end."""
     workers, every, batch, data = 3, 4, 8, regression(240, torch.float64)
-    found = together(workers, training(data, batch, epochs=3, dtype=torch.float64), f"local_sgd(every={every})")
-    assert apart(found[0], _by_hand(data, workers, batch, every, epochs=3)) <= 1e-12
+    found = run_workers(workers, training(data, batch, epochs=3, dtype=torch.float64), f"local_sgd(every={every})")
+    assert relative_distance(found[0], _by_hand(data, workers, batch, every, epochs=3)) <= 1e-12
 
 
 def _by_hand(data, workers: int, batch: int, every: int, epochs: int) -> torch.Tensor:
-    from crew import flat, small_net
+    from thread_workers import flat, small_net
 
     nets = [small_net(torch.float64) for _ in range(workers)]
     optimizers = [sgd(net.parameters()) for net in nets]
@@ -90,8 +90,8 @@ def _average(nets) -> None:
 
 def test_after_n_averages_at_every_step_until_n() -> None:
     work = training(regression(240, torch.float64), 8, epochs=1, dtype=torch.float64)
-    until_the_end = together(3, work, "local_sgd(every=1000, after=1000)")[0]
-    assert apart(until_the_end, together(3, work, "local_sgd(every=1)")[0]) == 0
+    until_the_end = run_workers(3, work, "local_sgd(every=1000, after=1000)")[0]
+    assert relative_distance(until_the_end, run_workers(3, work, "local_sgd(every=1)")[0]) == 0
 
 
 def test_the_outer_optimizer_is_torchs_nesterov() -> None:
@@ -113,7 +113,7 @@ def test_the_outer_optimizer_is_torchs_nesterov() -> None:
 def test_diloco_with_a_plain_outer_step_is_parameter_averaging() -> None:
     work = training(regression(240, torch.float64), 8, epochs=2, dtype=torch.float64)
     plain = "diloco(every=5, outer_lr=1.0, outer_momentum=0.0)"
-    assert apart(together(3, work, plain)[0], together(3, work, "local_sgd(every=5)")[0]) <= 1e-12
+    assert relative_distance(run_workers(3, work, plain)[0], run_workers(3, work, "local_sgd(every=5)")[0]) <= 1e-12
 
 
 ALL_RECIPES = [
@@ -135,13 +135,13 @@ def test_one_worker_computes_the_bits_of_the_plain_loop(recipe: str) -> None:
     torch.manual_seed(3)
     wanted = _plainly(make)
     torch.manual_seed(3)
-    found = one_worker(work, recipe)
+    found = run_one_worker(work, recipe)
     assert torch.equal(found, wanted)
 
 
 def _plainly(make) -> torch.Tensor:
     """The loop of `training` without the line."""
-    from crew import flat, small_net
+    from thread_workers import flat, small_net
 
     net = small_net()
     optimizer = make(net.parameters())

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from crew import apart, flat, regression, small_net, together, training
+from thread_workers import flat, regression, relative_distance, run_workers, small_net, training
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -127,8 +127,8 @@ def test_workers_speak_in_turn() -> None:
 )
 def test_real_training_without_loss_is_allreduce(recipe: str) -> None:
     data = regression(96, DOUBLE)
-    wanted = together(3, training(data, 8, 3, dtype=DOUBLE), "allreduce")[0]
-    assert apart(together(3, training(data, 8, 3, dtype=DOUBLE), recipe)[0], wanted) <= 1e-10
+    wanted = run_workers(3, training(data, 8, 3, dtype=DOUBLE), "allreduce")[0]
+    assert relative_distance(run_workers(3, training(data, 8, 3, dtype=DOUBLE), recipe)[0], wanted) <= 1e-10
 
 
 # --- 1-bit Adam -------------------------------------------------------------------------------------------------
@@ -179,13 +179,13 @@ def one_bit_training(data: Any, epochs: int, lr: float, decay: float, betas: tup
 def test_one_bit_with_every_bit_is_adam_with_a_frozen_variance() -> None:
     data = regression(96, DOUBLE)
     recipe = "Recipe(what=momenta(warm_up=5), then=frozen_variance())"
-    found = together(3, one_bit_training(data, 4, 0.01, 0.1), recipe)[0]
-    assert apart(found, adam_with_frozen_variance(data, 5, 24, 4, 0.01, 0.1)) <= 1e-9
+    found = run_workers(3, one_bit_training(data, 4, 0.01, 0.1), recipe)[0]
+    assert relative_distance(found, adam_with_frozen_variance(data, 5, 24, 4, 0.01, 0.1)) <= 1e-9
 
 
 def test_one_bit_needs_adam_with_its_beta() -> None:
     with pytest.raises(ModelError, match=r"beta1=0\.8"):
-        together(2, one_bit_training(regression(32, DOUBLE), 1, 0.01, 0.0, (0.8, 0.999)), "one_bit")
+        run_workers(2, one_bit_training(regression(32, DOUBLE), 1, 0.01, 0.0, (0.8, 0.999)), "one_bit")
 
 
 # --- what does not go together ----------------------------------------------------------------------------------
@@ -228,7 +228,7 @@ def test_a_gradient_with_nan_is_not_encoded_and_seen_by_all() -> None:
             optimizer.step()
 
     with pytest.raises(NotFiniteError):
-        together(3, work, "allreduce(how=error_feedback(top_k(0.1)))")
+        run_workers(3, work, "allreduce(how=error_feedback(top_k(0.1)))")
     assert seen == {0: True, 1: True, 2: True}
 
 
@@ -243,14 +243,14 @@ def exchanged(folder: Path) -> dict[str, list[int]]:
 
 def test_bytes_are_counted_by_purpose_and_direction(tmp_path: Path) -> None:
     data = regression(96, torch.float32)
-    together(2, training(data, 8, 2), "allreduce", run=tmp_path)
+    run_workers(2, training(data, 8, 2), "allreduce", run=tmp_path)
     raw_sent, sent, raw_received, received = exchanged(tmp_path)["gradients"]
     assert raw_sent == sent == raw_received == received > 0
 
 
 def test_a_codec_of_half_the_bytes_is_counted_so(tmp_path: Path) -> None:
     data = regression(96, torch.float32)
-    together(2, training(data, 8, 2), 'allreduce(how=cast("bf16"))', run=tmp_path)
+    run_workers(2, training(data, 8, 2), 'allreduce(how=cast("bf16"))', run=tmp_path)
     raw_sent, sent, raw_received, received = exchanged(tmp_path)["gradients"]
     assert raw_sent == 2 * sent == raw_received == 2 * received
 
@@ -258,7 +258,7 @@ def test_a_codec_of_half_the_bytes_is_counted_so(tmp_path: Path) -> None:
 def test_replies_in_few_bytes_are_counted_apart(tmp_path: Path) -> None:
     data = regression(96, torch.float32)
     how = "both_ways(error_feedback(top_k(0.05)), top_k(0.3))"
-    together(2, training(data, 8, 2), f"async_sgd(how={how})", run=tmp_path)
+    run_workers(2, training(data, 8, 2), f"async_sgd(how={how})", run=tmp_path)
     raw_sent, sent, raw_received, received = exchanged(tmp_path)["updates"]
     assert raw_sent == raw_received
     assert sent < 0.2 * raw_sent
@@ -272,10 +272,10 @@ def test_replies_in_few_bytes_are_counted_apart(tmp_path: Path) -> None:
 def test_replies_that_leave_nothing_out_are_exact_replies() -> None:
     """With replies of everything that changed, both ways of replying give the same model."""
     data = regression(96, DOUBLE)
-    wanted = together(2, training(data, 8, 3, dtype=DOUBLE), "stale_synchronous(bound=0)")[0]
+    wanted = run_workers(2, training(data, 8, 3, dtype=DOUBLE), "stale_synchronous(bound=0)")[0]
     recipe = "stale_synchronous(bound=0, how=both_ways(exact(), top_k(1.0)))"
-    found = together(2, training(data, 8, 3, dtype=DOUBLE), recipe)[0]
-    assert apart(found, wanted) <= 1e-9
+    found = run_workers(2, training(data, 8, 3, dtype=DOUBLE), recipe)[0]
+    assert relative_distance(found, wanted) <= 1e-9
 
 
 CODECS = [
@@ -308,7 +308,7 @@ def test_a_codec_fits_wherever_there_is_a_how(codec: str, place: str) -> None:
         with pytest.raises(RecipeError, match="pair of encode and decode"):
             parse(place.format(codec))
         return
-    found = together(3, training(regression(64), 8, 2), place.format(codec))
+    found = run_workers(3, training(regression(64), 8, 2), place.format(codec))
     assert all(torch.equal(one, found[0]) for one in found)
     assert bool(found[0].isfinite().all())
 
@@ -342,4 +342,4 @@ def test_thawing_a_layer_keeps_the_residuals_of_the_others() -> None:
         assert any(bool(one.any()) for one in before.values())
         assert all(torch.equal(one, after[name]) for name, one in before.items())
 
-    together(2, work, "allreduce(how=error_feedback(top_k(0.1)))")
+    run_workers(2, work, "allreduce(how=error_feedback(top_k(0.1)))")

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from crew import regression, sgd, small_net, together
 from safetensors.torch import load_file
+from thread_workers import regression, run_workers, sgd, small_net
 from torch.utils.data import DataLoader
 
 import stretto
@@ -107,6 +107,6 @@ def test_run_folder_that_was_removed_is_named_and_the_model_is_there(
             if step == 0:
                 shutil.rmtree(run, ignore_errors=True)
 
-    together(2, work, recipe, run=run)
+    run_workers(2, work, recipe, run=run)
     assert load_file(run / "final.safetensors").keys() == small_net().state_dict().keys()
     assert capsys.readouterr().err.count(f"the run folder {run} was removed during the run") == 1

@@ -14,8 +14,8 @@ from typing import Any
 import foreign_codec
 import pytest
 import torch
-from crew import flat, regression, small_net
-from endure import Hall, Killed, crew
+from elastic_workers import ThreadCoordinator, WorkerKilled, run_elastic_workers
+from thread_workers import flat, regression, small_net
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -120,17 +120,19 @@ def test_a_codec_with_an_entry_point_is_typed_by_its_name(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_repeated_round_begins_with_the_state_it_began_with(recipe: str, tmp_path: Path) -> None:
-    quiet, _ = crew(3, training(epochs=1), recipe, tmp_path / "quiet")
-    hall = Hall(3)
+    quiet, _ = run_elastic_workers(3, training(epochs=1), recipe, tmp_path / "quiet")
+    coordinator = ThreadCoordinator(3)
     left = {4, 9, 12}
 
     def happens(worker: int, moment: int) -> None:
         if worker == 1 and moment in left:
             left.discard(moment)
-            hall.abort(hall.forms[-1].generation)
+            coordinator.abort(coordinator.generations[-1].generation)
 
-    found, _ = crew(3, training(epochs=1, happens=happens), recipe, tmp_path / "broken", hall=hall)
-    assert len(hall.forms) > 2, "rounds were repeated"
+    found, _ = run_elastic_workers(
+        3, training(epochs=1, happens=happens), recipe, tmp_path / "broken", coordinator=coordinator
+    )
+    assert len(coordinator.generations) > 2, "rounds were repeated"
     if not recipe.startswith("Recipe"):  # which begins again at 0 in a new generation, whoever its members are
         assert all(torch.equal(one, quiet[0]) for one in found)
     assert all_equal(found)
@@ -138,9 +140,9 @@ def test_a_repeated_round_begins_with_the_state_it_began_with(recipe: str, tmp_p
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_resumed_run_is_the_run_that_was_not_stopped(recipe: str, tmp_path: Path) -> None:
-    whole, _ = crew(2, training(epochs=2), recipe, tmp_path / "whole")
-    crew(2, training(epochs=1), recipe, tmp_path / "one", checkpoint=every("1 rounds"))
-    found, _ = crew(2, training(epochs=2), recipe, tmp_path / "two", resume=tmp_path / "one")
+    whole, _ = run_elastic_workers(2, training(epochs=2), recipe, tmp_path / "whole")
+    run_elastic_workers(2, training(epochs=1), recipe, tmp_path / "one", checkpoint=every("1 rounds"))
+    found, _ = run_elastic_workers(2, training(epochs=2), recipe, tmp_path / "two", resume=tmp_path / "one")
     assert all(torch.equal(one, whole[0]) for one in found)
 
 
@@ -152,9 +154,9 @@ def test_states_are_reset_to_the_members_that_are_left_and_that_join(recipe: str
     def happens(worker: int, moment: int) -> None:
         if (worker, moment) in left:
             left.clear()
-            raise Killed
+            raise WorkerKilled
 
-    found, _ = crew(3, training(epochs=4, happens=happens), recipe, tmp_path, again=1)
+    found, _ = run_elastic_workers(3, training(epochs=4, happens=happens), recipe, tmp_path, again=1)
     assert all_equal(found)
     assert all(isinstance(one, torch.Tensor) for one in found)
     assert set(foreign_codec.MEMBERS) == {2, 3}

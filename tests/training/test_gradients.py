@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from crew import Branching, alone, apart, flat, regression, small_net, together
+from thread_workers import Branching, flat, regression, relative_distance, run_single_process, run_workers, small_net
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -51,6 +51,11 @@ def test_whatever_the_buckets_and_the_codec(codec: Any, bucket_bytes: int, monke
         return flat(net)
 
     for make, state in zip((Branching, lambda: small_net(DOUBLE)), states, strict=True):
-        found = together(3, lambda worker, make=make, state=state: work(make, state))
-        assert apart(found[0], alone(lambda worker, make=make, state=state: work(make, state), join=3)) <= 1e-10
+        found = run_workers(3, lambda worker, make=make, state=state: work(make, state))
+        assert (
+            relative_distance(
+                found[0], run_single_process(lambda worker, make=make, state=state: work(make, state), join=3)
+            )
+            <= 1e-10
+        )
         assert torch.equal(found[0], found[2])

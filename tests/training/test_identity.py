@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from crew import regression, small_net
 from simulator.harness import simulated
+from thread_workers import regression, small_net
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -113,7 +113,7 @@ def test_a_main_worker_that_is_killed_in_the_block_is_waited_for() -> None:
     script = """
         import pathlib, time
         import stretto
-        from crew import regression, small_net
+        from thread_workers import regression, small_net
         import torch
         from torch.utils.data import DataLoader
         place = pathlib.Path(__file__).with_name("made")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from crew import alone, flat, one_worker, regression, sgd, small_net, together
+from thread_workers import flat, regression, run_one_worker, run_single_process, run_workers, sgd, small_net
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -54,7 +54,7 @@ def test_nested_loops_end_with_an_error_at_the_outer_iterator(workers: int, reci
                 step(batch)
 
     with pytest.raises(ScriptError, match="a later iterator of the loader has replaced this one"):
-        together(workers, work, recipe)
+        run_workers(workers, work, recipe)
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -65,7 +65,7 @@ def test_zipping_the_loader_with_itself_ends_with_an_error(workers: int) -> None
             step(one)
 
     with pytest.raises(ScriptError, match="a later iterator of the loader has replaced this one"):
-        together(workers, work, "allreduce")
+        run_workers(workers, work, "allreduce")
 
 
 def test_an_exhausted_iterator_stays_exhausted() -> None:
@@ -78,7 +78,7 @@ def test_an_exhausted_iterator_stays_exhausted() -> None:
             step(batch)
         return list(first)
 
-    assert together(2, work, "allreduce") == [[], []]
+    assert run_workers(2, work, "allreduce") == [[], []]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -99,7 +99,7 @@ def test_a_peeked_batch_is_no_epoch(recipe: str, when: str, tmp_path: Path) -> N
             next(iter(loader))
         return passes
 
-    found = together(2, work, recipe, run=tmp_path)
+    found = run_workers(2, work, recipe, run=tmp_path)
     for epoch in range(2):
         assert sorted(x for passes in found for x in passes[epoch]) == list(range(48))
     written = epochs_of(tmp_path)
@@ -129,7 +129,7 @@ def test_a_peek_leaves_weights_and_parameters_untouched(recipe: str) -> None:
 
         return run
 
-    assert torch.equal(together(2, work(True), recipe)[0], together(2, work(False), recipe)[0])
+    assert torch.equal(run_workers(2, work(True), recipe)[0], run_workers(2, work(False), recipe)[0])
 
 
 def test_one_worker_that_peeks_draws_what_the_plain_script_draws() -> None:
@@ -152,8 +152,8 @@ def test_one_worker_that_peeks_draws_what_the_plain_script_draws() -> None:
 
     plain = work(0)
     finish()
-    assert torch.equal(plain, alone(work))
-    assert torch.equal(plain, one_worker(work, "allreduce"))
+    assert torch.equal(plain, run_single_process(work))
+    assert torch.equal(plain, run_one_worker(work, "allreduce"))
 
 
 def test_a_peek_into_a_stream_begins_the_stream_again() -> None:
@@ -168,7 +168,7 @@ def test_a_peek_into_a_stream_begins_the_stream_again() -> None:
             seen.append(float(batch[0][0]))
         return seen
 
-    assert sorted(x for seen in together(2, work, "allreduce") for x in seen) == list(range(6))
+    assert sorted(x for seen in run_workers(2, work, "allreduce") for x in seen) == list(range(6))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -180,7 +180,7 @@ def test_an_epoch_without_an_optimizer_step_counts_no_samples(recipe: str, tmp_p
                 if epoch != 1:
                     step(batch)
 
-    together(2, work, recipe, run=tmp_path)
+    run_workers(2, work, recipe, run=tmp_path)
     written = epochs_of(tmp_path)
     assert [one["samples"] for one in written] == [48, 48, 96]
     assert [one["sample_counts"]["once"] for one in written] == [48, 0, 48]
@@ -211,7 +211,7 @@ def test_an_epoch_of_evaluation_makes_no_rounds_and_no_steps(how: str, tmp_path:
                             optimizer.step()
                         optimizer.zero_grad()
 
-    together(2, work, "local_sgd(every=3)", run=tmp_path)
+    run_workers(2, work, "local_sgd(every=3)", run=tmp_path)
     assert [one["step"] for one in epochs_of(tmp_path)] == [6, 6, 12, 12]
     ends = [one for one in read_events(tmp_path / "events.jsonl") if one["event"] == "end"]
     assert [(one["step"], one["rounds"]) for one in ends] == [(12, 4)] * 2
@@ -245,7 +245,7 @@ def test_an_epoch_of_evaluation_does_not_weigh_in_the_next_exchange() -> None:
 
         return run
 
-    assert torch.equal(together(3, work(True), "allreduce")[0], together(3, work(False), "allreduce")[0])
+    assert torch.equal(run_workers(3, work(True), "allreduce")[0], run_workers(3, work(False), "allreduce")[0])
 
 
 @pytest.mark.parametrize(
@@ -269,7 +269,7 @@ def test_update_bn_takes_the_statistics_of_all_samples_at_every_worker(recipe: s
         torch.optim.swa_utils.update_bn(loader, net)
         return torch.cat([norm.running_mean, norm.running_var])
 
-    found = together(workers, work, recipe)
+    found = run_workers(workers, work, recipe)
     wanted = torch.stack([torch.cat([x.mean(0), x.var(0)]) for x in data.tensors[0].split(8)]).mean(0)
     assert all(torch.equal(one, found[0]) for one in found)
     assert torch.allclose(found[0], wanted, atol=1e-12)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from crew import regression, small_net, together
+from thread_workers import regression, run_workers, small_net
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -55,7 +55,7 @@ def trained(wrap: Any) -> Any:
 
 
 def test_steps_of_an_optimizer_that_accelerate_has_wrapped_are_exchanged() -> None:
-    plain, wrapped = (together(2, trained(wrap)) for wrap in (lambda one: one, Accelerated))
+    plain, wrapped = (run_workers(2, trained(wrap)) for wrap in (lambda one: one, Accelerated))
     assert torch.equal(wrapped[0], wrapped[1])
     assert torch.equal(plain[0], wrapped[0])
 
@@ -89,7 +89,7 @@ def test_a_wrapper_that_shares_out_data_itself_is_refused_with_the_name_of_its_l
         stretto.distribute(*given)
 
     with pytest.raises(error, match=told):
-        together(2, work) if live else work(0)
+        run_workers(2, work) if live else work(0)
     assert api._current.get() is None
 
 
@@ -114,7 +114,7 @@ def test_another_librarys_loop_over_the_distributed_loader_is_refused(module: st
             api._current.reset(token)
 
     with pytest.raises(ScriptError, match="iterates over the loader") as refused:
-        together(2, work) if live else alone()
+        run_workers(2, work) if live else alone()
     assert ("Lightning" in str(refused.value)) == module.startswith("lightning")
 
 

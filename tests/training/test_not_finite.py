@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from crew import flat, regression, small_net, together
+from thread_workers import flat, regression, run_workers, small_net
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -61,12 +61,12 @@ def spoiling(value: float, at_worker: int = 1, at_step: int = 3) -> Callable[[in
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_the_run_ends_and_names_parameter_step_and_worker(recipe: str, value: float) -> None:
     with pytest.raises(NotFiniteError, match=r"the update of 0\.weight is NaN or infinite.*step 3, worker 1"):
-        together(2, spoiling(value), recipe)
+        run_workers(2, spoiling(value), recipe)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_left_out_it_harms_nobody_and_its_samples_do_not_count(recipe: str, tmp_path: Path) -> None:
-    found = together(2, spoiling(math.nan), recipe, run=tmp_path, on_nan="skip")
+    found = run_workers(2, spoiling(math.nan), recipe, run=tmp_path, on_nan="skip")
     assert all(bool(torch.isfinite(one).all()) for one in found)
     events = list(read_events(tmp_path / "events.jsonl"))
     notices = [one for one in events if one["event"] == "warning"]
@@ -79,4 +79,4 @@ def test_left_out_it_harms_nobody_and_its_samples_do_not_count(recipe: str, tmp_
 
 def test_too_large_for_the_encoding_is_infinite() -> None:
     with pytest.raises(NotFiniteError, match="in the encoding of the recipe"):
-        together(2, spoiling(1e6), 'async_sgd(how=cast("fp16"))')
+        run_workers(2, spoiling(1e6), 'async_sgd(how=cast("fp16"))')

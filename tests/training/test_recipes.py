@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from crew import apart, flat, regression, small_net, together
 from simulator.harness import simulated
+from thread_workers import flat, regression, relative_distance, run_workers, small_net
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -107,20 +107,23 @@ def recipe(request: pytest.FixtureRequest) -> str:
 
 
 def test_after_a_pass_all_workers_hold_the_same_bits(recipe: str) -> None:
-    found = together(4, train(recipe, 100), recipe)
+    found = run_workers(4, train(recipe, 100), recipe)
     assert all(torch.equal(one, found[0]) for one in found)
 
 
 @pytest.mark.parametrize("recipe", sorted(set(TOGETHER) - set(TIMED)))
 def test_the_same_run_gives_the_same_bits(recipe: str) -> None:
-    assert torch.equal(together(3, train(recipe, 100), recipe)[0], together(3, train(recipe, 100), recipe)[0])
+    assert torch.equal(run_workers(3, train(recipe, 100), recipe)[0], run_workers(3, train(recipe, 100), recipe)[0])
 
 
 @pytest.mark.parametrize("recipe", sorted(set(TOGETHER) - set(TIMED) - set(COUNT_WORKERS)))
 def test_a_worker_that_never_has_data_weighs_nothing(recipe: str) -> None:
     """Two batches for two workers, or for three of whom one is idle."""
     close = 1e-2 if "cast" in recipe else 1e-12
-    assert apart(together(3, train(recipe, 16), recipe)[2], together(2, train(recipe, 16), recipe)[0]) <= close
+    assert (
+        relative_distance(run_workers(3, train(recipe, 16), recipe)[2], run_workers(2, train(recipe, 16), recipe)[0])
+        <= close
+    )
 
 
 def test_it_learns(recipe: str) -> None:
@@ -133,7 +136,7 @@ def test_it_learns(recipe: str) -> None:
 
 
 def test_each_sample_counts_once_and_the_time_is_accounted_for(recipe: str, tmp_path: Path) -> None:
-    together(3, train(recipe, 50), recipe, run=tmp_path)
+    run_workers(3, train(recipe, 50), recipe, run=tmp_path)
     events = list(read_events(tmp_path / "events.jsonl"))
     seen = [one["sample_counts"] for one in events if one["event"] == "epoch"]
     assert seen == [{"once": 50, "twice": 0, "never": 0, "dropped": 0}] * 3

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from crew import alone, flat, regression, sgd, small_net, together
 from hypothesis import given
 from hypothesis import strategies as st
+from thread_workers import flat, regression, run_single_process, run_workers, sgd, small_net
 from torch import nn
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
@@ -26,7 +26,7 @@ from stretto.events import EventLog, LogFile, read_events
 
 def refused(kind: type[Exception], match: str | None, work: Any, workers: int = 2, recipe: str = "allreduce") -> str:
     with pytest.raises(kind, match=match) as caught:
-        together(workers, work, recipe)
+        run_workers(workers, work, recipe)
     return str(caught.value)
 
 
@@ -118,7 +118,7 @@ def test_workers_with_different_recipes() -> None:
         begin(small_net(), recipe=local_sgd(every=worker + 1))
 
     with pytest.raises(errors.RecipeError, match="different recipes"):
-        together(2, work)
+        run_workers(2, work)
 
 
 def test_evaluate_that_raises() -> None:
@@ -171,7 +171,7 @@ def test_it_is_found_without_a_log_too(recipe: str) -> None:
 
 def test_a_single_machine_in_a_run_is_told_too() -> None:
     with pytest.raises(errors.NotFiniteError, match="step 2"):
-        alone(poisoned(math.nan, log=False, recipe_worker=0))
+        run_single_process(poisoned(math.nan, log=False, recipe_worker=0))
 
 
 def test_what_overflows_in_the_encoding_is_refused_before_it_changes_anything() -> None:
@@ -192,7 +192,7 @@ def test_what_overflows_in_the_encoding_is_refused_before_it_changes_anything() 
 
 def test_replicas_that_differ_are_named() -> None:
     with pytest.raises(errors.ReplicasDifferError, match=r"0\.bias of worker 2"):
-        together(3, _spoiled, "allreduce")
+        run_workers(3, _spoiled, "allreduce")
 
 
 def _spoiled(worker: int) -> None:
@@ -241,7 +241,7 @@ def test_model_that_is_thawed_after_the_line_trains(recipe: str) -> None:
             optimizer.step()
         return bool((flat(net) != before).any())
 
-    assert together(2, work, recipe) == [True, True]
+    assert run_workers(2, work, recipe) == [True, True]
 
 
 def test_a_full_disk_is_named_once_and_refuses_at_the_end(capsys: pytest.CaptureFixture[str]) -> None:
@@ -379,7 +379,7 @@ def test_steps_between_two_sections_are_the_scripts_own() -> None:
         stretto.finish()
         optimizer.step()
 
-    together(2, work, "local_sgd(every=2)")
+    run_workers(2, work, "local_sgd(every=2)")
 
 
 def test_lazy_module_without_shapes_is_refused() -> None:

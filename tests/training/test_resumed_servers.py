@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from faulty import Crew, Worker
+from faulty_servers import FaultyCluster, Worker
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -44,10 +44,10 @@ class Side:
         self.theta = self.arena.parts[0].theta
 
     def exchange(self, number: int) -> AsyncServer:
-        context = codecs.CodecContext(self.worker.number, self.worker.crew.workers)
+        context = codecs.CodecContext(self.worker.number, self.worker.cluster.workers)
         optimizer = torch.optim.SGD([cast("nn.Parameter", self.net.w)], lr=1.0)
         recipe, watch = parse("async_sgd(shards=2)"), Stopwatch(lambda: 0.0)
-        wire = self.worker.wire
+        wire = self.worker.client
         return AsyncServer(
             self.arena,
             number,
@@ -62,18 +62,18 @@ class Side:
         )
 
 
-def follow(crew: Crew, planned: Mapping[int, Callable[[], object]]) -> None:
+def follow(cluster: FaultyCluster, planned: Mapping[int, Callable[[], object]]) -> None:
     """Run to the end, with this at these steps."""
     grads = torch.is_grad_enabled()
     try:
-        crew.start()
+        cluster.start()
         for at in range(STEPS):
             planned.get(at, lambda: None)()
-            if not crew.step():
-                crew.settle_all()
-                if not crew.step() and crew.is_done:
+            if not cluster.step():
+                cluster.report_and_restart_all()
+                if not cluster.step() and cluster.is_done:
                     return
-        raise AssertionError(f"no end: {crew.happened}")
+        raise AssertionError(f"no end: {cluster.history}")
     finally:
         torch.set_grad_enabled(grads)
 
@@ -85,20 +85,20 @@ def test_what_a_run_goes_on_from_is_given_though_a_server_dies_meanwhile(dies: i
     def run(worker: Worker) -> None:
         side = Side(worker)
         side.exchange(1)  # the script's own parameters
-        worker.wire.broadcast_bytes(lambda: b"the checkpoint")
+        worker.client.broadcast_bytes(lambda: b"the checkpoint")
         with torch.no_grad():
             side.theta.fill_(5.0)
         again = side.exchange(2)
         again.read()
-        worker.wire.all_gather_bytes(b"read")
+        worker.client.all_gather_bytes(b"read")
         found[worker.number] = float(side.theta[0])
-        worker.wire.close()
+        worker.client.close()
 
     for seed in range(3):
         for at in range(0, 120, 5):
             found.clear()
-            crew = Crew(2, 2, seed, run, cut_every=10**9)
-            follow(crew, {at: lambda crew=crew: crew.kill_server(dies)})  # type: ignore[misc]
+            cluster = FaultyCluster(2, 2, seed, run, snapshot_interval_s=10**9)
+            follow(cluster, {at: lambda cluster=cluster: cluster.kill_server(dies)})  # type: ignore[misc]
             assert set(found.values()) == {5.0}, (seed, at)
 
 
@@ -111,7 +111,7 @@ def test_what_was_done_is_not_done_again_though_a_worker_and_then_the_coordinato
         leases: list[Any] = []
         hands: list[LeasedEpoch] = []
         side = Side(worker, lambda done: hands[0].settle(done))
-        wire, exchange = worker.wire, side.exchange(1)
+        wire, exchange = worker.client, side.exchange(1)
 
         def unsent() -> tuple[int, list[Any]]:
             now, leases[:] = list(leases), []
@@ -144,14 +144,14 @@ def test_what_was_done_is_not_done_again_though_a_worker_and_then_the_coordinato
 
     for seed in range(8):
         found.clear()
-        crew = Crew(2, 2, seed, run, cut_every=10**9)
+        cluster = FaultyCluster(2, 2, seed, run, snapshot_interval_s=10**9)
         follow(
-            crew,
+            cluster,
             {
-                at[0]: lambda crew=crew: crew.kill(1),  # type: ignore[misc]
-                at[0] + 2: crew.tell,
-                at[0] + 4: crew.come_back,
-                at[1]: lambda crew=crew: crew.kill_server(0),  # type: ignore[misc]
+                at[0]: lambda cluster=cluster: cluster.kill_worker(1),  # type: ignore[misc]
+                at[0] + 2: cluster.report_failure,
+                at[0] + 4: cluster.restart_worker,
+                at[1]: lambda cluster=cluster: cluster.kill_server(0),  # type: ignore[misc]
             },
         )
         assert all(one == [0.0] * DONE + [1.0] * (BATCHES - DONE) for one in found.values()), seed
@@ -167,7 +167,7 @@ def test_the_first_worker_dies_while_it_writes_and_the_next_one_does(tmp_path: P
         optimizers = Optimizers([torch.optim.SGD([torch.zeros(1, requires_grad=True)])])
         replica = SimpleNamespace(arrival=True)
         trainer: Any = SimpleNamespace(
-            wire=worker.wire, replica=replica, journal=journal, optimizers=optimizers, **counts
+            wire=worker.client, replica=replica, journal=journal, optimizers=optimizers, **counts
         )
         place: Any = SimpleNamespace(run=tmp_path, keep=3, checkpoint=every("1 rounds"))
         keeper: Any = CheckpointManager(trainer, place)
@@ -180,12 +180,12 @@ def test_the_first_worker_dies_while_it_writes_and_the_next_one_does(tmp_path: P
         if not worker.life:
             for _ in range(3):
                 keeper.save()
-        worker.wire.close()
+        worker.client.close()
 
     for seed in range(3):
         for at in range(2, 80, 6):
-            crew = Crew(3, 1, seed, run, cut_every=10**9)
-            follow(crew, {at: lambda crew=crew: crew.kill(0), at + 6: crew.tell})  # type: ignore[misc]
-            assert all(one.is_done for one in crew.crew[1:])
+            cluster = FaultyCluster(3, 1, seed, run, snapshot_interval_s=10**9)
+            follow(cluster, {at: lambda cluster=cluster: cluster.kill_worker(0), at + 6: cluster.report_failure})  # type: ignore[misc]
+            assert all(one.is_done for one in cluster.workers_now[1:])
     assert [0, 1, 2] in kept
     assert [1, 2] in kept

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from crew import alone, flat, regression, sgd, small_net, together
 from safetensors.torch import load_file
+from thread_workers import flat, regression, run_single_process, run_workers, sgd, small_net
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -46,7 +46,7 @@ def events(run: Path, kind: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_the_time_split_sums_to_the_wall_time(recipe: str, tmp_path: Path) -> None:
     began = time.perf_counter()
-    together(3, lambda worker: work(worker, slow_s=0.02), recipe, run=tmp_path)
+    run_workers(3, lambda worker: work(worker, slow_s=0.02), recipe, run=tmp_path)
     wall_s = time.perf_counter() - began
     for end in events(tmp_path, "end"):
         assert set(end["time_breakdown"]) == set(PHASES)
@@ -57,7 +57,7 @@ def test_the_time_split_sums_to_the_wall_time(recipe: str, tmp_path: Path) -> No
 
 def test_waiting_is_told_from_exchanging(tmp_path: Path) -> None:
     """Worker 1 sleeps in each step: the others wait for it, it waits for nobody."""
-    together(3, lambda worker: work(worker, slow_s=0.03), "allreduce", run=tmp_path)
+    run_workers(3, lambda worker: work(worker, slow_s=0.03), "allreduce", run=tmp_path)
     waiting = [worker["time_breakdown"]["waiting"] for worker in events(tmp_path, "epoch")[-1]["workers"]]
     slept = 0.03 * 10
     assert waiting[1] < 0.5 * slept
@@ -68,7 +68,7 @@ def test_waiting_is_told_from_exchanging(tmp_path: Path) -> None:
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("workers", [1, 3])
 def test_an_epoch_is_audited(recipe: str, workers: int, tmp_path: Path) -> None:
-    together(workers, work, recipe, run=tmp_path)
+    run_workers(workers, work, recipe, run=tmp_path)
     epochs = events(tmp_path, "epoch")
     assert [one["sample_counts"] for one in epochs] == [{"once": 100, "twice": 0, "never": 0, "dropped": 0}] * 2
     assert epochs[-1]["samples"] == sum(one["samples"] for one in epochs[-1]["workers"]) == 200
@@ -92,7 +92,7 @@ def test_a_pass_left_early_is_audited_honestly(recipe: str, before: bool, seen: 
             if number == 2:
                 break
 
-    together(2, early, recipe, run=tmp_path)
+    run_workers(2, early, recipe, run=tmp_path)
     assert events(tmp_path, "epoch")[0]["sample_counts"] == {
         "once": seen,
         "twice": 0,
@@ -110,7 +110,7 @@ def test_what_the_loader_drops_is_said(tmp_path: Path) -> None:
         for _ in stretto.distribute(net, optimizer, loader):
             optimizer.step()
 
-    together(2, dropping, "allreduce", run=tmp_path)
+    run_workers(2, dropping, "allreduce", run=tmp_path)
     assert events(tmp_path, "epoch")[0]["sample_counts"] == {"once": 96, "twice": 0, "never": 0, "dropped": 4}
 
 
@@ -131,8 +131,8 @@ class Judge:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_evaluate_sees_the_agreed_model_and_leaves_no_trace(recipe: str, tmp_path: Path) -> None:
     judge = Judge()
-    judged = together(3, lambda worker: work(worker, evaluate=judge), recipe, run=tmp_path)
-    plain = together(3, work, recipe)
+    judged = run_workers(3, lambda worker: work(worker, evaluate=judge), recipe, run=tmp_path)
+    plain = run_workers(3, work, recipe)
     assert all(net.training for net in judged)
     for one, other in zip(judged, plain, strict=True):
         assert torch.equal(flat(one), flat(other))
@@ -158,21 +158,21 @@ def test_evaluate_draws_no_random_number_of_the_training() -> None:
 @pytest.mark.parametrize("recipe", ["allreduce", "local_sgd(every=3)", "diloco(every=4)"])
 def test_evaluating_between_exchanges_does_not_change_the_training(recipe: str, tmp_path: Path) -> None:
     judge = Judge()
-    often = together(3, lambda worker: work(worker, evaluate=judge, evaluate_every=2), recipe, run=tmp_path)
-    never = together(3, work, recipe)
+    often = run_workers(3, lambda worker: work(worker, evaluate=judge, evaluate_every=2), recipe, run=tmp_path)
+    never = run_workers(3, work, recipe)
     assert torch.equal(flat(often[0]), flat(never[0]))
     assert [one["step"] for one in events(tmp_path, "evaluation")] == [2, 4, 6, 8, 10]
 
 
 def test_evaluating_is_not_training_time(tmp_path: Path) -> None:
-    together(2, lambda worker: work(worker, evaluate=Judge()), "allreduce", run=tmp_path)
+    run_workers(2, lambda worker: work(worker, evaluate=Judge()), "allreduce", run=tmp_path)
     for end in events(tmp_path, "end"):
         assert end["time_breakdown"]["evaluating"] >= 0.1
         assert end["training_s"] == pytest.approx(end["t"] - end["time_breakdown"]["evaluating"], abs=0.01)
 
 
 def test_the_final_state_is_the_agreed_model(tmp_path: Path) -> None:
-    nets = together(3, work, "local_sgd(every=3)", run=tmp_path)
+    nets = run_workers(3, work, "local_sgd(every=3)", run=tmp_path)
     state = load_file(tmp_path / "final.safetensors")
     assert set(state) == set(nets[0].state_dict())
     assert all(torch.equal(state[name], one) for name, one in nets[2].state_dict().items())
@@ -198,7 +198,7 @@ def test_the_final_state_is_what_the_model_takes_back(tmp_path: Path) -> None:
             optimizer.step()
         return net
 
-    net, _ = together(2, ties, "allreduce", run=tmp_path)
+    net, _ = run_workers(2, ties, "allreduce", run=tmp_path)
     found = Tied()
     found.load_state_dict(load_file(tmp_path / "final.safetensors"))
     assert torch.equal(flat(found), flat(net))
@@ -217,7 +217,7 @@ def test_states_and_predictions_are_kept_when_asked_for(tmp_path: Path) -> None:
             net(x).mean().backward()
             optimizer.step()
 
-    together(2, classify, "local_sgd(every=2)", run=tmp_path, keep_states=True)
+    run_workers(2, classify, "local_sgd(every=2)", run=tmp_path, keep_states=True)
     assert (tmp_path / "states" / "00000040.safetensors").exists()
     predictions = np.load(tmp_path / "final.predictions.npy")
     assert predictions.shape == (5,)
@@ -229,7 +229,7 @@ def test_the_recipe_of_the_command_line_wins_and_that_is_said(
 ) -> None:
     from stretto.recipe.named import diloco
 
-    together(2, lambda worker: work(worker, recipe=diloco(every=7)), "local_sgd(every=3)", run=tmp_path)
+    run_workers(2, lambda worker: work(worker, recipe=diloco(every=7)), "local_sgd(every=3)", run=tmp_path)
     said = events(tmp_path, "warning")[0]["text"]
     assert "local_sgd(every=3)" in said
     assert "diloco(every=7)" in said
@@ -238,19 +238,19 @@ def test_the_recipe_of_the_command_line_wins_and_that_is_said(
 
 
 def test_alone_with_joined_batches_takes_the_steps_of_the_joined_batch(tmp_path: Path) -> None:
-    together(1, work, single_process=True, global_batch_of=4, run=tmp_path)
+    run_workers(1, work, single_process=True, global_batch_of=4, run=tmp_path)
     assert events(tmp_path, "epoch")[-1]["step"] == 2 * 4
     assert events(tmp_path, "start")[0]["recipe"] == "single process"
 
 
 def test_replicas_are_compared_in_the_run(tmp_path: Path) -> None:
-    together(3, work, "allreduce", run=tmp_path)
+    run_workers(3, work, "allreduce", run=tmp_path)
     assert all(one["equal"] for one in events(tmp_path, "check"))
     assert len(events(tmp_path, "check")) >= 2
 
 
 def test_drift_between_exchanges_is_measured(tmp_path: Path) -> None:
-    together(3, work, "local_sgd(every=100)", run=tmp_path)
+    run_workers(3, work, "local_sgd(every=100)", run=tmp_path)
     assert all(one["drift"] > 1e-4 for one in events(tmp_path, "epoch"))
 
 
@@ -260,7 +260,7 @@ def test_without_a_run_logging_costs_nothing_and_writes_nothing(
     monkeypatch.chdir(tmp_path)
     stretto.log(loss=float("nan"))
     with stretto.no_sync():
-        alone(work)
+        run_single_process(work)
     assert not list(tmp_path.iterdir())
 
 

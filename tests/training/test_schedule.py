@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from crew import one_worker, regression, small_net, together
-from endure import Killed
-from endure import crew as enduring
+from elastic_workers import WorkerKilled, run_elastic_workers
 from simulator.harness import simulated
+from thread_workers import regression, run_one_worker, run_workers, small_net
 from torch import nn
 from torch.optim import lr_scheduler as schedulers
 from torch.utils.data import DataLoader
@@ -99,7 +98,7 @@ def plain(make: Make, **options: Any) -> list[float]:
 def test_schedule_of_one_process_is_where_it_would_be_there(kind: str, before: bool) -> None:
     alone = plain(KINDS[kind])
     expected = [*(alone[EPOCH * epoch + at] for epoch in range(EPOCHS) for at in [2, 5, 8, 11, 14, EPOCH - 1])]
-    for found in together(3, rates(KINDS[kind], before), "allreduce"):
+    for found in run_workers(3, rates(KINDS[kind], before), "allreduce"):
         own = len(found) // EPOCHS  # a worker without a batch in the last global step of an epoch does not call
         steps = [rate for at, rate in enumerate(expected) if at % 6 < own]
         assert found == pytest.approx(steps)
@@ -109,14 +108,14 @@ def test_schedule_of_one_process_is_where_it_would_be_there(kind: str, before: b
 @pytest.mark.parametrize("kind", ["one cycle", "lambda", "sequential"])
 def test_schedule_ends_under_every_recipe(kind: str, recipe: str) -> None:
     alone = plain(KINDS[kind])
-    lasts = [found[-1] for found in together(3, rates(KINDS[kind]), recipe)]
+    lasts = [found[-1] for found in run_workers(3, rates(KINDS[kind]), recipe)]
     assert min(abs(one - alone[-1]) for one in lasts) < 1e-9
     assert all(one <= alone[-6] for one in lasts)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_worker_computes_the_plain_schedule(kind: str) -> None:
-    assert one_worker(rates(KINDS[kind]), "allreduce") == plain(KINDS[kind])
+    assert run_one_worker(rates(KINDS[kind]), "allreduce") == plain(KINDS[kind])
 
 
 def test_length_taken_from_the_distributed_loader_counts_global_steps() -> None:
@@ -136,10 +135,10 @@ def test_length_taken_from_the_distributed_loader_counts_global_steps() -> None:
         steps.append([schedule.last_epoch, EPOCHS * len(loader)])
         return optimizer.param_groups[0]["lr"], schedule.last_epoch
 
-    together(3, work, "allreduce")
+    run_workers(3, work, "allreduce")
     assert all(made == total for made, total in steps)
     steps.clear()
-    together(3, work, "downpour(every=1)")
+    run_workers(3, work, "downpour(every=1)")
     assert all(total - 3 <= made <= total for made, total in steps)
 
 
@@ -147,7 +146,7 @@ def test_length_taken_from_the_distributed_loader_counts_global_steps() -> None:
 def test_accumulation_advances_once_for_each_step_of_one_process(accumulate: int) -> None:
     total = TOTAL // accumulate
     work = rates(lambda one: schedulers.LinearLR(one, 1.0, 0.0, total), accumulate=accumulate)
-    found = together(3, work, "allreduce")
+    found = run_workers(3, work, "allreduce")
     assert all(one[-1] <= 0.01 * 3.1 / total for one in found)
     assert all(one[-2] > 0 for one in found)
 
@@ -220,7 +219,7 @@ def test_schedule_of_epochs_is_advanced_once(recipe: str, where: str) -> None:
                 schedule.step()
         return schedule.last_epoch
 
-    assert together(3, work, recipe) == [EPOCHS] * 3
+    assert run_workers(3, work, recipe) == [EPOCHS] * 3
 
 
 def test_plateau_is_never_advanced_more_than_once() -> None:
@@ -235,7 +234,7 @@ def test_plateau_is_never_advanced_more_than_once() -> None:
             schedule.step(1.0)
         return schedule.last_epoch
 
-    found = together(3, work, "local_sgd(every=1)")
+    found = run_workers(3, work, "local_sgd(every=1)")
     assert found[0] == math.ceil(EPOCH / 3)
 
 
@@ -251,7 +250,7 @@ def test_schedule_of_another_optimizer_is_left_alone() -> None:
             schedule.step()
         return schedule.last_epoch
 
-    assert max(together(3, work, "allreduce")) == math.ceil(EPOCH / 3)
+    assert max(run_workers(3, work, "allreduce")) == math.ceil(EPOCH / 3)
 
 
 def test_class_of_the_script_with_a_step_of_its_own() -> None:
@@ -262,7 +261,7 @@ def test_class_of_the_script_with_a_step_of_its_own() -> None:
         def step(self, epoch: int | None = None) -> None:
             super().step(epoch)
 
-    found = together(3, rates(lambda one: Halving(one)), "allreduce")
+    found = run_workers(3, rates(lambda one: Halving(one)), "allreduce")
     assert found[0][-1] == pytest.approx(0.01 * 0.5**TOTAL)
 
 
@@ -278,12 +277,12 @@ def test_a_stream_advances_by_the_batches_that_were_read() -> None:
             schedule.step()
         return schedule.last_epoch
 
-    assert EPOCH in together(3, work, "allreduce")
+    assert EPOCH in run_workers(3, work, "allreduce")
 
 
 def test_never_past_the_end_that_raises() -> None:
     """The script makes as many steps as the schedule has on each worker."""
-    found = together(3, rates(lambda one: schedulers.OneCycleLR(one, 0.1, total_steps=TOTAL // 2)), "allreduce")
+    found = run_workers(3, rates(lambda one: schedulers.OneCycleLR(one, 0.1, total_steps=TOTAL // 2)), "allreduce")
     assert found[0][-1] == found[0][-2]
 
 
@@ -294,7 +293,7 @@ def notices(run: Path) -> str:
 @pytest.mark.parametrize("total", [TOTAL, TOTAL + 5])
 def test_per_step_advances_as_called_and_says_both_numbers_once(total: int, tmp_path: Path) -> None:
     make = functools.partial(schedulers.OneCycleLR, max_lr=0.1, total_steps=total)
-    found = together(3, rates(make, schedule="per-step"), "allreduce", run=tmp_path)
+    found = run_workers(3, rates(make, schedule="per-step"), "allreduce", run=tmp_path)
     made = EPOCHS * math.ceil(EPOCH / 3)
     assert found[0] == plain(make)[:made]
     said = notices(tmp_path)
@@ -303,7 +302,7 @@ def test_per_step_advances_as_called_and_says_both_numbers_once(total: int, tmp_
 
 
 def test_per_sample_says_what_it_does_once(tmp_path: Path) -> None:
-    together(3, rates(KINDS["one cycle"]), "allreduce", run=tmp_path)
+    run_workers(3, rates(KINDS["one cycle"]), "allreduce", run=tmp_path)
     said = notices(tmp_path)
     assert said.count("OneCycleLR") == 1 and f"{TOTAL} steps" in said and "makes 18 in 3 epochs" in said
 
@@ -311,7 +310,7 @@ def test_per_sample_says_what_it_does_once(tmp_path: Path) -> None:
 def test_per_step_that_runs_out_under_unequal_steps_names_the_recipe() -> None:
     make = functools.partial(schedulers.OneCycleLR, max_lr=0.1, total_steps=4)
     with pytest.raises(ScriptError, match="OneCycleLR has run out: under .*unequal numbers of steps"):
-        together(2, rates(make, schedule="per-step"), "downpour(every=1)")
+        run_workers(2, rates(make, schedule="per-step"), "downpour(every=1)")
 
 
 def test_unknown_schedule_is_refused() -> None:
@@ -327,10 +326,10 @@ def test_schedule_ends_when_workers_are_killed_and_return(recipe: str, tmp_path:
     def happens(worker: int, step: int) -> None:
         if (worker, step) in left:
             left.discard((worker, step))
-            raise Killed
+            raise WorkerKilled
 
     alone = plain(KINDS["lambda"], epochs=EPOCHS)
-    found, _ = enduring(3, rates(KINDS["lambda"], happens=happens), recipe, tmp_path, again=1)
+    found, _ = run_elastic_workers(3, rates(KINDS["lambda"], happens=happens), recipe, tmp_path, again=1)
     lasts = [one[-1] for one in found if one]
     assert lasts and min(lasts) == pytest.approx(alone[-1], abs=1e-9)
     assert max(lasts) <= alone[-4]
@@ -339,8 +338,8 @@ def test_schedule_ends_when_workers_are_killed_and_return(recipe: str, tmp_path:
 @pytest.mark.parametrize("recipe", ["allreduce", "local_sgd(every=3)"])
 def test_resumed_run_continues_the_schedule(recipe: str, tmp_path: Path) -> None:
     make, first, second = KINDS["sequential"], tmp_path / "first", tmp_path / "second"
-    enduring(3, rates(make, epochs=2), recipe, first, checkpoint=every("9 rounds"))
-    found, _ = enduring(3, rates(make), recipe, second, resume=first)
+    run_elastic_workers(3, rates(make, epochs=2), recipe, first, checkpoint=every("9 rounds"))
+    found, _ = run_elastic_workers(3, rates(make), recipe, second, resume=first)
     alone = plain(make)
     assert all(one[-1] == pytest.approx(alone[-1 if worker == 0 else -2]) for worker, one in enumerate(found))
 

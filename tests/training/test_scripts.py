@@ -7,7 +7,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from crew import Branching, alone, apart, flat, one_worker, regression, sgd, small_net, together, training
+from thread_workers import (
+    Branching,
+    flat,
+    regression,
+    relative_distance,
+    run_one_worker,
+    run_single_process,
+    run_workers,
+    sgd,
+    small_net,
+    training,
+)
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset
 
@@ -19,8 +30,8 @@ EVERY_STEP = ["allreduce", "local_sgd(every=1)"]
 
 
 def equal_to_one_machine(work: Any, recipe: str, workers: int = 3, close: float = CLOSE) -> None:
-    found = together(workers, work, recipe)
-    assert apart(found[0], alone(work, join=workers)) <= close
+    found = run_workers(workers, work, recipe)
+    assert relative_distance(found[0], run_single_process(work, join=workers)) <= close
     assert all(torch.equal(one, found[0]) for one in found)
 
 
@@ -150,7 +161,7 @@ def test_mixed_dtypes(recipe: str) -> None:
         return loop(net, sgd(net.parameters()), data)
 
     if "diloco" in recipe:
-        found = together(3, work, recipe)
+        found = run_workers(3, work, recipe)
         assert all(torch.equal(one, found[0]) for one in found)
     else:
         equal_to_one_machine(work, recipe, close=1e-6)
@@ -178,7 +189,7 @@ def test_buffers_follow_what_is_exchanged(recipe: str) -> None:
         loop(net, sgd(net.parameters()), regression(96))
         return {name: one.clone() for name, one in net.state_dict().items()}
 
-    found = together(3, work, recipe)
+    found = run_workers(3, work, recipe)
     for one in found:
         assert one["norm.num_batches_tracked"].dtype == torch.int64
         assert one["norm.num_batches_tracked"] == 8
@@ -205,8 +216,8 @@ def test_averaged_statistics_are_the_mean_of_the_workers() -> None:
         for start in (0, 24):
             net(data.tensors[0][start + 8 * worker : start + 8 * (worker + 1)])
         each.append(net.norm.running_mean)
-    assert torch.allclose(together(3, work, "local_sgd(every=50)")[0], torch.stack(each).mean(0), atol=1e-6)
-    assert torch.equal(together(3, work, "allreduce")[2], each[0])
+    assert torch.allclose(run_workers(3, work, "local_sgd(every=50)")[0], torch.stack(each).mean(0), atol=1e-6)
+    assert torch.equal(run_workers(3, work, "allreduce")[2], each[0])
 
 
 @pytest.mark.parametrize("recipe", [None, *EVERY_STEP])
@@ -228,8 +239,8 @@ def test_gradient_accumulation(recipe: str | None) -> None:
 
     whole = training(data, 8, epochs=1, dtype=DOUBLE)
     workers = 1 if recipe is None else 3
-    found = alone(accumulated) if recipe is None else together(workers, accumulated, recipe)[0]
-    assert apart(found, alone(whole, join=workers)) <= CLOSE
+    found = run_single_process(accumulated) if recipe is None else run_workers(workers, accumulated, recipe)[0]
+    assert relative_distance(found, run_single_process(whole, join=workers)) <= CLOSE
 
 
 def test_accumulation_without_the_context_manager_is_right_too() -> None:
@@ -286,15 +297,15 @@ def scaled(worker: int, data: TensorDataset, poison: int | None = None) -> Tenso
 def test_scaler_and_autocast(recipe: str) -> None:
     """Autocast rounds to 8 bits, so batches of other shapes agree to that; replicas agree to the bit."""
     data = regression(100)
-    found = together(3, lambda worker: scaled(worker, data), recipe)
+    found = run_workers(3, lambda worker: scaled(worker, data), recipe)
     assert all(torch.equal(one, found[0]) for one in found)
-    assert apart(found[0], alone(lambda worker: scaled(worker, data), join=3)) <= 2e-2
+    assert relative_distance(found[0], run_single_process(lambda worker: scaled(worker, data), join=3)) <= 2e-2
 
 
 @pytest.mark.parametrize("recipe", [*EVERY_STEP, "local_sgd(every=3)"])
 def test_a_step_that_the_scaler_skips_on_one_worker_holds_nobody_up(recipe: str) -> None:
     data = regression(100)
-    found = together(3, lambda worker: scaled(worker, data, poison=1), recipe)
+    found = run_workers(3, lambda worker: scaled(worker, data, poison=1), recipe)
     assert torch.isfinite(found[0]).all()
     assert all(torch.equal(one, found[0]) for one in found)
 
@@ -338,7 +349,7 @@ def test_closures(recipe: str) -> None:
         return flat(net)
 
     if "4" in recipe:
-        found = together(4, work, recipe)
+        found = run_workers(4, work, recipe)
         assert all(torch.equal(one, found[0]) for one in found)
     else:
         equal_to_one_machine(work, recipe, workers=4)
@@ -378,7 +389,7 @@ def test_what_becomes_of_the_optimizers_state(make: Any, state: str) -> None:
         optimizers[worker] = make(net.parameters(), lr=0.01)
         return loop(net, optimizers[worker], regression(49, DOUBLE), epochs=2)
 
-    found = together(3, work, f'local_sgd(every=3, optimizer_state="{state}")')
+    found = run_workers(3, work, f'local_sgd(every=3, optimizer_state="{state}")')
     assert all(torch.equal(one, found[0]) for one in found)
     assert torch.isfinite(found[0]).all()
 
@@ -391,7 +402,7 @@ def test_averaged_momentum_is_equal_everywhere_and_kept_momentum_is_not() -> Non
         return torch.cat([optimizer.state[one]["momentum_buffer"].reshape(-1) for one in net.parameters()])
 
     averaged, kept, reset = (
-        together(3, work, f'local_sgd(every=3, optimizer_state="{state}")') for state in ("average", "keep", "reset")
+        run_workers(3, work, f'local_sgd(every=3, optimizer_state="{state}")') for state in ("average", "keep", "reset")
     )
     assert torch.equal(averaged[0], averaged[1])
     assert not torch.equal(kept[0], kept[1])
@@ -408,8 +419,8 @@ def test_a_compiled_model(in_place: bool) -> None:
             net = torch.compile(net, backend="aot_eager")
         return loop(net, sgd(net.parameters()), regression(64, DOUBLE))
 
-    one = one_worker(work, "allreduce")
-    assert apart(one, alone(training(regression(64, DOUBLE), 8, dtype=DOUBLE))) <= CLOSE
+    one = run_one_worker(work, "allreduce")
+    assert relative_distance(one, run_single_process(training(regression(64, DOUBLE), 8, dtype=DOUBLE))) <= CLOSE
 
 
 def test_a_channels_last_model_keeps_its_memory_format() -> None:
@@ -451,7 +462,7 @@ def test_a_change_of_the_model_between_passes_stands() -> None:
         return flat(net)
 
     for recipe in ("local_sgd(every=100)", "diloco(every=100)", "local_sgd(every=2)", "diloco(every=2)", "allreduce"):
-        assert torch.equal(together(2, work, recipe)[1], torch.full_like(flat(small_net()), 0.25))
+        assert torch.equal(run_workers(2, work, recipe)[1], torch.full_like(flat(small_net()), 0.25))
 
 
 def test_leaving_a_pass_early_ends_in_good_order() -> None:
@@ -470,7 +481,7 @@ def test_leaving_a_pass_early_ends_in_good_order() -> None:
 
     for recipe in EVERY_STEP:
         equal_to_one_machine(work, recipe)
-    together(3, work, "local_sgd(every=3)")
+    run_workers(3, work, "local_sgd(every=3)")
 
 
 class Counted(IterableDataset):
@@ -522,13 +533,13 @@ LOADERS = {
 @pytest.mark.parametrize("workers", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("kind", LOADERS)
 def test_every_sample_is_seen_exactly_once(kind: str, workers: int, samples: int, recipe: str) -> None:
-    found = together(workers, lambda worker: read(LOADERS[kind](samples)), recipe)
+    found = run_workers(workers, lambda worker: read(LOADERS[kind](samples)), recipe)
     for epoch in range(2):
         assert sorted(x for passes in found for x in passes[epoch]) == list(range(samples))
 
 
 def test_drop_last_drops_what_the_loader_drops() -> None:
-    found = together(3, lambda worker: read(DataLoader(numbers(23), batch_size=4, drop_last=True)), "allreduce")
+    found = run_workers(3, lambda worker: read(DataLoader(numbers(23), batch_size=4, drop_last=True)), "allreduce")
     assert sorted(x for passes in found for x in passes[0]) == list(range(20))
 
 
@@ -558,5 +569,5 @@ def test_a_sampler_of_other_things_than_numbers() -> None:
             return 9
 
     keys = [("it", number) for number in range(9)]
-    found = together(2, lambda worker: read(DataLoader(Named(), batch_size=2, sampler=keys)), "allreduce")
+    found = run_workers(2, lambda worker: read(DataLoader(Named(), batch_size=2, sampler=keys)), "allreduce")
     assert sorted(x for passes in found for x in passes[0]) == list(range(9))

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from crew import flat, one_worker, regression, sgd, small_net, together
 from safetensors.torch import load_file
+from thread_workers import flat, regression, run_one_worker, run_workers, sgd, small_net
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
 
@@ -58,7 +58,7 @@ def seen(folder: Path) -> list[dict[str, int]]:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_each_section_has_its_own_books(recipe: str, tmp_path: Path) -> None:
-    nets = together(3, lambda worker: [fold(index) for index in range(3)], recipe, run=tmp_path)
+    nets = run_workers(3, lambda worker: [fold(index) for index in range(3)], recipe, run=tmp_path)
     for index, folder in enumerate([tmp_path, tmp_path / "section-2", tmp_path / "section-3"]):
         assert [one["once"] for one in seen(folder)] == [36 + 4 * index] * 2
         assert all(one["never"] == one["twice"] == 0 for one in seen(folder))
@@ -73,9 +73,9 @@ def test_each_section_has_its_own_books(recipe: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("recipe", ["allreduce", "local_sgd(every=3)"])
 def test_a_section_computes_as_a_run_of_its_own(recipe: str) -> None:
-    both = together(2, lambda worker: [flat(fold(index)) for index in range(2)], recipe)
+    both = run_workers(2, lambda worker: [flat(fold(index)) for index in range(2)], recipe)
     for index in range(2):
-        single = together(2, lambda worker, index=index: flat(fold(index)), recipe)
+        single = run_workers(2, lambda worker, index=index: flat(fold(index)), recipe)
         assert all(torch.equal(one[index], other) for one, other in zip(both, single, strict=True))
 
 
@@ -84,7 +84,7 @@ def test_several_sections_compute_what_the_plain_script_computes() -> None:
         return [flat(fold(index)) for index in range(3)]
 
     plain = contextvars.Context().run(work)
-    assert all(map(torch.equal, one_worker(lambda worker: work(), "allreduce"), plain))
+    assert all(map(torch.equal, run_one_worker(lambda worker: work(), "allreduce"), plain))
 
 
 def test_pretraining_and_fine_tuning_share_a_model(tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ def test_pretraining_and_fine_tuning_share_a_model(tmp_path: Path) -> None:
                 optimizer.step()
         return flat(net)
 
-    found = together(2, work, "local_sgd(every=5)", run=tmp_path)
+    found = run_workers(2, work, "local_sgd(every=5)", run=tmp_path)
     assert torch.equal(*found)
     before, after = (load_file(one / "final.safetensors") for one in (tmp_path, tmp_path / "section-2"))
     assert torch.equal(before["0.weight"], after["0.weight"])
@@ -116,7 +116,7 @@ def test_evaluations_are_counted_from_the_beginning_of_each_section(tmp_path: Pa
     for recipe in ("allreduce", "async_sgd"):
         run = tmp_path / recipe
         run.mkdir()
-        together(2, work, recipe, run=run)
+        run_workers(2, work, recipe, run=run)
         first, second = (
             [one["samples"] for one in events(folder, "evaluation")] for folder in (run, run / "section-2")
         )
@@ -134,7 +134,7 @@ def test_finish_ends_a_section_by_hand(tmp_path: Path) -> None:
         stretto.finish()
         stretto.finish()
 
-    together(2, work, "local_sgd(every=3)", run=tmp_path)
+    run_workers(2, work, "local_sgd(every=3)", run=tmp_path)
     assert len(seen(tmp_path / "section-2")) == 2
 
 
@@ -151,7 +151,7 @@ def test_the_loader_of_a_section_that_has_ended_is_refused() -> None:
             next(iter(old))
         return str(found.value)
 
-    for text in together(2, work, "allreduce"):
+    for text in run_workers(2, work, "allreduce"):
         assert all(word in text for word in ("got:", "expected:", "try:"))
 
 
@@ -162,7 +162,7 @@ def test_a_recipe_that_needs_another_connection_is_refused() -> None:
             fold(1, recipe="async_sgd")
         fold(2, recipe="local_sgd(every=2)")
 
-    together(2, work)
+    run_workers(2, work)
 
 
 def test_an_exception_that_all_workers_catch_ends_the_section(tmp_path: Path) -> None:
@@ -182,7 +182,7 @@ def test_an_exception_that_all_workers_catch_ends_the_section(tmp_path: Path) ->
             broken(1)
         fold(1)
 
-    together(2, work, "allreduce", run=tmp_path)
+    run_workers(2, work, "allreduce", run=tmp_path)
     assert [one["once"] for one in seen(tmp_path / "section-2")] == [40, 40]
 
 
@@ -194,7 +194,7 @@ def test_data_that_differ_among_workers_are_refused_in_later_sections() -> None:
         fold(1, Subset(data, list(range(worker, 20 + worker))))
 
     with pytest.raises(errors.LoaderError, match="data of worker 1 differ"):
-        together(2, work, "allreduce")
+        run_workers(2, work, "allreduce")
 
 
 def _hooks(net: nn.Module, optimizer: Any) -> int:
@@ -216,7 +216,7 @@ def test_no_hook_is_left_behind(recipe: str) -> None:
         stretto.finish()
         return _hooks(net, optimizer)
 
-    assert together(2, work, recipe) == [0, 0]
+    assert run_workers(2, work, recipe) == [0, 0]
 
 
 @pytest.mark.parametrize("recipe", ["allreduce", "diloco(every=2)", "async_sgd"])
@@ -236,5 +236,5 @@ def test_twenty_sections_leave_nothing_behind(recipe: str, tmp_path: Path) -> No
                 counted.append(count())
         return counted
 
-    (early, late) = one_worker(work, recipe, run=tmp_path)
+    (early, late) = run_one_worker(work, recipe, run=tmp_path)
     assert late == early

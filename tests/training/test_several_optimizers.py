@@ -7,7 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from crew import alone, apart, flat, one_worker, regression, small_net, together
+from thread_workers import (
+    flat,
+    regression,
+    relative_distance,
+    run_one_worker,
+    run_single_process,
+    run_workers,
+    small_net,
+)
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -57,22 +65,22 @@ def gan(critic_steps: int = 1, optimizer: Any = torch.optim.SGD, samples: int = 
 def test_exchanging_every_step_is_one_process(recipe: str, critic_steps: int, samples: int) -> None:
     if samples == 52 and recipe != "allreduce":
         samples = 48
-    found = together(3, gan(critic_steps, samples=samples), recipe)
-    assert apart(found[0], alone(gan(critic_steps, samples=samples), join=3)) < 1e-12
+    found = run_workers(3, gan(critic_steps, samples=samples), recipe)
+    assert relative_distance(found[0], run_single_process(gan(critic_steps, samples=samples), join=3)) < 1e-12
     assert all(torch.equal(one, found[0]) for one in found)
 
 
 @pytest.mark.parametrize("recipe", WAITING + SERVED)
 @pytest.mark.parametrize("critic_steps", [1, 3])
 def test_replicas_are_equal_at_the_end(recipe: str, critic_steps: int) -> None:
-    found = together(3, gan(critic_steps, torch.optim.Adam, samples=52), recipe)
+    found = run_workers(3, gan(critic_steps, torch.optim.Adam, samples=52), recipe)
     assert all(torch.equal(one, found[0]) for one in found)
 
 
 @pytest.mark.parametrize("recipe", WAITING + SERVED[:3])
 def test_one_worker_computes_the_bits_of_the_plain_loop(recipe: str) -> None:
-    wanted = alone(gan(2, torch.optim.Adam))
-    assert torch.equal(one_worker(gan(2, torch.optim.Adam), recipe), wanted)
+    wanted = run_single_process(gan(2, torch.optim.Adam))
+    assert torch.equal(run_one_worker(gan(2, torch.optim.Adam), recipe), wanted)
 
 
 def test_each_optimizer_has_rounds_of_its_own() -> None:
@@ -122,8 +130,8 @@ def test_each_optimizer_has_rounds_of_its_own() -> None:
                 optimizers[0].step()
         return torch.cat([flat(generator), flat(critic)])
 
-    found = together(3, once, "local_sgd(every=2)")
-    assert apart(found[0], by_hand(3, 60, 3, 2)) < 1e-12
+    found = run_workers(3, once, "local_sgd(every=2)")
+    assert relative_distance(found[0], by_hand(3, 60, 3, 2)) < 1e-12
 
 
 def test_evaluate_is_given_the_list_of_models() -> None:
@@ -145,14 +153,14 @@ def test_evaluate_is_given_the_list_of_models() -> None:
             for one in optimizers:
                 one.step()
 
-    together(2, work, "allreduce")
+    run_workers(2, work, "allreduce")
     assert seen == [[True, True]]
 
 
 @pytest.mark.parametrize("recipe", ["power_sgd(rank=1)", "ef21(how=top_k(0.1))", "one_bit"])
 def test_recipes_that_remember_gradients_refuse_two_optimizers(recipe: str) -> None:
     with pytest.raises(ModelError, match="can't tell those of 2 optimizers apart"):
-        together(2, gan(), recipe)
+        run_workers(2, gan(), recipe)
 
 
 def loop(held: Callable[[nn.Module], Any], outside: Callable[[nn.Module], Any], recipe: str) -> None:
@@ -168,7 +176,7 @@ def loop(held: Callable[[nn.Module], Any], outside: Callable[[nn.Module], Any], 
             other.step()
             given.step()
 
-    together(2, work, recipe)
+    run_workers(2, work, recipe)
 
 
 @pytest.mark.parametrize("recipe", ["allreduce", "local_sgd(every=2)", "async_sgd"])
@@ -194,7 +202,7 @@ def test_trainable_parameters_in_no_optimizer_are_named_at_the_first_step(recipe
             given.step()
 
     with pytest.raises(ModelError, match=r"0\.weight has a gradient, and no optimizer"):
-        together(2, work, recipe)
+        run_workers(2, work, recipe)
 
 
 def test_an_optimizer_over_the_input_of_one_batch_is_the_scripts_own_affair() -> None:
@@ -211,7 +219,7 @@ def test_an_optimizer_over_the_input_of_one_batch_is_the_scripts_own_affair() ->
             nn.functional.mse_loss(net(x + noise.detach()), y).backward()
             given.step()
 
-    together(2, work, "allreduce")
+    run_workers(2, work, "allreduce")
 
 
 def test_gradients_made_without_a_backward_pass_are_refused_where_gradients_are_exchanged() -> None:
@@ -226,8 +234,8 @@ def test_gradients_made_without_a_backward_pass_are_refused_where_gradients_are_
         return flat(net)
 
     with pytest.raises(ModelError, match=r"a gradient of 0\.weight that was not exchanged"):
-        together(2, work, "allreduce")
-    found = together(2, work, "local_sgd(every=2)")
+        run_workers(2, work, "allreduce")
+    found = run_workers(2, work, "local_sgd(every=2)")
     assert torch.equal(found[0], found[1])
 
 
@@ -245,7 +253,7 @@ def test_accumulation_without_no_sync_is_said_once_with_the_saving(
                 optimizer.step()
                 optimizer.zero_grad()
 
-    together(2, work, "allreduce")
+    run_workers(2, work, "allreduce")
     assert capsys.readouterr().err.count("would send 1/3 of the bytes") == (batches == 3)
 
 
@@ -256,7 +264,7 @@ def test_two_optimizers_over_the_same_parameters_are_refused() -> None:
         stretto.distribute(net, optimizers, DataLoader(regression(24), batch_size=4))
 
     with pytest.raises(ModelError, match="two optimizers hold the same parameters"):
-        together(2, work, "allreduce")
+        run_workers(2, work, "allreduce")
 
 
 def test_a_line_search_under_an_exchange_of_gradients_is_refused_at_the_call() -> None:
@@ -266,7 +274,7 @@ def test_a_line_search_under_an_exchange_of_gradients_is_refused_at_the_call() -
         stretto.distribute(net, optimizer, DataLoader(regression(24), batch_size=4))
 
     with pytest.raises(ModelError, match="a line search makes another number of them"):
-        together(2, work, "allreduce")
+        run_workers(2, work, "allreduce")
 
 
 @pytest.mark.parametrize("recipe", ["async_sgd", "downpour(every=2)", "staleness_aware", "delay_compensated"])
@@ -278,7 +286,7 @@ def test_lbfgs_is_refused_where_a_server_adds_whole_updates(recipe: str, line_se
         stretto.distribute(net, optimizer, DataLoader(regression(24), batch_size=4))
 
     with pytest.raises(ModelError, match="adds the steps of 2 workers"):
-        together(2, work, recipe)
+        run_workers(2, work, recipe)
 
 
 AVERAGED = ["local_sgd(every=2)", "stale_synchronous(bound=2)", "soft_sync(collect=2)", "elastic_averaging(every=2)"]
@@ -300,5 +308,5 @@ def test_a_line_search_is_fine_where_parameters_are_exchanged(recipe: str) -> No
             optimizer.step(closure)
         return flat(net)
 
-    found = together(2, work, recipe)
+    found = run_workers(2, work, recipe)
     assert torch.equal(found[0], found[1])

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from crew import together
+from thread_workers import run_workers
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -75,19 +75,19 @@ def each_once(found: list[list[list[float]]], samples: int) -> bool:
 def test_a_stream_of_own_shards_is_assigned_once(recipe: str, samples: int) -> None:
     """The shards have unequal lengths, and one may be empty of whole batches when others are not."""
     work = reading(lambda worker: DataLoader(Shard(samples, worker, 3), batch_size=4), deal="own")
-    assert each_once(together(3, work, recipe), samples)
+    assert each_once(run_workers(3, work, recipe), samples)
 
 
 def test_a_shard_that_is_much_longer_than_others_is_read_to_its_end() -> None:
     work = reading(lambda worker: DataLoader(Shard(40 if worker else 4, 4 if worker else 0), batch_size=4), deal="own")
-    assert each_once(together(2, work, "allreduce"), 40)
+    assert each_once(run_workers(2, work, "allreduce"), 40)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_streams_that_differ_end_with_an_error_that_names_the_way(recipe: str) -> None:
     work = reading(lambda worker: DataLoader(Shard(60, worker, 2), batch_size=4))
     with pytest.raises(LoaderError, match='deal="own"'):
-        together(2, work, recipe)
+        run_workers(2, work, recipe)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -110,12 +110,12 @@ def test_shards_of_constant_samples_are_not_called_equal() -> None:
 def test_streams_in_another_order_end_with_an_error() -> None:
     work = reading(lambda worker: DataLoader(Shuffled(12, worker), batch_size=4))
     with pytest.raises(LoaderError, match="the same samples in another order"):
-        together(2, work, "allreduce")
+        run_workers(2, work, "allreduce")
 
 
 def test_streams_declared_alike_are_not_compared() -> None:
     work = reading(lambda worker: DataLoader(Shard(60), batch_size=4), deal="round-robin")
-    assert each_once(together(2, work, "allreduce"), 60)
+    assert each_once(run_workers(2, work, "allreduce"), 60)
 
 
 def split_by_node(worker: int) -> Any:
@@ -126,7 +126,7 @@ def split_by_node(worker: int) -> Any:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_stream_split_by_node_is_assigned_once(recipe: str) -> None:
-    assert each_once(together(2, reading(split_by_node), recipe), 61)
+    assert each_once(run_workers(2, reading(split_by_node), recipe), 61)
 
 
 def test_webdataset_splits_where_a_launcher_sets_the_world_size() -> None:
@@ -170,4 +170,4 @@ def test_an_assignment_that_is_none_is_refused(deal: Any) -> None:
     data = torch.utils.data.TensorDataset(torch.zeros(8, 1))
     work = reading(lambda worker: DataLoader(data, batch_size=4), deal=deal)
     with pytest.raises(LoaderError if deal == "own" else stretto.errors.ScriptError, match="deal="):
-        together(2, work, "allreduce")
+        run_workers(2, work, "allreduce")

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from crew import flat, regression, small_net
-from endure import Cut, Hall, Killed, crew
+from elastic_workers import KillInExchange, ThreadCoordinator, WorkerKilled, run_elastic_workers
+from thread_workers import flat, regression, small_net
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -64,7 +64,7 @@ def killing(*plan: tuple[int, int]) -> Callable[[int, int], None]:
     def happens(worker: int, moment: int) -> None:
         if (worker, moment) in left:
             left.discard((worker, moment))
-            raise Killed
+            raise WorkerKilled
 
     return happens
 
@@ -83,38 +83,40 @@ def all_equal(found: list[Any]) -> bool:
 @pytest.mark.parametrize("killed", [0, 2])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_the_others_go_on(recipe: str, killed: int, moment: int, tmp_path: Path) -> None:
-    found, hall = crew(3, training(happens=killing((killed, moment))), recipe, tmp_path)
+    found, coordinator = run_elastic_workers(3, training(happens=killing((killed, moment))), recipe, tmp_path)
     assert found[killed] is None
     assert all_equal(found)
     assert audits(tmp_path) == [{"once": 97, "twice": 0, "never": 0, "dropped": 0}] * 2
-    assert [form.generation for form in hall.forms] == [1, 2]
+    assert [view.generation for view in coordinator.generations] == [1, 2]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_two_at_once_and_one_later(recipe: str, tmp_path: Path) -> None:
-    found, _ = crew(4, training(happens=killing((0, 4), (3, 4), (1, 19))), recipe, tmp_path)
+    found, _ = run_elastic_workers(4, training(happens=killing((0, 4), (3, 4), (1, 19))), recipe, tmp_path)
     assert [one is None for one in found] == [True, True, False, True]
     assert audits(tmp_path) == [{"once": 97, "twice": 0, "never": 0, "dropped": 0}] * 2
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_who_comes_back_takes_part(recipe: str, tmp_path: Path) -> None:
-    found, hall = crew(3, training(epochs=6, happens=killing((1, 3), (0, 20))), recipe, tmp_path, again=1)
+    found, coordinator = run_elastic_workers(
+        3, training(epochs=6, happens=killing((1, 3), (0, 20))), recipe, tmp_path, again=1
+    )
     assert all(one is not None for one in found)
     assert all_equal(found)
     assert audits(tmp_path) == [{"once": 97, "twice": 0, "never": 0, "dropped": 0}] * 6
-    assert len(hall.forms[-1].members) == 3
+    assert len(coordinator.generations[-1].members) == 3
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_who_is_asked_to_leave_owes_nothing(recipe: str, tmp_path: Path) -> None:
-    hall = Hall(3)
+    coordinator = ThreadCoordinator(3)
 
     def happens(worker: int, moment: int) -> None:
         if (worker, moment) == (1, 4):
-            hall.quit(1)
+            coordinator.quit(1)
 
-    found, _ = crew(3, training(epochs=3, happens=happens), recipe, tmp_path, hall=hall)
+    found, _ = run_elastic_workers(3, training(epochs=3, happens=happens), recipe, tmp_path, coordinator=coordinator)
     assert found[1] == "left"
     assert all_equal(found)
     assert audits(tmp_path) == [{"once": 97, "twice": 0, "never": 0, "dropped": 0}] * 3
@@ -124,12 +126,12 @@ def test_who_is_asked_to_leave_owes_nothing(recipe: str, tmp_path: Path) -> None
 
 def test_who_waits_too_long_for_an_evaluation_is_told_of_it_and_it_is_not_made_again(tmp_path: Path) -> None:
     """The others' wait has a limit; when they meet anew, what took so long is there."""
-    hall, made = Hall(3), [0]
+    coordinator, made = ThreadCoordinator(3), [0]
 
     def evaluate(net: nn.Module) -> dict[str, float]:
         made[0] += 1
         if made[0] == 1:
-            hall.abort(1)
+            coordinator.abort(1)
         return {"norm": float(flat(net).norm())}
 
     def work(_worker: int) -> Any:
@@ -141,10 +143,10 @@ def test_who_waits_too_long_for_an_evaluation_is_told_of_it_and_it_is_not_made_a
             nn.functional.mse_loss(net(x), y).backward()
             optimizer.step()
 
-    crew(3, work, "allreduce", tmp_path, hall=hall)
+    run_elastic_workers(3, work, "allreduce", tmp_path, coordinator=coordinator)
     assert made[0] == 1
     assert [one["event"] for one in read_events(tmp_path / "events.jsonl")].count("evaluation") == 1
-    assert len(hall.forms) == 2
+    assert len(coordinator.generations) == 2
 
 
 @pytest.mark.parametrize("rule", ["per-worker-batch", "global-batch"])
@@ -155,9 +157,9 @@ def test_the_batch_under_a_changed_membership(rule: str, tmp_path: Path) -> None
         if worker == 0 and moment % 2 == 0:
             steps.append(moment // 2)
         if (worker, moment) == (2, 0):
-            raise Killed
+            raise WorkerKilled
 
-    crew(3, training(epochs=1, happens=happens, samples=120), "allreduce", tmp_path, rule=rule)
+    run_elastic_workers(3, training(epochs=1, happens=happens, samples=120), "allreduce", tmp_path, rule=rule)
     assert len(steps) == {"per-worker-batch": 15, "global-batch": 11}[rule]
 
 
@@ -182,21 +184,23 @@ def test_a_resumed_run_is_the_uninterrupted_one(recipe: str, tmp_path: Path) -> 
         return train
 
     options = {"checkpoint": every("5 rounds"), "keep": 50}
-    whole, _ = crew(2, work(3), recipe, tmp_path / "whole", **options)
+    whole, _ = run_elastic_workers(2, work(3), recipe, tmp_path / "whole", **options)
     saved = sorted((tmp_path / "whole" / "checkpoints").iterdir())
     assert len(saved) > 1
     for one in (saved[0], saved[len(saved) // 2]):
         part = tmp_path / f"to-{one.name}"
         (part / "checkpoints").mkdir(parents=True)
         shutil.copytree(one, part / "checkpoints" / one.name)
-        again, _ = crew(2, work(3), recipe, tmp_path / f"from-{one.name}", resume=part)
+        again, _ = run_elastic_workers(2, work(3), recipe, tmp_path / f"from-{one.name}", resume=part)
         assert torch.equal(again[0], whole[0]), one.name
         assert torch.equal(again[1], whole[1]), one.name
 
 
 def test_other_workers_and_another_recipe_go_on(tmp_path: Path) -> None:
-    crew(3, training(epochs=2), "allreduce", tmp_path / "one", checkpoint=every("4 rounds"))
-    found, _ = crew(2, training(epochs=3), "local_sgd(every=2)", tmp_path / "two", resume=tmp_path / "one")
+    run_elastic_workers(3, training(epochs=2), "allreduce", tmp_path / "one", checkpoint=every("4 rounds"))
+    found, _ = run_elastic_workers(
+        2, training(epochs=3), "local_sgd(every=2)", tmp_path / "two", resume=tmp_path / "one"
+    )
     assert all_equal(found)
     assert audits(tmp_path / "two")[-1] == {"once": 97, "twice": 0, "never": 0, "dropped": 0}
 
@@ -208,11 +212,11 @@ def test_those_who_begin_together_agree_from_where_though_some_have_lived_before
     """
     run, asked = tmp_path / "run", {"checkpoint": every("4 rounds")}
     if kept:
-        crew(3, training(epochs=1), "allreduce", tmp_path / "first", **asked)
-        crew(3, training(epochs=2), "allreduce", run, resume=tmp_path / "first", **asked)
-    hall = Hall(3)
-    hall.lives[1] = 1
-    found, _ = crew(3, training(epochs=2 + kept), "allreduce", run, hall=hall, **asked)
+        run_elastic_workers(3, training(epochs=1), "allreduce", tmp_path / "first", **asked)
+        run_elastic_workers(3, training(epochs=2), "allreduce", run, resume=tmp_path / "first", **asked)
+    coordinator = ThreadCoordinator(3)
+    coordinator.incarnations[1] = 1
+    found, _ = run_elastic_workers(3, training(epochs=2 + kept), "allreduce", run, coordinator=coordinator, **asked)
     assert all_equal(found)
     assert len(audits(run)) == 2
     assert audits(run)[-1] == {"once": 97, "twice": 0, "never": 0, "dropped": 0}
@@ -221,8 +225,8 @@ def test_those_who_begin_together_agree_from_where_though_some_have_lived_before
 def test_the_only_one_to_begin_anew_encodes_as_those_who_will_come(tmp_path: Path) -> None:
     """It owes what the others did, and speaks their recipe, though at first to nobody."""
     recipe = "power_sgd(rank=1)"
-    crew(3, training(epochs=1), recipe, tmp_path / "one", checkpoint=every("4 rounds"))
-    found, _ = crew(1, training(epochs=2), recipe, tmp_path / "two", resume=tmp_path / "one")
+    run_elastic_workers(3, training(epochs=1), recipe, tmp_path / "one", checkpoint=every("4 rounds"))
+    found, _ = run_elastic_workers(1, training(epochs=2), recipe, tmp_path / "two", resume=tmp_path / "one")
     assert len(found) == 1
     assert audits(tmp_path / "two")[-1] == {"once": 97, "twice": 0, "never": 0, "dropped": 0}
 
@@ -233,7 +237,7 @@ def test_the_only_one_to_begin_anew_encodes_as_those_who_will_come(tmp_path: Pat
 )
 def test_who_is_alone_owes_nothing_for_what_it_has_learned(recipe: str, tmp_path: Path) -> None:
     """It has it; whoever comes would be told of it a second time. And all that it has is agreed."""
-    crew(1, training(epochs=1, samples=96), recipe, tmp_path, checkpoint=every("1 rounds"))
+    run_elastic_workers(1, training(epochs=1, samples=96), recipe, tmp_path, checkpoint=every("1 rounds"))
     found = Checkpoints(tmp_path / "checkpoints").newest()
     assert found is not None
     _, owed = found[1].own[0]
@@ -251,10 +255,10 @@ def test_who_has_the_answer_gives_it_to_who_lacks_it(recipe: str, dies: int, tmp
     op, ends = dies, False
     while not ends:
         op += 2
-        hall = Hall(3, Cut(op, dies, 2))
+        coordinator = ThreadCoordinator(3, KillInExchange(op, dies, 2))
         run = tmp_path / str(op)
-        found, _ = crew(3, training(epochs=2, samples=41), recipe, run, hall=hall)
-        ends = hall.forms[-1].generation == 1
+        found, _ = run_elastic_workers(3, training(epochs=2, samples=41), recipe, run, coordinator=coordinator)
+        ends = coordinator.generations[-1].generation == 1
         assert all_equal(found), op
         assert audits(run) == [{"once": 41, "twice": 0, "never": 0, "dropped": 0}] * 2, op
     assert op > 20

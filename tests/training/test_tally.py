@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from crew import regression, together, training
+from thread_workers import regression, run_workers, training
 
 from stretto.codecs import CodecContext, top_k
 from stretto.codecs.error_feedback import error_feedback
@@ -24,7 +24,7 @@ RESIDUALS = [
 @pytest.mark.parametrize("recipe", RESIDUALS)
 def test_run_of_a_second_has_a_residual(recipe: str, tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text('{"workers": 2}')
-    together(2, training(regression(64), 4), recipe, run=tmp_path)
+    run_workers(2, training(regression(64), 4), recipe, run=tmp_path)
     assert record(tmp_path)["residual_share"] > 0.01
 
 

@@ -7,7 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from crew import alone, apart, flat, one_worker, regression, sgd, small_net, together
+from thread_workers import (
+    flat,
+    regression,
+    relative_distance,
+    run_one_worker,
+    run_single_process,
+    run_workers,
+    sgd,
+    small_net,
+)
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -94,15 +103,15 @@ def changing(change: Change, at: int | None, samples: int = 100, epochs: int = 3
     ],
 )
 def test_replicas_are_equal_whatever_changes_whenever(change: Change, at: int | None, recipe: str) -> None:
-    found = together(3, changing(change, at), recipe)
+    found = run_workers(3, changing(change, at), recipe)
     assert all(torch.equal(one, found[0]) for one in found)
 
 
 @pytest.mark.parametrize("at", [None, 5])
 @pytest.mark.parametrize("change", [thaw, freeze, swap, add_group])
 def test_exchanging_every_step_is_one_process_whatever_changes(change: Change, at: int | None) -> None:
-    wanted = alone(changing(change, at), join=3)
-    assert apart(together(3, changing(change, at), "allreduce")[0], wanted) < 1e-12
+    wanted = run_single_process(changing(change, at), join=3)
+    assert relative_distance(run_workers(3, changing(change, at), "allreduce")[0], wanted) < 1e-12
 
 
 def plain_sgd(change: Change, at: int | None) -> Callable[[int], Tensor]:
@@ -130,26 +139,26 @@ def plain_sgd(change: Change, at: int | None) -> Callable[[int], Tensor]:
 @pytest.mark.parametrize("recipe", [*EXACT, "local_sgd(every=4)"])
 def test_a_group_added_where_a_worker_has_no_batch_is_refused(recipe: str) -> None:
     with pytest.raises(stretto.errors.ModelError, match="add parameter groups between two epochs"):
-        together(3, changing(add_group, 8), recipe)
+        run_workers(3, changing(add_group, 8), recipe)
 
 
 @pytest.mark.parametrize("at", [None, 5])
 @pytest.mark.parametrize("change", [thaw, freeze, swap, add_group])
 def test_averaging_every_step_is_one_process_whatever_changes(change: Change, at: int | None) -> None:
-    wanted = alone(plain_sgd(change, at), join=3)
-    assert apart(together(3, plain_sgd(change, at), "local_sgd(every=1)")[0], wanted) < 1e-12
+    wanted = run_single_process(plain_sgd(change, at), join=3)
+    assert relative_distance(run_workers(3, plain_sgd(change, at), "local_sgd(every=1)")[0], wanted) < 1e-12
 
 
 @pytest.mark.parametrize("recipe", ["allreduce", "local_sgd(every=4)", "diloco(every=8)"])
 def test_a_head_replaced_between_epochs_starts_as_that_of_the_first_worker(recipe: str) -> None:
-    found = together(3, changing(replace_head, None), recipe)
+    found = run_workers(3, changing(replace_head, None), recipe)
     assert all(torch.equal(one, found[0]) for one in found)
 
 
 @pytest.mark.parametrize("recipe", ["allreduce", "local_sgd(every=4)"])
 def test_a_head_that_differs_and_is_replaced_in_an_epoch_is_refused_by_name(recipe: str) -> None:
     with pytest.raises(stretto.errors.ModelError, match=r"2\.(weight|bias) began to train in the middle of an epoch"):
-        together(3, changing(replace_head, 11), recipe)
+        run_workers(3, changing(replace_head, 11), recipe)
 
 
 @pytest.mark.parametrize("recipe", [*EXACT, "local_sgd(every=4)"])
@@ -159,28 +168,28 @@ def test_a_worker_that_skipped_a_step_may_thaw_later_than_the_others(recipe: str
     def work(worker: int) -> Tensor:
         return changing(thaw, 7, samples=52)(worker)
 
-    found = together(3, work, recipe)
+    found = run_workers(3, work, recipe)
     assert all(torch.equal(one, found[0]) for one in found)
 
 
 @pytest.mark.parametrize("recipe", SERVED)
 @pytest.mark.parametrize("change", [thaw, freeze, swap, add_group, replace_head])
 def test_over_a_server_what_is_trained_may_change_between_epochs(change: Change, recipe: str) -> None:
-    found = together(3, changing(change, None, samples=60), recipe)
+    found = run_workers(3, changing(change, None, samples=60), recipe)
     assert all(torch.equal(one, found[0]) for one in found)
 
 
 @pytest.mark.parametrize("recipe", SERVED)
 def test_over_a_server_what_begins_to_train_in_an_epoch_is_refused_by_name(recipe: str) -> None:
     with pytest.raises(stretto.errors.ModelError, match=r"0\.(weight|bias) began to train in the middle of an epoch"):
-        together(2, changing(thaw, 5, samples=60), recipe)
+        run_workers(2, changing(thaw, 5, samples=60), recipe)
 
 
 @pytest.mark.parametrize("recipe", WAITING)
 @pytest.mark.parametrize("change", [thaw, freeze, swap, add_group, replace_head])
 def test_one_worker_computes_the_bits_of_the_plain_loop(change: Change, recipe: str) -> None:
-    wanted = alone(changing(change, 5))
-    assert torch.equal(one_worker(changing(change, 5), recipe), wanted)
+    wanted = run_single_process(changing(change, 5))
+    assert torch.equal(run_one_worker(changing(change, 5), recipe), wanted)
 
 
 def test_a_model_changed_at_one_worker_alone_is_named() -> None:
@@ -200,7 +209,7 @@ def test_a_model_changed_at_one_worker_alone_is_named() -> None:
 
     for recipe in ("local_sgd(every=4)", "diloco(every=8)", "allreduce"):
         with pytest.raises(stretto.errors.ReplicasDifferError, match=r"of worker 1 "):
-            together(3, work, recipe)
+            run_workers(3, work, recipe)
 
 
 def test_frozen_parameters_that_one_worker_changed_are_named() -> None:
@@ -216,4 +225,4 @@ def test_frozen_parameters_that_one_worker_changed_are_named() -> None:
 
     for recipe in ("local_sgd(every=4)", "diloco(every=8)", "allreduce"):
         with pytest.raises(stretto.errors.ReplicasDifferError, match=r"0\.weight of worker 2"):
-            together(3, work, recipe)
+            run_workers(3, work, recipe)

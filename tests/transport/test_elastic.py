@@ -11,14 +11,22 @@ from stretto.collective_ops import AllReduceMean
 from stretto.errors import BrokenTransportError, MemberOutError
 from stretto.membership.messages import GenerationView, Member, ReadyReport
 from stretto.transport.elastic import ElasticTransport
-from tests.endure import LIMIT_S, Breakable, Cut, Former, Hall, Killed, Standing
+from tests.elastic_workers import (
+    LIMIT_S,
+    AbortableInMemory,
+    InMemoryRendezvous,
+    KillInExchange,
+    ThreadConnection,
+    ThreadCoordinator,
+    WorkerKilled,
+)
 
 WORKERS, ATTEMPTS, LENGTHS = 4, 6, (3, 5)
 
 
-def sums(hall: Hall, worker: int, changes: bool) -> list[list[float]]:
+def sums(coordinator: ThreadCoordinator, worker: int, changes: bool) -> list[list[float]]:
     """Return a worker's results in each attempt of two means, as numbers of contributions; [] if it failed."""
-    wire = ElasticTransport(worker, Standing(hall, worker), Former(hall))
+    wire = ElasticTransport(worker, ThreadConnection(coordinator, worker), InMemoryRendezvous(coordinator))
     given = [torch.zeros(length) for length in LENGTHS]
     found: list[list[float]] = []
 
@@ -33,8 +41,8 @@ def sums(hall: Hall, worker: int, changes: bool) -> list[list[float]]:
             found.append([float(one[0]) for one in answers])
             for one in answers if changes else ():
                 one.zero_()
-    except Killed:
-        hall.die(worker)
+    except WorkerKilled:
+        coordinator.fail(worker)
         return []
     wire.close()
     return found
@@ -44,33 +52,35 @@ def sums(hall: Hall, worker: int, changes: bool) -> list[list[float]]:
 def test_a_worker_that_received_a_result_can_forward_it(changes: bool) -> None:
     """The third worker dies when only the first has the answer; the first while it tells, when only the second has."""
     last = len(LENGTHS) * (ATTEMPTS - 1)
-    hall = Hall(WORKERS, Cut(last, dies=3, ahead=0), Cut(1, dies=0, ahead=1, generation=2))
+    coordinator = ThreadCoordinator(
+        WORKERS, KillInExchange(last, killed=3, receiver=0), KillInExchange(1, killed=0, receiver=1, generation=2)
+    )
     with ThreadPoolExecutor(WORKERS) as pool:
-        done = [pool.submit(sums, hall, worker, changes) for worker in range(WORKERS)]
+        done = [pool.submit(sums, coordinator, worker, changes) for worker in range(WORKERS)]
         _, second, third, fourth = [one.result(timeout=LIMIT_S) for one in done]
     assert second == third == [[1111.0] * 2] * (ATTEMPTS - 1) + [[110.0] * 2]
     assert fourth == []
 
 
-class _Script(Standing):
+class _Script(ThreadConnection):
     """Forms one generation after the other from the waiting workers."""
 
     def __init__(self, *forms: GenerationView) -> None:
-        super().__init__(Hall(2), 1)
+        super().__init__(ThreadCoordinator(2), 1)
         self._forms = iter(forms)
 
     def stand(self, here: ReadyReport) -> GenerationView:
         return next(self._forms)
 
 
-class _Broken(Former):
+class _Broken(InMemoryRendezvous):
     """Wires of generations that break when something is told, or before."""
 
     def __init__(self, *never: int) -> None:
-        super().__init__(Hall(2))
+        super().__init__(ThreadCoordinator(2))
         self.never, self.formed = never, list[int]()
 
-    def form(self, form: GenerationView, rank: int) -> Breakable:
+    def form(self, form: GenerationView, rank: int) -> AbortableInMemory:
         if form.generation in self.never:
             raise BrokenTransportError("somebody has not come")
         self.formed.append(form.generation)

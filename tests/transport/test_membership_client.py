@@ -273,13 +273,12 @@ def test_a_computing_worker_is_not_declared_failed_and_is_notified_immediately(s
     crew = there.crew(2)
     told: list[float] = []
     crew[0].on_abort = lambda _generation, _why: told.append(time.monotonic())
-    matrix, end = torch.rand(1500, 1500), time.monotonic() + 2.5
+    matrix, end, limit = torch.rand(1500, 1500), time.monotonic() + 2.5, time.monotonic() + LIMIT_S
     there.pool.submit(lambda: (time.sleep(1.8), crew[1].broken(1, "gone")))
-    start = time.monotonic()
-    while time.monotonic() < end:
+    while time.monotonic() < end or (not told and time.monotonic() < limit):
         torch.linalg.svd(matrix[:400, :400])  # one call of C++ after the other
     assert not [one for one in there.events if one["what"] == "failed"]
-    assert told and told[0] - start < 2.4
+    assert told and told[0] < limit, "notified while it computed"
 
 
 def test_a_partitioned_single_worker_stops_before_others_can_start(scene) -> None:

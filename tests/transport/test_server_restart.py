@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from served import ADDING, Processes, Serving, hear, push
+from parameter_servers import ADDING_RECIPE, ServerProcesses, Servers, push, receive
 
 from stretto.collective_ops import AllReduceMean
 from stretto.errors import TransportError
@@ -22,39 +22,39 @@ LIMIT_S = 30.0
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[Processes]:
-    server = Processes(tmp_path)
+def server(tmp_path: Path) -> Iterator[ServerProcesses]:
+    server = ServerProcesses(tmp_path)
     server.start()
     yield server
     server.end()
 
 
-def wire_to(server: Processes, failure_timeout_s: float | None) -> ParameterServerClient:
+def wire_to(server: ServerProcesses, failure_timeout_s: float | None) -> ParameterServerClient:
     return connect_client(0, 1, server.addresses, None, LIMIT_S, failure_timeout_s=failure_timeout_s)
 
 
-def test_updates_after_the_snapshot_are_undone_and_earlier_ones_kept(server: Processes) -> None:
+def test_updates_after_the_snapshot_are_undone_and_earlier_ones_kept(server: ServerProcesses) -> None:
     wire = wire_to(server, LIMIT_S)
     theta = [torch.zeros(70_000)]
-    wire.open(1, ADDING, theta)
+    wire.open(1, ADDING_RECIPE, theta)
     wire.all_gather_bytes(b"open")
     wire.begin_epoch(1, [4, 4, 4], None, False)
     for batch in range(2):
         leased = wire.lease(wire.request_lease(1))
         assert leased.batch == batch
-        hear(push(wire, batch + 1, [torch.ones(70_000)]), theta)
+        receive(push(wire, batch + 1, [torch.ones(70_000)]), theta)
         wire.settle(1, [batch])
         if batch == 0:
             assert not wire.wait_at_barrier(1), "there are batches left"
     server.kill()
     server.start()
     with pytest.raises(RollbackRequiredError):
-        hear(push(wire, 3, [torch.ones(70_000)]), theta)
+        receive(push(wire, 3, [torch.ones(70_000)]), theta)
     wire.roll_back()
-    news, (found,) = hear(wire.read([70_000]), theta)
+    news, (found,) = receive(wire.read([70_000]), theta)
     assert (news.versions, float(found.mean())) == ([1], 1.0)
     assert [wire.lease(wire.request_lease(1)).batch for _ in range(3)] == [1, 2, None]
-    hear(push(wire, 1, [torch.ones(70_000)], 1), theta)
+    receive(push(wire, 1, [torch.ones(70_000)], 1), theta)
     wire.settle(1, [1, 2])
     assert wire.wait_epoch_end(1)
     assert wire.sample_counts(1)[0].tolist() == [1] * 12
@@ -71,9 +71,9 @@ def break_connection(wire: ParameterServerClient) -> None:
     link._find_again()
 
 
-def test_replies_lost_with_a_connection_are_sent_again(serving: Serving) -> None:
+def test_replies_lost_with_a_connection_are_sent_again(servers: Servers) -> None:
     """Several large ones were under way, and the other worker has them already."""
-    hosted = serving.host(2)
+    hosted = servers.start(2)
     wires = [
         connect_client(worker, 2, hosted.addresses, hosted.keys, LIMIT_S, failure_timeout_s=LIMIT_S)
         for worker in range(2)
@@ -89,8 +89,8 @@ def test_replies_lost_with_a_connection_are_sent_again(serving: Serving) -> None
         list(pool.map(lambda one: one.close(), wires))
 
 
-def test_a_worker_keeps_only_contributions_that_another_may_lack(serving: Serving) -> None:
-    hosted = serving.host(2, shards=2)
+def test_a_worker_keeps_only_contributions_that_another_may_lack(servers: Servers) -> None:
+    hosted = servers.start(2, shards=2)
     wires = [
         connect_client(worker, 2, hosted.addresses, hosted.keys, LIMIT_S, failure_timeout_s=LIMIT_S)
         for worker in range(2)
@@ -103,19 +103,19 @@ def test_a_worker_keeps_only_contributions_that_another_may_lack(serving: Servin
         list(pool.map(lambda one: one.close(), wires))
 
 
-def test_a_server_that_does_not_return_is_an_error_after_the_failure_timeout(server: Processes) -> None:
+def test_a_server_that_does_not_return_is_an_error_after_the_failure_timeout(server: ServerProcesses) -> None:
     wire = wire_to(server, 0.5)
-    wire.open(1, ADDING, [torch.zeros(10)])
+    wire.open(1, ADDING_RECIPE, [torch.zeros(10)])
     server.kill()
     with pytest.raises(TransportError, match=r"server 0 at .* went away, and did not come back within 0\.5 s"):
-        hear(wire.read([10]), [torch.zeros(10)])
+        receive(wire.read([10]), [torch.zeros(10)])
     wire.close()
 
 
-def test_without_a_failure_timeout_a_failed_server_is_an_error_immediately(server: Processes) -> None:
+def test_without_a_failure_timeout_a_failed_server_is_an_error_immediately(server: ServerProcesses) -> None:
     wire = wire_to(server, None)
-    wire.open(1, ADDING, [torch.zeros(10)])
+    wire.open(1, ADDING_RECIPE, [torch.zeros(10)])
     server.kill()
     with pytest.raises(TransportError, match="server 0 at .* went away"):
-        hear(wire.read([10]), [torch.zeros(10)])
+        receive(wire.read([10]), [torch.zeros(10)])
     wire.close()

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from served import ADDING, Serving, hear, push
+from parameter_servers import ADDING_RECIPE, Servers, push, receive
 
 from stretto.collective_ops import AllGather
 from stretto.parameter_server.client import ParameterServerClient
@@ -46,16 +46,16 @@ def _together(act: Callable[[ProcessGroupTransport], object], elastic: bool) -> 
 
 
 def _serve(act: Callable[[ParameterServerClient], object]) -> None:
-    serving = Serving()
-    wire = serving.end_of(serving.host(1), 0, LIMIT_S)
+    servers = Servers()
+    wire = servers.client(servers.start(1), 0, LIMIT_S)
     act(wire)
-    serving.end()
+    servers.close()
 
 
 def _push(wire: ParameterServerClient) -> None:
     parts = [torch.ones(NBYTES // 4)]
-    wire.open(1, ADDING, parts)
-    hear(push(wire, 1, parts), parts)
+    wire.open(1, ADDING_RECIPE, parts)
+    receive(push(wire, 1, parts), parts)
 
 
 def _told(wire: ProcessGroupTransport) -> None:

@@ -1,4 +1,4 @@
-"""Runs several workers in the threads of one process, over the memory wire: fast, and as real as the wire is."""
+"""Runs several workers in the threads of one process, connected by the in-memory transport."""
 
 from __future__ import annotations
 
@@ -21,55 +21,55 @@ from stretto.transport import in_memory
 TIMEOUT_S = 20.0
 
 
-def together(
-    workers: int, work: Callable[[int], Any], recipe: str | None = None, run: Path | None = None, **seat: Any
+def run_workers(
+    workers: int, work: Callable[[int], Any], recipe: str | None = None, run: Path | None = None, **context: Any
 ) -> list[Any]:
-    """What `work(worker)` returns at each worker of a crew; the first worker's error is raised."""
-    ends = in_memory.wires(workers, TIMEOUT_S)
-    slow = seat.pop("slow", {})
-    seats = [
+    """Return the result of `work(worker)` of each worker; raise the first worker's error."""
+    transports = in_memory.wires(workers, TIMEOUT_S)
+    slow = context.pop("slow", {})
+    contexts = [
         WorkerContext(
             worker,
             workers,
-            lambda device, end=end: end,
+            lambda device, transport=transport: transport,
             recipe=recipe,
             run=run,
-            **{"timeout_s": TIMEOUT_S, "slow": slow.get(worker, 1.0)} | seat,
+            **{"timeout_s": TIMEOUT_S, "slow": slow.get(worker, 1.0)} | context,
         )
-        for worker, end in enumerate(ends)
+        for worker, transport in enumerate(transports)
     ]
 
-    def sit(place: WorkerContext) -> Any:
-        given_seat.set(place)
+    def run_worker(context: WorkerContext) -> Any:
+        given_seat.set(context)
         try:
-            found = work(place.worker)
+            result = work(context.worker)
             close()
-            return found
+            return result
         except BaseException:
-            ends[place.worker].close()
+            transports[context.worker].close()
             abandon()
             raise
 
     with ThreadPoolExecutor(workers) as pool:
-        done = [pool.submit(contextvars.Context().run, sit, place) for place in seats]
-        errors = [error for one in done if (error := one.exception(timeout=3 * TIMEOUT_S)) is not None]
+        futures = [pool.submit(contextvars.Context().run, run_worker, context) for context in contexts]
+        errors = [error for future in futures if (error := future.exception(timeout=3 * TIMEOUT_S)) is not None]
     if errors:
         raise min(errors, key=lambda error: isinstance(error, stretto.errors.TransportError))
-    return [one.result() for one in done]
+    return [future.result() for future in futures]
 
 
-def one_worker(work: Callable[[int], Any], recipe: str | None = None, **seat: Any) -> Any:
-    """The same for a run of one worker."""
-    return together(1, work, recipe, **seat)[0]
+def run_one_worker(work: Callable[[int], Any], recipe: str | None = None, **context: Any) -> Any:
+    """Return the result of `work(0)` in a run of one worker."""
+    return run_workers(1, work, recipe, **context)[0]
 
 
-def alone(work: Callable[[int], Any], join: int = 1) -> Any:
-    """One machine: no exchange; `join` batches of the script's loader make one."""
-    return together(1, work, single_process=True, global_batch_of=join)[0]
+def run_single_process(work: Callable[[int], Any], join: int = 1) -> Any:
+    """Return the result of a single process without exchanges, which joins `join` batches of the script to one."""
+    return run_workers(1, work, single_process=True, global_batch_of=join)[0]
 
 
 def regression(samples: int, dtype: torch.dtype = torch.float32, features: int = 6) -> TensorDataset:
-    """A small task whose batches differ."""
+    """Return a small regression task whose batches differ."""
     source = torch.Generator().manual_seed(samples)
     x = torch.randn(samples, features, generator=source).to(dtype)
     y = torch.sin(x.sum(1, keepdim=True)) + 0.1 * torch.randn(samples, 1, generator=source).to(dtype)
@@ -77,7 +77,7 @@ def regression(samples: int, dtype: torch.dtype = torch.float32, features: int =
 
 
 def small_net(dtype: torch.dtype = torch.float32, features: int = 6) -> nn.Module:
-    """A small net, the same each time."""
+    """Return a small network with the same parameters at each call."""
     source = torch.Generator().manual_seed(7)
     net = nn.Sequential(nn.Linear(features, 16), nn.Tanh(), nn.Linear(16, 1)).to(dtype)
     with torch.no_grad():
@@ -87,7 +87,7 @@ def small_net(dtype: torch.dtype = torch.float32, features: int = 6) -> nn.Modul
 
 
 class Branching(nn.Module):
-    """Uses `odd` only for batches whose first number is negative, `never` not at all."""
+    """A network that uses `odd` only if the first number of a row is below -1.2, and never uses `never`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ Make = Callable[[Any], torch.optim.Optimizer]
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
-    """Plain SGD."""
+    """Return plain SGD."""
     return torch.optim.SGD(parameters, lr=0.05)
 
 
@@ -118,7 +118,7 @@ def training(
     after_step: Callable[[nn.Module, torch.optim.Optimizer], None] = lambda net, optimizer: None,
     **loader_options: Any,
 ) -> Callable[[int], Tensor]:
-    """A plain loop as a function of the worker; it returns the flat parameters at the end."""
+    """Return a function of the worker that runs a plain training loop and returns the final parameters, flat."""
 
     def work(worker: int) -> Tensor:
         net = small_net(dtype)
@@ -137,24 +137,24 @@ def training(
 
 
 def flat(net: nn.Module) -> Tensor:
-    """A copy of all parameters, flat."""
+    """Return a flat copy of all parameters."""
     return torch.cat([one.detach().reshape(-1).double() for one in net.parameters()])
 
 
-def apart(one: Tensor, other: Tensor) -> float:
-    """The relative distance."""
+def relative_distance(one: Tensor, other: Tensor) -> float:
+    """Return the distance of two tensors, relative to the norm of the second."""
     return float((one - other).norm() / other.norm())
 
 
 __all__ = [
-    "alone",
-    "apart",
     "flat",
-    "one_worker",
     "regression",
+    "relative_distance",
     "replace",
+    "run_one_worker",
+    "run_single_process",
+    "run_workers",
     "sgd",
     "small_net",
-    "together",
     "training",
 ]
