@@ -27,7 +27,7 @@ class WorkerKilled(BaseException):
 
 @dataclass(frozen=True)
 class KillInExchange:
-    """Plan to kill worker `killed` in operation `op` once it has the result; of the others only `receiver` receives it."""
+    """Plan to kill worker `killed` once it has the result of operation `op`, which only `receiver` receives too."""
 
     op: int
     killed: int

@@ -106,7 +106,7 @@ def script(recipe: str, meet: int | None, books: Books) -> Any:
         loader = DataLoader(data, batch_size=SIZE, shuffle=False)
         share = LeasedBatchSampler(lambda: draw(loader, wire, 1), wire, meet, dealt=parse(recipe).when.bound == 0)
         mine = DataLoader(data, batch_sampler=share)
-        for number in range(wire.join_position.number if wire.join_position is not None else 1, PASSES + 1):
+        for number in range(wire.join_position.epoch_number if wire.join_position is not None else 1, PASSES + 1):
             hands[:] = [LeasedEpoch(mine, share, number)]
             hands[0].cut_made = functools.partial(keep_state, number)
             hands[0].finish = lambda: exchange.finish(*unsent()) and None

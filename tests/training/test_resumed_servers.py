@@ -177,7 +177,7 @@ def test_the_first_worker_dies_while_it_writes_and_the_next_one_does(tmp_path: P
             return State({}, {}, own)
 
         keeper._own, keeper.state = lambda: ({}, {}), state
-        if not worker.life:
+        if not worker.incarnation:
             for _ in range(3):
                 keeper.save()
         worker.client.close()

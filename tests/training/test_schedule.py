@@ -183,7 +183,7 @@ def test_accumulation_that_begins_again_in_each_epoch_ends_as_in_one_process(
 
     alone = work(distribute=False)(0)
     assert alone[-1] == 6 * (batches // 4 if steps_with == "full windows" else math.ceil(batches / 4))
-    found = together(3, work(distribute=True), recipe)
+    found = run_workers(3, work(distribute=True), recipe)
     if steps_with == "full windows" and batches == 44:  # no step follows the last three global steps of an epoch
         alone = [one - 2 for one in alone]
     assert found == [alone] * 3
