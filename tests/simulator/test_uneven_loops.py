@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from crew import regression, sgd, small_net
 from simulator.harness import simulated
+from thread_workers import regression, sgd, small_net
 from torch import nn
 from torch.utils.data import DataLoader
 

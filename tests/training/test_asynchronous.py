@@ -109,7 +109,7 @@ def test_a_slow_worker_takes_fewer_samples(tmp_path: Path) -> None:
 
 
 def test_time_lost_to_a_bound_is_told_only_where_there_is_one(tmp_path: Path) -> None:
-    together(2, training(regression(40), 4, recipe="async_sgd"), run=tmp_path)
+    run_workers(2, training(regression(40), 4, recipe="async_sgd"), run=tmp_path)
     assert not any("blocked_s" in end for end in events_of(tmp_path, "end"))
 
 

@@ -296,6 +296,6 @@ def test_models_that_differ_after_a_loop_that_was_left_are_named(
         if finishes:
             finish()
 
-    together(2, work, recipe, run=tmp_path)
+    run_workers(2, work, recipe, run=tmp_path)
     said = [one["text"] for one in read_events(tmp_path / "events.jsonl") if one["event"] == "warning"]
     assert any(LEFT in one for one in said) == (is_said and not finishes)

@@ -95,7 +95,7 @@ def test_shards_that_are_equal_at_all_workers_end_with_an_error(recipe: str) -> 
     """As those of a script that shards by RANK, which `stretto run` removes: each sample would be trained N times."""
     work = reading(lambda worker: DataLoader(Shard(60), batch_size=4), deal="own")
     with pytest.raises(LoaderError, match="workers 0 and 1 begin with the same batch"):
-        together(3, work, recipe)
+        run_workers(3, work, recipe)
 
 
 def test_shards_of_constant_samples_are_not_called_equal() -> None:
@@ -104,7 +104,7 @@ def test_shards_of_constant_samples_are_not_called_equal() -> None:
             return iter(torch.zeros(8, 1))
 
     work = reading(lambda worker: DataLoader(Constant(), batch_size=4), deal="own")
-    assert together(2, work, "allreduce") == [[[0.0] * 8] * 2] * 2
+    assert run_workers(2, work, "allreduce") == [[[0.0] * 8] * 2] * 2
 
 
 def test_streams_in_another_order_end_with_an_error() -> None:
