@@ -118,6 +118,7 @@ class _Publisher:
 
     def __init__(self, log: LogFile, zero: float, messenger: _DeathMessenger | None) -> None:
         self._log, self._zero, self._messenger = log, zero, messenger
+        self._is_blocked = False
 
     def publish(self, notices: Sequence[str], events: Sequence[Event]) -> None:
         """Print the notices and log the events with the time of the run."""
@@ -131,7 +132,11 @@ class _Publisher:
         try:
             self._log.append(lines)
         except LogError as error:
-            print(error, file=sys.stderr, flush=True)
+            if not self._is_blocked:
+                print(f"coordinator: {error}", file=sys.stderr, flush=True)
+            self._is_blocked = True
+        else:
+            self._is_blocked = False
 
 
 if __name__ == "__main__":

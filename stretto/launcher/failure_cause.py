@@ -10,7 +10,7 @@ from stretto.errors import UnevenLoopsError
 from stretto.events import Event
 from stretto.launcher.process_specs import called
 from stretto.launcher.processes import Exited
-from stretto.launcher.worker_main import EVICTED
+from stretto.launcher.worker_main import EVICTED, UNLOGGED
 from stretto.membership.loop_positions import COMING, LoopPosition
 
 TAIL_LINES = 20
@@ -100,6 +100,11 @@ def _of_signal(end: Exited) -> Cause:
 
 
 def _of_silence(end: Exited) -> Cause:
+    if end.code == UNLOGGED:
+        headline = (
+            f"{called(end.worker)} failed{_within(end.place)}, and its error could not be written to the event log"
+        )
+        return Cause(end.worker, headline, "", True, False)
     how = "without finishing" if end.worker >= 0 and not end.code else "and named no error"
     headline = f"{called(end.worker)} ended with exit code {end.code}{_within(end.place)} {how}"
     return Cause(end.worker, headline, NO_END if end.worker >= 0 and not end.code else "", True, False)

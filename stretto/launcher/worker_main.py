@@ -36,6 +36,8 @@ from stretto.process_config import WorkerConfig, worker_config
 FILE, MODULE = "file", "module"
 EVICTED = 75
 """Exit code of a worker that is no longer a member and asks to be restarted."""
+UNLOGGED = 74
+"""Exit code of a process whose error could not be written to the event log."""
 PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
 TORCH = os.path.join(sysconfig.get_path("purelib"), "torch") + os.sep
 STARTERS = (__file__, str(Path(__file__).with_name("shard_main.py")), PACKAGE + "simulator", "<frozen runpy>")
@@ -58,8 +60,7 @@ def main() -> None:
         _report_written(written, config)
         status.finish()
     except BaseException as error:
-        with contextlib.suppress(OSError):
-            _report_written(written, config)
+        _report_written(written, config)
         fail(error, config.rank, config.run)
 
 
@@ -74,9 +75,12 @@ def _watch(config: WorkerConfig) -> Written:
 
 
 def _report_written(written: Written, config: WorkerConfig) -> None:
+    """Write the files that the script has written to the event log. A full disk there fails no run."""
     if written.paths:
         about = {"host": socket.gethostname(), "paths": list(written.paths)}
-        _append(config.run, msgspec.json.encode({"event": "written", "t": 0.0, "worker": config.rank, **about}) + b"\n")
+        event = {"event": "written", "t": 0.0, "worker": config.rank, **about}
+        with contextlib.suppress(OSError):
+            _append(config.run, msgspec.json.encode(event) + b"\n")
 
 
 def flush_each_line() -> None:
@@ -136,6 +140,7 @@ def fail(error: BaseException, number: int, run: str | None) -> NoReturn:
     `number` is that of the process. A worker that was evicted is no failure of the run, and writes a warning instead.
     """
     is_evicted = isinstance(error, MemberOutError | BrokenTransportError)
+    code = EVICTED if is_evicted else 1
     try:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
@@ -147,7 +152,8 @@ def fail(error: BaseException, number: int, run: str | None) -> NoReturn:
             file=sys.stderr,
         )
         sys.stderr.flush()
-    os._exit(EVICTED if is_evicted else 1)
+        code = EVICTED if is_evicted else UNLOGGED
+    os._exit(code)
 
 
 def _leave_training() -> float:

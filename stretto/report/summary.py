@@ -23,12 +23,22 @@ def conclude(folder: Path, json_to: Path | None, silent: bool) -> None:
     the page cannot be written (the folder was removed, or the disk is full), the run still counts as finished: a
     message is printed. Raises LogError if the record was requested and cannot be written.
     """
+    if json_to is None and not (folder / "run.json").exists():
+        print(f"stretto: {_removed(folder)}", file=sys.stderr)
+        return
     try:
         _conclude(folder, json_to, silent)
     except LogError as error:
         if json_to is not None:
             raise
         print(f"stretto: the run has finished, but its page cannot be written: {error}", file=sys.stderr)
+
+
+def _removed(folder: Path) -> str:
+    """Return one sentence on a finished run whose folder was removed before its end."""
+    model = folder / "final.safetensors"
+    kept = f"; the trained model is in {model}" if model.exists() else ""
+    return f"the run has finished{kept}. Its folder was removed during the run: there is no log, no summary and no page"
 
 
 def _conclude(folder: Path, json_to: Path | None, silent: bool) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -13,6 +15,10 @@ from stretto.events import read_events
 from stretto.launcher import log_relay
 from stretto.launcher.failure_cause import first_cause
 from stretto.launcher.processes import Exited
+from stretto.launcher.script_watch import Written
+from stretto.launcher.worker_main import _report_written
+from stretto.process_config import WorkerConfig
+from stretto.report.summary import conclude
 
 WITHIN_S = 3.0
 """How long a failed run may take to end."""
@@ -262,3 +268,34 @@ subprocess.Popen(["sleep", "60"])
     else:
         failure(place, text, workers=2)
     assert place.left() == []
+
+
+@pytest.fixture
+def full(tmp_path: Path) -> Path:
+    """A run folder whose event log is on a full disk."""
+    (tmp_path / "events.jsonl").symlink_to("/dev/full")
+    return tmp_path
+
+
+def test_a_list_of_written_files_that_finds_no_room_fails_no_run(full: Path) -> None:
+    written = Written([])
+    written.note("/somewhere/model.pt")
+    _report_written(written, WorkerConfig(run=str(full)))
+
+
+def test_an_error_that_finds_no_room_in_the_log_is_said_to_be_unlogged(full: Path) -> None:
+    program = f"from stretto.launcher.worker_main import fail; fail(ValueError('boom'), 0, {str(full)!r})"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert "ValueError: boom" in done.stderr
+    cause = first_cause([Exited(0, done.returncode)], [])
+    assert cause.headline == "worker 0 failed, and its error could not be written to the event log"
+
+
+def test_a_run_whose_folder_was_removed_ends_with_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "final.safetensors").write_bytes(b"")
+    conclude(tmp_path, None, silent=False)
+    told = capsys.readouterr().err
+    assert told.startswith(f"stretto: the run has finished; the trained model is in {tmp_path}/final.safetensors. Its")
+    assert told.count("\n") == 1
