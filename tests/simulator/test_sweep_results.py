@@ -139,9 +139,8 @@ def test_a_point_is_measured_from_its_run_folder(tmp_path: Path) -> None:
     never = results.measured(point(workers="2"), run, Target.parse("test_accuracy>=0.99"))
     assert never["seconds_to_target"] is never["samples_to_target"] is None
     assert set(results.failed(point(workers="2"), "boom")) == set(seen)
-    stale = synthetic_runs.write_run(
-        tmp_path / "stale", workers=2, events=synthetic_runs.asynchronous([[1, 1], [2, 4]])
-    )
+    events = synthetic_runs.asynchronous([[1, 1], [2, 4]])
+    stale = synthetic_runs.write_run(tmp_path / "stale", workers=2, events=events)
     assert results.measured(point(workers="2"), stale, None)["mean_staleness"] == 2.0
 
 

@@ -293,7 +293,7 @@ def test_transports_of_this_machine_are_measured() -> None:
     found = vars(transport_costs.measure_transports(plain=True))
     assert all(0 <= value < 1 for value in found.values())
     assert found["message_s"] > 0
-    assert found["parcel_s"] > 0
+    assert found["rpc_message_s"] > 0
 
 
 @pytest.mark.parametrize("truth", [(3e-4, 5e-5, 2e-3, 4e-4), (1e-4, 0.0, 0.0, 0.0)])
