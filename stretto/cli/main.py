@@ -14,10 +14,25 @@ from typer.exceptions import TyperException
 
 from stretto.cli.compare import compare
 from stretto.cli.export import command as export
+from stretto.cli.options import (
+    FailureTimeout,
+    JsonTo,
+    OnNan,
+    OnResize,
+    Out,
+    Output,
+    Quiet,
+    Timeout,
+    duration,
+    max_workers_option,
+    min_workers_option,
+    servers_option,
+    whole_number,
+    workers_option,
+)
 from stretto.cli.script_arguments import (
     CHECKPOINTS,
     FAILURES,
-    OUTPUT,
     RETYPED,
     SERVER,
     WORKERS,
@@ -33,7 +48,6 @@ from stretto.cli.script_arguments import (
 )
 from stretto.cli.simulate import command as simulate
 from stretto.errors import StrettoError, explain
-from stretto.launcher.config import Batch, OnNan, Output
 from stretto.launcher.local import JoinRequest, RunConfig, Stopped
 from stretto.launcher.local import join as join_run
 from stretto.launcher.local import run as run_order
@@ -42,7 +56,6 @@ from stretto.launcher.reexec import reexecute
 from stretto.report.run_record import STANDARD_OUTPUT, check_target, write_json
 from stretto.report.summary import conclude
 from stretto.run_dir import version
-from stretto.units import seconds
 
 app = typer.Typer(
     name="stretto",
@@ -103,24 +116,6 @@ def _print_error(text: str, code: int) -> int:
     return code
 
 
-def whole_number(text: str | int) -> int:
-    """Parse a whole number. Raises BadParameter for other text."""
-    try:
-        return int(text)
-    except ValueError:
-        expected = "a whole number"
-        raise typer.BadParameter(explain(f"{text} is not a number", got=text, expected=expected, to_type="4")) from None
-
-
-def duration(text: str | float) -> float:
-    """Return the seconds of a time such as `10s`. Raises BadParameter for other text."""
-    found = text if isinstance(text, float) else seconds(text)
-    if found is None:
-        expected = "a time such as 500ms, 10s, 2m"
-        raise typer.BadParameter(explain(f"{text} is not a time", got=text, expected=expected, to_type="10s"))
-    return found
-
-
 def _print_version(wanted: bool) -> None:
     if wanted:
         print(f"stretto {version()}")
@@ -149,12 +144,7 @@ def run(
     args: Arguments = None,
     *,
     module: Module = False,
-    workers: Annotated[
-        int,
-        typer.Option(
-            "-n", "--workers", parser=whole_number, metavar="N", help="Number of workers.", rich_help_panel=WORKERS
-        ),
-    ] = 1,
+    workers: Annotated[int, workers_option(parser=whole_number)] = 1,
     recipe: Recipe = None,
     seed: Annotated[
         int,
@@ -184,20 +174,8 @@ def run(
             rich_help_panel=WORKERS,
         ),
     ] = None,
-    servers: Annotated[
-        int | None,
-        typer.Option(
-            parser=whole_number,
-            metavar="N",
-            show_default="the recipe's",
-            help="Run the recipe over a parameter server of N shards.",
-            rich_help_panel=SERVER,
-        ),
-    ] = None,
-    on_nan: Annotated[
-        OnNan,
-        typer.Option(help="End the run at an update that is not finite, or skip the update.", rich_help_panel=SERVER),
-    ] = "stop",
+    servers: Annotated[int | None, servers_option(parser=whole_number)] = None,
+    on_nan: OnNan = "stop",
     plain: Annotated[
         bool,
         typer.Option(
@@ -206,20 +184,8 @@ def run(
             rich_help_panel=SERVER,
         ),
     ] = False,
-    failure_timeout: Annotated[
-        str,
-        typer.Option(
-            metavar="TIME",
-            help="Declare a process failed after this long without a heartbeat.",
-            rich_help_panel=FAILURES,
-        ),
-    ] = "10s",
-    timeout: Annotated[
-        float,
-        typer.Option(
-            metavar="SECONDS", help="Longest wait for a message of another process.", rich_help_panel=FAILURES
-        ),
-    ] = 600.0,
+    failure_timeout: FailureTimeout = "10s",
+    timeout: Timeout = 600.0,
     restarts: Annotated[
         int,
         typer.Option(
@@ -237,34 +203,11 @@ def run(
             rich_help_panel=FAILURES,
         ),
     ] = False,
-    min_workers: Annotated[
-        int,
-        typer.Option(
-            parser=whole_number,
-            metavar="N",
-            help="End the run when fewer workers are left.",
-            rich_help_panel=FAILURES,
-        ),
-    ] = 1,
-    max_workers: Annotated[
-        int | None,
-        typer.Option(
-            parser=whole_number,
-            metavar="N",
-            show_default="no limit",
-            help="Admit no more workers than this.",
-            rich_help_panel=FAILURES,
-        ),
-    ] = None,
+    min_workers: Annotated[int, min_workers_option(parser=whole_number)] = 1,
+    max_workers: Annotated[int | None, max_workers_option(parser=whole_number)] = None,
     split_batch: SplitBatch = "keep",
     lr_scale: RateScale = "none",
-    on_resize: Annotated[
-        Batch,
-        typer.Option(
-            help="Batch size kept when the number of workers changes: each worker's own, or the global batch.",
-            rich_help_panel=FAILURES,
-        ),
-    ] = "per-worker-batch",
+    on_resize: OnResize = "per-worker-batch",
     host: Annotated[
         str | None,
         typer.Option(
@@ -321,27 +264,10 @@ def run(
             rich_help_panel=CHECKPOINTS,
         ),
     ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(show_default="runs/DATE-NAME", help="Run folder.", rich_help_panel=OUTPUT),
-    ] = None,
-    output: Annotated[
-        Output,
-        typer.Option(help="Output that is shown: of worker 0, of all workers, or none.", rich_help_panel=OUTPUT),
-    ] = "rank0",
-    quiet: Annotated[
-        bool, typer.Option("--quiet", help="Show only the script's output.", rich_help_panel=OUTPUT)
-    ] = False,
-    json_to: Annotated[
-        Path | None,
-        typer.Option(
-            "--json",
-            metavar="FILE",
-            show_default="none",
-            help="File for the run record; - for the standard output.",
-            rich_help_panel=OUTPUT,
-        ),
-    ] = None,
+    out: Out = None,
+    output: Output = "rank0",
+    quiet: Quiet = False,
+    json_to: JsonTo = None,
 ) -> None:
     """Run SCRIPT on workers of this machine.
 
@@ -390,22 +316,18 @@ def join(
         Path, typer.Argument(metavar="RUN", help="The folder of the run, on a disk that both machines see.")
     ],
     *,
-    workers: Annotated[
-        int, typer.Option("-n", "--workers", parser=whole_number, metavar="N", help="Number of workers.")
-    ] = 1,
+    workers: Annotated[int, workers_option(parser=whole_number)] = 1,
     threads: Annotated[
         int | None,
         typer.Option(
             parser=whole_number, metavar="N", show_default="the cores, shared out", help="Threads per worker."
         ),
     ] = None,
-    output: Annotated[
-        Output, typer.Option(help="Output that is shown: of worker 0, of all workers, or none.")
-    ] = "none",
+    output: Output = "none",
     restarts: Annotated[
         int, typer.Option(parser=whole_number, metavar="N", help="Number of times that a failed process is restarted.")
     ] = 3,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Show only the script's output.")] = False,
+    quiet: Quiet = False,
 ) -> None:
     """Join a run that was started with --host: add workers of this machine to it."""
     join_run(JoinRequest(run, workers, threads, output, restarts), ProgressDisplay(quiet=quiet))

@@ -12,11 +12,23 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from stretto.cli.options import (
+    FailureTimeout,
+    JsonTo,
+    OnNan,
+    OnResize,
+    Out,
+    Output,
+    Quiet,
+    Timeout,
+    max_workers_option,
+    min_workers_option,
+    servers_option,
+    workers_option,
+)
 from stretto.cli.script_arguments import (
     CLUSTER,
-    FAILURES,
     GRID,
-    OUTPUT,
     SERVER,
     WORKERS,
     Arguments,
@@ -27,7 +39,7 @@ from stretto.cli.script_arguments import (
     SplitBatch,
 )
 from stretto.errors import mistyped
-from stretto.launcher.config import Batch, OnNan, Output, RunConfig, server_notice
+from stretto.launcher.config import RunConfig, server_notice
 from stretto.launcher.entry import typed
 from stretto.launcher.progress_display import ProgressDisplay
 from stretto.launcher.signals import handled
@@ -53,9 +65,7 @@ def command(
     args: Arguments = None,
     *,
     module: Module = False,
-    workers: Annotated[
-        str, typer.Option("-n", "--workers", metavar="N", help="Number of workers.", rich_help_panel=WORKERS)
-    ] = "8",
+    workers: Annotated[str, workers_option()] = "8",
     recipe: Recipe = None,
     seed: Annotated[
         str,
@@ -116,54 +126,18 @@ def command(
             rich_help_panel=CLUSTER,
         ),
     ] = "",
-    servers: Annotated[
-        str | None,
-        typer.Option(
-            metavar="N",
-            show_default="the recipe's",
-            help="Run the recipe over a parameter server of N shards.",
-            rich_help_panel=SERVER,
-        ),
-    ] = None,
-    on_nan: Annotated[
-        OnNan,
-        typer.Option(help="End the run at an update that is not finite, or skip the update.", rich_help_panel=SERVER),
-    ] = "stop",
+    servers: Annotated[str | None, servers_option()] = None,
+    on_nan: OnNan = "stop",
     plain: Annotated[
         bool, typer.Option("--no-encryption", help="Count bytes without encryption.", rich_help_panel=SERVER)
     ] = False,
-    failure_timeout: Annotated[
-        str,
-        typer.Option(
-            metavar="TIME",
-            help="Declare a process failed after this long without a heartbeat.",
-            rich_help_panel=FAILURES,
-        ),
-    ] = "10s",
-    timeout: Annotated[
-        float,
-        typer.Option(
-            metavar="SECONDS", help="Longest wait for a message of another process.", rich_help_panel=FAILURES
-        ),
-    ] = 600.0,
-    min_workers: Annotated[
-        str, typer.Option(metavar="N", help="End the run when fewer workers are left.", rich_help_panel=FAILURES)
-    ] = "1",
-    max_workers: Annotated[
-        str | None,
-        typer.Option(
-            metavar="N", show_default="no limit", help="Admit no more workers than this.", rich_help_panel=FAILURES
-        ),
-    ] = None,
+    failure_timeout: FailureTimeout = "10s",
+    timeout: Timeout = 600.0,
+    min_workers: Annotated[str, min_workers_option()] = "1",
+    max_workers: Annotated[str | None, max_workers_option()] = None,
     split_batch: SplitBatch = "keep",
     lr_scale: RateScale = "none",
-    on_resize: Annotated[
-        Batch,
-        typer.Option(
-            help="Batch size kept when the number of workers changes: each worker's own, or the global batch.",
-            rich_help_panel=FAILURES,
-        ),
-    ] = "per-worker-batch",
+    on_resize: OnResize = "per-worker-batch",
     sweep: Annotated[
         list[str] | None,
         typer.Option(
@@ -191,25 +165,10 @@ def command(
             rich_help_panel=GRID,
         ),
     ] = None,
-    out: Annotated[
-        Path | None, typer.Option(show_default="runs/DATE-NAME", help="Run folder.", rich_help_panel=OUTPUT)
-    ] = None,
-    output: Annotated[
-        Output, typer.Option(help="Output that is shown: of worker 0, of all workers, or none.", rich_help_panel=OUTPUT)
-    ] = "rank0",
-    quiet: Annotated[
-        bool, typer.Option("--quiet", help="Show only the script's output.", rich_help_panel=OUTPUT)
-    ] = False,
-    json_to: Annotated[
-        Path | None,
-        typer.Option(
-            "--json",
-            metavar="FILE",
-            show_default="none",
-            help="File for the run record; - for the standard output.",
-            rich_help_panel=OUTPUT,
-        ),
-    ] = None,
+    out: Out = None,
+    output: Output = "rank0",
+    quiet: Quiet = False,
+    json_to: JsonTo = None,
 ) -> None:
     """Run SCRIPT as N workers in this process, on a virtual clock and network: real gradients, modelled time.
 
