@@ -31,7 +31,7 @@ from stretto.strategies.consistency_check import compare
 from stretto.strategies.flat_buffers import FlatParameters
 from stretto.strategies.gradient_allreduce import GradientAllReduce
 from stretto.strategies.local_updates import LocalUpdates, RoundRange
-from stretto.strategies.model_sync import Named, plain_name, trainable, watch_forward
+from stretto.strategies.model_sync import Named, plain_name, watch_forward
 from stretto.strategies.one_bit_adam import FrozenVariance
 from stretto.strategies.optimizers import Optimizers, parameters_of, refuse_optimizers
 from stretto.strategies.parameter_set import ParameterSet
@@ -99,7 +99,7 @@ class Replica:
             if isinstance(recipe.what, momenta):
                 self._frozen = FrozenVariance(optimizers.each[0], recipe.what, self._is_warm)
         for one in self.sets if recipe is not None else ():
-            self._rebuild(one, trainable(model, one.optimizers))
+            self._rebuild(one, one.trainable())
         if recipe is not None and not self.in_rounds and not recipe.asynchronous:
             self._hooks = watch_forward(model, self._follow)
 
@@ -114,7 +114,7 @@ class Replica:
             self._settle_changes(at_start=True)
         for one in self.sets:
             if self.arrival is not None and one.has_changed():
-                self._rebuild(one, trainable(self._model, one.optimizers))
+                self._rebuild(one, one.trainable())
             elif not one.is_laid() and one.arena is not None:
                 self._rebuild(one, [(slot.name, slot.parameter) for slot in reversed(one.arena.slots)])
             elif self.gradients is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -64,21 +64,22 @@ def trained(parameter: Parameter) -> bool:
     return parameter.requires_grad or parameter.grad is not None
 
 
-def trainable(model: nn.Module, optimizers: Iterable[Optimizer]) -> Named:
+def trainable(model: nn.Module, optimizers: Iterable[Optimizer], former: Container[int] = ()) -> Named:
     """Return the parameters that these optimizers train, by name, each once.
 
-    Raises ModelError when the optimizers hold parameters that the model does not have, or complex ones.
+    Raises ModelError when the optimizers hold parameters that the model does not have, or complex ones; they may hold
+    those that the script has replaced, whose ids are in `former`.
     """
     held = {id(one) for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]}
     named = [(plain_name(name), one) for name, one in model.named_parameters()]
-    foreign = len(held - {id(one) for _, one in named})
+    foreign = sum(one not in former for one in held - {id(one) for _, one in named})
     if foreign:
         raise ModelError(
             explain(
                 "the optimizer holds parameters that are not the model's",
                 got=f"{foreign} of {len(held)} parameters of the optimizer are not in the model",
                 expected="an optimizer over the model's parameters alone",
-                to_type="torch.optim.SGD(model.parameters(), ...); for more modules, "
+                to_type="torch.optim.SGD(model.parameters(), ...) after the last layer was replaced; for more modules, "
                 "stretto.distribute([encoder, head], optimizer, loader)",
             )
         )

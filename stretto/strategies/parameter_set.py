@@ -35,6 +35,10 @@ class ParameterSet:
         """Exchange of a recipe of parameters."""
         self.has_stepped = False
         """True if an optimizer has stepped since the last exchange."""
+        self._former: dict[int, Parameter] = {}
+        """All parameters that the model has had, by id."""
+        self._replaced: set[int] = set()
+        """Ids of parameters that an optimizer still holds, and that the script has replaced in the model."""
         self._seen: list[int] = []
         self._before: dict[int, Tensor] = {}
         """Values of parameters outside the arena before their first step, by the parameter's id."""
@@ -80,7 +84,15 @@ class ParameterSet:
         return [id(one) for one in self.trained_parameters()]
 
     def _held(self) -> list[Parameter]:
-        return [one for each in self.optimizers for one in parameters_of(each)]
+        return [one for each in self.optimizers for one in parameters_of(each) if id(one) not in self._replaced]
+
+    def trainable(self) -> Named:
+        """Return the parameters that the optimizers train, by name; those that the script has replaced are left out."""
+        named = trainable(self._model, self.optimizers, self._former)
+        current = {id(one): one for one in self._model.parameters()}
+        self._former |= current
+        self._replaced = self._former.keys() - current.keys()
+        return named
 
     # --- agreeing -----------------------------------------------------------------------------------------------
 
@@ -91,7 +103,7 @@ class ParameterSet:
         those of the first worker. Raises ModelError, at all workers, where they are not.
         """
         laid = self.laid
-        mine = [(name, id(one) in laid) for name, one in trainable(self._model, self.optimizers)]
+        mine = [(name, id(one) in laid) for name, one in self.trainable()]
         told = [
             msgspec.msgpack.decode(one, type=list[tuple[str, bool]])
             for one in self._wire.all_gather_bytes(msgspec.msgpack.encode(mine))

@@ -351,7 +351,8 @@ class Trainer:
             whose = f"worker {self.wire.worker} in epoch" if self.replica.arrival is not None else "epoch"
             self.journal.notice(
                 f"{whose} {self.referee.epoch + 1} made no optimizer step: its {samples} samples are not counted as "
-                "trained; an evaluation, or update_bn, needs a loader of its own: this one gives each worker a part"
+                "trained; evaluate, and call update_bn for an averaged model, with another loader: this one gives each "
+                "worker a part of the data"
             )
 
     def end_pass(self, left: bool = True) -> bool:

@@ -64,8 +64,8 @@ def test_what_torch_saves_is_noted_and_a_temporary_file_is_not(tmp_path: Path) -
     written._watch_saves(module)
     assert module.save(1, tmp_path / "a.pt") == 1
     module.save(2, f=str(tmp_path / "run" / "b.pt"))
-    written._hear("open", (str(tmp_path / "c"), None, os.O_RDWR | os.O_CREAT | os.O_EXCL))
-    written._hear("open", (str(tmp_path / "d"), "r", os.O_RDONLY))
+    written._audit("open", (str(tmp_path / "c"), None, os.O_RDWR | os.O_CREAT | os.O_EXCL))
+    written._audit("open", (str(tmp_path / "d"), "r", os.O_RDONLY))
     assert list(written.paths) == [str(tmp_path / "a.pt")]
 
 
