@@ -1,8 +1,8 @@
-"""The exchange of a worker that does not wait for others: its side of a parameter server.
+"""A worker's side of an asynchronous parameter server.
 
-Let theta be the worker's parameters, and mark what they were when it last told the server of them, or heard. What it
-has learned since is `theta - mark`; the news of a version is `theta += version - mark; mark = version`, which keeps
-what was learned meanwhile. So sending and receiving can go on while the worker computes its next round.
+Let `theta` be the worker's parameters, and `mark` their values at the last exchange with the server. The update since
+then is `theta - mark`. A new version is merged as `theta += version - mark; mark = version`, which keeps the steps that
+the worker has done after the push. So a push and its reply can be under way while the worker computes its next round.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from stretto.strategies.optimizers import Optimizers
 from stretto.strategies.traffic_counters import Tally
 
 Messages = list[list[Tensor]]
-"""For each shard a message for each part of its range."""
+"""For each shard, one message for each flat buffer's range of that shard."""
 Outcome = tuple[int, int, int, int]
-"""An update that was applied: round, version, staleness, samples."""
+"""An update that a server has applied: round, version, staleness, samples."""
 
 
 class _FlatRange:
-    """What a worker keeps for one part of the arena between exchanges."""
+    """State of one flat buffer between exchanges."""
 
     def __init__(self, part: FlatBuffer, how: Codec, shards: int, tally: Tally) -> None:
         self.part = part
@@ -53,25 +53,25 @@ class _FlatRange:
         self.change = torch.empty_like(part.theta)
         self.bounds = ranges(part.theta.numel(), shards)
         self.states = [how.init_state(part.theta[a:b], tally.context(part, a, b)) for a, b in self.bounds]
-        save(self.states, f"the state of {how}")  # refused here, and not when a checkpoint is due
+        save(self.states, f"the state of {how}")  # raises now, and not when a checkpoint is due
         self.known = part.theta.clone() if how.reply is not None else None
-        """The server's parameters as its encoded replies have told them."""
+        """The server's parameters, as decoded from its replies; None if replies are not encoded."""
 
 
 @dataclass(slots=True)
 class _Sent:
-    """An exchange under way, and the leases whose work it carries."""
+    """A push whose reply has not been received, and the leases whose work it carries."""
 
     ticket: PushHandle
     leases: list[Lease]
 
 
 class AsyncServer:
-    """Pushes what this worker learned and takes up the server's newest version, at once or while it computes on.
+    """Pushes this worker's updates and merges the server's newest version, blocking or while the worker computes.
 
     `on_settled` is called with the leases whose work has become part of the server's parameters, `on_end` after every
     exchange with the seconds blocked by it. An update that holds NaN or infinity is left out if this worker `skips`
-    such, and else ends the run. With one worker the server takes what the worker learned as it is.
+    such updates, else it raises NotFiniteError. With one worker the server applies each update unchanged.
     """
 
     def __init__(
@@ -93,39 +93,39 @@ class AsyncServer:
         self._wire, self._watch, self._optimizers = wire, watch, optimizers
         self._on_settled, self._on_end = on_settled, on_end
         self._tally, self._account = tally, tally.account(type(recipe.what).__name__)
-        self._looks = tally.account("evaluation_sync")
+        self._sync_account = tally.account("evaluation_sync")
         self._skips = skips
         self._arena_number = arena_number
         self._groups = _groups(optimizers)
-        self._elastic = isinstance(recipe.then, pull) and wire.expected > 1
+        self._is_elastic_averaging = isinstance(recipe.then, pull) and wire.expected > 1
         self.ranges = [_FlatRange(part, recipe.how, wire.shards, tally) for part in arena.parts]
-        self._whole = [torch.empty_like(one.mark, device="cpu") for one in self.ranges] if self._elastic else []
-        """Where a reply lies until it is whole, if nothing of it may be taken up before."""
+        self._reply_buffers = (
+            [torch.empty_like(one.mark, device="cpu") for one in self.ranges] if self._is_elastic_averaging else []
+        )
+        """CPU buffers that hold a reply until it is complete, for a recipe that must not merge a part of one."""
         self._lengths = [part.theta.numel() for part in arena.parts]
         self._nbytes = sum(part.theta.nbytes for part in arena.parts)
         self.versions = self._computed_on = [0] * wire.shards
         self.versions_read = self.versions
-        """The version at each shard that was looked at last."""
+        """Version of each shard at the last read."""
         self.outcomes: list[Outcome] = []
-        """What became of this worker's updates; whoever reads it clears it."""
-        self.held_s = 0.0
+        """Applied updates of this worker; the reader clears the list."""
+        self.blocked_s = 0.0
         self._sent: _Sent | None = None
-        self._seq, self._age = 0, wire.recovery_epoch
-        self._fresh = True
-        """Whether nothing was computed since the last exchange."""
+        self._seq, self._recovery_epoch = 0, wire.recovery_epoch
+        self._no_steps_since_exchange = True
+        """True if no step was done since the last exchange."""
         _refuse_optimizer(recipe, optimizers)
-        wire.on_snapshot_barrier, wire.on_rolled_back = (
-            self.meet,
-            _stay,
-        )  # what is given to the server is not read from it meanwhile
-        self._open(kept)
-        self._age = wire.recovery_epoch
+        # a rollback must not overwrite the parameters while they are sent to the server
+        wire.on_snapshot_barrier, wire.on_rolled_back = self.wait_at_barrier, _keep_parameters
+        self._initialise_server(kept)
+        self._recovery_epoch = wire.recovery_epoch
         wire.on_rolled_back = self._follow
 
-    def _open(self, kept: RuleState | None) -> None:
-        """The first worker gives the parameters to the server; nobody pushes before they are there.
+    def _initialise_server(self, kept: RuleState | None) -> None:
+        """Set the server's parameters at the first worker; no worker pushes before that.
 
-        With what the rule has `kept` in another run. A worker that came later reads them.
+        `kept` is the state of the server's rule in another run. A worker that joins later reads the parameters instead.
         """
         joined = self._wire.join_position
         if joined is not None and joined.parameter_set == self._arena_number:
@@ -140,75 +140,80 @@ class AsyncServer:
                 self._wire.open(self._arena_number, self._recipe.spelled(), parts, kept)
             is_open = b"open" in self._wire.all_gather_bytes(b"open" if first else b"")
 
-    # --- exchanging ---------------------------------------------------------------------------------------------
+    # --- exchanges ----------------------------------------------------------------------------------------------
 
     def stepped(self) -> None:
-        """The optimizer has done a step."""
-        self._fresh = False
+        """Note that the optimizer has done a step."""
+        self._no_steps_since_exchange = False
 
     @torch.no_grad()
     def run(self, samples: int, leases: list[Lease]) -> bool:
-        """Push what was learned since the last exchange, the work on these leases; False when it was left out."""
+        """Push the update since the last exchange, the work on these leases. Return False if it was left out."""
         before = self._watch.switch("encoding")
         began = self._watch.spent["exchanging"]
         self._wire.leave_barrier()
-        is_sent = not self._hear() or self._push_valid(samples, leases)
+        is_pushed = not self._merge_reply() or self._push_valid(samples, leases)
         if not self._when.ahead:
-            self._hear()
+            self._merge_reply()
         self._on_end(self._watch.spent["exchanging"] - began)
         self._watch.switch(before)
-        return is_sent
+        return is_pushed
 
     @torch.no_grad()
-    def glance(self) -> None:
-        """Take up the news if they are there; never waits."""
+    def merge_if_arrived(self) -> None:
+        """Merge the reply to the last push if it has arrived; never waits."""
         if self._sent is not None and self._sent.ticket.poll():
             before = self._watch.switch("encoding")
-            self._hear()
+            self._merge_reply()
             self._watch.switch(before)
 
     @torch.no_grad()
     def finish(self, samples: int, leases: list[Lease]) -> bool:
-        """Exchange what is left, and wait until it is the server's; False when it was left out."""
+        """Push the remaining update and wait until a server has applied it. Return False if it was left out."""
         before = self._watch.switch("encoding")
-        is_sent, went_on = True, self._hear()
-        if went_on and (not self._fresh or leases):
-            is_sent = self._push_valid(samples, leases)
+        is_pushed, is_valid = True, self._merge_reply()
+        if is_valid and (not self._no_steps_since_exchange or leases):
+            is_pushed = self._push_valid(samples, leases)
             self._on_end(0.0)
-        self._hear()
+        self._merge_reply()
         self._watch.switch(before)
-        return is_sent
+        return is_pushed
 
     @torch.no_grad()
-    def meet(self, called: bool = False) -> bool:
-        """Wait until nothing of any worker is under way; whether the pass was over then.
+    def wait_at_barrier(self, called: bool = False) -> bool:
+        """Wait at a barrier with no update of any worker in flight. Return True if the epoch was over then.
 
-        All come because they were `called` to it, or else because each knows by itself that it is due.
+        The workers come because they were `called`, or else because each of them knows that the barrier is due.
         """
         with self._watch.on("encoding"):
-            self._hear()
+            self._merge_reply()
         with self._watch.on("waiting"):
             return self._wire.wait_at_barrier(self._seq, called)
 
     @torch.no_grad()
     def _follow(self) -> None:
-        """The servers went back to a cut: go on from there, what was learned since is done again.
+        """Continue from the snapshot that the servers rolled back to; the updates since then are computed again.
 
-        That is in the gradients, too, where they are accumulated.
+        Accumulated gradients are set to zero, too.
         """
         if self._sent is not None:
             self._sent.ticket.discard()
-        self._sent, self._seq, self._age, self._fresh = None, 0, self._wire.recovery_epoch, True
+        self._sent, self._seq, self._recovery_epoch, self._no_steps_since_exchange = (
+            None,
+            0,
+            self._wire.recovery_epoch,
+            True,
+        )
         for one in self._optimizers:
-            one.zero_grad(set_to_none=False)  # a scaler looks for them
+            one.zero_grad(set_to_none=False)  # not None: a gradient scaler needs them
         self._read()
         self.start_from_read()
 
     @torch.no_grad()
     def read(self) -> list[int]:
-        """Put the server's newest version in place of the parameters; returns its number at each shard.
+        """Set the parameters to the server's newest version, and return its number at each shard.
 
-        All workers do it, after they have met: so all have the same.
+        All workers do so after a barrier, so all have the same parameters.
         """
         while True:
             try:
@@ -218,11 +223,11 @@ class AsyncServer:
 
     @torch.no_grad()
     def read_alone(self) -> list[Tensor]:
-        """Put the server's newest version in place of the parameters, and return this worker's own.
+        """Set the parameters to the server's newest version, and return this worker's own parameters.
 
         No other worker takes part: an incomplete group of updates stays collected at the server.
         """
-        self._hear()
+        self._merge_reply()
         while True:
             own = [one.part.theta.clone() for one in self.ranges]
             try:
@@ -234,106 +239,106 @@ class AsyncServer:
 
     @torch.no_grad()
     def put_back(self, own: Sequence[Tensor]) -> None:
-        """Put this worker's own parameters in place again after `read_alone`."""
+        """Set the parameters to this worker's own again, after `read_alone`."""
         for one, theta in zip(self.ranges, own, strict=True):
             one.part.theta.copy_(theta)
 
-    def look(self) -> bool:
-        """The same; False when the servers went back to a cut meanwhile: what this worker had before is void."""
-        age = self._age
+    def read_for_evaluation(self) -> bool:
+        """Read the newest version. Return False if the servers rolled back: older parameters are void then."""
+        recovery_epoch = self._recovery_epoch
         self.read()
-        return self._age == age
+        return self._recovery_epoch == recovery_epoch
 
     def _read(self, flush: bool = True) -> list[int]:
-        """The same, once. Raises RollbackRequiredError when a server was lost."""
+        """Read the newest version without a retry. Raises RollbackRequiredError if a server failed."""
         with self._watch.on("exchanging"):
-            news = self._wire.read(self._lengths, flush=flush).wait(self._put)
-        if self._looks is not None:
-            self._looks.received += self._nbytes
-            self._looks.raw_received += self._nbytes
+            result = self._wire.read(self._lengths, flush=flush).wait(self._copy_piece)
+        if self._sync_account is not None:
+            self._sync_account.received += self._nbytes
+            self._sync_account.raw_received += self._nbytes
         for one in self.ranges:
             if one.known is not None:
                 one.known.copy_(one.part.theta)
-        self._note(news)
-        self.versions_read = news.versions
-        return news.versions
+        self._note_outcomes(result)
+        self.versions_read = result.versions
+        return result.versions
 
     def release(self) -> None:
-        """Let go of the wire, which stays: the section has ended, and servers that go back give nothing to this one."""
-        self._wire.on_snapshot_barrier, self._wire.on_rolled_back = (lambda _called: True), _stay
+        """Detach from the client, which stays open: the section has ended, and its parameters must no longer change."""
+        self._wire.on_snapshot_barrier, self._wire.on_rolled_back = (lambda _called: True), _keep_parameters
 
     @property
     def shards(self) -> int:
-        """How many servers the parameters are shared out to."""
+        """Number of shards that hold the parameters."""
         return self._wire.shards
 
-    def rule_memory(self) -> RuleState:
-        """What the servers' rule keeps besides the parameters, when all have met. Raises RollbackRequiredError."""
+    def rule_state(self) -> RuleState:
+        """Return the servers' rule state, after a barrier. Raises RollbackRequiredError."""
         return self._wire.read_rule_state(len(self.ranges))
 
     @property
-    def keeps_own(self) -> bool:
-        """Whether a worker's parameters stay its own, and are only pulled towards the server's."""
-        return self._elastic
+    def keeps_own_parameters(self) -> bool:
+        """True if a worker keeps its own parameters, which are only pulled towards the server's."""
+        return self._is_elastic_averaging
 
     @torch.no_grad()
     def start_from_read(self) -> None:
-        """Go on from the version that was read, which lies in the parameters' place."""
+        """Continue from the version that was read, which the parameters hold."""
         self.versions = self._computed_on = self.versions_read
         for one in self.ranges:
             one.mark.copy_(one.part.theta)
 
-    # --- the two halves -----------------------------------------------------------------------------------------
+    # --- push and reply -----------------------------------------------------------------------------------------
 
     def _push_valid(self, samples: int, leases: list[Lease]) -> bool:
-        """Push what was learned, unless it was learned before the servers went back to a cut."""
-        valid = [lease for lease in leases if lease.recovery_epoch == self._age]
+        """Push the update, unless all of its work was done before the servers rolled back."""
+        valid = [lease for lease in leases if lease.recovery_epoch == self._recovery_epoch]
         if len(valid) < len(leases):
             samples = sum(lease.samples for lease in valid)
         if valid or not leases:
             return self._push(samples, valid)
         for one in self.ranges:
             one.part.theta.copy_(one.mark)
-        self._fresh = True
+        self._no_steps_since_exchange = True
         return True
 
     def _push(self, samples: int, leases: list[Lease]) -> bool:
         self._seq += 1
-        lr = self._bring()
-        messages = self._encoded()
+        lr = self._compute_change()
+        messages = self._encode_finite()
         is_left_out = messages is None
         if messages is None:
             samples, leases = 0, []
-            self._bring_nothing()
+            self._compute_empty_change()
             messages = self._encode()
         batches = [lease.batch for lease in leases]
         update = Update(self._seq, self._computed_on, samples, lr, messages, batches)
-        self._count(update)
+        self._count_traffic(update)
         self._sent = _Sent(self._wire.push(self._arena_number, update, self._lengths), leases)
         for one in self.ranges:
             one.mark.copy_(one.part.theta)
-        self._computed_on, self._fresh = self.versions, True
+        self._computed_on, self._no_steps_since_exchange = self.versions, True
         return not is_left_out
 
-    def _encoded(self) -> Messages | None:
-        """What this worker says to each shard; None when it is left out, for a NaN or an infinity in it."""
+    def _encode_finite(self) -> Messages | None:
+        """Return the messages to the shards; None if the update is left out because it holds NaN or infinity."""
         changes = [one.change for one in self.ranges]
         if not self._is_skipped(changes):
-            given = self._tally.norm_of(changes)
+            norm = self._tally.norm_of(changes)
             messages = self._encode()
             if not self._is_skipped([one for each in messages for one in each if one.is_floating_point()]):
-                self._tally.owes(given, self._how, [state for one in self.ranges for state in one.states])
+                self._tally.owes(norm, self._how, [state for one in self.ranges for state in one.states])
                 return messages
         return None
 
     def _encode(self) -> Messages:
-        """A message to each shard about its range of every part."""
+        """Encode a message to each shard for its range of every flat buffer."""
         return [
             [self._how.encode(one.change[slice(*one.bounds[shard])], one.states[shard]) for one in self.ranges]
             for shard in range(self._wire.shards)
         ]
 
-    def _count(self, update: Update) -> None:
+    def _count_traffic(self, update: Update) -> None:
         if self._account is None:
             return
         self._account.began(self._nbytes)
@@ -342,16 +347,16 @@ class AsyncServer:
             for one, message in zip(self.ranges, messages, strict=True):
                 self._tally.spoke(self._how, message, one.change[slice(*one.bounds[shard])])
 
-    def _bring_nothing(self) -> None:
-        """What is sent in place of an update that is left out: the round must be known to have ended."""
+    def _compute_empty_change(self) -> None:
+        """Set `change` to an update without effect: the server must learn that the round has ended."""
         for one in self.ranges:
             if isinstance(self._recipe.what, parameters):
                 one.change.copy_(one.part.theta)
             else:
                 one.change.zero_()
 
-    def _bring(self) -> float:
-        """Write what is pushed into `change`; returns the learning rate in it, if there is one."""
+    def _compute_change(self) -> float:
+        """Write the update into `change`. Return the learning rate, or 0.0 if the parameter groups have several."""
         what = self._recipe.what
         for one in self.ranges:
             if isinstance(what, parameters):
@@ -363,57 +368,59 @@ class AsyncServer:
         rates = {float(group["lr"]) for group in self._optimizers.param_groups if "lr" in group}
         return rates.pop() if len(rates) == 1 else 0.0
 
-    def _hear(self) -> bool:
-        """Wait for the reply to the last push, if there was none yet, and take it up as it comes.
+    def _merge_reply(self) -> bool:
+        """Wait for the reply to the last push, if none was received yet, and merge it as it arrives.
 
-        False when the servers went back to a cut meanwhile.
+        Returns False if the servers rolled back in that time.
         """
-        age, sent, self._sent = self._age, self._sent, None
+        recovery_epoch, sent, self._sent = self._recovery_epoch, self._sent, None
         if sent is not None:
             try:
-                self._take_news(sent)
+                self._receive_and_merge(sent)
             except RollbackRequiredError:
                 self._wire.roll_back()
-        return self._age == age
+        return self._recovery_epoch == recovery_epoch
 
-    def _take_news(self, sent: _Sent) -> None:
+    def _receive_and_merge(self, sent: _Sent) -> None:
         with self._watch.on("exchanging"):
-            news = self._news(sent)
-        self._watch.move("exchanging", "waiting", news.blocked_s)
-        self.held_s += news.blocked_s
-        self._note(news)
+            result = self._receive(sent)
+        self._watch.move("exchanging", "waiting", result.blocked_s)
+        self.blocked_s += result.blocked_s
+        self._note_outcomes(result)
         self._on_settled(sent.leases)
-        self.versions = news.versions
-        if self._fresh:
-            self._computed_on = news.versions
+        self.versions = result.versions
+        if self._no_steps_since_exchange:
+            self._computed_on = result.versions
 
-    def _news(self, sent: _Sent) -> PushResult:
+    def _receive(self, sent: _Sent) -> PushResult:
         try:
             if self._how.reply is not None:
-                return self._decoded_news(self._how.reply, sent.ticket)
-            news = self._whole_news(sent.ticket) if self._elastic else sent.ticket.wait(self._take_up)
+                return self._receive_encoded(self._how.reply, sent.ticket)
+            result = (
+                self._receive_whole(sent.ticket) if self._is_elastic_averaging else sent.ticket.wait(self._merge_piece)
+            )
         except RollbackRequiredError:
             raise
         except TransportError as error:
             raise self._not_finite() or error from None
         if self._account is not None:
             self._account.received += self._nbytes
-        return news
+        return result
 
-    def _whole_news(self, ticket: PushHandle) -> PushResult:
-        """Take up a reply once it is whole: of one that is cut off, and comes again, nothing may be taken up twice."""
+    def _receive_whole(self, ticket: PushHandle) -> PushResult:
+        """Merge a reply when it is complete: a reply that breaks off is sent again, and no part may be merged twice."""
 
-        def put(part: int, at: int, piece: Tensor) -> None:
-            self._whole[part][at : at + piece.numel()].copy_(piece)
+        def copy(part: int, at: int, piece: Tensor) -> None:
+            self._reply_buffers[part][at : at + piece.numel()].copy_(piece)
 
-        news = ticket.wait(put)
-        for part, version in enumerate(self._whole):
-            self._take_up(part, 0, version)
-        return news
+        result = ticket.wait(copy)
+        for part, version in enumerate(self._reply_buffers):
+            self._merge_piece(part, 0, version)
+        return result
 
-    def _decoded_news(self, reply: Codec, ticket: PushHandle) -> PushResult:
-        """Take up what the server's encoded replies say of the difference to what is known of its parameters."""
-        news, messages = ticket.messages()
+    def _receive_encoded(self, reply: Codec, ticket: PushHandle) -> PushResult:
+        """Decode the server's replies, which hold the difference to the parameters known here, and merge the result."""
+        result, messages = ticket.messages()
         for shard, found in enumerate(messages):
             for part, (one, message) in enumerate(zip(self.ranges, found, strict=True)):
                 start, stop = one.bounds[shard]
@@ -421,37 +428,37 @@ class AsyncServer:
                 known = one.known[start:stop]
                 if message.numel():
                     reply.add_to(known, message.to(known.device))
-                self._take_up(part, start, known)
+                self._merge_piece(part, start, known)
                 if self._account is not None:
                     self._account.received += message.nbytes
-        return news
+        return result
 
-    def _note(self, news: PushResult) -> None:
-        self.outcomes += news.applied
+    def _note_outcomes(self, result: PushResult) -> None:
+        self.outcomes += result.applied
 
-    def _put(self, part: int, at: int, version: Tensor) -> None:
-        """Put a piece of a version in place of the parameters."""
+    def _copy_piece(self, part: int, at: int, version: Tensor) -> None:
+        """Copy a piece of a version into the parameters."""
         self.ranges[part].part.theta[at : at + version.numel()].copy_(version)
 
-    def _take_up(self, part: int, at: int, version: Tensor) -> None:
-        """Take up a piece of a version, and keep what was learned since the last exchange."""
+    def _merge_piece(self, part: int, at: int, version: Tensor) -> None:
+        """Merge a piece of a version, keeping the steps since the last exchange."""
         one, stop = self.ranges[part], at + version.numel()
         theta, mark = one.part.theta[at:stop], one.mark[at:stop]
         version = version.to(theta.device)
-        if self._elastic:
+        if self._is_elastic_averaging:
             assert isinstance(self._recipe.then, pull)
             theta.sub_(mark.sub_(version), alpha=self._recipe.then.alpha)
-        elif self._fresh:
+        elif self._no_steps_since_exchange:
             theta.copy_(version)
             mark.copy_(version)
         else:
             theta.add_(version - mark)
             mark.copy_(version)
 
-    # --- what is not finite -------------------------------------------------------------------------------------
+    # --- NaN and infinity ---------------------------------------------------------------------------------------
 
     def _is_skipped(self, parts: Sequence[Tensor]) -> bool:
-        """Whether an update is left out because of a NaN or an infinity in it. Raises NotFiniteError if it may not."""
+        """Return True if an update with NaN or infinity is left out; raise NotFiniteError if it must not be."""
         if is_finite(parts):
             return False
         if not self._skips:
@@ -465,7 +472,7 @@ class AsyncServer:
         return True
 
     def _not_finite(self) -> NotFiniteError | None:
-        """What a server's refusal was about, by name, if this worker pushed NaN or an infinity."""
+        """Return the error that names the parameter whose pushed update is not finite; None if all are finite."""
         for one in self.ranges:
             for slot in one.part.slots:
                 if not bool(torch.isfinite(one.change[slot.start : slot.stop]).all()):
@@ -473,8 +480,8 @@ class AsyncServer:
         return None
 
 
-def _stay() -> None:
-    """Keep the parameters."""
+def _keep_parameters() -> None:
+    """Keep the parameters after a rollback."""
 
 
 def _groups(optimizers: Optimizers) -> dict[int, dict[str, Any]]:
@@ -482,7 +489,7 @@ def _groups(optimizers: Optimizers) -> dict[int, dict[str, Any]]:
 
 
 def _descent(one: _FlatRange, groups: dict[int, dict[str, Any]]) -> None:
-    """The step down the gradient, `-lr * g`, of every parameter."""
+    """Write the gradient step of every parameter, `-lr * g`, into `change`."""
     one.change.zero_()
     for slot in one.part.slots:
         gradient = slot.parameter.grad
@@ -492,7 +499,10 @@ def _descent(one: _FlatRange, groups: dict[int, dict[str, Any]]) -> None:
 
 
 def _refuse_optimizer(recipe: Recipe, optimizers: Optimizers) -> None:
-    """A gradient says nothing of momentum, nor of any optimizer but plain SGD; some weights need one learning rate."""
+    """Raise ModelError for an optimizer that the recipe's server can't stand in for.
+
+    A server that receives gradients steps as plain SGD without momentum; delay compensation needs one learning rate.
+    """
     keys = ("momentum", "weight_decay", "nesterov", "maximize")
     groups = optimizers.param_groups
     plain = all(type(one) is SGD for one in optimizers) and not any(group.get(key) for group in groups for key in keys)
@@ -504,7 +514,7 @@ def _refuse_optimizer(recipe: Recipe, optimizers: Optimizers) -> None:
                 problem,
                 got=f"{names}{_settings(groups[0], keys)}",
                 expected="torch.optim.SGD without momentum and weight decay",
-                to_type=f"what=updates(), which holds whatever the optimizer does: {_with_updates(recipe)}",
+                to_type=f"what=updates(), which works with any optimizer: {_with_updates(recipe)}",
             )
         )
     rates = {group.get("lr") for group in groups}

@@ -1,4 +1,4 @@
-"""This worker's copy of the model: laid flat, exchanged as the recipe says, looked at as agreed, compared."""
+"""This worker's copy of the model: in flat buffers, exchanged by the recipe, averaged for evaluation, compared."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ MEASURE_DRIFT_EVERY_S = 5.0
 
 
 class Replica:
-    """The model as one worker has it. `recipe` is None for a worker that exchanges nothing.
+    """The model of one worker. `recipe` is None for a worker that exchanges nothing.
 
-    Each optimizer has a set of parameters of its own where parameters are exchanged after so many of its steps; one
-    exchange carries those of all optimizers where gradients are exchanged, or a server has them.
+    Where parameters are exchanged after a number of local steps, each optimizer has a set of parameters of its own.
+    Where gradients are exchanged, or a server holds the parameters, one exchange carries those of all optimizers.
 
     `on_begin` is called before gradients are exchanged, `on_end` after every exchange, with the seconds blocked by it,
-    `on_settled` with the leases whose work a server has. `skips`: an update with NaN is left out.
+    `on_settled` with the leases whose work a server has applied. `skips`: an update with NaN is left out.
     """
 
     def __init__(
@@ -82,15 +82,15 @@ class Replica:
         self.sets = [ParameterSet(model, one, wire) for one in each]
         self._exchanging: ParameterSet | None = None
         self.gradients: GradientAllReduce | None = None
-        """The exchange of a recipe of gradients."""
-        self.arrival: AsyncServer | None = None
-        """The exchange of a worker that does not wait for others."""
+        """The exchange of a recipe that exchanges gradients; None for other recipes."""
+        self.server: AsyncServer | None = None
+        """The exchange of a worker that does not wait for others; None for other recipes."""
         joined = wire.join_position if isinstance(wire, ParameterServerClient) else None
         self.arenas = max(joined.parameter_set - 1, 0) if joined is not None else arenas
-        """The number of arenas made so far, in all sections: a server knows parameters by this number."""
+        """Number of parameter sets laid out so far, in all sections: a server knows a set by this number."""
         self._frozen: FrozenVariance | None = None
         self._hooks: list[RemovableHandle] = []
-        self._look: AveragedModel | None = None
+        self._averaged: AveragedModel | None = None
         self._is_changed = False
         """True if the script has changed the model at this worker, and the workers have not been compared since."""
         self._drift_at = 0.0
@@ -104,16 +104,17 @@ class Replica:
             self._hooks = watch_forward(model, self._follow)
 
     def prepare(self, together: bool) -> None:
-        """Begin an epoch, `together` with all workers: agree on what is trained, and lay it flat if a script moved it.
+        """Begin an epoch; with `together`, agree with all workers on the parameters that are trained.
 
-        A script may freeze, thaw, add, replace and move parameters between two epochs.
+        Lay parameters flat again that a script has moved. A script may freeze, thaw, add, replace and move parameters
+        between two epochs.
         """
         if self._recipe is None:
             return
-        if self.arrival is None and together:
-            self._settle_changes(at_start=True)
+        if self.server is None and together:
+            self._agree_on_changes(at_start=True)
         for one in self.sets:
-            if self.arrival is not None and one.has_changed():
+            if self.server is not None and one.has_changed():
                 self._rebuild(one, one.trainable())
             elif not one.is_laid() and one.arena is not None:
                 self._rebuild(one, [(slot.name, slot.parameter) for slot in reversed(one.arena.slots)])
@@ -121,15 +122,15 @@ class Replica:
                 self.gradients.follow(one.trained_parameters())
 
     def _follow(self) -> None:
-        """Notice parameters that began to train since the last step, before backward reaches them."""
+        """Hook parameters that began to train since the last step, before the backward pass reaches them."""
         if self.gradients is not None and self.sets[0].has_changed():
             self.gradients.follow(self.sets[0].trained_parameters())
 
     def before_step(self, index: int, is_carried: bool) -> None:
-        """Notice what the optimizer of this number trains for the first time.
+        """Notice parameters that the optimizer with this number trains for the first time.
 
-        `is_carried` says that gradients were exchanged since its last step. Raises ModelError where no exchange can
-        follow.
+        `is_carried` is True if gradients were exchanged since its last step. Raises ModelError if the recipe's exchange
+        can't include such parameters.
         """
         if self._recipe is None:
             return
@@ -147,15 +148,15 @@ class Replica:
         return self.gradients is not None and self.gradients.is_warm
 
     def stepped(self, index: int, steps: int) -> bool:
-        """The optimizer of this number has done its `steps`-th step; whether an exchange is due now."""
+        """Note that the optimizer with this number has done its `steps`-th step. Return True if an exchange is due."""
         if self.in_rounds:
             self.sets[index].has_stepped = True
-        if self.arrival is not None:
-            self.arrival.stepped()
+        if self.server is not None:
+            self.server.stepped()
         return self.gradients is None and self.is_due(steps)
 
     def is_due(self, steps: int) -> bool:
-        """True if an exchange is due after so many steps."""
+        """Return True if an exchange is due after this number of steps."""
         when = self._recipe.when if self._recipe is not None else None
         return isinstance(when, together | on_arrival) and when.due(steps)
 
@@ -165,13 +166,13 @@ class Replica:
         return any(one.has_stepped for one in self.sets)
 
     def exchange(self, index: int) -> None:
-        """Do one round of a recipe of parameters, among workers that wait for each other."""
+        """Do one round of a recipe that exchanges parameters, among workers that wait for each other."""
         one = self.sets[index]
         if one.rounds is not None and self._round(one, one.rounds):
             self._follow_changes(one, at_start=False)
 
     def _round(self, one: ParameterSet, rounds: LocalUpdates) -> bool:
-        """One round of these parameters; True if any worker trains others than were agreed on."""
+        """Do one round of these parameters. Return True if any worker's trained parameters have changed."""
         now = self._journal.t()
         measure = now - self._drift_at >= MEASURE_DRIFT_EVERY_S
         self._exchanging, one.has_stepped = one, False
@@ -180,23 +181,23 @@ class Replica:
             self._drift_at = now
         return has_changed
 
-    # --- what is trained ------------------------------------------------------------------------------------------
+    # --- trained parameters ---------------------------------------------------------------------------------------
 
-    def _settle_changes(self, at_start: bool) -> None:
-        """If any worker trains other parameters than were agreed on, exchange what is left, and agree."""
+    def _agree_on_changes(self, at_start: bool) -> None:
+        """If any worker's trained parameters have changed, do the round that is under way, and agree on the new set."""
         if not has_others(self._wire):
             for one in self.sets if any(one.has_changed() for one in self.sets) else ():
                 self._follow_changes(one, at_start)
             return
         mine = (any(one.has_changed() for one in self.sets), self._is_changed)
-        told = [struct.unpack("??", one) for one in self._wire.all_gather_bytes(struct.pack("??", *mine))]
+        flags = [struct.unpack("??", one) for one in self._wire.all_gather_bytes(struct.pack("??", *mine))]
         self._is_changed = False
-        changed = [worker for worker, (_, model) in enumerate(told) if model]
-        if changed and len(changed) < len(told):
+        changed = [worker for worker, (_, model) in enumerate(flags) if model]
+        if changed and len(changed) < len(flags):
             raise ReplicasDifferError(_changed_alone(changed))
         if changed:
             self.check("after the script changed the model")
-        if not any(trained for trained, _ in told):
+        if not any(trained for trained, _ in flags):
             return
         for one in self.sets:
             if one.has_stepped and one.rounds is not None:
@@ -204,34 +205,34 @@ class Replica:
             self._follow_changes(one, at_start)
 
     def _follow_changes(self, one: ParameterSet, at_start: bool, idle: bool = False) -> None:
-        """Exchange what the workers train now; what any of them has stepped with is brought to one state first."""
-        named, new = one.agree(at_start)
-        if not new and {id(parameter) for _, parameter in named} == one.laid:
+        """Exchange the parameters that are trained now; average first those that were stepped and never exchanged."""
+        by_name, new = one.agree(at_start)
+        if not new and {id(parameter) for _, parameter in by_name} == one.laid:
             one.see()
             return
         late: list[RoundRange] = []
         if new and not at_start and self.in_rounds and self._wire.workers > 1:
-            rounds = self._make_rounds(FlatParameters(new, spare=True), one)
+            rounds = self._create_rounds(FlatParameters(new, spare=True), one)
             one.agreed_values(rounds)
             rounds.run(one.weights.share)
             late = rounds.ranges
-        self._rebuild(one, named, late)
+        self._rebuild(one, by_name, late)
         if self.gradients is not None and not at_start:
             self.gradients.exchange(idle)
 
-    def _rebuild(self, one: ParameterSet, named: Named, late: Sequence[RoundRange] = ()) -> None:
-        """Lay these parameters flat and exchange them from now on, keeping what is known of those that were before."""
+    def _rebuild(self, one: ParameterSet, by_name: Named, late: Sequence[RoundRange] = ()) -> None:
+        """Lay these parameters flat and exchange them from now on, keeping the state of those exchanged before."""
         assert self._recipe is not None
-        if self.arrival is not None and self.arrival.keeps_own:
-            self.arrival.read()  # what is not exchanged from now on is the same at all workers
+        if self.server is not None and self.server.keeps_own_parameters:
+            self.server.read()  # parameters that are not exchanged from now on are the same at all workers
             self._wire.all_gather_bytes(b"read")  # before the first worker gives the server other parameters
         before = residuals(self._recipe.how, self._pieces(one))
         ranges = [*(one.rounds.ranges if one.rounds is not None else ()), *late]
-        if named:
-            one.lay(named, spare=self.in_rounds)
-            self._make_exchange(one)
+        if by_name:
+            one.lay(by_name, spare=self.in_rounds)
+            self._create_exchange(one)
             carry_over(ranges, one.rounds.ranges if one.rounds is not None else ())
-            if self.arrival is None:
+            if self.server is None:
                 add_residuals(self._recipe.how, before, self._pieces(one))
             return
         if self.gradients is not None:
@@ -239,26 +240,27 @@ class Replica:
         one.arena = one.rounds = self.gradients = None
         one.see()
 
-    # --- looking at the agreed model --------------------------------------------------------------------------------
+    # --- the averaged model ----------------------------------------------------------------------------------------
 
-    def look(self, called: bool = False) -> None:
-        """Put the agreed model in place of this worker's own, where the two differ.
+    def sync_for_evaluation(self, called: bool = False) -> None:
+        """Replace this worker's parameters by the averaged model, or by the server's, if they differ.
 
-        Where nobody waits all meet for it, because they were `called`, or else because it is due.
+        Workers that do not wait for each other meet at a barrier first, because they were `called`, or because it is
+        due.
         """
-        if self._look is not None or self._recipe is None:
+        if self._averaged is not None or self._recipe is None:
             return
-        if self.arrival is not None:
-            self._look_at_server(self.arrival, called)
+        if self.server is not None:
+            self._read_from_server(self.server, called)
             return
-        self._settle_changes(at_start=False)
+        self._agree_on_changes(at_start=False)
         if self.gradients is not None:
             self._buffers.agree()
             self._buffers.follow_lead()
         elif self.has_stepped:
             with self._watch.on("exchanging"):
                 sets = [(one.arena.parts, one.weights.share) for one in self.sets if one.arena is not None]
-                self._look = AveragedModel(sets, self._buffers, self._wire, self._tally.account("evaluation_sync"))
+                self._averaged = AveragedModel(sets, self._buffers, self._wire, self._tally.account("evaluation_sync"))
 
     def average_buffers(self, samples: int) -> None:
         """Average the buffers that an epoch without an optimizer step has changed, weighted by the workers' samples.
@@ -277,52 +279,52 @@ class Replica:
         with self._watch.on("exchanging"):
             flat.take(attempted(self._wire, means))
 
-    def _look_at_server(self, arrival: AsyncServer, called: bool) -> None:
-        arrival.meet(called)
+    def _read_from_server(self, server: AsyncServer, called: bool) -> None:
+        server.wait_at_barrier(called)
         with self._watch.on("exchanging"):
             sets = [(one.arena.parts, self._equal_share) for one in self.sets if one.arena is not None]
-            self._look = AveragedModel(
-                sets, self._buffers, self._wire, self._tally.account("evaluation_sync"), arrival.look
+            self._averaged = AveragedModel(
+                sets, self._buffers, self._wire, self._tally.account("evaluation_sync"), server.read_for_evaluation
             )
 
     @contextmanager
     def newest(self) -> Iterator[None]:
-        """Have the server's newest version in place of this worker's parameters; no other worker waits."""
-        assert self.arrival is not None
-        own = self.arrival.read_alone()
+        """Set the parameters to the server's newest version in a `with` block; no other worker waits."""
+        assert self.server is not None
+        own = self.server.read_alone()
         try:
             yield
         finally:
-            self.arrival.put_back(own)
+            self.server.put_back(own)
 
     def _equal_share(self) -> float:
         return 1 / self._wire.workers
 
     def resume(self, own: bool = True) -> None:
-        """Go on after a look with this worker's own parameters, or else from what a server had."""
-        look, self._look = self._look, None
-        own = own or self.arrival is None or self.arrival.keeps_own
-        if look is None:
+        """Continue training after an evaluation sync, with the worker's own parameters or a server's version."""
+        averaged, self._averaged = self._averaged, None
+        own = own or self.server is None or self.server.keeps_own_parameters
+        if averaged is None:
             return
-        if not own and self.arrival is not None:
-            self.arrival.start_from_read()
-        is_changed = not look.resume(own)
-        if self.arrival is not None:  # a server is given the parameters again by all workers, or by none
+        if not own and self.server is not None:
+            self.server.start_from_read()
+        is_changed = not averaged.resume(own)
+        if self.server is not None:  # all workers send a server the parameters again, or none does
             is_changed = any(
-                told == b"changed" for told in self._wire.all_gather_bytes(b"changed" if is_changed else b"")
+                flags == b"changed" for flags in self._wire.all_gather_bytes(b"changed" if is_changed else b"")
             )
         if is_changed:
             self._is_changed = True
-            self._journal.notice("the script changed the model after a pass; training goes on from its values")
+            self._journal.notice("the script changed the model after an epoch; training continues from its values")
             for one in self.sets:
                 if one.arena is not None:
-                    self._make_exchange(one)
+                    self._create_exchange(one)
                     one.has_stepped = False
 
     # --- weights ----------------------------------------------------------------------------------------------------
 
     def weigh(self, own: int, total: int, parts: Parts | None) -> None:
-        """A global step was dealt: so many samples of this worker's, and of all."""
+        """Add the samples of a global step to the weights: those of this worker, and of all."""
         for one in self.sets:
             one.weights.add(own, total, parts)
 
@@ -332,13 +334,16 @@ class Replica:
             one.weights.forget(hands)
 
     def lose(self, gone: Sequence[int], behind: bool) -> None:
-        """These workers have failed. Of the exchange that others have ended, and this one has not, they were part."""
+        """Remove failed workers from the weights.
+
+        If this worker is a round `behind`, the failed workers were part of that round, and stay in its weights.
+        """
         for one in self.sets:
             if not behind or (self._exchanging is not None and one is not self._exchanging):
                 one.weights.lose(gone)
 
     def carried(self) -> bool:
-        """An exchange was done; returns True if no optimizer has stepped since what was exchanged of it last."""
+        """Note that an exchange has ended. Return True if no optimizer has stepped since its last exchange."""
         (self._exchanging or self.sets[0]).weights.carried()
         if self.in_rounds and any(one.has_stepped for one in self.sets):
             return False
@@ -348,39 +353,39 @@ class Replica:
 
     @property
     def is_carried(self) -> bool:
-        """True if exchanges have carried all there is."""
+        """True if exchanges have carried all samples."""
         return all(one.weights.is_carried for one in self.sets)
 
-    # --- what others take over ----------------------------------------------------------------------------------
+    # --- state transfer -----------------------------------------------------------------------------------------
 
     @property
     def recipe(self) -> Recipe | None:
-        """The recipe that it is exchanged by."""
+        """Recipe of the exchanges."""
         return self._recipe
 
     @property
     def keeps_own_optimizer(self) -> bool:
-        """Whether the optimizer's state differs from worker to worker."""
+        """True if the optimizer's state differs from worker to worker."""
         return self.gradients is None
 
     @property
     def _states(self) -> Sequence[Any]:
-        if self.arrival is not None:
-            return [state for one in self.arrival.ranges for state in one.states]
+        if self.server is not None:
+            return [state for one in self.server.ranges for state in one.states]
         return [state for one in self._exchanges for state in one.codec_states.states]
 
     @property
     def _exchanges(self) -> list[GradientAllReduce | LocalUpdates]:
-        """Those of workers that wait for each other."""
-        found = [self.gradients, *(one.rounds for one in self.sets)]
-        return [one for one in found if one is not None]
+        """Exchanges of workers that wait for each other."""
+        states = [self.gradients, *(one.rounds for one in self.sets)]
+        return [one for one in states if one is not None]
 
     @property
     def _ranges(self) -> list[RoundRange]:
         return [each for one in self.sets if one.rounds is not None for each in one.rounds.ranges]
 
     def regroup(self, workers: int, joined: bool, later: bool) -> None:
-        """Others exchange from now on; see the exchanges."""
+        """Adapt the exchanges to a changed membership; with `later`, after an exchange that is under way."""
         for one in self._exchanges:
             one.regroup(workers, joined, later and (one is self.gradients or self._is_exchanging(one)))
 
@@ -388,32 +393,32 @@ class Replica:
         return self._exchanging is not None and self._exchanging.rounds is rounds
 
     def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """What is the same at all workers besides the model and the optimizer: numbers and tensors.
+        """Return the state that is the same at all workers, besides the model and the optimizer: facts and tensors.
 
-        With what the servers' rule keeps. Raises AnewError when one of them was lost.
+        Includes the state of the servers' rule. Raises RollbackRequiredError if a server failed.
         """
         facts: dict[str, Any] = {"moving": self._buffers.state(), "shards": self._shards}
-        facts |= {"what": self._kind_of_debts, "how": self._codec, "trained": self._trained}
+        facts |= {"what": self._residual_kind, "how": self._codec, "trained": self._trained}
         tensors: dict[str, Tensor] = {}
         replicated = [states_.replicated(one) for one in self._states]
         facts["codec_states"] = states_.pack(replicated, "codec", tensors)
         facts["outer_states"] = states_.pack([states_.save(one.state) for one in self._ranges], "outer", tensors)
-        if self.arrival is not None:
-            kept = self.arrival.rule_memory()
+        if self.server is not None:
+            kept = self.server.rule_state()
             facts["arrivals"] = kept.arrivals
             for name, parts in kept.tensors.items():
                 tensors |= {f"server/{name}/{index}": one for index, one in enumerate(parts)}
         return facts, tensors
 
     def own_state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """What this worker has for itself: what its codecs remember, and buffers that are not exchanged.
+        """Return the state that only this worker has: codec states, and buffers that are not exchanged.
 
-        And parameters that are only pulled towards the server's.
+        Includes parameters that are only pulled towards the server's.
         """
         facts: dict[str, Any] = {}
         tensors: dict[str, Tensor] = {f"buffer/{name}": one for name, one in self._model.named_buffers()}
-        if self.arrival is not None and self.arrival.keeps_own and self._look is not None:
-            tensors |= {f"own/{index}": one for index, one in enumerate(self._look.own_parameters)}
+        if self.server is not None and self.server.keeps_own_parameters and self._averaged is not None:
+            tensors |= {f"own/{index}": one for index, one in enumerate(self._averaged.own_parameters)}
         facts["codec_states"] = states_.pack([states_.save(one) for one in self._states], "codec", tensors)
         return facts, tensors | self.residuals()
 
@@ -424,96 +429,99 @@ class Replica:
         own: tuple[dict[str, Any], dict[str, Tensor]] | None,
         orphans: Sequence[tuple[dict[str, Any], dict[str, Tensor]]],
     ) -> None:
-        """Take over what others have; `own` is what this worker had, `orphans` what those had who are not there."""
+        """Load the replicated state, this worker's `own` state if it had one, and the residuals of `orphans`.
+
+        `orphans` are the states of workers that are no longer members.
+        """
         self._train_like(facts["trained"])
-        if self.arrival is not None:  # the server is given the parameters that were taken over
-            self._make_exchange(self.sets[0], self._kept_rule(facts, tensors))
+        if self.server is not None:  # sends the loaded parameters to the server
+            self._create_exchange(self.sets[0], self._fitting_rule_state(facts, tensors))
         self._buffers.restore(facts["moving"])
-        is_of_kind = facts["what"] == self._kind_of_debts
-        is_alike = is_of_kind and facts["how"] == self._codec and facts["shards"] == self._shards
-        if is_alike:
+        is_same_kind = facts["what"] == self._residual_kind
+        is_same_encoding = is_same_kind and facts["how"] == self._codec and facts["shards"] == self._shards
+        if is_same_encoding:
             for state, saved in zip(self._states, states_.unpack(facts["codec_states"], tensors), strict=False):
                 states_.load_replicated(state, saved)
         for one, saved in zip(self._ranges, states_.unpack(facts["outer_states"], tensors), strict=False):
             states_.load_into(one.state, saved)
         if own is not None:
-            if is_alike:
+            if is_same_encoding:
                 for state, saved in zip(
                     self._states, states_.unpack(own[0]["states"]["codec_states"], own[1]), strict=False
                 ):
                     states_.load_into(state, saved)
-            elif is_of_kind:
+            elif is_same_kind:
                 self.add_residuals(own[1])
             self._take_own(own[0]["states"] | own[1])
-        for _, theirs in orphans if is_of_kind else ():
+        for _, theirs in orphans if is_same_kind else ():
             self.add_residuals(theirs)
 
     @property
     def _trained(self) -> list[list[str]]:
-        """The names of the parameters that are exchanged, by set."""
+        """Names of the parameters that are exchanged, by set."""
         arenas = [one.arena for one in self.sets]
         return [[slot.name for slot in reversed(arena.slots)] if arena is not None else [] for arena in arenas]
 
     def _train_like(self, trained: list[list[str]]) -> None:
-        """Exchange the parameters that others do: the script on its way here may have frozen or thawed some since."""
+        """Exchange the parameters that the loaded state names: the script may have frozen or thawed some since."""
         if trained == self._trained:
             return
-        named = {plain_name(name): one for name, one in self._model.named_parameters()}
+        by_name = {plain_name(name): one for name, one in self._model.named_parameters()}
         for one, names in zip(self.sets, trained, strict=True):
             held = {id(each) for optimizer in one.optimizers for each in parameters_of(optimizer)}
-            lacking = [name for name in names if name not in named or id(named[name]) not in held]
+            lacking = [name for name in names if name not in by_name or id(by_name[name]) not in held]
             if lacking:
                 raise ModelError(_cant_follow(lacking))
-            self._rebuild(one, [(name, each) for name, each in named.items() if name in set(names)])
+            self._rebuild(one, [(name, each) for name, each in by_name.items() if name in set(names)])
 
-    def _kept_rule(self, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> RuleState:
-        """What a server's rule kept, if it is of parameters that lie as they do here."""
+    def _fitting_rule_state(self, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> RuleState:
+        """Return a checkpoint's rule state, without tensors whose lengths differ from this worker's buffers."""
         assert self.sets[0].arena is not None
         names = sorted({path.split("/")[1] for path in tensors if path.startswith("server/")})
         lengths = [part.theta.numel() for part in self.sets[0].arena.parts]
-        found = {name: [tensors.get(f"server/{name}/{index}") for index in range(len(lengths))] for name in names}
+        states = {name: [tensors.get(f"server/{name}/{index}") for index in range(len(lengths))] for name in names}
         fits = {
             name: [one for one in parts if one is not None]
-            for name, parts in found.items()
+            for name, parts in states.items()
             if [one.numel() if one is not None else 0 for one in parts] == lengths
         }
         return RuleState(fits, facts.get("arrivals", []) if fits else [])
 
     def _take_own(self, kept: Mapping[str, Any]) -> None:
-        """Buffers as this worker had them, and parameters that are only pulled towards a server's."""
+        """Load the buffers that this worker had, and parameters that are only pulled towards a server's."""
         for name, buffer in self._model.named_buffers():
             buffer.copy_(kept[f"buffer/{name}"])
-        if self.arrival is not None and self.arrival.keeps_own:
-            for index, one in enumerate(self.arrival.ranges):
+        if self.server is not None and self.server.keeps_own_parameters:
+            for index, one in enumerate(self.server.ranges):
                 mine = kept.get(f"own/{index}")
                 if mine is not None and mine.shape == one.part.theta.shape:
                     one.part.theta.copy_(mine)
 
     @property
-    def _kind_of_debts(self) -> str:
-        """What is owed: gradients are no updates, and have another sign and size."""
+    def _residual_kind(self) -> str:
+        """Kind of the residuals: those of gradients differ in sign and size from those of updates."""
         return type(self._recipe.what).__name__ if self._recipe is not None else ""
 
     @property
     def _codec(self) -> str:
-        """How it is encoded, as it can be typed."""
+        """Text of the recipe's codec."""
         return str(self._recipe.how) if self._recipe is not None else ""
 
     @property
     def _shards(self) -> int:
-        """How many servers the parameters are shared out to."""
-        return self.arrival.shards if self.arrival is not None else 0
+        """Number of shards that hold the parameters; 0 without a server."""
+        return self.server.shards if self.server is not None else 0
 
     def residuals(self) -> dict[str, Tensor]:
-        """What this worker still owes, by range."""
-        found = {}
+        """Return this worker's residuals, by range."""
+        states = {}
         for index, mine in enumerate(self._residuals()):
             if mine:
-                found[f"residual/{index}"] = mine[0] if len(mine) == 1 else torch.cat(mine)
-        return found
+                states[f"residual/{index}"] = mine[0] if len(mine) == 1 else torch.cat(mine)
+        return states
 
     def add_residuals(self, residuals: Mapping[str, Tensor]) -> None:
-        """Take on what another worker owed, as far as what is kept here can hold it."""
+        """Add another worker's residuals to this worker's, where the ranges have the same length."""
         for index, mine in enumerate(self._residuals()):
             theirs, lengths = residuals.get(f"residual/{index}"), [one.numel() for one in mine]
             if not mine or theirs is None or theirs.numel() != sum(lengths):
@@ -523,18 +531,18 @@ class Replica:
                 self._recipe.how.add_residual(state, part.to(one.device))
 
     def _residuals(self) -> list[list[Tensor]]:
-        """What is owed of each range, by the shards that it is shared out to; nothing where the codec keeps none."""
+        """Return the residuals of each range, one for each shard; an empty list where the codec keeps none."""
         if self._recipe is None:
             return []
         codec = self._recipe.how
-        found = [[codec.residual(one) for one in each] for each in self._codec_states]
-        return [[one for one in each if one is not None] for each in found]
+        states = [[codec.residual(one) for one in each] for each in self._codec_states]
+        return [[one for one in each if one is not None] for each in states]
 
     @property
     def _codec_states(self) -> list[list[Any]]:
-        """What the codec remembers of each range, by the shards that it is shared out to."""
-        if self.arrival is not None:
-            return [one.states for one in self.arrival.ranges]
+        """Codec states of each range, one for each shard."""
+        if self.server is not None:
+            return [one.states for one in self.server.ranges]
         return [[self._codec_state(one)] for one in self._states]
 
     def _codec_state(self, state: Any) -> Any:
@@ -542,7 +550,7 @@ class Replica:
         return what.codec_state(state) if isinstance(what, gradients) else state
 
     def _pieces(self, one: ParameterSet) -> list[Piece]:
-        """What the codec remembers of each range of a set's parameters."""
+        """Return the codec states of a parameter set, with the ranges that they belong to."""
         if one.rounds is not None:
             return [Piece(each.codec_state, each.part, 0, each.part.theta.numel()) for each in one.rounds.ranges]
         buckets = self.gradients.buckets if self.gradients is not None and has_others(self._wire) else []
@@ -550,45 +558,46 @@ class Replica:
 
     @property
     def drift(self) -> float | None:
-        """How far this worker was from the agreed model when that was last measured, relative to the model."""
-        if self._look is not None:
-            return self._look.drift
+        """Last measured distance of this worker's parameters from the mean, relative to the norm of the mean."""
+        if self._averaged is not None:
+            return self._averaged.drift
         measured = [one.rounds.drift for one in self.sets if one.rounds is not None and one.rounds.drift is not None]
         return max(measured, default=None)
 
     def check(self, when: str) -> bool:
-        """Compare the replicas of all workers, which must be equal now; False when there is nothing to compare.
+        """Compare the replicas of all workers, which must be equal now. Return False if there is nothing to compare.
 
-        Parameters that no optimizer trains are compared, too: nothing may have changed them at one worker alone. Those
-        of an optimizer that has stepped since their last exchange are not, unless all look at the agreed model.
+        Parameters that no optimizer trains are compared, too: none may have changed at one worker alone. The parameters
+        of an optimizer that has stepped since their last exchange are compared only while the averaged model is in
+        place.
         """
         if self._recipe is None or self._wire.workers == 1:
             return False
-        agreed = [one for one in self.sets if self._look is not None or not one.has_stepped]
+        agreed = [one for one in self.sets if self._averaged is not None or not one.has_stepped]
         parts = [part for one in agreed if one.arena is not None for part in one.arena.parts]
-        apart = {id(each) for one in self.sets if one not in agreed for each in one.trained_parameters()}
-        named = {plain_name(name): one for name, one in self._model.named_parameters() if id(one) not in apart}
-        laid = {id(slot.parameter) for part in parts for slot in part.slots}
-        others = {name: one for name, one in named.items() if id(one) not in laid}
-        wholes = {f"part {index}": part.theta for index, part in enumerate(parts)}
-        compare(self._wire, wholes | others, named, when)
+        excluded = {id(each) for one in self.sets if one not in agreed for each in one.trained_parameters()}
+        by_name = {plain_name(name): one for name, one in self._model.named_parameters() if id(one) not in excluded}
+        compared = {id(slot.parameter) for part in parts for slot in part.slots}
+        others = {name: one for name, one in by_name.items() if id(one) not in compared}
+        buffers = {f"part {index}": part.theta for index, part in enumerate(parts)}
+        compare(self._wire, buffers | others, by_name, when)
         return True
 
-    def _make_exchange(self, one: ParameterSet, kept: RuleState | None = None) -> None:
-        """Make the exchange of a set for its arena as it is; a server's rule has what one has `kept` before."""
+    def _create_exchange(self, one: ParameterSet, kept: RuleState | None = None) -> None:
+        """Create the exchange of a parameter set for its flat buffers; `kept` is the rule state for a server."""
         assert self._recipe is not None
         assert one.arena is not None
         self.arenas += 1
         if self._recipe.asynchronous:
-            self.arrival = self._make_arrival(one.arena, self._recipe, self.arrival, kept)
+            self.server = self._create_server(one.arena, self._recipe, self.server, kept)
         elif self.in_rounds:
-            one.rounds = self._make_rounds(one.arena, one)
+            one.rounds = self._create_rounds(one.arena, one)
         else:
             if self.gradients is not None:
                 self.gradients.release()
-            self.gradients = self._make_gradients(one, one.arena, self._recipe)
+            self.gradients = self._create_gradients(one, one.arena, self._recipe)
 
-    def _make_gradients(self, one: ParameterSet, arena: FlatParameters, recipe: Recipe) -> GradientAllReduce:
+    def _create_gradients(self, one: ParameterSet, arena: FlatParameters, recipe: Recipe) -> GradientAllReduce:
         return GradientAllReduce(
             arena,
             recipe,
@@ -604,7 +613,7 @@ class Replica:
             lambda idle: self._follow_changes(one, at_start=False, idle=idle),
         )
 
-    def _make_rounds(self, arena: FlatParameters, one: ParameterSet) -> LocalUpdates:
+    def _create_rounds(self, arena: FlatParameters, one: ParameterSet) -> LocalUpdates:
         assert self._recipe is not None
         return LocalUpdates(
             arena,
@@ -618,22 +627,22 @@ class Replica:
         )
 
     def release(self) -> None:
-        """Take all hooks off the parameters and the optimizer: the section has ended."""
+        """Remove all hooks from the parameters and the optimizer when the section has ended."""
         for hook in self._hooks:
             hook.remove()
         if self.gradients is not None:
             self.gradients.release()
         if self._frozen is not None:
             self._frozen.release()
-        if self.arrival is not None:
-            self.arrival.release()
+        if self.server is not None:
+            self.server.release()
 
-    def _make_arrival(
+    def _create_server(
         self, arena: FlatParameters, recipe: Recipe, before: AsyncServer | None, kept: RuleState | None
     ) -> AsyncServer:
         if not isinstance(self._wire, ParameterServerClient):
-            raise TypeError(f"{recipe} needs a wire to a server")
-        arrival = AsyncServer(
+            raise TypeError(f"{recipe} needs a transport to a server")
+        server = AsyncServer(
             arena,
             self.arenas,
             recipe,
@@ -647,10 +656,10 @@ class Replica:
             kept,
         )
         if before is not None:
-            arrival.held_s, arrival.outcomes = before.held_s, before.outcomes
-            arrival.read()
-            arrival.start_from_read()
-        return arrival
+            server.blocked_s, server.outcomes = before.blocked_s, before.outcomes
+            server.read()
+            server.start_from_read()
+        return server
 
 
 def _changed_alone(workers: Sequence[int]) -> str:
@@ -667,7 +676,7 @@ def _began_late(recipe: Recipe, model: nn.Module, strangers: Sequence[nn.Paramet
     first = names.get(id(strangers[0]), "a parameter outside the model")
     return explain(
         f"{first} began to train in the middle of an epoch, where {recipe} can't follow",
-        got=f"{len(strangers)} parameters that the optimizer trains and no exchange carries",
+        got=f"{len(strangers)} parameters that the optimizer trains and no exchange includes",
         expected="a change of what is trained before an epoch begins",
         to_type="freeze, thaw and add parameters between two epochs, or use a recipe such as local_sgd(every=16)",
     )
@@ -675,7 +684,7 @@ def _began_late(recipe: Recipe, model: nn.Module, strangers: Sequence[nn.Paramet
 
 def _cant_follow(lacking: Sequence[str]) -> str:
     return explain(
-        "the state that is taken over is of parameters that the optimizer does not hold yet",
+        "the loaded state has parameters that the optimizer does not hold yet",
         got=f"no {', '.join(lacking[:3])} in the optimizer when stretto.distribute is called",
         expected="all parameters that will ever train in the optimizer from the beginning",
         to_type="give the optimizer all parameters at first, and freeze those that wait with requires_grad_(False)",

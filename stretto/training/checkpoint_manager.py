@@ -49,7 +49,7 @@ class CheckpointManager:
     def is_due(self) -> bool:
         """Whether one is due at a rest by the number of rounds, or of seconds where nobody else must be told."""
         trainer, due = self._trainer, self._every
-        if due is None or trainer.replica.arrival is not None or not trainer.is_at_rest():
+        if due is None or trainer.replica.server is not None or not trainer.is_at_rest():
             return False
         if due.rounds is not None:
             return trainer.rounds_done - self.saved_at >= due.rounds
@@ -64,7 +64,7 @@ class CheckpointManager:
     def is_told_to_save(self) -> bool:
         """Whether the first of the workers that do not wait, and have met, finds that a checkpoint is due."""
         trainer, due = self._trainer, self._every
-        if due is None or trainer.replica.arrival is None:
+        if due is None or trainer.replica.server is None:
             return False
         t = trainer.journal.t()
         return trainer.wire.broadcast_bytes(lambda: b"save" if due.due(t, trainer.rounds_done) else b"no") == b"save"
@@ -80,7 +80,7 @@ class CheckpointManager:
         self.saved_at = trainer.rounds_done
         told = trainer.wire.all_gather_bytes(state_transfer.pack_own(self._own()))
         whose = dict(zip(members_of(trainer.wire), told, strict=True))
-        if trainer.replica.arrival is not None:
+        if trainer.replica.server is not None:
             trainer.wire.broadcast_bytes(lambda: self._write(whose))
         elif not trainer.wire.worker:
             self._write(whose)
@@ -101,7 +101,7 @@ class CheckpointManager:
                 names = ", ".join(left_out)
                 trainer.journal.notice(f"checkpoints can't hold {names} of the optimizer, which starts again after one")
         self._number, before = trainer.rounds_done, self._number
-        if trainer.replica.arrival is not None:
+        if trainer.replica.server is not None:
             self._number = max(trainer.rounds_done, before + 1, self._checkpoints.highest() + 1)
         self._writer.submit(kept, self._number)
         trainer.journal.write("checkpoint", step=trainer.steps, round=self._number, samples=trainer.samples)

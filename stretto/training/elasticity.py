@@ -207,7 +207,7 @@ class ElasticAgent:
         """Return how far this worker has come: more with each exchange among all, or batch, that it begins."""
         trainer, wire = self._trainer, self._trainer.wire
         begun: int = getattr(wire, "begun", trainer.turns)  # a wire need not count: then batches do
-        return begun + trainer.section.passes + trainer.passes if trainer.replica.arrival is not None else begun
+        return begun + trainer.section.passes + trainer.passes if trainer.replica.server is not None else begun
 
     def mend(self) -> None:
         """Take part in forming the next generation while the script waits outside an exchange."""

@@ -108,7 +108,7 @@ class Evaluator:
         steps = self._trainer.steps
         if self._every is None or steps // self._every == (self._evaluated_at or 0) // self._every:
             return
-        self._trainer.replica.look()
+        self._trainer.replica.sync_for_evaluation()
         self.evaluate()
         self._trainer.replica.resume()
 
@@ -135,8 +135,8 @@ class Evaluator:
     def evaluate(self) -> None:
         """Evaluate the model as it is now; worker 0 does, the others wait for it."""
         trainer = self._trainer
-        at = trainer.steps if trainer.replica.arrival is None else trainer.samples
-        if self._evaluate is None or (self._evaluated_at == at and trainer.replica.arrival is None):
+        at = trainer.steps if trainer.replica.server is None else trainer.samples
+        if self._evaluate is None or (self._evaluated_at == at and trainer.replica.server is None):
             return
         is_new, self._evaluated_at = self._evaluated_at != at, at
         training_s = trainer.training_s()
@@ -158,8 +158,8 @@ class Evaluator:
             raise EvaluateError(explain(problem, got=got, expected=expected, to_type=to_type)) from error
         samples = trainer.samples if estimated is None else estimated
         carries: dict[str, Any] = {"epoch": self._epoch, "step": trainer.steps, "samples": samples}
-        if trainer.replica.arrival is not None:
-            carries["versions"] = trainer.replica.arrival.versions_read
+        if trainer.replica.server is not None:
+            carries["versions"] = trainer.replica.server.versions_read
         trainer.journal.write("evaluation", **carries, training_s=training_s, metrics=metrics)
         self._keep(f"states/{samples:08d}")
         return b"evaluated"
@@ -170,7 +170,7 @@ class Evaluator:
         self._epoch += 1
         with trainer.watch.on("waiting"):
             trainer.wire.all_gather_bytes(b"")
-        if trainer.replica.arrival is None:
+        if trainer.replica.server is None:
             trainer.arrivals.settle(trainer.watch)
         training_s = trainer.training_s()
         if self._every is None:

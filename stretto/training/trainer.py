@@ -232,7 +232,7 @@ class Trainer:
         self.end_peek() or self.end_pass()
         self.iterations += 1
         if self.iterations in self.peeks:
-            self.passes += self.replica.arrival is not None
+            self.passes += self.replica.server is not None
             return False
         self.passes += not self._is_taken_back
         self._is_taken_back = self._has_peeked = False
@@ -310,7 +310,7 @@ class Trainer:
 
         Workers that do not wait for each other agree on it when they end the epoch.
         """
-        if self.replica.arrival is not None or not self._is_peek():
+        if self.replica.server is not None or not self._is_peek():
             return False
         self.watch.switch("other")
         self._pace.go_on()
@@ -325,7 +325,7 @@ class Trainer:
     def _uncount(self) -> int:
         """Nothing that was given in this pass counts: no step was made. Returns the samples that did count."""
         begun, mine = self._begun, self.own_samples - self._begun.own_samples
-        counted = mine if self.replica.arrival is not None else self.samples - self.samples_before
+        counted = mine if self.replica.server is not None else self.samples - self.samples_before
         self.replica.forget(self.hands_done - begun.hands)
         self.hands_done, self.own_samples = begun.hands, begun.own_samples
         self.samples = self.samples_before
@@ -348,7 +348,7 @@ class Trainer:
         """Say that samples of the pass that ends do not count, if there are any."""
         samples, self._unstepped, self._unstepped_here = self._unstepped, 0, 0
         if samples:
-            whose = f"worker {self.wire.worker} in epoch" if self.replica.arrival is not None else "epoch"
+            whose = f"worker {self.wire.worker} in epoch" if self.replica.server is not None else "epoch"
             self.journal.notice(
                 f"{whose} {self.referee.epoch + 1} made no optimizer step: its {samples} samples are not counted as "
                 "trained; evaluate, and call update_bn for an averaged model, with another loader: this one gives each "
@@ -375,14 +375,14 @@ class Trainer:
             self.wire.broadcast_bytes(
                 b"left"
             )  # one that has not left waits in an all-gather: gloo ends who meets it in another
-        if self._unstepped and self.replica.arrival is None:
+        if self._unstepped and self.replica.server is None:
             self.replica.average_buffers(self._unstepped_here)
-        self.replica.look()
+        self.replica.sync_for_evaluation()
         if self.presence.reopens(self.hands) and not left:
             self._phase = LOOP
             self.replica.resume()
             return False
-        if self.replica.arrival is not None:
+        if self.replica.server is not None:
             self._count_all_samples()
             if self.hands.samples and self.samples == self.samples_before:
                 self._untrained += self.hands.samples
@@ -409,8 +409,8 @@ class Trainer:
     def bring_all(self) -> None:
         """Bring to a server what has not been sent yet, and wait until it is there."""
         self._uncount_stepless()
-        if self.replica.arrival is not None:
-            self._send(self.replica.arrival.finish)
+        if self.replica.server is not None:
+            self._send(self.replica.server.finish)
 
     def bring_steps(self) -> None:
         """The same of what has been stepped with, where nothing is accumulated: the books say that it is done."""
@@ -426,8 +426,8 @@ class Trainer:
     def look_together(self, then: Callable[[], None], called: bool = False) -> None:
         """All workers that do not wait for each other look at what the server has, do this, and go on."""
         self.watch.switch("other")
-        if self.replica.arrival is not None:
-            self.replica.look(called)
+        if self.replica.server is not None:
+            self.replica.sync_for_evaluation(called)
         self._count_all_samples()
         then()
         self.replica.resume()
@@ -486,8 +486,8 @@ class Trainer:
             self.end_peek() or self.end_pass()
             self._phase = OVER
             has_worked = self._has_anybody_worked()
-            if self.replica.arrival is not None and has_worked:
-                self.replica.look()
+            if self.replica.server is not None and has_worked:
+                self.replica.sync_for_evaluation()
             self.schedules.finish()
             self.referee.finish(has_worked)
             self.presence.keeper.finish(has_worked)
@@ -509,7 +509,7 @@ class Trainer:
         if self.hands is None or self._is_stopped or self.presence.left:
             return
         is_left = not self._is_peek() and self.wire.workers > 1
-        if is_left and (self.replica.arrival is not None or self.replica.has_stepped):
+        if is_left and (self.replica.server is not None or self.replica.has_stepped):
             self.journal.notice(
                 "the last loop was left before its end: the models of the workers differ after it, and what the script "
                 "evaluates or saves there is one worker's own; stretto.finish() after the loop gives all workers the "
@@ -527,7 +527,7 @@ class Trainer:
 
     def _has_anybody_worked(self) -> bool:
         """Whether there is something to look at in the end: where nobody waits one may have got no batch at all."""
-        if self.replica.arrival is None:
+        if self.replica.server is None:
             return bool(self.hands_done)
         return b"some" in self.wire.all_gather_bytes(b"some" if self.hands_done else b"none")
 
@@ -584,11 +584,11 @@ class Trainer:
             self._notice_accumulation()
         if self.recipe is None:
             self._settle_leases()
-        if self.replica.arrival is not None and self._stepped_here:
-            self._send_if_due(self.replica.arrival)
+        if self.replica.server is not None and self._stepped_here:
+            self._send_if_due(self.replica.server)
         if self.replica.gradients is not None and self.rounds_done % CHECK_EVERY_ROUNDS == 1:
             self.check(f"after exchange {self.rounds_done}")
-        if self.replica.arrival is None:
+        if self.replica.server is None:
             self.referee.evaluate_if_due()
         elif self._evaluates_newest:
             self.referee.evaluate_newest_if_due()
@@ -680,20 +680,20 @@ class Trainer:
         if not self.replica.stepped(index, self.steps_of[index]) or self._sends_late:
             return
         self._named(lambda: self._exchange(index))
-        if self.replica.arrival is None and self.rounds_done % CHECK_EVERY_ROUNDS == 1:
+        if self.replica.server is None and self.rounds_done % CHECK_EVERY_ROUNDS == 1:
             self.check(f"after exchange {self.rounds_done}")
 
     @property
     def _sends_late(self) -> bool:
         """True if a server is sent what several optimizers did in a global step at its end, as one update."""
-        return self.replica.arrival is not None and len(self.optimizers) > 1
+        return self.replica.server is not None and len(self.optimizers) > 1
 
-    def _send_if_due(self, arrival: AsyncServer) -> None:
+    def _send_if_due(self, server: AsyncServer) -> None:
         if self._sends_late:
             self._steps_sent += 1
             if self.replica.is_due(self._steps_sent):
-                self._named(lambda: self._send(arrival.run))
-        arrival.glance()
+                self._named(lambda: self._send(server.run))
+        server.merge_if_arrived()
 
     def _named(self, exchange: Callable[[], None]) -> None:
         try:
@@ -702,8 +702,8 @@ class Trainer:
             raise NotFiniteError(f"{error}; step {self.steps}, worker {self.wire.worker}; {ADVICE}") from None
 
     def _exchange(self, index: int) -> None:
-        if self.replica.arrival is not None:
-            self._send(self.replica.arrival.run)
+        if self.replica.server is not None:
+            self._send(self.replica.server.run)
         else:
             self.replica.exchange(index)
 
@@ -734,7 +734,7 @@ class Trainer:
 
     def _exchange_ended(self, blocked_s: float) -> None:
         self.rounds_done += 1
-        if self.replica.arrival is not None:
+        if self.replica.server is not None:
             return
         self.arrivals.note(self.journal.t(), blocked_s)
         if self.replica.carried():
@@ -790,9 +790,9 @@ class Trainer:
     def measured(self) -> dict[str, Any]:
         """This worker's cumulative figures."""
         traffic, before = self.wire.traffic(), self.section
-        arrival = self.replica.arrival
+        server = self.replica.server
         is_bounded = self.recipe is not None and getattr(self.recipe.when, "bound", None) is not None
-        held = {"blocked_s": round(arrival.held_s, 6)} if arrival is not None and is_bounded else {}
+        held = {"blocked_s": round(server.blocked_s, 6)} if server is not None and is_bounded else {}
         return {
             **held,
             "rounds": self.rounds_done,
@@ -812,10 +812,10 @@ class Trainer:
 
     def _write_outcomes(self) -> None:
         """Say which of this worker's updates were applied, and how stale they were."""
-        arrival = self.replica.arrival
-        if arrival is not None and arrival.outcomes:
-            self.journal.write("update_applied", updates=arrival.outcomes)
-            arrival.outcomes = []
+        server = self.replica.server
+        if server is not None and server.outcomes:
+            self.journal.write("update_applied", updates=server.outcomes)
+            server.outcomes = []
 
     def _say_start(self, seat: WorkerContext) -> None:
         self.journal.write(

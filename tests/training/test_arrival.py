@@ -116,10 +116,10 @@ def test_overlap_takes_up_news_between_batches_when_they_are_there() -> None:
     scene = Scene("async_sgd(overlap=True)")
     scene.learn(0.25)
     scene.exchange.run(8, [])
-    scene.exchange.glance()
+    scene.exchange.merge_if_arrived()
     assert scene.w == 0.25, "nothing has come yet"
     scene.server.tickets[0].version = 5
-    scene.exchange.glance()
+    scene.exchange.merge_if_arrived()
     assert scene.w == 5.0, "nothing was learned since: the version as it is"
     scene.learn(0.5)
     scene.exchange.run(8, [])

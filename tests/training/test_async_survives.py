@@ -74,7 +74,7 @@ def script(recipe: str, meet: int | None, books: Books) -> Any:
 
         def meet_all(times: int) -> None:
             for _ in range(times):
-                exchange.meet(called=True)
+                exchange.wait_at_barrier(called=True)
                 exchange.read()
                 told = wire.all_gather_bytes(b"at a meeting")
                 assert set(told) == {b"at a meeting"}
@@ -82,7 +82,7 @@ def script(recipe: str, meet: int | None, books: Books) -> Any:
 
         def keep_state(number: int) -> None:
             """What is kept in the middle of a pass: the books say what is in the parameters, and nothing else."""
-            exchange.meet()
+            exchange.wait_at_barrier()
             exchange.read()
             theta = arena.parts[0].theta[: BATCHES * APART : APART].clone()
 
@@ -127,7 +127,7 @@ def script(recipe: str, meet: int | None, books: Books) -> Any:
                     return
                 hands[0].ask_ahead()
             exchange.finish(*unsent())
-            exchange.meet()
+            exchange.wait_at_barrier()
             exchange.read()
             wire.all_gather_bytes(b"end of the pass")
             counted = hands[0].counted()

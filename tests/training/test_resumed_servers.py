@@ -135,7 +135,7 @@ def test_what_was_done_is_not_done_again_though_a_worker_and_then_the_coordinato
             exchange.run(*unsent())
             hands[0].ask_ahead()
         exchange.finish(*unsent())
-        exchange.meet()
+        exchange.wait_at_barrier()
         exchange.read()
         wire.all_gather_bytes(b"end")
         found[worker.number] = side.theta[: BATCHES * APART : APART].tolist()
@@ -165,7 +165,7 @@ def test_the_first_worker_dies_while_it_writes_and_the_next_one_does(tmp_path: P
         journal = SimpleNamespace(t=lambda: 0.0, write=lambda *_, **__: None, notice=lambda _text: None)
         counts = {"rounds_done": 5, "steps": 5, "samples": 1}
         optimizers = Optimizers([torch.optim.SGD([torch.zeros(1, requires_grad=True)])])
-        replica = SimpleNamespace(arrival=True)
+        replica = SimpleNamespace(server=True)
         trainer: Any = SimpleNamespace(
             wire=worker.client, replica=replica, journal=journal, optimizers=optimizers, **counts
         )
