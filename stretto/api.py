@@ -21,7 +21,7 @@ from stretto.notices import say
 from stretto.recipe import parser
 from stretto.recipe.recipe import Recipe
 from stretto.strategies.model_sync import Several
-from stretto.strategies.optimizers import Optimizers
+from stretto.strategies.optimizers import Optimizers, refuse_shared_parameters
 from stretto.training import other_libraries
 from stretto.training import schedule as schedules
 from stretto.training.evaluation import Evaluate, run
@@ -96,6 +96,7 @@ def distribute(
     _current.set("plain")  # a worker that comes too late has no run
     if seat is None:
         return PlainLoader(whole, loader, evaluate, evaluate_every)
+    refuse_shared_parameters(whole, optimizers)
     chosen, sections = _chosen(seat, scripted), _sections_of(seat)
     trainer = sections.begin(whole, optimizers, loader, chosen, evaluate, evaluate_every, schedule, deal)
     if trainer is None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from torch import nn
 from torch.nn import Parameter
 from torch.optim import LBFGS, Optimizer
 
@@ -19,24 +21,10 @@ def parameters_of(optimizer: Optimizer) -> list[Parameter]:
 
 
 class Optimizers:
-    """The parameter groups and the state of several optimizers, in the order in which the script gave them.
-
-    Raises ModelError when two of them hold the same parameter: it could not be said which one trains it.
-    """
+    """The parameter groups and the state of several optimizers, in the order in which the script gave them."""
 
     def __init__(self, each: Sequence[Optimizer]) -> None:
         self.each = tuple(each)
-        held = [id(one) for one in self.parameters]
-        if len(set(held)) < len(held):
-            twice = len(held) - len(set(held))
-            raise ModelError(
-                explain(
-                    "two optimizers hold the same parameters",
-                    got=f"{twice} parameters in more than one optimizer",
-                    expected="each parameter in one optimizer",
-                    to_type="torch.optim.Adam(discriminator.parameters()), and another for the generator's",
-                )
-            )
 
     def __len__(self) -> int:
         return len(self.each)
@@ -66,6 +54,23 @@ class Optimizers:
             for one in parameters_of(optimizer):
                 if found := given.get(id(one)):
                     optimizer.state[one].update(found)
+
+
+def refuse_shared_parameters(model: nn.Module, optimizers: Optimizers) -> None:
+    """Raise ModelError if two optimizers hold the same parameter: an exchange follows the steps of one optimizer."""
+    times = Counter(id(one) for one in optimizers.parameters)
+    shared = [name for name, one in model.named_parameters() if times[id(one)] > 1]
+    if shared or max(times.values(), default=0) > 1:
+        raise ModelError(
+            explain(
+                f"two optimizers hold the same {'parameter' if len(shared) == 1 else 'parameters'}, which a run of "
+                "several workers cannot exchange for both",
+                got=f"{', '.join(shared[:4])}{' and others' if len(shared) > 4 else ''} in more than one optimizer",
+                expected="each parameter in one optimizer",
+                to_type="one optimizer over all parameters, and one step on the sum of the losses; or the shared "
+                "parameters in one of the two optimizers alone",
+            )
+        )
 
 
 def refuse_optimizers(recipe: Recipe, optimizers: Optimizers, workers: int) -> None:

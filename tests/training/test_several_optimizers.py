@@ -257,14 +257,33 @@ def test_accumulation_without_no_sync_is_said_once_with_the_saving(
     assert capsys.readouterr().err.count("would send 1/3 of the bytes") == (batches == 3)
 
 
-def test_two_optimizers_over_the_same_parameters_are_refused() -> None:
-    def work(worker: int) -> None:
-        net = small_net()
-        optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for _ in range(2)]
-        stretto.distribute(net, optimizers, DataLoader(regression(24), batch_size=4))
+def sharing(distribute: bool) -> Callable[[int], Tensor]:
+    """Two optimizers that hold the same layer, as an actor's and a critic's with one trunk."""
 
-    with pytest.raises(ModelError, match="two optimizers hold the same parameters"):
-        run_workers(2, work, "allreduce")
+    def work(worker: int) -> Tensor:
+        net = small_net()
+        each = [torch.optim.SGD(held, lr=0.1) for held in (net.parameters(), net[0].parameters())]
+        loader: Any = DataLoader(regression(24), batch_size=4)
+        if distribute:
+            loader = stretto.distribute(net, each, loader)
+        for x, y in loader:
+            net.zero_grad()
+            nn.functional.mse_loss(net(x), y).backward()
+            for one in each:
+                one.step()
+        return flat(net)
+
+    return work
+
+
+def test_two_optimizers_over_the_same_parameters_are_refused() -> None:
+    with pytest.raises(ModelError, match="two optimizers hold the same parameters") as caught:
+        run_workers(2, sharing(distribute=True), "allreduce")
+    assert "0.weight, 0.bias in more than one optimizer" in str(caught.value)
+
+
+def test_two_optimizers_over_the_same_parameters_train_in_a_plain_process() -> None:
+    assert torch.equal(sharing(distribute=True)(0), sharing(distribute=False)(0))
 
 
 def test_a_line_search_under_an_exchange_of_gradients_is_refused_at_the_call() -> None:

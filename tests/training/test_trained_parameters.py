@@ -126,14 +126,14 @@ def add_head(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 def test_parameters_that_were_replaced_may_stay_in_the_optimizer(recipe: str, at: int | None) -> None:
     if recipe == "async_sgd" and at is not None:
         pytest.skip("recipes that do not wait follow changes between two epochs")
-    found = together(3, changing(add_head, at), recipe)
+    found = run_workers(3, changing(add_head, at), recipe)
     assert all(torch.equal(one, found[0]) for one in found)
 
 
 @pytest.mark.parametrize("at", [None, 5])
 def test_replaced_parameters_that_stay_in_the_optimizer_train_as_in_one_process(at: int | None) -> None:
-    wanted = alone(changing(add_head, at), join=3)
-    assert apart(together(3, changing(add_head, at), "allreduce")[0], wanted) < 1e-12
+    wanted = run_single_process(changing(add_head, at), join=3)
+    assert relative_distance(run_workers(3, changing(add_head, at), "allreduce")[0], wanted) < 1e-12
 
 
 def plain_sgd(change: Change, at: int | None) -> Callable[[int], Tensor]:
