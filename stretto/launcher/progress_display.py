@@ -79,6 +79,8 @@ class ProgressDisplay:
         """Log of the current section; None in the first one, whose events are in the log of the run."""
         self._workers = 0
         self._started_at = self._shown_at = 0.0
+        self._shown_facts: list[str] = []
+        """Facts of the last plain line, which is not repeated while nothing changes."""
 
     def starting(self, what: str) -> None:
         """Announce a run before any of its processes is started."""

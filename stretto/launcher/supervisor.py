@@ -303,11 +303,15 @@ class Supervisor:
         return any((one.number, one.incarnation) not in self._changes("left", ASKED) for one in self._in("done"))
 
     def _is_over(self) -> bool:
-        """Return True if no worker runs, or if the running ones were declared failed by those that finished."""
+        """Return True if no worker runs that is needed.
+
+        Once a worker has finished, those that were declared failed are not, nor restarted ones that have not joined.
+        """
         if not self._is_ending():
             return not self._in("running", "restarting")
-        missed = self._changes("failed")
-        return all((one.number, one.incarnation) in missed for one in self._in("running"))
+        failed, joined = self._changes("failed"), self._changes("joined")
+        runs = [(one.number, one.incarnation) for one in self._in("running")]
+        return all(one in failed or (one[1] > 0 and one not in joined) for one in runs)
 
     def _changes(self, what: str, why: str | None = None) -> set[tuple[int, int]]:
         """Return the workers and incarnations for which the coordinator logged this change of membership."""

@@ -63,7 +63,8 @@ def _membership_incident(event: Event, history: History, kills: Sequence[Event])
     details = [why] * bool(why) + ["injected"] * (ends and _is_injected(event, history, kills))
     description = DESCRIPTIONS[what] + f" ({', '.join(details)})" * bool(details)
     downtime_s = _downtime_s(event, history) if ends else None
-    restart = f"restarted after {formatting.seconds(downtime_s)}" if downtime_s is not None else "not restarted"
+    absent = "did not rejoin" if event["worker"] >= 0 else "not restarted"
+    restart = f"restarted after {formatting.seconds(downtime_s)}" if downtime_s is not None else absent
     texts = (_continuation(event, history) if what != "slow" else "", restart if ends else "")
     consequence = ", ".join(text for text in texts if text)
     redone = _samples_redone(event, history) if ends else None

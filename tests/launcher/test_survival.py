@@ -262,6 +262,20 @@ if rank == 2:
     assert told(crew) == [["Gone", 1, 0, "killed by SIGKILL", False]]
 
 
+def test_restarted_worker_that_has_not_joined_is_not_waited_for_at_the_end(crew: Place) -> None:
+    text = """
+if rank == 1 and life == 0:
+    os.kill(os.getpid(), 9)
+if life:
+    say("restarted")
+    time.sleep(60)
+until("restarted")
+"""
+    began = time.monotonic()
+    crew.run(HEAD + text, workers=2)
+    assert time.monotonic() - began < 2 * WITHIN_S
+
+
 def test_who_was_asked_to_leave_has_not_come_to_the_end(crew: Place) -> None:
     text = """
 if rank == 0:

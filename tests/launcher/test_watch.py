@@ -79,3 +79,17 @@ def test_of_a_progress_bar_no_more_is_kept_than_is_to_be_seen(capsys: pytest.Cap
     watch._say_above(b"\rdone\nand ")
     assert watch._begun == b"and "
     assert capsys.readouterr().err == "done\n"
+
+
+def test_a_line_of_progress_is_not_repeated_while_nothing_changes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(room, "PLAIN_S", 0.0)
+    display = ProgressDisplay()
+    display.begin(tmp_path, RunConfig(Path("train.py"), workers=2))
+    for step in (3, 3, 4):
+        append(tmp_path, event="log", step=step)
+        display.poll()
+        display.poll()
+    told = capsys.readouterr().err.splitlines()
+    assert [line.rpartition(", ")[2].rpartition(": ")[2] for line in told] == ["step 3", "step 4"]

@@ -22,7 +22,7 @@ def died(tmp_path: Path) -> Path:
 
 def test_each_failure_is_reported_with_its_recovery(died: Path) -> None:
     back = "2 workers continued after 0.240 s as generation 2, restarted after 1.00 s"
-    lost = "2 workers continued after 0.100 s as generation 4, not restarted"
+    lost = "2 workers continued after 0.100 s as generation 4, did not rejoin"
     assert [str(fate) for fate in incidents(read(died))] == [
         f"worker 1, at 0.510 s: failed (killed by SIGKILL, injected); {back}",
         "worker 2, at 2.00 s: paused (injected)",
