@@ -17,7 +17,7 @@ from torch import Tensor
 from stretto.errors import TransportError
 from stretto.parameter_server import messages as m
 from stretto.parameter_server.client import ParameterServerClient
-from stretto.parameter_server.client_types import RollbackRequiredError, Sink
+from stretto.parameter_server.client_types import RollbackRequiredError, RunOverError, Sink
 from stretto.parameter_server.dispatcher_handler import DispatcherHandler
 from stretto.parameter_server.framing import Chunks, FramingError, dtype_name
 from stretto.parameter_server.handler import OutgoingMessage, RequestHandler
@@ -190,9 +190,7 @@ class Worker:
         try:
             if self.incarnation:
                 self.client.join()
-        except TransportError as error:
-            if "the run is over" not in str(error):
-                raise
+        except RunOverError:
             return False
         return True
 

@@ -26,11 +26,17 @@ class RollbackRequiredError(TransportError):
     """A service was lost and restarts from a snapshot: call `ParameterServerClient.roll_back`, and continue there."""
 
 
+class RunOverError(TransportError):
+    """The other workers have finished the run: a worker that joins now has nothing to do."""
+
+
 def raise_refusals(peer: str, body: m.Body) -> None:
     """Raise TransportError for a refusal, RollbackRequiredError if a service has lost its state.
 
-    Raise UnevenLoopsError if the script is at fault.
+    Raise UnevenLoopsError if the script is at fault, RunOverError if the run is finished.
     """
+    if isinstance(body, m.RunOver):
+        raise RunOverError("the run is over")
     if isinstance(body, m.Refused) and body.uneven:
         raise UnevenLoopsError(body.text)
     if isinstance(body, m.Refused):

@@ -271,7 +271,7 @@ class DispatcherHandler:
             return []
         joining, self._joining = self._joining, {}
         if is_over or self._recovery_epoch < 0:  # if no worker is left to report a lost service, the joining ones do
-            body: m.Body = m.Refused(m.RUN_OVER) if is_over else m.StaleRequest(self._recovery_epoch)
+            body: m.Body = m.RunOver() if is_over else m.StaleRequest(self._recovery_epoch)
             return [OutgoingMessage(one, request_id, body) for one, request_id in joining.items()]
         epoch_number, order = self._order
         if not members:

@@ -400,6 +400,10 @@ class Refused(_Message):
     uneven: bool = False
 
 
+class RunOver(_Message):
+    """Refusal of a worker that joins after the others have finished."""
+
+
 Request: TypeAlias = (
     Open
     | Push
@@ -443,9 +447,8 @@ Reply: TypeAlias = (
     | RolledBack
     | CountedWork
     | Refused
+    | RunOver
 )
-RUN_OVER = "the run is over"
-"""Text of the refusal of a worker that joins after the others have finished."""
 WITHOUT_REPLY = (Settle, Leave, ReplayResult, LeaveBarrier, ReplayOrder, Group)
 """Messages without a reply."""
 Body: TypeAlias = Request | Reply

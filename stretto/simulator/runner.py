@@ -21,7 +21,6 @@ from stretto.errors import (
     LaunchError,
     MemberOutError,
     StaysOutError,
-    TransportError,
     UnevenLoopsError,
 )
 from stretto.events import Event
@@ -34,7 +33,7 @@ from stretto.launcher.worker_main import failure
 from stretto.membership.coordinator import COORDINATOR
 from stretto.membership.messages import ReadyReport
 from stretto.parameter_server.client import ParameterServerClient
-from stretto.parameter_server.messages import RUN_OVER
+from stretto.parameter_server.client_types import RunOverError
 from stretto.recipe.recipe import Recipe
 from stretto.run_dir import make_folder, write_run
 from stretto.simulator.cluster.barriers import SimBarrier, SimBarriers
@@ -445,9 +444,7 @@ class Simulator:
         """Join a run in progress; end the worker if the run is finished."""
         try:
             client.join()
-        except TransportError as error:
-            if RUN_OVER not in str(error):
-                raise
+        except RunOverError:
             self._required_coordinator.joined_finished_run(worker)
             raise SystemExit(0) from None
 

@@ -12,14 +12,13 @@ from typing import Any
 
 import torch
 
-from stretto.errors import TransportError
 from stretto.interval import Interval, every
 from stretto.loader.epoch_batches import Rule
 from stretto.membership.barrier_client import Barrier, barrier_of
 from stretto.membership.client import MembershipClient
 from stretto.membership.messages import ReadyReport
+from stretto.parameter_server.client_types import RunOverError
 from stretto.parameter_server.embedded import serve_at_rank0
-from stretto.parameter_server.messages import RUN_OVER
 from stretto.parameter_server.rpc_channel import connect_client
 from stretto.process_config import WorkerConfig, worker_config
 from stretto.recipe.recipe import Recipe
@@ -193,12 +192,10 @@ def _server(config: WorkerConfig) -> Callable[[Recipe], Transport] | None:
         membership.stand(ReadyReport(0))
         try:
             client = open_client(config.incarnation, away_s)
-        except TransportError as error:
-            if config.incarnation and RUN_OVER in str(error):
-                membership.leave()
-                membership.close()
-                raise SystemExit(0) from None
-            raise
+        except RunOverError:
+            membership.leave()
+            membership.close()
+            raise SystemExit(0) from None
         membership.on_abort = lambda _generation, _why: client.abort()
         client.doing = membership.doing
         membership.place = lambda: client.operations_begun()

@@ -50,7 +50,7 @@ def sums(coordinator: ThreadCoordinator, worker: int, changes: bool) -> list[lis
 
 @pytest.mark.parametrize("changes", [False, True])
 def test_a_worker_that_received_a_result_can_forward_it(changes: bool) -> None:
-    """Worker 3 fails once only worker 0 has the result, and worker 0 while it forwards it, once only worker 1 has it."""
+    """Worker 3 fails once only worker 0 has the result; worker 0 while forwarding it, once only worker 1 has it."""
     last = len(LENGTHS) * (ATTEMPTS - 1)
     coordinator = ThreadCoordinator(
         WORKERS, KillInExchange(last, killed=3, receiver=0), KillInExchange(1, killed=0, receiver=1, generation=2)

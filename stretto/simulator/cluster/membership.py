@@ -25,7 +25,6 @@ from stretto.membership.messages import (
     Said,
     Told,
 )
-from stretto.parameter_server.messages import RUN_OVER
 from stretto.simulator.engine import Engine, Worker
 from stretto.simulator.network.flows import ARRIVAL
 from stretto.simulator.network.topology import Links
@@ -195,7 +194,7 @@ class SimCoordinator:
     def joined_finished_run(self, worker: Worker) -> None:
         """Record that a restarted worker has left, since the run was finished before it joined."""
         about = {"event": "membership", "worker": worker.number, "generation": self._active_membership.generation}
-        self._publish({**about, "what": "left", "incarnation": worker.incarnation, "why": RUN_OVER})
+        self._publish({**about, "what": "left", "incarnation": worker.incarnation, "why": "the run is over"})
 
     def worker_finished(self) -> None:
         """Record that a worker has finished the run."""
