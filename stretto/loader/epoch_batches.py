@@ -1,7 +1,7 @@
-"""The hands of a pass: what a worker gets to work on at a time.
+"""The global steps of an epoch, one batch of this worker at a time.
 
-When all exchange together every worker gets one batch in each hand, or none, and all know how many samples each got.
-When nobody waits a worker's hand is its own: it gets the next batch as soon as it is free.
+If all workers exchange together, each gets one batch or none in a global step, and knows how many samples every worker
+got. If workers do not wait for each other, each gets its next batch as soon as it asks, and steps are its own.
 """
 
 from __future__ import annotations
@@ -41,205 +41,212 @@ from stretto.transport import Transport
 from stretto.transport.elastic import Change, ElasticTransport
 
 Rule = Literal["per-worker-batch", "global-batch"]
-"""What stays under a changed membership: each worker's batch, or the joined one."""
+"""Which batch size stays constant under a changed membership: each worker's, or the global one."""
 
 
 Assignment = Literal["round-robin", "contiguous", "own"]
-"""Which batches of an epoch are a worker's: one in N, one stretch of them, or all of a shard of its own."""
+"""Which batches a worker gets: one in N, one contiguous stretch, or all of its own shard."""
 
 
 class EpochBatches(Protocol):
-    """One pass, hand by hand."""
+    """One epoch, as a sequence of global steps."""
 
     dropped: int
     samples: int
-    """Those of the whole pass; 0 for streams."""
+    """Number of samples in the epoch; 0 for streams."""
 
-    def meetings(self) -> int:
-        """How often all workers are to meet before the hand that was got last; asked once."""
+    def barriers_due(self) -> int:
+        """Return the number of barriers due before the batch returned last, and reset it."""
         ...
 
     def ask_ahead(self) -> None:
-        """The next hand is wanted soon."""
+        """Request the next batch in advance."""
         ...
 
-    def settle(self, leases: Sequence[Any]) -> None:
-        """The work on these is in the agreed state."""
+    def settle(self, is_counted: Sequence[Any]) -> None:
+        """Count these leases as trained: the averaged state includes their work."""
         ...
 
     def uncount(self) -> None:
-        """No step was made with any sample of this pass: none of them counts."""
+        """Count no sample of this epoch, since no step was done with any."""
         ...
 
     def counted(self) -> NDArray[np.uint8] | None:
-        """How often each sample of the pass was settled at this worker; None for streams."""
+        """Return how often this worker trained each sample; None for streams."""
         ...
 
     def next(self) -> GlobalStep | None:
-        """The next hand; None when no worker has anything left."""
+        """Return the next global step; None when no worker has a batch left."""
         ...
 
 
 class UncommittedWork:
-    """What of a pass no exchange has carried. Nothing is listed before somebody is gone: there may be many workers."""
+    """Work of an epoch that no exchange has carried. Batches are listed only for workers that failed."""
 
-    def __init__(self, order: EpochOrder, deal: BatchAssignment) -> None:
-        self._order, self._deal = order, deal
+    def __init__(self, order: EpochOrder, batch_assignment: BatchAssignment) -> None:
+        self._order, self._batch_assignment = order, batch_assignment
         self._taken: set[int] = set()
 
     def take(self, worker: int) -> list[list[Any]]:
-        """A worker's batches, once."""
-        if worker in self._taken or worker not in self._deal.members:
+        """Return a worker's uncommitted batches; an empty list when called again."""
+        if worker in self._taken or worker not in self._batch_assignment.members:
             return []
         self._taken.add(worker)
-        return self._order.among(self._deal.uncommitted_ranges(worker))
+        return self._order.among(self._batch_assignment.uncommitted_ranges(worker))
 
 
 class AssignedEpoch:
-    """The hands of a map-style loader: all is known beforehand, but for who will be there.
+    """The global steps of a map-style loader: all assignments are known in advance, except for membership changes.
 
-    `found` is the order of a pass that others have begun, and the deal so far.
+    `found` is the order and the assignment so far of an epoch that other workers have begun.
     """
 
     def __init__(
         self,
         loader: DataLoader[Any],
-        share: ShardedBatchSampler,
+        sampler: ShardedBatchSampler,
         wire: Transport,
         found: tuple[EpochOrder, BatchAssignment] | None = None,
     ) -> None:
-        share.begin(*found or ())
-        self._loader, self._share, self._me = loader, share, number_of(wire)
+        sampler.begin(*found or ())
+        self._loader, self._sampler, self._worker = loader, sampler, number_of(wire)
         self._batches: Iterator[Any] = iter(loader)
-        self.order, self.deal = share.order, share.deal
-        self.dropped, self.samples = self.order.dropped, self.deal.samples
-        self._settled: list[Range] = []
+        self.order, self.batch_assignment = sampler.order, sampler.batch_assignment
+        self.dropped, self.samples = self.order.dropped, self.batch_assignment.samples
+        self._trained: list[Range] = []
         self._parts = isinstance(wire, ElasticTransport)
-        self._since, self._changed = self.deal.global_step, found is not None
+        self._since, self._changed = self.batch_assignment.global_step, found is not None
         self.is_over = False
-        """Whether all hands are dealt."""
+        """True if all global steps are assigned."""
         if found is None:
             refuse_too_few(self.samples, wire.workers)
 
     @property
     def handed(self) -> int:
-        """The samples that all have got in this pass, less what was given back."""
-        return self.deal.assigned_samples
+        """Samples assigned to all workers in this epoch, without those that were returned."""
+        return self.batch_assignment.assigned_samples
 
     @property
     def has_more(self) -> bool:
-        """Whether there are samples that no worker has got yet."""
-        return self.deal.assigned_samples < self.deal.samples
+        """True if some samples are not assigned yet."""
+        return self.batch_assignment.assigned_samples < self.batch_assignment.samples
 
     def at_rest(self) -> BatchAssignment:
-        """The deal so far, at a rest: those who are there have nothing left, though the last hand's may be gone."""
-        self.deal.commit()
-        return self.deal
+        """Return the assignment at a rest point, with all of it committed; workers of the last step may have left."""
+        self.batch_assignment.commit()
+        return self.batch_assignment
 
-    def meetings(self) -> int:
-        """All meet at every exchange."""
+    def barriers_due(self) -> int:
+        """Return 0: all workers meet at every exchange."""
         return 0
 
     def ask_ahead(self) -> None:
-        """All is known."""
+        """Do nothing: the assignment is known in advance."""
 
-    def settle(self, leases: Sequence[Any]) -> None:
-        """Count them. All that was dealt so far is in the agreed state now, the work of the others too."""
-        for lease in leases:
-            self._settled += lease
-        self.deal.commit()
+    def settle(self, is_counted: Sequence[Any]) -> None:
+        """Count these ranges. The averaged state also includes all that was assigned to the other workers so far."""
+        for lease in is_counted:
+            self._trained += lease
+        self.batch_assignment.commit()
 
     def uncount(self) -> None:
-        """Count none of them here. The pass is over for all."""
-        self._settled.clear()
+        """Count no sample at this worker. The epoch has ended for all."""
+        self._trained.clear()
 
     def counted(self) -> NDArray[np.uint8] | None:
-        """How often each sample was settled here."""
+        """Return how often this worker trained each sample."""
         counts = np.zeros(len(self.order.flat), np.uint8)
-        for start, stop in self._settled:
+        for start, stop in self._trained:
             counts[start:stop] += 1
         return counts
 
-    def books(self) -> bytes:
-        """What was settled by workers that are not there any more, behind the hand from which on this one knows.
+    def departed_counts(self) -> bytes:
+        """Return the counts of departed workers, after the global step from which on this worker knows them.
 
-        Nothing when nobody has gone or come in this pass. The smallest is that of the worker that was there longest.
+        Empty if the membership did not change in this epoch. The bytes begin with that step, so that the smallest are
+        those of the worker that has been a member for the longest time.
         """
         if not self._changed:
             return b""
-        return struct.pack(">q", self._since) + np.packbits(self.deal.counts_of_departed()).tobytes()
+        return struct.pack(">q", self._since) + np.packbits(self.batch_assignment.counts_of_departed()).tobytes()
 
-    def change(self, change: Change, after: int, committed: int) -> dict[int, int]:
-        """Deal to other members behind hand `after`; returns how many samples of whom go back."""
-        back = self._regroup(change, after, committed)
-        self._load_anew()
-        return back
+    def change_members(self, change: Change, after: int, committed: int) -> dict[int, int]:
+        """Assign to other members after global step `after`. Return the number of returned samples by failed worker."""
+        returned = self._regroup(change, after, committed)
+        self._restart_loader()
+        return returned
 
     def uncommitted(self) -> UncommittedWork:
-        """What of this pass no exchange has carried."""
-        return UncommittedWork(self.order, self.deal.copied())
+        """Return the work of this epoch that no exchange has carried."""
+        return UncommittedWork(self.order, self.batch_assignment.copied())
 
     def reopen(self) -> None:
-        """Something was given back when all seemed to be dealt: the pass goes on."""
+        """Continue the epoch: samples were returned after all had been assigned."""
         self.is_over = False
-        self._load_anew()
+        self._restart_loader()
 
-    def undealt(self) -> list[list[Any]]:
-        """What was given back so late that it was not dealt again in this pass."""
-        return self.order.among(self.deal.returned_ranges())
+    def unassigned(self) -> list[list[Any]]:
+        """Return the batches that were returned too late to be assigned again in this epoch."""
+        return self.order.among(self.batch_assignment.returned_ranges())
 
-    def extend(self, batches: list[list[Any]]) -> None:
-        """Deal these too, behind all others."""
+    def append(self, batches: list[list[Any]]) -> None:
+        """Append these batches to the epoch."""
         for one in batches:
-            self.order = self._share.extend(one)
-            self.deal.append_samples(len(one))
-        self._load_anew()
+            self.order = self._sampler.append(one)
+            self.batch_assignment.append_samples(len(one))
+        self._restart_loader()
 
-    def _load_anew(self) -> None:
-        """Load what is this worker's from here on."""
-        self._share.look_ahead()
+    def _restart_loader(self) -> None:
+        """Restart the loader from this worker's next batch."""
+        self._sampler.look_ahead()
         self._batches = iter(self._loader)
 
-    def close_with(self, change: Change) -> dict[int, int]:
-        """The same when all is dealt: what those who are gone have not brought is left over."""
-        return self._regroup(change, self.deal.global_step, self.deal.committed)
+    def change_members_at_end(self, change: Change) -> dict[int, int]:
+        """Apply a membership change after all is assigned. Return the uncommitted samples by failed worker."""
+        return self._regroup(change, self.batch_assignment.global_step, self.batch_assignment.committed)
 
     def _regroup(self, change: Change, after: int, committed: int) -> dict[int, int]:
-        back = (
-            {one: self.deal.uncommitted_samples(one) for one in change.gone}
-            if committed < self.deal.global_step
+        returned = (
+            {one: self.batch_assignment.uncommitted_samples(one) for one in change.gone}
+            if committed < self.batch_assignment.global_step
             else {}
         )
-        self.deal.change([one for one in change.members if one not in change.came], after, committed)
+        self.batch_assignment.change([one for one in change.members if one not in change.came], after, committed)
         if change.came:
-            self.deal.change(change.members, after, committed)
+            self.batch_assignment.change(change.members, after, committed)
         self._changed = True
-        return back
+        return returned
 
     def next(self) -> GlobalStep | None:
-        """Deal the next hand, and load this worker's batch of it."""
-        portion = self.deal.next(self._me)
-        if portion is None:
+        """Assign the next global step, and load this worker's batch of it."""
+        rank_batch = self.batch_assignment.next(self._worker)
+        if rank_batch is None:
             self.is_over = True
-            self.deal.apply_pending()
+            self.batch_assignment.apply_pending()
             next(self._batches, None)
             return None
-        parts = self.deal.last_step_samples() if self._parts else None
-        if not portion.ranges:
-            return GlobalStep(None, None, 0, self.handed, portion.total, portion.incomplete, parts=parts)
+        parts = self.batch_assignment.last_step_samples() if self._parts else None
+        if not rank_batch.ranges:
+            return GlobalStep(None, None, 0, self.handed, rank_batch.total, rank_batch.incomplete, parts=parts)
         batch = next(self._batches)
         return GlobalStep(
-            batch, portion.ranges, portion.samples, self.handed, portion.total, portion.incomplete, parts=parts
+            batch,
+            rank_batch.ranges,
+            rank_batch.samples,
+            self.handed,
+            rank_batch.total,
+            rank_batch.incomplete,
+            parts=parts,
         )
 
 
 def number_of(wire: Transport) -> int:
-    """A worker's number for good; its rank where nobody can go."""
+    """Return a worker's permanent number; its rank where membership is fixed."""
     return wire.number if isinstance(wire, ElasticTransport | ParameterServerClient) else wire.worker
 
 
 def members_of(wire: Transport) -> tuple[int, ...]:
-    """The numbers of all workers that are there."""
+    """Return the numbers of all current members."""
     return (
         tuple(wire.members)
         if isinstance(wire, ElasticTransport | ParameterServerClient)
@@ -247,91 +254,95 @@ def members_of(wire: Transport) -> tuple[int, ...]:
     )
 
 
-class StreamedHands:
-    """The hands of a stream, of unknown length: the workers tell each other in each hand what they got.
+class StreamedEpoch:
+    """The global steps of a stream of unknown length: in each the workers share how many samples they got.
 
-    Workers that do not wait for each other (`free`) tell nothing, and know of nobody's samples but their own.
+    Workers that do not wait for each other (`asynchronous`) share nothing, and know only their own samples.
     """
 
     dropped = samples = 0
 
-    def __init__(self, stream: Iterator[Any], wire: Transport, free: bool, splits: bool = False) -> None:
-        self._stream, self._wire, self._free = stream, wire, free
+    def __init__(self, stream: Iterator[Any], wire: Transport, asynchronous: bool, splits: bool = False) -> None:
+        self._stream, self._wire, self._asynchronous = stream, wire, asynchronous
         self._batches = 1 if splits else wire.workers
         """Number of the stream's batches in a global step, at most."""
-        self._handed = 0
+        self._samples_so_far = 0
 
-    def meetings(self) -> int:
-        """Nobody knows when that would be."""
+    def barriers_due(self) -> int:
+        """Return 0: no barrier can be planned for a stream."""
         return 0
 
     def ask_ahead(self) -> None:
-        """A stream is read as it comes."""
+        """Do nothing: a stream is read sequentially."""
 
-    def settle(self, leases: Sequence[Any]) -> None:
-        """Nothing is leased."""
+    def settle(self, is_counted: Sequence[Any]) -> None:
+        """Do nothing: a stream has no leases."""
 
     def uncount(self) -> None:
         """Do nothing: samples of a stream are not counted."""
 
     def counted(self) -> NDArray[np.uint8] | None:
-        """Nobody knows."""
+        """Return None: samples of a stream are not counted."""
         return None
 
     def next(self) -> GlobalStep | None:
-        """Read this worker's next batch and hear what the others have."""
+        """Read this worker's next batch and receive the other workers' sample counts."""
         batch = next(self._stream, None)
         own = samples_in(batch) if batch is not None else 0
-        if self._free:
-            self._handed += own
-            return GlobalStep(batch, None, own, self._handed, streamed=self._batches) if own else None
-        told = [struct.unpack("<q", one)[0] for one in self._wire.all_gather_bytes(struct.pack("<q", own))]
-        total, root = sum(told), next((worker for worker, samples in enumerate(told) if samples), 0)
-        self._handed += total
-        streamed = min(len(told) - told.count(0), self._batches)
-        return GlobalStep(batch, None, own, self._handed, total, 0 in told, root, streamed=streamed) if total else None
+        if self._asynchronous:
+            self._samples_so_far += own
+            return GlobalStep(batch, None, own, self._samples_so_far, streamed=self._batches) if own else None
+        counts = [struct.unpack("<q", one)[0] for one in self._wire.all_gather_bytes(struct.pack("<q", own))]
+        total, root = sum(counts), next((worker for worker, samples in enumerate(counts) if samples), 0)
+        self._samples_so_far += total
+        streamed = min(len(counts) - counts.count(0), self._batches)
+        return (
+            GlobalStep(batch, None, own, self._samples_so_far, total, 0 in counts, root, streamed=streamed)
+            if total
+            else None
+        )
 
 
 class BatchSource:
-    """Begins passes over a script's loader."""
+    """Begins epochs over a script's loader."""
 
     def __init__(
         self,
         loader: Any,
         wire: Transport,
-        join: int,
+        global_batch_of: int,
         when: When | None = None,
-        meet: int | None = None,
-        around: Runtime | None = None,
+        barrier_every: int | None = None,
+        runtime: Runtime | None = None,
         rule: Rule = "per-worker-batch",
         base: int | None = None,
         assignment: Assignment | None = None,
         split: bool = False,
     ) -> None:
-        self._loader, self._wire, self._join, self._rule = loader, wire, join, rule
+        self._loader, self._wire, self._global_batch_of, self._rule = loader, wire, global_batch_of, rule
         self.splits = split
         """True if all workers share each batch of the script: each has an even part of it."""
         self.assignment, self._is_checked = assignment, assignment is None
-        """The script's; a stream that it says nothing of is compared among the workers."""
+        """The script's choice; if it has none, the workers compare the first batches of a stream."""
         self._base = base or wire.workers
         self.members: Callable[[], Sequence[int]] = lambda: members_of(wire)
-        """Whom a pass that begins is dealt to."""
+        """Returns the members that an epoch which begins is assigned to."""
         self.peeks: Callable[[], Sequence[int]] = lambda: ()
-        """The iterations of the script that were no pass."""
-        self._free = isinstance(when, on_arrival)
+        """Returns the numbers of the iterations that were peeks."""
+        self._asynchronous = isinstance(when, on_arrival)
         if split and assignment in ("contiguous", "own"):
             _refuse_assignment(f'deal="{assignment}" with --batch split', "one of the two")
         if split:
             self._rule, self._base = "global-batch", 1
         self.library: str | None = None
         """The library that gives each worker a shard of a stream, where one is known to."""
-        self._share: ShardedBatchSampler | LeasedBatchSampler | None = None
+        self._sampler: ShardedBatchSampler | LeasedBatchSampler | None = None
         if is_leasable(loader):
             _refuse_sharded(loader)
-            self._share = self._make_share(when, meet)
+            self._sampler = self._create_sampler(when, barrier_every)
             if assignment == "own":
                 _refuse_assignment("an index-based loader", 'an iterable dataset, or deal="round-robin"')
-            self._rebuilt = rebuilt(loader, self._share, (around or Runtime()).loads(loader))
+            self._rebuilt = rebuilt(loader, self._sampler, (runtime or Runtime()).loads(loader))
 
         elif assignment == "contiguous":
             _refuse_assignment("a stream, whose length is unknown", "a loader of a data set with a length")
@@ -339,61 +350,63 @@ class BatchSource:
             self.library = sharded_by(loader)
             self.assignment = "own" if self.library is not None else None
 
-    def _make_share(self, when: When | None, meet: int | None) -> ShardedBatchSampler | LeasedBatchSampler:
+    def _create_sampler(self, when: When | None, barrier_every: int | None) -> ShardedBatchSampler | LeasedBatchSampler:
         def order() -> EpochOrder:
-            return draw(self._loader, self._wire, self._join, self.peeks(), self._arranged)
+            return draw(self._loader, self._wire, self._global_batch_of, self.peeks(), self._arranged)
 
-        def deals(drawn: EpochOrder) -> BatchAssignment:
+        def assign(drawn: EpochOrder) -> BatchAssignment:
             return BatchAssignment((), self.members(), self._rule, self._base, drawn.bounds)
 
         if not isinstance(when, on_arrival):
-            return ShardedBatchSampler(order, deals, number_of(self._wire))
+            return ShardedBatchSampler(order, assign, number_of(self._wire))
         if not isinstance(self._wire, ParameterServerClient):
-            raise TypeError("batches are handed to whoever is free by a server")
-        return LeasedBatchSampler(order, self._wire, meet, when.bound == 0 or self.assignment == "contiguous")
+            raise TypeError("a recipe without barriers leases batches through a server")
+        return LeasedBatchSampler(order, self._wire, barrier_every, when.bound == 0 or self.assignment == "contiguous")
 
     def _arranged(self, batches: list[Batch]) -> list[Batch]:
         """Return the order in which the script's batches are assigned: stretches interleaved, or parts for leases."""
         workers = len(self.members())
         if self.assignment == "contiguous":
-            return interleaved(batches, workers * self._join)
-        return in_parts(batches, workers) if self.splits and self._free else batches
+            return interleaved(batches, workers * self._global_batch_of)
+        return in_parts(batches, workers) if self.splits and self._asynchronous else batches
 
     @property
-    def leases(self) -> bool:
-        """Whether samples are leased and audited, or come from a stream."""
-        return self._share is not None
+    def is_counted(self) -> bool:
+        """True if samples are counted by index, False for a stream."""
+        return self._sampler is not None
 
-    def deal(self, number: int, found: tuple[EpochOrder, BatchAssignment] | None = None) -> EpochBatches:
-        """Begin pass `number`, or take part in one that others have begun."""
-        if isinstance(self._share, LeasedBatchSampler):
-            return LeasedEpoch(self._rebuilt, self._share, number, found)
-        if self._share is not None:
-            return AssignedEpoch(self._rebuilt, self._share, self._wire, found)
-        whole = joined(iter(self._loader), self._join) if self._join > 1 else self._loader
+    def begin_epoch(self, number: int, found: tuple[EpochOrder, BatchAssignment] | None = None) -> EpochBatches:
+        """Begin epoch `number`, or take part in one that other workers have begun."""
+        if isinstance(self._sampler, LeasedBatchSampler):
+            return LeasedEpoch(self._rebuilt, self._sampler, number, found)
+        if self._sampler is not None:
+            return AssignedEpoch(self._rebuilt, self._sampler, self._wire, found)
+        stream_of_all = joined(iter(self._loader), self._global_batch_of) if self._global_batch_of > 1 else self._loader
         if self.assignment == "own":
-            return StreamedHands(own_stream(whole, self._wire, epoch_of(number) == 1), self._wire, self._free)
-        stream = common_stream(whole, self._wire, number, self._is_checked)
+            return StreamedEpoch(
+                own_stream(stream_of_all, self._wire, epoch_of(number) == 1), self._wire, self._asynchronous
+            )
+        stream = common_stream(stream_of_all, self._wire, number, self._is_checked)
         part, parts = self._wire.worker, self._wire.workers
         if parts == 1:
-            return StreamedHands(stream, self._wire, self._free)
+            return StreamedEpoch(stream, self._wire, self._asynchronous)
         if self.splits:
             cut = cut_stream(stream, part, parts)
-            own = (one for one in cut if one is not None) if self._free else cut
+            own = (one for one in cut if one is not None) if self._asynchronous else cut
         else:
             own = islice(stream, part, None, parts)
-        return StreamedHands(own, self._wire, self._free, self.splits)
+        return StreamedEpoch(own, self._wire, self._asynchronous, self.splits)
 
     @property
     def batches_a_step(self) -> int:
         """The number of the script's batches in a global step of all workers."""
-        return self._join * (1 if self.splits else self._wire.workers)
+        return self._global_batch_of * (1 if self.splits else self._wire.workers)
 
     def length(self) -> int:
-        """The hands of a pass."""
+        """Return the number of global steps of an epoch."""
         if self.assignment == "own" or self.splits:
             return len(self._loader)
-        return -(-len(self._loader) // (self._wire.workers * self._join))
+        return -(-len(self._loader) // (self._wire.workers * self._global_batch_of))
 
 
 def _refuse_assignment(got: str, expected: str) -> None:
@@ -402,7 +415,7 @@ def _refuse_assignment(got: str, expected: str) -> None:
 
 
 def is_leasable(loader: Any) -> bool:
-    """Whether the loader picks samples of a data set by index, so that ranges of them can be leased."""
+    """Return True if the loader picks samples by index, so that ranges of them can be assigned."""
     plain = isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
     return plain and not isinstance(loader.dataset, IterableDataset)
 

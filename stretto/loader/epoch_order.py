@@ -1,4 +1,4 @@
-"""The order of a pass: drawn once, by worker 0, and known to all; each worker loads its own batches of it."""
+"""The order of an epoch: drawn once by worker 0, then broadcast; each worker loads its own batches of it."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ Batch = list[Any]
 
 
 ENDLESS = 50_000_000
-"""A sampler that gives more batches than this is taken for endless."""
+"""Number of batches above which a sampler is refused as endless."""
 
 
 @dataclass(frozen=True)
 class EpochOrder:
-    """The batches of one pass, in order. `dropped` samples of the data set are in none of them.
+    """The batches of one epoch, in order. `dropped` samples of the data set are in none of them.
 
-    `peeks` numbers the iterations before it that were no pass, for a worker that comes later.
+    `peeks` are the numbers of the earlier iterations that were peeks, for a worker that joins later.
     """
 
     batches: Sequence[Batch]
@@ -41,26 +41,26 @@ class EpochOrder:
 
     @functools.cached_property
     def sizes(self) -> list[int]:
-        """The samples of each batch."""
+        """Number of samples of each batch."""
         return [len(batch) for batch in self.batches]
 
     @functools.cached_property
     def bounds(self) -> array[int]:
-        """Where each batch begins, and the last one ends, among all samples."""
+        """Position of each batch's first sample among all samples, and the end of the last batch."""
         return bounds_of(self.sizes)
 
     @functools.cached_property
     def flat(self) -> Batch:
-        """The indices of all samples."""
+        """Indices of all samples."""
         return list(chain.from_iterable(self.batches))
 
     def among(self, pieces: Ranges) -> list[Batch]:
-        """The indices in these ranges of all samples."""
+        """Return the indices in these ranges of all samples, a list for each range."""
         return [self.flat[start:stop] for start, stop in pieces]
 
 
 class _Packed(msgspec.Struct):
-    """An order as it travels: sizes and indices as raw 64-bit numbers, or any indices one by one."""
+    """A serialised order: sizes and indices as raw integers, or indices of any kind in `others`."""
 
     dropped: int
     sizes: bytes
@@ -72,14 +72,17 @@ class _Packed(msgspec.Struct):
 def draw(
     loader: DataLoader[Any],
     wire: Transport,
-    join: int,
+    global_batch_of: int,
     peeks: Sequence[int] = (),
     arranged: Callable[[list[Batch]], list[Batch]] = lambda batches: batches,
 ) -> EpochOrder:
-    """Draw the order of the next pass at worker 0 and tell it to all. `join` batches of the script make one."""
+    """Draw the order of the next epoch at worker 0 and broadcast it.
+
+    `global_batch_of` batches of the script form one batch.
+    """
     if wire.workers == 1 and not isinstance(wire, ElasticTransport):
-        return replace(_drawn(loader, join, arranged), peeks=peeks)
-    return unpack(wire.broadcast_bytes(lambda: pack(replace(_drawn(loader, join, arranged), peeks=peeks))))
+        return replace(_drawn(loader, global_batch_of, arranged), peeks=peeks)
+    return unpack(wire.broadcast_bytes(lambda: pack(replace(_drawn(loader, global_batch_of, arranged), peeks=peeks))))
 
 
 def in_parts(batches: Sequence[Batch], parts: int) -> list[Batch]:
@@ -102,45 +105,45 @@ def portion(samples: int, part: int, parts: int) -> tuple[int, int]:
 
 
 def cut_stream(batches: Iterable[Any], part: int, parts: int) -> Iterator[Any]:
-    """Give one part of each batch; None in place of a part without a sample."""
+    """Yield one part of each batch; None in place of a part without a sample."""
     for batch in batches:
         start, stop = portion(samples_in(batch), part, parts)
         yield _rows_between(batch, start, stop) if start < stop else None
 
 
 def _rows_between(batch: Any, start: int, stop: int) -> Any:
-    """Take these samples of everything in a batch that has a row for each."""
+    """Return these samples of everything in a batch that has a row for each sample."""
     if isinstance(batch, torch.Tensor | np.ndarray):
         return batch[start:stop]
     if isinstance(batch, dict):
-        return {key: _rows_between(one, start, stop) for key, one in batch.items()}
+        return {key: _rows_between(item, start, stop) for key, item in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(_rows_between(one, start, stop) for one in batch))
+        return type(batch)(*(_rows_between(item, start, stop) for item in batch))
     if isinstance(batch, list | tuple) and _leading(batch) is None:
         return batch[start:stop]
     if isinstance(batch, list | tuple):
-        return type(batch)(_rows_between(one, start, stop) for one in batch)
+        return type(batch)(_rows_between(item, start, stop) for item in batch)
     return batch
 
 
 def interleaved(batches: Sequence[Batch], stretches: int) -> list[Batch]:
     """Return the batches in an order in which every N-th one is of the same contiguous stretch of them.
 
-    Dealt in turn to as many workers each gets one stretch, in order; the first stretches are the longer ones.
+    Assigned in turn to as many workers, each gets one stretch, in order; the first stretches are the longer ones.
 
     >>> interleaved([[0], [1], [2], [3], [4]], 2)
     [[0], [3], [1], [4], [2]]
     """
     each, over = divmod(len(batches), stretches)
-    starts = [each * one + min(one, over) for one in range(stretches)]
+    starts = [each * item + min(item, over) for item in range(stretches)]
     rounds = (starts if at < each else starts[:over] for at in range(each + (over > 0)))
     return [batches[start + at] for at, those in enumerate(rounds) for start in those]
 
 
-def _drawn(loader: DataLoader[Any], join: int, arranged: Callable[[list[Batch]], list[Batch]]) -> EpochOrder:
+def _drawn(loader: DataLoader[Any], global_batch_of: int, arranged: Callable[[list[Batch]], list[Batch]]) -> EpochOrder:
     batches: list[Batch] = [_as_list(batch) for batch in islice(_sampler(loader), ENDLESS + 1)]
     if len(batches) > ENDLESS:
-        problem = "the sampler gives no end of batches, so a pass over it can't be shared out"
+        problem = "the sampler is endless, so an epoch of it can't be assigned to workers"
         raise LoaderError(
             explain(
                 problem,
@@ -150,27 +153,27 @@ def _drawn(loader: DataLoader[Any], join: int, arranged: Callable[[list[Batch]],
             )
         )
     batches = arranged(batches)
-    if join > 1:
-        batches = [list(chain(*batches[at : at + join])) for at in range(0, len(batches), join)]
+    if global_batch_of > 1:
+        batches = [list(chain(*batches[at : at + global_batch_of])) for at in range(0, len(batches), global_batch_of)]
     drops = getattr(loader, "drop_last", False) or getattr(loader.batch_sampler, "drop_last", False)
     handed = sum(len(batch) for batch in batches)
     return EpochOrder(batches, max(len(loader.sampler) - handed, 0) if drops else 0)  # type: ignore[arg-type]
 
 
 def _sampler(loader: DataLoader[Any]) -> Iterable[Any]:
-    """What gives the loader its indices: batches, or single ones when it does not batch."""
+    """Return the loader's sampler: of batches, or of single indices if it does not batch."""
     return loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
 
 
 def _as_list(batch: Any) -> Batch:
     indices = list(batch) if isinstance(batch, list | tuple) else [batch]
     if indices and isinstance(indices[0], np.integer | torch.Tensor):  # a sampler over an array of indices
-        return [one.item() if isinstance(one, np.integer | torch.Tensor) else one for one in indices]
+        return [item.item() if isinstance(item, np.integer | torch.Tensor) else item for item in indices]
     return indices
 
 
 def pack(order: EpochOrder) -> bytes:
-    """An order as bytes, to be told. Raises LoaderError when its indices can't be."""
+    """Return a serialised order. Raises LoaderError for indices that can't be serialised."""
     flat = [index for batch in order.batches for index in batch]
     sizes = np.array(order.sizes, dtype=np.int64).tobytes()
     if all(type(index) is int for index in flat):
@@ -179,7 +182,7 @@ def pack(order: EpochOrder) -> bytes:
     try:
         return msgspec.msgpack.encode(_Packed(order.dropped, sizes, b"", flat, list(order.peeks)))
     except TypeError as error:
-        problem = "the sampler gives indices that can't be told to other workers"
+        problem = "the sampler gives indices that can't be sent to other workers"
         got = f"{type(flat[0]).__name__} ({error})"
         raise LoaderError(
             explain(
@@ -192,15 +195,15 @@ def pack(order: EpochOrder) -> bytes:
 
 
 def _narrow(numbers: NDArray[np.int64]) -> bytes:
-    """32 bits a number where that is enough; the reader tells by the length."""
+    """Return 32 bits for each number where that is enough; the reader infers the width from the length."""
     fits = numbers.size == 0 or (numbers.min() >= 0 and numbers.max() < 1 << 31)
     return numbers.astype(np.int32).tobytes() if fits else numbers.tobytes()
 
 
 def parted(order: EpochOrder, left: Ranges) -> tuple[EpochOrder, list[int]]:
-    """The same samples in the same order, what is `left` of them as batches of their own; and which batches are done.
+    """Return an order whose `left` ranges are batches of their own, and the numbers of the batches that are done.
 
-    Cost: a list of all indices.
+    The samples and their order stay the same. Cost: a list of all indices.
     """
     batches, done, at = list[Batch](), list[int](), 0
     for start, stop in (*left, (len(order.flat), len(order.flat))):
@@ -214,17 +217,17 @@ def parted(order: EpochOrder, left: Ranges) -> tuple[EpochOrder, list[int]]:
 
 
 @functools.lru_cache(maxsize=1)
-def unpack(told: bytes) -> EpochOrder:
-    """The order that was told. Workers of one process that were told the same share it: nobody changes it."""
+def unpack(message: bytes) -> EpochOrder:
+    """Return a received order. Workers in one process that receive the same bytes share it: it must not be changed."""
     try:
-        packed = msgspec.msgpack.decode(told, type=_Packed)
+        packed = msgspec.msgpack.decode(message, type=_Packed)
     except msgspec.MsgspecError:
-        problem, got = "this worker begins a pass while others do something else", "loops of unequal lengths"
-        expected = "the same passes at every worker: each has its own number of batches, and the loader knows it"
+        problem, got = "this worker begins an epoch while others do something else", "loops of unequal lengths"
+        expected = "the same epochs at every worker: each has its own number of batches, and the loader knows it"
         raise LoaderError(explain(problem, got=got, expected=expected, to_type="for batch in loader: ...")) from None
     sizes = np.frombuffer(packed.sizes, dtype=np.int64).tolist()
     others = packed.others
-    flat = _wide(packed.numbers, sum(sizes)) if others is None else [_frozen(index) for index in others]
+    flat = _wide(packed.numbers, sum(sizes)) if others is None else [_as_tuple(index) for index in others]
     return EpochOrder([flat[start:stop] for start, stop in pairwise(bounds_of(sizes))], packed.dropped, packed.peeks)
 
 
@@ -234,83 +237,83 @@ def _wide(numbers: bytes, count: int) -> list[int]:
     return found
 
 
-def _frozen(index: Any) -> Any:
-    return tuple(_frozen(one) for one in index) if isinstance(index, list) else index
+def _as_tuple(index: Any) -> Any:
+    return tuple(_as_tuple(item) for item in index) if isinstance(index, list) else index
 
 
 class ShardedBatchSampler(BatchSampler):
-    """The batches that one worker loads. Their order is drawn anew in each pass, when the first is asked for.
+    """Samples the batches that one worker loads. Each epoch's order is drawn when the first batch is requested.
 
-    So torch's loader draws from the random generator what it always draws, in the order in which it always does.
-    `deals` makes the deal of an order that was drawn.
+    So torch's loader draws from the random generator what it always draws, in the usual order. `assign` returns the
+    assignment for an order that was drawn.
     """
 
     def __init__(
-        self, draw: Callable[[], EpochOrder], deals: Callable[[EpochOrder], BatchAssignment], worker: int
+        self, draw: Callable[[], EpochOrder], assign: Callable[[EpochOrder], BatchAssignment], worker: int
     ) -> None:
-        self._draw, self._deals, self._worker = draw, deals, worker
-        self._dealt: tuple[EpochOrder, BatchAssignment] | None = None
-        self._ahead: Iterator[Ranges] | None = None
+        self._draw, self._deals, self._worker = draw, assign, worker
+        self._assigned: tuple[EpochOrder, BatchAssignment] | None = None
+        self._upcoming: Iterator[Ranges] | None = None
 
-    def begin(self, order: EpochOrder | None = None, deal: BatchAssignment | None = None) -> None:
-        """A pass begins: its order is drawn when it is asked for, unless it is known, with the deal so far."""
-        self._dealt, self._ahead = None, None
-        if order is not None and deal is not None:
-            self._dealt = order, deal
+    def begin(self, order: EpochOrder | None = None, batch_assignment: BatchAssignment | None = None) -> None:
+        """Begin an epoch. Its order is drawn on first use, unless it is known, with the assignment so far."""
+        self._assigned, self._upcoming = None, None
+        if order is not None and batch_assignment is not None:
+            self._assigned = order, batch_assignment
             self.look_ahead()
 
     def look_ahead(self) -> None:
-        """What this worker gets from here on is known anew: who iterates from now on sees it."""
-        self._ahead = self.deal.upcoming(self._worker)
+        """Recompute this worker's upcoming batches; iterators that start after this call yield them."""
+        self._upcoming = self.batch_assignment.upcoming(self._worker)
 
     @property
     def order(self) -> EpochOrder:
-        """The order of this pass."""
+        """Order of this epoch."""
         return self._drawn()[0]
 
-    def extend(self, indices: Batch) -> EpochOrder:
-        """Put further samples behind the order of this pass."""
-        order, deal = self._drawn()
-        self._dealt = EpochOrder([*order.batches, indices], order.dropped), deal
-        return self._dealt[0]
+    def append(self, indices: Batch) -> EpochOrder:
+        """Append samples to the order of this epoch, and return the new order."""
+        order, batch_assignment = self._drawn()
+        self._assigned = EpochOrder([*order.batches, indices], order.dropped), batch_assignment
+        return self._assigned[0]
 
     @property
-    def deal(self) -> BatchAssignment:
-        """Who gets what of it."""
+    def batch_assignment(self) -> BatchAssignment:
+        """Assignment of this epoch's batches to workers."""
         return self._drawn()[1]
 
     def _drawn(self) -> tuple[EpochOrder, BatchAssignment]:
-        if self._dealt is None:
+        if self._assigned is None:
             order = self._draw()
-            self._dealt = order, self._deals(order)
+            self._assigned = order, self._deals(order)
             self.look_ahead()
-        return self._dealt
+        return self._assigned
 
     def __iter__(self) -> Iterator[Batch]:
-        return self._indices(self._ahead)
+        return self._indices(self._upcoming)
 
     def _indices(self, ahead: Iterator[Ranges] | None) -> Iterator[Batch]:
         flat = self.order.flat
-        for pieces in ahead or self._ahead or ():
+        for pieces in ahead or self._upcoming or ():
             if pieces:
                 first, *others = (flat[start:stop] for start, stop in pieces)
                 yield list(chain(first, *others)) if others else first
 
     def __len__(self) -> int:
-        return sum(1 for pieces in self.deal.upcoming(self._worker) if pieces)
+        return sum(1 for pieces in self.batch_assignment.upcoming(self._worker) if pieces)
 
 
-def rebuilt(loader: DataLoader[Any], share: BatchSampler, processes: int) -> DataLoader[Any]:
-    """The script's loader with our batches in place of its own, made in so many processes; all else as it was."""
+def rebuilt(loader: DataLoader[Any], sampler: BatchSampler, processes: int) -> DataLoader[Any]:
+    """Return the script's loader with this sampler and number of loader processes, and otherwise the same settings."""
     bare = loader.batch_sampler is None
     ahead = processes > 0
     data: Any = loader.dataset
     collate = _Unbatched(loader.collate_fn) if bare else loader.collate_fn
     if type(data) is TensorDataset and collate is default_collate and not ahead:
-        return _Rows(data, batch_sampler=share, pin_memory=loader.pin_memory, generator=loader.generator)
+        return _Rows(data, batch_sampler=sampler, pin_memory=loader.pin_memory, generator=loader.generator)
     return DataLoader(
         data,
-        batch_sampler=share,
+        batch_sampler=sampler,
         num_workers=processes,
         collate_fn=collate,
         pin_memory=loader.pin_memory,
@@ -324,14 +327,14 @@ def rebuilt(loader: DataLoader[Any], share: BatchSampler, processes: int) -> Dat
 
 
 class _Rows(DataLoader[Any]):
-    """A loader of a TensorDataset that takes all rows of a batch at once, as one by one and stacked they would be."""
+    """A loader of a TensorDataset that indexes all rows of a batch at once, with the same result as stacking them."""
 
     def __iter__(self) -> Iterator[list[torch.Tensor]]:  # type: ignore[override]
         super().__iter__()  # draws from the random generator what torch's loader draws
         assert self.batch_sampler is not None
         batches = map(self._rows, iter(self.batch_sampler))
         is_pinned = self.pin_memory and torch.accelerator.is_available()
-        return ([one.pin_memory() for one in batch] for batch in batches) if is_pinned else batches
+        return ([item.pin_memory() for item in batch] for batch in batches) if is_pinned else batches
 
     def _rows(self, indices: Batch) -> list[torch.Tensor]:
         data: Any = self.dataset
@@ -339,12 +342,12 @@ class _Rows(DataLoader[Any]):
             found: list[torch.Tensor] = default_collate([data[index] for index in indices])
             return found
         rows = torch.from_numpy(np.array(indices, dtype=np.int64))
-        return [one[rows].contiguous() for one in data.tensors]
+        return [item[rows].contiguous() for item in data.tensors]
 
 
 @dataclass(frozen=True)
 class _Unbatched:
-    """For a loader that does not batch: one index, one item, converted as the script's loader would."""
+    """Collate function of a loader that does not batch: converts its single item as the script's loader would."""
 
     convert: Any
 
@@ -352,12 +355,12 @@ class _Unbatched:
         return self.convert(items[0])
 
 
-def joined(batches: Iterator[Any], join: int) -> Iterator[Any]:
-    """Return the batches of a loader without an order, or sets of `join` of them as one."""
-    if join == 1:
+def joined(batches: Iterator[Any], global_batch_of: int) -> Iterator[Any]:
+    """Return the batches of a loader without an order, or sets of `global_batch_of` of them as one."""
+    if global_batch_of == 1:
         yield from batches
         return
-    while several := list(islice(batches, join)):
+    while several := list(islice(batches, global_batch_of)):
         yield _concatenated(several)
 
 
@@ -366,15 +369,15 @@ def _concatenated(batches: list[Any]) -> Any:
     if isinstance(first, torch.Tensor):
         return torch.cat(batches)
     if isinstance(first, dict):
-        return {key: _concatenated([one[key] for one in batches]) for key in first}
+        return {key: _concatenated([item[key] for item in batches]) for key in first}
     return type(first)(_concatenated(list(column)) for column in zip(*batches, strict=True))
 
 
 def samples_in(batch: Any) -> int:
-    """How many samples a batch holds: the first dimension of the first tensor in it."""
+    """Return the number of samples of a batch: the first dimension of the first tensor in it."""
     found = _leading(batch)
     if found is None:
-        problem = "a batch has no tensor that would tell how many samples it holds"
+        problem = "a batch has no tensor that shows its number of samples"
         raise LoaderError(
             explain(
                 problem,
@@ -390,4 +393,4 @@ def _leading(batch: Any) -> int | None:
     if isinstance(batch, torch.Tensor | np.ndarray):
         return int(batch.shape[0]) if batch.ndim else 1
     parts = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, list | tuple) else ()
-    return next((found for one in parts if (found := _leading(one)) is not None), None)
+    return next((found for item in parts if (found := _leading(item)) is not None), None)

@@ -1,4 +1,4 @@
-"""What a worker gets to work on at a time."""
+"""One global step of an epoch, as one worker sees it."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Parts = Callable[[int], int]
 
 @dataclass(frozen=True, slots=True)
 class GlobalStep:
-    """One batch a worker. `batch` is None where this worker has none.
+    """A global step: one batch for each worker. `batch` is None if this worker has none.
 
-    `own` are this worker's samples, `total` those of all workers in this hand (0 for a worker that does not wait), and
-    `handed` those that all have got in the pass so far, this hand included.
+    `own` is the number of this worker's samples, `total` that of all workers in this step (0 for a worker that does not
+    wait), and `handed` the number assigned to all workers in the epoch so far, this step included.
     """
 
     batch: Any
@@ -30,24 +30,24 @@ class GlobalStep:
     handed: int
     total: int = 0
     short: bool = False
-    """Whether some workers have no batch."""
+    """True if some workers have no batch."""
     root: int = 0
-    """The first worker with a batch: it tells the idle ones what happens."""
+    """First worker with a batch: the root that broadcasts to the idle workers."""
     parts: Parts | None = None
-    """Tells the samples of a worker by its number, where workers may go."""
+    """Returns the samples of a worker by its number; None where workers can't fail."""
     streamed: int = 0
-    """Number of the stream's batches in this global step, of all workers; 0 where samples are leased."""
+    """Number of the stream's batches in this global step, over all workers; 0 where samples are leased."""
 
     @property
     def idle(self) -> bool:
-        """Whether there is nothing here for a worker: the script's loop does not see the hand."""
+        """True if this worker has no batch: the script's loop does not see the step."""
         return self.batch is None
 
 
 def refuse_too_few(samples: int, workers: int) -> None:
-    """A pass must have a sample for every worker."""
+    """Raise LoaderError unless an epoch has a sample for every worker."""
     if samples < workers:
-        problem = f"a pass has {samples} samples for {workers} workers"
+        problem = f"an epoch has {samples} samples for {workers} workers"
         raise LoaderError(
             explain(
                 problem,

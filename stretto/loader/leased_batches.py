@@ -1,4 +1,4 @@
-"""The hands of workers that do not wait: batches are leased one by one, to whoever is free."""
+"""The batches of workers that do not wait for each other: the coordinator leases each on request."""
 
 from __future__ import annotations
 
@@ -20,89 +20,90 @@ from stretto.parameter_server.messages import Leased
 
 
 class LeasedBatchSampler(BatchSampler):
-    """The batches that this worker gets, one after the other, as long as there are any.
+    """Samples the batches that this worker leases, one after the other, until none are left.
 
-    A loader that loads ahead leases ahead. `meet` is after how many batches all workers meet. Where they wait for each
-    other in every round the batches are `dealt` in turn, so that a round is the same as behind any other barrier.
+    A loader that loads ahead leases ahead. All workers meet at a barrier after every `barrier_every` batches. With
+    `in_turn`, for workers that wait for each other in every round, the coordinator assigns batches in turn, so that a
+    round has the same batches as with any other barrier.
     """
 
     def __init__(
-        self, draw: Callable[[], EpochOrder], wire: ParameterServerClient, meet: int | None, dealt: bool
+        self, draw: Callable[[], EpochOrder], wire: ParameterServerClient, barrier_every: int | None, in_turn: bool
     ) -> None:
-        self._draw, self.wire, self._meet, self._dealt = draw, wire, meet, dealt
+        self._draw, self.wire, self._barrier_every, self._in_turn = draw, wire, barrier_every, in_turn
         self._order: EpochOrder | None = None
         self._begun: tuple[EpochOrder, list[int]] | None = None
-        """The order of a pass that was begun in another run, and its batches that were done there."""
+        """Order of an epoch that another run began, and the batches of it that were done there."""
         self._number = 0
-        self._asked: tuple[int, int] | None = None
-        """What was asked ahead, and at which age of the servers."""
+        self._request: tuple[int, int] | None = None
+        """Request for a lease that awaits its reply, and the recovery epoch in which it was sent."""
         self._bounds: Sequence[int] = ()
         self.leased: deque[tuple[Lease, int]] = deque()
-        """Batches on their way through the loader, with the samples that all workers had got then."""
-        self.meetings = 0
-        self.cuts = 0
-        """How many meetings for a cut alone are due."""
+        """Leased batches that the loader has not returned yet, with the samples leased to all workers by then."""
+        self.barriers_due = 0
+        self.snapshots_due = 0
+        """Number of barriers that are due for a snapshot alone."""
 
     def begin(self, number: int, found: tuple[EpochOrder, BatchAssignment] | None) -> None:
-        """A pass begins. Its order is drawn anew when it is asked for, unless it was `found` with the deal so far."""
-        self._number, self._order, self._asked = number, None, None
+        """Begin an epoch. Its order is drawn on first use, unless it was `found` with the assignment so far."""
+        self._number, self._order, self._request = number, None, None
         self._begun = parted(found[0], found[1].remaining()) if found is not None else None
         self.leased.clear()
 
     def order(self) -> EpochOrder:
-        """The order of this pass, drawn with all workers when it is first asked for; then batches can be leased."""
+        """Return the order of this epoch, drawn with all workers on the first call; then batches can be leased."""
         if self._order is None:
-            self._order, settled = self._begun or (self._found(), [])
+            self._order, settled = self._begun or (self._draw_or_fetch(), [])
             self._bounds = self._order.bounds
-            if self._keeps and self.wire.order[0] != self._number:
+            if self._stores_order and self.wire.order[0] != self._number:
                 self.wire.store_order(self._number, pack(self._order))
             if self._begun is not None:
-                self.wire.all_gather_bytes(b"begun")  # the cut that comes of it has a number of its own
-            self.wire.begin_epoch(self._number, self._order.sizes, self._meet, self._dealt, settled)
+                self.wire.all_gather_bytes(b"begun")  # the snapshot that follows has a number of its own
+            self.wire.begin_epoch(self._number, self._order.sizes, self._barrier_every, self._in_turn, settled)
         return self._order
 
     @property
-    def _keeps(self) -> bool:
-        """Whether the coordinator keeps the order, for a worker that comes later."""
+    def _stores_order(self) -> bool:
+        """True if the coordinator stores the order, for workers that join later."""
         return self.wire.elastic or self.wire.expected > 1
 
-    def _found(self) -> EpochOrder:
-        """The order of this pass: drawn with all, or kept by the coordinator for a worker that comes later."""
+    def _draw_or_fetch(self) -> EpochOrder:
+        """Return the order: drawn with all workers, or stored by the coordinator for a worker that joined later."""
         wire, number = self.wire, self._number
         if wire.order[0] == number:
             return unpack(wire.order[1])
-        wire.order_epoch = number if self._keeps else None
+        wire.order_epoch = number if self._stores_order else None
         order = self._draw()
         wire.order_epoch = None
         return order
 
     def at_rest(self) -> BatchAssignment:
-        """What of this pass is settled, and what is to be dealt again, when nothing of any worker is under way.
+        """Return the epoch's assignment with no update in flight: trained batches, and those to be assigned again.
 
-        Raises RollbackRequiredError when a server was lost.
+        Raises RollbackRequiredError if a server failed.
         """
         bounds, counted = self.order().bounds, self.wire.sample_counts_once(self._number)[0]
         settled = (batch for batch, start in enumerate(bounds[:-1]) if start < len(counted) and counted[start])
         return BatchAssignment.from_settled(bounds, settled, self.wire.expected)
 
     def ask_ahead(self) -> None:
-        """Ask for the next batch; the answer is waited for when it is needed."""
-        if self._asked is None:
-            self._asked = self.wire.request_lease(self._number)
+        """Request the next batch; `_lease` waits for the reply."""
+        if self._request is None:
+            self._request = self.wire.request_lease(self._number)
 
     @property
-    def has_asked(self) -> bool:
-        """Whether a batch was asked for whose answer nobody has waited for."""
-        return self._asked is not None
+    def has_requested(self) -> bool:
+        """True if a request for a batch awaits its reply."""
+        return self._request is not None
 
     def settle(self, leases: Sequence[Lease]) -> None:
-        """The work on these is in the server's parameters."""
+        """Settle leases whose work is in the server's parameters."""
         if batches := [lease.batch for lease in leases if lease.recovery_epoch == self.wire.recovery_epoch]:
             self.wire.settle(self._number, batches)
 
     def is_over(self, left: bool = False) -> bool:
-        """Wait until nobody holds a batch of the pass any more; False when there are batches again."""
-        self._asked = None
+        """Wait until no worker holds a batch of the epoch. Return False if batches became available again."""
+        self._request = None
         try:
             return self.wire.wait_epoch_end(self._number, left)
         except RollbackRequiredError:
@@ -122,128 +123,133 @@ class LeasedBatchSampler(BatchSampler):
     def __len__(self) -> int:
         return len(self._bounds) - 1
 
-    def hear_calls(self) -> None:
-        """Learn of meetings, where no batches are wanted any more."""
+    def receive_barriers(self) -> None:
+        """Receive barriers that are due, when this worker needs no more batches."""
         self._lease()
         self.leased.clear()
 
     def _lease(self) -> Lease | None:
         while True:
-            told, age = self._told()
-            if told.snapshot_only:
-                self.cuts += 1
-            elif told.barrier:
-                self.meetings += 1
-            elif told.batch is None:
+            reply, recovery_epoch = self._reply()
+            if reply.snapshot_only:
+                self.snapshots_due += 1
+            elif reply.barrier:
+                self.barriers_due += 1
+            elif reply.batch is None:
                 return None
             else:
-                start, stop = self._bounds[told.batch : told.batch + 2]
-                self.leased.append((Lease(told.batch, self.wire.number, start, stop, age), told.samples_leased))
+                start, stop = self._bounds[reply.batch : reply.batch + 2]
+                self.leased.append(
+                    (Lease(reply.batch, self.wire.number, start, stop, recovery_epoch), reply.samples_leased)
+                )
                 return self.leased[-1][0]
 
-    def _told(self) -> tuple[Leased, int]:
-        """What was answered, and at which age it was asked; one that is over is gone back from once."""
+    def _reply(self) -> tuple[Leased, int]:
+        """Return the reply to a request and the recovery epoch; roll back once if the request is from a past one."""
         while True:
             self.ask_ahead()
-            assert self._asked is not None
-            asked, self._asked = self._asked, None
+            assert self._request is not None
+            request, self._request = self._request, None
             try:
-                return self.wire.lease(asked), self.wire.recovery_epoch
+                return self.wire.lease(request), self.wire.recovery_epoch
             except RollbackRequiredError:
-                if asked[1] == self.wire.recovery_epoch:
+                if request[1] == self.wire.recovery_epoch:
                     self.wire.roll_back()
 
 
 class LeasedEpoch:
-    """One pass of a worker that does not wait for others."""
+    """One epoch of a worker that does not wait for others."""
 
     def __init__(
         self,
         loader: DataLoader[Any],
-        share: LeasedBatchSampler,
+        sampler: LeasedBatchSampler,
         number: int,
         found: tuple[EpochOrder, BatchAssignment] | None = None,
     ) -> None:
-        self._loader, self._share = loader, share
+        self._loader, self._sampler = loader, sampler
         self._loads_ahead = loader.num_workers > 0
-        self.finish: Callable[[], None] | None = None
-        """Brings what this worker has computed to the server, and waits until it is there."""
-        self.meet: Callable[[int], None] | None = None
-        """Meets the others so many times; whoever gives none has to ask for `meetings` after each hand."""
-        self.cut_made: Callable[[], None] = lambda: None
-        """All have met for a cut, and nothing is under way."""
-        share.begin(number, found)
+        self.push_all: Callable[[], None] | None = None
+        """Pushes this worker's remaining update to the server, and waits until it is applied."""
+        self.wait_at_barriers: Callable[[int], None] | None = None
+        """Meets the other workers this number of times; if None, the caller must use `barriers_due` itself."""
+        self.on_snapshot: Callable[[], None] = lambda: None
+        """Called when all workers have met for a snapshot, with no update in flight."""
+        sampler.begin(number, found)
         self._batches: Iterator[Any] = iter(loader)
-        self.order = share.order()
+        self.order = sampler.order()
         self.dropped = self.order.dropped
         self.samples = found[1].samples if found is not None else self.order.bounds[-1]
         if found is None:
-            refuse_too_few(self.samples, share.wire.workers)
+            refuse_too_few(self.samples, sampler.wire.workers)
 
     def at_rest(self) -> BatchAssignment:
         """Return the assignment so far, with no update in flight. Raises RollbackRequiredError if a server was lost."""
-        return self._share.at_rest()
+        return self._sampler.at_rest()
 
-    def meetings(self) -> int:
-        """How often all workers are to meet before the hand that was got last; asked once."""
-        due, self._share.meetings = self._share.meetings, 0
+    def barriers_due(self) -> int:
+        """Return the number of barriers due before the batch returned last, and reset it."""
+        due, self._sampler.barriers_due = self._sampler.barriers_due, 0
         return due
 
     def ask_ahead(self) -> None:
-        """Ask for the next batch while there is something else to do."""
+        """Request the next batch in advance, unless the loader does so."""
         if not self._loads_ahead:
-            self._share.ask_ahead()
+            self._sampler.ask_ahead()
 
     def settle(self, leases: Sequence[Lease]) -> None:
-        """Count them at the coordinator."""
-        self._share.settle(leases)
+        """Settle these leases at the coordinator."""
+        self._sampler.settle(leases)
 
     def uncount(self) -> None:
-        """Count nothing: the leases of this worker are not settled."""
+        """Do nothing: the leases of this worker are not settled."""
 
     def counted(self) -> NDArray[np.uint8] | None:
-        """How often each sample was settled: the coordinator knows of all."""
+        """Return how often each sample was trained by any worker, from the coordinator."""
         return self.audited()[0]
 
     def audited(self) -> tuple[NDArray[np.uint8], dict[int, int]]:
         """Return the counts of each sample, and of the samples that each worker's incarnations have trained."""
-        return self._share.counted()
+        return self._sampler.counted()
 
     def next(self) -> GlobalStep | None:
-        """The next batch of this worker, or None when there are none left for anybody, and nobody has one."""
+        """Return this worker's next batch, or None when none are left and no worker holds one."""
         while True:
             batch = next(self._batches, None)
-            self._come_to_meetings()
+            self._wait_at_due_barriers()
             if batch is None and self._is_over():
                 return None
             if batch is None:
                 self._batches = iter(self._loader)
                 continue
-            lease, handed = self._share.leased.popleft()
-            if lease.recovery_epoch == self._share.wire.recovery_epoch:
+            lease, handed = self._sampler.leased.popleft()
+            if lease.recovery_epoch == self._sampler.wire.recovery_epoch:
                 return GlobalStep(batch, lease, lease.samples, handed)
 
     def leave(self) -> None:
-        """The script has left the pass, and this worker's work is brought: wait for the others, who do the rest."""
-        if self._share.has_asked:  # the answer may be a call, which the others come to
-            self._share.hear_calls()
-            self._come_to_meetings()
-        while not (self._share.is_over(left=True) and self._share.wire.on_snapshot_barrier(False)):
-            self._share.hear_calls()
-            self._come_to_meetings()
+        """Wait for the other workers, which do the remaining batches, after the script has left the epoch.
 
-    def _come_to_meetings(self) -> None:
-        """Come to those that this worker was told of."""
-        while self._share.cuts:
-            self._share.cuts -= 1
-            self._share.wire.on_snapshot_barrier(True)
-            self.cut_made()
-        if self.meet is not None:
-            self.meet(self.meetings())
+        This worker's update has been pushed.
+        """
+        if self._sampler.has_requested:  # the reply may announce a barrier that the other workers wait at
+            self._sampler.receive_barriers()
+            self._wait_at_due_barriers()
+        while not (self._sampler.is_over(left=True) and self._sampler.wire.on_snapshot_barrier(False)):
+            self._sampler.receive_barriers()
+            self._wait_at_due_barriers()
+
+    def _wait_at_due_barriers(self) -> None:
+        """Take part in the barriers that this worker was notified of."""
+        while self._sampler.snapshots_due:
+            self._sampler.snapshots_due -= 1
+            self._sampler.wire.on_snapshot_barrier(True)
+            self.on_snapshot()
+        if self.wait_at_barriers is not None:
+            self.wait_at_barriers(self.barriers_due())
 
     def _is_over(self) -> bool:
-        """Bring what this worker has, and wait for the others, who may die and leave theirs to be done again."""
-        if self.finish is None:
+        """Push this worker's update, and wait for the others, whose batches return if they fail."""
+        if self.push_all is None:
             return True
-        self.finish()
-        return self._share.is_over() and self._share.wire.on_snapshot_barrier(False)
+        self.push_all()
+        return self._sampler.is_over() and self._sampler.wire.on_snapshot_barrier(False)

@@ -340,7 +340,7 @@ class Replica:
         """
         for one in self.sets:
             if not behind or (self._exchanging is not None and one is not self._exchanging):
-                one.weights.lose(gone)
+                one.weights.remove_failed(gone)
 
     def carried(self) -> bool:
         """Note that an exchange has ended. Return True if no optimizer has stepped since its last exchange."""

@@ -143,7 +143,7 @@ class ElasticAgent:
         late, self._late = self._late, None
         hands = self._trainer.hands
         if late is not None and isinstance(hands, AssignedEpoch) and late[0].hand > self._trainer.turns_before:
-            hands.change(late[0], late[0].hand - self._trainer.turns_before, 0)
+            hands.change_members(late[0], late[0].hand - self._trainer.turns_before, 0)
         self._lose(())
         if self._taken is not None and self._trainer.passes >= self._taken.facts["passes"]:
             self._go_on_from(self._taken)
@@ -282,15 +282,15 @@ class ElasticAgent:
             if self._asks and change.behind:  # the others have closed the pass with what is looked at now
                 left = trainer.hands.uncommitted()
                 back = {one: self._give_up(left.take(one)) for one in change.gone}
-                trainer.hands.deal.commit()
-            back |= trainer.hands.close_with(change)
+                trainer.hands.batch_assignment.commit()
+            back |= trainer.hands.change_members_at_end(change)
         elif isinstance(trainer.hands, AssignedEpoch):
-            deal = trainer.hands.deal
-            back = trainer.hands.change(
+            deal = trainer.hands.batch_assignment
+            back = trainer.hands.change_members(
                 change, max(ahead, deal.global_step), deal.global_step if behind else deal.committed
             )
         if isinstance(trainer.closing, AssignedEpoch):
-            trainer.closing.close_with(change)
+            trainer.closing.change_members_at_end(change)
         if trainer.hands is None and change.hand > trainer.turns:
             self._late = (change, before)
         trainer.replica.lose(change.gone, behind)
@@ -326,7 +326,7 @@ class ElasticAgent:
         if not isinstance(self._trainer.wire, ElasticTransport) or not isinstance(hands, AssignedEpoch):
             return
         self._tail.append(hands.uncommitted())
-        self._lost += hands.undealt()
+        self._lost += hands.unassigned()
 
     def reopens(self, hands: EpochBatches) -> bool:
         """Whether something was given back when all was dealt: all ask each other, so that all know the same."""
@@ -335,7 +335,7 @@ class ElasticAgent:
         if not isinstance(wire, ElasticTransport) or not isinstance(hands, AssignedEpoch) or not is_dealt:
             return False
         self._asks = True
-        told = wire.all_gather_bytes(lambda: b"more" if hands.undealt() else b"")
+        told = wire.all_gather_bytes(lambda: b"more" if hands.unassigned() else b"")
         self._asks = False
         if b"more" not in told:
             return False
@@ -362,7 +362,7 @@ class ElasticAgent:
         lost = {worker: sum(self._give_up(one.take(worker)) for one in self._tail) for worker in gone}
         hands = self._trainer.hands
         if self._lost and isinstance(hands, AssignedEpoch) and not hands.is_over:
-            hands.extend(self._lost)
+            hands.append(self._lost)
             self._redealt = self._redealt[0] + self._lost, self._redealt[1] + self._counted
             self._trainer.samples -= self._counted
             self._trainer.samples_before -= self._counted

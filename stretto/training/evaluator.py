@@ -260,7 +260,7 @@ def _books(hands: EpochBatches) -> bytes:
     """How often each sample was settled by this worker, and by those who are gone."""
     counted = hands.counted()
     assert counted is not None
-    return np.packbits(counted).tobytes() + (hands.books() if isinstance(hands, AssignedEpoch) else b"")
+    return np.packbits(counted).tobytes() + (hands.departed_counts() if isinstance(hands, AssignedEpoch) else b"")
 
 
 def _audited(told: Sequence[bytes], hands: EpochBatches) -> dict[str, int]:

@@ -218,7 +218,7 @@ class Trainer:
     @property
     def _evaluates_newest(self) -> bool:
         """True if worker 0 evaluates alone: no service counts a stream's batches where workers do not wait."""
-        return self.recipe is not None and self.recipe.asynchronous and not self.dealer.leases
+        return self.recipe is not None and self.recipe.asynchronous and not self.dealer.is_counted
 
     # --- passes -----------------------------------------------------------------------------------------------
 
@@ -257,10 +257,10 @@ class Trainer:
         self.presence.pass_begins()
         with self.watch.on("loading"):
             self._pace.begin_pass()
-            self.hands = self.dealer.deal(self.section.pass_number(self.passes), found)
+            self.hands = self.dealer.begin_epoch(self.section.pass_number(self.passes), found)
         if isinstance(self.hands, LeasedEpoch):
-            self.hands.finish, self.hands.meet = self.bring_all, self._meet
-            self.hands.cut_made = self.presence.keeper.cut_made
+            self.hands.push_all, self.hands.wait_at_barriers = self.bring_all, self._meet
+            self.hands.on_snapshot = self.presence.keeper.cut_made
             self.samples_before = (self.passes - 1) * self.hands.samples - self._untrained
         self.presence.pass_begun()
         whole = found is None or not found[1].global_step
@@ -282,7 +282,7 @@ class Trainer:
             hand = self.hands.next()
             self.turns += 1
             self.presence.dealt()
-            self._meet(self.hands.meetings())
+            self._meet(self.hands.barriers_due())
             if hand is None:
                 self.watch.switch("other")
                 if not self.end_pass(left=False):
@@ -434,12 +434,12 @@ class Trainer:
 
     def _count_all_samples(self) -> None:
         """Workers that do not wait for each other ask at meetings how far all are: who was dealt last knows."""
-        mine = self.samples if self.dealer.leases else self.own_samples
+        mine = self.samples if self.dealer.is_counted else self.own_samples
         told = [
             struct.unpack("<q?", one) for one in self.wire.all_gather_bytes(struct.pack("<q?", mine, self._has_peeked))
         ]
         samples = [one for one, _ in told]
-        self.samples = max(samples) if self.dealer.leases else sum(samples)
+        self.samples = max(samples) if self.dealer.is_counted else sum(samples)
         self._all_peeked = all(peeked for _, peeked in told)
 
     def _sees_enough(self) -> bool:
@@ -834,7 +834,7 @@ class Trainer:
             added = self.recipe.step_of_all(self.wire.workers)
             line = said(self.wire.workers, batch, split=splits, waits=waits, factor=seat.lr_factor, added=added)
             self.journal.say(line)
-        if not self.dealer.leases and not (self.wire.workers == 1 and seat.global_batch_of == 1):
+        if not self.dealer.is_counted and not (self.wire.workers == 1 and seat.global_batch_of == 1):
             shards = f" ({self.dealer.library})" if self.dealer.library else ""
             how = (
                 f"each worker reads a shard of its own{shards} and keeps all of it"

@@ -104,16 +104,16 @@ def script(recipe: str, meet: int | None, books: Books) -> Any:
             exchange.start_from_read()
 
         loader = DataLoader(data, batch_size=SIZE, shuffle=False)
-        share = LeasedBatchSampler(lambda: draw(loader, wire, 1), wire, meet, dealt=parse(recipe).when.bound == 0)
+        share = LeasedBatchSampler(lambda: draw(loader, wire, 1), wire, meet, in_turn=parse(recipe).when.bound == 0)
         mine = DataLoader(data, batch_sampler=share)
         for number in range(wire.join_position.epoch_number if wire.join_position is not None else 1, PASSES + 1):
             hands[:] = [LeasedEpoch(mine, share, number)]
-            hands[0].cut_made = functools.partial(keep_state, number)
-            hands[0].finish = lambda: exchange.finish(*unsent()) and None
-            hands[0].meet = meet_all
+            hands[0].on_snapshot = functools.partial(keep_state, number)
+            hands[0].push_all = lambda: exchange.finish(*unsent()) and None
+            hands[0].wait_at_barriers = meet_all
             while True:
                 hand = hands[0].next()
-                meet_all(hands[0].meetings())
+                meet_all(hands[0].barriers_due())
                 if hand is None:
                     break
                 with torch.no_grad():

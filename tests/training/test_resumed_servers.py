@@ -119,13 +119,13 @@ def test_what_was_done_is_not_done_again_though_a_worker_and_then_the_coordinato
 
         data = TensorDataset(torch.arange(BATCHES))
         loader = DataLoader(data, batch_size=1, shuffle=False)
-        share = LeasedBatchSampler(lambda: draw(loader, wire, 1), wire, None, dealt=False)
+        share = LeasedBatchSampler(lambda: draw(loader, wire, 1), wire, None, in_turn=False)
         order = EpochOrder([[one] for one in range(BATCHES)], 0)
         begun = order, BatchAssignment.from_settled(bounds_of(order.sizes), range(DONE), 2)
         mine = DataLoader(data, batch_sampler=share)
         hands.append(LeasedEpoch(mine, share, 1, begun if wire.join_position is None else None))
-        hands[0].finish = lambda: exchange.finish(*unsent()) and None
-        hands[0].meet = lambda _times: None
+        hands[0].push_all = lambda: exchange.finish(*unsent()) and None
+        hands[0].wait_at_barriers = lambda _times: None
         while (hand := hands[0].next()) is not None:
             with torch.no_grad():
                 for one in hand.batch[0]:

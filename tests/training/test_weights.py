@@ -24,7 +24,7 @@ def test_those_who_are_gone_weigh_nothing(sizes: list[int], members: int, words:
             there ^= {word}  # it goes, or comes back
             deal.change(sorted(there), deal.global_step, deal.committed)
             if word not in there:
-                weights.lose([word])
+                weights.remove_failed([word])
                 dealt[word] = 0
         if (portion := deal.next(me)) is None:
             break
