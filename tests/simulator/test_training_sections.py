@@ -102,7 +102,7 @@ def test_worker_that_joins_a_later_section_has_the_earlier_models(tmp_path: Path
     for mine, others in zip(ended.found[1], ended.found[0], strict=True):
         assert torch.equal(mine, others)
     (death,) = record(tmp_path / "run/section-3")["failures"]
-    assert death["who"] == "worker 1" and 0 < death["seconds"] < length / 2
+    assert death["process"] == "worker 1" and 0 < death["seconds"] < length / 2
     assert record(tmp_path / "run")["failures"] == record(tmp_path / "run/section-2")["failures"] == []
 
 

@@ -184,7 +184,7 @@ class Overheard:
         reply = RpcServer._send
 
         def replying(service: RpcServer, post: Any) -> None:
-            self.received[service.address, post.worker] += self._cost(post.number, post.body, post.tensors)
+            self.received[service.address, post.worker] += self._cost(post.request_id, post.body, post.tensors)
             reply(service, post)
 
         monkeypatch.setattr(RpcServer, "_send", replying)
