@@ -173,7 +173,7 @@ class Simulator:
         worker = self.engine.failed
         if worker is None or isinstance(error, KeyboardInterrupt | Stopped | LaunchError):
             return error
-        if isinstance(error, UnevenLoopsError):  # raised at a worker that waits for the one that left
+        if isinstance(error, UnevenLoopsError):  # raised at a worker that waits for a worker that left
             return LaunchError(f"the run failed {when}\n{failure(error)}")
         return LaunchError(f"worker {worker.number} failed {when}\n{failure(error)}")
 
