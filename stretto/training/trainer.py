@@ -18,9 +18,17 @@ from torch.optim import Optimizer
 
 from stretto.codecs import CodecContext
 from stretto.data.leases import Lease
-from stretto.errors import LogError, NotFiniteError, ScriptError, StaysOutError, explain
+from stretto.errors import LogError, NotFiniteError, ReplicasDifferError, ScriptError, StaysOutError, explain
 from stretto.loader.data_digest import rows_digest
-from stretto.loader.epoch_batches import AssignedEpoch, Assignment, BatchSource, EpochBatches, is_leasable, number_of
+from stretto.loader.epoch_batches import (
+    AssignedEpoch,
+    Assignment,
+    BatchSource,
+    EpochBatches,
+    is_leasable,
+    members_of,
+    number_of,
+)
 from stretto.loader.global_step import GlobalStep
 from stretto.loader.leased_batches import LeasedEpoch
 from stretto.loader.sample_weights import Arrivals
@@ -53,6 +61,7 @@ from stretto.training.iterators import Begun
 from stretto.training.recipe_warnings import advice
 from stretto.training.schedule import Mode, Schedules
 from stretto.training.section import Section
+from stretto.training.step_record import StepRecord
 from stretto.training.worker_context import WorkerContext
 from stretto.transport import Transport
 
@@ -159,6 +168,7 @@ class Trainer:
         self._shadowing = False
         self._accumulated = False
         self._stepped_last = True
+        self._step_record = StepRecord()
         """Whether the optimizer has stepped in the hand before."""
         self._stepped_here: set[int] = set()
         """The optimizers that have stepped in this global step."""
@@ -572,6 +582,8 @@ class Trainer:
         self._pace.go_on()
         hand, self.hand = self.hand, None
         self._stepped_last = hand.idle or bool(self._stepped_here)
+        if self.replica.gradients is not None and not hand.idle:
+            self._step_record.note(self.passes, self.hands_done - self._begun.hands, bool(self._stepped_here))
         if not hand.idle:
             if left and len(self._leases) > self._worked:  # nothing will come of what the script left without a step
                 self.own_samples -= hand.own
@@ -780,7 +792,15 @@ class Trainer:
 
     def check(self, when: str) -> None:
         """Compare the replicas of all workers, which must be equal now."""
-        if self.replica.check(when) and self.wire.worker == 0:
+        try:
+            is_compared = self.replica.check(when)
+        except ReplicasDifferError as error:
+            raise ReplicasDifferError(
+                self._step_record.difference(self.wire, members_of(self.wire)) or str(error)
+            ) from None
+        if is_compared:
+            self._step_record.clear()
+        if is_compared and self.wire.worker == 0:
             self.journal.write("check", step=self.steps, round=self.rounds_done, equal=True)
 
     def training_s(self) -> float:

@@ -195,6 +195,26 @@ def test_replicas_that_differ_are_named() -> None:
         run_workers(3, _spoiled, "allreduce")
 
 
+def test_workers_that_step_after_different_batches_are_named() -> None:
+    """As with a counter of accumulated batches that goes on from epoch to epoch, where workers have 6, 5, 5 batches."""
+
+    def work(worker: int) -> None:
+        net, batches = small_net(), 0
+        optimizer = sgd(net.parameters())
+        loader = stretto.distribute(net, optimizer, DataLoader(regression(61), batch_size=4))
+        for _ in range(2):
+            for x, y in loader:
+                nn.functional.mse_loss(net(x), y).backward()
+                batches += 1
+                if batches % 2 == 0:
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+    named = "workers 1 and 2 stepped after batch 1 of epoch 2, worker 0 did not"
+    with pytest.raises(errors.ReplicasDifferError, match=named):
+        run_workers(3, work, "allreduce")
+
+
 def _spoiled(worker: int) -> None:
     net = small_net()
     optimizer = sgd(net.parameters())

@@ -1,0 +1,71 @@
+"""Records after which batches a worker has stepped, to name the cause where replicas differ.
+
+Workers have different numbers of batches in an epoch. A script that accumulates gradients with a counter that goes on
+from epoch to epoch then steps after other batches at each worker, though all exchange the same gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from stretto.errors import explain
+from stretto.membership.loop_positions import named
+from stretto.transport import Transport
+
+MOST = 4096
+"""Number of batches that are recorded between two comparisons."""
+
+
+class StepRecord:
+    """The batches since the last comparison of the replicas, as (epoch, batch, True if the worker stepped after it)."""
+
+    def __init__(self) -> None:
+        self._batches: list[tuple[int, int, bool]] = []
+
+    def note(self, epoch: int, batch: int, has_stepped: bool) -> None:
+        """Record a batch of this worker; numbers count from 1."""
+        if len(self._batches) < MOST:
+            self._batches.append((epoch, batch, has_stepped))
+
+    def clear(self) -> None:
+        """Forget all batches: the replicas are equal."""
+        self._batches.clear()
+
+    def difference(self, wire: Transport, workers: Sequence[int]) -> str | None:
+        """Return the error text for workers that stepped after different batches, or None. Every worker calls it."""
+        encoded = wire.all_gather_bytes(msgspec.msgpack.encode(self._batches))
+        return difference(
+            {
+                worker: msgspec.msgpack.decode(one, type=list[tuple[int, int, bool]])
+                for worker, one in zip(workers, encoded, strict=True)
+            }
+        )
+
+
+def difference(records: dict[int, list[tuple[int, int, bool]]]) -> str | None:
+    """Return the error text for the first batch after which only some workers stepped, or None.
+
+    >>> difference({0: [(1, 1, True)], 1: [(1, 1, True)], 2: []}) is None
+    True
+    >>> print(difference({0: [(2, 1, True)], 1: [(2, 1, False)], 2: [(2, 1, False)]}).splitlines()[0])
+    the workers step after different batches: worker 0 stepped after batch 1 of epoch 2, workers 1 and 2 did not
+    """
+    stepped: dict[tuple[int, int], dict[bool, list[int]]] = {}
+    for worker, batches in records.items():
+        for epoch, batch, has_stepped in batches:
+            stepped.setdefault((epoch, batch), {}).setdefault(has_stepped, []).append(worker)
+    apart = min((place for place, workers in stepped.items() if len(workers) == 2), default=None)
+    if apart is None:
+        return None
+    epoch, batch = apart
+    some, others = stepped[apart][True], stepped[apart][False]
+    return explain(
+        f"the workers step after different batches: {named(some)} stepped after batch {batch} of epoch {epoch}, "
+        f"{named(others)} did not",
+        got="most likely a counter of accumulated batches that goes on from epoch to epoch, as that of "
+        "accelerator.accumulate: workers may have different numbers of batches in an epoch",
+        expected="a step after the same batches at every worker",
+        to_type="(i + 1) % k == 0 or i + 1 == len(loader), with i from enumerate(loader) in each epoch",
+    )
