@@ -1,7 +1,7 @@
-"""Figures about Stretto, each taken against another way to do the same in the same run.
+"""Benchmarks of Stretto, each against another way to do the same, measured in the same run.
 
-    python -m benchmarks          the quick ones
-    python -m benchmarks ddp      one of them
+    python -m benchmarks          the quick benchmarks
+    python -m benchmarks ddp      one benchmark
 
-Each states its question, runs its sides in turns, prints a ratio and writes results/NAME.json.
+Each benchmark states its question, runs its sides in turns, prints a ratio and writes results/NAME.json.
 """

@@ -1,4 +1,4 @@
-"""`python -m benchmarks [NAME ...]`: the quick benchmarks, or those that are named."""
+"""`python -m benchmarks [NAME ...]`: run the quick benchmarks, or the named ones."""
 
 from __future__ import annotations
 
@@ -46,39 +46,40 @@ LONG: dict[str, Callable[[int | None], Any]] = {
 }
 LABORATORY = {"lab": lab.run, "fewer": fewer.run, "shakespeare": fewer.run}
 
-STARTS = "of the processes, for each side, or seeds of unequal; fewer are quicker and noisier, and kept as a trial"
+STARTS = "starts of the processes for each side (unequal: seeds); other numbers are recorded as a trial"
+MINUTES = f"duration of soak ({soak.MINUTES:g}); a shorter one is recorded as a trial"
 
 
 def main() -> None:
-    """Run what was asked for."""
-    asked = _options().parse_args()
-    for name in asked.names or QUICK:
+    """Run the benchmarks named on the command line."""
+    options = _options().parse_args()
+    for name in options.names or QUICK:
         if name in LABORATORY:
-            LABORATORY[name](_terms(name, asked))
+            LABORATORY[name](_terms(name, options))
         elif name == "soak":
-            soak.run(asked.minutes)
+            soak.run(options.minutes)
         elif name == "figures":
             figures.write()
         else:
-            (QUICK | LONG)[name](asked.starts)
+            (QUICK | LONG)[name](options.starts)
 
 
-def _terms(contest: str, asked: argparse.Namespace) -> lab.Terms:
-    ways = tuple(asked.way or CONTESTS[contest])
-    target = None if contest == "shakespeare" else asked.target
-    return lab.Terms(target=target, seeds=range(asked.seeds), ways=ways, limit_s=asked.limit, contest=contest)
+def _terms(contest: str, options: argparse.Namespace) -> lab.Terms:
+    ways = tuple(options.way or CONTESTS[contest])
+    target = None if contest == "shakespeare" else options.target
+    return lab.Terms(target=target, seeds=range(options.seeds), ways=ways, limit_s=options.limit, contest=contest)
 
 
 def _options() -> argparse.ArgumentParser:
-    options = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     names = [*QUICK, *LONG, "soak", *LABORATORY, "figures"]
     about = f"{', '.join(names)}; without a name {', '.join(QUICK)}; figures writes docs/figures.md"
-    options.add_argument("names", nargs="*", metavar="NAME", type=_one_of(names), help=about)
-    options.add_argument("--starts", type=_count, help=STARTS)
-    options.add_argument("--minutes", type=float, help=f"of soak ({soak.MINUTES:g}); fewer are kept as a trial")
+    parser.add_argument("names", nargs="*", metavar="NAME", type=_one_of(names), help=about)
+    parser.add_argument("--starts", type=_count, help=STARTS)
+    parser.add_argument("--minutes", type=float, help=MINUTES)
     ways = sorted({way for contest in CONTESTS.values() for way in contest})
-    only = options.add_argument_group(", ".join(LABORATORY))
-    only.add_argument("--seeds", type=_count, default=1, help="repeat with so many seeds (1)")
+    only = parser.add_argument_group(", ".join(LABORATORY))
+    only.add_argument("--seeds", type=_count, default=1, help="number of seeds to repeat with (1)")
     only.add_argument(
         "--way",
         action="append",
@@ -87,8 +88,8 @@ def _options() -> argparse.ArgumentParser:
         help=f"only this way; may be given several times: {', '.join(ways)}",
     )
     only.add_argument("--target", type=float, default=lab.Terms.target, help="test accuracy that ends a run (0.975)")
-    only.add_argument("--limit", type=float, default=900.0, help="seconds after which a way is given up (900)")
-    return options
+    only.add_argument("--limit", type=float, default=900.0, help="seconds after which a run is stopped (900)")
+    return parser
 
 
 def _one_of(names: Sequence[str]) -> Callable[[str], str]:

@@ -1,9 +1,10 @@
-"""Our parameter server against one written with torch.distributed.rpc and one with Ray actors, as both document it.
+"""Our parameter server against torch.distributed.rpc and Ray actors, both written as their documentation does.
 
-Workers push updates as fast as they can, the server adds them, the new parameters come back: `benchmarks/peers`. Each
-figure is of processes that have just been started; all sides take turns. torch.distributed.rpc is asked twice: as it
-is, with shared memory between processes of one machine, and over TCP, as it would be between machines, and as ours
-always is. Ray uses shared memory too. Ours is asked encrypted, as `stretto run` has it, and plain; no peer encrypts.
+Workers push updates as fast as they can, the server adds them and returns the new parameters: see `benchmarks/peers`.
+Each figure is of newly started processes; all sides take turns. torch.distributed.rpc is measured twice: with its
+default transports, which use shared memory between processes of one machine, and over TCP, which it would use between
+machines and which ours always uses. Ray uses shared memory too. Ours is measured encrypted, as `stretto run` starts it,
+and plain; no peer encrypts.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ QUESTION = "updates per second of our parameter server against others, with work
 STARTS = 1
 
 Measure = Callable[[int, int, float], Rate]
-"""Of so many parameters, by so many workers, in so many seconds."""
+"""Measures a rate, given the number of parameters, the number of workers and the seconds to measure for."""
 
 OURS = "stretto, plain"
 SIDES: Mapping[str, Measure] = {
@@ -36,7 +37,7 @@ RAY = "Ray actors"
 
 @dataclass(frozen=True)
 class Load:
-    """A model's size, the workers that push, and for how long."""
+    """Number of parameters, number of workers that push, and seconds for which they push."""
 
     parameters: int
     workers: int
@@ -47,33 +48,33 @@ LOADS = (Load(100_000, 4, 2.0), Load(25_000_000, 2, 4.0))
 
 
 def run(starts: int | None = None) -> dict[str, Any]:
-    """Take the figures, print them, keep them."""
+    """Measure all sides under all loads, print the figures and write them to the results."""
     print(f"peers: {QUESTION}", flush=True)
-    asked = sides()
+    measures = sides()
     record = {
         "question": QUESTION,
         "wanted": None,
         "starts": starts or STARTS,
         "threads": 1,
-        "sides": list(asked),
-        "cases": [_case(load, asked, starts or STARTS) for load in LOADS],
+        "sides": list(measures),
+        "cases": [_case(load, measures, starts or STARTS) for load in LOADS],
     }
     print(f"  kept in {save('peers', record, trial=starts is not None)}")
     return record
 
 
 def sides() -> Mapping[str, Measure]:
-    """All that can be measured here."""
+    """Return the sides that can be measured on this machine."""
     if importlib.util.find_spec("ray") is None:
         print(f"  without Ray actors. {ray_server.MISSING}", flush=True)
         return SIDES
     return {**SIDES, RAY: ray_server.measure}
 
 
-def _case(load: Load, asked: Mapping[str, Measure], starts: int) -> dict[str, Any]:
+def _case(load: Load, measures: Mapping[str, Measure], starts: int) -> dict[str, Any]:
     print(f"  {load.parameters / 1e6:g} M parameters, {load.workers} workers, {load.seconds:g} s", flush=True)
-    found = _take(load, asked, starts)
-    shown = {name: _side(rates, found[OURS]) for name, rates in found.items()}
+    rates_by_side = _take(load, measures, starts)
+    shown = {name: _side(rates, rates_by_side[OURS]) for name, rates in rates_by_side.items()}
     for name, one in shown.items():
         speeds = f"{one['updates_per_s']['median']:9.1f} updates/s, {one['gb_per_s']:6.3f} GB/s both ways"
         ratio = "" if name == OURS else f", {OURS} / {name}: {one['ratio']['median']:.2f}"
@@ -81,18 +82,18 @@ def _case(load: Load, asked: Mapping[str, Measure], starts: int) -> dict[str, An
     return {**vars(load), "sides": shown}
 
 
-def _take(load: Load, asked: Mapping[str, Measure], starts: int) -> Mapping[str, Sequence[Rate]]:
-    """Each side in each start, forwards and backwards."""
-    found: dict[str, list[Rate]] = {name: [] for name in asked}
-    names = list(asked)
+def _take(load: Load, measures: Mapping[str, Measure], starts: int) -> Mapping[str, Sequence[Rate]]:
+    """Return the rates of each side in each start; the order of the sides is reversed in every second start."""
+    rates_by_side: dict[str, list[Rate]] = {name: [] for name in measures}
+    names = list(measures)
     for number in range(starts):
         for name in names if number % 2 == 0 else names[::-1]:
-            found[name].append(asked[name](load.parameters, load.workers, load.seconds))
-    return found
+            rates_by_side[name].append(measures[name](load.parameters, load.workers, load.seconds))
+    return rates_by_side
 
 
 def _side(rates: Sequence[Rate], ours: Sequence[Rate]) -> dict[str, Any]:
-    """One side's speed, and how much faster ours is."""
+    """Return one side's speed, and how much faster ours is."""
     mine, theirs = ([[1 / one.updates_per_s] for one in each] for each in (ours, rates))
     return {
         "updates_per_s": Spread.of([one.updates_per_s for one in rates]).record(),

@@ -1,7 +1,7 @@
 """Is `local_sgd(every=16)` as fast as averaging written by hand? Two workers, gloo over the loopback.
 
-By hand: one flat vector of all parameters, one all-reduce, and back; each worker keeps its momentum. Ours does the
-same with `optimizer_state="keep"`.
+By hand: one flat vector of all parameters, one all-reduce, and a copy back; each worker keeps its momentum. Ours does
+the same with `optimizer_state="keep"`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ EVERY = 16
 
 
 def with_stretto(case: str, pace: Pace) -> None:
-    """The plain loop with the one line."""
+    """Run the plain loop with the call of `stretto.distribute`."""
     model, optimizer, task = made(case)
     loader = DataLoader(samples(task, WORKERS), batch_size=BATCH, shuffle=True)
     recipe = stretto.recipes.local_sgd(every=EVERY, optimizer_state="keep")
@@ -36,7 +36,7 @@ def with_stretto(case: str, pace: Pace) -> None:
 
 
 def by_hand(case: str, pace: Pace) -> None:
-    """The same, as one writes it without a library."""
+    """Run the loop with the averaging written without a library."""
     model, optimizer, task = made(case)
     dist.init_process_group("gloo")
     data = samples(task, WORKERS)

@@ -1,4 +1,4 @@
-"""A contest: several sides run one loop in turns, and the first is measured against the second."""
+"""A contest: several sides run one loop in turns, and the first is compared with the second."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from itertools import chain
 from typing import Any
 
 from benchmarks.measure import Ratio, Spread, save
-from benchmarks.pace import Seconds, crews, take_turns
+from benchmarks.pace import Seconds, take_turns, worker_groups
 from benchmarks.tasks import TASKS, Task
 
 Taken = Mapping[str, Sequence[Sequence[Seconds]]]
-"""For each side and start the segments."""
+"""Segments of each start, for each side."""
 
 
 @dataclass(frozen=True)
 class Contest:
-    """What is asked, of which sides (ours first, theirs second, then whatever else) and in which cases."""
+    """A question, its cases, and the sides to compare: ours first, then the one to compare it with, then any others."""
 
     name: str
     question: str
@@ -27,9 +27,9 @@ class Contest:
     cases: Sequence[str]
 
     def run(self, starts: int | None = None, **beside: Any) -> dict[str, Any]:
-        """Take the figures, print them, keep them and what else belongs `beside` them.
+        """Measure all cases, print the figures and write them to the results, together with the entries of `beside`.
 
-        `starts`: other than each case's own number, for a trial.
+        `starts`: replaces each case's own number of starts; the record is then a trial.
         """
         print(f"{self.name}: {self.question}", flush=True)
         record = {
@@ -59,7 +59,7 @@ class Contest:
     def _take(self, case: str, task: Task, starts: int) -> Taken:
         taken: dict[str, list[Sequence[Seconds]]] = {side: [] for side in self.sides}
         for _ in range(starts):
-            with crews(f"benchmarks.{self.name}", self.sides, case, task.segment, self.workers) as started:
+            with worker_groups(f"benchmarks.{self.name}", self.sides, case, task.segment, self.workers) as started:
                 for side, seconds in take_turns(started, task.repetitions).items():
                     taken[side].append(seconds)
         return taken

@@ -1,8 +1,8 @@
 """Rounds and uplink bits of GD-SEC and other methods on convex problems, beside an independent implementation.
 
 Logistic regression with l2 = 0.01 and steps of 1/L over workers in memory, as `python -m experiments convex` runs it:
-gradients and parameters in float64, encoded float32 messages. Only the rounding of sums depends on the machine, so
-nothing is repeated. Needs $STRETTO_DATA with the folders a9a and mnist.
+gradients and parameters in float64, encoded messages in float32. Only the rounding of sums depends on the machine, so
+no measurement is repeated. Needs $STRETTO_DATA with the folders a9a and mnist.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from experiments.convex.records import record
 QUESTION = "rounds and uplink bits to the target, against gradient descent"
 L2 = 0.01
 LATE = 2
-"""Limit of rounds of a method, as a multiple of those of gradient descent."""
+"""Limit of rounds of a method, as a multiple of the rounds of gradient descent."""
 
 METHODS = (
     GD,
@@ -39,7 +39,7 @@ METHODS = (
 
 @dataclass(frozen=True)
 class Case:
-    """A problem, and for some methods the rounds and the share of bits saved of an independent implementation."""
+    """A problem; for some methods also the rounds and the share of bits saved of an independent implementation."""
 
     file: str
     rows: int
@@ -73,22 +73,22 @@ CASES = {
 
 
 def run(starts: int | None = None) -> dict[str, Any]:  # noqa: ARG001
-    """Take the figures, print them, keep them."""
+    """Run all methods on all problems, print the figures and write them to the results."""
     print(f"convex: {QUESTION}", flush=True)
     cases = {name: _case(name, case) for name, case in CASES.items()}
-    found = {"question": QUESTION, "l2": L2, "late": LATE, "cases": cases}
-    print(f"  kept in {save('bits', found)}")
-    return found
+    results = {"question": QUESTION, "l2": L2, "late": LATE, "cases": cases}
+    print(f"  kept in {save('bits', results)}")
+    return results
 
 
 def _case(name: str, case: Case) -> dict[str, Any]:
-    asked = problem.build("logistic", data.read(_folder() / case.file, case.rows), labels=case.labels, l2=L2)
-    best = optimum(asked, case.target)
-    gd = descend(asked, best, method(GD, asked.smoothness), Settings(case.workers, case.target, float64=True))
+    objective = problem.build("logistic", data.read(_folder() / case.file, case.rows), labels=case.labels, l2=L2)
+    best = optimum(objective, case.target)
+    gd = descend(objective, best, method(GD, objective.smoothness), Settings(case.workers, case.target, float64=True))
     settings = Settings(case.workers, case.target, LATE * gd.rounds, float64=True)
     records = []
     for text in METHODS:
-        ran = gd if text == GD else descend(asked, best, method(text, asked.smoothness), settings)
+        ran = gd if text == GD else descend(objective, best, method(text, objective.smoothness), settings)
         one = record(ran, gd)
         saved = "" if one["saved"] is None else f", {one['saved']:.2%} saved"
         print(f"  {name}: {text}: {ran.rounds} rounds{'' if ran.reached else ', not reached'}{saved}", flush=True)
@@ -96,10 +96,10 @@ def _case(name: str, case: Case) -> dict[str, Any]:
         records.append({**one, "field_rounds": rounds, "field_saved": share})
     return {
         "rows": case.rows,
-        "features": asked.features,
+        "features": objective.features,
         "workers": case.workers,
         "target": case.target,
-        "smoothness": asked.smoothness,
+        "smoothness": objective.smoothness,
         "wanted": case.wanted,
         "wanted_of": METHODS[1],
         "methods": records,
@@ -107,9 +107,9 @@ def _case(name: str, case: Case) -> dict[str, Any]:
 
 
 def _folder() -> Path:
-    given = os.environ.get("STRETTO_DATA")
-    if not given:
+    folder = os.environ.get("STRETTO_DATA")
+    if not folder:
         raise SystemExit(
             "convex needs data: STRETTO_DATA=FOLDER python -m benchmarks convex, with FOLDER/a9a and FOLDER/mnist"
         )
-    return Path(given)
+    return Path(folder)

@@ -16,7 +16,7 @@ WORKERS = 2
 
 
 def with_stretto(case: str, pace: Pace) -> None:
-    """The plain loop with the one line."""
+    """Run the plain loop with the call of `stretto.distribute`."""
     model, optimizer, task = made(case)
     loader = DataLoader(samples(task, WORKERS), batch_size=BATCH, shuffle=True)
     loader = stretto.distribute(model, optimizer, loader, recipe="allreduce")
@@ -29,7 +29,7 @@ def with_stretto(case: str, pace: Pace) -> None:
 
 
 def with_ddp(case: str, pace: Pace) -> None:
-    """The same loop as torch's tutorials write it."""
+    """Run the same loop with DistributedDataParallel, as torch's tutorials write it."""
     model, optimizer, task = made(case)
     dist.init_process_group("gloo")
     wrapped = DistributedDataParallel(model)

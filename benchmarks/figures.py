@@ -1,4 +1,4 @@
-"""Writes the tables of docs/figures.md from what the benchmarks kept.
+"""Writes the tables of docs/figures.md from the stored results of the benchmarks.
 
 python -m benchmarks figures
 """
@@ -21,7 +21,7 @@ Record = Mapping[str, Any]
 
 
 def write(page: Path = PAGE, results: Path = RESULTS) -> None:
-    """Replace what stands between the marks."""
+    """Replace the part of the page between the two marks by the current tables."""
     before, _, rest = page.read_text().partition(BEGIN)
     _, _, after = rest.partition(END)
     tables = "\n".join(_page(results))
@@ -35,16 +35,16 @@ def _page(results: Path) -> Iterator[str]:
     yield "| question | case | ratio | wanted | the two sides | command |"
     yield "| --- | --- | --- | --- | --- | --- |"
     for name in CONTESTS:
-        yield from _contest(name, _kept(results, name))
-    lab = _kept(results, "lab")
+        yield from _contest(name, _load(results, name))
+    lab = _load(results, "lab")
     yield from _lab(lab) if lab else ["", "The laboratory: not taken yet. `python -m benchmarks lab`"]
     for name, table in TABLES.items():
-        kept = _kept(results, name)
-        yield from table(kept) if kept else ["", f"{name}: not taken yet. `python -m benchmarks {name}`"]
+        stored = _load(results, name)
+        yield from table(stored) if stored else ["", f"{name}: not taken yet. `python -m benchmarks {name}`"]
     yield from _machines(results)
 
 
-def _kept(results: Path, name: str) -> Record | None:
+def _load(results: Path, name: str) -> Record | None:
     path = results / f"{name}.json"
     return json.loads(path.read_text()) if path.exists() else None
 
@@ -101,7 +101,7 @@ def _machines(results: Path) -> Iterator[str]:
     yield ""
     yield "## Machines"
     for name in (*CONTESTS, "lab", *TABLES):
-        record = _kept(results, name)
+        record = _load(results, name)
         if record is not None:
             one = record["machine"]
             software = f"Python {one['python']}, torch {one['torch']}"

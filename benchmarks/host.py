@@ -1,4 +1,4 @@
-"""One host's program in the laboratory.
+"""Program of one host in the laboratory.
 
 python -m benchmarks.host lab "torch DDP" FOLDER TARGET SEED
 """

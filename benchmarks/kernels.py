@@ -1,6 +1,6 @@
-"""How fast are the native kernels against copying memory, and against the same in torch operations?
+"""How fast are the native kernels compared with copying memory, and with the same operation written in torch?
 
-One thread, 25 million numbers. GB/s count the gradient once, 4n bytes a pass, whatever is read and written besides: a
+One thread, 25 million numbers. GB/s count the gradient once, 4n bytes a run, whatever else is read and written: a
 kernel with the residual reads the gradient and the residual and writes the residual, memcpy reads and writes once.
 """
 
@@ -22,22 +22,22 @@ ROUNDS = 15
 TIMES_TORCH = 10.0
 BUCKET = 2048
 TAU = 2.59
-"""One number in a hundred of the gradient and residual below is larger."""
+"""One number in a hundred of the sum of gradient and residual below is larger."""
 
-Pass = Callable[[Tensor, Tensor | None], Any]
+KernelCall = Callable[[Tensor, Tensor | None], Any]
 
 
 @dataclass(frozen=True)
 class Case:
-    """A kernel, the same as one writes it with torch, and the share of memcpy's speed it should reach."""
+    """A kernel, the same operation written in torch, and the share of memcpy's speed that the kernel should reach."""
 
-    ours: Pass
+    ours: KernelCall
     torch: Callable[[Tensor, Tensor], Any]
     wanted: float | None = None
 
 
 def torch_threshold(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-    """abs, nonzero, and what is sent is taken away."""
+    """Find values above the threshold with abs and nonzero, and subtract the values sent from the residual."""
     residual += x
     indices = (residual.abs() >= TAU).nonzero().view(-1)
     negative = residual[indices] < 0
@@ -46,7 +46,7 @@ def torch_threshold(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def torch_top_k(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-    """torch.topk of the magnitudes."""
+    """Select with torch.topk of the magnitudes."""
     residual += x
     indices = residual.abs().topk(residual.numel() // 100).indices.sort().values
     values = residual[indices]
@@ -55,7 +55,7 @@ def torch_top_k(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def torch_top_k_of_chunks(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-    """torch.topk of every row."""
+    """Select with torch.topk of every row."""
     residual += x
     rows = residual[: residual.numel() // 4096 * 4096].view(-1, 4096)
     indices = rows.abs().topk(64, dim=1).indices
@@ -65,7 +65,7 @@ def torch_top_k_of_chunks(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def torch_sign(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-    """Two means a bucket, bits packed by shifts."""
+    """Encode signs with two means per bucket, and pack the bits by shifts."""
     residual += x
     rows = residual[: residual.numel() // BUCKET * BUCKET].view(-1, BUCKET)
     bits = rows >= 0
@@ -78,7 +78,7 @@ def torch_sign(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def torch_quantise(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-    """Levels of each bucket's largest, rounded at random."""
+    """Round at random to levels of each bucket's largest magnitude."""
     residual += x
     rows = residual[: residual.numel() // BUCKET * BUCKET].view(-1, BUCKET)
     scale = rows.abs().amax(1, keepdim=True)
@@ -88,7 +88,7 @@ def torch_quantise(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def cases() -> dict[str, Case]:
-    """What is measured, of the native kernels."""
+    """Return the native kernels to measure."""
     from stretto.kernels import native as n
 
     return {
@@ -105,23 +105,23 @@ def cases() -> dict[str, Case]:
 
 
 def run(rounds: int | None = None, numbers: int = NUMBERS) -> None:
-    """Measure, print, keep."""
+    """Measure all kernels, print the figures and write them to the results."""
     reason = kernels.why_not_native()
     if reason:
         raise SystemExit(f"there are no native kernels to measure: {reason}")
     torch.set_num_threads(1)
-    found = {name: _measured(case, rounds or ROUNDS, numbers) for name, case in cases().items()}
-    print("\n".join(_lines(found)))
+    results = {name: _measured(case, rounds or ROUNDS, numbers) for name, case in cases().items()}
+    print("\n".join(_lines(results)))
     trial = numbers < NUMBERS or (rounds or ROUNDS) < ROUNDS
-    path = save("kernels", {"numbers": numbers, "times_torch_wanted": TIMES_TORCH, "cases": found}, trial=trial)
+    path = save("kernels", {"numbers": numbers, "times_torch_wanted": TIMES_TORCH, "cases": results}, trial=trial)
     print(f"kept in {path}")
 
 
 def _measured(case: Case, rounds: int, numbers: int) -> dict[str, Any]:
-    """The sides take turns; each finds the same residual, and memory that it has touched before."""
+    """Measure the sides in turns; each finds the same residual, and memory that was touched before."""
     draw = torch.Generator().manual_seed(0)
-    x, kept = (torch.randn(numbers, generator=draw) * size for size in (1.0, 0.1))
-    residual, copy = kept.clone(), torch.empty(numbers)
+    x, initial = (torch.randn(numbers, generator=draw) * size for size in (1.0, 0.1))
+    residual, copy = initial.clone(), torch.empty(numbers)
     sides: dict[str, Callable[[], Any]] = {
         "memcpy": lambda: copy.copy_(x),
         "with residual": lambda: case.ours(x, residual),
@@ -131,7 +131,7 @@ def _measured(case: Case, rounds: int, numbers: int) -> dict[str, Any]:
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     for turn in range(rounds + 1):
         for name in list(sides)[:: 1 if turn % 2 else -1]:
-            residual.copy_(kept)
+            residual.copy_(initial)
             begin = time.perf_counter()
             sides[name]()
             seconds[name].append(time.perf_counter() - begin)
@@ -151,8 +151,8 @@ def _record(case: Case, seconds: dict[str, list[float]], gb: float) -> dict[str,
     }
 
 
-def _lines(found: dict[str, dict[str, Any]]) -> Iterator[str]:
-    for name, one in found.items():
+def _lines(results: dict[str, dict[str, Any]]) -> Iterator[str]:
+    for name, one in results.items():
         speeds = ", ".join(f"{side} {speed['median']:.2f}" for side, speed in one["gb_per_s"].items())
         yield f"{name}: {speeds} GB/s"
         wanted = f" (wanted {one['wanted']:g} and {TIMES_TORCH:g})" if one["wanted"] else ""

@@ -1,8 +1,8 @@
 """How long do four hosts behind slow links take to learn MNIST?
 
 4 hosts, 100 Mbit/s each way, 0.8 M parameters, SGD with momentum 0.9 and learning rate 0.05, batch 32 a host, one
-thread a host: seconds to 97.5% of the test images, evaluations not counted. The bytes that each host sent are read off
-its link and compared with what Stretto says it sent. Other contests in the same laboratory: see `fewer`.
+thread a host: seconds to 97.5% of the test images, evaluations not counted. The bytes that each host sent are read from
+its link and compared with the bytes that Stretto reports. For other contests in the same laboratory see `fewer`.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ WANTED = 1.0
 
 @dataclass(frozen=True)
 class Terms:
-    """What all ways have in common."""
+    """Settings shared by all ways of a contest."""
 
     hosts: int = 4
     mbit: float = 100.0
     target: float | None = 0.975
-    """None: what the first way has reached at its end."""
+    """Target of the quality measure; None: the final quality of the first way."""
     seeds: Sequence[int] = (0,)
     ways: Sequence[str] = tuple(WAYS)
     limit_s: float = 900.0
@@ -42,17 +42,17 @@ class Terms:
 
     @property
     def is_trial(self) -> bool:
-        """Whether this is less than the whole comparison."""
+        """True if the run covers less than the whole comparison."""
         return tuple(self.ways) != tuple(CONTESTS[self.contest]) or self.target not in (None, Terms.target)
 
     def way(self, name: str) -> Way:
-        """A way of this contest."""
+        """Return a way of this contest by its name."""
         return CONTESTS[self.contest][name]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """One run. `seconds` is None when the target was not reached within the limit."""
+    """Result of one run. `seconds` is None when the target was not reached within the limit."""
 
     way: str
     seed: int
@@ -66,19 +66,19 @@ class Outcome:
 
     @property
     def found(self) -> float:
-        """The last evaluation."""
+        """Result of the last evaluation."""
         return self.evaluations[-1]["found"]
 
     @property
     def count_ratio(self) -> float | None:
-        """What the links saw, relative to what Stretto says it sent: above 1 by the heads of the frames."""
+        """Bytes on the links divided by the bytes that Stretto reports: above 1 because of frame headers."""
         return sum(self.sent_on_links) / sum(self.bytes_sent) if self.bytes_sent and sum(self.bytes_sent) else None
 
 
 def run(terms: Terms) -> dict[str, Any]:
-    """Take the figures, print them, keep them."""
+    """Measure all ways, print the figures and write them to the results."""
     print(f"lab: {QUESTION}", flush=True)
-    outcomes, reached_mbit = taken(terms)
+    outcomes, reached_mbit = run_all(terms)
     ratios = _ratios(outcomes)
     for way, one in ratios.items():
         print(
@@ -90,33 +90,33 @@ def run(terms: Terms) -> dict[str, Any]:
         **about(terms, outcomes, reached_mbit),
         "target": terms.target,
         "speed_ratios": ratios,
-        "runs": [recorded(one) for one in outcomes],
+        "runs": [run_record(one) for one in outcomes],
     }
     print(f"  kept in {save('lab', record, trial=terms.is_trial)}")
     return record
 
 
-def taken(terms: Terms) -> tuple[list[Outcome], float]:
-    """All ways with all seeds in one laboratory, and the rate that its links really have, in Mbit/s."""
+def run_all(terms: Terms) -> tuple[list[Outcome], float]:
+    """Run all ways with all seeds in one laboratory; also return the measured rate of a link, in Mbit/s."""
     for name in terms.ways:
-        terms.way(name).course.samples()  # The hosts can't reach the outside: the data must be here before.
-    with Laboratory(terms.hosts, terms.mbit) as lab:
-        reached_mbit = lab.measure_mbit()
+        terms.way(name).course.samples()  # The hosts have no access to the network outside: load the data before.
+    with Laboratory(terms.hosts, terms.mbit) as laboratory:
+        reached_mbit = laboratory.measure_mbit()
         print(f"  one connection reaches {reached_mbit:.1f} Mbit/s on a link of {terms.mbit:g}", flush=True)
-        found: list[Outcome] = []
+        outcomes: list[Outcome] = []
         for way, seed in _turns(terms):
-            found.append(_report(race(lab, way, seed, _with_target(terms, seed, found))))
-    return found, reached_mbit
+            outcomes.append(_report(race(laboratory, way, seed, _with_target(terms, seed, outcomes))))
+    return outcomes, reached_mbit
 
 
-def _with_target(terms: Terms, seed: int, found: Sequence[Outcome]) -> Terms:
-    """The target that the first way has set for this seed, if it has."""
-    first = [one.found for one in found if one.way == terms.ways[0] and one.seed == seed]
+def _with_target(terms: Terms, seed: int, outcomes: Sequence[Outcome]) -> Terms:
+    """Return the terms with the target that the first way has set for this seed, if it has been run."""
+    first = [one.found for one in outcomes if one.way == terms.ways[0] and one.seed == seed]
     return replace(terms, target=first[0]) if first and terms.target is None else terms
 
 
 def about(terms: Terms, outcomes: Sequence[Outcome], reached_mbit: float) -> dict[str, Any]:
-    """What a record says of the laboratory, and the medians of each way."""
+    """Return the settings of the laboratory and the medians of each way, for the record."""
     return {
         "link_mbit": terms.mbit,
         "reached_mbit": reached_mbit,
@@ -130,7 +130,7 @@ def about(terms: Terms, outcomes: Sequence[Outcome], reached_mbit: float) -> dic
 
 
 def _turns(terms: Terms) -> list[tuple[str, int]]:
-    """All ways with each seed, forwards and backwards; a way that sets the target goes before the others."""
+    """Return all ways with each seed, in alternating order; a way that sets the target comes first."""
     first = list(terms.ways[:1] if terms.target is None else ())
     rest = list(terms.ways[len(first) :])
     orders = [first + (rest if number % 2 == 0 else rest[::-1]) for number in range(len(terms.seeds))]
@@ -138,7 +138,7 @@ def _turns(terms: Terms) -> list[tuple[str, int]]:
 
 
 def race(lab: Laboratory, way: str, seed: int, terms: Terms) -> Outcome:
-    """One way, from the start of its processes to their end."""
+    """Run one way, from the start of its processes to their end."""
     hosts = terms.way(way).hosts or terms.hosts
     with tempfile.TemporaryDirectory(prefix="stretto-lab-") as folder:
         before = [lab.traffic(host) for host in range(hosts)]
@@ -151,7 +151,7 @@ def race(lab: Laboratory, way: str, seed: int, terms: Terms) -> Outcome:
 
 
 def _train(lab: Laboratory, way: str, seed: int, hosts: int, folder: Path, terms: Terms) -> None:
-    """Run the way on its hosts. When the time is up the processes are ended; what was reached counts."""
+    """Run the way on its hosts. At the time limit the processes are killed; evaluations until then count."""
     target = terms.way(way).course.never if terms.target is None else terms.target
     command = [sys.executable, "-m", "benchmarks.host", terms.contest, way, str(folder), str(target), str(seed)]
     root = Path(__file__).resolve().parents[1]
@@ -162,17 +162,17 @@ def _train(lab: Laboratory, way: str, seed: int, hosts: int, folder: Path, terms
     ]
     limit = time.monotonic() + terms.limit_s
     try:
-        while any(one.poll() is None for one in started) and not any(one.poll() for one in started):
+        while any(process.poll() is None for process in started) and not any(process.poll() for process in started):
             if time.monotonic() > limit:
                 return
             time.sleep(0.05)
-        for host, one in enumerate(started):
-            if one.poll():
+        for host, process in enumerate(started):
+            if process.poll():
                 raise SystemExit(f"{way}: host {host} failed\n{(folder / f'host-{host}.log').read_text()[-3000:]}")
     finally:
-        for one in started:
-            one.kill()
-            one.wait()
+        for process in started:
+            process.kill()
+            process.wait()
         for log in logs:
             log.close()
 
@@ -196,7 +196,7 @@ def _outcome(
         ms_a_step=1000 * last["seconds"] / last["step"],
         wall_seconds=wall_s,
         sent_on_links=[one.sent for one in traffic],
-        bytes_sent=_said(folder / "events.jsonl"),
+        bytes_sent=_reported_bytes(folder / "events.jsonl"),
         evaluations=evaluations,
     )
 
@@ -205,8 +205,8 @@ def _lines(path: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def _said(log: Path) -> list[int] | None:
-    """What each worker says in the end that it sent; None for ways that are not ours, or that have a server too."""
+def _reported_bytes(log: Path) -> list[int] | None:
+    """Return the bytes that each worker reports at its end; None for ways without Stretto or with a server."""
     if not log.exists():
         return None
     events = list(read_events(log))
@@ -216,15 +216,15 @@ def _said(log: Path) -> list[int] | None:
     return [ends[worker] for worker in sorted(ends)]
 
 
-def _report(one: Outcome) -> Outcome:
-    megabytes = statistics.mean(one.sent_on_links) / 1e6
-    count = f", {one.count_ratio:.3f} of what it counted" if one.count_ratio else ""
+def _report(outcome: Outcome) -> Outcome:
+    megabytes = statistics.mean(outcome.sent_on_links) / 1e6
+    count = f", {outcome.count_ratio:.3f} of the bytes it reports" if outcome.count_ratio else ""
     print(
-        f"  {one.way:16} {_shown(one.seconds):>8} s, {one.steps:5} steps of {one.ms_a_step:7.2f} ms, "
+        f"  {outcome.way:16} {_shown(outcome.seconds):>8} s, {outcome.steps:5} steps of {outcome.ms_a_step:7.2f} ms, "
         f"{megabytes:8.1f} MB sent a host{count}",
         flush=True,
     )
-    return one
+    return outcome
 
 
 def _shown(number: float | None) -> str:
@@ -232,7 +232,7 @@ def _shown(number: float | None) -> str:
 
 
 def _ratios(outcomes: Sequence[Outcome]) -> dict[str, dict[str, Any]]:
-    """Theirs / ours. Steps to the target depend on the order of the samples, the time of a step does not."""
+    """Return the ratios theirs / ours: to the target, which depends on the order of the samples, and by step."""
     ways = {one.way for one in outcomes}
     pairs = {way: WAYS[way].against for way in WAYS if way in ways and WAYS[way].against in ways}
     return {way: _against(outcomes, way, other) for way, other in pairs.items()}
@@ -244,13 +244,13 @@ def _against(outcomes: Sequence[Outcome], way: str, other: str) -> dict[str, Any
     return {"against": other, "a_step": a_step[0] / a_step[1], "to_target": theirs / ours if ours and theirs else None}
 
 
-def median(outcomes: Sequence[Outcome], way: str, what: str) -> float | None:
-    """The median over the seeds; None when one of them did not get there."""
-    values = [getattr(one, what) for one in outcomes if one.way == way]
+def median(outcomes: Sequence[Outcome], way: str, field: str) -> float | None:
+    """Return the median over the seeds; None when the value of one seed is missing."""
+    values = [getattr(one, field) for one in outcomes if one.way == way]
     return None if None in values else float(statistics.median(values))
 
 
-def recorded(one: Outcome) -> dict[str, Any]:
-    """A run for the JSON."""
+def run_record(one: Outcome) -> dict[str, Any]:
+    """Return a run's record for the JSON file."""
     shown = {name: value for name, value in vars(one).items() if name != "evaluations"}
     return {**shown, "count_ratio": one.count_ratio, "evaluations": list(one.evaluations)}

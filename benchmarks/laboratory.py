@@ -1,7 +1,7 @@
 """Several hosts in one machine: network namespaces on a bridge, each behind a link of a known rate.
 
-Each host's link is shaped in both directions by a token bucket (tc tbf): at the host for what it sends, at the bridge
-for what it is sent. Needs root and iproute2. Whatever a killed laboratory left behind, the next one removes.
+Each host's link is shaped in both directions by a token bucket (tc tbf): at the host for outgoing traffic, at the
+bridge for incoming traffic. Needs root and iproute2. The namespaces of a killed laboratory are removed by the next one.
 
     with Laboratory(hosts=4, mbit=100) as lab:
         lab.start(0, ["hostname", "-I"], {}, log)
@@ -34,27 +34,27 @@ NETWORK = "10.77.0"
 BURST_BYTES = 32 << 10
 QUEUE_MS = 50
 END_S = 5.0
-"""How long an ended process may take to be gone."""
+"""Seconds within which a killed process must have ended."""
 
 
 class LabError(SystemExit):
-    """The laboratory can't be built; its text is meant for the user."""
+    """Error for the user: the laboratory cannot be built."""
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes on a host's link as the kernel counts them: whole frames, with the heads of Ethernet, IP and TCP."""
+    """Bytes on a host's link as the kernel counts them: whole frames, with the headers of Ethernet, IP and TCP."""
 
     sent: int
     received: int
 
     def since(self, before: Traffic) -> Traffic:
-        """What has passed."""
+        """Return the traffic since an earlier reading."""
         return Traffic(self.sent - before.sent, self.received - before.received)
 
 
 class Laboratory:
-    """Hosts 0 to N-1, which reach each other over links of `mbit` Mbit/s. A context: what it made, it removes."""
+    """Hosts 0 to N-1, connected by links of `mbit` Mbit/s. A context manager that removes all that it created."""
 
     def __init__(self, hosts: int = 4, mbit: float = 100.0) -> None:
         if not 1 <= hosts <= 250 or mbit <= 0:
@@ -66,7 +66,7 @@ class Laboratory:
         _refuse_unless_able()
         with ExitStack() as stack:
             stack.enter_context(_only_one())
-            stack.enter_context(_ending_in_order())
+            stack.enter_context(_exiting_on_sigterm())
             stack.callback(remove_all)
             remove_all()
             self._build()
@@ -98,7 +98,7 @@ class Laboratory:
     def start(
         self, host: int, command: Sequence[str], environment: Mapping[str, str], log: IO[bytes]
     ) -> subprocess.Popen[bytes]:
-        """Start a command on a host; its output goes to the log. It ends with the laboratory."""
+        """Start a command on a host; its output is written to the log. It ends with the laboratory."""
         inside = ["ip", "netns", "exec", name(host), *command]
         process = subprocess.Popen(
             inside, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env={**os.environ, **environment}
@@ -110,7 +110,7 @@ class Laboratory:
     def place(self, host: int, hosts: int, run: Path | None = None, recipe: str | None = None) -> dict[str, str]:
         """Return the environment of a worker on a host, as torchrun sets it with one worker on each machine.
 
-        With `run` it has a configuration of Stretto as well: this run directory, and a recipe.
+        With `run` it also contains a configuration of Stretto: this run directory, and a recipe.
         """
         config = WorkerConfig(
             rank=host, world_size=hosts, store=f"{address(0)}:{PORT}", run=str(run), recipe=recipe
@@ -127,31 +127,35 @@ class Laboratory:
         }
 
     def traffic(self, host: int) -> Traffic:
-        """The bytes on the host's link so far."""
+        """Return the bytes on the host's link so far."""
         counters = [f"/sys/class/net/{LINK}/statistics/{way}_bytes" for way in ("tx", "rx")]
         sent, received = _ip("netns", "exec", name(host), "cat", *counters).split()
         return Traffic(int(sent), int(received))
 
     def measure_mbit(self, sender: int = 0, receiver: int = 1, seconds: float = 1.0) -> float:
-        """The rate that one TCP connection between two hosts really reaches, in Mbit/s."""
+        """Return the measured rate of one TCP connection between two hosts, in Mbit/s."""
         size = str(int(self.mbit * 1e6 / 8 * seconds))
-        return self._said(sender, receiver, _SENDER, [size], _RECEIVER, 30 + 10 * seconds)
+        return self._run_pair(sender, receiver, _SENDER, [size], _RECEIVER, 30 + 10 * seconds)
 
-    def measure_there_and_back_s(self, sender: int = 0, receiver: int = 1) -> float:
-        """How long a byte takes from one host to another and back, from program to program: the median of many."""
-        return self._said(sender, receiver, _CALLER, [], _ECHO, 30)
+    def measure_round_trip_s(self, sender: int = 0, receiver: int = 1) -> float:
+        """Return the median round-trip time of one byte between programs on two hosts, in seconds."""
+        return self._run_pair(sender, receiver, _CALLER, [], _ECHO, 30)
 
-    def _said(self, sender: int, receiver: int, sends: str, told: Sequence[str], listens: str, limit_s: float) -> float:
-        """The number that one of two programs says, the first of which calls the other."""
+    def _run_pair(
+        self, sender: int, receiver: int, sender_code: str, arguments: Sequence[str], receiver_code: str, limit_s: float
+    ) -> float:
+        """Run a listening and a connecting program on two hosts, and return the number that one of them prints."""
         with tempfile.TemporaryFile() as log:
-            there = self.start(receiver, [sys.executable, "-c", listens], {}, log)
-            here = self.start(sender, [sys.executable, "-c", _CONNECT + sends, address(receiver), *told], {}, log)
+            there = self.start(receiver, [sys.executable, "-c", receiver_code], {}, log)
+            here = self.start(
+                sender, [sys.executable, "-c", _CONNECT + sender_code, address(receiver), *arguments], {}, log
+            )
             codes = [one.wait(limit_s) for one in (here, there)]
             log.seek(0)
-            said = log.read().decode()
+            output = log.read().decode()
         if any(codes):
-            raise LabError(f"hosts {sender} and {receiver} of the laboratory can't reach each other:\n{said}")
-        return float(said)
+            raise LabError(f"hosts {sender} and {receiver} of the laboratory can't reach each other:\n{output}")
+        return float(output)
 
 
 _RECEIVER = """
@@ -206,17 +210,17 @@ with socket.create_server(("", 7)) as server:
 
 
 def name(host: int) -> str:
-    """The namespace of a host."""
+    """Return the namespace of a host."""
     return f"{PREFIX}{host}"
 
 
 def address(host: int) -> str:
-    """The address of a host."""
+    """Return the address of a host."""
     return f"{NETWORK}.{host + 1}"
 
 
 def remove_all() -> None:
-    """Remove all namespaces of laboratories and end the processes in them. Not interrupted half-way."""
+    """Remove all namespaces of laboratories and kill the processes in them, with SIGINT and SIGTERM blocked."""
     signals = {signal.SIGINT, signal.SIGTERM}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
@@ -228,7 +232,7 @@ def remove_all() -> None:
 
 
 def namespaces() -> list[str]:
-    """The namespaces of laboratories on this machine."""
+    """Return the namespaces of laboratories on this machine."""
     listed = (line.split()[0] for line in _ip("netns", "list").splitlines() if line.strip())
     return [one for one in listed if one.startswith(PREFIX)]
 
@@ -253,10 +257,10 @@ def _ip(*arguments: str) -> str:
 
 
 def _run(*command: str) -> str:
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
-    if ended.returncode:
-        raise LabError(f"the laboratory could not be built: {' '.join(command)}: {ended.stderr.strip()}")
-    return ended.stdout
+    completed = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    if completed.returncode:
+        raise LabError(f"the laboratory could not be built: {' '.join(command)}: {completed.stderr.strip()}")
+    return completed.stdout
 
 
 def _refuse_unless_able() -> None:
@@ -276,7 +280,7 @@ def _refuse(problem: str, got: str, before: str) -> NoReturn:
 
 @contextmanager
 def _only_one() -> Iterator[None]:
-    """Two laboratories would remove each other."""
+    """Hold a lock: two laboratories would remove each other's namespaces."""
     with (Path(tempfile.gettempdir()) / f"{PREFIX}lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -286,14 +290,14 @@ def _only_one() -> Iterator[None]:
 
 
 @contextmanager
-def _ending_in_order() -> Iterator[None]:
-    """Let SIGTERM end this process as an error does, so that contexts are left."""
-    before = signal.signal(signal.SIGTERM, _leave)
+def _exiting_on_sigterm() -> Iterator[None]:
+    """Let SIGTERM raise SystemExit in this process, so that context managers are left."""
+    before = signal.signal(signal.SIGTERM, _exit)
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
-def _leave(number: int, frame: FrameType | None) -> NoReturn:  # noqa: ARG001
+def _exit(number: int, frame: FrameType | None) -> NoReturn:  # noqa: ARG001
     raise SystemExit(128 + number)

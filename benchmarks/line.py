@@ -1,7 +1,7 @@
-"""What does the line cost where there is nothing to distribute? `python train.py` with and without it.
+"""What does the call of `stretto.distribute` cost with a single process? `python train.py` with and without it.
 
-Two ways to ask: whole steps in turns, which is the real thing but no better than the noise of the machine, and a loop
-without any training in it, which shows what the line adds to a step in microseconds.
+Two measurements: whole training steps in turns, which is the real case but no more precise than the machine's noise,
+and a loop without any training, which shows the microseconds that Stretto adds to a step.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from benchmarks.pace import ROOT, Pace
 from benchmarks.tasks import BATCH, made, samples
 
 
-def with_the_line(case: str, pace: Pace) -> None:
-    """The loop with the line, an evaluation that is not due, and a logged loss."""
+def with_stretto(case: str, pace: Pace) -> None:
+    """Run the loop with Stretto, an evaluation that is not due, and a logged loss."""
     model, optimizer, task = made(case)
     loader = DataLoader(samples(task, 1), batch_size=BATCH, shuffle=True)
     loader = stretto.distribute(model, optimizer, loader, evaluate=never)
@@ -39,12 +39,12 @@ def with_the_line(case: str, pace: Pace) -> None:
 
 
 def never(model: nn.Module) -> dict[str, float]:
-    """Not called within the pass that is measured."""
+    """Raise an error: no evaluation is due within the measured epoch."""
     raise RuntimeError(f"evaluate was called with {model}")
 
 
-def without_it(case: str, pace: Pace) -> None:
-    """The loop as it was."""
+def without_stretto(case: str, pace: Pace) -> None:
+    """Run the loop without Stretto."""
     model, optimizer, task = made(case)
     loader = DataLoader(samples(task, 1), batch_size=BATCH, shuffle=True)
     pace.begin()
@@ -56,7 +56,7 @@ def without_it(case: str, pace: Pace) -> None:
         pace.step()
 
 
-SIDES = {"with the line": with_the_line, "without": without_it, "without, once more": without_it}
+SIDES = {"with the line": with_stretto, "without": without_stretto, "without, once more": without_stretto}
 
 CONTEST = Contest(
     name="line",
@@ -71,21 +71,21 @@ EMPTY_STEPS = 200_000
 
 
 def run(starts: int | None = None) -> dict[str, Any]:
-    """The contest, and the cost of the line in an empty loop beside it."""
+    """Measure the contest, and the cost of Stretto in an empty loop."""
     added_us = cost_in_an_empty_loop()
     print(f"line: in an empty loop the line and the logged loss add {added_us:.2f} microseconds a step")
     return CONTEST.run(starts, added_us_a_step=added_us)
 
 
 def cost_in_an_empty_loop() -> float:
-    """Microseconds that the line and the logged loss add to a step, in a process of its own."""
+    """Return the microseconds that Stretto and the logged loss add to a step, measured in a separate process."""
     command = [sys.executable, "-m", "benchmarks.line"]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=True)
     return float(ended.stdout)
 
 
 def _compare_empty_loops() -> float:
-    """Medians of the same number of empty steps with and without the line, in turns."""
+    """Return the difference of the median microseconds of an empty step with and without Stretto, measured in turns."""
     model, loss = nn.Linear(1, 1), torch.tensor(0.5)
     batches = [None] * EMPTY_STEPS
     loader = stretto.distribute(

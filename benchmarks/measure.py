@@ -1,4 +1,4 @@
-"""Medians, ratios, and where figures are kept."""
+"""Medians, ratios, and the storage of results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RESULTS = Path(__file__).parent / "results"
 
 @dataclass(frozen=True)
 class Spread:
-    """A median and the quartiles beside it."""
+    """A median and its quartiles."""
 
     median: float
     low: float
@@ -29,27 +29,27 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        """The spread of at least one value."""
+        """Return the spread of at least one value."""
         if len(values) == 1:
             return cls(values[0], values[0], values[0])
         low, median, high = statistics.quantiles(values, n=4, method="inclusive")
         return cls(median, low, high)
 
     def record(self) -> dict[str, float]:
-        """The same for the JSON."""
+        """Return the spread for the JSON file."""
         return {"median": self.median, "quartile_1": self.low, "quartile_3": self.high}
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """How much faster one side is: the median over several starts, and its standard error."""
+    """Speed of one side relative to another: the median over several starts, and its standard error."""
 
     median: float
     error: float
 
     @classmethod
     def of(cls, ours_s: Sequence[Sequence[float]], theirs_s: Sequence[Sequence[float]]) -> Ratio:
-        """From the seconds of each start. Neighbours in time are compared: a slow minute touches both alike."""
+        """Compare the seconds of each start. Neighbours in time are compared: a slow minute affects both alike."""
         by_start = [_neighbours(*one) for one in zip(ours_s, theirs_s, strict=True)]
         spread = statistics.stdev(by_start) if len(by_start) > 1 else math.nan
         return cls(statistics.median(by_start), spread / math.sqrt(len(by_start)))
@@ -58,7 +58,7 @@ class Ratio:
         return f"{self.median:.3f}" + ("" if math.isnan(self.error) else f" ± {self.error:.3f}")
 
     def record(self) -> dict[str, float | None]:
-        """The same for the JSON."""
+        """Return the ratio for the JSON file."""
         return {"median": self.median, "standard_error": None if math.isnan(self.error) else self.error}
 
 
@@ -67,7 +67,7 @@ def _neighbours(ours_s: Sequence[float], theirs_s: Sequence[float]) -> float:
 
 
 def machine() -> dict[str, Any]:
-    """What the figures were taken on."""
+    """Return the hardware and software that the figures were measured on."""
     return {
         "processor": _processor(),
         "cores": os.cpu_count(),
@@ -88,12 +88,12 @@ def _processor() -> str:
 
 
 def now() -> str:
-    """The time, as it stands in the figures."""
+    """Return the current time as it is written into the results."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def save(name: str, record: dict[str, Any], *, trial: bool = False, folder: Path = RESULTS) -> Path:
-    """Write results/NAME.json with the date and the machine; a trial, which is less than asked for, beside it."""
+    """Write results/NAME.json with the date and the machine; a trial (a smaller measurement) gets a file of its own."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}{'-trial' * trial}.json"
     whole = {"benchmark": name, "taken": now(), "machine": machine(), **record}

@@ -1,7 +1,8 @@
-"""What does overlap buy, and what does it cost? Exchanges beside the computing against exchanges that are waited for.
+"""What does overlap gain, and what does it cost? Exchanges in the background against exchanges that block the worker.
 
-Two workers train the MNIST example with Downpour SGD through a network namespace whose loopback carries no more than
-a given rate, once fast, once about as slow as the computing. Needs root, tc and MNIST (STRETTO_DATA).
+Two workers train the MNIST example with Downpour SGD through a network namespace whose loopback is limited to a given
+rate, once a fast one, once one at which an exchange takes about as long as the computing. Needs root, tc and MNIST
+(STRETTO_DATA).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ LIMIT_S = 300.0
 
 
 def run(starts: int | None = None) -> dict[str, Any]:
-    """Take the figures, print them, keep them."""
+    """Measure all rates, print the figures and write them to the results."""
     _refuse_unless_able()
     print(f"overlap: {QUESTION}", flush=True)
     cases = {name: _case(name, rate, starts or STARTS) for name, rate in RATES.items()}
@@ -40,16 +41,16 @@ def run(starts: int | None = None) -> dict[str, Any]:
 
 def _refuse_unless_able() -> None:
     if os.geteuid() != 0 or not all(shutil.which(tool) for tool in ("unshare", "tc", "ip")):
-        raise SystemExit("overlap: needs root, unshare, ip and tc to shape a loopback of its own")
+        raise SystemExit("overlap: needs root, unshare, ip and tc to limit the rate of a separate loopback")
 
 
 def _case(name: str, rate: str | None, starts: int) -> dict[str, Any]:
-    found: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
+    records_by_side: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
     for start in range(starts):
         for overlap in (True, False) if start % 2 else (False, True):
-            found[overlap].append(_train(SIDES[overlap], rate))
-    ratio = Ratio.of(*([[1 / one["samples_per_second"]] for one in found[side]] for side in (True, False)))
-    sides = {SIDES[overlap]: _side(records) for overlap, records in found.items()}
+            records_by_side[overlap].append(_train(SIDES[overlap], rate))
+    ratio = Ratio.of(*([[1 / one["samples_per_second"]] for one in records_by_side[side]] for side in (True, False)))
+    sides = {SIDES[overlap]: _side(records) for overlap, records in records_by_side.items()}
     print(f"  {name:<18} {ratio} of without; " + "; ".join(f"{side}: {_shown(one)}" for side, one in sides.items()))
     return {"ratio": ratio.record(), "sides": sides}
 
@@ -68,7 +69,7 @@ def _shown(side: dict[str, Any]) -> str:
 
 
 def _train(recipe: str, rate: str | None) -> dict[str, Any]:
-    """One run in a network namespace of its own; its record."""
+    """Run the script once in its own network namespace, and return the run record."""
     shape = f"tc qdisc add dev lo root tbf rate {rate} burst 256kb latency 200ms && " if rate else ""
     with tempfile.TemporaryDirectory() as folder:
         target = Path(folder) / "record.json"

@@ -1,7 +1,7 @@
-"""Runs a side's loop in segments, in processes of their own, so that two sides can take turns.
+"""Runs a side's loop in segments, in separate processes, so that two sides can take turns.
 
-All sides of a contest are alive at once and only one of them computes. A worker reports the seconds of a segment on
-its standard output and goes on when it is told to on its standard input:
+The processes of all sides of a contest run at the same time, but only one side computes. A worker reports the seconds
+of a segment on its standard output and waits for a line on its standard input before the next segment:
 
     python -m benchmarks.pace benchmarks.ddp "stretto" "0.8 M" 100
 """
@@ -28,45 +28,45 @@ from stretto.process_config import WorkerConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT_S = 300.0
-"""Nothing that is waited for may take longer."""
+"""Limit of every wait."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Seconds:
-    """What a segment took by the clock, and of the processor."""
+    """Wall-clock seconds and processor seconds of a segment."""
 
     wall: float
     processor: float
 
     @classmethod
     def now(cls) -> Seconds:
-        """The readings of both clocks."""
+        """Return the readings of both clocks."""
         return cls(time.perf_counter(), time.process_time())
 
     def since(self, before: Seconds) -> Seconds:
-        """What has passed."""
+        """Return the seconds since an earlier reading."""
         return Seconds(self.wall - before.wall, self.processor - before.processor)
 
 
 class Pace:
-    """Called by a side's loop after each step; holds it at the end of each segment.
+    """Divides a side's loop into segments: counts the steps and blocks at the end of each segment.
 
-    `heed` is given the word that lets it go on.
+    `on_word` is called with the word that starts the next segment.
     """
 
-    def __init__(self, segment: int, heed: Callable[[str], object] = lambda _word: None) -> None:
-        self.segment, self._heed = segment, heed
+    def __init__(self, segment: int, on_word: Callable[[str], object] = lambda _word: None) -> None:
+        self.segment, self._on_word = segment, on_word
         self._left = segment
         self._began = Seconds.now()
 
     def begin(self) -> None:
-        """All is ready: wait for the first segment."""
+        """Wait for the start of the first segment."""
         self._wait()
 
     def step(self) -> None:
-        """One step of the loop is done."""
+        """Count one step of the loop; at the end of a segment report its seconds and wait for the next one."""
         self._left -= 1
         if not self._left:
             took = Seconds.now().since(self._began)
@@ -75,16 +75,16 @@ class Pace:
             self._wait()
 
     def _wait(self) -> None:
-        """Until told to go on; the process ends here when nobody will."""
+        """Wait for the line that starts the next segment; exit when the standard input is closed."""
         if not (line := sys.stdin.readline()):
             sys.stdout.flush()
             os._exit(0)
-        self._heed(line.strip())
+        self._on_word(line.strip())
         self._began = Seconds.now()
 
 
-class Crew:
-    """The worker processes of one side."""
+class WorkerGroup:
+    """Worker processes of one side."""
 
     def __init__(self, command: Sequence[str], workers: int) -> None:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed in close)
@@ -106,32 +106,32 @@ class Crew:
         )
 
     def segment(self) -> Seconds:
-        """Let the side run one segment; the seconds of its slowest worker, and of all their processors."""
+        """Let the side run one segment; return the seconds of its slowest worker, and the processor seconds of all."""
         for worker in self._workers:
             assert worker.stdin is not None
             worker.stdin.write(b"go\n")
-        took = [self._report(worker) for worker in self._workers]
-        return Seconds(max(one.wall for one in took), sum(one.processor for one in took))
+        seconds = [self._report(worker) for worker in self._workers]
+        return Seconds(max(one.wall for one in seconds), sum(one.processor for one in seconds))
 
     def _report(self, worker: subprocess.Popen[bytes]) -> Seconds:
         assert worker.stdout is not None
         ready, _, _ = select.select([worker.stdout], [], [], LIMIT_S)
-        said = worker.stdout.readline() if ready else b""
+        line = worker.stdout.readline() if ready else b""
         try:
-            wall, processor = said.split()
+            wall, processor = line.split()
             return Seconds(float(wall), float(processor))
         except ValueError:
-            raise SystemExit(f"a worker {self._why(ready)}; its last words:\n{self._last_words()}") from None
+            raise SystemExit(f"a worker {self._why(ready)}; the end of its log:\n{self._last_words()}") from None
 
-    def _why(self, ready: object) -> str:
-        return "ended in the middle" if ready else f"said nothing for {LIMIT_S:g} s"
+    def _reason(self, ready: object) -> str:
+        return "ended before its result" if ready else f"sent no result for {LIMIT_S:g} s"
 
-    def _last_words(self) -> str:
+    def _log_end(self) -> str:
         self._log.seek(0)
         return self._log.read().decode(errors="replace")[-2000:]
 
     def close(self) -> None:
-        """End the workers: they are not waited for to agree."""
+        """Kill the workers."""
         for worker in self._workers:
             worker.kill()
         for worker in self._workers:
@@ -141,36 +141,38 @@ class Crew:
 
 
 @contextmanager
-def crews(module: str, sides: Sequence[str], case: str, segment: int, workers: int) -> Iterator[dict[str, Crew]]:
-    """All sides of a contest, started and holding before their first segment."""
+def worker_groups(
+    module: str, sides: Sequence[str], case: str, segment: int, workers: int
+) -> Iterator[dict[str, WorkerGroup]]:
+    """Start the workers of all sides of a contest; they wait for their first segment."""
     with ExitStack() as stack:
         started = {}
         for side in sides:
             command = [sys.executable, "-m", "benchmarks.pace", module, side, case, str(segment)]
-            started[side] = Crew(command, workers)
+            started[side] = WorkerGroup(command, workers)
             stack.callback(started[side].close)
         yield started
 
 
-def take_turns(crews: Mapping[str, Crew], repetitions: int) -> dict[str, list[Seconds]]:
-    """What each side's segments took, in turns, forwards and backwards; one segment before is not counted."""
-    return in_turns({side: crew.segment for side, crew in crews.items()}, repetitions)
+def take_turns(worker_groups: Mapping[str, WorkerGroup], repetitions: int) -> dict[str, list[Seconds]]:
+    """Return the seconds of each side's segments, measured in turns; the first segment of each side is not counted."""
+    return in_turns({side: crew.segment for side, crew in worker_groups.items()}, repetitions)
 
 
 def in_turns(sides: Mapping[str, Callable[[], T]], repetitions: int) -> dict[str, list[T]]:
-    """What each side returns, in turns, forwards and backwards; what it returned first is not counted."""
+    """Return the results of each side, called in turns in alternating order; the first result of each is dropped."""
     for side in sides.values():
         side()
-    found: dict[str, list[T]] = {name: [] for name in sides}
+    results: dict[str, list[T]] = {name: [] for name in sides}
     forwards = list(sides)
     for number in range(repetitions):
         for name in forwards if number % 2 else forwards[::-1]:
-            found[name].append(sides[name]())
-    return found
+            results[name].append(sides[name]())
+    return results
 
 
 def free_port() -> int:
-    """A port that nobody listens on now."""
+    """Return a port on which no process listens now."""
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         port: int = one.getsockname()[1]
@@ -178,11 +180,11 @@ def free_port() -> int:
 
 
 Side = Callable[[str, Pace], None]
-"""Runs a case's loop; `pace.begin()` before it, `pace.step()` after each step."""
+"""Runs a case's loop: calls `pace.begin()` before it and `pace.step()` after each step."""
 
 
 def main() -> None:
-    """A worker: find the side's function in its module and run it."""
+    """Run the named side's function of a module as a worker."""
     module, side, case, segment = sys.argv[1:]
     sides: Mapping[str, Side] = importlib.import_module(module).SIDES
     sides[side](case, Pace(int(segment)))

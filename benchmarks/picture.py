@@ -1,4 +1,4 @@
-"""The README's picture: the first one of a comparison's page.
+"""Extracts the README's picture: the first one of a comparison's report.
 
 `make demo`, then `python -m benchmarks.picture runs/DATE-compare-digits` writes docs/demo.svg.
 """
@@ -14,7 +14,7 @@ PAPER = '<rect width="100%" height="100%" fill="white"/>'
 
 
 def first_picture(page: str) -> str:
-    """The first inline SVG of a page, as a file of its own."""
+    """Return the first inline SVG of a page, as a standalone file."""
     begin = page.index("<svg ")
     svg = page[begin : page.index("</svg>", begin) + len("</svg>")]
     head, _, body = svg.partition(">")

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, Sampler
 
 import stretto
 from benchmarks.averaging import average
-from benchmarks.courses import MNIST, Course
+from benchmarks.learning_tasks import MNIST, Course
 from benchmarks.tasks import BATCH
 from stretto.api import close
 

@@ -256,7 +256,7 @@ def look_at(lab: Laboratory) -> Link:
     processors = free_processors()
     told = [_probed(lab, processors) for _ in range(PROBES)]
     costs = {name: statistics.median(one[name] for one in told) for name in told[0]}
-    return Link(lab.measure_mbit(), lab.measure_there_and_back_s(), TransportCosts(**costs), processors)
+    return Link(lab.measure_mbit(), lab.measure_round_trip_s(), TransportCosts(**costs), processors)
 
 
 def _probed(lab: Laboratory, processors: float) -> dict[str, float]:

@@ -1,7 +1,7 @@
 """What does it cost to be ready for a death that does not come?
 
 `stretto run` of one script on two workers, which in every third segment of steps set aside all that they do to be
-ready, while the coordinator stands still: both sides are the same processes (see `benchmarks.aside`). Two segments of
+ready, while the coordinator stands still: both sides are the same processes (see `benchmarks.fault_tolerance_switch`). Two segments of
 three are ready, one before and one after it: their mean is compared with it, and what is seen between the two tells how
 fine the figure is. One case clips its gradients, so that what the workers were answered has to be copied for those who
 may lack it.
@@ -33,7 +33,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.aside import BARE
+from benchmarks.fault_tolerance_switch import BARE
 from benchmarks.measure import Ratio, Spread, save
 from benchmarks.pace import LIMIT_S, ROOT, Seconds, in_turns
 from stretto.checkpoint.storage import NAME

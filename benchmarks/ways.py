@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from benchmarks.courses import SHAKESPEARE
+from benchmarks.learning_tasks import SHAKESPEARE
 from benchmarks.race import LR, AdamW, Sgd, Way, alone, averaging, ddp, in_halves, in_low_rank, ours
 
 

@@ -13,7 +13,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader
 
 import stretto
-from benchmarks.aside import Aside
+from benchmarks.fault_tolerance_switch import FaultToleranceSwitch
 from benchmarks.pace import Pace
 from benchmarks.tasks import BATCH, Samples, made
 
@@ -33,7 +33,9 @@ loader = stretto.distribute(model, optimizer, DataLoader(data, batch_size=BATCH,
 
 sys.stdin = (asked.pipes / f"{rank}.go").open()
 sys.stdout = (asked.pipes / f"{rank}.took").open("w")
-pace = Pace(asked.segment, Aside(loader._trainer).heed) if asked.aside else Pace(asked.segment)
+pace = (
+    Pace(asked.segment, FaultToleranceSwitch(loader._trainer).set_for_segment) if asked.aside else Pace(asked.segment)
+)
 pace.begin()
 for x, y in loader:
     optimizer.zero_grad()

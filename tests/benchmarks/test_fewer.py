@@ -13,9 +13,9 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.utils.data import TensorDataset
 
-from benchmarks import courses, fewer, figures, lab, race, tasks
-from benchmarks.courses import MNIST, SHAKESPEARE, Course
+from benchmarks import fewer, figures, lab, learning_tasks, race, tasks
 from benchmarks.lab import Terms
+from benchmarks.learning_tasks import MNIST, SHAKESPEARE, Course
 from benchmarks.measure import save
 from benchmarks.pace import ROOT
 from benchmarks.race import Race, Way, alone
@@ -41,7 +41,7 @@ def test_a_way_is_judged_where_all_hosts_hold_the_same_model(way: Way):
 
 @pytest.mark.parametrize("way", WRITING.values(), ids=WRITING)
 def test_a_pass_over_the_text_ends_with_an_evaluation(way):
-    assert courses.WRITING_STEPS % way.evaluate_every == 0
+    assert learning_tasks.WRITING_STEPS % way.evaluate_every == 0
 
 
 def test_where_the_codec_has_momentum_the_optimizer_has_none():
@@ -72,7 +72,7 @@ def bodies(file: str, name: str) -> list[str]:
     [
         ("benchmarks/tasks.py", "Block", "Block"),
         ("benchmarks/tasks.py", "Writer", "Writer"),
-        ("benchmarks/courses.py", "half_cosine", "pace"),
+        ("benchmarks/learning_tasks.py", "half_cosine", "pace"),
     ],
 )
 def test_network_and_pace_are_those_of_the_example(file, name, original):
@@ -86,10 +86,10 @@ def test_the_writer_is_as_large_as_it_says():
 
 
 def test_windows_look_one_character_ahead():
-    x, y = courses.windows(torch.arange(200), 2).tensors
+    x, y = learning_tasks.windows(torch.arange(200), 2).tensors
     assert x.shape == y.shape == (2, tasks.CONTEXT)
     assert torch.equal(x + 1, y)
-    assert len(courses.windows(torch.arange(200))) == 3
+    assert len(learning_tasks.windows(torch.arange(200))) == 3
 
 
 @pytest.mark.parametrize(("course", "good", "bad"), [(MNIST, 0.98, 0.97), (SHAKESPEARE, 1.9, 2.1)])
@@ -101,11 +101,13 @@ def test_a_target_is_reached_from_the_right_side(course: Course, good, bad):
 
 
 def test_the_loss_of_all_is_the_mean_over_all():
-    test = courses.windows(torch.randint(65, (300 * tasks.CONTEXT,)))
+    test = learning_tasks.windows(torch.randint(65, (300 * tasks.CONTEXT,)))
     torch.manual_seed(0)
     model = tasks.Writer(layers=1, width=16)
     x, y = test.tensors
-    assert courses.mean_loss(model, test) == pytest.approx(courses.of_characters(model(x), y).item(), rel=1e-5)
+    assert learning_tasks.mean_loss(model, test) == pytest.approx(
+        learning_tasks.of_characters(model(x), y).item(), rel=1e-5
+    )
 
 
 def learned(folder, monkeypatch, target: float) -> Race:
@@ -115,7 +117,9 @@ def learned(folder, monkeypatch, target: float) -> Race:
     torch.manual_seed(0)
     x = torch.randn(640, 1)
     data = TensorDataset(x, (x[:, 0] > 0).long())
-    course = Course(lambda: (data, data), lambda: nn.Linear(1, 2), nn.functional.cross_entropy, courses.accuracy, True)
+    course = Course(
+        lambda: (data, data), lambda: nn.Linear(1, 2), nn.functional.cross_entropy, learning_tasks.accuracy, True
+    )
     one = Race(Way(alone, course=course, passes=3, least_between=10), folder, target, 0)
     alone(one)
     return one
@@ -162,7 +166,7 @@ def kept(folder, monkeypatch, contest: str, **terms) -> str:
     """The page with the figures of a contest, of made-up numbers."""
     monkeypatch.setattr(fewer, "save", lambda name, record, trial: save(name, record, trial=trial, folder=folder))
     outcomes = [outcome(name, 8.0 if number else None, 2.5) for number, name in enumerate(CONTESTS[contest])]
-    monkeypatch.setattr(fewer.lab, "taken", lambda terms: (outcomes, 95.0))
+    monkeypatch.setattr(fewer.lab, "run_all", lambda terms: (outcomes, 95.0))
     fewer.run(Terms(ways=tuple(CONTESTS[contest]), contest=contest, **terms))
     page = folder / "figures.md"
     page.write_text(f"{figures.BEGIN}{figures.END}")

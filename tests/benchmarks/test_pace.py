@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from benchmarks.pace import ROOT, Crew, crews, take_turns
+from benchmarks.pace import ROOT, WorkerGroup, take_turns, worker_groups
 
 PATIENCE_S = 20.0
 
@@ -24,8 +24,8 @@ def gone(process: int) -> bool:
     return False
 
 
-def crew(code: str) -> Crew:
-    return Crew([sys.executable, "-c", code], 1)
+def crew(code: str) -> WorkerGroup:
+    return WorkerGroup([sys.executable, "-c", code], 1)
 
 
 ECHO = """
@@ -67,6 +67,6 @@ def test_a_worker_ends_when_nobody_will_tell_it_to_go_on():
 
 
 def test_both_sides_of_a_contest_train():
-    with crews("benchmarks.averaging", ("stretto", "by hand"), "0.8 M", 16, 2) as started:
+    with worker_groups("benchmarks.averaging", ("stretto", "by hand"), "0.8 M", 16, 2) as started:
         taken = take_turns(started, 1)
     assert all(values[0].wall > 0 for values in taken.values())

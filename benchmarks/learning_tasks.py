@@ -1,4 +1,4 @@
-"""What is learned in the laboratory: samples, a network, its loss, and how good it is."""
+"""The learning tasks of the laboratory: samples, a network, its loss and its quality measure."""
 
 from __future__ import annotations
 
@@ -16,36 +16,36 @@ from examples import datasets
 
 HOSTS_BATCH = 4 * 32
 WRITING_STEPS = 120
-"""Steps of 4 hosts in one pass over the text: 98% of it, so that what is exchanged every 15, 30 or 60 steps ends."""
+"""Steps of 4 hosts in an epoch over 98% of the text: a multiple of 15, 30 and 60, so no round is incomplete."""
 WARM_UP = 50
 
 
 @dataclass(frozen=True)
 class Course:
-    """Samples to learn from and to be judged by, a network and its loss. `pace` scales the learning rate."""
+    """Training and test samples, a network, its loss and its quality measure. `pace` scales the learning rate."""
 
     samples: Callable[[], tuple[TensorDataset, TensorDataset]]
     network: Callable[[], nn.Module]
     loss: Callable[[Tensor, Tensor], Tensor]
     judge: Callable[[nn.Module, TensorDataset], float]
     rises: bool
-    """Whether more is better."""
+    """True if a larger value of `judge` is better."""
     pace: Callable[[int, int], float] | None = None
-    """From the step and the number of steps to a factor."""
+    """Maps the step and the number of steps to a factor of the learning rate."""
 
-    def is_reached(self, found: float, target: float) -> bool:
-        """Whether what was found is as good as the target."""
-        return found >= target if self.rises else found <= target
+    def is_reached(self, quality: float, target: float) -> bool:
+        """Return True if the measured quality is at least as good as the target."""
+        return quality >= target if self.rises else quality <= target
 
     @property
     def never(self) -> float:
-        """A target that nothing reaches."""
+        """Target that no quality reaches."""
         return math.inf if self.rises else -math.inf
 
 
 @torch.no_grad()
 def accuracy(model: nn.Module, test: TensorDataset) -> float:
-    """The share of the samples that are named rightly."""
+    """Return the share of correctly classified samples."""
     x, y = test.tensors
     model.eval()
     answers = [model(one).argmax(1) for one in x.split(1000)]
@@ -55,7 +55,7 @@ def accuracy(model: nn.Module, test: TensorDataset) -> float:
 
 @torch.no_grad()
 def mean_loss(model: nn.Module, test: TensorDataset) -> float:
-    """The loss of a character, the mean over all."""
+    """Return the mean loss of a character."""
     x, y = test.tensors
     model.eval()
     losses = [
@@ -66,12 +66,12 @@ def mean_loss(model: nn.Module, test: TensorDataset) -> float:
 
 
 def of_characters(answers: Tensor, y: Tensor) -> Tensor:
-    """Cross-entropy over all characters of all windows."""
+    """Return the cross-entropy over all characters of all windows."""
     return cross_entropy(answers.flatten(0, 1), y.flatten())
 
 
 def half_cosine(step: int, steps: int) -> float:
-    """Warm up, then follow half a cosine down to a tenth: the schedule of examples/shakespeare.py."""
+    """Return the learning rate's factor: warm-up, then half a cosine down to a tenth, as in examples/shakespeare.py."""
     warm_up = min(WARM_UP, steps // 10 + 1)
     return min((step + 1) / warm_up, 0.55 + 0.45 * math.cos(math.pi * step / steps))
 
@@ -83,16 +83,16 @@ def _mnist() -> tuple[TensorDataset, TensorDataset]:
 
 def _shakespeare() -> tuple[TensorDataset, TensorDataset]:
     text = datasets.shakespeare()
-    place = {character: at for at, character in enumerate(sorted(set(text)))}
-    tokens = torch.tensor([place[character] for character in text])
-    learnt = len(tokens) * 9 // 10
-    return windows(tokens[:learnt], WRITING_STEPS * HOSTS_BATCH), windows(tokens[learnt:])
+    index = {character: i for i, character in enumerate(sorted(set(text)))}
+    tokens = torch.tensor([index[character] for character in text])
+    train_size = len(tokens) * 9 // 10
+    return windows(tokens[:train_size], WRITING_STEPS * HOSTS_BATCH), windows(tokens[train_size:])
 
 
 def windows(tokens: Tensor, most: int | None = None) -> TensorDataset:
-    """Inputs and targets (n, CONTEXT): the text in pieces, and the same one character later."""
-    pieces = tokens.unfold(0, CONTEXT + 1, CONTEXT)[:most]
-    return TensorDataset(pieces[:, :-1], pieces[:, 1:])
+    """Return inputs and targets (n, CONTEXT): the text in windows, and the same windows one character later."""
+    sections = tokens.unfold(0, CONTEXT + 1, CONTEXT)[:most]
+    return TensorDataset(sections[:, :-1], sections[:, 1:])
 
 
 MNIST = Course(_mnist, convolution, cross_entropy, accuracy, rises=True)
