@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 import stretto
 from benchmarks.contest import Contest
 from benchmarks.pace import Pace
-from benchmarks.tasks import BATCH, made, samples
+from benchmarks.tasks import BATCH, build, samples
 
 WORKERS = 2
 EVERY = 16
@@ -23,7 +23,7 @@ EVERY = 16
 
 def with_stretto(case: str, pace: Pace) -> None:
     """Run the plain loop with the call of `stretto.distribute`."""
-    model, optimizer, task = made(case)
+    model, optimizer, task = build(case)
     loader = DataLoader(samples(task, WORKERS), batch_size=BATCH, shuffle=True)
     recipe = stretto.recipes.local_sgd(every=EVERY, optimizer_state="keep")
     loader = stretto.distribute(model, optimizer, loader, recipe=recipe)
@@ -37,7 +37,7 @@ def with_stretto(case: str, pace: Pace) -> None:
 
 def by_hand(case: str, pace: Pace) -> None:
     """Run the loop with the averaging written without a library."""
-    model, optimizer, task = made(case)
+    model, optimizer, task = build(case)
     dist.init_process_group("gloo")
     data = samples(task, WORKERS)
     loader = DataLoader(data, batch_size=BATCH, sampler=DistributedSampler(data))

@@ -77,7 +77,7 @@ def run(starts: int | None = None) -> dict[str, Any]:  # noqa: ARG001
     print(f"convex: {QUESTION}", flush=True)
     cases = {name: _case(name, case) for name, case in CASES.items()}
     results = {"question": QUESTION, "l2": L2, "late": LATE, "cases": cases}
-    print(f"  kept in {save('bits', results)}")
+    print(f"  kept in {save('convex', results)}")
     return results
 
 

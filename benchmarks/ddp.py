@@ -10,14 +10,14 @@ from torch.utils.data import DataLoader, DistributedSampler
 import stretto
 from benchmarks.contest import Contest
 from benchmarks.pace import Pace
-from benchmarks.tasks import BATCH, made, samples
+from benchmarks.tasks import BATCH, build, samples
 
 WORKERS = 2
 
 
 def with_stretto(case: str, pace: Pace) -> None:
     """Run the plain loop with the call of `stretto.distribute`."""
-    model, optimizer, task = made(case)
+    model, optimizer, task = build(case)
     loader = DataLoader(samples(task, WORKERS), batch_size=BATCH, shuffle=True)
     loader = stretto.distribute(model, optimizer, loader, recipe="allreduce")
     pace.begin()
@@ -30,7 +30,7 @@ def with_stretto(case: str, pace: Pace) -> None:
 
 def with_ddp(case: str, pace: Pace) -> None:
     """Run the same loop with DistributedDataParallel, as torch's tutorials write it."""
-    model, optimizer, task = made(case)
+    model, optimizer, task = build(case)
     dist.init_process_group("gloo")
     wrapped = DistributedDataParallel(model)
     data = samples(task, WORKERS)

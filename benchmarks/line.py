@@ -20,12 +20,12 @@ from torch.utils.data import DataLoader
 import stretto
 from benchmarks.contest import Contest
 from benchmarks.pace import ROOT, Pace
-from benchmarks.tasks import BATCH, made, samples
+from benchmarks.tasks import BATCH, build, samples
 
 
 def with_stretto(case: str, pace: Pace) -> None:
     """Run the loop with Stretto, an evaluation that is not due, and a logged loss."""
-    model, optimizer, task = made(case)
+    model, optimizer, task = build(case)
     loader = DataLoader(samples(task, 1), batch_size=BATCH, shuffle=True)
     loader = stretto.distribute(model, optimizer, loader, evaluate=never)
     pace.begin()
@@ -45,7 +45,7 @@ def never(model: nn.Module) -> dict[str, float]:
 
 def without_stretto(case: str, pace: Pace) -> None:
     """Run the loop without Stretto."""
-    model, optimizer, task = made(case)
+    model, optimizer, task = build(case)
     loader = DataLoader(samples(task, 1), batch_size=BATCH, shuffle=True)
     pace.begin()
     for x, y in loader:

@@ -121,7 +121,7 @@ class WorkerGroup:
             wall, processor = line.split()
             return Seconds(float(wall), float(processor))
         except ValueError:
-            raise SystemExit(f"a worker {self._why(ready)}; the end of its log:\n{self._last_words()}") from None
+            raise SystemExit(f"a worker {self._reason(ready)}; the end of its log:\n{self._log_end()}") from None
 
     def _reason(self, ready: object) -> str:
         return "ended before its result" if ready else f"sent no result for {LIMIT_S:g} s"

@@ -1,10 +1,10 @@
-"""Our parameter server in processes of its own, and workers in theirs that push as fast as they can.
+"""Our parameter server in separate processes, and worker processes that push as fast as they can.
 
     python -m benchmarks.push 100000 4 5          parameters, workers, seconds: as the peers are measured
     python -m benchmarks.push 100000 4 5 curve    the same with encrypted traffic
 
 A push is a whole exchange of `async_sgd`: the update goes to the server, which applies it, and the newest parameters
-come back and are written in place of the worker's. The workers compute nothing.
+come back and are copied over the worker's. The workers compute nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.peers import WARM_UP_S, Outcome, Rate, show, total, update_of
-from benchmarks.peers.processes import LIMIT_S, Child, say, told_to_end
+from benchmarks.peers.processes import LIMIT_S, Child, send_result, wait_until_closed
 from stretto.parameter_server.client_types import Update, split_among_shards
 from stretto.parameter_server.rpc_channel import connect_client
 from stretto.parameter_server.rpc_server import listening, serve
@@ -32,26 +32,26 @@ from stretto.process_config import ShardConfig
 from stretto.security import WorkerKeys, new_keys
 
 RECIPE = "async_sgd"
-ARENA = 1
+BUFFER_ID = 1
 
 
 def measure(parameters: int, workers: int, seconds: float, curve: bool = False, shards: int = 1) -> Rate:
-    """Updates that our server applies per second, and their bytes."""
+    """Return the updates that our server applies per second, and their bytes."""
     return run(parameters, workers, seconds, curve, shards).rate()
 
 
 def run(parameters: int, workers: int, seconds: float, curve: bool = False, shards: int = 1) -> Outcome:
-    """The same with the sums that show that each update was applied once."""
+    """Measure, and return also the sums that show that each update was applied once."""
     with team(workers) as pushing:
         return pushing.run(parameters, workers, seconds, curve, shards)
 
 
-# --- what the measurement holds in its hands --------------------------------------------------------------------------
+# --- the measuring process --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where the servers are: the coordinator's address and the shards', and the keys of the workers, if any."""
+class ServerAddresses:
+    """Addresses of a server's coordinator and shards, number of its workers, and the workers' keys if encrypted."""
 
     workers: int
     addresses: Sequence[str]
@@ -59,8 +59,8 @@ class Place:
 
 
 @contextmanager
-def servers(workers: int, shards: int = 1, curve: bool = False) -> Iterator[Place]:
-    """A parameter server for so many workers, each shard in a process of its own, which all end with the context."""
+def servers(workers: int, shards: int = 1, curve: bool = False) -> Iterator[ServerAddresses]:
+    """Start a parameter server, each shard in a process of its own; the processes end with the context."""
     ours, theirs = new_keys()
     secrets = _text(ours.secret, ours.public, ours.workers) if curve else ""
     with ExitStack() as stack:
@@ -68,9 +68,9 @@ def servers(workers: int, shards: int = 1, curve: bool = False) -> Iterator[Plac
         for shard in range(shards):
             asked = {"PUSH_SHARD": f"{shard} {shards} {workers}", "PUSH_KEYS": secrets}
             child = stack.enter_context(closing(Child(__spec__.name, "shard", asked)))
-            addresses += child.hear()["addresses"]
+            addresses += child.receive()["addresses"]
         keys = _text(theirs.servers, theirs.public, theirs.secret).split() if curve else None
-        yield Place(workers, addresses, keys)
+        yield ServerAddresses(workers, addresses, keys)
 
 
 def _text(*keys: bytes) -> str:
@@ -79,56 +79,59 @@ def _text(*keys: bytes) -> str:
 
 @contextmanager
 def team(workers: int) -> Iterator[Team]:
-    """So many worker processes, which all end with the context."""
+    """Start worker processes, which end with the context."""
     with ExitStack() as stack:
         children = [stack.enter_context(closing(Child(__spec__.name, "work", {}))) for _ in range(workers)]
         for one in children:
-            one.hear()
+            one.receive()
         yield Team(children)
 
 
 class Team:
-    """Worker processes that push when they are told to. They can be sent from one server to another."""
+    """Worker processes that push on request, and can connect to one server after another."""
 
     def __init__(self, children: Sequence[Child]) -> None:
-        self._all = children
-        self._busy: Sequence[Child] = ()
+        self._workers = children
+        self._connected: Sequence[Child] = ()
         self._parameters = 0
 
     @contextmanager
-    def at(self, place: Place, parameters: int) -> Iterator[None]:
-        """The first of them, as many as the place is for, work there."""
-        self._busy, self._parameters = self._all[: place.workers], parameters
-        for worker, one in enumerate(self._busy):
-            one.tell(do="join", worker=worker, parameters=parameters, **vars(place))
-            one.hear()
-        self._busy[0].tell(do="open")
-        self._busy[0].hear()
+    def connected_to(self, server: ServerAddresses, parameters: int) -> Iterator[None]:
+        """Connect as many of the workers as the server is for."""
+        self._connected, self._parameters = self._workers[: server.workers], parameters
+        for worker, one in enumerate(self._connected):
+            one.send(do="join", worker=worker, parameters=parameters, **vars(server))
+            one.receive()
+        self._connected[0].send(do="open")
+        self._connected[0].receive()
         yield
-        self.together(do="leave")
+        self.request_all(do="leave")
 
-    def together(self, limit_s: float = LIMIT_S, **order: Any) -> list[dict[str, Any]]:
-        """All do the same at once; what each says when it has done it."""
-        for one in self._busy:
-            one.tell(**order)
-        return [one.hear(limit_s, [other for other in self._busy if other is not one]) for one in self._busy]
+    def request_all(self, limit_s: float = LIMIT_S, **request: Any) -> list[dict[str, Any]]:
+        """Send the same request to all connected workers, and return the reply of each."""
+        for worker in self._connected:
+            worker.send(**request)
+        return [
+            worker.receive(limit_s, [other for other in self._connected if other is not worker])
+            for worker in self._connected
+        ]
 
     def exchanges(self, count: int) -> list[list[float]]:
-        """All push so often; the seconds of each exchange, for each worker."""
-        return [said["seconds"] for said in self.together(do="exchanges", count=count)]
+        """Let all workers push `count` times; return the seconds of each exchange, for each worker."""
+        return [reply["seconds"] for reply in self.request_all(do="exchanges", count=count)]
 
     def run(self, parameters: int, workers: int, seconds: float, curve: bool = False, shards: int = 1) -> Outcome:
-        """Push for a while at a new server, once to get warm and once to be measured."""
-        with servers(workers, shards, curve) as place, self.at(place, parameters):
-            self.together(do="push", seconds=WARM_UP_S)
-            said = self.together(LIMIT_S + seconds, do="push", seconds=seconds)
-            return self.outcome(sum(one["count"] / one["seconds"] for one in said))
+        """Push to a new server, first for WARM_UP_S and then for the measurement."""
+        with servers(workers, shards, curve) as server, self.connected_to(server, parameters):
+            self.request_all(do="push", seconds=WARM_UP_S)
+            reply = self.request_all(LIMIT_S + seconds, do="push", seconds=seconds)
+            return self.outcome(sum(one["count"] / one["seconds"] for one in reply))
 
     def outcome(self, updates_per_s: float) -> Outcome:
-        """A rate beside all that was pushed at this server, and what the server made of it."""
-        pushed = [said["pushed"] for said in self.together(do="count")]
-        self._busy[0].tell(do="change")
-        change = self._busy[0].hear()["change"]
+        """Return a rate together with the sum of all updates pushed to this server, and the sum of their effect."""
+        pushed = [reply["pushed"] for reply in self.request_all(do="count")]
+        self._connected[0].send(do="change")
+        change = self._connected[0].receive()["change"]
         sums = [count * total(update_of(worker, self._parameters)) for worker, count in enumerate(pushed)]
         return Outcome(self._parameters, sum(pushed), updates_per_s, sum(sums), change)
 
@@ -137,12 +140,12 @@ class Team:
 
 
 def shard() -> None:
-    """A server process: one shard, and the coordinator beside the first one."""
+    """Run a server process: one shard, and the coordinator in the process of the first shard."""
     number, shards, workers = (int(one) for one in os.environ["PUSH_SHARD"].split())
     coordinator = listening() if number == 0 else None
-    own = listening()
-    say(addresses=[f"tcp://127.0.0.1:{one.getsockname()[1]}" for one in (coordinator, own) if one])
-    threading.Thread(target=_end_when_told, daemon=True).start()
+    shard_socket = listening()
+    send_result(addresses=[f"tcp://127.0.0.1:{one.getsockname()[1]}" for one in (coordinator, shard_socket) if one])
+    threading.Thread(target=_exit_when_closed, daemon=True).start()
     keys = tuple(os.environ["PUSH_KEYS"].split()) or None
     fd = coordinator.detach() if coordinator else None
     serve(
@@ -150,7 +153,7 @@ def shard() -> None:
             shard=number,
             shards=shards,
             workers=workers,
-            listen_fd=own.detach(),
+            listen_fd=shard_socket.detach(),
             dispatcher_fd=fd,
             keys=keys,  # type: ignore[arg-type]
             timeout_s=LIMIT_S,
@@ -158,50 +161,50 @@ def shard() -> None:
     )
 
 
-def _end_when_told() -> None:
-    told_to_end()
+def _exit_when_closed() -> None:
+    wait_until_closed()
     os._exit(0)
 
 
 def work() -> None:
-    """A worker process: does what each line says."""
+    """Run a worker process: carry out the request in each line."""
     torch.set_num_threads(1)
     pusher: Pusher | None = None
-    say(ready=True)
+    send_result(ready=True)
     for line in iter(sys.stdin.readline, ""):
-        order = json.loads(line)
-        do = order.pop("do")
+        request = json.loads(line)
+        do = request.pop("do")
         if do == "join":
-            pusher = Pusher(**order)
-            say(joined=True)
+            pusher = Pusher(**request)
+            send_result(joined=True)
         else:
-            say(**getattr(pusher, do)(**order))
+            send_result(**getattr(pusher, do)(**request))
 
 
 class Pusher:
-    """One worker at a server."""
+    """One worker connected to a server."""
 
     def __init__(
         self, worker: int, workers: int, addresses: Sequence[str], keys: Sequence[str] | None, parameters: int
     ) -> None:
-        known = WorkerKeys(*(one.encode() for one in keys)) if keys else None
-        self._wire = connect_client(worker, workers, addresses, known, LIMIT_S)
+        worker_keys = WorkerKeys(*(one.encode() for one in keys)) if keys else None
+        self._client = connect_client(worker, workers, addresses, worker_keys, LIMIT_S)
         self._update = torch.from_numpy(update_of(worker, parameters))
         self._parameters = torch.zeros(parameters)
-        self._versions = [0] * self._wire.shards
+        self._versions = [0] * self._client.shards
         self._pushed = 0
 
     def open(self) -> dict[str, Any]:
-        """Give the server its parameters: zeros."""
-        self._wire.open(ARENA, RECIPE, [self._parameters])
+        """Send the initial parameters to the server: zeros."""
+        self._client.open(BUFFER_ID, RECIPE, [self._parameters])
         return {}
 
     def exchanges(self, count: int) -> dict[str, Any]:
-        """The seconds of each of so many exchanges."""
+        """Return the seconds of each of `count` exchanges."""
         return {"seconds": [self._timed() for _ in range(count)]}
 
     def push(self, seconds: float) -> dict[str, Any]:
-        """Push again and again."""
+        """Push until `seconds` have passed."""
         count, began = 0, time.perf_counter()
         while not count or time.perf_counter() - began < seconds:
             self._exchange()
@@ -209,17 +212,17 @@ class Pusher:
         return {"count": count, "seconds": time.perf_counter() - began}
 
     def count(self) -> dict[str, Any]:
-        """How often this worker has pushed."""
+        """Return the number of this worker's pushes."""
         return {"pushed": self._pushed}
 
     def change(self) -> dict[str, Any]:
-        """The sum of the server's parameters, which began as zeros."""
-        self._wire.read([self._parameters.numel()]).wait(self._take)
+        """Return the sum of the server's parameters, which were initially zeros."""
+        self._client.read([self._parameters.numel()]).wait(self._take)
         return {"change": total(self._parameters.numpy())}
 
     def leave(self) -> dict[str, Any]:
-        """Leave the server."""
-        self._wire.close()
+        """Disconnect from the server."""
+        self._client.close()
         return {}
 
     def _timed(self) -> float:
@@ -229,16 +232,16 @@ class Pusher:
 
     def _exchange(self) -> None:
         self._pushed += 1
-        messages = split_among_shards([self._update], self._wire.shards)
+        messages = split_among_shards([self._update], self._client.shards)
         update = Update(self._pushed, self._versions, 1, 0.0, messages)
-        self._versions = self._wire.push(ARENA, update, [self._update.numel()]).wait(self._take).versions
+        self._versions = self._client.push(BUFFER_ID, update, [self._update.numel()]).wait(self._take).versions
 
-    def _take(self, part: int, at: int, piece: Tensor) -> None:
-        self._parameters[at : at + piece.numel()].copy_(piece)
+    def _take(self, part: int, start: int, piece: Tensor) -> None:
+        self._parameters[start : start + piece.numel()].copy_(piece)
 
 
 def measure_with(curve: bool) -> Callable[[int, int, float], Rate]:
-    """The measurement with encrypted traffic, or without."""
+    """Return the measurement with or without encryption."""
     return partial(measure, curve=curve)
 
 

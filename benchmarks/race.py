@@ -1,9 +1,9 @@
-"""What one host does in the laboratory: it trains in one way until a target is reached.
+"""Program of one host in the laboratory: trains in one way until a target is reached.
 
-All ways of a contest share the network, the order of the samples, how they are judged, and the clock: seconds since the
-first batch at host 0, less those in which it evaluates; the others wait meanwhile. After each evaluation host 0 adds a
-line to FOLDER/evaluations.jsonl; when the target is reached it writes FOLDER/reached, and all end, those that keep
-step with each other at the same step.
+All ways of a contest share the network, the order of the samples, the quality measure and the clock: seconds since the
+first batch at host 0, without its evaluations, during which the other hosts wait. After each evaluation host 0 adds a
+line to FOLDER/evaluations.jsonl; when the target is reached it writes FOLDER/reached, and all hosts stop, synchronous
+ones at the same step.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ONE_BUCKET_MB = 1024
 
 
 class Race:
-    """This host's data, clock and finishing line. Host 0 is the referee."""
+    """This host's data, model, clock and target. Host 0 evaluates."""
 
     def __init__(self, way: Way, folder: Path, target: float, seed: int) -> None:
         self.way, self.course = way, way.course
@@ -53,24 +53,24 @@ class Race:
         self._began: float | None = None
 
     def batches(self, loader: Any) -> Iterator[tuple[Tensor, Tensor]]:
-        """The batches of as many passes as it takes to reach the target."""
+        """Return the batches of as many epochs as it takes to reach the target."""
         for _ in range(self.way.passes):
             for batch in loader:
                 if self._began is None:
                     self._began = time.perf_counter()
-                if self.over():
+                if self.is_over():
                     return
                 self.steps += 1
                 yield batch
 
-    def over(self) -> bool:
-        """Whether the target is reached. It changes only while all hosts wait for host 0's evaluation."""
+    def is_over(self) -> bool:
+        """Return True if the target is reached; that changes only while all hosts wait for host 0's evaluation."""
         while self.host and self._pause.exists():
             time.sleep(POLL_S)
         return (self._folder / "reached").exists()
 
     def learn(self, model: Callable[[Tensor], Tensor], x: Tensor, y: Tensor) -> None:
-        """One step."""
+        """Train one step."""
         if self.course.pace is not None:
             steps = self.way.passes * (len(self.order) // (BATCH * self.hosts))
             for group in self.optimizer.param_groups:
@@ -82,29 +82,29 @@ class Race:
         self.optimizer.step()
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """How good the model is, written down with the time it took to get there."""
-        came = time.perf_counter()
+        """Evaluate the model, and record its quality and the seconds until now."""
+        reached_at = time.perf_counter()
         assert self._began is not None
-        seconds = came - self._began - self._evaluating_s
+        seconds = reached_at - self._began - self._evaluating_s
         self._pause.touch()
-        found = self.course.judge(model, self._test)
+        quality = self.course.judge(model, self._test)
         if not (self._folder / "reached").exists():
-            said = {"step": self.steps, "seconds": seconds, "found": found}
+            entry = {"step": self.steps, "seconds": seconds, "found": quality}
             with (self._folder / "evaluations.jsonl").open("a") as lines:
-                lines.write(json.dumps(said) + "\n")
-            if self.course.is_reached(found, self._target):
+                lines.write(json.dumps(entry) + "\n")
+            if self.course.is_reached(quality, self._target):
                 (self._folder / "reached").touch()
-        self._evaluating_s += time.perf_counter() - came
+        self._evaluating_s += time.perf_counter() - reached_at
         self._pause.unlink()
-        return {"found": found}
+        return {"found": quality}
 
     @property
     def _pause(self) -> Path:
-        """Is there while host 0 evaluates: where nobody waits for anyone, the others must."""
+        """File that exists while host 0 evaluates; asynchronous hosts wait until it is removed."""
         return self._folder / "evaluating"
 
     def evaluate_if_due(self, model: nn.Module) -> None:
-        """For the ways written by hand: host 0 evaluates each so many steps, the others wait for it."""
+        """Evaluate at host 0 every `evaluate_every` steps while the others wait, in ways written by hand."""
         if self.steps % self.way.evaluate_every == 0:
             if self.host == 0:
                 self.evaluate(model)
@@ -113,7 +113,7 @@ class Race:
 
 
 class Shuffled(Sampler[int]):
-    """All samples in an order that only the seed and the number of the pass decide."""
+    """All samples in an order that depends only on the seed and the number of the epoch."""
 
     def __init__(self, samples: int, seed: int) -> None:
         self._samples = samples
@@ -127,7 +127,7 @@ class Shuffled(Sampler[int]):
 
 
 class Shard(Sampler[list[int]]):
-    """One host's batches of that order, dealt in turn, as Stretto deals them."""
+    """One host's batches of that order, assigned in turn, as Stretto assigns them."""
 
     def __init__(self, order: Shuffled, host: int, hosts: int) -> None:
         self._order, self._host, self._hosts = order, host, hosts
@@ -138,35 +138,35 @@ class Shard(Sampler[list[int]]):
             yield indices[at : at + BATCH]
 
     def __len__(self) -> int:
-        """Only rounds in which every host has a whole batch."""
+        """Return the number of global steps in which every host has a full batch."""
         return len(self._order) // (BATCH * self._hosts)
 
 
 def alone(race: Race) -> None:
-    """One process on one host."""
-    for x, y in race.batches(_shared(race)):
+    """Train with one process on one host."""
+    for x, y in race.batches(_loader(race)):
         race.learn(race.model, x, y)
         race.evaluate_if_due(race.model)
 
 
 def ddp(race: Race) -> None:
-    """Torch's DistributedDataParallel, as it is or with one of its hooks."""
+    """Train with torch's DistributedDataParallel, with or without one of its hooks."""
     dist.init_process_group("gloo")
     wrapped = race.way.wrap(race.model)
-    for x, y in race.batches(_shared(race)):
+    for x, y in race.batches(_loader(race)):
         race.learn(wrapped, x, y)
         race.evaluate_if_due(race.model)
 
 
-def in_halves(model: nn.Module) -> DistributedDataParallel:
-    """With the fp16 hook."""
+def with_fp16_hook(model: nn.Module) -> DistributedDataParallel:
+    """Return the wrapped model with the fp16 hook."""
     wrapped = DistributedDataParallel(model)
     wrapped.register_comm_hook(None, fp16_compress_hook)
     return wrapped
 
 
-def in_low_rank(model: nn.Module, rank: int) -> DistributedDataParallel:
-    """With the PowerSGD hook, from the first step that it allows; in one bucket, since several hang with gloo."""
+def with_power_sgd_hook(model: nn.Module, rank: int) -> DistributedDataParallel:
+    """Return the model with the PowerSGD hook from its earliest step; in one bucket, since several hang with gloo."""
     from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
     wrapped = DistributedDataParallel(model, bucket_cap_mb=ONE_BUCKET_MB)
@@ -176,19 +176,19 @@ def in_low_rank(model: nn.Module, rank: int) -> DistributedDataParallel:
 
 
 def averaging(race: Race) -> None:
-    """Averaging the parameters each so many steps, written by hand."""
+    """Average the parameters every few steps, written by hand."""
     dist.init_process_group("gloo")
     for one in race.model.parameters():
         dist.broadcast(one.data, 0)
-    for x, y in race.batches(_shared(race)):
+    for x, y in race.batches(_loader(race)):
         race.learn(race.model, x, y)
         if race.steps % race.way.every == 0:
             average(race.model)
         race.evaluate_if_due(race.model)
 
 
-def ours(race: Race) -> None:
-    """The loop as it is alone, with the one line."""
+def stretto_way(race: Race) -> None:
+    """Train with the single-process loop and the call of `stretto.distribute`."""
     loader = DataLoader(race.data, batch_size=BATCH, sampler=race.order)
     loader = stretto.distribute(
         race.model,
@@ -203,7 +203,7 @@ def ours(race: Race) -> None:
     close()
 
 
-def _shared(race: Race) -> DataLoader[Any]:
+def _loader(race: Race) -> DataLoader[Any]:
     return DataLoader(race.data, batch_sampler=Shard(race.order, race.host, race.hosts))
 
 
@@ -223,7 +223,7 @@ class Sgd:
 
 @dataclass(frozen=True)
 class AdamW:
-    """AdamW as examples/shakespeare.py has it."""
+    """AdamW with the settings of examples/shakespeare.py."""
 
     lr: float = 3e-3
 
@@ -236,7 +236,7 @@ class AdamW:
 
 @dataclass(frozen=True)
 class Way:
-    """A way to train. `against`: the way written by hand that ours may not be slower than."""
+    """A way to train. `against`: the way written by hand that ours should be at least as fast as."""
 
     train: Callable[[Race], None]
     recipe: str = ""
@@ -248,15 +248,15 @@ class Way:
     optimizer: Sgd | AdamW = Sgd()
     clip: float | None = None
     passes: int = MOST_PASSES
-    """After which it is given up, and over which the learning rate follows the course's pace."""
+    """Epochs after which the run ends, and over which the learning rate follows the course's schedule."""
     least_between: int = 16
 
     @property
     def has_hook(self) -> bool:
-        """Whether it is DDP that sends fewer bytes."""
+        """True if the way is DDP with a hook that compresses gradients."""
         return self.train is ddp and self.wrap is not DistributedDataParallel
 
     @property
     def evaluate_every(self) -> int:
-        """Steps between evaluations: where all hosts hold the same model."""
+        """Number of steps between evaluations, at which all hosts hold the same model."""
         return max(self.least_between, self.every)

@@ -1,10 +1,10 @@
-"""How long does a death stop those who are left? From a SIGKILL to the next round that the survivors have committed.
+"""How long does the failure of a worker stop the others? From a SIGKILL to the next round that the survivors commit.
 
-4 workers on one machine; each writes down when a step of its has ended, by the clock that all processes of a machine
-share. Of a kill, what counts is the survivor that is last to end a step in the generation that was formed without the
-killed one. Beside it, in turns, torchrun: it ends everyone and starts all again, so what counts is the last of the
-new processes to end its first step. Its script keeps no checkpoint, and reads none. A paused worker (SIGSTOP) is one
-whose host has vanished without a word: it is taken for dead when the patience is over.
+4 workers on one machine; each records when its steps ended, by the clock that all processes of a machine share. The
+figure of a kill is the time until the last survivor has ended a step in the generation that was formed without the
+killed worker. In turns with it, torchrun, which ends and restarts all workers: the figure is the time until the last of
+the new processes has ended its first step. Its script writes and reads no checkpoint. A paused worker (SIGSTOP) stands
+for a host that stops responding: it is declared failed after the failure timeout.
 """
 
 from __future__ import annotations
@@ -35,32 +35,32 @@ WORKERS, VICTIMS = 4, (0, 2)
 SMALL = "0.03 M"
 MODELS: Mapping[str, int] = {SMALL: 128, "5 M": 2200}
 KILLS, STARTS = 5, 2
-"""Of each victim in a run: each restart of a process waits longer than the one before."""
-PATIENCE_S = 2.0
-CALM_S = 1.0
-"""All go on so long before the next kill."""
-LOOK_S = 0.05
+"""Kills of each victim in a run; each restart of a process waits longer than the one before."""
+FAILURE_TIMEOUT_S = 2.0
+STEADY_S = 1.0
+"""Seconds of undisturbed steps before the next kill."""
+POLL_S = 0.05
 LIMIT_S = 120.0
-"""Nothing that is waited for may take longer."""
+"""Limit of every wait."""
 SCRIPT = ROOT / "benchmarks" / "scripts" / "clocked.py"
-AGAIN = 1000
+MAX_RESTARTS = 1000
 
-Strike = tuple[int, float]
-"""Who was struck, and the seconds it cost."""
+Failure = tuple[int, float]
+"""The worker that got the signal, and the seconds until recovery."""
 
 
 @dataclass(frozen=True)
 class Side:
-    """A way to start the script, what that is told, and how to see that all who go on are past a strike."""
+    """A launcher's command, the script's arguments, and a function that returns the recovery time once it is over."""
 
     name: str
     command: Callable[[Path], list[str]]
     arguments: Sequence[str]
-    cost_s: Callable[[Group, int, float], float | None]
+    recovery_s: Callable[[Group, int, float], float | None]
 
 
 class Group:
-    """A launcher and its workers, and when their steps ended."""
+    """A launcher and its workers, and the times at which their steps ended."""
 
     def __init__(self, side: Side, width: int, folder: Path) -> None:
         self.folder = folder
@@ -75,42 +75,42 @@ class Group:
         )
 
     def pids(self) -> dict[int, int]:
-        """Of each worker its newest process."""
+        """Return the pid of each worker's newest process."""
         return {rank: int(path.name.split("-")[-1]) for rank, path in self._newest().items()}
 
     def ends(self, rank: int) -> Sequence[float]:
-        """When the steps of a worker's newest process ended."""
+        """Return the times at which the steps of a worker's newest process ended."""
         raw = self._newest()[rank].read_bytes()
         return array("d", raw[: len(raw) // 8 * 8])
 
     def _newest(self) -> dict[int, Path]:
-        """The names hold when the processes began: the last in their order is the newest."""
+        """Return each worker's newest file: names contain the start time, so the last in their order is the newest."""
         return {int(path.name.split("-")[0]): path for path in sorted(self.steps.iterdir())}
 
     def members(self) -> list[Event]:
-        """What Stretto's run has written down of who is there."""
+        """Return the membership events of Stretto's run."""
         self._members += [one for one in self._tail.read() if one["event"] == "membership"]
         return self._members
 
-    def wait(self, what: str, found: Callable[[], Any]) -> Any:
-        """What is found in the end, when it is something."""
+    def wait(self, awaited: str, poll: Callable[[], Any]) -> Any:
+        """Wait until `found` returns something else than None, and return it."""
         limit = time.monotonic() + LIMIT_S
-        while (one := found()) is None:
+        while (result := poll()) is None:
             if self._launcher.poll() is not None or time.monotonic() > limit:
-                raise SystemExit(f"recovery: waited in vain for {what}:\n{self._last_words()}")
-            time.sleep(LOOK_S)
-        return one
+                raise SystemExit(f"recovery: timed out waiting for {awaited}:\n{self._log_end()}")
+            time.sleep(POLL_S)
+        return result
 
-    def calm(self) -> None:
-        """Wait until all workers have gone on for a while."""
+    def wait_until_steady(self) -> None:
+        """Wait until all workers have run undisturbed for a while."""
 
-        def so() -> bool | None:
+        def is_so() -> bool | None:
             now, steps = time.perf_counter(), [self.ends(rank) for rank in self.pids()]
-            return True if len(steps) == WORKERS and all(is_calm(one, now) for one in steps) else None
+            return True if len(steps) == WORKERS and all(is_steady(one, now) for one in steps) else None
 
-        self.wait("all workers", so)
+        self.wait("all workers", is_so)
 
-    def _last_words(self) -> str:
+    def _log_end(self) -> str:
         return (self.folder / "log").read_text(errors="replace")[-2000:]
 
     def close(self) -> None:
@@ -124,70 +124,70 @@ class Group:
         self._log.close()
 
 
-def is_calm(steps: Sequence[float], now: float) -> bool:
-    """Whether a process has ended steps for a while, and still does."""
-    return len(steps) > 1 and steps[0] < now - CALM_S and steps[-1] > now - CALM_S / 2
+def is_steady(steps: Sequence[float], now: float) -> bool:
+    """Return True if a process has ended its first step some time ago, and its last one just now."""
+    return len(steps) > 1 and steps[0] < now - STEADY_S and steps[-1] > now - STEADY_S / 2
 
 
 def with_stretto(*more: str) -> Callable[[Path], list[str]]:
-    """The command up to the script."""
+    """Return the function that makes the command up to the script."""
 
     def command(folder: Path) -> list[str]:
         started = [sys.executable, "-m", "stretto.cli", "run", "-n", str(WORKERS), "--threads", "1"]
-        return [*started, "--restarts", str(AGAIN), "--out", str(folder / "run"), *more]
+        return [*started, "--restarts", str(MAX_RESTARTS), "--out", str(folder / "run"), *more]
 
     return command
 
 
 def with_torchrun(_folder: Path) -> list[str]:
-    """The command up to the script."""
+    """Return the command up to the script."""
     started = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(WORKERS)]
-    return [*started, "--max-restarts", str(AGAIN)]
+    return [*started, "--max-restarts", str(MAX_RESTARTS)]
 
 
-def survivors_s(group: Group, victim: int, struck: float) -> float | None:
-    """Seconds until the last survivor has ended a step in the first generation without the victim."""
-    formed = formed_without(group.members(), victim, struck)
+def survivors_s(group: Group, victim: int, failed_at: float) -> float | None:
+    """Return the seconds until the last survivor has ended a step in the first generation without the victim."""
+    formed = formed_without(group.members(), victim, failed_at)
     if formed is None:
         return None
-    return latest([group.ends(rank) for rank in group.pids() if rank != victim], formed, struck)
+    return latest([group.ends(rank) for rank in group.pids() if rank != victim], formed, failed_at)
 
 
-def formed_without(events: Sequence[Event], victim: int, struck: float) -> float | None:
-    """When the first generation after a strike that has no such member was formed."""
-    told = (one for one in events if one["what"] == "formed" and one["at"] > struck)
-    return next((one["at"] for one in told if victim not in one["members"]), None)
+def formed_without(events: Sequence[Event], victim: int, failed_at: float) -> float | None:
+    """Return when the first generation without the victim was formed after a failure."""
+    formed = (event for event in events if event["what"] == "formed" and event["at"] > failed_at)
+    return next((event["at"] for event in formed if victim not in event["members"]), None)
 
 
-def latest(ends: Sequence[Sequence[float]], since: float, struck: float) -> float | None:
-    """Seconds from a strike until each has ended a step after `since`; None if one has not."""
+def latest(ends: Sequence[Sequence[float]], since: float, failed_at: float) -> float | None:
+    """Return the seconds from a failure until all workers have ended a step after `since`; None if one has not."""
     later = [[one for one in steps if one > since] for steps in ends]
-    return max(one[0] for one in later) - struck if later and all(later) else None
+    return max(one[0] for one in later) - failed_at if later and all(later) else None
 
 
-def restarted_s(group: Group, _victim: int, struck: float) -> float | None:
-    """Seconds until the last of as many new processes has ended its first step."""
+def restarted_s(group: Group, _victim: int, failed_at: float) -> float | None:
+    """Return the seconds until the last of WORKERS new processes has ended its first step."""
     newest = [group.ends(rank) for rank in group.pids()]
-    begun = [steps for steps in newest if steps and steps[0] > struck]
-    return latest(begun, struck, struck) if len(begun) == WORKERS else None
+    begun = [steps for steps in newest if steps and steps[0] > failed_at]
+    return latest(begun, failed_at, failed_at) if len(begun) == WORKERS else None
 
 
 STRETTO = Side("stretto", with_stretto(), (), survivors_s)
 TORCHRUN = Side("torchrun", with_torchrun, ("--ddp",), restarted_s)
-VANISHING = Side("stretto", with_stretto("--failure-timeout", f"{PATIENCE_S:g}s"), (), survivors_s)
+PAUSED = Side("stretto", with_stretto("--failure-timeout", f"{FAILURE_TIMEOUT_S:g}s"), (), survivors_s)
 
 
 def run(starts: int | None = None) -> dict[str, Any]:
-    """Take the figures, print them, keep them."""
+    """Measure all cases, print the figures and write them to the results."""
     print(f"recovery: {QUESTION}", flush=True)
-    many = starts or STARTS
-    cases = {model: _case(model, width, many) for model, width in MODELS.items()}
-    vanished = _vanished(many)
+    repetitions = starts or STARTS
+    cases = {model: _case(model, width, repetitions) for model, width in MODELS.items()}
+    vanished = _paused(repetitions)
     record = {
         "question": QUESTION,
         "wanted_s": WANTED_S,
         "workers": WORKERS,
-        "starts": many,
+        "starts": repetitions,
         "cases": cases,
         "vanished": vanished,
     }
@@ -196,12 +196,12 @@ def run(starts: int | None = None) -> dict[str, Any]:
 
 
 def _case(model: str, width: int, starts: int) -> dict[str, Any]:
-    """Both sides in turns."""
-    costs: dict[str, list[Strike]] = {STRETTO.name: [], TORCHRUN.name: []}
+    """Measure both sides in turns."""
+    costs: dict[str, list[Failure]] = {STRETTO.name: [], TORCHRUN.name: []}
     step_s: dict[str, list[float]] = {name: [] for name in costs}
     for _ in range(starts):
         for side in (STRETTO, TORCHRUN):
-            found, pace = strikes(side, width, signal.SIGKILL, VICTIMS * KILLS)
+            found, pace = measure_failures(side, width, signal.SIGKILL, VICTIMS * KILLS)
             costs[side.name] += found
             step_s[side.name].append(pace)
     victims = {f"worker {one}": by_side(costs, one) for one in VICTIMS}
@@ -213,22 +213,27 @@ def _case(model: str, width: int, starts: int) -> dict[str, Any]:
     return {"victims": victims, "step_ms": step_ms}
 
 
-def _vanished(starts: int) -> dict[str, Any]:
-    found: list[Strike] = []
+def _paused(starts: int) -> dict[str, Any]:
+    found: list[Failure] = []
     for _ in range(starts):
-        found += strikes(VANISHING, MODELS[SMALL], signal.SIGSTOP, VICTIMS[1:] * KILLS)[0]
+        found += measure_failures(PAUSED, MODELS[SMALL], signal.SIGSTOP, VICTIMS[1:] * KILLS)[0]
     one = by_side({"stretto": found}, VICTIMS[1])["stretto"]
-    print(f"  paused, --failure-timeout {PATIENCE_S:g}s: {_shown(one)}, of {one['deaths']}", flush=True)
-    return {"model": SMALL, "victim": f"worker {VICTIMS[1]}", "failure_timeout_s": PATIENCE_S, **one}
+    print(f"  paused, --failure-timeout {FAILURE_TIMEOUT_S:g}s: {_shown(one)}, of {one['deaths']}", flush=True)
+    return {"model": SMALL, "victim": f"worker {VICTIMS[1]}", "failure_timeout_s": FAILURE_TIMEOUT_S, **one}
 
 
-def by_side(costs: Mapping[str, Sequence[Strike]], victim: int) -> dict[str, Any]:
-    """Median and quartiles of each side's seconds for one victim, the worst, and all of them."""
+def by_side(costs: Mapping[str, Sequence[Failure]], victim: int) -> dict[str, Any]:
+    """Return each side's median, quartiles, maximum and list of seconds for one victim."""
     found: dict[str, Any] = {}
-    for name, strikes in costs.items():
-        seconds = [cost for who, cost in strikes if who == victim]
-        told = [round(one, 4) for one in seconds]
-        found[name] = {"s": Spread.of(seconds).record(), "worst": max(told), "deaths": len(told), "all_s": told}
+    for name, failures in costs.items():
+        seconds = [cost for worker, cost in failures if worker == victim]
+        rounded = [round(one, 4) for one in seconds]
+        found[name] = {
+            "s": Spread.of(seconds).record(),
+            "worst": max(rounded),
+            "deaths": len(rounded),
+            "all_s": rounded,
+        }
     return found
 
 
@@ -236,25 +241,29 @@ def _shown(one: Mapping[str, Any]) -> str:
     return f"{one['s']['median']:.3f} s (worst {one['worst']:.3f})"
 
 
-def strikes(side: Side, width: int, what: signal.Signals, victims: Sequence[int]) -> tuple[list[Strike], float]:
-    """What striking these workers one after the other costs in one run, and the seconds of a step before."""
-    with tempfile.TemporaryDirectory(prefix="stretto-recovery-") as place:
-        group = Group(side, width, Path(place))
+def measure_failures(
+    side: Side, width: int, signal_number: signal.Signals, victims: Sequence[int]
+) -> tuple[list[Failure], float]:
+    """Return the recovery times of failures of these workers, one after another, and the seconds of a step."""
+    with tempfile.TemporaryDirectory(prefix="stretto-recovery-") as folder:
+        group = Group(side, width, Path(folder))
         with contextlib.closing(group):
-            group.calm()
+            group.wait_until_steady()
             steps = group.ends(0)
             pace = statistics.median(after - before for before, after in pairwise(steps))
-            return [_strike(side, group, victim, what) for victim in victims], pace
+            return [_measure_failure(side, group, victim, signal_number) for victim in victims], pace
 
 
-def _strike(side: Side, group: Group, victim: int, what: signal.Signals) -> Strike:
-    """Strike a worker when all have gone on for a while, and wait for the others."""
-    group.calm()
+def _measure_failure(side: Side, group: Group, victim: int, signal_number: signal.Signals) -> Failure:
+    """Send the signal to a worker when all have run undisturbed for a while, and wait for the others."""
+    group.wait_until_steady()
     pid = group.pids()[victim]
-    struck = time.perf_counter()
-    os.kill(pid, what)
-    cost_s = group.wait(f"those who go on without worker {victim}", lambda: side.cost_s(group, victim, struck))
-    if what == signal.SIGSTOP:  # it finds that it is no member any more, and comes again
+    failed_at = time.perf_counter()
+    os.kill(pid, signal_number)
+    recovery_s = group.wait(
+        f"survivors to continue without worker {victim}", lambda: side.recovery_s(group, victim, failed_at)
+    )
+    if signal_number == signal.SIGSTOP:  # the worker finds that it was removed from the membership, and restarts
         os.kill(pid, signal.SIGCONT)
-    group.wait("a newcomer", lambda: True if group.pids()[victim] != pid else None)
-    return victim, cost_s
+    group.wait("a restarted worker", lambda: True if group.pids()[victim] != pid else None)
+    return victim, recovery_s

@@ -1,8 +1,9 @@
-"""What does our parameter server move over loopback, as a share of what a bare connection moves in the same run?
+"""What share of a bare connection's throughput over loopback does our parameter server reach in the same run?
 
 100 MB of parameters: workers push an update of their size, the server applies it, and the newest parameters come back
-and are written in place. A bare pair of sockets moves the same 100 MB one way, and both ways at once, in turns with
-ours. Then an update of 4 KB, and how long its exchange takes beside 4 KB there and back on a bare connection.
+and are copied over the worker's. A bare pair of sockets moves the same 100 MB one way, and both ways at the same time,
+in turns with ours. Then the same with an update of 4 KB: time of its exchange, and of a round trip of 4 KB on a bare
+connection.
 """
 
 from __future__ import annotations
@@ -23,26 +24,26 @@ from benchmarks.push import Team, servers, team
 
 QUESTION = "bytes both ways per second of push and pull of 100 MB, apply included, against a bare pair of sockets"
 WANTED = 0.75
-"""Of what the bare pair moves one way, without encryption."""
+"""Wanted share of the bytes per second that the bare pair moves one way, without encryption."""
 WANTED_MS = 0.3
-"""For an exchange of 4 KB."""
+"""Wanted milliseconds of an exchange of 4 KB."""
 LARGE = 25_000_000
 SMALL = 1000
 STARTS = 3
 REPETITIONS = 6
 EXCHANGES = 3
-"""Of 100 MB, in one turn."""
+"""Exchanges of 100 MB in one turn."""
 PINGS = 300
 """Exchanges of 4 KB in one turn."""
 ONE_WAY, BOTH_WAYS, BARE = "bare, one way", "bare, both ways", "bare"
 
 Taken = Mapping[str, Sequence[Sequence[float]]]
-"""For each side and start what its turns gave."""
+"""Values of the turns, for each side and start."""
 
 
 @dataclass(frozen=True)
 class Way:
-    """How many workers push at once, and whether what they say is encrypted."""
+    """Number of workers that push at the same time, and True if their traffic is encrypted."""
 
     workers: int
     curve: bool
@@ -57,10 +58,10 @@ WAYS = {
 
 
 def run(starts: int | None = None) -> dict[str, Any]:
-    """Take the figures, print them, keep them."""
+    """Measure all sides, print the figures and write them to the results."""
     print(f"server: {QUESTION}", flush=True)
-    large = _taken(_moved, starts or STARTS)
-    small = _taken(_answered, starts or STARTS)
+    large = _repeat(_measure_throughput, starts or STARTS)
+    small = _repeat(_measure_round_trips, starts or STARTS)
     record = {
         "question": QUESTION,
         "wanted": WANTED,
@@ -79,35 +80,39 @@ def run(starts: int | None = None) -> dict[str, Any]:
     return record
 
 
-def _taken(take: Callable[[], Mapping[str, Sequence[float]]], starts: int) -> Taken:
-    found = [take() for _ in range(starts)]
+def _repeat(measure_once: Callable[[], Mapping[str, Sequence[float]]], starts: int) -> Taken:
+    found = [measure_once() for _ in range(starts)]
     return {name: [one[name] for one in found] for name in found[0]}
 
 
-def _moved() -> Mapping[str, Sequence[float]]:
-    """Nanoseconds a byte of all sides, which are alive at once: only one of them moves anything."""
+def _measure_throughput() -> Mapping[str, Sequence[float]]:
+    """Return nanoseconds per byte of all sides, which are connected at the same time: only one of them moves data."""
     with ExitStack() as stack:
         pair = stack.enter_context(closing(Pair()))
         sides: dict[str, Callable[[], float]] = {ONE_WAY: partial(_one_way, pair), BOTH_WAYS: partial(_both_ways, pair)}
         for name, way in WAYS.items():
-            sides[name] = partial(_ours, stack.enter_context(at_work(way, LARGE)), way.workers)
+            sides[name] = partial(_ours, stack.enter_context(connected_team(way, LARGE)), way.workers)
         return in_turns(sides, REPETITIONS)
 
 
-def _answered() -> Mapping[str, Sequence[float]]:
-    """Median milliseconds of an exchange of 4 KB in each turn."""
+def _measure_round_trips() -> Mapping[str, Sequence[float]]:
+    """Return the median milliseconds of an exchange of 4 KB in each turn."""
     with ExitStack() as stack:
         pair = stack.enter_context(closing(Pair()))
         sides: dict[str, Callable[[], float]] = {BARE: partial(_pings, pair)}
         for name, way in {"plain": Way(1, False), "CURVE": Way(1, True)}.items():
-            sides[name] = partial(_round_trips, stack.enter_context(at_work(way, SMALL)))
+            sides[name] = partial(_round_trips, stack.enter_context(connected_team(way, SMALL)))
         return in_turns(sides, REPETITIONS)
 
 
 @contextmanager
-def at_work(way: Way, parameters: int) -> Iterator[Team]:
-    """Workers at a server of their own; in the end the server must have applied what they have pushed."""
-    with team(way.workers) as pushing, servers(way.workers, curve=way.curve) as place, pushing.at(place, parameters):
+def connected_team(way: Way, parameters: int) -> Iterator[Team]:
+    """Connect workers to their own server, and check at the end that it has applied all pushed updates."""
+    with (
+        team(way.workers) as pushing,
+        servers(way.workers, curve=way.curve) as server,
+        pushing.connected_to(server, parameters),
+    ):
         yield pushing
         pushing.outcome(0.0).rate()
 
@@ -121,7 +126,7 @@ def _both_ways(pair: Pair) -> float:
 
 
 def _ours(pushing: Team, workers: int) -> float:
-    """The bytes of all workers in the time of the slowest."""
+    """Return nanoseconds per byte: the bytes of all workers in the time of the slowest."""
     slowest = max(sum(one) for one in pushing.exchanges(EXCHANGES))
     return 1e9 * slowest / (2 * workers * EXCHANGES * BYTES * LARGE)
 
@@ -136,7 +141,7 @@ def _round_trips(pushing: Team) -> float:
 
 
 def _speed(ns_a_byte: Sequence[Sequence[float]]) -> Spread:
-    """GB/s."""
+    """Return the spread in GB/s."""
     return Spread.of([1 / one for one in chain(*ns_a_byte)])
 
 
@@ -156,7 +161,7 @@ def _show(record: Mapping[str, Any]) -> None:
         asked = f" (wanted at least {WANTED:g} of one way)" if not WAYS[name].curve else ""
         print(f"  {name:18} {one['gb_per_s']['median']:6.2f} GB/s both ways together, {', '.join(shares)}{asked}")
     for name, one in record["round_trip_ms"].items():
-        print(f"  4 KB there and back, {name:6} {one['median']:.3f} ms (wanted at most {WANTED_MS:g})")
+        print(f"  4 KB round trip, {name:6} {one['median']:.3f} ms (wanted at most {WANTED_MS:g})")
 
 
 def _shown(ratio: Mapping[str, float | None]) -> str:

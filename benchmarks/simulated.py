@@ -1,10 +1,10 @@
-"""Does the simulator say beforehand what the laboratory then measures?
+"""Does the simulator predict what the laboratory measures?
 
-4 hosts on one machine, behind links of 100 Mbit/s and 1 Gbit/s: seconds per step, and bytes that each worker sends, for
-real and by `stretto simulate` with the same script and recipe. The simulator is told what the laboratory is made of, as
-measured in it: the rate that one connection reaches, the latency of a byte, what a message and a megabyte take of a
-processor, and how many processors the hosts share. A step is one batch of one worker; the first pass is not counted,
-evaluations are not training.
+4 hosts on one machine, behind links of 100 Mbit/s and 1 Gbit/s: seconds per step, and bytes that each worker sends,
+measured, and predicted by `stretto simulate` with the same script and recipe. The simulator's arguments are measured in
+the laboratory: the rate that one connection reaches, the latency of a byte, the processor time of a message and of a
+megabyte, and the number of processors that the hosts share. A step is one batch of one worker; the first epoch is not
+counted, and evaluations are not training.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ from stretto.transport import Transport
 
 QUESTION = "seconds per step and bytes sent that the simulator predicts, against those measured in the laboratory"
 WANTED, WANTED_BYTES = 0.15, 0.01
-"""How far a prediction may be off, as a part of what was measured."""
+"""Wanted relative error of a prediction."""
 HOSTS, BATCH = 4, 32
 RATES = (100.0, 1000.0)
 RECIPES = ("allreduce", "local_sgd(every=16)", "async_sgd", "power_sgd(rank=2)")
 LIMIT_S = 240.0
-"""For one run."""
+"""Limit of one run."""
 STARTS = 2
-"""How often a case is run: a figure is the mean of two, since the machine is not as fast in each minute."""
-MORE = 3
-"""Exchanges are measured so often as much as where somebody waits for the simulation."""
+"""Runs of each case: a figure is the median over them, since the machine's speed changes from minute to minute."""
+REPEATS = 3
+"""Repetitions of the exchange measurements, as a multiple of those of `stretto simulate`."""
 PROBES = 3
-"""And by so many groups of processes, of whom the medians are taken."""
+"""Groups of processes that measure exchanges; the medians over the groups are used."""
 
 
 @dataclass(frozen=True)
@@ -65,54 +65,54 @@ class Case:
 
     @property
     def name(self) -> str:
-        """What a table calls it."""
+        """Name of the case for printing."""
         return f"{self.script.removesuffix('.py')}, {self.recipe}, {self.mbit:g} Mbit/s"
 
 
 @dataclass(frozen=True)
 class Figures:
-    """What a run's log says: seconds per step after the first pass, bytes that each worker moved until its end."""
+    """Figures from a run's log: seconds per step after the first epoch, bytes of each worker in the whole run."""
 
     step_s: float
     bytes_sent: Sequence[int]
     bytes_received: Sequence[int]
-    """Without what TCP sends twice: it comes once."""
+    """Without TCP retransmissions, which are received once."""
     splits: Sequence[Mapping[str, float]]
-    """Of each worker, the seconds per step in every phase."""
+    """Seconds per step in every phase, for each worker."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """What a laboratory's links are like: the rate of one connection, and a byte's way there and back."""
+    """Properties of a laboratory: rate of a connection, round-trip time of a byte, transport costs, processors."""
 
     mbit: float
-    there_and_back_s: float
+    round_trip_s: float
     costs: TransportCosts
     processors: float
 
     @property
     def step_time(self) -> str:
-        """What `--step-time` is told: the step is measured, the wires have been."""
+        """Argument of `--step-time`: the simulator measures the step; the transport costs are known."""
         named = {field: name for name, field in NAMES.items()}
         return ", ".join([AUTO, *(f"{1e3 * time:.4f}ms {named[of]}" for of, time in asdict(self.costs).items())])
 
     @property
     def network(self) -> str:
-        """What `--network` is told. Worker 0 keeps the server in its process where a recipe has one."""
-        latency_us = 1e6 * self.there_and_back_s / 2
+        """Argument of `--network`. The server, if the recipe has one, runs in the process of worker 0."""
+        latency_us = 1e6 * self.round_trip_s / 2
         return f"{self.mbit:.2f}Mbit/s {latency_us:.0f}us, burst {BURST_BYTES}B, servers in worker 0"
 
 
 def run(starts: int | None = None, only: Sequence[Case] = ()) -> dict[str, Any]:
-    """Take the figures, print them, keep them. `starts` is how often each case is run."""
+    """Measure all cases, print the figures and write them to the results. `starts`: runs of each case."""
     print(f"simulated: {QUESTION}", flush=True)
-    asked = only or cases()
-    found: list[dict[str, Any]] = []
-    for mbit in dict.fromkeys(one.mbit for one in asked):
+    selected = only or cases()
+    records: list[dict[str, Any]] = []
+    for mbit in dict.fromkeys(one.mbit for one in selected):
         with Laboratory(HOSTS, mbit) as lab:
-            link = look_at(lab)
+            link = measure_link(lab)
             print(f"  {mbit:g} Mbit/s: {link.network}; {link.step_time}; {link.processors:.2f} processors", flush=True)
-            found += [_case(lab, link, one, starts or STARTS) for one in asked if one.mbit == mbit]
+            records += [_case(lab, link, one, starts or STARTS) for one in selected if one.mbit == mbit]
     record = {
         "question": QUESTION,
         "wanted": WANTED,
@@ -120,21 +120,21 @@ def run(starts: int | None = None, only: Sequence[Case] = ()) -> dict[str, Any]:
         "hosts": HOSTS,
         "threads": 1,
         "starts": starts or STARTS,
-        "cases": found,
+        "cases": records,
     }
     print(f"  kept in {save('simulated', record, trial=starts is not None or bool(only))}")
     return record
 
 
 def cases() -> list[Case]:
-    """All of which the data is here."""
+    """Return all cases whose data is on this machine."""
     here = scripts()
     every = [(script, recipe, mbit) for mbit in RATES for script in here for recipe in RECIPES]
     return [Case(script, arguments(script, recipe, mbit), recipe, mbit) for script, recipe, mbit in every]
 
 
 def arguments(script: str, recipe: str, mbit: float) -> tuple[str, ...]:
-    """So long that what is counted takes some seconds."""
+    """Return script arguments with which the counted part takes some seconds."""
     if script == "digits.py":
         return ("--epochs", "24")
     slow = mbit < RATES[-1] and recipe != "power_sgd(rank=2)"
@@ -142,15 +142,17 @@ def arguments(script: str, recipe: str, mbit: float) -> tuple[str, ...]:
 
 
 def _case(lab: Laboratory, link: Link, case: Case, starts: int) -> dict[str, Any]:
-    """In turns: simulated beside measured, since the machine is not as fast in each minute."""
+    """Simulate and measure in turns, since the machine's speed changes from minute to minute."""
     print(f"  {case.name}", flush=True)
     pairs = [_pair(lab, link, case) for _ in range(starts)]
-    ratios = [here.step_s / there.step_s for here, there in pairs]
-    sent = [sum(here.bytes_sent) / sum(there.bytes_sent) for here, there in pairs]
-    received = [sum(here.bytes_received) / sum(there.bytes_received) for here, there in pairs]
-    one, other = pairs[-1]
+    ratios = [prediction_run.step_s / measured_run.step_s for prediction_run, measured_run in pairs]
+    sent = [sum(prediction_run.bytes_sent) / sum(measured_run.bytes_sent) for prediction_run, measured_run in pairs]
+    received = [
+        sum(prediction_run.bytes_received) / sum(measured_run.bytes_received) for prediction_run, measured_run in pairs
+    ]
+    prediction, measurement = pairs[-1]
     print(
-        f"    {1e3 * one.step_s:8.2f} ms a step simulated, {1e3 * other.step_s:8.2f} measured: "
+        f"    {1e3 * prediction.step_s:8.2f} ms a step simulated, {1e3 * measurement.step_s:8.2f} measured: "
         f"{statistics.median(ratios):.3f}; bytes sent {statistics.median(sent):.4f}, "
         f"received {statistics.median(received):.4f}",
         flush=True,
@@ -165,22 +167,25 @@ def _case(lab: Laboratory, link: Link, case: Case, starts: int) -> dict[str, Any
         "time_ratio": statistics.median(ratios),
         "bytes_ratio": statistics.median(sent),
         "received_ratio": statistics.median(received),
-        "runs": [{"simulated": _record(here), "measured": _record(there)} for here, there in pairs],
+        "runs": [
+            {"simulated": _record(prediction_run), "measured": _record(measured_run)}
+            for prediction_run, measured_run in pairs
+        ],
     }
 
 
 def _pair(lab: Laboratory, link: Link, case: Case) -> tuple[Figures, Figures]:
-    """Simulated with the processors that are free now, and measured."""
+    """Simulate with the processors that are free now, and measure."""
     return simulated(case, replace(link, processors=free_processors())), measured(lab, case)
 
 
-def _record(one: Figures) -> dict[str, Any]:
-    moved = {"bytes_sent": list(one.bytes_sent), "bytes_received": list(one.bytes_received)}
-    return {"ms_a_step": 1e3 * one.step_s, **moved, "split_s_a_step": list(one.splits)}
+def _record(figures: Figures) -> dict[str, Any]:
+    moved = {"bytes_sent": list(figures.bytes_sent), "bytes_received": list(figures.bytes_received)}
+    return {"ms_a_step": 1e3 * figures.step_s, **moved, "split_s_a_step": list(figures.splits)}
 
 
 def simulated(case: Case, link: Link) -> Figures:
-    """What the simulator says; it measures a step of the script first."""
+    """Return the simulator's prediction; the simulator measures a step of the script first."""
     with tempfile.TemporaryDirectory(prefix="stretto-simulated-") as place:
         folder = Path(place) / "run"
         about = ["-n", str(HOSTS), "--recipe", case.recipe, "--network", link.network]
@@ -194,11 +199,11 @@ def simulated(case: Case, link: Link) -> Figures:
 
 
 def measured(lab: Laboratory, case: Case) -> Figures:
-    """What four hosts do, each started as on a machine of its own."""
+    """Return the figures of four hosts, each started as on a machine of its own."""
     with tempfile.TemporaryDirectory(prefix="stretto-simulated-") as place:
         folder = Path(place)
         command = [sys.executable, str(ROOT / "examples" / case.script), *case.arguments]
-        _see_out(lab, command, folder, folder, case.recipe)
+        _run_on_hosts(lab, command, folder, folder, case.recipe)
         return figures(folder / "events.jsonl")
 
 
@@ -207,11 +212,11 @@ def _environment() -> dict[str, str]:
 
 
 def figures(log: Path) -> Figures:
-    """What a log says of its run, measured or simulated alike."""
+    """Return the figures from a log, of a measured or a simulated run."""
     events = list(read_events(log))
-    passes = [event for event in events if event["event"] == "epoch"]
+    epochs = [event for event in events if event["event"] == "epoch"]
     ends = {event["worker"]: event for event in events if event["event"] == "end"}
-    first, last = passes[0], passes[-1]
+    first, last = epochs[0], epochs[-1]
     steps = (last["samples"] - first["samples"]) / (BATCH * HOSTS)
     return Figures(
         step_s=(last["training_s"] - first["training_s"]) / steps,
@@ -228,7 +233,7 @@ def _less(now: Mapping[str, float], before: Mapping[str, float], steps: float) -
     return {phase: (now[phase] - before[phase]) / steps for phase in now}
 
 
-def _see_out(
+def _run_on_hosts(
     lab: Laboratory, command: Sequence[str], folder: Path, run: Path | None = None, recipe: str | None = None
 ) -> None:
     """Run the command on all hosts, as workers of a `run`, until it has ended on each or failed on one."""
@@ -239,37 +244,37 @@ def _see_out(
             lab.start(host, command, {**_environment(), **lab.place(host, HOSTS, run, recipe)}, log)
             for host, log in enumerate(logs)
         ]
-        for one in started:
-            stack.callback(one.wait)
-            stack.callback(one.kill)
-        while any(one.poll() is None for one in started):
+        for process in started:
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+        while any(process.poll() is None for process in started):
             late = time.monotonic() > limit
-            failed = [host for host, one in enumerate(started) if one.poll()]
+            failed = [host for host, process in enumerate(started) if process.poll()]
             if late or failed:
-                said = (folder / f"host-{(failed or [0])[0]}.log").read_text(errors="replace")[-3000:]
-                raise SystemExit(f"{command}: {f'host {failed[0]} failed' if failed else 'took too long'}\n{said}")
+                log_end = (folder / f"host-{(failed or [0])[0]}.log").read_text(errors="replace")[-3000:]
+                raise SystemExit(f"{command}: {f'host {failed[0]} failed' if failed else 'took too long'}\n{log_end}")
             time.sleep(0.02)
 
 
-def look_at(lab: Laboratory) -> Link:
-    """What a laboratory is made of."""
+def measure_link(lab: Laboratory) -> Link:
+    """Measure the properties of a laboratory."""
     processors = free_processors()
-    told = [_probed(lab, processors) for _ in range(PROBES)]
-    costs = {name: statistics.median(one[name] for one in told) for name in told[0]}
+    samples = [_probed(lab, processors) for _ in range(PROBES)]
+    costs = {name: statistics.median(one[name] for one in samples) for name in samples[0]}
     return Link(lab.measure_mbit(), lab.measure_round_trip_s(), TransportCosts(**costs), processors)
 
 
 def _probed(lab: Laboratory, processors: float) -> dict[str, float]:
-    """What the wires take, as four hosts find."""
+    """Return the transport costs that one group of four hosts measures."""
     with tempfile.TemporaryDirectory(prefix="stretto-simulated-") as place:
         folder = Path(place)
-        _see_out(lab, [sys.executable, "-m", "benchmarks.simulated", place, str(processors)], folder)
+        _run_on_hosts(lab, [sys.executable, "-m", "benchmarks.simulated", place, str(processors)], folder)
         found: dict[str, float] = json.loads((folder / "wires.json").read_text())
     return found
 
 
 def free_processors() -> float:
-    """How many processors as many busy processes as there are hosts have; fewer than are here if others are at work."""
+    """Return the number of processors that HOSTS busy processes get in total; other load on the machine lowers it."""
     command = [sys.executable, "-c", _BUSY]
     started = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(HOSTS)]
     return sum(float(one.communicate(timeout=LIMIT_S)[0]) for one in started)
@@ -288,7 +293,7 @@ print((time.process_time() - worked) / (time.perf_counter() - began))
 
 
 def probe(folder: Path, processors: float) -> None:
-    """What one host does to learn what the wires take, where all hosts have so many processors."""
+    """Measure the transport costs in one host's process, where `processors` are shared by all hosts."""
     torch.set_num_threads(1)
     seat = find_seat()
     assert seat is not None
@@ -297,26 +302,26 @@ def probe(folder: Path, processors: float) -> None:
     def passing() -> float:
         return time.perf_counter() * min(processors / HOSTS, 1.0)
 
-    collective = _means(wire, transport_costs.of_collective(wire, lambda: busy_s() / HOSTS, passing, MORE))
+    collective = _means(wire, transport_costs.of_collective(wire, lambda: busy_s() / HOSTS, passing, REPEATS))
     served = serve_at_rank0(wire, 1, "stop", LIMIT_S, seat.lead_host)
-    parcels = _means(served, transport_costs.of_server(served, lambda: HOSTS * passing(), busy_s, MORE))
+    parcels = _means(served, transport_costs.of_server(served, lambda: HOSTS * passing(), busy_s, REPEATS))
     if served.worker == 0:
         (folder / "wires.json").write_text(json.dumps(asdict(TransportCosts(*collective, *parcels))))
     served.close()
 
 
 def busy_s() -> float:
-    """How long the machine's processors have been at work: queues and bridges are no process's."""
+    """Return the busy seconds of all processors: the time of queues and bridges belongs to no process."""
     now = psutil.cpu_times()
     return float(now.user + now.nice + now.system + now.irq + now.softirq)
 
 
 def _means(wire: Transport, values: Sequence[float]) -> list[float]:
-    """Of what all hosts found."""
-    told = [
+    """Return the means over all hosts."""
+    samples = [
         msgspec.msgpack.decode(one, type=list[float]) for one in wire.all_gather_bytes(msgspec.msgpack.encode(values))
     ]
-    return [statistics.mean(column) for column in zip(*told, strict=True)]
+    return [statistics.mean(column) for column in zip(*samples, strict=True)]
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""How fast is the simulator, and what does a worker of it take of memory?
+"""How fast is the simulator, and how much memory does one of its workers need?
 
-Worker steps per second on one core, one by one, against the same loop without Stretto on the same core: digits and a
-perceptron of 5 K parameters (64, 64, 10), batch 32. Sides take turns in one process; each figure is the difference of
-a longer run and a shorter one, so that what happens once does not count. Seconds per round stand beside those of
-Flower's simulation engine, if it is installed. Memory is the peak of a process that simulates 1,000 workers, and of one
-that simulates 1,000 of whom one is killed and restarted.
+Worker steps per second on one core, one worker at a time, against the same loop without Stretto on the same core:
+digits and a perceptron of 5 K parameters (64, 64, 10), batch 32. Sides take turns in one process; each figure is the
+difference of a longer run and a shorter one, so that one-time costs do not count. Seconds per round are compared with
+Flower's simulation engine, if it is installed. Memory is the peak of a process that simulates 1,000 workers, and of
+one that simulates 1,000 workers of which one is killed and restarted.
 
     STRETTO_FLOWER=/where/python python -m benchmarks simulator
 """
@@ -27,7 +27,7 @@ import torch
 from benchmarks.measure import Ratio, Spread, save
 from benchmarks.pace import ROOT, in_turns
 from benchmarks.peers import flower
-from benchmarks.peers.processes import Child, say, told_to_end
+from benchmarks.peers.processes import Child, send_result, wait_until_closed
 from stretto.faults import plan
 from stretto.launcher.config import RunConfig
 from stretto.simulator.compute.cost_model import CostModel
@@ -39,20 +39,20 @@ from stretto.simulator.runner import create_run, simulate
 QUESTION = "worker steps per second of the simulator on one core, against the plain loop, and its memory"
 WANTED_STEPS, WANTED_MIB = 3000.0, 1024.0
 SCRIPT = ROOT / "benchmarks" / "scripts" / "small.py"
-THE_LINE = "loader = stretto.distribute(model, optimizer, loader)\n"
+DISTRIBUTE_CALL = "loader = stretto.distribute(model, optimizer, loader)\n"
 IMAGES, BATCH = 1797, 32
 WORKERS, MANY = 16, 1000
 EVERY = 16
 RECIPES = ("allreduce", f"local_sgd(every={EVERY})", "async_sgd")
 TIMES, SHORT, LONG = 10, 1, 3
-DEATH = "kill worker 3 at 10ms, back after 10ms"
+FAULT = "kill worker 3 at 10ms, back after 10ms"
 STARTS, REPETITIONS = 1, 5
 LIMIT_S = 300.0
-LOOK_S = 0.2
+POLL_S = 0.2
 
 
 def run(starts: int | None = None) -> dict[str, Any]:
-    """Take the figures, print them, keep them."""
+    """Measure all cases, print the figures and write them to the results."""
     print(f"simulator: {QUESTION}", flush=True)
     cases = {recipe: _case(recipe, starts or STARTS) for recipe in RECIPES}
     memory = _memory()
@@ -73,12 +73,12 @@ def run(starts: int | None = None) -> dict[str, Any]:
 
 
 def _case(recipe: str, starts: int) -> dict[str, Any]:
-    return _contest(recipe, ("simulated", "plain"), [_heard("sides", RECIPE=recipe) for _ in range(starts)])
+    return _contest(recipe, ("simulated", "plain"), [_result_of("sides", RECIPE=recipe) for _ in range(starts)])
 
 
-def _contest(name: str, sides: tuple[str, str], taken: list[dict[str, Any]]) -> dict[str, Any]:
-    ratio = Ratio.of(*([one[side] for one in taken] for side in sides))
-    step_s = {side: Spread.of([second for one in taken for second in one[side]]) for side in sides}
+def _contest(name: str, sides: tuple[str, str], results: list[dict[str, Any]]) -> dict[str, Any]:
+    ratio = Ratio.of(*([one[side] for one in results] for side in sides))
+    step_s = {side: Spread.of([second for one in results for second in one[side]]) for side in sides}
     speeds = {side: 1 / one.median for side, one in step_s.items()}
     ours, theirs = sides
     print(
@@ -93,18 +93,18 @@ def _contest(name: str, sides: tuple[str, str], taken: list[dict[str, Any]]) -> 
 
 
 def _memory() -> dict[str, float]:
-    """MiB at the peak of a few workers and of many, and of one more worker; and of many of whom one dies."""
-    few, many = (_heard("peak", WORKERS=str(workers))["mib"] for workers in (WORKERS, MANY))
-    mortal = _heard("peak", WORKERS=str(MANY), FAULTS=DEATH)["mib"]
+    """Return the peak MiB with few workers, many, and many of which one fails; and the KiB of one more worker."""
+    few, many = (_result_of("peak", WORKERS=str(workers))["mib"] for workers in (WORKERS, MANY))
+    with_failure = _result_of("peak", WORKERS=str(MANY), FAULTS=FAULT)["mib"]
     each = 1024 * (many - few) / (MANY - WORKERS)
     print(f"  {MANY} workers: {many:.0f} MiB at the peak, {each:.0f} KiB a worker", flush=True)
-    print(f"  {MANY} workers, {DEATH}: {mortal:.0f} MiB", flush=True)
-    found = {"workers": MANY, "mib": many, "few": WORKERS, "few_mib": few, "kib_a_worker": each}
-    return {**found, "death": DEATH, "mortal_mib": mortal}
+    print(f"  {MANY} workers, {FAULT}: {with_failure:.0f} MiB", flush=True)
+    record = {"workers": MANY, "mib": many, "few": WORKERS, "few_mib": few, "kib_a_worker": each}
+    return {**record, "death": FAULT, "mortal_mib": with_failure}
 
 
 def _rounds(cases: dict[str, Any]) -> dict[str, Any]:
-    """Seconds of a round of local steps of all, ours and Flower's."""
+    """Return the seconds of a round of local steps of all workers, ours and Flower's."""
     ours = WORKERS * EVERY / cases[f"local_sgd(every={EVERY})"]["steps_a_second"]["simulated"]
     python = flower.interpreter()
     if python is None:
@@ -115,17 +115,17 @@ def _rounds(cases: dict[str, Any]) -> dict[str, Any]:
     return {"stretto": ours, "flower": theirs}
 
 
-def _heard(function: str, **told: str) -> dict[str, Any]:
-    """What a process of its own says."""
-    with closing(Child(__spec__.name, function, told)) as child:
-        return child.hear(LIMIT_S)
+def _result_of(function: str, **environment: str) -> dict[str, Any]:
+    """Return the result of a function in a process of its own."""
+    with closing(Child(__spec__.name, function, environment)) as child:
+        return child.receive(LIMIT_S)
 
 
-# --- in a process below -----------------------------------------------------------------------------------------------
+# --- child process ----------------------------------------------------------------------------------------------------
 
 
 def sides() -> None:
-    """Seconds of a worker's step, simulated and in the plain loop, in turns on one core."""
+    """Print the seconds of a worker's step, simulated and in the plain loop, measured in turns on one core."""
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     torch.set_num_threads(1)
     recipe = os.environ["RECIPE"]
@@ -136,26 +136,26 @@ def sides() -> None:
         },
         REPETITIONS,
     )
-    say(**found)
-    told_to_end()
+    send_result(**found)
+    wait_until_closed()
 
 
 def peak() -> None:
-    """The most memory that a simulation of so many workers takes, in MiB; pages that many have mapped count once."""
+    """Print the peak memory of a simulation in MiB; pages shared by several processes count once."""
     torch.set_num_threads(1)
-    workers, ended, seen = int(os.environ["WORKERS"]), threading.Event(), [memory_bytes()]
+    workers, ended, samples = int(os.environ["WORKERS"]), threading.Event(), [memory_bytes()]
 
-    def look() -> None:
-        while not ended.wait(LOOK_S):
-            seen.append(memory_bytes())
+    def sample() -> None:
+        while not ended.wait(POLL_S):
+            samples.append(memory_bytes())
 
-    looking = threading.Thread(target=look)
-    looking.start()
+    sampler = threading.Thread(target=sample)
+    sampler.start()
     _simulated(RECIPES[1], workers, 1, 2 * BATCH * workers // IMAGES + 1, faults=os.environ.get("FAULTS", ""))
     ended.set()
-    looking.join()
-    say(mib=max(seen) / (1 << 20))
-    told_to_end()
+    sampler.join()
+    send_result(mib=max(samples) / (1 << 20))
+    wait_until_closed()
 
 
 def _step_s(run: Callable[[int], None], times: int = TIMES, long: int = LONG) -> float:
@@ -180,19 +180,19 @@ def _simulated(
     *,
     faults: str = "",
 ) -> None:
-    order = RunConfig(SCRIPT, _arguments(epochs, times), workers=workers, recipe=recipe, output="none")
-    struck = plan.parse(faults) if faults else ()
-    asked = check(Simulation(order, CostModel(0.001), parse("100Mbit/s 1ms"), faults=struck))
+    config = RunConfig(SCRIPT, _arguments(epochs, times), workers=workers, recipe=recipe, output="none")
+    fault_plan = plan.parse(faults) if faults else ()
+    simulation = check(Simulation(config, CostModel(0.001), parse("100Mbit/s 1ms"), faults=fault_plan))
     with tempfile.TemporaryDirectory(prefix="stretto-simulator-") as place:
-        simulate(asked, create_run(asked, Path(place) / "run"), io.StringIO())
+        simulate(simulation, create_run(simulation, Path(place) / "run"), io.StringIO())
 
 
 def _plain(epochs: int, times: int = TIMES) -> None:
-    """The script without the line."""
+    """Run the script without Stretto."""
     source = SCRIPT.read_text()
-    assert THE_LINE in source
+    assert DISTRIBUTE_CALL in source
     before, sys.argv = sys.argv, [str(SCRIPT), *_arguments(epochs, times)]
     try:
-        exec(compile(source.replace(THE_LINE, ""), str(SCRIPT), "exec"), {"__name__": "__main__"})  # noqa: S102
+        exec(compile(source.replace(DISTRIBUTE_CALL, ""), str(SCRIPT), "exec"), {"__name__": "__main__"})  # noqa: S102
     finally:
         sys.argv = before

@@ -1,4 +1,4 @@
-"""The parameter server's tables for docs/figures.md, from what its benchmarks kept."""
+"""The tables of docs/figures.md, from the stored results of the benchmarks."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ Record = Mapping[str, Any]
 
 
 def ratio(one: Record) -> str:
-    """A ratio with its standard error, if it has one."""
+    """Return a ratio with its standard error, if it has one."""
     error = one["standard_error"]
     return f"{one['median']:.3f}" + (f" ± {error:.3f}" if error is not None else "")
 
 
 def server(record: Record) -> Iterator[str]:
-    """What goes through a server, as a share of what a bare connection moves, and the round trip of 4 KB."""
+    """Yield the server's share of a bare connection's throughput, and the round trip of 4 KB."""
     yield from _head(f"Push and pull of {record['bytes'] / 1e6:.0f} MB over loopback, apply included", "server")
     yield "| side | GB/s | share of the bare pair one way | share of the bare pair both ways | wanted |"
     yield "| --- | --- | --- | --- | --- |"
@@ -33,7 +33,7 @@ def server(record: Record) -> Iterator[str]:
 
 
 def updates(record: Record) -> Iterator[str]:
-    """Updates per second by workers, shards and encryption."""
+    """Yield updates per second by workers, shards and encryption."""
     about = f"Updates applied per second, {record['parameters'] / 1e6:g} M parameters, workers that only push"
     yield from _head(about, "updates")
     workers = sorted({case["workers"] for case in record["cases"]})
@@ -46,7 +46,7 @@ def updates(record: Record) -> Iterator[str]:
 
 
 def peers(record: Record) -> Iterator[str]:
-    """Ours against servers written with something else."""
+    """Yield our server's updates per second beside those of other servers."""
     yield from _head("The parameter server against others, workers that only push", "peers")
     yield f"| model | workers | side | updates/s | GB/s both ways | updates/s of {record['sides'][0]} / of it |"
     yield "| --- | --- | --- | --- | --- | --- |"
@@ -60,7 +60,7 @@ def peers(record: Record) -> Iterator[str]:
 
 
 def overlap(record: Record) -> Iterator[str]:
-    """What computing on while an exchange is under way buys, and what it costs."""
+    """Yield what overlapping exchange and computation gains, and what it costs."""
     yield from _head(record["question"][0].upper() + record["question"][1:], "overlap")
     yield "| loopback | with / without | recipe | samples/s | mean staleness | test accuracy |"
     yield "| --- | --- | --- | --- | --- | --- |"
@@ -74,7 +74,7 @@ def overlap(record: Record) -> Iterator[str]:
 
 
 def unequal(record: Record) -> Iterator[str]:
-    """What a slow worker costs each recipe."""
+    """Yield what a slow worker costs each recipe."""
     (slow, times), *_ = record["slow"].items()
     yield from _head(f"{record['workers']} workers, worker {slow} computes {times:g} times slower", "unequal")
     yield "| example | recipe | samples/s | ratio to the barrier's | wanted | seconds to the target | staleness |"
@@ -87,18 +87,18 @@ def unequal(record: Record) -> Iterator[str]:
             numbers = f"{_number(one['samples_per_s'], 0)} | {shown} | {asked}"
             yield f"| {example} | {numbers} | {_to_target(one)} | {_number(one['staleness'], 1)} |"
     yield ""
-    yield from _stretches(record)
+    yield from _stretch_factors(record)
 
 
-def _stretches(record: Record) -> Iterator[str]:
-    told = "; ".join(f"{name}: `--stragglers {case['slow']}`" for name, case in record["cases"].items())
+def _stretch_factors(record: Record) -> Iterator[str]:
+    factors = "; ".join(f"{name}: `--stragglers {case['slow']}`" for name, case in record["cases"].items())
     cores = record["machine"]["cores"]
-    yield f"{told}. Without further stretching {record['workers']} workers compute on {cores} cores, which limits"
+    yield f"{factors}. Without further stretching {record['workers']} workers compute on {cores} cores, which limits"
     yield "the gain; stretched as on 4 machines, all sleep most of the time. A staleness bound makes fast workers wait."
 
 
 def kernels(record: Record) -> Iterator[str]:
-    """What passes through each kernel, beside a copy of memory and the same in torch operations."""
+    """Yield the throughput of each kernel, beside a copy of memory and the same operation in torch."""
     yield from _head(
         f"GB/s of gradient through each native kernel, one thread, {record['numbers']:,} numbers", "kernels"
     )
@@ -115,21 +115,21 @@ def kernels(record: Record) -> Iterator[str]:
 
 
 def fewer(record: Record) -> Iterator[str]:
-    """Time and bytes to an accuracy behind slow links: DDP with its hooks beside our codecs."""
+    """Yield time and bytes to an accuracy behind slow links: DDP with its hooks beside our codecs."""
     link = f"{record['hosts']} hosts at {record['link_mbit']:g} Mbit/s"
     yield from _head(f"Seconds and bytes to {record['target']:.1%} of MNIST's test images, {link}", "fewer")
-    yield from _raced(record)
+    yield from _way_rows(record)
     if record.get("best"):
         one = record["best"]
         yield ""
         yield (
             f"The fastest recipe, {one['ours']}, is {one['speed']:.2f} times as fast as the fastest hook of DDP, "
-            f"{one['theirs']}; wanted at least {record['wanted']:g}. {_alone(record)}"
+            f"{one['theirs']}; wanted at least {record['wanted']:g}. {_computing_bound(record)}"
         )
 
 
-def _alone(record: Record) -> str:
-    """What bounds every way on this machine."""
+def _computing_bound(record: Record) -> str:
+    """Return the lower bound of a step's time on this machine."""
     cores, hosts, step_ms = record["machine"]["cores"], record["hosts"], record["ms_a_step"].get("alone")
     if step_ms is None or cores >= hosts:
         return ""
@@ -137,14 +137,14 @@ def _alone(record: Record) -> str:
 
 
 def shakespeare(record: Record) -> Iterator[str]:
-    """Time, steps and bytes to the loss of allreduce."""
+    """Yield time, steps and bytes to the loss of allreduce."""
     link = f"{record['hosts']} hosts at {record['link_mbit']:g} Mbit/s"
     target = f"a held-out loss of {record['target']:.3f}, that of one epoch of allreduce"
     yield from _head(f"Shakespeare, {link}: seconds and bytes to {target}", "shakespeare")
-    yield from _raced(record)
+    yield from _way_rows(record)
 
 
-def _raced(record: Record) -> Iterator[str]:
+def _way_rows(record: Record) -> Iterator[str]:
     yield "| way | recipe | optimizer | seconds | steps | ms a step | MB sent a host |"
     yield "| --- | --- | --- | --- | --- | --- | --- |"
     for way, seconds in record["seconds_to_target"].items():
@@ -156,7 +156,7 @@ def _raced(record: Record) -> Iterator[str]:
 
 
 def convex(record: Record) -> Iterator[str]:
-    """Rounds and uplink bits of the methods on convex problems, beside those of a program written apart."""
+    """Yield rounds and uplink bits of the methods on convex problems, beside those of an independent program."""
     yield from _head("GD-SEC and others on logistic regression: rounds and uplink bits to the target", "convex")
     independent = "independent program: rounds | saved"
     yield f"| data, workers, F - F* | method | rounds | uplink bits | saved | {independent} | wanted |"
@@ -166,15 +166,15 @@ def convex(record: Record) -> Iterator[str]:
             load = f"{name}, first {case['rows']}, {case['workers']}, {case['target']:g} | {one['method']}"
             rounds = f"{one['rounds']}" + ("" if one["reached"] else ", not reached")
             saved = "" if one["saved"] is None else f"{one['saved']:.2%}"
-            told = f"{one['field_rounds'] or ''} | " + (f"{one['field_saved']:.2%}" if one["field_saved"] else "")
+            factors = f"{one['field_rounds'] or ''} | " + (f"{one['field_saved']:.2%}" if one["field_saved"] else "")
             asked = f"at least {case['wanted']:.1%}" if one["method"] == case["wanted_of"] else ""
-            yield f"| {load} | {rounds} | {one['uplink_bits']} | {saved} | {told} | {asked} |"
+            yield f"| {load} | {rounds} | {one['uplink_bits']} | {saved} | {factors} | {asked} |"
     yield ""
     yield f"A method ends after {record['late']} times the rounds of gd. xi in units of L, l2 = {record['l2']:g}."
 
 
 def simulated(record: Record) -> Iterator[str]:
-    """What the simulator predicts beside what the laboratory measured."""
+    """Yield the simulator's predictions beside the laboratory's measurements."""
     about = (
         f"Predicted by `stretto simulate` and measured: {record['hosts']} hosts, which share the cores of one machine"
     )
@@ -190,20 +190,20 @@ def simulated(record: Record) -> Iterator[str]:
         moved = f"{case['bytes_ratio']:.4f} | {case['received_ratio']:.4f}"
         yield f"| {name} | {numbers} | {case['time_ratio']:.2f} | {moved} |"
 
-    def good(kind: str, wanted: float) -> int:
+    def count_good(kind: str, wanted: float) -> int:
         return sum(abs(case[kind] - 1) <= wanted for case in record["cases"])
 
     wanted = record["wanted_bytes"]
     yield ""
     yield (
-        f"Time within {record['wanted']:.0%} in {good('time_ratio', record['wanted'])} of {len(record['cases'])} "
-        f"cases; bytes within {wanted:.0%} of those sent in {good('bytes_ratio', wanted)}, "
-        f"of those received in {good('received_ratio', wanted)}: retransmissions are received once."
+        f"Time within {record['wanted']:.0%} in {count_good('time_ratio', record['wanted'])} of {len(record['cases'])} "
+        f"cases; bytes within {wanted:.0%} of those sent in {count_good('bytes_ratio', wanted)}, "
+        f"of those received in {count_good('received_ratio', wanted)}: retransmissions are received once."
     )
 
 
 def simulator(record: Record) -> Iterator[str]:
-    """The simulator's speed and memory."""
+    """Yield the simulator's speed and memory."""
     about = f"{record['workers']} simulated workers of a perceptron of 5 K parameters, one by one on one core"
     yield from _head(about, "simulator")
     yield "| recipe | worker steps/s | plain loop, steps/s | ratio | wanted |"
@@ -223,7 +223,7 @@ def simulator(record: Record) -> Iterator[str]:
 
 
 def recovery(record: Record) -> Iterator[str]:
-    """How long a death stops those who are left, beside a restart of everyone."""
+    """Yield how long a failure stops the other workers, beside a restart of all."""
     about = f"Seconds from the failure of one of {record['workers']} workers to the next round that the others commit"
     yield from _head(about, "recovery")
     yield "| model | worker | side | median s | quartiles | worst | deaths | ms a step | wanted |"
@@ -233,11 +233,11 @@ def recovery(record: Record) -> Iterator[str]:
             for name, one in sides.items():
                 asked = f"at most {record['wanted_s']:g}" if name == "stretto" else ""
                 yield f"| {model} | {victim} killed | {name} | {_costs(one)} | {case['step_ms'][name]:.1f} | {asked} |"
-    gone = record["vanished"]
-    patience = f"{gone['failure_timeout_s']:g}"
+    paused = record["vanished"]
+    timeout = f"{paused['failure_timeout_s']:g}"
     yield (
-        f"| {gone['model']} | {gone['victim']} paused | stretto, `--failure-timeout {patience}s` | {_costs(gone)} | "
-        f"| at most {patience} |"
+        f"| {paused['model']} | {paused['victim']} paused | stretto, `--failure-timeout {timeout}s` | "
+        f"{_costs(paused)} | | at most {timeout} |"
     )
     yield ""
     yield (
@@ -253,7 +253,7 @@ def _costs(one: Record) -> str:
 
 
 def upkeep(record: Record) -> Iterator[str]:
-    """What being ready for a death costs, and what checkpoints cost."""
+    """Yield what fault tolerance and checkpoints cost."""
     about = f"Steps per second with recovery from failures against without, {record['workers']} workers"
     yield from _head(about, "upkeep")
     yield "| model | recipe | in the same processes | ready, ready | by processor | ready, ready | wanted |"
@@ -290,7 +290,7 @@ def upkeep(record: Record) -> Iterator[str]:
 
 
 def soak(record: Record) -> Iterator[str]:
-    """How every recipe came through a long time of deaths."""
+    """Yield the results of long runs with faults for each recipe."""
     about = f"{record['minutes']:g} minutes of kills and pauses, one every {record['every_s']:g} s in the mean"
     yield from _head(about, "soak")
     yield "| run | recipe | completed | rounds | struck | deaths | samples once | twice | never | done again |"
@@ -319,7 +319,7 @@ def soak(record: Record) -> Iterator[str]:
 
 
 def survival(record: Record) -> Iterator[str]:
-    """Of each recipe and victim how many phases and signals were survived."""
+    """Yield how many phases and signals each recipe survived, for each failing process."""
     asked = "does the run complete with the same result?"
     about = f"Kills, pauses and SIGTERM in each phase: {asked} {record['workers']} workers"
     yield from _head(about, "survival")

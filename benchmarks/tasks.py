@@ -17,7 +17,7 @@ DISTINCT = 2048
 
 
 def convolution() -> nn.Sequential:
-    """0.8 M parameters for images of 28 x 28: the network of examples/mnist.py."""
+    """Return a network of 0.8 M parameters for images of 28 x 28, that of examples/mnist.py."""
     return nn.Sequential(
         nn.Conv2d(1, 16, 5, stride=2, padding=2),
         nn.ReLU(),
@@ -31,7 +31,7 @@ def convolution() -> nn.Sequential:
 
 
 def perceptron(*widths: int) -> nn.Sequential:
-    """Linear layers with ReLU between them."""
+    """Return linear layers with ReLU between them."""
     layers: list[nn.Module] = []
     for before, after in pairwise(widths):
         layers += [nn.Linear(before, after), nn.ReLU()]
@@ -40,57 +40,57 @@ def perceptron(*widths: int) -> nn.Sequential:
 
 # Shapes: b batch, t time, c channels, h heads.
 class Block(nn.Module):
-    """Attention, then thinking."""
+    """Attention, then a feed-forward network."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width)
-        self.ask = nn.Linear(width, 3 * width, bias=False)
-        self.answer = nn.Linear(width, width, bias=False)
-        self.think = nn.Sequential(
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.projection = nn.Linear(width, width, bias=False)
+        self.feed_forward = nn.Sequential(
             nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Of each character what those before it say about it (b, t, c)."""
+        """Return the block's output for each character (b, t, c)."""
         x = x + self.attend(self.norm(x))
-        return x + self.think(x)
+        return x + self.feed_forward(x)
 
     def attend(self, x: Tensor) -> Tensor:
-        """What each character asks of those before it (b, t, c)."""
+        """Return the attention of each character to itself and the ones before it (b, t, c)."""
         b, t, c = x.shape
-        query, key, value = self.ask(x).view(b, t, 3, HEADS, c // HEADS).permute(2, 0, 3, 1, 4)
-        seen = scaled_dot_product_attention(query, key, value, is_causal=True)  # (b, h, t, c / h)
-        return self.answer(seen.transpose(1, 2).reshape(b, t, c))
+        query, key, value = self.qkv(x).view(b, t, 3, HEADS, c // HEADS).permute(2, 0, 3, 1, 4)
+        attended = scaled_dot_product_attention(query, key, value, is_causal=True)  # (b, h, t, c / h)
+        return self.projection(attended.transpose(1, 2).reshape(b, t, c))
 
 
 class Writer(nn.Module):
-    """0.6 M parameters: the network of examples/shakespeare.py."""
+    """A network of 0.6 M parameters, that of examples/shakespeare.py."""
 
     def __init__(self, characters: int = 65, layers: int = 3, width: int = 128) -> None:
         super().__init__()
-        self.letters = nn.Embedding(characters, width)
-        self.places = nn.Embedding(CONTEXT, width)
+        self.token_embedding = nn.Embedding(characters, width)
+        self.position_embedding = nn.Embedding(CONTEXT, width)
         self.blocks = nn.Sequential(*[Block(width) for _ in range(layers)])
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, characters, bias=False)
-        self.head.weight = self.letters.weight
+        self.head.weight = self.token_embedding.weight
         for weight in self.parameters():
             if weight.dim() == 2:
                 nn.init.normal_(weight, std=0.02)
 
     def forward(self, x: Tensor) -> Tensor:
         """How likely each character is to come next (b, t, characters)."""
-        embedded = self.letters(x) + self.places.weight[: x.shape[1]]
+        embedded = self.token_embedding(x) + self.position_embedding.weight[: x.shape[1]]
         return self.head(self.norm(self.blocks(embedded)))
 
 
 @dataclass(frozen=True)
 class Task:
-    """A model and the shape of its samples; how much of it is timed.
+    """A model, the shape of its samples, and the number of steps that are timed.
 
-    `segment` steps are timed at once, `repetitions` times in the same processes; the processes are started anew
-    `starts` times, since where a process happens to find its memory is worth some percent of speed.
+    `segment` steps are timed together, `repetitions` times in the same processes, and these are started `starts` times,
+    since the memory layout of a process changes its speed by some percent.
     """
 
     model: Callable[[], nn.Module]
@@ -109,7 +109,7 @@ TASKS: Mapping[str, Task] = {"0.8 M": SMALL, "5 M": MIDDLE, "25 M": LARGE, "0.03
 
 
 class Samples(Dataset[tuple[Tensor, int]]):
-    """Random samples of a shape; `count` of them, which come back after the first DISTINCT ones."""
+    """`count` random samples of a shape, which repeat after the first DISTINCT ones."""
 
     def __init__(self, shape: tuple[int, ...], count: int) -> None:
         source = torch.Generator().manual_seed(1)
@@ -126,8 +126,8 @@ class Samples(Dataset[tuple[Tensor, int]]):
         return self._x[index % DISTINCT], self._y[index % DISTINCT]
 
 
-def made(case: str) -> tuple[nn.Module, torch.optim.Optimizer, Task]:
-    """A case's model, the same in each process, and its optimizer."""
+def build(case: str) -> tuple[nn.Module, torch.optim.Optimizer, Task]:
+    """Return a case's model, the same in each process, and its optimizer and task."""
     torch.manual_seed(0)
     task = TASKS[case]
     model = task.model()
@@ -135,5 +135,5 @@ def made(case: str) -> tuple[nn.Module, torch.optim.Optimizer, Task]:
 
 
 def samples(task: Task, workers: int) -> Samples:
-    """As many samples as the workers need for all segments of a start and two more, in one pass."""
+    """Return as many samples as the workers need in one epoch for all segments of a start and two more."""
     return Samples(task.shape, workers * (task.repetitions + 2) * task.segment * BATCH)

@@ -1,10 +1,10 @@
-"""How much does one slow worker hold the others back? 4 workers, worker 1 computes 5 times slower.
+"""How much does one slow worker delay the others? 4 workers, worker 1 computes 5 times slower.
 
-Each recipe trains the examples as they are, through `stretto run --stragglers`: samples per second, and seconds to a
-test accuracy, evaluations not counted. As they are, four workers share this machine's cores, which alone bounds what
-can be gained: on 2 cores three workers that never wait compute no more than 2 can. So each example is run a second time
-as four machines would run it: everyone's computing is stretched, by sleeping, so far that the cores are idle most of
-the time, and worker 1's five times as far. What is not computing, the exchange above all, is not stretched.
+Each recipe trains the unchanged examples with `stretto run --stragglers`: samples per second, and seconds to a test
+accuracy, evaluations not counted. Four workers share this machine's cores, which alone limits the gain: on 2 cores
+three workers that never wait compute no more than 2. So each example is run a second time as on four machines: the
+computing of all workers is stretched, by sleeping, so far that the cores are idle most of the time, and worker 1's
+five times as far. Other work, above all the exchange, is not stretched.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from stretto.events import read_events
 
 QUESTION = "samples per second and seconds to a test accuracy with 4 workers, one of them 5 times slower"
 WANTED = 2.5
-"""Times the samples per second of the barrier."""
+"""Wanted samples per second, as a multiple of the barrier's."""
 BARRIER = "allreduce"
 RECIPES = (BARRIER, "local_sgd(every=16)", "soft_sync(collect=4)", "stale_synchronous(bound=4)", "async_sgd")
 ASYNCHRONOUS = RECIPES[2:]
@@ -37,13 +37,13 @@ WORKERS = 4
 SLOW_WORKER, TIMES = 1, 5.0
 SEEDS = 1
 LIMIT_S = 400.0
-"""For one run."""
+"""Limit of one run."""
 END_S = 30.0
 
 
 @dataclass(frozen=True)
 class Case:
-    """A script, and how far everyone's computing is stretched."""
+    """A script, and the factor by which the computing of all workers is stretched."""
 
     script: str
     arguments: Sequence[str]
@@ -52,7 +52,7 @@ class Case:
 
     @property
     def slow(self) -> str:
-        """What `stretto run --stragglers` is told."""
+        """Argument of `stretto run --stragglers`."""
         factors = {worker: self.stretch * (TIMES if worker == SLOW_WORKER else 1) for worker in range(WORKERS)}
         return ",".join(f"{worker}:{factor}" for worker, factor in factors.items() if factor > 1)
 
@@ -68,7 +68,7 @@ CASES = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """One run. `seconds` is None when the target was not reached, and all else None or empty when the run failed."""
+    """One run. `seconds` is None if the target was not reached; all values are None or empty if the run failed."""
 
     recipe: str
     seed: int
@@ -77,15 +77,15 @@ class Outcome:
     accuracy: float | None
     samples_by_worker: Sequence[int]
     computing: Sequence[float]
-    """Each worker's share of the time, with what it slept."""
+    """Each worker's share of the time, including its sleep."""
     staleness: float | None
     held_s: float | None
-    """How long the bound made workers wait, all together."""
+    """Seconds for which the staleness bound made workers wait, summed over workers."""
     failed: str | None = None
 
 
 def run(starts: int | None = None, only: Sequence[str] = ()) -> dict[str, Any]:
-    """Take the figures, print them, keep them. `starts` is the number of seeds."""
+    """Measure all cases, print the figures and write them to the results. `starts` is the number of seeds."""
     print(f"unequal: {QUESTION}", flush=True)
     record = {
         "question": QUESTION,
@@ -96,20 +96,20 @@ def run(starts: int | None = None, only: Sequence[str] = ()) -> dict[str, Any]:
         "slow": {str(SLOW_WORKER): TIMES},
         "seeds": starts or SEEDS,
         "threads": 1,
-        "cases": {name: _case(name, CASES[name], range(starts or SEEDS)) for name in only or able()},
+        "cases": {name: _case(name, CASES[name], range(starts or SEEDS)) for name in only or available_cases()},
     }
     print(f"  kept in {save('unequal', record, trial=starts is not None or bool(only))}")
     return record
 
 
-def able() -> list[str]:
-    """The cases whose data is here; the others are named."""
+def available_cases() -> list[str]:
+    """Return the cases whose data is on this machine; print the missing ones."""
     here = scripts()
     return [name for name, case in CASES.items() if case.script in here]
 
 
 def scripts() -> list[str]:
-    """The examples whose data is here; the others are named."""
+    """Return the examples whose data is on this machine; print the missing ones."""
     missing = {"digits.py": _without_digits(), "mnist.py": _without_mnist()}
     for script, why in missing.items():
         if why:
@@ -122,7 +122,7 @@ def _without_digits() -> str:
 
 
 def _without_mnist() -> str:
-    """Nothing is downloaded for a benchmark."""
+    """Return why MNIST is missing: benchmarks download nothing."""
     places = [folder / datasets.TRAIN_IMAGES.name for folder in datasets.folders()]
     return "" if any(one.is_file() for one in places) else f"set STRETTO_DATA; looked for {places[-1]}"
 
@@ -132,28 +132,28 @@ def _case(name: str, case: Case, seeds: Sequence[int]) -> dict[str, Any]:
     outcomes = [_report(_race(case, recipe, seed)) for seed in seeds for recipe in _order(seed)]
     found = {recipe: summary(outcomes, recipe) for recipe in RECIPES}
     for recipe in RECIPES[1:]:
-        print(f"    {recipe} / {BARRIER}: {_ratio(found[recipe])} of the samples/s{_asked(recipe)}", flush=True)
+        print(f"    {recipe} / {BARRIER}: {_ratio(found[recipe])} of the samples/s{_wanted(recipe)}", flush=True)
     shown = {"script": case.script, "arguments": list(case.arguments), "target": case.target, "slow": case.slow}
     return {**shown, "recipes": found, "runs": [vars(one) for one in outcomes]}
 
 
 def _order(seed: int) -> Sequence[str]:
-    """All recipes with each seed, forwards and backwards."""
+    """Return all recipes, in alternating order for successive seeds."""
     return RECIPES if seed % 2 == 0 else RECIPES[::-1]
 
 
 def _race(case: Case, recipe: str, seed: int) -> Outcome:
-    """One run, from the start of its processes to their end."""
+    """Run a script once, from the start of its processes to their end."""
     with tempfile.TemporaryDirectory(prefix="stretto-unequal-") as folder:
-        where = Path(folder)
-        words = _ended(_command(case, recipe, seed, where), where / "words.log")
-        path = where / "record.json"
+        run_folder = Path(folder)
+        log_end = _run_to_end(_command(case, recipe, seed, run_folder), run_folder / "words.log")
+        path = run_folder / "record.json"
         if not path.exists():
-            raise SystemExit(f"{recipe} left no record; its last words:\n{words}")
+            raise SystemExit(f"{recipe} left no record; the end of its log:\n{log_end}")
         record = json.loads(path.read_text())
         if record["failed"]:
             return Outcome(recipe, seed, None, None, None, [], [], None, None, record["failed"])
-        return outcome(recipe, seed, record, reached(where / "run" / "events.jsonl", case.target))
+        return outcome(recipe, seed, record, reached(run_folder / "run" / "events.jsonl", case.target))
 
 
 def _command(case: Case, recipe: str, seed: int, folder: Path) -> list[str]:
@@ -163,11 +163,15 @@ def _command(case: Case, recipe: str, seed: int, folder: Path) -> list[str]:
     return [sys.executable, "-m", "stretto.cli", "run", *asked, *kept, script, *case.arguments]
 
 
-def _ended(command: Sequence[str], log: Path) -> str:
-    """Run to the end and return the last words. What takes too long is told to end, and its workers with it."""
-    with log.open("w+b") as words:
+def _run_to_end(command: Sequence[str], log: Path) -> str:
+    """Run the command to its end and return the end of its log. At the time limit end it, with its workers."""
+    with log.open("w+b") as log_end:
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=words, stderr=words, env={**os.environ, "OMP_NUM_THREADS": "1"}
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log_end,
+            stderr=log_end,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
         try:
             process.wait(LIMIT_S)
@@ -179,7 +183,7 @@ def _ended(command: Sequence[str], log: Path) -> str:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """A launcher that is told to end ends its workers; a killed one's workers end by themselves."""
+    """Terminate a launcher, which ends its workers; the workers of a killed launcher end without it."""
     if process.poll() is None:
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -189,14 +193,14 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def reached(log: Path, target: float) -> float | None:
-    """Seconds of training until the first evaluation at the target."""
+    """Return the seconds of training until the first evaluation at the target."""
     evaluations = [event for event in read_events(log) if event["event"] == "evaluation"]
-    there = [one["training_s"] for one in evaluations if one["metrics"]["test_accuracy"] >= target]
-    return min(there, default=None)
+    reached_s = [one["training_s"] for one in evaluations if one["metrics"]["test_accuracy"] >= target]
+    return min(reached_s, default=None)
 
 
 def outcome(recipe: str, seed: int, record: Mapping[str, Any], seconds: float | None) -> Outcome:
-    """What is kept of a run's record."""
+    """Return the outcome from a run's record."""
     return Outcome(
         recipe=recipe,
         seed=seed,
@@ -210,22 +214,22 @@ def outcome(recipe: str, seed: int, record: Mapping[str, Any], seconds: float | 
     )
 
 
-def _report(one: Outcome) -> Outcome:
-    if one.failed:
-        print(f"    {one.recipe:28} failed: {one.failed}", flush=True)
-        return one
-    to_target = "-" if one.seconds is None else f"{one.seconds:.1f}"
-    shares = " ".join(f"{share:.0%}" for share in one.computing)
+def _report(outcome: Outcome) -> Outcome:
+    if outcome.failed:
+        print(f"    {outcome.recipe:28} failed: {outcome.failed}", flush=True)
+        return outcome
+    to_target = "-" if outcome.seconds is None else f"{outcome.seconds:.1f}"
+    shares = " ".join(f"{share:.0%}" for share in outcome.computing)
     print(
-        f"    {one.recipe:28} {one.samples_per_s or 0:8.0f} samples/s, {to_target:>6} s to the target, "
-        f"{one.accuracy:.3f} in the end, computing {shares}",
+        f"    {outcome.recipe:28} {outcome.samples_per_s or 0:8.0f} samples/s, {to_target:>6} s to the target, "
+        f"{outcome.accuracy:.3f} in the end, computing {shares}",
         flush=True,
     )
-    return one
+    return outcome
 
 
 def summary(outcomes: Sequence[Outcome], recipe: str) -> dict[str, Any]:
-    """Medians over the seeds, and the ratio to the barrier's samples per second in the same seed."""
+    """Return medians over the seeds, and the ratio to the barrier's samples per second with the same seed."""
     mine = [one for one in outcomes if one.recipe == recipe]
     base = {one.seed: one.samples_per_s for one in outcomes if one.recipe == BARRIER}
     pairs = [(one.samples_per_s, base.get(one.seed)) for one in mine]
@@ -242,7 +246,7 @@ def summary(outcomes: Sequence[Outcome], recipe: str) -> dict[str, Any]:
 
 
 def _median(values: Sequence[float | None]) -> float | None:
-    """None when one of them is missing."""
+    """Return the median, or None if a value is missing."""
     known = [one for one in values if one is not None]
     return float(statistics.median(known)) if known and len(known) == len(values) else None
 
@@ -251,5 +255,5 @@ def _ratio(found: Mapping[str, Any]) -> str:
     return f"{found['ratio']['median']:.2f}" if found["ratio"] else "-"
 
 
-def _asked(recipe: str) -> str:
+def _wanted(recipe: str) -> str:
     return f" (wanted at least {WANTED:g})" if recipe in ASYNCHRONOUS else ""

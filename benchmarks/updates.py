@@ -1,8 +1,8 @@
 """How many updates does our parameter server apply per second? 0.1 M parameters, 1 to 16 workers, 1 and 2 shards.
 
-The workers are processes that push as fast as they can and compute nothing. Encrypted, as `stretto run` does it, and
-plain. Every figure is one of a server that has just been started, and counts only when the server's parameters have
-become the sum of all that was pushed.
+The workers are processes that push as fast as they can and compute nothing, encrypted, as `stretto run` starts them,
+and plain. Every figure is of a newly started server, and counts only if the server's parameters have become the sum of
+all pushed updates.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ SECONDS = 2.0
 STARTS = 2
 
 Case = tuple[bool, int, int]
-"""Encrypted or not, shards, workers."""
+"""True if encrypted, number of shards, number of workers."""
 
 
 def run(starts: int | None = None) -> dict[str, Any]:
-    """Take the figures, print them, keep them."""
+    """Measure all cases, print the figures and write them to the results."""
     print(f"updates: {QUESTION}; {PARAMETERS} parameters, {SECONDS:g} s each", flush=True)
-    found = take(starts or STARTS)
+    speeds_by_case = take(starts or STARTS)
     record = {
         "question": QUESTION,
         "parameters": PARAMETERS,
         "seconds": SECONDS,
         "starts": starts or STARTS,
         "threads": 1,
-        "cases": [_case(case, speeds) for case, speeds in found.items()],
+        "cases": [_case(case, speeds) for case, speeds in speeds_by_case.items()],
     }
     for one in record["cases"]:
         print(f"  {_named(one)} {one['updates_per_s']['median']:8.0f} updates/s, {one['gb_per_s']:.2f} GB/s both ways")
@@ -45,14 +45,14 @@ def run(starts: int | None = None) -> dict[str, Any]:
 
 
 def take(starts: int) -> Mapping[Case, Sequence[float]]:
-    """Updates per second of all cases in each start, forwards and backwards."""
+    """Return the updates per second of all cases in each start, in alternating order."""
     cases = list(product(CURVES, SHARDS, WORKERS))
-    found: dict[Case, list[float]] = {case: [] for case in cases}
+    speeds_by_case: dict[Case, list[float]] = {case: [] for case in cases}
     for number in range(starts):
         with team(max(WORKERS)) as pushing:
             for case in cases if number % 2 == 0 else cases[::-1]:
-                found[case].append(_pushed(pushing, case))
-    return found
+                speeds_by_case[case].append(_pushed(pushing, case))
+    return speeds_by_case
 
 
 def _pushed(pushing: Team, case: Case) -> float:

@@ -1,17 +1,17 @@
-"""What does it cost to be ready for a death that does not come?
+"""What does fault tolerance cost while no process fails?
 
-`stretto run` of one script on two workers, which in every third segment of steps set aside all that they do to be
-ready, while the coordinator stands still: both sides are the same processes (see `benchmarks.fault_tolerance_switch`). Two segments of
-three are ready, one before and one after it: their mean is compared with it, and what is seen between the two tells how
-fine the figure is. One case clips its gradients, so that what the workers were answered has to be copied for those who
-may lack it.
+`stretto run` of one script on two workers, which switch fault tolerance off in every third segment of steps, while
+the coordinator is suspended: both sides are the same processes (see `benchmarks.fault_tolerance_switch`). Of three
+segments, the first and the last have fault tolerance: their mean is compared with the middle one, and the difference
+between the two shows the precision of the figure. One case clips its gradients, so that results of collectives have
+to be copied for workers that may lack them.
 
 Then the same between two runs that take turns, one with the coordinator, heartbeats, the ledger and its messages, one
-without them. Two of the very same kind differ by up to a tenth as long as they live, by where their memory lies: that
-checks what was set aside, and is not fine enough for 1%.
+without them. Two runs of one kind differ by up to a tenth for as long as they run, because of their memory layout:
+this checks the switch, and is not precise enough for 1%.
 
-Then checkpoints in the background: with a checkpoint every 3 s and without one; what a checkpoint costs is the time
-that its side takes longer, divided by the checkpoints that came to lie in its segments.
+Then checkpoints in the background: with a checkpoint every 3 s and without one; the cost of a checkpoint is the time
+that its side takes longer, divided by the number of checkpoints written in its segments.
 """
 
 from __future__ import annotations
@@ -43,30 +43,30 @@ WANTED, WANTED_SHARE = 0.99, 0.03
 WORKERS = 2
 RECIPES = ("allreduce", "local_sgd(every=16)")
 STARTS, REPETITIONS = 3, 3
-ASIDE = (
+SWITCHED = (
     ("0.8 M", "allreduce", False),
     ("0.8 M", "local_sgd(every=16)", False),
     ("5 M", "allreduce", False),
     ("5 M", "allreduce", True),
     ("5 M", "local_sgd(every=16)", False),
 )
-"""Models, recipes, and whether the script clips its gradients."""
+"""Model, recipe, and True if the script clips its gradients."""
 GROUPS, IN_A_GROUP = 8, 4
-"""So many groups of so many turns in one run whose readiness is set aside in turn."""
+"""Number of groups in a run, and of turns in each group."""
 SEGMENTS: Mapping[str, int] = {"0.8 M": 64, "5 M": 32}
 """Steps of a segment; a whole number of rounds."""
 LONG_SEGMENTS: Mapping[str, int] = {"0.8 M": 640, "5 M": 256}
 LONG_REPETITIONS, LONG_STARTS = 4, 1
-EVERY_S, ASKED_S = 3, 30
-"""How often a checkpoint is written, and how often it is to be in the share that is wanted."""
+EVERY_S, SHARE_EVERY_S = 3, 30
+"""Seconds between checkpoints when measuring, and those for which the share of time is computed."""
 REST_S = 1.0
-"""After a segment with checkpoints: the last of them is brought to the disk in the background."""
+"""Pause after a segment with checkpoints, in which the last one is written to disk in the background."""
 SCRIPT = ROOT / "benchmarks" / "scripts" / "paced.py"
 
 
 @dataclass(frozen=True)
 class Segment:
-    """What a segment took, and how many checkpoints were written meanwhile."""
+    """Seconds of a segment, and number of checkpoints written in it."""
 
     took: Seconds
     checkpoints: int
@@ -74,9 +74,9 @@ class Segment:
 
 @dataclass(frozen=True)
 class Side:
-    """How `stretto run` is started; `rests` when something goes on after its segments."""
+    """Options of `stretto run`; `rests` is True if work continues after its segments."""
 
-    members: bool
+    elastic: bool
     options: Sequence[str] = ()
     rests: bool = False
 
@@ -85,12 +85,12 @@ READY, NOT_READY = "ready", "not ready"
 BEFORE, AFTER = "ready before", "ready after"
 SIDES: Mapping[str, Side] = {READY: Side(True), NOT_READY: Side(False)}
 SAVING, NOT_SAVING = "checkpoints", "none"
-OFTEN = ("--checkpoint-every", f"{EVERY_S}s", "--keep", "1000")
-LONG_SIDES: Mapping[str, Side] = {SAVING: Side(True, OFTEN, rests=True), NOT_SAVING: Side(True)}
+CHECKPOINT_OPTIONS = ("--checkpoint-every", f"{EVERY_S}s", "--keep", "1000")
+LONG_SIDES: Mapping[str, Side] = {SAVING: Side(True, CHECKPOINT_OPTIONS, rests=True), NOT_SAVING: Side(True)}
 
 
 class Run:
-    """`stretto run` of the script, held between segments."""
+    """`stretto run` of the script, which waits between segments."""
 
     def __init__(self, side: Side, recipe: str, case: str, segment: int, segments: int, *more: str) -> None:
         self._side = side
@@ -115,7 +115,7 @@ class Run:
             "--out",
             str(self._folder / "run"),
             *side.options,
-            *([] if side.members else ["--no-recovery"]),
+            *([] if side.elastic else ["--no-recovery"]),
         ]
         command += [str(SCRIPT), str(self._folder), case, str(segment), str(segments), *more]
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -123,7 +123,7 @@ class Run:
         self._launcher = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=self._log, stderr=self._log)
 
     def _pipes(self, name: str) -> list[int]:
-        """One for each worker, open at both ends so that opening it waits for nobody."""
+        """Create a pipe for each worker, open at both ends so that opening it does not block."""
         paths = [self._folder / f"{rank}.{name}" for rank in range(WORKERS)]
         for path in paths:
             os.mkfifo(path)
@@ -133,7 +133,7 @@ class Run:
         return pipes
 
     def bare(self) -> Segment:
-        """A segment without readiness; the coordinator stands still meanwhile."""
+        """Run a segment without fault tolerance, while the coordinator is suspended."""
         coordinator = self._coordinator()
         coordinator.suspend()
         try:
@@ -146,15 +146,15 @@ class Run:
         return next(one for one in children if "stretto.launcher.coordinator_main" in one.cmdline())
 
     def segment(self, word: str = "go") -> Segment:
-        """Let the run go on for a segment."""
+        """Let the run continue for a segment."""
         before = self._checkpoints()
         for pipe in self._go:
             os.write(pipe, f"{word}\n".encode())
         took = [self._report(pipe) for pipe in self._took]
         if self._side.rests:
             time.sleep(REST_S)
-        together = Seconds(max(one.wall for one in took), sum(one.processor for one in took))
-        return Segment(together, self._checkpoints() - before)
+        total = Seconds(max(one.wall for one in took), sum(one.processor for one in took))
+        return Segment(total, self._checkpoints() - before)
 
     def _checkpoints(self) -> int:
         folder = self._folder / "run" / "checkpoints"
@@ -165,12 +165,12 @@ class Run:
         while not select.select([pipe], [], [], 0.5)[0]:
             if self._launcher.poll() is not None or time.monotonic() > limit:
                 words = (self._folder / "log").read_text(errors="replace")[-2000:]
-                raise SystemExit(f"upkeep: a run has ended, or says nothing; its last words:\n{words}")
+                raise SystemExit(f"upkeep: a run has ended, or sends no result; the end of its log:\n{words}")
         wall, processor = os.read(pipe, 4096).split()
         return Seconds(float(wall), float(processor))
 
     def close(self) -> None:
-        """End the run; it is not waited for to agree."""
+        """End the run."""
         self._launcher.terminate()
         try:
             self._launcher.wait(timeout=20)
@@ -181,22 +181,20 @@ class Run:
 
 
 Taken = Mapping[str, Sequence[Sequence[Segment]]]
-"""For each side and start the segments."""
+"""Segments of each start, for each side."""
 
 
 def run(starts: int | None = None) -> dict[str, Any]:
-    """Take the figures, print them, keep them."""
+    """Measure all cases, print the figures and write them to the results."""
     print(f"upkeep: {QUESTION}", flush=True)
-    aside = [_aside(*one, starts or GROUPS) for one in ASIDE]
+    aside = [_switched_case(*one, starts or GROUPS) for one in SWITCHED]
     cases, taken = [], []
     for case, recipe in [(case, recipe) for case in SEGMENTS for recipe in RECIPES]:
         taken.append(_take(SIDES, recipe, case, SEGMENTS[case], REPETITIONS, starts or STARTS))
         cases.append(_case(case, recipe, taken[-1]))
-    together = _ratio(
-        {side: [start for one in taken for start in one[side]] for side in SIDES}, READY, NOT_READY, "wall"
-    )
-    print(f"  all together: {together}", flush=True)
-    saves = [_saves(case, starts or LONG_STARTS) for case in LONG_SEGMENTS]
+    total = _ratio({side: [start for one in taken for start in one[side]] for side in SIDES}, READY, NOT_READY, "wall")
+    print(f"  all together: {total}", flush=True)
+    saves = [_checkpoint_case(case, starts or LONG_STARTS) for case in LONG_SEGMENTS]
     record = {
         "question": QUESTION,
         "wanted": WANTED,
@@ -205,17 +203,17 @@ def run(starts: int | None = None) -> dict[str, Any]:
         "threads": 1,
         "aside": aside,
         "cases": cases,
-        "together": together.record(),
+        "together": total.record(),
         "every_s": EVERY_S,
-        "asked_s": ASKED_S,
+        "asked_s": SHARE_EVERY_S,
         "checkpoints": saves,
     }
     print(f"  kept in {save('upkeep', record, trial=starts is not None)}")
     return record
 
 
-def _aside(case: str, recipe: str, clips: bool, groups: int) -> dict[str, Any]:
-    """How fast the same processes are with their readiness and without it."""
+def _switched_case(case: str, recipe: str, clips: bool, groups: int) -> dict[str, Any]:
+    """Return the speed ratio of the same processes with and without fault tolerance."""
     turns, more = groups * IN_A_GROUP, ["--aside", *["--clip"] * clips]
     with contextlib.closing(Run(Side(True), recipe, case, SEGMENTS[case], 3 * turns + 3, *more)) as one:
         taken = in_turns({BEFORE: one.segment, NOT_READY: one.bare, AFTER: one.segment}, turns)
@@ -254,19 +252,19 @@ def _case(case: str, recipe: str, taken: Taken) -> dict[str, Any]:
     }
 
 
-def _saves(case: str, starts: int) -> dict[str, Any]:
+def _checkpoint_case(case: str, starts: int) -> dict[str, Any]:
     taken = _take(LONG_SIDES, RECIPES[0], case, LONG_SEGMENTS[case], LONG_REPETITIONS, starts)
-    one = cost(taken[SAVING], taken[NOT_SAVING], ASKED_S)
+    one = cost(taken[SAVING], taken[NOT_SAVING], SHARE_EVERY_S)
     taken_s = f"{one['s_with']:.0f} s with {one['checkpoints']} checkpoints, {one['s_without']:.0f} s without"
-    costs = f": {shown_s(one)} s each, {one['share']:.1%} of {ASKED_S} s" if one["checkpoints"] else ""
+    costs = f": {shown_s(one)} s each, {one['share']:.1%} of {SHARE_EVERY_S} s" if one["checkpoints"] else ""
     print(f"  {case} {RECIPES[0]}: {taken_s}{costs}", flush=True)
     return {"case": case, "recipe": RECIPES[0], "starts": starts, **one}
 
 
 def cost(with_s: Sequence[Sequence[Segment]], without: Sequence[Sequence[Segment]], every_s: float) -> dict[str, Any]:
-    """Seconds that a checkpoint costs, and the share of the time that these are if one is written so often.
+    """Return the seconds that a checkpoint costs, and their share of `every_s` seconds.
 
-    The error is that of so many pairs of segments. All three are None when no checkpoint was written.
+    The error is computed from pairs of segments. All three are None when no checkpoint was written.
     """
     written = sum(one.checkpoints for start in with_s for one in start)
     longer = [ours - theirs for ours, theirs in zip(_flat(with_s), _flat(without), strict=True)]
@@ -281,7 +279,7 @@ def cost(with_s: Sequence[Sequence[Segment]], without: Sequence[Sequence[Segment
 
 
 def shown_s(one: Mapping[str, Any]) -> str:
-    """The seconds of a checkpoint, with their error."""
+    """Return the seconds of a checkpoint, with their error."""
     error = one["error_s"]
     return f"{one['s_a_checkpoint']:.3f}" + (f" ± {error:.3f}" if error is not None else "")
 
@@ -289,7 +287,7 @@ def shown_s(one: Mapping[str, Any]) -> str:
 def _take(
     sides: Mapping[str, Side], recipe: str, case: str, segment: int, repetitions: int, starts: int
 ) -> dict[str, list[list[Segment]]]:
-    """Both runs are alive, and one of them goes on."""
+    """Run all sides at the same time, one of them computing at a time."""
     taken: dict[str, list[list[Segment]]] = {name: [] for name in sides}
     for _ in range(starts):
         with ExitStack() as stack:

@@ -7,11 +7,11 @@ from functools import partial
 from typing import Any
 
 from benchmarks.learning_tasks import SHAKESPEARE
-from benchmarks.race import LR, AdamW, Sgd, Way, alone, averaging, ddp, in_halves, in_low_rank, ours
+from benchmarks.race import LR, AdamW, Sgd, Way, alone, averaging, ddp, stretto_way, with_fp16_hook, with_power_sgd_hook
 
 
 def _ours(recipe: str, every: int = 1, against: str = "", **more: Any) -> Way:
-    return Way(ours, recipe=recipe, every=every, against=against, **more)
+    return Way(stretto_way, recipe=recipe, every=every, against=against, **more)
 
 
 def _writing(recipe: str, every: int = 1, passes: int = 2, **more: Any) -> Way:
@@ -23,7 +23,7 @@ WAYS: Mapping[str, Way] = {
     "alone": Way(alone, hosts=1),
     "torch DDP": Way(ddp),
     "allreduce": _ours("allreduce", against="torch DDP"),
-    "torch DDP fp16": Way(ddp, wrap=in_halves),
+    "torch DDP fp16": Way(ddp, wrap=with_fp16_hook),
     "allreduce fp16": _ours('allreduce(how=cast("fp16"))', against="torch DDP fp16"),
     "allreduce bf16": _ours('allreduce(how=cast("bf16"))', against="torch DDP fp16"),
     "averaging 16": Way(averaging, every=16),
@@ -34,13 +34,13 @@ WAYS: Mapping[str, Way] = {
 }
 
 DOUBLE_STEP = Sgd(2 * LR, momentum=0.0)
-"""Where momentum is in the codec, which forgets it of what it sends."""
+"""For codecs with momentum, which drop the momentum of the sent values."""
 
 FEWER: Mapping[str, Way] = {
     "alone": Way(alone, hosts=1),
     "torch DDP": Way(ddp),
-    "torch DDP fp16": Way(ddp, wrap=in_halves),
-    "torch DDP PowerSGD": Way(ddp, wrap=partial(in_low_rank, rank=2)),
+    "torch DDP fp16": Way(ddp, wrap=with_fp16_hook),
+    "torch DDP PowerSGD": Way(ddp, wrap=partial(with_power_sgd_hook, rank=2)),
     "local_sgd 16": WAYS["local_sgd 16"],
     "local_sgd 64": WAYS["local_sgd 64"],
     "power_sgd": _ours("power_sgd(rank=2)"),
@@ -55,8 +55,9 @@ FEWER: Mapping[str, Way] = {
         "async_sgd(weight=0.25, how=both_ways(error_feedback(top_k(0.01)), top_k(0.01)))", least_between=64
     ),
 }
-"""PowerSGD with rank 2: rank 1 needs a quarter more steps. sparse_loco every 64 steps needs a third more than every 16.
-Deep gradient compression with the learning rate of the others takes half as long again."""
+"""PowerSGD with rank 2, since rank 1 needs a quarter more steps. sparse_loco every 16 steps, since every 64 steps it
+needs a third more. Deep gradient compression with the learning rate of the others takes half as long again.
+"""
 
 WRITING: Mapping[str, Way] = {
     "allreduce": _writing("allreduce", passes=1),
@@ -71,9 +72,10 @@ WRITING: Mapping[str, Way] = {
         clip=None,
     ),
 }
-"""The first sets the target. The others' learning rate falls over two passes or three, of which they need a part;
-allreduce does so too for comparison. sparse_loco with 64 of 4096 does not get there in two passes. Deep gradient
-compression has its momentum and its clipping in the codec, so SGD instead of AdamW.
+"""Ways of the contest on Shakespeare. The first sets the target. The learning rate of the others falls over two or
+three epochs, of which they need a part; allreduce with two epochs is there for comparison. sparse_loco with 64 of 4096
+does not reach the target in two epochs. Deep gradient compression has its momentum and its clipping in the codec, so it
+uses SGD instead of AdamW.
 """
 
 CONTESTS: Mapping[str, Mapping[str, Way]] = {"lab": WAYS, "fewer": FEWER, "shakespeare": WRITING}

@@ -44,38 +44,38 @@ class Block(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width)
-        self.ask = nn.Linear(width, 3 * width, bias=False)
-        self.answer = nn.Linear(width, width, bias=False)
-        self.think = nn.Sequential(
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.projection = nn.Linear(width, width, bias=False)
+        self.feed_forward = nn.Sequential(
             nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
         )
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attend(self.norm(x))
-        return x + self.think(x)
+        return x + self.feed_forward(x)
 
     def attend(self, x: Tensor) -> Tensor:
         b, t, c = x.shape
-        query, key, value = self.ask(x).view(b, t, 3, HEADS, c // HEADS).permute(2, 0, 3, 1, 4)
-        seen = scaled_dot_product_attention(query, key, value, is_causal=True)  # (b, h, t, c / h)
-        return self.answer(seen.transpose(1, 2).reshape(b, t, c))
+        query, key, value = self.qkv(x).view(b, t, 3, HEADS, c // HEADS).permute(2, 0, 3, 1, 4)
+        attended = scaled_dot_product_attention(query, key, value, is_causal=True)  # (b, h, t, c / h)
+        return self.projection(attended.transpose(1, 2).reshape(b, t, c))
 
 
 class Writer(nn.Module):
     def __init__(self, characters: int, layers: int, width: int) -> None:
         super().__init__()
-        self.letters = nn.Embedding(characters, width)
-        self.places = nn.Embedding(CONTEXT, width)
+        self.token_embedding = nn.Embedding(characters, width)
+        self.position_embedding = nn.Embedding(CONTEXT, width)
         self.blocks = nn.Sequential(*[Block(width) for _ in range(layers)])
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, characters, bias=False)
-        self.head.weight = self.letters.weight
+        self.head.weight = self.token_embedding.weight
         for weight in self.parameters():
             if weight.dim() == 2:
                 nn.init.normal_(weight, std=0.02)
 
     def forward(self, x: Tensor) -> Tensor:
-        embedded = self.letters(x) + self.places.weight[: x.shape[1]]
+        embedded = self.token_embedding(x) + self.position_embedding.weight[: x.shape[1]]
         return self.head(self.norm(self.blocks(embedded)))
 
 

@@ -1,11 +1,11 @@
-"""What else could move updates between processes, so that our parameter server is set against something.
+"""Other ways to move updates between processes, which our parameter server is compared with.
 
     python -m benchmarks.peers.sockets 100000000        a bare TCP connection: GB/s, and a round trip
     python -m benchmarks.peers.rpc 100000 4 5           torch.distributed.rpc: parameters, workers, seconds
     python -m benchmarks.peers.ray_server 100000 4 5    Ray actors
 
 A server holds float32 parameters. Each worker pushes an update of the same size as often as it can, the server adds
-it, and the new parameters come back. All is on this machine, with one thread a process.
+it, and the new parameters come back. All processes run on this machine, with one thread each.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 BYTES = 4
-"""Of one parameter."""
+"""Bytes of one parameter."""
 WARM_UP_S = 0.5
-"""Workers push as long as this before anything is counted."""
+"""Seconds for which workers push before updates are counted."""
 
 
 @dataclass(frozen=True)
 class Rate:
-    """How many updates a server applied in a second, and the bytes of updates and parameters, both ways together."""
+    """Updates that a server applied per second, and the bytes per second of updates and parameters together."""
 
     updates_per_s: float
     bytes_per_s: float
@@ -42,24 +42,24 @@ class Outcome:
     change: float
 
     def rate(self) -> Rate:
-        """The figure, which is none when the server lost or doubled an update."""
+        """Return the rate. Raise SystemExit if the server lost or doubled an update."""
         if self.pushed != self.change:
             raise SystemExit(f"updates of the sum {self.pushed:g} changed the parameters by {self.change:g}")
         return Rate(self.updates_per_s, self.updates_per_s * 2 * BYTES * self.parameters)
 
 
 def update_of(worker: int, parameters: int) -> NDArray[np.float32]:
-    """What a worker pushes each time: small whole numbers, so that sums are exact as long as they are below 2**24."""
+    """Return the update that a worker pushes every time: small integers, whose sums are exact below 2**24."""
     return (np.arange(parameters) % 5 + worker + 1).astype(np.float32)
 
 
 def total(values: NDArray[np.float32]) -> float:
-    """The exact sum of whole numbers."""
+    """Return the exact sum of integers."""
     return float(values.sum(dtype=np.float64))
 
 
 def show(measure: Callable[[int, int, float], Rate]) -> None:
-    """Measure what the command line asks for."""
+    """Measure with the parameters, workers and seconds from the command line, and print the rate."""
     if len(sys.argv) != 4:
         raise SystemExit("asked for: PARAMETERS WORKERS SECONDS")
     rate = measure(int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]))

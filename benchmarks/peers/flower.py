@@ -1,6 +1,7 @@
-"""Federated averaging in Flower's simulation engine, as its documentation writes it; run by an interpreter that has it.
+"""Federated averaging in Flower's simulation engine, written as in its documentation.
 
-Flower wants other versions of what Stretto needs, so it is in an environment of its own, which STRETTO_FLOWER names:
+Flower needs other versions of Stretto's dependencies, so it is installed in an environment of its own, whose Python
+STRETTO_FLOWER names:
 
     python -m venv flower && flower/bin/pip install "flwr[simulation]" torch scikit-learn
     flower/bin/python benchmarks/peers/flower.py CLIENTS STEPS ROUNDS
@@ -18,7 +19,7 @@ import tempfile
 import time
 
 ROUNDS = 8
-"""The first two are not counted: its actors start in them."""
+"""Number of rounds; the first two are not counted, since Flower starts its actors in them."""
 LIMIT_S = 240.0
 BATCH = 32
 MISSING = (
@@ -28,15 +29,15 @@ MISSING = (
 
 
 def interpreter() -> str | None:
-    """The Python that has Flower."""
+    """Return the Python interpreter that has Flower, if there is one."""
     return os.environ.get("STRETTO_FLOWER")
 
 
 def measure(python: str, clients: int, steps: int, rounds: int = ROUNDS) -> float:
-    """Seconds of a round in which each client does so many local steps."""
+    """Return the median seconds of a round in which each client does `steps` local steps."""
     with tempfile.TemporaryDirectory(prefix="flower-", ignore_cleanup_errors=True) as home:
         command = [python, os.path.abspath(__file__), str(clients), str(steps), str(rounds)]
-        quiet = {
+        overrides = {
             "HOME": home,
             "FLWR_HOME": home,
             "FLWR_TELEMETRY_ENABLED": "0",
@@ -44,19 +45,27 @@ def measure(python: str, clients: int, steps: int, rounds: int = ROUNDS) -> floa
             "PYTHONWARNINGS": "ignore",
             "RAY_USAGE_STATS_ENABLED": "0",
         }
-        own = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHONPATH", "STRETTO_"))}
+        environment = {
+            name: value for name, value in os.environ.items() if not name.startswith(("PYTHONPATH", "STRETTO_"))
+        }
         done = subprocess.run(
-            command, env={**own, **quiet}, cwd=home, capture_output=True, text=True, timeout=LIMIT_S, check=False
+            command,
+            env={**environment, **overrides},
+            cwd=home,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            check=False,
         )
-    said = [line for line in done.stdout.splitlines() if line.startswith('{"seconds')]
-    if done.returncode or not said:
+    result_lines = [line for line in done.stdout.splitlines() if line.startswith('{"seconds')]
+    if done.returncode or not result_lines:
         raise SystemExit(f"Flower failed:\n{done.stderr[-3000:]}")
-    times = json.loads(said[-1])["seconds"]
+    times = json.loads(result_lines[-1])["seconds"]
     return statistics.median(times[2:])
 
 
 def train(clients: int, steps: int, rounds: int) -> list[float]:
-    """Seconds of each round."""
+    """Return the seconds of each round."""
     import torch
     from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
     from flwr.clientapp import ClientApp

@@ -1,4 +1,4 @@
-"""Starts the processes of a measurement, hears their results, and ends them and all that they started."""
+"""Starts the processes of a measurement, reads their results, and ends them and their descendants."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ import psutil
 from benchmarks.pace import ROOT
 
 LIMIT_S = 120.0
-"""Nothing that is waited for may take longer, the seconds of measuring aside."""
-LOOK_S = 0.2
+"""Limit of every wait, without the seconds of measuring."""
+POLL_S = 0.2
 END_S = 15.0
-"""A process that was asked to end has this long to do so."""
+"""Seconds within which a process must end after its input was closed."""
 
 MARK = "PEER_MARK"
-"""Each child has one of its own in its environment, which all that it starts inherit."""
+"""Environment variable with a value of its own for each child, which its descendants inherit."""
 
 
 class Child:
-    """One process that calls `module.function()`; it says its result as a line of JSON and ends when told to."""
+    """One process that calls `module.function()`, prints results as lines of JSON and ends when its input is closed."""
 
     def __init__(self, module: str, function: str, environment: Mapping[str, str]) -> None:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed in close)
@@ -40,47 +40,49 @@ class Child:
             [sys.executable, "-c", code], bufsize=0, stdin=pipe, stdout=pipe, stderr=self._log, env=own, cwd=ROOT
         )
 
-    def tell(self, **order: Any) -> None:
-        """A line of JSON on its standard input."""
+    def send(self, **message: Any) -> None:
+        """Send a line of JSON to the child's standard input."""
         assert self.process.stdin is not None
         try:
-            self.process.stdin.write(json.dumps(order).encode() + b"\n")
+            self.process.stdin.write(json.dumps(message).encode() + b"\n")
         except BrokenPipeError:
-            self.fail("ended before it was told more")
+            self.fail("ended before it received all messages")
 
-    def hear(self, limit_s: float = LIMIT_S, beside: Sequence[Child] = ()) -> dict[str, Any]:
-        """The next line of JSON; other lines are passed over. None of those beside it may end before."""
+    def receive(self, limit_s: float = LIMIT_S, others: Sequence[Child] = ()) -> dict[str, Any]:
+        """Return the next line of JSON; skip other lines. Raise SystemExit if one of the `others` ends before."""
         until = time.monotonic() + limit_s
-        while not (line := self._line(until, beside)).startswith(b"{"):
+        while not (line := self._line(until, others)).startswith(b"{"):
             pass
-        said: dict[str, Any] = json.loads(line)
-        return said
+        result: dict[str, Any] = json.loads(line)
+        return result
 
-    def _line(self, until: float, beside: Sequence[Child]) -> bytes:
+    def _line(self, until: float, others: Sequence[Child]) -> bytes:
         assert self.process.stdout is not None
-        while not select.select([self.process.stdout], [], [], LOOK_S)[0]:
-            for one in beside:
+        while not select.select([self.process.stdout], [], [], POLL_S)[0]:
+            for one in others:
                 if one.process.poll() is not None:
-                    one.fail("ended before the result")
+                    one.fail("ended before the result of another")
             if time.monotonic() > until:
-                self.fail("said nothing within the limit")
+                self.fail("sent no result within the limit")
         line: bytes = self.process.stdout.readline()
         return line or self.fail("ended before its result")
 
     def fail(self, why: str) -> NoReturn:
-        """Tell what went wrong with this process, and what it said itself."""
+        """Raise SystemExit with the reason and the end of the child's log."""
         self._log.seek(0)
-        raise SystemExit(f"a process {why}; its last words:\n{self._log.read().decode(errors='replace')[-2000:]}")
+        raise SystemExit(f"a process {why}; the end of its log:\n{self._log.read().decode(errors='replace')[-2000:]}")
 
-    def close(self, patience_s: float = END_S) -> None:
-        """Ask it to end; kill it and all that it started if that takes too long. A second time nothing is done."""
+    def close(self, timeout_s: float = END_S) -> None:
+        """Close the child's input; kill it and its descendants after the timeout. Do nothing if called again."""
         if self._log.closed:
             return
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.close()
-        psutil.wait_procs(_marked(self._mark), timeout=patience_s)
-        while family := _marked(self._mark):  # a look misses who is just replacing its program: no environment yet
+        psutil.wait_procs(_family_of(self._mark), timeout=timeout_s)
+        while family := _family_of(
+            self._mark
+        ):  # misses a process that is just replacing its program: it has no environment
             for one in family:
                 _kill(one)
         self.process.wait(END_S)
@@ -88,18 +90,18 @@ class Child:
         self._log.close()
 
 
-def told_to_end() -> None:
-    """Called by a child: wait until its parent closes it, or is gone."""
+def wait_until_closed() -> None:
+    """Wait until the parent closes this child's input or ends."""
     sys.stdin.read()
 
 
-def say(**result: Any) -> None:
-    """Called by a child: its result."""
+def send_result(**result: Any) -> None:
+    """Print a result for the parent."""
     print(json.dumps(result), flush=True)
 
 
-def _marked(mark: str) -> list[psutil.Process]:
-    """A child and all below it, orphans too; psutil knows each by its number and the time it was started."""
+def _family_of(mark: str) -> list[psutil.Process]:
+    """Return a child and its descendants, orphans included; psutil identifies each by its pid and start time."""
     return [one for one in psutil.process_iter() if _mark_of(one) == mark]
 
 

@@ -1,8 +1,8 @@
-"""A parameter server with Ray actors, as Ray's documentation writes an asynchronous one.
+"""A parameter server with Ray actors, written as an asynchronous one in Ray's documentation.
 
-The driver waits for whichever worker's update is ready (`ray.wait`), hands the reference of it to the server actor,
-and the reference of the parameters that come back to the same worker. Updates and parameters are NumPy arrays, which
-Ray moves faster than tensors; between processes of one machine they go through its shared memory.
+The driver waits until an update of some worker is ready (`ray.wait`), passes its reference to the server actor, and
+passes the reference of the returned parameters to that worker. Updates and parameters are NumPy arrays, which Ray moves
+faster than tensors; between processes of one machine they go through its shared memory.
 
     python -m benchmarks.peers.ray_server 100000 4 5
 """
@@ -21,18 +21,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.peers import WARM_UP_S, Outcome, Rate, show, total, update_of
-from benchmarks.peers.processes import LIMIT_S, Child, say, told_to_end
+from benchmarks.peers.processes import LIMIT_S, Child, send_result, wait_until_closed
 
 MISSING = 'Ray is missing: python -m pip install --constraint constraints.txt "ray"'
 
 
 def measure(parameters: int, workers: int, seconds: float) -> Rate:
-    """Updates that a server applies per second, and their bytes."""
+    """Return the updates that a server applies per second, and their bytes."""
     return run(parameters, workers, seconds).rate()
 
 
 def run(parameters: int, workers: int, seconds: float) -> Outcome:
-    """The same with the sums that show that each update was applied once. Ray lives and ends in a process below."""
+    """Measure, and return also the sums that show that each update was applied once. Ray runs in a child process."""
     if importlib.util.find_spec("ray") is None:
         raise SystemExit(MISSING)
     asked = {"PEER_PARAMETERS": str(parameters), "PEER_WORKERS": str(workers), "PEER_SECONDS": str(seconds)}
@@ -40,11 +40,11 @@ def run(parameters: int, workers: int, seconds: float) -> Outcome:
         tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as home,
         closing(Child(__spec__.name, "drive", {**asked, **_quiet(Path(home))})) as driver,
     ):
-        return Outcome(**driver.hear(LIMIT_S + seconds))
+        return Outcome(**driver.receive(LIMIT_S + seconds))
 
 
 def _quiet(home: Path) -> dict[str, str]:
-    """Keeps Ray from calling outside, from ports open to other machines, and from writing into the user's home."""
+    """Return an environment in which Ray makes no outside calls, opens no public ports and does not use the home."""
     (home / "ray_bootstrap_config.yaml").write_text("{}\n")
     return {
         "HOME": str(home),
@@ -55,34 +55,34 @@ def _quiet(home: Path) -> dict[str, str]:
 
 
 class ParameterServer:
-    """Holds the parameters and adds what is pushed; an actor does one thing at a time."""
+    """Actor that holds the parameters and adds updates, one at a time."""
 
     def __init__(self, parameters: int) -> None:
         self.parameters = np.zeros(parameters, np.float32)
 
     def apply(self, update: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Add the update; the new parameters."""
+        """Add the update and return the new parameters."""
         self.parameters += update
         return self.parameters
 
     def get(self) -> NDArray[np.float32]:
-        """The parameters as they are."""
+        """Return the parameters."""
         return self.parameters
 
 
 class Worker:
-    """Makes updates from parameters: always the same one, so that nothing but moving it takes time."""
+    """Actor that returns the same update for all parameters, so that only moving it takes time."""
 
     def __init__(self, worker: int, parameters: int) -> None:
         self.update = update_of(worker, parameters)
 
     def compute(self, parameters: NDArray[np.float32]) -> NDArray[np.float32]:
-        """The next update."""
+        """Return the next update."""
         return self.update
 
 
 def drive() -> None:
-    """The process that leads: start Ray and the actors, let them push, say what came of it."""
+    """Start Ray and the actors in the driver process, let the workers push, and print the result."""
     import ray
 
     parameters, workers = int(os.environ["PEER_PARAMETERS"]), int(os.environ["PEER_WORKERS"])
@@ -92,13 +92,13 @@ def drive() -> None:
         log_to_driver=False,
         _temp_dir=os.environ["HOME"],
     )
-    Pushing(ray, parameters, workers).lead(float(os.environ["PEER_SECONDS"]))
-    told_to_end()
+    Pushing(ray, parameters, workers).run(float(os.environ["PEER_SECONDS"]))
+    wait_until_closed()
     ray.shutdown()
 
 
 class Pushing:
-    """The actors, and which worker makes which update."""
+    """The actors, and which worker computes which pending update."""
 
     def __init__(self, ray: Any, parameters: int, workers: int) -> None:
         self._ray = ray
@@ -109,15 +109,15 @@ class Pushing:
         current = self._server.get.remote()
         self._updates = {one.compute.remote(current): worker for worker, one in enumerate(self._workers)}
 
-    def lead(self, seconds: float) -> None:
-        """Push for a while, once to get warm and once to be measured."""
+    def run(self, seconds: float) -> None:
+        """Push for WARM_UP_S, then for `seconds`, and print the result."""
         while min(self._counts) == 0:
-            self._hand_over()
+            self._forward_update()
         self._push(WARM_UP_S)
         updates_per_s = self._push(seconds)
         change = total(self._ray.get(self._server.get.remote(), timeout=LIMIT_S))
         updates = [total(update_of(worker, self._parameters)) for worker in range(len(self._workers))]
-        say(
+        send_result(
             parameters=self._parameters,
             updates=sum(self._counts),
             updates_per_s=updates_per_s,
@@ -126,15 +126,15 @@ class Pushing:
         )
 
     def _push(self, seconds: float) -> float:
-        """Updates per second, from one that is ready to another one."""
+        """Return the updates per second over at least `seconds`."""
         count, began = 0, time.perf_counter()
         while not count or time.perf_counter() - began < seconds:
-            self._hand_over()
+            self._forward_update()
             count += 1
         return count / (time.perf_counter() - began)
 
-    def _hand_over(self) -> None:
-        """The update that is ready goes to the server, the parameters that come back to its worker."""
+    def _forward_update(self) -> None:
+        """Pass one ready update to the server, and the returned parameters to its worker."""
         ready, _ = self._ray.wait(list(self._updates), timeout=LIMIT_S)
         if not ready:
             raise SystemExit(f"no update within {LIMIT_S:g} s")

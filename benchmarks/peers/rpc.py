@@ -1,11 +1,11 @@
-"""A parameter server with torch.distributed.rpc, as its tutorials write one.
+"""A parameter server with torch.distributed.rpc, written as in its tutorials.
 
 The server owns the parameters behind an RRef; each worker calls a method of it with `rpc_sync`, which adds the update
 under a lock and returns the parameters. As in the tutorial they are returned without a copy, so a worker may see a
-part of the next update: no care is taken that ours takes.
+part of the next update; our server prevents that.
 
-By itself torch moves tensors between processes of one machine through shared memory; with "tcp" as the last word it
-goes through the loopback device, as it would between machines.
+By default torch moves tensors between processes of one machine through shared memory; with "tcp" as the last argument
+it uses the loopback device, as it would use the network between machines.
 
     python -m benchmarks.peers.rpc 100000 4 5
     python -m benchmarks.peers.rpc 100000 4 5 tcp
@@ -27,28 +27,28 @@ from torch import Tensor
 from torch.distributed import rpc
 
 from benchmarks.peers import WARM_UP_S, Outcome, Rate, show, total, update_of
-from benchmarks.peers.processes import LIMIT_S, Child, say, told_to_end
+from benchmarks.peers.processes import LIMIT_S, Child, send_result, wait_until_closed
 
 
 def measure(parameters: int, workers: int, seconds: float, tcp: bool = False) -> Rate:
-    """Updates that a server applies per second, and their bytes."""
+    """Return the updates that a server applies per second, and their bytes."""
     return run(parameters, workers, seconds, tcp).rate()
 
 
 def run(parameters: int, workers: int, seconds: float, tcp: bool = False) -> Outcome:
-    """The same with the sums that show that each update was applied once."""
+    """Measure, and return also the sums that show that each update was applied once."""
     asked = {"PEER_PARAMETERS": str(parameters), "PEER_SECONDS": str(seconds), "PEER_TCP": "1" if tcp else ""}
     with tempfile.TemporaryDirectory(prefix="stretto-rpc-") as folder, ExitStack() as stack:
         common = {"PEER_STORE": f"{folder}/store", "WORLD_SIZE": str(workers + 1), "TP_SOCKET_IFNAME": "lo", **asked}
-        members = []
+        processes = []
         for rank in range(workers + 1):
-            members.append(Child(__spec__.name, "join", {"RANK": str(rank), **common}))
-            stack.callback(members[-1].close)
-        return Outcome(**members[0].hear(LIMIT_S + seconds, members[1:]))
+            processes.append(Child(__spec__.name, "join", {"RANK": str(rank), **common}))
+            stack.callback(processes[-1].close)
+        return Outcome(**processes[0].receive(LIMIT_S + seconds, processes[1:]))
 
 
 class ParameterServer:
-    """Holds the parameters and adds what is pushed."""
+    """Holds the parameters and adds updates."""
 
     def __init__(self, parameters: int) -> None:
         self.parameters = torch.zeros(parameters)
@@ -56,7 +56,7 @@ class ParameterServer:
 
     @staticmethod
     def apply(server: rpc.RRef[ParameterServer], update: Tensor) -> Tensor:
-        """Add the update; the new parameters. Runs where the server is."""
+        """Add the update and return the new parameters, in the server's process."""
         self = server.local_value()
         with self.lock:
             self.parameters += update
@@ -64,13 +64,13 @@ class ParameterServer:
 
 
 def join() -> None:
-    """A process of the measurement: the server, which is the first one and leads, or a worker."""
+    """Run a process of the measurement: rank 0 is the server and runs the measurement, the others are workers."""
     torch.set_num_threads(1)
-    rank, members = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    rpc.init_rpc(_name(rank), rank=rank, world_size=members, rpc_backend_options=_options())
+    rank, processes = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rpc.init_rpc(_name(rank), rank=rank, world_size=processes, rpc_backend_options=_options())
     if rank == 0:
-        lead(int(os.environ["PEER_PARAMETERS"]), members - 1, float(os.environ["PEER_SECONDS"]))
-    told_to_end()
+        run_measurement(int(os.environ["PEER_PARAMETERS"]), processes - 1, float(os.environ["PEER_SECONDS"]))
+    wait_until_closed()
     rpc.shutdown(graceful=False)
 
 
@@ -79,19 +79,19 @@ def _name(rank: int) -> str:
 
 
 def _options() -> rpc.TensorPipeRpcBackendOptions:
-    """As documented; the members find each other through a file, so that no port is open to other machines."""
+    """Return the documented options; processes find each other through a file, so no port is open to other machines."""
     only_tcp = {"_transports": ["uv"], "_channels": ["basic"]} if os.environ["PEER_TCP"] else {}
     store = Path(os.environ["PEER_STORE"]).as_uri()
     return rpc.TensorPipeRpcBackendOptions(init_method=store, rpc_timeout=LIMIT_S, **only_tcp)
 
 
-def lead(parameters: int, workers: int, seconds: float) -> None:
-    """Tell all workers to push for a while, once to get warm and once to be measured, and say what came of it."""
+def run_measurement(parameters: int, workers: int, seconds: float) -> None:
+    """Let all workers push for WARM_UP_S, then for `seconds`, and print the result."""
     server = rpc.RRef(ParameterServer(parameters))
     before = _all_push(server, workers, parameters, WARM_UP_S)
     counted = _all_push(server, workers, parameters, seconds)
     counts = [one + other for (one, _), (other, _) in zip(before, counted, strict=True)]
-    say(
+    send_result(
         parameters=parameters,
         updates=sum(counts),
         updates_per_s=sum(count / took_s for count, took_s in counted),
@@ -103,14 +103,14 @@ def lead(parameters: int, workers: int, seconds: float) -> None:
 def _all_push(
     server: rpc.RRef[ParameterServer], workers: int, parameters: int, seconds: float
 ) -> list[tuple[int, float]]:
-    """What each worker counted, and the seconds it took."""
+    """Return each worker's count of updates, and its seconds."""
     asked = partial(rpc.rpc_async, func=push, timeout=LIMIT_S + seconds)
-    begun = [asked(_name(1 + worker), args=(server, worker, parameters, seconds)) for worker in range(workers)]
-    return [one.wait() for one in begun]
+    futures = [asked(_name(1 + worker), args=(server, worker, parameters, seconds)) for worker in range(workers)]
+    return [one.wait() for one in futures]
 
 
 def push(server: rpc.RRef[ParameterServer], worker: int, parameters: int, seconds: float) -> tuple[int, float]:
-    """Push again and again. Runs where the worker is."""
+    """Push until `seconds` have passed, in the worker's process."""
     update = torch.from_numpy(update_of(worker, parameters))
     count, began = 0, time.perf_counter()
     while not count or time.perf_counter() - began < seconds:

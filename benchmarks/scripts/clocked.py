@@ -1,7 +1,7 @@
-"""A loop that never ends, whose processes write down when each of their steps has ended: for what a death costs.
+"""A loop that never ends, whose processes record when each of their steps ended, to measure what a failure costs.
 
 Each process appends the readings of the machine's clock to a file of its own, STEPS/RANK-BEGAN-PID, eight bytes each.
-`--ddp` is the same loop as torch's tutorials write it, under torchrun, which starts everyone again after a death.
+`--ddp` is the same loop as torch's tutorials write it, for torchrun, which restarts all processes after a failure.
 """
 
 import argparse
@@ -22,22 +22,22 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 parser = argparse.ArgumentParser()
 parser.add_argument("steps", type=Path)
-parser.add_argument("--width", type=int, default=128, help="of the two layers within; 2200 makes 5 M parameters")
+parser.add_argument("--width", type=int, default=128, help="width of the two hidden layers; 2200 makes 5 M parameters")
 parser.add_argument("--ddp", action="store_true")
-asked = parser.parse_args()
+arguments = parser.parse_args()
 
 torch.manual_seed(0)
 torch.set_num_threads(1)
 digits = load_digits()
 data = TensorDataset(torch.tensor(digits.data / 16, dtype=torch.float32), torch.tensor(digits.target))
-width = asked.width
+width = arguments.width
 model: nn.Module = nn.Sequential(
     nn.Linear(64, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10)
 )
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
 
-if asked.ddp:
-    # The agent's store outlives a restart, and with it the addresses of the dead: each group has a part of its own.
+if arguments.ddp:
+    # torchrun's store survives a restart, with the addresses of failed processes: use a prefix for each restart.
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     common = TCPStore(address, port, is_master=False)
     store = PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], common)
@@ -49,9 +49,9 @@ else:
 
     loader = stretto.distribute(model, optimizer, DataLoader(data, batch_size=32, shuffle=True), recipe="allreduce")
 
-rank = os.environ["RANK"] if asked.ddp else stretto.rank()
+rank = os.environ["RANK"] if arguments.ddp else stretto.rank()
 name = f"{rank}-{time.perf_counter_ns():020d}-{os.getpid()}"
-log = os.open(asked.steps / name, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+log = os.open(arguments.steps / name, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 for _ in range(sys.maxsize):
     for x, y in loader:
         optimizer.zero_grad()

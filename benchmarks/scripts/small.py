@@ -1,4 +1,4 @@
-"""Handwritten digits, as often as asked, and a perceptron of 5 K parameters: 64, 64, 10; or one with more layers."""
+"""A perceptron of 5 K parameters (64, 64, 10) on scikit-learn's digits, each image repeated `--times` times."""
 
 import argparse
 
@@ -12,12 +12,12 @@ import stretto
 
 options = argparse.ArgumentParser(description="Train a small perceptron on scikit-learn's digits.")
 options.add_argument("--epochs", type=int, default=1)
-options.add_argument("--times", type=int, default=1, help="how often each image is in the data")
-asked = options.parse_args()
+options.add_argument("--times", type=int, default=1, help="copies of each image in the data")
+arguments = options.parse_args()
 
 digits = load_digits()
-images = torch.tensor(digits.data, dtype=torch.float32).div(16).repeat(asked.times, 1)
-labels = torch.tensor(digits.target).repeat(asked.times)
+images = torch.tensor(digits.data, dtype=torch.float32).div(16).repeat(arguments.times, 1)
+labels = torch.tensor(digits.target).repeat(arguments.times)
 
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
@@ -26,7 +26,7 @@ loader = DataLoader(TensorDataset(images, labels), batch_size=32, shuffle=True)
 
 loader = stretto.distribute(model, optimizer, loader)
 
-for _ in range(asked.epochs):
+for _ in range(arguments.epochs):
     for x, y in loader:
         loss = cross_entropy(model(x), y)
         optimizer.zero_grad()

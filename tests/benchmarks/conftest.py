@@ -1,4 +1,4 @@
-"""The benchmarks are no part of the package: they are imported from the folder of the project."""
+"""Makes the benchmarks importable: they are not part of the package, but a folder of the project."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The benchmark of the kernels: each side does the same work, and what is kept makes a table."""
+"""The benchmark of the kernels: all sides do the same work, and the stored record makes a table."""
 
 import json
 
@@ -12,7 +12,7 @@ NUMBERS = 409_600
 
 
 @pytest.mark.parametrize("name", ["threshold 1%", "top-k 1%", "top-64 of 4096", "sign, two means"])
-def test_torchs_way_leaves_what_ours_leaves(name):
+def test_torch_and_kernel_leave_the_same_residual(name):
     case = kernels.cases()[name]
     x = torch.randn(NUMBERS, generator=torch.Generator().manual_seed(1))
     ours, theirs = (torch.full((NUMBERS,), 0.25) for _ in range(2))
@@ -21,7 +21,7 @@ def test_torchs_way_leaves_what_ours_leaves(name):
     assert torch.allclose(ours, theirs, atol=1e-5)
 
 
-def test_eight_bits_leave_less_than_a_level_either_way():
+def test_eight_bit_residual_is_below_one_level():
     case = kernels.cases()["8 bits, stochastic"]
     x = torch.randn(NUMBERS, generator=torch.Generator().manual_seed(1))
     for side in (case.ours, case.torch):
@@ -30,7 +30,7 @@ def test_eight_bits_leave_less_than_a_level_either_way():
         assert 0 < float(residual.abs().max()) <= float(x.abs().max()) / 127 * 1.001
 
 
-def test_a_trial_is_kept_and_makes_a_table(tmp_path, monkeypatch, capsys):
+def test_trial_is_stored_and_makes_a_table(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(kernels, "save", lambda *about, **more: measure.save(*about, **more, folder=tmp_path))
     kernels.run(rounds=1, numbers=NUMBERS)
     assert "of memcpy" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""A laboratory has the links it promises, leaves nothing behind, and counts what we count."""
+"""The laboratory: its links have the given rate, it removes all it created, its byte counts match Stretto's."""
 
 import os
 import shutil
@@ -14,11 +14,11 @@ from benchmarks import laboratory
 from benchmarks.laboratory import LabError, Laboratory, namespaces
 from benchmarks.pace import ROOT
 
-PATIENCE_S = 30.0
+LIMIT_S = 30.0
 
 
-def missing() -> str:
-    """Why no laboratory can be built here; empty when it can."""
+def reason_for_skipping() -> str:
+    """Return why no laboratory can be built here; an empty string if it can."""
     if os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("tc") is None:
         return "needs root and iproute2"
     try:
@@ -29,18 +29,18 @@ def missing() -> str:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def able():
-    if why := missing():
-        pytest.skip(why)
+def skip_unless_possible():
+    if reason := reason_for_skipping():
+        pytest.skip(reason)
 
 
-def test_what_was_built_is_removed():
+def test_namespaces_are_removed():
     with Laboratory(hosts=2):
         assert sorted(namespaces()) == ["stretto-lab-0", "stretto-lab-1", "stretto-lab-hub"]
     assert namespaces() == []
 
 
-def test_an_error_inside_removes_it_and_its_processes(tmp_path):
+def test_error_inside_removes_namespaces_and_processes(tmp_path):
     sleepers = []
 
     def fail_inside() -> None:
@@ -50,7 +50,7 @@ def test_an_error_inside_removes_it_and_its_processes(tmp_path):
 
     with pytest.raises(ZeroDivisionError):
         fail_inside()
-    assert sleepers[0].wait(PATIENCE_S) == -signal.SIGKILL
+    assert sleepers[0].wait(LIMIT_S) == -signal.SIGKILL
     assert namespaces() == []
 
 
@@ -63,8 +63,8 @@ with Laboratory(hosts=2):
 """
 
 
-def opened() -> subprocess.Popen[bytes]:
-    """A laboratory in another process, which stays open."""
+def open_in_another_process() -> subprocess.Popen[bytes]:
+    """Open a laboratory in another process, which keeps it open."""
     other = subprocess.Popen([sys.executable, "-c", OPEN], stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT)
     assert other.stdout is not None
     assert other.stdout.readline() == b"open\n"
@@ -72,49 +72,49 @@ def opened() -> subprocess.Popen[bytes]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_removes_it(number):
-    other = opened()
+def test_signal_removes_namespaces(number):
+    other = open_in_another_process()
     other.send_signal(number)
-    other.communicate(timeout=PATIENCE_S)
+    other.communicate(timeout=LIMIT_S)
     assert other.returncode != 0
     assert namespaces() == []
 
 
-def test_what_a_killed_one_left_the_next_removes():
-    other = opened()
+def test_namespaces_of_a_killed_laboratory_are_removed_by_the_next():
+    other = open_in_another_process()
     other.kill()
-    other.communicate(timeout=PATIENCE_S)
+    other.communicate(timeout=LIMIT_S)
     assert "stretto-lab-1" in namespaces()
     with Laboratory(hosts=1):
         assert sorted(namespaces()) == ["stretto-lab-0", "stretto-lab-hub"]
     assert namespaces() == []
 
 
-def test_a_second_one_is_refused_and_harms_nothing():
-    other = opened()
+def test_second_laboratory_is_refused_and_leaves_the_first_intact():
+    other = open_in_another_process()
     try:
         with pytest.raises(LabError, match="another laboratory"), Laboratory(hosts=1):
             pass
         assert "stretto-lab-1" in namespaces()
     finally:
         other.terminate()
-        other.communicate(timeout=PATIENCE_S)
+        other.communicate(timeout=LIMIT_S)
 
 
-def test_without_root_it_is_refused(monkeypatch):
+def test_laboratory_without_root_is_refused(monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with pytest.raises(LabError, match="needs root"), Laboratory():
         pass
 
 
-def test_without_iproute2_it_is_refused(monkeypatch):
+def test_laboratory_without_iproute2_is_refused(monkeypatch):
     monkeypatch.setattr(laboratory.shutil, "which", lambda tool: None if tool == "tc" else f"/sbin/{tool}")
     with pytest.raises(LabError, match="no tc"), Laboratory():
         pass
 
 
 @pytest.mark.parametrize(("hosts", "mbit"), [(0, 1.0), (300, 1.0), (4, 0.0)])
-def test_impossible_laboratories_are_refused(hosts, mbit):
+def test_invalid_sizes_and_rates_are_refused(hosts, mbit):
     with pytest.raises(LabError):
         Laboratory(hosts, mbit)
 
@@ -126,7 +126,7 @@ def test_a_link_carries_what_it_should_in_each_direction(mbit):
             assert 0.8 * mbit < lab.measure_mbit(sender, receiver, 0.5) < 1.1 * mbit
 
 
-def test_the_link_counts_what_was_sent():
+def test_link_counts_sent_and_received_bytes():
     with Laboratory(hosts=2, mbit=100.0) as lab:
         before = [lab.traffic(host) for host in (0, 1)]
         lab.measure_mbit(0, 1, 0.1)
@@ -137,7 +137,7 @@ def test_the_link_counts_what_was_sent():
     assert receiver.sent < 0.1 * payload
 
 
-def test_what_we_say_we_sent_is_what_the_links_saw():
+def test_reported_bytes_match_the_bytes_on_the_links():
     if not (Path(os.environ.get("STRETTO_DATA", "nowhere")) / "mnist/train-images-idx3-ubyte.gz").is_file():
         pytest.skip("STRETTO_DATA has no mnist")
     terms = races.Terms(hosts=2, mbit=1000.0, target=0.0)

@@ -1,4 +1,4 @@
-"""Sides take turns, and no worker outlives its crew or its parent."""
+"""Sides take turns, and no worker process outlives its group or its parent."""
 
 import os
 import subprocess
@@ -9,12 +9,12 @@ import pytest
 
 from benchmarks.pace import ROOT, WorkerGroup, take_turns, worker_groups
 
-PATIENCE_S = 20.0
+LIMIT_S = 20.0
 
 
-def gone(process: int) -> bool:
-    """Whether a process has ended, within the limit."""
-    until = time.monotonic() + PATIENCE_S
+def ends(process: int) -> bool:
+    """Return True if a process ends within the limit."""
+    until = time.monotonic() + LIMIT_S
     while time.monotonic() < until:
         try:
             os.kill(process, 0)
@@ -24,7 +24,7 @@ def gone(process: int) -> bool:
     return False
 
 
-def crew(code: str) -> WorkerGroup:
+def group(code: str) -> WorkerGroup:
     return WorkerGroup([sys.executable, "-c", code], 1)
 
 
@@ -37,8 +37,8 @@ while True:
 """
 
 
-def test_turns_are_counted_alike_and_the_workers_end():
-    first, second = crew(ECHO), crew(ECHO)
+def test_sides_get_the_same_number_of_turns_and_their_workers_end():
+    first, second = group(ECHO), group(ECHO)
     processes = [worker.pid for one in (first, second) for worker in one._workers]
     try:
         taken = take_turns({"first": first, "second": second}, 4)
@@ -47,11 +47,11 @@ def test_turns_are_counted_alike_and_the_workers_end():
         second.close()
     assert {side: len(values) for side, values in taken.items()} == {"first": 4, "second": 4}
     assert all(one.wall > 0 for values in taken.values() for one in values)
-    assert all(gone(process) for process in processes)
+    assert all(ends(process) for process in processes)
 
 
-def test_a_worker_that_fails_is_told_with_its_last_words():
-    broken = crew("raise ValueError('no such thing')")
+def test_failure_of_a_worker_is_reported_with_its_log():
+    broken = group("raise ValueError('no such thing')")
     try:
         with pytest.raises(SystemExit, match="no such thing"):
             broken.segment()
@@ -59,10 +59,10 @@ def test_a_worker_that_fails_is_told_with_its_last_words():
         broken.close()
 
 
-def test_a_worker_ends_when_nobody_will_tell_it_to_go_on():
+def test_worker_ends_when_its_input_is_closed():
     pipe = subprocess.PIPE
     worker = subprocess.Popen([sys.executable, "-c", ECHO], stdin=pipe, stdout=pipe, cwd=ROOT)
-    worker.communicate(b"go\n", timeout=PATIENCE_S)
+    worker.communicate(b"go\n", timeout=LIMIT_S)
     assert worker.returncode == 0
 
 

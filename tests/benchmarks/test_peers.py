@@ -1,4 +1,4 @@
-"""What we are set against does its work: every update that was pushed is applied, and nobody is left behind."""
+"""The peers of our parameter server: every pushed update is applied, and no process is left running."""
 
 import subprocess
 import sys
@@ -15,13 +15,13 @@ from benchmarks.pace import ROOT
 from benchmarks.peers import Outcome, Rate, ray_server, rpc, sockets, total, update_of
 from benchmarks.peers.processes import Child
 
-PATIENCE_S = 20.0
+LIMIT_S = 20.0
 PARAMETERS = 1003
 
 
 @pytest.fixture(autouse=True)
-def none_left_behind(monkeypatch):
-    """Whatever a test starts, and what that starts, inherits a mark, and has ended when the test has."""
+def check_processes_have_ended(monkeypatch):
+    """Mark all processes that a test starts, and check that they have ended at its end."""
     mark = uuid.uuid4().hex
     monkeypatch.setenv("PEER_TEST", mark)
     yield
@@ -35,18 +35,18 @@ def marked(process: psutil.Process, mark: str) -> bool:
         return False
 
 
-def test_the_mark_is_seen(monkeypatch):
+def test_mark_of_a_process_is_visible(monkeypatch):
     monkeypatch.setenv("PEER_TEST", "seen")
     script = "print('here', flush=True); input()"
     one = subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
-        assert one.stdout is not None and one.stdout.readline() == b"here\n"  # the program shows its environment now
+        assert one.stdout is not None and one.stdout.readline() == b"here\n"  # the environment is visible from now on
         assert [found.pid for found in psutil.process_iter() if marked(found, "seen")] == [one.pid]
     finally:
-        one.communicate(b"\n", timeout=PATIENCE_S)
+        one.communicate(b"\n", timeout=LIMIT_S)
 
 
-def test_updates_of_workers_differ_and_are_whole():
+def test_updates_of_workers_are_different_integers():
     first, second = update_of(0, PARAMETERS), update_of(1, PARAMETERS)
     assert first.dtype == np.float32
     assert np.array_equal(second - first, np.ones(PARAMETERS))
@@ -54,18 +54,18 @@ def test_updates_of_workers_differ_and_are_whole():
     assert total(first) == sum(1 + place % 5 for place in range(PARAMETERS))
 
 
-def test_the_rate_counts_bytes_both_ways():
+def test_rate_counts_bytes_in_both_directions():
     assert Outcome(100, 7, 10.0, 21.0, 21.0).rate() == Rate(10.0, 8000.0)
 
 
 @pytest.mark.parametrize("change", [20.0, 22.0])
-def test_a_lost_or_doubled_update_is_no_figure(change):
+def test_lost_or_doubled_update_is_an_error(change):
     with pytest.raises(SystemExit, match="changed the parameters"):
         Outcome(100, 7, 10.0, 21.0, change).rate()
 
 
 def check(outcome: Outcome, workers: int) -> None:
-    """Each worker pushed in both stretches, and the parameters changed by what was pushed."""
+    """Check that each worker pushed in both intervals, and that the parameters changed by the sum of the updates."""
     assert outcome.updates >= 2 * workers
     assert outcome.updates_per_s > 0
     smallest, largest = (total(update_of(worker, PARAMETERS)) for worker in (0, workers - 1))
@@ -74,47 +74,47 @@ def check(outcome: Outcome, workers: int) -> None:
 
 
 @pytest.mark.parametrize("tcp", [True])
-def test_rpc_applies_what_is_pushed(tcp):
+def test_rpc_applies_all_updates(tcp):
     check(rpc.run(PARAMETERS, 2, 0.3, tcp), 2)
 
 
-def test_rpc_says_which_process_failed():
-    with pytest.raises(SystemExit, match=r"last words:[\s\S]*must be non-negative"):
+def test_rpc_reports_the_log_of_a_failed_process():
+    with pytest.raises(SystemExit, match=r"end of its log:[\s\S]*must be non-negative"):
         rpc.run(-1, 1, 0.1)
 
 
-def test_ray_whose_driver_is_killed_leaves_nothing(monkeypatch):
+def test_actors_end_when_the_ray_driver_is_killed(monkeypatch):
     pytest.importorskip("ray", reason="Ray is optional")
-    monkeypatch.setattr(Child, "hear", lambda child, limit_s: killed_with_actors(child))
+    monkeypatch.setattr(Child, "receive", lambda child, limit_s: kill_with_actors(child))
     with pytest.raises(LookupError):
         ray_server.run(PARAMETERS, 1, 60.0)
 
 
-def killed_with_actors(child: Child) -> None:
+def kill_with_actors(child: Child) -> None:
     """Kill a driver once it has actors."""
     driver, until = psutil.Process(child.process.pid), time.monotonic() + 60
     while not any("ray::ParameterServer" in one.name() for one in driver.children(recursive=True)):
         assert time.monotonic() < until
         time.sleep(0.05)
     child.process.kill()
-    child.process.wait(PATIENCE_S)
+    child.process.wait(LIMIT_S)
     raise LookupError
 
 
-def test_ray_applies_what_is_pushed():
+def test_ray_applies_all_updates():
     pytest.importorskip("ray", reason="Ray is optional")
     check(ray_server.run(PARAMETERS, 2, 0.3), 2)
 
 
 @pytest.mark.skipif(find_spec("ray") is not None, reason="Ray is here")
-def test_without_ray_one_line_says_so():
+def test_missing_ray_is_reported_in_one_line():
     command = [sys.executable, "-m", "benchmarks.peers.ray_server", "10", "1", "0.1"]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 1
     assert ended.stderr == ray_server.MISSING + "\n"
 
 
-def test_sockets_move_what_they_are_asked_to():
+def test_sockets_move_any_number_of_bytes():
     with closing(sockets.Pair()) as pair:
         for size in (0, 1, sockets.CHUNK - 1, 3 * sockets.CHUNK + 5):
             assert pair.one_way(size) > 0
@@ -122,29 +122,29 @@ def test_sockets_move_what_they_are_asked_to():
         assert len(pair.pings(3)) == 3
 
 
-def test_sockets_time_the_whole_way():
+def test_socket_figures_are_plausible():
     line = sockets.measure(20_000_000, 1)
     assert 0.01 < line.one_way_gb_per_s < 200
     assert 0.01 < line.both_ways_gb_per_s < 200
     assert 0 < line.ping_pong_ms < 100
 
 
-def test_a_far_end_that_is_gone_is_an_error():
+def test_killed_far_end_is_an_error():
     with closing(sockets.Pair()) as pair:
         pair._far.process.kill()
-        pair._far.process.wait(PATIENCE_S)
-        with pytest.raises(OSError, match=r"gone|reset|[Bb]roken pipe"):
+        pair._far.process.wait(LIMIT_S)
+        with pytest.raises(OSError, match=r"closed|reset|[Bb]roken pipe"):
             pair.one_way(10 * sockets.CHUNK)
 
 
 PARENT = """
 import subprocess
 import sys
-from benchmarks.peers.processes import say
+from benchmarks.peers.processes import send_result
 
 def main():
     below = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
-    say(below=below.pid)
+    send_result(below=below.pid)
     below.wait()
 
 def fail():
@@ -157,7 +157,7 @@ def leave():
 
 @pytest.fixture
 def child(tmp_path):
-    """Starts children that call a function of PARENT, and ends them."""
+    """Return a function that starts a child with a function of PARENT; end all children after the test."""
     (tmp_path / "parent_of_one.py").write_text(PARENT)
     started = []
 
@@ -171,8 +171,8 @@ def child(tmp_path):
 
 
 def ends(process):
-    """Whether it is gone, or only waits to be reaped, within a limit."""
-    limit = time.monotonic() + PATIENCE_S
+    """Return True if a process ends, or only waits to be reaped, within the limit."""
+    limit = time.monotonic() + LIMIT_S
     while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
         if time.monotonic() > limit:
             return False
@@ -180,38 +180,38 @@ def ends(process):
     return True
 
 
-def test_what_a_child_started_ends_with_it(child):
+def test_descendants_end_with_the_child(child):
     parent = child("main")
-    below = psutil.Process(parent.hear(PATIENCE_S)["below"])
-    assert below.is_running()
+    descendant = psutil.Process(parent.receive(LIMIT_S)["below"])
+    assert descendant.is_running()
     parent.close(0.1)
-    assert ends(below)
+    assert ends(descendant)
 
 
-def test_an_orphan_ends_too(child):
+def test_orphaned_descendants_end_too(child):
     parent = child("main")
-    below = psutil.Process(parent.hear(PATIENCE_S)["below"])
+    descendant = psutil.Process(parent.receive(LIMIT_S)["below"])
     parent.process.kill()
-    parent.process.wait(PATIENCE_S)
-    assert below.is_running()
+    parent.process.wait(LIMIT_S)
+    assert descendant.is_running()
     parent.close(0.1)
-    assert ends(below)
+    assert ends(descendant)
 
 
-def test_silence_has_a_limit(child):
+def test_wait_for_a_result_has_a_limit(child):
     parent = child("main")
-    parent.hear(PATIENCE_S)
-    with pytest.raises(SystemExit, match="said nothing"):
-        parent.hear(0.3)
+    parent.receive(LIMIT_S)
+    with pytest.raises(SystemExit, match="sent no result"):
+        parent.receive(0.3)
 
 
-def test_a_failure_is_told_with_its_last_words(child):
+def test_failure_is_reported_with_the_log(child):
     with pytest.raises(SystemExit, match=r"ended before its result[\s\S]*no such thing"):
-        child("fail").hear(PATIENCE_S)
+        child("fail").receive(LIMIT_S)
 
 
-def test_one_that_ends_beside_ends_the_wait(child):
+def test_exit_of_another_child_ends_the_wait(child):
     parent = child("main")
-    parent.hear(PATIENCE_S)
-    with pytest.raises(SystemExit, match="ended before the result"):
-        parent.hear(PATIENCE_S, [child("leave")])
+    parent.receive(LIMIT_S)
+    with pytest.raises(SystemExit, match="ended before the result of another"):
+        parent.receive(LIMIT_S, [child("leave")])

@@ -1,4 +1,4 @@
-"""The parameter server's benchmarks: what is pushed is applied, shares are of the right side, tables show all."""
+"""Benchmarks of the parameter server: pushed updates are applied, ratios have the right base, tables."""
 
 import json
 import subprocess
@@ -13,11 +13,11 @@ from benchmarks.pace import in_turns
 from benchmarks.peers import Rate, update_of
 from benchmarks.peers.processes import Child
 
-PATIENCE_S = 20.0
+LIMIT_S = 20.0
 PARAMETERS = 1003
 
 
-def test_turns_go_forwards_and_backwards_and_the_first_is_not_counted():
+def test_turns_alternate_in_order_and_the_first_is_not_counted():
     order = []
     found = in_turns({name: lambda name=name: order.append(name) or len(order) for name in "ab"}, 3)
     assert "".join(order) == "abbaabba"
@@ -25,9 +25,9 @@ def test_turns_go_forwards_and_backwards_and_the_first_is_not_counted():
 
 
 @pytest.mark.parametrize(("curve", "shards"), [(True, 2)])
-def test_what_our_server_is_pushed_it_applies(curve, shards):
+def test_our_server_applies_all_updates(curve, shards):
     with push.team(2) as team:
-        processes = [one.process for one in team._all]
+        processes = [one.process for one in team._workers]
         for workers in (2, 1):
             outcome = team.run(PARAMETERS, workers, 0.2, curve, shards)
             assert outcome.updates >= 2 * workers
@@ -42,26 +42,26 @@ def children() -> set[psutil.Process]:
 
 def test_every_exchange_is_timed_and_the_server_ends():
     before = children()
-    with push.team(1) as team, push.servers(1) as place, team.at(place, PARAMETERS):
+    with push.team(1) as team, push.servers(1) as place, team.connected_to(place, PARAMETERS):
         (seconds,) = team.exchanges(5)
         assert len(children() - before) == 2
     assert len(seconds) == 5 and min(seconds) > 0
     assert children() <= before
 
 
-def test_a_child_that_is_gone_cannot_be_told():
+def test_sending_to_a_child_that_ended_is_an_error():
     child = Child("benchmarks.push", "work", {})
     try:
-        child.hear(PATIENCE_S)
+        child.receive(LIMIT_S)
         child.process.kill()
-        child.process.wait(PATIENCE_S)
-        with pytest.raises(SystemExit, match="ended before it was told"):
-            child.tell(do="count")
+        child.process.wait(LIMIT_S)
+        with pytest.raises(SystemExit, match="ended before it received"):
+            child.send(do="count")
     finally:
         child.close(0.1)
 
 
-def test_shares_are_of_the_bare_pair():
+def test_shares_are_relative_to_the_bare_pair():
     taken = {server.ONE_WAY: [[2.0, 2.0]], server.BOTH_WAYS: [[1.0, 1.0]], "plain, 1 worker": [[4.0, 4.0]]}
     found = server._shares(taken, "plain, 1 worker")
     assert found["gb_per_s"]["median"] == 0.25
@@ -78,7 +78,7 @@ def test_two_workers_move_twice_the_bytes_in_the_time_of_the_slower():
     assert server._ours(FakeTeam(), 2) == pytest.approx(1e9 * 2.0 / (2 * 2 * 4 * server.LARGE))
 
 
-def test_ours_is_set_against_each_peer():
+def test_our_server_is_compared_with_each_peer():
     load = against.Load(100, 2, 1.0)
     asked = {against.OURS: lambda *_: Rate(30.0, 3e9), "other": lambda *_: Rate(10.0, 1e9)}
     sides = against._case(load, asked, 2)["sides"]
@@ -93,22 +93,22 @@ def test_without_ray_the_others_are_measured(monkeypatch, capsys):
     assert capsys.readouterr().out.count("\n") == 1
 
 
-def test_slow_is_asked_of_the_worker_that_is_slow():
+def test_straggler_factors_of_a_case():
     assert unequal.Case("x.py", (), 0.9).slow == "1:5.0"
     assert unequal.Case("x.py", (), 0.9, 2.0).slow == "0:2.0,1:10.0,2:2.0,3:2.0"
 
 
-def test_mnist_is_left_out_where_it_is_not(tmp_path, monkeypatch, capsys):
+def test_mnist_cases_are_left_out_without_the_data(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("STRETTO_DATA", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert not any(unequal.CASES[name].script == "mnist.py" for name in unequal.able())
+    assert not any(unequal.CASES[name].script == "mnist.py" for name in unequal.available_cases())
     assert "set STRETTO_DATA" in capsys.readouterr().out
     (tmp_path / "mnist").mkdir()
     (tmp_path / unequal.datasets.TRAIN_IMAGES.name).touch()
-    assert any(unequal.CASES[name].script == "mnist.py" for name in unequal.able())
+    assert any(unequal.CASES[name].script == "mnist.py" for name in unequal.available_cases())
 
 
-def test_the_first_evaluation_at_the_target_counts(tmp_path):
+def test_seconds_to_target_end_at_the_first_evaluation_at_the_target(tmp_path):
     log = tmp_path / "events.jsonl"
     said = [(1.0, 0.5), (2.0, 0.96), (3.0, 0.94), (4.0, 0.99)]
     evaluations = [
@@ -120,34 +120,34 @@ def test_the_first_evaluation_at_the_target_counts(tmp_path):
     assert unequal.reached(log, 0.995) is None
 
 
-def ended(recipe, seed, speed, seconds=1.0):
+def outcome(recipe, seed, speed, seconds=1.0):
     return unequal.Outcome(recipe, seed, speed, seconds, 0.9, [1], [0.5], None, None)
 
 
-def test_a_recipe_is_set_against_the_barrier_of_its_seed():
-    outcomes = [ended("allreduce", 0, 10.0), ended("allreduce", 1, 20.0)]
-    outcomes += [ended("async_sgd", 0, 30.0), ended("async_sgd", 1, 60.0, None)]
+def test_recipe_is_compared_with_the_barrier_of_the_same_seed():
+    outcomes = [outcome("allreduce", 0, 10.0), outcome("allreduce", 1, 20.0)]
+    outcomes += [outcome("async_sgd", 0, 30.0), outcome("async_sgd", 1, 60.0, None)]
     found = unequal.summary(outcomes, "async_sgd")
     assert found["ratio"] == {"median": pytest.approx(3.0), "standard_error": pytest.approx(0.0)}
     assert found["samples_per_s"] == 45.0
     assert (found["seconds_to_target"], found["reached"], found["runs"]) == (None, 1, 2)
 
 
-def test_a_run_that_failed_is_no_figure():
-    outcomes = [ended("allreduce", 0, 10.0), ended("async_sgd", 0, None, None)]
+def test_failed_run_has_no_ratio():
+    outcomes = [outcome("allreduce", 0, 10.0), outcome("async_sgd", 0, None, None)]
     assert unequal.summary(outcomes, "async_sgd")["ratio"] is None
 
 
-def test_a_run_that_takes_too_long_is_ended(tmp_path, monkeypatch):
+def test_run_above_the_time_limit_is_ended(tmp_path, monkeypatch):
     before = children()
     monkeypatch.setattr(unequal, "LIMIT_S", 0.2)
     with pytest.raises(SystemExit, match="longer than 0.2 s"):
-        unequal._ended([sys.executable, "-c", "import signal; signal.pause()"], tmp_path / "log")
+        unequal._run_to_end([sys.executable, "-c", "import signal; signal.pause()"], tmp_path / "log")
     assert children() <= before
 
 
-def kept(folder):
-    """Results as the benchmarks keep them, of made-up numbers."""
+def store_results(folder):
+    """Store invented results as the benchmarks do."""
     taken = {name: [[1.0, 1.0]] for name in (server.ONE_WAY, server.BOTH_WAYS, *server.WAYS)}
     spread = {"median": 0.123}
     save(
@@ -171,15 +171,15 @@ def kept(folder):
     sides = {side: overlap._side([trained]) for side in overlap.SIDES.values()}
     case = {"ratio": Ratio(1.25, 0.1).record(), "sides": sides}
     save("overlap", {"question": "how fast", "script": "train.py", "starts": 1, "cases": {"slow": case}}, folder=folder)
-    outcomes = [ended("allreduce", 0, 10.0), ended("async_sgd", 0, 30.0, None)]
+    outcomes = [outcome("allreduce", 0, 10.0), outcome("async_sgd", 0, 30.0, None)]
     recipes = {recipe: unequal.summary(outcomes, recipe) for recipe in ("allreduce", "async_sgd")}
     about = {"wanted": 2.5, "wanted_of": ["async_sgd"], "against": "allreduce", "workers": 4, "slow": {"1": 5.0}}
     one = {"target": 0.95, "slow": "1:5.0", "recipes": recipes}
     save("unequal", {**about, "cases": {"digits": one}}, folder=folder)
 
 
-def test_the_page_shows_the_servers_tables(tmp_path):
-    kept(tmp_path)
+def test_page_shows_the_tables_of_the_parameter_server(tmp_path):
+    store_results(tmp_path)
     page = tmp_path / "figures.md"
     page.write_text(f"{figures.BEGIN}{figures.END}")
     figures.write(page, tmp_path)
@@ -196,7 +196,7 @@ def test_the_page_shows_the_servers_tables(tmp_path):
     assert all(f"{name}: not taken yet" in written for name in tables.TABLES if name not in names)
 
 
-def test_every_benchmark_has_its_name():
+def test_help_names_every_benchmark():
     asked = [sys.executable, "-m", "benchmarks", "--help"]
     shown = subprocess.run(asked, cwd=push.__file__.rpartition("/benchmarks/")[0], capture_output=True, text=True)
     assert all(name in shown.stdout for name in tables.TABLES)

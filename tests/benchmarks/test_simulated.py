@@ -1,4 +1,4 @@
-"""The simulator's benchmarks: logs are read rightly, the simulator is told what the links are, tables show it."""
+"""Benchmarks of the simulator: reading of logs, arguments passed to the simulator, and tables."""
 
 import json
 
@@ -22,11 +22,11 @@ def split(scale: float) -> dict[str, float]:
 
 
 def epoch(number: int, samples: int, training_s: float) -> dict[str, object]:
-    told = [{"worker": worker, "time_breakdown": split(number * (worker + 1))} for worker in range(4)]
-    return {"event": "epoch", "t": 0.0, "worker": 0, "samples": samples, "training_s": training_s, "workers": told}
+    workers = [{"worker": worker, "time_breakdown": split(number * (worker + 1))} for worker in range(4)]
+    return {"event": "epoch", "t": 0.0, "worker": 0, "samples": samples, "training_s": training_s, "workers": workers}
 
 
-def test_a_log_tells_what_a_step_took_after_the_first_pass(tmp_path):
+def test_step_time_from_a_log_leaves_out_the_first_epoch(tmp_path):
     ends = [
         {"event": "end", "t": 9.0, "worker": worker, "bytes_sent": 100 + worker, "bytes_received": 7}
         for worker in (3, 1, 0, 2)
@@ -41,7 +41,7 @@ def test_a_log_tells_what_a_step_took_after_the_first_pass(tmp_path):
     assert found.splits[1] == {"computing": pytest.approx(0.4), "exchanging": pytest.approx(0.6)}
 
 
-def test_the_simulator_is_told_what_was_measured():
+def test_simulator_arguments_contain_the_measured_values():
     one = topology.parse(LINK.network)
     assert one.link.up == pytest.approx(95.66e6) and one.link.latency == pytest.approx(12e-6)
     assert one.in_worker and one.burst == simulated.BURST_BYTES
@@ -51,7 +51,7 @@ def test_the_simulator_is_told_what_was_measured():
 
 
 @pytest.mark.parametrize("recipe", simulated.RECIPES)
-def test_every_case_goes_on_for_two_passes_at_least(recipe):
+def test_every_case_has_at_least_two_epochs(recipe):
     parse(recipe)
     for mbit in simulated.RATES:
         for script in ("digits.py", "mnist.py"):
@@ -59,7 +59,7 @@ def test_every_case_goes_on_for_two_passes_at_least(recipe):
             assert int(asked[asked.index("--epochs") + 1]) >= 2
 
 
-def test_a_case_is_judged_by_its_ratios(monkeypatch):
+def test_table_counts_cases_within_the_wanted_error(monkeypatch):
     found = iter([(0.011, 1010), (0.010, 1000), (0.024, 990), (0.020, 1000)])
 
     def figures(*_):
@@ -79,13 +79,13 @@ def test_a_case_is_judged_by_its_ratios(monkeypatch):
     assert "Time within 16% in 1 of 2 cases; bytes within 1% of those sent in 2, of those received in 2:" in page
 
 
-def test_the_plain_loop_is_the_script_without_the_line():
+def test_plain_loop_is_the_script_without_stretto():
     source = simulator.SCRIPT.read_text()
-    assert source.count(simulator.THE_LINE) == 1
-    assert "stretto." not in source.replace(simulator.THE_LINE, "").replace("import stretto\n", "")
+    assert source.count(simulator.DISTRIBUTE_CALL) == 1
+    assert "stretto." not in source.replace(simulator.DISTRIBUTE_CALL, "").replace("import stretto\n", "")
 
 
-def test_both_sides_of_the_simulators_speed_run():
+def test_simulated_and_plain_loops_run():
     before = torch.get_rng_state()
     simulator._plain(1, times=1)
     torch.set_rng_state(before)
@@ -93,7 +93,7 @@ def test_both_sides_of_the_simulators_speed_run():
     simulator._simulated("local_sgd(every=2)", 3, 1, 1, faults="kill worker 1 at 2ms, back after 1ms")
 
 
-def test_a_step_is_what_a_longer_run_takes_more(monkeypatch):
+def test_step_time_is_the_difference_of_a_longer_and_a_shorter_run(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(simulator.time, "perf_counter", lambda: now[0])
 
@@ -103,7 +103,7 @@ def test_a_step_is_what_a_longer_run_takes_more(monkeypatch):
     assert simulator._step_s(run) == pytest.approx(0.001)
 
 
-def test_the_simulators_table_names_flower_only_where_it_was_asked():
+def test_table_names_flower_only_if_it_was_measured():
     spread = {
         "steps_a_second": {"simulated": 3100.0, "plain": 4000.0},
         "ratio": {"median": 0.775, "standard_error": None},
@@ -121,16 +121,16 @@ def test_the_simulators_table_names_flower_only_where_it_was_asked():
     record["rounds"] = {"stretto": 0.1, "flower": 0.5}
     page = "\n".join(tables.simulator(record))
     assert "| allreduce | 3100 | 4000 | 0.775 | at least 3000 steps/s |" in page
-    assert "900 MiB at the peak, wanted at most 1024; 600 KiB a worker. Where one dies and comes back: 950 MiB." in page
+    assert "900 MiB at the peak, wanted at most 1024; 600 KiB a worker. Where one fails and rejoins: 950 MiB." in page
     assert "0.100 s, in Flower's simulation engine 0.500 s" in page
 
 
-def test_without_an_interpreter_there_is_no_flower(monkeypatch):
+def test_flower_has_no_interpreter_by_default(monkeypatch):
     monkeypatch.delenv("STRETTO_FLOWER", raising=False)
     assert flower.interpreter() is None
 
 
-def test_a_peer_that_fails_says_why(tmp_path):
+def test_failure_of_flower_is_reported_with_its_output(tmp_path):
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\necho no such luck >&2\nexit 1\n")
     python.chmod(0o755)

@@ -1,4 +1,4 @@
-"""What deaths cost, and the soak: times are counted from the right moments, logs are read rightly, tables show it."""
+"""Benchmarks of recovery, of its cost, and of long runs with faults: times, reading of logs, and tables."""
 
 import json
 from dataclasses import asdict
@@ -18,47 +18,47 @@ def formed(at, *members):
     return {"event": "membership", "what": "formed", "worker": -1000, "at": at, "members": list(members)}
 
 
-def gone(worker):
+def failed(worker):
     return {"event": "membership", "what": "failed", "worker": worker, "at": 0.0}
 
 
 # --- recovery ---------------------------------------------------------------------------------------------------------
 
 
-def test_what_was_formed_before_the_strike_or_with_the_victim_is_not_the_end_of_it():
-    events = [formed(1.0, 0, 1), formed(2.9, 0), gone(1), formed(3.1, 0, 1), formed(3.2, 0, 2), formed(4.0, 0)]
+def test_recovery_ends_with_a_later_generation_without_the_victim():
+    events = [formed(1.0, 0, 1), formed(2.9, 0), failed(1), formed(3.1, 0, 1), formed(3.2, 0, 2), formed(4.0, 0)]
     assert recovery.formed_without(events, 1, 3.0) == 3.2
     assert recovery.formed_without(events, 0, 3.0) is None
 
 
-def test_the_last_of_the_survivors_counts_with_its_first_step_after_the_forming():
+def test_recovery_ends_with_the_last_survivors_first_step():
     steps = [[1.0, 3.05, 3.3, 3.4], [2.9, 3.5, 3.6]]
-    assert recovery.latest(steps, since=3.2, struck=3.0) == pytest.approx(0.5)
-    assert recovery.latest([*steps, [3.1]], since=3.2, struck=3.0) is None
-    assert recovery.latest([], since=3.2, struck=3.0) is None
+    assert recovery.latest(steps, since=3.2, failed_at=3.0) == pytest.approx(0.5)
+    assert recovery.latest([*steps, [3.1]], since=3.2, failed_at=3.0) is None
+    assert recovery.latest([], since=3.2, failed_at=3.0) is None
 
 
 @pytest.mark.parametrize(
     ("steps", "calm"), [([8.0, 9.9], True), ([9.5, 9.9], False), ([8.0, 9.0], False), ([8.0], False), ([], False)]
 )
-def test_calm_is_who_has_gone_on_for_a_while_and_still_does(steps, calm):
-    assert recovery.is_calm(steps, 10.0) is calm
+def test_process_is_steady_with_an_old_and_a_recent_step(steps, calm):
+    assert recovery.is_steady(steps, 10.0) is calm
 
 
-def test_the_figure_of_a_victim_is_that_of_its_own_deaths():
+def test_figure_of_a_victim_is_that_of_its_own_failures():
     found = recovery.by_side({"stretto": [(0, 0.1), (2, 0.9), (0, 0.3)]}, 0)["stretto"]
     assert found["s"]["median"] == pytest.approx(0.2)
     assert (found["worst"], found["deaths"], found["all_s"]) == (0.3, 2, [0.1, 0.3])
 
 
-def test_only_torchrun_is_told_to_use_ddp():
+def test_only_torchrun_uses_ddp():
     assert [(side.name, "--ddp" in side.arguments) for side in (recovery.STRETTO, recovery.TORCHRUN)] == [
         ("stretto", False),
         ("torchrun", True),
     ]
 
 
-def test_the_table_of_recovery_shows_both_sides():
+def test_table_of_recovery_shows_both_sides():
     strikes = {"stretto": [(0, 0.1), (2, 0.2)], "torchrun": [(0, 9.0), (2, 8.0)]}
     victims = {f"worker {one}": recovery.by_side(strikes, one) for one in (0, 2)}
     vanished = {"model": "0.03 M", "victim": "worker 2", "failure_timeout_s": 2.0, **victims["worker 2"]["stretto"]}
@@ -83,7 +83,7 @@ def segments(seconds, checkpoints=0):
     return [Segment(Seconds(one, one), checkpoints) for one in seconds]
 
 
-def test_a_checkpoint_costs_what_its_side_took_longer():
+def test_cost_of_a_checkpoint_is_the_difference_of_the_sides():
     found = upkeep.cost(
         [segments([10.0, 12.0], 2), segments([11.0], 1)], [segments([10.0, 11.0]), segments([11.0])], 30
     )
@@ -93,7 +93,7 @@ def test_a_checkpoint_costs_what_its_side_took_longer():
     assert found["error_s"] == pytest.approx(3**-0.5 * 3**0.5 / 5)  # the pairs differ by 0, 1 and 0
 
 
-def test_without_a_checkpoint_there_is_no_cost_of_one():
+def test_cost_without_checkpoints_is_none():
     found = upkeep.cost([segments([1.0])], [segments([1.0])], 30)
     assert (found["checkpoints"], found["s_a_checkpoint"], found["share"]) == (0, None, None)
 
@@ -107,16 +107,16 @@ def test_the_mean_of_two_segments():
     assert upkeep._mean(*segments([1.0, 3.0])) == Segment(Seconds(2.0, 2.0), 0)
 
 
-def test_a_segment_is_a_whole_number_of_rounds():
-    rounds = [getattr(recipe(one).when, "every", 1) for one in (*upkeep.RECIPES, *(one for _, one, _ in upkeep.ASIDE))]
+def test_segment_is_a_whole_number_of_rounds():
+    rounds = [getattr(recipe(one).when, "every", 1) for one in (*upkeep.RECIPES, *(one for _, one, _ in upkeep.SWITCHED))]
     assert all(steps % each == 0 for steps in upkeep.SEGMENTS.values() for each in rounds)
 
 
-def test_only_whole_checkpoints_are_counted():
+def test_only_complete_checkpoints_are_counted():
     assert NAME.fullmatch("round-00000012-2") and not NAME.fullmatch(".unfinished-1")
 
 
-def test_the_table_of_upkeep():
+def test_table_of_upkeep():
     one = {"median": 0.995, "standard_error": 0.002}
     speeds = {"ready": 99.5, "not ready": 100.0}
     case = {"case": "5 M", "recipe": "allreduce", "ratio": one, "processor_ratio": one, "steps_a_second": speeds}
@@ -154,7 +154,7 @@ def test_the_table_of_upkeep():
 
 
 @pytest.mark.parametrize("name", soak.RECIPES)
-def test_faults_come_as_often_as_is_said_and_strike_whom_there_is(name):
+def test_faults_have_the_stated_rate_and_existing_targets(name):
     case = Case(name)
     recipe(case.options[1])
     faults = parse(case.faults)
@@ -163,22 +163,22 @@ def test_faults_come_as_often_as_is_said_and_strike_whom_there_is(name):
     means = [fault.when.mean_s for fault in faults if isinstance(fault.when, Every)]
     assert len(means) == len(faults)
     assert sum(1 / mean for mean in means) == pytest.approx(1 / soak.EVERY_S)
-    assert soak.PAUSE_S > soak.PATIENCE_S
+    assert soak.PAUSE_S > soak.FAILURE_TIMEOUT_S
 
 
-def life(pid, start, sizes, every=4.0):
+def samples_of(pid, start, sizes, every=4.0):
     return [Sample(pid, start + every * number, int(1e6 * size)) for number, size in enumerate(sizes)]
 
 
-def test_memory_is_that_of_the_longest_life_once_it_is_warm():
-    long = life(1, 0.0, [9, 9, 9, 9, 9, 100, 100, 104, 103, 110, 110])
-    found = soak.memory_of([*life(2, 0.0, [500] * 5), *long])
+def test_memory_is_that_of_the_longest_running_process_after_warm_up():
+    long = samples_of(1, 0.0, [9, 9, 9, 9, 9, 100, 100, 104, 103, 110, 110])
+    found = soak.memory_growth([*samples_of(2, 0.0, [500] * 5), *long])
     assert found == soak.Memory(40.0, 100.0, 110.0, 110.0)
 
 
-@pytest.mark.parametrize("samples", [[], life(1, 0.0, [1] * 10)])
-def test_a_short_life_tells_nothing(samples):
-    assert soak.memory_of(samples) is None
+@pytest.mark.parametrize("samples", [[], samples_of(1, 0.0, [1] * 10)])
+def test_short_lived_processes_give_no_memory_figure(samples):
+    assert soak.memory_growth(samples) is None
 
 
 def epoch(number, once=10, **other):
@@ -186,11 +186,11 @@ def epoch(number, once=10, **other):
     return {"event": "epoch", "t": 1.0, "worker": 0, "epoch": number, "sample_counts": audit}
 
 
-def judged(folder, events, states=("00", "00"), code=0, asked=2, late=False):
+def outcome(folder, events, states=("00", "00"), code=0, asked=2, late=False):
     (folder / "run").mkdir()
     (folder / "run" / "events.jsonl").write_text("".join(json.dumps(one) + "\n" for one in events))
     (folder / "out").write_text("".join(f"steps 5 state {8 * one}\n" for one in states))
-    return soak.judged(folder, asked, code, late, 9.0, [], agrees=True)
+    return soak.outcome_of(folder, asked, code, late, 9.0, [], agrees=True)
 
 
 FACTS = [
@@ -198,12 +198,12 @@ FACTS = [
     {"event": "evaluation", "t": 2.0, "worker": 0, "metrics": {"test_accuracy": 0.9}},
     {"event": "end", "t": 3.0, "worker": 0, "rounds": 17},
     {"event": "fault_injected", "t": 1.0, "worker": 1, "verb": "kill"},
-    *map(gone, (0, 1, -1, -1000)),
+    *map(failed, (0, 1, -1, -1000)),
 ]
 
 
-def test_a_log_tells_how_a_run_went(tmp_path):
-    done = judged(tmp_path, [*FACTS, epoch(1), epoch(1, once=11), epoch(2, recovered_samples=3)])
+def test_outcome_is_read_from_the_log(tmp_path):
+    done = outcome(tmp_path, [*FACTS, epoch(1), epoch(1, once=11), epoch(2, recovered_samples=3)])
     assert done.good and done.completed and done.equal and not done.why
     assert (done.rounds, done.struck, done.passes, done.accuracy) == (17, 1, 2, 0.9)
     assert done.deaths == {"coordinator": 1, "server": 1, "worker": 2}
@@ -222,23 +222,23 @@ def test_a_log_tells_how_a_run_went(tmp_path):
         ([epoch(1), epoch(2)], {"late": True}),
     ],
 )
-def test_what_is_wrong_with_a_run_is_seen(tmp_path, events, more):
-    assert not judged(tmp_path, events, **more).good
+def test_incomplete_or_wrong_runs_are_not_good(tmp_path, events, more):
+    assert not outcome(tmp_path, events, **more).good
 
 
-def test_a_run_without_a_log_has_failed(tmp_path):
+def test_run_without_a_log_has_failed(tmp_path):
     (tmp_path / "out").write_text("")
-    done = soak.judged(tmp_path, 2, 1, False, 1.0, [], agrees=True)
+    done = soak.outcome_of(tmp_path, 2, 1, False, 1.0, [], agrees=True)
     assert not done.completed and done.why == "exit code 1"
 
 
-def test_the_table_of_the_soak_shows_failures(tmp_path):
+def test_table_of_the_soak_shows_failures(tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
-    good = asdict(judged(tmp_path / "a", [*FACTS, epoch(1), epoch(2)])) | {
+    good = asdict(outcome(tmp_path / "a", [*FACTS, epoch(1), epoch(2)])) | {
         "memory": vars(soak.Memory(60, 300, 301, 310))
     }
-    bad = asdict(judged(tmp_path / "b", [epoch(1, never=4)], code=1))
+    bad = asdict(outcome(tmp_path / "b", [epoch(1, never=4)], code=1))
     told = [{"run": number, "recipe": "allreduce", "undisturbed": 0.9, **one} for number, one in enumerate((good, bad))]
     page = "\n".join(tables.soak({"minutes": 30, "every_s": 15.0, "runs": told}))
     assert "| 0 | allreduce | yes | 17 | 1 | 4 | 20 | 0 | 0 | 0 |" in page
