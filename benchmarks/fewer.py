@@ -1,4 +1,4 @@
-"""How much faster is training with compressed messages over slow links?
+"""Speed of training with compressed messages over slow links.
 
 `fewer`: the laboratory and the task of `lab`: torch's DDP with its hooks against our best codecs, which may need more
 steps. `shakespeare`: the network and text of examples/shakespeare.py, batch 32 a host; the held-out loss of `allreduce`

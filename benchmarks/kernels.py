@@ -1,4 +1,4 @@
-"""How fast are the native kernels compared with copying memory, and with the same operation written in torch?
+"""Speed of the native kernels compared with copying memory, and with the same operation written in torch.
 
 One thread, 25 million numbers. GB/s count the gradient once, 4n bytes a run, whatever else is read and written: a
 kernel with the residual reads the gradient and the residual and writes the residual, memcpy reads and writes once.

@@ -1,4 +1,4 @@
-"""How long do four hosts behind slow links take to learn MNIST?
+"""Time that four hosts behind slow links take to learn MNIST.
 
 4 hosts, 100 Mbit/s each way, 0.8 M parameters, SGD with momentum 0.9 and learning rate 0.05, batch 32 a host, one
 thread a host: seconds to 97.5% of the test images, evaluations not counted. The bytes that each host sent are read from

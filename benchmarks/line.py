@@ -1,4 +1,4 @@
-"""What does the call of `stretto.distribute` cost with a single process? `python train.py` with and without it.
+"""Cost of the call of `stretto.distribute` with a single process: `python train.py` with and without it.
 
 Two measurements: whole training steps in turns, which is the real case but no more precise than the machine's noise,
 and a loop without any training, which shows the microseconds that Stretto adds to a step.

@@ -88,7 +88,7 @@ def _processor() -> str:
 
 
 def now() -> str:
-    """Return the current time as it is written into the results."""
+    """Return the current time in the format of the results."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 

@@ -1,4 +1,4 @@
-"""What does overlap gain, and what does it cost? Exchanges in the background against exchanges that block the worker.
+"""Gain and cost of overlap: exchanges in the background against exchanges that block the worker.
 
 Two workers train the MNIST example with Downpour SGD through a network namespace whose loopback is limited to a given
 rate, once a fast one, once one at which an exchange takes about as long as the computing. Needs root, tc and MNIST

@@ -1,4 +1,4 @@
-"""How long does the failure of a worker stop the others? From a SIGKILL to the next round that the survivors commit.
+"""Time for which the failure of a worker stops the others: from a SIGKILL to the next round that the survivors commit.
 
 4 workers on one machine; each records when its steps ended, by the clock that all processes of a machine share. The
 figure of a kill is the time until the last survivor has ended a step in the generation that was formed without the

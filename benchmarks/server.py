@@ -1,4 +1,4 @@
-"""What share of a bare connection's throughput over loopback does our parameter server reach in the same run?
+"""Our parameter server's throughput over loopback, as a share of a bare connection's in the same run.
 
 100 MB of parameters: workers push an update of their size, the server applies it, and the newest parameters come back
 and are copied over the worker's. A bare pair of sockets moves the same 100 MB one way, and both ways at the same time,

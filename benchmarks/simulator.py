@@ -1,4 +1,4 @@
-"""How fast is the simulator, and how much memory does one of its workers need?
+"""Speed of the simulator, and memory of one of its workers.
 
 Worker steps per second on one core, one worker at a time, against the same loop without Stretto on the same core:
 digits and a perceptron of 5 K parameters (64, 64, 10), batch 32. Sides take turns in one process; each figure is the

@@ -80,7 +80,7 @@ class Writer(nn.Module):
                 nn.init.normal_(weight, std=0.02)
 
     def forward(self, x: Tensor) -> Tensor:
-        """How likely each character is to come next (b, t, characters)."""
+        """Return the logits of the next character at each place (b, t, characters)."""
         embedded = self.token_embedding(x) + self.position_embedding.weight[: x.shape[1]]
         return self.head(self.norm(self.blocks(embedded)))
 

@@ -1,4 +1,4 @@
-"""How much does one slow worker delay the others? 4 workers, worker 1 computes 5 times slower.
+"""Delay of the other workers by a slow one: 4 workers, worker 1 computes 5 times slower.
 
 Each recipe trains the unchanged examples with `stretto run --stragglers`: samples per second, and seconds to a test
 accuracy, evaluations not counted. Four workers share this machine's cores, which alone limits the gain: on 2 cores

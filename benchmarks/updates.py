@@ -1,4 +1,4 @@
-"""How many updates does our parameter server apply per second? 0.1 M parameters, 1 to 16 workers, 1 and 2 shards.
+"""Updates that our parameter server applies per second: 0.1 M parameters, 1 to 16 workers, 1 and 2 shards.
 
 The workers are processes that push as fast as they can and compute nothing, encrypted, as `stretto run` starts them,
 and plain. Every figure is of a newly started server, and counts only if the server's parameters have become the sum of

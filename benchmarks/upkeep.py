@@ -1,4 +1,4 @@
-"""What does fault tolerance cost while no process fails?
+"""Cost of fault tolerance while no process fails.
 
 `stretto run` of one script on two workers, which switch fault tolerance off in every third segment of steps, while
 the coordinator is suspended: both sides are the same processes (see `benchmarks.fault_tolerance_switch`). Of three

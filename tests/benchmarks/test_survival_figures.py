@@ -108,7 +108,9 @@ def test_the_mean_of_two_segments():
 
 
 def test_segment_is_a_whole_number_of_rounds():
-    rounds = [getattr(recipe(one).when, "every", 1) for one in (*upkeep.RECIPES, *(one for _, one, _ in upkeep.SWITCHED))]
+    rounds = [
+        getattr(recipe(one).when, "every", 1) for one in (*upkeep.RECIPES, *(one for _, one, _ in upkeep.SWITCHED))
+    ]
     assert all(steps % each == 0 for steps in upkeep.SEGMENTS.values() for each in rounds)
 
 
