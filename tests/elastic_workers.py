@@ -119,13 +119,13 @@ class ThreadCoordinator:
         self.running = set(range(workers))
         self.incarnations = dict.fromkeys(range(workers), 0)
         self._changed = threading.Condition()
-        self._here: dict[int, ReadyReport] = {}
+        self._reports: dict[int, ReadyReport] = {}
         self._form = GenerationView(0, [])
         self._tables: dict[int, Table] = {}
         self._hold = self._save = False
         self._quits: set[int] = set()
         self._replies: dict[int, GenerationView | Continue] = {}
-        self.hands: dict[int, int] = {}
+        self.global_steps: dict[int, int] = {}
         self.aborted = 0
         self.generations: list[GenerationView] = []
         self.has_failed = False
@@ -135,7 +135,7 @@ class ThreadCoordinator:
     def fail(self, worker: int) -> None:
         with self._changed:
             self.running.discard(worker)
-            self._here.pop(worker, None)
+            self._reports.pop(worker, None)
             self._abort()
 
     def hold(self, save: bool = False) -> None:
@@ -160,9 +160,11 @@ class ThreadCoordinator:
 
     @property
     def members(self) -> set[int]:
-        return {one.worker for one in self._form.members if one.life == self.incarnations[one.worker]}
+        return {
+            member.worker for member in self._form.members if member.incarnation == self.incarnations[member.worker]
+        }
 
-    def held(self, worker: int) -> bool:
+    def pause_requested(self, worker: int) -> bool:
         return self._hold and worker in self.members and self.aborted < self._form.generation
 
     def abort(self, generation: int) -> None:
@@ -170,14 +172,14 @@ class ThreadCoordinator:
             if generation == self._form.generation:
                 self._abort()
 
-    def stand(self, worker: int, here: ReadyReport) -> GenerationView | Continue:
+    def await_generation(self, worker: int, report: ReadyReport) -> GenerationView | Continue:
         with self._changed:
-            if here.generation > 0 and worker not in self.members:
+            if report.generation > 0 and worker not in self.members:
                 raise MemberOutError("this worker is no member any more")
-            self._here[worker] = here
-            if here.generation <= 0 and self._form.generation and self.members & self.running:
+            self._reports[worker] = report
+            if report.generation <= 0 and self._form.generation and self.members & self.running:
                 self._hold = True
-            if here.generation > 0 and not here.at_rest:
+            if report.generation > 0 and not report.between_steps:
                 self._abort()
             self._settle()
             if (
@@ -190,10 +192,10 @@ class ThreadCoordinator:
     def _abort(self) -> None:
         if self.aborted < self._form.generation:
             self.aborted = self._form.generation
-            for worker, one in self._here.items():
-                if one.at_rest:
-                    self._here[worker] = ReadyReport(
-                        one.generation, one.commits, one.hand, False, one.store, one.rounds
+            for worker, report in self._reports.items():
+                if report.between_steps:
+                    self._reports[worker] = ReadyReport(
+                        report.generation, report.commits, report.global_step, False, report.store, report.rounds
                     )
             if (table := self._tables.get(self._form.generation)) is not None:
                 table.abort_all()
@@ -201,44 +203,48 @@ class ThreadCoordinator:
 
     def _settle(self) -> None:
         old = self.members & self.running
-        here = {worker: one for worker, one in self._here.items() if worker in self.running}
+        reports = {worker: report for worker, report in self._reports.items() if worker in self.running}
         if not self._form.generation:
-            if set(here) == self.running:
-                self._tell(here, False)
-        elif old and old <= {worker for worker, one in here.items() if one.generation > 0}:
-            mine = {worker: here[worker] for worker in old}
+            if set(reports) == self.running:
+                self._form_generation(reports, False)
+        elif old and old <= {worker for worker, report in reports.items() if report.generation > 0}:
+            of_members = {worker: reports[worker] for worker in old}
             if self.aborted >= self._form.generation:
-                self._tell(mine, False)
-            elif not self._sends_on(mine):
-                self._tell({worker: one for worker, one in here.items() if worker not in self._quits}, True)
+                self._form_generation(of_members, False)
+            elif not self._send_on(of_members):
+                self._form_generation(
+                    {worker: report for worker, report in reports.items() if worker not in self._quits}, True
+                )
         elif self.aborted < self._form.generation:
-            self._sends_on({worker: one for worker, one in here.items() if worker in old and one.at_rest})
+            self._send_on(
+                {worker: report for worker, report in reports.items() if worker in old and report.between_steps}
+            )
 
-    def _sends_on(self, mine: dict[int, ReadyReport]) -> bool:
-        furthest = max((self.hands.get(worker, 0) for worker in self.members & self.running), default=0)
-        late = [worker for worker, one in mine.items() if one.hand < furthest]
+    def _send_on(self, of_members: dict[int, ReadyReport]) -> bool:
+        furthest = max((self.global_steps.get(worker, 0) for worker in self.members & self.running), default=0)
+        late = [worker for worker, report in of_members.items() if report.global_step < furthest]
         for worker in late:
             self._replies[worker] = Continue(self._form.generation, furthest)
-            del self._here[worker]
+            del self._reports[worker]
         self._changed.notify_all()
         return bool(late)
 
-    def _tell(self, here: dict[int, ReadyReport], rested: bool) -> None:
-        same = rested and set(here) == self.members
+    def _form_generation(self, reports: dict[int, ReadyReport], is_pause: bool) -> None:
+        same = is_pause and set(reports) == self.members
         number = self._form.generation + (not same)
-        members = [Member(worker, self.incarnations[worker], here[worker]) for worker in sorted(here)]
-        gone = sorted(self.members - set(here))
+        members = [Member(worker, self.incarnations[worker], reports[worker]) for worker in sorted(reports)]
+        departed = sorted(self.members - set(reports))
         saves = self._save and same
-        form = GenerationView(number, members, gone, "", saves)
-        for worker in [*here, *(self._quits if rested else ())]:
-            self._replies[worker] = form
-            self._here.pop(worker, None)
-        if rested:
+        view = GenerationView(number, members, departed, "", saves)
+        for worker in [*reports, *(self._quits if is_pause else ())]:
+            self._replies[worker] = view
+            self._reports.pop(worker, None)
+        if is_pause:
             self.running -= self._quits
             self._quits.clear()
             self._hold = self._save = self._save and not saves
-        self._form = form
-        self.generations.append(form)
+        self._form = view
+        self.generations.append(view)
         self._changed.notify_all()
 
 
@@ -250,28 +256,28 @@ class ThreadConnection:
         self.on_abort: Callable[[int, str], None] = lambda _generation, _why: None
 
     @property
-    def held(self) -> bool:
-        return self._coordinator.held(self._worker)
+    def pause_requested(self) -> bool:
+        return self._coordinator.pause_requested(self._worker)
 
     @property
     def aborted(self) -> int:
         return self._coordinator.aborted
 
-    def stand(self, here: ReadyReport) -> GenerationView:
-        found = self._coordinator.stand(self._worker, here)
+    def await_generation(self, report: ReadyReport) -> GenerationView:
+        found = self._coordinator.await_generation(self._worker, report)
         assert isinstance(found, GenerationView)
         return found
 
-    def at_rest(self, here: ReadyReport) -> GenerationView | Continue:
-        return self._coordinator.stand(self._worker, here)
+    def pause_between_steps(self, report: ReadyReport) -> GenerationView | Continue:
+        return self._coordinator.await_generation(self._worker, report)
 
     def broken(self, generation: int, _why: str, forming: bool = False) -> None:
         self._coordinator.abort(generation)
 
-    def doing(self, _text: str, hand: int, _waits: object = None) -> None:
+    def doing(self, _text: str, global_step: int, _waits: object = None) -> None:
         """Note the global step: no worker pauses at an earlier one than another worker has begun."""
         with self._coordinator._changed:
-            self._coordinator.hands[self._worker] = hand
+            self._coordinator.global_steps[self._worker] = global_step
             self._coordinator._settle()
 
     def quit(self) -> None:
@@ -322,11 +328,17 @@ def run_elastic_workers(
     if run is not None:
         run.mkdir(exist_ok=True)
 
-    def run_incarnation(worker: int, life: int) -> Any:
+    def run_incarnation(worker: int, incarnation: int) -> Any:
         transport = ElasticTransport(worker, ThreadConnection(coordinator, worker), InMemoryRendezvous(coordinator))
         given_seat.set(
             WorkerContext(
-                worker, workers, lambda _device: transport, recipe=recipe, run=run, life=life, **{"seed": 0} | context
+                worker,
+                workers,
+                lambda _device: transport,
+                recipe=recipe,
+                run=run,
+                life=incarnation,
+                **{"seed": 0} | context,
             )
         )
         try:
@@ -346,10 +358,10 @@ def run_elastic_workers(
             raise
 
     def run_worker(worker: int) -> Any:
-        for life in range(again + 1):
-            if life:
+        for incarnation in range(again + 1):
+            if incarnation:
                 coordinator.restart(worker)
-            result = contextvars.Context().run(run_incarnation, worker, life)
+            result = contextvars.Context().run(run_incarnation, worker, incarnation)
             if result is not None:
                 return result
         return None

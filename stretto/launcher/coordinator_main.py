@@ -75,7 +75,7 @@ def _new(settings: dict[str, Any]) -> MembershipCoordinator:
         settings["expected"],
         settings.get("min_workers", 1),
         settings.get("max_workers"),
-        settings.get("free", False),
+        settings.get("asynchronous", False),
         failure_timeout_s=settings["failure_timeout_s"],
         return_s=settings.get("return_s"),
     )

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from stretto.launcher.endpoints import Servers
-from stretto.membership.coordinator import Gone
+from stretto.membership.coordinator import ProcessExited
 
 RECONNECT_MS = 20
 
@@ -36,7 +36,7 @@ class ExitNotifier:
 
     def gone(self, worker: int, life: int, why: str, will_return: bool) -> None:
         """Report that this incarnation of a worker has exited, and whether it will be restarted."""
-        self._reports[worker] = msgspec.msgpack.encode(Gone(worker, life, why, will_return))
+        self._reports[worker] = msgspec.msgpack.encode(ProcessExited(worker, life, why, will_return))
         self._send(self._reports[worker])
 
     def repeat(self) -> None:

@@ -196,7 +196,7 @@ def settings_of(order: RunConfig) -> dict[str, object]:
         "expected": order.workers,
         "min_workers": order.min_workers,
         "max_workers": order.max_workers,
-        "free": is_free(order),
+        "asynchronous": is_free(order),
         "failure_timeout_s": order.failure_timeout_s,
         "batch": order.batch,
         "checkpoint": str(every(order.checkpoint_every)) if order.checkpoint_every else None,

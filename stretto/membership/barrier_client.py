@@ -53,8 +53,8 @@ class Barrier(Protocol):
 class CoordinatorBarrier:
     """Barriers at the coordinator. The first one connects."""
 
-    def __init__(self, worker: int, life: int, address: str, keys: WorkerKeys | None, limit_s: float) -> None:
-        self._worker, self._life, self._address = worker, life, address
+    def __init__(self, worker: int, incarnation: int, address: str, keys: WorkerKeys | None, limit_s: float) -> None:
+        self._worker, self._incarnation, self._address = worker, incarnation, address
         self._keys, self._limit_s = keys, limit_s
         self._dealer: Any = None
 
@@ -69,36 +69,36 @@ class CoordinatorBarrier:
         """Report a position and wait."""
         self._ask_until(Arrive(position, of), mend)
 
-    def _ask_until(self, said: Arrive, mend: Callable[[], None]) -> None:
+    def _ask_until(self, message: Arrive, mend: Callable[[], None]) -> None:
         limit, pause_s = time.monotonic() + self._limit_s, FIRST_S
         missing: list[int] | None = None
         while time.monotonic() < limit:
-            found = self._ask(said)
-            missing = found if found is not None else missing
-            if found == []:
+            reply = self._ask(message)
+            missing = reply if reply is not None else missing
+            if reply == []:
                 return
             mend()
             time.sleep(pause_s)
             pause_s = min(pause_s * 1.5, LONGEST_S)
         raise late(self._worker, missing, self._limit_s)
 
-    def _ask(self, said: Arrive) -> list[int] | None:
+    def _ask(self, message: Arrive) -> list[int] | None:
         """Return the missing workers; None without a reply in time."""
         dealer = self._connected()
         try:
-            dealer.send(_ENCODER.encode(said), zmq.NOBLOCK)
+            dealer.send(_ENCODER.encode(message), zmq.NOBLOCK)
         except zmq.Again:  # the coordinator is being started again
             return None
-        answer = None
-        while dealer.poll(0 if answer is not None else int(ANSWER_S * 1000)):  # the last one is the newest
-            answer = dealer.recv() or answer
-        return _MISSING.decode(answer).workers if answer is not None else None
+        reply = None
+        while dealer.poll(0 if reply is not None else int(ANSWER_S * 1000)):  # the last one is the newest
+            reply = dealer.recv() or reply
+        return _MISSING.decode(reply).workers if reply is not None else None
 
     def _connected(self) -> Any:
         if self._dealer is None:
             dealer: Any = zmq.Context.instance().socket(zmq.DEALER)
             self._dealer = dealer
-            name = b"barrier %d.%d" % (self._worker, self._life)
+            name = b"barrier %d.%d" % (self._worker, self._incarnation)
             for option, value in {zmq.IDENTITY: name, zmq.LINGER: 0, zmq.RECONNECT_IVL: 20}.items():
                 dealer.setsockopt(option, value)
             if self._keys is not None:
@@ -126,14 +126,14 @@ class StoreBarrier:
     def wait(self, position: Position, of: int, mend: Callable[[], None]) -> None:
         """Report a position and wait. No worker can be replaced here, so `mend` is not called."""
         self.announce(position)
-        others = (one for one in range(self._workers) if one != self._worker and of in (one, EVERYBODY))
+        others = (other for other in range(self._workers) if other != self._worker and of in (other, EVERYBODY))
         limit = time.monotonic() + self._limit_s
-        for one in others:
+        for other in others:
             left_s = max(limit - time.monotonic(), 0.001)
             try:
-                self._connected().wait([_key(position, one)], timedelta(seconds=left_s))
+                self._connected().wait([_key(position, other)], timedelta(seconds=left_s))
             except RuntimeError:
-                raise late(self._worker, [one], self._limit_s) from None
+                raise late(self._worker, [other], self._limit_s) from None
 
     def _connected(self) -> Store:
         if self._store is None:
@@ -151,7 +151,9 @@ def late(worker: int, missing: list[int] | None, limit_s: float) -> TransportErr
     problem = f"worker {worker} waited {limit_s:g} s at a barrier (stretto.barrier, main_first or save) for {whom}"
     expected = "a call that all workers come to: one inside `if stretto.is_main():` stops here"
     return TransportError(
-        explain(problem, got="no sign that it has come there", expected=expected, to_type=f"--timeout {limit_s * 2:g}")
+        explain(
+            problem, got="no sign that it reached the barrier", expected=expected, to_type=f"--timeout {limit_s * 2:g}"
+        )
     )
 
 

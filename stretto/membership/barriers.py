@@ -57,7 +57,7 @@ class Missing(msgspec.Struct, array_like=True, tag=True, frozen=True):
 class Awaited(NamedTuple):
     """A worker that others may wait for: its incarnation, and the place in its heartbeats."""
 
-    life: int
+    incarnation: int
     place: int
 
 
@@ -72,8 +72,8 @@ class Attendees(Protocol):
 class _Reached:
     """Progress of one incarnation: a part of the script, and the calls of each label in it."""
 
-    def __init__(self, life: int) -> None:
-        self.life = life
+    def __init__(self, incarnation: int) -> None:
+        self.incarnation = incarnation
         self._stretch = (0, -1)
         self._calls: dict[str, int] = {}
 
@@ -97,17 +97,17 @@ class Positions:
     def __init__(self) -> None:
         self._reached: dict[int, _Reached] = {}
 
-    def note(self, worker: int, life: int, position: Position) -> None:
+    def note(self, worker: int, incarnation: int, position: Position) -> None:
         """Note a position of an incarnation."""
-        if worker not in self._reached or self._reached[worker].life < life:
-            self._reached[worker] = _Reached(life)
-        if self._reached[worker].life == life:
+        if worker not in self._reached or self._reached[worker].incarnation < incarnation:
+            self._reached[worker] = _Reached(incarnation)
+        if self._reached[worker].incarnation == incarnation:
             self._reached[worker].note(position)
 
     def is_past(self, worker: int, known: Awaited, position: Position) -> bool:
         """Return True if this incarnation, or before training an earlier one, has reached a position."""
         reached = self._reached.get(worker)
-        counts = reached is not None and (reached.life == known.life or not position.section)
+        counts = reached is not None and (reached.incarnation == known.incarnation or not position.section)
         if counts and reached is not None and reached.is_as_far(position):
             return True
         return position.section > 0 and known.place > position.place
@@ -119,11 +119,13 @@ class Barriers:
     def __init__(self, attendees: Attendees) -> None:
         self._attendees, self._positions = attendees, Positions()
 
-    def hear(self, worker: int, life: int, said: Arrive, now: float) -> Missing:
+    def receive(self, worker: int, incarnation: int, message: Arrive, now: float) -> Missing:
         """Note a worker's position; reply with the workers that have not reached it."""
-        self._positions.note(worker, life, said.position)
-        if said.of == NOBODY:
+        self._positions.note(worker, incarnation, message.position)
+        if message.of == NOBODY:
             return Missing([])
-        awaited = self._attendees.awaited(said.position.section > 0, now)
-        found = (one for one in awaited if one != worker and said.of in (one, EVERYBODY))
-        return Missing(sorted(one for one in found if not self._positions.is_past(one, awaited[one], said.position)))
+        awaited = self._attendees.awaited(message.position.section > 0, now)
+        expected = (other for other in awaited if other != worker and message.of in (other, EVERYBODY))
+        return Missing(
+            sorted(other for other in expected if not self._positions.is_past(other, awaited[other], message.position))
+        )

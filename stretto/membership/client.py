@@ -25,24 +25,24 @@ from stretto.membership.messages import (
     EXCHANGING,
     Broken,
     Continue,
+    CoordinatorMessage,
     GenerationView,
     Heartbeat,
     Leave,
     Quit,
     ReadyReport,
     Register,
-    Said,
-    Told,
+    WorkerMessage,
 )
 from stretto.security import WorkerKeys
 
-LARGEST_TOLD = 1 << 24
+LARGEST_MESSAGE = 1 << 24
 WATCHED = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 LINGER_MS = 1000
 """Time in ms that the last messages may take to be sent at the end."""
 
 _ENCODER = msgspec.msgpack.Encoder()
-_DECODER = msgspec.msgpack.Decoder(Told)
+_DECODER = msgspec.msgpack.Decoder(CoordinatorMessage)
 
 
 class MembershipClient(CoordinatorConnection):
@@ -56,7 +56,7 @@ class MembershipClient(CoordinatorConnection):
     def __init__(
         self,
         worker: int,
-        life: int,
+        incarnation: int,
         address: str,
         keys: WorkerKeys | None,
         failure_timeout_s: float,
@@ -66,147 +66,147 @@ class MembershipClient(CoordinatorConnection):
         self.on_abort = on_abort
         """Called from the thread, with the generation and the reason, when the generation is aborted or the worker
         evicted."""
-        super().__init__(MembershipClientState(worker, life, self._news))
+        super().__init__(MembershipClientState(worker, incarnation, self._on_abort))
         self._me = f"worker {worker}"
-        self._address, self._patience_s = address, failure_timeout_s
+        self._address, self._failure_timeout_s = address, failure_timeout_s
         self._every_s = min(failure_timeout_s / 5, 1.0)
         self._doing = ("starting", 0, time.monotonic())
         self.place: Callable[[], int] = lambda: -1
         """Returns the number of collective operations that this worker has begun; called from the thread."""
         self._waits: Waits | None = None
         self._broken: Broken | None = None
-        self._quits = self._leaves = self._ends = False
-        self._heard = time.monotonic()
+        self._is_leaving = self._has_finished = self._is_closing = False
+        self._last_message = time.monotonic()
         self._problem = ""
         self._changed = threading.Condition()
-        self._nudge, self._nudged = socket.socketpair()
-        self._nudge.setblocking(False)
-        self._nudged.setblocking(False)
+        self._wake_sender, self._wake_receiver = socket.socketpair()
+        self._wake_sender.setblocking(False)
+        self._wake_receiver.setblocking(False)
         self._context = zmq.Context()
-        self._dealer = _dealer(self._context, b"worker %d.%d" % (worker, life), keys, failure_timeout_s)
+        self._dealer = _dealer(self._context, b"worker %d.%d" % (worker, incarnation), keys, failure_timeout_s)
         self._monitor = self._dealer.get_monitor_socket(WATCHED)
         self._dealer.connect(address if "://" in address else f"tcp://{address}")
-        self._thread = threading.Thread(target=self._run, name="companion", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="membership", daemon=True)
         self._thread.start()
         try:
-            self._wait(lambda: self.attendance.settings is not None, limit_s)
+            self._wait(lambda: self.state.settings is not None, limit_s)
         except BaseException:
             self.close()
             raise
 
-    # --- what the worker's main thread says --------------------------------------------------------------------------
+    # --- calls of the worker's main thread ---------------------------------------------------------------------------
 
     @property
     def settings(self) -> dict[str, Any]:
         """Settings of the run, the same for all workers."""
-        return self.attendance.settings or {}
+        return self.state.settings or {}
 
     @property
     def generation(self) -> int:
         """Last generation that this worker was in."""
-        return self.attendance.generation
+        return self.state.generation
 
     def broken(self, generation: int, why: str, forming: bool = False) -> None:
         """Report that a collective operation of this generation failed, or its rendezvous (`forming`)."""
         self._broken = Broken(generation, why, forming)
         self._wake()
 
-    def doing(self, text: str, hand: int, waits: Waits | None = None) -> None:
+    def doing(self, text: str, global_step: int, waits: Waits | None = None) -> None:
         """Note this worker's next activity and its global step, for which others wait if necessary."""
-        is_further = hand != self._doing[1]
-        self._doing, self._waits = (text, hand, time.monotonic()), waits
-        if is_further and self.attendance.held:
+        is_further = global_step != self._doing[1]
+        self._doing, self._waits = (text, global_step, time.monotonic()), waits
+        if is_further and self.state.pause_requested:
             self._wake()
 
     def quit(self) -> None:
-        """Ask to leave gracefully at the next rest. May be called by a signal handler."""
-        self._quits = True
+        """Ask to leave gracefully at the next pause. May be called by a signal handler."""
+        self._is_leaving = True
         self._wake()
 
     def leave(self) -> None:
         """Report that this worker has finished."""
-        self._leaves = True
+        self._has_finished = True
         self._wake()
 
     def close(self) -> None:
         """End the thread once all messages are sent. Idempotent."""
-        self._ends = True
+        self._is_closing = True
         self._wake()
         self._thread.join()
-        self._nudge.close()
+        self._wake_sender.close()
 
     # --- waiting -----------------------------------------------------------------------------------------------------
 
-    def _stand(self, here: ReadyReport) -> GenerationView | Continue:
+    def _pause(self, report: ReadyReport) -> GenerationView | Continue:
         with self._changed:
-            self.attendance.stand(here)
+            self.state.pause(report)
             self._wake()
-        self._heard = max(self._heard, time.monotonic() - self._every_s)
-        self._wait(lambda: self.attendance.answer is not None, self._patience_s)
-        answer = self.attendance.answer
-        assert answer is not None
-        return answer
+        self._last_message = max(self._last_message, time.monotonic() - self._every_s)
+        self._wait(lambda: self.state.reply is not None, self._failure_timeout_s)
+        reply = self.state.reply
+        assert reply is not None
+        return reply
 
     def _wait(self, until: Callable[[], bool], limit_s: float) -> None:
         """Wait for a condition while the coordinator replies."""
         with self._changed:
             while not until():
-                self._raise_if_over()
-                if (left := self._heard + limit_s - time.monotonic()) <= 0:
-                    raise self._unanswered(limit_s)
+                self._raise_if_ended()
+                if (left := self._last_message + limit_s - time.monotonic()) <= 0:
+                    raise self._no_reply_error(limit_s)
                 self._changed.wait(left)
 
-    def _raise_if_over(self) -> None:
-        if self.attendance.out is not None:
-            raise MemberOutError(f"{self._me} is no member any more: {self.attendance.out}")
-        if (stop := self.attendance.stopped) is not None:
+    def _raise_if_ended(self) -> None:
+        if self.state.evicted is not None:
+            raise MemberOutError(f"{self._me} is no member any more: {self.state.evicted}")
+        if (stop := self.state.stopped) is not None:
             raise UnevenLoopsError(stop.why) if stop.uneven else TransportError(f"the run cannot continue: {stop.why}")
         if self._problem:
             raise TransportError(f"the coordinator at {self._address} {self._problem}")
 
-    def _unanswered(self, limit_s: float) -> TransportError:
+    def _no_reply_error(self, limit_s: float) -> TransportError:
         text = f"no coordinator answered {self._me} at {self._address} for {limit_s:g} s"
-        return TransportError(text) if self.attendance.settings is None else MemberOutError(text)
+        return TransportError(text) if self.state.settings is None else MemberOutError(text)
 
     def _wake(self) -> None:
         with contextlib.suppress(OSError):  # it is awake, or has ended
-            self._nudge.send(b"!")
+            self._wake_sender.send(b"!")
 
-    def _news(self, generation: int, why: str) -> None:
+    def _on_abort(self, generation: int, why: str) -> None:
         self.on_abort(generation, why)
 
     # --- the thread --------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         poller = zmq.Poller()
-        for one in (self._dealer, self._monitor, self._nudged.fileno()):
-            poller.register(one, zmq.POLLIN)
+        for socket_ in (self._dealer, self._monitor, self._wake_receiver.fileno()):
+            poller.register(socket_, zmq.POLLIN)
         try:
             due = time.monotonic()
-            while not self._ends:
+            while not self._is_closing:
                 if time.monotonic() >= due:
                     due = time.monotonic() + self._every_s
-                    self._speak(with_beat=True)
-                    self._mind_silence()
+                    self._send_pending(with_heartbeat=True)
+                    self._abort_if_silent()
                 ready = dict(poller.poll(max(int((due - time.monotonic()) * 1000) + 1, 0)))
-                is_nudged = self._nudged.fileno() in ready and self._drain()
-                is_new = self._heed()
-                if self._listen() or is_new or is_nudged:
-                    self._speak(with_beat=is_new or self.attendance.held)
-            self._speak(with_beat=False)
+                is_woken = self._wake_receiver.fileno() in ready and self._drain_wakes()
+                is_new = self._process_monitor()
+                if self._receive_all() or is_new or is_woken:
+                    self._send_pending(with_heartbeat=is_new or self.state.pause_requested)
+            self._send_pending(with_heartbeat=False)
         except BaseException as error:
-            self._problem = f"cannot be spoken to: {type(error).__name__}: {error}"
+            self._problem = f"cannot be reached: {type(error).__name__}: {error}"
             raise
         finally:
             with self._changed:
                 self._changed.notify_all()
-            self._nudged.close()
+            self._wake_receiver.close()
             self._dealer.disable_monitor()
             self._monitor.close(linger=0)
             self._dealer.close(linger=LINGER_MS)
             self._context.term()
 
-    def _mind_silence(self) -> None:
+    def _abort_if_silent(self) -> None:
         """Abort the generation if the coordinator has been silent for the failure timeout while this worker waits for
         others.
 
@@ -214,66 +214,66 @@ class MembershipClient(CoordinatorConnection):
         see may begin without it.
         """
         doing, _, since = self._doing
-        alone = self.attendance.is_alone and not self.settings.get("free", False)
-        limit_s = ALONE * self._patience_s if alone else self._patience_s
-        silent_s = time.monotonic() - (self._heard if alone else max(since, self._heard))
+        alone = self.state.is_alone and not self.settings.get("asynchronous", False)
+        limit_s = ALONE * self._failure_timeout_s if alone else self._failure_timeout_s
+        silent_s = time.monotonic() - (self._last_message if alone else max(since, self._last_message))
         if silent_s > limit_s and (alone or doing == EXCHANGING):
-            self._news(self.attendance.generation, "the coordinator was not heard")
+            self._on_abort(self.state.generation, "the coordinator was not heard")
 
-    def _drain(self) -> bool:
-        return bool(self._nudged.recv(4096))
+    def _drain_wakes(self) -> bool:
+        return bool(self._wake_receiver.recv(4096))
 
-    def _heed(self) -> bool:
+    def _process_monitor(self) -> bool:
         """Process the events of the connection's monitor; return True if it is newly connected."""
         is_new = False
         while self._monitor.poll(0):
             event = parse_monitor_message(self._monitor.recv_multipart())["event"]
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 is_new = True
-                self._say(Register(socket.gethostname(), os.getpid()))
+                self._send(Register(socket.gethostname(), os.getpid()))
             elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                 self._problem = "refused this worker's key"
                 with self._changed:
                     self._changed.notify_all()
         return is_new
 
-    def _listen(self) -> bool:
+    def _receive_all(self) -> bool:
         """Process all messages received; return True if one needs a reply."""
-        is_to_answer = False
+        needs_reply = False
         while True:
             try:
                 frame = self._dealer.recv(zmq.NOBLOCK)
             except zmq.Again:
-                return is_to_answer
+                return needs_reply
             with self._changed:
-                self._heard = time.monotonic()
+                self._last_message = time.monotonic()
                 if frame:
-                    is_to_answer |= self.attendance.told(_DECODER.decode(frame))
+                    needs_reply |= self.state.receive(_DECODER.decode(frame))
                     self._changed.notify_all()
 
-    def _speak(self, with_beat: bool) -> None:
+    def _send_pending(self, with_heartbeat: bool) -> None:
         """Send the messages that are due, repeated until there is a reply."""
         with self._changed:
-            said = self.attendance.says()
-            generation, aborted = self.attendance.generation, self.attendance.aborted
-            is_welcome = self.attendance.settings is not None
-        if with_beat:
-            doing, hand, since = self._doing
-            self._say(Heartbeat(generation, doing, time.monotonic() - since, hand, self.place(), self._waits))
-            if not is_welcome:
-                self._say(Register(socket.gethostname(), os.getpid()))
+            messages = self.state.pending_messages()
+            generation, aborted = self.state.generation, self.state.aborted
+            is_registered = self.state.settings is not None
+        if with_heartbeat:
+            doing, global_step, since = self._doing
+            self._send(Heartbeat(generation, doing, time.monotonic() - since, global_step, self.place(), self._waits))
+            if not is_registered:
+                self._send(Register(socket.gethostname(), os.getpid()))
         if self._broken is not None and self._broken.generation > aborted:
-            self._say(self._broken)
-        if self._quits:
-            self._say(Quit())
-        for one in said:
-            self._say(one)
-        if self._leaves:
-            self._say(Leave())
+            self._send(self._broken)
+        if self._is_leaving:
+            self._send(Quit())
+        for message in messages:
+            self._send(message)
+        if self._has_finished:
+            self._send(Leave())
 
-    def _say(self, said: Said) -> None:
+    def _send(self, message: WorkerMessage) -> None:
         with contextlib.suppress(zmq.Again):  # not connected; messages that matter are repeated
-            self._dealer.send(_ENCODER.encode(said), zmq.NOBLOCK)
+            self._dealer.send(_ENCODER.encode(message), zmq.NOBLOCK)
 
 
 def _dealer(context: zmq.Context[Any], name: bytes, keys: WorkerKeys | None, failure_timeout_s: float) -> Any:
@@ -281,7 +281,7 @@ def _dealer(context: zmq.Context[Any], name: bytes, keys: WorkerKeys | None, fai
     for option, value in {
         zmq.IDENTITY: name,
         zmq.IMMEDIATE: 1,
-        zmq.MAXMSGSIZE: LARGEST_TOLD,
+        zmq.MAXMSGSIZE: LARGEST_MESSAGE,
         zmq.RECONNECT_IVL: 20,
         zmq.RECONNECT_IVL_MAX: 500,
         zmq.HEARTBEAT_IVL: max(int(failure_timeout_s * 200), 1),

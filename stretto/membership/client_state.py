@@ -8,19 +8,19 @@ from typing import Any
 
 import msgspec
 
-from stretto.membership.coordinator import rested
+from stretto.membership.coordinator import boundary_step
 from stretto.membership.messages import (
     AbortGeneration,
     Broken,
     Continue,
+    CoordinatorMessage,
     Evicted,
     GenerationView,
     PauseRequest,
     ReadyReport,
     Registered,
-    Said,
     Shutdown,
-    Told,
+    WorkerMessage,
 )
 
 ALONE = 0.7
@@ -30,140 +30,150 @@ ALONE = 0.7
 class MembershipClientState:
     """A worker's knowledge of its membership, and the messages that follow from it.
 
-    `news` is called for each abort of the current generation, and for eviction and shutdown.
+    `on_abort` is called for each abort of the current generation, and for eviction and shutdown.
     """
 
-    def __init__(self, worker: int, life: int, news: Callable[[int, str], None]) -> None:
-        self._me = worker, life
-        self._news = news
+    def __init__(self, worker: int, incarnation: int, on_abort: Callable[[int, str], None]) -> None:
+        self._me = worker, incarnation
+        self._on_abort = on_abort
         self.settings: dict[str, Any] | None = None
         self.generation = 0
         """Last generation that this worker was in."""
         self.aborted = 0
         """Last generation that is known to have ended."""
-        self.held = False
-        """True if the worker has to pause at its next rest."""
+        self.pause_requested = False
+        """True if the worker has to pause before its next step."""
         self.is_alone = False
         """True if no other worker is in its generation."""
-        self.out: str | None = None
+        self.evicted: str | None = None
         self.stopped: Shutdown | None = None
-        self.answer: GenerationView | Continue | None = None
+        self.reply: GenerationView | Continue | None = None
         """The reply to a paused worker."""
-        self._standing: ReadyReport | None = None
-        self._rested = -1
-        """Global step at which this generation began or last rested."""
+        self._report: ReadyReport | None = None
+        self._boundary_step = -1
+        """Global step at which this generation began or last paused."""
 
-    def stand(self, here: ReadyReport) -> None:
-        """Pause the worker until there is an `answer`."""
-        sign = 1 if here.generation > 0 else -1
-        here = msgspec.structs.replace(here, generation=sign * self.generation, at_rest=here.at_rest and sign > 0)
-        self.answer, self._standing = None, here
-        if here.at_rest and self.aborted >= self.generation:
-            self._standing = msgspec.structs.replace(here, at_rest=False)
-        elif here.at_rest and here.hand <= self._rested:
-            self._reply(Continue(self.generation, self._rested + 1))
+    def pause(self, report: ReadyReport) -> None:
+        """Pause the worker until there is a `reply`."""
+        sign = 1 if report.generation > 0 else -1
+        report = msgspec.structs.replace(
+            report, generation=sign * self.generation, between_steps=report.between_steps and sign > 0
+        )
+        self.reply, self._report = None, report
+        if report.between_steps and self.aborted >= self.generation:
+            self._report = msgspec.structs.replace(report, between_steps=False)
+        elif report.between_steps and report.global_step <= self._boundary_step:
+            self._reply(Continue(self.generation, self._boundary_step + 1))
 
-    def says(self) -> list[Said]:
+    def pending_messages(self) -> list[WorkerMessage]:
         """Return the messages to send now, and again until there is a reply."""
-        if self._standing is None:
+        if self._report is None:
             return []
-        is_broken = self.generation > self.aborted and not self._standing.at_rest
-        return [*([Broken(self.generation, "it paused")] if is_broken else []), self._standing]
+        is_broken = self.generation > self.aborted and not self._report.between_steps
+        return [*([Broken(self.generation, "it paused")] if is_broken else []), self._report]
 
-    def told(self, told: Told) -> bool:
+    def receive(self, message: CoordinatorMessage) -> bool:
         """Process a message of the coordinator; return True if a message has to be sent immediately."""
-        match told:
+        match message:
             case Registered():
-                self.settings = told.settings
+                self.settings = message.settings
             case AbortGeneration():
-                return self._abort(told.generation, told.why)
+                return self._abort(message.generation, message.why)
             case PauseRequest():
-                news = told.generation == self.generation > self.aborted and not self.held
-                self.held = self.held or news
-                return news
+                is_news = message.generation == self.generation > self.aborted and not self.pause_requested
+                self.pause_requested = self.pause_requested or is_news
+                return is_news
             case Continue():
-                here = self._standing
-                if here is not None and here.at_rest and here.generation == told.generation and here.hand < told.hand:
-                    self._reply(told)
+                report = self._report
+                if (
+                    report is not None
+                    and report.between_steps
+                    and report.generation == message.generation
+                    and report.global_step < message.global_step
+                ):
+                    self._reply(message)
             case GenerationView():
-                return self._form(told)
+                return self._form(message)
             case Evicted():
-                self.out = self.out or told.why
-                self._news(self.generation, told.why)
+                self.evicted = self.evicted or message.why
+                self._on_abort(self.generation, message.why)
             case Shutdown():
-                self.stopped = self.stopped or told
-                self._news(self.generation, told.why)
+                self.stopped = self.stopped or message
+                self._on_abort(self.generation, message.why)
         return False
 
     def _abort(self, generation: int, why: str) -> bool:
         if generation < max(self.generation, self.aborted):
             return False
-        is_first, here = generation > self.aborted, self._standing
-        self.aborted, self.held = generation, False
-        if here is not None and here.at_rest:
-            self._standing = msgspec.structs.replace(here, at_rest=False)
-        self._news(generation, why)
-        return is_first and here is not None
+        is_first, report = generation > self.aborted, self._report
+        self.aborted, self.pause_requested = generation, False
+        if report is not None and report.between_steps:
+            self._report = msgspec.structs.replace(report, between_steps=False)
+        self._on_abort(generation, why)
+        return is_first and report is not None
 
-    def _form(self, form: GenerationView) -> bool:
-        here = self._standing
-        if here is None:
+    def _form(self, view: GenerationView) -> bool:
+        report = self._report
+        if report is None:
             return False
-        mine = next((one for one in form.members if (one.worker, one.life) == self._me), None)
-        if mine is None:  # though an earlier life of this worker may be in it
-            others = [one for one in form.members if one.worker != self._me[0]]
-            self._reply(msgspec.structs.replace(form, members=others))
-        elif form.generation == self.generation:
-            if here.at_rest and mine.here == here:
-                self._enter(form)
-        elif form.generation > self.generation:
-            if form.generation > self.aborted:
-                self._enter(form)
+        mine = next((member for member in view.members if (member.worker, member.incarnation) == self._me), None)
+        if mine is None:  # though an earlier incarnation of this worker may be in it
+            others = [member for member in view.members if member.worker != self._me[0]]
+            self._reply(msgspec.structs.replace(view, members=others))
+        elif view.generation == self.generation:
+            if report.between_steps and mine.report == report:
+                self._enter(view)
+        elif view.generation > self.generation:
+            if view.generation > self.aborted:
+                self._enter(view)
                 return False
-            self.generation = form.generation  # over before it began
-            sign = 1 if here.generation > 0 else -1
-            self._standing = msgspec.structs.replace(here, generation=sign * form.generation, at_rest=False)
+            self.generation = view.generation  # it ended before this worker entered it
+            sign = 1 if report.generation > 0 else -1
+            self._report = msgspec.structs.replace(report, generation=sign * view.generation, between_steps=False)
             return True
         return False
 
-    def _enter(self, form: GenerationView) -> None:
-        self.generation, self.held, self._rested = form.generation, False, rested(form)
-        self.is_alone = len(form.members) == 1
-        self._reply(form)
+    def _enter(self, view: GenerationView) -> None:
+        self.generation, self.pause_requested, self._boundary_step = view.generation, False, boundary_step(view)
+        self.is_alone = len(view.members) == 1
+        self._reply(view)
 
-    def _reply(self, answer: GenerationView | Continue) -> None:
-        self.answer, self._standing = answer, None
+    def _reply(self, reply: GenerationView | Continue) -> None:
+        self.reply, self._report = reply, None
 
 
 class CoordinatorConnection(ABC):
     """A worker's connection to the coordinator, over any transport."""
 
-    def __init__(self, attendance: MembershipClientState) -> None:
-        self.attendance = attendance
+    def __init__(self, state: MembershipClientState) -> None:
+        self.state = state
 
     @property
-    def held(self) -> bool:
-        """True if all workers are asked to pause at their next rest."""
-        return self.attendance.held
+    def pause_requested(self) -> bool:
+        """True if all workers are asked to pause before their next step."""
+        return self.state.pause_requested
 
     @property
     def aborted(self) -> int:
         """Last generation that is known to have ended; a generation may end before its rendezvous completes."""
-        return self.attendance.aborted
+        return self.state.aborted
 
-    def stand(self, here: ReadyReport) -> GenerationView:
+    def await_generation(self, report: ReadyReport) -> GenerationView:
         """Pause until the next generation is formed. A generation without this worker asks it to leave.
 
         Raises MemberOutError if this incarnation is no member any more, and errors of the connection.
         """
-        answer = self._stand(msgspec.structs.replace(here, at_rest=False))
-        assert isinstance(answer, GenerationView)
-        return answer
+        reply = self._pause(msgspec.structs.replace(report, between_steps=False))
+        assert isinstance(reply, GenerationView)
+        return reply
 
-    def at_rest(self, here: ReadyReport) -> GenerationView | Continue:
-        """Pause between two global steps, because `held`; others may be further. Raises as `stand` does."""
-        return self._stand(msgspec.structs.replace(here, at_rest=True))
+    def pause_between_steps(self, report: ReadyReport) -> GenerationView | Continue:
+        """Pause between two global steps, because of `pause_requested`; others may be further.
+
+        Raises as `await_generation` does.
+        """
+        return self._pause(msgspec.structs.replace(report, between_steps=True))
 
     @abstractmethod
-    def _stand(self, here: ReadyReport) -> GenerationView | Continue:
+    def _pause(self, report: ReadyReport) -> GenerationView | Continue:
         """Report that the worker is paused, and wait for the reply."""

@@ -6,8 +6,9 @@ workers. Messages may be lost, duplicated and late: a worker repeats a message u
 reply again. `membership.messages` describes the protocol.
 
 Two statements of a worker are final: that it is paused after an `AbortGeneration` of generation G (its `ReadyReport`
-has that generation and is not at rest), and that it was in G without receiving any state (`ReadyReport` with -G, which
-the others are shown as 0). A worker at rest may be sent on, so the global steps order its reports.
+has that generation and is not `between_steps`), and that it was in G without receiving any state (`ReadyReport` with
+-G, which the others are shown as 0). A worker paused between two steps may be asked to continue to a later step, so the
+global steps order its reports.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from stretto.membership.messages import (
     AbortGeneration,
     Broken,
     Continue,
+    CoordinatorMessage,
     Evicted,
     GenerationView,
     Heartbeat,
@@ -34,9 +36,8 @@ from stretto.membership.messages import (
     ReadyReport,
     Register,
     Registered,
-    Said,
     Shutdown,
-    Told,
+    WorkerMessage,
 )
 
 COORDINATOR = -1000
@@ -45,7 +46,7 @@ ASKED = "it was asked to end"
 UNKNOWN = "the run does not know the generation that it comes from"
 STUCK = 5
 """Number of times in a row that the same members may abort the same collective operation."""
-ANEW = "no worker with state is left: all restart from the last checkpoint"
+NO_STATE_LEFT = "no worker with state is left: all restart from the last checkpoint"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,17 +54,17 @@ class Outgoing:
     """Message to one incarnation of a worker."""
 
     worker: int
-    life: int
-    told: Told
+    incarnation: int
+    message: CoordinatorMessage
 
 
-class Gone(msgspec.Struct, array_like=True, tag=True, frozen=True):
+class ProcessExited(msgspec.Struct, array_like=True, tag=True, frozen=True):
     """Report of the launcher that a process has exited, and whether it is restarted."""
 
     worker: int
-    life: int
+    incarnation: int
     why: str
-    will_return: bool
+    will_restart: bool
 
 
 class Save(msgspec.Struct, array_like=True, tag=True, frozen=True):
@@ -74,14 +75,14 @@ class _Record(msgspec.Struct, array_like=True, tag=True, frozen=True):
     pass
 
 
-class Began(_Record, frozen=True):
+class Started(_Record, frozen=True):
     """Log record of the start of the run, with its settings."""
 
     settings: dict[str, Any]
     expected: int
     min_workers: int
     max_workers: int | None
-    free: bool
+    asynchronous: bool
     failure_timeout_s: float
     return_s: float
 
@@ -89,24 +90,24 @@ class Began(_Record, frozen=True):
 class Formed(_Record, frozen=True):
     """Log record of a generation; `left` are the workers that leave gracefully with it."""
 
-    form: GenerationView
+    view: GenerationView
     left: list[int] = []
 
 
-class Onward(_Record, frozen=True):
-    """Log record that members at rest were sent on to this global step: they will not rest at an earlier one."""
+class ContinuedTo(_Record, frozen=True):
+    """Log record that paused members were sent on to this global step: they do not pause at an earlier one."""
 
-    hand: int
+    global_step: int
 
 
 class Ended(_Record, frozen=True):
     """Log record of the end of an incarnation."""
 
     worker: int
-    life: int
+    incarnation: int
     state: Literal["gone", "left"]
     why: str
-    returns: bool
+    will_restart: bool
 
 
 class Stopped(_Record, frozen=True):
@@ -116,11 +117,11 @@ class Stopped(_Record, frozen=True):
     uneven: bool = False
 
 
-_DECODER = msgspec.msgpack.Decoder(Began | Formed | Onward | Ended | Stopped)
+_DECODER = msgspec.msgpack.Decoder(Started | Formed | ContinuedTo | Ended | Stopped)
 _ENCODER = msgspec.msgpack.Encoder()
 
 State: TypeAlias = Literal["new", "in", "gone", "left"]
-Phase: TypeAlias = Literal["gathering", "running", "holding", "aborting", "stopped"]
+Phase: TypeAlias = Literal["gathering", "running", "pausing", "aborting", "stopped"]
 Event: TypeAlias = dict[str, Any]
 
 
@@ -128,12 +129,12 @@ Event: TypeAlias = dict[str, Any]
 class _Process:
     """Last known incarnation of a worker."""
 
-    life: int
-    heard: float
+    incarnation: int
+    last_message: float
     state: State = "new"
-    here: ReadyReport | None = None
+    report: ReadyReport | None = None
     """Its report that it is paused; None while it runs."""
-    hand: int = 0
+    global_step: int = 0
     """Furthest global step that it is known to have been assigned in this generation."""
     place: int = -1
     """Number of collective operations that it has begun, from its heartbeats; -1 before its first generation."""
@@ -141,16 +142,16 @@ class _Process:
     waits: Waits | None = None
     """Last collective operation of this generation that it is known to have waited in."""
     since: float = 0.0
-    quits: bool = False
+    is_leaving: bool = False
     slow: bool = False
-    entered: int = 0
+    last_generation: int = 0
     """Last generation that it was a member of."""
-    ended: float = 0.0
-    returns: bool = False
+    ended_at: float = 0.0
+    will_restart: bool = False
     why: str = ""
 
     @property
-    def lives(self) -> bool:
+    def is_running(self) -> bool:
         """True if the process runs, as far as is known."""
         return self.state in ("new", "in")
 
@@ -160,7 +161,7 @@ class MembershipCoordinator:
 
     `expected` workers form the first generation. Fewer than `min_workers` do not continue; more than `max_workers` are
     not admitted. A worker without a heartbeat for `failure_timeout_s` has failed; where it matters, a worker that is
-    being restarted is awaited for `return_s`, by default as long. If `free` (asynchronous training) no worker waits for
+    being restarted is awaited for `return_s`, by default as long. In `asynchronous` training no worker waits for
     another: joining workers are admitted immediately, and failures only reported.
     """
 
@@ -170,69 +171,69 @@ class MembershipCoordinator:
         expected: int,
         min_workers: int = 1,
         max_workers: int | None = None,
-        free: bool = False,
+        asynchronous: bool = False,
         *,
         failure_timeout_s: float,
         return_s: float | None = None,
     ) -> None:
-        self._began = Began(
+        self._started = Started(
             settings,
             expected,
             min_workers,
             max_workers,
-            free,
+            asynchronous,
             failure_timeout_s,
             failure_timeout_s if return_s is None else return_s,
         )
-        self._all: dict[int, _Process] = {}
-        self._formed = GenerationView(0, [])
-        self._phase: Phase = "running" if free else "gathering"
+        self._processes: dict[int, _Process] = {}
+        self._view = GenerationView(0, [])
+        self._phase: Phase = "running" if asynchronous else "gathering"
         self._why = ""
         """Reason why the generation has ended, or why the run cannot continue."""
         self._limit: float | None = None
         """Time until which an aborted operation may remain without a known failure."""
-        self._onward = 0
-        """Global step that members at rest were sent on to in this generation."""
+        self._continue_to = 0
+        """Global step that paused members were sent on to in this generation."""
         self._saves = False
         self._exchanges = Exchanges()
         self._is_exchange_broken = False
         """True if the generation was aborted because a collective operation failed, not for a failed worker or
         rendezvous."""
-        self._broken_off: tuple[list[tuple[int, int, int]], int] = [], 0
+        self._last_abort: tuple[list[tuple[int, int, int]], int] = [], 0
         """Members at the last aborted operation, with incarnations and commits, and the times in a row."""
         self.uneven: str | None = None
         """Reason why the run cannot continue, if the workers' loops are of unequal length."""
-        self._posts: list[Outgoing] = []
+        self._outgoing: list[Outgoing] = []
         self._records: list[bytes] = []
         self.notices: list[str] = []
         """Notices for the user since they were last taken."""
         self.events: list[Event] = []
         """Events for the event log since they were last taken."""
-        self._record(self._began)
+        self._record(self._started)
 
     @classmethod
     def restored(cls, records: Iterable[bytes], now: float) -> MembershipCoordinator:
         """Return the coordinator that wrote these records; the first one has its settings."""
-        began, *others = (_DECODER.decode(one) for one in records)
-        assert isinstance(began, Began), "a journal of the roll begins with the settings"
-        roll = cls(
-            began.settings,
-            began.expected,
-            began.min_workers,
-            began.max_workers,
-            began.free,
-            failure_timeout_s=began.failure_timeout_s,
-            return_s=began.return_s,
+        started, *others = (_DECODER.decode(record) for record in records)
+        assert isinstance(started, Started), "a coordinator log begins with the settings"
+        coordinator = cls(
+            started.settings,
+            started.expected,
+            started.min_workers,
+            started.max_workers,
+            started.asynchronous,
+            failure_timeout_s=started.failure_timeout_s,
+            return_s=started.return_s,
         )
-        for one in others:
-            roll._replay(one, now)
-        roll._records.clear()
-        return roll
+        for record in others:
+            coordinator._replay(record, now)
+        coordinator._records.clear()
+        return coordinator
 
     @property
     def generation(self) -> int:
         """Number of the current generation; 0 before the first."""
-        return self._formed.generation
+        return self._view.generation
 
     @property
     def phase(self) -> Phase:
@@ -242,31 +243,42 @@ class MembershipCoordinator:
     @property
     def members(self) -> dict[int, int]:
         """Members of the generation that have not failed, with their incarnations."""
-        return {one.worker: one.life for one in self._formed.members if self._is_in(one)}
+        return {member.worker: member.incarnation for member in self._view.members if self._is_in(member)}
 
     def awaited(self, in_training: bool, now: float) -> dict[int, Awaited]:
         """Return the workers that a barrier of the script waits for.
 
-        In training they are the members that can still come: a member at rest waits for the workers at the barrier
-        itself, and so may a restarted worker in asynchronous training until it takes part. Before training they are all
-        workers that were started, until they are members: a failed one that is restarted is awaited as well, since none
-        has begun without it.
+        In training they are the members that can still come: a member paused between two steps waits for the workers at
+        the barrier itself, and so may a restarted worker in asynchronous training until it takes part. Before training
+        they are all workers that were started, until they are members: a failed one that is restarted is awaited as
+        well, since none has begun without it.
         """
         if in_training:
-            found = {worker: self._all[worker] for worker in self.members}
-            resting = {worker for worker, one in found.items() if one.here is not None and one.here.at_rest}
-            joining = {worker for worker, one in found.items() if self._began.free and one.life and one.place < 0}
-            free = found.keys() - resting - joining
-            return {worker: Awaited(found[worker].life, found[worker].place) for worker in free}
-        early = (worker for worker in range(self._began.expected) if self._is_to_begin(worker, now))
-        return {worker: Awaited(self._all[worker].life if worker in self._all else 0, -1) for worker in early}
+            found = {worker: self._processes[worker] for worker in self.members}
+            resting = {
+                worker
+                for worker, process in found.items()
+                if process.report is not None and process.report.between_steps
+            }
+            joining = {
+                worker
+                for worker, process in found.items()
+                if self._started.asynchronous and process.incarnation and process.place < 0
+            }
+            expected = found.keys() - resting - joining
+            return {worker: Awaited(found[worker].incarnation, found[worker].place) for worker in expected}
+        early = (worker for worker in range(self._started.expected) if self._is_to_begin(worker, now))
+        return {
+            worker: Awaited(self._processes[worker].incarnation if worker in self._processes else 0, -1)
+            for worker in early
+        }
 
     def _is_to_begin(self, worker: int, now: float) -> bool:
         """Return True if a worker that was started has not reached the training yet, and still can."""
-        one = self._all.get(worker)
-        if one is None:
+        process = self._processes.get(worker)
+        if process is None:
             return True
-        return one.state == "gone" and (self._returns(one, now) if self.generation else one.returns)
+        return process.state == "gone" and (self._may_return(process, now) if self.generation else process.will_restart)
 
     def records(self) -> list[bytes]:
         """Return the records that must be on disk before any further message is sent; each once."""
@@ -275,164 +287,174 @@ class MembershipCoordinator:
 
     # --- inputs ------------------------------------------------------------------------------------------------------
 
-    def hear(self, worker: int, life: int, said: Said, now: float) -> list[Outgoing]:
+    def receive(self, worker: int, incarnation: int, message: WorkerMessage, now: float) -> list[Outgoing]:
         """Process a worker's message; return the messages to send."""
-        one = self._all.get(worker)
-        if one is not None and life < one.life:
-            return [Outgoing(worker, life, Evicted(f"a later process of worker {worker} has taken its place"))]
-        if one is None or life > one.life:
-            one = self._begin(worker, life, now)
+        process = self._processes.get(worker)
+        if process is not None and incarnation < process.incarnation:
+            return [Outgoing(worker, incarnation, Evicted(f"a later process of worker {worker} has taken its place"))]
+        if process is None or incarnation > process.incarnation:
+            process = self._begin(worker, incarnation, now)
         if self._phase == "stopped":
-            self._tell(worker, Shutdown(self._why, self.uneven is not None))
-        elif one.state == "gone":
-            self._tell(worker, Evicted(one.why))
+            self._send(worker, Shutdown(self._why, self.uneven is not None))
+        elif process.state == "gone":
+            self._send(worker, Evicted(process.why))
         else:
-            one.heard, one.slow = now, False
-            self._take(worker, one, said, now)
+            process.last_message, process.slow = now, False
+            self._process_message(worker, process, message, now)
         return self._settled(now)
 
-    def gone(
-        self, worker: int, life: int, now: float, will_return: bool = False, why: str = "its process ended"
+    def process_exited(
+        self, worker: int, incarnation: int, now: float, will_restart: bool = False, why: str = "its process ended"
     ) -> list[Outgoing]:
         """Process the exit of a process, which the launcher restarts or not."""
-        one = self._all.get(worker)
-        if one is None or life > one.life:
-            one = self._begin(worker, life, now)
-        if life == one.life and one.state != "left":
-            self._end(worker, why, will_return, now, again=f", worker {worker} is restarted" if will_return else "")
+        process = self._processes.get(worker)
+        if process is None or incarnation > process.incarnation:
+            process = self._begin(worker, incarnation, now)
+        if incarnation == process.incarnation and process.state != "left":
+            self._end(worker, why, will_restart, now, again=f", worker {worker} is restarted" if will_restart else "")
         return self._settled(now)
 
     def tick(self, now: float) -> list[Outgoing]:
         """Process the passing of time: failure timeouts may have run out."""
-        for worker, one in self._all.items():
-            silent = now - one.heard
-            if one.lives and silent > self._began.failure_timeout_s:
+        for worker, process in self._processes.items():
+            silent = now - process.last_message
+            if process.is_running and silent > self._started.failure_timeout_s:
                 self._end(worker, f"no heartbeat for {silent:.1f} s", True, now)
-            elif one.lives and silent > self._began.failure_timeout_s / 2 and not one.slow:
-                one.slow = True
+            elif process.is_running and silent > self._started.failure_timeout_s / 2 and not process.slow:
+                process.slow = True
                 self._note_slow(worker, silent, now)
-        self._heed_limits(now)
+        self._check_limits(now)
         return self._settled(now)
 
-    def slept(self, seconds: float) -> None:
+    def extend_timeouts(self, seconds: float) -> None:
         """Extend all failure timeouts after a time in which no message was received."""
-        for one in self._all.values():
-            one.heard += seconds
+        for process in self._processes.values():
+            process.last_message += seconds
 
     def save(self, now: float) -> list[Outgoing]:
-        """Request a checkpoint, made when all members are at rest."""
-        self._saves = not self._began.free
+        """Request a checkpoint, made when all members are paused between two steps."""
+        self._saves = not self._started.asynchronous
         return self._settled(now)
 
-    def _take(self, worker: int, one: _Process, said: Said, now: float) -> None:
-        match said:
+    def _process_message(self, worker: int, process: _Process, message: WorkerMessage, now: float) -> None:
+        match message:
             case Register():
-                self._tell(worker, Registered(self._began.settings, self.generation))
+                self._send(worker, Registered(self._started.settings, self.generation))
             case Heartbeat():
-                self._beat(worker, one, said, now)
+                self._on_heartbeat(worker, process, message, now)
             case Broken():
-                self._broken(worker, one, said, now)
+                self._on_broken(worker, process, message, now)
             case ReadyReport():
-                self._here(worker, one, said, now)
+                self._on_ready(worker, process, message, now)
             case Quit():
-                self._quit(worker, one, now)
+                self._on_quit(worker, process, now)
             case Leave():
-                self._leave(worker, one, now)
+                self._on_leave(worker, process, now)
 
-    def _beat(self, worker: int, one: _Process, said: Heartbeat, now: float) -> None:
-        one.doing, one.since, one.place = said.doing, now - said.for_s, max(one.place, said.place)
-        if one.state != "in" or said.generation != self.generation:
+    def _on_heartbeat(self, worker: int, process: _Process, message: Heartbeat, now: float) -> None:
+        process.doing, process.since, process.place = (
+            message.doing,
+            now - message.for_s,
+            max(process.place, message.place),
+        )
+        if process.state != "in" or message.generation != self.generation:
             return
-        one.hand = max(one.hand, said.hand)
-        self._note_exchange(one, said.waits)
-        if self._phase == "aborting" and one.here is None:
-            self._tell(worker, AbortGeneration(self.generation, self._why))
-        elif self._phase == "holding" and one.here is None:
-            self._tell(worker, PauseRequest(self.generation))
+        process.global_step = max(process.global_step, message.global_step)
+        self._note_exchange(process, message.waits)
+        if self._phase == "aborting" and process.report is None:
+            self._send(worker, AbortGeneration(self.generation, self._why))
+        elif self._phase == "pausing" and process.report is None:
+            self._send(worker, PauseRequest(self.generation))
 
-    def _broken(self, worker: int, one: _Process, said: Broken, now: float) -> None:
-        is_news = one.state == "in" and said.generation == self.generation
-        if is_news and self._phase in ("running", "holding") and not self._began.free:
-            self.notices.append(f"worker {worker} failed in a collective operation ({said.why}); re-forming the group")
-            self._abort(f"worker {worker} failed in a collective operation: {said.why}", now)
-            self._is_exchange_broken = not said.forming
+    def _on_broken(self, worker: int, process: _Process, message: Broken, now: float) -> None:
+        is_news = process.state == "in" and message.generation == self.generation
+        if is_news and self._phase in ("running", "pausing") and not self._started.asynchronous:
+            self.notices.append(
+                f"worker {worker} failed in a collective operation ({message.why}); re-forming the group"
+            )
+            self._abort(f"worker {worker} failed in a collective operation: {message.why}", now)
+            self._is_exchange_broken = not message.forming
 
-    def _here(self, worker: int, one: _Process, said: ReadyReport, now: float) -> None:
-        if one.state == "left":
-            self._tell_again(worker, said)
-        elif one.state == "new":
-            self._here_new(worker, one, said, now)
-        elif said.generation > self.generation:  # the log was damaged and lost this generation
+    def _on_ready(self, worker: int, process: _Process, message: ReadyReport, now: float) -> None:
+        if process.state == "left":
+            self._resend_generation(worker, message)
+        elif process.state == "new":
+            self._on_ready_of_new(worker, process, message, now)
+        elif message.generation > self.generation:  # the log was damaged and lost this generation
             self._end(worker, UNKNOWN, False, now)
-            self._tell(worker, Evicted(one.why))
-        elif abs(said.generation) < self.generation and (not self._began.free or abs(said.generation) < one.entered):
-            self._tell_again(worker, said)
-        elif self._began.free:
-            self._admit(worker, one, said, now)
-        elif abs(said.generation) == self.generation and not said.at_rest:
-            one.here = said
-            self._note_exchange(one, said.waits)
-            if self._phase in ("running", "holding"):
+            self._send(worker, Evicted(process.why))
+        elif abs(message.generation) < self.generation and (
+            not self._started.asynchronous or abs(message.generation) < process.last_generation
+        ):
+            self._resend_generation(worker, message)
+        elif self._started.asynchronous:
+            self._admit(worker, process, message, now)
+        elif abs(message.generation) == self.generation and not message.between_steps:
+            process.report = message
+            self._note_exchange(process, message.waits)
+            if self._phase in ("running", "pausing"):
                 self._abort(f"worker {worker} paused", now)
-        elif said.generation == self.generation and self._phase == "aborting":
-            self._tell(worker, AbortGeneration(self.generation, self._why))
-        elif said.generation == self.generation:
-            self._here_at_rest(worker, one, said)
+        elif message.generation == self.generation and self._phase == "aborting":
+            self._send(worker, AbortGeneration(self.generation, self._why))
+        elif message.generation == self.generation:
+            self._on_ready_between_steps(worker, process, message)
 
-    def _note_exchange(self, one: _Process, waits: Waits | None) -> None:
+    def _note_exchange(self, process: _Process, waits: Waits | None) -> None:
         """Note where a member waits. Loops of unequal length end the run: no later operation can match again."""
-        if waits is None or self._began.free or self._phase == "stopped":
+        if waits is None or self._started.asynchronous or self._phase == "stopped":
             return
-        one.waits = waits
+        process.waits = waits
         if self._exchanges.differs(waits):
-            known = {worker: self._all[worker].waits for worker in self.members}
-            found = {worker: it.place for worker, it in known.items() if it and it.exchange >= waits.exchange}
+            known = {worker: self._processes[worker].waits for worker in self.members}
+            found = {
+                worker: other.place for worker, other in known.items() if other and other.exchange >= waits.exchange
+            }
             self._stop(explained(found), uneven=True)
 
-    def _here_new(self, worker: int, one: _Process, said: ReadyReport, now: float) -> None:
-        if said.generation > one.entered:
+    def _on_ready_of_new(self, worker: int, process: _Process, message: ReadyReport, now: float) -> None:
+        if message.generation > process.last_generation:
             self._end(worker, UNKNOWN, False, now)
-            self._tell(worker, Evicted(one.why))
-        elif said.generation <= 0 and self._is_over():
-            self._tell(worker, self._formed)
-        elif said.generation <= 0 and one.here is None:
-            limit = self._began.max_workers
-            others = len(self.members) + sum(other.here is not None for other in self._new().values())
+            self._send(worker, Evicted(process.why))
+        elif message.generation <= 0 and self._is_over():
+            self._send(worker, self._view)
+        elif message.generation <= 0 and process.report is None:
+            limit = self._started.max_workers
+            others = len(self.members) + sum(other.report is not None for other in self._new().values())
             if limit is not None and others >= limit:
                 self._end(worker, f"the run has its {limit} workers", False, now)
-                self._tell(worker, Evicted(one.why))
-            elif self._began.free:
-                self._admit(worker, one, said, now)
+                self._send(worker, Evicted(process.why))
+            elif self._started.asynchronous:
+                self._admit(worker, process, message, now)
             else:
-                one.here = said
+                process.report = message
 
-    def _here_at_rest(self, worker: int, one: _Process, said: ReadyReport) -> None:
-        last = rested(self._formed)
-        mine = next(each.here for each in self._formed.members if each.worker == worker)
-        if said == mine:
-            self._tell(worker, self._formed)
-        elif said.hand <= last:
-            self._tell(worker, Continue(self.generation, last + 1))
-        elif one.here is None or said.hand > one.here.hand:
-            one.here, one.hand = said, max(one.hand, said.hand)
+    def _on_ready_between_steps(self, worker: int, process: _Process, message: ReadyReport) -> None:
+        last = boundary_step(self._view)
+        mine = next(each.report for each in self._view.members if each.worker == worker)
+        if message == mine:
+            self._send(worker, self._view)
+        elif message.global_step <= last:
+            self._send(worker, Continue(self.generation, last + 1))
+        elif process.report is None or message.global_step > process.report.global_step:
+            process.report, process.global_step = message, max(process.global_step, message.global_step)
 
-    def _tell_again(self, worker: int, said: ReadyReport) -> None:
+    def _resend_generation(self, worker: int, message: ReadyReport) -> None:
         """Send the current generation again to a worker that missed it or is not in it."""
-        is_in = any(each.worker == worker for each in self._formed.members)
-        if is_in == (self._all[worker].state == "in"):
-            self._tell(worker, self._formed)
+        is_in = any(each.worker == worker for each in self._view.members)
+        if is_in == (self._processes[worker].state == "in"):
+            self._send(worker, self._view)
             if is_in and self._phase == "aborting":
-                self._tell(worker, AbortGeneration(self.generation, self._why))
+                self._send(worker, AbortGeneration(self.generation, self._why))
 
-    def _quit(self, worker: int, one: _Process, now: float) -> None:
-        one.quits = one.lives
-        if one.state == "new":
+    def _on_quit(self, worker: int, process: _Process, now: float) -> None:
+        process.is_leaving = process.is_running
+        if process.state == "new":
             self._end(worker, ASKED, False, now, "left")
-        elif one.state == "in" and self._began.free:
-            self._form_free([other for other in self.members if other != worker], ASKED, now, worker)
+        elif process.state == "in" and self._started.asynchronous:
+            self._form_asynchronous([other for other in self.members if other != worker], ASKED, now, worker)
 
-    def _leave(self, worker: int, one: _Process, now: float) -> None:
-        if one.lives:
+    def _on_leave(self, worker: int, process: _Process, now: float) -> None:
+        if process.is_running:
             self._end(worker, "it has left the loop", False, now, "left")
 
     # --- rules -------------------------------------------------------------------------------------------------------
@@ -441,233 +463,274 @@ class MembershipCoordinator:
         """Take all steps that follow; return the messages to send."""
         while self._step(now):
             pass
-        posts, self._posts = self._posts, []
-        return posts
+        outgoing, self._outgoing = self._outgoing, []
+        return outgoing
 
     def _step(self, now: float) -> bool:
         """Take one step that follows from the state; return False if there is none."""
         if self._phase == "gathering":
-            return self._begin_anew(now, "")
+            return self._start_over(now, "")
         if self._phase == "stopped":
             return False
-        if self._began.free:
+        if self._started.asynchronous:
             return self._stop_if_few(now)
         if self._phase == "aborting":
-            return self._form_behind_abort(now)
+            return self._form_after_abort(now)
         if self._lost():
-            return self._abort(self._said_of(self._lost()), now)
+            return self._abort(self._failures_of(self._lost()), now)
         if not self.members and self._new() and not self._is_over():
-            return self._begin_anew(now, ANEW)
-        return self._form_at_rest(now) if self._phase == "holding" else self._hold()
+            return self._start_over(now, NO_STATE_LEFT)
+        return self._form_between_steps(now) if self._phase == "pausing" else self._request_pause()
 
     def _abort(self, why: str, now: float) -> bool:
         """End the generation: its remaining members have to pause."""
         self._phase, self._why = "aborting", why
-        self._limit = None if self._lost() else now + self._began.failure_timeout_s
+        self._limit = None if self._lost() else now + self._started.failure_timeout_s
         for worker in self.members:
-            if (here := self._all[worker].here) is not None and here.at_rest:
-                self._all[worker].here = None
-            self._tell(worker, AbortGeneration(self.generation, why))
+            if (report := self._processes[worker].report) is not None and report.between_steps:
+                self._processes[worker].report = None
+            self._send(worker, AbortGeneration(self.generation, why))
         return True
 
-    def _hold(self) -> bool:
-        """Ask all members to pause at their next rest, if there is a reason."""
-        members = [self._all[worker] for worker in self.members]
-        is_wanted = self._saves or self._standing() or any(one.quits or one.here is not None for one in members)
+    def _request_pause(self) -> bool:
+        """Ask all members to pause before their next step, if there is a reason."""
+        members = [self._processes[worker] for worker in self.members]
+        is_wanted = (
+            self._saves
+            or self._waiting()
+            or any(process.is_leaving or process.report is not None for process in members)
+        )
         if not members or not is_wanted:
             return False
-        self._phase = "holding"
+        self._phase = "pausing"
         for worker in self.members:
-            if self._all[worker].here is None:
-                self._tell(worker, PauseRequest(self.generation))
+            if self._processes[worker].report is None:
+                self._send(worker, PauseRequest(self.generation))
         return True
 
-    def _form_at_rest(self, now: float) -> bool:
-        """Bring all members to rest at one global step; then admit and release workers, or make a checkpoint."""
-        members = {worker: self._all[worker] for worker in self.members}
+    def _form_between_steps(self, now: float) -> bool:
+        """Pause all members at one global step; then admit and release workers, or make a checkpoint."""
+        members = {worker: self._processes[worker] for worker in self.members}
         if not members:
             self._phase = "running"
             return False
-        furthest = max(self._onward, *(one.hand for one in members.values()))
-        behind = [worker for worker, one in members.items() if one.here is not None and one.here.hand < furthest]
-        if behind and furthest > self._onward:
-            self._onward = furthest
-            self._record(Onward(furthest))
-        for worker in behind:
-            members[worker].here = None
-            self._tell(worker, Continue(self.generation, furthest))
-        if any(one.here is None for one in members.values()):
+        furthest = max(self._continue_to, *(process.global_step for process in members.values()))
+        late = [
+            worker
+            for worker, process in members.items()
+            if process.report is not None and process.report.global_step < furthest
+        ]
+        if late and furthest > self._continue_to:
+            self._continue_to = furthest
+            self._record(ContinuedTo(furthest))
+        for worker in late:
+            members[worker].report = None
+            self._send(worker, Continue(self.generation, furthest))
+        if any(process.report is None for process in members.values()):
             return False
-        left = [worker for worker, one in members.items() if one.quits]
-        after = sorted({*members, *self._standing()} - set(left))
-        if after == [one.worker for one in self._formed.members]:
-            self._go_on(after)
+        left = [worker for worker, process in members.items() if process.is_leaving]
+        after = sorted({*members, *self._waiting()} - set(left))
+        if after == [member.worker for member in self._view.members]:
+            self._continue_generation(after)
         else:
             self._form(after, self._change(after, left), now, left)
-            self._stop_short(after)
+            self._abort_if_few(after)
         return True
 
-    def _stop_short(self, after: list[int]) -> None:
+    def _abort_if_few(self, after: list[int]) -> None:
         """Abort the generation if too few members remain after the others left."""
-        if 0 < len(after) < self._began.min_workers:
+        if 0 < len(after) < self._started.min_workers:
             self._abort(self._few(len(after)), 0.0)
             self._limit = None
 
-    def _form_behind_abort(self, now: float) -> bool:
+    def _form_after_abort(self, now: float) -> bool:
         """Form the next generation of the members with state once all remaining members are paused."""
-        members = {worker: self._all[worker] for worker in self.members}
-        if any(one.here is None for one in members.values()):
+        members = {worker: self._processes[worker] for worker in self.members}
+        if any(process.report is None for process in members.values()):
             return False
-        history = sorted(worker for worker, one in members.items() if one.here and one.here.generation > 0)
+        history = sorted(
+            worker for worker, process in members.items() if process.report and process.report.generation > 0
+        )
         if not history:
-            return self._begin_anew(now, ANEW)
-        others = len(self._standing()) + len(members) - len(history) + self._done()
-        if len(history) + others < self._began.min_workers:
+            return self._start_over(now, NO_STATE_LEFT)
+        others = len(self._waiting()) + len(members) - len(history) + self._done()
+        if len(history) + others < self._started.min_workers:
             return self._stop_if_few(now)
         if self._is_exchange_broken and self._is_stuck(members):
-            return self._stop(self._same_again(members))
+            return self._stop(self._stuck_reason(members))
         why = self._why
-        if len(history) == 1 and len(self._formed.members) > 1:
+        if len(history) == 1 and len(self._view.members) > 1:
             why += f"; worker {history[0]} continues alone: no other worker has what it commits now"
             self.notices.append(why)
         return self._form(history, why, now)
 
     def _is_stuck(self, members: dict[int, _Process]) -> bool:
         """Return True if the same members have repeatedly aborted the same operation and none has completed it."""
-        now = sorted((worker, one.life, one.here.commits if one.here else 0) for worker, one in members.items())
-        before, times = self._broken_off
-        self._broken_off = now, times + 1 if now == before else 1
-        return self._broken_off[1] >= STUCK
+        now = sorted(
+            (worker, process.incarnation, process.report.commits if process.report else 0)
+            for worker, process in members.items()
+        )
+        before, times = self._last_abort
+        self._last_abort = now, times + 1 if now == before else 1
+        return self._last_abort[1] >= STUCK
 
-    def _same_again(self, members: dict[int, _Process]) -> str:
-        places = {worker: one.waits.place for worker, one in members.items() if one.waits is not None}
+    def _stuck_reason(self, members: dict[int, _Process]) -> str:
+        places = {worker: process.waits.place for worker, process in members.items() if process.waits is not None}
         return f"the same workers have aborted the same operation {STUCK} times: {sentence(places) or self._why}"
 
-    def _begin_anew(self, now: float, why: str) -> bool:
+    def _start_over(self, now: float, why: str) -> bool:
         """Start from the beginning, since no worker has state: wait for all that can come, and form a generation."""
-        standing = sorted(worker for worker, one in self._all.items() if one.lives and one.here is not None)
+        waiting = sorted(
+            worker for worker, process in self._processes.items() if process.is_running and process.report is not None
+        )
         if self._is_somebody_to_come(now) or self._is_over():
             return self._stop_if_few(now)
-        if not standing or len(standing) + self._done() < self._began.min_workers:
-            return self._stop(self._few(len(standing)))
+        if not waiting or len(waiting) + self._done() < self._started.min_workers:
+            return self._stop(self._few(len(waiting)))
         if why:
             self.notices.append(why)
-        return self._form(standing, why, now)
+        return self._form(waiting, why, now)
 
     def _is_somebody_to_come(self, now: float) -> bool:
-        coming = (one.here is None if one.lives else self._returns(one, now) for one in self._all.values())
+        coming = (
+            process.report is None if process.is_running else self._may_return(process, now)
+            for process in self._processes.values()
+        )
         return self._unseen() > 0 or any(coming)
 
     def _stop_if_few(self, now: float) -> bool:
         """Stop the run if too few workers are there or may still come."""
-        there = sum(one.lives or self._returns(one, now) for one in self._all.values())
-        if there + self._unseen() + self._done() >= max(self._began.min_workers, 1):
+        there = sum(process.is_running or self._may_return(process, now) for process in self._processes.values())
+        if there + self._unseen() + self._done() >= max(self._started.min_workers, 1):
             return False
         return self._stop(self._few(there))
 
     def _few(self, there: int) -> str:
-        return f"{_workers(there)} cannot continue, at least {max(self._began.min_workers, 1)} are required"
+        return f"{_workers(there)} cannot continue, at least {max(self._started.min_workers, 1)} are required"
 
-    def _heed_limits(self, now: float) -> None:
-        limit_s = self._began.failure_timeout_s
+    def _check_limits(self, now: float) -> None:
+        limit_s = self._started.failure_timeout_s
         if self._phase == "aborting" and self._limit is not None and now > self._limit:
             for worker in self.members:
-                if self._all[worker].here is None:
+                if self._processes[worker].report is None:
                     self._end(worker, f"it did not pause within {limit_s:g} s", True, now)
-        if self._phase in ("running", "holding") and not self._began.free and self.members:
-            left = [one for one in self._formed.members if self._has_left(one)]
-            if left and all(now > self._all[one.worker].ended + limit_s for one in left):
+        if self._phase in ("running", "pausing") and not self._started.asynchronous and self.members:
+            left = [member for member in self._view.members if self._has_left(member)]
+            if left and all(now > self._processes[member.worker].ended_at + limit_s for member in left):
                 self._abort(f"worker {left[0].worker} has left the loop", now)
                 self._limit = None
 
     # --- transitions -------------------------------------------------------------------------------------------------
 
-    def _begin(self, worker: int, life: int, now: float) -> _Process:
+    def _begin(self, worker: int, incarnation: int, now: float) -> _Process:
         """Note a new incarnation; the previous one has ended."""
-        if worker in self._all and self._all[worker].lives:
+        if worker in self._processes and self._processes[worker].is_running:
             self._end(worker, "its next process has begun", True, now)
-        self._all[worker] = _Process(life, now)
-        return self._all[worker]
+        self._processes[worker] = _Process(incarnation, now)
+        return self._processes[worker]
 
     def _end(
-        self, worker: int, why: str, returns: bool, now: float, state: Literal["gone", "left"] = "gone", again: str = ""
+        self,
+        worker: int,
+        why: str,
+        will_restart: bool,
+        now: float,
+        state: Literal["gone", "left"] = "gone",
+        again: str = "",
     ) -> None:
         """Note the end of an incarnation."""
-        one = self._all[worker]
-        if one.state == "gone" and one.returns == returns:
+        process = self._processes[worker]
+        if process.state == "gone" and process.will_restart == will_restart:
             return
-        if one.lives and state == "gone":
-            self._note_gone(worker, one, why, again, now)
+        if process.is_running and state == "gone":
+            self._note_failed(worker, process, why, again, now)
         if state == "left":
-            self._note("left", worker, one.life, why)
-        if one.state == "in":
+            self._note("left", worker, process.incarnation, why)
+        if process.state == "in":
             self._limit = None
-        one.why, one.returns, one.ended = why if one.lives else one.why, returns, now
-        one.state = state
-        self._record(Ended(worker, one.life, state, one.why, returns))
+        process.why, process.will_restart, process.ended_at = (
+            why if process.is_running else process.why,
+            will_restart,
+            now,
+        )
+        process.state = state
+        self._record(Ended(worker, process.incarnation, state, process.why, will_restart))
 
-    def _admit(self, worker: int, one: _Process, said: ReadyReport, now: float) -> None:
+    def _admit(self, worker: int, process: _Process, message: ReadyReport, now: float) -> None:
         """Admit a worker immediately, in asynchronous training; no other worker is notified."""
-        one.here = said
-        self._form_free([*self.members.keys() - {worker}, worker], f"worker {worker} joined", now, worker)
+        process.report = message
+        self._form_asynchronous([*self.members.keys() - {worker}, worker], f"worker {worker} joined", now, worker)
 
-    def _form_free(self, workers: list[int], why: str, now: float, told: int) -> None:
+    def _form_asynchronous(self, workers: list[int], why: str, now: float, notified: int) -> None:
         """Form a generation of which only the worker that caused it is notified."""
         for worker in workers:
-            self._all[worker].here = self._all[worker].here or ReadyReport(self._all[worker].entered)
-        self._form(sorted(workers), why, now, [] if told in workers else [told], only=told)
+            self._processes[worker].report = self._processes[worker].report or ReadyReport(
+                self._processes[worker].last_generation
+            )
+        self._form(sorted(workers), why, now, [] if notified in workers else [notified], only=notified)
 
     def _form(
         self, workers: list[int], why: str, now: float, left: list[int] | None = None, only: int | None = None
     ) -> bool:
         """Form the next generation of these workers."""
-        former = {one.worker: one.life for one in self._formed.members}
-        members = [Member(worker, self._all[worker].life, _shown(self._all[worker].here)) for worker in workers]
-        gone = sorted(worker for worker in former if worker not in workers)
-        form = GenerationView(
+        previous = {member.worker: member.incarnation for member in self._view.members}
+        members = [
+            Member(worker, self._processes[worker].incarnation, _shown(self._processes[worker].report))
+            for worker in workers
+        ]
+        gone = sorted(worker for worker in previous if worker not in workers)
+        view = GenerationView(
             self.generation + 1, members, gone, why
         )  # no checkpoint: joining workers could not take part
-        told = [*workers, *(left or [])]
-        joined = [one for one in members if former.get(one.worker) != one.life]
-        self._record(Formed(form, left or []))
-        self._enter(form, left or [], now)
-        for worker in told if only is None else [only]:
-            self._tell(worker, form)
-        for one in joined:
-            self._note("joined", one.worker, one.life, why)
+        notified = [*workers, *(left or [])]
+        joined = [member for member in members if previous.get(member.worker) != member.incarnation]
+        self._record(Formed(view, left or []))
+        self._enter(view, left or [], now)
+        for worker in notified if only is None else [only]:
+            self._send(worker, view)
+        for member in joined:
+            self._note("joined", member.worker, member.incarnation, why)
         for worker in left or []:
-            self._note("left", worker, self._all[worker].life, ASKED)
+            self._note("left", worker, self._processes[worker].incarnation, ASKED)
         self._note("formed", COORDINATOR, 0, why, members=workers)
         return True
 
-    def _go_on(self, workers: list[int]) -> None:
-        """Continue the same generation from this rest."""
-        members = [Member(worker, self._all[worker].life, _shown(self._all[worker].here)) for worker in workers]
-        form = GenerationView(self.generation, members, save=self._saves)
-        self._record(Formed(form))
-        self._enter(form, [], 0.0)
+    def _continue_generation(self, workers: list[int]) -> None:
+        """Continue the same generation after a pause."""
+        members = [
+            Member(worker, self._processes[worker].incarnation, _shown(self._processes[worker].report))
+            for worker in workers
+        ]
+        view = GenerationView(self.generation, members, save=self._saves)
+        self._record(Formed(view))
+        self._enter(view, [], 0.0)
         for worker in workers:
-            self._tell(worker, form)
+            self._send(worker, view)
 
-    def _enter(self, form: GenerationView, left: list[int], now: float) -> None:
+    def _enter(self, view: GenerationView, left: list[int], now: float) -> None:
         """Make a generation, new or read from the log, the current one."""
-        former, self._formed = self._formed, form
+        previous, self._view = self._view, view
         self._exchanges, self._is_exchange_broken = Exchanges(), False
-        self._phase, self._limit, self._onward = "running", None, 0
-        self._saves = self._saves and not form.save
-        within = {one.worker for one in form.members}
-        for one in former.members:
-            process = self._all.get(one.worker)
-            if process is None or process.life != one.life or process.state != "in" or one.worker in within:
+        self._phase, self._limit, self._continue_to = "running", None, 0
+        self._saves = self._saves and not view.save
+        remaining = {member.worker for member in view.members}
+        for member in previous.members:
+            process = self._processes.get(member.worker)
+            if (
+                process is None
+                or process.incarnation != member.incarnation
+                or process.state != "in"
+                or member.worker in remaining
+            ):
                 continue
-            if one.worker in left:
-                process.state, process.why, process.ended = "left", ASKED, now
+            if member.worker in left:
+                process.state, process.why, process.ended_at = "left", ASKED, now
             else:
                 process.state = "new"
-        for one in form.members:
-            process = self._all[one.worker]
+        for member in view.members:
+            process = self._processes[member.worker]
             process.waits = None
-            process.state, process.here, process.hand, process.entered = "in", None, 0, form.generation
+            process.state, process.report, process.global_step, process.last_generation = "in", None, 0, view.generation
 
     def _stop(self, why: str, uneven: bool = False) -> bool:
         """End the run. Workers whose loops are `uneven` raise it as an error of their scripts."""
@@ -675,116 +738,120 @@ class MembershipCoordinator:
         self._record(Stopped(why, uneven))
         if not uneven:
             self.notices.append(f"the run cannot continue: {why}")
-        for worker, one in self._all.items():
-            if one.lives:
-                self._tell(worker, Shutdown(why, uneven))
+        for worker, process in self._processes.items():
+            if process.is_running:
+                self._send(worker, Shutdown(why, uneven))
         return True
 
-    def _replay(self, record: Began | Formed | Onward | Ended | Stopped, now: float) -> None:
+    def _replay(self, record: Started | Formed | ContinuedTo | Ended | Stopped, now: float) -> None:
         match record:
-            case Formed(form, left):
-                for one in form.members:
-                    known = self._all.get(one.worker)
-                    if known is None or known.life < one.life:
-                        self._all[one.worker] = _Process(one.life, now)
-                self._enter(form, left, now)
-            case Onward(hand):
-                self._onward = hand
-            case Ended(worker, life, state, why, returns):
-                self._all[worker] = _Process(life, now, state, why=why, returns=returns, ended=now)
+            case Formed(view, left):
+                for member in view.members:
+                    known = self._processes.get(member.worker)
+                    if known is None or known.incarnation < member.incarnation:
+                        self._processes[member.worker] = _Process(member.incarnation, now)
+                self._enter(view, left, now)
+            case ContinuedTo(global_step):
+                self._continue_to = global_step
+            case Ended(worker, incarnation, state, why, will_restart):
+                self._processes[worker] = _Process(
+                    incarnation, now, state, why=why, will_restart=will_restart, ended_at=now
+                )
             case Stopped(why, uneven):
                 self._phase, self._why, self.uneven = "stopped", why, why if uneven else None
 
     # --- queries -----------------------------------------------------------------------------------------------------
 
     def _is_in(self, member: Member) -> bool:
-        one = self._all[member.worker]
-        return one.life == member.life and one.state == "in"
+        process = self._processes[member.worker]
+        return process.incarnation == member.incarnation and process.state == "in"
 
     def _has_left(self, member: Member) -> bool:
-        one = self._all[member.worker]
-        return one.life == member.life and one.state == "left"
+        process = self._processes[member.worker]
+        return process.incarnation == member.incarnation and process.state == "left"
 
     def _is_over(self) -> bool:
         """Return True if no member is left because some have finished."""
-        return self.generation > 0 and not self.members and self._done() > 0 and not self._began.free
+        return self.generation > 0 and not self.members and self._done() > 0 and not self._started.asynchronous
 
     def _done(self) -> int:
         """Return the number of workers that have finished their loop without being asked to leave."""
-        return sum(one.state == "left" and one.why != ASKED for one in self._all.values())
+        return sum(process.state == "left" and process.why != ASKED for process in self._processes.values())
 
     def _unseen(self) -> int:
         """Return the number of initially expected workers without a message so far."""
-        if self.generation and not self._began.free:
+        if self.generation and not self._started.asynchronous:
             return 0
-        return sum(worker not in self._all for worker in range(self._began.expected))
+        return sum(worker not in self._processes for worker in range(self._started.expected))
 
     def _lost(self) -> list[int]:
         """Return the members that have failed."""
-        return [one.worker for one in self._formed.members if not self._is_in(one) and not self._has_left(one)]
+        return [
+            member.worker for member in self._view.members if not self._is_in(member) and not self._has_left(member)
+        ]
 
     def _new(self) -> dict[int, _Process]:
         """Return the running workers that are no members."""
-        return {worker: one for worker, one in self._all.items() if one.state == "new"}
+        return {worker: process for worker, process in self._processes.items() if process.state == "new"}
 
-    def _standing(self) -> list[int]:
+    def _waiting(self) -> list[int]:
         """Return the workers that wait to be admitted."""
-        return [worker for worker, one in self._new().items() if one.here is not None]
+        return [worker for worker, process in self._new().items() if process.report is not None]
 
-    def _returns(self, one: _Process, now: float) -> bool:
-        return one.state == "gone" and one.returns and now <= one.ended + self._began.return_s
+    def _may_return(self, process: _Process, now: float) -> bool:
+        return process.state == "gone" and process.will_restart and now <= process.ended_at + self._started.return_s
 
-    def _said_of(self, lost: list[int]) -> str:
+    def _failures_of(self, lost: list[int]) -> str:
         return "; ".join(f"worker {worker} failed" + self._cause(worker) for worker in lost)
 
     def _cause(self, worker: int) -> str:
-        one = self._all[worker]
-        return f" ({one.why})" if one.state == "gone" and one.why else ""
+        process = self._processes[worker]
+        return f" ({process.why})" if process.state == "gone" and process.why else ""
 
     def _change(self, after: list[int], left: list[int]) -> str:
-        former = [one.worker for one in self._formed.members]
-        said = [f"worker {worker} joined" for worker in after if worker not in former]
-        return "; ".join([*said, *(f"worker {worker} leaves gracefully" for worker in left)])
+        previous = [member.worker for member in self._view.members]
+        reasons = [f"worker {worker} joined" for worker in after if worker not in previous]
+        return "; ".join([*reasons, *(f"worker {worker} leaves gracefully" for worker in left)])
 
     # --- outputs -----------------------------------------------------------------------------------------------------
 
-    def _tell(self, worker: int, told: Told) -> None:
-        self._posts.append(Outgoing(worker, self._all[worker].life, told))
+    def _send(self, worker: int, message: CoordinatorMessage) -> None:
+        self._outgoing.append(Outgoing(worker, self._processes[worker].incarnation, message))
 
     def _record(self, record: _Record) -> None:
         self._records.append(_ENCODER.encode(record))
 
-    def _note(self, what: str, worker: int, life: int, why: str, **more: object) -> None:
-        said = {"what": what, "worker": worker, "incarnation": life, "generation": self.generation, "why": why}
-        self.events.append({"event": "membership", **said, **more})
+    def _note(self, what: str, worker: int, incarnation: int, why: str, **more: object) -> None:
+        fields = {"what": what, "worker": worker, "incarnation": incarnation, "generation": self.generation, "why": why}
+        self.events.append({"event": "membership", **fields, **more})
 
-    def _note_gone(self, worker: int, one: _Process, why: str, again: str, now: float) -> None:
+    def _note_failed(self, worker: int, process: _Process, why: str, again: str, now: float) -> None:
         others = sum(other != worker for other in self.members)
-        doing = f" while {one.doing} for {max(now - one.since, 0.0):.1f} s" if one.doing else ""
+        doing = f" while {process.doing} for {max(now - process.since, 0.0):.1f} s" if process.doing else ""
         noun = "worker" if others == 1 else "workers"
         self.notices.append(f"worker {worker} failed ({why}){doing}; continuing with {others} {noun}{again}")
-        self._note("failed", worker, one.life, why)
+        self._note("failed", worker, process.incarnation, why)
 
     def _note_slow(self, worker: int, silent: float, now: float) -> None:
-        one = self._all[worker]
-        doing = f" It was {one.doing} for {max(now - one.since - silent, 0.0):.1f} s." if one.doing else ""
-        left = self._began.failure_timeout_s - silent
+        process = self._processes[worker]
+        doing = f" It was {process.doing} for {max(now - process.since - silent, 0.0):.1f} s." if process.doing else ""
+        left = self._started.failure_timeout_s - silent
         self.notices.append(
             f"worker {worker} has sent no heartbeat for {silent:.1f} s.{doing} In {max(left, 0.0):.1f} s it is "
             "declared failed"
         )
-        self._note("slow", worker, one.life, f"no heartbeat for {silent:.1f} s")
+        self._note("slow", worker, process.incarnation, f"no heartbeat for {silent:.1f} s")
 
 
-def rested(form: GenerationView) -> int:
-    """Return the global step at which a generation began or last rested; -1 if its members were not at rest."""
-    return max((one.here.hand for one in form.members if one.here.at_rest), default=-1)
+def boundary_step(view: GenerationView) -> int:
+    """Return the global step at which a generation began or last paused; -1 if no member was between two steps."""
+    return max((member.report.global_step for member in view.members if member.report.between_steps), default=-1)
 
 
-def _shown(here: ReadyReport | None) -> ReadyReport:
+def _shown(report: ReadyReport | None) -> ReadyReport:
     """Return the report as other workers see it: its generation is 0 without state."""
-    assert here is not None, "who enters a generation has said where it stands"
-    return msgspec.structs.replace(here, generation=max(here.generation, 0))
+    assert report is not None, "a member has sent a ReadyReport"
+    return msgspec.structs.replace(report, generation=max(report.generation, 0))
 
 
 def _workers(number: int) -> str:

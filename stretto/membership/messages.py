@@ -16,11 +16,11 @@ A *generation* is a set of workers that run collective operations together; gene
       | <- GenerationView(2, members) ------ |   once all remaining members are paused
       |                                      |
       | <- PauseRequest(2) ----------------- |   to admit or release workers, or for a checkpoint
-      | -- ReadyReport(2, at_rest=True) ---> |   between two global steps, with no operation pending
-      | <- Continue(2, step) --------------- |   others are further: rest again at or after this global step
-      | <- GenerationView(2 or 3, ...) ----- |   once all members rest at the same global step
+      | -- ReadyReport(2, ...) ------------> |   between two global steps, with no operation pending
+      | <- Continue(2, step) --------------- |   others are further: pause again at or after this step
+      | <- GenerationView(2 or 3, ...) ----- |   once all members are paused at the same global step
       |                                      |
-      | -- Quit / Leave -------------------> |   leave gracefully at the next rest / finished
+      | -- Quit / Leave -------------------> |   leave gracefully at the next pause / finished
       | <- Evicted / Shutdown -------------- |   this incarnation is no member any more / the run cannot continue
 """
 
@@ -40,7 +40,7 @@ class _Message(msgspec.Struct, array_like=True, tag=True, frozen=True):
     pass
 
 
-# --- a worker says --------------------------------------------------------------------------------------------------
+# --- of workers -----------------------------------------------------------------------------------------------------
 
 
 class Register(_Message, frozen=True):
@@ -60,7 +60,7 @@ class Heartbeat(_Message, frozen=True):
     generation: int
     doing: str
     for_s: float
-    hand: int
+    global_step: int
     place: int = -1
     waits: Waits | None = None
 
@@ -78,15 +78,15 @@ class ReadyReport(_Message, frozen=True):
 
     `generation` is the worker's last one, at most 0 for a worker without state, which can only receive it. `commits` is
     the number of collective operations that it has completed, `rounds` the number of those that carried samples, and
-    `hand` the number of global steps that it was assigned. `at_rest` is True between two global steps with no operation
-    pending (after a PauseRequest). `store` is an address at which it can host a rendezvous store. `waits` is its
-    pending operation.
+    `global_step` the number of global steps that it was assigned. `between_steps` is True between two global steps with
+    no operation pending (after a PauseRequest). `store` is an address at which it can host a rendezvous store. `waits`
+    is its pending operation.
     """
 
     generation: int
     commits: int = 0
-    hand: int = 0
-    at_rest: bool = False
+    global_step: int = 0
+    between_steps: bool = False
     store: str = ""
     rounds: int = 0
     waits: Waits | None = None
@@ -105,7 +105,7 @@ class Leave(_Message, frozen=True):
     """Notice that the worker has finished."""
 
 
-# --- the coordinator says -------------------------------------------------------------------------------------------
+# --- of the coordinator ---------------------------------------------------------------------------------------------
 
 
 class Registered(_Message, frozen=True):
@@ -123,48 +123,48 @@ class AbortGeneration(_Message, frozen=True):
 
 
 class PauseRequest(_Message, frozen=True):
-    """Request to pause at the next rest between two global steps and to send a ReadyReport. No operation is aborted."""
+    """Request to pause between two global steps and to send a ReadyReport. No operation is aborted."""
 
     generation: int
 
 
 class Continue(_Message, frozen=True):
-    """Order to continue to the first rest at or after this global step, since others are further."""
+    """Order to pause again at or after this global step, since others are further."""
 
     generation: int
-    hand: int
+    global_step: int
 
 
 class Member(msgspec.Struct, array_like=True, frozen=True):
     """One member of a generation, with its report."""
 
     worker: int
-    life: int
-    here: ReadyReport
+    incarnation: int
+    report: ReadyReport
 
 
 class GenerationView(_Message, frozen=True):
     """Members of a generation in the order of their numbers. A current generation that is sent again continues.
 
-    `gone` are members of the previous one that are not in this. `save` requests a checkpoint first, in a generation
-    that continues.
+    `departed` are members of the previous generation that are not in this. `save` requests a checkpoint first, in a
+    generation that continues.
     """
 
     generation: int
     members: list[Member]
-    gone: list[int] = []
+    departed: list[int] = []
     why: str = ""
     save: bool = False
 
     @property
     def numbers(self) -> tuple[int, ...]:
         """Numbers of the members."""
-        return tuple(one.worker for one in self.members)
+        return tuple(member.worker for member in self.members)
 
     @property
     def first(self) -> int:
         """Rank of the first member with state, which sends it to the others; 0 if no member has state."""
-        return next((rank for rank, one in enumerate(self.members) if one.here.has_history), 0)
+        return next((rank for rank, member in enumerate(self.members) if member.report.has_history), 0)
 
 
 class Evicted(_Message, frozen=True):
@@ -180,5 +180,7 @@ class Shutdown(_Message, frozen=True):
     uneven: bool = False
 
 
-Said: TypeAlias = Register | Heartbeat | Broken | ReadyReport | Quit | Leave
-Told: TypeAlias = Registered | AbortGeneration | PauseRequest | Continue | GenerationView | Evicted | Shutdown
+WorkerMessage: TypeAlias = Register | Heartbeat | Broken | ReadyReport | Quit | Leave
+CoordinatorMessage: TypeAlias = (
+    Registered | AbortGeneration | PauseRequest | Continue | GenerationView | Evicted | Shutdown
+)

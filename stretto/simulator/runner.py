@@ -431,7 +431,7 @@ class Simulator:
             return ElasticTransport(worker.number, membership, rendezvous)
         if not recipe.asynchronous:
             return ElasticTransport(worker.number, membership, ServerRendezvous(self._server(recipe).client(worker)))
-        membership.stand(ReadyReport(0))
+        membership.await_generation(ReadyReport(0))
         client = self._server(recipe).client(worker, worker.incarnation)
         membership.on_abort = lambda _generation, _why: client.abort()
         client.doing = membership.doing

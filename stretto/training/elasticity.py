@@ -134,7 +134,7 @@ class ElasticAgent:
 
     def members(self) -> tuple[int, ...]:
         """Whom a pass that begins is dealt to: as those did who have begun it already."""
-        if self._late is not None and self._late[0].hand > self._trainer.turns:
+        if self._late is not None and self._late[0].global_step > self._trainer.turns:
             return self._late[1]
         return members_of(self._trainer.wire)
 
@@ -142,8 +142,8 @@ class ElasticAgent:
         """The hands of a pass are there: what others knew of it before is told to them."""
         late, self._late = self._late, None
         hands = self._trainer.hands
-        if late is not None and isinstance(hands, AssignedEpoch) and late[0].hand > self._trainer.turns_before:
-            hands.change_members(late[0], late[0].hand - self._trainer.turns_before, 0)
+        if late is not None and isinstance(hands, AssignedEpoch) and late[0].global_step > self._trainer.turns_before:
+            hands.change_members(late[0], late[0].global_step - self._trainer.turns_before, 0)
         self._lose(())
         if self._taken is not None and self._trainer.passes >= self._taken.facts["passes"]:
             self._go_on_from(self._taken)
@@ -277,7 +277,7 @@ class ElasticAgent:
         behind = trainer.section.rounds + trainer.rounds_done < change.rounds
         before, self._members = self._members, change.members
         back: dict[int, int] = {}
-        ahead = change.hand - trainer.turns_before
+        ahead = change.global_step - trainer.turns_before
         if isinstance(trainer.hands, AssignedEpoch) and trainer.hands.is_over:
             if self._asks and change.behind:  # the others have closed the pass with what is looked at now
                 left = trainer.hands.uncommitted()
@@ -291,7 +291,7 @@ class ElasticAgent:
             )
         if isinstance(trainer.closing, AssignedEpoch):
             trainer.closing.change_members_at_end(change)
-        if trainer.hands is None and change.hand > trainer.turns:
+        if trainer.hands is None and change.global_step > trainer.turns:
             self._late = (change, before)
         trainer.replica.lose(change.gone, behind)
         if not behind:
@@ -315,8 +315,10 @@ class ElasticAgent:
                 "batch does not fit its stretches until the next epoch"
             )
         journal.write("generation_changed", **facts, members=list(change.members))
-        for worker, life in zip(change.gone, change.lives, strict=True):
-            journal.write("samples_reassigned", failed_worker=worker, incarnation=life, samples=back.get(worker, 0))
+        for worker, incarnation in zip(change.gone, change.incarnations, strict=True):
+            journal.write(
+                "samples_reassigned", failed_worker=worker, incarnation=incarnation, samples=back.get(worker, 0)
+            )
         journal.flush()
 
     # --- what was left over in a pass --------------------------------------------------------------------------

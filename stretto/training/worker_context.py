@@ -189,7 +189,7 @@ def _server(config: WorkerConfig) -> Callable[[Recipe], Transport] | None:
             from stretto.transport.rendezvous import ServerRendezvous
 
             return ElasticTransport(config.rank, membership, ServerRendezvous(open_client(0, away_s)))
-        membership.stand(ReadyReport(0))
+        membership.await_generation(ReadyReport(0))
         try:
             client = open_client(config.incarnation, away_s)
         except RunOverError:

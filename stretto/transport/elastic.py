@@ -50,7 +50,7 @@ class GenerationSource(Protocol):
     """Returns the number of collective exchanges that this worker has begun; may be called from any thread."""
 
     @property
-    def held(self) -> bool:
+    def pause_requested(self) -> bool:
         """True if all workers are requested to pause before their next global step."""
         ...
 
@@ -59,11 +59,11 @@ class GenerationSource(Protocol):
         """Last generation that is known to have ended."""
         ...
 
-    def stand(self, here: ReadyReport) -> GenerationView:
+    def await_generation(self, report: ReadyReport) -> GenerationView:
         """Wait for the next generation. Raise MemberOutError if this worker is no member of it."""
         ...
 
-    def at_rest(self, here: ReadyReport) -> GenerationView | Continue:
+    def pause_between_steps(self, report: ReadyReport) -> GenerationView | Continue:
         """Wait for the next generation between two global steps, or for Continue if other workers are further ahead."""
         ...
 
@@ -71,7 +71,7 @@ class GenerationSource(Protocol):
         """Report that an exchange of this generation has failed here, or its rendezvous (`forming`)."""
         ...
 
-    def doing(self, text: str, hand: int, waits: Waits | None = None) -> None:
+    def doing(self, text: str, global_step: int, waits: Waits | None = None) -> None:
         """Set the status for the next heartbeats, and the exchange that this worker waits in."""
         ...
 
@@ -117,12 +117,12 @@ class Change:
     members: tuple[int, ...]
     gone: tuple[int, ...]
     came: tuple[int, ...]
-    hand: int
+    global_step: int
     """Largest global step that any member has been assigned."""
     rounds: int
     """Largest number of rounds that any member has committed."""
     save: bool = False
-    lives: tuple[int, ...] = ()
+    incarnations: tuple[int, ...] = ()
     """Incarnations of the workers in `gone`."""
     behind: bool = False
     """True if other workers have committed the attempt that this worker is in."""
@@ -160,9 +160,9 @@ class ElasticTransport:
     generation except the first, before anything is exchanged in it.
     """
 
-    def __init__(self, number: int, standing: GenerationSource, former: Rendezvous) -> None:
+    def __init__(self, number: int, coordinator: GenerationSource, rendezvous: Rendezvous) -> None:
         self.number = number
-        self._standing, self._former = standing, former
+        self._coordinator, self._rendezvous = coordinator, rendezvous
         self.position: Callable[[], tuple[int, int]] = lambda: (0, 0)
         self.place: Callable[[], LoopPosition] = LoopPosition
         """Returns the script's position in its loop: all workers in an exchange must be in the same epoch."""
@@ -183,10 +183,10 @@ class ElasticTransport:
         self._ended = Traffic(0, 0, counted=True)
         self.arrives = False
         """True if this worker joins a run in progress, whose state it must receive first."""
-        standing.on_abort, standing.place = self._abort, lambda: self.begun
+        coordinator.on_abort, coordinator.place = self._abort, lambda: self.begun
         self._meet_again()
         self.arrives = _has_history(self._form)
-        self.begins_again = any(one.life for one in self._form.members)
+        self.begins_again = any(member.incarnation for member in self._form.members)
         """True if a member of the first generation is a restarted worker."""
         if not self.arrives:
             self._generation = self._form.generation
@@ -221,15 +221,15 @@ class ElasticTransport:
 
     def all_gather_bytes(self, message: Message) -> list[bytes]:
         """Return the messages of all workers."""
-        here = self.place()
+        place = self.place()
         found = self.attempt(
-            lambda: self._single(lambda: self._transport().all_gather_bytes(sealed(here, message))), kind="all_gather"
+            lambda: self._single(lambda: self._transport().all_gather_bytes(sealed(place, message))), kind="all_gather"
         )
         return opened_all(self.members, found)
 
     def broadcast_bytes(self, message: Message, root: int = 0) -> bytes:
         """Return the root's message, evaluated once. If the root has failed, the first remaining member is the root."""
-        here, whole = self.place(), sealed(self.place(), message)
+        place, whole = self.place(), sealed(self.place(), message)
         who, once = self.members[root], functools.cache(lambda: made(whole))
 
         def reply() -> bytes:
@@ -237,7 +237,7 @@ class ElasticTransport:
             return self._transport().broadcast_bytes(once, rank)
 
         found: bytes = self.attempt(lambda: self._single(reply), alone=True, kind="broadcast")
-        return opened(who, found, self.number, here)
+        return opened(who, found, self.number, place)
 
     def attempt(
         self,
@@ -251,7 +251,7 @@ class ElasticTransport:
         `alone`: one worker can commit it before others have begun it.
         """
         todo, self._begun, self._waits = act, self._commits + 1, Waits(self._commits + 1, kind, self.place())
-        self._standing.doing(EXCHANGING, self.position()[0], self._waits)
+        self._coordinator.doing(EXCHANGING, self.position()[0], self._waits)
         while True:
             try:
                 found = todo()
@@ -274,41 +274,41 @@ class ElasticTransport:
             self._ended = self.traffic()
             self._inner.close()
             self._inner = None
-            self._standing.leave()
-        self._former.close()
-        self._standing.close()
+            self._coordinator.leave()
+        self._rendezvous.close()
+        self._coordinator.close()
 
     # --- pauses ------------------------------------------------------------------------------------------------
 
-    def doing(self, text: str, hand: int) -> None:
+    def doing(self, text: str, global_step: int) -> None:
         """Set this worker's status for heartbeats."""
-        self._standing.doing(text, hand)
+        self._coordinator.doing(text, global_step)
 
     def quit(self) -> None:
         """Request to leave gracefully at the next pause. May be called from a signal handler."""
-        self._standing.quit()
+        self._coordinator.quit()
 
     def is_to_rest(self) -> bool:
         """Return True if a pause is requested and this worker has reached the global step it must complete first."""
-        return self._standing.held and self.position()[0] >= self._go_on
+        return self._coordinator.pause_requested and self.position()[0] >= self._go_on
 
     def rest(self) -> Change | None:
         """Pause until all workers do. Return the change; None if this worker must first complete a later step."""
-        hand, rounds = self.position()
-        reply = self._standing.at_rest(self._here(at_rest=True))
+        global_step, rounds = self.position()
+        reply = self._coordinator.pause_between_steps(self._report(between_steps=True))
         if isinstance(reply, Continue):
-            self._go_on = reply.hand
+            self._go_on = reply.global_step
             return None
         if reply.generation == self._form.generation:
-            return Change(reply.generation, self.members, (), (), hand, rounds, reply.save)
+            return Change(reply.generation, self.members, (), (), global_step, rounds, reply.save)
         if self.number not in reply.numbers:
             self._let_go()
-            return Change(reply.generation, reply.numbers, (self.number,), (), hand, rounds)
+            return Change(reply.generation, reply.numbers, (self.number,), (), global_step, rounds)
         return self._take(reply) or self._meet_again()
 
     def mend(self) -> None:
         """Join the next generation if this one has ended: other workers may wait for this outside of exchanges."""
-        if self._inner is not None and self._standing.aborted >= self._form.generation:
+        if self._inner is not None and self._coordinator.aborted >= self._form.generation:
             self._recover("the generation is over")
 
     def tell_state(self, message: Message) -> bytes:
@@ -335,25 +335,27 @@ class ElasticTransport:
     def _abort(self, generation: int, why: str) -> None:
         """Abort the generation, called from the membership client's thread."""
         if generation == self._form.generation:
-            (self._inner or self._former).abort()
+            (self._inner or self._rendezvous).abort()
 
-    def _here(self, at_rest: bool = False) -> ReadyReport:
-        hand, rounds = self.position()
-        waits = None if at_rest else self._waits
-        return ReadyReport(self._generation, self._commits, hand, at_rest, self._former.address, rounds, waits)
+    def _report(self, between_steps: bool = False) -> ReadyReport:
+        global_step, rounds = self.position()
+        waits = None if between_steps else self._waits
+        return ReadyReport(
+            self._generation, self._commits, global_step, between_steps, self._rendezvous.address, rounds, waits
+        )
 
     def _recover(self, why: str) -> None:
         """Report a broken attempt, and enter the next generation."""
-        self._standing.broken(self._form.generation, why)
+        self._coordinator.broken(self._form.generation, why)
         self._meet_again()
 
     def _meet_again(self) -> Change:
         self._let_go()
         change = None
         while change is None:
-            form = self._standing.stand(self._here())
+            form = self._coordinator.await_generation(self._report())
             if self.number not in form.numbers:
-                self._standing.close()
+                self._coordinator.close()
                 raise SystemExit(0)  # the run has ended, or this worker was requested to leave
             change = self._take(form)
         return change
@@ -369,7 +371,7 @@ class ElasticTransport:
             self._inner = self._form_unless_over(form)
             self._catch_up(form)
         except BrokenTransportError as error:
-            self._standing.broken(form.generation, str(error), forming=True)
+            self._coordinator.broken(form.generation, str(error), forming=True)
             self._let_go()
             if self._generation:
                 self._generation = form.generation
@@ -382,23 +384,25 @@ class ElasticTransport:
 
     def _form_unless_over(self, form: GenerationView) -> AbortableTransport:
         """Return the transport of a generation, aborted if the generation ended while its members connected."""
-        if self._standing.aborted >= form.generation:
+        if self._coordinator.aborted >= form.generation:
             raise BrokenTransportError("the generation has already ended")
-        inner = self._former.form(form, self.worker)
-        if self._standing.aborted >= form.generation:
+        inner = self._rendezvous.form(form, self.worker)
+        if self._coordinator.aborted >= form.generation:
             inner.abort()
         return inner
 
     def _change(self, before: GenerationView, form: GenerationView) -> Change:
         old = set(before.numbers)
-        came = tuple(one.worker for one in form.members if not one.here.has_history)
+        came = tuple(member.worker for member in form.members if not member.report.has_history)
         gone = tuple(sorted(old - set(form.numbers) | (old & set(came))))
-        with_state = [one.here for one in form.members if one.here.has_history]
-        hand = max((one.hand for one in with_state), default=0)
+        with_state = [member.report for member in form.members if member.report.has_history]
+        global_step = max((one.global_step for one in with_state), default=0)
         rounds = max((one.rounds for one in with_state), default=0)
         behind = bool(self._given)
-        lives = tuple(one.life for number in gone for one in before.members if one.worker == number)
-        return Change(form.generation, self.members, gone, came, hand, rounds, form.save, lives, behind)
+        incarnations = tuple(
+            member.incarnation for number in gone for member in before.members if member.worker == number
+        )
+        return Change(form.generation, self.members, gone, came, global_step, rounds, form.save, incarnations, behind)
 
     def _let_go(self) -> None:
         if self._inner is not None:
@@ -412,7 +416,7 @@ class ElasticTransport:
     def _catch_up(self, form: GenerationView) -> None:
         """Broadcast the results of attempts that some members have not committed."""
         self._open = Attempt(self._commits + 1)
-        known = [(rank, one.here.commits) for rank, one in enumerate(form.members) if one.here.has_history]
+        known = [(rank, member.report.commits) for rank, member in enumerate(form.members) if member.report.has_history]
         most = max((commits for _, commits in known), default=0)
         least = min((commits for _, commits in known), default=0)
         if not self._generation:
@@ -462,7 +466,7 @@ class ElasticTransport:
 
 def _has_history(form: GenerationView) -> bool:
     """Return True if a member has taken part in an earlier generation."""
-    return any(one.here.has_history for one in form.members)
+    return any(member.report.has_history for member in form.members)
 
 
 def has_others(transport: Transport) -> bool:

@@ -60,7 +60,7 @@ class GroupRendezvous:
         """Connect with the members at the store of the first member with state, or else of the first member."""
         if len(members.members) == 1:
             return LastWorkerTransport()
-        store, size = members.members[members.first].here.store, len(members.members)
+        store, size = members.members[members.first].report.store, len(members.members)
         self._prefix = f"stretto/{members.generation}"
         return form(
             store, rank == members.first, self._prefix, rank, size, self._patience_s, self._timeout_s, self._device

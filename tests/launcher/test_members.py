@@ -14,34 +14,34 @@ import os, time
 from stretto.membership.messages import GenerationView, ReadyReport
 from stretto.security import worker_keys
 from stretto.membership.client import MembershipClient
-rank, life = config.rank, config.incarnation
-companion = MembershipClient(rank, life, config.coordinator, worker_keys(config.keys), config.failure_timeout_s)
-hand, until, deadline = 0, 0, time.monotonic() + 40
+rank, incarnation = config.rank, config.incarnation
+client = MembershipClient(rank, incarnation, config.coordinator, worker_keys(config.keys), config.failure_timeout_s)
+step, until, deadline = 0, 0, time.monotonic() + 40
 
-def here(at_rest):
-    return ReadyReport(form.generation if form else 0, commits=hand, hand=hand, at_rest=at_rest)
+def report(between_steps):
+    return ReadyReport(view.generation if view else 0, commits=step, global_step=step, between_steps=between_steps)
 
-form = companion.stand(ReadyReport(0))
-hand = max(one.here.hand for one in form.members)
-while not any(one.life for one in form.members) or hand < until:
+view = client.await_generation(ReadyReport(0))
+step = max(member.report.global_step for member in view.members)
+while not any(member.incarnation for member in view.members) or step < until:
     assert time.monotonic() < deadline
     time.sleep(0.01)
-    hand += 1
-    companion.doing("computing", hand)
-    if (rank, life) in {deaths} and hand > 20:
+    step += 1
+    client.doing("computing", step)
+    if (rank, incarnation) in {deaths} and step > 20:
         os.kill(os.getpid(), 9)
-    answer = None
-    if companion.aborted >= form.generation:
-        answer = companion.stand(here(False))
-    elif companion.held:
-        answer = companion.at_rest(here(True))
-    if isinstance(answer, GenerationView):
-        form = answer
-        hand = max(one.here.hand for one in form.members)
-        until = hand + 10
-companion.leave()
-companion.close()
-print("ended at", hand)
+    reply = None
+    if client.aborted >= view.generation:
+        reply = client.await_generation(report(False))
+    elif client.pause_requested:
+        reply = client.pause_between_steps(report(True))
+    if isinstance(reply, GenerationView):
+        view = reply
+        step = max(member.report.global_step for member in view.members)
+        until = step + 10
+client.leave()
+client.close()
+print("ended at", step)
 """
 
 

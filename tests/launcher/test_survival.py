@@ -85,7 +85,7 @@ def test_who_dies_is_started_again_as_another_life(crew: Place, end: str, why: s
         "life 1",
         "life 2",
     ]
-    assert told(crew) == [["Gone", 1, 0, why, True], ["Gone", 1, 1, why, True]]
+    assert told(crew) == [["ProcessExited", 1, 0, why, True], ["ProcessExited", 1, 1, why, True]]
 
 
 def test_what_another_has_left_running_ends_with_it(crew: Place) -> None:
@@ -115,7 +115,7 @@ print("at the end")
 """
     folder = crew.run(HEAD + text, workers=3, restarts=0)
     assert [(folder / f"worker-{rank}.log").read_text() for rank in range(3)] == ["at the end\n", "", "at the end\n"]
-    assert told(crew) == [["Gone", 1, 0, "killed by SIGKILL", False]]
+    assert told(crew) == [["ProcessExited", 1, 0, "killed by SIGKILL", False]]
 
 
 @pytest.mark.parametrize(("restarts", "lives"), [(0, 1), (2, 3)])
@@ -224,7 +224,7 @@ until("back")
     assert [(one["event"], one["worker"], one["text"]) for one in events if one["event"] != "written"] == [
         ("warning", 1, "worker 1 stops by itself: nobody heard of it for 10 s")
     ]
-    assert told(crew) == [["Gone", 1, 0, "was taken for dead and stopped by itself", True]]
+    assert told(crew) == [["ProcessExited", 1, 0, "was taken for dead and stopped by itself", True]]
 
 
 def test_a_worker_is_away_longer_each_time(crew: Place) -> None:
@@ -259,7 +259,7 @@ if rank == 2:
     time.sleep(0.5)
 """
     crew.run(HEAD + text, workers=3)
-    assert told(crew) == [["Gone", 1, 0, "killed by SIGKILL", False]]
+    assert told(crew) == [["ProcessExited", 1, 0, "killed by SIGKILL", False]]
 
 
 def test_restarted_worker_that_has_not_joined_is_not_waited_for_at_the_end(crew: Place) -> None:
@@ -316,7 +316,7 @@ def test_a_coordinator_that_dies_is_started_again_where_it_was_and_told_again(cr
     text = """
 import signal
 def lives(): return open("coordinators").read().split("\\n")[:-1] if os.path.exists("coordinators") else []
-def heard(): return open("heard").read().count("Gone") if os.path.exists("heard") else 0
+def heard(): return open("heard").read().count("ProcessExited") if os.path.exists("heard") else 0
 def wait(condition):
     limit = time.monotonic() + 10
     while not condition():
@@ -333,7 +333,9 @@ until("well-0", "well-1")
 """
     folder = crew.run(HEAD + text, workers=2)
     first, second = crew.coordinators()
-    assert crew.heard() == [[pid, "launcher 0", ["Gone", 1, 0, "killed by SIGKILL", True]] for pid in (first, second)]
+    assert crew.heard() == [
+        [pid, "launcher 0", ["ProcessExited", 1, 0, "killed by SIGKILL", True]] for pid in (first, second)
+    ]
     assert Path("well-0").read_text() == Path("well-1").read_text()
     events = list(read_events(folder / "events.jsonl"))
     assert [(one["worker"], one["what"], one["incarnation"]) for one in events if one["event"] == "membership"] == [
@@ -426,7 +428,7 @@ until("coordinators")
         "expected": 2,
         "min_workers": 2,
         "max_workers": 3,
-        "free": False,
+        "asynchronous": False,
         "failure_timeout_s": 2.5,
         "batch": "global-batch",
         "checkpoint": "300s",

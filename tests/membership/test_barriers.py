@@ -25,8 +25,10 @@ def at(place: int, index: int = 1, label: str = "barrier", section: int = 1) -> 
     return Position(section, place, label, index)
 
 
-def missing(barriers: Barriers, worker: int, position: Position, of: int = EVERYBODY, life: int = 0) -> list[int]:
-    return barriers.hear(worker, life, Arrive(position, of), 0.0).workers
+def missing(
+    barriers: Barriers, worker: int, position: Position, of: int = EVERYBODY, incarnation: int = 0
+) -> list[int]:
+    return barriers.receive(worker, incarnation, Arrive(position, of), 0.0).workers
 
 
 def test_a_barrier_is_passed_when_all_have_come_in_any_order_and_asked_as_often_as_they_like() -> None:
@@ -62,51 +64,51 @@ def test_a_failed_worker_is_not_waited_for_and_its_next_life_comes_anew() -> Non
     del known.now[0]
     assert missing(barriers, 1, at(9, 2)) == []
     known.now = {0: Awaited(1, 3), 1: Awaited(1, 3)}  # all began again from a checkpoint
-    assert missing(barriers, 1, at(3), life=1) == [0], "what an earlier life has passed does not count"
-    assert missing(barriers, 0, at(3), life=0) == []
-    assert missing(barriers, 1, at(3), life=1) == [0], "nor what it still says"
+    assert missing(barriers, 1, at(3), incarnation=1) == [0], "what an earlier life has passed does not count"
+    assert missing(barriers, 0, at(3), incarnation=0) == []
+    assert missing(barriers, 1, at(3), incarnation=1) == [0], "nor what it still says"
 
 
 @pytest.mark.parametrize("returns", [True, False])
 def test_before_training_a_restarted_worker_is_waited_for_and_a_lost_one_is_not(returns: bool) -> None:
-    roll = MembershipCoordinator({}, 2, failure_timeout_s=10.0)
-    barriers = Barriers(roll)
+    coordinator = MembershipCoordinator({}, 2, failure_timeout_s=10.0)
+    barriers = Barriers(coordinator)
     first = at(0, label="main_first", section=0)
     assert missing(barriers, 1, first, of=0) == [0]
-    roll.gone(0, 0, 1.0, will_return=returns)
+    coordinator.process_exited(0, 0, 1.0, will_restart=returns)
     assert missing(barriers, 1, first, of=0) == ([0] if returns else [])
-    missing(barriers, 0, first, NOBODY, life=1)
+    missing(barriers, 0, first, NOBODY, incarnation=1)
     assert missing(barriers, 1, first, of=0) == []
 
 
-@pytest.mark.parametrize("free", [True, False])
-def test_a_restarted_worker_neither_blocks_the_others_nor_is_blocked(free: bool) -> None:
-    roll = MembershipCoordinator({}, 2, free=free, failure_timeout_s=10.0)
-    barriers = Barriers(roll)
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_restarted_worker_neither_blocks_the_others_nor_is_blocked(asynchronous: bool) -> None:
+    coordinator = MembershipCoordinator({}, 2, asynchronous=asynchronous, failure_timeout_s=10.0)
+    barriers = Barriers(coordinator)
     for worker in (0, 1):
         for said in (Register("here", 1), ReadyReport(0), Heartbeat(1, "computing", 0.0, 1, 5)):
-            roll.hear(worker, 0, said, 1.0)
+            coordinator.receive(worker, 0, said, 1.0)
     assert missing(barriers, 0, at(5)) == [1]
-    roll.gone(1, 0, 2.0, will_return=True)
+    coordinator.process_exited(1, 0, 2.0, will_restart=True)
     assert missing(barriers, 0, at(5)) == []
     early = at(0, section=0)
-    assert missing(barriers, 1, early, life=1) == [], "the others train"
-    roll.hear(1, 1, Register("here", 2), 2.5)
-    roll.hear(1, 1, Heartbeat(0, "starting", 0.0, 0), 2.5)
-    roll.hear(1, 1, ReadyReport(0), 2.6)
+    assert missing(barriers, 1, early, incarnation=1) == [], "the others train"
+    coordinator.receive(1, 1, Register("here", 2), 2.5)
+    coordinator.receive(1, 1, Heartbeat(0, "starting", 0.0, 0), 2.5)
+    coordinator.receive(1, 1, ReadyReport(0), 2.6)
     assert missing(barriers, 0, at(5, 2)) == [], "it is not in yet"
 
 
 def test_a_worker_that_rests_or_has_left_is_not_waited_for() -> None:
-    roll = MembershipCoordinator({}, 3, failure_timeout_s=10.0)
-    barriers = Barriers(roll)
+    coordinator = MembershipCoordinator({}, 3, failure_timeout_s=10.0)
+    barriers = Barriers(coordinator)
     for worker in range(3):
-        roll.hear(worker, 0, Register("here", 1), 1.0)
-        roll.hear(worker, 0, ReadyReport(0), 1.0)
+        coordinator.receive(worker, 0, Register("here", 1), 1.0)
+        coordinator.receive(worker, 0, ReadyReport(0), 1.0)
     for worker in range(3):
-        roll.hear(worker, 0, Heartbeat(1, "computing", 0.0, 7, 5), 1.0)
-    roll.save(1.0)
-    roll.hear(1, 0, ReadyReport(1, 5, 7, at_rest=True), 1.1)
+        coordinator.receive(worker, 0, Heartbeat(1, "computing", 0.0, 7, 5), 1.0)
+    coordinator.save(1.0)
+    coordinator.receive(1, 0, ReadyReport(1, 5, 7, between_steps=True), 1.1)
     assert missing(barriers, 0, at(5)) == [2]
-    roll.hear(2, 0, Leave(), 1.2)
+    coordinator.receive(2, 0, Leave(), 1.2)
     assert missing(barriers, 0, at(5)) == []

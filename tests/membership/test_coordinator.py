@@ -1,4 +1,4 @@
-"""Laws of the roll: whatever is lost, doubled or late and whoever dies, all that live come together again."""
+"""Laws of the coordinator: whatever is lost, doubled or late and whoever dies, all that live come together again."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from stretto.membership.messages import (
     Quit,
     ReadyReport,
     Register,
-    Said,
     Shutdown,
+    WorkerMessage,
 )
 
 PATIENCE_S = 10.0
@@ -35,11 +35,11 @@ class Worker:
     """One process: it trains in rounds, each of which needs all members, and stands still where it has to."""
 
     number: int
-    life: int
+    incarnation: int
     world: World
     history: bool = False
     commits: int = 0
-    hand: int = 0
+    global_step: int = 0
     is_exchanging: bool = False
     is_paused: bool = False
     is_ended: bool = False
@@ -49,8 +49,8 @@ class Worker:
     said: set[ReadyReport] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self.attendance = MembershipClientState(self.number, self.life, lambda generation, why: None)
-        self.stand(at_rest=False)
+        self.state = MembershipClientState(self.number, self.incarnation, lambda generation, why: None)
+        self.stand(between_steps=False)
 
     @property
     def runs(self) -> bool:
@@ -58,53 +58,53 @@ class Worker:
 
     @property
     def stands(self) -> bool:
-        return self.attendance._standing is not None
+        return self.state._report is not None
 
-    def stand(self, at_rest: bool) -> None:
+    def stand(self, between_steps: bool) -> None:
         self.is_exchanging = False
-        generation = self.attendance.generation if self.history else 0
-        self.attendance.stand(ReadyReport(generation, self.commits, self.hand, at_rest))
+        generation = self.state.generation if self.history else 0
+        self.state.pause(ReadyReport(generation, self.commits, self.global_step, between_steps))
 
-    def says(self) -> list[Said]:
+    def says(self) -> list[WorkerMessage]:
         """All that its companion says from time to time."""
-        attendance = self.attendance
-        said: list[Said] = [] if attendance.settings is not None else [Register("here", 1)]
-        said.append(Heartbeat(attendance.generation, "computing", 0.1, self.hand))
+        state = self.state
+        said: list[WorkerMessage] = [] if state.settings is not None else [Register("here", 1)]
+        said.append(Heartbeat(state.generation, "computing", 0.1, self.global_step))
         said += [Quit()] if self.quits else []
         said += [Leave()] if self.has_left else []
-        return [*said, *attendance.says()]
+        return [*said, *state.pending_messages()]
 
     def hear(self, post: Outgoing) -> None:
-        if self.attendance.told(post.told):
-            self.world.say(self, self.attendance.says())
+        if self.state.receive(post.message):
+            self.world.say(self, self.state.pending_messages())
 
     def step(self) -> None:
         """Do the next thing, if there is any."""
-        attendance = self.attendance
-        if attendance.out is not None or attendance.stopped is not None:
+        state = self.state
+        if state.evicted is not None or state.stopped is not None:
             self.is_ended = True
-        elif attendance.answer is not None:
+        elif state.reply is not None:
             self.answered()
         elif self.stands or self.form is None:
             return
-        elif attendance.aborted >= attendance.generation:
-            self.stand(at_rest=False)
+        elif state.aborted >= state.generation:
+            self.stand(between_steps=False)
         elif not self.history:
             self.take()
         elif self.is_exchanging:
             self.exchange()
-        elif attendance.held:
-            self.stand(at_rest=True)
+        elif state.pause_requested:
+            self.stand(between_steps=True)
         else:
-            self.hand += 1
+            self.global_step += 1
             self.is_exchanging = True
             self.world.entered[self.form.generation, self.commits].add(self.number)
 
     def answered(self) -> None:
-        answer, self.attendance.answer = self.attendance.answer, None
+        answer, self.state.reply = self.state.reply, None
         if isinstance(answer, Continue):
-            if self.hand < answer.hand and not self.is_exchanging:
-                self.hand += 1
+            if self.global_step < answer.global_step and not self.is_exchanging:
+                self.global_step += 1
                 self.is_exchanging = True
                 assert self.form is not None
                 self.world.entered[self.form.generation, self.commits].add(self.number)
@@ -121,7 +121,7 @@ class Worker:
     def take(self) -> None:
         """A newcomer takes the state of those that have one; where nobody has, all begin."""
         assert self.form is not None
-        givers = {one.worker for one in self.form.members if one.here.generation > 0}
+        givers = {one.worker for one in self.form.members if one.report.generation > 0}
         if not givers or givers & self.world.arrived[self.form.generation]:
             self.history = True
             self.catch_up()
@@ -129,9 +129,9 @@ class Worker:
     def catch_up(self) -> None:
         """Who is behind takes the answers of one that is ahead; exchanges are counted on from there."""
         assert self.form is not None
-        heres = [one.here for one in self.form.members]
+        heres = [one.report for one in self.form.members]
         self.commits = max(one.commits for one in heres)
-        self.hand = max(one.hand for one in heres)
+        self.global_step = max(one.global_step for one in heres)
 
     def exchange(self) -> None:
         assert self.form is not None
@@ -145,10 +145,10 @@ class World:
 
     def __init__(self, workers: int, least: int) -> None:
         self.least = min(least, workers)
-        self.roll = MembershipCoordinator({}, workers, self.least, failure_timeout_s=PATIENCE_S, return_s=1e9)
+        self.coordinator = MembershipCoordinator({}, workers, self.least, failure_timeout_s=PATIENCE_S, return_s=1e9)
         self.now = 0.0
-        self.disk: list[bytes] = self.roll.records()
-        self.to_roll: list[tuple[int, int, Said]] = []
+        self.disk: list[bytes] = self.coordinator.records()
+        self.to_roll: list[tuple[int, int, WorkerMessage]] = []
         self.to_workers: list[Outgoing] = []
         self.entered: dict[tuple[int, int], set[int]] = defaultdict(set)
         self.arrived: dict[int, set[int]] = defaultdict(set)
@@ -163,30 +163,30 @@ class World:
         for number in range(workers):
             self.begin(number, 0)
 
-    def begin(self, number: int, life: int) -> None:
-        self.processes.append(Worker(number, life, self))
+    def begin(self, number: int, incarnation: int) -> None:
+        self.processes.append(Worker(number, incarnation, self))
 
     def last(self, number: int) -> Worker:
-        return max((one for one in self.processes if one.number == number), key=lambda one: one.life)
+        return max((one for one in self.processes if one.number == number), key=lambda one: one.incarnation)
 
     def running(self) -> list[Worker]:
         return [one for one in self.processes if one.runs]
 
-    def say(self, worker: Worker, said: list[Said]) -> None:
+    def say(self, worker: Worker, said: list[WorkerMessage]) -> None:
         for one in said:
             if isinstance(one, ReadyReport):
                 worker.said.add(one)
-            self.to_roll.append((worker.number, worker.life, one))
+            self.to_roll.append((worker.number, worker.incarnation, one))
 
     # --- the coordinator ---------------------------------------------------------------------------------------------
 
     def follow(self, posts: list[Outgoing]) -> None:
-        """What the roll has said is journalled and told, unless the coordinator dies before."""
-        records = self.roll.records()
-        for event in self.roll.events:
+        """What the coordinator has said is journalled and told, unless the coordinator dies before."""
+        records = self.coordinator.records()
+        for event in self.coordinator.events:
             if event["what"] in ("failed", "left"):
                 self.ended.add((event["worker"], event["incarnation"]))
-        self.roll.events.clear()
+        self.coordinator.events.clear()
         if self.crash is not None:
             reached, self.crash = records[: self.crash], None
             self.disk += reached
@@ -198,32 +198,32 @@ class World:
         self.to_workers += posts
 
     def restart(self) -> None:
-        self.roll = MembershipCoordinator.restored(self.disk, self.now)
+        self.coordinator = MembershipCoordinator.restored(self.disk, self.now)
 
-    def hear(self, worker: int, life: int, said: Said) -> None:
-        self.follow(self.roll.hear(worker, life, said, self.now))
+    def hear(self, worker: int, incarnation: int, said: WorkerMessage) -> None:
+        self.follow(self.coordinator.receive(worker, incarnation, said, self.now))
 
     def gone(self, worker: Worker, will_return: bool) -> None:
         if not will_return:
             self.lost.add(worker.number)
-        self.follow(self.roll.gone(worker.number, worker.life, self.now, will_return, "killed"))
+        self.follow(self.coordinator.process_exited(worker.number, worker.incarnation, self.now, will_return, "killed"))
 
     def tick(self, seconds: float) -> None:
         self.now += seconds
-        self.follow(self.roll.tick(self.now))
+        self.follow(self.coordinator.tick(self.now))
 
     # --- what must hold ----------------------------------------------------------------------------------------------
 
     def check(self, post: Outgoing) -> None:
-        if isinstance(post.told, Shutdown):
+        if isinstance(post.message, Shutdown):
             self.stopped = True
             able = (
                 {one.number for one in self.processes} - {one.number for one in self.processes if one.quits} - self.lost
             )
             assert len(able) < max(self.least, 1), "as long as enough are there or to come it does not stop"
-        if not isinstance(post.told, GenerationView):
+        if not isinstance(post.message, GenerationView):
             return
-        form = post.told
+        form = post.message
         last = self.forms.get(form.generation)
         if form == last:
             return
@@ -231,31 +231,37 @@ class World:
             assert form.generation > max(self.forms, default=-1), "generations only grow"
             assert not form.save, "who has just come does not know of a checkpoint"
         else:
-            assert [(one.worker, one.life) for one in last.members] == [(one.worker, one.life) for one in form.members]
-            assert all(one.here.at_rest and one.here.generation == form.generation for one in form.members)
+            assert [(one.worker, one.incarnation) for one in last.members] == [
+                (one.worker, one.incarnation) for one in form.members
+            ]
+            assert all(one.report.between_steps and one.report.generation == form.generation for one in form.members)
         self.forms[form.generation] = form
         self.check_new(form)
 
     def check_new(self, form: GenerationView) -> None:
-        heres = {one.worker: one.here for one in form.members}
-        lives = {(one.number, one.life): one for one in self.processes}
+        heres = {one.worker: one.report for one in form.members}
+        lives = {(one.number, one.incarnation): one for one in self.processes}
         for one in form.members:
-            worker = lives[one.worker, one.life]
-            stands = worker.attendance._standing
+            worker = lives[one.worker, one.incarnation]
+            stands = worker.state._report
             assert stands is not None, "who is in a new generation stands still"
-            assert (stands.commits, stands.hand, stands.at_rest) == (one.here.commits, one.here.hand, one.here.at_rest)
-            assert max(stands.generation, 0) == one.here.generation
+            assert (stands.commits, stands.global_step, stands.between_steps) == (
+                one.report.commits,
+                one.report.global_step,
+                one.report.between_steps,
+            )
+            assert max(stands.generation, 0) == one.report.generation
             assert abs(stands.generation) <= form.generation
-            assert (one.here.generation > 0) == worker.history
+            assert (one.report.generation > 0) == worker.history
         giving = [here for here in heres.values() if here.generation > 0]
         if not giving:
             able = [one for one in self.processes if one.history and one.runs and not one.has_left]
-            able = [one for one in able if (one.number, one.life) not in self.ended and not one.attendance.out]
+            able = [one for one in able if (one.number, one.incarnation) not in self.ended and not one.state.evicted]
             assert not [one for one in able if one is self.last(one.number)], "who has history is not passed over"
-        elif all(here.at_rest for here in giving):
-            assert len({(here.hand, here.commits) for here in giving}) == 1, "all rest at one hand"
+        elif all(here.between_steps for here in giving):
+            assert len({(here.global_step, here.commits) for here in giving}) == 1, "all rest at one hand"
         else:
-            assert not any(here.at_rest for here in giving)
+            assert not any(here.between_steps for here in giving)
             assert len(heres) == len(giving), "newcomers come in at rest"
             assert max(here.commits for here in giving) - min(here.commits for here in giving) <= 1
         before = self.forms.get(form.generation - 1)
@@ -284,11 +290,11 @@ class World:
         if what == "kill" and not last.is_ended:
             last.is_ended = True
             if draw.random() < 0.7:
-                self.gone(last, will_return=draw.random() < 0.8)
+                self.gone(last, will_restart=draw.random() < 0.8)
         elif (
             what == "begin" and (last.is_ended or last.is_paused) and not last.has_left and last.number not in self.lost
         ):
-            self.begin(last.number, last.life + 1)
+            self.begin(last.number, last.incarnation + 1)
         elif what == "pause":
             last.is_paused = True
         elif what == "go on":
@@ -299,7 +305,7 @@ class World:
         elif what == "restart":
             self.restart()
         elif what == "save":
-            self.follow(self.roll.save(self.now))
+            self.follow(self.coordinator.save(self.now))
         elif what == "quit" and draw.random() < 0.5:
             last.quits = True
         elif what == "leave" and last.runs and last.commits > 3 and draw.random() < 0.3:
@@ -315,10 +321,10 @@ class World:
                 last = self.last(number)
                 last.is_paused = False
                 if last.is_ended and (last.has_left or number in self.lost):
-                    self.gone(last, will_return=False)  # in case that it was not heard before
-                elif last.is_ended and number not in self.lost and not last.attendance.stopped:
-                    self.gone(last, will_return=True)
-                    self.begin(number, last.life + 1)
+                    self.gone(last, will_restart=False)  # in case that it was not heard before
+                elif last.is_ended and number not in self.lost and not last.state.stopped:
+                    self.gone(last, will_restart=True)
+                    self.begin(number, last.incarnation + 1)
             for one in self.running():
                 self.say(one, one.says())
             self.flow()
@@ -349,7 +355,7 @@ class World:
 
     def deliver(self, post: Outgoing) -> None:
         for one in self.processes:
-            if (one.number, one.life) == (post.worker, post.life) and not one.is_ended:
+            if (one.number, one.incarnation) == (post.worker, post.incarnation) and not one.is_ended:
                 one.hear(post)
 
     def check_calm(self) -> None:
@@ -358,8 +364,8 @@ class World:
         if not there:
             return
         assert not self.stopped
-        assert {one.attendance.generation for one in there} == {self.roll.generation}, "all are in one generation"
-        assert all(one.history and one.attendance.aborted < one.attendance.generation for one in there)
+        assert {one.state.generation for one in there} == {self.coordinator.generation}, "all are in one generation"
+        assert all(one.history and one.state.aborted < one.state.generation for one in there)
         assert len({one.number for one in there}) == len(there)
         before = [one.commits for one in there]
         self.calm(12)
@@ -411,7 +417,8 @@ class Faults(RuleBasedStateMachine):
 
     def is_awake(self, post) -> bool:
         return not any(
-            (one.number, one.life) == (post.worker, post.life) and one.is_paused for one in self.world.processes
+            (one.number, one.incarnation) == (post.worker, post.incarnation) and one.is_paused
+            for one in self.world.processes
         )
 
     @rule(data=st.data())
@@ -427,9 +434,9 @@ class Faults(RuleBasedStateMachine):
             return
         last.is_ended = True
         if seen:
-            self.world.gone(last, will_return=True)
+            self.world.gone(last, will_restart=True)
         if again and last.number not in self.world.lost:
-            self.world.begin(last.number, last.life + 1)
+            self.world.begin(last.number, last.incarnation + 1)
 
     @rule(number=st.integers(0, 3))
     def pause(self, number: int) -> None:
@@ -441,7 +448,7 @@ class Faults(RuleBasedStateMachine):
     def start_again_beside_one_that_sleeps(self, number: int) -> None:
         last = self.last(number)
         if last is not None and last.is_paused:
-            self.world.begin(last.number, last.life + 1)
+            self.world.begin(last.number, last.incarnation + 1)
 
     @rule(seconds=st.sampled_from([1.0, 4.0, 11.0]))
     def wait(self, seconds: float) -> None:
@@ -451,7 +458,7 @@ class Faults(RuleBasedStateMachine):
 
     @rule()
     def save(self) -> None:
-        self.world.follow(self.world.roll.save(self.world.now))
+        self.world.follow(self.world.coordinator.save(self.world.now))
 
     @rule(number=st.integers(0, 3))
     def quit(self, number: int) -> None:
@@ -504,101 +511,103 @@ def test_after_any_storm_all_that_live_come_together_again(
 
 def told(posts: list[Outgoing]) -> list[tuple[int, str]]:
     """Who is told what kind of thing."""
-    return [(post.worker, type(post.told).__name__) for post in posts]
+    return [(post.worker, type(post.message).__name__) for post in posts]
 
 
 def formed(workers: int, **more: Any) -> MembershipCoordinator:
-    """A roll whose first generation is there."""
-    roll = MembershipCoordinator({}, workers, failure_timeout_s=PATIENCE_S, **more)
-    posts = [post for number in range(workers) for post in roll.hear(number, 0, ReadyReport(0), 0.0)]
+    """A coordinator whose first generation is there."""
+    coordinator = MembershipCoordinator({}, workers, failure_timeout_s=PATIENCE_S, **more)
+    posts = [post for number in range(workers) for post in coordinator.receive(number, 0, ReadyReport(0), 0.0)]
     assert told(posts)[-workers:] == [(number, "GenerationView") for number in range(workers)]
-    return roll
+    return coordinator
 
 
 def test_a_word_from_before_a_rest_is_not_taken_for_a_new_one() -> None:
-    roll = formed(2)
-    roll.save(1.0)
+    coordinator = formed(2)
+    coordinator.save(1.0)
     early, late = ReadyReport(1, 2, 2, True), ReadyReport(1, 3, 3, True)
-    roll.hear(0, 0, early, 1.0)
-    assert (0, "Continue") in told(roll.hear(1, 0, late, 1.0))
-    assert told(roll.hear(0, 0, late, 1.0)) == [(0, "GenerationView"), (1, "GenerationView")]
-    roll.save(2.0)
-    roll.hear(1, 0, Leave(), 2.0)
-    assert told(roll.hear(0, 0, early, 2.0)) == [(0, "Continue")]
-    assert told(roll.hear(0, 0, late, 2.0)) == [(0, "GenerationView")], "the same as before, in case it was lost"
-    assert roll.generation == 1
+    coordinator.receive(0, 0, early, 1.0)
+    assert (0, "Continue") in told(coordinator.receive(1, 0, late, 1.0))
+    assert told(coordinator.receive(0, 0, late, 1.0)) == [(0, "GenerationView"), (1, "GenerationView")]
+    coordinator.save(2.0)
+    coordinator.receive(1, 0, Leave(), 2.0)
+    assert told(coordinator.receive(0, 0, early, 2.0)) == [(0, "Continue")]
+    assert told(coordinator.receive(0, 0, late, 2.0)) == [(0, "GenerationView")], (
+        "the same as before, in case it was lost"
+    )
+    assert coordinator.generation == 1
 
 
 def test_that_nobody_listened_is_not_the_workers_fault() -> None:
-    roll = formed(2)
-    roll.slept(3 * PATIENCE_S)
-    assert roll.tick(3 * PATIENCE_S) == []
-    assert told(roll.tick(4.1 * PATIENCE_S)) == []
-    assert roll.members == {}
+    coordinator = formed(2)
+    coordinator.extend_timeouts(3 * PATIENCE_S)
+    assert coordinator.tick(3 * PATIENCE_S) == []
+    assert told(coordinator.tick(4.1 * PATIENCE_S)) == []
+    assert coordinator.members == {}
 
 
 def test_who_is_slow_is_named_once_until_it_is_heard_again() -> None:
-    roll = formed(2)
+    coordinator = formed(2)
     for now in (6.0, 7.0, 8.0):
-        roll.hear(1, 0, Heartbeat(1, "computing", 0.2, 3), now)
-        roll.tick(now)
-    assert [(one["what"], one["worker"]) for one in roll.events if one["what"] == "slow"] == [("slow", 0)]
-    assert len([one for one in roll.notices if "worker 0 has sent no heartbeat" in one]) == 1
+        coordinator.receive(1, 0, Heartbeat(1, "computing", 0.2, 3), now)
+        coordinator.tick(now)
+    assert [(one["what"], one["worker"]) for one in coordinator.events if one["what"] == "slow"] == [("slow", 0)]
+    assert len([one for one in coordinator.notices if "worker 0 has sent no heartbeat" in one]) == 1
 
 
 def test_in_a_free_roll_those_who_were_started_and_not_yet_heard_of_are_counted_as_there() -> None:
-    roll = MembershipCoordinator({}, 3, 3, free=True, failure_timeout_s=5.0)
-    roll.hear(0, 0, Register("here", 1), 0.0)
-    roll.hear(0, 0, ReadyReport(0), 0.0)
-    assert roll.phase == "running"
+    coordinator = MembershipCoordinator({}, 3, 3, asynchronous=True, failure_timeout_s=5.0)
+    coordinator.receive(0, 0, Register("here", 1), 0.0)
+    coordinator.receive(0, 0, ReadyReport(0), 0.0)
+    assert coordinator.phase == "running"
 
 
 def test_in_a_free_roll_generations_grow_and_nobody_is_stopped_by_a_death_or_by_a_restart() -> None:
-    roll = formed(1, free=True)
-    disk = roll.records()
-    posts = roll.hear(1, 0, ReadyReport(0), 1.0)
+    coordinator = formed(1, asynchronous=True)
+    disk = coordinator.records()
+    posts = coordinator.receive(1, 0, ReadyReport(0), 1.0)
     assert told(posts) == [(1, "GenerationView")]
-    assert roll.hear(1, 0, ReadyReport(0), 1.0) == posts, "the same again, in case it was lost"
-    assert roll.gone(0, 0, 2.0, will_return=True) == []
-    roll = MembershipCoordinator.restored([*disk, *roll.records()], 2.0)
-    assert roll.hear(1, 0, ReadyReport(0), 2.0) == posts
-    assert told(roll.hear(0, 1, ReadyReport(0), 3.0)) == [(0, "GenerationView")]
-    assert (roll.generation, roll.members) == (3, {0: 1, 1: 0})
-    assert told(roll.hear(1, 0, Quit(), 4.0)) == [(1, "GenerationView")]
-    assert (roll.generation, roll.members) == (4, {0: 1})
-    assert roll.hear(0, 1, Leave(), 5.0) == []
-    assert roll.phase == "running"
+    assert coordinator.receive(1, 0, ReadyReport(0), 1.0) == posts, "the same again, in case it was lost"
+    assert coordinator.process_exited(0, 0, 2.0, will_restart=True) == []
+    coordinator = MembershipCoordinator.restored([*disk, *coordinator.records()], 2.0)
+    assert coordinator.receive(1, 0, ReadyReport(0), 2.0) == posts
+    assert told(coordinator.receive(0, 1, ReadyReport(0), 3.0)) == [(0, "GenerationView")]
+    assert (coordinator.generation, coordinator.members) == (3, {0: 1, 1: 0})
+    assert told(coordinator.receive(1, 0, Quit(), 4.0)) == [(1, "GenerationView")]
+    assert (coordinator.generation, coordinator.members) == (4, {0: 1})
+    assert coordinator.receive(0, 1, Leave(), 5.0) == []
+    assert coordinator.phase == "running"
 
 
 def test_a_worker_that_is_not_heard_behind_a_broken_exchange_is_dead_after_the_patience() -> None:
-    roll = formed(3)
-    assert told(roll.hear(0, 0, Broken(1, "closed"), 1.0)) == [
+    coordinator = formed(3)
+    assert told(coordinator.receive(0, 0, Broken(1, "closed"), 1.0)) == [
         (0, "AbortGeneration"),
         (1, "AbortGeneration"),
         (2, "AbortGeneration"),
     ]
     for worker in (0, 1):
-        roll.hear(worker, 0, ReadyReport(1, 5, 5), 1.0)
+        coordinator.receive(worker, 0, ReadyReport(1, 5, 5), 1.0)
     for now in range(1, 12):
         for worker in range(3):
-            posts = roll.hear(worker, 0, Heartbeat(1, "hanging", 1.0, 5), float(now))
-        posts = roll.tick(float(now))
+            posts = coordinator.receive(worker, 0, Heartbeat(1, "hanging", 1.0, 5), float(now))
+        posts = coordinator.tick(float(now))
         assert posts == [] or now > 10
-    roll.hear(2, 0, Heartbeat(1, "hanging", 1.0, 5), 11.4)
-    posts = roll.tick(11.5)
-    assert roll.generation == 2 and roll.members == {0: 0, 1: 0}
-    assert told(roll.hear(2, 0, ReadyReport(1, 5, 5), 12.0)) == [(2, "Evicted")]
+    coordinator.receive(2, 0, Heartbeat(1, "hanging", 1.0, 5), 11.4)
+    posts = coordinator.tick(11.5)
+    assert coordinator.generation == 2 and coordinator.members == {0: 0, 1: 0}
+    assert told(coordinator.receive(2, 0, ReadyReport(1, 5, 5), 12.0)) == [(2, "Evicted")]
 
 
 def test_who_comes_from_a_generation_that_a_damaged_journal_has_lost_is_out() -> None:
     """It would wait for ever otherwise: nothing is known of what it has."""
-    roll = formed(3)
-    disk = roll.records()
-    roll.gone(2, 0, 1.0)
+    coordinator = formed(3)
+    disk = coordinator.records()
+    coordinator.process_exited(2, 0, 1.0)
     for worker in (0, 1):
-        posts = roll.hear(worker, 0, ReadyReport(1, 5, 5), 1.0)
+        posts = coordinator.receive(worker, 0, ReadyReport(1, 5, 5), 1.0)
     assert told(posts) == [(0, "GenerationView"), (1, "GenerationView")]
-    assert roll.generation == 2
-    roll = MembershipCoordinator.restored(disk, 2.0)
-    assert told(roll.hear(0, 0, ReadyReport(2, 6, 6), 2.0))[0] == (0, "Evicted")
-    assert 0 not in roll.members or roll.phase != "running"
+    assert coordinator.generation == 2
+    coordinator = MembershipCoordinator.restored(disk, 2.0)
+    assert told(coordinator.receive(0, 0, ReadyReport(2, 6, 6), 2.0))[0] == (0, "Evicted")
+    assert 0 not in coordinator.members or coordinator.phase != "running"

@@ -69,12 +69,12 @@ class _Script(ThreadConnection):
         super().__init__(ThreadCoordinator(2), 1)
         self._forms = iter(forms)
 
-    def stand(self, here: ReadyReport) -> GenerationView:
+    def await_generation(self, report: ReadyReport) -> GenerationView:
         return next(self._forms)
 
 
 class _Broken(InMemoryRendezvous):
-    """Wires of generations that break when something is told, or before."""
+    """Makes transports that are aborted immediately; raises for the generations in `never`."""
 
     def __init__(self, *never: int) -> None:
         super().__init__(ThreadCoordinator(2))
@@ -82,7 +82,7 @@ class _Broken(InMemoryRendezvous):
 
     def form(self, form: GenerationView, rank: int) -> AbortableInMemory:
         if form.generation in self.never:
-            raise BrokenTransportError("somebody has not come")
+            raise BrokenTransportError("a worker did not connect")
         self.formed.append(form.generation)
         wire = super().form(form, rank)
         wire.abort()
@@ -97,7 +97,7 @@ def _generation(number: int, history: int) -> GenerationView:
 
 
 def test_a_joining_worker_is_evicted_if_no_member_has_the_state() -> None:
-    """The others begin together, and ask each other what a newcomer does not."""
+    """Workers that start together exchange messages that a joining worker does not."""
     former = _Broken()
     wire = ElasticTransport(1, _Script(_generation(2, history=1), _generation(3, history=0)), former)
     assert wire.arrives

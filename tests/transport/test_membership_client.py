@@ -22,8 +22,8 @@ import zmq
 from stretto.errors import MemberOutError, TransportError
 from stretto.events import read_events
 from stretto.membership.client import MembershipClient
-from stretto.membership.coordinator import Gone, MembershipCoordinator, Save
-from stretto.membership.messages import Continue, Evicted, GenerationView, ReadyReport, Shutdown, Told
+from stretto.membership.coordinator import MembershipCoordinator, ProcessExited, Save
+from stretto.membership.messages import Continue, CoordinatorMessage, Evicted, GenerationView, ReadyReport, Shutdown
 from stretto.membership.server import MembershipServer
 from stretto.membership.write_ahead_log import WriteAheadLog, read
 from stretto.process_config import CoordinatorConfig
@@ -33,7 +33,7 @@ LIMIT_S = 20.0
 START_S = 60.0
 """Seconds within which a process imports torch on a busy machine."""
 SERVER_KEYS, WORKER_KEYS = new_keys()
-DECODER = msgspec.msgpack.Decoder(Told)
+DECODER = msgspec.msgpack.Decoder(CoordinatorMessage)
 GOT = msgspec.msgpack.encode(Shutdown("nothing but that it was heard"))
 
 
@@ -54,15 +54,15 @@ class Scene:
         self.notices: list[str] = []
         self.events: list[dict[str, Any]] = []
         self.aborts: list[tuple[int, int]] = []
-        self.companions: list[MembershipClient] = []
+        self.clients: list[MembershipClient] = []
         self.pool = ThreadPoolExecutor(16)
         self.context = zmq.Context()
         self.dealers: list[Any] = []
         self.stop = threading.Event()
-        roll = MembershipCoordinator({"batch": "local"}, expected, failure_timeout_s=failure_timeout_s, **more)
+        coordinator = MembershipCoordinator({"batch": "local"}, expected, failure_timeout_s=failure_timeout_s, **more)
         listener = socket.create_server(("127.0.0.1", 0))
         self.call = MembershipServer(
-            listener, roll, WriteAheadLog(folder / "journal"), SERVER_KEYS, failure_timeout_s, self.publish
+            listener, coordinator, WriteAheadLog(folder / "journal"), SERVER_KEYS, failure_timeout_s, self.publish
         )
         self.thread = threading.Thread(target=self.call.run, args=(self.stop,))
         self.thread.start()
@@ -71,27 +71,27 @@ class Scene:
         self.notices += notices
         self.events += events
 
-    def companion(self, worker: int, life: int = 0, keys: WorkerKeys = WORKER_KEYS) -> MembershipClient:
+    def client(self, worker: int, incarnation: int = 0, keys: WorkerKeys = WORKER_KEYS) -> MembershipClient:
         made = MembershipClient(
             worker,
-            life,
+            incarnation,
             self.call.address,
             keys,
             self.failure_timeout_s,
             LIMIT_S,
             lambda one, _: self.aborts.append((worker, one)),
         )
-        self.companions.append(made)
+        self.clients.append(made)
         return made
 
     def crew(self, workers: int) -> list[MembershipClient]:
         """Start this number of workers in their first generation."""
-        crew = [self.companion(worker) for worker in range(workers)]
+        crew = [self.client(worker) for worker in range(workers)]
         assert [form.generation for form in self.all_stand(crew, ReadyReport(0))] == [1] * workers
         return crew
 
     def all_stand(self, crew: list[MembershipClient], here: ReadyReport) -> list[GenerationView]:
-        return [one.result(LIMIT_S) for one in [self.pool.submit(one.stand, here) for one in crew]]
+        return [one.result(LIMIT_S) for one in [self.pool.submit(one.await_generation, here) for one in crew]]
 
     def launcher(self) -> Any:
         return self.dealer(b"launcher 0")
@@ -107,7 +107,7 @@ class Scene:
         return made
 
     def close(self) -> None:
-        for one in self.companions:
+        for one in self.clients:
             one.close()
         self.pool.shutdown()
         for one in self.dealers:
@@ -132,25 +132,27 @@ def scene(tmp_path: Path) -> Iterator[Callable[..., Scene]]:
 
 def test_all_workers_receive_the_settings_and_one_first_generation(scene) -> None:
     there = scene(3)
-    crew = [there.companion(worker) for worker in range(3)]
+    crew = [there.client(worker) for worker in range(3)]
     assert [one.settings for one in crew] == [{"batch": "local"}] * 3
     forms = there.all_stand(crew, ReadyReport(0, store="here:1"))
     assert forms[0] == forms[1] == forms[2]
-    assert [(one.worker, one.life, one.here.store) for one in forms[0].members] == [(n, 0, "here:1") for n in range(3)]
+    assert [(one.worker, one.incarnation, one.report.store) for one in forms[0].members] == [
+        (n, 0, "here:1") for n in range(3)
+    ]
 
 
 def test_a_reported_exit_starts_a_new_generation_immediately(scene) -> None:
     there = scene(3)
     crew = there.crew(3)
-    there.launcher().send(msgspec.msgpack.encode(Gone(2, 0, "killed by SIGKILL", True)))
+    there.launcher().send(msgspec.msgpack.encode(ProcessExited(2, 0, "killed by SIGKILL", True)))
     assert until(lambda: {(0, 1), (1, 1)} <= set(there.aborts)) < 1.0
     assert [one.aborted for one in crew[:2]] == [1, 1]
     forms = there.all_stand(crew[:2], ReadyReport(1, commits=4))
-    assert [(form.generation, form.gone, len(form.members)) for form in forms] == [(2, [2], 2)] * 2
+    assert [(form.generation, form.departed, len(form.members)) for form in forms] == [(2, [2], 2)] * 2
     assert "worker 2 failed (killed by SIGKILL) while starting" in there.notices[-1]
     assert there.notices[-1].endswith("continuing with 2 workers, worker 2 is restarted")
     with pytest.raises(MemberOutError, match="worker 2 is no member any more: killed by SIGKILL"):
-        crew[2].stand(ReadyReport(1))
+        crew[2].await_generation(ReadyReport(1))
 
 
 def test_a_broken_exchange_is_aborted_at_all_workers(scene) -> None:
@@ -165,14 +167,14 @@ def test_a_broken_exchange_is_aborted_at_all_workers(scene) -> None:
 
 def test_a_silent_worker_is_declared_failed_and_evicted_when_it_returns(scene) -> None:
     there = scene(2, failure_timeout_s=1.0)
-    crew = [there.companion(0)]
+    crew = [there.client(0)]
     sleeper = there.dealer(b"worker 1.0")
     sleeper.send(msgspec.msgpack.encode(ReadyReport(0)))
-    assert crew[0].stand(ReadyReport(0)).generation == 1
+    assert crew[0].await_generation(ReadyReport(0)).generation == 1
     waited = until(lambda: (0, 1) in there.aborts)
     assert 0.5 < waited < 3.0
     assert any("worker 1 has sent no heartbeat for" in one for one in there.notices)
-    assert crew[0].stand(ReadyReport(1, commits=2)).generation == 2
+    assert crew[0].await_generation(ReadyReport(1, commits=2)).generation == 2
     until(lambda: "worker 0 continues alone" in there.notices[-1])
     sleeper.send(msgspec.msgpack.encode(ReadyReport(1)))
     while not isinstance(told := DECODER.decode(sleeper.recv() or GOT), Evicted):
@@ -183,36 +185,36 @@ def test_a_silent_worker_is_declared_failed_and_evicted_when_it_returns(scene) -
 def test_a_newcomer_joins_when_all_pause_at_one_global_step(scene) -> None:
     there = scene(2)
     crew = there.crew(2)
-    newcomer = there.companion(2)
-    comes = there.pool.submit(newcomer.stand, ReadyReport(0))
-    until(lambda: all(one.held for one in crew))
+    newcomer = there.client(2)
+    comes = there.pool.submit(newcomer.await_generation, ReadyReport(0))
+    until(lambda: all(one.pause_requested for one in crew))
     crew[1].doing("computing", 5)  # it has passed its rest before it knew
-    first = there.pool.submit(crew[0].at_rest, ReadyReport(1, 4, 4)).result(LIMIT_S)
+    first = there.pool.submit(crew[0].pause_between_steps, ReadyReport(1, 4, 4)).result(LIMIT_S)
     assert first == Continue(1, 5)
-    forms = [there.pool.submit(one.at_rest, ReadyReport(1, 5, 5)) for one in crew]
+    forms = [there.pool.submit(one.pause_between_steps, ReadyReport(1, 5, 5)) for one in crew]
     form = comes.result(LIMIT_S)
     assert [one.result(LIMIT_S) for one in forms] == [form, form]
     assert (form.generation, len(form.members), form.save) == (2, 3, False)
-    assert [one.here.generation for one in form.members] == [1, 1, 0]
-    assert not any(one.held for one in crew)
+    assert [one.report.generation for one in form.members] == [1, 1, 0]
+    assert not any(one.pause_requested for one in crew)
 
 
 def test_a_checkpoint_is_requested_in_a_pause_and_the_generation_continues(scene) -> None:
     there = scene(2)
     crew = there.crew(2)
     there.launcher().send(msgspec.msgpack.encode(Save()))
-    until(lambda: all(one.held for one in crew))
-    forms = [there.pool.submit(one.at_rest, ReadyReport(1, 3, 3)).result for one in crew]
+    until(lambda: all(one.pause_requested for one in crew))
+    forms = [there.pool.submit(one.pause_between_steps, ReadyReport(1, 3, 3)).result for one in crew]
     assert [(one(LIMIT_S).generation, one(LIMIT_S).save) for one in forms] == [(1, True)] * 2
-    assert crew[0].at_rest(ReadyReport(1, 3, 3)) == Continue(1, 4), "nobody saves twice at one rest"
+    assert crew[0].pause_between_steps(ReadyReport(1, 3, 3)) == Continue(1, 4), "nobody saves twice at one rest"
 
 
 def test_a_worker_that_quits_leaves_in_a_pause_and_the_others_continue(scene) -> None:
     there = scene(2)
     crew = there.crew(2)
     crew[1].quit()
-    until(lambda: all(one.held for one in crew))
-    forms = [there.pool.submit(one.at_rest, ReadyReport(1, 3, 3)).result for one in crew]
+    until(lambda: all(one.pause_requested for one in crew))
+    forms = [there.pool.submit(one.pause_between_steps, ReadyReport(1, 3, 3)).result for one in crew]
     assert [[one.worker for one in form(LIMIT_S).members] for form in forms] == [[0], [0]]
     assert forms[0](LIMIT_S).gone == [1]
 
@@ -221,28 +223,28 @@ def test_workers_above_the_maximum_are_refused(scene) -> None:
     there = scene(1, max_workers=1)
     there.crew(1)
     with pytest.raises(MemberOutError, match="the run has its 1 workers"):
-        there.companion(1).stand(ReadyReport(0))
+        there.client(1).await_generation(ReadyReport(0))
 
 
 def test_below_the_minimum_of_workers_all_are_shut_down(scene) -> None:
     there = scene(2, min_workers=2)
     crew = there.crew(2)
-    there.launcher().send(msgspec.msgpack.encode(Gone(1, 0, "killed", False)))
+    there.launcher().send(msgspec.msgpack.encode(ProcessExited(1, 0, "killed", False)))
     with pytest.raises(TransportError, match="the run cannot continue: one worker cannot continue, at least 2"):
-        crew[0].stand(ReadyReport(1))
+        crew[0].await_generation(ReadyReport(1))
 
 
 def test_in_an_asynchronous_run_no_worker_waits(scene) -> None:
-    there = scene(2, free=True)
-    crew = [there.companion(0)]
-    assert crew[0].stand(ReadyReport(0)).generation == 1
-    crew.append(there.companion(1))
-    assert [one.worker for one in crew[1].stand(ReadyReport(0)).members] == [0, 1]
-    there.launcher().send(msgspec.msgpack.encode(Gone(1, 0, "killed", True)))
+    there = scene(2, asynchronous=True)
+    crew = [there.client(0)]
+    assert crew[0].await_generation(ReadyReport(0)).generation == 1
+    crew.append(there.client(1))
+    assert [one.worker for one in crew[1].await_generation(ReadyReport(0)).members] == [0, 1]
+    there.launcher().send(msgspec.msgpack.encode(ProcessExited(1, 0, "killed", True)))
     until(lambda: any("worker 1 failed" in one for one in there.notices))
-    form = there.companion(1, life=1).stand(ReadyReport(0))
-    assert (form.generation, [(one.worker, one.life) for one in form.members]) == (3, [(0, 0), (1, 1)])
-    assert not there.aborts and not crew[0].held
+    form = there.client(1, incarnation=1).await_generation(ReadyReport(0))
+    assert (form.generation, [(one.worker, one.incarnation) for one in form.members]) == (3, [(0, 0), (1, 1)])
+    assert not there.aborts and not crew[0].pause_requested
 
 
 def test_garbage_and_unknown_names_are_refused_and_counted(scene) -> None:
@@ -265,7 +267,7 @@ def test_another_key_is_refused_by_name(scene) -> None:
     there = scene(1)
     _, others = new_keys()
     with pytest.raises(TransportError, match="refused this worker's key"):
-        there.companion(0, keys=WorkerKeys(WORKER_KEYS.servers, others.public, others.secret))
+        there.client(0, keys=WorkerKeys(WORKER_KEYS.servers, others.public, others.secret))
 
 
 def test_a_computing_worker_is_not_declared_failed_and_is_notified_immediately(scene) -> None:
@@ -354,7 +356,7 @@ def test_a_coordinator_killed_during_a_rendezvous_resumes_from_its_log(tmp_path)
     crew: list[MembershipClient] = []
 
     def all_stand(here: ReadyReport) -> list[Any]:
-        return [pool.submit(one.stand, here) for one in crew]
+        return [pool.submit(one.await_generation, here) for one in crew]
 
     try:
         for worker in range(3):
@@ -366,10 +368,10 @@ def test_a_coordinator_killed_during_a_rendezvous_resumes_from_its_log(tmp_path)
         assert {one.result(START_S).generation for one in all_stand(ReadyReport(0))} == {1}
         crew[0].broken(1, "closed")
         until(lambda: len(aborts) >= 3)
-        waiting = [pool.submit(one.stand, ReadyReport(1, commits=2)) for one in crew[:2]]
+        waiting = [pool.submit(one.await_generation, ReadyReport(1, commits=2)) for one in crew[:2]]
         time.sleep(0.1)  # so that it has heard some of them, or not
         place.kill()
-        waiting.append(pool.submit(crew[2].stand, ReadyReport(1, commits=2)))
+        waiting.append(pool.submit(crew[2].await_generation, ReadyReport(1, commits=2)))
         place.start()
         forms = [one.result(START_S) for one in waiting]
         assert forms[0] == forms[1] == forms[2]
@@ -381,9 +383,10 @@ def test_a_coordinator_killed_during_a_rendezvous_resumes_from_its_log(tmp_path)
         crew.append(late)
         until(lambda: 2 in aborts)
         with pytest.raises(MemberOutError, match="a later process of worker 0 has taken its place"):
-            crew[0].stand(ReadyReport(2))
+            crew[0].await_generation(ReadyReport(2))
         forms = [
-            one.result(START_S) for one in [pool.submit(one.stand, ReadyReport(2, commits=3)) for one in crew[1:3]]
+            one.result(START_S)
+            for one in [pool.submit(one.await_generation, ReadyReport(2, commits=3)) for one in crew[1:3]]
         ]
         assert [one.worker for one in forms[0].members] == [1, 2]
         until(lambda: formed_of(tmp_path) == [1, 2, 3])

@@ -17,13 +17,13 @@ from stretto.membership.loop_positions import Waits
 from stretto.membership.messages import (
     Broken,
     Continue,
+    CoordinatorMessage,
     GenerationView,
     Heartbeat,
     Leave,
     Quit,
     ReadyReport,
-    Said,
-    Told,
+    WorkerMessage,
 )
 from stretto.simulator.engine import Engine, Worker
 from stretto.simulator.network.flows import ARRIVAL
@@ -70,7 +70,7 @@ class SimMembershipClient(CoordinatorConnection):
         """Set the state that heartbeats carry; while training is paused, report a new step immediately."""
         is_new_step = step != self._doing[1]
         self._doing, self._waits = (text, step, self.worker.now()), waits
-        if is_new_step and self.held:
+        if is_new_step and self.pause_requested:
             self.send_pending(with_heartbeat=True)
 
     def quit(self) -> None:
@@ -90,31 +90,31 @@ class SimMembershipClient(CoordinatorConnection):
         if with_heartbeat:
             doing, step, since = self._doing
             for_s = self._coordinator.now - since
-            heartbeat = Heartbeat(self.attendance.generation, doing, for_s, step, self.place(), self._waits)
+            heartbeat = Heartbeat(self.state.generation, doing, for_s, step, self.place(), self._waits)
             self._coordinator.send(self, heartbeat)
         if self._broken.generation > self.aborted:
             self._coordinator.send(self, self._broken)
-        for message in self.attendance.says():
+        for message in self.state.pending_messages():
             self._coordinator.send(self, message)
         if self._leaves:
             self._coordinator.send(self, Leave())
 
-    def receive(self, told: Told) -> None:
+    def receive(self, message: CoordinatorMessage) -> None:
         """Process a message of the coordinator."""
-        if self.attendance.told(told):
-            self.send_pending(with_heartbeat=self.held)
+        if self.state.receive(message):
+            self.send_pending(with_heartbeat=self.pause_requested)
         self.worker.wake()
 
-    def _stand(self, here: ReadyReport) -> GenerationView | Continue:
-        state = self.attendance
-        state.stand(here)
+    def _pause(self, report: ReadyReport) -> GenerationView | Continue:
+        state = self.state
+        state.pause(report)
         self.send_pending()
         self.worker.wait_until(
-            lambda: state.answer is not None or state.out is not None, lambda: "the coordinator's next generation"
+            lambda: state.reply is not None or state.evicted is not None, lambda: "the coordinator's next generation"
         )
-        if state.answer is None:
-            raise MemberOutError(f"worker {self.worker.number} is no longer a member: {state.out}")
-        return state.answer
+        if state.reply is None:
+            raise MemberOutError(f"worker {self.worker.number} is no longer a member: {state.evicted}")
+        return state.reply
 
 
 class SimCoordinator:
@@ -227,7 +227,7 @@ class SimCoordinator:
             return
         paused_s, self._paused_at = self.now - self._paused_at, None
         if self._membership is not None:
-            self._membership.slept(paused_s)
+            self._membership.extend_timeouts(paused_s)
         self._process_inbox()
 
     def _process_exited(self, worker: Worker, why: str, back_after_s: float | None) -> None:
@@ -251,7 +251,9 @@ class SimCoordinator:
 
     def _deliver_exit(self, number: int) -> None:
         incarnation, why, returns = self._exits[number]
-        self._deliver(lambda: self._dispatch(self._active_membership.gone(number, incarnation, self.now, returns, why)))
+        self._deliver(
+            lambda: self._dispatch(self._active_membership.process_exited(number, incarnation, self.now, returns, why))
+        )
 
     def _restore(self) -> None:
         self.is_down, self._incarnation = False, self._incarnation + 1
@@ -316,14 +318,14 @@ class SimCoordinator:
         running = any(not worker.has_ended for worker in self._engine.workers)
         return self._config.recipe is None and not self._clients and (running or bool(self._restarting))
 
-    def send(self, client: SimMembershipClient, said: Said) -> None:
+    def send(self, client: SimMembershipClient, message: WorkerMessage) -> None:
         """Send a message of a worker to the coordinator."""
         if self._is_reachable(client):
             number, incarnation = client.worker.number, client.incarnation
-            self._after_latency(client, lambda: self._deliver(lambda: self._receive(number, incarnation, said)))
+            self._after_latency(client, lambda: self._deliver(lambda: self._receive(number, incarnation, message)))
 
-    def _receive(self, worker: int, incarnation: int, said: Said) -> None:
-        self._dispatch(self._active_membership.hear(worker, incarnation, said, self.now))
+    def _receive(self, worker: int, incarnation: int, message: WorkerMessage) -> None:
+        self._dispatch(self._active_membership.receive(worker, incarnation, message, self.now))
 
     def _tick(self) -> None:
         """Send due heartbeats of reachable workers, and let the coordinator check failure timeouts."""
@@ -342,18 +344,18 @@ class SimCoordinator:
         """Abort the generation of a sole member that cannot reach the coordinator, before others form the next one."""
         if is_running and self._is_reachable(client, awake=False):
             client.reachable_at = self.now
-        silent_s, alone = self.now - client.reachable_at, client.attendance.is_alone and not self.asynchronous
+        silent_s, alone = self.now - client.reachable_at, client.state.is_alone and not self.asynchronous
         if alone and not client.worker.has_failed and silent_s > ALONE * self._config.failure_timeout_s:
-            client.on_abort(client.attendance.generation, "the coordinator is unreachable")
+            client.on_abort(client.state.generation, "the coordinator is unreachable")
 
     def _dispatch(self, outgoing: Sequence[Outgoing]) -> None:
         membership = self._active_membership
         self._records += membership.records()
         for message in outgoing:
             client = self._clients.get(message.worker)
-            is_current = client is not None and client.incarnation == message.life
+            is_current = client is not None and client.incarnation == message.incarnation
             if client is not None and is_current and self._is_reachable(client, awake=False):
-                self._after_latency(client, self._delivery(client, message.told))
+                self._after_latency(client, self._delivery(client, message.message))
         notices, membership.notices = membership.notices, []
         events, membership.events = membership.events, []
         for notice in notices:
@@ -367,13 +369,13 @@ class SimCoordinator:
         if membership.phase == "stopped":
             raise self._too_few_error()
 
-    def _delivery(self, client: SimMembershipClient, told: Told) -> Callable[[], None]:
+    def _delivery(self, client: SimMembershipClient, message: CoordinatorMessage) -> Callable[[], None]:
         def receive() -> None:
             awake = self._engine.fault_injector.next_running_time(client.worker.number, self.now)
             if awake > self.now:
                 self._engine.queue.schedule(awake, receive, ARRIVAL, client.worker.number)
             elif self._is_reachable(client):
-                client.receive(told)
+                client.receive(message)
 
         return receive
 
@@ -399,6 +401,6 @@ class SimCoordinator:
 
     def _after_latency(self, client: SimMembershipClient, callback: Callable[[], None]) -> None:
         """Call a function after the network's latency, which is 0 before the first generation, when the run starts."""
-        number, is_first = client.worker.number, not client.incarnation and not client.attendance.generation
+        number, is_first = client.worker.number, not client.incarnation and not client.state.generation
         latency_s = 0.0 if is_first else self._links.path(number, COORDINATOR_ENDPOINT)[1]
         self._engine.queue.schedule(self.now + latency_s, callback, ARRIVAL, number)
