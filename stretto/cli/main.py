@@ -54,7 +54,6 @@ from stretto.launcher.local import run as run_order
 from stretto.launcher.progress_display import ProgressDisplay
 from stretto.launcher.reexec import reexecute
 from stretto.report.run_record import STANDARD_OUTPUT, check_target, write_json
-from stretto.report.summary import conclude
 from stretto.run_dir import version
 
 app = typer.Typer(
@@ -105,7 +104,7 @@ def _full_message(error: TyperException, given: Sequence[str]) -> str:
         return explain(problem, got=given[0], expected=expected, to_type=f"stretto {near[0]}")
     names = [name for param in context.command.params for name in param.opts] if context is not None else []
     if context is None or option is None or option in names:
-        return error.format_message()
+        return error.format_message().replace(": Value error, ", ": ")
     near = nearest(option, [*(name for name in names if name.startswith("--")), "--help"])
     expected = f"an option of {context.command_path} (the nearest are {', '.join(near)})"
     return explain(f"there is no option {option}", got=option, expected=expected, to_type=near[0])
@@ -307,6 +306,8 @@ def run(
     check_target(json_to, "run.json")
     to_standard_output = str(json_to) == STANDARD_OUTPUT
     folder = run_order(config, ProgressDisplay(quiet=quiet, out=2 if to_standard_output else 1))
+    from stretto.report.summary import conclude  # only here: matplotlib is slow to import
+
     conclude(folder, json_to, silent=quiet)
 
 

@@ -19,6 +19,8 @@ from stretto.launcher.seeding import after_import
 MOST_FILES = 200
 """Number of files that a worker remembers."""
 SHOWN = 3
+TENSORBOARD = "events.out.tfevents."
+"""Beginning of the names of TensorBoard's files: it draws all that lie in one folder as one run."""
 _WRITES = os.O_WRONLY | os.O_RDWR
 _NOT_FILES = ("/dev/", "/proc/", "/sys/")
 
@@ -94,13 +96,23 @@ def own_folders(run: str) -> list[str]:
     return [run, sys.prefix, sys.base_prefix, os.path.join(os.path.expanduser("~"), ".cache")]
 
 
+def _of_all_workers(path: str) -> str:
+    """Return the path; for a file of TensorBoard, whose name is a process's own, that of all such files beside it.
+
+    >>> _of_all_workers("/logs/events.out.tfevents.1700000000.host.42.0"), _of_all_workers("/logs/a.txt")
+    ('/logs/events.out.tfevents.*', '/logs/a.txt')
+    """
+    folder, name = os.path.split(path)
+    return os.path.join(folder, TENSORBOARD + "*") if name.startswith(TENSORBOARD) else path
+
+
 def several_write(events: Iterable[Event]) -> str | None:
     """Return one sentence on the files that several workers have written, or None if there are none."""
     writers: dict[tuple[str, str], set[int]] = {}
     for event in events:
         if event.get("event") == "written":
             for path in event["paths"]:
-                writers.setdefault((event["host"], path), set()).add(event["worker"])
+                writers.setdefault((event["host"], _of_all_workers(path)), set()).add(event["worker"])
     shared = [(path, sorted(workers)) for (_, path), workers in writers.items() if len(workers) > 1]
     if not shared:
         return None

@@ -7,11 +7,12 @@ import os
 import pty
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
-from scene import Place, staff, until
+from scene import PATH, Place, staff, until
 
 from stretto.cli.main import command
 from stretto.recipe.named import NAMED
@@ -225,3 +226,16 @@ def test_no_process_but_the_launcher_is_needed_to_see_the_help(place: Place) -> 
     assert (code, err) == (0, "")
     assert all(word in out for word in ("run", "report", "recipes"))
     assert ended(place, place.stretto("--version"))[1].startswith("stretto ")
+
+
+def test_interrupt_during_the_imports_ends_without_a_traceback(tmp_path: Path) -> None:
+    (tmp_path / "typer.py").write_text("raise KeyboardInterrupt\n")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), PATH])}
+    command = [sys.executable, "-m", "stretto.cli", "recipes"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (130, "stretto: stopped\n")
+
+
+def test_value_that_is_none_of_an_option_is_refused_in_plain_words(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(["run", "--batch", "splitt", "train.py"]) == 2
+    assert capsys.readouterr().err == "stretto: Invalid value for '--batch': 'splitt' is not one of 'keep', 'split'.\n"

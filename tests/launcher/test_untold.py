@@ -98,3 +98,14 @@ def test_torn_file_that_torch_loads_is_an_error_with_advice(
         with pytest.raises(Exception) as found:  # noqa: PT011 - torch raises one of several
             torch.load(file)
         assert failure(found.value).count("write it with stretto.save(obj, path)") == (workers == 2)
+
+
+def test_tensorboard_folder_of_several_workers_is_named() -> None:
+    """Their files have names of their own, and are drawn as one run."""
+
+    def written(worker: int) -> dict[str, Any]:
+        name = f"/logs/events.out.tfevents.17.host.{worker}.0"
+        return {"event": "written", "t": 0.0, "worker": worker, "host": "here", "paths": [name]}
+
+    assert "/logs/events.out.tfevents.* (workers 0, 1)" in (several_write([written(0), written(1)]) or "")
+    assert several_write([written(0)]) is None
