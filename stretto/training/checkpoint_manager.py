@@ -1,7 +1,7 @@
-"""Writes down the state of a run: for checkpoints, and for those who come to it.
+"""Captures the state of a run, for checkpoints and for workers that join.
 
-Workers that wait for each other are at rest between two hands. Those that do not meet at a cut, or to evaluate, and at
-the end of a pass; then all look at what the server has.
+Workers that wait for each other save at rest, between two global steps. Workers that do not wait save at a barrier for
+a snapshot or an evaluation, and at the end of an epoch; then all of them hold the server's parameters.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ from stretto.training.worker_context import WorkerContext
 from stretto.transport.elastic import ElasticTransport
 
 LAST_S = 60.0
-"""How long the last checkpoint may take when all else is over."""
+"""Seconds that the last checkpoint may take after the script has ended."""
 
 
 class CheckpointManager:
-    """Says when a checkpoint is due, and what is in it; the first worker writes it, behind the training."""
+    """Decides when a checkpoint is due, and collects its state; the first worker writes it in the background."""
 
     def __init__(self, trainer: TrainerView, seat: WorkerContext) -> None:
         self._trainer = trainer
         self._checkpoints = Checkpoints(seat.run / CHECKPOINTS, seat.keep) if seat.run is not None else None
         self._every = copy.copy(seat.checkpoint)
         self.saved_at = 0
-        """The rounds at the last checkpoint."""
+        """Number of rounds at the last checkpoint."""
         self._writer: BackgroundWriter | None = None
         self._number = 0
-        """That of the last checkpoint. Where nobody waits rounds are each worker's own, and another may write."""
+        """Number of the last checkpoint; it may be above `rounds_done`, which differs among asynchronous workers."""
         self._snapshots = Snapshots()
         self._notices: SimpleQueue[str] = SimpleQueue()
-        """What the writer has to say, in its own thread."""
+        """Notices of the writer thread."""
 
     # --- when ---------------------------------------------------------------------------------------------------
 
     def is_due(self) -> bool:
-        """Whether one is due at a rest by the number of rounds, or of seconds where nobody else must be told."""
+        """Return True if a checkpoint is due at a rest point, by rounds, or by seconds in a fixed membership."""
         trainer, due = self._trainer, self._every
         if due is None or trainer.replica.server is not None or not trainer.is_at_rest():
             return False
@@ -56,13 +56,13 @@ class CheckpointManager:
         return not isinstance(trainer.wire, ElasticTransport) and due.due(trainer.journal.t(), trainer.rounds_done)
 
     def cut_made(self) -> None:
-        """Workers that do not wait have met, and nothing is under way: a checkpoint is written if one is due."""
+        """Write a checkpoint if one is due; asynchronous workers have met, with no update in flight."""
         if self.is_told_to_save():
             self._trainer.bring_steps()
             self._trainer.look_together(self.save)
 
     def is_told_to_save(self) -> bool:
-        """Whether the first of the workers that do not wait, and have met, finds that a checkpoint is due."""
+        """Return True if the first of the asynchronous workers finds that a checkpoint is due; all must call this."""
         trainer, due = self._trainer, self._every
         if due is None or trainer.replica.server is None:
             return False
@@ -72,9 +72,9 @@ class CheckpointManager:
     # --- saving -------------------------------------------------------------------------------------------------
 
     def save(self) -> None:
-        """All tell what they have for themselves; the first writes everything down.
+        """Gather each worker's own state; the first worker writes everything.
 
-        Those who go on by themselves wait until it has looked at what all have: the server's parameters, and the books.
+        Asynchronous workers wait until it has read the server's parameters and the sample counts.
         """
         trainer = self._trainer
         self.saved_at = trainer.rounds_done
@@ -86,7 +86,7 @@ class CheckpointManager:
             self._write(whose)
 
     def _write(self, told: Mapping[int, bytes]) -> bytes:
-        """Have the state written; not if a server was lost meanwhile: what it had is of another moment then."""
+        """Submit the state to the writer, unless a server failed: its part would be of another moment."""
         trainer = self._trainer
         if self._checkpoints is None:
             return b"nowhere"
@@ -108,12 +108,12 @@ class CheckpointManager:
         return b"written"
 
     def pass_on(self) -> None:
-        """Say what the writer has to say."""
+        """Write the writer's notices into the event log."""
         while not self._notices.empty():
             self._trainer.journal.notice(self._notices.get())
 
     def finish(self, is_wanted: bool) -> None:
-        """The script is over: the last state, whole, if it `is_wanted` and states are kept at all."""
+        """Write the last state if it `is_wanted` and checkpoints are kept, and wait for the writer."""
         if self._every is not None and is_wanted:
             self.save()
         if self._writer is not None and not self._writer.close(LAST_S):

@@ -1,7 +1,7 @@
-"""One worker among others that may die, leave or come: where all stand still, what it takes over, what it leaves.
+"""One worker in a changing membership: rest points, state transfer, joining and leaving.
 
-Between two hands, when nothing that the optimizer has done waits to be exchanged, a worker is *at rest*: then others
-may come in, this one may leave, and a checkpoint is the whole state of the run.
+Between two global steps, when no optimizer step waits to be exchanged, a worker is *at rest*. Then other workers may
+join, this one may leave, and a checkpoint holds the whole state of the run.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from stretto.transport.interface import KnowsPlace
 
 
 class ElasticAgent:
-    """What one worker knows of who is there, and does about it."""
+    """Membership changes as one worker follows them."""
 
     def __init__(self, trainer: TrainerView, seat: WorkerContext) -> None:
         self._trainer, self._seat = trainer, seat
         self._taken: State | None = None
-        """The state to go on from, until the pass that it is of has begun."""
+        """State to continue from, until its epoch has begun."""
         self._late: tuple[Change, tuple[int, ...]] | None = None
-        """A change that others have heard of in a pass that this worker has not begun."""
+        """Membership change, and the members before it, in an epoch that this worker has not begun."""
         self._passes_over, self._asked = 0, False
         self.left = False
-        """Whether this worker has left the others."""
+        """True if this worker has left the run gracefully."""
         self.keeper = CheckpointManager(trainer, seat)
         self._members = members_of(trainer.wire)
         self._tail: list[UncommittedWork] = []
-        """Of passes that are over, what no exchange has carried."""
+        """Work of past epochs that no exchange has carried."""
         self._asks = False
-        """Whether all are being asked if the pass goes on."""
+        """True while the workers agree on whether the epoch continues."""
         self._lost: list[list[Any]] = []
-        """Those of workers that are gone."""
+        """Batches of failed workers, to be assigned again."""
         self._counted = 0
-        """The samples in these that are still counted: until they are dealt again."""
+        """Number of samples in `_lost` that still count as trained, until they are assigned again."""
         self._redealt: tuple[list[list[Any]], int] = [], 0
         """Batches lost in earlier epochs and assigned again in this one, and their samples that were counted."""
         if isinstance(trainer.wire, ElasticTransport):
@@ -59,10 +59,10 @@ class ElasticAgent:
         if seat.barrier is not None:
             seat.barrier.begin(self.place)
 
-    # --- coming in ----------------------------------------------------------------------------------------------
+    # --- joining ----------------------------------------------------------------------------------------------
 
     def arrive(self) -> None:
-        """Take over the state of those who are there, or of a checkpoint, if there is one."""
+        """Load the state of the running workers, or of a checkpoint, if there is one."""
         wire, state = self._trainer.wire, self._trainer.section.state
         self._trainer.section.state = None
         if state is not None:
@@ -73,7 +73,7 @@ class ElasticAgent:
             self._join(wire)
 
     def _join(self, wire: ParameterServerClient) -> None:
-        """Take part in a run over a server from where it stands; its parameters have been read."""
+        """Join a run over a server at its current position; the parameters have been read."""
         assert wire.join_position is not None
         self._passes_over = epoch_of(wire.join_position.epoch_number) - 1
         self._trainer.peeks = list(unpack(wire.order[1]).peeks)
@@ -105,19 +105,19 @@ class ElasticAgent:
         return sorted(state.own) == sorted(members_of(self._trainer.wire))
 
     def _orphans(self, state: State) -> list[state_transfer.Own]:
-        """What workers had for themselves that are not there: their debts go to the first of those who are."""
+        """Return the own states of former members: worker 0 adds their residuals to its own."""
         if self._is_same_crew(state) or self._trainer.wire.worker:
             return []
         return list(state.own.values())
 
     def _draw_otherwise(self) -> None:
-        """Random states of this life's own."""
+        """Seed the random generators for this incarnation."""
         draw_from(f"{self._seat.seed}:{self._seat.worker}:{self._seat.life}".encode())
 
-    # --- passes -------------------------------------------------------------------------------------------------
+    # --- epochs -------------------------------------------------------------------------------------------------
 
     def is_over(self, number: int) -> bool:
-        """Whether a pass was over before this worker came."""
+        """Return True if an epoch was over before this worker joined."""
         if number <= self._passes_over:
             return True
         if self._taken is None:
@@ -126,20 +126,20 @@ class ElasticAgent:
         return bool(number < facts["passes"] or (number == facts["passes"] and facts["order"] is None))
 
     def found(self, number: int) -> tuple[EpochOrder, BatchAssignment] | None:
-        """The order and the deal of a pass that others have begun."""
+        """Return the order and the batch assignment of an epoch that others have begun; None for another epoch."""
         if self._taken is None or number != self._taken.facts["passes"]:
             return None
         facts = self._taken.facts
         return unpack(facts["order"]), BatchAssignment.restored(facts["deal"], members_of(self._trainer.wire))
 
     def members(self) -> tuple[int, ...]:
-        """Whom a pass that begins is dealt to: as those did who have begun it already."""
+        """Return the members that a new epoch is assigned to: as those workers did that have begun it already."""
         if self._late is not None and self._late[0].global_step > self._trainer.turns:
             return self._late[1]
         return members_of(self._trainer.wire)
 
     def pass_begun(self) -> None:
-        """The hands of a pass are there: what others knew of it before is told to them."""
+        """Apply membership changes from before this epoch's beginning, and a loaded state."""
         late, self._late = self._late, None
         hands = self._trainer.hands
         if late is not None and isinstance(hands, AssignedEpoch) and late[0].global_step > self._trainer.turns_before:
@@ -156,19 +156,19 @@ class ElasticAgent:
         self._trainer.samples_before += counted
 
     def pass_skipped(self) -> None:
-        """A pass was over before this worker came. A state of its very end is where the script goes on from."""
+        """Continue from a state that was saved at the very end of the skipped epoch, if there is one."""
         taken = self._taken
         if taken is not None and taken.facts["closing"] and self._trainer.passes == taken.facts["passes"]:
             self._go_on_from(taken)
 
     def pass_begins(self) -> None:
-        """The first pass after a state that a script ended with: its order is drawn from there."""
+        """Continue from a state that was saved after the last epoch: the next order is drawn from its random states."""
         self._redealt = [], 0
         if self._taken is not None and self._trainer.passes > self._taken.facts["passes"]:
             self._go_on_from(self._taken)
 
     def _go_on_from(self, state: State) -> None:
-        """Model, settings and random states as when the state was taken, whatever the script did on its way here."""
+        """Restore model, settings and random states as saved, whatever the script did since it started."""
         self._taken = None
         state_transfer.load_model(self._trainer.model, state.tensors)
         self._trainer.settings.take(state.facts["settings"])
@@ -180,23 +180,23 @@ class ElasticAgent:
 
     @property
     def can_leave(self) -> bool:
-        """Whether others can go on without this worker."""
+        """True if the others can continue without this worker."""
         wire = self._trainer.wire
         return isinstance(wire, ElasticTransport) or (isinstance(wire, ParameterServerClient) and wire.elastic)
 
     def ask_to_leave(self) -> None:
-        """Leave in good order as soon as that is possible; a signal's handler may ask."""
+        """Leave gracefully as soon as possible; a signal handler may call this."""
         self._asked = True
         if isinstance(self._trainer.wire, ElasticTransport):
             self._trainer.wire.quit()
 
     def dealt(self) -> None:
-        """A hand was dealt: others wait for this worker until it has ended it."""
+        """Note that a global step was assigned: the others wait for this worker until the step ends."""
         self.keeper.pass_on()
         self.doing("computing")
 
     def doing(self, text: str) -> None:
-        """What this worker does, for those who ask."""
+        """Publish what this worker does."""
         wire = self._trainer.wire
         if isinstance(wire, ElasticTransport | ParameterServerClient):
             wire.doing(text, self._trainer.turns)
@@ -204,9 +204,11 @@ class ElasticAgent:
     # --- barriers of the script ---------------------------------------------------------------------------------
 
     def place(self) -> int:
-        """Return how far this worker has come: more with each exchange among all, or batch, that it begins."""
+        """Return this worker's position, a number that grows with each collective operation, or batch, it begins."""
         trainer, wire = self._trainer, self._trainer.wire
-        begun: int = getattr(wire, "begun", trainer.turns)  # a wire need not count: then batches do
+        begun: int = getattr(
+            wire, "begun", trainer.turns
+        )  # a transport that counts no operations: batches count instead
         return begun + trainer.section.passes + trainer.passes if trainer.replica.server is not None else begun
 
     def mend(self) -> None:
@@ -222,7 +224,7 @@ class ElasticAgent:
     # --- at rest ------------------------------------------------------------------------------------------------
 
     def rest(self) -> None:
-        """Between two hands: stand still if all are to, and let others in; write a checkpoint if one is due."""
+        """Rest between two global steps if requested, admit joining workers, and write a checkpoint if one is due."""
         wire = self._trainer.wire
         if self._asked and isinstance(wire, ParameterServerClient):
             self._trainer.bring_all()
@@ -249,7 +251,7 @@ class ElasticAgent:
             self.keeper.save()
 
     def _leave(self) -> None:
-        """Leave in good order: what this worker owes is left where the others find it."""
+        """Leave gracefully: write this worker's residual where the remaining workers find it."""
         self.left = True
         if self._seat.run is not None and (residuals := self._trainer.replica.residuals()):
             folder = self._seat.run / "handed"
@@ -260,7 +262,7 @@ class ElasticAgent:
         raise SystemExit(0)
 
     def _inherit(self, gone: tuple[int, ...]) -> None:
-        """The first worker takes on what leavers owe."""
+        """Add the residuals of workers that left, at the first worker."""
         if self._seat.run is None:
             return
         for worker in gone:
@@ -269,17 +271,17 @@ class ElasticAgent:
                 self._trainer.replica.add_residuals(state_transfer.unpack_own(path.read_bytes())[1])
                 path.unlink()
 
-    # --- a change of members ------------------------------------------------------------------------------------
+    # --- membership changes ------------------------------------------------------------------------------------
 
     def _changed(self, change: Change) -> None:
-        """Others exchange from now on. A worker that is a round behind does that round first as it was."""
+        """Apply a membership change. A worker that is a round behind first does that round with the former members."""
         trainer = self._trainer
         behind = trainer.section.rounds + trainer.rounds_done < change.rounds
         before, self._members = self._members, change.members
         back: dict[int, int] = {}
         ahead = change.global_step - trainer.turns_before
         if isinstance(trainer.hands, AssignedEpoch) and trainer.hands.is_over:
-            if self._asks and change.behind:  # the others have closed the pass with what is looked at now
+            if self._asks and change.behind:  # the others have closed the epoch with the model that is averaged now
                 left = trainer.hands.uncommitted()
                 back = {one: self._give_up(left.take(one)) for one in change.gone}
                 trainer.hands.batch_assignment.commit()
@@ -300,13 +302,13 @@ class ElasticAgent:
         if isinstance(trainer.hands, AssignedEpoch):
             trainer.samples = trainer.samples_before + trainer.hands.handed
         trainer.replica.regroup(len(change.members), bool(change.came), behind)
-        first = next(one for one in change.members if one not in change.came)  # who comes hears of no change
+        first = next(one for one in change.members if one not in change.came)  # joining workers receive no change
         if first == number_of(trainer.wire):
             self._inherit(change.gone)
             self._say(change, back)
 
     def _say(self, change: Change, back: dict[int, int]) -> None:
-        """The first worker writes down who is there from now on, and what others do again."""
+        """Write the new membership, and the reassigned samples, into the event log."""
         journal = self._trainer.journal
         facts = {"generation": change.generation, "departed": list(change.gone), "joined": list(change.came)}
         if self._trainer.dealer.assignment == "contiguous" and self._trainer.hands is not None:
@@ -321,17 +323,17 @@ class ElasticAgent:
             )
         journal.flush()
 
-    # --- what was left over in a pass --------------------------------------------------------------------------
+    # --- uncommitted work of an epoch --------------------------------------------------------------------------
 
     def keep_tail(self, hands: EpochBatches | None) -> None:
-        """A pass ends with work that no exchange has carried: who dies before the next one has not done it."""
+        """Keep an ending epoch's work that no exchange has carried: it is lost if its worker fails before the next."""
         if not isinstance(self._trainer.wire, ElasticTransport) or not isinstance(hands, AssignedEpoch):
             return
         self._tail.append(hands.uncommitted())
         self._lost += hands.unassigned()
 
     def reopens(self, hands: EpochBatches) -> bool:
-        """Whether something was given back when all was dealt: all ask each other, so that all know the same."""
+        """Return True, at all workers alike, if batches were returned after all had been assigned."""
         wire = self._trainer.wire
         is_dealt = self._trainer.replica.in_rounds
         if not isinstance(wire, ElasticTransport) or not isinstance(hands, AssignedEpoch) or not is_dealt:
@@ -346,20 +348,20 @@ class ElasticAgent:
         return True
 
     def carried(self) -> None:
-        """An exchange has carried all there was."""
+        """Note that an exchange has carried all work."""
         self._tail.clear()
 
     def _give_up(self, pieces: list[list[Any]]) -> int:
-        """Work that was counted is to be done again; returns its samples."""
+        """Mark counted work to be done again; return its samples."""
         samples = sum(map(len, pieces))
         self._lost += pieces
         self._counted += samples
         return samples
 
     def _lose(self, gone: tuple[int, ...]) -> dict[int, int]:
-        """What those who are gone had left over from earlier passes is done again in this one, or the next.
+        """Assign the failed workers' uncommitted work of earlier epochs again, in this epoch or the next.
 
-        Returns how many samples of whom that are.
+        Returns the number of samples by worker.
         """
         lost = {worker: sum(self._give_up(one.take(worker)) for one in self._tail) for worker in gone}
         hands = self._trainer.hands
@@ -373,7 +375,7 @@ class ElasticAgent:
 
 
 def comes_late(wire: Transport) -> bool:
-    """Whether a worker comes to others that have begun: it asks nobody what was settled at the beginning."""
+    """Return True if the worker joined a run that had begun, and so takes no part in its initial agreements."""
     if isinstance(wire, ElasticTransport):
         return wire.arrives
     return (

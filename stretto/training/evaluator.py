@@ -1,4 +1,4 @@
-"""Evaluates the agreed model, closes a pass's books with the other workers, and keeps states for a comparison."""
+"""Evaluates the averaged model, closes epochs with the other workers, and saves states for a comparison."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ from stretto.transport import Transport
 Predicted = NDArray[np.int32] | None
 
 
-class Doing(Protocol):
-    """Says what a worker does."""
+class StatusPublisher(Protocol):
+    """Publishes what a worker does."""
 
     def doing(self, text: str) -> None:
-        """What it does now."""
+        """Publish what the worker does now."""
 
 
-class Judged(Protocol):
-    """What the referee sees of a trainer."""
+class EvaluatedTrainer(Protocol):
+    """The attributes of a trainer that an evaluator uses."""
 
     model: nn.Module
     wire: Transport
@@ -49,7 +49,7 @@ class Judged(Protocol):
     journal: EventWriter
     arrivals: Arrivals
     replica: Replica
-    presence: Doing
+    presence: StatusPublisher
     steps: int
     samples: int
     samples_before: int
@@ -57,15 +57,15 @@ class Judged(Protocol):
     hands_done: int
 
     def training_s(self) -> float:
-        """Seconds of training so far."""
+        """Return the seconds of training so far."""
 
     def measured(self) -> dict[str, Any]:
-        """This worker's cumulative figures."""
+        """Return this worker's cumulative figures."""
 
 
 @dataclass(frozen=True)
-class Line:
-    """What there is to be written of a pass: what all told of themselves, and of each sample."""
+class EpochSummary:
+    """An epoch's event: the figures of all workers, and the counts of each sample."""
 
     epoch: int
     step: int
@@ -73,38 +73,40 @@ class Line:
     training_s: float
     hands: EpochBatches
     counts: list[bytes] | None
-    told: list[bytes]
+    figures: list[bytes]
 
 
 class Evaluator:
-    """Judges a trainer's work: worker 0 evaluates, all wait; at the end of a pass all tell what they know."""
+    """Evaluates at worker 0 while the others wait, and gathers the workers' figures at the end of an epoch."""
 
-    def __init__(self, trainer: Judged, seat: WorkerContext, evaluate: Evaluate | None, every: int | None) -> None:
+    def __init__(
+        self, trainer: EvaluatedTrainer, seat: WorkerContext, evaluate: Evaluate | None, every: int | None
+    ) -> None:
         self._trainer, self._seat = trainer, seat
         self._evaluate, self._every = evaluate, every
         self._evaluated_at: int | None = None
         self._predictions: Predicted = None
         self.is_final_elsewhere = False
-        """Whether the run folder did not take the model that the script ends with."""
+        """True if the final model could not be saved in the run folder."""
         self._epoch = 0
         self._newest_at = self._newest_samples = 0
         """The steps at the last evaluation of a server's newest version, and the samples then, estimated."""
 
     @property
     def epoch(self) -> int:
-        """Number of epochs whose books are closed."""
+        """Number of closed epochs."""
         return self._epoch
 
     def state(self) -> list[int | None]:
-        """How far it has come: passes closed, and where it evaluated last."""
+        """Return the number of closed epochs and the position of the last evaluation."""
         return [self._epoch, self._evaluated_at]
 
     def restore(self, state: list[int | None]) -> None:
-        """Go on from there."""
+        """Load a state that `state` returned."""
         self._epoch, self._evaluated_at = state[0] or 0, state[1]
 
     def evaluate_if_due(self) -> None:
-        """Evaluate when so many steps have passed as the script asked for."""
+        """Evaluate if the number of steps that the script asked for has passed."""
         steps = self._trainer.steps
         if self._every is None or steps // self._every == (self._evaluated_at or 0) // self._every:
             return
@@ -129,23 +131,23 @@ class Evaluator:
         self._newest_samples = max(estimate, self._newest_samples)
         training_s = trainer.training_s()
         with trainer.watch.on("evaluating"), trainer.replica.newest():
-            self._judge(training_s, self._newest_samples)
+            self._evaluate_here(training_s, self._newest_samples)
         trainer.journal.flush()
 
     def evaluate(self) -> None:
-        """Evaluate the model as it is now; worker 0 does, the others wait for it."""
+        """Evaluate the current model at worker 0; the other workers wait."""
         trainer = self._trainer
         at = trainer.steps if trainer.replica.server is None else trainer.samples
         if self._evaluate is None or (self._evaluated_at == at and trainer.replica.server is None):
             return
         is_new, self._evaluated_at = self._evaluated_at != at, at
         training_s = trainer.training_s()
-        with trainer.watch.on("evaluating"):  # where nobody waits one may have come later; who judges knows
-            trainer.wire.broadcast_bytes(lambda: self._judge(training_s) if is_new else b"evaluated")
+        with trainer.watch.on("evaluating"):  # an asynchronous worker may have joined later: the first worker decides
+            trainer.wire.broadcast_bytes(lambda: self._evaluate_here(training_s) if is_new else b"evaluated")
         trainer.journal.flush()
 
-    def _judge(self, training_s: float, estimated: int | None = None) -> bytes:
-        """The first worker's part of an evaluation."""
+    def _evaluate_here(self, training_s: float, estimated: int | None = None) -> bytes:
+        """Evaluate and write the event, at the first worker."""
         trainer = self._trainer
         assert self._evaluate is not None
         trainer.presence.doing("evaluating")
@@ -157,15 +159,15 @@ class Evaluator:
             got = f"sys.exit({error.code!r})"
             raise EvaluateError(explain(problem, got=got, expected=expected, to_type=to_type)) from error
         samples = trainer.samples if estimated is None else estimated
-        carries: dict[str, Any] = {"epoch": self._epoch, "step": trainer.steps, "samples": samples}
+        fields: dict[str, Any] = {"epoch": self._epoch, "step": trainer.steps, "samples": samples}
         if trainer.replica.server is not None:
-            carries["versions"] = trainer.replica.server.versions_read
-        trainer.journal.write("evaluation", **carries, training_s=training_s, metrics=metrics)
-        self._keep(f"states/{samples:08d}")
+            fields["versions"] = trainer.replica.server.versions_read
+        trainer.journal.write("evaluation", **fields, training_s=training_s, metrics=metrics)
+        self._save_state(f"states/{samples:08d}")
         return b"evaluated"
 
     def close_pass(self, hands: EpochBatches) -> None:
-        """The books of a pass: who did what, how long it took, and how often each sample counted."""
+        """Close an epoch: gather the workers' figures and the count of each sample, and write the event."""
         trainer, samples = self._trainer, self._trainer.samples
         self._epoch += 1
         with trainer.watch.on("waiting"):
@@ -175,75 +177,75 @@ class Evaluator:
         training_s = trainer.training_s()
         if self._every is None:
             self.evaluate()
-        mine: dict[str, Any] = {
+        own: dict[str, Any] = {
             "worker": trainer.journal.worker,
             "samples": trainer.own_samples,
             "steps": trainer.steps,
         }
-        mine |= {"drift": trainer.replica.drift, **trainer.measured()}
-        told = trainer.wire.all_gather_bytes(msgspec.msgpack.encode(mine))
-        asked = hands.samples and not isinstance(
+        own |= {"drift": trainer.replica.drift, **trainer.measured()}
+        figures = trainer.wire.all_gather_bytes(msgspec.msgpack.encode(own))
+        is_countable = hands.samples and not isinstance(
             hands, LeasedEpoch
-        )  # of streams nobody knows, else the coordinator all
-        counts = trainer.wire.all_gather_bytes(lambda: _books(hands)) if asked else None
-        line = Line(self._epoch, trainer.steps, samples, training_s, hands, counts, told)
+        )  # streams have no counts; the coordinator has those of leases
+        counts = trainer.wire.all_gather_bytes(lambda: _packed_counts(hands)) if is_countable else None
+        summary = EpochSummary(self._epoch, trainer.steps, samples, training_s, hands, counts, figures)
         was_first = trainer.wire.worker == 0
         with trainer.watch.on("waiting"):
-            trainer.wire.broadcast_bytes(lambda: self._put_down(line, was_first))
+            trainer.wire.broadcast_bytes(lambda: self._write_epoch_once(summary, was_first))
         trainer.journal.flush()
 
-    def _put_down(self, line: Line, was_first: bool) -> bytes:
-        """The first worker writes of a pass; if it dies while the others wait for it, the first of these does."""
+    def _write_epoch_once(self, summary: EpochSummary, was_first: bool) -> bytes:
+        """Write the epoch's event, once: if the first worker fails while the others wait, the next one writes it."""
         run = self._seat.run
         if not was_first and run is not None:
             written = (one for one in read_events(run / "events.jsonl") if one.get("event") == "epoch")
-            if any(one.get("epoch") == line.epoch for one in written):
+            if any(one.get("epoch") == summary.epoch for one in written):
                 return b"written"
-        self._write_epoch(line)
+        self._write_epoch(summary)
         self._trainer.journal.flush()
         return b"written"
 
     def finish(self, has_worked: bool) -> None:
-        """A last evaluation of the model that the script ends with, if anybody `has_worked`, and its state."""
+        """Evaluate and save the final model; evaluate only if any worker `has_worked`."""
         if has_worked:
             self.evaluate()
-        self.is_final_elsewhere = self._trainer.wire.broadcast_bytes(self._keep_final) == b"elsewhere"
+        self.is_final_elsewhere = self._trainer.wire.broadcast_bytes(self._save_final) == b"elsewhere"
 
-    def _keep_final(self) -> bytes:
-        """Save the model that the script ends with, before anything else that may find no room."""
+    def _save_final(self) -> bytes:
+        """Save the final model, before other files that may not fit on the disk."""
         folder, notice = self._seat.run, self._trainer.journal.notice
         if folder is None:
             return b"nowhere"
-        is_there = save_final(folder, _kept(self._trainer.model), notice)
+        is_saved = save_final(folder, _saveable_tensors(self._trainer.model), notice)
         if self._predictions is not None:
             try:
                 np.save(folder / f"{NAME}.predictions.npy", self._predictions)
             except OSError as error:
                 notice(f"the predictions of the trained model could not be saved: {error.strerror}")
-        return b"kept" if is_there else b"elsewhere"
+        return b"kept" if is_saved else b"elsewhere"
 
-    def _write_epoch(self, line: Line) -> None:
-        counts, trained = line.counts, {}
-        if isinstance(line.hands, LeasedEpoch):
-            counted, by_worker = line.hands.audited()
+    def _write_epoch(self, summary: EpochSummary) -> None:
+        counts, trained = summary.counts, {}
+        if isinstance(summary.hands, LeasedEpoch):
+            counted, by_worker = summary.hands.audited()
             counts, trained = [np.packbits(counted).tobytes()], {"trained": by_worker}
-        told = [msgspec.msgpack.decode(one) for one in line.told]
-        drifts = [one.pop("drift") for one in told]
+        figures = [msgspec.msgpack.decode(one) for one in summary.figures]
+        drifts = [one.pop("drift") for one in figures]
         self._trainer.journal.write(
             "epoch",
-            epoch=line.epoch,
-            step=line.step,
-            samples=line.samples,
-            training_s=line.training_s,
-            sample_counts=_audited(counts, line.hands) if counts is not None else None,
+            epoch=summary.epoch,
+            step=summary.step,
+            samples=summary.samples,
+            training_s=summary.training_s,
+            sample_counts=_sample_counts(counts, summary.hands) if counts is not None else None,
             drift=max((one for one in drifts if one is not None), default=None),
-            workers=told,
+            workers=figures,
             **trained,
         )
-        self._keep(f"states/{line.samples:08d}")
+        self._save_state(f"states/{summary.samples:08d}")
 
-    def _keep(self, name: str) -> None:
-        """Save the model as it is, when there is a folder for it and somebody wants it."""
+    def _save_state(self, name: str) -> None:
+        """Save the current model if the run keeps states."""
         folder = self._seat.run
         if folder is None or not self._seat.keep_states:
             return
@@ -256,23 +258,23 @@ class Evaluator:
             raise LogError(f"{path} cannot be written: {why}") from error
 
 
-def _books(hands: EpochBatches) -> bytes:
-    """How often each sample was settled by this worker, and by those who are gone."""
+def _packed_counts(hands: EpochBatches) -> bytes:
+    """Return the counts of each sample by this worker, and those of departed workers."""
     counted = hands.counted()
     assert counted is not None
     return np.packbits(counted).tobytes() + (hands.departed_counts() if isinstance(hands, AssignedEpoch) else b"")
 
 
-def _audited(told: Sequence[bytes], hands: EpochBatches) -> dict[str, int]:
-    """How often each sample of the pass counted, over all workers.
+def _sample_counts(figures: Sequence[bytes], hands: EpochBatches) -> dict[str, int]:
+    """Return how often each sample of the epoch counted, over all workers.
 
-    Of those who are not there any more the worker that has been there longest knows.
+    The counts of departed workers are from the worker that has been a member for the longest time.
     """
     assert isinstance(hands, AssignedEpoch | LeasedEpoch)
     size = hands.order.bounds[-1]
     length = -(-size // 8)
-    books = [one[length:] for one in told if one[length:]]
-    packed = [*(one[:length] for one in told), *([min(books)[8:]] if books else [])]
+    departed = [one[length:] for one in figures if one[length:]]
+    packed = [*(one[:length] for one in figures), *([min(departed)[8:]] if departed else [])]
     counts = [np.unpackbits(np.frombuffer(one, np.uint8), count=size) for one in packed]
     found, late = audit(one[: hands.samples] for one in counts), audit(one[hands.samples :] for one in counts)
     facts = {"once": found.once, "twice": found.twice + late.twice, "never": found.never + late.never}
@@ -280,13 +282,13 @@ def _audited(told: Sequence[bytes], hands: EpochBatches) -> dict[str, int]:
     return {**facts, "dropped": hands.dropped, **recovered_samples}
 
 
-def _kept(model: nn.Module) -> dict[str, Tensor]:
-    """What the model's `load_state_dict` takes, but for what safetensors has no room for."""
+def _saveable_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors for the model's `load_state_dict`, except for dtypes that safetensors can't hold."""
     return {name: one for name, one in state_dict_of(model).items() if one.dtype in KINDS}
 
 
 def _save(path: Path, model: nn.Module, predictions: Predicted) -> None:
-    tensors = {name: one.cpu().contiguous().clone() for name, one in _kept(model).items()}
+    tensors = {name: one.cpu().contiguous().clone() for name, one in _saveable_tensors(model).items()}
     save_file(tensors, f"{path}.safetensors")
     if predictions is not None:
         np.save(f"{path}.predictions.npy", predictions)

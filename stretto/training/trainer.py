@@ -1,4 +1,4 @@
-"""One worker's training: ties the script's loop, by hooks and the loader, to a recipe and a wire."""
+"""One worker's training: connects the script's loop, by hooks and the loader, to a recipe and a transport."""
 
 from __future__ import annotations
 
@@ -69,9 +69,9 @@ CHECK_EVERY_ROUNDS = 100
 
 
 class Trainer:
-    """Everything that happens to one worker between `distribute` and the end of the script.
+    """The training of one worker between `distribute` and the end of its section.
 
-    `recipe` is None for a worker that is alone and exchanges nothing.
+    `recipe` is None for a single worker, which exchanges nothing.
     """
 
     def __init__(
@@ -122,10 +122,10 @@ class Trainer:
         self.referee = Evaluator(self, seat, evaluate, evaluate_every)
         self.steps_of = [0] * len(optimizers)
         self._stepped_at = [0] * len(optimizers)
-        """The exchanges that were done at each optimizer's last step."""
+        """Number of exchanges at each optimizer's last step."""
         self._exchanges_before = 0
         self._piled: int | None = 0
-        """Batches in a row whose gradients were exchanged without a step; None when that was said."""
+        """Successive batches whose gradients were exchanged without a step; None once the notice was written."""
         self._phase = COMING
         self.steps = self.hands_done = self.rounds_done = self.passes = 0
         self._is_stopped = False
@@ -134,10 +134,10 @@ class Trainer:
         """Global steps of epochs in which no step was made or counted."""
         self.samples = self.own_samples = self.samples_before = 0
         self.turns = self.turns_before = section.turns
-        """How often a hand was asked for: the ends of passes, which have none, count."""
+        """Number of requests for a global step, including those at the end of an epoch, which return none."""
         self.hands: EpochBatches | None = None
         self.closing: EpochBatches | None = None
-        """Those of a pass whose books are being closed."""
+        """The epoch that is being closed; None at other times."""
         self.hand: GlobalStep | None = None
         self.iterations = 0
         """Number of iterations over the loader that the script has begun."""
@@ -151,25 +151,25 @@ class Trainer:
         self._has_peeked = self._all_peeked = False
         """True if this worker has left the epoch after a peek; and if all had at their last exchange of counts."""
         self._schedules_before: dict[str, Any] = {}
-        """The position of the schedules when this epoch began."""
+        """The schedules' state at the beginning of this epoch."""
         self._optimizer_steps = 0
         """Number of steps without those that are only counted because a gradient scaler may have skipped them."""
         self._unstepped_here = 0
-        """The part of them that this worker was given."""
+        """This worker's part of the samples that do not count."""
         self._unstepped = 0
-        """The samples given in this pass that do not count, since no step was made."""
+        """Number of samples assigned in this epoch that do not count, since no step was done."""
         self._untrained = 0
-        """The samples of epochs in which no worker made a step."""
+        """Number of samples of epochs in which no worker did a step."""
         self._leases: list[Any] = []
         self._worked = 0
-        """How many of these the optimizer has done a step with, or after."""
+        """Number of these leases whose work an optimizer step includes."""
         self.schedules = Schedules(self, list(optimizers), schedule, seat.global_batch_of)
         self.settings = idle_worker.Settings(optimizers, seat.around.scalers, self.schedules)
         self._shadowing = False
         self._accumulated = False
         self._stepped_last = True
+        """True if the optimizer stepped in the last global step."""
         self._step_record = StepRecord()
-        """Whether the optimizer has stepped in the hand before."""
         self._stepped_here: set[int] = set()
         """The optimizers that have stepped in this global step."""
         self._steps_sent = self._samples_sent = 0
@@ -230,13 +230,14 @@ class Trainer:
         """True if worker 0 evaluates alone: no service counts a stream's batches where workers do not wait."""
         return self.recipe is not None and self.recipe.asynchronous and not self.dealer.is_counted
 
-    # --- passes -----------------------------------------------------------------------------------------------
+    # --- epochs -----------------------------------------------------------------------------------------------
 
     def begin_pass(self) -> bool:
-        """A pass over the loader begins; one that the script left early is ended first.
+        """Begin an epoch; first end one that the script left early.
 
-        A pass that was over before this worker came is empty. One of which a batch was peeked begins again. False for
-        an iteration that was a peek in an earlier life of this worker, and is one again.
+        An epoch that was over before this worker joined is empty. An epoch of which only one batch was peeked begins
+        again. Returns False for an iteration that was a peek in an earlier incarnation of this worker, and is one
+        again.
         """
         self._refuse_if_over()
         self.end_peek() or self.end_pass()
@@ -277,7 +278,7 @@ class Trainer:
         self._begun = Begun(self._optimizer_steps, self.steps, self.hands_done, self.own_samples, whole)
 
     def next_batch(self) -> Any:
-        """End the hand before, and give this worker's next batch; None when the pass is over."""
+        """End the last global step, and return this worker's next batch; None when the epoch is over."""
         self._refuse_if_over()
         self._thread = threading.get_ident()
         self.end_hand()
@@ -316,7 +317,7 @@ class Trainer:
         return self._begun.is_peek(self._optimizer_steps, self.hands_done)
 
     def end_peek(self) -> bool:
-        """Take back a pass that the script has only looked at, where all workers do the same: it has not begun.
+        """Undo an epoch that the script has only peeked at, where all workers do the same. Return True if it was one.
 
         Workers that do not wait for each other agree on it when they end the epoch.
         """
@@ -333,7 +334,7 @@ class Trainer:
         return True
 
     def _uncount(self) -> int:
-        """Nothing that was given in this pass counts: no step was made. Returns the samples that did count."""
+        """Remove this epoch's samples from the counts, since no step was done. Return the samples that had counted."""
         begun, mine = self._begun, self.own_samples - self._begun.own_samples
         counted = mine if self.replica.server is not None else self.samples - self.samples_before
         self.replica.forget(self.hands_done - begun.hands)
@@ -343,7 +344,7 @@ class Trainer:
         return counted
 
     def _uncount_stepless(self) -> None:
-        """Samples that the optimizer made no step with are not trained, in a pass without any."""
+        """Remove the samples of an epoch without any optimizer step from the counts."""
         if self.hands is None or not self._begun.is_stepless(self._optimizer_steps, self.hands_done):
             return
         done = self.hands_done
@@ -355,7 +356,7 @@ class Trainer:
         self.hands.uncount()
 
     def _say_unstepped(self) -> None:
-        """Say that samples of the pass that ends do not count, if there are any."""
+        """Write a notice about samples of the ending epoch that do not count, if there are any."""
         samples, self._unstepped, self._unstepped_here = self._unstepped, 0, 0
         if samples:
             whose = f"worker {self.wire.worker} in epoch" if self.replica.server is not None else "epoch"
@@ -366,10 +367,10 @@ class Trainer:
             )
 
     def end_pass(self, left: bool = True) -> bool:
-        """All workers look at the agreed model, are compared, evaluated, and settle what they know of each other.
+        """End the epoch: average the model, compare the replicas, evaluate, and share the workers' counts.
 
-        False when the pass goes on, since somebody has died with work that was not exchanged; unless the script has
-        `left` it.
+        Returns False if the epoch continues, since a worker failed with work that was not exchanged; never if the
+        script has `left` the epoch.
         """
         if self.hands is None:
             return True
@@ -384,7 +385,7 @@ class Trainer:
         if left and isinstance(self.hands, AssignedEpoch) and self.hands.has_more:
             self.wire.broadcast_bytes(
                 b"left"
-            )  # one that has not left waits in an all-gather: gloo ends who meets it in another
+            )  # a worker that has not left waits in an all-gather: gloo fails on a different operation
         if self._unstepped and self.replica.server is None:
             self.replica.average_buffers(self._unstepped_here)
         self.replica.sync_for_evaluation()
@@ -408,7 +409,7 @@ class Trainer:
             self.schedules.take(self._schedules_before)
         self._say_unstepped()
         self.schedules.end_epoch()
-        self.check("at the end of a pass")
+        self.check("at the end of an epoch")
         self.closing, self.hands = self.hands, None
         self.referee.close_pass(self.closing)
         if self.presence.keeper.is_told_to_save():
@@ -417,24 +418,24 @@ class Trainer:
         return True
 
     def bring_all(self) -> None:
-        """Bring to a server what has not been sent yet, and wait until it is there."""
+        """Push the remaining update to a server, and wait until it is applied."""
         self._uncount_stepless()
         if self.replica.server is not None:
             self._send(self.replica.server.finish)
 
     def bring_steps(self) -> None:
-        """The same of what has been stepped with, where nothing is accumulated: the books say that it is done."""
+        """Push the remaining update, unless gradients are accumulated: a lease settles with its step."""
         if self._stepped_last:
             self.bring_all()
 
     def _meet(self, times: int) -> None:
-        """Meet the other workers, when that is due, evaluate what the server has, and save it if that is due, too."""
+        """Meet the other workers this number of times; evaluate the server's model, and save it if that is due."""
         for _ in range(times):
             self.look_together(self.referee.evaluate, called=True)
             self.presence.keeper.cut_made()
 
     def look_together(self, then: Callable[[], None], called: bool = False) -> None:
-        """All workers that do not wait for each other look at what the server has, do this, and go on."""
+        """Replace the model by the server's, with all workers at a barrier, call `then`, and continue."""
         self.watch.switch("other")
         if self.replica.server is not None:
             self.replica.sync_for_evaluation(called)
@@ -443,7 +444,7 @@ class Trainer:
         self.replica.resume()
 
     def _count_all_samples(self) -> None:
-        """Workers that do not wait for each other ask at meetings how far all are: who was dealt last knows."""
+        """Set the sample count to the largest of all workers', which the worker with the last lease knows."""
         mine = self.samples if self.dealer.is_counted else self.own_samples
         told = [
             struct.unpack("<q?", one) for one in self.wire.all_gather_bytes(struct.pack("<q?", mine, self._has_peeked))
@@ -553,7 +554,7 @@ class Trainer:
         step = self._steps_before + 1 if self._phase == LOOP else self.steps
         return LoopPosition(self._phase, self.passes, step)
 
-    # --- hands ------------------------------------------------------------------------------------------------
+    # --- global steps ------------------------------------------------------------------------------------------------
 
     def _begin_hand(self, hand: GlobalStep) -> None:
         self.schedules.begin_hand(bool(self._stepped_here), hand.streamed)
@@ -572,9 +573,9 @@ class Trainer:
             self._leases.append(hand.lease)
 
     def end_hand(self, left: bool = False) -> None:
-        """What follows on a hand at every worker alike: the end for the idle, an evaluation that is due, progress.
+        """End a global step: notify idle workers, evaluate if due, and write progress.
 
-        `left` says that the script has left its pass in the middle of the hand.
+        `left` is True if the script has left its epoch in the middle of the step.
         """
         if self.hand is None:
             return
@@ -585,7 +586,7 @@ class Trainer:
         if self.replica.gradients is not None and not hand.idle:
             self._step_record.note(self.passes, self.hands_done - self._begun.hands, bool(self._stepped_here))
         if not hand.idle:
-            if left and len(self._leases) > self._worked:  # nothing will come of what the script left without a step
+            if left and len(self._leases) > self._worked:  # the script left without a step with these batches
                 self.own_samples -= hand.own
                 del self._leases[self._worked :]
             if not left:
@@ -610,7 +611,7 @@ class Trainer:
             self.journal.flush()
 
     def _notice_accumulation(self) -> None:
-        """Say once that gradients are accumulated, and each batch's exchanged for itself."""
+        """Write a notice, once, if gradients are accumulated and each batch's gradients are exchanged."""
         if self.replica.gradients is None or self._piled is None or self.wire.workers == 1:
             return
         if not self._stepped_here and self.rounds_done > self._exchanges_before:
@@ -623,7 +624,7 @@ class Trainer:
             )
 
     def _shadow(self, hand: GlobalStep) -> None:
-        """Follow what the others do in a hand that has no batch for this worker."""
+        """Follow the root in a global step that has no batch for this worker."""
         self._shadowing = True
         while (word := self._hear(hand)) != idle_worker.END:
             if word == idle_worker.EXCHANGE and self.replica.gradients is not None:
@@ -648,19 +649,19 @@ class Trainer:
             self.wire.broadcast_bytes(word, hand.root)
 
     def accumulate(self, on: bool) -> None:
-        """Hold exchanges back, or no longer: the script accumulates gradients."""
+        """Suspend the exchange of gradients, or resume it: the script accumulates gradients."""
         self._accumulated = True
         if self.replica.gradients is not None:
             self.replica.gradients.paused = on
 
     def is_at_rest(self) -> bool:
-        """Whether nothing that was computed waits to be exchanged, or to be stepped with."""
+        """Return True if no computed gradient or update waits for an exchange or a step."""
         return self.replica.is_carried and (self.hand is None) and self._stepped_last
 
     # --- steps and exchanges ----------------------------------------------------------------------------------
 
     def _before_step(self, index: int, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Hook of an optimizer: it is about to step."""
+        """Check and prepare a step; hook before an optimizer's step."""
         if self.wire.workers > 1:
             refuse_step_outside(self.iterations, self._thread == threading.get_ident(), self.hands is not None)
         if not self._is_held:
@@ -670,7 +671,7 @@ class Trainer:
         self.replica.before_step(index, self._shadowing or self.rounds_done > before)
 
     def _after_step(self, index: int, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Hook of an optimizer: it has done a local step."""
+        """Count a step and exchange if due; hook after an optimizer's step."""
         before = self.watch.switch("other")
         self._pace.go_on()
         if getattr(optimizer, "found_inf", None) is None and not self._skips:
@@ -697,7 +698,7 @@ class Trainer:
 
     @property
     def _sends_late(self) -> bool:
-        """True if a server is sent what several optimizers did in a global step at its end, as one update."""
+        """True if the steps of several optimizers are pushed as one update at the end of a global step."""
         return self.replica.server is not None and len(self.optimizers) > 1
 
     def _send_if_due(self, server: AsyncServer) -> None:
@@ -720,7 +721,7 @@ class Trainer:
             self.replica.exchange(index)
 
     def _send(self, exchange: Callable[[int, list[Lease]], bool]) -> None:
-        """Exchange with a server what has not been sent yet."""
+        """Push to a server what has not been pushed yet."""
         samples, leases = self._unsent()
         with ExitStack() as scaled:
             for rate in self._rates:
@@ -732,12 +733,12 @@ class Trainer:
             self.journal.flush()
 
     def _unsent(self) -> tuple[int, list[Lease]]:
-        """The samples and the leases whose work no exchange has carried yet."""
+        """Return the samples and the leases whose work no exchange has carried yet."""
         samples, self._samples_sent = self.own_samples - self._samples_sent, self.own_samples
         return samples, self._take_leases()
 
     def _take_leases(self) -> list[Lease]:
-        """Those of the work since the last exchange, which carries it."""
+        """Return the leases of the work since the last exchange, and clear them."""
         leases, self._leases, self._worked = self._leases, [], 0
         return leases
 
@@ -754,7 +755,7 @@ class Trainer:
             self._settle_leases()
 
     def _make_up_for_a_skipped_step(self, hand: GlobalStep) -> None:
-        """Count a step that a gradient scaler left out at this worker alone, lest the others wait for its exchange."""
+        """Count a step that a gradient scaler skipped at this worker only: the others would wait for its exchange."""
         if not self.replica.in_rounds or self._accumulated or self._is_evaluating():
             return
         trained_hands = self.hands_done - self.stepless_hands
@@ -776,7 +777,7 @@ class Trainer:
         return any(not bool(torch.isfinite(grad.sum())) for grad in found)
 
     def _refuse_not_finite(self, optimizer: Optimizer) -> None:
-        """A NaN in the loss reaches the last parameter's gradient first; the optimizer has just used it."""
+        """Raise NotFiniteError if the last parameter's gradient is not finite: a NaN in the loss reaches it first."""
         last = next((one for one in reversed(optimizer.param_groups[-1]["params"]) if one.grad is not None), None)
         if last is None or math.isfinite(last.grad.sum()):
             return
@@ -788,7 +789,7 @@ class Trainer:
             f"at step {self.steps + 1} on worker {self.wire.worker}; {ADVICE}"
         )
 
-    # --- what is known ----------------------------------------------------------------------------------------
+    # --- figures ----------------------------------------------------------------------------------------
 
     def check(self, when: str) -> None:
         """Compare the replicas of all workers, which must be equal now."""
@@ -804,11 +805,11 @@ class Trainer:
             self.journal.write("check", step=self.steps, round=self.rounds_done, equal=True)
 
     def training_s(self) -> float:
-        """Seconds since the start, without those spent evaluating."""
+        """Return the seconds since the start, without evaluations."""
         return round(self.journal.t() - self.watch.split()["evaluating"], 6)
 
     def measured(self) -> dict[str, Any]:
-        """This worker's cumulative figures."""
+        """Return this worker's cumulative figures."""
         traffic, before = self.wire.traffic(), self.section
         server = self.replica.server
         is_bounded = self.recipe is not None and getattr(self.recipe.when, "bound", None) is not None
@@ -831,7 +832,7 @@ class Trainer:
             self.hands.settle(leases)
 
     def _write_outcomes(self) -> None:
-        """Say which of this worker's updates were applied, and how stale they were."""
+        """Write an event with this worker's applied updates and their staleness."""
         server = self.replica.server
         if server is not None and server.outcomes:
             self.journal.write("update_applied", updates=server.outcomes)
