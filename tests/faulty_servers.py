@@ -17,7 +17,7 @@ from torch import Tensor
 from stretto.errors import TransportError
 from stretto.parameter_server import messages as m
 from stretto.parameter_server.client import ParameterServerClient
-from stretto.parameter_server.client_types import RollbackRequiredError, RunOverError, Sink
+from stretto.parameter_server.client_types import RunOverError, Sink, raise_refusals
 from stretto.parameter_server.dispatcher_handler import DispatcherHandler
 from stretto.parameter_server.framing import Chunks, FramingError, dtype_name
 from stretto.parameter_server.handler import OutgoingMessage, RequestHandler
@@ -110,10 +110,7 @@ class FaultyChannel:
         while number not in self.replies:
             self._cluster.hub.switch()
         body, tensors = self.replies.pop(number)
-        if isinstance(body, m.Refused):
-            raise TransportError(f"refused: {body.text}")
-        if isinstance(body, m.StaleRequest):
-            raise RollbackRequiredError("roll back")
+        raise_refusals("the service", body)
         if sink is not None:
             for index, one in enumerate(tensors):
                 sink(index, 0, one)

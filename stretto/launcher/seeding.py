@@ -81,12 +81,17 @@ def _before(function: Seed, change: Callable[[Any], Any]) -> Seed:
     return changed
 
 
-def after_import(name: str, then: Callable[[ModuleType], None]) -> None:
-    """Call `then` with a module right after its first import, or immediately if it is imported already."""
+def after_import(name: str, then: Callable[[ModuleType], None]) -> Callable[[], None]:
+    """Call `then` with a module right after its first import, or immediately if it is imported already.
+
+    Return a function that cancels the call if the module has not been imported.
+    """
+    finder = _Afterwards(name, then)
     if name in sys.modules:
         then(sys.modules[name])
     else:
-        sys.meta_path.insert(0, _Afterwards(name, then))
+        sys.meta_path.insert(0, finder)
+    return finder.cancel
 
 
 class _Afterwards(MetaPathFinder):
@@ -96,12 +101,17 @@ class _Afterwards(MetaPathFinder):
         self._name = name
         self._then = then
 
+    def cancel(self) -> None:
+        """Remove this finder. Idempotent."""
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+
     def find_spec(
         self, fullname: str, _path: Sequence[str] | None, _target: ModuleType | None = None
     ) -> ModuleSpec | None:
         if fullname != self._name:
             return None
-        sys.meta_path.remove(self)
+        self.cancel()
         spec = importlib.util.find_spec(fullname)
         if spec is not None and spec.loader is not None:
             self._extend(spec.loader)

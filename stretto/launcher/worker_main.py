@@ -10,7 +10,6 @@ import contextlib
 import errno
 import io
 import os
-import pickle
 import runpy
 import socket
 import sys
@@ -205,12 +204,18 @@ def _of_shared_files(error: BaseException) -> str:
         )
     frames = traceback.extract_tb(error.__traceback__)
     is_reading = any(one.name == "load" and one.filename.endswith("torch/serialization.py") for one in frames)
-    if is_reading and isinstance(error, EOFError | RuntimeError | pickle.UnpicklingError | zipfile.BadZipFile):
+    if is_reading and _is_damaged_file(error):
         return (
             "; if several workers write this file it may be torn: write it with stretto.save(obj, path), or make it "
             "within `with stretto.main_first():`"
         )
     return ""
+
+
+def _is_damaged_file(error: BaseException) -> bool:
+    """Return True for the errors of torch.load at a damaged file."""
+    is_unpickling = type(error).__name__ == "UnpicklingError"
+    return is_unpickling or isinstance(error, EOFError | RuntimeError | zipfile.BadZipFile)
 
 
 def failure(error: BaseException) -> str:

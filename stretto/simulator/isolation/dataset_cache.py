@@ -23,16 +23,19 @@ class DatasetCache:
     def __init__(self) -> None:
         self._results: dict[Any, Any] = {}
         self._originals: list[tuple[ModuleType, str, Any]] = []
+        self._cancels: list[Callable[[], None]] = []
         self._is_closed = False
 
     def begin(self) -> None:
         """Replace the readers, also in modules that are imported later."""
         for module, prefix in READERS.items():
-            after_import(module, functools.partial(self._wrap, prefix=prefix))
+            self._cancels.append(after_import(module, functools.partial(self._wrap, prefix=prefix)))
 
     def end(self) -> None:
         """Restore the readers."""
         self._is_closed = True
+        for cancel in self._cancels:
+            cancel()
         for module, name, reader in self._originals:
             setattr(module, name, reader)
 
