@@ -1,4 +1,4 @@
-"""The deal under deaths, leavers and newcomers: all agree on every hand, and every sample counts exactly once."""
+"""Batch assignment under failing, leaving and joining workers: all agree, and every sample counts exactly once."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def positions(ranges: Iterable[tuple[int, int]]) -> list[int]:
 
 
 def travelled(state: dict[str, Any]) -> dict[str, Any]:
-    """The state as a checkpoint or another worker gives it."""
+    """Return the state as loaded from a checkpoint or received from another worker."""
     return msgspec.msgpack.decode(msgspec.msgpack.encode(state))
 
 
@@ -49,7 +49,7 @@ def hands(deal: BatchAssignment, me: int) -> Iterator[RankBatch]:
 
 
 class Life(NamedTuple):
-    """A worker since the hand after which it came."""
+    """A worker, and the global step after which it joined."""
 
     worker: int
     came: int
@@ -62,7 +62,7 @@ class Change(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """A state, the members of that time, how many changes there had been, and what had been dealt."""
+    """A saved state, its members, the number of changes before it, and the batches assigned until then."""
 
     state: dict[str, Any]
     members: list[int]
@@ -71,7 +71,7 @@ class Saved(NamedTuple):
 
 
 class Seat:
-    """A living worker: its machine, since when that runs, what it knows to be committed, and what it expects."""
+    """A running worker: its assignment, its first global step, its committed global steps, and its expectations."""
 
     def __init__(self, life: Life, deal: BatchAssignment, begun: int, known: int) -> None:
         self.life, self.deal, self.begun, self.known = life, deal, begun, known
@@ -79,7 +79,7 @@ class Seat:
 
 
 class Crew(RuleBasedStateMachine):
-    """Workers with a machine each; the table holds what was dealt to whom, as those who are left must see it."""
+    """Workers with one assignment each; `table` holds the assigned samples that all remaining workers must agree on."""
 
     how: Rule
 
@@ -108,14 +108,14 @@ class Crew(RuleBasedStateMachine):
 
     @property
     def front(self) -> int:
-        """Up to which hand all is as it was told or dealt, even if those who got there are gone."""
+        """Return the global step up to which the assignment is fixed, even if workers that reached it have failed."""
         return max([self.furthest, *(change.after for change in self.changes)])
 
     def some(self, data: st.DataObject) -> Seat:
         return self.seats[data.draw(st.sampled_from(sorted(self.seats)))]
 
     def is_level(self) -> bool:
-        """All have been dealt the same hands, and know the same to be committed."""
+        """True if all workers have been assigned, and know as committed, the same global steps."""
         return {(seat.deal.global_step, seat.known) for seat in self.seats.values()} == {(self.front, self.committed)}
 
     @rule(data=st.data(), times=st.integers(1, 3))
@@ -150,7 +150,7 @@ class Crew(RuleBasedStateMachine):
         return [at for hand in self.table.values() for piece in hand.values() for at in positions(piece)]
 
     def check_new(self, pieces: list[Ranges]) -> None:
-        """The hand is what the rules say, made of the lowest positions that are nobody's."""
+        """Check that a global step follows the rule and consists of the lowest unassigned positions."""
         sizes = [len(positions(piece)) for piece in pieces]
         free = sorted(set(range(self.bounds[-1])).difference(self.dealt()))
         assert sorted(at for piece in pieces for at in positions(piece)) == free[: sum(sizes)]
@@ -172,7 +172,7 @@ class Crew(RuleBasedStateMachine):
             assert sizes == sorted(sizes, reverse=True)
 
     def check_known(self, number: int, seen: dict[int, Ranges], portion: RankBatch) -> None:
-        """What this machine gives to whom is what others had seen; those who came later are idle in it."""
+        """Check that a repeated global step equals the recorded one; workers that joined later are idle in it."""
         hand = self.table[number]
         for one, seat in self.seats.items():
             assert seen[one] == hand.get(seat.life, ())
@@ -183,7 +183,7 @@ class Crew(RuleBasedStateMachine):
     @precondition(lambda self: self.is_level() and self.front > self.committed)
     @rule(data=st.data())
     def exchange(self, data: st.DataObject) -> None:
-        """Some know at once that it has succeeded, others before they go on, or from those who form anew."""
+        """Commit a global step: some workers know it immediately, others before the next step or generation."""
         for worker in data.draw(st.sets(st.sampled_from(sorted(self.seats)), min_size=1)):
             self.seats[worker].deal.commit()
             self.seats[worker].known = self.seats[worker].deal.global_step
@@ -191,7 +191,7 @@ class Crew(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def change(self, data: st.DataObject) -> None:
-        """Some die or leave, others come: with the newest state when all is committed, or with an older one."""
+        """Let workers fail, leave and join: with the newest state if all is committed, or with an older one."""
         gone = data.draw(st.sets(st.sampled_from(sorted(self.seats)), max_size=len(self.seats) - 1))
         absent = sorted(set(range(6)).difference(self.seats))
         new = data.draw(st.sets(st.sampled_from(absent), max_size=2) if absent else st.just(set()))
@@ -233,7 +233,7 @@ class Crew(RuleBasedStateMachine):
 
     @rule(data=st.data(), workers=st.integers(1, 5))
     def restart(self, data: st.DataObject, workers: int) -> None:
-        """All die; others go on from what was saved, without what was dealt since."""
+        """Fail all workers; others resume from the saved state, without the batches assigned since."""
         if data.draw(st.integers(0, 3)):
             return
         self.table = copy.deepcopy(self.saved.table)
@@ -272,7 +272,7 @@ class Crew(RuleBasedStateMachine):
         return {life for hand in self.table.values() for life in hand}
 
     def counts(self, seat: Seat, lives: set[Life], after: int) -> NDArray[np.uint8]:
-        """What these have committed behind a hand, as far as a seat knows."""
+        """Return the global steps that these workers have committed after a step, as far as one worker knows."""
         found = np.zeros(self.bounds[-1], np.uint8)
         for number in range(after + 1, min(seat.known, seat.deal.global_step) + 1):
             for life in lives & self.table[number].keys():
@@ -287,7 +287,7 @@ class Crew(RuleBasedStateMachine):
                     seat.deal.state()
 
     def teardown(self) -> None:
-        """Whatever happened: those who are left finish the pass, and each sample counts once."""
+        """Finish the epoch with the remaining workers; check that each sample counts once."""
         if not hasattr(self, "seats"):
             return
         for seat in self.seats.values():
@@ -304,14 +304,14 @@ class Crew(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize("how", RULES)
-def test_all_agree_and_every_sample_counts_once_whatever_happens(how: Rule) -> None:
+def test_all_workers_agree_and_every_sample_counts_once_after_any_changes(how: Rule) -> None:
     machine = type("Machine", (Crew,), {"how": how})
     run_state_machine_as_test(machine, settings=settings(max_examples=50, stateful_step_count=20))
 
 
 @pytest.mark.parametrize("how", RULES)
 @given(sizes=SIZES, workers=st.integers(1, 5))
-def test_undisturbed_each_worker_gets_every_nth_batch(how: Rule, sizes: list[int], workers: int) -> None:
+def test_without_changes_each_of_n_workers_gets_every_nth_batch(how: Rule, sizes: list[int], workers: int) -> None:
     bounds = bounds_of(sizes)
     for me in range(workers):
         deal = BatchAssignment(sizes, range(workers), how)
@@ -323,8 +323,8 @@ def test_undisturbed_each_worker_gets_every_nth_batch(how: Rule, sizes: list[int
         assert deal.global_step == -(-len(sizes) // workers)
 
 
-def test_a_joined_hand_is_cut_evenly_among_those_who_are_there() -> None:
-    """Hands of 40 samples; worker 1 dies with hands 2 and 3 uncommitted, and one hears of it before it has hand 3."""
+def test_a_global_batch_is_split_evenly_among_the_remaining_workers() -> None:
+    """Global batches of 40; worker 1 fails with steps 2 and 3 uncommitted; one worker learns of it before step 3."""
     early, late = (
         BatchAssignment([10] * 24, range(4), "global-batch"),
         BatchAssignment([10] * 24, range(4), "global-batch"),
@@ -341,7 +341,7 @@ def test_a_joined_hand_is_cut_evenly_among_those_who_are_there() -> None:
         assert deal.uncommitted_samples(3) == 10 + 10 + 13 + 13
 
 
-def test_what_does_not_fit_together_is_refused() -> None:
+def test_inconsistent_states_are_refused() -> None:
     deal = BatchAssignment([1] * 9, range(3))
     deal.next(0), deal.next(0)
     deal.commit()
@@ -354,7 +354,7 @@ def test_what_does_not_fit_together_is_refused() -> None:
 
 
 class Watched(array):  # type: ignore[type-arg]
-    """Counts how often it is read."""
+    """An array that counts its reads."""
 
     reads = 0
 
@@ -365,7 +365,9 @@ class Watched(array):  # type: ignore[type-arg]
 
 @pytest.mark.parametrize("how", RULES)
 @pytest.mark.parametrize("there", [range(300), range(299)], ids=["all", "one less"])
-def test_undisturbed_dealing_costs_the_same_with_many_workers_and_keeps_nothing(how: Rule, there: range) -> None:
+def test_assignment_without_changes_costs_the_same_with_many_workers_and_stores_nothing(
+    how: Rule, there: range
+) -> None:
     deal = BatchAssignment((), there, how, 300, Watched("q", range(0, 1_200_001, 4)))
     deal.next(7)
     deal._bounds.reads = 0  # type: ignore[attr-defined]
@@ -387,8 +389,8 @@ def test_a_state_is_small() -> None:
 
 @given(SIZES, st.sets(st.integers(0, 23)), st.integers(1, 4))
 @settings(max_examples=60)
-def test_what_was_handed_out_one_by_one_goes_on_as_a_deal(sizes: list[int], some: set[int], members: int) -> None:
-    """What was settled is not dealt again, all else is, once; and what is left is told before."""
+def test_an_epoch_of_leased_batches_continues_as_an_assignment(sizes: list[int], some: set[int], members: int) -> None:
+    """Settled batches are not assigned again, all others once; the number of remaining ones is known before."""
     settled = {batch for batch in some if batch < len(sizes)}
     bounds = bounds_of(sizes)
     done = {at for batch in settled for at in range(bounds[batch], bounds[batch + 1])}

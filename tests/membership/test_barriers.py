@@ -31,7 +31,7 @@ def missing(
     return barriers.receive(worker, incarnation, Arrive(position, of), 0.0).workers
 
 
-def test_a_barrier_is_passed_when_all_have_come_in_any_order_and_asked_as_often_as_they_like() -> None:
+def test_a_barrier_opens_when_all_workers_have_arrived_in_any_order() -> None:
     barriers = Barriers(Known({one: Awaited(0, 4) for one in range(3)}))
     assert missing(barriers, 2, at(4)) == [0, 1]
     assert missing(barriers, 0, at(4)) == [1]
@@ -42,7 +42,7 @@ def test_a_barrier_is_passed_when_all_have_come_in_any_order_and_asked_as_often_
 
 
 def test_calls_that_some_workers_leave_out_do_not_shift_the_others() -> None:
-    """`if is_main(): save(...)` is no call of the others."""
+    """`if is_main(): save(...)` is a call of worker 0 only."""
     barriers = Barriers(Known({one: Awaited(0, 4) for one in range(2)}))
     missing(barriers, 0, at(4, label="save only.pt"), NOBODY)
     assert missing(barriers, 1, at(4)) == [0]
@@ -57,13 +57,13 @@ def test_a_worker_that_has_begun_a_further_exchange_is_past() -> None:
     assert missing(barriers, 1, at(4)) == []
 
 
-def test_a_failed_worker_is_not_waited_for_and_its_next_life_comes_anew() -> None:
+def test_a_failed_worker_is_not_waited_for_and_its_next_incarnation_arrives_again() -> None:
     known = Known({0: Awaited(0, 9), 1: Awaited(0, 9)})
     barriers = Barriers(known)
     assert missing(barriers, 0, at(9), NOBODY) == []
     del known.now[0]
     assert missing(barriers, 1, at(9, 2)) == []
-    known.now = {0: Awaited(1, 3), 1: Awaited(1, 3)}  # all began again from a checkpoint
+    known.now = {0: Awaited(1, 3), 1: Awaited(1, 3)}  # all workers restarted from a checkpoint
     assert missing(barriers, 1, at(3), incarnation=1) == [0], "what an earlier life has passed does not count"
     assert missing(barriers, 0, at(3), incarnation=0) == []
     assert missing(barriers, 1, at(3), incarnation=1) == [0], "nor what it still says"
@@ -92,14 +92,14 @@ def test_a_restarted_worker_neither_blocks_the_others_nor_is_blocked(asynchronou
     coordinator.process_exited(1, 0, 2.0, will_restart=True)
     assert missing(barriers, 0, at(5)) == []
     early = at(0, section=0)
-    assert missing(barriers, 1, early, incarnation=1) == [], "the others train"
+    assert missing(barriers, 1, early, incarnation=1) == [], "the other workers train"
     coordinator.receive(1, 1, Register("here", 2), 2.5)
     coordinator.receive(1, 1, Heartbeat(0, "starting", 0.0, 0), 2.5)
     coordinator.receive(1, 1, ReadyReport(0), 2.6)
-    assert missing(barriers, 0, at(5, 2)) == [], "it is not in yet"
+    assert missing(barriers, 0, at(5, 2)) == [], "it is no member yet"
 
 
-def test_a_worker_that_rests_or_has_left_is_not_waited_for() -> None:
+def test_a_paused_or_finished_worker_is_not_waited_for() -> None:
     coordinator = MembershipCoordinator({}, 3, failure_timeout_s=10.0)
     barriers = Barriers(coordinator)
     for worker in range(3):

@@ -1,4 +1,4 @@
-"""Laws of the coordinator: whatever is lost, doubled or late and whoever dies, all that live come together again."""
+"""Properties of the coordinator: after any faults all running workers enter one generation."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from stretto.membership.messages import (
     WorkerMessage,
 )
 
-PATIENCE_S = 10.0
-STRIKES = (*["kill", "begin"] * 3, "pause", "go on", "crash", "restart", "save", "quit", "leave")
+FAILURE_TIMEOUT_S = 10.0
+FAULTS = (*["kill", "begin"] * 3, "pause", "go on", "crash", "restart", "save", "quit", "leave")
 
 
 @dataclass
 class Worker:
-    """One process: it trains in rounds, each of which needs all members, and stands still where it has to."""
+    """One process of a worker: it trains in rounds, each of which needs all members, and pauses when it has to."""
 
     number: int
     incarnation: int
@@ -46,80 +46,80 @@ class Worker:
     has_left: bool = False
     quits: bool = False
     form: GenerationView | None = None
-    said: set[ReadyReport] = field(default_factory=set)
+    reports: set[ReadyReport] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.state = MembershipClientState(self.number, self.incarnation, lambda generation, why: None)
-        self.stand(between_steps=False)
+        self.pause(between_steps=False)
 
     @property
     def runs(self) -> bool:
         return not self.is_paused and not self.is_ended
 
     @property
-    def stands(self) -> bool:
+    def is_waiting(self) -> bool:
         return self.state._report is not None
 
-    def stand(self, between_steps: bool) -> None:
+    def pause(self, between_steps: bool) -> None:
         self.is_exchanging = False
         generation = self.state.generation if self.history else 0
         self.state.pause(ReadyReport(generation, self.commits, self.global_step, between_steps))
 
-    def says(self) -> list[WorkerMessage]:
-        """All that its companion says from time to time."""
+    def periodic_messages(self) -> list[WorkerMessage]:
+        """Return the messages that its membership client sends periodically."""
         state = self.state
-        said: list[WorkerMessage] = [] if state.settings is not None else [Register("here", 1)]
-        said.append(Heartbeat(state.generation, "computing", 0.1, self.global_step))
-        said += [Quit()] if self.quits else []
-        said += [Leave()] if self.has_left else []
-        return [*said, *state.pending_messages()]
+        messages: list[WorkerMessage] = [] if state.settings is not None else [Register("here", 1)]
+        messages.append(Heartbeat(state.generation, "computing", 0.1, self.global_step))
+        messages += [Quit()] if self.quits else []
+        messages += [Leave()] if self.has_left else []
+        return [*messages, *state.pending_messages()]
 
-    def hear(self, post: Outgoing) -> None:
+    def receive(self, post: Outgoing) -> None:
         if self.state.receive(post.message):
-            self.world.say(self, self.state.pending_messages())
+            self.world.send(self, self.state.pending_messages())
 
     def step(self) -> None:
-        """Do the next thing, if there is any."""
+        """Take the next action, if there is any."""
         state = self.state
         if state.evicted is not None or state.stopped is not None:
             self.is_ended = True
         elif state.reply is not None:
-            self.answered()
-        elif self.stands or self.form is None:
+            self.take_reply()
+        elif self.is_waiting or self.form is None:
             return
         elif state.aborted >= state.generation:
-            self.stand(between_steps=False)
+            self.pause(between_steps=False)
         elif not self.history:
             self.take()
         elif self.is_exchanging:
             self.exchange()
         elif state.pause_requested:
-            self.stand(between_steps=True)
+            self.pause(between_steps=True)
         else:
             self.global_step += 1
             self.is_exchanging = True
             self.world.entered[self.form.generation, self.commits].add(self.number)
 
-    def answered(self) -> None:
-        answer, self.state.reply = self.state.reply, None
-        if isinstance(answer, Continue):
-            if self.global_step < answer.global_step and not self.is_exchanging:
+    def take_reply(self) -> None:
+        reply, self.state.reply = self.state.reply, None
+        if isinstance(reply, Continue):
+            if self.global_step < reply.global_step and not self.is_exchanging:
                 self.global_step += 1
                 self.is_exchanging = True
                 assert self.form is not None
                 self.world.entered[self.form.generation, self.commits].add(self.number)
             return
-        assert isinstance(answer, GenerationView)
-        if self.number not in answer.numbers:
+        assert isinstance(reply, GenerationView)
+        if self.number not in reply.numbers:
             self.has_left = self.is_ended = True
             return
-        self.form = answer
-        self.world.arrived[answer.generation].add(self.number)
+        self.form = reply
+        self.world.arrived[reply.generation].add(self.number)
         if self.history:
             self.catch_up()
 
     def take(self) -> None:
-        """A newcomer takes the state of those that have one; where nobody has, all begin."""
+        """Receive the state of a member that has it; if no member has state, all start from the beginning."""
         assert self.form is not None
         givers = {one.worker for one in self.form.members if one.report.generation > 0}
         if not givers or givers & self.world.arrived[self.form.generation]:
@@ -127,11 +127,11 @@ class Worker:
             self.catch_up()
 
     def catch_up(self) -> None:
-        """Who is behind takes the answers of one that is ahead; exchanges are counted on from there."""
+        """Receive the results that this worker lacks; its commits and global step become the largest of all members."""
         assert self.form is not None
-        heres = [one.report for one in self.form.members]
-        self.commits = max(one.commits for one in heres)
-        self.global_step = max(one.global_step for one in heres)
+        reports = [one.report for one in self.form.members]
+        self.commits = max(one.commits for one in reports)
+        self.global_step = max(one.global_step for one in reports)
 
     def exchange(self) -> None:
         assert self.form is not None
@@ -141,14 +141,16 @@ class Worker:
 
 
 class World:
-    """All of it. What is on its way is in `to_roll` and `to_workers`; `disk` is the journal."""
+    """Coordinator, workers and network. `to_coordinator` and `to_workers` are messages under way, `disk` is the log."""
 
     def __init__(self, workers: int, least: int) -> None:
         self.least = min(least, workers)
-        self.coordinator = MembershipCoordinator({}, workers, self.least, failure_timeout_s=PATIENCE_S, return_s=1e9)
+        self.coordinator = MembershipCoordinator(
+            {}, workers, self.least, failure_timeout_s=FAILURE_TIMEOUT_S, return_s=1e9
+        )
         self.now = 0.0
         self.disk: list[bytes] = self.coordinator.records()
-        self.to_roll: list[tuple[int, int, WorkerMessage]] = []
+        self.to_coordinator: list[tuple[int, int, WorkerMessage]] = []
         self.to_workers: list[Outgoing] = []
         self.entered: dict[tuple[int, int], set[int]] = defaultdict(set)
         self.arrived: dict[int, set[int]] = defaultdict(set)
@@ -156,10 +158,10 @@ class World:
         self.forms: dict[int, GenerationView] = {}
         self.ended: set[tuple[int, int]] = set()
         self.lost: set[int] = set()
-        """Numbers that are not started again."""
+        """Workers that are not restarted."""
         self.stopped = False
         self.crash: int | None = None
-        """How many of the next records reach the disk before the coordinator dies."""
+        """Number of the next records that are on disk when the coordinator fails; None if it does not."""
         for number in range(workers):
             self.begin(number, 0)
 
@@ -172,16 +174,16 @@ class World:
     def running(self) -> list[Worker]:
         return [one for one in self.processes if one.runs]
 
-    def say(self, worker: Worker, said: list[WorkerMessage]) -> None:
-        for one in said:
+    def send(self, worker: Worker, messages: list[WorkerMessage]) -> None:
+        for one in messages:
             if isinstance(one, ReadyReport):
-                worker.said.add(one)
-            self.to_roll.append((worker.number, worker.incarnation, one))
+                worker.reports.add(one)
+            self.to_coordinator.append((worker.number, worker.incarnation, one))
 
     # --- the coordinator ---------------------------------------------------------------------------------------------
 
     def follow(self, posts: list[Outgoing]) -> None:
-        """What the coordinator has said is journalled and told, unless the coordinator dies before."""
+        """Log and send the coordinator's messages, unless the coordinator fails before."""
         records = self.coordinator.records()
         for event in self.coordinator.events:
             if event["what"] in ("failed", "left"):
@@ -200,27 +202,31 @@ class World:
     def restart(self) -> None:
         self.coordinator = MembershipCoordinator.restored(self.disk, self.now)
 
-    def hear(self, worker: int, incarnation: int, said: WorkerMessage) -> None:
-        self.follow(self.coordinator.receive(worker, incarnation, said, self.now))
+    def receive(self, worker: int, incarnation: int, message: WorkerMessage) -> None:
+        self.follow(self.coordinator.receive(worker, incarnation, message, self.now))
 
-    def gone(self, worker: Worker, will_return: bool) -> None:
-        if not will_return:
+    def process_exited(self, worker: Worker, will_restart: bool) -> None:
+        if not will_restart:
             self.lost.add(worker.number)
-        self.follow(self.coordinator.process_exited(worker.number, worker.incarnation, self.now, will_return, "killed"))
+        self.follow(
+            self.coordinator.process_exited(worker.number, worker.incarnation, self.now, will_restart, "killed")
+        )
 
     def tick(self, seconds: float) -> None:
         self.now += seconds
         self.follow(self.coordinator.tick(self.now))
 
-    # --- what must hold ----------------------------------------------------------------------------------------------
+    # --- invariants --------------------------------------------------------------------------------------------------
 
     def check(self, post: Outgoing) -> None:
         if isinstance(post.message, Shutdown):
             self.stopped = True
-            able = (
+            candidates = (
                 {one.number for one in self.processes} - {one.number for one in self.processes if one.quits} - self.lost
             )
-            assert len(able) < max(self.least, 1), "as long as enough are there or to come it does not stop"
+            assert len(candidates) < max(self.least, 1), (
+                "the run stopped although enough workers run or will be restarted"
+            )
         if not isinstance(post.message, GenerationView):
             return
         form = post.message
@@ -228,8 +234,8 @@ class World:
         if form == last:
             return
         if last is None:
-            assert form.generation > max(self.forms, default=-1), "generations only grow"
-            assert not form.save, "who has just come does not know of a checkpoint"
+            assert form.generation > max(self.forms, default=-1), "generation numbers increase"
+            assert not form.save, "a new generation has no checkpoint request"
         else:
             assert [(one.worker, one.incarnation) for one in last.members] == [
                 (one.worker, one.incarnation) for one in form.members
@@ -239,12 +245,12 @@ class World:
         self.check_new(form)
 
     def check_new(self, form: GenerationView) -> None:
-        heres = {one.worker: one.report for one in form.members}
-        lives = {(one.number, one.incarnation): one for one in self.processes}
+        reports = {one.worker: one.report for one in form.members}
+        workers = {(one.number, one.incarnation): one for one in self.processes}
         for one in form.members:
-            worker = lives[one.worker, one.incarnation]
+            worker = workers[one.worker, one.incarnation]
             stands = worker.state._report
-            assert stands is not None, "who is in a new generation stands still"
+            assert stands is not None, "members of a new generation are paused"
             assert (stands.commits, stands.global_step, stands.between_steps) == (
                 one.report.commits,
                 one.report.global_step,
@@ -253,44 +259,50 @@ class World:
             assert max(stands.generation, 0) == one.report.generation
             assert abs(stands.generation) <= form.generation
             assert (one.report.generation > 0) == worker.history
-        giving = [here for here in heres.values() if here.generation > 0]
+        giving = [report for report in reports.values() if report.generation > 0]
         if not giving:
-            able = [one for one in self.processes if one.history and one.runs and not one.has_left]
-            able = [one for one in able if (one.number, one.incarnation) not in self.ended and not one.state.evicted]
-            assert not [one for one in able if one is self.last(one.number)], "who has history is not passed over"
-        elif all(here.between_steps for here in giving):
-            assert len({(here.global_step, here.commits) for here in giving}) == 1, "all rest at one hand"
+            candidates = [one for one in self.processes if one.history and one.runs and not one.has_left]
+            candidates = [
+                one for one in candidates if (one.number, one.incarnation) not in self.ended and not one.state.evicted
+            ]
+            assert not [one for one in candidates if one is self.last(one.number)], "a worker with state is a member"
+        elif all(report.between_steps for report in giving):
+            assert len({(report.global_step, report.commits) for report in giving}) == 1, (
+                "all are paused at one global step"
+            )
         else:
-            assert not any(here.between_steps for here in giving)
-            assert len(heres) == len(giving), "newcomers come in at rest"
-            assert max(here.commits for here in giving) - min(here.commits for here in giving) <= 1
+            assert not any(report.between_steps for report in giving)
+            assert len(reports) == len(giving), "workers join between two steps only"
+            assert max(report.commits for report in giving) - min(report.commits for report in giving) <= 1
         before = self.forms.get(form.generation - 1)
-        if before is not None and giving and form.generation not in {here.generation for here in giving}:
-            assert {here.generation for here in giving} == {before.generation}, "they have said Here for the last one"
+        if before is not None and giving and form.generation not in {report.generation for report in giving}:
+            assert {report.generation for report in giving} == {before.generation}, (
+                "their reports are for the previous generation"
+            )
 
     # --- faults ------------------------------------------------------------------------------------------------------
 
     def storm(self, draw: random.Random, rounds: int, bad: float, faults: float) -> None:
-        """Rounds over a network that loses, doubles and reorders some of all messages, with workers that are late."""
+        """Run rounds over a network that loses, duplicates and reorders messages, with late workers and faults."""
         for _ in range(rounds):
             while draw.random() < faults:
-                self.strike(draw)
+                self.inject_fault(draw)
             for one in self.running():
-                self.say(one, one.says())
+                self.send(one, one.periodic_messages())
             self.flow(draw, bad)
             for one in self.running():
                 if draw.random() < 0.8:
                     one.step()
-            self.tick(PATIENCE_S * draw.choice((0.05, 0.05, 0.3)))
+            self.tick(FAILURE_TIMEOUT_S * draw.choice((0.05, 0.05, 0.3)))
 
-    def strike(self, draw: random.Random) -> None:
-        """One fault."""
-        what = draw.choice(STRIKES)
+    def inject_fault(self, draw: random.Random) -> None:
+        """Inject one random fault."""
+        what = draw.choice(FAULTS)
         last = self.last(draw.choice(self.processes).number)
         if what == "kill" and not last.is_ended:
             last.is_ended = True
             if draw.random() < 0.7:
-                self.gone(last, will_restart=draw.random() < 0.8)
+                self.process_exited(last, will_restart=draw.random() < 0.8)
         elif (
             what == "begin" and (last.is_ended or last.is_paused) and not last.has_left and last.number not in self.lost
         ):
@@ -310,43 +322,43 @@ class World:
             last.quits = True
         elif what == "leave" and last.runs and last.commits > 3 and draw.random() < 0.3:
             last.has_left = last.is_ended = True
-            self.say(last, [Leave()])
+            self.send(last, [Leave()])
 
-    # --- when the faults stop ----------------------------------------------------------------------------------------
+    # --- after the faults -------------------------------------------------------------------------------------------
 
     def calm(self, rounds: int) -> None:
-        """So many rounds without a fault: what is said arrives once and in order, and who is missing comes back."""
+        """Run rounds without faults: messages arrive once and in order, and failed workers are restarted."""
         for _ in range(rounds):
             for number in sorted({one.number for one in self.processes}):
                 last = self.last(number)
                 last.is_paused = False
                 if last.is_ended and (last.has_left or number in self.lost):
-                    self.gone(last, will_restart=False)  # in case that it was not heard before
+                    self.process_exited(last, will_restart=False)  # in case the first report was lost
                 elif last.is_ended and number not in self.lost and not last.state.stopped:
-                    self.gone(last, will_restart=True)
+                    self.process_exited(last, will_restart=True)
                     self.begin(number, last.incarnation + 1)
             for one in self.running():
-                self.say(one, one.says())
+                self.send(one, one.periodic_messages())
             self.flow()
             for one in self.running():
                 one.step()
-            self.tick(PATIENCE_S / 10)
+            self.tick(FAILURE_TIMEOUT_S / 10)
 
     def flow(self, draw: random.Random | None = None, bad: float = 0.0) -> None:
-        """Everything on its way arrives, and what follows from it; if `bad` not all, not once, not in order."""
+        """Deliver all messages and their replies; with `bad` > 0 some are lost, duplicated or reordered."""
         for _ in range(200):
-            to_roll, self.to_roll = self._through(self.to_roll, draw, bad)
-            for message in to_roll:
-                self.hear(*message)
+            to_coordinator, self.to_coordinator = self._through(self.to_coordinator, draw, bad)
+            for message in to_coordinator:
+                self.receive(*message)
             to_workers, self.to_workers = self._through(self.to_workers, draw, bad)
             for post in to_workers:
                 self.deliver(post)
-            if bad or not (self.to_roll or self.to_workers):
+            if bad or not (self.to_coordinator or self.to_workers):
                 return
-        raise AssertionError("the talk does not end")
+        raise AssertionError("the exchange of messages does not end")
 
     def _through(self, waiting: list[Any], draw: random.Random | None, bad: float) -> tuple[list[Any], list[Any]]:
-        """What arrives of that, and what is still on its way."""
+        """Return the messages that arrive, and those still under way."""
         if draw is None or not bad:
             return waiting, []
         arrives = [one for one in waiting if draw.random() > bad]
@@ -356,10 +368,10 @@ class World:
     def deliver(self, post: Outgoing) -> None:
         for one in self.processes:
             if (one.number, one.incarnation) == (post.worker, post.incarnation) and not one.is_ended:
-                one.hear(post)
+                one.receive(post)
 
     def check_calm(self) -> None:
-        """All that live are in one generation, and their rounds go on."""
+        """Check that all running workers are in one generation and complete rounds."""
         there = [one for one in self.running() if not one.has_left]
         if not there:
             return
@@ -369,12 +381,12 @@ class World:
         assert len({one.number for one in there}) == len(there)
         before = [one.commits for one in there]
         self.calm(12)
-        assert all(one.commits > was for one, was in zip(there, before, strict=True)), "rounds go on"
+        assert all(one.commits > was for one, was in zip(there, before, strict=True)), "rounds are completed"
         assert len({one.commits for one in there}) <= 2
 
 
-class Faults(RuleBasedStateMachine):
-    """Faults at any point, in any order; when they stop, all is well within so many rounds."""
+class FaultMachine(RuleBasedStateMachine):
+    """Faults at any point, in any order; the run recovers within 60 rounds without faults."""
 
     @initialize(workers=st.integers(1, 4), least=st.integers(1, 2))
     def begin(self, workers: int, least: int) -> None:
@@ -392,7 +404,7 @@ class Faults(RuleBasedStateMachine):
     def speak(self, pick: int) -> None:
         if running := self.world.running():
             one = running[pick % len(running)]
-            self.world.say(one, one.says())
+            self.world.send(one, one.periodic_messages())
 
     @rule(pick=st.integers(0, 30))
     def step(self, pick: int) -> None:
@@ -400,11 +412,11 @@ class Faults(RuleBasedStateMachine):
             running[pick % len(running)].step()
 
     @rule(pick=st.integers(0, 1000), keep=st.booleans())
-    def reach_roll(self, pick: int, keep: bool) -> None:
-        """Any message on its way arrives; if it is kept, it arrives once more later."""
-        if waiting := self.world.to_roll:
+    def reach_coordinator(self, pick: int, keep: bool) -> None:
+        """Deliver any message under way; with `keep` it is delivered again later."""
+        if waiting := self.world.to_coordinator:
             at = pick % len(waiting)
-            self.world.hear(*(waiting[at] if keep else waiting.pop(at)))
+            self.world.receive(*(waiting[at] if keep else waiting.pop(at)))
 
     @rule(pick=st.integers(0, 1000), keep=st.booleans())
     def reach_worker(self, pick: int, keep: bool) -> None:
@@ -423,7 +435,7 @@ class Faults(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def lose(self, data: st.DataObject) -> None:
-        for waiting in (self.world.to_roll, self.world.to_workers):
+        for waiting in (self.world.to_coordinator, self.world.to_workers):
             if waiting and data.draw(st.booleans()):
                 del waiting[data.draw(st.integers(0, len(waiting) - 1)) :: data.draw(st.integers(1, 3))]
 
@@ -434,7 +446,7 @@ class Faults(RuleBasedStateMachine):
             return
         last.is_ended = True
         if seen:
-            self.world.gone(last, will_restart=True)
+            self.world.process_exited(last, will_restart=True)
         if again and last.number not in self.world.lost:
             self.world.begin(last.number, last.incarnation + 1)
 
@@ -445,7 +457,7 @@ class Faults(RuleBasedStateMachine):
             last.is_paused = not last.is_paused
 
     @rule(number=st.integers(0, 3))
-    def start_again_beside_one_that_sleeps(self, number: int) -> None:
+    def restart_beside_a_paused_process(self, number: int) -> None:
         last = self.last(number)
         if last is not None and last.is_paused:
             self.world.begin(last.number, last.incarnation + 1)
@@ -453,7 +465,7 @@ class Faults(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([1.0, 4.0, 11.0]))
     def wait(self, seconds: float) -> None:
         for one in self.world.running():
-            self.world.say(one, one.says())
+            self.world.send(one, one.periodic_messages())
         self.world.tick(seconds)
 
     @rule()
@@ -467,15 +479,15 @@ class Faults(RuleBasedStateMachine):
             last.quits = True
 
     @rule(records=st.integers(0, 3))
-    def the_coordinator_dies(self, records: int) -> None:
+    def crash_coordinator(self, records: int) -> None:
         self.world.crash = records
 
     @rule()
-    def the_coordinator_is_started_again(self) -> None:
+    def restart_coordinator(self) -> None:
         self.world.restart()
 
     def last(self, number: int) -> Worker | None:
-        """The process of that number, if it lives."""
+        """Return the newest process of a worker; None if it has ended."""
         last = self.world.last(number % len({one.number for one in self.world.processes}))
         return None if last.is_ended else last
 
@@ -486,8 +498,8 @@ class Faults(RuleBasedStateMachine):
             self.world.check_calm()
 
 
-def test_whatever_dies_all_that_live_come_together_again() -> None:
-    run_state_machine_as_test(Faults, settings=settings(max_examples=150, stateful_step_count=40))
+def test_running_workers_form_one_generation_after_any_faults() -> None:
+    run_state_machine_as_test(FaultMachine, settings=settings(max_examples=150, stateful_step_count=40))
 
 
 @given(
@@ -497,9 +509,11 @@ def test_whatever_dies_all_that_live_come_together_again() -> None:
     bad=st.sampled_from([0.0, 0.0, 0.1, 0.3]),
     faults=st.sampled_from([0.05, 0.2]),
 )
-@example(seed=11790963, workers=4, least=1, bad=0.3, faults=0.2)  # who determined a GoOn leaves; an old Here comes
+@example(
+    seed=11790963, workers=4, least=1, bad=0.3, faults=0.2
+)  # the furthest worker leaves after a Continue; an old ReadyReport arrives
 @settings(max_examples=400)
-def test_after_any_storm_all_that_live_come_together_again(
+def test_running_workers_form_one_generation_after_random_faults_and_losses(
     seed: int, workers: int, least: int, bad: float, faults: float
 ) -> None:
     world = World(workers, least)
@@ -509,44 +523,42 @@ def test_after_any_storm_all_that_live_come_together_again(
     world.check_calm()
 
 
-def told(posts: list[Outgoing]) -> list[tuple[int, str]]:
-    """Who is told what kind of thing."""
+def kinds(posts: list[Outgoing]) -> list[tuple[int, str]]:
+    """Return the receiver and the kind of each message."""
     return [(post.worker, type(post.message).__name__) for post in posts]
 
 
 def formed(workers: int, **more: Any) -> MembershipCoordinator:
-    """A coordinator whose first generation is there."""
-    coordinator = MembershipCoordinator({}, workers, failure_timeout_s=PATIENCE_S, **more)
+    """Return a coordinator with its first generation formed."""
+    coordinator = MembershipCoordinator({}, workers, failure_timeout_s=FAILURE_TIMEOUT_S, **more)
     posts = [post for number in range(workers) for post in coordinator.receive(number, 0, ReadyReport(0), 0.0)]
-    assert told(posts)[-workers:] == [(number, "GenerationView") for number in range(workers)]
+    assert kinds(posts)[-workers:] == [(number, "GenerationView") for number in range(workers)]
     return coordinator
 
 
-def test_a_word_from_before_a_rest_is_not_taken_for_a_new_one() -> None:
+def test_a_report_of_an_earlier_pause_does_not_count_for_a_later_one() -> None:
     coordinator = formed(2)
     coordinator.save(1.0)
     early, late = ReadyReport(1, 2, 2, True), ReadyReport(1, 3, 3, True)
     coordinator.receive(0, 0, early, 1.0)
-    assert (0, "Continue") in told(coordinator.receive(1, 0, late, 1.0))
-    assert told(coordinator.receive(0, 0, late, 1.0)) == [(0, "GenerationView"), (1, "GenerationView")]
+    assert (0, "Continue") in kinds(coordinator.receive(1, 0, late, 1.0))
+    assert kinds(coordinator.receive(0, 0, late, 1.0)) == [(0, "GenerationView"), (1, "GenerationView")]
     coordinator.save(2.0)
     coordinator.receive(1, 0, Leave(), 2.0)
-    assert told(coordinator.receive(0, 0, early, 2.0)) == [(0, "Continue")]
-    assert told(coordinator.receive(0, 0, late, 2.0)) == [(0, "GenerationView")], (
-        "the same as before, in case it was lost"
-    )
+    assert kinds(coordinator.receive(0, 0, early, 2.0)) == [(0, "Continue")]
+    assert kinds(coordinator.receive(0, 0, late, 2.0)) == [(0, "GenerationView")], "the same reply, in case it was lost"
     assert coordinator.generation == 1
 
 
-def test_that_nobody_listened_is_not_the_workers_fault() -> None:
+def test_a_pause_of_the_coordinator_does_not_fail_workers() -> None:
     coordinator = formed(2)
-    coordinator.extend_timeouts(3 * PATIENCE_S)
-    assert coordinator.tick(3 * PATIENCE_S) == []
-    assert told(coordinator.tick(4.1 * PATIENCE_S)) == []
+    coordinator.extend_timeouts(3 * FAILURE_TIMEOUT_S)
+    assert coordinator.tick(3 * FAILURE_TIMEOUT_S) == []
+    assert kinds(coordinator.tick(4.1 * FAILURE_TIMEOUT_S)) == []
     assert coordinator.members == {}
 
 
-def test_who_is_slow_is_named_once_until_it_is_heard_again() -> None:
+def test_a_late_heartbeat_is_reported_once() -> None:
     coordinator = formed(2)
     for now in (6.0, 7.0, 8.0):
         coordinator.receive(1, 0, Heartbeat(1, "computing", 0.2, 3), now)
@@ -555,33 +567,33 @@ def test_who_is_slow_is_named_once_until_it_is_heard_again() -> None:
     assert len([one for one in coordinator.notices if "worker 0 has sent no heartbeat" in one]) == 1
 
 
-def test_in_a_free_roll_those_who_were_started_and_not_yet_heard_of_are_counted_as_there() -> None:
+def test_asynchronous_run_counts_started_workers_before_their_first_message() -> None:
     coordinator = MembershipCoordinator({}, 3, 3, asynchronous=True, failure_timeout_s=5.0)
     coordinator.receive(0, 0, Register("here", 1), 0.0)
     coordinator.receive(0, 0, ReadyReport(0), 0.0)
     assert coordinator.phase == "running"
 
 
-def test_in_a_free_roll_generations_grow_and_nobody_is_stopped_by_a_death_or_by_a_restart() -> None:
+def test_asynchronous_run_is_not_paused_by_failures_and_restarts() -> None:
     coordinator = formed(1, asynchronous=True)
     disk = coordinator.records()
     posts = coordinator.receive(1, 0, ReadyReport(0), 1.0)
-    assert told(posts) == [(1, "GenerationView")]
-    assert coordinator.receive(1, 0, ReadyReport(0), 1.0) == posts, "the same again, in case it was lost"
+    assert kinds(posts) == [(1, "GenerationView")]
+    assert coordinator.receive(1, 0, ReadyReport(0), 1.0) == posts, "the same reply, in case it was lost"
     assert coordinator.process_exited(0, 0, 2.0, will_restart=True) == []
     coordinator = MembershipCoordinator.restored([*disk, *coordinator.records()], 2.0)
     assert coordinator.receive(1, 0, ReadyReport(0), 2.0) == posts
-    assert told(coordinator.receive(0, 1, ReadyReport(0), 3.0)) == [(0, "GenerationView")]
+    assert kinds(coordinator.receive(0, 1, ReadyReport(0), 3.0)) == [(0, "GenerationView")]
     assert (coordinator.generation, coordinator.members) == (3, {0: 1, 1: 0})
-    assert told(coordinator.receive(1, 0, Quit(), 4.0)) == [(1, "GenerationView")]
+    assert kinds(coordinator.receive(1, 0, Quit(), 4.0)) == [(1, "GenerationView")]
     assert (coordinator.generation, coordinator.members) == (4, {0: 1})
     assert coordinator.receive(0, 1, Leave(), 5.0) == []
     assert coordinator.phase == "running"
 
 
-def test_a_worker_that_is_not_heard_behind_a_broken_exchange_is_dead_after_the_patience() -> None:
+def test_a_worker_that_does_not_pause_after_an_abort_fails_after_the_failure_timeout() -> None:
     coordinator = formed(3)
-    assert told(coordinator.receive(0, 0, Broken(1, "closed"), 1.0)) == [
+    assert kinds(coordinator.receive(0, 0, Broken(1, "closed"), 1.0)) == [
         (0, "AbortGeneration"),
         (1, "AbortGeneration"),
         (2, "AbortGeneration"),
@@ -596,18 +608,18 @@ def test_a_worker_that_is_not_heard_behind_a_broken_exchange_is_dead_after_the_p
     coordinator.receive(2, 0, Heartbeat(1, "hanging", 1.0, 5), 11.4)
     posts = coordinator.tick(11.5)
     assert coordinator.generation == 2 and coordinator.members == {0: 0, 1: 0}
-    assert told(coordinator.receive(2, 0, ReadyReport(1, 5, 5), 12.0)) == [(2, "Evicted")]
+    assert kinds(coordinator.receive(2, 0, ReadyReport(1, 5, 5), 12.0)) == [(2, "Evicted")]
 
 
-def test_who_comes_from_a_generation_that_a_damaged_journal_has_lost_is_out() -> None:
-    """It would wait for ever otherwise: nothing is known of what it has."""
+def test_a_member_of_a_generation_missing_in_a_damaged_log_is_evicted() -> None:
+    """The coordinator does not know its state, so the worker would wait forever."""
     coordinator = formed(3)
     disk = coordinator.records()
     coordinator.process_exited(2, 0, 1.0)
     for worker in (0, 1):
         posts = coordinator.receive(worker, 0, ReadyReport(1, 5, 5), 1.0)
-    assert told(posts) == [(0, "GenerationView"), (1, "GenerationView")]
+    assert kinds(posts) == [(0, "GenerationView"), (1, "GenerationView")]
     assert coordinator.generation == 2
     coordinator = MembershipCoordinator.restored(disk, 2.0)
-    assert told(coordinator.receive(0, 0, ReadyReport(2, 6, 6), 2.0))[0] == (0, "Evicted")
+    assert kinds(coordinator.receive(0, 0, ReadyReport(2, 6, 6), 2.0))[0] == (0, "Evicted")
     assert 0 not in coordinator.members or coordinator.phase != "running"

@@ -1,4 +1,4 @@
-"""Batches for whoever is free: each sample counts once in a pass, and all are told of each meeting once."""
+"""Batches dispatched one by one: each sample counts once in an epoch; workers are called to each barrier once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SIZES = st.lists(st.integers(1, 9), min_size=1, max_size=25)
 
 
 class Passes(RuleBasedStateMachine):
-    """Workers lease, settle (twice), ask late and die, over several passes."""
+    """Workers lease, settle (twice), request late and fail, over several epochs."""
 
     @initialize(workers=st.integers(1, 4), sizes=SIZES, meet=st.none() | st.integers(1, 6))
     def begin(self, workers: int, sizes: list[int], meet: int | None) -> None:
@@ -34,7 +34,7 @@ class Passes(RuleBasedStateMachine):
 
     @property
     def out(self) -> int:
-        """Samples handed out."""
+        """Return the number of leased samples."""
         return sum(self.sizes) - sum(self.sizes[batch] for batch in self.free)
 
     @rule(worker=st.integers(0, 3))
@@ -64,7 +64,7 @@ class Passes(RuleBasedStateMachine):
 
     @rule(worker=st.integers(0, 3), count=st.integers(0, 4))
     def settle(self, worker: int, count: int) -> None:
-        """Some of what it holds, once more what it has settled, and what was never handed out."""
+        """Settle some of its leases, settled batches again, and batches that were never leased."""
         if worker in self.live:
             now, self.held[worker] = self.held[worker][:count], self.held[worker][count:]
             old = [batch for _, batch in self.settled]
@@ -106,7 +106,7 @@ class Passes(RuleBasedStateMachine):
             assert audit([self.dispatcher.ledger.counts()]) == Audit(once=once, twice=0, never=missing)
 
     def _end(self) -> None:
-        """All who live work on until nothing is left for anybody."""
+        """Let all running workers train until no batch is left."""
         for _ in range(2 * len(self.sizes) + self.handed + 1):
             for worker in sorted(self.live):
                 self.lease(worker)
@@ -123,13 +123,13 @@ class Passes(RuleBasedStateMachine):
             self._end()
 
 
-def test_any_order() -> None:
+def test_every_sample_counts_once_in_any_order() -> None:
     run_state_machine_as_test(Passes, settings=settings(max_examples=60, stateful_step_count=40))
 
 
 @given(st.integers(1, 5), st.integers(1, 40), st.integers(1, 10))
 @settings(max_examples=50)
-def test_nobody_gets_a_batch_beyond_a_meeting_that_it_was_not_told_of(workers: int, batches: int, meet: int) -> None:
+def test_no_worker_gets_a_batch_after_a_barrier_it_was_not_called_to(workers: int, batches: int, meet: int) -> None:
     dispatcher = BatchDispatcher(workers)
     dispatcher.begin(1, [1] * batches, meet)
     got = 0
@@ -151,7 +151,7 @@ def test_nobody_gets_a_batch_beyond_a_meeting_that_it_was_not_told_of(workers: i
     assert told == [batches // meet] * workers
 
 
-def test_whoever_is_fast_gets_more() -> None:
+def test_a_faster_worker_gets_more_batches() -> None:
     dispatcher = BatchDispatcher(2)
     dispatcher.begin(1, [2] * 12)
     counts = [0, 0]
@@ -163,7 +163,7 @@ def test_whoever_is_fast_gets_more() -> None:
     assert dispatcher.lease(0, 1) == DispatchReply(None, 24)
 
 
-def test_a_pass_that_begins_again_or_late_changes_nothing() -> None:
+def test_beginning_an_epoch_again_or_late_changes_nothing() -> None:
     dispatcher = BatchDispatcher(2)
     assert dispatcher.lease(0, 1) == DispatchReply(None, 0)
     dispatcher.begin(2, [1, 2])
@@ -177,8 +177,8 @@ def test_a_pass_that_begins_again_or_late_changes_nothing() -> None:
 
 @given(SIZES, st.sets(st.integers(0, 24)), st.integers(1, 3), st.booleans())
 @settings(max_examples=40)
-def test_a_pass_that_was_begun_before_goes_on(sizes: list[int], some: set[int], workers: int, dealt: bool) -> None:
-    """Only what was not settled is handed out; whoever goes back to before the pass comes to where it was begun."""
+def test_an_epoch_begun_before_continues(sizes: list[int], some: set[int], workers: int, dealt: bool) -> None:
+    """Only unsettled batches are leased; a rollback to before the epoch leads to the state in which it was begun."""
     done = sorted(batch for batch in some if batch < len(sizes))
     before = sum(sizes[batch] for batch in done)
     dispatcher = BatchDispatcher(workers)
@@ -197,7 +197,7 @@ def test_a_pass_that_was_begun_before_goes_on(sizes: list[int], some: set[int], 
 
 @given(SIZES, st.integers(1, 4), st.randoms())
 @settings(max_examples=40)
-def test_dealt_batches_go_to_the_workers_in_turn_whoever_asks_first(
+def test_assigned_batches_go_to_the_workers_in_turn_in_any_order_of_requests(
     sizes: list[int], workers: int, shuffle: random.Random
 ) -> None:
     dispatcher = BatchDispatcher(workers)
@@ -213,7 +213,7 @@ def test_dealt_batches_go_to_the_workers_in_turn_whoever_asks_first(
     assert audit([dispatcher.ledger.counts()]) == Audit(once=sum(sizes), twice=0, never=0)
 
 
-def test_who_comes_when_all_others_have_left_the_pass_does_nothing_of_it() -> None:
+def test_a_worker_that_joins_after_all_left_the_epoch_gets_no_batch_of_it() -> None:
     dispatcher = BatchDispatcher(2)
     dispatcher.begin(1, [2, 2, 2])
     assert dispatcher.lease(0, 1).lease is not None
@@ -227,7 +227,7 @@ def test_who_comes_when_all_others_have_left_the_pass_does_nothing_of_it() -> No
     assert dispatcher.release() == {1: True}
 
 
-def test_who_comes_to_a_pass_that_is_done_does_what_is_to_be_done_again() -> None:
+def test_a_worker_that_joins_a_finished_epoch_gets_the_returned_batches() -> None:
     dispatcher = BatchDispatcher(2)
     dispatcher.begin(1, [2, 2])
     dispatcher.leave(1)
@@ -243,7 +243,7 @@ def test_who_comes_to_a_pass_that_is_done_does_what_is_to_be_done_again() -> Non
     assert dispatcher.lease(1, 1).lease is not None
 
 
-def test_nobody_is_called_to_a_cut_of_a_pass_that_it_has_left() -> None:
+def test_no_worker_is_called_to_a_snapshot_of_an_epoch_it_has_left() -> None:
     dispatcher = BatchDispatcher(1)
     dispatcher.begin(1, [2, 2])
     dispatcher.wait(0, 1, left=True)

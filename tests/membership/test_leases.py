@@ -1,4 +1,4 @@
-"""The ledger under any order of leasing, settling and leaving: every sample counts exactly once."""
+"""Leases under any order of leasing, settling and leaving: every sample counts exactly once."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ SIZES = st.lists(st.integers(1, 9), max_size=40)
 
 @dataclass(frozen=True)
 class FirstCome:
-    """The plan of asynchronous runs: whoever asks."""
+    """Plan of asynchronous runs: the first worker that requests a batch gets it."""
 
     def reserved(self, owner: int | None, batches: int) -> range:
         return range(0 if owner is not None else batches)
 
 
 @given(SIZES, st.integers(1, 5))
-def test_dealt_in_turn_everything_is_leased_once_and_evenly(sizes: list[int], workers: int) -> None:
+def test_round_robin_leases_every_batch_once_and_evenly(sizes: list[int], workers: int) -> None:
     ledger = Ledger(sizes, RoundRobin(workers))
     leases = {worker: list(iter(lambda worker=worker: ledger.lease(worker), None)) for worker in range(workers)}
     dealt = [len(mine) for mine in leases.values()]
@@ -38,8 +38,8 @@ def test_dealt_in_turn_everything_is_leased_once_and_evenly(sizes: list[int], wo
 
 
 @given(SIZES, st.integers(2, 5))
-def test_ledgers_of_the_same_plan_add_up(sizes: list[int], workers: int) -> None:
-    """Each worker keeps its own copy and settles only what is its own."""
+def test_copies_with_the_same_plan_add_up(sizes: list[int], workers: int) -> None:
+    """Each worker has its own copy and settles only its own batches."""
     ledgers = [Ledger(sizes, RoundRobin(workers)) for _ in range(workers)]
     for worker, ledger in enumerate(ledgers):
         while (lease := ledger.lease(worker)) is not None:
@@ -47,13 +47,13 @@ def test_ledgers_of_the_same_plan_add_up(sizes: list[int], workers: int) -> None
     assert audit([ledger.counts() for ledger in ledgers]) == Audit(once=sum(sizes), twice=0, never=0)
 
 
-def test_the_audit_tells_once_from_twice_and_never() -> None:
+def test_the_audit_counts_samples_trained_once_twice_and_never() -> None:
     counts = [np.array([1, 1, 0, 0], np.uint8), np.array([1, 0, 0, 1], np.uint8)]
     assert audit(counts) == Audit(once=2, twice=1, never=1)
 
 
 class Lives(RuleBasedStateMachine):
-    """Workers lease, settle, settle again and die, in any order."""
+    """Workers lease, settle, settle again and fail, in any order."""
 
     plan: RoundRobin | FirstCome
 
@@ -98,7 +98,7 @@ class Lives(RuleBasedStateMachine):
         assert self.ledger.counts().max(initial=0) <= 1
 
     def teardown(self) -> None:
-        """Whatever happened: those who are left can finish the pass."""
+        """Finish the epoch with the remaining workers."""
         for worker in self.held:
             self.ledger.give_back(worker)
         for worker in range(3):
@@ -108,6 +108,6 @@ class Lives(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize("plan", [RoundRobin(3), FirstCome()], ids=str)
-def test_every_sample_counts_once_whatever_happens(plan: RoundRobin | FirstCome) -> None:
+def test_every_sample_counts_once_in_any_order(plan: RoundRobin | FirstCome) -> None:
     machine = type("Machine", (Lives,), {"plan": plan})
     run_state_machine_as_test(machine, settings=settings(max_examples=60, stateful_step_count=30))

@@ -1,4 +1,4 @@
-"""Laws of the journal: what was flushed is there, what is damaged is not given back, nor anything behind it."""
+"""Properties of the write-ahead log: flushed records are read back up to the first damaged one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RECORDS = [b"one", b"", b"\x00" * 40, bytes(range(64))]
 
 
 def written(path: Path, records: list[bytes]) -> list[int]:
-    """Write a journal; where each record ends in the file."""
+    """Write a log; return the offset of the end of each record."""
     journal, ends = WriteAheadLog(path), []
     for record in records:
         journal.append(record)
@@ -30,7 +30,7 @@ def written(path: Path, records: list[bytes]) -> list[int]:
 
 @given(batches=st.lists(st.lists(st.binary(max_size=200), max_size=4), max_size=5))
 @settings(max_examples=60)
-def test_what_is_appended_is_read_again_over_any_number_of_openings(tmp_path_factory, batches) -> None:
+def test_appended_records_are_read_back_after_any_number_of_openings(tmp_path_factory, batches) -> None:
     path = tmp_path_factory.mktemp("journal") / "journal"
     for batch in batches:
         journal = WriteAheadLog(path)
@@ -40,7 +40,7 @@ def test_what_is_appended_is_read_again_over_any_number_of_openings(tmp_path_fac
     assert read(path) == [record for batch in batches for record in batch]
 
 
-def test_what_is_flushed_is_in_the_file_and_what_is_not_is_not(tmp_path) -> None:
+def test_only_flushed_records_are_in_the_file(tmp_path) -> None:
     journal = WriteAheadLog(tmp_path / "journal")
     journal.append(b"flushed")
     journal.flush()
@@ -50,7 +50,7 @@ def test_what_is_flushed_is_in_the_file_and_what_is_not_is_not(tmp_path) -> None
     assert read(tmp_path / "journal") == [b"flushed", b"not yet"]
 
 
-def test_flushing_syncs_what_was_written_and_nothing_when_there_was_nothing(tmp_path, monkeypatch) -> None:
+def test_flush_syncs_only_if_there_is_something_to_write(tmp_path, monkeypatch) -> None:
     journal = WriteAheadLog(tmp_path / "journal")
     synced: list[int] = []
     monkeypatch.setattr(os, "fdatasync", synced.append)
@@ -62,11 +62,11 @@ def test_flushing_syncs_what_was_written_and_nothing_when_there_was_nothing(tmp_
     assert len(synced) == 1
 
 
-def test_there_is_nothing_in_a_journal_that_is_not_there(tmp_path) -> None:
+def test_a_missing_log_has_no_records(tmp_path) -> None:
     assert read(tmp_path / "none") == []
 
 
-def test_cut_at_every_byte_the_whole_records_before_are_given_and_reading_changes_nothing(tmp_path) -> None:
+def test_a_truncated_log_is_read_up_to_its_last_whole_record(tmp_path) -> None:
     path = tmp_path / "journal"
     ends = written(path, RECORDS)
     whole = path.read_bytes()
@@ -76,7 +76,7 @@ def test_cut_at_every_byte_the_whole_records_before_are_given_and_reading_change
         assert path.stat().st_size == size
 
 
-def test_flipped_at_every_bit_the_records_before_are_given(tmp_path) -> None:
+def test_records_before_a_flipped_bit_are_read(tmp_path) -> None:
     path = tmp_path / "journal"
     ends = written(path, RECORDS)
     whole = path.read_bytes()
@@ -86,7 +86,7 @@ def test_flipped_at_every_bit_the_records_before_are_given(tmp_path) -> None:
             assert read(path) == RECORDS[: sum(end <= at for end in ends)]
 
 
-def test_a_record_that_is_missing_doubled_or_in_another_place_is_seen(tmp_path) -> None:
+def test_a_missing_duplicated_or_moved_record_is_detected(tmp_path) -> None:
     path = tmp_path / "journal"
     ends = [0, *written(path, RECORDS)]
     whole = path.read_bytes()
@@ -96,7 +96,7 @@ def test_a_record_that_is_missing_doubled_or_in_another_place_is_seen(tmp_path) 
         assert read(path) == RECORDS[:good]
 
 
-def test_reopened_at_every_tear_it_goes_on_from_the_last_whole_record(tmp_path) -> None:
+def test_a_truncated_log_continues_after_its_last_whole_record(tmp_path) -> None:
     path = tmp_path / "journal"
     ends = written(path, RECORDS)
     whole = path.read_bytes()
@@ -108,7 +108,7 @@ def test_reopened_at_every_tear_it_goes_on_from_the_last_whole_record(tmp_path) 
         assert read(path) == [*RECORDS[: sum(end <= size for end in ends)], b"after"]
 
 
-def test_what_could_not_be_written_is_told_and_written_once_there_is_room(tmp_path) -> None:
+def test_a_failed_write_raises_and_succeeds_once_there_is_room(tmp_path) -> None:
     path = tmp_path / "journal"
     journal = WriteAheadLog(path)
     journal.append(b"fits")
@@ -122,12 +122,12 @@ def test_what_could_not_be_written_is_told_and_written_once_there_is_room(tmp_pa
             journal.flush()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert path.stat().st_size == 100  # torn
+    assert path.stat().st_size == 100  # a partial record
     assert read(path) == [b"fits"]
     journal.close()
     assert read(path) == [b"fits", bytes(200), b"behind"]
 
 
-def test_a_folder_that_is_not_there_is_named(tmp_path) -> None:
+def test_a_missing_folder_is_named(tmp_path) -> None:
     with pytest.raises(LogError, match="cannot be opened: No such file"):
         WriteAheadLog(tmp_path / "none" / "journal")
