@@ -305,7 +305,7 @@ class Supervisor:
     def _is_over(self) -> bool:
         """Return True if no worker runs that is needed.
 
-        Once a worker has finished, those that were declared failed are not, nor restarted ones that have not joined.
+        Once a worker has finished, failed workers are not needed, nor restarted ones that have not joined.
         """
         if not self._is_ending():
             return not self._in("running", "restarting")

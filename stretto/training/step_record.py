@@ -1,7 +1,7 @@
 """Records after which batches a worker has stepped, to name the cause where replicas differ.
 
-Workers have different numbers of batches in an epoch. A script that accumulates gradients with a counter that goes on
-from epoch to epoch then steps after other batches at each worker, though all exchange the same gradients.
+Workers have different numbers of batches in an epoch. A script that accumulates gradients with a counter that is not
+reset in each epoch then steps after other batches at each worker, though all exchange the same gradients.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def difference(records: dict[int, list[tuple[int, int, bool]]]) -> str | None:
     return explain(
         f"the workers step after different batches: {named(some)} stepped after batch {batch} of epoch {epoch}, "
         f"{named(others)} did not",
-        got="most likely a counter of accumulated batches that goes on from epoch to epoch, as that of "
+        got="most likely a counter of accumulated batches that is not reset in each epoch, as that of "
         "accelerator.accumulate: workers may have different numbers of batches in an epoch",
         expected="a step after the same batches at every worker",
         to_type="(i + 1) % k == 0 or i + 1 == len(loader), with i from enumerate(loader) in each epoch",

@@ -92,7 +92,7 @@ def test_streams_that_differ_end_with_an_error_that_names_the_way(recipe: str) -
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_shards_that_are_equal_at_all_workers_end_with_an_error(recipe: str) -> None:
-    """As those of a script that shards by RANK, which `stretto run` removes: each sample would be trained N times."""
+    """As a script has that shards by RANK, which `stretto run` removes: each sample would be trained on N times."""
     work = reading(lambda worker: DataLoader(Shard(60), batch_size=4), deal="own")
     with pytest.raises(LoaderError, match="workers 0 and 1 begin with the same batch"):
         run_workers(3, work, recipe)
