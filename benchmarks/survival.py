@@ -3,7 +3,7 @@
 Each case is a run of its own. It survives if it ends with exit code 0, every sample of every epoch was counted exactly
 once, the workers at the end hold the same bits (where the recipe promises that), and the accuracy is within a point of
 that of undisturbed runs with several seeds: a failure changes the order of samples as another seed does, and that alone
-changes the accuracy. tests/test_survives.py runs some of these cases.
+changes the accuracy. tests/test_recovery.py runs some of these cases.
 """
 
 from __future__ import annotations

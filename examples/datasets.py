@@ -21,17 +21,17 @@ import torch
 from torch import Tensor
 
 CHUNK_BYTES = 1 << 16
-SILENCE_S = 20.0
-"""An address that says nothing for so long is given up."""
+TIMEOUT_S = 20.0
+"""Seconds without data after which a download is given up."""
 
 
 class DataError(SystemExit):
-    """The data is missing or damaged: ends a script with its text, meant for the user, and no traceback."""
+    """The data is missing or damaged: ends a script with its text, which is written for the user, and no traceback."""
 
 
 @dataclass(frozen=True)
 class File:
-    """A file below a data folder. `sha256` is of its content unpacked, since mirrors pack it differently."""
+    """A file below a data folder. `sha256` is the hash of its unpacked content, since mirrors pack it differently."""
 
     name: str
     sha256: str
@@ -62,7 +62,7 @@ SHAKESPEARE = File(
 
 
 def mnist() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Training images (60000, 1, 28, 28) from 0 to 1 and labels (60000,), then 10000 of each for the test."""
+    """Return training images (60000, 1, 28, 28) from 0 to 1 and labels (60000,), then 10000 of each for the test."""
     train_x, train_y, test_x, test_y = (
         read_idx(content(file)) for file in (TRAIN_IMAGES, TRAIN_LABELS, TEST_IMAGES, TEST_LABELS)
     )
@@ -70,7 +70,7 @@ def mnist() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def shakespeare() -> str:
-    """The text of tiny shakespeare: 1,115,394 characters, 65 distinct."""
+    """Return the text of tiny shakespeare: 1,115,394 characters, 65 distinct."""
     return content(SHAKESPEARE).decode()
 
 
@@ -79,7 +79,7 @@ def _scaled(images: Tensor) -> Tensor:
 
 
 def read_idx(raw: bytes) -> Tensor:
-    """The values of an idx file: 00 00, 08 for bytes, the number of dimensions, each in 32 bits, the values."""
+    """Return the values of an idx file: 00 00, 08 for bytes, the number of dimensions, each in 32 bits, the values."""
     if len(raw) < 4 or raw[:3] != b"\0\0\x08":
         raise DataError(f"this is no idx file of bytes: it begins with {raw[:4].hex(' ')}, expected 00 00 08")
     start = 4 + 4 * raw[3]
@@ -93,9 +93,9 @@ def read_idx(raw: bytes) -> Tensor:
 
 
 def content(file: File) -> bytes:
-    """The content of a file, unpacked and checked, from the first place that has it.
+    """Return the content of a file, unpacked and checked, from the first place that has it.
 
-    Raises DataError when no place has it, or what is there is something else.
+    Raise DataError if no place has it, or if its content differs from the expected one.
     """
     for path in (folder / file.name for folder in folders()):
         if path.is_file():
@@ -104,13 +104,13 @@ def content(file: File) -> bytes:
 
 
 def folders() -> list[Path]:
-    """Where data may lie: $STRETTO_DATA, then the user's cache."""
+    """Return the folders that may hold data: $STRETTO_DATA, then the user's cache."""
     given = os.environ.get("STRETTO_DATA")
     return [*([Path(given)] if given else []), cache()]
 
 
 def cache() -> Path:
-    """Where downloads are kept: $XDG_CACHE_HOME/stretto, or ~/.cache/stretto."""
+    """Return the folder of downloads: $XDG_CACHE_HOME/stretto, or ~/.cache/stretto."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "stretto"
 
@@ -128,23 +128,23 @@ def _of_path(file: File, path: Path) -> bytes:
 
 
 def _checked(file: File, raw: bytes) -> bytes:
-    """Unpack and compare; raises ValueError with what was got instead."""
+    """Return the unpacked content; raise ValueError with a description of the actual content if the hash differs."""
     try:
-        found = gzip.decompress(raw) if file.name.endswith(".gz") else raw
+        content = gzip.decompress(raw) if file.name.endswith(".gz") else raw
     except (OSError, EOFError, zlib.error) as error:
         raise ValueError(f"{len(raw)} bytes that can't be unpacked ({error})") from error
-    digest = hashlib.sha256(found).hexdigest()
+    digest = hashlib.sha256(content).hexdigest()
     if digest != file.sha256:
-        raise ValueError(f"{len(found)} bytes of sha256 {digest}")
-    return found
+        raise ValueError(f"{len(content)} bytes of sha256 {digest}")
+    return content
 
 
 def _fetched(file: File) -> bytes:
-    """Download into the cache; of several processes that want the same file, one does."""
+    """Download into the cache; of several processes that need the same file, only one downloads it."""
     path = cache() / file.name
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with _alone(path.parent):
+        with _locked(path.parent):
             return _of_path(file, path) if path.is_file() else _downloaded(file, path)
     except OSError as error:
         problem = f"{file.name} is not here and can't be kept in {path.parent}: {error.strerror}"
@@ -152,7 +152,7 @@ def _fetched(file: File) -> bytes:
 
 
 @contextmanager
-def _alone(folder: Path) -> Iterator[None]:
+def _locked(folder: Path) -> Iterator[None]:
     with (folder / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
@@ -167,16 +167,16 @@ def _downloaded(file: File, path: Path) -> bytes:
         except (OSError, ValueError, http.client.HTTPException) as error:
             reasons.append(f"{address} ({getattr(error, 'reason', error)})")
             continue
-        _keep(path, raw)
+        _store(path, raw)
         return found
     raise DataError(_not_found(file, reasons))
 
 
 def _read(address: str, name: str) -> bytes:
-    with urllib.request.urlopen(address, timeout=SILENCE_S) as answer:
-        total = int(answer.headers.get("Content-Length") or 0)
+    with urllib.request.urlopen(address, timeout=TIMEOUT_S) as response:
+        total = int(response.headers.get("Content-Length") or 0)
         raw = bytearray()
-        while chunk := answer.read(CHUNK_BYTES):
+        while chunk := response.read(CHUNK_BYTES):
             raw += chunk
             _show(name, len(raw), total, end=False)
     _show(name, len(raw), total, end=True)
@@ -184,15 +184,15 @@ def _read(address: str, name: str) -> bytes:
 
 
 def _show(name: str, done: int, total: int, *, end: bool) -> None:
-    """One line that grows on a terminal, one line at the end elsewhere."""
+    """Print the progress: one growing line on a terminal, elsewhere one line at the end."""
     if sys.stderr.isatty() or end:
         of = f" of {total / 1e6:.1f}" if total else ""
         before, after = ("\r", "\n" if end else "") if sys.stderr.isatty() else ("", "\n")
         print(f"{before}downloading {name}: {done / 1e6:.1f}{of} MB", end=after, file=sys.stderr, flush=True)
 
 
-def _keep(path: Path, raw: bytes) -> None:
-    """Appear whole or not at all."""
+def _store(path: Path, raw: bytes) -> None:
+    """Write a file completely or not at all."""
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
         part.write_bytes(raw)
@@ -202,8 +202,8 @@ def _keep(path: Path, raw: bytes) -> None:
 
 
 def _not_found(file: File, reasons: list[str]) -> str:
-    given = os.environ.get("STRETTO_DATA")
-    places = [f"$STRETTO_DATA ({given or 'not set'})", str(cache() / file.name), *reasons]
+    folder = os.environ.get("STRETTO_DATA")
+    places = [f"$STRETTO_DATA ({folder or 'not set'})", str(cache() / file.name), *reasons]
     looked = "\n".join(f"    {place}" for place in places)
     command = f"STRETTO_DATA=FOLDER python {shlex.join(sys.argv)}"
     return (

@@ -29,12 +29,12 @@ fixed_noise = torch.randn(1000, NOISE, generator=torch.Generator().manual_seed(1
 
 
 def moments(images: Tensor) -> Tensor:
-    """Mean and standard deviation of each pixel (2, 64)."""
+    """Return the mean and the standard deviation of each pixel (2, 64)."""
     return torch.stack([images.mean(0), images.std(0)])
 
 
 def score(models: list[nn.Module]) -> dict[str, float]:
-    """Distance of the generated pixels' moments from those of the real images."""
+    """Return the distance of the generated pixels' moments from those of the real images."""
     with torch.no_grad():
         generated = models[0](fixed_noise)
     return {"distance": (moments(generated) - moments(images)).abs().mean().item()}

@@ -34,7 +34,7 @@ train, held_out = tokens.split([len(tokens) * 9 // 10, len(tokens) - len(tokens)
 
 
 def windows(tokens: Tensor) -> TensorDataset:
-    """Inputs and targets (n, CONTEXT): the text in pieces, and the same one character later."""
+    """Return inputs and targets (n, CONTEXT): the text in windows, and the same windows one character later."""
     pieces = tokens.unfold(0, CONTEXT + 1, CONTEXT)
     return TensorDataset(pieces[:, :-1], pieces[:, 1:])
 
@@ -101,7 +101,7 @@ steps = asked.epochs * len(loader)
 
 
 def pace(step: int) -> float:
-    """Warm up, then follow half a cosine down to a tenth."""
+    """Return the learning rate's factor: warm-up, then half a cosine down to a tenth."""
     warm_up = min(WARM_UP, steps // 10 + 1)
     return min((step + 1) / warm_up, 0.55 + 0.45 * math.cos(math.pi * step / steps))
 

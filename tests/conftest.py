@@ -1,4 +1,4 @@
-"""What all tests share."""
+"""Settings and fixtures of all tests."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from hypothesis import HealthCheck, settings
 LIGHT = str(Path(__file__).parent / "light")
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), LIGHT]))
 
-# A slow machine is no failure.
+# a slow machine is not a failure
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
 
 
 @pytest.fixture(autouse=True)
-def _same_start() -> None:
-    """Each test draws the same random numbers, whatever ran before it."""
+def _seed_random_numbers() -> None:
+    """Draw the same random numbers in each test, whichever tests ran before it."""
     torch.manual_seed(0)
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""The examples in docstrings run, and what is public has a docstring."""
+"""Docstring examples run, and the public API is documented."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def test_examples_run(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["distribute", "log", "no_sync", "parse", "Recipe"])
-def test_the_face_has_examples(name: str) -> None:
+def test_public_api_has_examples(name: str) -> None:
     assert ">>>" in (inspect.getdoc(getattr(stretto, name)) or "")
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_what_is_public_says_what_it_is(name: str) -> None:
+def test_public_names_have_docstrings(name: str) -> None:
     module = importlib.import_module(name)
     assert module.__doc__
     for thing in vars(module).values():

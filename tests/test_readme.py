@@ -1,4 +1,4 @@
-"""The README is short, and says what the code says."""
+"""The README is short and matches the code."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ README = (ROOT / "README.md").read_text()
 LONGEST = 150
 
 
-def test_the_readme_is_short() -> None:
+def test_readme_is_short() -> None:
     assert len(README.splitlines()) <= LONGEST
 
 
-def test_the_recipes_of_the_readme_exist_and_are_counted() -> None:
+def test_recipes_of_the_readme_exist_and_their_number_is_right() -> None:
     rows = re.findall(r"^\| `([^`]+)` \| [A-Z]", README, re.M)
     named = [text for text in rows if text.partition("(")[0] in NAMED]
     assert len(named) == 10
@@ -26,7 +26,7 @@ def test_the_recipes_of_the_readme_exist_and_are_counted() -> None:
     assert f"All {len(NAMED)} with their options" in README
 
 
-def test_every_command_of_the_program_is_in_the_table() -> None:
+def test_every_command_is_in_the_table() -> None:
     from stretto.cli.main import app
 
     names = {one.name or one.callback.__name__ for one in app.registered_commands if one.callback}

@@ -46,7 +46,7 @@ RECIPES = st.one_of(
 
 
 @given(RECIPES)
-def test_a_printed_recipe_can_be_typed_back(recipe: Recipe) -> None:
+def test_printed_recipe_can_be_parsed(recipe: Recipe) -> None:
     assert parse(str(recipe)) == recipe
     assert parse(recipe.spelled()) == recipe
 
@@ -60,7 +60,7 @@ def test_a_printed_recipe_can_be_typed_back(recipe: Recipe) -> None:
         'local_sgd(every=4, optimizer_state="keep", after=7, how=cast("bf16"))',
     ],
 )
-def test_named_recipes_print_as_they_are_typed(text: str) -> None:
+def test_named_recipes_print_as_they_were_typed(text: str) -> None:
     recipe = parse(text)
     assert str(recipe) == text
     assert parse(recipe.spelled()) == recipe
@@ -73,12 +73,12 @@ def test_names_need_no_brackets() -> None:
 
 @given(st.text(alphabet=string.printable, max_size=60))
 def test_any_text_is_a_recipe_or_a_recipe_error(text: str) -> None:
-    said = ""
+    message = ""
     try:
         assert isinstance(parse(text), Recipe)
     except RecipeError as error:
-        said = str(error)
-    assert not said or all(word in said for word in ("got:", "expected:", "try:"))
+        message = str(error)
+    assert not message or all(word in message for word in ("got:", "expected:", "try:"))
 
 
 @pytest.mark.parametrize(
@@ -129,45 +129,45 @@ def test_code_is_never_run(text: str) -> None:
         ("Recipe(what=gradients(), when=together(every=4))", "no_sync"),
     ],
 )
-def test_answers_that_do_not_fit_are_refused_with_a_correction(text: str, wanted: str) -> None:
+def test_inconsistent_answers_are_refused_with_a_correction(text: str, wanted: str) -> None:
     with pytest.raises(RecipeError) as caught:
         parse(text)
-    said = str(caught.value)
-    assert wanted in said
-    assert all(word in said for word in ("got:", "expected:", "try:"))
+    message = str(caught.value)
+    assert wanted in message
+    assert all(word in message for word in ("got:", "expected:", "try:"))
 
 
-def test_the_correction_in_an_error_is_valid() -> None:
+def test_correction_in_an_error_is_valid() -> None:
     for text in ("Recipe(what=updates(), then=step())", "Recipe(what=parameters(), then=outer())"):
         with pytest.raises(RecipeError) as caught:
             parse(text)
         parse(str(caught.value).partition("try: ")[2])
 
 
-def test_many_threads_may_read_recipes_at_once() -> None:
-    """The collector's work between any two nodes of a syntax tree lets another thread continue with its own."""
+def test_threads_can_parse_recipes_concurrently() -> None:
+    """The garbage collector, called between any two nodes of a syntax tree, lets another thread continue."""
     text = 'Recipe(what=parameters(), when=together(every=5), how=cast("bf16"), then=replace())'
     thresholds = gc.get_threshold()
-    gc.callbacks.append(_let_others_go_on)
+    gc.callbacks.append(_yield_to_other_threads)
     gc.set_threshold(5)
     try:
         with ThreadPoolExecutor(4) as pool:
             assert len(set(pool.map(lambda _: parse(text), range(100)))) == 1
     finally:
         gc.set_threshold(*thresholds)
-        gc.callbacks.remove(_let_others_go_on)
+        gc.callbacks.remove(_yield_to_other_threads)
 
 
-def _let_others_go_on(phase: str, info: dict[str, int]) -> None:
+def _yield_to_other_threads(phase: str, info: dict[str, int]) -> None:
     time.sleep(0)
 
 
-def test_equal_answers_are_equal_recipes_whatever_their_names() -> None:
+def test_equal_answers_make_equal_recipes() -> None:
     assert parse("local_sgd(every=5)") == parse("Recipe(what=parameters(), when=together(every=5), then=replace())")
     assert len({parse("allreduce"), Recipe()}) == 1
 
 
-def test_the_catalogue_is_made_from_the_code() -> None:
+def test_catalogue_follows_the_code() -> None:
     entries = {entry.name: entry for entry in named.catalogue()}
     assert set(entries) == set(named.NAMED) <= set(WORDS)
     for entry in entries.values():
@@ -177,6 +177,6 @@ def test_the_catalogue_is_made_from_the_code() -> None:
     assert "2311.08105" in " ".join(entries["diloco"].papers)
 
 
-def test_when_it_is_due() -> None:
+def test_steps_at_which_an_exchange_is_due() -> None:
     assert [n for n in range(1, 13) if together(every=4).due(n)] == [4, 8, 12]
     assert [n for n in range(1, 13) if together(every=4, after=3).due(n)] == [1, 2, 3, 7, 11]

@@ -1,4 +1,4 @@
-"""Each test in a place of its own, and none for longer than its limit."""
+"""A folder of its own and a time limit for each test."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from scene import MARK, PATH, Place
+from run_place import MARK, PATH, Place
 
 LIMIT_S = 20
 
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
-    """An empty current folder; afterwards nothing that was started there may be left."""
+    """Yield an empty current folder; check afterwards that no process started from it is left."""
     mark = uuid.uuid4().hex
     monkeypatch.setenv(MARK, mark)
     monkeypatch.setenv("PYTHONPATH", PATH)
@@ -33,13 +33,13 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
 
 @pytest.fixture(autouse=True)
 def limited(request: pytest.FixtureRequest) -> Iterator[None]:
-    """No test may hang. One whose processes import torch says how long it may take."""
+    """Let each test fail at its time limit; tests whose processes import torch set their own `limit_s`."""
     limit_s = getattr(request.function, "limit_s", LIMIT_S)
 
-    def too_long(_number: int, _frame: object) -> None:
+    def fail_at_limit(_number: int, _frame: object) -> None:
         raise TimeoutError(f"the test took more than {limit_s} s")
 
-    before = signal.signal(signal.SIGALRM, too_long)
+    before = signal.signal(signal.SIGALRM, fail_at_limit)
     signal.setitimer(signal.ITIMER_REAL, limit_s)
     yield
     signal.setitimer(signal.ITIMER_REAL, 0)

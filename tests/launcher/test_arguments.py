@@ -1,4 +1,4 @@
-"""Laws of telling our options from the script's arguments."""
+"""Properties of the separation of our options from the script's arguments."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ours = st.sampled_from([["-n", "4"], ["-n4"], ["--workers=4"], ["--recipe", "dil
 
 
 @given(st.lists(ours), st.booleans(), words, st.lists(st.one_of(st.text(), st.sampled_from([*OPTIONS, "--"]))))
-def test_options_end_at_the_script_and_every_word_after_it_is_its_own(
+def test_options_end_at_the_script_and_all_later_words_are_its_arguments(
     before: list[list[str]], ended: bool, script: str, after: list[str]
 ) -> None:
     mine = [word for part in before for word in part]
@@ -26,7 +26,7 @@ def test_options_end_at_the_script_and_every_word_after_it_is_its_own(
 
 
 @pytest.mark.parametrize("line", [["--recpie", "x", "train.py"], ["-n", "4", "--recpie=x", "train.py"]])
-def test_an_unknown_option_before_the_script_is_refused_with_the_three_nearest(line: list[str]) -> None:
+def test_unknown_option_before_the_script_is_refused_with_the_three_nearest(line: list[str]) -> None:
     with pytest.raises(TyperException, match="there is no option --recpie") as raised:
         split(line, OPTIONS)
     assert (
@@ -36,18 +36,18 @@ def test_an_unknown_option_before_the_script_is_refused_with_the_three_nearest(l
     assert "the nearest are --recipe, " in str(raised.value)
 
 
-def test_an_option_of_the_script_before_it_is_refused() -> None:
-    """Whether a value follows it is not known, so neither is which word is the script."""
+def test_script_option_before_the_script_is_refused() -> None:
+    """It is unknown whether a value follows it, so it is unknown which word is the script."""
     with pytest.raises(TyperException, match="there is no option --lr") as raised:
         split(["--lr", "0.1", "train.py"], OPTIONS)
     assert "try: SCRIPT --lr" in str(raised.value)
 
 
-def test_a_missing_value_is_left_to_the_parser() -> None:
+def test_missing_value_is_left_to_the_parser() -> None:
     assert split(["-n"], OPTIONS).ours == ["-n"]
 
 
-def test_options_that_all_stand_after_the_script_are_hinted_at_with_the_line_to_type() -> None:
+def test_hint_shows_the_command_if_all_options_follow_the_script() -> None:
     line = ["train.py", "--lr", "1", "-n", "4", "--recipe", "local_sgd(every=4)", "--", "-n"]
     said = hint("stretto run", split(line, OPTIONS), OPTIONS)
     assert said == (
@@ -67,5 +67,5 @@ def test_options_that_all_stand_after_the_script_are_hinted_at_with_the_line_to_
         [],
     ],
 )
-def test_a_line_that_is_meant_so_gets_no_hint(line: list[str]) -> None:
+def test_intended_command_gets_no_hint(line: list[str]) -> None:
     assert hint("stretto run", split(line, OPTIONS), OPTIONS) is None

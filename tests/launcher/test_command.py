@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from scene import PATH, Place, staff, until
+from run_place import PATH, Place, staff, until
 
 from stretto.cli.main import command
 from stretto.recipe.named import NAMED
@@ -27,29 +27,29 @@ if config.rank == 1:
 pathlib.Path(f"ready-{config.rank}").touch()
 time.sleep(60)
 """
-"""Two workers that would go on, each with a process of its own, one deaf to SIGTERM."""
+"""Two workers that never end, each with a child process; one worker ignores SIGTERM."""
 
 
-def sleeping(place: Place, before: str = "") -> subprocess.Popen[bytes]:
-    """A run that is well under way."""
+def start_endless_run(place: Place, before: str = "") -> subprocess.Popen[bytes]:
+    """Start a run and wait until all its processes run."""
     process = place.stretto("run", "-n", "2", place.script(SLEEPERS), before=before)
     until(lambda: Path("ready-0").exists() and Path("ready-1").exists())
-    until(lambda: len(place.left()) == staff(place) + 4)  # two workers, two of theirs
+    until(lambda: len(place.left()) == staff(place) + 4)  # two workers and their two children
     return process
 
 
-def ended(place: Place, process: subprocess.Popen[bytes]) -> tuple[int, str, str]:
-    """Wait for the end; exit code, standard output and standard error."""
+def wait_for_end(place: Place, process: subprocess.Popen[bytes]) -> tuple[int, str, str]:
+    """Wait for the end; return the exit code, standard output and standard error."""
     out, err = process.communicate(timeout=15)
     return process.returncode, out.decode(), err.decode()
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
-def test_a_signal_to_the_launcher_ends_everything(place: Place, number: signal.Signals, code: int) -> None:
-    process = sleeping(place)
+def test_signal_to_the_launcher_ends_all_processes(place: Place, number: signal.Signals, code: int) -> None:
+    process = start_endless_run(place)
     began = time.monotonic()
     process.send_signal(number)
-    returned, _, err = ended(place, process)
+    returned, _, err = wait_for_end(place, process)
     assert time.monotonic() - began < WITHIN_S
     assert returned == code
     first, stopped, *_ = err.splitlines()
@@ -58,23 +58,25 @@ def test_a_signal_to_the_launcher_ends_everything(place: Place, number: signal.S
     assert place.left() == []
 
 
-def test_a_second_signal_does_not_wait_for_the_grace(place: Place) -> None:
-    """Which is so long here that the test would not see its end."""
-    process = sleeping(place, "import stretto.launcher.processes; stretto.launcher.processes.GRACE_S = 600.0; ")
+def test_second_signal_ends_the_run_without_the_grace_period(place: Place) -> None:
+    """The grace period is longer than the test's limit."""
+    process = start_endless_run(
+        place, "import stretto.launcher.processes; stretto.launcher.processes.GRACE_S = 600.0; "
+    )
     process.send_signal(signal.SIGINT)
-    until(lambda: len(place.left()) <= 4)  # worker 0 and its process have ended, worker 1 is deaf
+    until(lambda: len(place.left()) <= 4)  # worker 0 and its child have ended, worker 1 ignores SIGTERM
     process.send_signal(signal.SIGINT)
-    assert ended(place, process)[0] == 130
+    assert wait_for_end(place, process)[0] == 130
 
 
-def test_all_end_when_the_launcher_is_killed(place: Place) -> None:
-    process = sleeping(place)
+def test_all_processes_end_when_the_launcher_is_killed(place: Place) -> None:
+    process = start_endless_run(place)
     process.kill()
     until(lambda: place.left() == [], limit_s=WITHIN_S)
     assert process.wait() == -signal.SIGKILL
 
 
-def test_all_end_though_nobody_reads_what_is_shown(place: Place) -> None:
+def test_all_processes_end_if_the_output_is_not_read(place: Place) -> None:
     """The pipe to the reader is full, and so is the worker's."""
     script = place.script("import pathlib\nwhile True:\n    print('x' * 1000)\n    pathlib.Path('alive').touch()")
     process = place.stretto("run", script)
@@ -85,7 +87,7 @@ def test_all_end_though_nobody_reads_what_is_shown(place: Place) -> None:
     assert time.monotonic() - began < WITHIN_S
 
 
-def test_a_failed_run_is_told_once_with_exit_code_1(place: Place) -> None:
+def test_failed_run_is_reported_once_with_exit_code_1(place: Place) -> None:
     script = place.script(
         """
         import os, time
@@ -95,7 +97,7 @@ def test_a_failed_run_is_told_once_with_exit_code_1(place: Place) -> None:
         time.sleep(60)
         """
     )
-    code, out, err = ended(place, place.stretto("run", "-n", "2", "--out", "here", script))
+    code, out, err = wait_for_end(place, place.stretto("run", "-n", "2", "--out", "here", script))
     assert (code, out) == (1, "hello\n")
     _, _, err = err.partition("run folder here\n")
     assert err.startswith("stretto: worker 0 failed: ValueError: boom\nTraceback (most recent call last):\n")
@@ -103,11 +105,11 @@ def test_a_failed_run_is_told_once_with_exit_code_1(place: Place) -> None:
     assert err.count("ValueError") == 2  # in the headline, and in the line of the script
 
 
-def test_every_word_after_the_script_is_the_scripts(place: Place) -> None:
+def test_all_words_after_the_script_are_its_arguments(place: Place) -> None:
     place.script("import os, sys; print(sys.argv[1:], config.rank, config.world_size)")
     own = ["data.csv", "--seed", "5", "--workers=8", "--resume", "x", "--epochs", "1", "--recipe", "--help", "--", "-n"]
     line = ["run", "--seed", "3", "-n2", "--quiet", "--out=here", "train.py", *own]
-    code, out, err = ended(place, place.stretto(*line))
+    code, out, err = wait_for_end(place, place.stretto(*line))
     assert (code, err) == (0, "")
     assert out == f"{own} 0 2\n"
     asked = json.loads(Path("here/run.json").read_text())
@@ -116,9 +118,9 @@ def test_every_word_after_the_script_is_the_scripts(place: Place) -> None:
     assert Path("here/report.html").exists()
 
 
-def test_the_record_goes_where_it_is_asked_to(place: Place) -> None:
+def test_record_is_written_to_the_given_path(place: Place) -> None:
     script = place.script("print('from the script')")
-    code, out, err = ended(place, place.stretto("run", "-n", "2", "--json", "-", script))
+    code, out, err = wait_for_end(place, place.stretto("run", "-n", "2", "--json", "-", script))
     assert code == 0
     record = json.loads(out)
     assert record["workers"] == 2
@@ -158,7 +160,7 @@ def test_the_record_goes_where_it_is_asked_to(place: Place) -> None:
         (["rnu", "train.py"], 2, ("rnu",)),
     ],
 )
-def test_a_line_that_cannot_be_is_one_clear_error(
+def test_invalid_command_is_one_clear_error(
     place: Place, line: list[str], code: int, words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     place.script("open('ran', 'w')")
@@ -171,7 +173,7 @@ def test_a_line_that_cannot_be_is_one_clear_error(
     assert not Path("ran").exists()
 
 
-def test_on_a_terminal_a_live_line_stays_below_what_the_script_says(place: Place) -> None:
+def test_progress_line_stays_below_the_scripts_output_on_a_terminal(place: Place) -> None:
     script = place.script(
         """
         import json, os, time
@@ -191,7 +193,7 @@ def test_on_a_terminal_a_live_line_stays_below_what_the_script_says(place: Place
     try:
         while data := os.read(ours, 65536):
             shown += data
-    except OSError:  # how Linux says that the other end is closed
+    except OSError:  # Linux reports a closed other end in this way
         pass
     os.close(ours)
     assert process.wait(timeout=5) == 1
@@ -199,10 +201,10 @@ def test_on_a_terminal_a_live_line_stays_below_what_the_script_says(place: Place
     assert "half a line\r\n" in text
     assert "half a line, and the rest\r\n" in text
     assert "step 5 · loss 0.25" in text
-    assert text.index("\x1b[?25h") < text.index("stretto: worker 0 failed")  # the cursor is back before the end
+    assert text.index("\x1b[?25h") < text.index("stretto: worker 0 failed")  # the cursor is restored before the end
 
 
-def test_the_reader_of_the_output_may_leave(place: Place) -> None:
+def test_reader_may_close_the_output(place: Place) -> None:
     script = place.script("for n in range(20000): print(n)\nopen('done', 'w')")
     process = place.stretto("run", "--quiet", script)
     assert process.stdout is not None
@@ -221,11 +223,11 @@ def test_recipes_are_listed_from_the_code(capsys: pytest.CaptureFixture[str]) ->
     assert all(f"{name}(" in shown for name in NAMED)
 
 
-def test_no_process_but_the_launcher_is_needed_to_see_the_help(place: Place) -> None:
-    code, out, err = ended(place, place.stretto())
+def test_help_starts_no_other_process(place: Place) -> None:
+    code, out, err = wait_for_end(place, place.stretto())
     assert (code, err) == (0, "")
     assert all(word in out for word in ("run", "report", "recipes"))
-    assert ended(place, place.stretto("--version"))[1].startswith("stretto ")
+    assert wait_for_end(place, place.stretto("--version"))[1].startswith("stretto ")
 
 
 def test_interrupt_during_the_imports_ends_without_a_traceback(tmp_path: Path) -> None:

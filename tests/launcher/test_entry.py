@@ -1,4 +1,4 @@
-"""Programs that are no files: modules, packages and console scripts; live, compared and simulated."""
+"""Programs other than script files: modules, packages and console scripts; in runs, comparisons and simulations."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from scene import Place
+from run_place import Place
 
 from stretto.cli import main
 from stretto.errors import LaunchError
@@ -42,27 +42,27 @@ def package(place: Place) -> Path:
     return place.folder / "pkg"
 
 
-def plainly(*words: str) -> str:
+def run_with_python(*words: str) -> str:
     done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=60, check=True)
     return done.stdout
 
 
 @pytest.mark.parametrize("name", ["pkg.train", "pkg", "namespace.deep.train"])
-def test_a_module_runs_as_python_runs_it(package: Path, name: str) -> None:
+def test_module_runs_as_under_python(package: Path, name: str) -> None:
     folder = run(RunConfig(Path(name), args=("--lr", "1", "-m"), module=True), ProgressDisplay(quiet=True))
-    assert (folder / "worker-0.log").read_text() == plainly("-m", name, "--lr", "1", "-m")
+    assert (folder / "worker-0.log").read_text() == run_with_python("-m", name, "--lr", "1", "-m")
     assert folder.name.endswith(f"-{name}")
     asked = json.loads((folder / "run.json").read_text())
     assert (asked["script"], asked["module"]) == (name, True)
 
 
-def test_a_module_is_found_without_importing_its_package(package: Path) -> None:
+def test_module_is_found_without_importing_its_package(package: Path) -> None:
     entry.check(Path("pkg.train"), module=True)
     assert entry.module_file("pkg") == ("pkg.__main__", package / "__main__.py")
     assert not Path("imported").exists()
 
 
-def test_the_command_line_runs_modules_and_hands_on_every_word_after_the_name(
+def test_command_line_runs_modules_and_passes_all_later_words_on(
     package: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert main.command(["run", "--quiet", "--out", "here", "-m", "pkg.train", "-m", "--seed", "2", "--help"]) == 0
@@ -82,7 +82,7 @@ def test_the_command_line_runs_modules_and_hands_on_every_word_after_the_name(
         ("sys", ("sys is not written in Python",)),
     ],
 )
-def test_a_module_that_cannot_be_run_is_one_sentence_before_anything_starts(
+def test_module_that_cannot_be_run_is_refused_before_any_process_starts(
     package: Path, name: str, words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main.command(["run", "-m", name]) == 1
@@ -91,13 +91,13 @@ def test_a_module_that_cannot_be_run_is_one_sentence_before_anything_starts(
     assert not Path("runs").exists() and not Path("imported").exists()
 
 
-def test_relative_imports_of_a_file_say_how_to_start_it(package: Path) -> None:
+def test_error_of_relative_imports_names_the_command_to_use(package: Path) -> None:
     (package / "train.py").write_text("from .words import WORD")
     with pytest.raises(LaunchError, match=r"start it as a module: stretto run -m pkg\.train"):
         run(RunConfig(Path("pkg/train.py")), ProgressDisplay(quiet=True))
 
 
-def test_a_console_script_is_found_on_the_path_and_run(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_console_script_is_found_on_the_path_and_run(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     commands = place.folder / "commands"
     commands.mkdir()
     text = "#!{}\nimport sys\nsys.path.insert(0, {!r})\nimport stub\nprint(sys.argv)\nsys.exit(None)\n"
@@ -115,7 +115,7 @@ def test_a_console_script_is_found_on_the_path_and_run(place: Place, monkeypatch
     assert (folder / "worker-0.log").read_text() == "mine\n"
 
 
-def test_long_interpreters_of_console_scripts_are_read(tmp_path: Path) -> None:
+def test_long_interpreter_lines_of_console_scripts_are_read(tmp_path: Path) -> None:
     file = tmp_path / "long"
     file.write_text("#!/bin/sh\n'''exec' \"/a/long path/python\" \"$0\" \"$@\"\n' '''\nprint(1)\n")
     assert entry._is_python(file)

@@ -1,4 +1,4 @@
-"""What `stretto export` writes is the newest whole model of a run, and nothing is written over unasked."""
+"""`stretto export` writes the newest complete model of a run, and overwrites nothing unless asked."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from stretto.errors import LaunchError, LogError, StrettoError
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A run that has two checkpoints and no end."""
+    """Return a run with two checkpoints and without a final model."""
     folder = tmp_path / "run"
     folder.mkdir()
     for number in (10, 20):
@@ -39,7 +39,7 @@ def model(number: float) -> dict[str, Tensor]:
 
 
 def same(path: Path, number: float) -> bool:
-    """Whether a file is the whole state of a model, which takes it as it is."""
+    """Return True if a file is the complete state of a model, and can be loaded into it."""
     found, wanted = load_file(path), model(number)
     nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)).load_state_dict(found)
     return found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
@@ -49,21 +49,21 @@ def damage(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-1])
 
 
-def test_the_newest_checkpoint_is_a_state_dict(run: Path, tmp_path: Path) -> None:
+def test_newest_checkpoint_is_exported_as_a_state_dict(run: Path, tmp_path: Path) -> None:
     exported = export(run, tmp_path / "model.safetensors", notice=pytest.fail)
     assert same(tmp_path / "model.safetensors", 20)
     assert (exported.round, exported.tensors) == (20, 7)
     assert exported.bytes == (tmp_path / "model.safetensors").stat().st_size
 
 
-def test_what_a_run_ended_with_comes_first(run: Path, tmp_path: Path) -> None:
+def test_final_model_takes_precedence_over_checkpoints(run: Path, tmp_path: Path) -> None:
     save_file(model(30), run / "final.safetensors")
     assert export(run, tmp_path / "out", notice=pytest.fail).round is None
     assert same(tmp_path / "out", 30)
 
 
 @pytest.mark.parametrize("end", [True, False])
-def test_what_is_damaged_is_told_and_passed_over(run: Path, tmp_path: Path, end: bool) -> None:
+def test_damaged_files_are_reported_and_skipped(run: Path, tmp_path: Path, end: bool) -> None:
     notices: list[str] = []
     if end:
         save_file(model(30), run / "final.safetensors")
@@ -75,7 +75,7 @@ def test_what_is_damaged_is_told_and_passed_over(run: Path, tmp_path: Path, end:
     assert ("final.safetensors" if end else "round-00000020/state.safetensors") in notice
 
 
-def test_only_damaged_ones_are_no_model(run: Path, tmp_path: Path) -> None:
+def test_run_with_only_damaged_files_has_no_model(run: Path, tmp_path: Path) -> None:
     for number in (10, 20):
         damage(run / "checkpoints" / f"round-000000{number}" / "manifest.json")
     notices: list[str] = []
@@ -84,7 +84,7 @@ def test_only_damaged_ones_are_no_model(run: Path, tmp_path: Path) -> None:
     assert len(notices) == 2 and not (tmp_path / "out").exists()
 
 
-def test_nothing_is_written_over_unasked(run: Path, tmp_path: Path) -> None:
+def test_nothing_is_overwritten_unless_asked(run: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.write_text("mine")
     with pytest.raises(LaunchError, match="--force"):
@@ -103,22 +103,22 @@ def test_nothing_is_written_over_unasked(run: Path, tmp_path: Path) -> None:
         ("run", "empty", "is not a file"),
     ],
 )
-def test_what_cannot_be_is_refused(run: Path, tmp_path: Path, source: str, target: str, says: str) -> None:
+def test_invalid_source_or_target_is_refused(run: Path, tmp_path: Path, source: str, target: str, says: str) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(LaunchError, match=says) as error:
         export(tmp_path / source, tmp_path / target, force=True)
     assert all(word in str(error.value) for word in ("got: ", "expected: ", "try: stretto "))
 
 
-def test_a_device_is_not_replaced_by_a_file(run: Path, tmp_path: Path) -> None:
+def test_device_is_not_replaced_by_a_file(run: Path, tmp_path: Path) -> None:
     (tmp_path / "device").symlink_to("/dev/null")
     with pytest.raises(LaunchError, match="is not a file"):
         export(run, tmp_path / "device", force=True)
     assert Path("/dev/null").is_char_device()
 
 
-def test_a_disk_that_takes_nothing_is_said(run: Path, tmp_path: Path) -> None:
-    out = tmp_path / ("x" * 250)  # the name fits, the one that it has until it is whole does not
+def test_failed_write_is_reported(run: Path, tmp_path: Path) -> None:
+    out = tmp_path / ("x" * 250)  # the target's name fits the limit, the longer temporary name does not
     with pytest.raises(LogError, match="cannot be written: File name too long"):
         export(run, out)
     assert not out.exists()

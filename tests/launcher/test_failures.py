@@ -1,4 +1,4 @@
-"""A run that fails: the cause is told first and once, and everything ends in time."""
+"""A failing run reports the cause first and once, and all its processes end in time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from scene import Place
+from run_place import Place
 
 from stretto.errors import LaunchError
 from stretto.events import read_events
@@ -21,7 +21,7 @@ from stretto.process_config import WorkerConfig
 from stretto.report.summary import conclude
 
 WITHIN_S = 3.0
-"""How long a failed run may take to end."""
+"""Seconds within which a failed run must end."""
 
 WAIT = """
 import os, sys, time
@@ -31,7 +31,7 @@ open(f"started-{rank}", "w").close()
 
 
 def failure(place: Place, text: str, **order: object) -> str:
-    """The text of a run's failure, which must come in time, counted from when the workers were at work."""
+    """Return the text of a run's failure; it must come in time, counted from when the workers ran."""
     with pytest.raises(LaunchError) as raised:
         place.run(WAIT + text, **order)
     started = max(path.stat().st_mtime for path in place.folder.glob("started-*"))
@@ -40,7 +40,7 @@ def failure(place: Place, text: str, **order: object) -> str:
     return str(raised.value)
 
 
-def test_an_exception_on_one_worker_ends_all_and_is_shown_from_the_script_on(place: Place) -> None:
+def test_exception_on_one_worker_ends_all_and_is_shown_from_the_script_on(place: Place) -> None:
     told = failure(
         place,
         """
@@ -66,7 +66,7 @@ time.sleep(60)
     assert log.index("last words") < log.index("ValueError: boom") < log.index("in compute")
 
 
-def test_the_error_is_an_event(place: Place) -> None:
+def test_error_is_an_event(place: Place) -> None:
     failure(place, "raise KeyError('x')", out=Path("here"))
     events = list(read_events(Path("here/events.jsonl")))
     assert [(one["event"], one["worker"], one["kind"], one["text"]) for one in events] == [
@@ -75,7 +75,7 @@ def test_the_error_is_an_event(place: Place) -> None:
     assert events[0]["consequence"] is False
 
 
-def test_the_cause_comes_before_its_consequences(place: Place) -> None:
+def test_cause_is_reported_before_its_consequences(place: Place) -> None:
     told = failure(
         place,
         """
@@ -90,7 +90,7 @@ raise ValueError("the cause")
     assert told.startswith("worker 1 failed: ValueError: the cause")
 
 
-def test_without_a_cause_the_first_consequence_is_told(place: Place) -> None:
+def test_first_consequence_is_reported_if_there_is_no_cause(place: Place) -> None:
     told = failure(
         place,
         """
@@ -104,14 +104,14 @@ time.sleep(60)
     assert told.startswith("worker 1 failed: TransportError: nobody came within 5 s")
 
 
-def test_loops_of_unequal_length_are_not_blamed_on_a_worker_that_waits() -> None:
+def test_error_of_unequal_loops_does_not_name_a_waiting_worker_as_the_cause() -> None:
     text = "worker 1 has ended its script in epoch 1 at step 8, worker 0 waits in epoch 2 at step 9"
     ends = [Exited(1, 0), Exited(0, 1)]
     error = {"event": "error", "worker": 0, "kind": "UnevenLoopsError", "text": text}
     assert first_cause(ends, [error]).headline == f"UnevenLoopsError: {text}"
 
 
-def test_a_worker_that_left_in_peace_is_named_to_those_that_wait_for_it(place: Place) -> None:
+def test_error_of_waiting_workers_names_the_worker_that_left_gracefully(place: Place) -> None:
     told = failure(
         place,
         """
@@ -126,7 +126,7 @@ if rank == 1:
     assert "ended before that without an error: worker 0" in told
 
 
-def test_a_killed_worker_is_the_cause_of_what_the_others_see(place: Place) -> None:
+def test_killed_worker_is_the_cause_of_the_others_errors(place: Place) -> None:
     told = failure(
         place,
         """
@@ -153,21 +153,21 @@ os.kill(os.getpid(), 9)
         ("exec(compile('x = = 1', 'train.py', 'exec'))", "worker 1 failed: SyntaxError: invalid syntax"),
     ],
 )
-def test_every_end_that_is_no_good_end_is_named(place: Place, end: str, said: str) -> None:
+def test_every_abnormal_exit_is_named(place: Place, end: str, said: str) -> None:
     told = failure(place, f"if rank == 1: {end}\ntime.sleep(60)", workers=2, min_workers=2, restarts=0)
     assert told.startswith(said)
     assert ("mute" in told) == ("mute" in end)
 
 
-def test_an_error_of_the_librarys_own_is_shown_without_its_frames(place: Place) -> None:
+def test_stretto_error_is_shown_without_library_frames(place: Place) -> None:
     told = failure(place, "import pathlib, stretto.events\nlist(stretto.events.read_events(pathlib.Path('missing')))")
     assert told.startswith("worker 0 failed: LogError: ")
     assert "in <module>" in told
     assert "events.py" not in told
 
 
-def test_of_an_error_of_the_librarys_own_only_the_causes_in_the_script_are_shown(place: Place) -> None:
-    """What a function of the script raised, but nothing that a package did."""
+def test_stretto_error_shows_only_causes_in_the_script(place: Place) -> None:
+    """Shown is an exception raised in a function of the script, not one raised in a package."""
     told = failure(
         place,
         """
@@ -188,12 +188,12 @@ evaluate()
     assert "The above exception was the direct cause" in told
 
 
-def test_an_error_after_the_script_is_told_like_any_other(place: Place) -> None:
+def test_error_after_the_script_is_reported_like_any_other(place: Place) -> None:
     told = failure(place, "def fail(): raise OSError('in close')\nstub.api.close = fail")
     assert told.startswith("worker 0 failed: OSError: in close")
 
 
-def test_when_the_log_is_full_the_end_of_the_output_is_shown(place: Place) -> None:
+def test_end_of_the_output_is_shown_if_the_log_is_full(place: Place) -> None:
     told = failure(
         place,
         """
@@ -210,7 +210,7 @@ time.sleep(60)
     assert "File too large" in told
 
 
-def test_a_full_disk_costs_a_worker_its_log_but_not_its_life(
+def test_worker_continues_without_its_log_on_a_full_disk(
     place: Place, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(log_relay, "log_of", lambda *_: Path("/dev/full"))
@@ -218,7 +218,7 @@ def test_a_full_disk_costs_a_worker_its_log_but_not_its_life(
     assert capfd.readouterr().out == "still here\n"
 
 
-def test_a_worker_may_stop_while_others_go_on(place: Place) -> None:
+def test_worker_may_end_while_others_continue(place: Place) -> None:
     folder = place.run(
         """
         import os, pathlib, time
@@ -237,7 +237,7 @@ def test_a_worker_may_stop_while_others_go_on(place: Place) -> None:
 @pytest.mark.parametrize(
     "stubborn", ["signal.signal(signal.SIGTERM, signal.SIG_IGN)", "os.kill(os.getpid(), signal.SIGSTOP)"]
 )
-def test_a_worker_that_does_not_heed_is_killed(place: Place, stubborn: str) -> None:
+def test_worker_that_ignores_sigterm_is_killed(place: Place, stubborn: str) -> None:
     told = failure(
         place,
         f"""
@@ -257,7 +257,7 @@ time.sleep(60)
 
 
 @pytest.mark.parametrize("end", ["pass", "raise ValueError", "os.kill(os.getpid(), 9)"])
-def test_processes_that_workers_started_end_with_them(place: Place, end: str) -> None:
+def test_children_of_workers_end_with_them(place: Place, end: str) -> None:
     text = f"""
 import subprocess
 subprocess.Popen(["sleep", "60"])
@@ -271,27 +271,27 @@ subprocess.Popen(["sleep", "60"])
 
 
 @pytest.fixture
-def full(tmp_path: Path) -> Path:
-    """A run folder whose event log is on a full disk."""
+def full_disk(tmp_path: Path) -> Path:
+    """Yield a run folder whose event log is on a full disk."""
     (tmp_path / "events.jsonl").symlink_to("/dev/full")
     return tmp_path
 
 
-def test_a_list_of_written_files_that_finds_no_room_fails_no_run(full: Path) -> None:
+def test_list_of_written_files_on_a_full_disk_does_not_fail_the_run(full_disk: Path) -> None:
     written = Written([])
     written.note("/somewhere/model.pt")
-    _report_written(written, WorkerConfig(run=str(full)))
+    _report_written(written, WorkerConfig(run=str(full_disk)))
 
 
-def test_an_error_that_finds_no_room_in_the_log_is_said_to_be_unlogged(full: Path) -> None:
-    program = f"from stretto.launcher.worker_main import fail; fail(ValueError('boom'), 0, {str(full)!r})"
+def test_error_that_does_not_fit_into_the_log_is_reported_as_unlogged(full_disk: Path) -> None:
+    program = f"from stretto.launcher.worker_main import fail; fail(ValueError('boom'), 0, {str(full_disk)!r})"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert "ValueError: boom" in done.stderr
     cause = first_cause([Exited(0, done.returncode)], [])
     assert cause.headline == "worker 0 failed, and its error could not be written to the event log"
 
 
-def test_a_run_whose_folder_was_removed_ends_with_one_sentence(
+def test_run_whose_folder_was_removed_ends_with_one_sentence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "final.safetensors").write_bytes(b"")

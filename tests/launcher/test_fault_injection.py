@@ -1,4 +1,4 @@
-"""What is done to processes on purpose: the text is the simulator's, the plan the seed's, and the blows are real."""
+"""Fault injection in real runs: the simulator's syntax, a plan that depends on the seed, and real signals."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scene import Place
+from run_place import Place
 
 from stretto.errors import LaunchError
 from stretto.events import read_events
@@ -36,38 +36,38 @@ print("stood still for", longest)
 
 
 @pytest.fixture
-def crew(place: Place) -> Place:
-    """A place whose runs have a coordinator."""
+def place_with_coordinator(place: Place) -> Place:
+    """Return a place whose runs have a coordinator."""
     place.coordinator()
     return place
 
 
-def chaos_of(folder: Path) -> list[dict[str, Any]]:
-    """What was done on purpose."""
+def faults_of(folder: Path) -> list[dict[str, Any]]:
+    """Return the injected faults from a run's events."""
     events = list(read_events(folder / "events.jsonl"))
     return [event for event in events if event["event"] == "fault_injected"]
 
 
-def until(seconds: float, seed: int, text: str = LIVE, workers: int = 4) -> list[tuple[float, Happening]]:
-    """What a supervised run is in for."""
+def planned_until(seconds: float, seed: int, text: str = LIVE, workers: int = 4) -> list[tuple[float, Happening]]:
+    """Return the planned faults of a supervised run."""
     plan = schedule(parse(text), workers, 1, seed, supervised=True)
     return list(takewhile(lambda turn: turn[0] <= seconds, plan))
 
 
-def test_the_text_of_a_live_run_is_read() -> None:
+def test_faults_of_a_real_run_are_parsed() -> None:
     assert [str(fault) for fault in parse(LIVE)] == LIVE.split("; ")
 
 
 @given(st.integers(0, 2**32 - 1))
-def test_the_same_seed_makes_the_same_plan(seed: int) -> None:
-    assert until(300, seed) == until(300, seed)
-    assert until(300, seed) != until(300, seed + 1)
+def test_same_seed_makes_the_same_plan(seed: int) -> None:
+    assert planned_until(300, seed) == planned_until(300, seed)
+    assert planned_until(300, seed) != planned_until(300, seed + 1)
 
 
 @settings(max_examples=30)
 @given(st.integers(0, 1000), st.integers(1, 5))
-def test_in_a_supervised_run_kills_never_end(seed: int, workers: int) -> None:
-    """Nobody is gone for good: each comes back and is killed again, all of them now and then."""
+def test_kills_never_end_in_a_supervised_run(seed: int, workers: int) -> None:
+    """Every worker returns and is killed again, and at times all of them are away."""
     struck = list(islice(schedule(parse("kill worker every 20s"), workers, 0, seed, supervised=True), 300))
     assert len(struck) == 300
     counts = Counter(happening.numbers[0] for _, happening in struck)
@@ -76,8 +76,8 @@ def test_in_a_supervised_run_kills_never_end(seed: int, workers: int) -> None:
     assert 20 * 0.7 < mean_s < 20 * 1.4
 
 
-def test_who_stays_away_is_not_struck_meanwhile() -> None:
-    """Of two workers that are killed often and stay away for long, never one that is away."""
+def test_worker_that_is_away_gets_no_fault() -> None:
+    """Two workers are killed often and stay away for long; a worker that is away gets no fault."""
     plan = schedule(parse("kill worker every 1s, back after 3s"), 2, 0, 0, supervised=True)
     away: set[int] = set()
     for _, happening in islice(plan, 400):
@@ -105,27 +105,27 @@ def test_who_stays_away_is_not_struck_meanwhile() -> None:
         ("", {}, ("something is missing at the end",)),
     ],
 )
-def test_what_cannot_be_done_live_is_refused(
-    crew: Place, faults: str, order: dict[str, Any], words: tuple[str, ...]
+def test_faults_impossible_in_a_real_run_are_refused(
+    place_with_coordinator: Place, faults: str, order: dict[str, Any], words: tuple[str, ...]
 ) -> None:
     asked = {"workers": 4} | order
     with pytest.raises(LaunchError) as raised:
-        check(RunConfig(crew.script(""), faults=faults, **asked))
+        check(RunConfig(place_with_coordinator.script(""), faults=faults, **asked))
     assert [word for word in words if word not in str(raised.value)] == []
 
 
-def test_the_plan_is_that_of_the_order(crew: Place) -> None:
-    order = settled(RunConfig(crew.script(""), workers=4, recipe="async_sgd", seed=3, faults=LIVE))
+def test_plan_follows_the_run_configuration(place_with_coordinator: Place) -> None:
+    order = settled(RunConfig(place_with_coordinator.script(""), workers=4, recipe="async_sgd", seed=3, faults=LIVE))
     check(order)
     assert list(islice(planned(order), 20)) == list(islice(schedule(parse(LIVE), 4, 1, 3, supervised=True), 20))
-    assert list(planned(RunConfig(crew.script(""), workers=4))) == []
+    assert list(planned(RunConfig(place_with_coordinator.script(""), workers=4))) == []
 
 
-def test_who_is_killed_comes_back_and_who_is_paused_goes_on(crew: Place) -> None:
+def test_killed_worker_is_restarted_and_paused_worker_continues(place_with_coordinator: Place) -> None:
     faults = "kill worker 1 at 1s; pause worker 2 for 800ms at 1s; kill worker 0 at 1200ms, back after 1500ms"
     ends = 'if rank == 3:\n    time.sleep(4.5)\n    pathlib.Path("enough").touch()\n'
-    folder = crew.run(LOOP.replace("limit, last", ends + "limit, last", 1), workers=4, faults=faults)
-    done = chaos_of(folder)
+    folder = place_with_coordinator.run(LOOP.replace("limit, last", ends + "limit, last", 1), workers=4, faults=faults)
+    done = faults_of(folder)
     assert [(one["verb"], one["worker"], one["kind"], one["numbers"]) for one in done] == [
         ("kill", 1, "worker", [1]),
         ("pause", 2, "worker", [2]),
@@ -140,29 +140,35 @@ def test_who_is_killed_comes_back_and_who_is_paused_goes_on(crew: Place) -> None
     assert [len(one) for one in lives] == [2, 2, 1, 1]
     stood = [float((folder / f"worker-{rank}.log").read_text().split()[-1]) for rank in range(4)]
     assert stood[2] >= 0.7
-    gone = {what[1]: what for _, _, what in crew.heard()}
+    gone = {what[1]: what for _, _, what in place_with_coordinator.messages_received()}
     assert gone == {0: ["Gone", 0, 0, "killed by SIGKILL", True], 1: ["Gone", 1, 0, "killed by SIGKILL", True]}
     assert lives[0][1] - lives[0][0] > 1.5
 
 
-def test_what_is_done_is_said_on_the_terminal_and_drawn(crew: Place) -> None:
-    script = crew.script(LOOP.replace("limit, last", 'if life:\n    pathlib.Path("enough").touch()\nlimit, last'))
+def test_faults_are_shown_on_the_terminal_and_in_the_report(place_with_coordinator: Place) -> None:
+    script = place_with_coordinator.script(
+        LOOP.replace("limit, last", 'if life:\n    pathlib.Path("enough").touch()\nlimit, last')
+    )
     line = ("run", "-n", "2", "--faults", "kill worker 1 at 500ms", "--out", "here", script)
-    _, err = crew.stretto(*line).communicate(timeout=15)
+    _, err = place_with_coordinator.stretto(*line).communicate(timeout=15)
     assert b"stretto: fault: killed: worker 1\n" in err
     assert json.loads(Path("here/run.json").read_text())["faults"] == "kill worker 1 at 500ms"
 
 
-def test_failed_worker_is_not_killed_again(crew: Place) -> None:
+def test_failed_worker_is_not_killed_again(place_with_coordinator: Place) -> None:
     """Two kills in a short time kill once."""
-    script = crew.script(LOOP.replace("limit, last", 'if life:\n    pathlib.Path("enough").touch()\nlimit, last'))
+    script = place_with_coordinator.script(
+        LOOP.replace("limit, last", 'if life:\n    pathlib.Path("enough").touch()\nlimit, last')
+    )
     faults = "kill worker 1 at 500ms; kill worker 1 at 510ms"
-    _, err = crew.stretto("run", "-n", "2", "--faults", faults, "--out", "here", script).communicate(timeout=15)
-    assert len(chaos_of(Path("here"))) + err.count(b"faults: worker 1 is not there") == 2
-    assert [what[1] for _, _, what in crew.heard() if what[0] == "Gone"].count(1) == 1
+    _, err = place_with_coordinator.stretto("run", "-n", "2", "--faults", faults, "--out", "here", script).communicate(
+        timeout=15
+    )
+    assert len(faults_of(Path("here"))) + err.count(b"faults: worker 1 is not there") == 2
+    assert [what[1] for _, _, what in place_with_coordinator.messages_received() if what[0] == "Gone"].count(1) == 1
 
 
-def test_coordinator_and_server_are_struck_too(place: Place) -> None:
+def test_coordinator_and_server_get_faults_too(place: Place) -> None:
     place.service()
     place.coordinator()
     text = """
@@ -173,13 +179,13 @@ while len(pathlib.Path("coordinators").read_text().splitlines()) < 2 if pathlib.
     time.sleep(0.01)
 """
     folder = place.run(text, workers=2, recipe="async_sgd", faults="kill server at 1500ms; kill coordinator at 1500ms")
-    assert [(one["worker"], one["kind"], one["numbers"]) for one in chaos_of(folder)] == [
+    assert [(one["worker"], one["kind"], one["numbers"]) for one in faults_of(folder)] == [
         (-1, "server", [0]),
         (-1000, "coordinator", [0]),
     ]
 
 
-def test_without_survival_a_kill_ends_the_run(place: Place) -> None:
+def test_kill_ends_a_run_without_recovery(place: Place) -> None:
     text = "import time\ntime.sleep(60)"
     with pytest.raises(LaunchError, match="worker 0 was killed by SIGKILL\n--faults sent it"):
         place.run(text, faults="kill worker at 500ms")

@@ -1,4 +1,4 @@
-"""Help texts, completion, and the words of errors."""
+"""Help texts, shell completion, and the wording of errors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COMMANDS = list(getattr(get_command(main.app), "commands"))  # noqa: B009 (typer
 
 
 @pytest.mark.parametrize("name", [*COMMANDS, None])
-def test_every_help_has_panels_and_two_examples_that_begin_with_its_command(
+def test_every_help_has_panels_and_two_examples_of_its_command(
     name: str | None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "110")
@@ -32,7 +32,7 @@ def test_every_help_has_panels_and_two_examples_that_begin_with_its_command(
 
 
 @pytest.mark.parametrize("name", ["run", "compare", "simulate"])
-def test_options_are_in_panels_and_write_their_defaults_alike(
+def test_options_are_in_panels_and_show_defaults_in_one_format(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
@@ -46,15 +46,15 @@ def test_options_are_in_panels_and_write_their_defaults_alike(
     assert "; else " not in text
 
 
-def test_the_completion_of_shells_is_offered_and_knows_the_recipes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_shell_completion_is_offered_and_knows_the_recipes(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.command(["--help"]) == 0
     assert "--install-completion" in capsys.readouterr().out
     assert recipe_names("local") == ["local_sgd"]
     assert recipe_names("") == list(NAMED)
 
 
-def test_completing_shells_are_answered(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def completed(words: str) -> list[str]:
+def test_shell_completion_replies(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def complete(words: str) -> list[str]:
         monkeypatch.setenv("_STRETTO_COMPLETE", "complete_bash")
         monkeypatch.setenv("COMP_WORDS", words)
         monkeypatch.setenv("COMP_CWORD", str(len(words.split(" ")) - 1))
@@ -62,9 +62,9 @@ def test_completing_shells_are_answered(monkeypatch: pytest.MonkeyPatch, capsys:
             main.command(["anything"])
         return capsys.readouterr().out.split()
 
-    assert completed("stretto re") == ["report", "recipes"]
-    assert completed("stretto run --recipe local") == ["local_sgd"]
-    assert "--recipe" in completed("stretto run --re")
+    assert complete("stretto re") == ["report", "recipes"]
+    assert complete("stretto run --recipe local") == ["local_sgd"]
+    assert "--recipe" in complete("stretto run --re")
 
 
 @pytest.mark.parametrize(
@@ -76,21 +76,21 @@ def test_completing_shells_are_answered(monkeypatch: pytest.MonkeyPatch, capsys:
         (["simulate", "--netwrok", "x", "train.py"], "the nearest are --network, "),
     ],
 )
-def test_a_typo_names_the_three_nearest(line: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_typo_names_the_three_nearest(line: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main.command(line) == 2
     said = capsys.readouterr().err
     assert words in said
     assert said.count("stretto: ") == 1
 
 
-def test_a_typo_in_a_recipe_names_the_three_nearest() -> None:
+def test_typo_in_a_recipe_names_the_three_nearest() -> None:
     with pytest.raises(
         RecipeError, match=r"no recipe or answer is called 'local_sdg'; the nearest are local_sgd, \w+, \w+"
     ):
         parse("local_sdg(every=2)")
 
 
-def test_a_wrong_value_is_told_in_the_words_that_were_typed() -> None:
+def test_wrong_value_is_reported_as_it_was_typed() -> None:
     with pytest.raises(RecipeError, match=r"^every of local_sgd must be at least 1, got 0\n"):
         local_sgd(every=0)
     with pytest.raises(RecipeError, match=r"^outer_lr of diloco must be above 0, got -1\n") as raised:
@@ -100,14 +100,14 @@ def test_a_wrong_value_is_told_in_the_words_that_were_typed() -> None:
         parse('Recipe(when=together(every="x"))')
 
 
-def test_servers_say_what_they_make_of_a_recipe() -> None:
+def test_help_of_servers_says_how_they_change_a_recipe() -> None:
     said = server_notice(RunConfig(Path("train.py"), workers=2, recipe="allreduce", servers=2))
     assert said is not None and "makes Recipe(whom=server(shards=2)) of the recipe allreduce" in said
     assert server_notice(RunConfig(Path("train.py"), workers=2, recipe="async_sgd", servers=2)) is None
     assert server_notice(RunConfig(Path("train.py"), workers=2, recipe="allreduce")) is None
 
 
-def test_a_stopped_run_says_its_folder_its_page_and_how_it_is_continued(tmp_path: Path) -> None:
+def test_stopped_run_prints_its_folder_its_page_and_the_command_to_continue(tmp_path: Path) -> None:
     words = ("-n", "4", "--recipe", "local_sgd(every=4)", "train.py", "--lr", "1")
     said = left_in(tmp_path, words)
     assert f"run folder: {tmp_path}" in said and f"stretto report {tmp_path}" in said
@@ -118,6 +118,6 @@ def test_a_stopped_run_says_its_folder_its_page_and_how_it_is_continued(tmp_path
     assert last == f"continue from the last checkpoint: {again}"
 
 
-def test_the_line_that_continues_keeps_all_but_the_folders() -> None:
+def test_command_to_continue_keeps_all_options_except_folders() -> None:
     line = ["-n4", "--out", "here", "--seed", "1", "--resume=old", "--out=there", "--quiet"]
     assert without(line, ("--out", "--resume")) == ["-n4", "--seed", "1", "--quiet"]

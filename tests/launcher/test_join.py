@@ -1,6 +1,6 @@
-"""Workers of other hosts join a run, and are cut off from it: network namespaces stand for the hosts.
+"""Workers of other hosts join a run, and are separated from it: network namespaces stand for the hosts.
 
-What else a run with `--host` and those that join it are refused is told without starting a process of theirs.
+Errors of runs with `--host` and of joining hosts are tested without starting processes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scene import Place
+from run_place import Place
 
 from stretto.errors import LaunchError
 from stretto.events import read_events
@@ -53,7 +53,7 @@ def ip(*words: str) -> None:
 
 @pytest.fixture
 def hosts() -> Iterator[None]:
-    """Two hosts on a bridge: 10.79.0.1 and 10.79.0.2."""
+    """Yield two hosts on a bridge: 10.79.0.1 and 10.79.0.2."""
     if os.geteuid() != 0 or shutil.which("ip") is None:
         pytest.skip("network namespaces need root and iproute2")
     with ExitStack() as stack:
@@ -95,7 +95,7 @@ def until(is_so: Callable[[], bool], *processes: subprocess.Popen[str]) -> None:
         time.sleep(0.05)
 
 
-def test_of_a_network_cut_in_two_one_side_goes_on_and_the_other_comes_back(place: Place, hosts: None) -> None:
+def test_one_side_of_a_partitioned_network_continues_and_the_other_rejoins(place: Place, hosts: None) -> None:
     (place.folder / "train.py").write_text(SCRIPT)
     run = place.folder / "run"
     options = ["--recipe", "local_sgd(every=2)", "--failure-timeout", f"{PATIENCE_S}s", "--host", "10.79.0.1"]
@@ -126,11 +126,11 @@ def test_of_a_network_cut_in_two_one_side_goes_on_and_the_other_comes_back(place
     assert sorted(joined) == [(0, 0), (1, 0), (2, 0), (2, 1), (3, 0), (3, 1)]
 
 
-test_of_a_network_cut_in_two_one_side_goes_on_and_the_other_comes_back.limit_s = 240  # type: ignore[attr-defined]
+test_one_side_of_a_partitioned_network_continues_and_the_other_rejoins.limit_s = 240  # type: ignore[attr-defined]
 
 
-def invited(place: Place, **order: Any) -> Path:
-    """A run folder with an invitation to a coordinator that nobody is."""
+def invitation_without_coordinator(place: Place, **order: Any) -> Path:
+    """Return a run folder with an invitation to a coordinator that does not run."""
     (place.folder / "train.py").write_text("")
     folder = place.folder / "run"
     folder.mkdir()
@@ -139,7 +139,7 @@ def invited(place: Place, **order: Any) -> Path:
     return folder
 
 
-def test_an_invitation_is_for_the_owners_eyes_and_says_all_there_is_to_know(place: Place) -> None:
+def test_invitation_is_private_and_complete(place: Place) -> None:
     (place.folder / "train.py").write_text("")
     asked = RunConfig(
         Path("train.py"), ("--fast",), workers=2, host="127.0.0.1", recipe="local_sgd", seed=3, failure_timeout_s=2.0
@@ -169,17 +169,17 @@ def test_an_invitation_is_for_the_owners_eyes_and_says_all_there_is_to_know(plac
         (lambda run: None, "the run has ended, or this machine cannot reach it"),
     ],
 )
-def test_who_cannot_join_is_told_why(place: Place, spoil: Callable[[Path], None], told: str) -> None:
-    folder = invited(place)
+def test_refused_join_states_the_reason(place: Place, spoil: Callable[[Path], None], told: str) -> None:
+    folder = invitation_without_coordinator(place)
     spoil(folder)
     with pytest.raises(LaunchError, match=told) as caught:
         plan_of_join(JoinRequest(folder))
     assert all(word in str(caught.value) for word in ("got:", "expected:", "try:")), caught.value
 
 
-def test_nobody_joins_with_no_worker(place: Place) -> None:
+def test_join_with_no_workers_is_refused(place: Place) -> None:
     with pytest.raises(LaunchError, match="0 workers cannot join"):
-        plan_of_join(JoinRequest(invited(place), 0))
+        plan_of_join(JoinRequest(invitation_without_coordinator(place), 0))
 
 
 @pytest.mark.parametrize(
@@ -189,13 +189,13 @@ def test_nobody_joins_with_no_worker(place: Place) -> None:
         ({"single_process": True}, "the host of a run alone"),
     ],
 )
-def test_what_cannot_be_joined_has_no_host(place: Place, order: dict[str, Any], told: str) -> None:
+def test_runs_that_cannot_be_joined_refuse_host(place: Place, order: dict[str, Any], told: str) -> None:
     (place.folder / "train.py").write_text("")
     with pytest.raises(LaunchError, match=told):
         check(RunConfig(Path("train.py"), host="127.0.0.1", **order))
 
 
 @pytest.mark.parametrize("host", ["192.0.2.77", "no such host"])
-def test_an_address_of_another_machine_is_refused(host: str) -> None:
+def test_address_of_another_machine_is_refused(host: str) -> None:
     with pytest.raises(LaunchError, match="is no address of this machine"), servers_for(0, False, True, host):
         pass

@@ -1,4 +1,4 @@
-"""Laws of a run on this machine, each with real processes."""
+"""Properties of a run on this machine, with real processes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import socket
 from pathlib import Path
 
 import pytest
-from scene import Place
+from run_place import Place
 
 from stretto.errors import LaunchError, RecipeError, StrettoError
 from stretto.launcher import process_specs, processes
@@ -17,7 +17,7 @@ from stretto.launcher.progress_display import ProgressDisplay
 from stretto.process_config import OF_TORCHRUN, RECIPE, VARIABLE, worker_config
 
 
-def test_a_worker_finds_its_place_in_the_environment(place: Place) -> None:
+def test_environment_of_a_worker_has_its_rank_and_rendezvous(place: Place) -> None:
     folder = place.run(
         """
         import json, os
@@ -46,7 +46,7 @@ def test_a_worker_finds_its_place_in_the_environment(place: Place) -> None:
         assert (config.listen_fd is not None) == (rank == 0)
 
 
-def test_what_another_run_has_left_in_the_environment_is_taken_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_of_another_run_are_removed_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (VARIABLE, RECIPE, *OF_TORCHRUN):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("STRETTO_DATA", "here")
@@ -56,7 +56,7 @@ def test_what_another_run_has_left_in_the_environment_is_taken_out(monkeypatch: 
     assert left == {"STRETTO_DATA"}
 
 
-def test_cores_are_shared_out_unless_the_user_says_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cores_are_divided_among_workers_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def threads(**order: int) -> str:
         given = process_specs.environment_of(0, RunConfig(Path("train.py"), **order))  # type: ignore[arg-type]
         return given["OMP_NUM_THREADS"]
@@ -68,7 +68,7 @@ def test_cores_are_shared_out_unless_the_user_says_otherwise(tmp_path: Path, mon
     assert (threads(workers=2), threads(workers=2, threads=3)) == ("5", "3")
 
 
-def test_gpus_are_shared_out_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_are_assigned_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def devices(worker: int) -> str | None:
         given = process_specs.environment_of(worker, RunConfig(Path("train.py"), workers=4))
         return given.get("CUDA_VISIBLE_DEVICES")
@@ -82,7 +82,7 @@ def test_gpus_are_shared_out_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert process_specs.gpus({}, tmp_path) == ["0", "2", "10"]
 
 
-def test_the_workers_meet_at_the_socket_that_the_lead_inherits(place: Place) -> None:
+def test_workers_connect_to_the_socket_that_worker_0_inherits(place: Place) -> None:
     place.run(
         """
         import os, socket
@@ -98,7 +98,7 @@ def test_the_workers_meet_at_the_socket_that_the_lead_inherits(place: Place) -> 
     )
 
 
-def test_a_script_runs_as_if_it_had_been_started_plainly(place: Place) -> None:
+def test_script_runs_as_under_python(place: Place) -> None:
     folder = place.run(
         """
         import sys
@@ -126,8 +126,8 @@ def test_a_script_runs_as_if_it_had_been_started_plainly(place: Place) -> None:
     assert written["machine"]["cores"] >= 1
 
 
-def test_the_names_of_the_script_outlast_it(place: Place) -> None:
-    """What `finish` evaluates may have to be pickled by name."""
+def test_names_of_the_script_exist_after_its_end(place: Place) -> None:
+    """The model that `finish` evaluates may have to be pickled by name."""
     text = """
         import sys
         stub.api.close = lambda: print("found", sys.modules["__main__"].accuracy())
@@ -164,8 +164,8 @@ def test_no_line_is_lost_and_no_pipe_stays_full(place: Place, output: str, capfd
         assert shown == (logs[0] if output == "rank0" else "")
 
 
-def test_lines_are_seen_when_they_are_ended(place: Place) -> None:
-    """Though the output is a pipe, which Python fills in blocks."""
+def test_lines_are_shown_when_they_end(place: Place) -> None:
+    """The output is a pipe, which Python buffers in blocks by default."""
     place.run(
         """
         import os, pathlib, time
@@ -212,7 +212,7 @@ def test_lines_are_seen_when_they_are_ended(place: Place) -> None:
         ({"out": Path("/dev/null/x")}, StrettoError, ("/dev/null/x",)),
     ],
 )
-def test_what_cannot_be_run_is_refused_before_anything_starts(
+def test_invalid_run_is_refused_before_any_process_starts(
     place: Place, order: dict[str, object], error: type[Exception], words: tuple[str, ...]
 ) -> None:
     with pytest.raises(error) as raised:
@@ -222,7 +222,7 @@ def test_what_cannot_be_run_is_refused_before_anything_starts(
     assert not Path("runs").exists()
 
 
-def test_a_port_in_use_is_refused_by_name(place: Place) -> None:
+def test_port_in_use_is_refused_by_number(place: Place) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         with pytest.raises(LaunchError, match=f"port {port} is in use"):
@@ -230,14 +230,14 @@ def test_a_port_in_use_is_refused_by_name(place: Place) -> None:
     assert not Path("runs").exists()
 
 
-def test_a_given_port_is_where_workers_meet(place: Place) -> None:
+def test_given_port_is_the_rendezvous_port(place: Place) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
     folder = place.run("print(config.store_address[1])", port=port)
     assert (folder / "worker-0.log").read_text() == f"{port}\n"
 
 
-def test_a_missing_script_is_refused_with_its_neighbours(place: Place) -> None:
+def test_missing_script_is_refused_with_similar_names(place: Place) -> None:
     place.script("", "train_digits.py")
     with pytest.raises(LaunchError, match=r"there is no script train_digit\.py") as raised:
         run(RunConfig(Path("train_digit.py")), ProgressDisplay(quiet=True))
@@ -246,24 +246,24 @@ def test_a_missing_script_is_refused_with_its_neighbours(place: Place) -> None:
         run(RunConfig(place.folder), ProgressDisplay(quiet=True))
 
 
-def test_a_system_that_starts_no_more_processes_is_named_and_the_started_ones_end(
+def test_failure_to_start_a_process_is_reported_and_started_ones_end(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begin = processes.subprocess.Popen
 
-    def third_fails(command: list[str], **options: object) -> object:
+    def fail_at_the_third(command: list[str], **options: object) -> object:
         if '"rank":2' in options.get("env", {}).get(VARIABLE, ""):  # type: ignore[attr-defined]
             raise BlockingIOError(11, os.strerror(11))
         return begin(command, **options)  # type: ignore[call-overload]
 
-    monkeypatch.setattr(processes.subprocess, "Popen", third_fails)
+    monkeypatch.setattr(processes.subprocess, "Popen", fail_at_the_third)
     with pytest.raises(LaunchError, match="worker 2 of 4 cannot be started: Resource temporarily"):
         place.run("import time; time.sleep(60)", workers=4)
     assert place.left() == []
 
 
-def test_a_worker_gets_no_name_of_the_current_folder_in_its_way(place: Place) -> None:
-    """A file named like a module of the library, beside another script, is not the launcher's business."""
+def test_files_of_the_current_folder_do_not_shadow_modules(place: Place) -> None:
+    """A file named like a module of the library, in the folder of another script, is not imported by the launcher."""
     (place.folder / "runpy.py").write_text("raise RuntimeError('taken')")
     elsewhere = place.folder / "scripts"
     elsewhere.mkdir()

@@ -1,4 +1,4 @@
-"""Lines of ours beside those of a script: on lines of their own, and the first of them at once."""
+"""Stretto's lines beside the output of a script: on lines of their own, the first one immediately."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from scene import Place
+from run_place import Place
 
 from stretto.launcher.progress_display import ProgressDisplay
 from stretto.notices import say
@@ -26,19 +26,19 @@ def evaluation(step):
 """
 
 
-def shown(place: Place, script: Path, *options: str) -> list[str]:
-    """The lines of a run whose output and errors go to one file."""
+def output_lines(place: Place, script: Path, *options: str) -> list[str]:
+    """Return the lines of a run whose output and errors go to one file."""
     process = place.stretto("run", *options, script, stderr=subprocess.STDOUT)
     out, _ = process.communicate(timeout=20)
     return out.decode().split("\n")[:-1]
 
 
-def test_a_line_of_ours_never_glues_to_half_a_line_or_a_bar_of_the_script(place: Place) -> None:
+def test_line_of_stretto_is_never_joined_to_a_partial_line_or_bar_of_the_script(place: Place) -> None:
     text = EVALUATES + "import sys\n"
     text += "print('half', end='', flush=True)\nevaluation(1)\nprint(' a line')\n"
     text += "print('\\r 50%|##', end='\\r', file=sys.stderr, flush=True)\nevaluation(2)\n"
     text += "print('no end', end='')\n"
-    lines = shown(place, place.script(text), "--out", "here")
+    lines = output_lines(place, place.script(text), "--out", "here")
     first, half, one, rest, bar, two, last, *summary = lines
     assert first.startswith("stretto: starting 1 worker of ")
     assert (half, rest, bar.strip(), last) == ("half", " a line", "50%|##", "no end")
@@ -46,14 +46,14 @@ def test_a_line_of_ours_never_glues_to_half_a_line_or_a_bar_of_the_script(place:
     assert any(line.startswith("page: ") for line in summary)
 
 
-def test_an_error_begins_a_line_though_only_the_script_is_shown(place: Place) -> None:
+def test_error_begins_a_line_even_if_only_the_script_is_shown(place: Place) -> None:
     script = place.script("print('no end', end='', flush=True)\nraise ValueError('boom')")
-    lines = shown(place, script, "--quiet", "--out", "here")
+    lines = output_lines(place, script, "--quiet", "--out", "here")
     assert lines[:2] == ["no end", "stretto: worker 0 failed: ValueError: boom"]
 
 
-def test_on_a_terminal_a_line_that_a_worker_prints_for_us_begins_a_line(place: Place) -> None:
-    """Whatever of its own it has left without an end."""
+def test_line_that_a_worker_prints_for_stretto_begins_a_line_on_a_terminal(place: Place) -> None:
+    """The worker's own output may end without a newline."""
     script = place.script(
         "import sys, time\nprint('\\r 50%|##', end='', flush=True)\ntime.sleep(0.5)\n"
         "print('stretto: note', file=sys.stderr)\ntime.sleep(0.5)\nprint('\\r100%|####')\n"
@@ -65,7 +65,7 @@ def test_on_a_terminal_a_line_that_a_worker_prints_for_us_begins_a_line(place: P
     try:
         while data := os.read(ours, 65536):
             seen += data
-    except OSError:  # how Linux says that the other end is closed
+    except OSError:  # Linux reports a closed other end in this way
         pass
     os.close(ours)
     assert process.wait(timeout=10) == 0
@@ -74,7 +74,7 @@ def test_on_a_terminal_a_line_that_a_worker_prints_for_us_begins_a_line(place: P
     assert "##stretto" not in text
 
 
-def test_the_first_line_says_what_is_started_before_torch_is_imported(place: Place) -> None:
+def test_first_line_names_the_run_before_torch_is_imported(place: Place) -> None:
     script = place.script("print('from the script')")
     before = "import sys; from stretto.launcher.progress_display import ProgressDisplay as W; was = W.starting; "
     before += "W.starting = lambda watch, what: (was(watch, what), print('torch' in sys.modules, file=sys.stderr)); "
@@ -86,14 +86,12 @@ def test_the_first_line_says_what_is_started_before_torch_is_imported(place: Pla
     assert torch == "False"
 
 
-def test_quiet_says_nothing_of_a_start(capfd: pytest.CaptureFixture[str]) -> None:
+def test_quiet_run_prints_no_first_line(capfd: pytest.CaptureFixture[str]) -> None:
     ProgressDisplay(quiet=True).starting("anything")
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_line_of_ours_clears_a_bar_of_tqdm(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_line_of_stretto_clears_a_tqdm_bar(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     say("alone")
     bars = SimpleNamespace(write=lambda text, file: print(f"cleared\n{text}\ndrawn", file=file))
     monkeypatch.setitem(sys.modules, "tqdm", SimpleNamespace(tqdm=bars))  # type: ignore[arg-type]

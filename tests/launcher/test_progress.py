@@ -1,4 +1,4 @@
-"""What is shown of a run follows from its events."""
+"""The progress display as a function of a run's events."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def counted(worker: int, t: float, samples: int, waiting: float = 0.0, evaluatin
     return event | {"time_breakdown": split, "bytes_sent": 1_500_000, "bytes_received": 0}
 
 
-def test_the_rate_is_that_of_all_workers_while_they_train() -> None:
+def test_rate_is_that_of_all_workers_while_they_train() -> None:
     progress = Progress()
     for second in range(1, 5):
         for worker in range(3):
@@ -23,7 +23,7 @@ def test_the_rate_is_that_of_all_workers_while_they_train() -> None:
     assert progress.samples_per_second() == pytest.approx(300)
 
 
-def test_the_rate_forgets_what_is_long_ago() -> None:
+def test_rate_covers_only_recent_time() -> None:
     progress = Progress()
     progress.take(counted(0, 100.0, 100))
     for second in range(1, 3 * int(RECENT_S)):
@@ -31,19 +31,19 @@ def test_the_rate_forgets_what_is_long_ago() -> None:
     assert progress.samples_per_second() == pytest.approx(1000)
 
 
-def test_waiting_is_the_share_of_all_workers_time() -> None:
+def test_waiting_is_a_share_of_all_workers_time() -> None:
     progress = Progress()
     progress.take(counted(0, 10.0, 1, waiting=1.0))
     progress.take(counted(1, 10.0, 1, waiting=4.0))
     assert progress.waiting() == pytest.approx(0.25)
 
 
-def test_nothing_is_shown_that_is_not_known() -> None:
+def test_unknown_values_are_not_shown() -> None:
     assert Progress().facts() == []
     assert Progress().samples_per_second() is None
 
 
-def test_the_facts_in_their_order() -> None:
+def test_order_of_the_values() -> None:
     progress = Progress()
     progress.take({"event": "start", "worker": 0, "recipe": "allreduce()"})
     progress.take({"event": "epoch", "worker": 0, "epoch": 1, "step": 5})
@@ -67,7 +67,7 @@ def applied(worker: int, *staleness: int) -> dict[str, Any]:
     return {"event": "update_applied", "t": 1.0, "worker": worker, "updates": updates}
 
 
-def test_staleness_is_that_of_all_updates_so_far() -> None:
+def test_staleness_covers_all_updates_so_far() -> None:
     progress = Progress()
     progress.take(applied(0, 0, 3, 4))
     progress.take(applied(1, 7))
@@ -76,13 +76,13 @@ def test_staleness_is_that_of_all_updates_so_far() -> None:
     assert progress.facts() == ["staleness 3.5 mean, 7 max"]
 
 
-def test_fresh_updates_are_worth_a_fact_too() -> None:
+def test_zero_staleness_is_shown() -> None:
     progress = Progress()
     progress.take(applied(0, 0, 0))
     assert progress.facts() == ["staleness 0.0 mean, 0 max"]
 
 
-def test_the_lead_of_the_fastest_is_not_lost_when_a_slow_one_evaluates() -> None:
+def test_lead_of_the_fastest_worker_is_kept_while_a_slow_one_evaluates() -> None:
     progress = Progress()
     progress.take(counted(1, 10.0, 800))
     slow = {"event": "evaluation", "worker": 0, "epoch": 1, "step": 20, "training_s": 1.0, "metrics": {"a": 0.5}}
@@ -90,7 +90,7 @@ def test_the_lead_of_the_fastest_is_not_lost_when_a_slow_one_evaluates() -> None
     assert progress.facts()[0] == "step 100"
 
 
-def test_what_deserves_a_line() -> None:
+def test_events_that_print_a_line() -> None:
     progress = Progress()
     notice = {"event": "warning", "worker": 0, "text": "mind this"}
     assert progress.take(notice) == "note: mind this"
@@ -103,7 +103,7 @@ def test_what_deserves_a_line() -> None:
     assert progress.take({"event": "of a later version", "worker": 0}) is None
 
 
-def test_an_encoding_says_how_many_times_fewer_bytes_it_needs() -> None:
+def test_compression_ratio_of_a_codec_is_shown() -> None:
     progress = Progress()
     progress.take(
         counted(0, 10.0, 80) | {"traffic": {"gradients": [4000, 100, 4000, 300], "evaluation_sync": [0, 9, 0, 9]}}
@@ -112,7 +112,7 @@ def test_an_encoding_says_how_many_times_fewer_bytes_it_needs() -> None:
     assert progress.facts()[-1] == "encoded in 20.0× fewer bytes"
 
 
-def test_exact_numbers_need_as_many_bytes_as_they_are() -> None:
+def test_exact_codec_shows_no_compression() -> None:
     progress = Progress()
     progress.take(counted(0, 10.0, 80) | {"traffic": {"gradients": [4000, 4000, 4000, 4000]}})
     progress.take(counted(1, 10.0, 80))
@@ -120,7 +120,7 @@ def test_exact_numbers_need_as_many_bytes_as_they_are() -> None:
     assert not [fact for fact in progress.facts() if "fewer" in fact]
 
 
-def test_an_epoch_is_shown_from_its_first_step_on() -> None:
+def test_epoch_is_shown_from_its_first_step_on() -> None:
     """After the last epoch no further one is named."""
     progress = Progress()
     progress.take({"event": "start", "worker": 0})

@@ -1,4 +1,4 @@
-"""Random numbers follow from the run's seed, and from the script's own."""
+"""Random numbers follow from the run's seed and from the script's own seed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from scene import Place
+from run_place import Place
 
 from stretto.launcher.seeding import after_import
 
@@ -37,19 +37,19 @@ def expected(seed: int) -> list[float]:
     ]
 
 
-def test_what_the_script_does_not_seed_is_seeded_and_what_it_pins_is_shifted(place: Place) -> None:
+def test_unseeded_generators_are_seeded_and_seeds_of_the_script_are_shifted(place: Place) -> None:
     place.run(DRAWS, seed=2)
     assert json.loads(Path("draws.json").read_text()) == [expected(2), expected(42)]
 
 
-def test_under_seed_0_the_script_has_its_own_seeds(place: Place) -> None:
+def test_seed_0_keeps_the_seeds_of_the_script(place: Place) -> None:
     text = "import random; print(random.random()); random.seed(40); print(random.random(), random.seed.__module__)"
     log = (place.run(text) / "worker-0.log").read_text().split()
     assert log == [str(random.Random(0).random()), str(random.Random(40).random()), str(random.seed.__module__)]
 
 
 @pytest.mark.parametrize("given", ["text", b"bytes", 0.5])
-def test_a_seed_that_is_no_number_is_shifted_too(given: object) -> None:
+def test_seed_that_is_not_a_number_is_shifted_too(given: object) -> None:
     from stretto.launcher.seeding import _shifted_any
 
     draws = [random.Random(_shifted_any(given, seed)).random() for seed in (1, 1, 2)]
@@ -57,7 +57,7 @@ def test_a_seed_that_is_no_number_is_shifted_too(given: object) -> None:
     assert _shifted_any(None, 3) is None
 
 
-def test_several_do_something_after_an_import_that_comes_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_hooks_run_after_a_later_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "comes_later.py").write_text("value = 3\n")
     monkeypatch.syspath_prepend(tmp_path)
     seen = []

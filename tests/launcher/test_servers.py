@@ -1,4 +1,4 @@
-"""The servers of a run: started beside the workers, found by them, and gone with them."""
+"""The servers of a run: they start beside the workers, are found by them, and end with them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
-from scene import Place, config_of, staff, until
+from run_place import Place, config_of, staff, until
 
 from stretto.cli.main import command
 from stretto.errors import LaunchError
@@ -41,19 +41,19 @@ rank, shards = str(config.rank), len(config.servers) - 1
 while not all(pathlib.Path(f"server-{shard}.pid").exists() for shard in range(shards)):
     time.sleep(0.01)
 """
-"""A worker that goes on when all servers serve."""
+"""Script of a worker that continues when all servers serve."""
 FOREVER = WAIT + "pathlib.Path('ready-' + rank).touch()\ntime.sleep(60)\n"
 KEY = re.compile(r"^[!-~]{40}$")
-"""As ZeroMQ writes a key."""
+"""Form in which ZeroMQ writes a key."""
 
 
-def of_server(folder: Path, shard: int) -> tuple[ShardConfig, dict[str, str]]:
+def server_config(folder: Path, shard: int) -> tuple[ShardConfig, dict[str, str]]:
     """Return the configuration of a server that runs `TELL`, and its environment."""
     config, environment = (folder / f"server-{shard}.log").read_text().splitlines()
     return msgspec.json.decode(config, type=ShardConfig), ast.literal_eval(environment)
 
 
-def of_workers(workers: int) -> list[WorkerConfig]:
+def worker_configs(workers: int) -> list[WorkerConfig]:
     """Return the configurations of the workers that ran `KEEP`."""
     texts = [Path(f"config-{rank}.json").read_bytes() for rank in range(workers)]
     return [msgspec.json.decode(text, type=WorkerConfig) for text in texts]
@@ -62,18 +62,18 @@ def of_workers(workers: int) -> list[WorkerConfig]:
 KEEP = WAIT + "open(f'config-{rank}.json', 'w').write(os.environ['STRETTO_CONFIG'])\n"
 
 
-def test_servers_find_their_place_and_workers_find_them(place: Place) -> None:
+def test_servers_get_their_configuration_and_workers_their_addresses(place: Place) -> None:
     place.service(TELL)
     asked: dict[str, Any] = {"recipe": "async_sgd", "servers": 2, "timeout_s": 12.5, "on_nan": "skip"}
     folder = place.run(KEEP, workers=3, **asked)
     for shard in range(2):
-        config, given = of_server(folder, shard)
+        config, given = server_config(folder, shard)
         assert (config.shard, config.shards, config.workers) == (shard, 2, 3)
         assert (config.run, given["OMP_NUM_THREADS"]) == (str(folder.resolve()), "1")
         assert (config.on_nan, config.timeout_s) == ("skip", 12.5)
         assert (config.dispatcher_fd is None) == (shard == 1)
         assert not {VARIABLE, RECIPE} & set(given)
-    workers = of_workers(3)
+    workers = worker_configs(3)
     assert len({one.servers for one in workers}) == 1
     addresses = workers[0].servers
     assert len(set(addresses)) == 3
@@ -82,8 +82,8 @@ def test_servers_find_their_place_and_workers_find_them(place: Place) -> None:
         assert (one.recipe, one.on_nan) == ("async_sgd(shards=2)", "skip")
 
 
-def test_the_servers_inherit_the_sockets_that_workers_are_sent_to(place: Place) -> None:
-    """Each socket says which it is."""
+def test_servers_inherit_the_sockets_that_workers_connect_to(place: Place) -> None:
+    """Each socket is identified by its number."""
     place.service(
         """
         for name, fd in (("coordinator", place.dispatcher_fd), (f"shard {place.shard}", place.listen_fd)):
@@ -103,8 +103,8 @@ def test_the_servers_inherit_the_sockets_that_workers_are_sent_to(place: Place) 
     assert (folder / "worker-0.log").read_text() == "['coordinator', 'shard 0', 'shard 1', 'shard 2']\n"
 
 
-def test_the_sockets_are_the_servers_alone(place: Place) -> None:
-    """Where nobody starts it again, its port refuses once a server is gone: neither launcher nor worker holds it."""
+def test_only_the_server_holds_its_socket(place: Place) -> None:
+    """If servers are not restarted, a failed server's port refuses connections: no other process has its socket."""
     place.service()
     process = place.stretto("run", "--recipe", "async_sgd", place.script(FOREVER))
     until(lambda: Path("ready-0").exists())
@@ -114,7 +114,7 @@ def test_the_sockets_are_the_servers_alone(place: Place) -> None:
     process.send_signal(signal.SIGSTOP)  # so that it cannot end the others
     os.kill(place.server(), signal.SIGKILL)
     until(lambda: [refuses(port) for port in ports] == [True, True])
-    assert len(place.left()) == 3  # the launcher, its warden, the worker
+    assert len(place.left()) == 3  # the launcher, its reaper, the worker
     process.send_signal(signal.SIGCONT)
     assert process.wait(timeout=10) == 1
 
@@ -136,7 +136,7 @@ def test_workers_are_started_before_servers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("recipe", "shards"), [("async_sgd", 1), ("async_sgd(shards=2)", 2), ("allreduce", 0)])
-def test_a_recipe_starts_its_servers_by_itself(place: Place, recipe: str, shards: int) -> None:
+def test_recipe_with_a_server_starts_its_servers(place: Place, recipe: str, shards: int) -> None:
     place.service()
     text = "print(len(config.servers))" if not shards else KEEP
     folder = place.run(text, recipe=recipe)
@@ -145,14 +145,14 @@ def test_a_recipe_starts_its_servers_by_itself(place: Place, recipe: str, shards
     assert shards or (folder / "worker-0.log").read_text() == "0\n"
 
 
-def test_without_servers_nothing_of_them_is_there(place: Place) -> None:
+def test_run_without_servers_has_no_server_settings(place: Place) -> None:
     folder = place.run("print(config.servers, config.coordinator, config.keys)")
     assert (folder / "worker-0.log").read_text() == "() None None\n"
     asked = json.loads((folder / "run.json").read_text())
     assert (asked["servers"], asked["stragglers"]) == (0, None)
 
 
-def test_servers_put_a_recipe_over_a_server() -> None:
+def test_servers_option_moves_a_recipe_to_a_server() -> None:
     def over(recipe: str | None, servers: int | None, **more: Any) -> tuple[str | None, int | None]:
         order = settled(RunConfig(Path("train.py"), recipe=recipe, servers=servers, **more))
         assert settled(order) == order
@@ -166,10 +166,10 @@ def test_servers_put_a_recipe_over_a_server() -> None:
     assert over("async_sgd", None, single_process=True) == ("async_sgd", 0)
 
 
-# How they end
+# Ends of servers
 
 
-def test_servers_end_with_the_run_and_say_nothing(place: Place) -> None:
+def test_servers_end_with_the_run_without_output(place: Place) -> None:
     place.service("print('serving')\ntime.sleep(60)")
     began = time.monotonic()
     process = place.stretto("run", "-n", "2", "--recipe", "async_sgd(shards=2)", "--out", "here", place.script(WAIT))
@@ -182,8 +182,8 @@ def test_servers_end_with_the_run_and_say_nothing(place: Place) -> None:
     assert err.splitlines()[1:] == []
 
 
-def test_a_server_heeds_at_once_though_other_threads_do_not(place: Place) -> None:
-    """Ended by SIGTERM, it leaves with 0: what the crew would see is asked of the process itself."""
+def test_server_with_other_threads_ends_immediately_on_sigterm(place: Place) -> None:
+    """A server ended by SIGTERM exits with 0, even if it has threads that ignore the request."""
     place.service("import threading\nthreading.Thread(target=time.sleep, args=(60,)).start()\ntime.sleep(60)")
     given = os.environ | ShardConfig(run=".", shard=0, shards=1, workers=1, listen_fd=0).environment()
     with subprocess.Popen([sys.executable, "-P", "-m", "stretto.launcher.shard_main"], env=given) as process:
@@ -193,7 +193,7 @@ def test_a_server_heeds_at_once_though_other_threads_do_not(place: Place) -> Non
 
 
 @pytest.mark.parametrize("shard", [0, 1])
-def test_a_killed_server_ends_the_run_with_one_clear_error(place: Place, shard: int) -> None:
+def test_killed_server_ends_the_run_with_one_clear_error(place: Place, shard: int) -> None:
     place.service("print('alive so far')\ntime.sleep(60)")
     line = ("-n", "2", "--recipe", "async_sgd", "--servers", "2", "--restarts", "0")
     process = place.stretto("run", *line, place.script(FOREVER))
@@ -212,8 +212,8 @@ def test_a_killed_server_ends_the_run_with_one_clear_error(place: Place, shard: 
     assert place.left() == []
 
 
-def test_a_killed_server_is_the_cause_of_what_workers_see(place: Place) -> None:
-    """Though it is the workers that are heard first."""
+def test_killed_server_is_the_cause_of_the_workers_errors(place: Place) -> None:
+    """The errors of the workers arrive first."""
     place.service(
         "until = time.monotonic() + 0.5\nwhile time.monotonic() < until: time.sleep(0.01)\nos.kill(os.getpid(), 9)"
     )
@@ -222,10 +222,10 @@ def test_a_killed_server_is_the_cause_of_what_workers_see(place: Place) -> None:
         place.run(text, workers=2, recipe="async_sgd", restarts=0)
 
 
-def test_all_end_when_the_launcher_is_killed(place: Place) -> None:
+def test_all_processes_end_when_the_launcher_is_killed(place: Place) -> None:
     place.service("import subprocess\nsubprocess.Popen(['sleep', '60'])\ntime.sleep(60)")
     process = place.stretto("run", "--recipe", "async_sgd", place.script(FOREVER))
-    until(lambda: Path("ready-0").exists() and len(place.left()) == 5)  # launcher, warden, worker, server, its child
+    until(lambda: Path("ready-0").exists() and len(place.left()) == 5)  # launcher, reaper, worker, server, its child
     process.kill()
     until(lambda: place.left() == [], limit_s=WITHIN_S)
 
@@ -244,7 +244,7 @@ def test_all_end_when_the_launcher_is_killed(place: Place) -> None:
         ("raise ValueError('a shape that does not fit')", "server 0 failed: ValueError: a shape that does not fit"),
     ],
 )
-def test_every_end_of_a_server_ends_the_run(place: Place, body: str, says: str) -> None:
+def test_every_early_exit_of_a_server_ends_the_run(place: Place, body: str, says: str) -> None:
     place.service(body)
     with pytest.raises(LaunchError) as raised:
         place.run("import time\ntime.sleep(60)", workers=2, recipe="async_sgd")
@@ -252,7 +252,7 @@ def test_every_end_of_a_server_ends_the_run(place: Place, body: str, says: str) 
     assert "server-0.log" in str(raised.value)
 
 
-def test_an_error_of_a_server_is_an_event_and_the_record_names_it(place: Place) -> None:
+def test_error_of_a_server_is_an_event_and_in_the_record(place: Place) -> None:
     place.service("if place.shard == 1: raise ValueError('boom')\ntime.sleep(60)")
     with pytest.raises(LaunchError, match="^server 1 failed: ValueError: boom\nTraceback") as raised:
         place.run("import time\ntime.sleep(60)", recipe="async_sgd(shards=2)", out=Path("here"))
@@ -266,15 +266,13 @@ def test_an_error_of_a_server_is_an_event_and_the_record_names_it(place: Place) 
     assert "ValueError: boom" in Path("here/server-1.log").read_text()
 
 
-def test_what_servers_say_is_shown_when_all_is_asked_for(place: Place, capfd: pytest.CaptureFixture[str]) -> None:
+def test_output_of_servers_is_shown_with_output_all(place: Place, capfd: pytest.CaptureFixture[str]) -> None:
     place.service("print('hello')\ntime.sleep(60)")
     place.run(WAIT + "print('hi')", recipe="async_sgd", output="all")
     assert sorted(capfd.readouterr().out.splitlines()) == ["[0] hi", "[server 0] hello"]
 
 
-def test_a_system_that_starts_no_server_is_named_and_the_workers_end(
-    place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failure_to_start_a_server_is_reported_and_workers_end(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     begin = subprocess.Popen
 
     def second_fails(line: list[str], **options: Any) -> Any:
@@ -290,7 +288,7 @@ def test_a_system_that_starts_no_server_is_named_and_the_workers_end(
 
 
 def test_workers_do_not_wait_for_servers_to_start(place: Place) -> None:
-    """A server that takes long to begin holds up nobody who does not need it yet."""
+    """A server that takes long to start delays only workers that need it."""
     place.service()
     (place.folder / "service/sitecustomize.py").write_text(
         "import os, time\nif '\"type\":\"shard\"' in os.environ.get('STRETTO_CONFIG', ''): time.sleep(60)"
@@ -300,7 +298,7 @@ def test_workers_do_not_wait_for_servers_to_start(place: Place) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_to_the_launcher_ends_servers_too(place: Place, number: signal.Signals) -> None:
+def test_signal_to_the_launcher_ends_servers_too(place: Place, number: signal.Signals) -> None:
     place.service()
     process = place.stretto("run", "--recipe", "async_sgd", place.script(FOREVER))
     until(lambda: Path("ready-0").exists())
@@ -311,29 +309,29 @@ def test_a_signal_to_the_launcher_ends_servers_too(place: Place, number: signal.
     assert place.left() == []
 
 
-def test_a_stopped_server_is_ended_all_the_same(place: Place) -> None:
+def test_paused_server_is_ended(place: Place) -> None:
     place.service("os.kill(os.getpid(), 19)\ntime.sleep(60)")
     place.run(WAIT, recipe="async_sgd")
     assert place.left() == []
 
 
-def test_a_server_is_no_worker_that_has_ended(tmp_path: Path) -> None:
+def test_ended_server_does_not_count_as_an_ended_worker(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text('{"workers": 1}')
     (tmp_path / "events.jsonl").write_text('{"event": "end", "t": 1.0, "worker": -1}\n')
     assert record(tmp_path)["failed"] == "the run did not finish"
 
 
-# Their keys
+# Keys
 
 
 def test_each_side_has_its_own_secret_and_the_others_public_key(place: Place) -> None:
     place.service(TELL)
     folder = place.run(KEEP, workers=2, recipe="async_sgd", servers=2)
-    (keys,) = {one.keys for one in of_workers(2)}
+    (keys,) = {one.keys for one in worker_configs(2)}
     assert keys is not None
     server_public, worker_public, worker_secret = keys
     for shard in range(2):
-        config, given = of_server(folder, shard)
+        config, given = server_config(folder, shard)
         assert config.keys is not None
         secret, public, workers = config.keys
         assert (public, workers) == (server_public, worker_public)
@@ -344,7 +342,7 @@ def test_each_side_has_its_own_secret_and_the_others_public_key(place: Place) ->
     assert all(KEY.match(one) for one in (server_public, worker_public, worker_secret))
 
 
-def test_keys_are_new_in_each_run_and_written_nowhere(place: Place) -> None:
+def test_keys_are_new_in_each_run_and_never_written(place: Place) -> None:
     place.service()
     runs = [
         place.stretto("run", "--recipe", "async_sgd", place.script(FOREVER, f"{n}.py"), cwd=place.folder) for n in "ab"
@@ -353,7 +351,7 @@ def test_keys_are_new_in_each_run_and_written_nowhere(place: Place) -> None:
     until(lambda: len([one for one in place.left() if config_of(one).get("keys")]) == 4)
     processes = place.left()
     keys = {key for one in processes for key in config_of(one).get("keys") or ()}
-    assert len(keys) == 8  # in each of two runs two pairs
+    assert len(keys) == 8  # two pairs in each of two runs
     lines = "\n".join(" ".join(one.cmdline()) for one in processes)
     until(lambda: Path("ready-0").exists())
     for process in runs:
@@ -366,7 +364,7 @@ def test_keys_are_new_in_each_run_and_written_nowhere(place: Place) -> None:
     assert [key for key in keys if key in lines or key in kept] == []
 
 
-def test_a_failure_tells_no_key(place: Place, capfd: pytest.CaptureFixture[str]) -> None:
+def test_failure_shows_no_key(place: Place, capfd: pytest.CaptureFixture[str]) -> None:
     place.service("open('keys', 'w').write(','.join(place.keys))\nraise ValueError('boom')")
     with pytest.raises(LaunchError) as raised:
         place.run("import time\ntime.sleep(60)", recipe="async_sgd", out=Path("here"))
@@ -384,18 +382,20 @@ def test_printed_keys_hide_their_secrets() -> None:
         assert servers.keys.worker.secret not in repr(servers)
 
 
-def test_plain_means_no_keys(place: Place) -> None:
+def test_no_encryption_means_no_keys(place: Place) -> None:
     place.service(TELL)
     script = place.script(KEEP)
     process = place.stretto("run", "--recipe", "async_sgd", "--no-encryption", "--out", "here", script)
     assert process.communicate(timeout=15)[1] is not None
     assert process.returncode == 0
-    assert of_server(Path("here"), 0)[0].keys is None
-    assert of_workers(1)[0].keys is None
-    assert of_workers(1)[0].servers
+    assert server_config(Path("here"), 0)[0].keys is None
+    assert worker_configs(1)[0].keys is None
+    assert worker_configs(1)[0].servers
 
 
-def test_a_zeromq_that_cannot_encrypt_is_told_what_to_type(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_zeromq_without_encryption_is_an_error_with_the_option_to_use(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def cannot() -> None:
         raise zmq.ZMQError(zmq.ENOTSUP)
 
@@ -405,7 +405,7 @@ def test_a_zeromq_that_cannot_encrypt_is_told_what_to_type(place: Place, monkeyp
     assert not Path("runs").exists()
 
 
-# What is typed
+# Options
 
 
 @pytest.mark.parametrize(
@@ -424,7 +424,7 @@ def test_a_zeromq_that_cannot_encrypt_is_told_what_to_type(place: Place, monkeyp
         (["--no-encryption=yes"], 2, ("--no-encryption",)),
     ],
 )
-def test_a_line_that_cannot_be_is_one_clear_error(
+def test_invalid_command_is_one_clear_error(
     place: Place, line: list[str], code: int, words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     script = place.script("open('ran', 'w')")
@@ -436,7 +436,7 @@ def test_a_line_that_cannot_be_is_one_clear_error(
     assert not Path("ran").exists() and not Path("runs").exists()
 
 
-def test_what_is_typed_reaches_the_servers(place: Place) -> None:
+def test_options_reach_the_servers(place: Place) -> None:
     place.service(TELL)
     line = [
         "--recipe",
@@ -454,7 +454,7 @@ def test_what_is_typed_reaches_the_servers(place: Place) -> None:
     process = place.stretto("run", *line, place.script(KEEP), "--lr", "0.1")
     _, err = process.communicate(timeout=15)
     assert process.returncode == 0, err
-    assert of_server(Path("here"), 1)[0].on_nan == "skip"
-    assert (of_workers(2)[1].recipe, of_workers(2)[1].on_nan) == ("async_sgd(shards=2)", "skip")
+    assert server_config(Path("here"), 1)[0].on_nan == "skip"
+    assert (worker_configs(2)[1].recipe, worker_configs(2)[1].on_nan) == ("async_sgd(shards=2)", "skip")
     asked = json.loads(Path("here/run.json").read_text())
     assert (asked["servers"], asked["stragglers"], asked["args"]) == (2, "1:2", ["--lr", "0.1"])

@@ -1,4 +1,4 @@
-"""Who dies is started again, the others go on, and the coordinator hears of it; then the run ends as any other."""
+"""A failed worker is restarted while the others continue, the coordinator is notified, and the run ends normally."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from scene import Place, until
+from run_place import Place, until
 
 from stretto.errors import LaunchError
 from stretto.events import read_events
@@ -40,19 +40,19 @@ def log(what, **carries):
 
 
 @pytest.fixture
-def crew(place: Place) -> Place:
-    """A place whose runs have a coordinator."""
+def place_with_coordinator(place: Place) -> Place:
+    """Return a place whose runs have a coordinator."""
     place.coordinator()
     return place
 
 
-def told(place: Place) -> list[Any]:
-    """What the coordinators were told."""
-    return [what for _, name, what in place.heard() if name == "launcher 0"]
+def launcher_messages(place: Place) -> list[Any]:
+    """Return the messages that the coordinators received from the launcher."""
+    return [what for _, name, what in place.messages_received() if name == "launcher 0"]
 
 
 def failure(place: Place, text: str, **order: Any) -> str:
-    """Why a run ends. Nothing is left of it."""
+    """Return the error of a run; check that none of its processes is left."""
     with pytest.raises(LaunchError) as raised:
         place.run(HEAD + text, **order)
     assert place.left() == []
@@ -78,18 +78,21 @@ until("back")
         ("os._exit(75)", "was taken for dead and stopped by itself"),
     ],
 )
-def test_who_dies_is_started_again_as_another_life(crew: Place, end: str, why: str) -> None:
-    folder = crew.run(HEAD + DIES.format(deaths=2, end=end), workers=2)
+def test_failed_worker_is_restarted_as_a_new_incarnation(place_with_coordinator: Place, end: str, why: str) -> None:
+    folder = place_with_coordinator.run(HEAD + DIES.format(deaths=2, end=end), workers=2)
     assert [line for line in (folder / "worker-1.log").read_text().splitlines() if line.startswith("life")] == [
         "life 0",
         "life 1",
         "life 2",
     ]
-    assert told(crew) == [["ProcessExited", 1, 0, why, True], ["ProcessExited", 1, 1, why, True]]
+    assert launcher_messages(place_with_coordinator) == [
+        ["ProcessExited", 1, 0, why, True],
+        ["ProcessExited", 1, 1, why, True],
+    ]
 
 
-def test_what_another_has_left_running_ends_with_it(crew: Place) -> None:
-    crew.run(
+def test_children_of_a_failed_worker_end_with_it(place_with_coordinator: Place) -> None:
+    place_with_coordinator.run(
         HEAD
         + """
 if rank == 1 and life == 0:
@@ -106,40 +109,42 @@ until("back")
     assert Path("back").read_text() == "False"
 
 
-def test_without_restarts_the_others_go_on(crew: Place) -> None:
+def test_others_continue_without_restarts(place_with_coordinator: Place) -> None:
     text = """
 if rank == 1:
     os.kill(os.getpid(), 9)
 until("heard")
 print("at the end")
 """
-    folder = crew.run(HEAD + text, workers=3, restarts=0)
+    folder = place_with_coordinator.run(HEAD + text, workers=3, restarts=0)
     assert [(folder / f"worker-{rank}.log").read_text() for rank in range(3)] == ["at the end\n", "", "at the end\n"]
-    assert told(crew) == [["ProcessExited", 1, 0, "killed by SIGKILL", False]]
+    assert launcher_messages(place_with_coordinator) == [["ProcessExited", 1, 0, "killed by SIGKILL", False]]
 
 
 @pytest.mark.parametrize(("restarts", "lives"), [(0, 1), (2, 3)])
-def test_fewer_than_the_least_number_end_the_run_with_the_cause(crew: Place, restarts: int, lives: int) -> None:
+def test_run_below_the_minimum_of_workers_ends_with_the_cause(
+    place_with_coordinator: Place, restarts: int, lives: int
+) -> None:
     text = """
 if rank == 1:
     open(f"life-{life}", "w")
     os.kill(os.getpid(), 9)
 time.sleep(60)
 """
-    said = failure(crew, text, workers=3, min_workers=3, restarts=restarts)
+    said = failure(place_with_coordinator, text, workers=3, min_workers=3, restarts=restarts)
     assert said.startswith("worker 1 was killed by SIGKILL\n")
     assert "2 of at least 3 workers are left (--min-workers)" in said
     assert ("it has been started again 2 times (--restarts)" in said) == (restarts == 2)
-    assert len(list(crew.folder.glob("life-*"))) == lives
+    assert len(list(place_with_coordinator.folder.glob("life-*"))) == lives
     assert said.endswith("worker-1.log")
 
 
-def test_a_run_whose_workers_are_all_gone_fails_with_the_cause(crew: Place) -> None:
-    said = failure(crew, "time.sleep(0.3 * rank)\nos.kill(os.getpid(), 9)", workers=2, restarts=0)
+def test_run_whose_workers_all_failed_ends_with_the_cause(place_with_coordinator: Place) -> None:
+    said = failure(place_with_coordinator, "time.sleep(0.3 * rank)\nos.kill(os.getpid(), 9)", workers=2, restarts=0)
     assert said.startswith("worker 1 was killed by SIGKILL")
 
 
-def test_an_error_of_the_script_ends_all_and_comes_before_deaths(crew: Place) -> None:
+def test_error_of_the_script_ends_all_workers_and_precedes_failures(place_with_coordinator: Place) -> None:
     text = """
 if rank == 1 and life == 0:
     os.kill(os.getpid(), 9)
@@ -149,12 +154,12 @@ if rank == 2:
 time.sleep(60)
 """
     began = time.monotonic()
-    said = failure(crew, text, workers=3)
+    said = failure(place_with_coordinator, text, workers=3)
     assert said.startswith("worker 2 failed: ValueError: boom")
     assert time.monotonic() - began < 2 * WITHIN_S
 
 
-def test_what_waits_in_vain_for_the_dead_is_a_consequence(crew: Place) -> None:
+def test_timeout_of_a_worker_waiting_for_a_failed_one_is_a_consequence(place_with_coordinator: Place) -> None:
     text = """
 from stretto.errors import TransportError
 if rank == 1 and life == 0:
@@ -164,10 +169,10 @@ if rank == 2:
     raise TransportError("nobody came")
 time.sleep(60)
 """
-    assert failure(crew, text, workers=3).startswith("worker 1 was killed by SIGKILL")
+    assert failure(place_with_coordinator, text, workers=3).startswith("worker 1 was killed by SIGKILL")
 
 
-def test_death_that_others_have_recovered_from_is_not_the_cause_of_a_later_failure(crew: Place) -> None:
+def test_failure_that_others_recovered_from_is_not_the_cause_of_a_later_one(place_with_coordinator: Place) -> None:
     text = """
 from stretto.errors import TransportError
 if rank == 1 and life == 0:
@@ -179,10 +184,10 @@ if rank == 2:
     raise TransportError("nobody came")
 time.sleep(60)
 """
-    assert failure(crew, text, workers=3).startswith("worker 2 failed: TransportError: nobody came")
+    assert failure(place_with_coordinator, text, workers=3).startswith("worker 2 failed: TransportError: nobody came")
 
 
-def test_error_of_an_earlier_life_is_not_the_cause_of_a_later_failure(crew: Place) -> None:
+def test_error_of_an_earlier_incarnation_is_not_the_cause_of_a_later_failure(place_with_coordinator: Place) -> None:
     text = """
 from stretto.errors import TransportError
 if rank == 1 and life == 0:
@@ -196,21 +201,23 @@ if rank == 2:
     raise TransportError("nobody came")
 time.sleep(60)
 """
-    assert failure(crew, text, workers=3).startswith("worker 2 failed: TransportError: nobody came")
+    assert failure(place_with_coordinator, text, workers=3).startswith("worker 2 failed: TransportError: nobody came")
 
 
 @pytest.mark.parametrize("code", [0, 3])
-def test_worker_that_ends_its_own_process_is_not_restarted_but_ends_the_run(crew: Place, code: int) -> None:
+def test_worker_that_ends_its_own_process_is_not_restarted_but_ends_the_run(
+    place_with_coordinator: Place, code: int
+) -> None:
     text = f"""
 if rank == 1:
     os._exit({code})
 time.sleep(60)
 """
-    said = failure(crew, text, workers=3)
+    said = failure(place_with_coordinator, text, workers=3)
     assert said.startswith(f"worker 1 ended with exit code {code} ")
 
 
-def test_a_life_that_is_out_says_so_and_no_error(crew: Place) -> None:
+def test_evicted_incarnation_reports_its_eviction_and_no_error(place_with_coordinator: Place) -> None:
     text = """
 from stretto.errors import MemberOutError
 if rank == 1 and life == 0:
@@ -219,15 +226,17 @@ if rank == 1:
     say("back")
 until("back")
 """
-    folder = crew.run(HEAD + text, workers=2)
+    folder = place_with_coordinator.run(HEAD + text, workers=2)
     events = list(read_events(folder / "events.jsonl"))
     assert [(one["event"], one["worker"], one["text"]) for one in events if one["event"] != "written"] == [
         ("warning", 1, "worker 1 stops by itself: nobody heard of it for 10 s")
     ]
-    assert told(crew) == [["ProcessExited", 1, 0, "was taken for dead and stopped by itself", True]]
+    assert launcher_messages(place_with_coordinator) == [
+        ["ProcessExited", 1, 0, "was taken for dead and stopped by itself", True]
+    ]
 
 
-def test_a_worker_is_away_longer_each_time(crew: Place) -> None:
+def test_delay_of_restarts_grows(place_with_coordinator: Place) -> None:
     text = """
 if rank == 1:
     say(f"begun-{life}")
@@ -235,14 +244,14 @@ if rank == 1:
         os.kill(os.getpid(), 9)
 until("begun-3")
 """
-    crew.run(HEAD + text, workers=2)
+    place_with_coordinator.run(HEAD + text, workers=2)
     times = [Path(f"begun-{life}").stat().st_mtime for life in range(4)]
     away = [after - before for before, after in pairwise(times)]
     assert [spent > least for spent, least in zip(away, (0.2, 0.4, 0.8), strict=True)] == [True] * 3
     assert sum(away) < 1.4 + 3 * 0.7
 
 
-def test_once_a_worker_is_at_the_end_nobody_is_started_again(crew: Place) -> None:
+def test_no_worker_is_restarted_once_one_has_finished(place_with_coordinator: Place) -> None:
     text = """
 assert life == 0
 def wait_for_the_end_of(name):
@@ -258,11 +267,11 @@ if rank == 2:
     until("heard")
     time.sleep(0.5)
 """
-    crew.run(HEAD + text, workers=3)
-    assert told(crew) == [["ProcessExited", 1, 0, "killed by SIGKILL", False]]
+    place_with_coordinator.run(HEAD + text, workers=3)
+    assert launcher_messages(place_with_coordinator) == [["ProcessExited", 1, 0, "killed by SIGKILL", False]]
 
 
-def test_restarted_worker_that_has_not_joined_is_not_waited_for_at_the_end(crew: Place) -> None:
+def test_restarted_worker_that_has_not_joined_is_not_waited_for_at_the_end(place_with_coordinator: Place) -> None:
     text = """
 if rank == 1 and life == 0:
     os.kill(os.getpid(), 9)
@@ -272,11 +281,11 @@ if life:
 until("restarted")
 """
     began = time.monotonic()
-    crew.run(HEAD + text, workers=2)
+    place_with_coordinator.run(HEAD + text, workers=2)
     assert time.monotonic() - began < 2 * WITHIN_S
 
 
-def test_who_was_asked_to_leave_has_not_come_to_the_end(crew: Place) -> None:
+def test_worker_that_was_asked_to_leave_has_not_finished(place_with_coordinator: Place) -> None:
     text = """
 if rank == 0:
     log("left", worker=0, incarnation=0, why=ASKED)
@@ -289,16 +298,16 @@ if life == 0:
     os.kill(os.getpid(), 9)
 say("whole")
 """
-    crew.run(HEAD + text, workers=2)
+    place_with_coordinator.run(HEAD + text, workers=2)
     assert Path("whole").exists()
 
 
-def test_a_run_that_all_have_left_before_its_end_is_no_whole_one(crew: Place) -> None:
-    said = failure(crew, 'log("left", worker=rank, incarnation=0, why=ASKED)', workers=2)
+def test_run_that_all_workers_left_early_is_not_complete(place_with_coordinator: Place) -> None:
+    said = failure(place_with_coordinator, 'log("left", worker=rank, incarnation=0, why=ASKED)', workers=2)
     assert said.startswith("all workers have left before the end, as they were asked to")
 
 
-def test_who_is_taken_for_dead_is_not_waited_for_at_the_end(crew: Place) -> None:
+def test_worker_declared_failed_is_not_waited_for_at_the_end(place_with_coordinator: Place) -> None:
     text = """
 if rank == 1:
     say("stopped")
@@ -308,11 +317,11 @@ until("stopped")
 log("failed", worker=1, incarnation=0)
 """
     began = time.monotonic()
-    crew.run(HEAD + text, workers=2)
+    place_with_coordinator.run(HEAD + text, workers=2)
     assert time.monotonic() - began < 2 * WITHIN_S
 
 
-def test_a_coordinator_that_dies_is_started_again_where_it_was_and_told_again(crew: Place) -> None:
+def test_failed_coordinator_is_restarted_at_its_address_and_notified_again(place_with_coordinator: Place) -> None:
     text = """
 import signal
 def lives(): return open("coordinators").read().split("\\n")[:-1] if os.path.exists("coordinators") else []
@@ -331,9 +340,9 @@ wait(lambda: len(lives()) == 2 and heard() == 2)
 say(f"well-{rank}", config.coordinator)
 until("well-0", "well-1")
 """
-    folder = crew.run(HEAD + text, workers=2)
-    first, second = crew.coordinators()
-    assert crew.heard() == [
+    folder = place_with_coordinator.run(HEAD + text, workers=2)
+    first, second = place_with_coordinator.coordinators()
+    assert place_with_coordinator.messages_received() == [
         [pid, "launcher 0", ["ProcessExited", 1, 0, "killed by SIGKILL", True]] for pid in (first, second)
     ]
     assert Path("well-0").read_text() == Path("well-1").read_text()
@@ -344,18 +353,18 @@ until("well-0", "well-1")
     ]
 
 
-def test_a_coordinator_that_dies_again_and_again_ends_the_run(crew: Place) -> None:
-    (crew.folder / "service/sitecustomize.py").write_text(
+def test_coordinator_that_fails_repeatedly_ends_the_run(place_with_coordinator: Place) -> None:
+    (place_with_coordinator.folder / "service/sitecustomize.py").write_text(
         "import os\n"
         "if '\"type\":\"coordinator\"' in os.environ.get('STRETTO_CONFIG', ''):\n"
         "    os._exit(open('coordinators', 'a').write('.') + 2)"
     )
-    said = failure(crew, "time.sleep(60)", workers=2, restarts=1)
+    said = failure(place_with_coordinator, "time.sleep(60)", workers=2, restarts=1)
     assert said.startswith("the coordinator ended with exit code 3 and named no error")
     assert Path("coordinators").read_text() == ".."
 
 
-def test_a_killed_server_is_started_again_at_its_socket(place: Place) -> None:
+def test_killed_server_is_restarted_at_its_socket(place: Place) -> None:
     place.service(
         """
         pathlib.Path("servers").open("a").write(str(int(place.restarted)))
@@ -388,7 +397,7 @@ until("asked")
     ]
 
 
-def test_an_error_of_a_server_ends_the_run(place: Place) -> None:
+def test_error_of_a_server_ends_the_run(place: Place) -> None:
     place.service('raise ValueError("in the shard")')
     place.coordinator()
     said = failure(place, "time.sleep(60)", workers=2, recipe="async_sgd")
@@ -396,15 +405,15 @@ def test_an_error_of_a_server_ends_the_run(place: Place) -> None:
 
 
 @pytest.mark.parametrize("plain", [False, True])
-def test_workers_and_coordinator_are_told_what_they_must_know(crew: Place, plain: bool) -> None:
-    (crew.folder / "old").mkdir()
-    (crew.folder / "old/checkpoints").mkdir()
+def test_configuration_of_workers_and_coordinator(place_with_coordinator: Place, plain: bool) -> None:
+    (place_with_coordinator.folder / "old").mkdir()
+    (place_with_coordinator.folder / "old/checkpoints").mkdir()
     text = """
 import json
 say(f"config-{rank}", os.environ["STRETTO_CONFIG"])
 until("coordinators")
 """
-    crew.run(
+    place_with_coordinator.run(
         HEAD + text,
         workers=2,
         plain=plain,
@@ -420,7 +429,7 @@ until("coordinators")
     for config in configs:
         assert (config.incarnation, config.failure_timeout_s, config.on_resize) == (0, 2.5, "global-batch")
         assert (config.checkpoint_every, config.keep) == ("300s", 3)
-        assert config.resume == str(crew.folder / "old")
+        assert config.resume == str(place_with_coordinator.folder / "old")
         assert config.coordinator == configs[0].coordinator is not None
         assert (config.keys is None) == plain
     settings = json.loads(Path("coordinators").read_text().partition(" ")[2])
@@ -436,16 +445,16 @@ until("coordinators")
 
 
 @pytest.mark.parametrize(("order", "there"), [({"workers": 2}, True), ({"workers": 1}, False)])
-def test_a_worker_by_itself_needs_no_coordinator(crew: Place, order: dict[str, Any], there: bool) -> None:
+def test_single_worker_needs_no_coordinator(place_with_coordinator: Place, order: dict[str, Any], there: bool) -> None:
     text = "print(config.coordinator is not None)"
-    folder = crew.run(text, **order)
+    folder = place_with_coordinator.run(text, **order)
     assert (folder / "worker-0.log").read_text() == f"{there}\n"
     assert (folder / "coordinator.log").exists() == there
 
 
-def test_the_coordinator_is_heard_on_the_terminal(crew: Place) -> None:
+def test_output_of_the_coordinator_is_shown_on_the_terminal(place_with_coordinator: Place) -> None:
     text = HEAD + DIES.format(deaths=1, end="os.kill(os.getpid(), 9)") + "until('heard')\ntime.sleep(0.3)"
-    process = crew.stretto("run", "-n", "2", "--out", "here", crew.script(text))
+    process = place_with_coordinator.stretto("run", "-n", "2", "--out", "here", place_with_coordinator.script(text))
     _, err = process.communicate(timeout=15)
     assert process.returncode == 0
     assert b"stretto: heard it\n" in err
@@ -455,23 +464,23 @@ def test_the_coordinator_is_heard_on_the_terminal(crew: Place) -> None:
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGKILL, -9)])
-def test_whatever_ends_the_launcher_ends_everything(crew: Place, number: signal.Signals, code: int) -> None:
+def test_all_processes_end_with_the_launcher(place_with_coordinator: Place, number: signal.Signals, code: int) -> None:
     text = HEAD + "say(f'ready-{rank}')\ntime.sleep(60)"
-    process = crew.stretto("run", "-n", "2", crew.script(text))
+    process = place_with_coordinator.stretto("run", "-n", "2", place_with_coordinator.script(text))
     until(lambda: Path("ready-0").exists() and Path("ready-1").exists() and Path("coordinators").exists())
-    assert len(crew.left()) == 5  # the launcher, its warden, the coordinator, two workers
+    assert len(place_with_coordinator.left()) == 5  # the launcher, its reaper, the coordinator, two workers
     began = time.monotonic()
     process.send_signal(number)
     assert process.wait(timeout=10) == code
-    until(lambda: crew.left() == [], limit_s=WITHIN_S)
+    until(lambda: place_with_coordinator.left() == [], limit_s=WITHIN_S)
     assert time.monotonic() - began < WITHIN_S
 
 
-def test_while_somebody_is_away_the_run_can_be_ended(crew: Place) -> None:
+def test_run_can_be_ended_while_a_worker_is_away(place_with_coordinator: Place) -> None:
     text = HEAD + "say(f'ready-{rank}')\nif life or rank: time.sleep(60)\nuntil('ready-1')\nos.kill(os.getpid(), 9)"
-    process = crew.stretto("run", "-n", "2", "--restarts", "30", crew.script(text))
+    process = place_with_coordinator.stretto("run", "-n", "2", "--restarts", "30", place_with_coordinator.script(text))
     until(lambda: Path("heard").exists())
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=WITHIN_S) == 130
-    assert crew.left() == []
+    assert place_with_coordinator.left() == []
     assert os.path.exists("ready-0")

@@ -1,4 +1,4 @@
-"""The real clock, for modules that may not read it themselves (tests/test_house.py)."""
+"""The real clock, for modules that may not read it themselves (tests/test_code_rules.py)."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class Counter(how.State):
 
 
 class ByHand:
-    """A class that inherits from nothing of stretto's."""
+    """A class that implements the state protocol without inheriting from a class of stretto."""
 
     def __init__(self) -> None:
         self.numbers = torch.zeros(2)
@@ -68,8 +68,8 @@ def change(state: dict[str, Any], by: float) -> None:
     torch.rand(3, generator=state["random"])
 
 
-def shown(state: Any) -> Any:
-    """Everything that a state holds, comparable."""
+def comparable(state: Any) -> Any:
+    """Return all values of a state in comparable form."""
     return json.dumps(plain(save(state)))
 
 
@@ -81,20 +81,20 @@ def plain(saved: Any) -> Any:
     return [plain(one) for one in saved] if isinstance(saved, list | tuple) else str(saved)
 
 
-def test_a_restored_state_is_the_saved_one_however_it_is_nested() -> None:
+def test_restored_nested_state_equals_the_saved_one() -> None:
     state = nested()
     change(state, 1.0)
-    kept, before = copied(save(state)), shown(state)
+    saved_copy, before = copied(save(state)), comparable(state)
     change(state, 2.0)
-    assert shown(state) != before
-    load_into(state, kept)
-    assert shown(state) == before
+    assert comparable(state) != before
+    load_into(state, saved_copy)
+    assert comparable(state) == before
     change(state, 3.0)
-    load_into(state, kept)
-    assert shown(state) == before, "a restore left the copy whole"
+    load_into(state, saved_copy)
+    assert comparable(state) == before, "a restore left the copy whole"
 
 
-def test_a_packed_state_is_the_same_in_another_process() -> None:
+def test_packed_state_can_be_loaded_in_another_process() -> None:
     state, tensors = nested(), {}
     change(state, 1.0)
     text = json.dumps(pack(save({**state, "by hand": state["by hand"][:2]}), "codec", tensors))
@@ -103,10 +103,10 @@ def test_a_packed_state_is_the_same_in_another_process() -> None:
     change(other, 5.0)
     other["by hand"] = other["by hand"][:2]
     load_into(other, unpack(json.loads(text), tensors))
-    assert shown(other) == shown({**state, "by hand": state["by hand"][:2]})
+    assert comparable(other) == comparable({**state, "by hand": state["by hand"][:2]})
 
 
-def test_a_copy_uses_the_memory_of_the_copy_before() -> None:
+def test_copy_reuses_the_memory_of_the_previous_copy() -> None:
     state = nested()
     first = copied(save(state))
     change(state, 1.0)
@@ -115,16 +115,16 @@ def test_a_copy_uses_the_memory_of_the_copy_before() -> None:
     assert second["chain"][0]["left"].tolist() == [1, 1, 1]
 
 
-def test_a_restore_never_writes_to_a_tensor_that_a_codec_has_put_into_its_state() -> None:
+def test_restore_never_writes_to_a_tensor_that_a_codec_put_into_its_state() -> None:
     state, answer = Counter(), torch.ones(3)
-    kept = copied(save(state))
-    state.left = answer  # of a transport that may have to repeat it to others
-    load_into(state, kept)
+    saved_copy = copied(save(state))
+    state.left = answer  # a transport may have to send it again
+    load_into(state, saved_copy)
     assert state.left.tolist() == [0, 0, 0]
     assert answer.tolist() == [1, 1, 1]
 
 
-def test_a_joining_worker_receives_what_is_replicated_and_nothing_else() -> None:
+def test_joining_worker_receives_only_the_replicated_state() -> None:
     mine, theirs = nested(), nested()
     change(mine, 3.0)
     tensors: dict[str, Any] = {}
@@ -135,14 +135,14 @@ def test_a_joining_worker_receives_what_is_replicated_and_nothing_else() -> None
     assert replicated({"a": torch.zeros(1)}) is NOTHING
 
 
-def test_a_change_of_members_reaches_every_nested_state() -> None:
+def test_change_of_membership_resets_every_nested_state() -> None:
     state = nested()
     reset(state, Members(5))
     assert state["chain"].first.workers == state["chain"].second[0].workers == 5
 
 
 @pytest.mark.parametrize("wrap", [lambda one: one, lambda one: {"a": [one]}, lambda one: (1, one)])
-def test_a_state_that_would_be_lost_is_refused(wrap: Any) -> None:
+def test_state_that_cannot_be_saved_is_refused(wrap: Any) -> None:
     class Lost:
         left = 1
 

@@ -1,4 +1,4 @@
-"""A place where scripts are run for real: every wait has a limit, every process is ended by its number."""
+"""A folder from which tests start real runs: every wait has a limit, every process is ended by its pid."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ api = types.ModuleType("stretto.api")
 api.close = lambda: None
 sys.modules["stretto.api"] = api
 """
-"""Stands in for the training, so that a script can end well without importing torch."""
+"""Replaces the training API, so that a script can end successfully without importing torch."""
 
 
 SERVICE = """
@@ -47,7 +47,7 @@ if '"type":"shard"' in os.environ.get("STRETTO_CONFIG", ""):
     sys.modules[name] = service = types.ModuleType(name)
     service.serve = serve
 """
-"""Stands in for the service of a server; written as a `sitecustomize`, so that no process needs to be told of it."""
+"""Replaces the service of a server; a `sitecustomize`, so that processes load it without being changed."""
 
 COORDINATOR = """
 import os
@@ -71,7 +71,7 @@ if '"type":"coordinator"' in os.environ.get("STRETTO_CONFIG", ""):
         print("stretto: heard it", flush=True)
         print("and more", flush=True)
 """
-"""Stands in for the coordinator: writes down its process and its settings, and what it is told."""
+"""Replaces the coordinator: writes its pid and its settings to a file, and the messages it receives to another."""
 
 
 class Place:
@@ -85,21 +85,21 @@ class Place:
         self._started: list[subprocess.Popen[bytes]] = []
 
     def script(self, text: str, name: str = "train.py") -> Path:
-        """Write a script. It begins with the stub of the training."""
+        """Write a script. It begins by importing the stub of the training API."""
         (self.folder / "stub.py").write_text(STUB)
         path = self.folder / name
         path.write_text("import stub; from stub import config\n" + dedent(text))
         return path
 
     def service(self, body: str = "time.sleep(60)") -> None:
-        """What the servers that are started from here do, given a `place`; at first each writes its number down."""
+        """Let servers started from here run `body`, which has a `place`; each first writes its pid to a file."""
         (self.folder / "service").mkdir()
         indented = indent(dedent(body).strip(), " " * 8)
         (self.folder / "service/sitecustomize.py").write_text(SERVICE.replace("{body}", indented))
         os.environ["PYTHONPATH"] = os.pathsep.join([str(self.folder / "service"), str(ROOT)])
 
     def coordinator(self) -> None:
-        """Runs of two and more that are started from here have a coordinator that writes down what it hears."""
+        """Give runs of two or more workers started from here a coordinator that records the messages it receives."""
         (self.folder / "service").mkdir(exist_ok=True)
         with (self.folder / "service/sitecustomize.py").open("a") as file:
             file.write(COORDINATOR)
@@ -107,28 +107,28 @@ class Place:
         self.recovers = True
 
     def coordinators(self) -> list[int]:
-        """The processes of coordinators, in the order of their lives."""
-        told = self.folder / "coordinators"
-        return [int(line.split()[0]) for line in told.read_text().splitlines()] if told.exists() else []
+        """Return the pids of the coordinators, in the order of their starts."""
+        file = self.folder / "coordinators"
+        return [int(line.split()[0]) for line in file.read_text().splitlines()] if file.exists() else []
 
-    def heard(self) -> list[list[Any]]:
-        """What coordinators were told: by which process, from whom, and what."""
-        told = self.folder / "heard"
-        return [json.loads(line) for line in told.read_text().splitlines()] if told.exists() else []
+    def messages_received(self) -> list[list[Any]]:
+        """Return the messages that coordinators received: pid of the coordinator, sender, message."""
+        file = self.folder / "heard"
+        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
     def server(self, shard: int = 0) -> int:
-        """The process of a server, once it serves."""
-        told = self.folder / f"server-{shard}.pid"
-        until(lambda: told.exists() and told.read_text())
-        return int(told.read_text())
+        """Return the pid of a server, once it serves."""
+        file = self.folder / f"server-{shard}.pid"
+        until(lambda: file.exists() and file.read_text())
+        return int(file.read_text())
 
-    def run(self, text: str, *args: str, **order: Any) -> Path:
-        """Run a script in this process's hands and return the run folder."""
-        order = {"recovery": self.recovers} | order
-        return run(RunConfig(self.script(text), args=args, **order), ProgressDisplay(quiet=True))
+    def run(self, text: str, *args: str, **config: Any) -> Path:
+        """Run a script with a launcher in this process, and return the run folder."""
+        config = {"recovery": self.recovers} | config
+        return run(RunConfig(self.script(text), args=args, **config), ProgressDisplay(quiet=True))
 
     def stretto(self, *arguments: str | Path, before: str = "", **popen: Any) -> subprocess.Popen[bytes]:
-        """Start the command, as a shell would; something may be done before."""
+        """Start the command as a shell would, after the statements in `before`."""
         command = [
             sys.executable,
             "-P",
@@ -139,16 +139,16 @@ class Place:
         if arguments[:1] == ("run",) and not self.recovers:
             command.insert(command.index("run") + 1, "--no-recovery")
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "start_new_session": True} | popen
-        heed = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731
-        process = subprocess.Popen(command, preexec_fn=heed, **pipes)
+        restore_sigint = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731
+        process = subprocess.Popen(command, preexec_fn=restore_sigint, **pipes)
         self._started.append(process)
         return process
 
     def left(self) -> list[psutil.Process]:
-        """Living processes that have their environment from this place.
+        """Return the running processes whose environment comes from this place.
 
-        A program that has only just been started in a process shows no environment for a moment, even to
-        who started it, and is not among them yet: wait until they are as many as are expected.
+        A process that is just replacing its program has no visible environment for a moment, and is missing from the
+        list: wait until the expected number is there.
         """
         return [process for process in psutil.process_iter() if process.pid != os.getpid() and self._ours(process)]
 
@@ -159,7 +159,7 @@ class Place:
             return False
 
     def end(self) -> None:
-        """End what a failed test has left."""
+        """Kill the processes that a failed test has left."""
         for process in self.left():
             process.kill()
         for started in self._started:
@@ -170,12 +170,12 @@ class Place:
 
 
 def environment(process: psutil.Process) -> dict[str, str]:
-    """With what it was started; nothing if it has just ended."""
+    """Return the environment that a process was started with; an empty one if it has just ended."""
     try:
-        found: dict[str, str] = process.environ()
+        variables: dict[str, str] = process.environ()
     except psutil.Error:
         return {}
-    return found
+    return variables
 
 
 def config_of(process: psutil.Process) -> dict[str, Any]:
@@ -189,7 +189,7 @@ def staff(place: Place) -> int:
 
 
 def until(condition: Callable[[], object], limit_s: float = 10.0) -> None:
-    """Wait for a condition, and fail when it does not come true in time."""
+    """Wait for a condition; raise TimeoutError if it is not true in time."""
     limit = time.monotonic() + limit_s
     while not condition():
         if time.monotonic() > limit:

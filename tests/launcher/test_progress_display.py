@@ -1,4 +1,4 @@
-"""What a person sees where there is no terminal, and how a growing log is read."""
+"""The progress display without a terminal, and the reading of a growing event log."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def append(folder: Path, **event: object) -> None:
         log.write(json.dumps({"t": 0.0, "worker": 0} | event) + "\n")
 
 
-def test_every_event_is_read_once_and_only_when_it_is_whole(tmp_path: Path) -> None:
+def test_every_event_is_read_once_and_only_when_complete(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     tail = Tail(path)
     assert tail.read() == []
@@ -30,7 +30,7 @@ def test_every_event_is_read_once_and_only_when_it_is_whole(tmp_path: Path) -> N
     assert found == [["a"], [], ["b"], ["c"], [], ["d"]]
 
 
-def test_plain_progress_comes_in_intervals_and_lines_at_once(
+def test_progress_is_printed_in_intervals_and_lines_immediately(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     now = [0.0]
@@ -51,7 +51,7 @@ def test_plain_progress_comes_in_intervals_and_lines_at_once(
     ]
 
 
-def test_quiet_leaves_only_what_the_script_says(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_quiet_shows_only_the_output_of_the_script(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     watch = ProgressDisplay(quiet=True)
     watch.begin(tmp_path, RunConfig(Path("train.py")))
     append(tmp_path, event="evaluation", epoch=1, step=7, training_s=7.0, metrics={"accuracy": 0.5})
@@ -60,7 +60,9 @@ def test_quiet_leaves_only_what_the_script_says(tmp_path: Path, capfd: pytest.Ca
     assert capfd.readouterr() == ("from the script\n", "")
 
 
-def test_a_notice_is_shown_when_the_lead_that_says_it_is_not(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_warning_is_shown_even_if_the_output_of_worker_0_is_not(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     append(tmp_path, event="warning", text="mind this")
     for output in ("rank0", "none"):
         watch = ProgressDisplay()
@@ -69,8 +71,8 @@ def test_a_notice_is_shown_when_the_lead_that_says_it_is_not(tmp_path: Path, cap
     assert capfd.readouterr().err == "stretto: note: mind this\n"
 
 
-def test_of_a_progress_bar_no_more_is_kept_than_is_to_be_seen(capsys: pytest.CaptureFixture[str]) -> None:
-    """However often it is drawn: whole, in halves, and with its carriage return before or behind."""
+def test_only_the_visible_part_of_a_progress_bar_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    """The bar may be written whole, in halves, and with its carriage return first or last."""
     watch = ProgressDisplay()
     for step in range(1000):
         watch._say_above(b"\rtraining:%4d" % step)
@@ -81,7 +83,7 @@ def test_of_a_progress_bar_no_more_is_kept_than_is_to_be_seen(capsys: pytest.Cap
     assert capsys.readouterr().err == "done\n"
 
 
-def test_a_line_of_progress_is_not_repeated_while_nothing_changes(
+def test_unchanged_progress_line_is_not_repeated(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(room, "PLAIN_S", 0.0)

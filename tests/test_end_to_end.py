@@ -1,4 +1,4 @@
-"""Laws that need real processes: the whole way from the command line to gloo and back."""
+"""Runs of real processes, from the command line to gloo and back."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from run_place import MARK, PATH, Place, config_of, until
 from safetensors.torch import load_file
-from scene import MARK, PATH, Place, config_of, until
 
 from stretto.events import read_events
 from stretto.process_config import WorkerConfig
@@ -69,7 +69,7 @@ def stretto_run(folder: Path, path: Path, workers: int, recipe: str, out: str) -
     return load_file(folder / out / "final.safetensors")
 
 
-def test_started_plainly_the_line_changes_no_bit(tmp_path: Path) -> None:
+def test_plain_python_run_computes_the_same_bits_as_without_stretto(tmp_path: Path) -> None:
     found = []
     for line in ("", LINE):
         done = call(tmp_path, sys.executable, str(script(tmp_path, PLAIN.replace("LINE", line))))
@@ -83,8 +83,8 @@ def test_started_plainly_the_line_changes_no_bit(tmp_path: Path) -> None:
 WIDE = PLAIN.replace("32", "2000").replace("Adam(net.parameters(), lr=0.01)", "SGD(net.parameters(), lr=0.01)")
 
 
-def test_a_worker_that_is_silent_sends_no_bytes(tmp_path: Path) -> None:
-    """Each of three speaks in one round of three; on the wire is what was said, to two others, and little more."""
+def test_worker_without_a_contribution_sends_no_bytes(tmp_path: Path) -> None:
+    """Each of three workers contributes in one round of three; it sends its payload to two others, and little more."""
     path = script(tmp_path, WIDE.replace("LINE", "loader = stretto.distribute(net, optimizer, loader)"))
     stretto_run(tmp_path, path, 3, "Recipe(what=gradient_differences(1.0, groups=3), how=top_k(1.0))", "run")
     ends = [one for one in read_events(tmp_path / "run" / "events.jsonl") if one["event"] == "end"]
@@ -96,7 +96,7 @@ def test_a_worker_that_is_silent_sends_no_bytes(tmp_path: Path) -> None:
         assert 2 * said < end["bytes_sent"] < 2.2 * said + 200_000
 
 
-def test_one_worker_of_stretto_run_computes_the_bits_of_the_plain_script(tmp_path: Path) -> None:
+def test_run_with_one_worker_computes_the_same_bits_as_the_plain_script(tmp_path: Path) -> None:
     assert call(tmp_path, sys.executable, str(script(tmp_path, PLAIN.replace("LINE", "")))).returncode == 0
     plain = torch.load(tmp_path / "net.pt")
     found = stretto_run(tmp_path, script(tmp_path, PLAIN.replace("LINE", LINE)), 1, "local_sgd(every=3)", "one")
@@ -154,7 +154,7 @@ def test_allreduce_equals_distributed_data_parallel(tmp_path: Path) -> None:
     assert "apart" in done.stdout
 
 
-def test_the_same_script_under_torchrun(tmp_path: Path) -> None:
+def test_same_script_runs_under_torchrun(tmp_path: Path) -> None:
     """The recipe comes from the environment; the run folder is made by worker 0."""
     path = script(tmp_path, PLAIN.replace("LINE", LINE))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -169,7 +169,7 @@ def test_the_same_script_under_torchrun(tmp_path: Path) -> None:
     assert (run / "report.html").stat().st_size > 1000
 
 
-def test_the_same_run_twice_gives_the_same_bits(tmp_path: Path) -> None:
+def test_repeated_run_gives_the_same_bits(tmp_path: Path) -> None:
     """Every sample counts once; the order does not depend on the number of processes that load."""
     text = PLAIN.replace("LINE", LINE).replace("shuffle=True", "shuffle=True, num_workers=COUNT")
     text = text.replace("torch.save", "stretto.log(end=1.0); torch.save")
@@ -204,7 +204,7 @@ assert scaler.get_scale() > 64
 """
 
 
-def test_scalers_stay_in_step_on_idle_workers_too(tmp_path: Path) -> None:
+def test_gradient_scalers_are_equal_on_idle_workers_too(tmp_path: Path) -> None:
     """A scale that grows at another step on one worker would make its gradient weigh another time as much."""
     path = script(tmp_path, SCALED)
     several = stretto_run(tmp_path, path, 4, "allreduce", "several")
@@ -229,7 +229,7 @@ FAILING = {
 
 
 @pytest.mark.parametrize("kind", FAILING)
-def test_a_script_that_fails_gives_one_error_with_its_worker(kind: str, tmp_path: Path) -> None:
+def test_failing_script_gives_one_error_with_its_worker(kind: str, tmp_path: Path) -> None:
     before, after, wanted = FAILING[kind]
     text = PLAIN.replace(before, after).replace("LINE", LINE)
     if "differs" in kind:
@@ -245,8 +245,8 @@ def test_a_script_that_fails_gives_one_error_with_its_worker(kind: str, tmp_path
     assert not left
 
 
-def test_a_log_that_cannot_grow_ends_the_run_and_says_so(tmp_path: Path) -> None:
-    """As on a full disk: the process may write no file larger than 8 KB."""
+def test_full_disk_under_the_event_log_ends_the_run_with_an_error(tmp_path: Path) -> None:
+    """The process may write no file larger than 8 KB, as on a full disk."""
     limit = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))\n"
     text = limit + PLAIN.replace("LINE", LINE).replace("range(2)", "range(50)")
     done = call(
@@ -280,10 +280,10 @@ assert all(bool(torch.isfinite(one).all()) for one in net.state_dict().values())
 SAMPLES, BATCH, WITHIN_S = 240, 8, 6.0
 
 
-def free(
+def async_script(
     name: str = "free.py", more: str = "", body: str = "pass", options: str = "shuffle=True", epochs: int = 2
 ) -> Path:
-    """A script in the current folder."""
+    """Write a script into the current folder."""
     told = FREE.replace("OPTIONS", options).replace("MORE", more).replace("BODY", body)
     path = Path(name)
     path.write_text(told.replace("240, 8, 2", f"240, 8, {epochs}"))
@@ -292,7 +292,7 @@ def free(
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
-    """An empty current folder; afterwards nothing that was started there may be left."""
+    """Yield an empty current folder; check afterwards that no process started from it is left."""
     mark = uuid.uuid4().hex
     for name, value in {MARK: mark, "PYTHONPATH": PATH, "GLOO_SOCKET_IFNAME": "lo"}.items():
         monkeypatch.setenv(name, value)
@@ -306,15 +306,17 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
         place.end()
 
 
-def ended_well(process: subprocess.Popen[bytes]) -> str:
+def wait_for_success(process: subprocess.Popen[bytes]) -> str:
     _, err = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 0, err.decode()
     return err.decode()
 
 
-def run_free(place: Place, path: Path, *options: str, out: str = "run") -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The record and the events of a run that ends well."""
-    ended_well(place.stretto("run", *options, "--out", out, "--json", f"{out}.json", path))
+def run_successfully(
+    place: Place, path: Path, *options: str, out: str = "run"
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return the record and the events of a run that ends without an error."""
+    wait_for_success(place.stretto("run", *options, "--out", out, "--json", f"{out}.json", path))
     return json.loads(Path(f"{out}.json").read_text()), list(read_events(Path(out, "events.jsonl")))
 
 
@@ -322,12 +324,12 @@ ALL_ONCE = {"once": SAMPLES, "twice": 0, "never": 0, "dropped": 0}
 LEAVE = "if epoch == 1 and step == 4: break"
 
 
-def left_after(batches: int) -> dict[str, int]:
-    """What an audit says of a pass that was left when so many batches had been worked on."""
+def counts_after_leaving(batches: int) -> dict[str, int]:
+    """Return the sample counts of an epoch that was left after some batches."""
     return ALL_ONCE | {"once": batches * BATCH, "never": SAMPLES - batches * BATCH}
 
 
-def seen_in(events: list[dict[str, Any]]) -> list[Any]:
+def sample_counts(events: list[dict[str, Any]]) -> list[Any]:
     return [one["sample_counts"] for one in events if one["event"] == "epoch"]
 
 
@@ -341,73 +343,73 @@ def check_staleness(found: dict[str, Any], updates: int) -> None:
     assert staleness["mean"] == pytest.approx(mean, abs=0.01)
 
 
-def test_asynchronous_sgd_counts_every_sample_once_and_evaluates_when_all_have_so_many(place: Place) -> None:
-    """With batch-norm, three workers, two shards; all meet after every 4 batches of each, 96 samples."""
+def test_asynchronous_sgd_counts_every_sample_once_and_evaluates_in_time(place: Place) -> None:
+    """With batch-norm, three workers and two shards; all evaluate after every 4 batches of each worker, 96 samples."""
     more = "evaluate=lambda net: {'loss': ((net(x) - y) ** 2).mean()}, evaluate_every=4"
     options = ["-n", "3", "--recipe", "async_sgd", "--servers", "2"]
-    found, events = run_free(place, free(more=more), *options)
+    found, events = run_successfully(place, async_script(more=more), *options)
     check_staleness(found, updates=2 * SAMPLES // BATCH)
     assert found["staleness"]["max"] > 0
     assert sum(found["samples_by_worker"]) == 2 * SAMPLES
-    assert seen_in(events) == [ALL_ONCE] * 2
+    assert sample_counts(events) == [ALL_ONCE] * 2
     evaluations = [one for one in events if one["event"] == "evaluation"]
     assert [one["samples"] for one in evaluations] == [96, 192, 288, 384, 480]
     assert [one["versions"] for one in evaluations] == [[12 * k] * 2 for k in range(1, 6)]
     assert {one["event"]: one["servers"] for one in events if one["event"] == "start"} == {"start": 2}
 
 
-def test_a_bound_with_a_loader_that_has_processes_and_is_left_early(place: Place) -> None:
-    """What the second pass had loaded ahead when it was left counts for nobody."""
-    path = free(options="shuffle=True, num_workers=2", body=LEAVE)
-    found, events = run_free(place, path, "-n", "3", "--recipe", "stale_synchronous(bound=2)", "--servers", "2")
+def test_staleness_bound_with_loader_processes_and_a_loop_left_early(place: Place) -> None:
+    """Batches that were prefetched when the second epoch was left are not counted."""
+    path = async_script(options="shuffle=True, num_workers=2", body=LEAVE)
+    found, events = run_successfully(place, path, "-n", "3", "--recipe", "stale_synchronous(bound=2)", "--servers", "2")
     worked = 3 * 5
     check_staleness(found, updates=SAMPLES // BATCH + worked)
     assert len(found["blocked_seconds"]) == 3
-    assert seen_in(events) == [ALL_ONCE, left_after(worked)]
+    assert sample_counts(events) == [ALL_ONCE, counts_after_leaving(worked)]
 
 
-def test_a_synchronous_recipe_through_a_server(place: Place) -> None:
-    found, events = run_free(place, free(), "-n", "3", "--recipe", "Recipe(whom=server(shards=2))")
+def test_synchronous_recipe_over_a_server(place: Place) -> None:
+    found, events = run_successfully(place, async_script(), "-n", "3", "--recipe", "Recipe(whom=server(shards=2))")
     assert found["staleness"] is None
     assert found["samples_by_worker"] == [2 * SAMPLES // 3] * 3
-    assert seen_in(events) == [ALL_ONCE] * 2
+    assert sample_counts(events) == [ALL_ONCE] * 2
 
 
-def test_two_runs_at_once_one_with_a_slow_worker_one_that_keeps_its_server_itself(place: Place) -> None:
-    """The recipe of the second stands in the script alone: worker 0 keeps the server. Its loop is left early."""
-    slow = free("slow.py", body="time.sleep(0.01)")
-    own = free("own.py", more="recipe='async_sgd(shards=2)'", body=LEAVE)
+def test_two_concurrent_runs_one_with_a_straggler_one_with_an_embedded_server(place: Place) -> None:
+    """The recipe of the second run is in its script: worker 0 runs the server. Its loop is left early."""
+    slow = async_script("slow.py", body="time.sleep(0.01)")
+    own = async_script("own.py", more="recipe='async_sgd(shards=2)'", body=LEAVE)
     first = place.stretto("run", "-n", "2", "--recipe", "async_sgd", "--stragglers", "1:5", "--out", "slow", slow)
     second = place.stretto("run", "-n", "2", "--out", "own", own)
-    ended_well(first)
-    ended_well(second)
+    wait_for_success(first)
+    wait_for_success(second)
     events = list(read_events(Path("slow/events.jsonl")))
     by_worker = {one["worker"]: one["samples"] for one in events if one["event"] == "end"}
-    assert seen_in(events) == [ALL_ONCE] * 2
+    assert sample_counts(events) == [ALL_ONCE] * 2
     assert sum(by_worker.values()) == 2 * SAMPLES
     assert by_worker[1] < by_worker[0] / 2.5
-    assert seen_in(list(read_events(Path("own/events.jsonl")))) == [ALL_ONCE, left_after(2 * 5)]
+    assert sample_counts(list(read_events(Path("own/events.jsonl")))) == [ALL_ONCE, counts_after_leaving(2 * 5)]
     assert len(list(Path("slow").glob("server-*.log"))) == 1
     assert not list(Path("own").glob("server-*.log"))
 
 
-def test_an_asynchronous_recipe_in_the_script_under_torchrun(place: Place) -> None:
+def test_asynchronous_recipe_in_the_script_under_torchrun(place: Place) -> None:
     number = "stretto.rank()"
     both = f"mine, other = (f'here{{({number} + by) % 2}}' for by in (0, 1)); pathlib.Path(mine).touch()"
     wait = "while not pathlib.Path(other).exists(): time.sleep(0.01)"
-    path = free(more="recipe='async_sgd(shards=2)'", body=f"{both}\n        {wait}")
+    path = async_script(more="recipe='async_sgd(shards=2)'", body=f"{both}\n        {wait}")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = call(place.folder, *torchrun, str(path), OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
     (run,) = Path("runs").iterdir()
     events = list(read_events(run / "events.jsonl"))
-    assert seen_in(events) == [ALL_ONCE] * 2
+    assert sample_counts(events) == [ALL_ONCE] * 2
     assert {one["worker"] for one in events if one["event"] == "update_applied"} == {0, 1}
 
 
-def test_a_pass_that_is_left_under_torchrun_is_sent_at_exit(place: Place) -> None:
-    """What is left of a large update goes out when the interpreter already ends."""
-    path = free(more="recipe='async_sgd'", body="if epoch == 1 and step == 2: break")
+def test_update_of_a_left_epoch_is_sent_at_exit_under_torchrun(place: Place) -> None:
+    """The rest of a large update is sent while the interpreter is ending."""
+    path = async_script(more="recipe='async_sgd'", body="if epoch == 1 and step == 2: break")
     path.write_text(path.read_text().replace("32", "20000").replace("lr=0.02", "lr=1e-6"))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = call(place.folder, *torchrun, str(path), OMP_NUM_THREADS="1")
@@ -416,10 +418,10 @@ def test_a_pass_that_is_left_under_torchrun_is_sent_at_exit(place: Place) -> Non
     assert [one["event"] for one in read_events(run / "events.jsonl")].count("end") == 2
 
 
-def test_what_one_worker_leaves_of_a_pass_the_others_do(place: Place) -> None:
-    path = free(body="if stretto.rank() == 1 and step == 2: break", options="")
-    _, events = run_free(place, path, "-n", "3", "--recipe", "async_sgd")
-    assert seen_in(events) == [ALL_ONCE] * 2
+def test_other_workers_process_the_batches_that_one_worker_leaves(place: Place) -> None:
+    path = async_script(body="if stretto.rank() == 1 and step == 2: break", options="")
+    _, events = run_successfully(place, path, "-n", "3", "--recipe", "async_sgd")
+    assert sample_counts(events) == [ALL_ONCE] * 2
 
 
 STREAM = """
@@ -430,22 +432,22 @@ data = Stream()
 """
 
 
-def test_a_stream_and_a_loop_that_is_left_early(place: Place) -> None:
-    """Every worker reads its share of a stream, and leaves the second pass after its third batch."""
-    path = free(body="if epoch == 1 and step == 2: break", options="")
+def test_iterable_dataset_with_a_loop_left_early(place: Place) -> None:
+    """Every worker reads its part of a stream, and leaves the second epoch after its third batch."""
+    path = async_script(body="if epoch == 1 and step == 2: break", options="")
     path.write_text(path.read_text().replace("data = torch.utils.data.TensorDataset(x, y)", STREAM))
-    found, events = run_free(place, path, "-n", "2", "--recipe", "async_sgd")
-    assert seen_in(events) == [None, None]
+    found, events = run_successfully(place, path, "-n", "2", "--recipe", "async_sgd")
+    assert sample_counts(events) == [None, None]
     assert found["samples_by_worker"] == [SAMPLES // 2 + 3 * BATCH] * 2
     check_staleness(found, updates=SAMPLES // BATCH + 6)
 
 
 @pytest.mark.parametrize("ended", ["server", "worker", "launcher"])
-def test_whatever_is_ended_the_run_ends_with_one_error_and_leaves_nothing(
+def test_killed_process_ends_the_run_with_one_error_and_leaves_no_process(
     place: Place, ended: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a coordinator, that is, as where another launcher starts the workers."""
-    path = free(body="pathlib.Path(f'at-{stretto.rank()}').touch()", epochs=100_000)
+    """The run has no coordinator, as under other launchers."""
+    path = async_script(body="pathlib.Path(f'at-{stretto.rank()}').touch()", epochs=100_000)
     line = ["--no-recovery", "-n", "2", "--recipe", "async_sgd", "--servers", "2", "--out", "run"]
     process = place.stretto("run", *line, path)
     until(lambda: Path("at-0").exists() and Path("at-1").exists(), LIMIT_S)

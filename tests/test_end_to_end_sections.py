@@ -1,4 +1,4 @@
-"""Several sections of one script on real processes: a worker is killed in one, a run is resumed in one, a notebook."""
+"""Several training loops of one script in real processes: a worker is killed, a run is resumed, a notebook."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ def stretto_run(place: Path, *options: str, argument: str = "none", code: int = 
     return done.stdout + done.stderr
 
 
-def once(folder: Path) -> list[int]:
-    """The number of samples of each epoch that counted once; no other has counted."""
+def counted_once(folder: Path) -> list[int]:
+    """Return the number of samples that counted once in each epoch; check that no other samples counted."""
     found = {
         one["epoch"]: one["sample_counts"] for one in read_events(folder / "events.jsonl") if one["event"] == "epoch"
     }
@@ -86,10 +86,10 @@ def once(folder: Path) -> list[int]:
     return [found[epoch]["once"] for epoch in sorted(found)]
 
 
-def test_a_worker_killed_in_the_second_section_comes_back_to_it(tmp_path: Path) -> None:
+def test_worker_killed_in_the_second_section_rejoins_it(tmp_path: Path) -> None:
     shown = stretto_run(tmp_path, "--recipe", "local_sgd(every=2)", "--out", "run", argument="dies")
     for folder in (tmp_path / "run", tmp_path / "run/section-2", tmp_path / "run/section-3"):
-        assert once(folder) == [36, 36]
+        assert counted_once(folder) == [36, 36]
         assert (folder / "report.html").exists()
     assert "section 2 begins" in shown
     assert "section 3\n" in shown
@@ -100,7 +100,7 @@ def test_a_worker_killed_in_the_second_section_comes_back_to_it(tmp_path: Path) 
         assert all(torch.equal(mine[name], other[name]) for name in mine)
 
 
-def test_a_run_that_failed_in_its_second_section_is_resumed_there(tmp_path: Path) -> None:
+def test_run_that_failed_in_its_second_section_is_resumed_there(tmp_path: Path) -> None:
     checkpoints = ("--recipe", "local_sgd(every=2)", "--checkpoint-every", "2r")
     stretto_run(tmp_path, *checkpoints, "--out", "whole")
     whole = torch.load(tmp_path / "0-2.pt")
@@ -110,14 +110,14 @@ def test_a_run_that_failed_in_its_second_section_is_resumed_there(tmp_path: Path
         (tmp_path / name).unlink(missing_ok=True)
     shown = stretto_run(tmp_path, *checkpoints, "--resume", "one", "--out", "two")
     assert "section-2/checkpoints" in shown
-    assert once(tmp_path / "two/section-2")[-1:] == [36]
-    assert once(tmp_path / "two/section-3") == [36, 36]
+    assert counted_once(tmp_path / "two/section-2")[-1:] == [36]
+    assert counted_once(tmp_path / "two/section-3") == [36, 36]
     first = load_file(tmp_path / "one/final.safetensors")
     assert all(torch.equal(first[name], one) for name, one in torch.load(tmp_path / "1-0.pt").items())
     assert all(torch.equal(whole[name], one) for name, one in torch.load(tmp_path / "0-2.pt").items())
 
 
-def test_a_notebook_whose_training_cell_is_run_twice_computes_what_a_plain_one_does(tmp_path: Path) -> None:
+def test_notebook_with_a_repeated_training_cell_computes_the_same_as_a_plain_one(tmp_path: Path) -> None:
     head = "import torch, stretto\nfrom torch.utils.data import DataLoader, TensorDataset\ntorch.manual_seed(0)\n"
     data = "data = TensorDataset(torch.randn(24, 2), torch.randn(24, 1))\nsums = []"
     cell = """
@@ -147,5 +147,5 @@ sums.append(net.weight.sum().item())
 
 
 def numbers(text: str) -> list[float]:
-    """The numbers in the text of a list."""
+    """Return the numbers in the text of a list."""
     return [float(one) for one in text.strip("[]").split(",")]

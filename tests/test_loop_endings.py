@@ -1,4 +1,4 @@
-"""Runs of real processes whose workers end earlier than others, or in another way than by the script's last line."""
+"""Runs of real processes in which workers end at different steps, or otherwise than by the last line of the script."""
 
 from __future__ import annotations
 
@@ -77,14 +77,14 @@ LEAVES = "if mine and step == 3: "
 def test_worker_that_leaves_the_loop_earlier_than_others_ends_the_run_by_name(
     recipe: str, body: str, before: str, worker: int, said: str, tmp_path: Path
 ) -> None:
-    """Long before --timeout, which is ten minutes."""
+    """The run ends long before --timeout, which is ten minutes."""
     done = run(tmp_path, recipe, body, before, worker)
     assert done.returncode == 1, done.stderr
     assert done.stderr.count(f"UnevenLoopsError: worker {said}") == 1, done.stderr
     assert "stand still" not in done.stderr
 
 
-def test_workers_that_leave_the_loop_at_the_same_step_go_on_to_the_next_epoch(tmp_path: Path) -> None:
+def test_workers_that_leave_the_loop_at_the_same_step_continue_with_the_next_epoch(tmp_path: Path) -> None:
     done = run(tmp_path, "local_sgd(every=2)", "if step == 3: break")
     assert done.returncode == 0, done.stderr
     epochs = [one["step"] for one in read_events(tmp_path / "run/events.jsonl") if one["event"] == "epoch"]
@@ -98,7 +98,7 @@ def test_folder_that_two_workers_make_is_an_error_with_advice(tmp_path: Path) ->
 
 
 def test_loop_may_fork_a_pool_of_processes(tmp_path: Path) -> None:
-    """Its end sends SIGTERM to children that may have been forked a moment ago, and waits for them."""
+    """The end of a pool sends SIGTERM to children that may have just been forked, and waits for them."""
     pools = "for _ in range(20):\n            with multiprocessing.get_context('fork').Pool(2): pass"
     done = run(tmp_path, "allreduce", f"if step == 3:\n          {pools}")
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""Real processes are struck, and the run goes on: some of the cases of `python -m benchmarks survival`."""
+"""Real processes get signals, and the run survives: some of the cases of `python -m benchmarks survival`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from benchmarks.survival import SCRIPT, Case, one
+from benchmarks.survival import SCRIPT, Case, run_case
 from stretto.checkpoint.storage import Checkpoints
 from stretto.events import read_events
 
@@ -24,33 +24,33 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_the_run_goes_on(case: Case, tmp_path: Path) -> None:
-    outcome = one(case, case.recipe, tmp_path / "run", ENVIRONMENT)
-    assert outcome.code == 0, outcome.told
+def test_run_survives(case: Case, tmp_path: Path) -> None:
+    outcome = run_case(case, case.recipe, tmp_path / "run", ENVIRONMENT)
+    assert outcome.code == 0, outcome.log_end
     assert outcome.once
     assert outcome.equal
     assert outcome.accuracy > 0.6
     assert outcome.deaths or case.signal == "TERM" or case.who in ("server", "coordinator")
 
 
-def test_a_whole_run_is_killed_in_the_middle_of_a_pass_and_goes_on(tmp_path: Path) -> None:
-    """Over a server, where nobody waits: every process dies at once, and other workers do what is left of the pass."""
+def test_run_killed_in_the_middle_of_an_epoch_is_resumed(tmp_path: Path) -> None:
+    """Over a server: all processes are killed at the same time, and fewer workers finish the epoch."""
     command = [sys.executable, "-m", "stretto.cli", "run", "--recipe", "async_sgd(shards=2)"]
     slow = [str(SCRIPT), "--epochs", "3", "--pause", "0.06"]
     saves = ["-n", "3", "--checkpoint-every", "500ms", "--out", str(tmp_path / "one")]
     run = subprocess.Popen([*command, *saves, *slow], env=ENVIRONMENT, stdout=subprocess.DEVNULL)
     try:
         limit = time.monotonic() + 90
-        while not (found := in_the_middle(tmp_path / "one" / "checkpoints")):
+        while not (found := unfinished_epoch(tmp_path / "one" / "checkpoints")):
             assert run.poll() is None
             assert time.monotonic() < limit
             time.sleep(0.02)
     finally:
-        everyone = [*psutil.Process(run.pid).children(recursive=True), psutil.Process(run.pid)]
-        for one_of_them in everyone:
-            one_of_them.kill()
+        processes = [*psutil.Process(run.pid).children(recursive=True), psutil.Process(run.pid)]
+        for process in processes:
+            process.kill()
         run.wait()
-        psutil.wait_procs(everyone, 10)
+        psutil.wait_procs(processes, 10)
     again = [*command, "-n", "2", "--resume", str(tmp_path / "one"), "--out", str(tmp_path / "two"), *slow]
     subprocess.run(again, env=ENVIRONMENT, stdout=subprocess.DEVNULL, timeout=120, check=True)
     epochs = [event for event in read_events(tmp_path / "two" / "events.jsonl") if event["event"] == "epoch"]
@@ -59,8 +59,8 @@ def test_a_whole_run_is_killed_in_the_middle_of_a_pass_and_goes_on(tmp_path: Pat
         assert event["sample_counts"] == {"once": 1200, "twice": 0, "never": 0, "dropped": 0}
 
 
-def in_the_middle(folder: Path) -> int:
-    """The pass that the newest checkpoint is in the middle of; 0 if it is of none."""
+def unfinished_epoch(folder: Path) -> int:
+    """Return the epoch in whose middle the newest checkpoint is; 0 if it is at the end of one."""
     newest = Checkpoints(folder).newest() if folder.is_dir() else None
     if newest is None or newest[1].facts["deal"] is None:
         return 0

@@ -1,4 +1,4 @@
-"""Laws of run folders."""
+"""Properties of run directories."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from stretto.run_dir import describe, make_folder
 NOW = datetime(2026, 11, 21, 10, 45)
 
 
-def test_runs_of_one_second_get_folders_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_started_in_the_same_second_get_different_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     made = [str(make_folder("train", None, NOW)) for _ in range(3)]
     assert made == [f"runs/20261121-104500-train{suffix}" for suffix in ("", "-2", "-3")]
 
 
-def test_a_run_never_writes_over_another(tmp_path: Path) -> None:
+def test_run_never_overwrites_another(tmp_path: Path) -> None:
     out = tmp_path / "deep" / "here"
     assert make_folder("train", out, NOW) == out
     assert make_folder("train", out, NOW) == out  # still empty
@@ -32,7 +32,7 @@ def test_a_run_never_writes_over_another(tmp_path: Path) -> None:
         make_folder("train", out / "run.json", NOW)
 
 
-def test_what_was_asked_is_written_down() -> None:
+def test_run_configuration_is_stored() -> None:
     order = RunConfig(Path("a/train.py"), args=("--lr", "1"), workers=2, recipe="diloco()", seed=3, threads=5)
     asked = describe(order.asked(), NOW)
     assert (asked["script"], asked["args"], asked["recipe"]) == ("a/train.py", ["--lr", "1"], "diloco()")

@@ -1,4 +1,4 @@
-"""Notices of what scripts do beside the run, with real processes."""
+"""Warnings about files that a script writes and torch calls it makes beside the run, with real processes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from scene import Place
+from run_place import Place
 
 from stretto.events import read_events
 from stretto.launcher import script_watch, worker_main
@@ -30,12 +30,12 @@ open(config.run + "/known.txt", "w").close()
 """
 
 
-def test_a_file_that_several_workers_write_is_named_once_and_others_are_not(place: Place) -> None:
+def test_file_written_by_several_workers_is_named_once(place: Place) -> None:
     place.script(WRITES)
     command = place.stretto("run", "-n", "2", "--out", "run", "train.py")
-    _, told = command.communicate(timeout=15)
-    assert command.returncode == 0, told
-    said = [line for line in told.decode().splitlines() if "several workers wrote" in line]
+    _, written_files = command.communicate(timeout=15)
+    assert command.returncode == 0, written_files
+    said = [line for line in written_files.decode().splitlines() if "several workers wrote" in line]
     assert len(said) == 1
     assert f"{place.folder / 'theirs.txt'} (workers 0, 1). Use stretto.save" in said[0]
     paths = {
@@ -44,33 +44,35 @@ def test_a_file_that_several_workers_write_is_named_once_and_others_are_not(plac
     assert {Path(one).name for one in paths} == {"mine-0", "mine-1", "theirs.txt", "only.txt"}
 
 
-def test_one_worker_is_not_watched(place: Place) -> None:
+def test_single_worker_is_not_watched(place: Place) -> None:
     folder = place.run(WRITES)
     assert not (folder / "events.jsonl").exists()
 
 
 def test_equal_names_on_two_hosts_are_two_files() -> None:
-    def told(worker: int, host: str) -> dict[str, Any]:
+    def written_files(worker: int, host: str) -> dict[str, Any]:
         return {"event": "written", "worker": worker, "host": host, "paths": ["/data/best.pt"]}
 
-    assert several_write([told(0, "a"), told(1, "b")]) is None
-    assert "(workers 0, 2)" in (several_write([told(0, "a"), told(1, "b"), told(2, "a")]) or "")
+    assert several_write([written_files(0, "a"), written_files(1, "b")]) is None
+    assert "(workers 0, 2)" in (
+        several_write([written_files(0, "a"), written_files(1, "b"), written_files(2, "a")]) or ""
+    )
 
 
-def test_what_torch_saves_is_noted_and_a_temporary_file_is_not(tmp_path: Path) -> None:
+def test_files_saved_by_torch_are_noted_and_temporary_files_are_not(tmp_path: Path) -> None:
     module: Any = ModuleType("torch.serialization")
     module.save = lambda obj, f: obj
-    written = Written([tmp_path / "run"])
-    written._watch_saves(module)
+    write_events = Written([tmp_path / "run"])
+    write_events._watch_saves(module)
     assert module.save(1, tmp_path / "a.pt") == 1
     module.save(2, f=str(tmp_path / "run" / "b.pt"))
-    written._audit("open", (str(tmp_path / "c"), None, os.O_RDWR | os.O_CREAT | os.O_EXCL))
-    written._audit("open", (str(tmp_path / "d"), "r", os.O_RDONLY))
-    assert list(written.paths) == [str(tmp_path / "a.pt")]
+    write_events._audit("open", (str(tmp_path / "c"), None, os.O_RDWR | os.O_CREAT | os.O_EXCL))
+    write_events._audit("open", (str(tmp_path / "d"), "r", os.O_RDONLY))
+    assert list(write_events.paths) == [str(tmp_path / "a.pt")]
 
 
 @pytest.mark.parametrize("distributed", [True, False])
-def test_steps_before_distribute_are_said_once(
+def test_steps_before_distribute_give_one_warning(
     distributed: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     hooks: list[Any] = []
@@ -101,11 +103,11 @@ def test_torn_file_that_torch_loads_is_an_error_with_advice(
 
 
 def test_tensorboard_folder_of_several_workers_is_named() -> None:
-    """Their files have names of their own, and are drawn as one run."""
+    """The files have different names, but TensorBoard shows them as one run."""
 
-    def written(worker: int) -> dict[str, Any]:
+    def write_events(worker: int) -> dict[str, Any]:
         name = f"/logs/events.out.tfevents.17.host.{worker}.0"
         return {"event": "written", "t": 0.0, "worker": worker, "host": "here", "paths": [name]}
 
-    assert "/logs/events.out.tfevents.* (workers 0, 1)" in (several_write([written(0), written(1)]) or "")
-    assert several_write([written(0)]) is None
+    assert "/logs/events.out.tfevents.* (workers 0, 1)" in (several_write([write_events(0), write_events(1)]) or "")
+    assert several_write([write_events(0)]) is None

@@ -1,4 +1,4 @@
-"""Workers that are slow on purpose: what was typed is what is done, or it is refused."""
+"""Stragglers: `--stragglers` is parsed as it is typed, or refused."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scene import Place
+from run_place import Place
 
 from stretto.errors import LaunchError
 from stretto.faults.stragglers import factors
@@ -17,16 +17,16 @@ written = st.decimals(1, 1000, places=2).map(str)
 
 
 @given(st.dictionaries(st.integers(0, WORKERS - 1), written, min_size=1))
-def test_what_is_typed_is_what_is_meant(asked: dict[int, str]) -> None:
+def test_factors_are_parsed_per_worker(asked: dict[int, str]) -> None:
     text = ",".join(f"{worker}:{factor}" for worker, factor in asked.items())
     assert factors(text, WORKERS) == {worker: float(factor) for worker, factor in asked.items()}
 
 
-def test_nobody_is_slow_unasked() -> None:
+def test_no_worker_is_slow_by_default() -> None:
     assert factors(None, 4) == {}
 
 
-def test_spaces_and_whole_numbers_are_welcome() -> None:
+def test_spaces_and_integers_are_accepted() -> None:
     assert factors(" 1 : 2 , 3:5. ", 4) == {1: 2.0, 3: 5.0}
 
 
@@ -59,14 +59,14 @@ def test_spaces_and_whole_numbers_are_welcome() -> None:
         ("1:0", "worker 1 cannot be slowed by 0.0"),
     ],
 )
-def test_anything_else_is_refused(text: str, says: str) -> None:
+def test_invalid_factors_are_refused(text: str, says: str) -> None:
     with pytest.raises(LaunchError) as raised:
         factors(text, 4)
     assert says in str(raised.value)
     assert 'try: --stragglers "1:2.0,3:5.0"' in str(raised.value)
 
 
-def test_only_the_slow_worker_is_told(place: Place) -> None:
+def test_only_the_straggler_gets_a_factor(place: Place) -> None:
     folder = place.run("print(config.slowdown)", workers=3, stragglers="1:2,2:1.5", out=Path("here"))
     assert [(folder / f"worker-{rank}.log").read_text() for rank in range(3)] == ["1.0\n", "2.0\n", "1.5\n"]
     assert '"stragglers": "1:2,2:1.5"' in (folder / "run.json").read_text()

@@ -1,4 +1,4 @@
-"""The nevers that imports between our own rooms do not show."""
+"""Rules for the code of the package that its import rules do not cover."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 
 import stretto
 
-HOUSE = Path(stretto.__file__).parent
-FILES = sorted(HOUSE.rglob("*.py"))
+PACKAGE = Path(stretto.__file__).parent
+FILES = sorted(PACKAGE.rglob("*.py"))
 CLOCKED_PACKAGES = ("training/", "transport/", "launcher/", "compare/", "cli/", "runtime/", "simulator/compute/")
 CLOCKED = (
     "checkpoint/state_transfer.py",  # carries the random state of Python's module
@@ -31,11 +31,11 @@ CLOCKED = (
 """Files that may read a wall clock or the global random state."""
 
 
-def room(file: Path) -> str:
-    return file.relative_to(HOUSE).parts[0].removesuffix(".py")
+def subpackage(file: Path) -> str:
+    return file.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
-def imported(tree: ast.AST) -> Iterator[str]:
+def imported_names(tree: ast.AST) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -44,38 +44,40 @@ def imported(tree: ast.AST) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def called(tree: ast.AST) -> Iterator[str]:
+def called_functions(tree: ast.AST) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             yield ast.unparse(node.func)
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(HOUSE)))
-def test_the_nevers(file: Path) -> None:
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
+def test_forbidden_imports_and_calls(file: Path) -> None:
     tree = ast.parse(file.read_text())
-    names, calls = set(imported(tree)), set(called(tree))
-    if room(file) not in ("transport", "launcher", "parallel"):
+    names, calls = set(imported_names(tree)), set(called_functions(tree))
+    if subpackage(file) not in ("transport", "launcher", "parallel"):
         assert not {one for one in names if one.startswith("torch.distributed")}, "only transport has torch.distributed"
     assert not names & {"pickle", "marshal", "shelve", "dill", "cloudpickle"}, "nothing is unpickled"
-    script = file.relative_to(HOUSE) == Path("simulator/isolation/script.py")  # the file that the user asked to run
+    script = file.relative_to(PACKAGE) == Path("simulator/isolation/script.py")  # the file that the user asked to run
     assert not calls & {"eval", "torch.load", *(["exec"] * (not script))}, "nothing that came from outside is run"
-    if str(file.relative_to(HOUSE)) not in CLOCKED and not str(file.relative_to(HOUSE)).startswith(CLOCKED_PACKAGES):
+    if str(file.relative_to(PACKAGE)) not in CLOCKED and not str(file.relative_to(PACKAGE)).startswith(
+        CLOCKED_PACKAGES
+    ):
         assert not names & {"time", "random", "datetime.datetime.now"}, "no wall clock, no global random state here"
     assert not names & {"stretto.utils", "stretto.common", "stretto.helpers", "stretto.misc"}
 
 
-def test_no_room_is_called_after_nothing() -> None:
-    assert not {room(file) for file in FILES} & {"utils", "common", "helpers", "misc"}
+def test_no_module_has_a_meaningless_name() -> None:
+    assert not {subpackage(file) for file in FILES} & {"utils", "common", "helpers", "misc"}
 
 
-def test_the_face_has_the_names_it_promises() -> None:
+def test_public_names_exist() -> None:
     for name in stretto.__all__:
         assert getattr(stretto, name) is not None
     with pytest.raises(AttributeError, match="distribute"):
         stretto.distribut  # noqa: B018
 
 
-def test_what_is_typed_is_read_without_torch() -> None:
+def test_recipes_are_parsed_without_torch() -> None:
     script = (
         "import sys, stretto.recipe.parser; stretto.recipe.parser.parse('power_sgd'); sys.exit('torch' in sys.modules)"
     )

@@ -1,11 +1,11 @@
-"""The launcher, the coordinator and workers' companions together, with nothing but membership between them."""
+"""The launcher, the coordinator and the workers' membership clients together, without training."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from scene import Place
+from run_place import Place
 
 from stretto.events import read_events
 
@@ -45,8 +45,8 @@ print("ended at", step)
 """
 
 
-def members(folder: Path) -> list[tuple[Any, ...]]:
-    """What became of the members, in order."""
+def membership_events(folder: Path) -> list[tuple[Any, ...]]:
+    """Return the membership events in order."""
     events = list(read_events(folder / "events.jsonl"))
     told = [event for event in events if event["event"] == "membership"]
     return [
@@ -55,13 +55,13 @@ def members(folder: Path) -> list[tuple[Any, ...]]:
     ]
 
 
-def test_who_is_killed_is_replaced_while_the_others_go_on(place: Place) -> None:
+def test_killed_worker_is_replaced_while_the_others_continue(place: Place) -> None:
     place.recovers = True
     script = place.script(WORKER.replace("{deaths}", "[(1, 0)]"))
     process = place.stretto("run", "-n", "3", "--out", "here", "--failure-timeout", "20s", script)
     out, err = process.communicate(timeout=80)
     assert process.returncode == 0, err.decode()
-    told = members(Path("here"))
+    told = membership_events(Path("here"))
     whole, left = ("formed", [0, 1, 2]), ("formed", [0, 2])
     wanted = [whole, ("failed", 1, 0), left, ("joined", 1, 1), whole]
     assert [one for one in told if one in wanted] == wanted
@@ -69,4 +69,4 @@ def test_who_is_killed_is_replaced_while_the_others_go_on(place: Place) -> None:
     assert b"worker 1, at " in out and b"2 workers continued after" in out and b"restarted after" in out
 
 
-test_who_is_killed_is_replaced_while_the_others_go_on.limit_s = 90  # type: ignore[attr-defined]
+test_killed_worker_is_replaced_while_the_others_continue.limit_s = 90  # type: ignore[attr-defined]
