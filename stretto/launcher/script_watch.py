@@ -62,8 +62,8 @@ class Written:
 
     def note(self, path: object) -> None:
         """Record a path if other workers could write the same file."""
-        if isinstance(path, os.PathLike):
-            path = os.fspath(path)
+        if isinstance(path, os.PathLike | bytes):
+            path = os.fsdecode(path)
         if not isinstance(path, str) or len(self.paths) >= MOST_FILES:
             return
         path = os.path.abspath(path)

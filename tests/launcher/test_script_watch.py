@@ -111,3 +111,6 @@ def test_tensorboard_folder_of_several_workers_is_named() -> None:
 
     assert "/logs/events.out.tfevents.* (workers 0, 1)" in (several_write([write_events(0), write_events(1)]) or "")
     assert several_write([write_events(0)]) is None
+    named_in_bytes = Written([])
+    named_in_bytes.note(b"/logs/events.out.tfevents.17.host.0.0")
+    assert list(named_in_bytes.paths) == ["/logs/events.out.tfevents.17.host.0.0"]
