@@ -22,8 +22,8 @@ class FaultToleranceSwitch:
     """Fault tolerance of one worker, which can be switched off between two steps."""
 
     def __init__(self, trainer: Trainer) -> None:
-        assert isinstance(trainer.wire, ElasticTransport)
-        self._trainer, self._wire = trainer, trainer.wire
+        assert isinstance(trainer.transport, ElasticTransport)
+        self._trainer, self._wire = trainer, trainer.transport
         self._is_ready = True
 
     def set_for_segment(self, word: str) -> None:

@@ -35,7 +35,7 @@ from stretto.parameter_server.embedded import serve_at_rank0
 from stretto.simulator.compute import transport_costs
 from stretto.simulator.compute.cost_model import AUTO, NAMES
 from stretto.simulator.compute.transport_costs import TransportCosts
-from stretto.training.worker_context import find_seat
+from stretto.training.worker_context import find_context
 from stretto.transport import Transport
 
 QUESTION = "seconds per step and bytes sent that the simulator predicts, against those measured in the laboratory"
@@ -295,9 +295,9 @@ print((time.process_time() - worked) / (time.perf_counter() - began))
 def probe(folder: Path, processors: float) -> None:
     """Measure the transport costs in one host's process, where `processors` are shared by all hosts."""
     torch.set_num_threads(1)
-    seat = find_seat()
+    seat = find_context()
     assert seat is not None
-    wire = seat.wire(torch.device("cpu"))
+    wire = seat.transport(torch.device("cpu"))
 
     def passing() -> float:
         return time.perf_counter() * min(processors / HOSTS, 1.0)

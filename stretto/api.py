@@ -20,7 +20,7 @@ from stretto.loader.epoch_batches import Assignment
 from stretto.notices import say
 from stretto.recipe import parser
 from stretto.recipe.recipe import Recipe
-from stretto.strategies.model_sync import Several
+from stretto.strategies.model_sync import SeveralModels
 from stretto.strategies.optimizers import Optimizers, refuse_shared_parameters
 from stretto.training import other_libraries
 from stretto.training import schedule as schedules
@@ -29,7 +29,7 @@ from stretto.training.iterators import Batches
 from stretto.training.sections import Sections
 from stretto.training.termination import heed_termination
 from stretto.training.trainer import Trainer
-from stretto.training.worker_context import WorkerContext, find_seat, given_seat
+from stretto.training.worker_context import WorkerContext, current_context, find_context
 
 _current: ContextVar[Trainer | Literal["plain"] | None] = ContextVar("current", default=None)
 _sections: ContextVar[Sections | None] = ContextVar("sections", default=None)
@@ -87,36 +87,36 @@ def distribute(
     """
     _check_arguments(model, optimizer, loader, evaluate, evaluate_every)
     other_libraries.refuse_wrapped(_each(model), _each(optimizer), loader)
-    whole = model if isinstance(model, nn.Module) else Several(model)
+    whole = model if isinstance(model, nn.Module) else SeveralModels(model)
     optimizers = Optimizers([other_libraries.unwrapped(one) for one in _each(optimizer)])
     schedules.check_mode(schedule)
     _check_assignment(deal)
     scripted = _recipe(recipe)
-    seat = find_seat()
+    context = find_context()
     _current.set("plain")  # a worker that comes too late has no run
-    if seat is None:
+    if context is None:
         return PlainLoader(whole, loader, evaluate, evaluate_every)
     refuse_shared_parameters(whole, optimizers)
-    chosen, sections = _chosen(seat, scripted), _sections_of(seat)
+    chosen, sections = _chosen(context, scripted), _sections_of(context)
     trainer = sections.begin(whole, optimizers, loader, chosen, evaluate, evaluate_every, schedule, deal)
     if trainer is None:
-        return OverLoader(loader, seat.workers * seat.global_batch_of)
+        return OverLoader(loader, context.workers * context.global_batch_of)
     _current.set(trainer)
     schedules.intercept(_schedules)
-    if seat.around.own_process and trainer.presence.can_leave:
+    if context.runtime.own_process and trainer.agent.can_leave:
         heed_termination(sections.ask_to_leave)
-    if seat.recipe and scripted is not None and trainer.recipe != scripted and not seat.single_process:
-        trainer.journal.notice(f"the recipe asked for, {trainer.recipe}, goes before the script's, {scripted}")
+    if context.recipe and scripted is not None and trainer.recipe != scripted and not context.single_process:
+        trainer.events.notice(f"the recipe asked for, {trainer.recipe}, goes before the script's, {scripted}")
     return SharedLoader(trainer, loader)
 
 
-def _sections_of(seat: WorkerContext) -> Sections:
+def _sections_of(context: WorkerContext) -> Sections:
     """Return the sections of this process; the first call makes them."""
     sections = _sections.get()
     if sections is None:
-        sections = Sections(seat)
+        sections = Sections(context)
         _sections.set(sections)
-        if given_seat.get() is None:
+        if current_context.get() is None:
             _finish_at_exit(sections)
     return sections
 
@@ -158,7 +158,7 @@ def log(**values: float | torch.Tensor) -> None:
     """
     trainer = _current.get()
     if isinstance(trainer, Trainer):
-        trainer.journal.record(trainer.hands_done, trainer.samples, values)
+        trainer.events.record(trainer.hands_done, trainer.samples, values)
 
 
 def no_sync() -> AbstractContextManager[None]:
@@ -227,7 +227,7 @@ class SharedLoader:
 
     def __len__(self) -> int:
         self._trainer.schedules.asked_length()
-        return self._trainer.dealer.length()
+        return self._trainer.batch_source.length()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
@@ -300,10 +300,10 @@ def _recipe(recipe: Recipe | str | None) -> Recipe | None:
     )
 
 
-def _chosen(seat: WorkerContext, scripted: Recipe | None) -> Recipe | None:
-    if seat.single_process:
+def _chosen(context: WorkerContext, scripted: Recipe | None) -> Recipe | None:
+    if context.single_process:
         return None
-    return parser.parse(seat.recipe) if seat.recipe else scripted or parser.parse("allreduce")
+    return parser.parse(context.recipe) if context.recipe else scripted or parser.parse("allreduce")
 
 
 def _check_arguments(model: object, optimizer: object, loader: object, evaluate: object, every: object) -> None:

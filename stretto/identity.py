@@ -25,7 +25,7 @@ from stretto.loader.epoch_batches import members_of, number_of
 from stretto.membership.barrier_client import Barrier
 from stretto.membership.barriers import EVERYBODY, Position
 from stretto.training.trainer import Trainer
-from stretto.training.worker_context import WorkerContext, find_seat
+from stretto.training.worker_context import WorkerContext, find_context
 
 
 def rank() -> int:
@@ -38,9 +38,9 @@ def rank() -> int:
     """
     trainer = connected()
     if trainer is not None:
-        return number_of(trainer.wire)
-    seat = find_seat()
-    return seat.worker if seat is not None else 0
+        return number_of(trainer.transport)
+    context = find_context()
+    return context.worker if context is not None else 0
 
 
 def world_size() -> int:
@@ -51,9 +51,9 @@ def world_size() -> int:
     """
     trainer = connected()
     if trainer is not None:
-        return trainer.wire.workers
-    seat = find_seat()
-    return max(seat.workers, seat.worker + 1) if seat is not None else 1
+        return trainer.transport.workers
+    context = find_context()
+    return max(context.workers, context.worker + 1) if context is not None else 1
 
 
 def is_main() -> bool:
@@ -184,7 +184,7 @@ _counted: ContextVar[_Counted | None] = ContextVar("counted", default=None)
 
 def _main() -> int:
     trainer = connected()
-    return members_of(trainer.wire)[0] if trainer is not None else 0
+    return members_of(trainer.transport)[0] if trainer is not None else 0
 
 
 def _position(label: str) -> Position:
@@ -195,7 +195,7 @@ def _position(label: str) -> Position:
     trainer = connected()
     if trainer is not None and trainer is not counted.trainer:
         counted.trainer, counted.section, counted.place = trainer, trainer.section.number, -1
-    place = trainer.presence.place() if trainer is not None else counted.place
+    place = trainer.agent.place() if trainer is not None else counted.place
     section, place = (skipped() if trainer is None else None) or (counted.section, place)
     if (section, place) != (counted.section, counted.place):
         counted.section, counted.place, counted.calls = section, place, Counter()
@@ -205,10 +205,10 @@ def _position(label: str) -> Position:
 
 def _barrier() -> tuple[WorkerContext, Barrier] | None:
     """Return the barrier of this worker; None if there are no other workers."""
-    trainer, seat = connected(), find_seat()
-    if seat is None or seat.barrier is None or seat.single_process:
+    trainer, context = connected(), find_context()
+    if context is None or context.barrier is None or context.single_process:
         return None
-    return None if trainer is None and _is_over() else (seat, seat.barrier)
+    return None if trainer is None and _is_over() else (context, context.barrier)
 
 
 def _is_over() -> bool:
@@ -233,8 +233,8 @@ def _wait(of: int, called: str, label: str | None = None) -> None:
         problem = f"stretto.{called} inside the loop, but workers take unequal numbers of batches under this recipe"
         expected = "a call between epochs, or a recipe whose workers wait for each other"
         raise ScriptError(explain(problem, got=str(trainer.recipe), expected=expected, to_type="--recipe allreduce"))
-    if not trainer.presence.is_catching_up():
-        found[1].wait(position, of, trainer.presence.mend)
+    if not trainer.agent.is_catching_up():
+        found[1].wait(position, of, trainer.agent.mend)
 
 
 def _is_unequal(trainer: Trainer) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 from stretto.api import abandon, close
 from stretto.errors import BrokenTransportError, MemberOutError, TransportError
 from stretto.membership.messages import Continue, GenerationView, Member, ReadyReport
-from stretto.training.worker_context import WorkerContext, given_seat
+from stretto.training.worker_context import WorkerContext, current_context
 from stretto.transport import in_memory
 from stretto.transport.elastic import ElasticTransport
 from stretto.transport.interface import made
@@ -330,14 +330,14 @@ def run_elastic_workers(
 
     def run_incarnation(worker: int, incarnation: int) -> Any:
         transport = ElasticTransport(worker, ThreadConnection(coordinator, worker), InMemoryRendezvous(coordinator))
-        given_seat.set(
+        current_context.set(
             WorkerContext(
                 worker,
                 workers,
                 lambda _device: transport,
                 recipe=recipe,
                 run=run,
-                life=incarnation,
+                incarnation=incarnation,
                 **{"seed": 0} | context,
             )
         )

@@ -38,7 +38,7 @@ def wait(is_there):
 
 def is_a_worker_to_be_let_in():
     from stretto.api import _current
-    return _current.get().wire.is_to_rest()
+    return _current.get().transport.is_to_rest()
 
 def is_a_checkpoint_written():
     return any(pathlib.Path(config.run).glob("section-2/checkpoints/round-*"))

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import stretto
 from stretto.api import abandon, close
-from stretto.training.worker_context import WorkerContext, given_seat
+from stretto.training.worker_context import WorkerContext, current_context
 from stretto.transport import in_memory
 
 TIMEOUT_S = 20.0
@@ -40,7 +40,7 @@ def run_workers(
     ]
 
     def run_worker(context: WorkerContext) -> Any:
-        given_seat.set(context)
+        current_context.set(context)
         try:
             result = work(context.worker)
             close()

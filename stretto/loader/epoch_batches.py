@@ -105,21 +105,21 @@ class AssignedEpoch:
         self,
         loader: DataLoader[Any],
         sampler: ShardedBatchSampler,
-        wire: Transport,
+        transport: Transport,
         found: tuple[EpochOrder, BatchAssignment] | None = None,
     ) -> None:
         sampler.begin(*found or ())
-        self._loader, self._sampler, self._worker = loader, sampler, number_of(wire)
+        self._loader, self._sampler, self._worker = loader, sampler, number_of(transport)
         self._batches: Iterator[Any] = iter(loader)
         self.order, self.batch_assignment = sampler.order, sampler.batch_assignment
         self.dropped, self.samples = self.order.dropped, self.batch_assignment.samples
         self._trained: list[Range] = []
-        self._parts = isinstance(wire, ElasticTransport)
+        self._parts = isinstance(transport, ElasticTransport)
         self._since, self._changed = self.batch_assignment.global_step, found is not None
         self.is_over = False
         """True if all global steps are assigned."""
         if found is None:
-            refuse_too_few(self.samples, wire.workers)
+            refuse_too_few(self.samples, transport.workers)
 
     @property
     def handed(self) -> int:
@@ -240,17 +240,17 @@ class AssignedEpoch:
         )
 
 
-def number_of(wire: Transport) -> int:
+def number_of(transport: Transport) -> int:
     """Return a worker's permanent number; its rank where membership is fixed."""
-    return wire.number if isinstance(wire, ElasticTransport | ParameterServerClient) else wire.worker
+    return transport.number if isinstance(transport, ElasticTransport | ParameterServerClient) else transport.worker
 
 
-def members_of(wire: Transport) -> tuple[int, ...]:
+def members_of(transport: Transport) -> tuple[int, ...]:
     """Return the numbers of all current members."""
     return (
-        tuple(wire.members)
-        if isinstance(wire, ElasticTransport | ParameterServerClient)
-        else tuple(range(wire.workers))
+        tuple(transport.members)
+        if isinstance(transport, ElasticTransport | ParameterServerClient)
+        else tuple(range(transport.workers))
     )
 
 
@@ -262,9 +262,9 @@ class StreamedEpoch:
 
     dropped = samples = 0
 
-    def __init__(self, stream: Iterator[Any], wire: Transport, asynchronous: bool, splits: bool = False) -> None:
-        self._stream, self._wire, self._asynchronous = stream, wire, asynchronous
-        self._batches = 1 if splits else wire.workers
+    def __init__(self, stream: Iterator[Any], transport: Transport, asynchronous: bool, splits: bool = False) -> None:
+        self._stream, self._transport, self._asynchronous = stream, transport, asynchronous
+        self._batches = 1 if splits else transport.workers
         """Number of the stream's batches in a global step, at most."""
         self._samples_so_far = 0
 
@@ -292,7 +292,7 @@ class StreamedEpoch:
         if self._asynchronous:
             self._samples_so_far += own
             return GlobalStep(batch, None, own, self._samples_so_far, streamed=self._batches) if own else None
-        counts = [struct.unpack("<q", one)[0] for one in self._wire.all_gather_bytes(struct.pack("<q", own))]
+        counts = [struct.unpack("<q", one)[0] for one in self._transport.all_gather_bytes(struct.pack("<q", own))]
         total, root = sum(counts), next((worker for worker, samples in enumerate(counts) if samples), 0)
         self._samples_so_far += total
         streamed = min(len(counts) - counts.count(0), self._batches)
@@ -309,7 +309,7 @@ class BatchSource:
     def __init__(
         self,
         loader: Any,
-        wire: Transport,
+        transport: Transport,
         global_batch_of: int,
         when: When | None = None,
         barrier_every: int | None = None,
@@ -319,13 +319,13 @@ class BatchSource:
         assignment: Assignment | None = None,
         split: bool = False,
     ) -> None:
-        self._loader, self._wire, self._global_batch_of, self._rule = loader, wire, global_batch_of, rule
+        self._loader, self._transport, self._global_batch_of, self._rule = loader, transport, global_batch_of, rule
         self.splits = split
         """True if all workers share each batch of the script: each has an even part of it."""
         self.assignment, self._is_checked = assignment, assignment is None
         """The script's choice; if it has none, the workers compare the first batches of a stream."""
-        self._base = base or wire.workers
-        self.members: Callable[[], Sequence[int]] = lambda: members_of(wire)
+        self._base = base or transport.workers
+        self.members: Callable[[], Sequence[int]] = lambda: members_of(transport)
         """Returns the members that an epoch which begins is assigned to."""
         self.peeks: Callable[[], Sequence[int]] = lambda: ()
         """Returns the numbers of the iterations that were peeks."""
@@ -346,22 +346,24 @@ class BatchSource:
 
         elif assignment == "contiguous":
             _refuse_assignment("a stream, whose length is unknown", "a loader of a data set with a length")
-        elif assignment is None and wire.workers > 1:
+        elif assignment is None and transport.workers > 1:
             self.library = sharded_by(loader)
             self.assignment = "own" if self.library is not None else None
 
     def _create_sampler(self, when: When | None, barrier_every: int | None) -> ShardedBatchSampler | LeasedBatchSampler:
         def order() -> EpochOrder:
-            return draw(self._loader, self._wire, self._global_batch_of, self.peeks(), self._arranged)
+            return draw(self._loader, self._transport, self._global_batch_of, self.peeks(), self._arranged)
 
         def assign(drawn: EpochOrder) -> BatchAssignment:
             return BatchAssignment((), self.members(), self._rule, self._base, drawn.bounds)
 
         if not isinstance(when, on_arrival):
-            return ShardedBatchSampler(order, assign, number_of(self._wire))
-        if not isinstance(self._wire, ParameterServerClient):
+            return ShardedBatchSampler(order, assign, number_of(self._transport))
+        if not isinstance(self._transport, ParameterServerClient):
             raise TypeError("a recipe without barriers leases batches through a server")
-        return LeasedBatchSampler(order, self._wire, barrier_every, when.bound == 0 or self.assignment == "contiguous")
+        return LeasedBatchSampler(
+            order, self._transport, barrier_every, when.bound == 0 or self.assignment == "contiguous"
+        )
 
     def _arranged(self, batches: list[Batch]) -> list[Batch]:
         """Return the order in which the script's batches are assigned: stretches interleaved, or parts for leases."""
@@ -380,33 +382,33 @@ class BatchSource:
         if isinstance(self._sampler, LeasedBatchSampler):
             return LeasedEpoch(self._rebuilt, self._sampler, number, found)
         if self._sampler is not None:
-            return AssignedEpoch(self._rebuilt, self._sampler, self._wire, found)
+            return AssignedEpoch(self._rebuilt, self._sampler, self._transport, found)
         stream_of_all = joined(iter(self._loader), self._global_batch_of) if self._global_batch_of > 1 else self._loader
         if self.assignment == "own":
             return StreamedEpoch(
-                own_stream(stream_of_all, self._wire, epoch_of(number) == 1), self._wire, self._asynchronous
+                own_stream(stream_of_all, self._transport, epoch_of(number) == 1), self._transport, self._asynchronous
             )
-        stream = common_stream(stream_of_all, self._wire, number, self._is_checked)
-        part, parts = self._wire.worker, self._wire.workers
+        stream = common_stream(stream_of_all, self._transport, number, self._is_checked)
+        part, parts = self._transport.worker, self._transport.workers
         if parts == 1:
-            return StreamedEpoch(stream, self._wire, self._asynchronous)
+            return StreamedEpoch(stream, self._transport, self._asynchronous)
         if self.splits:
             cut = cut_stream(stream, part, parts)
             own = (one for one in cut if one is not None) if self._asynchronous else cut
         else:
             own = islice(stream, part, None, parts)
-        return StreamedEpoch(own, self._wire, self._asynchronous, self.splits)
+        return StreamedEpoch(own, self._transport, self._asynchronous, self.splits)
 
     @property
     def batches_a_step(self) -> int:
         """The number of the script's batches in a global step of all workers."""
-        return self._global_batch_of * (1 if self.splits else self._wire.workers)
+        return self._global_batch_of * (1 if self.splits else self._transport.workers)
 
     def length(self) -> int:
         """Return the number of global steps of an epoch."""
         if self.assignment == "own" or self.splits:
             return len(self._loader)
-        return -(-len(self._loader) // (self._wire.workers * self._global_batch_of))
+        return -(-len(self._loader) // (self._transport.workers * self._global_batch_of))
 
 
 def _refuse_assignment(got: str, expected: str) -> None:

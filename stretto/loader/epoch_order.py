@@ -71,7 +71,7 @@ class _Packed(msgspec.Struct):
 
 def draw(
     loader: DataLoader[Any],
-    wire: Transport,
+    transport: Transport,
     global_batch_of: int,
     peeks: Sequence[int] = (),
     arranged: Callable[[list[Batch]], list[Batch]] = lambda batches: batches,
@@ -80,9 +80,11 @@ def draw(
 
     `global_batch_of` batches of the script form one batch.
     """
-    if wire.workers == 1 and not isinstance(wire, ElasticTransport):
+    if transport.workers == 1 and not isinstance(transport, ElasticTransport):
         return replace(_drawn(loader, global_batch_of, arranged), peeks=peeks)
-    return unpack(wire.broadcast_bytes(lambda: pack(replace(_drawn(loader, global_batch_of, arranged), peeks=peeks))))
+    return unpack(
+        transport.broadcast_bytes(lambda: pack(replace(_drawn(loader, global_batch_of, arranged), peeks=peeks)))
+    )
 
 
 def in_parts(batches: Sequence[Batch], parts: int) -> list[Batch]:

@@ -28,9 +28,9 @@ class LeasedBatchSampler(BatchSampler):
     """
 
     def __init__(
-        self, draw: Callable[[], EpochOrder], wire: ParameterServerClient, barrier_every: int | None, in_turn: bool
+        self, draw: Callable[[], EpochOrder], transport: ParameterServerClient, barrier_every: int | None, in_turn: bool
     ) -> None:
-        self._draw, self.wire, self._barrier_every, self._in_turn = draw, wire, barrier_every, in_turn
+        self._draw, self.transport, self._barrier_every, self._in_turn = draw, transport, barrier_every, in_turn
         self._order: EpochOrder | None = None
         self._begun: tuple[EpochOrder, list[int]] | None = None
         """Order of an epoch that another run began, and the batches of it that were done there."""
@@ -55,26 +55,26 @@ class LeasedBatchSampler(BatchSampler):
         if self._order is None:
             self._order, settled = self._begun or (self._draw_or_fetch(), [])
             self._bounds = self._order.bounds
-            if self._stores_order and self.wire.order[0] != self._number:
-                self.wire.store_order(self._number, pack(self._order))
+            if self._stores_order and self.transport.order[0] != self._number:
+                self.transport.store_order(self._number, pack(self._order))
             if self._begun is not None:
-                self.wire.all_gather_bytes(b"begun")  # the snapshot that follows has a number of its own
-            self.wire.begin_epoch(self._number, self._order.sizes, self._barrier_every, self._in_turn, settled)
+                self.transport.all_gather_bytes(b"begun")  # the snapshot that follows has a number of its own
+            self.transport.begin_epoch(self._number, self._order.sizes, self._barrier_every, self._in_turn, settled)
         return self._order
 
     @property
     def _stores_order(self) -> bool:
         """True if the coordinator stores the order, for workers that join later."""
-        return self.wire.elastic or self.wire.expected > 1
+        return self.transport.elastic or self.transport.expected > 1
 
     def _draw_or_fetch(self) -> EpochOrder:
         """Return the order: drawn with all workers, or stored by the coordinator for a worker that joined later."""
-        wire, number = self.wire, self._number
-        if wire.order[0] == number:
-            return unpack(wire.order[1])
-        wire.order_epoch = number if self._stores_order else None
+        transport, number = self.transport, self._number
+        if transport.order[0] == number:
+            return unpack(transport.order[1])
+        transport.order_epoch = number if self._stores_order else None
         order = self._draw()
-        wire.order_epoch = None
+        transport.order_epoch = None
         return order
 
     def at_rest(self) -> BatchAssignment:
@@ -82,14 +82,14 @@ class LeasedBatchSampler(BatchSampler):
 
         Raises RollbackRequiredError if a server failed.
         """
-        bounds, counted = self.order().bounds, self.wire.sample_counts_once(self._number)[0]
+        bounds, counted = self.order().bounds, self.transport.sample_counts_once(self._number)[0]
         settled = (batch for batch, start in enumerate(bounds[:-1]) if start < len(counted) and counted[start])
-        return BatchAssignment.from_settled(bounds, settled, self.wire.expected)
+        return BatchAssignment.from_settled(bounds, settled, self.transport.expected)
 
     def ask_ahead(self) -> None:
         """Request the next batch; `_lease` waits for the reply."""
         if self._request is None:
-            self._request = self.wire.request_lease(self._number)
+            self._request = self.transport.request_lease(self._number)
 
     @property
     def has_requested(self) -> bool:
@@ -98,21 +98,21 @@ class LeasedBatchSampler(BatchSampler):
 
     def settle(self, leases: Sequence[Lease]) -> None:
         """Settle leases whose work is in the server's parameters."""
-        if batches := [lease.batch for lease in leases if lease.recovery_epoch == self.wire.recovery_epoch]:
-            self.wire.settle(self._number, batches)
+        if batches := [lease.batch for lease in leases if lease.recovery_epoch == self.transport.recovery_epoch]:
+            self.transport.settle(self._number, batches)
 
     def is_over(self, left: bool = False) -> bool:
         """Wait until no worker holds a batch of the epoch. Return False if batches became available again."""
         self._request = None
         try:
-            return self.wire.wait_epoch_end(self._number, left)
+            return self.transport.wait_epoch_end(self._number, left)
         except RollbackRequiredError:
-            self.wire.roll_back()
+            self.transport.roll_back()
             return False
 
     def counted(self) -> tuple[NDArray[np.uint8], dict[int, int]]:
         """Return the counts of the coordinator: of each sample, and of the samples that each worker has trained."""
-        counted, trained = self.wire.sample_counts(self._number)
+        counted, trained = self.transport.sample_counts(self._number)
         return counted.numpy(), trained
 
     def __iter__(self) -> Iterator[Batch]:
@@ -140,7 +140,7 @@ class LeasedBatchSampler(BatchSampler):
             else:
                 start, stop = self._bounds[reply.batch : reply.batch + 2]
                 self.leased.append(
-                    (Lease(reply.batch, self.wire.number, start, stop, recovery_epoch), reply.samples_leased)
+                    (Lease(reply.batch, self.transport.number, start, stop, recovery_epoch), reply.samples_leased)
                 )
                 return self.leased[-1][0]
 
@@ -151,10 +151,10 @@ class LeasedBatchSampler(BatchSampler):
             assert self._request is not None
             request, self._request = self._request, None
             try:
-                return self.wire.lease(request), self.wire.recovery_epoch
+                return self.transport.lease(request), self.transport.recovery_epoch
             except RollbackRequiredError:
-                if request[1] == self.wire.recovery_epoch:
-                    self.wire.roll_back()
+                if request[1] == self.transport.recovery_epoch:
+                    self.transport.roll_back()
 
 
 class LeasedEpoch:
@@ -181,7 +181,7 @@ class LeasedEpoch:
         self.dropped = self.order.dropped
         self.samples = found[1].samples if found is not None else self.order.bounds[-1]
         if found is None:
-            refuse_too_few(self.samples, sampler.wire.workers)
+            refuse_too_few(self.samples, sampler.transport.workers)
 
     def at_rest(self) -> BatchAssignment:
         """Return the assignment so far, with no update in flight. Raises RollbackRequiredError if a server was lost."""
@@ -223,7 +223,7 @@ class LeasedEpoch:
                 self._batches = iter(self._loader)
                 continue
             lease, handed = self._sampler.leased.popleft()
-            if lease.recovery_epoch == self._sampler.wire.recovery_epoch:
+            if lease.recovery_epoch == self._sampler.transport.recovery_epoch:
                 return GlobalStep(batch, lease, lease.samples, handed)
 
     def leave(self) -> None:
@@ -234,7 +234,7 @@ class LeasedEpoch:
         if self._sampler.has_requested:  # the reply may announce a barrier that the other workers wait at
             self._sampler.receive_barriers()
             self._wait_at_due_barriers()
-        while not (self._sampler.is_over(left=True) and self._sampler.wire.on_snapshot_barrier(False)):
+        while not (self._sampler.is_over(left=True) and self._sampler.transport.on_snapshot_barrier(False)):
             self._sampler.receive_barriers()
             self._wait_at_due_barriers()
 
@@ -242,7 +242,7 @@ class LeasedEpoch:
         """Take part in the barriers that this worker was notified of."""
         while self._sampler.snapshots_due:
             self._sampler.snapshots_due -= 1
-            self._sampler.wire.on_snapshot_barrier(True)
+            self._sampler.transport.on_snapshot_barrier(True)
             self.on_snapshot()
         if self.wait_at_barriers is not None:
             self.wait_at_barriers(self.barriers_due())
@@ -252,4 +252,4 @@ class LeasedEpoch:
         if self.push_all is None:
             return True
         self.push_all()
-        return self._sampler.is_over() and self._sampler.wire.on_snapshot_barrier(False)
+        return self._sampler.is_over() and self._sampler.transport.on_snapshot_barrier(False)

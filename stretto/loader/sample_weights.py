@@ -15,8 +15,8 @@ from stretto.transport import Transport
 class Weights:
     """Samples since the last exchange: each worker knows its own and the sum, which give its weight in the mean."""
 
-    def __init__(self, wire: Transport) -> None:
-        self._wire = wire
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
         self._own = self._total = 0
         self._hands: list[tuple[int, int]] = []
         """Samples of this worker and of all workers, by global step."""
@@ -65,7 +65,7 @@ class Weights:
 
     def share(self) -> float:
         """Return this worker's fraction of the samples since the last exchange; 1/workers if there were none."""
-        return self._own / self._total if self._total else 1 / self._wire.workers
+        return self._own / self._total if self._total else 1 / self._transport.workers
 
     def carried(self) -> None:
         """Note that an exchange has ended; a second one in the same global step has the same weights."""
@@ -78,20 +78,20 @@ class Arrivals:
     The waiting time follows later, when the workers have shared these times.
     """
 
-    def __init__(self, wire: Transport) -> None:
-        self._wire = wire
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
         self._notes: list[tuple[float, float]] = []
 
     def note(self, now: float, blocked_s: float) -> None:
         """Note an exchange that ended at `now` and blocked this worker for `blocked_s` seconds."""
         self._notes.append((now - blocked_s, blocked_s))
 
-    def settle(self, watch: Stopwatch) -> None:
+    def settle(self, timer: Stopwatch) -> None:
         """Share the times with the other workers, and count the time until the last worker was ready as waiting."""
         notes, self._notes = self._notes, []
-        received = self._wire.all_gather_bytes(struct.pack(f"<{len(notes)}d", *(ready for ready, _ in notes)))
-        if self._wire.workers == 1 or len({len(one) for one in received}) > 1:
+        received = self._transport.all_gather_bytes(struct.pack(f"<{len(notes)}d", *(ready for ready, _ in notes)))
+        if self._transport.workers == 1 or len({len(one) for one in received}) > 1:
             return
         last = np.frombuffer(b"".join(received)).reshape(len(received), len(notes)).max(0).tolist()
         waited = sum(min(blocked, max(late - ready, 0.0)) for (ready, blocked), late in zip(notes, last, strict=True))
-        watch.move("exchanging", "waiting", waited)
+        timer.move("exchanging", "waiting", waited)

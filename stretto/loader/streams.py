@@ -106,33 +106,33 @@ def _put(states: tuple[Any, ...]) -> None:
     np.random.set_state(states[2])
 
 
-def common_stream(loader: Iterable[Any], wire: Transport, number: int, is_checked: bool) -> Iterator[Any]:
+def common_stream(loader: Iterable[Any], transport: Transport, number: int, is_checked: bool) -> Iterator[Any]:
     """Return the batches of a stream that all workers read in one order.
 
     Raises LoaderError, at every worker, if `is_checked` and the workers' first batches differ.
     """
-    if wire.workers == 1:
+    if transport.workers == 1:
         return iter(loader)
-    told = wire.broadcast_bytes(lambda: str(torch.initial_seed()).encode())
+    told = transport.broadcast_bytes(lambda: str(torch.initial_seed()).encode())
     stream = CommonRandom(told + f":{number}".encode()).read(loader)
     if is_checked:
-        first = list(islice(stream, wire.workers))
-        _refuse_different(wire.all_gather_bytes(msgspec.msgpack.encode([digests(one) for one in first])))
+        first = list(islice(stream, transport.workers))
+        _refuse_different(transport.all_gather_bytes(msgspec.msgpack.encode([digests(one) for one in first])))
         return chain(first, stream)
     return stream
 
 
-def own_stream(loader: Iterable[Any], wire: Transport, is_checked: bool) -> Iterator[Any]:
+def own_stream(loader: Iterable[Any], transport: Transport, is_checked: bool) -> Iterator[Any]:
     """Return the batches of a stream that is a shard of this worker's own.
 
     Raises LoaderError, at every worker, if `is_checked` and two workers' first batches are equal: a script that shards
     by environment variables which are not set reads the whole stream at every worker.
     """
     stream = iter(loader)
-    if wire.workers == 1 or not is_checked:
+    if transport.workers == 1 or not is_checked:
         return stream
     first = list(islice(stream, 1))
-    _refuse_equal(wire.all_gather_bytes(msgspec.msgpack.encode([digests(batch) for batch in first])))
+    _refuse_equal(transport.all_gather_bytes(msgspec.msgpack.encode([digests(batch) for batch in first])))
     return chain(first, stream)
 
 

@@ -55,7 +55,7 @@ from stretto.simulator.isolation.virtual_time import ScriptTime
 from stretto.simulator.isolation.written_files import WrittenFiles
 from stretto.simulator.network.flows import ARRIVAL
 from stretto.simulator.network.topology import Links
-from stretto.training.worker_context import WorkerContext, given_seat
+from stretto.training.worker_context import WorkerContext, current_context
 from stretto.transport import Transport
 from stretto.transport.elastic import ElasticTransport
 from stretto.transport.rendezvous import ServerRendezvous
@@ -199,7 +199,7 @@ class Simulator:
 
     def run_worker(self, worker: Worker) -> None:
         """Run a worker's script."""
-        given_seat.set(self.context(worker))
+        current_context.set(self.context(worker))
         try:
             self.program.run(worker)
         except BaseException as error:
@@ -332,7 +332,7 @@ class Simulator:
     def context(self, worker: Worker) -> WorkerContext:
         """Return a worker's context."""
         config = self._simulation.config
-        around = self.runtime(worker)
+        runtime = self.runtime(worker)
         return SimWorkerContext(
             worker=worker.number,
             workers=config.workers,
@@ -345,9 +345,9 @@ class Simulator:
             lr_factor=config.lr_factor,
             keep_states=config.keep_states,
             timeout_s=config.timeout_s,
-            around=around,
+            runtime=runtime,
             on_nan=config.on_nan,
-            life=worker.incarnation,
+            incarnation=worker.incarnation,
             rule=config.batch,
             barrier=SimBarrier(self._barriers, worker, config.timeout_s) if config.workers > 1 else None,
             simulator=self,
@@ -455,11 +455,11 @@ class SimWorkerContext(WorkerContext):
 
     simulator: Simulator | None = None
 
-    def wire_for(self, recipe: Recipe | None, device: torch.device) -> Transport:
+    def transport_for(self, recipe: Recipe | None, device: torch.device) -> Transport:
         """Create the simulated transport of the recipe."""
         assert self.simulator is not None
-        assert isinstance(self.around, SimRuntime)
-        self.around.asynchronous = recipe is not None and recipe.asynchronous
+        assert isinstance(self.runtime, SimRuntime)
+        self.runtime.asynchronous = recipe is not None and recipe.asynchronous
         return self.simulator.transport(self.worker, recipe)
 
 

@@ -76,11 +76,11 @@ class AsyncServer:
 
     def __init__(
         self,
-        arena: FlatParameters,
-        arena_number: int,
+        flat_parameters: FlatParameters,
+        parameter_set: int,
         recipe: Recipe,
-        wire: ParameterServerClient,
-        watch: Stopwatch,
+        transport: ParameterServerClient,
+        timer: Stopwatch,
         tally: Tally,
         optimizers: Optimizers,
         on_settled: Callable[[list[Lease]], None],
@@ -90,55 +90,55 @@ class AsyncServer:
     ) -> None:
         assert isinstance(recipe.when, on_arrival)
         self._recipe, self._when, self._how = recipe, recipe.when, recipe.how
-        self._wire, self._watch, self._optimizers = wire, watch, optimizers
+        self._transport, self._timer, self._optimizers = transport, timer, optimizers
         self._on_settled, self._on_end = on_settled, on_end
         self._tally, self._account = tally, tally.account(type(recipe.what).__name__)
         self._sync_account = tally.account("evaluation_sync")
         self._skips = skips
-        self._arena_number = arena_number
+        self._parameter_set = parameter_set
         self._groups = _groups(optimizers)
-        self._is_elastic_averaging = isinstance(recipe.then, pull) and wire.expected > 1
-        self.ranges = [_FlatRange(part, recipe.how, wire.shards, tally) for part in arena.parts]
+        self._is_elastic_averaging = isinstance(recipe.then, pull) and transport.expected > 1
+        self.ranges = [_FlatRange(part, recipe.how, transport.shards, tally) for part in flat_parameters.parts]
         self._reply_buffers = (
             [torch.empty_like(one.mark, device="cpu") for one in self.ranges] if self._is_elastic_averaging else []
         )
         """CPU buffers that hold a reply until it is complete, for a recipe that must not merge a part of one."""
-        self._lengths = [part.theta.numel() for part in arena.parts]
-        self._nbytes = sum(part.theta.nbytes for part in arena.parts)
-        self.versions = self._computed_on = [0] * wire.shards
+        self._lengths = [part.theta.numel() for part in flat_parameters.parts]
+        self._nbytes = sum(part.theta.nbytes for part in flat_parameters.parts)
+        self.versions = self._computed_on = [0] * transport.shards
         self.versions_read = self.versions
         """Version of each shard at the last read."""
         self.outcomes: list[Outcome] = []
         """Applied updates of this worker; the reader clears the list."""
         self.blocked_s = 0.0
         self._sent: _Sent | None = None
-        self._seq, self._recovery_epoch = 0, wire.recovery_epoch
+        self._seq, self._recovery_epoch = 0, transport.recovery_epoch
         self._no_steps_since_exchange = True
         """True if no step was done since the last exchange."""
         _refuse_optimizer(recipe, optimizers)
         # a rollback must not overwrite the parameters while they are sent to the server
-        wire.on_snapshot_barrier, wire.on_rolled_back = self.wait_at_barrier, _keep_parameters
+        transport.on_snapshot_barrier, transport.on_rolled_back = self.wait_at_barrier, _keep_parameters
         self._initialise_server(kept)
-        self._recovery_epoch = wire.recovery_epoch
-        wire.on_rolled_back = self._follow
+        self._recovery_epoch = transport.recovery_epoch
+        transport.on_rolled_back = self._follow
 
     def _initialise_server(self, kept: RuleState | None) -> None:
         """Set the server's parameters at the first worker; no worker pushes before that.
 
         `kept` is the state of the server's rule in another run. A worker that joins later reads the parameters instead.
         """
-        joined = self._wire.join_position
-        if joined is not None and joined.parameter_set == self._arena_number:
+        joined = self._transport.join_position
+        if joined is not None and joined.parameter_set == self._parameter_set:
             self.read()
             self.start_from_read()
             return
         is_open = False
         while not is_open:
-            first = self._wire.worker == 0
+            first = self._transport.worker == 0
             if first:
                 parts = [one.part.theta for one in self.ranges]
-                self._wire.open(self._arena_number, self._recipe.spelled(), parts, kept)
-            is_open = b"open" in self._wire.all_gather_bytes(b"open" if first else b"")
+                self._transport.open(self._parameter_set, self._recipe.spelled(), parts, kept)
+            is_open = b"open" in self._transport.all_gather_bytes(b"open" if first else b"")
 
     # --- exchanges ----------------------------------------------------------------------------------------------
 
@@ -149,34 +149,34 @@ class AsyncServer:
     @torch.no_grad()
     def run(self, samples: int, leases: list[Lease]) -> bool:
         """Push the update since the last exchange, the work on these leases. Return False if it was left out."""
-        before = self._watch.switch("encoding")
-        began = self._watch.spent["exchanging"]
-        self._wire.leave_barrier()
+        before = self._timer.switch("encoding")
+        began = self._timer.spent["exchanging"]
+        self._transport.leave_barrier()
         is_pushed = not self._merge_reply() or self._push_valid(samples, leases)
         if not self._when.ahead:
             self._merge_reply()
-        self._on_end(self._watch.spent["exchanging"] - began)
-        self._watch.switch(before)
+        self._on_end(self._timer.spent["exchanging"] - began)
+        self._timer.switch(before)
         return is_pushed
 
     @torch.no_grad()
     def merge_if_arrived(self) -> None:
         """Merge the reply to the last push if it has arrived; never waits."""
         if self._sent is not None and self._sent.ticket.poll():
-            before = self._watch.switch("encoding")
+            before = self._timer.switch("encoding")
             self._merge_reply()
-            self._watch.switch(before)
+            self._timer.switch(before)
 
     @torch.no_grad()
     def finish(self, samples: int, leases: list[Lease]) -> bool:
         """Push the remaining update and wait until a server has applied it. Return False if it was left out."""
-        before = self._watch.switch("encoding")
+        before = self._timer.switch("encoding")
         is_pushed, is_valid = True, self._merge_reply()
         if is_valid and (not self._no_steps_since_exchange or leases):
             is_pushed = self._push_valid(samples, leases)
             self._on_end(0.0)
         self._merge_reply()
-        self._watch.switch(before)
+        self._timer.switch(before)
         return is_pushed
 
     @torch.no_grad()
@@ -185,10 +185,10 @@ class AsyncServer:
 
         The workers come because they were `called`, or else because each of them knows that the barrier is due.
         """
-        with self._watch.on("encoding"):
+        with self._timer.on("encoding"):
             self._merge_reply()
-        with self._watch.on("waiting"):
-            return self._wire.wait_at_barrier(self._seq, called)
+        with self._timer.on("waiting"):
+            return self._transport.wait_at_barrier(self._seq, called)
 
     @torch.no_grad()
     def _follow(self) -> None:
@@ -201,7 +201,7 @@ class AsyncServer:
         self._sent, self._seq, self._recovery_epoch, self._no_steps_since_exchange = (
             None,
             0,
-            self._wire.recovery_epoch,
+            self._transport.recovery_epoch,
             True,
         )
         for one in self._optimizers:
@@ -219,7 +219,7 @@ class AsyncServer:
             try:
                 return self._read()
             except RollbackRequiredError:
-                self._wire.roll_back()
+                self._transport.roll_back()
 
     @torch.no_grad()
     def read_alone(self) -> list[Tensor]:
@@ -233,7 +233,7 @@ class AsyncServer:
             try:
                 self._read(flush=False)
             except RollbackRequiredError:
-                self._wire.roll_back()
+                self._transport.roll_back()
             else:
                 return own
 
@@ -251,8 +251,8 @@ class AsyncServer:
 
     def _read(self, flush: bool = True) -> list[int]:
         """Read the newest version without a retry. Raises RollbackRequiredError if a server failed."""
-        with self._watch.on("exchanging"):
-            result = self._wire.read(self._lengths, flush=flush).wait(self._copy_piece)
+        with self._timer.on("exchanging"):
+            result = self._transport.read(self._lengths, flush=flush).wait(self._copy_piece)
         if self._sync_account is not None:
             self._sync_account.received += self._nbytes
             self._sync_account.raw_received += self._nbytes
@@ -265,16 +265,16 @@ class AsyncServer:
 
     def release(self) -> None:
         """Detach from the client, which stays open: the section has ended, and its parameters must no longer change."""
-        self._wire.on_snapshot_barrier, self._wire.on_rolled_back = (lambda _called: True), _keep_parameters
+        self._transport.on_snapshot_barrier, self._transport.on_rolled_back = (lambda _called: True), _keep_parameters
 
     @property
     def shards(self) -> int:
         """Number of shards that hold the parameters."""
-        return self._wire.shards
+        return self._transport.shards
 
     def rule_state(self) -> RuleState:
         """Return the servers' rule state, after a barrier. Raises RollbackRequiredError."""
-        return self._wire.read_rule_state(len(self.ranges))
+        return self._transport.read_rule_state(len(self.ranges))
 
     @property
     def keeps_own_parameters(self) -> bool:
@@ -314,7 +314,7 @@ class AsyncServer:
         batches = [lease.batch for lease in leases]
         update = Update(self._seq, self._computed_on, samples, lr, messages, batches)
         self._count_traffic(update)
-        self._sent = _Sent(self._wire.push(self._arena_number, update, self._lengths), leases)
+        self._sent = _Sent(self._transport.push(self._parameter_set, update, self._lengths), leases)
         for one in self.ranges:
             one.mark.copy_(one.part.theta)
         self._computed_on, self._no_steps_since_exchange = self.versions, True
@@ -335,7 +335,7 @@ class AsyncServer:
         """Encode a message to each shard for its range of every flat buffer."""
         return [
             [self._how.encode(one.change[slice(*one.bounds[shard])], one.states[shard]) for one in self.ranges]
-            for shard in range(self._wire.shards)
+            for shard in range(self._transport.shards)
         ]
 
     def _count_traffic(self, update: Update) -> None:
@@ -378,13 +378,13 @@ class AsyncServer:
             try:
                 self._receive_and_merge(sent)
             except RollbackRequiredError:
-                self._wire.roll_back()
+                self._transport.roll_back()
         return self._recovery_epoch == recovery_epoch
 
     def _receive_and_merge(self, sent: _Sent) -> None:
-        with self._watch.on("exchanging"):
+        with self._timer.on("exchanging"):
             result = self._receive(sent)
-        self._watch.move("exchanging", "waiting", result.blocked_s)
+        self._timer.move("exchanging", "waiting", result.blocked_s)
         self.blocked_s += result.blocked_s
         self._note_outcomes(result)
         self._on_settled(sent.leases)

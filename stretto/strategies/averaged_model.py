@@ -33,7 +33,7 @@ class AveragedModel:
         self,
         sets: Sequence[tuple[Sequence[FlatBuffer], Callable[[], float]]],
         buffers: MovingBuffers,
-        wire: Transport,
+        transport: Transport,
         account: Account | None,
         read: Callable[[], bool] | None = None,
     ) -> None:
@@ -48,10 +48,10 @@ class AveragedModel:
         averaged.append((FlatTensors(buffers.floating()), groups[0][1]))
 
         def means() -> list[list[Tensor]]:
-            asked = [flat.ask_mean(wire, share(), account) for flat, share in averaged]
+            asked = [flat.ask_mean(transport, share(), account) for flat, share in averaged]
             return [finish(one) for one in asked]
 
-        for (flat, _), found in zip(averaged, attempted(wire, means), strict=True):
+        for (flat, _), found in zip(averaged, attempted(transport, means), strict=True):
             flat.take(found)
         self._shown = [one.clone() for one in self._tensors]
 

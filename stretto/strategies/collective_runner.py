@@ -14,8 +14,8 @@ from stretto.transport import Handle, Transport
 class CollectiveRunner:
     """One conversation under way; its first ask is out when this is made. `account` counts what is said."""
 
-    def __init__(self, wire: Transport, conversation: CollectiveCoroutine, account: Account | None = None) -> None:
-        self._wire = wire
+    def __init__(self, transport: Transport, conversation: CollectiveCoroutine, account: Account | None = None) -> None:
+        self._transport = transport
         self._conversation = conversation
         self._account = account
         self.result: Tensor | None = None
@@ -40,7 +40,7 @@ class CollectiveRunner:
         self.ask = ask
         if self._account is not None:
             self._account.said(ask)
-        return self._wire.submit(ask)
+        return self._transport.submit(ask)
 
 
 def finish(talks: Sequence[CollectiveRunner]) -> list[Tensor]:

@@ -14,16 +14,16 @@ from stretto.strategies.tensor_sync import crc
 from stretto.transport import Transport
 
 
-def compare(wire: Transport, wholes: Mapping[str, Tensor], parts: Mapping[str, Tensor], when: str) -> None:
+def compare(transport: Transport, wholes: Mapping[str, Tensor], parts: Mapping[str, Tensor], when: str) -> None:
     """Raise ReplicasDifferError unless all workers hold the same bits.
 
     `wholes` are hashed each time; `parts`, the named tensors in them, only to name a difference. Every worker raises.
     """
     mine = struct.pack(f"<{len(wholes)}I", *(crc(one) for one in wholes.values()))
-    if len(set(wire.all_gather_bytes(mine))) == 1:
+    if len(set(transport.all_gather_bytes(mine))) == 1:
         return
     sums = struct.pack(f"<{len(parts)}I", *(crc(one) for one in parts.values()))
-    raise ReplicasDifferError(_difference(list(parts), wire.all_gather_bytes(sums), when))
+    raise ReplicasDifferError(_difference(list(parts), transport.all_gather_bytes(sums), when))
 
 
 def _difference(names: list[str], sums: list[bytes], when: str) -> str:

@@ -80,11 +80,11 @@ def _padding(slots: Sequence[ParameterSlice]) -> Tensor:
 class GradientBuffers:
     """The buckets of one backward pass, and the gradient slots and counts in them."""
 
-    def __init__(self, arena: FlatParameters, counts_in_tail: bool) -> None:
-        self.buckets = split_into_buckets(arena, counts_in_tail)
+    def __init__(self, flat_parameters: FlatParameters, counts_in_tail: bool) -> None:
+        self.buckets = split_into_buckets(flat_parameters, counts_in_tail)
         self.gradient_slots = [gradient_slot for bucket in self.buckets for gradient_slot in bucket.gradient_slots]
         self.slot_of = {id(gradient_slot.slot.parameter): gradient_slot for gradient_slot in self.gradient_slots}
-        self.counts = self.buckets[-1].tail if counts_in_tail else torch.zeros(len(arena.slots) + 2)
+        self.counts = self.buckets[-1].tail if counts_in_tail else torch.zeros(len(flat_parameters.slots) + 2)
         """Counts over the workers, summed by the exchange.
 
         For each parameter the number of workers that have a gradient for it, then the number of workers whose set of
@@ -103,13 +103,13 @@ class GradientAllReduce:
 
     def __init__(
         self,
-        arena: FlatParameters,
+        flat_parameters: FlatParameters,
         recipe: Recipe,
-        wire: Transport,
-        watch: Stopwatch,
+        transport: Transport,
+        timer: Stopwatch,
         tally: Tally,
         share: Callable[[], float],
-        around: Runtime,
+        runtime: Runtime,
         pace: Pace,
         on_begin: Callable[[], None],
         on_end: Callable[[float], None],
@@ -117,14 +117,16 @@ class GradientAllReduce:
         on_changed: Callable[[bool], None],
     ) -> None:
         self._has_changed, self._on_changed = has_changed, on_changed
-        self._what, self._codec = (recipe.what, recipe.how) if has_others(wire) else (gradients(), exact())
-        self._wire, self._watch, self._tally, self._share = wire, watch, tally, share
-        self._around, self._pace = around, pace
+        self._what, self._codec = (recipe.what, recipe.how) if has_others(transport) else (gradients(), exact())
+        self._transport, self._timer, self._tally, self._share = transport, timer, tally, share
+        self._runtime, self._pace = runtime, pace
         self._on_begin, self._on_end = on_begin, on_end
         self._account = tally.account(type(recipe.what).__name__)
         self._counts_in_tail = self._codec.elementwise and not isinstance(self._what, gradient_differences | momenta)
-        self._elastic = isinstance(wire, ElasticTransport)
-        self._buffer_sets = [GradientBuffers(arena, self._counts_in_tail) for _ in range(2 if self._elastic else 1)]
+        self._elastic = isinstance(transport, ElasticTransport)
+        self._buffer_sets = [
+            GradientBuffers(flat_parameters, self._counts_in_tail) for _ in range(2 if self._elastic else 1)
+        ]
         for bucket, *others in zip(*(one.buckets for one in self._buffer_sets), strict=True):
             context = tally.context(bucket.part, bucket.start, bucket.stop)
             bucket.state = self._what.init_state(self._codec, bucket.flat, context)
@@ -137,7 +139,7 @@ class GradientAllReduce:
         self._idle = False
         self._hooks: list[Any] = []
         self._hooked: set[int] = set()
-        self.follow([slot.parameter for slot in arena.slots])
+        self.follow([slot.parameter for slot in flat_parameters.slots])
         self._length = sum(bucket.stop - bucket.start for bucket in self.buckets)
         self._running = False
         self._pass = 0
@@ -197,14 +199,14 @@ class GradientAllReduce:
         """Write and send a parameter's gradient; the hook that runs when backward has accumulated it."""
         if self.paused:
             return
-        before = self._watch.switch("encoding")
+        before = self._timer.switch("encoding")
         if not self._running:
             self._on_begin()
             self._begin()
-            self._around.after_backward(self._after_backward)
+            self._runtime.after_backward(self._after_backward)
         gradient_slot = self._buffer_sets[0].slot_of.get(id(parameter))
         if gradient_slot is None:
-            self._watch.switch(before)
+            self._timer.switch(before)
             return
         if gradient_slot.written_in_pass == self._pass:
             raise ModelError(_twice(gradient_slot))
@@ -212,7 +214,7 @@ class GradientAllReduce:
         gradient_slot.written_in_pass = self._pass
         gradient_slot.bucket.missing -= 1
         self._launch_full()
-        self._watch.switch(before)
+        self._timer.switch(before)
 
     def _begin(self, idle: bool = False) -> None:
         self._running, self._idle = True, idle
@@ -269,7 +271,7 @@ class GradientAllReduce:
 
     def _start(self, bucket: Bucket) -> CollectiveRunner:
         operation = CollectiveRunner(
-            self._wire, self._what.average(self._codec, bucket.flat, bucket.state), self._account
+            self._transport, self._what.average(self._codec, bucket.flat, bucket.state), self._account
         )
         if self._account is not None and operation.ask is not None:
             self._account.began(bucket.flat.nbytes)
@@ -278,7 +280,7 @@ class GradientAllReduce:
 
     def _after_backward(self) -> None:
         """Send what the backward pass did not reach, then wait for all buckets."""
-        before = self._watch.switch("encoding")
+        before = self._timer.switch("encoding")
         self._pace.go_on()
         late = [
             gradient_slot
@@ -289,7 +291,7 @@ class GradientAllReduce:
         self._count()
         self._launch_all()
         self._complete()
-        self._watch.switch(before)
+        self._timer.switch(before)
 
     def _count(self) -> None:
         """Write into the counts which parameters have a gradient at this worker; an idle worker has none."""
@@ -320,7 +322,7 @@ class GradientAllReduce:
             counts = self._buffer_sets[0].counts
             counts[-1] = float(self._has_non_finite)
             self._operations.append(
-                CollectiveRunner(self._wire, exact().average(counts, None), self._tally.account("counts"))
+                CollectiveRunner(self._transport, exact().average(counts, None), self._tally.account("counts"))
             )
 
     def _complete(self) -> None:
@@ -328,10 +330,10 @@ class GradientAllReduce:
 
         Such a gradient is None if no worker has one.
         """
-        self._watch.switch("exchanging")
-        self._began = self._watch.spent["exchanging"]
-        results = attempted(self._wire, lambda: finish(self._operations), self._retry)
-        self._watch.switch("encoding")
+        self._timer.switch("exchanging")
+        self._began = self._timer.spent["exchanging"]
+        results = attempted(self._transport, lambda: finish(self._operations), self._retry)
+        self._timer.switch("encoding")
         counts = self._buffer_sets[0].counts
         if not self._counts_in_tail:
             counts = results.pop()
@@ -349,7 +351,7 @@ class GradientAllReduce:
         self._running = False
         self._own_gradients.clear()
         self.codec_states.end()
-        self._on_end(self._watch.spent["exchanging"] - self._began)
+        self._on_end(self._timer.spent["exchanging"] - self._began)
         if has_changed:
             self._on_changed(self._idle)
 
@@ -361,16 +363,16 @@ class GradientAllReduce:
         return finish(self._operations)
 
 
-def split_into_buckets(arena: FlatParameters, counts_in_tail: bool) -> list[Bucket]:
+def split_into_buckets(flat_parameters: FlatParameters, counts_in_tail: bool) -> list[Bucket]:
     """Split the gradients into buckets: a small one first, then larger ones; the counts follow the last.
 
     Where the counts can't ride along, the codec is not elementwise and each flat buffer is one bucket: such a codec may
     look for the largest elements of all.
     """
-    last = arena.parts[-1]
+    last = flat_parameters.parts[-1]
     buckets: list[Bucket] = []
-    for part in arena.parts:
-        tail = len(arena.slots) + 1 if part is last and counts_in_tail else 0
+    for part in flat_parameters.parts:
+        tail = len(flat_parameters.slots) + 1 if part is last and counts_in_tail else 0
         flat = part.theta.new_zeros(part.theta.numel() + tail)
         first = FIRST_BUCKET_BYTES if not buckets else BUCKET_BYTES
         runs = _runs(part, first) if counts_in_tail else [list(part.slots)]

@@ -47,10 +47,10 @@ class LocalUpdates:
 
     def __init__(
         self,
-        arena: FlatParameters,
+        flat_parameters: FlatParameters,
         recipe: Recipe,
-        wire: Transport,
-        watch: Stopwatch,
+        transport: Transport,
+        timer: Stopwatch,
         tally: Tally,
         optimizer_state: OptimizerState,
         buffers: MovingBuffers,
@@ -59,15 +59,15 @@ class LocalUpdates:
         assert isinstance(recipe.what, OfParameters)
         assert isinstance(recipe.then, OnParameters)
         self._what, self._then, self._how = recipe.what, recipe.then, recipe.how
-        self._wire, self._watch, self._on_end = wire, watch, on_end
+        self._transport, self._timer, self._on_end = transport, timer, on_end
         self._tally, self._account = tally, tally.account(type(recipe.what).__name__)
         self._optimizer_state, self._buffers = optimizer_state, buffers
         self._flag = None if recipe.how.elementwise else torch.zeros(1)
         """Flag of a change of the trained parameters; None where the spare element of each buffer carries it."""
-        self.ranges = [RoundRange(part, recipe, tally.context(part)) for part in arena.parts]
+        self.ranges = [RoundRange(part, recipe, tally.context(part)) for part in flat_parameters.parts]
         self.drift: float | None = None
         self._began = 0.0
-        self._elastic = isinstance(wire, ElasticTransport)
+        self._elastic = isinstance(transport, ElasticTransport)
         self.codec_states = CodecStates([round_range.codec_state for round_range in self.ranges], self._elastic)
 
     def regroup(self, workers: int, joined: bool, later: bool) -> None:
@@ -85,7 +85,7 @@ class LocalUpdates:
         When a worker fails during the round, the remaining workers repeat the round from its beginning. Returns True if
         any worker has `changed` what it trains since the workers last agreed on that.
         """
-        before = self._watch.switch("encoding")
+        before = self._timer.switch("encoding")
         self._buffers.agree(again=False)
         extras = [FlatTensors(self._buffers.floating())]
         self._mark(changed)
@@ -97,9 +97,9 @@ class LocalUpdates:
         for round_range in self.ranges if self._elastic else ():
             round_range.swap_scratch()
         means, extra_means = attempted(
-            self._wire, lambda: self._exchange(share(), extras), lambda: self._retry(share(), extras)
+            self._transport, lambda: self._exchange(share(), extras), lambda: self._retry(share(), extras)
         )
-        self._on_end(self._watch.spent["exchanging"] - self._began)
+        self._on_end(self._timer.spent["exchanging"] - self._began)
         self._refuse_not_finite(means)
         if measure_drift:
             self.drift = _relative_distance(self.ranges, means)
@@ -107,7 +107,7 @@ class LocalUpdates:
         for extra, averaged in zip(extras, extra_means, strict=True):
             extra.take(averaged)
         self.codec_states.end()
-        self._watch.switch(before)
+        self._timer.switch(before)
         return self._is_marked(means)
 
     def _mark(self, changed: bool) -> None:
@@ -131,13 +131,13 @@ class LocalUpdates:
     def _exchange(self, share: float, extras: list[FlatTensors]) -> tuple[list[Tensor], list[list[Tensor]]]:
         """Return the means of all contributions and extras; a single worker encodes nothing."""
         state = self._tally.account("state")
-        if self._wire.workers == 1:
+        if self._transport.workers == 1:
             self._contribute(share)
             return [round_range.scratch for round_range in self.ranges], [
-                finish(extra.ask_mean(self._wire, share)) for extra in extras
+                finish(extra.ask_mean(self._transport, share)) for extra in extras
             ]
         operations = self._start_all(share)
-        return self._wait(operations, [extra.ask_mean(self._wire, share, state) for extra in extras])
+        return self._wait(operations, [extra.ask_mean(self._transport, share, state) for extra in extras])
 
     def _retry(self, share: float, extras: list[FlatTensors]) -> tuple[list[Tensor], list[list[Tensor]]]:
         self.codec_states.restore()
@@ -159,7 +159,7 @@ class LocalUpdates:
 
     def _start(self, round_range: RoundRange) -> CollectiveRunner:
         operation = CollectiveRunner(
-            self._wire, self._how.average(round_range.scratch, round_range.codec_state), self._account
+            self._transport, self._how.average(round_range.scratch, round_range.codec_state), self._account
         )
         if self._account is not None and operation.ask is not None:
             self._account.began(round_range.scratch.nbytes)
@@ -176,15 +176,15 @@ class LocalUpdates:
     def _wait(
         self, operations: list[CollectiveRunner], extras: list[list[CollectiveRunner]]
     ) -> tuple[list[Tensor], list[list[Tensor]]]:
-        self._watch.switch("exchanging")
-        self._began = self._watch.spent["exchanging"]
+        self._timer.switch("exchanging")
+        self._began = self._timer.spent["exchanging"]
         means = finish(operations)
         extra_means = [finish(each) for each in extras]
-        self._watch.switch("encoding")
+        self._timer.switch("encoding")
         return means, extra_means
 
     def _commit(self, means: list[Tensor]) -> None:
-        if self._wire.workers == 1:  # its parameters are the agreed ones, for workers that join later
+        if self._transport.workers == 1:  # its parameters are the agreed ones, for workers that join later
             for round_range in self.ranges if self._elastic else ():
                 round_range.state.agreed.copy_(round_range.part.theta)
             return

@@ -58,35 +58,35 @@ class Replica:
         model: nn.Module,
         optimizers: Optimizers,
         recipe: Recipe | None,
-        wire: Transport,
-        watch: Stopwatch,
-        journal: EventWriter,
+        transport: Transport,
+        timer: Stopwatch,
+        events: EventWriter,
         tally: Tally,
-        around: Runtime,
+        runtime: Runtime,
         pace: Pace,
         on_begin: Callable[[], None],
         on_end: Callable[[float], None],
         on_settled: Callable[[list[Lease]], None],
         skips: bool,
-        arenas: int = 0,
+        parameter_sets: int = 0,
     ) -> None:
         self._on_settled, self._skips = on_settled, skips
         self._model, self._optimizers, self._recipe = model, optimizers, recipe
-        self._wire, self._watch, self._journal, self._tally = wire, watch, journal, tally
-        self._around, self._pace = around, pace
+        self._transport, self._timer, self._events, self._tally = transport, timer, events, tally
+        self._runtime, self._pace = runtime, pace
         self._on_begin, self._on_end = on_begin, on_end
-        self._buffers = MovingBuffers(model, wire)
+        self._buffers = MovingBuffers(model, transport)
         self.in_rounds = recipe is not None and not recipe.asynchronous and not isinstance(recipe.what, gradients)
         """True if the recipe exchanges parameters among workers that wait for each other."""
         each = [[one] for one in optimizers] if self.in_rounds else [list(optimizers)]
-        self.sets = [ParameterSet(model, one, wire) for one in each]
+        self.sets = [ParameterSet(model, one, transport) for one in each]
         self._exchanging: ParameterSet | None = None
         self.gradients: GradientAllReduce | None = None
         """The exchange of a recipe that exchanges gradients; None for other recipes."""
         self.server: AsyncServer | None = None
         """The exchange of a worker that does not wait for others; None for other recipes."""
-        joined = wire.join_position if isinstance(wire, ParameterServerClient) else None
-        self.arenas = max(joined.parameter_set - 1, 0) if joined is not None else arenas
+        joined = transport.join_position if isinstance(transport, ParameterServerClient) else None
+        self.parameter_sets = max(joined.parameter_set - 1, 0) if joined is not None else parameter_sets
         """Number of parameter sets laid out so far, in all sections: a server knows a set by this number."""
         self._frozen: FrozenVariance | None = None
         self._hooks: list[RemovableHandle] = []
@@ -94,8 +94,8 @@ class Replica:
         self._is_changed = False
         """True if the script has changed the model at this worker, and the workers have not been compared since."""
         self._drift_at = 0.0
-        if recipe is not None and has_others(wire):
-            refuse_optimizers(recipe, optimizers, wire.workers)
+        if recipe is not None and has_others(transport):
+            refuse_optimizers(recipe, optimizers, transport.workers)
             if isinstance(recipe.what, momenta):
                 self._frozen = FrozenVariance(optimizers.each[0], recipe.what, self._is_warm)
         for one in self.sets if recipe is not None else ():
@@ -116,8 +116,8 @@ class Replica:
         for one in self.sets:
             if self.server is not None and one.has_changed():
                 self._rebuild(one, one.trainable())
-            elif not one.is_laid() and one.arena is not None:
-                self._rebuild(one, [(slot.name, slot.parameter) for slot in reversed(one.arena.slots)])
+            elif not one.is_laid() and one.flat_parameters is not None:
+                self._rebuild(one, [(slot.name, slot.parameter) for slot in reversed(one.flat_parameters.slots)])
             elif self.gradients is not None:
                 self.gradients.follow(one.trained_parameters())
 
@@ -135,13 +135,13 @@ class Replica:
         if self._recipe is None:
             return
         one = self.sets[index if self.in_rounds else 0]
-        if self.gradients is not None and not is_carried and has_others(self._wire):
+        if self.gradients is not None and not is_carried and has_others(self._transport):
             self.gradients.refuse_unexchanged(parameters_of(self._optimizers.each[index]))
         if not one.has_changed():
             return
         if self.in_rounds:
             one.keep_values()
-        elif has_others(self._wire) and (strangers := one.strangers()):
+        elif has_others(self._transport) and (strangers := one.strangers()):
             raise ModelError(_began_late(self._recipe, self._model, strangers))
 
     def _is_warm(self) -> bool:
@@ -173,7 +173,7 @@ class Replica:
 
     def _round(self, one: ParameterSet, rounds: LocalUpdates) -> bool:
         """Do one round of these parameters. Return True if any worker's trained parameters have changed."""
-        now = self._journal.t()
+        now = self._events.t()
         measure = now - self._drift_at >= MEASURE_DRIFT_EVERY_S
         self._exchanging, one.has_stepped = one, False
         has_changed = rounds.run(one.weights.share, measure, one.has_changed())
@@ -185,12 +185,12 @@ class Replica:
 
     def _agree_on_changes(self, at_start: bool) -> None:
         """If any worker's trained parameters have changed, do the round that is under way, and agree on the new set."""
-        if not has_others(self._wire):
+        if not has_others(self._transport):
             for one in self.sets if any(one.has_changed() for one in self.sets) else ():
                 self._follow_changes(one, at_start)
             return
         mine = (any(one.has_changed() for one in self.sets), self._is_changed)
-        flags = [struct.unpack("??", one) for one in self._wire.all_gather_bytes(struct.pack("??", *mine))]
+        flags = [struct.unpack("??", one) for one in self._transport.all_gather_bytes(struct.pack("??", *mine))]
         self._is_changed = False
         changed = [worker for worker, (_, model) in enumerate(flags) if model]
         if changed and len(changed) < len(flags):
@@ -211,7 +211,7 @@ class Replica:
             one.see()
             return
         late: list[RoundRange] = []
-        if new and not at_start and self.in_rounds and self._wire.workers > 1:
+        if new and not at_start and self.in_rounds and self._transport.workers > 1:
             rounds = self._create_rounds(FlatParameters(new, spare=True), one)
             one.agreed_values(rounds)
             rounds.run(one.weights.share)
@@ -225,7 +225,7 @@ class Replica:
         assert self._recipe is not None
         if self.server is not None and self.server.keeps_own_parameters:
             self.server.read()  # parameters that are not exchanged from now on are the same at all workers
-            self._wire.all_gather_bytes(b"read")  # before the first worker gives the server other parameters
+            self._transport.all_gather_bytes(b"read")  # before the first worker gives the server other parameters
         before = residuals(self._recipe.how, self._pieces(one))
         ranges = [*(one.rounds.ranges if one.rounds is not None else ()), *late]
         if by_name:
@@ -237,7 +237,7 @@ class Replica:
             return
         if self.gradients is not None:
             self.gradients.release()
-        one.arena = one.rounds = self.gradients = None
+        one.flat_parameters = one.rounds = self.gradients = None
         one.see()
 
     # --- the averaged model ----------------------------------------------------------------------------------------
@@ -258,33 +258,43 @@ class Replica:
             self._buffers.agree()
             self._buffers.follow_lead()
         elif self.has_stepped:
-            with self._watch.on("exchanging"):
-                sets = [(one.arena.parts, one.weights.share) for one in self.sets if one.arena is not None]
-                self._averaged = AveragedModel(sets, self._buffers, self._wire, self._tally.account("evaluation_sync"))
+            with self._timer.on("exchanging"):
+                sets = [
+                    (one.flat_parameters.parts, one.weights.share)
+                    for one in self.sets
+                    if one.flat_parameters is not None
+                ]
+                self._averaged = AveragedModel(
+                    sets, self._buffers, self._transport, self._tally.account("evaluation_sync")
+                )
 
     def average_buffers(self, samples: int) -> None:
         """Average the buffers that an epoch without an optimizer step has changed, weighted by the workers' samples.
 
         Such an epoch estimates the statistics of batch-norm, as `torch.optim.swa_utils.update_bn` does.
         """
-        if self._recipe is None or self._wire.workers == 1:
+        if self._recipe is None or self._transport.workers == 1:
             return
         self._buffers.agree()
         flat, account = FlatTensors(self._buffers.floating()), self._tally.account("evaluation_sync")
 
         def means() -> list[Tensor]:
-            total = sum(struct.unpack("<q", one)[0] for one in self._wire.all_gather_bytes(struct.pack("<q", samples)))
-            return finish(flat.ask_mean(self._wire, samples / total, account))
+            total = sum(
+                struct.unpack("<q", one)[0] for one in self._transport.all_gather_bytes(struct.pack("<q", samples))
+            )
+            return finish(flat.ask_mean(self._transport, samples / total, account))
 
-        with self._watch.on("exchanging"):
-            flat.take(attempted(self._wire, means))
+        with self._timer.on("exchanging"):
+            flat.take(attempted(self._transport, means))
 
     def _read_from_server(self, server: AsyncServer, called: bool) -> None:
         server.wait_at_barrier(called)
-        with self._watch.on("exchanging"):
-            sets = [(one.arena.parts, self._equal_share) for one in self.sets if one.arena is not None]
+        with self._timer.on("exchanging"):
+            sets = [
+                (one.flat_parameters.parts, self._equal_share) for one in self.sets if one.flat_parameters is not None
+            ]
             self._averaged = AveragedModel(
-                sets, self._buffers, self._wire, self._tally.account("evaluation_sync"), server.read_for_evaluation
+                sets, self._buffers, self._transport, self._tally.account("evaluation_sync"), server.read_for_evaluation
             )
 
     @contextmanager
@@ -298,7 +308,7 @@ class Replica:
             self.server.put_back(own)
 
     def _equal_share(self) -> float:
-        return 1 / self._wire.workers
+        return 1 / self._transport.workers
 
     def resume(self, own: bool = True) -> None:
         """Continue training after an evaluation sync, with the worker's own parameters or a server's version."""
@@ -311,13 +321,13 @@ class Replica:
         is_changed = not averaged.resume(own)
         if self.server is not None:  # all workers send a server the parameters again, or none does
             is_changed = any(
-                flags == b"changed" for flags in self._wire.all_gather_bytes(b"changed" if is_changed else b"")
+                flags == b"changed" for flags in self._transport.all_gather_bytes(b"changed" if is_changed else b"")
             )
         if is_changed:
             self._is_changed = True
-            self._journal.notice("the script changed the model after an epoch; training continues from its values")
+            self._events.notice("the script changed the model after an epoch; training continues from its values")
             for one in self.sets:
-                if one.arena is not None:
+                if one.flat_parameters is not None:
                     self._create_exchange(one)
                     one.has_stepped = False
 
@@ -459,8 +469,11 @@ class Replica:
     @property
     def _trained(self) -> list[list[str]]:
         """Names of the parameters that are exchanged, by set."""
-        arenas = [one.arena for one in self.sets]
-        return [[slot.name for slot in reversed(arena.slots)] if arena is not None else [] for arena in arenas]
+        parameter_sets = [one.flat_parameters for one in self.sets]
+        return [
+            [slot.name for slot in reversed(flat_parameters.slots)] if flat_parameters is not None else []
+            for flat_parameters in parameter_sets
+        ]
 
     def _train_like(self, trained: list[list[str]]) -> None:
         """Exchange the parameters that the loaded state names: the script may have frozen or thawed some since."""
@@ -476,9 +489,9 @@ class Replica:
 
     def _fitting_rule_state(self, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> RuleState:
         """Return a checkpoint's rule state, without tensors whose lengths differ from this worker's buffers."""
-        assert self.sets[0].arena is not None
+        assert self.sets[0].flat_parameters is not None
         names = sorted({path.split("/")[1] for path in tensors if path.startswith("server/")})
-        lengths = [part.theta.numel() for part in self.sets[0].arena.parts]
+        lengths = [part.theta.numel() for part in self.sets[0].flat_parameters.parts]
         states = {name: [tensors.get(f"server/{name}/{index}") for index in range(len(lengths))] for name in names}
         fits = {
             name: [one for one in parts if one is not None]
@@ -553,7 +566,7 @@ class Replica:
         """Return the codec states of a parameter set, with the ranges that they belong to."""
         if one.rounds is not None:
             return [Piece(each.codec_state, each.part, 0, each.part.theta.numel()) for each in one.rounds.ranges]
-        buckets = self.gradients.buckets if self.gradients is not None and has_others(self._wire) else []
+        buckets = self.gradients.buckets if self.gradients is not None and has_others(self._transport) else []
         return [Piece(self._codec_state(each.state), each.part, each.start, each.stop) for each in buckets]
 
     @property
@@ -571,41 +584,43 @@ class Replica:
         of an optimizer that has stepped since their last exchange are compared only while the averaged model is in
         place.
         """
-        if self._recipe is None or self._wire.workers == 1:
+        if self._recipe is None or self._transport.workers == 1:
             return False
         agreed = [one for one in self.sets if self._averaged is not None or not one.has_stepped]
-        parts = [part for one in agreed if one.arena is not None for part in one.arena.parts]
+        parts = [part for one in agreed if one.flat_parameters is not None for part in one.flat_parameters.parts]
         excluded = {id(each) for one in self.sets if one not in agreed for each in one.trained_parameters()}
         by_name = {plain_name(name): one for name, one in self._model.named_parameters() if id(one) not in excluded}
         compared = {id(slot.parameter) for part in parts for slot in part.slots}
         others = {name: one for name, one in by_name.items() if id(one) not in compared}
         buffers = {f"part {index}": part.theta for index, part in enumerate(parts)}
-        compare(self._wire, buffers | others, by_name, when)
+        compare(self._transport, buffers | others, by_name, when)
         return True
 
     def _create_exchange(self, one: ParameterSet, kept: RuleState | None = None) -> None:
         """Create the exchange of a parameter set for its flat buffers; `kept` is the rule state for a server."""
         assert self._recipe is not None
-        assert one.arena is not None
-        self.arenas += 1
+        assert one.flat_parameters is not None
+        self.parameter_sets += 1
         if self._recipe.asynchronous:
-            self.server = self._create_server(one.arena, self._recipe, self.server, kept)
+            self.server = self._create_server(one.flat_parameters, self._recipe, self.server, kept)
         elif self.in_rounds:
-            one.rounds = self._create_rounds(one.arena, one)
+            one.rounds = self._create_rounds(one.flat_parameters, one)
         else:
             if self.gradients is not None:
                 self.gradients.release()
-            self.gradients = self._create_gradients(one, one.arena, self._recipe)
+            self.gradients = self._create_gradients(one, one.flat_parameters, self._recipe)
 
-    def _create_gradients(self, one: ParameterSet, arena: FlatParameters, recipe: Recipe) -> GradientAllReduce:
+    def _create_gradients(
+        self, one: ParameterSet, flat_parameters: FlatParameters, recipe: Recipe
+    ) -> GradientAllReduce:
         return GradientAllReduce(
-            arena,
+            flat_parameters,
             recipe,
-            self._wire,
-            self._watch,
+            self._transport,
+            self._timer,
             self._tally,
             one.weights.share,
-            self._around,
+            self._runtime,
             self._pace,
             self._on_begin,
             self._on_end,
@@ -613,15 +628,15 @@ class Replica:
             lambda idle: self._follow_changes(one, at_start=False, idle=idle),
         )
 
-    def _create_rounds(self, arena: FlatParameters, one: ParameterSet) -> LocalUpdates:
+    def _create_rounds(self, flat_parameters: FlatParameters, one: ParameterSet) -> LocalUpdates:
         assert self._recipe is not None
         return LocalUpdates(
-            arena,
+            flat_parameters,
             self._recipe,
-            self._wire,
-            self._watch,
+            self._transport,
+            self._timer,
             self._tally,
-            OptimizerState(one.optimizers[0], self._wire),
+            OptimizerState(one.optimizers[0], self._transport),
             self._buffers,
             self._on_end,
         )
@@ -638,16 +653,16 @@ class Replica:
             self.server.release()
 
     def _create_server(
-        self, arena: FlatParameters, recipe: Recipe, before: AsyncServer | None, kept: RuleState | None
+        self, flat_parameters: FlatParameters, recipe: Recipe, before: AsyncServer | None, kept: RuleState | None
     ) -> AsyncServer:
-        if not isinstance(self._wire, ParameterServerClient):
+        if not isinstance(self._transport, ParameterServerClient):
             raise TypeError(f"{recipe} needs a transport to a server")
         server = AsyncServer(
-            arena,
-            self.arenas,
+            flat_parameters,
+            self.parameter_sets,
             recipe,
-            self._wire,
-            self._watch,
+            self._transport,
+            self._timer,
             self._tally,
             self._optimizers,
             self._on_settled,

@@ -30,7 +30,7 @@ def plain_name(name: str) -> str:
     return name.removeprefix("_orig_mod.").replace("._orig_mod.", ".")
 
 
-class Several(nn.ModuleList):
+class SeveralModels(nn.ModuleList):
     """Several models as one. `given` is what the script gave, which its `evaluate` is called with."""
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
@@ -40,7 +40,7 @@ class Several(nn.ModuleList):
 
 def given(model: nn.Module) -> Any:
     """Return the model, or the list of models, as the script has it."""
-    return model.given if isinstance(model, Several) else model
+    return model.given if isinstance(model, SeveralModels) else model
 
 
 def watch_forward(model: nn.Module, act: Callable[[], None]) -> list[RemovableHandle]:
@@ -54,7 +54,7 @@ def watch_forward(model: nn.Module, act: Callable[[], None]) -> list[RemovableHa
         if (there := found()) is not None:
             there()
 
-    models = model if isinstance(model, Several) else [model]
+    models = model if isinstance(model, SeveralModels) else [model]
     plain = [one for one in models if getattr(one, "_compiled_call_impl", None) is None]
     return [one.register_forward_pre_hook(call) for one in plain]
 
@@ -115,7 +115,7 @@ def state_of(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def agree_on_start(wire: Transport, model: nn.Module, recipe: str, data: str) -> None:
+def agree_on_start(transport: Transport, model: nn.Module, recipe: str, data: str) -> None:
     """Raise, at every worker, unless all have models of the same names, shapes and dtypes, and the same recipe.
 
     `data` is a digest of the data, or empty where these may differ.
@@ -132,9 +132,9 @@ def agree_on_start(wire: Transport, model: nn.Module, recipe: str, data: str) ->
     mine = [(name, list(one.shape), str(one.dtype)) for name, one in state_of(model).items()]
     packed = msgspec.msgpack.encode(mine)
     digest = hashlib.blake2b(packed, digest_size=16).digest()
-    told = wire.all_gather_bytes(digest + msgspec.msgpack.encode((recipe, data)))
+    told = transport.all_gather_bytes(digest + msgspec.msgpack.encode((recipe, data)))
     if len({one[:16] for one in told}) > 1:
-        raise ModelError(_model_difference(wire.all_gather_bytes(packed)))
+        raise ModelError(_model_difference(transport.all_gather_bytes(packed)))
     others = [msgspec.msgpack.decode(one[16:], type=tuple[str, str]) for one in told]
     by_worker = [spelled for spelled, _ in others]
     if len(set(by_worker)) > 1:
@@ -170,16 +170,16 @@ def _shape(found: tuple[list[int], str] | None) -> str:
     return "not there" if found is None else f"{tuple(found[0])} {found[1].removeprefix('torch.')}"
 
 
-def same_start(wire: Transport, model: nn.Module) -> int:
+def same_start(transport: Transport, model: nn.Module) -> int:
     """Bring all workers to worker 0's parameters and buffers; only tensors that differ travel. Returns how many did."""
     state = state_of(model)
-    told = wire.all_gather_bytes(_sums(state))
+    told = transport.all_gather_bytes(_sums(state))
     if len(set(told)) == 1:
         return 0
     sums = [msgspec.msgpack.decode(one, type=list[int]) for one in told]
     apart = [one for one, values in zip(state.values(), zip(*sums, strict=True), strict=True) if len(set(values)) > 1]
     if apart:
-        follow(wire, apart)
+        follow(transport, apart)
     return len(apart)
 
 
@@ -187,15 +187,15 @@ def _sums(state: dict[str, Tensor]) -> bytes:
     return msgspec.msgpack.encode([crc(one) for one in state.values()])
 
 
-def part_random_states(wire: Transport, section: int = 1) -> None:
+def part_random_states(transport: Transport, section: int = 1) -> None:
     """Give every worker but the first random states of its own, so that dropout and augmentation differ among them.
 
     Worker 0 goes on with the script's: a run with one worker draws what the script alone draws.
     """
-    told = wire.broadcast_bytes(str(torch.initial_seed()).encode())
-    if wire.worker == 0:
+    told = transport.broadcast_bytes(str(torch.initial_seed()).encode())
+    if transport.worker == 0:
         return
-    draw_from(told + f":{wire.worker}{f':{section}' * (section > 1)}".encode())
+    draw_from(told + f":{transport.worker}{f':{section}' * (section > 1)}".encode())
 
 
 def draw_from(text: bytes) -> None:

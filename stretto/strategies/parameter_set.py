@@ -27,10 +27,10 @@ from stretto.transport import Transport
 class ParameterSet:
     """The parameters that these optimizers train, flat, and how far their training is from the last exchange."""
 
-    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], wire: Transport) -> None:
-        self.optimizers, self.weights = optimizers, Weights(wire)
-        self._model, self._wire = model, wire
-        self.arena: FlatParameters | None = None
+    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], transport: Transport) -> None:
+        self.optimizers, self.weights = optimizers, Weights(transport)
+        self._model, self._transport = model, transport
+        self.flat_parameters: FlatParameters | None = None
         self.rounds: LocalUpdates | None = None
         """Exchange of a recipe of parameters."""
         self.has_stepped = False
@@ -45,9 +45,9 @@ class ParameterSet:
 
     def lay(self, named: Named, spare: bool) -> FlatParameters:
         """Lay these parameters flat."""
-        self.arena, self._before = FlatParameters(named, spare), {}
+        self.flat_parameters, self._before = FlatParameters(named, spare), {}
         self.see()
-        return self.arena
+        return self.flat_parameters
 
     def see(self) -> None:
         """Take what is trained now for what the workers have agreed on."""
@@ -56,11 +56,13 @@ class ParameterSet:
     @property
     def laid(self) -> set[int]:
         """Ids of the parameters that lie in the arena."""
-        return {id(slot.parameter) for slot in self.arena.slots} if self.arena is not None else set()
+        return (
+            {id(slot.parameter) for slot in self.flat_parameters.slots} if self.flat_parameters is not None else set()
+        )
 
     def is_laid(self) -> bool:
         """True if all parameters still lie in the arena: a script may have moved its model."""
-        return self.arena is None or all(part.in_place() for part in self.arena.parts)
+        return self.flat_parameters is None or all(part.in_place() for part in self.flat_parameters.parts)
 
     def has_changed(self) -> bool:
         """True if other parameters are trained than the workers have agreed on. Cost: a look at each parameter."""
@@ -106,7 +108,7 @@ class ParameterSet:
         mine = [(name, id(one) in laid) for name, one in self.trainable()]
         told = [
             msgspec.msgpack.decode(one, type=list[tuple[str, bool]])
-            for one in self._wire.all_gather_bytes(msgspec.msgpack.encode(mine))
+            for one in self._transport.all_gather_bytes(msgspec.msgpack.encode(mine))
         ]
         wanted = {name for one in told for name, _ in one}
         unlaid = {name for one in told for name, is_laid in one if not is_laid}
@@ -119,7 +121,7 @@ class ParameterSet:
     def _check_there(self, wanted: set[str], named: dict[str, Parameter]) -> None:
         held = {id(one) for one in self._held()}
         missing = sorted(name for name in wanted if name not in named or id(named[name]) not in held)
-        told = self._wire.all_gather_bytes(msgspec.msgpack.encode(missing))
+        told = self._transport.all_gather_bytes(msgspec.msgpack.encode(missing))
         lacking = {worker: names for worker, one in enumerate(told) if (names := msgspec.msgpack.decode(one))}
         if lacking:
             worker, names = next(iter(lacking.items()))
@@ -134,11 +136,11 @@ class ParameterSet:
 
     def _start_alike(self, new: Named, at_start: bool) -> None:
         values = [self._before.get(id(one), one.detach()) for _, one in new]
-        told = self._wire.all_gather_bytes(msgspec.msgpack.encode([crc(one) for one in values]))
+        told = self._transport.all_gather_bytes(msgspec.msgpack.encode([crc(one) for one in values]))
         if len(set(told)) == 1:
             return
         if at_start:
-            follow(self._wire, values)
+            follow(self._transport, values)
             return
         sums = [msgspec.msgpack.decode(one, type=list[int]) for one in told]
         name = next(new[index][0] for index, each in enumerate(zip(*sums, strict=True)) if len(set(each)) > 1)

@@ -33,12 +33,12 @@ class FlatTensors:
             groups.setdefault((tensor.dtype, tensor.device), []).append(tensor)
         self._groups = list(groups.values())
 
-    def ask_mean(self, wire: Transport, share: float, account: Account | None = None) -> list[CollectiveRunner]:
+    def ask_mean(self, transport: Transport, share: float, account: Account | None = None) -> list[CollectiveRunner]:
         """Set off the exact weighted mean of all, which is put to an account."""
         flats = [torch.cat([one.detach().reshape(-1) for one in group]).mul_(share) for group in self._groups]
         if account is not None:
             account.began(sum(flat.nbytes for flat in flats))
-        return [CollectiveRunner(wire, exact().average(flat, None), account) for flat in flats]
+        return [CollectiveRunner(transport, exact().average(flat, None), account) for flat in flats]
 
     @torch.no_grad()
     def take(self, means: Sequence[Tensor]) -> None:
@@ -53,8 +53,8 @@ class FlatTensors:
 class OptimizerState:
     """The state of an optimizer that is averaged: its floating tensors; 0-dimensional ones are counters and stay."""
 
-    def __init__(self, optimizer: Optimizer, wire: Transport) -> None:
-        self._optimizer, self._wire = optimizer, wire
+    def __init__(self, optimizer: Optimizer, transport: Transport) -> None:
+        self._optimizer, self._transport = optimizer, transport
 
     @property
     def _parameters(self) -> list[Parameter]:
@@ -76,8 +76,8 @@ class OptimizerState:
         """
         mine = self.layout()
         shape_only = msgspec.msgpack.encode([entry[:4] for entry in mine])
-        if len(set(self._wire.all_gather_bytes(_digest(shape_only)))) > 1:
-            self._adopt(self._wire.all_gather_bytes(msgspec.msgpack.encode(mine)))
+        if len(set(self._transport.all_gather_bytes(_digest(shape_only)))) > 1:
+            self._adopt(self._transport.all_gather_bytes(msgspec.msgpack.encode(mine)))
         return FlatTensors([value for _, value in self._tensors() if value.dim() and value.is_floating_point()])
 
     def reset(self) -> None:
@@ -116,8 +116,8 @@ class MovingBuffers:
     and does not drift by rounding. Integer and bool buffers are never averaged.
     """
 
-    def __init__(self, model: nn.Module, wire: Transport) -> None:
-        self._model, self._wire = model, wire
+    def __init__(self, model: nn.Module, transport: Transport) -> None:
+        self._model, self._transport = model, transport
         self._first = {name: crc(buffer) for name, buffer in model.named_buffers()}
         self._moving: set[str] = set()
         self._asked = False
@@ -137,7 +137,7 @@ class MovingBuffers:
         self._asked = True
         still = [(name, one) for name, one in self._model.named_buffers() if name not in self._moving]
         changed = [name for name, one in still if crc(one) != self._first.get(name)]
-        for names in self._wire.all_gather_bytes(msgspec.msgpack.encode(changed)):
+        for names in self._transport.all_gather_bytes(msgspec.msgpack.encode(changed)):
             self._moving.update(msgspec.msgpack.decode(names, type=list[str]))
 
     def floating(self) -> list[Tensor]:
@@ -151,7 +151,7 @@ class MovingBuffers:
     def follow_lead(self) -> None:
         """Take all moving buffers from worker 0."""
         if moving := self.all():
-            follow(self._wire, moving)
+            follow(self._transport, moving)
 
 
 def crc(tensor: Tensor) -> int:
@@ -159,7 +159,7 @@ def crc(tensor: Tensor) -> int:
     return zlib.crc32(octets(tensor).data)
 
 
-def heard(wire: Transport, make: Callable[[], bytes], root: int) -> bytes | None:
+def heard(transport: Transport, make: Callable[[], bytes], root: int) -> bytes | None:
     """What the root tells; None at whoever has told it, which may be another when that one is gone."""
     tells: list[bool] = []
 
@@ -167,14 +167,14 @@ def heard(wire: Transport, make: Callable[[], bytes], root: int) -> bytes | None
         tells.append(True)
         return make()
 
-    told = wire.broadcast_bytes(mine, root)
+    told = transport.broadcast_bytes(mine, root)
     return None if tells else told
 
 
 @torch.no_grad()
-def follow(wire: Transport, tensors: Sequence[Tensor], root: int = 0) -> None:
+def follow(transport: Transport, tensors: Sequence[Tensor], root: int = 0) -> None:
     """Take the values of these tensors from one worker, bit for bit."""
-    told = heard(wire, lambda: b"".join(octets(one).tobytes() for one in tensors), root)
+    told = heard(transport, lambda: b"".join(octets(one).tobytes() for one in tensors), root)
     if told is None:
         return
     at = 0

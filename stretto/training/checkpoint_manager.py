@@ -31,10 +31,10 @@ LAST_S = 60.0
 class CheckpointManager:
     """Decides when a checkpoint is due, and collects its state; the first worker writes it in the background."""
 
-    def __init__(self, trainer: TrainerView, seat: WorkerContext) -> None:
+    def __init__(self, trainer: TrainerView, context: WorkerContext) -> None:
         self._trainer = trainer
-        self._checkpoints = Checkpoints(seat.run / CHECKPOINTS, seat.keep) if seat.run is not None else None
-        self._every = copy.copy(seat.checkpoint)
+        self._checkpoints = Checkpoints(context.run / CHECKPOINTS, context.keep) if context.run is not None else None
+        self._every = copy.copy(context.checkpoint)
         self.saved_at = 0
         """Number of rounds at the last checkpoint."""
         self._writer: BackgroundWriter | None = None
@@ -53,9 +53,9 @@ class CheckpointManager:
             return False
         if due.rounds is not None:
             return trainer.rounds_done - self.saved_at >= due.rounds
-        return not isinstance(trainer.wire, ElasticTransport) and due.due(trainer.journal.t(), trainer.rounds_done)
+        return not isinstance(trainer.transport, ElasticTransport) and due.due(trainer.events.t(), trainer.rounds_done)
 
-    def cut_made(self) -> None:
+    def on_snapshot(self) -> None:
         """Write a checkpoint if one is due; asynchronous workers have met, with no update in flight."""
         if self.is_told_to_save():
             self._trainer.bring_steps()
@@ -66,8 +66,10 @@ class CheckpointManager:
         trainer, due = self._trainer, self._every
         if due is None or trainer.replica.server is None:
             return False
-        t = trainer.journal.t()
-        return trainer.wire.broadcast_bytes(lambda: b"save" if due.due(t, trainer.rounds_done) else b"no") == b"save"
+        t = trainer.events.t()
+        return (
+            trainer.transport.broadcast_bytes(lambda: b"save" if due.due(t, trainer.rounds_done) else b"no") == b"save"
+        )
 
     # --- saving -------------------------------------------------------------------------------------------------
 
@@ -78,11 +80,11 @@ class CheckpointManager:
         """
         trainer = self._trainer
         self.saved_at = trainer.rounds_done
-        told = trainer.wire.all_gather_bytes(state_transfer.pack_own(self._own()))
-        whose = dict(zip(members_of(trainer.wire), told, strict=True))
+        told = trainer.transport.all_gather_bytes(state_transfer.pack_own(self._own()))
+        whose = dict(zip(members_of(trainer.transport), told, strict=True))
         if trainer.replica.server is not None:
-            trainer.wire.broadcast_bytes(lambda: self._write(whose))
-        elif not trainer.wire.worker:
+            trainer.transport.broadcast_bytes(lambda: self._write(whose))
+        elif not trainer.transport.worker:
             self._write(whose)
 
     def _write(self, told: Mapping[int, bytes]) -> bytes:
@@ -99,25 +101,25 @@ class CheckpointManager:
             self._writer = BackgroundWriter(self._checkpoints, self._notices.put)
             if left_out := state_transfer.unsaved(trainer.optimizers):
                 names = ", ".join(left_out)
-                trainer.journal.notice(f"checkpoints can't hold {names} of the optimizer, which starts again after one")
+                trainer.events.notice(f"checkpoints can't hold {names} of the optimizer, which starts again after one")
         self._number, before = trainer.rounds_done, self._number
         if trainer.replica.server is not None:
             self._number = max(trainer.rounds_done, before + 1, self._checkpoints.highest() + 1)
         self._writer.submit(kept, self._number)
-        trainer.journal.write("checkpoint", step=trainer.steps, round=self._number, samples=trainer.samples)
+        trainer.events.write("checkpoint", step=trainer.steps, round=self._number, samples=trainer.samples)
         return b"written"
 
     def pass_on(self) -> None:
         """Write the writer's notices into the event log."""
         while not self._notices.empty():
-            self._trainer.journal.notice(self._notices.get())
+            self._trainer.events.notice(self._notices.get())
 
     def finish(self, is_wanted: bool) -> None:
         """Write the last state if it `is_wanted` and checkpoints are kept, and wait for the writer."""
         if self._every is not None and is_wanted:
             self.save()
         if self._writer is not None and not self._writer.close(LAST_S):
-            self._trainer.journal.notice(
+            self._trainer.events.notice(
                 f"the checkpoint of round {self._number} was not written within {LAST_S:g} s, and is lost"
             )
         self.pass_on()
@@ -133,7 +135,7 @@ class CheckpointManager:
         facts: dict[str, Any] = {
             "section": trainer.section.facts(),
             "recipe": str(trainer.replica.recipe),
-            "workers": list(members_of(trainer.wire)),
+            "workers": list(members_of(trainer.transport)),
             "passes": trainer.passes,
             "peeks": trainer.peeks,
             "closing": trainer.closing is not None,
@@ -148,13 +150,13 @@ class CheckpointManager:
             "samples": trainer.samples_before + deal.assigned_samples if deal is not None else trainer.samples,
             "samples_before": trainer.samples_before,
             "turns_before": trainer.turns if isinstance(hands, LeasedEpoch) else trainer.turns_before,
-            "referee": trainer.referee.state(),
+            "referee": trainer.evaluator.state(),
             "settings": trainer.settings.state(),
             "replica": replica,
             "own_optimizer": trainer.replica.keeps_own_optimizer,
             "saved": self.saved_at,
-            "t": trainer.journal.t(),
-            "zero": trainer.journal.zero,
+            "t": trainer.events.t(),
+            "zero": trainer.events.zero,
             "boot": boot_id(),
         }
         tensors |= state_transfer.model_tensors(trainer.model) | state_transfer.optimizer_tensors(trainer.optimizers)

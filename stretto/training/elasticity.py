@@ -28,8 +28,8 @@ from stretto.transport.interface import KnowsPlace
 class ElasticAgent:
     """Membership changes as one worker follows them."""
 
-    def __init__(self, trainer: TrainerView, seat: WorkerContext) -> None:
-        self._trainer, self._seat = trainer, seat
+    def __init__(self, trainer: TrainerView, context: WorkerContext) -> None:
+        self._trainer, self._context = trainer, context
         self._taken: State | None = None
         """State to continue from, until its epoch has begun."""
         self._late: tuple[Change, tuple[int, ...]] | None = None
@@ -37,8 +37,8 @@ class ElasticAgent:
         self._passes_over, self._asked = 0, False
         self.left = False
         """True if this worker has left the run gracefully."""
-        self.keeper = CheckpointManager(trainer, seat)
-        self._members = members_of(trainer.wire)
+        self.checkpoints = CheckpointManager(trainer, context)
+        self._members = members_of(trainer.transport)
         self._tail: list[UncommittedWork] = []
         """Work of past epochs that no exchange has carried."""
         self._asks = False
@@ -49,37 +49,37 @@ class ElasticAgent:
         """Number of samples in `_lost` that still count as trained, until they are assigned again."""
         self._redealt: tuple[list[list[Any]], int] = [], 0
         """Batches lost in earlier epochs and assigned again in this one, and their samples that were counted."""
-        if isinstance(trainer.wire, ElasticTransport):
-            trainer.wire.position = lambda: (trainer.turns, trainer.section.rounds + trainer.rounds_done)
-            trainer.wire.on_change = self._changed
-        if isinstance(trainer.wire, KnowsPlace):
-            trainer.wire.place = trainer.place
-        if isinstance(trainer.wire, ParameterServerClient):
-            trainer.wire.operations_begun = self.place
-        if seat.barrier is not None:
-            seat.barrier.begin(self.place)
+        if isinstance(trainer.transport, ElasticTransport):
+            trainer.transport.position = lambda: (trainer.turns, trainer.section.rounds + trainer.rounds_done)
+            trainer.transport.on_change = self._changed
+        if isinstance(trainer.transport, KnowsPlace):
+            trainer.transport.place = trainer.place
+        if isinstance(trainer.transport, ParameterServerClient):
+            trainer.transport.operations_begun = self.place
+        if context.barrier is not None:
+            context.barrier.begin(self.place)
 
     # --- joining ----------------------------------------------------------------------------------------------
 
     def arrive(self) -> None:
         """Load the state of the running workers, or of a checkpoint, if there is one."""
-        wire, state = self._trainer.wire, self._trainer.section.state
+        transport, state = self._trainer.transport, self._trainer.section.state
         self._trainer.section.state = None
         if state is not None:
             self._take(state)
-        if isinstance(wire, ElasticTransport) and wire.arrives:
+        if isinstance(transport, ElasticTransport) and transport.arrives:
             self._draw_otherwise()
-        elif isinstance(wire, ParameterServerClient) and comes_late(wire):
-            self._join(wire)
+        elif isinstance(transport, ParameterServerClient) and comes_late(transport):
+            self._join(transport)
 
-    def _join(self, wire: ParameterServerClient) -> None:
+    def _join(self, transport: ParameterServerClient) -> None:
         """Join a run over a server at its current position; the parameters have been read."""
-        assert wire.join_position is not None
-        self._passes_over = epoch_of(wire.join_position.epoch_number) - 1
-        self._trainer.peeks = list(unpack(wire.order[1]).peeks)
-        self._trainer.referee.restore([self._passes_over - len(self._trainer.peeks), None])
-        if self._seat.run is not None and (zero := zero_of(self._seat.run)) is not None:
-            self._trainer.journal.zero = zero
+        assert transport.join_position is not None
+        self._passes_over = epoch_of(transport.join_position.epoch_number) - 1
+        self._trainer.peeks = list(unpack(transport.order[1]).peeks)
+        self._trainer.evaluator.restore([self._passes_over - len(self._trainer.peeks), None])
+        if self._context.run is not None and (zero := zero_of(self._context.run)) is not None:
+            self._trainer.events.zero = zero
         self._draw_otherwise()
 
     def _take(self, state: State) -> None:
@@ -88,7 +88,7 @@ class ElasticAgent:
         trainer, facts = self._trainer, state.facts
         self._taken = state
         state_transfer.load_model(trainer.model, state.tensors)
-        own = state.own.get(number_of(trainer.wire)) if self._is_same_crew(state) else None
+        own = state.own.get(number_of(trainer.transport)) if self._is_same_crew(state) else None
         each_its_own = facts["own_optimizer"] and trainer.replica.keeps_own_optimizer
         state_transfer.load_optimizers(trainer.optimizers, own[1] if own and each_its_own else state.tensors)
         trainer.steps, trainer.turns, trainer.hands_done = facts["steps"], facts["turns"], facts["hands"]
@@ -96,23 +96,23 @@ class ElasticAgent:
         trainer.rounds_done, trainer.samples = facts["rounds"], facts["samples"]
         trainer.samples_before, trainer.turns_before = facts["samples_before"], facts["turns_before"]
         trainer.peeks = list(facts["peeks"])
-        trainer.referee.restore(facts["referee"])
-        self.keeper.saved_at = facts["saved"]
-        trainer.journal.start_at(facts["t"], facts["zero"] if comes_late(trainer.wire) else None, facts["boot"])
+        trainer.evaluator.restore(facts["referee"])
+        self.checkpoints.saved_at = facts["saved"]
+        trainer.events.start_at(facts["t"], facts["zero"] if comes_late(trainer.transport) else None, facts["boot"])
         trainer.replica.take(facts["replica"], state.tensors, own, self._orphans(state))
 
     def _is_same_crew(self, state: State) -> bool:
-        return sorted(state.own) == sorted(members_of(self._trainer.wire))
+        return sorted(state.own) == sorted(members_of(self._trainer.transport))
 
     def _orphans(self, state: State) -> list[state_transfer.Own]:
         """Return the own states of former members: worker 0 adds their residuals to its own."""
-        if self._is_same_crew(state) or self._trainer.wire.worker:
+        if self._is_same_crew(state) or self._trainer.transport.worker:
             return []
         return list(state.own.values())
 
     def _draw_otherwise(self) -> None:
         """Seed the random generators for this incarnation."""
-        draw_from(f"{self._seat.seed}:{self._seat.worker}:{self._seat.life}".encode())
+        draw_from(f"{self._context.seed}:{self._context.worker}:{self._context.incarnation}".encode())
 
     # --- epochs -------------------------------------------------------------------------------------------------
 
@@ -130,15 +130,15 @@ class ElasticAgent:
         if self._taken is None or number != self._taken.facts["passes"]:
             return None
         facts = self._taken.facts
-        return unpack(facts["order"]), BatchAssignment.restored(facts["deal"], members_of(self._trainer.wire))
+        return unpack(facts["order"]), BatchAssignment.restored(facts["deal"], members_of(self._trainer.transport))
 
     def members(self) -> tuple[int, ...]:
         """Return the members that a new epoch is assigned to: as those workers did that have begun it already."""
         if self._late is not None and self._late[0].global_step > self._trainer.turns:
             return self._late[1]
-        return members_of(self._trainer.wire)
+        return members_of(self._trainer.transport)
 
-    def pass_begun(self) -> None:
+    def epoch_begun(self) -> None:
         """Apply membership changes from before this epoch's beginning, and a loaded state."""
         late, self._late = self._late, None
         hands = self._trainer.hands
@@ -148,20 +148,20 @@ class ElasticAgent:
         if self._taken is not None and self._trainer.passes >= self._taken.facts["passes"]:
             self._go_on_from(self._taken)
 
-    def pass_taken_back(self) -> None:
+    def epoch_taken_back(self) -> None:
         """Undo the begin of a peeked epoch: batches lost before it are assigned again in the next."""
         (lost, counted), self._redealt = self._redealt, ([], 0)
         self._lost, self._counted = lost + self._lost, counted + self._counted
         self._trainer.samples += counted
         self._trainer.samples_before += counted
 
-    def pass_skipped(self) -> None:
+    def epoch_skipped(self) -> None:
         """Continue from a state that was saved at the very end of the skipped epoch, if there is one."""
         taken = self._taken
         if taken is not None and taken.facts["closing"] and self._trainer.passes == taken.facts["passes"]:
             self._go_on_from(taken)
 
-    def pass_begins(self) -> None:
+    def epoch_begins(self) -> None:
         """Continue from a state that was saved after the last epoch: the next order is drawn from its random states."""
         self._redealt = [], 0
         if self._taken is not None and self._trainer.passes > self._taken.facts["passes"]:
@@ -172,7 +172,7 @@ class ElasticAgent:
         self._taken = None
         state_transfer.load_model(self._trainer.model, state.tensors)
         self._trainer.settings.take(state.facts["settings"])
-        own = state.own.get(number_of(self._trainer.wire)) if self._is_same_crew(state) else None
+        own = state.own.get(number_of(self._trainer.transport)) if self._is_same_crew(state) else None
         if own is not None:
             state_transfer.restore_random_states(own, self._trainer.loader)
 
@@ -181,92 +181,94 @@ class ElasticAgent:
     @property
     def can_leave(self) -> bool:
         """True if the others can continue without this worker."""
-        wire = self._trainer.wire
-        return isinstance(wire, ElasticTransport) or (isinstance(wire, ParameterServerClient) and wire.elastic)
+        transport = self._trainer.transport
+        return isinstance(transport, ElasticTransport) or (
+            isinstance(transport, ParameterServerClient) and transport.elastic
+        )
 
     def ask_to_leave(self) -> None:
         """Leave gracefully as soon as possible; a signal handler may call this."""
         self._asked = True
-        if isinstance(self._trainer.wire, ElasticTransport):
-            self._trainer.wire.quit()
+        if isinstance(self._trainer.transport, ElasticTransport):
+            self._trainer.transport.quit()
 
     def dealt(self) -> None:
         """Note that a global step was assigned: the others wait for this worker until the step ends."""
-        self.keeper.pass_on()
+        self.checkpoints.pass_on()
         self.doing("computing")
 
     def doing(self, text: str) -> None:
         """Publish what this worker does."""
-        wire = self._trainer.wire
-        if isinstance(wire, ElasticTransport | ParameterServerClient):
-            wire.doing(text, self._trainer.turns)
+        transport = self._trainer.transport
+        if isinstance(transport, ElasticTransport | ParameterServerClient):
+            transport.doing(text, self._trainer.turns)
 
     # --- barriers of the script ---------------------------------------------------------------------------------
 
     def place(self) -> int:
         """Return this worker's position, a number that grows with each collective operation, or batch, it begins."""
-        trainer, wire = self._trainer, self._trainer.wire
+        trainer, transport = self._trainer, self._trainer.transport
         begun: int = getattr(
-            wire, "begun", trainer.turns
+            transport, "begun", trainer.turns
         )  # a transport that counts no operations: batches count instead
         return begun + trainer.section.passes + trainer.passes if trainer.replica.server is not None else begun
 
     def mend(self) -> None:
         """Take part in forming the next generation while the script waits outside an exchange."""
-        if isinstance(self._trainer.wire, ElasticTransport):
-            self._trainer.wire.mend()
+        if isinstance(self._trainer.transport, ElasticTransport):
+            self._trainer.transport.mend()
 
     def is_catching_up(self) -> bool:
         """True for a worker that came late, until it takes part in an epoch: the others are past its barriers."""
         trainer = self._trainer
-        return comes_late(trainer.wire) and trainer.hands is None and self.is_over(trainer.passes)
+        return comes_late(trainer.transport) and trainer.hands is None and self.is_over(trainer.passes)
 
     # --- at rest ------------------------------------------------------------------------------------------------
 
     def rest(self) -> None:
         """Rest between two global steps if requested, admit joining workers, and write a checkpoint if one is due."""
-        wire = self._trainer.wire
-        if self._asked and isinstance(wire, ParameterServerClient):
+        transport = self._trainer.transport
+        if self._asked and isinstance(transport, ParameterServerClient):
             self._trainer.bring_all()
-            wire.quit()
+            transport.quit()
             self.left = True
             raise SystemExit(0)
-        if isinstance(wire, ElasticTransport):
-            while wire.is_to_rest() and self._trainer.is_at_rest():
-                change = wire.rest()
+        if isinstance(transport, ElasticTransport):
+            while transport.is_to_rest() and self._trainer.is_at_rest():
+                change = transport.rest()
                 if change is None:
                     return
                 self._rested(change)
-        if self.keeper.is_due():
-            self.keeper.save()
+        if self.checkpoints.is_due():
+            self.checkpoints.save()
 
     def _rested(self, change: Change) -> None:
-        wire = self._trainer.wire
-        assert isinstance(wire, ElasticTransport)
-        if wire.number in change.gone and wire.number not in change.members:
+        transport = self._trainer.transport
+        assert isinstance(transport, ElasticTransport)
+        if transport.number in change.gone and transport.number not in change.members:
             self._leave()
         if change.came:
-            wire.tell_state(lambda: state_transfer.pack(self.keeper.state({})))
+            transport.tell_state(lambda: state_transfer.pack(self.checkpoints.state({})))
         if change.save:
-            self.keeper.save()
+            self.checkpoints.save()
 
     def _leave(self) -> None:
         """Leave gracefully: write this worker's residual where the remaining workers find it."""
         self.left = True
-        if self._seat.run is not None and (residuals := self._trainer.replica.residuals()):
-            folder = self._seat.run / "handed"
+        if self._context.run is not None and (residuals := self._trainer.replica.residuals()):
+            folder = self._context.run / "handed"
             folder.mkdir(exist_ok=True)
             told = state_transfer.pack_own(({}, residuals))
-            (folder / f"worker-{self._seat.worker}.part").write_bytes(told)
-            (folder / f"worker-{self._seat.worker}.part").rename(folder / f"worker-{self._seat.worker}.owed")
+            (folder / f"worker-{self._context.worker}.part").write_bytes(told)
+            (folder / f"worker-{self._context.worker}.part").rename(folder / f"worker-{self._context.worker}.owed")
         raise SystemExit(0)
 
     def _inherit(self, gone: tuple[int, ...]) -> None:
         """Add the residuals of workers that left, at the first worker."""
-        if self._seat.run is None:
+        if self._context.run is None:
             return
         for worker in gone:
-            path = self._seat.run / "handed" / f"worker-{worker}.owed"
+            path = self._context.run / "handed" / f"worker-{worker}.owed"
             if path.is_file():
                 self._trainer.replica.add_residuals(state_transfer.unpack_own(path.read_bytes())[1])
                 path.unlink()
@@ -303,43 +305,43 @@ class ElasticAgent:
             trainer.samples = trainer.samples_before + trainer.hands.handed
         trainer.replica.regroup(len(change.members), bool(change.came), behind)
         first = next(one for one in change.members if one not in change.came)  # joining workers receive no change
-        if first == number_of(trainer.wire):
+        if first == number_of(trainer.transport):
             self._inherit(change.gone)
             self._say(change, back)
 
     def _say(self, change: Change, back: dict[int, int]) -> None:
         """Write the new membership, and the reassigned samples, into the event log."""
-        journal = self._trainer.journal
+        events = self._trainer.events
         facts = {"generation": change.generation, "departed": list(change.gone), "joined": list(change.came)}
-        if self._trainer.dealer.assignment == "contiguous" and self._trainer.hands is not None:
-            journal.notice(
+        if self._trainer.batch_source.assignment == "contiguous" and self._trainer.hands is not None:
+            events.notice(
                 "the workers have changed: the rest of the epoch is assigned again, and state carried from batch to "
                 "batch does not fit its stretches until the next epoch"
             )
-        journal.write("generation_changed", **facts, members=list(change.members))
+        events.write("generation_changed", **facts, members=list(change.members))
         for worker, incarnation in zip(change.gone, change.incarnations, strict=True):
-            journal.write(
+            events.write(
                 "samples_reassigned", failed_worker=worker, incarnation=incarnation, samples=back.get(worker, 0)
             )
-        journal.flush()
+        events.flush()
 
     # --- uncommitted work of an epoch --------------------------------------------------------------------------
 
     def keep_tail(self, hands: EpochBatches | None) -> None:
         """Keep an ending epoch's work that no exchange has carried: it is lost if its worker fails before the next."""
-        if not isinstance(self._trainer.wire, ElasticTransport) or not isinstance(hands, AssignedEpoch):
+        if not isinstance(self._trainer.transport, ElasticTransport) or not isinstance(hands, AssignedEpoch):
             return
         self._tail.append(hands.uncommitted())
         self._lost += hands.unassigned()
 
     def reopens(self, hands: EpochBatches) -> bool:
         """Return True, at all workers alike, if batches were returned after all had been assigned."""
-        wire = self._trainer.wire
+        transport = self._trainer.transport
         is_dealt = self._trainer.replica.in_rounds
-        if not isinstance(wire, ElasticTransport) or not isinstance(hands, AssignedEpoch) or not is_dealt:
+        if not isinstance(transport, ElasticTransport) or not isinstance(hands, AssignedEpoch) or not is_dealt:
             return False
         self._asks = True
-        told = wire.all_gather_bytes(lambda: b"more" if hands.unassigned() else b"")
+        told = transport.all_gather_bytes(lambda: b"more" if hands.unassigned() else b"")
         self._asks = False
         if b"more" not in told:
             return False
@@ -374,12 +376,12 @@ class ElasticAgent:
         return lost
 
 
-def comes_late(wire: Transport) -> bool:
+def comes_late(transport: Transport) -> bool:
     """Return True if the worker joined a run that had begun, and so takes no part in its initial agreements."""
-    if isinstance(wire, ElasticTransport):
-        return wire.arrives
+    if isinstance(transport, ElasticTransport):
+        return transport.arrives
     return (
-        isinstance(wire, ParameterServerClient)
-        and wire.join_position is not None
-        and wire.join_position.parameter_set > 0
+        isinstance(transport, ParameterServerClient)
+        and transport.join_position is not None
+        and transport.join_position.parameter_set > 0
     )

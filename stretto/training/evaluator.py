@@ -44,12 +44,12 @@ class EvaluatedTrainer(Protocol):
     """The attributes of a trainer that an evaluator uses."""
 
     model: nn.Module
-    wire: Transport
-    watch: Stopwatch
-    journal: EventWriter
+    transport: Transport
+    timer: Stopwatch
+    events: EventWriter
     arrivals: Arrivals
     replica: Replica
-    presence: StatusPublisher
+    agent: StatusPublisher
     steps: int
     samples: int
     samples_before: int
@@ -80,9 +80,9 @@ class Evaluator:
     """Evaluates at worker 0 while the others wait, and gathers the workers' figures at the end of an epoch."""
 
     def __init__(
-        self, trainer: EvaluatedTrainer, seat: WorkerContext, evaluate: Evaluate | None, every: int | None
+        self, trainer: EvaluatedTrainer, context: WorkerContext, evaluate: Evaluate | None, every: int | None
     ) -> None:
-        self._trainer, self._seat = trainer, seat
+        self._trainer, self._context = trainer, context
         self._evaluate, self._every = evaluate, every
         self._evaluated_at: int | None = None
         self._predictions: Predicted = None
@@ -124,15 +124,15 @@ class Evaluator:
         if self._evaluate is None or every is None or trainer.steps // every == self._newest_at // every:
             return
         self._newest_at = trainer.steps
-        if trainer.wire.worker:
+        if trainer.transport.worker:
             return
         since = trainer.samples - trainer.samples_before
-        estimate = trainer.samples_before + since * trainer.wire.workers
+        estimate = trainer.samples_before + since * trainer.transport.workers
         self._newest_samples = max(estimate, self._newest_samples)
         training_s = trainer.training_s()
-        with trainer.watch.on("evaluating"), trainer.replica.newest():
+        with trainer.timer.on("evaluating"), trainer.replica.newest():
             self._evaluate_here(training_s, self._newest_samples)
-        trainer.journal.flush()
+        trainer.events.flush()
 
     def evaluate(self) -> None:
         """Evaluate the current model at worker 0; the other workers wait."""
@@ -142,15 +142,15 @@ class Evaluator:
             return
         is_new, self._evaluated_at = self._evaluated_at != at, at
         training_s = trainer.training_s()
-        with trainer.watch.on("evaluating"):  # an asynchronous worker may have joined later: the first worker decides
-            trainer.wire.broadcast_bytes(lambda: self._evaluate_here(training_s) if is_new else b"evaluated")
-        trainer.journal.flush()
+        with trainer.timer.on("evaluating"):  # an asynchronous worker may have joined later: the first worker decides
+            trainer.transport.broadcast_bytes(lambda: self._evaluate_here(training_s) if is_new else b"evaluated")
+        trainer.events.flush()
 
     def _evaluate_here(self, training_s: float, estimated: int | None = None) -> bytes:
         """Evaluate and write the event, at the first worker."""
         trainer = self._trainer
         assert self._evaluate is not None
-        trainer.presence.doing("evaluating")
+        trainer.agent.doing("evaluating")
         try:
             metrics, self._predictions = run(self._evaluate, trainer.model)
         except SystemExit as error:
@@ -162,58 +162,58 @@ class Evaluator:
         fields: dict[str, Any] = {"epoch": self._epoch, "step": trainer.steps, "samples": samples}
         if trainer.replica.server is not None:
             fields["versions"] = trainer.replica.server.versions_read
-        trainer.journal.write("evaluation", **fields, training_s=training_s, metrics=metrics)
+        trainer.events.write("evaluation", **fields, training_s=training_s, metrics=metrics)
         self._save_state(f"states/{samples:08d}")
         return b"evaluated"
 
-    def close_pass(self, hands: EpochBatches) -> None:
+    def close_epoch(self, hands: EpochBatches) -> None:
         """Close an epoch: gather the workers' figures and the count of each sample, and write the event."""
         trainer, samples = self._trainer, self._trainer.samples
         self._epoch += 1
-        with trainer.watch.on("waiting"):
-            trainer.wire.all_gather_bytes(b"")
+        with trainer.timer.on("waiting"):
+            trainer.transport.all_gather_bytes(b"")
         if trainer.replica.server is None:
-            trainer.arrivals.settle(trainer.watch)
+            trainer.arrivals.settle(trainer.timer)
         training_s = trainer.training_s()
         if self._every is None:
             self.evaluate()
         own: dict[str, Any] = {
-            "worker": trainer.journal.worker,
+            "worker": trainer.events.worker,
             "samples": trainer.own_samples,
             "steps": trainer.steps,
         }
         own |= {"drift": trainer.replica.drift, **trainer.measured()}
-        figures = trainer.wire.all_gather_bytes(msgspec.msgpack.encode(own))
+        figures = trainer.transport.all_gather_bytes(msgspec.msgpack.encode(own))
         is_countable = hands.samples and not isinstance(
             hands, LeasedEpoch
         )  # streams have no counts; the coordinator has those of leases
-        counts = trainer.wire.all_gather_bytes(lambda: _packed_counts(hands)) if is_countable else None
+        counts = trainer.transport.all_gather_bytes(lambda: _packed_counts(hands)) if is_countable else None
         summary = EpochSummary(self._epoch, trainer.steps, samples, training_s, hands, counts, figures)
-        was_first = trainer.wire.worker == 0
-        with trainer.watch.on("waiting"):
-            trainer.wire.broadcast_bytes(lambda: self._write_epoch_once(summary, was_first))
-        trainer.journal.flush()
+        was_first = trainer.transport.worker == 0
+        with trainer.timer.on("waiting"):
+            trainer.transport.broadcast_bytes(lambda: self._write_epoch_once(summary, was_first))
+        trainer.events.flush()
 
     def _write_epoch_once(self, summary: EpochSummary, was_first: bool) -> bytes:
         """Write the epoch's event, once: if the first worker fails while the others wait, the next one writes it."""
-        run = self._seat.run
+        run = self._context.run
         if not was_first and run is not None:
             written = (one for one in read_events(run / "events.jsonl") if one.get("event") == "epoch")
             if any(one.get("epoch") == summary.epoch for one in written):
                 return b"written"
         self._write_epoch(summary)
-        self._trainer.journal.flush()
+        self._trainer.events.flush()
         return b"written"
 
     def finish(self, has_worked: bool) -> None:
         """Evaluate and save the final model; evaluate only if any worker `has_worked`."""
         if has_worked:
             self.evaluate()
-        self.is_final_elsewhere = self._trainer.wire.broadcast_bytes(self._save_final) == b"elsewhere"
+        self.is_final_elsewhere = self._trainer.transport.broadcast_bytes(self._save_final) == b"elsewhere"
 
     def _save_final(self) -> bytes:
         """Save the final model, before other files that may not fit on the disk."""
-        folder, notice = self._seat.run, self._trainer.journal.notice
+        folder, notice = self._context.run, self._trainer.events.notice
         if folder is None:
             return b"nowhere"
         is_saved = save_final(folder, _saveable_tensors(self._trainer.model), notice)
@@ -231,7 +231,7 @@ class Evaluator:
             counts, trained = [np.packbits(counted).tobytes()], {"trained": by_worker}
         figures = [msgspec.msgpack.decode(one) for one in summary.figures]
         drifts = [one.pop("drift") for one in figures]
-        self._trainer.journal.write(
+        self._trainer.events.write(
             "epoch",
             epoch=summary.epoch,
             step=summary.step,
@@ -246,8 +246,8 @@ class Evaluator:
 
     def _save_state(self, name: str) -> None:
         """Save the current model if the run keeps states."""
-        folder = self._seat.run
-        if folder is None or not self._seat.keep_states:
+        folder = self._context.run
+        if folder is None or not self._context.keep_states:
             return
         path = folder / name
         try:

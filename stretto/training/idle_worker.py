@@ -44,16 +44,16 @@ def stepped(word: bytes) -> int | None:
     return int(word.removeprefix(STEP)) if word.startswith(STEP) else None
 
 
-def tell_gradients(wire: Transport, root: int, parameters: list[nn.Parameter]) -> None:
+def tell_gradients(transport: Transport, root: int, parameters: list[nn.Parameter]) -> None:
     """Give the idle workers the gradients that the optimizer is about to use, clipped and unscaled as they are."""
     has = msgspec.msgpack.encode([one.grad is not None for one in parameters])
-    present = msgspec.msgpack.decode(wire.broadcast_bytes(has, root), type=list[bool])
+    present = msgspec.msgpack.decode(transport.broadcast_bytes(has, root), type=list[bool])
     for parameter, held in zip(parameters, present, strict=True):
         if held and parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         elif not held:
             parameter.grad = None
-    follow(wire, [one.grad for one in parameters if one.grad is not None], root)
+    follow(transport, [one.grad for one in parameters if one.grad is not None], root)
 
 
 class Settings:
@@ -70,9 +70,9 @@ class Settings:
         self._scalers: list[GradScaler] = []
         self._asked = 0
 
-    def tell(self, wire: Transport, root: int) -> None:
+    def tell(self, transport: Transport, root: int) -> None:
         """Bring the idle workers to where the root is."""
-        told = heard(wire, lambda: msgspec.msgpack.encode(self.state()), root)
+        told = heard(transport, lambda: msgspec.msgpack.encode(self.state()), root)
         if told is not None:
             self.take(msgspec.msgpack.decode(told, type=list[list[Plain]]))
 

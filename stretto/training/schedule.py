@@ -45,10 +45,10 @@ class Run(Protocol):
     """The part of a trainer that schedules depend on."""
 
     recipe: Recipe | None
-    wire: Transport
-    journal: EventWriter
+    transport: Transport
+    events: EventWriter
     loader: Any
-    dealer: Any
+    batch_source: Any
     hands: Any
     hand: Any
     steps: int
@@ -114,7 +114,7 @@ class Schedules:
     def asked_length(self) -> None:
         """Note that the script has asked for the number of global steps of an epoch."""
         if not self._divisor:
-            self._divisor = self._run.dealer.batches_a_step
+            self._divisor = self._run.batch_source.batches_a_step
             self._base = self._counted(self._base[0])
 
     def begin_hand(self, has_stepped: bool, streamed: int) -> None:
@@ -229,7 +229,7 @@ class Schedules:
         record = self._record(scheduler)
         if self._mode == "per-step":
             return self._as_called(scheduler, record, step)
-        is_alone = self._run.wire.workers * max(self._join, self._divisor) == 1
+        is_alone = self._run.transport.workers * max(self._join, self._divisor) == 1
         counts = not (is_alone or self._run.hand is None or self._is_left or self._is_once_an_epoch())
         if self._run.hand is not None:
             self._is_called, self._at_call, self._is_called_last = True, self._now(), self._is_last()
@@ -296,7 +296,7 @@ class Schedules:
     def _say_past(self, record: _Stepped, total: int) -> None:
         record.past += 1
         if record.past == PAST_STEPS:
-            self._run.journal.notice(
+            self._run.events.notice(
                 f"{record.name} has made its {total} steps, and the script continues: all workers together have "
                 f'got more batches than the schedule has steps (schedule="per-step" advances it once a call)'
             )
@@ -314,7 +314,7 @@ class Schedules:
             raise ScriptError(
                 explain(
                     f"{record.name} has run out: under {recipe} workers take unequal numbers of steps",
-                    got=f"step {position_of(scheduler)} of worker {self._run.wire.worker}",
+                    got=f"step {position_of(scheduler)} of worker {self._run.transport.worker}",
                     expected=f"at most the {total} steps that the schedule has",
                     to_type='stretto.distribute(..., schedule="per-sample")',
                 )
@@ -324,7 +324,7 @@ class Schedules:
 
     def finish(self) -> None:
         """Say which schedules have not come to their end because they were advanced once a call."""
-        if self._mode != "per-step" or self._has_spoken or self._run.wire.workers == 1:
+        if self._mode != "per-step" or self._has_spoken or self._run.transport.workers == 1:
             return
         for one in self._records.values():
             if one.length is not None and one.position < one.length:
@@ -332,7 +332,7 @@ class Schedules:
                 return
 
     def _say_once(self, scheduler: LRScheduler, record: _Stepped, times: int) -> None:
-        workers, length = self._run.wire.workers, total_of(scheduler)
+        workers, length = self._run.transport.workers, total_of(scheduler)
         if self._has_spoken or workers == 1 or self._run.hand is None:
             return
         epoch = self._length()
@@ -341,7 +341,7 @@ class Schedules:
         if self._mode == "per-sample" and times > 1:
             self._has_spoken = True
             fits = f" has {length} steps, and each of {workers} workers makes {made} in {_epochs(epochs)}: it"
-            self._run.journal.notice(
+            self._run.events.notice(
                 f"{record.name}{fits if made else ''} is advanced by the batches that all workers get, {times} in this "
                 f'step, so that it ends as in one process (schedule="per-step" advances it once a call)'
             )
@@ -350,9 +350,9 @@ class Schedules:
 
     def _say_short(self, record: _Stepped, makes: str) -> None:
         self._has_spoken = True
-        self._run.journal.notice(
-            f"{record.name} has {record.length} steps, and each of {self._run.wire.workers} workers {makes}: it does "
-            f'not come to its end; schedule="per-sample" advances it by the batches that all workers get'
+        self._run.events.notice(
+            f"{record.name} has {record.length} steps, and each of {self._run.transport.workers} workers {makes}: it "
+            f'does not come to its end; schedule="per-sample" advances it by the batches that all workers get'
         )
 
     def _record(self, scheduler: LRScheduler) -> _Stepped:

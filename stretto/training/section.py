@@ -27,7 +27,7 @@ class Section:
     hands: int = 0
     samples: int = 0
     passes: int = 0
-    arenas: int = 0
+    parameter_sets: int = 0
     sent: int = 0
     received: int = 0
     """Bytes that this process has sent and received."""

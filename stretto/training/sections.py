@@ -47,9 +47,9 @@ RANDOM = "final.random"
 class Sections:
     """The sections of one process, and the wire that they share."""
 
-    def __init__(self, seat: WorkerContext) -> None:
-        self._seat = seat
-        self._wire: Transport | None = None
+    def __init__(self, context: WorkerContext) -> None:
+        self._context = context
+        self._transport: Transport | None = None
         self._kind: tuple[int, bool] | None = None
         self._number = 0
         """The section that began last."""
@@ -76,7 +76,7 @@ class Sections:
         """The number of a section that is skipped, and how many exchanges this worker has begun; None in others."""
         if not self.is_skipped:
             return None
-        return self._number, self._wire.begun if isinstance(self._wire, ElasticTransport) else 0
+        return self._number, self._transport.begun if isinstance(self._transport, ElasticTransport) else 0
 
     def begin(
         self, model: nn.Module, optimizers: Optimizers, loader: Any, recipe: Recipe | None, *evaluation: Any
@@ -86,30 +86,30 @@ class Sections:
         Raises ScriptError for a recipe that needs another kind of connection, and LoaderError for data that differ.
         """
         self.end()
-        wire = self._reach(model, optimizers, loader, recipe)
+        transport = self._reach(model, optimizers, loader, recipe)
         self._number += 1
         self._is_open = self.is_skipped
         if self.is_skipped:
             self._skip(model)
             return None
-        section, began = self._section(wire), self._seat.around.clock()
+        section, began = self._section(transport), self._context.runtime.clock()
         try:
-            seat = self._seated(section, wire, loader)
-            trainer = Trainer(seat, wire, model, optimizers, loader, recipe, section, *evaluation)
+            context = self._section_context(section, transport, loader)
+            trainer = Trainer(context, transport, model, optimizers, loader, recipe, section, *evaluation)
         except BaseException as error:
-            if isinstance(wire, ParameterServerClient):
-                wire.quit() if isinstance(error, StaysOutError) else wire.close()
+            if isinstance(transport, ParameterServerClient):
+                transport.quit() if isinstance(error, StaysOutError) else transport.close()
             raise
         self._trainer = self.last = trainer
         self._is_open = True
         if section.number == self._found.number:
-            self._zero = trainer.journal.zero - section.seconds
-        section.seconds = trainer.journal.zero - self._zero
-        if section.number > self._found.number and wire.worker == 0:
+            self._zero = trainer.events.zero - section.seconds
+        section.seconds = trainer.events.zero - self._zero
+        if section.number > self._found.number and transport.worker == 0:
             name = section_folder(Path(), section.number).name
             self._write("section", began, section=section.number, folder=name)
         if self._is_asked:
-            trainer.presence.ask_to_leave()
+            trainer.agent.ask_to_leave()
         return trainer
 
     def end(self) -> None:
@@ -124,11 +124,13 @@ class Sections:
             self._take_random_states(self._read_random())
             return
         trainer = self._end()
-        wire, folder = trainer.wire, self._folder(self._number)
-        if trainer.presence.left:
+        transport, folder = trainer.transport, self._folder(self._number)
+        if trainer.agent.left:
             return
-        told = wire.broadcast_bytes(lambda: _keep(state_transfer.pack_own(state_transfer.random_states(None)), folder))
-        if wire.worker:
+        told = transport.broadcast_bytes(
+            lambda: _keep(state_transfer.pack_own(state_transfer.random_states(None)), folder)
+        )
+        if transport.worker:
             self._take_random_states(told)
 
     def close(self) -> None:
@@ -136,19 +138,19 @@ class Sections:
         if self._trainer is not None:
             self._end(is_last=True)
         self._is_open = False
-        wire, self._wire = self._wire, None
-        if wire is not None:
-            wire.close()
+        transport, self._transport = self._transport, None
+        if transport is not None:
+            transport.close()
             status.finish()
 
     def abandon(self) -> float:
         """Write the rest of a failed section's log; return the seconds since the first section began."""
         trainer = self._trainer
         if trainer is None:
-            if isinstance(self._wire, ParameterServerClient):
-                self._wire.close()
-            return self._seat.around.clock() - self._zero if self._number else 0.0
-        t = trainer.journal.t() + trainer.section.seconds
+            if isinstance(self._transport, ParameterServerClient):
+                self._transport.close()
+            return self._context.runtime.clock() - self._zero if self._number else 0.0
+        t = trainer.events.t() + trainer.section.seconds
         trainer.abandon()
         return t
 
@@ -156,18 +158,18 @@ class Sections:
         """Leave the others gracefully as soon as that is possible; a signal's handler may ask."""
         self._is_asked = True
         if self._trainer is not None:
-            self._trainer.presence.ask_to_leave()
+            self._trainer.agent.ask_to_leave()
 
     def _end(self, is_last: bool = False) -> Trainer:
         trainer, self._trainer = self._trainer, None
         assert trainer is not None
         trainer.end(is_last)
         self._next = trainer.next_section()
-        if isinstance(trainer.wire, ElasticTransport):
+        if isinstance(trainer.transport, ElasticTransport):
             position = trainer.turns, self._next.rounds
-            trainer.wire.position, trainer.wire.on_change = (lambda: position), (lambda _change: None)
-        if isinstance(trainer.wire, KnowsPlace):
-            trainer.wire.place = LoopPosition
+            trainer.transport.position, trainer.transport.on_change = (lambda: position), (lambda _change: None)
+        if isinstance(trainer.transport, KnowsPlace):
+            trainer.transport.place = LoopPosition
         return trainer
 
     # --- where the others are -----------------------------------------------------------------------------------
@@ -175,7 +177,7 @@ class Sections:
     def _reach(self, model: nn.Module, optimizers: Optimizers, loader: Any, recipe: Recipe | None) -> Transport:
         """Return the wire; the first section asks for it, and finds out where the others are."""
         kind = (recipe.shards, recipe.asynchronous) if recipe is not None and recipe.shards else (0, False)
-        if self._wire is not None and kind != self._kind:
+        if self._transport is not None and kind != self._kind:
             raise ScriptError(
                 explain(
                     "the recipe needs another kind of connection than the first distribute of this process",
@@ -184,36 +186,36 @@ class Sections:
                     to_type="one recipe for all, with --recipe or in every call of stretto.distribute",
                 )
             )
-        self._seat.around.begins(model, loader)  # before the others are waited for
-        if self._wire is None:
+        self._context.runtime.begins(model, loader)  # before the others are waited for
+        if self._transport is None:
             named = trainable(model, optimizers)
             self._kind = kind
-            self._wire = self._seat.wire_for(recipe, named[0][1].device if named else torch.device("cpu"))
-            if self._seat.opens_folder:
-                self._seat = self._seat.with_folder(open_folder(self._wire, self._seat.asked(recipe)))
-            self._found = self._where(self._wire)
-        return self._wire
+            self._transport = self._context.transport_for(recipe, named[0][1].device if named else torch.device("cpu"))
+            if self._context.opens_folder:
+                self._context = self._context.with_folder(open_folder(self._transport, self._context.asked(recipe)))
+            self._found = self._where(self._transport)
+        return self._transport
 
-    def _where(self, wire: Transport) -> Section:
+    def _where(self, transport: Transport) -> Section:
         """Return the section that the others are in, or that a checkpoint is of, with its state."""
-        if isinstance(wire, ElasticTransport) and wire.arrives:
-            state = state_transfer.unpack(wire.tell_state(b""))
-            wire.arrived()
+        if isinstance(transport, ElasticTransport) and transport.arrives:
+            state = state_transfer.unpack(transport.tell_state(b""))
+            transport.arrived()
             return continued(state)
-        if isinstance(wire, ParameterServerClient) and comes_late(wire):
-            assert wire.join_position is not None
-            return Section(section_of(wire.join_position.epoch_number))
-        begins_again = isinstance(wire, ElasticTransport) and wire.begins_again
-        if self._seat.resume is None and not begins_again:
+        if isinstance(transport, ParameterServerClient) and comes_late(transport):
+            assert transport.join_position is not None
+            return Section(section_of(transport.join_position.epoch_number))
+        begins_again = isinstance(transport, ElasticTransport) and transport.begins_again
+        if self._context.resume is None and not begins_again:
             return Section()
         notices: list[str] = []
         return continued(
-            state_transfer.unpack(wire.broadcast_bytes(lambda: self._read(begins_again, notices))), notices
+            state_transfer.unpack(transport.broadcast_bytes(lambda: self._read(begins_again, notices))), notices
         )
 
     def _read(self, begins_again: bool, notices: list[str]) -> bytes:
         """Return the newest whole checkpoint of this run, if it begins again, or else of the run that is resumed."""
-        runs = [run for run in (self._seat.run if begins_again else None, self._seat.resume) if run is not None]
+        runs = [run for run in (self._context.run if begins_again else None, self._context.resume) if run is not None]
         folders = [one / CHECKPOINTS for run in runs for one in (*reversed(section_folders(run)), run)]
         for folder in folders:
             found = Checkpoints(folder).newest(notices.append) if folder.is_dir() else None
@@ -221,7 +223,7 @@ class Sections:
                 number, state = found
                 notices.append(f"goes on from the checkpoint of round {number} in {folder}")
                 return state_transfer.pack(State(state_transfer.from_text(state.facts), state.tensors, state.own))
-        if self._seat.resume is None:
+        if self._context.resume is None:
             return state_transfer.pack(State({}, {}))
         problem, expected = f"there is no whole checkpoint in {folders[-1]}", "a run with --checkpoint-every"
         got, to_type = "nothing to go on from", "stretto run without --resume, with --checkpoint-every"
@@ -229,35 +231,35 @@ class Sections:
 
     # --- a section that begins ----------------------------------------------------------------------------------
 
-    def _section(self, wire: Transport) -> Section:
+    def _section(self, transport: Transport) -> Section:
         """Return the section that begins. A worker that came late to the section before is in time now."""
         if self._number == self._found.number:
             return self._found
-        if isinstance(wire, ElasticTransport):
-            wire.arrives = wire.begins_again = False
-        elif isinstance(wire, ParameterServerClient):
-            wire.join_position = None
+        if isinstance(transport, ElasticTransport):
+            transport.arrives = transport.begins_again = False
+        elif isinstance(transport, ParameterServerClient):
+            transport.join_position = None
         return self._next
 
-    def _seated(self, section: Section, wire: Transport, loader: Any) -> WorkerContext:
+    def _section_context(self, section: Section, transport: Transport, loader: Any) -> WorkerContext:
         """Return the seat of this worker in a section, whose folder is there then."""
-        seat = self._seat
+        context = self._context
         if section.number == 1:
-            return seat
+            return context
         if section.number > self._found.number:
-            seat = seat.from_the_start()
+            context = context.from_first_section()
         data, folder = digest_of(loader), self._folder(section.number)
-        if comes_late(wire):
+        if comes_late(transport):
             refuse_other_data(data, folder, "comes to a section whose data are not its own")
         else:
-            self._agree_on_data(wire, data)
-            wire.broadcast_bytes(lambda: self._make(section, wire, data, folder))
+            self._agree_on_data(transport, data)
+            transport.broadcast_bytes(lambda: self._make(section, transport, data, folder))
         if folder is not None:
             folder.mkdir(exist_ok=True)
-        return seat.with_folder(folder)
+        return context.with_folder(folder)
 
-    def _agree_on_data(self, wire: Transport, data: str) -> None:
-        told = wire.all_gather_bytes(data.encode())
+    def _agree_on_data(self, transport: Transport, data: str) -> None:
+        told = transport.all_gather_bytes(data.encode())
         other = next((worker for worker, one in enumerate(told) if one != told[0]), None)
         if other is not None:
             raise LoaderError(
@@ -270,24 +272,24 @@ class Sections:
                 )
             )
 
-    def _make(self, section: Section, wire: Transport, data: str, folder: Path | None) -> bytes:
+    def _make(self, section: Section, transport: Transport, data: str, folder: Path | None) -> bytes:
         """Make the folder of a section, at the first worker."""
-        if self._seat.resume is not None and section.number == self._found.number:
-            resumed = section_folder(self._seat.resume, section.number)
+        if self._context.resume is not None and section.number == self._found.number:
+            resumed = section_folder(self._context.resume, section.number)
             refuse_other_data(data, resumed, "goes on with other data than the run had that is resumed")
-        if folder is not None and self._seat.run is not None:
-            absent = sorted(set(range(self._seat.workers)) - set(members_of(wire)))
-            write_section(self._seat.run, folder, {"section": section.number, "data": data, "absent": absent})
+        if folder is not None and self._context.run is not None:
+            absent = sorted(set(range(self._context.workers)) - set(members_of(transport)))
+            write_section(self._context.run, folder, {"section": section.number, "data": data, "absent": absent})
         return b"made"
 
     def _folder(self, number: int) -> Path | None:
-        return section_folder(self._seat.run, number) if self._seat.run is not None else None
+        return section_folder(self._context.run, number) if self._context.run is not None else None
 
     def _write(self, kind: str, at: float, /, **carries: object) -> None:
         """Write an event into the log of the whole run."""
-        if self._seat.run is None or self._wire is None:
+        if self._context.run is None or self._transport is None:
             return
-        log = self._seat.around.log(self._seat.run, number_of(self._wire))
+        log = self._context.runtime.log(self._context.run, number_of(self._transport))
         log.write(kind, at - self._zero, at=round(at, 6), **carries)
         log.close()
 
@@ -295,7 +297,7 @@ class Sections:
 
     def _ended(self, name: str) -> Path | None:
         """Return a file of the skipped section, from this run or from the run that is resumed."""
-        runs = [run for run in (self._seat.run, self._seat.resume) if run is not None]
+        runs = [run for run in (self._context.run, self._context.resume) if run is not None]
         paths = [section_folder(run, self._number) / name for run in runs]
         return next((path for path in paths if path.is_file()), None)
 
@@ -312,7 +314,7 @@ class Sections:
             named[name].copy_(found[name])
         if not fits:
             text = f"the model that section {self._number} ended with is not here; the script's own stays as it is"
-            self._write("warning", self._seat.around.clock(), text=text)
+            self._write("warning", self._context.runtime.clock(), text=text)
 
     def _read_random(self) -> bytes:
         path = self._ended(RANDOM)

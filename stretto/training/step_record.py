@@ -33,9 +33,9 @@ class StepRecord:
         """Forget all batches: the replicas are equal."""
         self._batches.clear()
 
-    def difference(self, wire: Transport, workers: Sequence[int]) -> str | None:
+    def difference(self, transport: Transport, workers: Sequence[int]) -> str | None:
         """Return the error text for workers that stepped after different batches, or None. Every worker calls it."""
-        encoded = wire.all_gather_bytes(msgspec.msgpack.encode(self._batches))
+        encoded = transport.all_gather_bytes(msgspec.msgpack.encode(self._batches))
         return difference(
             {
                 worker: msgspec.msgpack.decode(one, type=list[tuple[int, int, bool]])

@@ -42,7 +42,7 @@ from stretto.runtime.runtime import StopTraining
 from stretto.strategies.asynchronous import AsyncServer
 from stretto.strategies.model_replica import Replica
 from stretto.strategies.model_sync import (
-    Several,
+    SeveralModels,
     agree_on_start,
     part_random_states,
     plain_name,
@@ -76,8 +76,8 @@ class Trainer:
 
     def __init__(
         self,
-        seat: WorkerContext,
-        wire: Transport,
+        context: WorkerContext,
+        transport: Transport,
         model: nn.Module,
         optimizers: Optimizers,
         loader: Any,
@@ -89,37 +89,41 @@ class Trainer:
         assignment: Assignment | None = None,
     ) -> None:
         self.model, self.optimizers, self.recipe = model, optimizers, recipe
-        self.wire, self.section = wire, section
+        self.transport, self.section = transport, section
         self.is_over = False
         """True once the section has ended."""
-        is_late = comes_late(self.wire) or (isinstance(self.wire, ParameterServerClient) and seat.life > 0)
+        is_late = comes_late(self.transport) or (
+            isinstance(self.transport, ParameterServerClient) and context.incarnation > 0
+        )
         if is_late and not is_leasable(loader):
             raise StaysOutError("a stream that others are in the middle of can be taken up by nobody")
         self.loader = loader
-        self.journal = EventWriter(seat.run, self.wire, seat.around, number_of(self.wire), comes_late(self.wire))
-        self.watch = Stopwatch(seat.around.clock, self.journal.zero)
-        if not comes_late(self.wire):
-            is_compared = self.wire.workers > 1 and section.number == 1 and is_leasable(loader)
+        self.events = EventWriter(
+            context.run, self.transport, context.runtime, number_of(self.transport), comes_late(self.transport)
+        )
+        self.timer = Stopwatch(context.runtime.clock, self.events.zero)
+        if not comes_late(self.transport):
+            is_compared = self.transport.workers > 1 and section.number == 1 and is_leasable(loader)
             data = rows_digest(loader) if is_compared else ""
-            agree_on_start(self.wire, model, recipe.spelled() if recipe else "", data)
-            same_start(self.wire, model)
-            part_random_states(self.wire, section.number)
-        meet = evaluate_every * self.wire.workers if evaluate_every and evaluate else None
+            agree_on_start(self.transport, model, recipe.spelled() if recipe else "", data)
+            same_start(self.transport, model)
+            part_random_states(self.transport, section.number)
+        meet = evaluate_every * self.transport.workers if evaluate_every and evaluate else None
         when = recipe.when if recipe else None
-        self.dealer = BatchSource(
+        self.batch_source = BatchSource(
             loader,
-            self.wire,
-            seat.global_batch_of,
+            self.transport,
+            context.global_batch_of,
             when,
             meet,
-            seat.around,
-            seat.rule,
-            seat.workers,
+            context.runtime,
+            context.rule,
+            context.workers,
             assignment,
-            seat.split,
+            context.split,
         )
-        self.arrivals = Arrivals(self.wire)
-        self.referee = Evaluator(self, seat, evaluate, evaluate_every)
+        self.arrivals = Arrivals(self.transport)
+        self.evaluator = Evaluator(self, context, evaluate, evaluate_every)
         self.steps_of = [0] * len(optimizers)
         self._stepped_at = [0] * len(optimizers)
         """Number of exchanges at each optimizer's last step."""
@@ -163,8 +167,8 @@ class Trainer:
         self._leases: list[Any] = []
         self._worked = 0
         """Number of these leases whose work an optimizer step includes."""
-        self.schedules = Schedules(self, list(optimizers), schedule, seat.global_batch_of)
-        self.settings = idle_worker.Settings(optimizers, seat.around.scalers, self.schedules)
+        self.schedules = Schedules(self, list(optimizers), schedule, context.global_batch_of)
+        self.settings = idle_worker.Settings(optimizers, context.runtime.scalers, self.schedules)
         self._shadowing = False
         self._accumulated = False
         self._stepped_last = True
@@ -173,25 +177,25 @@ class Trainer:
         self._stepped_here: set[int] = set()
         """The optimizers that have stepped in this global step."""
         self._steps_sent = self._samples_sent = 0
-        self._around = seat.around
-        self._pace = seat.around.pace(self.watch, seat.slow)
-        self._skips = seat.on_nan == "skip" and recipe is not None and recipe.asynchronous
-        self.tally = Tally(self._scene(seat))
+        self._runtime = context.runtime
+        self._pace = context.runtime.pace(self.timer, context.slow)
+        self._skips = context.on_nan == "skip" and recipe is not None and recipe.asynchronous
+        self.tally = Tally(self._codec_context(context))
         self.replica = Replica(
             model,
             optimizers,
             recipe,
-            self.wire,
-            self.watch,
-            self.journal,
+            self.transport,
+            self.timer,
+            self.events,
             self.tally,
-            seat.around,
+            context.runtime,
             self._pace,
             self._exchange_begins,
             self._exchange_ended,
             self._settle,
             self._skips,
-            section.arenas,
+            section.parameter_sets,
         )
         self._outside = OutsideOptimizers(model, optimizers, lambda: self.hands_done if self.hand is not None else None)
         watch(self._outside.before_step)
@@ -206,29 +210,31 @@ class Trainer:
             )
         ]
         # after the hooks above, which send updates of the scaled rate
-        self._rates = [ScaledRate(one, seat.lr_factor) for one in optimizers] if seat.lr_factor != 1 else []
-        self.presence = ElasticAgent(self, seat)
-        self.dealer.members, self.dealer.peeks = self.presence.members, lambda: self.peeks
-        self.presence.arrive()
+        self._rates = [ScaledRate(one, context.lr_factor) for one in optimizers] if context.lr_factor != 1 else []
+        self.agent = ElasticAgent(self, context)
+        self.batch_source.members, self.batch_source.peeks = self.agent.members, lambda: self.peeks
+        self.agent.arrive()
         for text in section.notices:
-            self.journal.notice(text)
-        self._say_start(seat)
+            self.events.notice(text)
+        self._say_start(context)
         if evaluate is not None and evaluate_every is not None and self._evaluates_newest:
-            self.journal.notice(
+            self.events.notice(
                 f"evaluate_every={evaluate_every} over a stream: worker 0 evaluates the server's newest parameters "
                 "after each so many of its own steps; the samples at these evaluations are estimates"
             )
-        for text in advice(recipe, optimizers) if recipe is not None and self.wire.workers > 1 else ():
-            self.journal.notice(text)
+        for text in advice(recipe, optimizers) if recipe is not None and self.transport.workers > 1 else ():
+            self.events.notice(text)
 
-    def _scene(self, seat: WorkerContext) -> CodecContext:
-        wire, journal = self.wire, self.journal
-        return CodecContext(wire.worker, wire.workers, seat.seed or 0, clock=journal.t, notice=journal.notice)
+    def _codec_context(self, context: WorkerContext) -> CodecContext:
+        transport, events = self.transport, self.events
+        return CodecContext(
+            transport.worker, transport.workers, context.seed or 0, clock=events.t, notice=events.notice
+        )
 
     @property
     def _evaluates_newest(self) -> bool:
         """True if worker 0 evaluates alone: no service counts a stream's batches where workers do not wait."""
-        return self.recipe is not None and self.recipe.asynchronous and not self.dealer.is_counted
+        return self.recipe is not None and self.recipe.asynchronous and not self.batch_source.is_counted
 
     # --- epochs -----------------------------------------------------------------------------------------------
 
@@ -240,7 +246,7 @@ class Trainer:
         again.
         """
         self._refuse_if_over()
-        self.end_peek() or self.end_pass()
+        self.end_peek() or self.end_epoch()
         self.iterations += 1
         if self.iterations in self.peeks:
             self.passes += self.replica.server is not None
@@ -253,27 +259,27 @@ class Trainer:
     def _begin_pass(self) -> None:
         self._is_held = False
         self._schedules_before = self.schedules.state()
-        if self.presence.is_over(self.passes):
+        if self.agent.is_over(self.passes):
             self.schedules.skip_epoch()
-            self.presence.pass_skipped()
+            self.agent.epoch_skipped()
             return
         self._phase, self._steps_before = LOOP, self.steps
         if self.recipe is not None and not self.hands_done:
             refuse_all_frozen(self.model)
         self.replica.resume(own=False)
-        found = self.presence.found(self.passes)
+        found = self.agent.found(self.passes)
         self.replica.prepare(together=found is None)
         if found is None:
             self.samples_before, self.turns_before = self.samples, self.turns
-        self.presence.pass_begins()
-        with self.watch.on("loading"):
+        self.agent.epoch_begins()
+        with self.timer.on("loading"):
             self._pace.begin_pass()
-            self.hands = self.dealer.begin_epoch(self.section.pass_number(self.passes), found)
+            self.hands = self.batch_source.begin_epoch(self.section.pass_number(self.passes), found)
         if isinstance(self.hands, LeasedEpoch):
             self.hands.push_all, self.hands.wait_at_barriers = self.bring_all, self._meet
-            self.hands.on_snapshot = self.presence.keeper.cut_made
+            self.hands.on_snapshot = self.agent.checkpoints.on_snapshot
             self.samples_before = (self.passes - 1) * self.hands.samples - self._untrained
-        self.presence.pass_begun()
+        self.agent.epoch_begun()
         whole = found is None or not found[1].global_step
         self._begun = Begun(self._optimizer_steps, self.steps, self.hands_done, self.own_samples, whole)
 
@@ -285,28 +291,28 @@ class Trainer:
         if self.hands is None:
             return None
         while True:
-            self.presence.rest()
+            self.agent.rest()
             if self._sees_enough():
                 self._is_stopped = True
                 raise StopTraining
-            self.watch.switch("loading")
+            self.timer.switch("loading")
             hand = self.hands.next()
             self.turns += 1
-            self.presence.dealt()
+            self.agent.dealt()
             self._meet(self.hands.barriers_due())
             if hand is None:
-                self.watch.switch("other")
-                if not self.end_pass(left=False):
+                self.timer.switch("other")
+                if not self.end_epoch(left=False):
                     continue
-                if self._around.has_seen_enough():
+                if self._runtime.has_seen_enough():
                     raise StopTraining
                 return None
             self._begin_hand(hand)
             if not hand.idle:
                 self._pace.begin()
-                self.watch.switch("computing")
+                self.timer.switch("computing")
                 return hand.batch
-            self.watch.switch("waiting")
+            self.timer.switch("waiting")
             self._shadow(hand)
             self.end_hand()
 
@@ -323,11 +329,11 @@ class Trainer:
         """
         if self.replica.server is not None or not self._is_peek():
             return False
-        self.watch.switch("other")
+        self.timer.switch("other")
         self._pace.go_on()
         self.hand = None
         self._uncount()
-        self.presence.pass_taken_back()
+        self.agent.epoch_taken_back()
         self.peeks.append(self.iterations)
         self.hands, self._is_taken_back = None, True
         self.schedules.take(self._schedules_before)
@@ -359,14 +365,14 @@ class Trainer:
         """Write a notice about samples of the ending epoch that do not count, if there are any."""
         samples, self._unstepped, self._unstepped_here = self._unstepped, 0, 0
         if samples:
-            whose = f"worker {self.wire.worker} in epoch" if self.replica.server is not None else "epoch"
-            self.journal.notice(
-                f"{whose} {self.referee.epoch + 1} made no optimizer step: its {samples} samples are not counted as "
+            whose = f"worker {self.transport.worker} in epoch" if self.replica.server is not None else "epoch"
+            self.events.notice(
+                f"{whose} {self.evaluator.epoch + 1} made no optimizer step: its {samples} samples are not counted as "
                 "trained; evaluate, and call update_bn for an averaged model, with another loader: this one gives each "
                 "worker a part of the data"
             )
 
-    def end_pass(self, left: bool = True) -> bool:
+    def end_epoch(self, left: bool = True) -> bool:
         """End the epoch: average the model, compare the replicas, evaluate, and share the workers' counts.
 
         Returns False if the epoch continues, since a worker failed with work that was not exchanged; never if the
@@ -383,13 +389,13 @@ class Trainer:
         self._phase = CLOSED
         status.note(self.place())
         if left and isinstance(self.hands, AssignedEpoch) and self.hands.has_more:
-            self.wire.broadcast_bytes(
+            self.transport.broadcast_bytes(
                 b"left"
             )  # a worker that has not left waits in an all-gather: gloo fails on a different operation
         if self._unstepped and self.replica.server is None:
             self.replica.average_buffers(self._unstepped_here)
         self.replica.sync_for_evaluation()
-        if self.presence.reopens(self.hands) and not left:
+        if self.agent.reopens(self.hands) and not left:
             self._phase = LOOP
             self.replica.resume()
             return False
@@ -403,7 +409,7 @@ class Trainer:
                 self.schedules.take(self._schedules_before)
                 return True
         if not self.replica.is_carried:
-            self.presence.keep_tail(self.hands)
+            self.agent.keep_tail(self.hands)
         self._settle_leases()
         if self._unstepped:
             self.schedules.take(self._schedules_before)
@@ -411,9 +417,9 @@ class Trainer:
         self.schedules.end_epoch()
         self.check("at the end of an epoch")
         self.closing, self.hands = self.hands, None
-        self.referee.close_pass(self.closing)
-        if self.presence.keeper.is_told_to_save():
-            self.presence.keeper.save()
+        self.evaluator.close_epoch(self.closing)
+        if self.agent.checkpoints.is_told_to_save():
+            self.agent.checkpoints.save()
         self.closing = None
         return True
 
@@ -431,12 +437,12 @@ class Trainer:
     def _meet(self, times: int) -> None:
         """Meet the other workers this number of times; evaluate the server's model, and save it if that is due."""
         for _ in range(times):
-            self.look_together(self.referee.evaluate, called=True)
-            self.presence.keeper.cut_made()
+            self.look_together(self.evaluator.evaluate, called=True)
+            self.agent.checkpoints.on_snapshot()
 
     def look_together(self, then: Callable[[], None], called: bool = False) -> None:
         """Replace the model by the server's, with all workers at a barrier, call `then`, and continue."""
-        self.watch.switch("other")
+        self.timer.switch("other")
         if self.replica.server is not None:
             self.replica.sync_for_evaluation(called)
         self._count_all_samples()
@@ -445,19 +451,20 @@ class Trainer:
 
     def _count_all_samples(self) -> None:
         """Set the sample count to the largest of all workers', which the worker with the last lease knows."""
-        mine = self.samples if self.dealer.is_counted else self.own_samples
+        mine = self.samples if self.batch_source.is_counted else self.own_samples
         told = [
-            struct.unpack("<q?", one) for one in self.wire.all_gather_bytes(struct.pack("<q?", mine, self._has_peeked))
+            struct.unpack("<q?", one)
+            for one in self.transport.all_gather_bytes(struct.pack("<q?", mine, self._has_peeked))
         ]
         samples = [one for one, _ in told]
-        self.samples = max(samples) if self.dealer.is_counted else sum(samples)
+        self.samples = max(samples) if self.batch_source.is_counted else sum(samples)
         self._all_peeked = all(peeked for _, peeked in told)
 
     def _sees_enough(self) -> bool:
         """Return True if the run ends before the next hand; all sections count."""
         before = self.section
         hands, samples = before.hands + self.hands_done, before.samples + self.samples
-        return self._around.sees_enough(hands, samples, before.seconds + self.journal.t())
+        return self._runtime.sees_enough(hands, samples, before.seconds + self.events.t())
 
     def _refuse_if_over(self) -> None:
         """Raise ScriptError if the section has ended: its loader has no batches any more."""
@@ -473,7 +480,7 @@ class Trainer:
 
     def next_section(self) -> Section:
         """Return the section that follows this one, which has ended."""
-        before, traffic = self.section, self.wire.traffic()
+        before, traffic = self.section, self.transport.traffic()
         return Section(
             before.number + 1,
             self.turns,
@@ -481,7 +488,7 @@ class Trainer:
             before.hands + self.hands_done,
             before.samples + self.samples,
             before.passes + self.passes,
-            self.replica.arenas,
+            self.replica.parameter_sets,
             traffic.bytes_sent,
             traffic.bytes_received,
         )
@@ -493,17 +500,17 @@ class Trainer:
         """
         if is_last:
             self._notice_left_loop()
-        if not self.presence.left:
-            self.end_peek() or self.end_pass()
+        if not self.agent.left:
+            self.end_peek() or self.end_epoch()
             self._phase = OVER
             has_worked = self._has_anybody_worked()
             if self.replica.server is not None and has_worked:
                 self.replica.sync_for_evaluation()
             self.schedules.finish()
-            self.referee.finish(has_worked)
-            self.presence.keeper.finish(has_worked)
+            self.evaluator.finish(has_worked)
+            self.agent.checkpoints.finish(has_worked)
         self._write_outcomes()
-        self.journal.write(
+        self.events.write(
             "end", step=self.steps, samples=self.own_samples, training_s=self.training_s(), **self.measured()
         )
         self._close_journal()
@@ -517,11 +524,11 @@ class Trainer:
 
     def _notice_left_loop(self) -> None:
         """Say that the workers' models differ since the script has left its last loop, if they do."""
-        if self.hands is None or self._is_stopped or self.presence.left:
+        if self.hands is None or self._is_stopped or self.agent.left:
             return
-        is_left = not self._is_peek() and self.wire.workers > 1
+        is_left = not self._is_peek() and self.transport.workers > 1
         if is_left and (self.replica.server is not None or self.replica.has_stepped):
-            self.journal.notice(
+            self.events.notice(
                 "the last loop was left before its end: the models of the workers differ after it, and what the script "
                 "evaluates or saves there is one worker's own; stretto.finish() after the loop gives all workers the "
                 "agreed model, which the run saves in any case"
@@ -530,24 +537,24 @@ class Trainer:
     def _close_journal(self) -> None:
         """Write what is left of the log. A disk that did not take the model either was told of, and fails no run."""
         try:
-            self.journal.close()
+            self.events.close()
         except LogError as error:
-            if not self.referee.is_final_elsewhere:
+            if not self.evaluator.is_final_elsewhere:
                 raise
-            print(f"stretto: worker {self.journal.worker}: {error}: its end is lost", file=sys.stderr, flush=True)
+            print(f"stretto: worker {self.events.worker}: {error}: its end is lost", file=sys.stderr, flush=True)
 
     def _has_anybody_worked(self) -> bool:
         """Whether there is something to look at in the end: where nobody waits one may have got no batch at all."""
         if self.replica.server is None:
             return bool(self.hands_done)
-        return b"some" in self.wire.all_gather_bytes(b"some" if self.hands_done else b"none")
+        return b"some" in self.transport.all_gather_bytes(b"some" if self.hands_done else b"none")
 
     def abandon(self) -> None:
         """The script has failed: keep what is known, and let nobody at a server wait for this worker."""
         self._write_outcomes()
-        self.journal.flush()
-        if isinstance(self.wire, ParameterServerClient):
-            self.wire.close()
+        self.events.flush()
+        if isinstance(self.transport, ParameterServerClient):
+            self.transport.close()
 
     def place(self) -> LoopPosition:
         """Return where the script is in its loop: the step under way, or the last one of a loop that it has left."""
@@ -579,7 +586,7 @@ class Trainer:
         """
         if self.hand is None:
             return
-        self.watch.switch("other")
+        self.timer.switch("other")
         self._pace.go_on()
         hand, self.hand = self.hand, None
         self._stepped_last = hand.idle or bool(self._stepped_here)
@@ -593,7 +600,7 @@ class Trainer:
                 self._make_up_for_a_skipped_step(hand)
             self._announce(hand, idle_worker.END)
             if hand.short:
-                self.settings.tell(self.wire, hand.root)
+                self.settings.tell(self.transport, hand.root)
             self._notice_accumulation()
         if self.recipe is None:
             self._settle_leases()
@@ -602,23 +609,23 @@ class Trainer:
         if self.replica.gradients is not None and self.rounds_done % CHECK_EVERY_ROUNDS == 1:
             self.check(f"after exchange {self.rounds_done}")
         if self.replica.server is None:
-            self.referee.evaluate_if_due()
+            self.evaluator.evaluate_if_due()
         elif self._evaluates_newest:
-            self.referee.evaluate_newest_if_due()
-        if self.journal.due():
+            self.evaluator.evaluate_newest_if_due()
+        if self.events.due():
             self._write_outcomes()
-            self.journal.write("progress", step=self.steps, samples=self.own_samples, **self.measured())
-            self.journal.flush()
+            self.events.write("progress", step=self.steps, samples=self.own_samples, **self.measured())
+            self.events.flush()
 
     def _notice_accumulation(self) -> None:
         """Write a notice, once, if gradients are accumulated and each batch's gradients are exchanged."""
-        if self.replica.gradients is None or self._piled is None or self.wire.workers == 1:
+        if self.replica.gradients is None or self._piled is None or self.transport.workers == 1:
             return
         if not self._stepped_here and self.rounds_done > self._exchanges_before:
             self._piled += 1
         elif self._stepped_here and self._piled:
             batches, self._piled = self._piled + 1, None
-            self.journal.notice(
+            self.events.notice(
                 f"the gradients of {batches} batches are accumulated for a step and exchanged {batches} times: "
                 f"all but the last backward pass in `with stretto.no_sync():` would send 1/{batches} of the bytes"
             )
@@ -633,20 +640,20 @@ class Trainer:
                 self._count_step(0, is_done=False)
             elif (index := idle_worker.stepped(word)) is not None:
                 if self.replica.gradients is not None:
-                    idle_worker.tell_gradients(self.wire, hand.root, parameters_of(self.optimizers.each[index]))
+                    idle_worker.tell_gradients(self.transport, hand.root, parameters_of(self.optimizers.each[index]))
                     self.optimizers.each[index].step()
                 else:
                     self._count_step(index)
-        self.settings.tell(self.wire, hand.root)
+        self.settings.tell(self.transport, hand.root)
         self._shadowing = False
 
     def _hear(self, hand: GlobalStep) -> bytes:
-        with self.watch.on("waiting"):
-            return self.wire.broadcast_bytes(lambda: idle_worker.END, hand.root)
+        with self.timer.on("waiting"):
+            return self.transport.broadcast_bytes(lambda: idle_worker.END, hand.root)
 
     def _announce(self, hand: GlobalStep | None, word: bytes) -> None:
         if hand is not None and hand.short and not self._shadowing:
-            self.wire.broadcast_bytes(word, hand.root)
+            self.transport.broadcast_bytes(word, hand.root)
 
     def accumulate(self, on: bool) -> None:
         """Suspend the exchange of gradients, or resume it: the script accumulates gradients."""
@@ -662,7 +669,7 @@ class Trainer:
 
     def _before_step(self, index: int, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Check and prepare a step; hook before an optimizer's step."""
-        if self.wire.workers > 1:
+        if self.transport.workers > 1:
             refuse_step_outside(self.iterations, self._thread == threading.get_ident(), self.hands is not None)
         if not self._is_held:
             self._outside.check_held()
@@ -672,15 +679,15 @@ class Trainer:
 
     def _after_step(self, index: int, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Count a step and exchange if due; hook after an optimizer's step."""
-        before = self.watch.switch("other")
+        before = self.timer.switch("other")
         self._pace.go_on()
         if getattr(optimizer, "found_inf", None) is None and not self._skips:
             self._refuse_not_finite(optimizer)
         self._announce(self.hand, idle_worker.step_of(index))
         if self.replica.gradients is not None and self.hand is not None and self.hand.short and not self._shadowing:
-            idle_worker.tell_gradients(self.wire, self.hand.root, parameters_of(optimizer))
+            idle_worker.tell_gradients(self.transport, self.hand.root, parameters_of(optimizer))
         self._count_step(index)
-        self.watch.switch(before)
+        self.timer.switch(before)
 
     def _count_step(self, index: int, is_done: bool = True) -> None:
         self.steps_of[index] += 1
@@ -712,7 +719,7 @@ class Trainer:
         try:
             exchange()
         except NotFiniteError as error:
-            raise NotFiniteError(f"{error}; step {self.steps}, worker {self.wire.worker}; {ADVICE}") from None
+            raise NotFiniteError(f"{error}; step {self.steps}, worker {self.transport.worker}; {ADVICE}") from None
 
     def _exchange(self, index: int) -> None:
         if self.replica.server is not None:
@@ -728,9 +735,10 @@ class Trainer:
                 scaled.enter_context(rate.applied())
             is_sent = exchange(samples, leases)
         if not is_sent:
-            text = f"worker {self.wire.worker} left out an update with NaN or infinity: {samples} samples do not count"
-            self.journal.write("warning", text=text)
-            self.journal.flush()
+            worker = self.transport.worker
+            text = f"worker {worker} left out an update with NaN or infinity: {samples} samples do not count"
+            self.events.write("warning", text=text)
+            self.events.flush()
 
     def _unsent(self) -> tuple[int, list[Lease]]:
         """Return the samples and the leases whose work no exchange has carried yet."""
@@ -749,9 +757,9 @@ class Trainer:
         self.rounds_done += 1
         if self.replica.server is not None:
             return
-        self.arrivals.note(self.journal.t(), blocked_s)
+        self.arrivals.note(self.events.t(), blocked_s)
         if self.replica.carried():
-            self.presence.carried()
+            self.agent.carried()
             self._settle_leases()
 
     def _make_up_for_a_skipped_step(self, hand: GlobalStep) -> None:
@@ -768,7 +776,7 @@ class Trainer:
 
     def _is_evaluating(self) -> bool:
         """True in an epoch without a step so far whose loop computes no gradients, or has the model in eval mode."""
-        models = self.model.given if isinstance(self.model, Several) else [self.model]
+        models = self.model.given if isinstance(self.model, SeveralModels) else [self.model]
         is_training = torch.is_grad_enabled() and any(one.training for one in models)
         return self._optimizer_steps == self._begun.steps and not is_training
 
@@ -783,10 +791,10 @@ class Trainer:
             return
         names = {id(one): plain_name(name) for name, one in self.model.named_parameters()}
         name = names.get(id(last), "a parameter outside the model")
-        self.journal.flush()
+        self.events.flush()
         raise NotFiniteError(
             f"the loss became NaN or infinite: the gradient of {name} is not finite "
-            f"at step {self.steps + 1} on worker {self.wire.worker}; {ADVICE}"
+            f"at step {self.steps + 1} on worker {self.transport.worker}; {ADVICE}"
         )
 
     # --- figures ----------------------------------------------------------------------------------------
@@ -797,27 +805,27 @@ class Trainer:
             is_compared = self.replica.check(when)
         except ReplicasDifferError as error:
             raise ReplicasDifferError(
-                self._step_record.difference(self.wire, members_of(self.wire)) or str(error)
+                self._step_record.difference(self.transport, members_of(self.transport)) or str(error)
             ) from None
         if is_compared:
             self._step_record.clear()
-        if is_compared and self.wire.worker == 0:
-            self.journal.write("check", step=self.steps, round=self.rounds_done, equal=True)
+        if is_compared and self.transport.worker == 0:
+            self.events.write("check", step=self.steps, round=self.rounds_done, equal=True)
 
     def training_s(self) -> float:
         """Return the seconds since the start, without evaluations."""
-        return round(self.journal.t() - self.watch.split()["evaluating"], 6)
+        return round(self.events.t() - self.timer.split()["evaluating"], 6)
 
     def measured(self) -> dict[str, Any]:
         """Return this worker's cumulative figures."""
-        traffic, before = self.wire.traffic(), self.section
+        traffic, before = self.transport.traffic(), self.section
         server = self.replica.server
         is_bounded = self.recipe is not None and getattr(self.recipe.when, "bound", None) is not None
         held = {"blocked_s": round(server.blocked_s, 6)} if server is not None and is_bounded else {}
         return {
             **held,
             "rounds": self.rounds_done,
-            "time_breakdown": self.watch.split(),
+            "time_breakdown": self.timer.split(),
             "bytes_sent": traffic.bytes_sent - before.sent,
             "bytes_received": traffic.bytes_received - before.received,
             "bytes_counted": traffic.counted,
@@ -835,32 +843,32 @@ class Trainer:
         """Write an event with this worker's applied updates and their staleness."""
         server = self.replica.server
         if server is not None and server.outcomes:
-            self.journal.write("update_applied", updates=server.outcomes)
+            self.events.write("update_applied", updates=server.outcomes)
             server.outcomes = []
 
-    def _say_start(self, seat: WorkerContext) -> None:
-        self.journal.write(
+    def _say_start(self, context: WorkerContext) -> None:
+        self.events.write(
             "start",
-            workers=self.wire.workers,
-            **self._around.facts(),
+            workers=self.transport.workers,
+            **self._runtime.facts(),
             device=str(next(self.model.parameters(), torch.empty(0)).device),
             threads=torch.get_num_threads(),
             recipe=str(self.recipe) if self.recipe else "single process",
             servers=self.recipe.shards if self.recipe else 0,
-            at=round(self._around.clock(), 6),
+            at=round(self._runtime.clock(), 6),
         )
-        if self.recipe is not None and self.wire.workers > 1:
-            waits, splits = not self.recipe.asynchronous, self.dealer.splits
+        if self.recipe is not None and self.transport.workers > 1:
+            waits, splits = not self.recipe.asynchronous, self.batch_source.splits
             batch = batch_of(self.loader)
-            added = self.recipe.step_of_all(self.wire.workers)
-            line = said(self.wire.workers, batch, split=splits, waits=waits, factor=seat.lr_factor, added=added)
-            self.journal.say(line)
-        if not self.dealer.is_counted and not (self.wire.workers == 1 and seat.global_batch_of == 1):
-            shards = f" ({self.dealer.library})" if self.dealer.library else ""
+            added = self.recipe.step_of_all(self.transport.workers)
+            line = said(self.transport.workers, batch, split=splits, waits=waits, factor=context.lr_factor, added=added)
+            self.events.say(line)
+        if not self.batch_source.is_counted and not (self.transport.workers == 1 and context.global_batch_of == 1):
+            shards = f" ({self.batch_source.library})" if self.batch_source.library else ""
             how = (
                 f"each worker reads a shard of its own{shards} and keeps all of it"
-                if self.dealer.assignment == "own"
-                else f"every worker reads all of it and keeps one batch in {self.wire.workers}"
+                if self.batch_source.assignment == "own"
+                else f"every worker reads all of it and keeps one batch in {self.transport.workers}"
             )
-            self.journal.notice(f"the loader is a stream: {how}; how often each sample counted can't be audited")
-        self.journal.flush()
+            self.events.notice(f"the loader is a stream: {how}; how often each sample counted can't be audited")
+        self.events.flush()

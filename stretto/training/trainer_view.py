@@ -24,12 +24,12 @@ class TrainerView(Protocol):
     model: nn.Module
     optimizers: Optimizers
     loader: Any
-    dealer: BatchSource
-    wire: Transport
+    batch_source: BatchSource
+    transport: Transport
     section: Section
-    journal: EventWriter
+    events: EventWriter
     replica: Replica
-    referee: Evaluator
+    evaluator: Evaluator
     settings: Settings
     hands: EpochBatches | None
     closing: EpochBatches | None

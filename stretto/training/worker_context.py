@@ -35,17 +35,17 @@ FIRST_S = 60.0
 """How long a worker waits for the first word of a coordinator."""
 
 
-def _solo(device: torch.device) -> Transport:  # noqa: ARG001
+def _single_worker(device: torch.device) -> Transport:  # noqa: ARG001
     return SingleWorkerTransport()
 
 
 @dataclass(frozen=True)
 class WorkerContext:
-    """One worker's place in a run. `wire` is called once, with the device of the model."""
+    """One worker's place in a run. `transport` is called once, with the device of the model."""
 
     worker: int = 0
     workers: int = 1
-    wire: Callable[[torch.device], Transport] = _solo
+    transport: Callable[[torch.device], Transport] = _single_worker
     recipe: str | None = None
     run: Path | None = None
     opens_folder: bool = False
@@ -59,7 +59,7 @@ class WorkerContext:
     """The factor on the script's learning rate."""
     keep_states: bool = False
     timeout_s: float = DEFAULT_TIMEOUT_S
-    around: Runtime = field(default_factory=Runtime)
+    runtime: Runtime = field(default_factory=Runtime)
     server: Callable[[Recipe], Transport] | None = None
     """How it reaches the parameter server that a launcher has started, if one has."""
     lead_host: str = "127.0.0.1"
@@ -67,7 +67,7 @@ class WorkerContext:
     slow: float = 1.0
     """How much longer its computing is made to last."""
     on_nan: str = "stop"
-    life: int = 0
+    incarnation: int = 0
     """How often this worker was started before."""
     rule: Rule = "per-worker-batch"
     checkpoint: Interval | None = None
@@ -77,22 +77,22 @@ class WorkerContext:
     barrier: Barrier | None = None
     """Where the script waits for other workers; None if there are none."""
 
-    def wire_for(self, recipe: Recipe | None, device: torch.device) -> Transport:
+    def transport_for(self, recipe: Recipe | None, device: torch.device) -> Transport:
         """The wire that the recipe asks for. Without a server of a launcher's worker 0 keeps one in its process."""
         if recipe is None or not recipe.shards:
-            return self.wire(device)
+            return self.transport(device)
         if self.server is not None:
             return self.server(recipe)
-        meeting = self.wire(torch.device("cpu"))
+        meeting = self.transport(torch.device("cpu"))
         return serve_at_rank0(meeting, recipe.shards, self.on_nan, self.timeout_s, self.lead_host)
 
     def with_folder(self, run: Path | None) -> WorkerContext:
         """Return the same seat with another run folder, which is there."""
         return replace(self, run=run, opens_folder=False)
 
-    def from_the_start(self) -> WorkerContext:
+    def from_first_section(self) -> WorkerContext:
         """Return the same seat for a section whose start this process takes part in."""
-        return replace(self, life=0, resume=None)
+        return replace(self, incarnation=0, resume=None)
 
     def asked(self, recipe: Recipe | None) -> dict[str, Any]:
         """Return what `run.json` says of a run that no launcher of ours has started."""
@@ -106,13 +106,13 @@ class WorkerContext:
         }
 
 
-given_seat: ContextVar[WorkerContext | None] = ContextVar("given_seat", default=None)
+current_context: ContextVar[WorkerContext | None] = ContextVar("given_seat", default=None)
 """A seat given by a host in this process (a test, the simulator); it goes before the environment."""
 
 
-def find_seat(environment: Mapping[str, str] = os.environ) -> WorkerContext | None:
+def find_context(environment: Mapping[str, str] = os.environ) -> WorkerContext | None:
     """Return the context of this worker, or None for a plain `python train.py`."""
-    given = given_seat.get()
+    given = current_context.get()
     if given is not None:
         return given
     config = worker_config(environment)
@@ -126,11 +126,11 @@ def _context(config: WorkerConfig) -> WorkerContext:
     return WorkerContext(
         worker=config.rank,
         workers=config.world_size,
-        wire=_transport(config),
+        transport=_transport(config),
         recipe=config.recipe,
         run=Path(config.run) if config.run else None,
         opens_folder=config.run is None,
-        around=Runtime(own_process=True),
+        runtime=Runtime(own_process=True),
         seed=config.seed,
         single_process=config.single_process,
         global_batch_of=config.global_batch_of,
@@ -142,7 +142,7 @@ def _context(config: WorkerConfig) -> WorkerContext:
         lead_host=address[0] if address is not None else "127.0.0.1",
         slow=config.slowdown,
         on_nan=config.on_nan,
-        life=config.incarnation,
+        incarnation=config.incarnation,
         rule=config.on_resize,
         checkpoint=every(config.checkpoint_every) if config.checkpoint_every else None,
         keep=config.keep,
@@ -155,7 +155,7 @@ def _transport(config: WorkerConfig) -> Callable[[torch.device], Transport]:
     if config.coordinator is not None:
         return functools.partial(_elastic, config)
     if config.world_size == 1:
-        return _solo
+        return _single_worker
     return functools.partial(_process_group, config)
 
 
@@ -209,6 +209,6 @@ def _server(config: WorkerConfig) -> Callable[[Recipe], Transport] | None:
 def _membership(config: WorkerConfig) -> MembershipClient:
     """Return the membership client. A restarted worker may be there before the network is."""
     assert config.coordinator is not None
-    life, limit_s = config.incarnation, config.timeout_s if config.incarnation else FIRST_S
+    incarnation, limit_s = config.incarnation, config.timeout_s if config.incarnation else FIRST_S
     keys = worker_keys(config.keys)
-    return MembershipClient(config.rank, life, config.coordinator, keys, config.failure_timeout_s, limit_s)
+    return MembershipClient(config.rank, incarnation, config.coordinator, keys, config.failure_timeout_s, limit_s)

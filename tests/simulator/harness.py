@@ -22,7 +22,7 @@ from stretto.simulator.engine import CostModel
 from stretto.simulator.isolation.script import ForwardedOutput
 from stretto.simulator.network import topology
 from stretto.simulator.runner import create_run, simulate
-from stretto.training.worker_context import given_seat
+from stretto.training.worker_context import current_context
 
 STEP_S = 0.01
 ACTING = "from simulator import harness\nharness.act()\n"
@@ -97,13 +97,13 @@ def simulated(
 
 def act() -> None:
     """Call the function of the test, and store its result."""
-    seat = given_seat.get()
+    seat = current_context.get()
     assert seat is not None
     _found[seat.worker] = _work[0](seat.worker)
 
 
 def now() -> float:
     """Return the virtual time of the current worker in seconds."""
-    seat = given_seat.get()
+    seat = current_context.get()
     assert seat is not None
-    return seat.around.clock()
+    return seat.runtime.clock()

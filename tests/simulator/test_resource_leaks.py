@@ -37,7 +37,7 @@ def test_failed_incarnations_are_freed(recipe: str, monkeypatch: pytest.MonkeyPa
     real = Trainer.__init__
 
     def noted(self: Trainer, seat: WorkerContext, *given: Any) -> None:
-        born[seat.worker, seat.life] = weakref.ref(self)
+        born[seat.worker, seat.incarnation] = weakref.ref(self)
         real(self, seat, *given)
 
     monkeypatch.setattr(Trainer, "__init__", noted)

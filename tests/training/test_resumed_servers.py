@@ -167,7 +167,7 @@ def test_the_first_worker_dies_while_it_writes_and_the_next_one_does(tmp_path: P
         optimizers = Optimizers([torch.optim.SGD([torch.zeros(1, requires_grad=True)])])
         replica = SimpleNamespace(server=True)
         trainer: Any = SimpleNamespace(
-            wire=worker.client, replica=replica, journal=journal, optimizers=optimizers, **counts
+            transport=worker.client, replica=replica, events=journal, optimizers=optimizers, **counts
         )
         place: Any = SimpleNamespace(run=tmp_path, keep=3, checkpoint=every("1 rounds"))
         keeper: Any = CheckpointManager(trainer, place)

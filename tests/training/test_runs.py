@@ -19,7 +19,7 @@ import stretto
 from stretto.events import PHASES, read_events
 from stretto.process_config import WorkerConfig
 from stretto.training import evaluation
-from stretto.training.worker_context import WorkerContext, find_seat
+from stretto.training.worker_context import WorkerContext, find_context
 
 RECIPES = ["allreduce", "local_sgd(every=3)", "diloco(every=4)"]
 
@@ -265,12 +265,12 @@ def test_without_a_run_logging_costs_nothing_and_writes_nothing(
 
 
 def test_the_seat_is_read_from_the_environment(tmp_path: Path) -> None:
-    assert find_seat({}) is None
-    seat = find_seat(WorkerConfig(run=str(tmp_path), single_process=True, global_batch_of=4, seed=3).environment())
+    assert find_context({}) is None
+    seat = find_context(WorkerConfig(run=str(tmp_path), single_process=True, global_batch_of=4, seed=3).environment())
     assert seat is not None
     assert (seat.run, seat.single_process, seat.global_batch_of, seat.seed, seat.workers) == (tmp_path, True, 4, 3, 1)
-    torchrun = find_seat({"RANK": "2", "WORLD_SIZE": "4", "STRETTO_RECIPE": "allreduce"})
+    torchrun = find_context({"RANK": "2", "WORLD_SIZE": "4", "STRETTO_RECIPE": "allreduce"})
     assert isinstance(torchrun, WorkerContext)
     assert (torchrun.worker, torchrun.workers, torchrun.recipe, torchrun.run) == (2, 4, "allreduce", None)
     with pytest.raises(stretto.StrettoError, match="WORLD_SIZE"):
-        find_seat({"WORLD_SIZE": "many"})
+        find_context({"WORLD_SIZE": "many"})
