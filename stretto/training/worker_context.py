@@ -106,7 +106,7 @@ class WorkerContext:
         }
 
 
-current_context: ContextVar[WorkerContext | None] = ContextVar("given_seat", default=None)
+current_context: ContextVar[WorkerContext | None] = ContextVar("current_context", default=None)
 """A seat given by a host in this process (a test, the simulator); it goes before the environment."""
 
 
