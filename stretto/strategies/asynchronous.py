@@ -327,7 +327,9 @@ class AsyncServer:
             norm = self._tally.norm_of(changes)
             messages = self._encode()
             if not self._is_skipped([one for each in messages for one in each if one.is_floating_point()]):
-                self._tally.owes(norm, self._how, [state for one in self.ranges for state in one.states])
+                self._tally.measure_residual_later(
+                    norm, self._how, [state for one in self.ranges for state in one.states]
+                )
                 return messages
         return None
 
@@ -341,11 +343,11 @@ class AsyncServer:
     def _count_traffic(self, update: Update) -> None:
         if self._account is None:
             return
-        self._account.began(self._nbytes)
+        self._account.count_raw(self._nbytes)
         self._account.sent += update.nbytes
         for shard, messages in enumerate(update.messages):
             for one, message in zip(self.ranges, messages, strict=True):
-                self._tally.spoke(self._how, message, one.change[slice(*one.bounds[shard])])
+                self._tally.count_values(self._how, message, one.change[slice(*one.bounds[shard])])
 
     def _compute_empty_change(self) -> None:
         """Set `change` to an update without effect: the server must learn that the round has ended."""

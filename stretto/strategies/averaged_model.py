@@ -1,9 +1,9 @@
-"""Looking at the agreed model between exchanges, without disturbing the training.
+"""The averaged model between exchanges, without a change to the training.
 
-Between two exchanges workers differ. To evaluate, to save or at the end of a pass, all of them look at the same model:
-the mean of their parameters, weighted by the samples since the last exchange, or a server's newest version. When
-training goes on each worker takes up its own parameters again, unless the script has changed the model meanwhile: then
-the script's change stands.
+Between two exchanges the workers' parameters differ. To evaluate, to save, or at the end of an epoch, all workers hold
+the same model: the mean of their parameters, weighted by the samples since the last exchange, or a server's newest
+version. Afterwards each worker restores its own parameters, unless the script has changed the model in between: then
+the script's values are kept.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from stretto.transport.elastic import attempted
 
 
 class AveragedModel:
-    """The agreed model in place of a worker's own, until `resume`. Cost: one exact exchange of the parameters.
+    """The averaged model in place of a worker's own, until `resume`. Cost: one exact all-reduce of the parameters.
 
-    `sets` are the parts of each set of parameters with this worker's share in their mean. `read` puts the agreed
-    parameters in place, and says whether what the worker had before is still its own; without it they are the workers'
-    mean. Buffers are averaged with the share of the first set.
+    `sets` holds the flat buffers of each parameter set, with this worker's share in their mean. `read` replaces the
+    parameters by a server's, and returns True if the worker's former parameters are still valid; without it they are
+    averaged over the workers. Buffers are averaged with the share of the first set.
     """
 
     def __init__(
@@ -48,29 +48,29 @@ class AveragedModel:
         averaged.append((FlatTensors(buffers.floating()), groups[0][1]))
 
         def means() -> list[list[Tensor]]:
-            asked = [flat.ask_mean(transport, share(), account) for flat, share in averaged]
-            return [finish(one) for one in asked]
+            operations = [flat.ask_mean(transport, share(), account) for flat, share in averaged]
+            return [finish(one) for one in operations]
 
-        for (flat, _), found in zip(averaged, attempted(transport, means), strict=True):
-            flat.take(found)
+        for (flat, _), received in zip(averaged, attempted(transport, means), strict=True):
+            flat.take(received)
         self._shown = [one.clone() for one in self._tensors]
 
     @property
     def own_parameters(self) -> Sequence[Tensor]:
-        """This worker's own parameters, by the parts of the arena."""
+        """This worker's own parameters, by flat buffer."""
         return self._own[: self._parts]
 
     @property
     def drift(self) -> float | None:
-        """How far this worker's own parameters are from the agreed ones, relative to those."""
+        """Distance of this worker's own parameters from the averaged ones, relative to the norm of the latter."""
         pairs = list(zip(self._own, self._shown, strict=True))
-        apart = sum(float((own - shown).double().square().sum()) for own, shown in pairs)
-        whole = sum(float(shown.double().square().sum()) for shown in self._shown)
-        return (apart / whole) ** 0.5 if whole else None
+        distance = sum(float((own - shown).double().square().sum()) for own, shown in pairs)
+        norm = sum(float(shown.double().square().sum()) for shown in self._shown)
+        return (distance / norm) ** 0.5 if norm else None
 
     @torch.no_grad()
     def resume(self, own: bool = True) -> bool:
-        """Take up the own parameters again, if so. False when the script has changed the model: its values are kept."""
+        """Restore this worker's parameters if `own`. Return False if the script changed the model: its values stay."""
         untouched = all(torch.equal(now, shown) for now, shown in zip(self._tensors, self._shown, strict=True))
         if untouched and own:
             for now, before in zip(self._tensors, self._own, strict=True):

@@ -1,4 +1,4 @@
-"""Memories of exchanges carried over to an exchange of other parameters, number by number, for those in both."""
+"""Codec and outer state of an exchange, copied to an exchange of other parameters, for parameters that are in both."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from stretto.strategies.local_updates import RoundRange
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Piece:
-    """A codec's memory of the numbers `start` to `stop` of a part."""
+    """A codec's state for elements `start` to `stop` of a flat buffer."""
 
     state: Any
     part: FlatBuffer
@@ -25,7 +25,7 @@ class Piece:
 
 
 Residuals = list[tuple[FlatBuffer, Tensor]]
-"""For each part what was contributed and not sent yet, flat."""
+"""For each flat buffer, the flat residual."""
 
 
 def residuals(codec: Codec, pieces: Sequence[Piece]) -> Residuals:
@@ -66,7 +66,7 @@ def carry_over(before: Sequence[RoundRange], after: Sequence[RoundRange]) -> Non
 
 
 def _in_both(one: FlatBuffer, other: FlatBuffer) -> Iterator[tuple[ParameterSlice, ParameterSlice]]:
-    """The places of parameters that lie in both parts; nothing where their numbers are of other kinds."""
+    """Yield the slices of parameters that are in both buffers; none if the dtypes differ."""
     if one.theta.dtype != other.theta.dtype:
         return
     places = {id(slot.parameter): slot for slot in one.slots if slot.home is None}

@@ -1,4 +1,4 @@
-"""Holds conversations over a wire: several at once, each turn of all before the next turn of any."""
+"""Runs coroutines of collective operations on a transport: several at once, each step of all before the next of any."""
 
 from __future__ import annotations
 
@@ -12,40 +12,40 @@ from stretto.transport import Handle, Transport
 
 
 class CollectiveRunner:
-    """One conversation under way; its first ask is out when this is made. `account` counts what is said."""
+    """A coroutine under way; its first operation is submitted on creation. `account` counts its bytes."""
 
-    def __init__(self, transport: Transport, conversation: CollectiveCoroutine, account: Account | None = None) -> None:
+    def __init__(self, transport: Transport, coroutine: CollectiveCoroutine, account: Account | None = None) -> None:
         self._transport = transport
-        self._conversation = conversation
+        self._coroutine = coroutine
         self._account = account
         self.result: Tensor | None = None
         self.ask: CollectiveOp | None = None
-        """The ask that is out."""
-        self._ticket: Handle | None = self._start(next(conversation))
+        """The operation that is under way; None at the end."""
+        self._handle: Handle | None = self._start(next(coroutine))
 
     def turn(self) -> bool:
-        """Wait for the answer to the ask that is out and go on; True when the conversation is over."""
-        if self._ticket is None or self.ask is None:
+        """Wait for the operation under way and submit the next one. Return True at the coroutine's end."""
+        if self._handle is None or self.ask is None:
             return True
-        answer = self._ticket.wait()
+        answer = self._handle.wait()
         if self._account is not None:
-            self._account.heard(self.ask, answer)
+            self._account.count_received(self.ask, answer)
         try:
-            self._ticket = self._start(self._conversation.send(answer))
+            self._handle = self._start(self._coroutine.send(answer))
         except StopIteration as end:
-            self._ticket, self.ask, self.result = None, None, end.value
-        return self._ticket is None
+            self._handle, self.ask, self.result = None, None, end.value
+        return self._handle is None
 
     def _start(self, ask: CollectiveOp) -> Handle:
         self.ask = ask
         if self._account is not None:
-            self._account.said(ask)
+            self._account.count_sent(ask)
         return self._transport.submit(ask)
 
 
-def finish(talks: Sequence[CollectiveRunner]) -> list[Tensor]:
-    """Bring all conversations to their end, in the same order at every worker; returns their results."""
-    open_talks = list(talks)
-    while open_talks:
-        open_talks = [talk for talk in open_talks if not talk.turn()]
-    return [talk.result for talk in talks if talk.result is not None]
+def finish(runners: Sequence[CollectiveRunner]) -> list[Tensor]:
+    """Run all coroutines to their end, in the same order at every worker; return their results."""
+    running = list(runners)
+    while running:
+        running = [runner for runner in running if not runner.turn()]
+    return [runner.result for runner in runners if runner.result is not None]

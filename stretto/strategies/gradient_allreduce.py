@@ -266,7 +266,7 @@ class GradientAllReduce:
             flat.zero_()
             operation = self._start(bucket)
             self._has_non_finite = True
-        self._tally.owes(norm, codec, [self._what.codec_state(bucket.state)])
+        self._tally.measure_residual_later(norm, codec, [self._what.codec_state(bucket.state)])
         self._operations.append(operation)
 
     def _start(self, bucket: Bucket) -> CollectiveRunner:
@@ -274,8 +274,8 @@ class GradientAllReduce:
             self._transport, self._what.average(self._codec, bucket.flat, bucket.state), self._account
         )
         if self._account is not None and operation.ask is not None:
-            self._account.began(bucket.flat.nbytes)
-            self._tally.spoke(self._codec, operation.ask.tensor, bucket.flat)
+            self._account.count_raw(bucket.flat.nbytes)
+            self._tally.count_values(self._codec, operation.ask.tensor, bucket.flat)
         return operation
 
     def _after_backward(self) -> None:

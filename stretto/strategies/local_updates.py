@@ -154,7 +154,7 @@ class LocalUpdates:
             operations = [self._start(round_range) for round_range in self.ranges]
         except NotFiniteError as error:
             raise self._locate_non_finite() or error from None
-        self._tally.owes(norm, self._how, [round_range.codec_state for round_range in self.ranges])
+        self._tally.measure_residual_later(norm, self._how, [round_range.codec_state for round_range in self.ranges])
         return operations
 
     def _start(self, round_range: RoundRange) -> CollectiveRunner:
@@ -162,8 +162,8 @@ class LocalUpdates:
             self._transport, self._how.average(round_range.scratch, round_range.codec_state), self._account
         )
         if self._account is not None and operation.ask is not None:
-            self._account.began(round_range.scratch.nbytes)
-            self._tally.spoke(self._how, operation.ask.tensor, round_range.scratch)
+            self._account.count_raw(round_range.scratch.nbytes)
+            self._tally.count_values(self._how, operation.ask.tensor, round_range.scratch)
         return operation
 
     def _locate_non_finite(self) -> NotFiniteError | None:

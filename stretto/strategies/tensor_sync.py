@@ -1,4 +1,4 @@
-"""What a worker has besides its parameters, made flat to be exchanged: the optimizer's state, the model's buffers."""
+"""The optimizer's state and the model's buffers, flattened to be exchanged."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class FlatTensors:
         self._groups = list(groups.values())
 
     def ask_mean(self, transport: Transport, share: float, account: Account | None = None) -> list[CollectiveRunner]:
-        """Set off the exact weighted mean of all, which is put to an account."""
+        """Start the exact weighted mean of all tensors; `account` counts its bytes."""
         flats = [torch.cat([one.detach().reshape(-1) for one in group]).mul_(share) for group in self._groups]
         if account is not None:
-            account.began(sum(flat.nbytes for flat in flats))
+            account.count_raw(sum(flat.nbytes for flat in flats))
         return [CollectiveRunner(transport, exact().average(flat, None), account) for flat in flats]
 
     @torch.no_grad()
@@ -61,7 +61,7 @@ class OptimizerState:
         return [one for group in self._optimizer.param_groups for one in group["params"]]
 
     def layout(self) -> Layout:
-        """What there is, in a fixed order."""
+        """Return the layout of the state's tensors, in a fixed order."""
         return [
             (index, str(name), list(value.shape), str(value.dtype), None if value.dim() else float(value))
             for index, parameter in enumerate(self._parameters)
@@ -70,9 +70,9 @@ class OptimizerState:
         ]
 
     def to_average(self) -> FlatTensors:
-        """The tensors to average, after agreeing with all workers on which there are.
+        """Return the tensors to average, after agreeing with all workers on the layout.
 
-        A worker that has not stepped yet gets zeros for what the others have, which is how optimizers begin.
+        A worker that has not stepped yet gets zeros for entries of the others, as optimizers start with.
         """
         mine = self.layout()
         shape_only = msgspec.msgpack.encode([entry[:4] for entry in mine])
@@ -110,10 +110,10 @@ def _digest(message: bytes) -> bytes:
 
 
 class MovingBuffers:
-    """The floating buffers that training changes, such as the statistics of batch-norm.
+    """The floating-point buffers that training changes, such as the statistics of batch-norm.
 
-    Which those are is agreed among all workers when asked: a buffer that no worker's training has changed is not sent,
-    and does not drift by rounding. Integer and bool buffers are never averaged.
+    The workers agree on this set: a buffer that no worker's training has changed is not sent, and does not drift by
+    rounding. Integer and bool buffers are never averaged.
     """
 
     def __init__(self, model: nn.Module, transport: Transport) -> None:
@@ -123,15 +123,15 @@ class MovingBuffers:
         self._asked = False
 
     def state(self) -> tuple[list[str], bool]:
-        """Which are known to move, and whether all were asked."""
+        """Return the names of the buffers that change, and True if the workers have agreed on them."""
         return sorted(self._moving), self._asked
 
     def restore(self, state: tuple[list[str], bool]) -> None:
-        """Know what others know."""
+        """Load a state that `state` returned."""
         self._moving, self._asked = set(state[0]), state[1]
 
     def agree(self, again: bool = True) -> None:
-        """Agree on which buffers move; not `again` if it was asked before. A model without buffers asks nobody."""
+        """Agree on the buffers that change; not `again` if done before. A model without buffers sends nothing."""
         if not self._first or (self._asked and not again):
             return
         self._asked = True
@@ -141,26 +141,26 @@ class MovingBuffers:
             self._moving.update(msgspec.msgpack.decode(names, type=list[str]))
 
     def floating(self) -> list[Tensor]:
-        """Those that are averaged, in a fixed order."""
+        """Return the buffers that are averaged, in a fixed order."""
         return [one for name, one in self._model.named_buffers() if name in self._moving and one.is_floating_point()]
 
     def all(self) -> list[Tensor]:
-        """All that move, integers too."""
+        """Return all buffers that change, integers too."""
         return [one for name, one in self._model.named_buffers() if name in self._moving]
 
     def follow_lead(self) -> None:
-        """Take all moving buffers from worker 0."""
+        """Copy all changing buffers from worker 0."""
         if moving := self.all():
             follow(self._transport, moving)
 
 
 def crc(tensor: Tensor) -> int:
-    """A checksum of the tensor's bits."""
+    """Return a checksum of the tensor's bits."""
     return zlib.crc32(octets(tensor).data)
 
 
 def heard(transport: Transport, make: Callable[[], bytes], root: int) -> bytes | None:
-    """What the root tells; None at whoever has told it, which may be another when that one is gone."""
+    """Return the bytes that the root broadcasts; None at the root, which is another worker if the first one failed."""
     tells: list[bool] = []
 
     def mine() -> bytes:
@@ -173,7 +173,7 @@ def heard(transport: Transport, make: Callable[[], bytes], root: int) -> bytes |
 
 @torch.no_grad()
 def follow(transport: Transport, tensors: Sequence[Tensor], root: int = 0) -> None:
-    """Take the values of these tensors from one worker, bit for bit."""
+    """Copy the values of these tensors from one worker, bit for bit."""
     told = heard(transport, lambda: b"".join(octets(one).tobytes() for one in tensors), root)
     if told is None:
         return
@@ -187,6 +187,6 @@ def follow(transport: Transport, tensors: Sequence[Tensor], root: int = 0) -> No
 
 
 def octets(tensor: Tensor) -> NDArray[np.uint8]:
-    """The bytes of a tensor's numbers in plain order, without a copy where the tensor lies so on the CPU."""
+    """Return the bytes of a tensor's elements in contiguous order, without a copy if it is contiguous on the CPU."""
     flat = tensor.detach().contiguous().cpu().reshape(-1)
     return flat.view(torch.uint8).numpy() if flat.numel() else np.empty(0, np.uint8)

@@ -1,4 +1,4 @@
-"""What this worker said and heard in exchanges: bytes raw and encoded, by purpose; and what it still owes."""
+"""Traffic of this worker's exchanges: raw and encoded bytes, by purpose; and the norms of its residuals."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ So the last measurement of a short run is of its later half.
 
 @dataclass(slots=True)
 class Account:
-    """Bytes of one purpose, before the wire multiplies them: `raw` is what exact numbers would take."""
+    """Bytes of one purpose, without the transport's overhead; the `raw` fields are those of exact values."""
 
     raw_sent: int = 0
     sent: int = 0
     raw_received: int = 0
     received: int = 0
 
-    def began(self, raw: int) -> None:
-        """An exchange of numbers of so many bytes: as much would be said and heard exactly."""
+    def count_raw(self, raw: int) -> None:
+        """Count an exchange of tensors that take `raw` bytes without encoding."""
         self.raw_sent += raw
         self.raw_received += raw
 
-    def said(self, ask: CollectiveOp) -> None:
-        """An ask sets off."""
+    def count_sent(self, ask: CollectiveOp) -> None:
+        """Count an operation that is submitted."""
         self.sent += ask.tensor.nbytes
 
-    def heard(self, ask: CollectiveOp, answer: Answer) -> None:
-        """Its answer is there: a mean, or the messages of all others."""
-        every = sum(one.nbytes for one in answer) if isinstance(ask, AllGather) else 2 * ask.tensor.nbytes
-        self.received += every - ask.tensor.nbytes
+    def count_received(self, ask: CollectiveOp, answer: Answer) -> None:
+        """Count an operation's result: a mean, or the messages of all other workers."""
+        total = sum(one.nbytes for one in answer) if isinstance(ask, AllGather) else 2 * ask.tensor.nbytes
+        self.received += total - ask.tensor.nbytes
 
 
 class Tally:
-    """All that a worker counts about its exchanges. `clock` tells when norms are measured anew."""
+    """All counters of a worker's exchanges. The context's `clock` decides when norms are measured again."""
 
     def __init__(self, context: CodecContext) -> None:
         self._context = context
@@ -58,61 +58,61 @@ class Tally:
         """Norm of the last measured contribution, and the places of its residual once the exchange has completed."""
 
     def account(self, purpose: str) -> Account | None:
-        """That of a purpose; None for a worker that is alone, who says nothing to anybody."""
+        """Return the account of a purpose; None for a single worker, which sends nothing."""
         return self.accounts.setdefault(purpose, Account()) if self._context.workers > 1 else None
 
     def context(self, part: FlatBuffer, start: int = 0, stop: int | None = None) -> CodecContext:
-        """Where a codec works that encodes these numbers of a part."""
+        """Return the context of a codec that encodes these elements of a flat buffer."""
         stop = part.theta.numel() if stop is None else stop
         held = [one for one in part.slots if start <= one.start and one.stop <= stop]
         blocks = [Block(one.name, one.start - start, one.stop - start, tuple(one.parameter.shape)) for one in held]
         return replace(self._context, blocks=blocks, theta=part.theta.detach()[start:stop])
 
-    def spoke(self, codec: Codec, message: Tensor, like: Tensor) -> None:
-        """A message speaks of some of the numbers of a tensor like this one."""
+    def count_values(self, codec: Codec, message: Tensor, like: Tensor) -> None:
+        """Count the values of a tensor like `like` that a message holds."""
         if codec.pair and self._context.workers > 1:
-            told = codec.values_sent(message, like) if not codec.linear else min(message.numel(), like.numel())
-            self._entries_sent += told
+            values = codec.values_sent(message, like) if not codec.linear else min(message.numel(), like.numel())
+            self._entries_sent += values
             self._entries += like.numel()
 
-    def norm_of(self, given: Sequence[Tensor]) -> float | None:
-        """The norm of what is about to be encoded, now and then; None when it is not time to measure."""
+    def norm_of(self, tensors: Sequence[Tensor]) -> float | None:
+        """Return the norm of the tensors to encode, at intervals; None when no measurement is due."""
         self._measure_residuals()
         now = self._context.clock() if self._context.clock is not None else 0.0
         self._asked += 1
         if now - self._measured_at < MEASURE_EVERY_S and self._asked < self._due_at:
             return None
         self._measured_at, self._due_at = now, 2 * self._asked
-        return _norm(given)
+        return _norm(tensors)
 
-    def owes(self, given: float | None, codec: Codec, states: Sequence[Any]) -> None:
+    def measure_residual_later(self, norm_of_input: float | None, codec: Codec, states: Sequence[Any]) -> None:
         """Have the residual measured if the norm of the contribution was.
 
         It is measured after the exchange: a codec of several collective operations has its residual only then.
         """
-        if given is not None:
-            self._residuals = given, codec, states
+        if norm_of_input is not None:
+            self._residuals = norm_of_input, codec, states
 
     def _measure_residuals(self) -> None:
         if self._residuals is None:
             return
-        (given, codec, states), self._residuals = self._residuals, None
+        (norm_of_input, codec, states), self._residuals = self._residuals, None
         residuals = [one for state in states if (one := codec.residual(state)) is not None]
         if residuals:
-            self._norms = given, _norm(residuals)
+            self._norms = norm_of_input, _norm(residuals)
 
     def figures(self) -> dict[str, Any]:
-        """What progress events carry."""
+        """Return the fields of progress events."""
         self._measure_residuals()
         bytes_of = {
             purpose: [one.raw_sent, one.sent, one.raw_received, one.received] for purpose, one in self.accounts.items()
         }
-        found: dict[str, Any] = {"traffic": bytes_of} if bytes_of else {}
+        fields: dict[str, Any] = {"traffic": bytes_of} if bytes_of else {}
         if self._entries:
-            found["values_sent"] = [self._entries_sent, self._entries]
+            fields["values_sent"] = [self._entries_sent, self._entries]
         if self._norms is not None:
-            found["residual_norms"] = [round(norm, 9) for norm in self._norms]
-        return found
+            fields["residual_norms"] = [round(norm, 9) for norm in self._norms]
+        return fields
 
 
 def _norm(flat: Sequence[Tensor]) -> float:

@@ -36,7 +36,7 @@ def test_norms_of_a_short_run_are_those_of_its_later_half() -> None:
         given = torch.arange(10.0) + number
         norm = tally.norm_of([given])
         codec.encode(given, state)
-        tally.owes(norm, codec, [state])
+        tally.measure_residual_later(norm, codec, [state])
         if norm is not None:
             measured.append(number)
     assert measured == [1, 2, 4, 8, 16]
